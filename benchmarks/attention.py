@@ -1,4 +1,5 @@
-"""Attention inside documents and windows: tiles beside a dense mask, forward and backward on one thread.
+"""Attention inside documents and windows: tiles beside a dense mask, forward and backward on one
+thread.
 
     python benchmarks/attention.py
 
@@ -13,7 +14,11 @@ from nanotrain.attention.call import TileKernel
 from nanotrain.attention.sdpa import DenseKernel, LayerKernels, SDPAttention
 
 LENGTH, HEADS, GROUPS, HEAD_DIM, ROUNDS = 2048, 8, 2, 64, 4
-CASES = {"documents of 512": (512, None), "documents of 64": (64, None), "window of 512": (LENGTH, 512)}
+CASES = {
+    "documents of 512": (512, None),
+    "documents of 64": (64, None),
+    "window of 512": (LENGTH, 512),
+}
 CORES = {
     "dense mask": SDPAttention(LayerKernels(DenseKernel(), DenseKernel())),
     "tiles": SDPAttention(LayerKernels(TileKernel(), TileKernel())),
@@ -23,7 +28,8 @@ CORES = {
 def cpu_ms(core: SDPAttention, *, dtype: torch.dtype, document: int, window: int | None) -> float:
     """Milliseconds of CPU time of one forward and backward."""
     query, key, value = (
-        torch.randn(1, LENGTH, heads, HEAD_DIM, dtype=dtype, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)
+        torch.randn(1, LENGTH, heads, HEAD_DIM, dtype=dtype, requires_grad=True)
+        for heads in (HEADS, GROUPS, GROUPS)
     )
     ids = torch.arange(LENGTH)[None] // document
     start = time.process_time()
@@ -36,12 +42,17 @@ def cpu_ms(core: SDPAttention, *, dtype: torch.dtype, document: int, window: int
 def main() -> None:
     """Measure and print the table."""
     torch.set_num_threads(1)
-    print(f"{LENGTH} tokens, {HEADS} query and {GROUPS} key/value heads of {HEAD_DIM}; CPU milliseconds\n")
+    print(
+        f"{LENGTH} tokens, {HEADS} query and {GROUPS} key/value heads of {HEAD_DIM}; CPU milliseconds\n"
+    )
     print("| | dtype | dense mask | tiles | ratio |\n|---|---|---:|---:|---:|")
     for name, (document, window) in CASES.items():
         for dtype in (torch.float32, torch.bfloat16):
             rounds = [
-                {side: cpu_ms(core, dtype=dtype, document=document, window=window) for side, core in CORES.items()}
+                {
+                    side: cpu_ms(core, dtype=dtype, document=document, window=window)
+                    for side, core in CORES.items()
+                }
                 for _ in range(ROUNDS)
             ]
             dense, tiles = (min(times[side] for times in rounds) for side in CORES)

@@ -1,12 +1,12 @@
 """Baselines: a Llama and training loops in plain PyTorch.
 
-    python benchmarks/baselines.py --strategy single --model 25m
-    torchrun --standalone --nproc-per-node 2 benchmarks/baselines.py --strategy fsdp2 --model 25m --dtype bf16
+    python benchmarks/baselines.py --strategy single --model 25m torchrun --standalone
+    --nproc-per-node 2 benchmarks/baselines.py --strategy fsdp2 --model 25m --dtype bf16
 
-Contains the sizes, the model, one function per strategy that wraps it, and the loop. Rank 0 prints one JSON object:
-`step_time_s` and `cpu_time_s` (lists, warmup left out; CPU time is summed over ranks and threads),
-`tokens_per_step`, `loss` and, on a GPU, `peak_memory_bytes`.
-bf16 is as users of each strategy run it: autocast around fp32 weights for one process and for DDP, FSDP2's
+Contains the sizes, the model, one function per strategy that wraps it, and the loop. Rank 0 prints
+one JSON object: `step_time_s` and `cpu_time_s` (lists, warmup left out; CPU time is summed over
+ranks and threads), `tokens_per_step`, `loss` and, on a GPU, `peak_memory_bytes`. bf16 is as users
+of each strategy run it: autocast around fp32 weights for one process and for DDP, FSDP2's
 mixed-precision policy (bf16 parameters, fp32 reduction) for FSDP2.
 """
 
@@ -45,15 +45,39 @@ class Shape:
 
 
 SHAPES = {
-    "smoke": Shape(hidden=64, layers=4, heads=4, kv_heads=2, ffn=128, vocab=256, seq=32, micro_batch=2),
-    "10m": Shape(hidden=256, layers=8, heads=8, kv_heads=4, ffn=768, vocab=4096, seq=256, micro_batch=4),
-    "25m": Shape(hidden=384, layers=8, heads=6, kv_heads=6, ffn=1024, vocab=8192, seq=512, micro_batch=4),
-    "110m": Shape(hidden=768, layers=12, heads=12, kv_heads=12, ffn=2048, vocab=16384, seq=256, micro_batch=1),
+    "smoke": Shape(
+        hidden=64, layers=4, heads=4, kv_heads=2, ffn=128, vocab=256, seq=32, micro_batch=2
+    ),
+    "10m": Shape(
+        hidden=256, layers=8, heads=8, kv_heads=4, ffn=768, vocab=4096, seq=256, micro_batch=4
+    ),
+    "25m": Shape(
+        hidden=384, layers=8, heads=6, kv_heads=6, ffn=1024, vocab=8192, seq=512, micro_batch=4
+    ),
+    "110m": Shape(
+        hidden=768, layers=12, heads=12, kv_heads=12, ffn=2048, vocab=16384, seq=256, micro_batch=1
+    ),
     "124m": Shape(
-        hidden=768, layers=12, heads=12, kv_heads=12, ffn=2048, vocab=50304, seq=1024, micro_batch=16, tied=True
+        hidden=768,
+        layers=12,
+        heads=12,
+        kv_heads=12,
+        ffn=2048,
+        vocab=50304,
+        seq=1024,
+        micro_batch=16,
+        tied=True,
     ),
     "llama1b": Shape(
-        hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocab=128256, seq=2048, micro_batch=4, tied=True
+        hidden=2048,
+        layers=16,
+        heads=32,
+        kv_heads=8,
+        ffn=8192,
+        vocab=128256,
+        seq=2048,
+        micro_batch=4,
+        tied=True,
     ),
 }
 # nanotrain's defaults, so that both sides do the same work.
@@ -76,7 +100,9 @@ class SelfAttention(nn.Module):
         q = rotate(self.q_proj(x).view(heads).transpose(1, 2), cos, sin)
         k = rotate(self.k_proj(x).view(heads).transpose(1, 2), cos, sin)
         v = self.v_proj(x).view(heads).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -110,8 +136,11 @@ class Llama(nn.Module):
         if shape.tied:
             self.head.weight = self.embedding.weight
         half = shape.hidden // shape.heads // 2
-        angles = torch.outer(torch.arange(shape.seq), 10000.0 ** (-torch.arange(half) / half)).repeat(1, 2)
-        self.cos, self.sin = angles.cos(), angles.sin()  # not buffers: DDP would broadcast them every step
+        angles = torch.outer(
+            torch.arange(shape.seq), 10000.0 ** (-torch.arange(half) / half)
+        ).repeat(1, 2)
+        # not buffers: DDP would broadcast them every step
+        self.cos, self.sin = angles.cos(), angles.sin()
         for weight in self.parameters():
             if weight.dim() == 2:
                 nn.init.normal_(weight, std=0.02)
@@ -144,7 +173,9 @@ class Stack:
     optimizer: torch.optim.Optimizer
     forward_context: Callable[[], AbstractContextManager[object]]
     step_context: Callable[[], AbstractContextManager[object]] = nullcontext
-    num_readers: int = field(default_factory=lambda: dist.get_world_size() if dist.is_initialized() else 1)
+    num_readers: int = field(
+        default_factory=lambda: dist.get_world_size() if dist.is_initialized() else 1
+    )
     loss: Callable[[Tensor, Tensor], Tensor] = field(default_factory=lambda: mean_loss)
 
 
@@ -218,13 +249,17 @@ def shard_matrices(model: nn.Module, mesh: dist.device_mesh.DeviceMesh) -> None:
                 output_layouts=sequence, desired_output_layouts=replicated, use_local_output=False
             )
             tp.parallelize_module(norm, mesh, gather)
-        attention = {f"attention.{name}_proj": columns for name in "qkv"} | {"attention.o_proj": rows}
+        attention = {f"attention.{name}_proj": columns for name in "qkv"} | {
+            "attention.o_proj": rows
+        }
         mlp = {"gate_proj": columns, "up_proj": columns, "down_proj": rows}
         tp.parallelize_module(block, mesh, attention | mlp)
     ends = {
         "embedding": tp.RowwiseParallel(input_layouts=replicated, output_layouts=sequence),
         "norm": tp.SequenceParallel(),
-        "head": tp.ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False),
+        "head": tp.ColwiseParallel(
+            input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     tp.parallelize_module(model, mesh, ends)
 
@@ -247,7 +282,9 @@ def autocast_on(device: torch.device, bf16: bool) -> Callable[[], AbstractContex
 def batches(shape: Shape, rank: int, device: torch.device) -> Iterator[Tensor]:
     """Random token ids [B, S + 1]: four batches, repeated."""
     generator = torch.Generator().manual_seed(1234 + rank)
-    fixed = torch.randint(shape.vocab, (4, shape.micro_batch, shape.seq + 1), generator=generator).to(device)
+    fixed = torch.randint(
+        shape.vocab, (4, shape.micro_batch, shape.seq + 1), generator=generator
+    ).to(device)
     while True:
         yield from fixed
 
@@ -290,7 +327,9 @@ class Times:
     loss: float = 0.0
 
 
-def measure(stack: Stack, data: Iterator[Tensor], *, num_microbatches: int, warmup: int, steps: int) -> Times:
+def measure(
+    stack: Stack, data: Iterator[Tensor], *, num_microbatches: int, warmup: int, steps: int
+) -> Times:
     """Run and time the steps."""
     times = Times()
     for number in range(warmup + steps):
@@ -313,22 +352,39 @@ def summed_over_ranks(cpu_time_s: list[float]) -> list[float]:
 
 def main() -> None:
     """Run one strategy and print the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--strategy", choices=STRATEGIES, required=True)
     parser.add_argument("--model", choices=SHAPES, default="25m")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--micro-batch", type=int, help="samples per microbatch (default: the model's)")
-    parser.add_argument("--num-microbatches", type=int, default=1, help="per rank and step; their gradients are added")
-    parser.add_argument("--compile", action="store_true", help="compile every block with torch.compile")
+    parser.add_argument(
+        "--micro-batch", type=int, help="samples per microbatch (default: the model's)"
+    )
+    parser.add_argument(
+        "--num-microbatches",
+        type=int,
+        default=1,
+        help="per rank and step; their gradients are added",
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile every block with torch.compile"
+    )
     parser.add_argument("--compile-loss", action="store_true", help="compile the loss too")
-    parser.add_argument("--checkpoint", action="store_true", help="recompute every block with torch.utils.checkpoint")
+    parser.add_argument(
+        "--checkpoint",
+        action="store_true",
+        help="recompute every block with torch.utils.checkpoint",
+    )
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     args = parser.parse_args()
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", "0")) if args.device == "cuda" else None)
+    device = torch.device(
+        args.device, int(os.environ.get("LOCAL_RANK", "0")) if args.device == "cuda" else None
+    )
     if args.device == "cuda":
         torch.cuda.set_device(device)
     if args.strategy != "single":
@@ -362,7 +418,8 @@ def main() -> None:
         print(json.dumps(report), flush=True)
     if dist.is_initialized():
         dist.barrier()
-        # Wrappers and meshes keep gloo groups alive, which sometimes abort the process when the interpreter exits.
+        # Wrappers and meshes keep gloo groups alive, which sometimes abort the process when the
+        # interpreter exits.
         os._exit(0)
 
 

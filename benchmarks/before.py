@@ -3,9 +3,10 @@
     python benchmarks/before.py 43089a2
     python benchmarks/before.py HEAD~1 --model 25m --dtype bf16 --output FILE --note TEXT
 
-The older commit is checked out in a temporary worktree. Each tree runs its own benchmarks/rank.py: its flags and its
-report are the interface, so the trees may differ inside. Runs are one process, and two processes with each sharding
-strategy. The trees run in turn; ratios are of runs close in time, medians over rounds.
+The older commit is checked out in a temporary worktree. Each tree runs its own benchmarks/rank.py:
+its flags and its report are the interface, so the trees may differ inside. Runs are one process,
+and two processes with each sharding strategy. The trees run in turn; ratios are of runs close in
+time, medians over rounds.
 """
 
 import argparse
@@ -33,7 +34,9 @@ KINDS = ("one process", "no_shard", "optim", "optim_grads")
 
 def git(*arguments: str) -> str:
     """The output of a git command in this tree."""
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 @contextmanager
@@ -67,7 +70,9 @@ def pairs(kinds: list[str], before: Path) -> list[Contender]:
 
 def main() -> None:
     """Run both trees and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("commit", help="the older commit")
     parser.add_argument("--model", choices=("smoke", "10m", "25m", "110m"), default="10m")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
@@ -82,11 +87,18 @@ def main() -> None:
     before, after = git("rev-parse", "--short", args.commit), git("rev-parse", "--short", "HEAD")
     with checked_out(before) as tree:
         contenders = pairs(args.only, tree)
-        measured = run(Job(args.model, args.dtype, args.warmup, args.steps), [[c] for c in contenders], args.rounds)
+        measured = run(
+            Job(args.model, args.dtype, args.warmup, args.steps),
+            [[c] for c in contenders],
+            args.rounds,
+        )
     body = table(contenders, measured)
     print(body)
     if args.output:
-        text = ABOUT.format(**vars(args) | {"before": before, "after": after, "torch": torch.__version__, "body": body})
+        text = ABOUT.format(
+            **vars(args)
+            | {"before": before, "after": after, "torch": torch.__version__, "body": body}
+        )
         args.output.write_text(text)
 
 

@@ -1,8 +1,16 @@
-"""The cards of roofline.py: peaks from data sheets, shares of them that are attained, and the kernel of attention."""
+"""The cards of roofline.py: peaks from data sheets, shares of them that are attained, and the
+kernel of attention.
+"""
 
 from dataclasses import dataclass
 
-from nanotrain.attention.backends import BACKENDS, AttentionChoice, AttentionDevice, AttentionNeed, lacks
+from nanotrain.attention.backends import (
+    BACKENDS,
+    AttentionChoice,
+    AttentionDevice,
+    AttentionNeed,
+    lacks,
+)
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.kernels import AttentionShape, attention_s, attention_work
 from nanotrain.train.plans.plan import Plan
@@ -10,7 +18,9 @@ from nanotrain.train.plans.plan import Plan
 
 @dataclass(frozen=True)
 class Card:
-    """Peaks of a card, from the vendor's data sheet, and the shares of them that large operators attain (assumed)."""
+    """Peaks of a card, from the vendor's data sheet, and the shares of them that large operators
+    attain (assumed).
+    """
 
     device_name: str  # a name that `peak_flops` has, in bf16
     memory_bytes_per_s: float
@@ -23,32 +33,40 @@ class Card:
     link_share: float = 0.75
 
 
-# NVIDIA data sheets: H100 SXM5 80 GB, H200 SXM 141 GB, A100 SXM4 80 GB. FlashAttention-2 reaches about the same FLOP/s
-# on Hopper as 60 % of an A100's peak.
+# NVIDIA data sheets: H100 SXM5 80 GB, H200 SXM 141 GB, A100 SXM4 80 GB. FlashAttention-2 reaches
+# about the same FLOP/s on Hopper as 60 % of an A100's peak.
 CARDS = {
     "H100": Card("NVIDIA H100 80GB HBM3", 3.35e12, 450e9, 0.72, "h100", (9, 0), flash_share=0.35),
     "H200": Card("NVIDIA H200", 4.8e12, 450e9, 0.72, "h200", (9, 0), flash_share=0.35),
-    "A100": Card("NVIDIA A100-SXM4-80GB", 2.039e12, 300e9, 0.8, "a100-80gb", (8, 0), flash_share=0.6),
+    "A100": Card(
+        "NVIDIA A100-SXM4-80GB", 2.039e12, 300e9, 0.8, "a100-80gb", (8, 0), flash_share=0.6
+    ),
 }
 
 
 def attention_kernel(plan: Plan, card: Card) -> str:
-    """The kernel of causal attention that torch picks on a card: "cudnn", or that of a row of backends.yaml.
+    """The kernel of causal attention that torch picks on a card: "cudnn", or that of a row of
+    backends.yaml.
 
-    In the row of flash attention torch prefers cuDNN on compute capability 9.0 and 10.x, where cuDNN has the call.
+    In the row of flash attention torch prefers cuDNN on compute capability 9.0 and 10.x, where
+    cuDNN has the call.
     """
     device = AttentionDevice("cuda", card.capability)
     choice = AttentionChoice.of(plan.config, device)
     row, need = choice.backends.get(False) or choice.backends[True]
-    prefers_cudnn = row.name == "sdpa flash" and not choice.is_forced and card.capability[0] in (9, 10)
-    return "cudnn" if prefers_cudnn and not lacks(BACKENDS["cudnn"], need, device=device) else row.name
+    prefers_cudnn = (
+        row.name == "sdpa flash" and not choice.is_forced and card.capability[0] in (9, 10)
+    )
+    return (
+        "cudnn" if prefers_cudnn and not lacks(BACKENDS["cudnn"], need, device=device) else row.name
+    )
 
 
 def attention_share(plan: Plan, card: Card) -> float:
     """The share of the peak that attention attains, forward and backward together.
 
-    That of the planner's measured kernels, which are cuDNN's on Hopper and FlashAttention-2 on an A100. Values that are
-    narrower than keys are padded by all but cuDNN.
+    That of the planner's measured kernels, which are cuDNN's on Hopper and FlashAttention-2 on an
+    A100. Values that are narrower than keys are padded by all but cuDNN.
     """
     shape, config, tp = plan.shape, plan.config, plan.groups["tp"].size
     need = AttentionNeed.of(config, has_window=False)

@@ -1,23 +1,26 @@
-"""Time to save and load a sharded state: nanotrain, torch.save, torch.distributed.checkpoint and plain bytes, in turn.
+"""Time to save and load a sharded state: nanotrain, torch.save, torch.distributed.checkpoint and
+plain bytes, in turn.
 
     python benchmarks/checkpoint.py                                  # 2 and 4 ranks x 64 and 256 MiB per rank
     python benchmarks/checkpoint.py --ranks 2 --mib 64 --rounds 7 --folder /mnt/disk
     python benchmarks/checkpoint.py --folder /dev/shm                # without a disk: the software alone
     python benchmarks/checkpoint.py --write benchmarks/results/checkpoint.md
 
-All save the same tensors, sharded along their first dim over the ranks, fsync them, and load them into existing
-tensors. The time is that of the slowest rank. Loads are measured warm (files in the page cache) and cold (dropped from
-it before). Contenders run in turn for several rounds, in which each follows each other one equally often: the speed of
-one depends on what the one before has left in the memory. A ratio is the median over rounds of runs close in time, so a
-slow minute of the machine affects both sides. Peak memory is the largest growth of a rank's resident memory during a
-save or a load, beside the state itself, in a first round that is not timed. Last comes the time for which a save stops
-training (save_stall.py).
+All save the same tensors, sharded along their first dim over the ranks, fsync them, and load them
+into existing tensors. The time is that of the slowest rank. Loads are measured warm (files in the
+page cache) and cold (dropped from it before). Contenders run in turn for several rounds, in which
+each follows each other one equally often: the speed of one depends on what the one before has left
+in the memory. A ratio is the median over rounds of runs close in time, so a slow minute of the
+machine affects both sides. Peak memory is the largest growth of a rank's resident memory during a
+save or a load, beside the state itself, in a first round that is not timed. Last comes the time for
+which a save stops training (save_stall.py).
 
-torch.save writes one file per rank and nothing else: no manifest, no communication, and no other layout can read it.
-"plain bytes" writes and reads one file per rank with `write` and `readinto`, tensor after tensor: what the disk gives.
-Cold loads also measure the memory of the page cache: a virtual machine whose host takes back free memory gets it again
-slowly (0.4 GiB/s seen), unless the same memory was just released. Compare their medians on a machine of your own.
-nanotrain verifies a checksum of every byte it loads; torch.load accepts damage silently (tried with a flipped bit).
+torch.save writes one file per rank and nothing else: no manifest, no communication, and no other
+layout can read it. "plain bytes" writes and reads one file per rank with `write` and `readinto`,
+tensor after tensor: what the disk gives. Cold loads also measure the memory of the page cache: a
+virtual machine whose host takes back free memory gets it again slowly (0.4 GiB/s seen), unless the
+same memory was just released. Compare their medians on a machine of your own. nanotrain verifies a
+checksum of every byte it loads; torch.load accepts damage silently (tried with a flipped bit).
 """
 
 import argparse
@@ -76,7 +79,10 @@ class State:
 
     def dtensors(self, mesh: DeviceMesh) -> dict[str, DTensor]:
         """The shards as torch.distributed.checkpoint takes them."""
-        return {name: DTensor.from_local(tensor, mesh, [Shard(0)]) for name, tensor in self.tensors.items()}
+        return {
+            name: DTensor.from_local(tensor, mesh, [Shard(0)])
+            for name, tensor in self.tensors.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -140,9 +146,12 @@ def run_rank(rank: int, size: int, mib: int, rounds: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/rendezvous", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     rows = TENSOR_MIB * MIB // 4 // COLUMNS
-    state = State({f"model/{i}": torch.randn(rows, COLUMNS) for i in range(mib // TENSOR_MIB)}, rank, size)
+    state = State(
+        {f"model/{i}": torch.randn(rows, COLUMNS) for i in range(mib // TENSOR_MIB)}, rank, size
+    )
     expected = {name: tensor.double().sum() for name, tensor in state.tensors.items()}
-    times: dict[str, list[list[float]]] = {}  # MiB of the first round, then seconds of every phase, by round
+    # MiB of the first round, then seconds of every phase, by round
+    times: dict[str, list[list[float]]] = {}
     for number in range(rounds + 1):
         for name, contender in in_turn(list(contenders(state).items()), number):
             target = Path(folder) / name
@@ -154,9 +163,9 @@ def run_rank(rank: int, size: int, mib: int, rounds: int, folder: str) -> None:
                 tensor.zero_()
             _drop_from_page_cache(target)
             measured.append(_timed(contender.load, target, trims=number == 0))
-            assert all(state.tensors[key].double().sum() == total for key, total in expected.items()), (
-                f"{name} lost data"
-            )
+            assert all(
+                state.tensors[key].double().sum() == total for key, total in expected.items()
+            ), f"{name} lost data"
             dist.barrier()
             if rank == 0:
                 shutil.rmtree(target)
@@ -168,9 +177,11 @@ def run_rank(rank: int, size: int, mib: int, rounds: int, folder: str) -> None:
 
 
 def in_turn(contenders: Sequence[Item], number: int) -> list[Item]:
-    """The order of an even number of contenders in a round; over as many rounds each follows each other one once.
+    """The order of an even number of contenders in a round; over as many rounds each follows each
+    other one once.
 
-    Source: Williams 1949, "Experimental designs balanced for the estimation of residual effects of treatments".
+    Source: Williams 1949, "Experimental designs balanced for the estimation of residual effects of
+    treatments".
 
     >>> [in_turn("abcd", number) for number in range(4)]
     [['a', 'b', 'd', 'c'], ['b', 'c', 'a', 'd'], ['c', 'd', 'b', 'a'], ['d', 'a', 'c', 'b']]
@@ -187,7 +198,10 @@ def rows_of(times: dict[str, list[list[float]]], *, size: int, mib: int) -> list
         cells = []
         for phase in range(len(PHASES)):
             seconds = statistics.median(round_[phase] for round_ in rounds)
-            quotients = [other[phase] / ours[phase] for ours, other in zip(times["nanotrain"][1:], rounds, strict=True)]
+            quotients = [
+                other[phase] / ours[phase]
+                for ours, other in zip(times["nanotrain"][1:], rounds, strict=True)
+            ]
             ratio = "" if name == "nanotrain" else f" ({statistics.median(quotients):.2f}x)"
             cells.append(f"{seconds:.3f} s, {size * mib / 1024 / seconds:.2f} GiB/s{ratio}")
         cells += [f"{peak:.0f} MiB" for peak in peaks[:2]]
@@ -196,7 +210,8 @@ def rows_of(times: dict[str, list[list[float]]], *, size: int, mib: int) -> list
 
 
 def _timed(work: Callable[[Path], None], folder: Path, *, trims: bool) -> tuple[float, float]:
-    """Run and return the seconds of the slowest rank, and the MiB of the one whose memory grew most.
+    """Run and return the seconds of the slowest rank, and the MiB of the one whose memory grew
+    most.
 
     `trims` gives back what earlier phases have freed, which would be used again without a growth.
     """
@@ -215,7 +230,11 @@ def _timed(work: Callable[[Path], None], folder: Path, *, trims: bool) -> tuple[
 
 def _memory(field: str) -> int:
     """Bytes of a line of the process status."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{field}:")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -230,12 +249,20 @@ def _drop_from_page_cache(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 256], help="MiB per rank")
-    parser.add_argument("--rounds", type=int, default=8, help="a multiple of 4, for balanced orders")
-    parser.add_argument("--folder", type=Path, default=None, help="where to write (default: a temporary folder)")
-    parser.add_argument("--write", type=Path, default=None, help="also write the table to this file")
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="a multiple of 4, for balanced orders"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to write (default: a temporary folder)"
+    )
+    parser.add_argument(
+        "--write", type=Path, default=None, help="also write the table to this file"
+    )
     options = parser.parse_args()
     lines = [
         f"{datetime.date.today()}, {os.cpu_count()}-core CPU shared with other work, torch {torch.__version__},"

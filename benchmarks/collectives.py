@@ -3,8 +3,8 @@
     python benchmarks/collectives.py                              print a table
     python benchmarks/collectives.py --output FILE --note TEXT    also write it as Markdown
 
-Every round runs each operation once, so other load affects all of them. Times are medians over the rounds. Bytes are
-those of the loopback interface, per rank and as a multiple of the tensor.
+Every round runs each operation once, so other load affects all of them. Times are medians over the
+rounds. Bytes are those of the loopback interface, per rank and as a multiple of the tensor.
 """
 
 import argparse
@@ -58,7 +58,9 @@ def loopback_bytes() -> int:
     """Bytes the loopback interface has sent so far; 0 where the system does not report it."""
     table = Path("/proc/net/dev")
     lines = table.read_text().splitlines() if table.exists() else []
-    return next((int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")), 0)
+    return next(
+        (int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")), 0
+    )
 
 
 def operations(group: Group, num_bytes: int) -> dict[str, Callable[[], None]]:
@@ -70,7 +72,9 @@ def operations(group: Group, num_bytes: int) -> dict[str, Callable[[], None]]:
     return {
         "all-reduce": lambda: dist.all_reduce(full),
         "reduce-scatter, gloo": lambda: scatter(shard, full),
-        "reduce-scatter, nanotrain": lambda: start_reduce_scatter_into(shard, full, group=group).wait(),
+        "reduce-scatter, nanotrain": lambda: start_reduce_scatter_into(
+            shard, full, group=group
+        ).wait(),
         "all-gather, gloo": lambda: gather(gathered, shard),
         "all-gather, nanotrain": lambda: all_gather_into(gathered, shard, group=group),
     }
@@ -111,7 +115,9 @@ def rows(size: int, mib: int, measured: dict[str, Measured]) -> list[str]:
 def run_rank(args: argparse.Namespace) -> None:
     """Run one rank under torchrun; rank 0 writes the rows."""
     size = int(os.environ["WORLD_SIZE"])
-    with ParallelContext.start(Topology.of(ParallelConfig(), size), device="cpu", timeout_s=120) as ctx:
+    with ParallelContext.start(
+        Topology.of(ParallelConfig(), size), device="cpu", timeout_s=120
+    ) as ctx:
         for mib in args.mib:
             lines = rows(size, mib, measure(ctx, mib * MIB, args.rounds))
             if ctx.rank == 0:
@@ -126,8 +132,22 @@ def launch(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "rows"
         for size in args.ranks:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-            options = ["--rounds", str(args.rounds), "--mib", *map(str, args.mib), "--output", str(table)]
+            torchrun = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(size),
+            ]
+            options = [
+                "--rounds",
+                str(args.rounds),
+                "--mib",
+                *map(str, args.mib),
+                "--output",
+                str(table),
+            ]
             subprocess.run([*torchrun, __file__, *options], check=True)
         if args.output:
             text = f"{ABOUT.format(note=args.note, rounds=args.rounds, torch=torch.__version__)}\n{HEAD}\n{RULE}\n"

@@ -1,6 +1,8 @@
-"""Bytes per element that casts to fp8 move, by torch's operators and by kernels: `python benchmarks/fp8_bytes.py`.
+"""Bytes per element that casts to fp8 move, by torch's operators and by kernels: `python
+benchmarks/fp8_bytes.py`.
 
-An operand [4096, 4096] in bf16 on the meta device, as it is and with its transposed form, amaxes and scales included.
+An operand [4096, 4096] in bf16 on the meta device, as it is and with its transposed form, amaxes
+and scales included.
 """
 
 import sys
@@ -26,7 +28,9 @@ class Total:
     def __init__(self) -> None:
         self.num_bytes, self.launches = 0.0, 0
 
-    def add(self, name: str, *, num_bytes: float = 0.0, launches: int = 1, times: int = 1, **_: float) -> None:
+    def add(
+        self, name: str, *, num_bytes: float = 0.0, launches: int = 1, times: int = 1, **_: float
+    ) -> None:
         """Count an operator."""
         self.num_bytes, self.launches = self.num_bytes + num_bytes, self.launches + launches
 
@@ -50,8 +54,12 @@ def main(show: Callable[[str], None] = print) -> None:
     for recipe in RECIPES:
         cells = []
         for is_fused in (False, True):
-            found = [counted(recipe, is_fused=is_fused, columns=columns) for columns in (False, True)]
-            cells += [f"{each.num_bytes / SIZE**2:.1f}" for each in found] + [str(found[1].launches)]
+            found = [
+                counted(recipe, is_fused=is_fused, columns=columns) for columns in (False, True)
+            ]
+            cells += [f"{each.num_bytes / SIZE**2:.1f}" for each in found] + [
+                str(found[1].launches)
+            ]
         show(f"| {recipe} | {' | '.join(cells)} |")
 
 

@@ -1,8 +1,8 @@
 """Relative errors of fp8 products by recipe, in the emulation: `python benchmarks/fp8_error.py`.
 
-Each number is |computed - exact| / |exact| in the Frobenius norm, exact being the product in fp64. Values are normal;
-with an outlier, the first value of the inputs and of the gradients is 100,000. The first row and column of each
-product, which contain it, are left out.
+Each number is |computed - exact| / |exact| in the Frobenius norm, exact being the product in fp64.
+Values are normal; with an outlier, the first value of the inputs and of the gradients is 100,000.
+The first row and column of each product, which contain it, are left out.
 
     T 512 tokens   I 1024 inputs   O 512 outputs
 """
@@ -35,7 +35,9 @@ def errors(options: Fp8Options, *, has_outlier: bool) -> list[float]:
     weight = draw(OUTPUTS, INPUTS, has_outlier=False, generator=generator)
     x = draw(TOKENS, INPUTS, has_outlier=has_outlier, generator=generator)
     grad = draw(TOKENS, OUTPUTS, has_outlier=has_outlier, generator=generator)
-    products = Fp8Linears([Linear(nn.Parameter(weight), None, fp8=Fp8Layer(options))], records=False)
+    products = Fp8Linears(
+        [Linear(nn.Parameter(weight), None, fp8=Fp8Layer(options))], records=False
+    )
     with torch.no_grad():
         computed = [*products.fprop(x), products.dgrad([grad]), *products.wgrad([grad], x)]
     wide_x, wide_weight, wide_grad = x.double(), weight.double(), grad.double()
@@ -51,9 +53,13 @@ def main() -> None:
     for recipe, row in RECIPES.items():
         for name, dtypes in FP8_FORMATS.items():
             options = replace(Fp8Options(row, dtypes))
-            numbers = [value for flag in (False, True) for value in errors(options, has_outlier=flag)]
+            numbers = [
+                value for flag in (False, True) for value in errors(options, has_outlier=flag)
+            ]
             if not (row.e4m3_only and name == "hybrid"):
-                print(f"| {recipe} | {name} | {' | '.join(f'{100 * value:.1f} %' for value in numbers)} |")
+                print(
+                    f"| {recipe} | {name} | {' | '.join(f'{100 * value:.1f} %' for value in numbers)} |"
+                )
 
 
 if __name__ == "__main__":

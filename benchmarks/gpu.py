@@ -1,16 +1,18 @@
-"""Compare nanotrain with plain PyTorch on one GPU: llama1b, GPT-2 124M and a mixture of four experts, bf16.
+"""Compare nanotrain with plain PyTorch on one GPU: llama1b, GPT-2 124M and a mixture of four
+experts, bf16.
 
     python benchmarks/gpu.py [--model llama1b 124m moe4] [--rounds 3]
     python benchmarks/gpu.py --rounds 1 --minutes 8  # what fits, and the commands for the rest
     python benchmarks/gpu.py --device cpu            # the same programs on a tiny model, to see that they run
 
-Steps of 8 microbatches, as pretraining has many (`--microbatches 1`: the optimizer weighs as much as it can), eager and
-with torch.compile, beside a plain loop with torch's attention and FSDP2 on one rank: tokens per second, model
-FLOPs utilization (MFU) and peak memory. Contenders run in the order of `PHASES`, each launch in a new process, as in
-throughput.py: first what answers most, compiled blocks of nanotrain, a profile of one step with its kernel times by
-class beside the budget of roofline.py, and the plain loop with blocks and loss compiled. Every launch prints its
-numbers at its end, so that a run that is cut has printed what it measured. A launch that fails leaves out its row, and
-the exit code is 1. Without a GPU it prints that and exits with code 2.
+Steps of 8 microbatches, as pretraining has many (`--microbatches 1`: the optimizer weighs as much
+as it can), eager and with torch.compile, beside a plain loop with torch's attention and FSDP2 on
+one rank: tokens per second, model FLOPs utilization (MFU) and peak memory. Contenders run in the
+order of `PHASES`, each launch in a new process, as in throughput.py: first what answers most,
+compiled blocks of nanotrain, a profile of one step with its kernel times by class beside the budget
+of roofline.py, and the plain loop with blocks and loss compiled. Every launch prints its numbers at
+its end, so that a run that is cut has printed what it measured. A launch that fails leaves out its
+row, and the exit code is 1. Without a GPU it prints that and exits with code 2.
 """
 
 import argparse
@@ -47,7 +49,9 @@ DENSE = (
     Contender(COMPILED, 1, nanotrain_command("--torch-compile"), ("torch, compiled", COMPILED_TOO)),
 )
 FP8 = ("--fp8-format=hybrid", "--fp8-recipe=tensorwise")
-IN_FP8 = Contender("nanotrain, compiled, fp8", 1, nanotrain_command("--torch-compile", *FP8), (COMPILED,))
+IN_FP8 = Contender(
+    "nanotrain, compiled, fp8", 1, nanotrain_command("--torch-compile", *FP8), (COMPILED,)
+)
 EXPERTS = ("--num-experts=4", "--moe-router-topk=2")
 MIXTURE = (
     Contender("nanotrain", 1, nanotrain_command(*EXPERTS, "--no-torch-compile")),
@@ -69,7 +73,8 @@ MODELS: dict[str, tuple[str, tuple[Contender, ...], tuple[str, ...]]] = {
 }
 T = TypeVar("T")
 FIRST_LAUNCH_S = 60.0  # what a launch is expected to take at most, before any was measured
-# class -> pattern of the names of its CUDA kernels, and of torch's operators in a CPU profile; the first match counts
+# class -> pattern of the names of its CUDA kernels, and of torch's operators in a CPU profile; the
+# first match counts
 KERNELS = {
     "communication": r"nccl|c10d",
     "attention": r"flash|fmha|cudnn.*(sdpa|attn)|attention",
@@ -81,21 +86,31 @@ KERNELS = {
 
 
 def model_flops(shape: Shape) -> int:
-    """Floating-point operations per token, forward and backward, by the convention of nanotrain's log."""
+    """Floating-point operations per token, forward and backward, by the convention of nanotrain's
+    log.
+    """
     return flops_per_token(ModelShape.of(model_config(shape)), shape.seq)
 
 
 def table(
-    contenders: Sequence[Contender], outcomes: dict[str, list[Outcome]], *, flops: int | None, peak: float | None
+    contenders: Sequence[Contender],
+    outcomes: dict[str, list[Outcome]],
+    *,
+    flops: int | None,
+    peak: float | None,
 ) -> str:
-    """The Markdown table of medians over rounds; without the FLOPs per token, or the peak, there is no MFU."""
+    """The Markdown table of medians over rounds; without the FLOPs per token, or the peak, there is
+    no MFU.
+    """
     lines = ["| contender | tokens/s | ratio | MFU | peak memory |", "|---|---:|---:|---:|---:|"]
     for contender in contenders:
         measured = outcomes[contender.name]
         if not measured:
             continue
         speed = statistics.median(outcome.tokens_per_second for outcome in measured)
-        ratios = {name: ratio_of(measured, outcomes[name]) for name in contender.rivals if outcomes[name]}
+        ratios = {
+            name: ratio_of(measured, outcomes[name]) for name in contender.rivals if outcomes[name]
+        }
         ratio = ", ".join(f"{number:.2f}x of {name}" for name, number in ratios.items())
         mfu = f"{speed * flops / peak:.1%}" if flops and peak else "unknown"
         memory = max(outcome.peak_memory_bytes for outcome in measured) / 2**30
@@ -106,7 +121,9 @@ def table(
 def ratio_of(measured: Sequence[Outcome], rival: Sequence[Outcome]) -> float:
     """The median over rounds of the ratio of two contenders' speeds."""
     pairs = zip(measured, rival, strict=False)
-    return statistics.median(mine.tokens_per_second / other.tokens_per_second for mine, other in pairs)
+    return statistics.median(
+        mine.tokens_per_second / other.tokens_per_second for mine, other in pairs
+    )
 
 
 def class_of(kernel: str) -> str:
@@ -115,11 +132,15 @@ def class_of(kernel: str) -> str:
     >>> class_of("sm90_xmma_gemm_bf16bf16_bf16f32"), class_of("pytorch_flash::flash_fwd_kernel"), class_of("aten::mul")
     ('GEMM', 'attention', 'elementwise')
     """
-    return next(name for name, pattern in KERNELS.items() if re.search(pattern, kernel, re.IGNORECASE))
+    return next(
+        name for name, pattern in KERNELS.items() if re.search(pattern, kernel, re.IGNORECASE)
+    )
 
 
 def kernel_times(events: Iterable[dict[str, Any]], *, category: str) -> Counter[str]:
-    """Milliseconds by class of the events of one category in a chrome trace: "kernel" or "cpu_op" (nested too)."""
+    """Milliseconds by class of the events of one category in a chrome trace: "kernel" or "cpu_op"
+    (nested too).
+    """
     times: Counter[str] = Counter()
     for event in events:
         if event.get("cat") == category:
@@ -131,8 +152,15 @@ def profiled(job: Job, flags: Sequence[str], *, timeout_s: float | None) -> Coun
     """Kernel times of the last step of a run of nanotrain."""
     last = job.warmup + job.steps
     with TemporaryDirectory() as folder:
-        profile = ("--profile", f"--profile-step-start={last}", f"--profile-step-end={last}", f"--run-dir={folder}")
-        launch([Contender("profile", 1, nanotrain_command(*flags, *profile))], job, timeout_s=timeout_s)
+        profile = (
+            "--profile",
+            f"--profile-step-start={last}",
+            f"--profile-step-end={last}",
+            f"--run-dir={folder}",
+        )
+        launch(
+            [Contender("profile", 1, nanotrain_command(*flags, *profile))], job, timeout_s=timeout_s
+        )
         (trace,) = Path(folder).rglob("profile/*.json")
         events = json.loads(trace.read_text())["traceEvents"]
     return kernel_times(events, category="kernel" if job.device == "cuda" else "cpu_op")
@@ -143,11 +171,15 @@ def card_here(device: str) -> str | None:
     if device != "cuda":
         return None
     name = torch.cuda.get_device_name()
-    return next((card for card, facts in CARDS.items() if facts.device_name == name or card in name), None)
+    return next(
+        (card for card, facts in CARDS.items() if facts.device_name == name or card in name), None
+    )
 
 
 def budget_here(job: Job, flags: Sequence[str], *, card: str) -> dict[str, float]:
-    """Milliseconds per step by class of kernels that roofline.py plans: eager operators, not overlapped."""
+    """Milliseconds per step by class of kernels that roofline.py plans: eager operators, not
+    overlapped.
+    """
     arguments = nanotrain_command(*flags)(job, Path("unused"))[1:]
     plan = plan_run(load(arguments).config, 1, rank=0)
     costs = budget_of(plan, CARDS[card]).costs
@@ -160,8 +192,8 @@ class Launches:
     """Launches one after the other, until the time is up.
 
     Args:
-        minutes: a launch that would end later, if it lasts as long as the longest before, is left out, and one that
-            has not ended by then is ended; None: no limit.
+        minutes: a launch that would end later, if it lasts as long as the longest before, is left
+            out, and one that has not ended by then is ended; None: no limit.
     """
 
     def __init__(self, minutes: float | None) -> None:
@@ -171,7 +203,9 @@ class Launches:
         self.failed: list[tuple[str, str]] = []  # models and what was launched and failed
 
     def run(self, model: str, part: str, function: Callable[..., T]) -> T | None:
-        """The result of a function that launches one run within `timeout_s`; None if the time is up, or it failed."""
+        """The result of a function that launches one run within `timeout_s`; None if the time is
+        up, or it failed.
+        """
         began = time.monotonic()
         if self._end is not None and began + max(self._lasted, default=FIRST_LAUNCH_S) > self._end:
             self.left_out.append((model, part))
@@ -187,11 +221,17 @@ class Launches:
 
     def report(self) -> int:
         """Print what is missing, with the command that measures it; returns the exit code."""
-        for title, parts in (("left out, as the time was up", self.left_out), ("failed", self.failed)):
+        for title, parts in (
+            ("left out, as the time was up", self.left_out),
+            ("failed", self.failed),
+        ):
             if parts:
                 models = dict.fromkeys(model for model, _ in parts)
                 print(f"\n{title}: {', '.join(f'{model} {part}' for model, part in parts)}")
-                print(f"to measure these models: python benchmarks/gpu.py --model {' '.join(models)}", flush=True)
+                print(
+                    f"to measure these models: python benchmarks/gpu.py --model {' '.join(models)}",
+                    flush=True,
+                )
         return int(bool(self.failed))
 
 
@@ -208,8 +248,17 @@ class Comparison:
         shape, self.contenders, self.flags = MODELS[name]
         dtype = "bf16" if args.device == "cuda" else "fp32"
         self.name, self.args, self.launches = name, args, launches
-        self.job = Job(shape, dtype, args.warmup, args.steps, device=args.device, num_microbatches=args.microbatches)
-        self.outcomes: dict[str, list[Outcome]] = {contender.name: [] for contender in self.contenders}
+        self.job = Job(
+            shape,
+            dtype,
+            args.warmup,
+            args.steps,
+            device=args.device,
+            num_microbatches=args.microbatches,
+        )
+        self.outcomes: dict[str, list[Outcome]] = {
+            contender.name: [] for contender in self.contenders
+        }
 
     def run(self, phase: Sequence[str]) -> None:
         """Launch the parts of a phase, for all rounds; a profile once."""
@@ -229,7 +278,8 @@ class Comparison:
         self.outcomes[contender.name].extend(measured)
         speed, memory = measured[-1].tokens_per_second, measured[-1].peak_memory_bytes / 2**30
         print(
-            f"{self.name}  round {number}  {contender.name:42} {speed:10,.0f} tokens/s  {memory:6.1f} GiB", flush=True
+            f"{self.name}  round {number}  {contender.name:42} {speed:10,.0f} tokens/s  {memory:6.1f} GiB",
+            flush=True,
         )
 
     def _profile(self) -> None:
@@ -246,19 +296,25 @@ class Comparison:
         print("|---|---:|---:|---:|")
         for kind in KERNELS:
             budget = f"{planned[kind]:,.1f}" if kind in planned else ""
-            print(f"| {kind} | {times[kind]:,.1f} | {times[kind] / max(times.total(), 1e-9):.0%} | {budget} |")
+            print(
+                f"| {kind} | {times[kind]:,.1f} | {times[kind] / max(times.total(), 1e-9):.0%} | {budget} |"
+            )
         print(flush=True)
 
     def report(self, *, peak: float | None) -> None:
         """Print the table of all contenders; `peak` is the FLOP/s of the card."""
         args, flops = self.args, None if self.flags else model_flops(self.job.shape)
-        print(f"\n{self.name}, {self.job.dtype}, {args.microbatches} microbatches per step, {args.rounds} rounds\n")
+        print(
+            f"\n{self.name}, {self.job.dtype}, {args.microbatches} microbatches per step, {args.rounds} rounds\n"
+        )
         print(table(self.contenders, self.outcomes, flops=flops, peak=peak), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare every model; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", nargs="+", choices=MODELS)
     parser.add_argument("--rounds", type=int, default=3)
@@ -270,7 +326,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("no GPU here: nothing to measure; --device cpu runs the programs on a tiny model")
         return 2
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, a check that the programs run"
+    name = (
+        torch.cuda.get_device_name()
+        if args.device == "cuda"
+        else "CPU, a check that the programs run"
+    )
     print(f"{name}, torch {torch.__version__}", flush=True)
     launches = Launches(args.minutes)
     models = args.model or (["llama1b", "124m", "moe4"] if args.device == "cuda" else ["smoke"])

@@ -1,26 +1,28 @@
-"""Resident bytes per parameter and bytes sent per rank and step, compared with the table of docs/zero.md.
+"""Resident bytes per parameter and bytes sent per rank and step, compared with the table of
+docs/zero.md.
 
     python benchmarks/memory.py                  # 1, 2, 4 and 8 ranks
     python benchmarks/memory.py --resident       # peak resident set of two processes, 110 M parameters
     python benchmarks/memory.py --resident --ranks 4
     python benchmarks/memory.py --planned        # whole runs of nine layouts: planned beside measured
 
-Each rank builds nanotrain's DataParallel and DistributedOptimizer around a small GPT and runs optimizer steps of three
-microbatches, with overlap. Then it finds every live tensor of the process through the garbage collector and sums the
-distinct storages: `params` are those of the model's parameters, `optimizer` those of main params and moments, the byte
-buffers that gloo collectives receive into are left out (NCCL has its own), and all others count as `grads`. Bytes sent
-are those that comm/ counted. `n` is the number of optimizer instances, `outer` what is sharded across them. `peak` is
-the most bytes of full gradient buckets and gathered units at once, and must not exceed `bound`: two buckets, and with
-optim_grads_params one unit.
+Each rank builds nanotrain's DataParallel and DistributedOptimizer around a small GPT and runs
+optimizer steps of three microbatches, with overlap. Then it finds every live tensor of the process
+through the garbage collector and sums the distinct storages: `params` are those of the model's
+parameters, `optimizer` those of main params and moments, the byte buffers that gloo collectives
+receive into are left out (NCCL has its own), and all others count as `grads`. Bytes sent are those
+that comm/ counted. `n` is the number of optimizer instances, `outer` what is sharded across them.
+`peak` is the most bytes of full gradient buckets and gathered units at once, and must not exceed
+`bound`: two buckets, and with optim_grads_params one unit.
 
-Measured bytes are divided by P, the number of parameters. The table is in terms of P; memory holds P plus alignment and
-padding and, where gradients are sharded, two buckets. With all included, params + grads + optimizer must equal the
-table to the byte (`exact`), and so must the bytes sent.
+Measured bytes are divided by P, the number of parameters. The table is in terms of P; memory holds
+P plus alignment and padding and, where gradients are sharded, two buckets. With all included,
+params + grads + optimizer must equal the table to the byte (`exact`), and so must the bytes sent.
 
-`--resident` trains a model of 110 M parameters in fp32 with each strategy on N processes, as users run it (rank.py)
-but with freed memory given back to the system (planned_memory.EXACT), and prints the peak resident set of rank 0. It
-exits with 1 unless each strategy needs less than the one before.
-`--planned` is planned_memory.py.
+`--resident` trains a model of 110 M parameters in fp32 with each strategy on N processes, as users
+run it (rank.py) but with freed memory given back to the system (planned_memory.EXACT), and prints
+the peak resident set of rank 0. It exits with 1 unless each strategy needs less than the one
+before. `--planned` is planned_memory.py.
 """
 
 import argparse
@@ -90,8 +92,13 @@ class Case:
 
     @property
     def resident(self) -> float:
-        """Bytes per element of params, grads, main params and moments; fp32 params are their own main params."""
-        w, g, main_grad = (x.itemsize for x in (self.precision.params, self.precision.grads, self.precision.main_grads))
+        """Bytes per element of params, grads, main params and moments; fp32 params are their own
+        main params.
+        """
+        w, g, main_grad = (
+            x.itemsize
+            for x in (self.precision.params, self.precision.grads, self.precision.main_grads)
+        )
         strategy, optim = STRATEGIES[self.strategy], 8 if w == 4 else 12
         shards = self.d if strategy.shard_optim else 1
         grads = main_grad / self.d if strategy.shard_grads else g
@@ -103,9 +110,16 @@ class Case:
     def sent(self) -> float:
         """Bytes per element sent per rank and step."""
         w, g, m = self.precision.params.itemsize, self.precision.grads.itemsize, MICROBATCHES
-        inside = {"no_shard": 2 * g, "optim": g + w, "optim_grads": g * m + w, "optim_grads_params": g * m + 2 * m * w}
+        inside = {
+            "no_shard": 2 * g,
+            "optim": g + w,
+            "optim_grads": g * m + w,
+            "optim_grads_params": g * m + 2 * m * w,
+        }
         across = g + w if self.outer > 1 else 2 * g
-        return inside[self.strategy] * (self.d - 1) / self.d + across / self.d * (self.n - 1) / self.n
+        return (
+            inside[self.strategy] * (self.d - 1) / self.d + across / self.d * (self.n - 1) / self.n
+        )
 
 
 @dataclass(frozen=True)
@@ -140,7 +154,9 @@ DTYPES = {
 
 
 def cases_of(num_ranks: int) -> Iterator[Case]:
-    """Every strategy and dtypes, with one and two instances, whose state is replicated or sharded across."""
+    """Every strategy and dtypes, with one and two instances, whose state is replicated or sharded
+    across.
+    """
     for dtypes, strategy in product(DTYPES, STRATEGIES):
         yield Case(strategy, dtypes, num_ranks)
         if num_ranks % 2 == 0 and num_ranks > 2 and strategy != "no_shard":
@@ -170,7 +186,10 @@ def without(these: dict[int, int], those: dict[int, int]) -> dict[int, int]:
 def measure(context: ParallelContext, case: Case) -> Row:
     """Build, run two steps, and measure live storages and the bytes sent in the second step."""
     before = storages(live_tensors())
-    strategy, stage = STRATEGIES[case.strategy], build_stage(MODEL, dtype=DTYPE_NAMES[case.precision.params])
+    strategy, stage = (
+        STRATEGIES[case.strategy],
+        build_stage(MODEL, dtype=DTYPE_NAMES[case.precision.params]),
+    )
     shard, replicate = context.group("dp_shard"), context.group("dp_replicate")
     rules = LayoutRules(shard.size, case.outer, BUCKET_SIZE, gathers_by_unit=strategy.shard_params)
     data_parallel = DataParallel(
@@ -184,7 +203,11 @@ def measure(context: ParallelContext, case: Case) -> Row:
     data_parallel.fill_params(partial(initialize, stage, seed=1))
     scale = LossScale(PrecisionConfig())
     optimizer = DistributedOptimizer(
-        [data_parallel], OptimConfig(), precision=case.precision, loss_scale=scale, groups=context.groups
+        [data_parallel],
+        OptimConfig(),
+        precision=case.precision,
+        loss_scale=scale,
+        groups=context.groups,
     )
     with peak_of_transient_bytes(data_parallel) as peak:
         for _ in range(2):
@@ -193,7 +216,9 @@ def measure(context: ParallelContext, case: Case) -> Row:
     ops = ("all_reduce", "reduce_scatter", "all_gather")  # those in world are of the gradient norm
     sent = sum(context.traffic.bytes(group.name, op) for group in (shard, replicate) for op in ops)
 
-    alive = [tensor for tensor in live_tensors() if tensor.untyped_storage().data_ptr() not in before]
+    alive = [
+        tensor for tensor in live_tensors() if tensor.untyped_storage().data_ptr() not in before
+    ]
     params = storages([data_parallel.param_buffer, *stage.parameters()])
     state = without(storages(optimizer.allocated_tensors), params)
     receive = storages(tensor for tensor in alive if tensor.dtype is torch.uint8)
@@ -217,10 +242,18 @@ def measure(context: ParallelContext, case: Case) -> Row:
 @contextmanager
 def peak_of_transient_bytes(data_parallel: DataParallel) -> Iterator[list[int]]:
     """Bytes of full gradient buckets and gathered units whenever one is allocated."""
-    seen, allocate, memory = [0], ShardedParams.allocate, getattr(data_parallel.buckets[0].grads, "_memory", None)
+    seen, allocate, memory = (
+        [0],
+        ShardedParams.allocate,
+        getattr(data_parallel.buckets[0].grads, "_memory", None),
+    )
 
     def record() -> None:
-        full = sum(b.params.full.untyped_storage().nbytes() for b in data_parallel.buckets) if gathers else 0
+        full = (
+            sum(b.params.full.untyped_storage().nbytes() for b in data_parallel.buckets)
+            if gathers
+            else 0
+        )
         is_allocated = memory is not None and "tensor" in vars(memory)
         seen.append(full + (memory.tensor.nbytes if is_allocated else 0))
 
@@ -236,14 +269,17 @@ def peak_of_transient_bytes(data_parallel: DataParallel) -> Iterator[list[int]]:
 
 
 def closed_forms(case: Case, data_parallel: DataParallel) -> tuple[int, int, int]:
-    """Resident bytes, bytes sent, and the bound of full buckets and gathered units, padding included."""
+    """Resident bytes, bytes sent, and the bound of full buckets and gathered units, padding
+    included.
+    """
     layout, strategy = data_parallel.layout, STRATEGIES[case.strategy]
     expected, bound = case.resident * layout.numel, 0
     if strategy.shard_grads:
         bound = layout.open_numel * case.precision.grads.itemsize
         expected += bound
     expected_sent = case.sent * layout.numel
-    if strategy.shard_params:  # the tied embedding is gathered for the embedding, and with the final norm for the head
+    # the tied embedding is gathered for the embedding, and with the final norm for the head
+    if strategy.shard_params:
         width = case.precision.params.itemsize
         tied = sum(bucket.numel for bucket in layout.buckets if bucket.is_shared)
         bound += max(layout.numel_of_units["head"] + tied, *layout.numel_of_units.values()) * width
@@ -275,7 +311,8 @@ def run_rank() -> None:
         dist.init_process_group("gloo")
     for case in cases_of(world_size):
         config = ParallelConfig(
-            data_parallel_sharding_strategy=case.strategy, num_distributed_optimizer_instances=case.n
+            data_parallel_sharding_strategy=case.strategy,
+            num_distributed_optimizer_instances=case.n,
         )
         context = ParallelContext.attach(Topology.of(config, world_size))
         row = measure(context, case)
@@ -287,24 +324,47 @@ def run_rank() -> None:
 
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table, in bytes per parameter."""
-    heads = ("dtypes", "strategy", "d", "n", "outer", "params", "grads", "optimizer", "total", "table", "exact")
+    heads = (
+        "dtypes",
+        "strategy",
+        "d",
+        "n",
+        "outer",
+        "params",
+        "grads",
+        "optimizer",
+        "total",
+        "table",
+        "exact",
+    )
     heads += ("peak", "bound", "sent", "table", "exact")
     lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
     for row in rows:
         case = row.case
         sizes = (row.params, row.grads, row.optimizer, row.resident, case.resident * row.num_params)
-        cells = [case.dtypes, case.strategy, str(case.d), str(case.n), "optim" if case.outer > 1 else "-"]
+        cells = [
+            case.dtypes,
+            case.strategy,
+            str(case.d),
+            str(case.n),
+            "optim" if case.outer > 1 else "-",
+        ]
         cells += [f"{size / row.num_params:.3f}" for size in sizes]
-        cells.append("yes" if row.resident == row.expected else f"{row.resident - row.expected:+,} B")
+        cells.append(
+            "yes" if row.resident == row.expected else f"{row.resident - row.expected:+,} B"
+        )
         traffic = (row.peak, row.bound, row.sent, case.sent * row.num_params)
         cells += [f"{size / row.num_params:.3f}" for size in traffic]
-        cells.append("yes" if row.sent == row.expected_sent else f"{row.sent - row.expected_sent:+,} B")
+        cells.append(
+            "yes" if row.sent == row.expected_sent else f"{row.sent - row.expected_sent:+,} B"
+        )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def peak_resident_bytes(strategy: str, num_ranks: int) -> int:
-    """The peak resident set of rank 0: two steps of two microbatches of few tokens, so that state dominates.
+    """The peak resident set of rank 0: two steps of two microbatches of few tokens, so that state
+    dominates.
 
     Buckets have the size of a block: two of them are transient where gradients are sharded.
     """
@@ -313,7 +373,9 @@ def peak_resident_bytes(strategy: str, num_ranks: int) -> int:
     batch = f"--global-batch-size={2 * num_ranks}"
     sizes = ("--seq-length=64", "--micro-batch-size=1", batch, "--ddp-bucket-size=7000000")
     command = sharding(strategy, *sizes, "--num-workers=0")
-    (report,) = launch([Contender(strategy, num_ranks, command, environment=planned_memory.EXACT)], job)
+    (report,) = launch(
+        [Contender(strategy, num_ranks, command, environment=planned_memory.EXACT)], job
+    )
     return report.peak_memory_bytes
 
 
@@ -335,10 +397,18 @@ def read_row(line: str) -> Row:
 
 def main() -> None:
     """Launch the world sizes one after the other and print the table; exit 1 if a byte differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", help="by default 1, 2, 4 and 8; with --resident 2")
-    parser.add_argument("--resident", action="store_true", help="peak resident sets of a larger model")
-    parser.add_argument("--planned", action="store_true", help="planned memory beside that of whole runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", help="by default 1, 2, 4 and 8; with --resident 2"
+    )
+    parser.add_argument(
+        "--resident", action="store_true", help="peak resident sets of a larger model"
+    )
+    parser.add_argument(
+        "--planned", action="store_true", help="planned memory beside that of whole runs"
+    )
     args = parser.parse_args()
     if args.planned:
         sys.exit(planned_memory.compare())
@@ -349,12 +419,22 @@ def main() -> None:
         return
     rows = []
     for num_ranks in args.ranks or [1, 2, 4, 8]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={num_ranks}",
+        ]
         done = subprocess.run([*launcher, __file__], stdout=subprocess.PIPE, text=True, check=True)
         rows += [read_row(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    print(f"{rows[0].num_params:,} parameters, {MICROBATCHES} microbatches per step; bytes per parameter\n")
+    print(
+        f"{rows[0].num_params:,} parameters, {MICROBATCHES} microbatches per step; bytes per parameter\n"
+    )
     print(table(rows))
-    print("\nexact: equal to the table to the byte, including alignment, padding and two buckets of sharded gradients")
+    print(
+        "\nexact: equal to the table to the byte, including alignment, padding and two buckets of sharded gradients"
+    )
     wrong = [row for row in rows if row.resident != row.expected or row.sent != row.expected_sent]
     sys.exit(bool(wrong) or any(row.peak > row.bound for row in rows))
 

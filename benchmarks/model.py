@@ -1,11 +1,13 @@
-"""Forward and backward of the model, compared with the plain Llama of baselines.py: same sizes, same tokens.
+"""Forward and backward of the model, compared with the plain Llama of baselines.py: same sizes,
+same tokens.
 
     python benchmarks/model.py                          # 25m, fp32 and bf16, two threads
     python benchmarks/model.py --model 110m --rounds 20
 
-Both sides run in turn in one process, so a slow minute of the machine affects both. As users of each do, nanotrain has
-bf16 parameters, and the plain Llama fp32 parameters under autocast. The table shows median wall time and median CPU
-time of all threads, which other programs disturb far less.
+Both sides run in turn in one process, so a slow minute of the machine affects both. As users of
+each do, nanotrain has bf16 parameters, and the plain Llama fp32 parameters under autocast. The
+table shows median wall time and median CPU time of all threads, which other programs disturb far
+less.
 """
 
 import argparse
@@ -59,7 +61,9 @@ def nanotrain_pass(shape: Shape, tokens: Tensor, *, dtype: str) -> Callable[[], 
 
 
 def stage_pass(stage: Stage, tokens: Tensor) -> Callable[[], float]:
-    """A function that runs forward and backward of a stage with the whole model and returns the loss."""
+    """A function that runs forward and backward of a stage with the whole model and returns the
+    loss.
+    """
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     batch = BatchContext(Batch(inputs, labels, torch.ones(inputs.shape), None, None))
 
@@ -103,28 +107,38 @@ def compare(shape: Shape, *, dtype: str, rounds: int) -> str:
     tokens = next(batches(shape, 0, CPU))
     ours, plain = nanotrain_pass(shape, tokens, dtype=dtype), plain_pass(shape, tokens, dtype=dtype)
     losses = [ours(), plain()]
-    assert abs(losses[0] - losses[1]) < 0.1 * losses[1], f"untrained models should have similar losses: {losses}"
+    assert abs(losses[0] - losses[1]) < 0.1 * losses[1], (
+        f"untrained models should have similar losses: {losses}"
+    )
     ours(), plain()
     pairs = [(timed(ours), timed(plain)) for _ in range(rounds)]
     cells = [dtype]
     for measure in ("clock", "cpu"):
         ours_s, plain_s = ([getattr(pair[side], measure) for pair in pairs] for side in (0, 1))
         ratio = statistics.median(b / a for a, b in zip(ours_s, plain_s, strict=True))
-        cells += [f"{statistics.median(side) * 1e3:.0f} ms" for side in (ours_s, plain_s)] + [f"{ratio:.2f}x"]
+        cells += [f"{statistics.median(side) * 1e3:.0f} ms" for side in (ours_s, plain_s)] + [
+            f"{ratio:.2f}x"
+        ]
     return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     """Run both sides in turn and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=SHAPES, default="25m")
     parser.add_argument("--dtype", choices=(*DTYPES, "both"), default="both")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print(f"{args.model}, {args.threads} threads, medians of {args.rounds} rounds; ratio: plain / nanotrain\n")
-    print("| dtype | nanotrain | plain | speed-up | nanotrain, CPU time | plain, CPU time | speed-up |")
+    print(
+        f"{args.model}, {args.threads} threads, medians of {args.rounds} rounds; ratio: plain / nanotrain\n"
+    )
+    print(
+        "| dtype | nanotrain | plain | speed-up | nanotrain, CPU time | plain, CPU time | speed-up |"
+    )
     print("|---|---:|---:|---:|---:|---:|---:|")
     for dtype in DTYPES if args.dtype == "both" else (args.dtype,):
         print(compare(SHAPES[args.model], dtype=dtype, rounds=args.rounds), flush=True)

@@ -1,4 +1,5 @@
-"""The operators of one microbatch on the meta device, which computes nothing: their FLOPs and bytes, by class.
+"""The operators of one microbatch on the meta device, which computes nothing: their FLOPs and
+bytes, by class.
 
 OperatorCount   counts every operator that runs inside it
 on_meta         lets fused operators run there, each counted as one
@@ -23,8 +24,27 @@ from nanotrain.model import activations, transformer
 from nanotrain.parallel.tp import loss as vocabulary_loss
 
 # Operators that allocate or look at a tensor and touch none of its memory.
-FREE = {"empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "lift_fresh", "new_empty_strided"}
-WRITES_ONLY = {"fill_", "zero_", "zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "new_zeros"}
+FREE = {
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "_unsafe_view",
+    "lift_fresh",
+    "new_empty_strided",
+}
+WRITES_ONLY = {
+    "fill_",
+    "zero_",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "new_zeros",
+}
 LOOK_UPS = {"embedding", "gather", "index", "index_select"}
 SCATTERS = {"scatter_add_", "index_add_", "index_put_"}  # touch of their target what is scattered
 
@@ -32,7 +52,15 @@ SCATTERS = {"scatter_add_", "index_add_", "index_put_"}  # touch of their target
 class Budget(Protocol):
     """Where operators are counted."""
 
-    def add(self, name: str, *, flops: float = 0.0, num_bytes: float = 0.0, launches: int = 1, times: int = 1) -> None:
+    def add(
+        self,
+        name: str,
+        *,
+        flops: float = 0.0,
+        num_bytes: float = 0.0,
+        launches: int = 1,
+        times: int = 1,
+    ) -> None:
         """Count an operator that runs `times` times."""
 
 
@@ -52,29 +80,44 @@ class OperatorCount(TorchDispatchMode):
             return out
         flops = _product_flops(func, args, out)
         if flops is not None:
-            self.add("fp8 GEMM" if name.startswith("fp8") else "GEMM", flops=flops, num_bytes=_bytes(name, args, out))
+            self.add(
+                "fp8 GEMM" if name.startswith("fp8") else "GEMM",
+                flops=flops,
+                num_bytes=_bytes(name, args, out),
+            )
         else:
             self.add("loss" if self.in_loss else "elementwise", num_bytes=_bytes(name, args, out))
         return out
 
-    def add(self, name: str, *, flops: float = 0.0, num_bytes: float = 0.0, launches: int = 1) -> None:
+    def add(
+        self, name: str, *, flops: float = 0.0, num_bytes: float = 0.0, launches: int = 1
+    ) -> None:
         """Count one operator of a microbatch, of which this rank computes its share."""
         share = self._share
-        self._budget.add(name, flops=flops * share, num_bytes=num_bytes * share, launches=launches, times=self._times)
+        self._budget.add(
+            name,
+            flops=flops * share,
+            num_bytes=num_bytes * share,
+            launches=launches,
+            times=self._times,
+        )
 
 
 def _product_flops(func: Any, args: Sequence[Any], out: Any) -> int | None:
     """FLOPs of a matrix product; None for any other operator."""
     name = func.overloadpacket.__name__
-    if name == "_grouped_mm":  # [T, K], [E, K, N] -> [T, N], or [M, T], [T, N] -> [E, M, N]: every token once
+    # [T, K], [E, K, N] -> [T, N], or [M, T], [T, N] -> [E, M, N]: every token once
+    if name == "_grouped_mm":
         return 2 * args[0].numel() * args[1].shape[-1]
-    if name in ("fp8_mm", "fp8_grouped_mm"):  # values and scales of both; gradients of experts have three dims
+    # values and scales of both; gradients of experts have three dims
+    if name in ("fp8_mm", "fp8_grouped_mm"):
         a, _, b, *_ = args[0]
         return 2 * a.numel() * (len(b) if name == "fp8_mm" or out.dim() == 3 else out.shape[1])
     counted = flop_registry.get(torch.ops.aten.addmm if name == "addmm_" else func.overloadpacket)
     if counted is None:
         return None
-    flops: int = counted(*(args[:3] if name.startswith("addmm") else args), out_val=out)  # not the dtype of the output
+    # not the dtype of the output
+    flops: int = counted(*(args[:3] if name.startswith("addmm") else args), out_val=out)
     return flops
 
 
@@ -115,7 +158,12 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         work = ctx.work
         # Attention: five products instead of two, as the scores are computed again.
-        ctx.count.add(work.name, flops=2.5 * work.flops, num_bytes=work.backward_bytes, launches=work.backward_launches)
+        ctx.count.add(
+            work.name,
+            flops=2.5 * work.flops,
+            num_bytes=work.backward_bytes,
+            launches=work.backward_launches,
+        )
         return None, None, *(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
 
 
@@ -148,16 +196,25 @@ class FusedOperators:
     def attend(self, query: Tensor, *, key: Tensor, value: Tensor, **_: Any) -> Tensor:
         """Causal attention without scores in memory."""
         batch, length, heads, width = query.shape
-        # Half of the pairs, a product for the scores and one for the values: 2 FLOPs per multiplication and addition.
+        # Half of the pairs, a product for the scores and one for the values: 2 FLOPs per
+        # multiplication and addition.
         flops = batch * heads * length**2 * (width + value.shape[3])
         shape = (batch, length, heads, value.shape[3])
         num_bytes = query.nbytes + key.nbytes + value.nbytes + math.prod(shape) * query.itemsize
-        return self._run(_Work("attention", shape, num_bytes, 2 * num_bytes, flops), query, key, value)
+        return self._run(
+            _Work("attention", shape, num_bytes, 2 * num_bytes, flops), query, key, value
+        )
 
-    def torch_rms_norm(self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        """torch's RMSNorm of CUDA: one operator forward, backward one for the input and one for a weight."""
+    def torch_rms_norm(
+        self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        """torch's RMSNorm of CUDA: one operator forward, backward one for the input and one for a
+        weight.
+        """
         inputs = (x,) if weight is None else (x, weight)
-        work = _Work("elementwise", x.shape, 2 * x.nbytes, 5 * x.nbytes, backward_launches=len(inputs))
+        work = _Work(
+            "elementwise", x.shape, 2 * x.nbytes, 5 * x.nbytes, backward_launches=len(inputs)
+        )
         return self._run(work, *inputs)
 
     def permute_form(self) -> permute.PermuteForm:
@@ -165,7 +222,9 @@ class FusedOperators:
 
         def of_shape(rows: int, like: Tensor, *read: Tensor) -> Tensor:
             out = like.new_empty(rows, like.shape[1])
-            self._count.add("elementwise", num_bytes=out.nbytes + sum(tensor.nbytes for tensor in read))
+            self._count.add(
+                "elementwise", num_bytes=out.nbytes + sum(tensor.nbytes for tensor in read)
+            )
             return out
 
         def spread(x: Tensor, order: Tensor, *, inverse: Tensor) -> Tensor:
@@ -174,8 +233,12 @@ class FusedOperators:
         def combine(permuted: Tensor, inverse: Tensor, *, weights: Tensor | None) -> Tensor:
             return of_shape(len(inverse), permuted, permuted, inverse)
 
-        def combine_backward(grad: Tensor, permuted: Tensor, **given: Tensor) -> tuple[Tensor, Tensor]:
-            rows = of_shape(len(permuted), permuted, permuted, grad, given["inverse"], given["weights"])
+        def combine_backward(
+            grad: Tensor, permuted: Tensor, **given: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            rows = of_shape(
+                len(permuted), permuted, permuted, grad, given["inverse"], given["weights"]
+            )
             return rows, torch.empty_like(given["weights"])
 
         return permute.PermuteForm(spread, combine, combine_backward)
@@ -205,8 +268,8 @@ def on_meta(count: OperatorCount, *, has_triton: bool = True) -> Iterator[None]:
 
     Args:
         count: counter of the operators.
-        has_triton: count the Triton kernels of loss, permutations and SwiGLU, and products added in fp32, not their
-            plain forms.
+        has_triton: count the Triton kernels of loss, permutations and SwiGLU, and products added in
+            fp32, not their plain forms.
     """
     cross_entropy, fused = transformer.vocab_parallel_cross_entropy, FusedOperators(count)
 
@@ -225,7 +288,9 @@ def on_meta(count: OperatorCount, *, has_triton: bool = True) -> Iterator[None]:
         chunk_elements = {"meta": vocabulary_loss.CHUNK_ELEMENTS["cuda"]}
         stack.enter_context(patch.dict(vocabulary_loss.CHUNK_ELEMENTS, chunk_elements))
         if has_triton:
-            stack.enter_context(patch.object(vocabulary_loss, "softmax_gradient", fused.softmax_gradient))
+            stack.enter_context(
+                patch.object(vocabulary_loss, "softmax_gradient", fused.softmax_gradient)
+            )
             stack.enter_context(patch.object(permute, "form_of", lambda _: fused.permute_form()))
             stack.enter_context(patch.object(activations, "runs_triton", lambda _: True))
             for name in ("swiglu", "swiglu_backward"):

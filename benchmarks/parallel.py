@@ -1,16 +1,18 @@
-"""Compare every parallel axis with data parallelism on the same processes, and with torch's FSDP2 + tensor parallelism.
+"""Compare every parallel axis with data parallelism on the same processes, and with torch's FSDP2 +
+tensor parallelism.
 
     python benchmarks/parallel.py                             # 2 and 4 processes, the 10m shape, fp32
     python benchmarks/parallel.py --only TP --ranks 2 --rounds 1
     python benchmarks/parallel.py --output FILE --note TEXT   # also write the table as Markdown
 
-Every layout trains the same model on the same global batch, 4 samples per process, with ZeRO-1 and overlapped gradient
-reduction: an axis of size 2, and data parallelism of size 2 if there are 4 processes. Contenders run in turn, as in
-throughput.py, those of nanotrain on the same processes. Ratios are to the reference of the same round, medians over
-rounds.
+Every layout trains the same model on the same global batch, 4 samples per process, with ZeRO-1 and
+overlapped gradient reduction: an axis of size 2, and data parallelism of size 2 if there are 4
+processes. Contenders run in turn, as in throughput.py, those of nanotrain on the same processes.
+Ratios are to the reference of the same round, medians over rounds.
 
-Bytes are those that comm/ counted in the last step over the group of the axis, per rank (mean over ranks), with the
-closed form of docs/parallel/. The rows sent over `ep` depend on the routing; its closed form assumes balanced experts.
+Bytes are those that comm/ counted in the last step over the group of the axis, per rank (mean over
+ranks), with the closed form of docs/parallel/. The rows sent over `ep` depend on the routing; its
+closed form assumes balanced experts.
 """
 
 import argparse
@@ -88,23 +90,33 @@ def expert_dp_sent(step: Step) -> float:
 
 
 def tp_sent(step: Step, *, sequence_parallel: bool) -> float:
-    """docs/parallel/tp.md on 2 ranks; with sequence parallelism the norms' gradients are all-reduced at the end."""
+    """docs/parallel/tp.md on 2 ranks; with sequence parallelism the norms' gradients are
+    all-reduced at the end.
+    """
     layers, positions = step.shape.layers, step.micro_batch * step.shape.seq
     times = 10 * layers + 4 if sequence_parallel else 8 * layers + 4
     loss = positions * BYTES + BYTES
-    norms = (2 * layers + 1) * step.shape.hidden * BYTES / step.num_readers if sequence_parallel else 0
+    norms = (
+        (2 * layers + 1) * step.shape.hidden * BYTES / step.num_readers if sequence_parallel else 0
+    )
     return step.num_microbatches * (times * step.hidden_bytes / 2 + loss) + norms
 
 
 def pp_sent(step: Step, *, num_stages: int) -> float:
-    """docs/parallel/pp.md on 2 ranks: a microbatch crosses every stage boundary twice, once per direction."""
+    """docs/parallel/pp.md on 2 ranks: a microbatch crosses every stage boundary twice, once per
+    direction.
+    """
     return step.num_microbatches * (num_stages - 1) * step.hidden_bytes
 
 
 def cp_sent(step: Step, *, comm_type: str) -> float:
     """docs/parallel/cp.md on 2 ranks."""
     shape, num_positions = step.shape, step.micro_batch * step.shape.seq // 2
-    sizes = {"hidden_size": shape.hidden, "num_attention_heads": shape.heads, "num_query_groups": shape.kv_heads}
+    sizes = {
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+    }
     rank = ContextRank(0, 2, 1, step.micro_batch, BYTES, num_positions, comm_type)
     sent = cp_bytes(ModelShape.of(ModelConfig(**sizes)), rank)
     return step.num_microbatches * shape.layers * sum(map(sum, sent.values()))
@@ -146,7 +158,9 @@ class Layout:
         """How a rank's samples of the global batch are split into microbatches."""
         samples = job.shape.micro_batch * self.num_sharers
         micro_batch = self.micro_batch or samples
-        return Step(job.shape, micro_batch, samples // micro_batch, num_processes // self.num_sharers)
+        return Step(
+            job.shape, micro_batch, samples // micro_batch, num_processes // self.num_sharers
+        )
 
     def contender(self, job: Job, num_processes: int) -> Contender:
         """The contender to launch."""
@@ -220,7 +234,9 @@ HEADS = (
 )
 
 
-def row(layout: Layout, job: Job, *, num_processes: int, measured: dict[str, list[Outcome]]) -> list[str]:
+def row(
+    layout: Layout, job: Job, *, num_processes: int, measured: dict[str, list[Outcome]]
+) -> list[str]:
     """The table cells of one layout."""
     outcomes = measured[layout.name]
     speed = statistics.median(outcome.tokens_per_second for outcome in outcomes)
@@ -243,13 +259,17 @@ def ratios_to(outcomes: list[Outcome], rival: list[Outcome]) -> list[str]:
 
 def main() -> None:
     """Run every world size and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=("smoke", "10m", "25m"), default="10m")
     parser.add_argument("--ranks", type=int, nargs="+", choices=(2, 4), default=[2, 4])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--only", default="", help="run layouts whose name contains this, and their references")
+    parser.add_argument(
+        "--only", default="", help="run layouts whose name contains this, and their references"
+    )
     parser.add_argument("--output", type=Path, help="also write the table to this file")
     parser.add_argument("--note", default="", help="date and machine, for the file")
     args = parser.parse_args()
@@ -261,9 +281,15 @@ def main() -> None:
     lines = [list(HEADS), ["---"] * len(HEADS)]
     for num_processes in args.ranks:
         contenders = [layout.contender(job, num_processes) for layout in layouts]
-        ours = [c for c, layout in zip(contenders, layouts, strict=True) if layout.torch_strategy is None]
+        ours = [
+            c
+            for c, layout in zip(contenders, layouts, strict=True)
+            if layout.torch_strategy is None
+        ]
         measured = run(job, [ours, *([c] for c in contenders if c not in ours)], args.rounds)
-        lines += [row(layout, job, num_processes=num_processes, measured=measured) for layout in layouts]
+        lines += [
+            row(layout, job, num_processes=num_processes, measured=measured) for layout in layouts
+        ]
     body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     print(body)
     if args.output:

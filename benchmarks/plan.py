@@ -23,7 +23,8 @@ from nanotrain.errors import NanotrainError, report
 from nanotrain.planner.rows import RowPrediction, predict_row, read_table
 
 SAMPLE = Path(__file__).parent / "data" / "published_runs.tsv"
-CELL = ("hardware", "gpus", "layers", "hidden", "ffn", "seq", "gbs", "precision")  # of one set of layouts
+# of one set of layouts
+CELL = ("hardware", "gpus", "layers", "hidden", "ffn", "seq", "gbs", "precision")
 MIN_CELL = 5  # layouts
 ROW = "{:<34}{:>6}{:>11}{:>9}{:>7}{:>15}{:>7}"
 
@@ -42,7 +43,9 @@ class Run:
 
     @property
     def measured(self) -> float | None:
-        """Tokens per second and GPU; FLOP/s are read by the formula of Narayanan et al. (2021), with recomputation."""
+        """Tokens per second and GPU; FLOP/s are read by the formula of Narayanan et al. (2021),
+        with recomputation.
+        """
         cells = self.cells
         if not cells.get("value"):
             return None
@@ -84,7 +87,10 @@ def table_of(runs: Sequence[Run]) -> list[str]:
         lines.append(line_of("all", runs))
     ours, least = regrets(runs)
     if ours:
-        lines += ["", f"regret of the layout over {len(ours)} sets: {mean(ours):.1%}, at worst {max(ours):.1%}"]
+        lines += [
+            "",
+            f"regret of the layout over {len(ours)} sets: {mean(ours):.1%}, at worst {max(ours):.1%}",
+        ]
         lines.append(f"regret of the least tp x pp: {mean(least):.1%}, at worst {max(least):.1%}")
     return lines
 
@@ -95,31 +101,47 @@ def line_of(name: str, runs: Sequence[Run]) -> str:
     known = [run for run in predicted if run.error is not None]
     fits = sum(run.predicted.fits == "yes" for run in predicted) / max(1, len(predicted))
     if not known:
-        return ROW.format(name[:33], len(runs), f"{len(predicted) / len(runs):.0%}", "", "", "", f"{fits:.0%}")
+        return ROW.format(
+            name[:33], len(runs), f"{len(predicted) / len(runs):.0%}", "", "", "", f"{fits:.0%}"
+        )
     errors = sorted(abs(run.error or 0.0) for run in known)
     constant = median(run.mfu for run in known)
     others = median(abs(constant / run.mfu - 1) for run in known)
     at = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
     shares = (len(predicted) / len(runs), median(errors), at, others, fits)
     return ROW.format(
-        name[:33], len(runs), *(f"{share:.0%}" if i in (0, 4) else f"{share:.1%}" for i, share in enumerate(shares))
+        name[:33],
+        len(runs),
+        *(f"{share:.0%}" if i in (0, 4) else f"{share:.1%}" for i, share in enumerate(shares)),
     )
 
 
 def regrets(runs: Iterable[Run]) -> tuple[list[float], list[float]]:
-    """Share of the best measured throughput that is lost per set, by the planner and by the least tp x pp."""
+    """Share of the best measured throughput that is lost per set, by the planner and by the least
+    tp x pp.
+    """
     cells = defaultdict(list)
     for run in runs:
         if run.error is not None:
             cells[tuple(run.cells.get(name, "") for name in CELL)].append(run)
     ours, least = [], []
     for layouts in cells.values():
-        if len({(run.cells.get("tp"), run.cells.get("pp"), run.cells.get("mbs")) for run in layouts}) < MIN_CELL:
+        if (
+            len(
+                {
+                    (run.cells.get("tp"), run.cells.get("pp"), run.cells.get("mbs"))
+                    for run in layouts
+                }
+            )
+            < MIN_CELL
+        ):
             continue
         best = max(run.measured or 0.0 for run in layouts)
         fitting = [run for run in layouts if run.predicted.fits == "yes"] or layouts
         chosen = max(fitting, key=lambda run: float(run.predicted.tokens_per_s_per_gpu))
-        small = min(layouts, key=lambda run: int(run.cells.get("tp") or 1) * int(run.cells.get("pp") or 1))
+        small = min(
+            layouts, key=lambda run: int(run.cells.get("tp") or 1) * int(run.cells.get("pp") or 1)
+        )
         ours.append(1 - (chosen.measured or 0.0) / best)
         least.append(1 - (small.measured or 0.0) / best)
     return ours, least
@@ -128,11 +150,17 @@ def regrets(runs: Iterable[Run]) -> tuple[list[float], list[float]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; the exit code is 2 for a table that cannot be read."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("table", nargs="?", type=Path, default=SAMPLE, help="measurements (default: a sample)")
-    parser.add_argument("--engine", metavar="NAME", help="engine of all rows (default: inferred from each)")
+    parser.add_argument(
+        "table", nargs="?", type=Path, default=SAMPLE, help="measurements (default: a sample)"
+    )
+    parser.add_argument(
+        "--engine", metavar="NAME", help="engine of all rows (default: inferred from each)"
+    )
     args = parser.parse_args(argv)
     try:
-        runs = [Run(cells, predict_row(cells, engine=args.engine)) for cells in read_table(args.table)]
+        runs = [
+            Run(cells, predict_row(cells, engine=args.engine)) for cells in read_table(args.table)
+        ]
     except NanotrainError as error:
         return report(error)
     print("\n".join(table_of(runs)))

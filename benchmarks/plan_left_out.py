@@ -1,4 +1,5 @@
-"""Errors of `nanotrain plan` on published measurements, each source predicted with constants that it had no part in.
+"""Errors of `nanotrain plan` on published measurements, each source predicted with constants that
+it had no part in.
 
     python benchmarks/plan_left_out.py                # a sample: benchmarks/data/published_runs.tsv
     python benchmarks/plan_left_out.py FILE.tsv       # a minute of one core for 1,425 rows
@@ -12,11 +13,13 @@ left out     with those fitted to the other sources alone:
              - what was fitted of an engine to runs of this source only has the value of an engine without fits
 MFU          median error of one MFU for all runs: the median of the other sources' medians, and the source's own
 
-Nothing else is refitted: factors of kernels and collectives are measured, and none of these sources is part of them.
+Nothing else is refitted: factors of kernels and collectives are measured, and none of these sources
+is part of them.
 
---halves: the runs of nanotron are split in two by their layouts, and its engine's constants are refitted, from round
-numbers, to a fourth of one half; the error is that of the other half. The numbers of nodes and the share of the memory
-from which on something is slow, and how stalls grow with tp, are not refitted.
+--halves: the runs of nanotron are split in two by their layouts, and its engine's constants are
+refitted, from round numbers, to a fourth of one half; the error is that of the other half. The
+numbers of nodes and the share of the memory from which on something is slow, and how stalls grow
+with tp, are not refitted.
 """
 
 import argparse
@@ -56,7 +59,8 @@ PLAIN = {  # what an engine has of these fields without a fit
         "slow_nodes": None, "link": None, "loss_bytes": (12.0, 8.0), "saves_factor": 1.0,
     },
 }  # fmt: skip
-FITTED_TO = {"fsdp2": ("mosaicml",), "nanotron": ("huggingface", "vinjn")}  # beginnings of the sources of each
+# beginnings of the sources of each
+FITTED_TO = {"fsdp2": ("mosaicml",), "nanotron": ("huggingface", "vinjn")}
 ROUND = {  # numbers from which the constants of nanotron are refitted
     "launch_s": 5.0e-5, "collective_launch_s": 4.0e-5, "kernel_factor": 1.0, "optimizer_bytes": 50.0, "contention": 0.2,
     "gather_factor": 2.0, "stall_s": (1.0e-4, 1.0e-5), "slow_transfer": (32.0, 0.77, 0.1), "slow_nodes": (64.0, 0.2),
@@ -103,7 +107,11 @@ def curves(rows: Sequence[dict[str, str]]) -> dict[str, list[float]]:
     """By id the logarithms of measured relative to predicted tokens per second, at every factor."""
     found = defaultdict(list)
     for factor in FACTORS:
-        set_shares(dict.fromkeys(((name, bits) for name in ARCHITECTURES.values() for bits in (16, 8, 4)), factor))
+        set_shares(
+            dict.fromkeys(
+                ((name, bits) for name in ARCHITECTURES.values() for bits in (16, 8, 4)), factor
+            )
+        )
         for run in predicted(rows):
             if run.error is not None:
                 found[run.cells["id"]].append(-log(1 + run.error))
@@ -116,13 +124,18 @@ def fit(logs: Iterable[Sequence[float]]) -> float:
     def error(factor: float) -> float:
         place = next(i for i, (_, high) in enumerate(pairwise(FACTORS)) if factor <= high + 1e-9)
         share = (factor - FACTORS[place]) / (FACTORS[place + 1] - FACTORS[place])
-        return median(abs(exp(-(each[place] * (1 - share) + each[place + 1] * share)) - 1) for each in all_logs)
+        return median(
+            abs(exp(-(each[place] * (1 - share) + each[place + 1] * share)) - 1)
+            for each in all_logs
+        )
 
     all_logs = list(logs)
     return min((FACTORS[0] + 0.01 * step for step in range(51)), key=error)
 
 
-def factors_without(source: str, runs: Sequence[Run], logs: Mapping[str, Sequence[float]]) -> dict[Kind, float]:
+def factors_without(
+    source: str, runs: Sequence[Run], logs: Mapping[str, Sequence[float]]
+) -> dict[Kind, float]:
     """The factors fitted to the other sources."""
     known: dict[Kind, list[Sequence[float]]] = defaultdict(list)
     for run in runs:
@@ -148,14 +161,20 @@ def refit(rows: Sequence[dict[str, str]]) -> dict[str, Any]:
 
     def error(values: dict[str, Any]) -> float:
         engines()["nanotron"] = replace(engines()["nanotron"], **values)
-        return mean(min(1.0, abs(log(1 + run.error))) for run in predicted(rows) if run.error is not None)
+        return mean(
+            min(1.0, abs(log(1 + run.error))) for run in predicted(rows) if run.error is not None
+        )
 
     best = dict(ROUND)
     least = error(best)
     for name, place in REFITTED * ROUNDS:
         for step in STEPS:
             old = best[name]
-            new = old * step if place is None else tuple(x * step if i == place else x for i, x in enumerate(old))
+            new = (
+                old * step
+                if place is None
+                else tuple(x * step if i == place else x for i, x in enumerate(old))
+            )
             if (found := error(best | {name: new})) < least:
                 least, best = found, best | {name: new}
     return best
@@ -164,15 +183,23 @@ def refit(rows: Sequence[dict[str, str]]) -> dict[str, Any]:
 def halves(rows: Sequence[dict[str, str]]) -> list[str]:
     """The median errors of the constants fitted to one half on the other."""
     rows = [row for row in rows if row["source"].startswith(FITTED_TO["nanotron"])]
-    keys = [" ".join(row[name] for name in ("hidden", "gpus", "tp", "pp", "mbs", "zero")) for row in rows]
-    sides = [[row for row, key in zip(rows, keys, strict=True) if crc32(key.encode()) % 2 == side] for side in (0, 1)]
+    keys = [
+        " ".join(row[name] for name in ("hidden", "gpus", "tp", "pp", "mbs", "zero"))
+        for row in rows
+    ]
+    sides = [
+        [row for row, key in zip(rows, keys, strict=True) if crc32(key.encode()) % 2 == side]
+        for side in (0, 1)
+    ]
     lines = []
     for fitted, other in (sides, sides[::-1]):
         values = refit(fitted[::4])
         engines()["nanotron"] = replace(engines()["nanotron"], **values)
         errors = sorted(abs(run.error) for run in predicted(other) if run.error is not None)
         at = errors[len(errors) * 9 // 10]
-        lines.append(f"{len(other)} runs of the other half: {median(errors):.1%}, 90th percentile {at:.1%}")
+        lines.append(
+            f"{len(other)} runs of the other half: {median(errors):.1%}, 90th percentile {at:.1%}"
+        )
         lines.append("    " + ", ".join(f"{name} {value}" for name, value in values.items()))
     return lines
 
@@ -180,8 +207,12 @@ def halves(rows: Sequence[dict[str, str]]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; the exit code is 2 for a table that cannot be read."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("table", nargs="?", type=Path, default=SAMPLE, help="measurements (default: a sample)")
-    parser.add_argument("--halves", action="store_true", help="refit nanotron to one half, predict the other")
+    parser.add_argument(
+        "table", nargs="?", type=Path, default=SAMPLE, help="measurements (default: a sample)"
+    )
+    parser.add_argument(
+        "--halves", action="store_true", help="refit nanotron to one half, predict the other"
+    )
     args = parser.parse_args(argv)
     try:
         rows = read_table(args.table)
@@ -201,10 +232,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         factors = factors_without(source, runs, logs)
         set_shares(factors)
         for name, begin in FITTED_TO.items():
-            engines()[name] = replace(shipped[name], **PLAIN[name]) if source.startswith(begin) else shipped[name]
-        again = [run.error for run in predicted([run.cells for run in of_source]) if run.error is not None]
+            engines()[name] = (
+                replace(shipped[name], **PLAIN[name]) if source.startswith(begin) else shipped[name]
+            )
+        again = [
+            run.error
+            for run in predicted([run.cells for run in of_source])
+            if run.error is not None
+        ]
         mfus = {name: median(run.mfu for run in each) for name, each in by_source.items()}
-        other = median(mfu for name, mfu in mfus.items() if name != source) if len(mfus) > 1 else mfus[source]
+        other = (
+            median(mfu for name, mfu in mfus.items() if name != source)
+            if len(mfus) > 1
+            else mfus[source]
+        )
         errors = [
             median(abs(run.error or 0.0) for run in of_source),
             median(map(abs, again)),

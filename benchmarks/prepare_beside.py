@@ -1,16 +1,18 @@
-"""Tokens files from JSON lines: `nanotrain prepare` beside datatrove's and Megatron-LM's tokenizers, on the same cores.
+"""Tokens files from JSON lines: `nanotrain prepare` beside datatrove's and Megatron-LM's
+tokenizers, on the same cores.
 
-    python benchmarks/prepare_beside.py
-    python benchmarks/prepare_beside.py --megatron ~/Megatron-LM --rounds 3 --write benchmarks/results/prepare.md
+    python benchmarks/prepare_beside.py python benchmarks/prepare_beside.py --megatron ~/Megatron-LM
+    --rounds 3 --write benchmarks/results/prepare.md
 
-The text is the source files of Python's standard library, the tokenizer a BPE of 8192 trained on it. Every program runs
-with as many processes as cores, which it is bound to: one, then two. Start-up is the time for a hundredth of the text;
-it is left out of the rates, which are those of the best round. datatrove needs `pip install datatrove[processing]` and
-orjson; it reads as many files as processes, as it divides none. Megatron-LM's `tools/preprocess_data.py` is no part of
-its package: name a checkout.
+The text is the source files of Python's standard library, the tokenizer a BPE of 8192 trained on
+it. Every program runs with as many processes as cores, which it is bound to: one, then two.
+Start-up is the time for a hundredth of the text; it is left out of the rates, which are those of
+the best round. datatrove needs `pip install datatrove[processing]` and orjson; it reads as many
+files as processes, as it divides none. Megatron-LM's `tools/preprocess_data.py` is no part of its
+package: name a checkout.
 
-All write `.bin/.idx` of the same tokens, which is checked; nanotrain hashes its input and writes checksums besides, and
-joins its parts to one pair.
+All write `.bin/.idx` of the same tokens, which is checked; nanotrain hashes its input and writes
+checksums besides, and joins its parts to one pair.
 """
 
 import argparse
@@ -48,7 +50,8 @@ sys.path.insert(0, sys.argv.pop(1))
 sys.argv[0] = sys.path[0] + "/tools/preprocess_data.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-# runs a command, waits for all of its processes, adopted ones too, and prints the seconds and their CPU time
+# runs a command, waits for all of its processes, adopted ones too, and prints the seconds and their
+# CPU time
 TIMED = """
 import ctypes, os, resource, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
@@ -117,16 +120,25 @@ def commands(tokenizer: Path, megatron: Path | None, scratch: Path) -> dict[str,
 
 
 def run(command: list[str], text: Text, *, workers: int, output: Path) -> np.ndarray:
-    """[2] seconds, and those of CPU time, of a command that is bound to as many cores as it has processes."""
+    """[2] seconds, and those of CPU time, of a command that is bound to as many cores as it has
+    processes.
+    """
     output.mkdir(parents=True)
-    values = {"TEXT1": text.split(1), "TEXTN": text.split(workers), "OUTPUT": output, "WORKERS": workers}
+    values = {
+        "TEXT1": text.split(1),
+        "TEXTN": text.split(workers),
+        "OUTPUT": output,
+        "WORKERS": workers,
+    }
     words = [sys.executable]
     for word in command:
         for name, value in values.items():
             word = word.replace(name, str(value))
         words.append(word)
     cores = str(sorted(os.sched_getaffinity(0))[:workers])
-    timed = subprocess.run([sys.executable, "-c", TIMED, cores, *words], capture_output=True, text=True)
+    timed = subprocess.run(
+        [sys.executable, "-c", TIMED, cores, *words], capture_output=True, text=True
+    )
     if timed.returncode:
         raise SystemExit(f"{words[1]} failed: {timed.stderr}")
     return np.array(timed.stdout.split(), dtype=float)
@@ -146,7 +158,10 @@ def compare(arguments: argparse.Namespace, folder: Path) -> list[str]:
         size += len(documents[-1].encode())
         if size > arguments.megabytes * 1e6:
             break
-    text, little = write_text(folder / "text", documents), write_text(folder / "little", documents[::100])
+    text, little = (
+        write_text(folder / "text", documents),
+        write_text(folder / "little", documents[::100]),
+    )
     make = [
         "-m",
         "nanotrain",
@@ -167,23 +182,32 @@ def compare(arguments: argparse.Namespace, folder: Path) -> list[str]:
         for number in range(arguments.rounds):
             for name, command in contenders.items():
                 output = folder / f"{name}-{workers}-{number}"
-                startup[name].append(run(command, little, workers=workers, output=output / "little"))
+                startup[name].append(
+                    run(command, little, workers=workers, output=output / "little")
+                )
                 times[name].append(run(command, text, workers=workers, output=output / "full"))
                 tokens[name] = num_tokens(output / "full")
         assert len(set(tokens.values())) == 1, f"other tokens: {tokens}"
         megabytes = (text.num_bytes - little.num_bytes) / 1e6
-        rates = {name: megabytes / (np.min(times[name], axis=0) - np.min(startup[name], axis=0)) for name in contenders}
+        rates = {
+            name: megabytes / (np.min(times[name], axis=0) - np.min(startup[name], axis=0))
+            for name in contenders
+        }
         for name, (rate, by_cpu) in rates.items():
             ratios = " | ".join(f"{ratio:.2f}" for ratio in rates["nanotrain"] / rates[name])
             start = np.min(startup[name], axis=0)[0]
-            rows.append(f"| {name} | {workers} | {start:.1f} | {rate:.2f} | {by_cpu:.2f} | {ratios} |")
+            rows.append(
+                f"| {name} | {workers} | {start:.1f} | {rate:.2f} | {by_cpu:.2f} | {ratios} |"
+            )
             print(rows[-1], flush=True)
     return rows
 
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=float, default=12.0, help="text to tokenize")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--megatron", type=Path, help="checkout of Megatron-LM")

@@ -1,8 +1,10 @@
-"""One rank of nanotrain, timed: `torchrun benchmarks/rank.py` takes the arguments of `python -m nanotrain.train`.
+"""One rank of nanotrain, timed: `torchrun benchmarks/rank.py` takes the arguments of `python -m
+nanotrain.train`.
 
-It trains with the hooks of an ordinary run and one more, which records time, CPU time and bytes sent of every step.
-After `--then` the arguments of another run may follow, on the same processes (CPU only): starting processes takes
-longer than the measurement. Rank 0 prints one JSON object per run, of the same form as `baselines.py`:
+It trains with the hooks of an ordinary run and one more, which records time, CPU time and bytes
+sent of every step. After `--then` the arguments of another run may follow, on the same processes
+(CPU only): starting processes takes longer than the measurement. Rank 0 prints one JSON object per
+run, of the same form as `baselines.py`:
 
     step_time_s          of rank 0
     cpu_time_s           all threads of all ranks together, without the processes that load data
@@ -57,7 +59,9 @@ class Meter(Hook):
         now, traffic = time.process_time(), run.context.traffic
         self.reports.append(report)
         self.cpu_time_s.append(now - self._cpu_before)
-        self.sent = {name: traffic.bytes(name) for name in run.context.groups if traffic.bytes(name)}
+        self.sent = {
+            name: traffic.bytes(name) for name in run.context.groups if traffic.bytes(name)
+        }
         traffic.reset()
         self._cpu_before = now
 
@@ -91,8 +95,16 @@ def train(plan: Plan, inputs: RunInputs, context: ParallelContext) -> None:
 def attached(topology: Topology) -> Iterator[ParallelContext]:
     """Create groups for another run on the default process group, and destroy them afterwards."""
     context = ParallelContext.attach(topology)
-    groups = [group for group in (context.control, *context.groups.values()) if group.process_group is not None]
-    created = {id(group.process_group): group.process_group for group in groups} if dist.is_initialized() else {}
+    groups = [
+        group
+        for group in (context.control, *context.groups.values())
+        if group.process_group is not None
+    ]
+    created = (
+        {id(group.process_group): group.process_group for group in groups}
+        if dist.is_initialized()
+        else {}
+    )
     created.pop(id(dist.group.WORLD), None)
     try:
         yield context

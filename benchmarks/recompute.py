@@ -1,11 +1,13 @@
-"""Recomputation: peak of activations and CPU time by setting, beside torch's own checkpoint on a plain Llama.
+"""Recomputation: peak of activations and CPU time by setting, beside torch's own checkpoint on a
+plain Llama.
 
     python benchmarks/recompute.py                       # the 10m shape, fp32, one thread
     python benchmarks/recompute.py --model 25m --rounds 8
 
-Forward and backward in one process, all contenders in turn, several rounds. The plain Llama of baselines.py runs as its
-users checkpoint it: `torch.utils.checkpoint` around every block, without reentrance. Times are medians of CPU time; the
-peak counts bytes of all live tensors that the forward and backward allocate, with parameter gradients.
+Forward and backward in one process, all contenders in turn, several rounds. The plain Llama of
+baselines.py runs as its users checkpoint it: `torch.utils.checkpoint` around every block, without
+reentrance. Times are medians of CPU time; the peak counts bytes of all live tensors that the
+forward and backward allocate, with parameter gradients.
 """
 
 import argparse
@@ -39,7 +41,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
     "selective: core_attn": SELECTIVE,
     "selective: layernorm": SELECTIVE | {"recompute_modules": ["layernorm"]},
-    "selective: core_attn layernorm mlp": SELECTIVE | {"recompute_modules": ["core_attn", "layernorm", "mlp"]},
+    "selective: core_attn layernorm mlp": SELECTIVE
+    | {"recompute_modules": ["core_attn", "layernorm", "mlp"]},
     "full block 4": FULL | {"recompute_method": "block", "recompute_num_layers": 4},
     "full uniform 1": FULL | {"recompute_method": "uniform", "recompute_num_layers": 1},
     "full uniform 2": FULL | {"recompute_method": "uniform", "recompute_num_layers": 2},
@@ -56,7 +59,9 @@ class PeakBytes(TorchDispatchMode):
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
         for tensor in tree_leaves(out):
@@ -115,7 +120,8 @@ def compare(shape: Shape, *, rounds: int) -> list[str]:
     """The rows of the table."""
     tokens = next(batches(shape, 0, CPU))
     contenders = [
-        Contender(name, nanotrain_pass(shape, tokens, memory=memory), "none") for name, memory in SETTINGS.items()
+        Contender(name, nanotrain_pass(shape, tokens, memory=memory), "none")
+        for name, memory in SETTINGS.items()
     ]
     contenders += [
         Contender(name, plain_pass(shape, tokens, is_checkpointed=is_checkpointed), "plain Llama")
@@ -140,7 +146,10 @@ def compare(shape: Shape, *, rounds: int) -> list[str]:
         f"{ratio(c.name, c.rival):.2f} |"
         for c in contenders
     ]
-    ours, torchs = ratio("full uniform 1", "none"), ratio("plain Llama, torch's checkpoint", "plain Llama")
+    ours, torchs = (
+        ratio("full uniform 1", "none"),
+        ratio("plain Llama, torch's checkpoint", "plain Llama"),
+    )
     speed = ratio("plain Llama, torch's checkpoint", "full uniform 1")
     return [
         *rows,
@@ -151,7 +160,9 @@ def compare(shape: Shape, *, rounds: int) -> list[str]:
 
 def main() -> None:
     """Run all contenders in turn and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=SHAPES, default="10m")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)

@@ -1,13 +1,15 @@
-"""The budget of one training step on a named card, from the plan and the operators of the model; needs no GPU.
+"""The budget of one training step on a named card, from the plan and the operators of the model;
+needs no GPU.
 
     python benchmarks/roofline.py                                   # llama1b on an H100
     python benchmarks/roofline.py --card A100 --world-size 8 +config=gpt2_124m --micro-batch-size 16
     python benchmarks/roofline.py --world-size 2048 +config=deepseek_v3 [--rank 512]
 
-One microbatch runs forward and backward on the meta device, which computes nothing. Every operator is counted with its
-FLOPs and the bytes that it reads and writes; its time is the longer of the two at the attainable share of the card's
-peak. Attention counts as one fused operator per direction, in the time of the kernel that torch picks. Gradients,
-optimizer and communication follow from the plan.
+One microbatch runs forward and backward on the meta device, which computes nothing. Every operator
+is counted with its FLOPs and the bytes that it reads and writes; its time is the longer of the two
+at the attainable share of the card's peak. Attention counts as one fused operator per direction, in
+the time of the kernel that torch picks. Gradients, optimizer and communication follow from the
+plan.
 
     tp       the sharded stage runs in a world that sends nothing; its collectives are counted
     cp       every rank has an equal share of each sequence: the work of all of it, divided
@@ -16,7 +18,8 @@ optimizer and communication follow from the plan.
 
 A group inside a node communicates over the card's links, any other over the network.
 
-The times are a model, not a measurement: operators are neither fused nor overlapped, and the shares below are assumed.
+The times are a model, not a measurement: operators are neither fused nor overlapped, and the shares
+below are assumed.
 """
 
 import argparse
@@ -64,14 +67,24 @@ from nanotrain.topology.topology import Topology
 from nanotrain.train.plans.plan import Plan, StagePlan, plan_run, with_fp8_products
 from nanotrain.train.plans.traffic import sent_bytes
 
-CLASSES = ("GEMM", "fp8 GEMM", "attention", "elementwise", "loss", "gradients", "optimizer", "communication", "bubble")
+CLASSES = (
+    "GEMM",
+    "fp8 GEMM",
+    "attention",
+    "elementwise",
+    "loss",
+    "gradients",
+    "optimizer",
+    "communication",
+    "bubble",
+)
 RANKS_PER_NODE = 8
 NETWORK_BYTES_PER_S = 50e9  # one 400 Gb/s adapter per card, one direction
 GIB = 2**30
 # Host time to launch one operator from eager Python (assumed).
 LAUNCH_S = 10e-6
-# AdamW per element of the shard: norm 4, clipping of the gradients 8, main params and moments read with gradients 16
-# and written 12, copy to the model params 4 + their size. All in fp32.
+# AdamW per element of the shard: norm 4, clipping of the gradients 8, main params and moments read
+# with gradients 16 and written 12, copy to the model params 4 + their size. All in fp32.
 OPTIMIZER_BYTES = 44
 
 
@@ -93,7 +106,8 @@ class Budget:
     dtype: str
     attention_share: float = 0.0
     costs: dict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))
-    traffic: dict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))  # the same communication, by group
+    # the same communication, by group
+    traffic: dict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))
 
     def send(self, group: GroupSpec, num_bytes: float) -> None:
         """Count bytes that the rank sends over a group."""
@@ -116,10 +130,22 @@ class Budget:
         """Count time in which the rank waits for other pipeline stages."""
         self.costs["bubble"].seconds += seconds
 
-    def add(self, name: str, *, flops: float = 0.0, num_bytes: float = 0.0, launches: int = 1, times: int = 1) -> None:
+    def add(
+        self,
+        name: str,
+        *,
+        flops: float = 0.0,
+        num_bytes: float = 0.0,
+        launches: int = 1,
+        times: int = 1,
+    ) -> None:
         """Count an operator that runs `times` times."""
         card, cost = self.card, self.costs[name]
-        shares = {"GEMM": card.gemm_share, "fp8 GEMM": card.gemm_share, "attention": self.attention_share}
+        shares = {
+            "GEMM": card.gemm_share,
+            "fp8 GEMM": card.gemm_share,
+            "attention": self.attention_share,
+        }
         share, peak = shares.get(name, 1.0), self._fp8_peak if name == "fp8 GEMM" else self.peak
         bandwidth = card.memory_bytes_per_s * card.memory_share
         seconds = max(flops / (peak * share) if flops else 0.0, num_bytes / bandwidth)
@@ -134,14 +160,16 @@ class Budget:
         return sum(cost.seconds for cost in self.costs.values())
 
 
-def budget_of(plan: Plan, card: Card, *, has_triton: bool = True, is_fused: bool | None = None) -> Budget:
+def budget_of(
+    plan: Plan, card: Card, *, has_triton: bool = True, is_fused: bool | None = None
+) -> Budget:
     """The budget of one step of a rank.
 
     Args:
         plan: plan of the rank; its groups inside layers have the links of those of rank 0.
         card: the device.
-        has_triton: count the Triton kernels of the loss, products that write weight gradients and joined projections,
-            not their torch forms.
+        has_triton: count the Triton kernels of the loss, products that write weight gradients and
+            joined projections, not their torch forms.
         is_fused: count the kernels that cast to fp8, and what they allow; None is `has_triton`.
     """
     is_fused = has_triton if is_fused is None else is_fused
@@ -160,14 +188,18 @@ def budget_of(plan: Plan, card: Card, *, has_triton: bool = True, is_fused: bool
 
 
 def moe_layer(plan: Plan, card: Card, *, has_triton: bool = True) -> str:
-    """The operators of one layer of experts in one microbatch, forward and backward, and the bytes they touch."""
+    """The operators of one layer of experts in one microbatch, forward and backward, and the bytes
+    they touch.
+    """
     budget = Budget(card, plan.config.precision.params_dtype)
     count, train = OperatorCount(budget, times=1), plan.config.train
     shape = (train.micro_batch_size, plan.config.data.seq_length, plan.shape.hidden_size)
     hidden = torch.empty(shape, dtype=TORCH_DTYPES[budget.dtype], device="meta", requires_grad=True)
     with _model_parallel(plan, is_fused=True) as parallel:
         spec, params = next((each.spec, each.params) for each in plan.stages if each.spec.layers)
-        layers = transformer.Stage(plan.config.model, spec, params=params, parallel=parallel).layers.values()
+        layers = transformer.Stage(
+            plan.config.model, spec, params=params, parallel=parallel
+        ).layers.values()
         layer = next(block.mlp for block in layers if hasattr(block.mlp, "experts")).to("meta")
         with on_meta(count, has_triton=has_triton), _even_routing(plan), count:
             out = layer(hidden, LayerContext(aux_loss_scale=1.0))
@@ -177,13 +209,18 @@ def moe_layer(plan: Plan, card: Card, *, has_triton: bool = True) -> str:
     return f"{launches} operators; all but products: {moved.num_bytes / 1e9:.1f} GB, {moved.seconds * 1e3:.1f} ms"
 
 
-def slowest(config: Config, world_size: int, *, card: Card, has_triton: bool = True) -> tuple[Plan, Budget]:
+def slowest(
+    config: Config, world_size: int, *, card: Card, has_triton: bool = True
+) -> tuple[Plan, Budget]:
     """The plan and budget of the rank with the most work, of one per kind of pipeline rank."""
     kinds: dict[object, Plan] = {}
     for rank in plan_run(config, world_size, rank=0).groups["pp"].ranks:
         plan = plan_run(config, world_size, rank=rank)
         specs = [stage.spec for stage in plan.stages]
-        kind = [(s.has_embedding, s.has_head, tuple(map(plan.shape.has_experts, s.layers))) for s in specs]
+        kind = [
+            (s.has_embedding, s.has_head, tuple(map(plan.shape.has_experts, s.layers)))
+            for s in specs
+        ]
         kinds.setdefault(tuple(kind), plan)
     budgets = [(plan, budget_of(plan, card, has_triton=has_triton)) for plan in kinds.values()]
     return max(budgets, key=lambda each: each[1].seconds)
@@ -197,13 +234,22 @@ def _count_microbatches(
     count = OperatorCount(budget, times=plan.num_microbatches, share=1 / num_cp)
     batch_size, length = config.train.micro_batch_size, config.data.seq_length
     tokens = torch.empty((batch_size, length), dtype=torch.int64, device="meta")
-    batch = BatchContext(Batch(tokens, tokens, torch.empty(tokens.shape, device="meta"), None, None))
-    module = transformer.Stage(config.model, stage.spec, params=stage.params, parallel=parallel).to("meta")
-    module.layer_functions = transform_blocks(module.layers.values(), config, recompute=parallel.recompute)
+    batch = BatchContext(
+        Batch(tokens, tokens, torch.empty(tokens.shape, device="meta"), None, None)
+    )
+    module = transformer.Stage(config.model, stage.spec, params=stage.params, parallel=parallel).to(
+        "meta"
+    )
+    module.layer_functions = transform_blocks(
+        module.layers.values(), config, recompute=parallel.recompute
+    )
     hidden = None
     if not stage.spec.has_embedding:
         parts = group.size if parallel.tp.sequence_parallel else 1
-        shape, dtype = (batch_size, length // parts, config.model.hidden_size), TORCH_DTYPES[budget.dtype]
+        shape, dtype = (
+            (batch_size, length // parts, config.model.hidden_size),
+            TORCH_DTYPES[budget.dtype],
+        )
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     before = group.traffic.bytes("tp")
     _cast_weights(module, OperatorCount(budget, times=1))
@@ -226,7 +272,10 @@ def _cast_weights(module: transformer.Stage, count: OperatorCount) -> None:
 
 
 def _with_fp8(parallel: ModelParallel, plan: Plan, *, is_fused: bool) -> ModelParallel:
-    precision, keeps = plan.config.precision, is_fused and plan.keeps_fp8_weights(plan.num_microbatches)
+    precision, keeps = (
+        plan.config.precision,
+        is_fused and plan.keeps_fp8_weights(plan.num_microbatches),
+    )
     known = {"sequence": parallel.sequence, "capability": GROUPED_CAPABILITY}
     fp8 = fp8_options(precision.fp8, **known, is_fused=is_fused, keeps_weights=keeps)
     in_bf16 = layers_in_bf16(precision.fp8, plan.config.model.num_layers)
@@ -240,9 +289,12 @@ def _model_parallel(plan: Plan, *, is_fused: bool) -> Iterator[ModelParallel]:
     sizes = {axis: plan.groups[axis].size for axis in ("tp", "ep", "etp")}  # type: ignore[index]
     world_size = math.lcm(sizes["tp"], sizes["ep"] * sizes["etp"])
     if world_size == 1:
-        yield _with_fp8(replace(ModelParallel.single_rank(), recompute=recompute), plan, is_fused=is_fused)
+        yield _with_fp8(
+            replace(ModelParallel.single_rank(), recompute=recompute), plan, is_fused=is_fused
+        )
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
+    # importing it registers the backend
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
@@ -252,7 +304,9 @@ def _model_parallel(plan: Plan, *, is_fused: bool) -> Iterator[ModelParallel]:
             expert_tensor_parallel_size=sizes["etp"],
         )
         has_experts = plan.shape.moe is not None
-        group = ParallelContext.attach(Topology.of(parallel, world_size, has_experts=has_experts)).group
+        group = ParallelContext.attach(
+            Topology.of(parallel, world_size, has_experts=has_experts)
+        ).group
         parallel_groups = replace(
             ModelParallel.single_rank(),
             tp=TensorParallel(group("tp"), plan.config.parallel.sequence_parallel),
@@ -270,8 +324,11 @@ def _model_parallel(plan: Plan, *, is_fused: bool) -> Iterator[ModelParallel]:
 @contextmanager
 def _even_routing(plan: Plan) -> Iterator[None]:
     """Let every rank send equally many tokens to every other, as the meta device has no counts."""
-    unsplit = replace(plan, groups={**plan.groups, "cp": GroupSpec.single_rank("cp")})  # whole sequences are run
-    with patch.object(token_dispatcher, "on_host", lambda _, counts, ep: even_counts(unsplit, counts, ep=ep)):
+    # whole sequences are run
+    unsplit = replace(plan, groups={**plan.groups, "cp": GroupSpec.single_rank("cp")})
+    with patch.object(
+        token_dispatcher, "on_host", lambda _, counts, ep: even_counts(unsplit, counts, ep=ep)
+    ):
         yield
 
 
@@ -280,7 +337,9 @@ def _add_bubble(plan: Plan, budget: Budget) -> None:
     pp = plan.groups["pp"].size
     if pp > 1:
         parallel = plan.config.parallel
-        shape = PipelineShape(pp, parallel.num_virtual_stages_per_pipeline_rank, plan.num_microbatches)
+        shape = PipelineShape(
+            pp, parallel.num_virtual_stages_per_pipeline_rank, plan.num_microbatches
+        )
         idle = simulate(build_schedule(parallel.pipeline_schedule, shape)).bubble_fraction
         budget.idle(idle / (1 - idle) * budget.seconds)
 
@@ -288,12 +347,15 @@ def _add_bubble(plan: Plan, budget: Budget) -> None:
 def _count_gradients(plan: Plan, budget: Budget, *, writes: bool, writes_fp8: bool) -> None:
     """Copies of the first microbatch's gradients to the buffer, and additions of the others'.
 
-    `writes`: whether products write to the buffer, as outside of compiled graphs; these move more bytes themselves.
-    Those of fp8 write the first microbatch's where a tensor has one scale, and are added from bf16 after it.
+    `writes`: whether products write to the buffer, as outside of compiled graphs; these move more
+    bytes themselves. Those of fp8 write the first microbatch's where a tensor has one scale, and
+    are added from bf16 after it.
     """
     precision, fp8 = Precision.of(plan.config.precision), plan.config.precision.fp8
     read, buffer = precision.params.itemsize, precision.grads.itemsize
-    in_fp8 = {id(param) for stage in plan.stages for param in with_fp8_products(stage.params, plan.config)}
+    in_fp8 = {
+        id(param) for stage in plan.stages for param in with_fp8_products(stage.params, plan.config)
+    }
     for param in (param for stage in plan.stages for param in stage.params):
         numel, later = param.box.numel, plan.num_microbatches - 1
         if fp8 is not None and fp8.wgrad and id(param) in in_fp8:
@@ -303,7 +365,8 @@ def _count_gradients(plan: Plan, budget: Budget, *, writes: bool, writes_fp8: bo
             budget.add("gradients", num_bytes=numel * (read + 2 * buffer), times=later)
             continue
         if writes and len(param.spec.shape) == 2 and not param.spec.name.startswith("embedding."):
-            # instead of a gradient in the parameters' dtype, which was counted; the launch is the product's
+            # instead of a gradient in the parameters' dtype, which was counted; the launch is the
+            # product's
             budget.add("GEMM", num_bytes=numel * (buffer - read), launches=0)
             budget.add("GEMM", num_bytes=numel * (2 * buffer - read), launches=0, times=later)
             continue
@@ -316,7 +379,11 @@ def _count_optimizer(plan: Plan, budget: Budget) -> None:
     itemsize = Precision.of(plan.config.precision).params.itemsize
     for layout in (buffer.layout for stage in plan.stages for buffer in stage.buffers):
         for bucket in layout.buckets:
-            budget.add("optimizer", num_bytes=bucket.update_numel * (OPTIMIZER_BYTES + itemsize), launches=8)
+            budget.add(
+                "optimizer",
+                num_bytes=bucket.update_numel * (OPTIMIZER_BYTES + itemsize),
+                launches=8,
+            )
 
 
 def table(budget: Budget, plan: Plan) -> str:
@@ -325,18 +392,27 @@ def table(budget: Budget, plan: Plan) -> str:
     for name in (each for each in CLASSES if each != "fp8 GEMM" or each in budget.costs):
         cost = budget.costs[name]
         numbers = f"{cost.flops / 1e12:,.1f} | {cost.num_bytes / GIB:,.1f} | {cost.launches:,}"
-        lines.append(f"| {name} | {numbers} | {cost.seconds * 1e3:,.1f} | {cost.seconds / budget.seconds:.0%} |")
+        lines.append(
+            f"| {name} | {numbers} | {cost.seconds * 1e3:,.1f} | {cost.seconds / budget.seconds:.0%} |"
+        )
     total = sum(cost.launches for cost in budget.costs.values())
     lines.append(f"| sum | | | {total:,} | {budget.seconds * 1e3:,.1f} | |")
     cards = math.prod(plan.groups[axis].size for axis in ("tp", "cp", "pp"))  # type: ignore[index]  # per batch
-    tokens = plan.num_microbatches * plan.config.train.micro_batch_size * plan.config.data.seq_length / cards
+    tokens = (
+        plan.num_microbatches
+        * plan.config.train.micro_batch_size
+        * plan.config.data.seq_length
+        / cards
+    )
     peak = peak_flops(budget.card.device_name, budget.dtype)
     mfu = (
         f"{tokens * flops_per_token(plan.shape, plan.config.data.seq_length) / budget.seconds / peak:.1%}"
         if peak
         else "unknown"
     )
-    lines.append(f"\n{tokens / budget.seconds:,.0f} tokens/s per card, MFU {mfu}; host time to launch the operators")
+    lines.append(
+        f"\n{tokens / budget.seconds:,.0f} tokens/s per card, MFU {mfu}; host time to launch the operators"
+    )
     lines.append(f"{total * LAUNCH_S * 1e3:,.0f} ms at {LAUNCH_S * 1e6:.0f} us each.")
     for name, sent in budget.traffic.items():
         lines.append(f"{name}: {sent.num_bytes / GIB:,.2f} GiB sent, {sent.seconds * 1e3:,.1f} ms")
@@ -349,30 +425,46 @@ def gain_of_fp8(flags: Sequence[str], world_size: int, *, card: Card) -> dict[st
     for recipe, row in RECIPES.items():
         fp8 = ["--fp8-format", "e4m3" if row.e4m3_only else "hybrid", "--fp8-recipe", recipe]
         plan = plan_run(load([*flags, *fp8]).config, world_size, rank=0)
-        gains[recipe] = [bf16 / budget_of(plan, card, is_fused=is_fused).seconds for is_fused in (False, True)]
+        gains[recipe] = [
+            bf16 / budget_of(plan, card, is_fused=is_fused).seconds for is_fused in (False, True)
+        ]
     return gains
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the budget."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--card", choices=CARDS, default="H100")
     parser.add_argument("--torch-forms", action="store_true", help="count torch's operators alone")
     parser.add_argument("--world-size", type=int, default=1)
-    parser.add_argument("--moe-layer", action="store_true", help="count one layer of experts and microbatch alone")
-    parser.add_argument("--gain-of-fp8", action="store_true", help="compare the step with bf16, for every recipe")
-    parser.add_argument("--rank", type=int, help="the rank that is counted; unset: one of the slowest stage")
+    parser.add_argument(
+        "--moe-layer", action="store_true", help="count one layer of experts and microbatch alone"
+    )
+    parser.add_argument(
+        "--gain-of-fp8", action="store_true", help="compare the step with bf16, for every recipe"
+    )
+    parser.add_argument(
+        "--rank", type=int, help="the rank that is counted; unset: one of the slowest stage"
+    )
     known, flags = parser.parse_known_args(arguments)
     if not any(flag.startswith("+config=") for flag in flags):
         flags = ["+config=llama1b", "--global-batch-size", str(2 * known.world_size), *flags]
     try:
-        config, card, has_triton = load([*flags, "--mock-data"]).config, CARDS[known.card], not known.torch_forms
+        config, card, has_triton = (
+            load([*flags, "--mock-data"]).config,
+            CARDS[known.card],
+            not known.torch_forms,
+        )
         plan = plan_run(config, known.world_size, rank=known.rank or 0)
     except NanotrainError as error:
         sys.exit(report(error))
     if known.gain_of_fp8:
         print("| recipe | casts by torch's operators | by kernels |\n|---|---:|---:|")
-        for recipe, gains in gain_of_fp8([*flags, "--mock-data"], known.world_size, card=card).items():
+        for recipe, gains in gain_of_fp8(
+            [*flags, "--mock-data"], known.world_size, card=card
+        ).items():
             print(f"| {recipe} | {gains[0]:.2f} x | {gains[1]:.2f} x |")
         return
     if known.moe_layer:
@@ -384,9 +476,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         budget = budget_of(plan, card, has_triton=has_triton)
     train = plan.config.train
     print(
-        f"{known.card}, rank {plan.rank} of {known.world_size}, {plan.num_microbatches} microbatches per step,", end=" "
+        f"{known.card}, rank {plan.rank} of {known.world_size}, {plan.num_microbatches} microbatches per step,",
+        end=" ",
     )
-    print(f"{train.micro_batch_size} x {config.data.seq_length} tokens each, {budget.dtype},", end=" ")
+    print(
+        f"{train.micro_batch_size} x {config.data.seq_length} tokens each, {budget.dtype},", end=" "
+    )
     print(f"attention by {attention_kernel(plan, card)}\n")
     print(table(budget, plan))
 

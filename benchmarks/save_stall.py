@@ -1,13 +1,15 @@
-"""How long a save stops training: nanotrain in the background, blocking, torch.distributed.checkpoint and torch.save.
+"""How long a save stops training: nanotrain in the background, blocking,
+torch.distributed.checkpoint and torch.save.
 
     python benchmarks/save_stall.py
     python benchmarks/save_stall.py --mib 256 --rounds 7 --write benchmarks/results/save_stall.md
     python benchmarks/save_stall.py --address s3://bucket/stall    # also into object storage; credentials as always
 
-One process trains a stack of linear layers; the saved state is its weights and two moments in fp32. In every round each
-contender saves once and the step after its return is timed too, so that a writer in the background that slows down
-training shows. The stall is the time until the call returns, as a share of a plain step of the same round. The calls
-that return early are waited for before the next contender starts.
+One process trains a stack of linear layers; the saved state is its weights and two moments in fp32.
+In every round each contender saves once and the step after its return is timed too, so that a
+writer in the background that slows down training shows. The stall is the time until the call
+returns, as a share of a plain step of the same round. The calls that return early are waited for
+before the next contender starts.
 """
 
 import argparse
@@ -43,7 +45,9 @@ class Training:
 
     def __init__(self, mib: int) -> None:
         count = max(1, mib * 2**20 // (3 * 4 * WIDTH * WIDTH))
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
+        self.model = torch.nn.Sequential(
+            *(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.data = torch.randn(256, WIDTH)
         self.step()
@@ -65,7 +69,9 @@ class Training:
         return saved
 
 
-def contenders(training: Training, folder: Path, address: str | None = None) -> dict[str, Callable[[], Wait]]:
+def contenders(
+    training: Training, folder: Path, address: str | None = None
+) -> dict[str, Callable[[], Wait]]:
     """The calls to time; each returns what waits for its end."""
     writer = Checkpointer(folder / "nanotrain", group=Group.single_rank("world"), keep_last=1)
     if address:
@@ -76,7 +82,10 @@ def contenders(training: Training, folder: Path, address: str | None = None) -> 
     content: dict[str, Any] = {"objects": {}, "config": {}, "topology": {}}
 
     def boxes() -> dict[TensorBox, torch.Tensor]:
-        return {TensorBox.full(name, tuple(tensor.shape)): tensor for name, tensor in training.tensors().items()}
+        return {
+            TensorBox.full(name, tuple(tensor.shape)): tensor
+            for name, tensor in training.tensors().items()
+        }
 
     def nanotrain_async() -> Wait:
         writer.start_save(next(steps), boxes(), **content)
@@ -102,7 +111,9 @@ def contenders(training: Training, folder: Path, address: str | None = None) -> 
         return lambda: None
 
     def torch_dcp_async() -> Wait:
-        return dcp.async_save(training.tensors(), checkpoint_id=folder / f"dcp-{next(steps)}", no_dist=True).result
+        return dcp.async_save(
+            training.tensors(), checkpoint_id=folder / f"dcp-{next(steps)}", no_dist=True
+        ).result
 
     return {
         "nanotrain --async-save": nanotrain_async,
@@ -117,7 +128,9 @@ def contenders(training: Training, folder: Path, address: str | None = None) -> 
 def measure(
     training: Training, folder: Path, *, rounds: int, address: str | None = None
 ) -> dict[str, list[tuple[float, float, float]]]:
-    """Seconds of the stall, of the step after it, and of a plain step, per contender and round; one round warms up."""
+    """Seconds of the stall, of the step after it, and of a plain step, per contender and round; one
+    round warms up.
+    """
     times: dict[str, list[tuple[float, float, float]]] = {}
     calls = contenders(training, folder, address)
     for number in range(rounds + 1):
@@ -136,20 +149,32 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=192, help="MiB of saved state")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="where to write (default: a temporary folder)")
-    parser.add_argument("--write", type=Path, default=None, help="also write the table to this file")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to write (default: a temporary folder)"
+    )
+    parser.add_argument(
+        "--write", type=Path, default=None, help="also write the table to this file"
+    )
     parser.add_argument("--address", help="an address of object storage, to which is saved too")
     options = parser.parse_args()
-    lines = stall_table(options.mib, rounds=options.rounds, folder=options.folder, address=options.address)
+    lines = stall_table(
+        options.mib, rounds=options.rounds, folder=options.folder, address=options.address
+    )
     print("\n".join(lines))
     if options.write:
-        options.write.write_text("# Time for which a save stops training\n\n" + "\n".join(lines) + "\n")
+        options.write.write_text(
+            "# Time for which a save stops training\n\n" + "\n".join(lines) + "\n"
+        )
 
 
-def stall_table(mib: int, *, rounds: int, folder: Path | None = None, address: str | None = None) -> list[str]:
+def stall_table(
+    mib: int, *, rounds: int, folder: Path | None = None, address: str | None = None
+) -> list[str]:
     """Measure, and return the lines of the table.
 
     Args:

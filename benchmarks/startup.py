@@ -1,13 +1,15 @@
-"""CPU time of the commands before they do their work, beside `import torch`, and the time they take to end.
+"""CPU time of the commands before they do their work, beside `import torch`, and the time they take
+to end.
 
     python benchmarks/startup.py
     python benchmarks/startup.py --rounds 7 --write benchmarks/results/startup.md
 
-Every measurement is a process with its children. The model's own work (building it, reading its weights, validation
-before the first step) is measured apart, around the functions that do it; they import nothing
-(tests/test_system.py). A command is compared with `import torch` plus that work, once without and once with the
-end of the process that imports torch, which takes a quarter of its time; times of commands that end inside a process
-exclude its end. The last rows are the wall-clock time between the last line printed and the end of the process.
+Every measurement is a process with its children. The model's own work (building it, reading its
+weights, validation before the first step) is measured apart, around the functions that do it; they
+import nothing (tests/test_system.py). A command is compared with `import torch` plus that work,
+once without and once with the end of the process that imports torch, which takes a quarter of its
+time; times of commands that end inside a process exclude its end. The last rows are the wall-clock
+time between the last line printed and the end of the process.
 """
 
 import argparse
@@ -50,7 +52,9 @@ class FirstWork(BaseException):
 
 
 def work_of(kind: str) -> tuple[list[tuple[Any, str]], tuple[Any, str]]:
-    """The functions that are the model's own work, and the one that ends the measurement, as (owner, name)."""
+    """The functions that are the model's own work, and the one that ends the measurement, as
+    (owner, name).
+    """
     if kind == "generate":
         import nanotrain.inference.checkpoint as opened
         import nanotrain.inference.generate as tokens
@@ -64,7 +68,9 @@ def work_of(kind: str) -> tuple[list[tuple[Any, str]], tuple[Any, str]]:
 
 
 def probe(kind: str, arguments: Sequence[str]) -> None:
-    """Run a command up to its first step or token; print its CPU seconds, and those of the model's own work."""
+    """Run a command up to its first step or token; print its CPU seconds, and those of the model's
+    own work.
+    """
     from nanotrain.cli.main import main
     from nanotrain.system import importing_torch
 
@@ -87,7 +93,12 @@ def probe(kind: str, arguments: Sequence[str]) -> None:
     setattr(owner, name, stop)
     for place, each in own:
         setattr(place, each, timed(getattr(place, each)))
-    with open(os.devnull, "w") as silent, redirect_stdout(silent), redirect_stderr(silent), suppress(FirstWork):
+    with (
+        open(os.devnull, "w") as silent,
+        redirect_stdout(silent),
+        redirect_stderr(silent),
+        suppress(FirstWork),
+    ):
         main(list(arguments))
         raise SystemExit("the command ended before its first step or token")
     os.write(1, f"{session_cpu_s(os.getsid(0))} {sum(work_s)}\n".encode())
@@ -95,7 +106,9 @@ def probe(kind: str, arguments: Sequence[str]) -> None:
 
 
 def run(command: Sequence[str]) -> tuple[str, float, float]:
-    """The output of a command, its CPU seconds with its children, and the seconds between its last line and its end."""
+    """The output of a command, its CPU seconds with its children, and the seconds between its last
+    line and its end.
+    """
     before = os.times()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -108,7 +121,9 @@ def run(command: Sequence[str]) -> tuple[str, float, float]:
     if process.wait():
         raise SystemExit(f"{' '.join(command)}\n{''.join(lines)}")
     ended_s, after = time.perf_counter() - last, os.times()
-    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+    cpu_s = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     return "".join(lines), cpu_s, ended_s
 
 
@@ -117,7 +132,10 @@ def measure(folder: Path, *, rounds: int) -> dict[str, list[float]]:
     python, nanotrain = [sys.executable], [sys.executable, "-m", "nanotrain"]
     here = [*python, __file__]
     trained = folder / "trained"
-    lines = {"train": ["train", *MODEL], "generate": ["generate", str(trained), "--prompt", "def ", "--num-tokens=8"]}
+    lines = {
+        "train": ["train", *MODEL],
+        "generate": ["generate", str(trained), "--prompt", "def ", "--num-tokens=8"],
+    }
     run([*nanotrain, *lines["train"], f"--run-dir={trained}"])
     rows: dict[str, list[float]] = {}
 
@@ -136,7 +154,13 @@ def measure(folder: Path, *, rounds: int) -> dict[str, list[float]]:
             note(kind, float(total))
             note(f"{kind}, own work", float(own))
             note(f"{kind}, end", run([*nanotrain, *line, *new])[2])
-        command = [*nanotrain, "train", "--nproc-per-node=2", *MODEL, f"--run-dir={folder}/{number}-two"]
+        command = [
+            *nanotrain,
+            "train",
+            "--nproc-per-node=2",
+            *MODEL,
+            f"--run-dir={folder}/{number}-two",
+        ]
         note("two ranks", run(command)[1])
     return rows
 
@@ -147,16 +171,28 @@ def table(rows: dict[str, list[float]]) -> list[str]:
 
     def against(kind: str) -> str:
         work = [rows["import torch"], rows[WHOLE], rows[f"{kind}, own work"], rows[kind]]
-        ratio = statistics.median(total / (torch + own) for torch, _, own, total in zip(*work, strict=True))
-        whole = statistics.median(total / (torch + own) for _, torch, own, total in zip(*work, strict=True))
+        ratio = statistics.median(
+            total / (torch + own) for torch, _, own, total in zip(*work, strict=True)
+        )
+        whole = statistics.median(
+            total / (torch + own) for _, torch, own, total in zip(*work, strict=True)
+        )
         return f"{ratio:.2f}x; {whole:.2f}x of the whole process; limit {LIMIT}x"
 
     lines = ["| what | seconds | beside `import torch` plus its own work |", "|---|---|---|"]
-    lines += [f"| CPU, `{name}` | {middle[name]:.2f} | |" for name in (*IMPORTS, WHOLE, "nanotrain --help")]
-    for kind, what in (("train", "a 1-step run before its step"), ("generate", "`generate` before its first token")):
+    lines += [
+        f"| CPU, `{name}` | {middle[name]:.2f} | |"
+        for name in (*IMPORTS, WHOLE, "nanotrain --help")
+    ]
+    for kind, what in (
+        ("train", "a 1-step run before its step"),
+        ("generate", "`generate` before its first token"),
+    ):
         lines.append(f"| CPU, {what} | {middle[kind]:.2f} | {against(kind)} |")
         lines.append(f"| CPU, the model's own work in it | {middle[f'{kind}, own work']:.2f} | |")
-    lines.append(f"| CPU, a whole 1-step run on two ranks, launcher and report of them | {middle['two ranks']:.2f} | |")
+    lines.append(
+        f"| CPU, a whole 1-step run on two ranks, launcher and report of them | {middle['two ranks']:.2f} | |"
+    )
     lines += [
         f"| clock, end of `{kind}` after its last line | {middle[f'{kind}, end']:.2f} | |"
         for kind in ("train", "generate")
@@ -167,9 +203,13 @@ def table(rows: dict[str, list[float]]) -> list[str]:
 def main() -> None:
     if sys.argv[1:2] == ["--probe"]:
         probe(sys.argv[2], sys.argv[3:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", type=Path, default=None, help="also write the table to this file")
+    parser.add_argument(
+        "--write", type=Path, default=None, help="also write the table to this file"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), rounds=options.rounds)

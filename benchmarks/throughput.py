@@ -3,11 +3,12 @@
     python benchmarks/throughput.py                             # 25m, fp32 and bf16
     python benchmarks/throughput.py --model 110m --dtype bf16 --rounds 5
 
-Every contender is a new launch of two processes with half of the cores each (the single ones: one process, all cores).
-Contenders run in turn, for several rounds. The ratio of a round compares runs that are close in time, and the table
-shows the median over rounds, so a slow minute of the machine affects both sides. It also shows the CPU time of a step,
-which other programs disturb less. nanotrain runs as users run it: its command line, data workers and log (rank.py
-adds the clocks). Start-up and warmup steps are excluded on both sides.
+Every contender is a new launch of two processes with half of the cores each (the single ones: one
+process, all cores). Contenders run in turn, for several rounds. The ratio of a round compares runs
+that are close in time, and the table shows the median over rounds, so a slow minute of the machine
+affects both sides. It also shows the CPU time of a step, which other programs disturb less.
+nanotrain runs as users run it: its command line, data workers and log (rank.py adds the clocks).
+Start-up and warmup steps are excluded on both sides.
 """
 
 import argparse
@@ -77,7 +78,11 @@ def torch_command(strategy: str, *extra: str) -> Callable[[Job, Path], list[str]
             "steps": job.steps,
             "num-microbatches": job.num_microbatches,
         }
-        return [str(HERE / "baselines.py"), *(f"--{name}={value}" for name, value in options.items()), *extra]
+        return [
+            str(HERE / "baselines.py"),
+            *(f"--{name}={value}" for name, value in options.items()),
+            *extra,
+        ]
 
     return command
 
@@ -112,7 +117,11 @@ def nanotrain_command(
         }
         if job.num_microbatches > 1:
             options["global-batch-size"] = options["micro-batch-size"] * job.num_microbatches
-        tie = "--no-untie-embeddings-and-output-weights" if job.shape.tied else "--untie-embeddings-and-output-weights"
+        tie = (
+            "--no-untie-embeddings-and-output-weights"
+            if job.shape.tied
+            else "--untie-embeddings-and-output-weights"
+        )
         switches = ["--mock-data", tie, "--no-save", "--no-report"]
         return [
             str(benchmarks / "rank.py"),
@@ -124,7 +133,9 @@ def nanotrain_command(
     return command
 
 
-def sharding(strategy: str, *flags: str, benchmarks: Path = HERE) -> Callable[[Job, Path], list[str]]:
+def sharding(
+    strategy: str, *flags: str, benchmarks: Path = HERE
+) -> Callable[[Job, Path], list[str]]:
     """nanotrain with a sharding strategy and overlapped gradient reduction, as DDP and FSDP2."""
     flags = (f"--data-parallel-sharding-strategy={strategy}", "--overlap-grad-reduce", *flags)
     return nanotrain_command(*flags, benchmarks=benchmarks)
@@ -134,7 +145,9 @@ ZERO_RIVALS = ("torch DDP + ZeroRedundancyOptimizer", "torch FSDP2")
 CONTENDERS = (
     Contender("torch, one process", 1, torch_command("single")),
     Contender("nanotrain, one process", 1, nanotrain_command(), ("torch, one process",)),
-    Contender("torch, one process, checkpoint of every block", 1, torch_command("single", "--checkpoint")),
+    Contender(
+        "torch, one process, checkpoint of every block", 1, torch_command("single", "--checkpoint")
+    ),
     Contender(
         "nanotrain, one process, recompute full",
         1,
@@ -167,11 +180,9 @@ CONTENDERS = (
 class Outcome:
     """The measurements of one launch of a contender.
 
-    Attributes:
-        tokens_per_second: tokens per second of the median step.
-        tokens_per_cpu_second: tokens of the median step per second of CPU time, summed over all ranks.
-        peak_memory_bytes: peak memory of rank 0.
-        sent: bytes per step and rank, by group; nanotrain only.
+    Attributes: tokens_per_second: tokens per second of the median step. tokens_per_cpu_second:
+        tokens of the median step per second of CPU time, summed over all ranks. peak_memory_bytes:
+        peak memory of rank 0. sent: bytes per step and rank, by group; nanotrain only.
     """
 
     tokens_per_second: float
@@ -183,36 +194,54 @@ class Outcome:
     def of(cls, report: dict[str, Any], job: Job) -> "Outcome":
         """Parse the report that rank 0 printed."""
         return cls(
-            tokens_per_second=report["tokens_per_step"] / statistics.median(report["step_time_s"][-job.steps :]),
-            tokens_per_cpu_second=report["tokens_per_step"] / statistics.median(report["cpu_time_s"][-job.steps :]),
+            tokens_per_second=report["tokens_per_step"]
+            / statistics.median(report["step_time_s"][-job.steps :]),
+            tokens_per_cpu_second=report["tokens_per_step"]
+            / statistics.median(report["cpu_time_s"][-job.steps :]),
             peak_memory_bytes=report["peak_memory_bytes"],
             sent=report.get("sent", {}),
         )
 
 
-def launch(contenders: list[Contender], job: Job, *, timeout_s: float | None = None) -> list[Outcome]:
-    """Run contenders once, one after the other; if several, all of nanotrain and on equally many processes.
+def launch(
+    contenders: list[Contender], job: Job, *, timeout_s: float | None = None
+) -> list[Outcome]:
+    """Run contenders once, one after the other; if several, all of nanotrain and on equally many
+    processes.
 
     Raises:
         SystemExit: they failed, or had not ended after `timeout_s`.
     """
     first = contenders[0]
     threads = max(1, len(os.sched_getaffinity(0)) // first.num_processes)
-    environment = dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE") | first.environment
+    environment = (
+        dict(os.environ, OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE")
+        | first.environment
+    )
     with tempfile.TemporaryDirectory() as folder:
         script, *arguments = first.command(job, Path(folder) / "0")
         for number, contender in enumerate(contenders[1:], start=1):
             arguments += ["--then", *contender.command(job, Path(folder) / str(number))[1:]]
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={first.num_processes}"]
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={first.num_processes}",
+        ]
         command = [sys.executable, *launcher, script, *arguments]
-        output = finished(command, environment, names=", ".join(c.name for c in contenders), timeout_s=timeout_s)
+        output = finished(
+            command, environment, names=", ".join(c.name for c in contenders), timeout_s=timeout_s
+        )
     reports = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert len(reports) == len(contenders), "every run prints one report"
     return [Outcome.of(report, job) for report in reports]
 
 
-def finished(command: list[str], environment: dict[str, str], *, names: str, timeout_s: float | None) -> str:
-    """The output of a command; torchrun ends its ranks when it is terminated, which killing it would not.
+def finished(
+    command: list[str], environment: dict[str, str], *, names: str, timeout_s: float | None
+) -> str:
+    """The output of a command; torchrun ends its ranks when it is terminated, which killing it
+    would not.
 
     Raises:
         SystemExit: it failed, with the end of what it printed, or had not ended after `timeout_s`.
@@ -233,8 +262,12 @@ def finished(command: list[str], environment: dict[str, str], *, names: str, tim
 
 
 def run(job: Job, launches: list[list[Contender]], rounds: int) -> dict[str, list[Outcome]]:
-    """Run all launches in turn for several rounds; outcomes of every round by name of the contender."""
-    measured: dict[str, list[Outcome]] = {contender.name: [] for together in launches for contender in together}
+    """Run all launches in turn for several rounds; outcomes of every round by name of the
+    contender.
+    """
+    measured: dict[str, list[Outcome]] = {
+        contender.name: [] for together in launches for contender in together
+    }
     for number in range(1, rounds + 1):
         # Every other round runs in reverse order, so that no contender always runs last.
         forwards = number % 2 == 1
@@ -249,7 +282,9 @@ def run(job: Job, launches: list[list[Contender]], rounds: int) -> dict[str, lis
 
 @dataclass(frozen=True)
 class Figure:
-    """Medians over the rounds: a contender's speed, and its ratio to the fastest rival of each round."""
+    """Medians over the rounds: a contender's speed, and its ratio to the fastest rival of each
+    round.
+    """
 
     speed: float
     ratio: float | None
@@ -258,7 +293,10 @@ class Figure:
     def of(cls, attribute: str, mine: list[Outcome], rivals: list[list[Outcome]]) -> "Figure":
         """The figure of an attribute of `Outcome`; the ratio is None without rivals."""
         speeds = [getattr(outcome, attribute) for outcome in mine]
-        best = [max(getattr(outcome, attribute) for outcome in round_) for round_ in zip(*rivals, strict=True)]
+        best = [
+            max(getattr(outcome, attribute) for outcome in round_)
+            for round_ in zip(*rivals, strict=True)
+        ]
         ratios = [speed / rival for speed, rival in zip(speeds, best, strict=bool(rivals))]
         return cls(statistics.median(speeds), statistics.median(ratios) if ratios else None)
 
@@ -268,7 +306,9 @@ class Figure:
 
 
 def table(contenders: list[Contender], measured: dict[str, list[Outcome]]) -> str:
-    """The Markdown table of medians over rounds: speed, and ratio to the fastest rival of each round."""
+    """The Markdown table of medians over rounds: speed, and ratio to the fastest rival of each
+    round.
+    """
     heads = ("contender", "tokens/s", "ratio", "tokens per CPU second", "ratio", "to the faster of")
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * 4 + "---|"]
     for contender in contenders:
@@ -282,13 +322,17 @@ def table(contenders: list[Contender], measured: dict[str, list[Outcome]]) -> st
 
 def main() -> None:
     """Run the contenders and print a table per dtype."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=("smoke", "10m", "25m", "110m"), default="25m")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--only", default="", help="run contenders whose name contains this, and their rivals")
+    parser.add_argument(
+        "--only", default="", help="run contenders whose name contains this, and their rivals"
+    )
     args = parser.parse_args()
 
     chosen = {c.name for c in CONTENDERS if args.only in c.name}
@@ -298,7 +342,9 @@ def main() -> None:
     for dtype in args.dtype:
         job = Job(args.model, dtype, args.warmup, args.steps)
         measured = run(job, [[contender] for contender in contenders], args.rounds)
-        print(f"\n{args.model}, {dtype}, {cores} cores, median of {args.rounds} rounds of {args.steps} steps\n")
+        print(
+            f"\n{args.model}, {dtype}, {cores} cores, median of {args.rounds} rounds of {args.steps} steps\n"
+        )
         print(table(contenders, measured), flush=True)
 
 

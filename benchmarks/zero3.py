@@ -3,9 +3,10 @@
     python benchmarks/zero3.py                       # the 10m shape, fp32, two processes with one thread each
     python benchmarks/zero3.py --model 25m --rounds 20
 
-The plain Llama of baselines.py under `fully_shard`, one unit per block, and nanotrain's `train_step` with
-optim_grads_params, both with AdamW and gradient clipping. A round is one step of every contender, in alternating order,
-so that what else runs on the machine disturbs all of them alike. CPU time is summed over ranks and threads.
+The plain Llama of baselines.py under `fully_shard`, one unit per block, and nanotrain's
+`train_step` with optim_grads_params, both with AdamW and gradient clipping. A round is one step of
+every contender, in alternating order, so that what else runs on the machine disturbs all of them
+alike. CPU time is summed over ranks and threads.
 """
 
 import argparse
@@ -54,8 +55,14 @@ def fsdp2_step(shape: Shape) -> Callable[[], float]:
 
 def nanotrain_step(job: Job, *flags: str) -> Callable[[], float]:
     """A step of a run of nanotrain, reading its batch included."""
-    sharding = ("--data-parallel-sharding-strategy=optim_grads_params", "--overlap-grad-reduce", "--num-workers=0")
-    _, *arguments = nanotrain_command(*sharding, *flags)(job, Path(mkdtemp(prefix="nanotrain-zero3-")))
+    sharding = (
+        "--data-parallel-sharding-strategy=optim_grads_params",
+        "--overlap-grad-reduce",
+        "--num-workers=0",
+    )
+    _, *arguments = nanotrain_command(*sharding, *flags)(
+        job, Path(mkdtemp(prefix="nanotrain-zero3-"))
+    )
     config, inputs = open_inputs(load(arguments))
     plan = plan_run(config, dist.get_world_size(), rank=dist.get_rank())
     run = build_run(plan, inputs, context=ParallelContext.attach(plan.topology))
@@ -88,12 +95,15 @@ def run_rank(job: Job, *, rounds: int) -> None:
             ratio = statistics.median(a / b for a, b in zip(seconds[FSDP2], each, strict=True))
             print(f"| {name} | {statistics.median(each):.2f} s | {ratio:.2f}x |", flush=True)
     dist.barrier()
-    os._exit(0)  # meshes keep gloo groups alive, which sometimes abort the process when the interpreter exits
+    # meshes keep gloo groups alive, which sometimes abort the process when the interpreter exits
+    os._exit(0)
 
 
 def main() -> None:
     """Launch two processes and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=SHAPES, default="10m")
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()

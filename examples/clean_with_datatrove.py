@@ -1,10 +1,11 @@
 """Filter and deduplicate documents with datatrove, then make token files of what is left.
 
-    pip install datatrove orjson
-    python examples/clean_with_datatrove.py --input raw --output data/web --tokenizer bpe:8192 --workers 8
+    pip install datatrove orjson python examples/clean_with_datatrove.py --input raw --output
+    data/web --tokenizer bpe:8192 --workers 8
 
-`raw` is a folder of JSON lines with a field "text". datatrove's LocalPipelineExecutor becomes its SlurmPipelineExecutor
-on a cluster; `nanotrain prepare --executor slurm` makes the token files there. Without --input a small folder is made.
+`raw` is a folder of JSON lines with a field "text". datatrove's LocalPipelineExecutor becomes its
+SlurmPipelineExecutor on a cluster; `nanotrain prepare --executor slurm` makes the token files
+there. Without --input a small folder is made.
 """
 
 import argparse
@@ -39,7 +40,11 @@ def clean(raw: Path, scratch: Path, *, workers: int) -> Path:
     sha1 = HashConfig(hash_fc="sha1")  # datatrove's xxhash needs a version of that package below 4
     config, clean = ExactDedupConfig(content_getter=text_of, hash_config=sha1), scratch / "clean"
     stages = [
-        [JsonlReader(str(raw)), LambdaFilter(is_long_enough), JsonlWriter(f"{scratch}/long", compression=None)],
+        [
+            JsonlReader(str(raw)),
+            LambdaFilter(is_long_enough),
+            JsonlWriter(f"{scratch}/long", compression=None),
+        ],
         [JsonlReader(f"{scratch}/long"), ExactDedupSignature(f"{scratch}/hashes", config)],
         [ExactFindDedups(f"{scratch}/hashes", f"{scratch}/found", config)],
         [
@@ -50,13 +55,17 @@ def clean(raw: Path, scratch: Path, *, workers: int) -> Path:
     ]
     for number, steps in enumerate(stages):
         tasks = 1 if number == 2 else workers
-        LocalPipelineExecutor(steps, tasks=tasks, workers=tasks, logging_dir=f"{scratch}/logs/{number}").run()
+        LocalPipelineExecutor(
+            steps, tasks=tasks, workers=tasks, logging_dir=f"{scratch}/logs/{number}"
+        ).run()
     return clean
 
 
 def main() -> None:
     """Clean a folder of documents and prepare what is left."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--input", type=Path)
     parser.add_argument("--output", type=Path, default=Path("web"))
     parser.add_argument("--tokenizer", default="bytes")
@@ -66,10 +75,23 @@ def main() -> None:
         raw = arguments.input or Path(scratch) / "raw"
         if arguments.input is None:
             raw.mkdir()
-            texts = ["too short", *["one of two equal documents"] * 2, "a document of its own, alone"]
-            (raw / "0.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+            texts = [
+                "too short",
+                *["one of two equal documents"] * 2,
+                "a document of its own, alone",
+            ]
+            (raw / "0.jsonl").write_text(
+                "".join(json.dumps({"text": text}) + "\n" for text in texts)
+            )
         cleaned = clean(raw, Path(scratch), workers=arguments.workers)
-        names = ["--input", str(cleaned), "--output", str(arguments.output), "--tokenizer", arguments.tokenizer]
+        names = [
+            "--input",
+            str(cleaned),
+            "--output",
+            str(arguments.output),
+            "--tokenizer",
+            arguments.tokenizer,
+        ]
         raise SystemExit(nanotrain(["prepare", *names, "--workers", str(arguments.workers)]))
 
 

@@ -2,9 +2,10 @@
 
     python examples/my_own_schedule.py
 
-Uses only nanotrain.parallel.pp, with a torch module of its own. Microbatches run in pairs: two forward, then the same
-two backward. With its row in SCHEDULES the schedule has a name, for `--pipeline-schedule in_pairs` and for drawing.
-Gradients equal those of the other schedules; bubble and memory are computed before anything runs.
+Uses only nanotrain.parallel.pp, with a torch module of its own. Microbatches run in pairs: two
+forward, then the same two backward. With its row in SCHEDULES the schedule has a name, for
+`--pipeline-schedule in_pairs` and for drawing. Gradients equal those of the other schedules; bubble
+and memory are computed before anything runs.
 """
 
 import torch
@@ -20,10 +21,14 @@ from nanotrain.parallel.pp.transfers import plan_rank
 
 def in_pairs(shape: PipelineShape) -> Schedule:
     """Two microbatches forward, the same two backward, then the next two; one stage per rank."""
-    pairs = [range(m, min(m + 2, shape.num_microbatches)) for m in range(0, shape.num_microbatches, 2)]
+    pairs = [
+        range(m, min(m + 2, shape.num_microbatches)) for m in range(0, shape.num_microbatches, 2)
+    ]
     return Schedule(
         tuple(
-            tuple(make(stage, m) for pair in pairs for make in (forward, full_backward) for m in pair)
+            tuple(
+                make(stage, m) for pair in pairs for make in (forward, full_backward) for m in pair
+            )
             for stage in range(shape.num_ranks)
         )
     )
@@ -68,7 +73,12 @@ def main() -> None:
     batches = [Batch(t[:, :-1], t[:, 1:], torch.ones(2, 16)) for t in tokens]
     names = ("in_pairs", "1f1b")
     for name in names:
-        print(draw_schedule(name, PipelineShape(num_ranks=2, num_stages_per_rank=1, num_microbatches=4)) + "\n")
+        print(
+            draw_schedule(
+                name, PipelineShape(num_ranks=2, num_stages_per_rank=1, num_microbatches=4)
+            )
+            + "\n"
+        )
     ours, theirs = (gradient(SCHEDULES[name](PipelineShape(1, 1, 4)), batches) for name in names)
     print("same gradient:", torch.equal(ours, theirs))
 

@@ -2,9 +2,9 @@
 
     python examples/new_model.py
 
-Uses only nanotrain.model, without data, configuration files or other ranks: grouped-query attention with QK norm,
-rotary position embeddings, LayerNorm and a gated MLP. It learns to copy: the second half of each sequence repeats the
-first, which only attention can predict.
+Uses only nanotrain.model, without data, configuration files or other ranks: grouped-query attention
+with QK norm, rotary position embeddings, LayerNorm and a gated MLP. It learns to copy: the second
+half of each sequence repeats the first, which only attention can predict.
 """
 
 import torch
@@ -36,7 +36,9 @@ STEPS = 101
 
 
 def repeating_batch(size: int) -> Batch:
-    """Sequences whose second half repeats the random first half; only the second half counts in the loss."""
+    """Sequences whose second half repeats the random first half; only the second half counts in the
+    loss.
+    """
     half = torch.randint(MODEL.vocab_size or 0, (size, HALF))
     tokens = torch.cat([half, half], dim=1)
     mask = torch.zeros(size, 2 * HALF - 1)
@@ -50,8 +52,12 @@ def main() -> None:
     stage = build_stage(MODEL).to_empty(device="cpu")
     initialize(stage, stage.params, seed=0)
     shape = ModelShape.of(MODEL)
-    print(f"{num_parameters(shape):,} parameters, {flops_per_token(shape, 2 * HALF):,} FLOPs per token")
-    print(f"vocabulary of {MODEL.vocab_size} padded to {shape.padded_vocab_size}; padded logits are masked")
+    print(
+        f"{num_parameters(shape):,} parameters, {flops_per_token(shape, 2 * HALF):,} FLOPs per token"
+    )
+    print(
+        f"vocabulary of {MODEL.vocab_size} padded to {shape.padded_vocab_size}; padded logits are masked"
+    )
 
     optimizer = torch.optim.AdamW(stage.parameters(), lr=3e-3)
     for step in range(STEPS):

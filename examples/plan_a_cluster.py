@@ -72,7 +72,13 @@ def main() -> None:
         except TopologyError as error:
             print(f"{tp:3} {pp:3}    -   {error.what}")
             continue
-        remark = "tp crosses nodes" if it.crosses_nodes else "" if it.gib < args.memory_gib else "does not fit"
+        remark = (
+            "tp crosses nodes"
+            if it.crosses_nodes
+            else ""
+            if it.gib < args.memory_gib
+            else "does not fit"
+        )
         print(f"{it.tp:3} {it.pp:3} {it.dp:4} {it.gib:10.1f}   {remark}".rstrip())
 
 

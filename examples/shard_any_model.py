@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/shard_any_model.py
 
-Needs neither the trainer nor a configuration file. Every rank keeps a part of each parameter, gradient and moment; each
-decoder layer is gathered only while it runs. The checkpoint loads on any number of ranks, with any strategy.
+Needs neither the trainer nor a configuration file. Every rank keeps a part of each parameter,
+gradient and moment; each decoder layer is gathered only while it runs. The checkpoint loads on any
+number of ranks, with any strategy.
 """
 
 import os
@@ -26,11 +27,19 @@ def build(context: ParallelContext) -> ShardedModule:
     """A small Llama, sharded; the same initial weights on every rank."""
     torch.manual_seed(0)
     sizes = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=64,
     )
     model = LlamaForCausalLM(sizes)
     return ShardedModule(
-        model, context, parallel=PARALLEL, unit_classes=(LlamaDecoderLayer,), optim=OptimConfig(lr=3e-3)
+        model,
+        context,
+        parallel=PARALLEL,
+        unit_classes=(LlamaDecoderLayer,),
+        optim=OptimConfig(lr=3e-3),
     )
 
 
@@ -63,6 +72,8 @@ def main(context: ParallelContext, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with ParallelContext.start(Topology.of(PARALLEL, int(os.environ.get("WORLD_SIZE", "1"))), device="cpu") as ctx:
+    with ParallelContext.start(
+        Topology.of(PARALLEL, int(os.environ.get("WORLD_SIZE", "1"))), device="cpu"
+    ) as ctx:
         paths = all_gather_object(tempfile.mkdtemp() if ctx.rank == 0 else "", ctx.control)
         main(ctx, Path(paths[0]))

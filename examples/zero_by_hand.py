@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc-per-node 2 examples/zero_by_hand.py
 
-Uses only nanotrain.comm and nanotrain.parallel.dp. DataParallel moves the parameters into flat buffers. Each
-rank gets the summed gradients of its shard and updates this shard, here with signs of gradients (signSGD). Every rank
-ends with the same weights, and none stores all gradients at full size or the full optimizer state.
+Uses only nanotrain.comm and nanotrain.parallel.dp. DataParallel moves the parameters into flat
+buffers. Each rank gets the summed gradients of its shard and updates this shard, here with signs of
+gradients (signSGD). Every rank ends with the same weights, and none stores all gradients at full
+size or the full optimizer state.
 """
 
 import os
@@ -27,7 +28,9 @@ def describe(model: nn.Module) -> list[LocalParam]:
     """What DataParallel needs of each parameter: name and shape; no model parallelism shards it."""
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     return [
-        LocalParam.unsharded(ParamSpec(name, shape, dtype="fp32", init=Normal(0.02), weight_decay=len(shape) > 1))
+        LocalParam.unsharded(
+            ParamSpec(name, shape, dtype="fp32", init=Normal(0.02), weight_decay=len(shape) > 1)
+        )
         for name, shape in shapes.items()
     ]
 
@@ -35,7 +38,9 @@ def describe(model: nn.Module) -> list[LocalParam]:
 def train(context: ParallelContext) -> None:
     """Fit a sine with a small network, two microbatches a step."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1, 77), nn.Tanh(), nn.Linear(77, 77), nn.Tanh(), nn.Linear(77, 1))
+    model = nn.Sequential(
+        nn.Linear(1, 77), nn.Tanh(), nn.Linear(77, 77), nn.Tanh(), nn.Linear(77, 1)
+    )
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     shard = context.group("dp_shard")
     parallel = DataParallel(
@@ -65,14 +70,20 @@ def train(context: ParallelContext) -> None:
         parallel.start_param_gather()
         if context.rank == 0 and step % 25 == 24:
             print(f"step {step + 1:3}  loss {loss.item():.4f}")
-    sums = all_gather_object([param.double().sum().item() for param in model.parameters()], context.control)
+    sums = all_gather_object(
+        [param.double().sum().item() for param in model.parameters()], context.control
+    )
     held = sum(bucket.grads.shard.numel() for bucket in parallel.buckets)
     if context.rank == 0:
-        print(f"rank 0 of {shard.size} keeps gradients for {held:,} of {parallel.layout.numel:,} elements")
+        print(
+            f"rank 0 of {shard.size} keeps gradients for {held:,} of {parallel.layout.numel:,} elements"
+        )
         print("same weights on every rank:", all(row == sums[0] for row in sums))
 
 
 if __name__ == "__main__":
     config = ParallelConfig(data_parallel_sharding_strategy="optim_grads")
-    with ParallelContext.start(Topology.of(config, int(os.environ.get("WORLD_SIZE", "1"))), device="cpu") as ctx:
+    with ParallelContext.start(
+        Topology.of(config, int(os.environ.get("WORLD_SIZE", "1"))), device="cpu"
+    ) as ctx:
         train(ctx)

@@ -12,8 +12,8 @@
     |   `-- CorruptState      replicas that differ; nothing is saved
     `-- EnvironmentFault      the machine: an unwritable folder, a missing device, a lost rank
 
-User errors are raised at load time, on all ranks. `assert` is for internal invariants. Errors pickle, so ranks and
-processes send the error itself.
+User errors are raised at load time, on all ranks. `assert` is for internal invariants. Errors
+pickle, so ranks and processes send the error itself.
 """
 
 import sys
@@ -142,11 +142,15 @@ class EnvironmentFault(NanotrainError):
 
 
 class StorageFault(EnvironmentFault):
-    """A full, missing or read-only disk or bucket. All ranks are alive, so training can continue without the file."""
+    """A full, missing or read-only disk or bucket. All ranks are alive, so training can continue
+    without the file.
+    """
 
 
 class LocalFault(EnvironmentFault):
-    """A fault of this rank alone: it is printed at once, without waiting for the first rank to print the same."""
+    """A fault of this rank alone: it is printed at once, without waiting for the first rank to
+    print the same.
+    """
 
 
 class ReportedFault(EnvironmentFault):

@@ -1,8 +1,8 @@
 """Loggers with the coordinates of the rank in warnings, and `progress` of what takes long.
 
-Modules use `get_logger`. Entry points call `start_logging` once the rank is known, and again once its coordinates are.
-The first rank logs for the whole job. A warning may concern one rank only, so it begins with that rank's coordinates
-("pp1 dp3 tp0").
+Modules use `get_logger`. Entry points call `start_logging` once the rank is known, and again once
+its coordinates are. The first rank logs for the whole job. A warning may concern one rank only, so
+it begins with that rank's coordinates ("pp1 dp3 tp0").
 """
 
 import logging
@@ -45,7 +45,9 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def start_logging(*, coordinates: str = "", is_first: bool = True, level: int = logging.INFO) -> None:
+def start_logging(
+    *, coordinates: str = "", is_first: bool = True, level: int = logging.INFO
+) -> None:
     """Send nanotrain's log lines to standard error; calling it again replaces the coordinates.
 
     Args:
@@ -63,8 +65,11 @@ def start_logging(*, coordinates: str = "", is_first: bool = True, level: int = 
 
 
 @contextmanager
-def progress(what: str, *, total: float | None = None, is_shown: bool = True) -> Iterator[Callable[[float], None]]:
-    """Show on standard error that the block still runs: a bar on a terminal, elsewhere a line, and one at the end.
+def progress(
+    what: str, *, total: float | None = None, is_shown: bool = True
+) -> Iterator[Callable[[float], None]]:
+    """Show on standard error that the block still runs: a bar on a terminal, elsewhere a line, and
+    one at the end.
 
     A block of less than SHOWN_AFTER_S shows nothing.
 
@@ -83,7 +88,13 @@ def progress(what: str, *, total: float | None = None, is_shown: bool = True) ->
         yield lambda amount: None
         return
     columns, console = (*Progress.get_default_columns(), TimeElapsedColumn()), Console(stderr=True)
-    bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal)
+    bar = Progress(
+        *columns,
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        disable=not console.is_terminal,
+    )
     task, start = bar.add_task(what, total=total), time.monotonic()
 
     def show() -> None:

@@ -14,7 +14,8 @@ from nanotrain.storage.remote import is_address, redacted
 
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 _SECRET = re.compile(
-    "TOKEN(?!IZER)|KEY|SECRET|PASS|PWD.|_PWD|CREDENTIAL|AUTH|PRIVATE|COOKIE|WEBHOOK|NOTIFY", re.IGNORECASE
+    "TOKEN(?!IZER)|KEY|SECRET|PASS|PWD.|_PWD|CREDENTIAL|AUTH|PRIVATE|COOKIE|WEBHOOK|NOTIFY",
+    re.IGNORECASE,
 )
 
 
@@ -28,7 +29,8 @@ def is_secret(name: str) -> bool:
 
 
 class Address(PosixPath):
-    """A place in object storage, SCHEME://BUCKET/NAME, as a path: it has a name, a folder and places beside it.
+    """A place in object storage, SCHEME://BUCKET/NAME, as a path: it has a name, a folder and
+    places beside it.
 
     >>> str(Address("s3://bucket/web").with_name("code"))
     's3://bucket/code'
@@ -39,29 +41,39 @@ class Address(PosixPath):
 
 
 def expanded(text: str, *, may_be_address: bool = False, why: str | None = None) -> str:
-    """A path with its `~` and variables replaced; other text, as a name on the Hugging Face hub, stays.
+    """A path with its `~` and variables replaced; other text, as a name on the Hugging Face hub,
+    stays.
 
     `why` is the reason for which it cannot be an address, and what to do.
 
     Raises:
-        ConfigError: an address of a remote file, a variable that is not set or looks like a secret, an unknown user.
+        ConfigError: an address of a remote file, a variable that is not set or looks like a secret,
+            an unknown user.
     """
     if is_address(text) and not may_be_address:
         usual = f"files are read and written by their path on this machine, and {text.partition(':')[0]}:// is none"
-        reason, _, fix = (why or f"{usual}; mount it and name the folder, or copy it first").partition("; ")
+        reason, _, fix = (
+            why or f"{usual}; mount it and name the folder, or copy it first"
+        ).partition("; ")
         raise ConfigError(f"{redacted(text)} is no path", why=reason, fix=fix)
     for variable in _VARIABLE.findall(text):
         name = variable.strip("{}")
         if is_secret(name):
             why = f"the name of {name} is that of a secret, and paths are printed and saved"
-            raise ConfigError(f"{text} cannot be a path", why=why, fix="name a variable that holds a folder")
+            raise ConfigError(
+                f"{text} cannot be a path", why=why, fix="name a variable that holds a folder"
+            )
         if os.path.expandvars(f"${variable}") == f"${variable}":
             why = f"{name} is not in the environment"
-            raise ConfigError(f"{text} cannot be a path", why=why, fix=f"export {name}, or write the whole path")
+            raise ConfigError(
+                f"{text} cannot be a path", why=why, fix=f"export {name}, or write the whole path"
+            )
     path = os.path.expanduser(os.path.expandvars(text))
     if path.startswith("~"):
         why = f"{path.split('/')[0]} is no user's folder"
-        raise ConfigError(f"{text} cannot be a path", why=why, fix=f"write ./{text} for a file of that name")
+        raise ConfigError(
+            f"{text} cannot be a path", why=why, fix=f"write ./{text} for a file of that name"
+        )
     return path
 
 
@@ -71,5 +83,7 @@ def local_path(text: str, *, why: str | None = None) -> Path:
 
 
 def path_or_address(text: str) -> Path:
-    """The path of a text as `expanded`, or the address in object storage that it is; blanks are not part of one."""
+    """The path of a text as `expanded`, or the address in object storage that it is; blanks are not
+    part of one.
+    """
     return Address(text) if is_address(text) and " " not in text else local_path(text)

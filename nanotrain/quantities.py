@@ -84,7 +84,8 @@ def ranks_text(ranks: Sequence[int], *, most: int = 64) -> str:
     >>> ranks_text([0, 1, 2, 3, 7]), ranks_text(range(0, 16384, 8), most=4)
     ('0-3, 7', '0, 8, 16, ..., 16376 (2,048 ranks)')
     """
-    runs = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])  # equal within consecutive ranks
+    # equal within consecutive ranks
+    runs = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
     parts = [[rank for _, rank in run] for _, run in runs]
     texts = [str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts]
     if len(texts) <= most:
@@ -101,5 +102,7 @@ def table_lines(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -
     columns = []
     for index, column in enumerate(zip(*rows, strict=True)):
         width = max(map(len, column))
-        columns.append([cell.rjust(width) if index in right else cell.ljust(width) for cell in column])
+        columns.append(
+            [cell.rjust(width) if index in right else cell.ljust(width) for cell in column]
+        )
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

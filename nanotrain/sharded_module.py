@@ -1,4 +1,5 @@
-"""`ShardedModule`: the data-parallel layer and the sharded optimizer around any torch module, without the trainer.
+"""`ShardedModule`: the data-parallel layer and the sharded optimizer around any torch module,
+without the trainer.
 
     sharded = ShardedModule(model, context, parallel=config, unit_classes=(Block,), optim=OptimConfig(lr=1e-3))
     for batch in batches:
@@ -6,10 +7,11 @@
         sharded.step()
     sharded.save(folder, step=100)
 
-Sharding strategies, optimizer instances (HSDP), overlap and update rules are those of the trainer. With
-`optim_grads_params` each module of `unit_classes` is one FSDP unit (Megatron-FSDP: `fsdp_unit_modules`): gathered
-before its forward and its backward, freed right after. Every other module with parameters of its own, such as an
-embedding, is a unit too. There is no model parallelism: all ranks have the same parameters, apart from their sharding.
+Sharding strategies, optimizer instances (HSDP), overlap and update rules are those of the trainer.
+With `optim_grads_params` each module of `unit_classes` is one FSDP unit (Megatron-FSDP:
+`fsdp_unit_modules`): gathered before its forward and its backward, freed right after. Every other
+module with parameters of its own, such as an embedding, is a unit too. There is no model
+parallelism: all ranks have the same parameters, apart from their sharding.
 """
 
 from collections.abc import Sequence
@@ -27,7 +29,12 @@ from nanotrain.errors import ConfigError
 from nanotrain.optim.distributed import DistributedOptimizer, Update
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import plan_layout
-from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups, layout_rules
+from nanotrain.parallel.dp.options import (
+    STRATEGIES,
+    DataParallelOptions,
+    ReduceGroups,
+    layout_rules,
+)
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.quantities import count_of
@@ -37,24 +44,27 @@ Unit = tuple[str, nn.Module]
 
 
 class ShardedModule:
-    """A module whose gradients, optimizer state and parameters are sharded over ranks, by one of the strategies.
+    """A module whose gradients, optimizer state and parameters are sharded over ranks, by one of
+    the strategies.
 
-    The module stays usable as it is: `module(...)` runs forward, and its parameters are views of flat buffers. Values,
-    names and tied parameters are kept. It must be on the device of the context, with real values, equal on all ranks.
-    All of its parameters are trained.
+    The module stays usable as it is: `module(...)` runs forward, and its parameters are views of
+    flat buffers. Values, names and tied parameters are kept. It must be on the device of the
+    context, with real values, equal on all ranks. All of its parameters are trained.
 
     Args:
-        module: any module; its parameters move into flat buffers, and every reference to them stays valid.
+        module: any module; its parameters move into flat buffers, and every reference to them stays
+            valid.
         context: process groups of a topology with data parallelism only.
-        parallel: strategy, optimizer instances, buckets, overlap and form of the reductions; sizes of other axes do not
-            apply.
+        parallel: strategy, optimizer instances, buckets, overlap and form of the reductions; sizes
+            of other axes do not apply.
         unit_classes: classes of the modules that run one after another, as transformer blocks.
-        optim: update rule and hyperparameters; weight decay applies to parameters of two or more dims.
+        optim: update rule and hyperparameters; weight decay applies to parameters of two or more
+            dims.
         precision: dtypes; parameters are converted to `params_dtype`.
 
     Raises:
-        ConfigError: model parallelism, a context of another strategy, no module of a unit class, parameters that no
-            unit can hold, that are frozen or that have sparse gradients.
+        ConfigError: model parallelism, a context of another strategy, no module of a unit class,
+            parameters that no unit can hold, that are frozen or that have sparse gradients.
     """
 
     def __init__(
@@ -73,18 +83,28 @@ class ShardedModule:
         strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
         units = find_units(module, unit_classes, must_not_nest=strategy.shard_params)
         is_outer_sharded = parallel.outer_dp_sharding_strategy == "optim"
-        groups = ReduceGroups(context.group("dp_shard"), context.group("dp_replicate"), shards_across=is_outer_sharded)
+        groups = ReduceGroups(
+            context.group("dp_shard"), context.group("dp_replicate"), shards_across=is_outer_sharded
+        )
         values = {name: param.detach() for name, param in module.named_parameters()}
-        name_of = {param: name for name, param in module.named_parameters()}  # tied parameters by their first name
-        rules = layout_rules(parallel, num_shards=groups.shard.size, num_outer_shards=groups.outer.size)
+        # tied parameters by their first name
+        name_of = {param: name for name, param in module.named_parameters()}
+        rules = layout_rules(
+            parallel, num_shards=groups.shard.size, num_outer_shards=groups.outer.size
+        )
         self.data_parallel = DataParallel(
             module,
-            plan_layout(_declare(module, units, unit_classes=unit_classes, dtype=precision.params_dtype), rules),
+            plan_layout(
+                _declare(module, units, unit_classes=unit_classes, dtype=precision.params_dtype),
+                rules,
+            ),
             groups=groups,
             options=replace(
                 DataParallelOptions.of(parallel, precision),
                 is_recomputing=_is_in_backward,
-                units=[(child, {name_of[param] for param in child.parameters()}) for _, child in units],
+                units=[
+                    (child, {name_of[param] for param in child.parameters()}) for _, child in units
+                ],
             ),
             precision=Precision.of(precision),
             device=context.device,
@@ -98,7 +118,9 @@ class ShardedModule:
             groups=context.groups,
         )
         # the loss is divided by the ranks here, unless the collectives divide the gradients
-        self._num_averaged = 1 if parallel.ddp_average_in_collective else context.topology.world_size
+        self._num_averaged = (
+            1 if parallel.ddp_average_in_collective else context.topology.world_size
+        )
         self._had_last = False  # whether the last microbatch of the step has run
         self.data_parallel.begin_step()
 
@@ -106,15 +128,18 @@ class ShardedModule:
         """Add the gradients of a microbatch, and reduce them.
 
         Args:
-            loss: scalar, the mean over this microbatch of this rank. The gradient of a step is the mean over all ranks
-                of the sum of these; divide by the number of microbatches for a mean.
+            loss: scalar, the mean over this microbatch of this rank. The gradient of a step is the
+                mean over all ranks of the sum of these; divide by the number of microbatches for a
+                mean.
             is_last: whether this is the last microbatch of the step.
 
         Raises:
             RuntimeError: the last microbatch of the step has run.
         """
         if self._had_last:
-            raise RuntimeError("backward after the last microbatch: pass is_last=False for the others, then step()")
+            raise RuntimeError(
+                "backward after the last microbatch: pass is_last=False for the others, then step()"
+            )
         self._had_last = is_last
         self.data_parallel.backward_begins(is_last=is_last)
         (loss * (self.optimizer.loss_scale.scale / self._num_averaged)).backward()
@@ -127,24 +152,29 @@ class ShardedModule:
             lr: learning rate; None for that of the optimizer configuration.
 
         Returns:
-            the gradient norm over all ranks before clipping, and whether the step was skipped, as tensors on the
+            the gradient norm over all ranks before clipping, and whether the step was skipped, as
+            tensors on the
             device: reading them waits for it.
 
         Raises:
             RuntimeError: no microbatch of this step was the last one.
         """
         if not self._had_last:
-            raise RuntimeError("step before the last microbatch: call backward(loss, is_last=True) for it")
+            raise RuntimeError(
+                "step before the last microbatch: call backward(loss, is_last=True) for it"
+            )
         self.data_parallel.finish_grad_reduce()
         update = self.optimizer.step(self._optim.lr if lr is None else lr)
         self.optimizer.average.update(update.skipped)
         self.data_parallel.start_param_gather()
-        self.data_parallel.begin_step()  # now: without resharding, units count the backwards that follow a forward
+        # now: without resharding, units count the backwards that follow a forward
+        self.data_parallel.begin_step()
         self._had_last = False
         return update
 
     def save(self, folder: Path, *, step: int) -> Path:
-        """Write `folder`/step-N, one file per rank; any number of ranks and any strategy loads it. All ranks call this.
+        """Write `folder`/step-N, one file per rank; any number of ranks and any strategy loads it.
+        All ranks call this.
 
         Buffers of the module, such as running statistics, are not part of it.
         """
@@ -188,7 +218,11 @@ def find_units(
     """
     units: list[Unit] = []
     for name, child in module.named_modules():
-        if any(not unit or name.startswith(f"{unit}.") for unit, above in units if isinstance(above, unit_classes)):
+        if any(
+            not unit or name.startswith(f"{unit}.")
+            for unit, above in units
+            if isinstance(above, unit_classes)
+        ):
             continue
         if isinstance(child, unit_classes) or _own_parameters(child):
             units.append((name, child))
@@ -199,7 +233,9 @@ def find_units(
         fix = f"name the class of its blocks, for example one of {', '.join(_candidates(module))}"
         raise ConfigError(what, why=why, fix=fix)
     for name, child in units:
-        below = [unit for unit, _ in units if unit != name and (unit.startswith(f"{name}.") or not name)]
+        below = [
+            unit for unit, _ in units if unit != name and (unit.startswith(f"{name}.") or not name)
+        ]
         if must_not_nest and below and _own_parameters(child):
             what = f"{name or type(child).__name__} has parameters of its own ({', '.join(_own_parameters(child))})"
             why = f"it is not freed before {below[0]}, which is a unit inside it, runs"
@@ -213,10 +249,18 @@ def _own_parameters(module: nn.Module) -> list[str]:
 
 
 def _declare(
-    module: nn.Module, units: Sequence[Unit], *, unit_classes: tuple[type[nn.Module], ...], dtype: str
+    module: nn.Module,
+    units: Sequence[Unit],
+    *,
+    unit_classes: tuple[type[nn.Module], ...],
+    dtype: str,
 ) -> list[LocalParam]:
-    """Every parameter once, under its first name, with its unit; Muon updates the matrices of the unit classes."""
-    unit_of = {param: name or "root" for name, child in units for param in _names_below(name, child)}
+    """Every parameter once, under its first name, with its unit; Muon updates the matrices of the
+    unit classes.
+    """
+    unit_of = {
+        param: name or "root" for name, child in units for param in _names_below(name, child)
+    }
     blocks = {name or "root" for name, child in units if isinstance(child, unit_classes)}
 
     params = []
@@ -241,30 +285,50 @@ def _names_below(name: str, child: nn.Module) -> list[str]:
 
 def _candidates(module: nn.Module) -> list[str]:
     """Classes of the items of module lists, usually the transformer blocks."""
-    lists = (child for child in module.modules() if isinstance(child, nn.ModuleList | nn.Sequential))
-    return sorted({type(item).__name__ for each in lists for item in each}) or [type(module).__name__]
+    lists = (
+        child for child in module.modules() if isinstance(child, nn.ModuleList | nn.Sequential)
+    )
+    return sorted({type(item).__name__ for each in lists for item in each}) or [
+        type(module).__name__
+    ]
 
 
-def _check(module: nn.Module, context: ParallelContext, *, parallel: ParallelConfig, optim: OptimConfig) -> None:
-    wrong = {axis: size for axis in ("tp", "cp", "pp", "ep") if (size := context.topology.size(axis)) > 1}
+def _check(
+    module: nn.Module, context: ParallelContext, *, parallel: ParallelConfig, optim: OptimConfig
+) -> None:
+    wrong = {
+        axis: size for axis in ("tp", "cp", "pp", "ep") if (size := context.topology.size(axis)) > 1
+    }
     if wrong:
-        what = f"a sharded module with {', '.join(f'{axis} {size}' for axis, size in wrong.items())}"
+        what = (
+            f"a sharded module with {', '.join(f'{axis} {size}' for axis, size in wrong.items())}"
+        )
         why = "the parameters of an arbitrary module do not declare how these axes shard them"
         raise ConfigError(what, why=why, fix="use data parallelism only, or the trainer")
     num_shards, strategy = context.group("dp_shard").size, parallel.data_parallel_sharding_strategy
     if num_shards > 1 and not STRATEGIES[strategy].shard_optim:
         what = f"{strategy} in a context whose ranks form shard groups of {num_shards}"
         why = "the context was made for another data_parallel_sharding_strategy"
-        raise ConfigError(what, why=why, fix="pass one ParallelConfig to Topology.of and to ShardedModule")
+        raise ConfigError(
+            what, why=why, fix="pass one ParallelConfig to Topology.of and to ShardedModule"
+        )
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     if frozen:
         what = f"{count_of(len(frozen), 'parameter', verb='is')} frozen, the first is {frozen[0]}"
         why = "the optimizer updates the whole flat buffer, so weight decay would change them"
-        raise ConfigError(what, why=why, fix="train all of them, or keep frozen ones as buffers of the module")
-    sparse = [name or "the module" for name, child in module.named_modules() if getattr(child, "sparse", False) is True]
+        raise ConfigError(
+            what, why=why, fix="train all of them, or keep frozen ones as buffers of the module"
+        )
+    sparse = [
+        name or "the module"
+        for name, child in module.named_modules()
+        if getattr(child, "sparse", False) is True
+    ]
     if sparse:
         why = "gradients are added and reduced in flat buffers, which are dense"
-        raise ConfigError(f"{sparse[0]} has sparse gradients", why=why, fix="build it with sparse=False")
+        raise ConfigError(
+            f"{sparse[0]} has sparse gradients", why=why, fix="build it with sparse=False"
+        )
     if optim.decoupled_lr is not None:
         why = "a module does not declare which parameters are its embedding and its output layer"
         raise ConfigError("decoupled_lr has no effect", why=why, fix="leave it out")

@@ -12,8 +12,9 @@ keep_freed_memory          for the next step of a training on CPUs
 usable_cores, cores_per_rank, available_memory
                            of this machine; in a container those of its limits
 
-The limits are files of the process's control group and of every group above it (Linux kernel documentation:
-"Control Group v2", and "CFS Bandwidth Control" and "Memory Resource Controller" for version 1).
+The limits are files of the process's control group and of every group above it (Linux kernel
+documentation: "Control Group v2", and "CFS Bandwidth Control" and "Memory Resource Controller" for
+version 1).
 """
 
 import ctypes
@@ -36,19 +37,23 @@ from nanotrain.errors import EnvironmentFault, NanotrainError, report
 
 PR_SET_PDEATHSIG = 1  # of man 2 prctl
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of man 3 mallopt, in bytes
-STOPPED = "NANOTRAIN_STOPPED"  # set by a launcher that was stopped: the exit code of ranks that torch starts again
-OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # set for ranks; a process that a user started from a shell outlives it (nohup)
+# set by a launcher that was stopped: the exit code of ranks that torch starts again
+STOPPED = "NANOTRAIN_STOPPED"
+# set for ranks; a process that a user started from a shell outlives it (nohup)
+OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
     """Run `main` as all that this process does, and exit with the code that it returns.
 
-    After an error one of several ranks ends at once: the interpreter's own end destroys process groups, which waits for
-    peers that may be inside a collective.
+    After an error one of several ranks ends at once: the interpreter's own end destroys process
+    groups, which waits for peers that may be inside a collective.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a text may have characters that the encoding does not have
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it would end this process before the training handles it
+        # a text may have characters that the encoding does not have
+        sys.stdout.reconfigure(errors="backslashreplace")
+    # it would end this process before the training handles it
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     end_with_launcher(os.environ)
     if STOPPED in os.environ:
         sys.exit(int(os.environ[STOPPED]))
@@ -58,7 +63,8 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     except SystemExit:
         raise
     except BrokenPipeError:  # the reader of the pipe has closed it, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what the interpreter flushes at its end
+        # takes what the interpreter flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except NanotrainError as error:
         code = report(error)
@@ -74,9 +80,11 @@ def run_program(main: Callable[[], int]) -> NoReturn:
 
 
 def end_with_launcher(environment: Mapping[str, str]) -> None:
-    """End this process with SIGKILL when torchrun, which started it, ends: no rank may continue to write.
+    """End this process with SIGKILL when torchrun, which started it, ends: no rank may continue to
+    write.
 
-    The kernel sends the signal (Linux). Checkpoints are committed by a rename, so it loses no complete one.
+    The kernel sends the signal (Linux). Checkpoints are committed by a rename, so it loses no
+    complete one.
 
     Args:
         environment: environment of this process.
@@ -89,7 +97,9 @@ def end_with_launcher(environment: Mapping[str, str]) -> None:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """SIGTERM, SIGINT, and SIGHUP, which a closed terminal sends; not where it is ignored, as under `nohup`."""
+    """SIGTERM, SIGINT, and SIGHUP, which a closed terminal sends; not where it is ignored, as under
+    `nohup`.
+    """
     hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hang_up)
 
@@ -98,7 +108,9 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 def handling_signals(handle: Callable[[int], None]) -> Iterator[None]:
     """Call `handle` for `stop_signals` and SIGUSR1 (save and continue) while the block runs."""
     numbers = (*stop_signals(), signal.SIGUSR1)
-    before = {number: signal.signal(number, lambda number, _frame: handle(number)) for number in numbers}
+    before = {
+        number: signal.signal(number, lambda number, _frame: handle(number)) for number in numbers
+    }
     try:
         yield
     finally:
@@ -109,11 +121,12 @@ def handling_signals(handle: Callable[[int], None]) -> Iterator[None]:
 def require_folders() -> None:
     """Check that temporary files can be made, and that the working folder exists.
 
-    torch and the start of processes require the first; without the second, torch's first product of matrices ends the
-    process.
+    torch and the start of processes require the first; without the second, torch's first product of
+    matrices ends the process.
 
     Raises:
-        EnvironmentFault: no folder for temporary files can be written, or the working folder was deleted.
+        EnvironmentFault: no folder for temporary files can be written, or the working folder was
+            deleted.
     """
     try:
         os.getcwd()
@@ -128,8 +141,9 @@ def require_folders() -> None:
 def importing_torch() -> Iterator[None]:
     """Import in the block without garbage collection, unless torch is imported already.
 
-    Torch and what is built on it are half a million objects of which none is garbage. Collections visit all of them
-    repeatedly: a third of the CPU time of `import torch`. What was imported is then left out of later collections.
+    Torch and what is built on it are half a million objects of which none is garbage. Collections
+    visit all of them repeatedly: a third of the CPU time of `import torch`. What was imported is
+    then left out of later collections.
 
     Raises:
         EnvironmentFault: as `require_folders`.
@@ -149,8 +163,8 @@ def importing_torch() -> Iterator[None]:
 def without_collection() -> Iterator[None]:
     """Make many objects in the block, or in the decorated function, of which none is garbage.
 
-    Collections visit all of them repeatedly: a manifest of 16,384 chunks was parsed in 0.54 s and received in
-    0.26 s, without collections in 0.33 s and 0.05 s (measured).
+    Collections visit all of them repeatedly: a manifest of 16,384 chunks was parsed in 0.54 s and
+    received in 0.26 s, without collections in 0.33 s and 0.05 s (measured).
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -162,9 +176,11 @@ def without_collection() -> Iterator[None]:
 
 
 def end_without_collection() -> None:
-    """Skip the last collection of the interpreter, which visits all objects (0.4 s of CPU); call it last.
+    """Skip the last collection of the interpreter, which visits all objects (0.4 s of CPU); call it
+    last.
 
-    Not where Triton was imported: what is not collected its bindings print as leaks, 25 lines per process (Triton 3.9).
+    Not where Triton was imported: what is not collected its bindings print as leaks, 25 lines per
+    process (Triton 3.9).
     """
     if "triton" in sys.modules:
         gc.unfreeze()
@@ -174,20 +190,27 @@ def end_without_collection() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed blocks for later ones, for the rest of the process, instead of returning them to the system.
+    """Let glibc keep freed blocks for later ones, for the rest of the process, instead of returning
+    them to the system.
 
-    A training step on a CPU frees and allocates the same activations as the step before, and the system would clear
-    every page of them again: 5 to 8 % of a step (25m in bf16, two processes). The peak memory of the process does not
-    change. Variables of the environment that set glibc's allocator are left alone.
+    A training step on a CPU frees and allocates the same activations as the step before, and the
+    system would clear every page of them again: 5 to 8 % of a step (25m in bf16, two processes).
+    The peak memory of the process does not change. Variables of the environment that set glibc's
+    allocator are left alone.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
-    if mallopt is not None and not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
-        mallopt(M_MMAP_THRESHOLD, 2**30) or mallopt(M_MMAP_THRESHOLD, 2**25)  # older releases refuse the first
+    if mallopt is not None and not any(
+        name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ
+    ):
+        # older releases refuse the first
+        mallopt(M_MMAP_THRESHOLD, 2**30) or mallopt(M_MMAP_THRESHOLD, 2**25)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class _Output(io.FileIO):
-    """A stream of a training: what cannot be written is dropped, the first time with a note on standard error."""
+    """A stream of a training: what cannot be written is dropped, the first time with a note on
+    standard error.
+    """
 
     note = ""
 
@@ -198,12 +221,15 @@ class _Output(io.FileIO):
         except OSError as error:
             note, self.note = self.note, ""
             if note:
-                print(f"standard output cannot be written: {error.strerror}; {note}", file=sys.stderr)
+                print(
+                    f"standard output cannot be written: {error.strerror}; {note}", file=sys.stderr
+                )
             return len(data)
 
 
 def outlive_output(note: str) -> None:
-    """From now on drop what standard output and error cannot take; the first time `note` is printed on the latter.
+    """From now on drop what standard output and error cannot take; the first time `note` is printed
+    on the latter.
 
     Streams that are not the process's own, as in a notebook, are left as they are.
     """
@@ -213,7 +239,9 @@ def outlive_output(note: str) -> None:
             raw = _Output(stream.fileno(), "w", closefd=False)
             raw.note = note if name == "stdout" else ""
             buffer = io.BufferedWriter(raw)
-            text = io.TextIOWrapper(buffer, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)
+            text = io.TextIOWrapper(
+                buffer, encoding=stream.encoding, errors="backslashreplace", line_buffering=True
+            )
             setattr(sys, name, text)
 
 
@@ -224,12 +252,16 @@ OPEN_FILES_OF_WORKERS, OPEN_FILES_PER_WORKER = 32, 12
 
 def usable_cores() -> int:
     """Cores that this process may keep busy; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min(cores, core_limit() or cores)
 
 
 def cores_per_rank(num_ranks: int | None = None) -> int:
-    """The cores of this process, shared by the ranks of the machine (torchrun's LOCAL_WORLD_SIZE); at least 1."""
+    """The cores of this process, shared by the ranks of the machine (torchrun's LOCAL_WORLD_SIZE);
+    at least 1.
+    """
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, usable_cores() // (num_ranks or (int(ranks) if ranks.isdecimal() else 1) or 1))
 
@@ -242,14 +274,17 @@ def core_limit() -> int | None:
         numbers = _read(group / "cpu.max").split() or [
             _read(group / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         ]
-        if all(number.strip().isdecimal() for number in numbers):  # not "max" (version 2), -1 (1) or a missing file
+        # not "max" (version 2), -1 (1) or a missing file
+        if all(number.strip().isdecimal() for number in numbers):
             quota, period = map(int, numbers)
             limits.append(max(1, math.ceil(quota / period)))
     return min(limits, default=None)
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that the process can still get, of the machine and of its control group; None if unknown."""
+    """Bytes of memory that the process can still get, of the machine and of its control group; None
+    if unknown.
+    """
     available = [1024 * size for size in _sizes(PROC / "meminfo", "MemAvailable:")]
     for group in _groups("memory"):
         for limit, usage, cached in (
@@ -264,12 +299,15 @@ def available_memory() -> int | None:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """The folders of the process's control group and of those above it; some may not exist in a container."""
+    """The folders of the process's control group and of those above it; some may not exist in a
+    container.
+    """
     for line in _read(PROC / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        root = CONTROL_GROUPS / controller if controllers else CONTROL_GROUPS  # version 2 has one tree for all
+        # version 2 has one tree for all
+        root = CONTROL_GROUPS / controller if controllers else CONTROL_GROUPS
         folder = root / path.lstrip("/")
         yield from (folder, *folder.parents[: len(folder.parts) - len(root.parts)])
 
@@ -290,8 +328,9 @@ def _read(file: Path) -> str:
 def require_open_files(*, num_ranks: int = 0, num_workers: int = 0) -> None:
     """Check that this process may open the files and sockets that it needs at the same time.
 
-    Measured: 25 + 3 per rank in the process that starts them, 33 in one of four ranks, and with two data workers (four)
-    between 104 and 120 (120 and 150). With less, one rank can fail where the others wait for it.
+    Measured: 25 + 3 per rank in the process that starts them, 33 in one of four ranks, and with two
+    data workers (four) between 104 and 120 (120 and 150). With less, one rank can fail where the
+    others wait for it.
 
     Args:
         num_ranks: number of ranks that this process starts.

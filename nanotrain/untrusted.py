@@ -29,7 +29,8 @@ LARGEST = 2**62  # of sizes, offsets and counters: sums of two still fit into 64
 MAX_FILE_BYTES = 1 << 30  # of JSON; the manifest of 70B parameters on 1,024 ranks has 36 MB
 MAX_TOKENIZER_BYTES = 1 << 28  # of a tokenizer; that of Gemma 3, with 262,144 tokens, has 33 MB
 BLOCK_BYTES = 1 << 16  # of a file that is read in parts
-MAX_ROWS_BYTES, MAX_LINE = 1 << 28, 1 << 20  # of rows of JSON; one of 61 routers with 256 experts has 0.1 MB
+# of rows of JSON; one of 61 routers with 256 experts has 0.1 MB
+MAX_ROWS_BYTES, MAX_LINE = 1 << 28, 1 << 20
 MAX_BAD_LINES = 1000  # in a row
 MAX_TEXT = 100_000  # characters that are shown
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
@@ -37,11 +38,16 @@ MAX_NAME = 255  # bytes of a file name on every common file system
 
 
 def read_file(
-    path: Path, *, follows_links: bool = True, most: int = MAX_FILE_BYTES, until: re.Pattern[bytes] | None = None
+    path: Path,
+    *,
+    follows_links: bool = True,
+    most: int = MAX_FILE_BYTES,
+    until: re.Pattern[bytes] | None = None,
 ) -> bytes:
     """The bytes of a file that is parsed: a pipe would block, and a huge file fill the memory.
 
-    `until` is a pattern of at most BLOCK_BYTES; no more blocks are read than up to the end of its first match.
+    `until` is a pattern of at most BLOCK_BYTES; no more blocks are read than up to the end of its
+    first match.
 
     Raises:
         OSError: it cannot be read.
@@ -94,7 +100,8 @@ def read_rows(path: Path, *, most: int = MAX_ROWS_BYTES) -> Iterator[dict[str, A
 
 
 def own_file(path: Path) -> Path:
-    """The path of a file of a downloaded folder: a regular file, or a link in it or into the blobs of the hub's cache.
+    """The path of a file of a downloaded folder: a regular file, or a link in it or into the blobs
+    of the hub's cache.
 
     Raises:
         OSError: there is none.
@@ -118,12 +125,17 @@ def unreadable(error: OSError | ValueError) -> str:
     """Why `read_file` or a decoder failed."""
     if not isinstance(error, OSError):
         return str(error)
-    known = {errno.ENOENT: "it does not exist", errno.ENOTDIR: "no folder", errno.ELOOP: "it is a symbolic link"}
+    known = {
+        errno.ENOENT: "it does not exist",
+        errno.ENOTDIR: "no folder",
+        errno.ELOOP: "it is a symbolic link",
+    }
     return known.get(error.errno or 0) or error.strerror or str(error)
 
 
 def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
-    """Parse JSON; `allow_nan` also takes NaN and Infinity, which Python writes and JSON does not have.
+    """Parse JSON; `allow_nan` also takes NaN and Infinity, which Python writes and JSON does not
+    have.
 
     Raises:
         ValueError: not UTF-8, not JSON, or nested deeper than MAX_DEPTH.
@@ -167,7 +179,8 @@ def parse_yaml(text: str | bytes) -> Any:
 
 
 def plain_text(value: Any) -> str:
-    """Text of bounded length that a terminal and a page can show: no control characters, no lone surrogates.
+    """Text of bounded length that a terminal and a page can show: no control characters, no lone
+    surrogates.
 
     >>> plain_text("a\x1b[2J"), plain_text(1)
     ('a\ufffd[2J', '1')
@@ -184,7 +197,9 @@ def depth_of(value: Any) -> int:
     depth, level = 0, [value]
     while level := [each for each in level if isinstance(each, dict | list)]:
         depth += 1
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+        level = [
+            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
+        ]
     return depth
 
 
@@ -197,7 +212,9 @@ def whole_number(value: Any, field: str, *, low: int = 0, high: int = LARGEST) -
     ValueError: step is -1, it must be a whole number of at least 0
     """
     if type(value) is not int or not low <= value <= high:
-        expected = f"of at least {low}" if type(value) is not int or value < low else f"of at most {high}"
+        expected = (
+            f"of at least {low}" if type(value) is not int or value < low else f"of at most {high}"
+        )
         raise ValueError(f"{field} is {shown(value)}, it must be a whole number {expected}")
     return value
 
@@ -205,7 +222,9 @@ def whole_number(value: Any, field: str, *, low: int = 0, high: int = LARGEST) -
 def finite_number(value: Any, field: str, *, low: float = 0.0) -> float:
     """A finite number of at least `low`."""
     if type(value) not in (int, float) or not low <= value <= LARGEST:
-        raise ValueError(f"{field} is {shown(value)}, it must be a finite number of at least {low:g}")
+        raise ValueError(
+            f"{field} is {shown(value)}, it must be a finite number of at least {low:g}"
+        )
     return float(value)
 
 
@@ -245,7 +264,11 @@ def plain_file_name(value: Any, field: str) -> str:
     ValueError: weight_map is '../model.safetensors', it must be a plain file name
     """
     name = text_of(value, field)
-    if name in ("", ".", "..") or any(mark in name for mark in "/\\\0") or len(name.encode()) > MAX_NAME:
+    if (
+        name in ("", ".", "..")
+        or any(mark in name for mark in "/\\\0")
+        or len(name.encode()) > MAX_NAME
+    ):
         raise ValueError(f"{field} is {shown(name)}, it must be a plain file name")
     return name
 

@@ -1,4 +1,6 @@
-"""docs/config.md, whose tables are made from the fields: `python -m scripts.config_page docs/config.md`."""
+"""docs/config.md, whose tables are made from the fields: `python -m scripts.config_page
+docs/config.md`.
+"""
 
 import sys
 from pathlib import Path
@@ -11,11 +13,18 @@ from nanotrain.config.schema import SECTIONS, entries_of, typed
 
 
 def document(page: str) -> str:
-    """docs/config.md with its tables made anew: the aliases, the fields by section, Megatron-LM's flags."""
+    """docs/config.md with its tables made anew: the aliases, the fields by section, Megatron-LM's
+    flags.
+    """
     introduction, heading, _ = page.partition("## Aliases\n")
     parts = [introduction + heading, "| flag | means |", "|---|---|"]
-    parts += [table_row(f"`{flag}`", f"`{flag_of(alias.name)} {alias.value}`") for flag, alias in ALIASES.items()]
-    parts.append("| `--data-parallel-size N` | sets nothing; checks that the run has N data-parallel ranks |")
+    parts += [
+        table_row(f"`{flag}`", f"`{flag_of(alias.name)} {alias.value}`")
+        for flag, alias in ALIASES.items()
+    ]
+    parts.append(
+        "| `--data-parallel-size N` | sets nothing; checks that the run has N data-parallel ranks |"
+    )
     for name, section in SECTIONS.items():
         parts += [f"\n## {name}\n", f"{(section.__doc__ or '').strip()}\n"]
         parts += ["| flag | takes | default | meaning |", "|---|---|---|---|"]
@@ -26,7 +35,9 @@ def document(page: str) -> str:
     table = megatron().flags | megatron().patterns
     for kind, (title, sentence) in KINDS.items():
         parts += [f"\n### {title.capitalize()}\n\n{sentence}\n", "| flag | here |", "|---|---|"]
-        parts += [table_row(f"`{flag}`", row.meaning) for flag, row in table.items() if row.kind == kind]
+        parts += [
+            table_row(f"`{flag}`", row.meaning) for flag, row in table.items() if row.kind == kind
+        ]
     return "\n".join(parts) + "\n"
 
 
@@ -35,7 +46,9 @@ def field_row(entry: Entry) -> str:
     check = entry.field.metadata["check"]
     bound = f"; {check.__doc__}" if check is not None else ""
     takes = metavar(entry).replace("{", "").replace("}", "").replace(",", ", ").replace("|", " or ")
-    return table_row(f"`{entry.flag}`", takes, typed(entry.default), f"{entry.field.metadata['meaning']}{bound}")
+    return table_row(
+        f"`{entry.flag}`", takes, typed(entry.default), f"{entry.field.metadata['meaning']}{bound}"
+    )
 
 
 def table_row(*cells: str) -> str:

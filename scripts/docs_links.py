@@ -1,7 +1,7 @@
 """A hook of mkdocs for links that only work in the repository.
 
-A link from docs/ to a file outside of it becomes the path of that file, which the site does not hold. A link to a
-folder leads to its first page.
+A link from docs/ to a file outside of it becomes the path of that file, which the site does not
+hold. A link to a folder leads to its first page.
 """
 
 import logging
@@ -14,7 +14,9 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Replace links that leave docs/; a warning, which fails the build, where there is no such file."""
+    """Replace links that leave docs/; a warning, which fails the build, where there is no such
+    file.
+    """
     docs = Path(config["docs_dir"]).resolve()
     folder = (docs / page.file.src_uri).parent
 

@@ -1,4 +1,6 @@
-"""docs/families.md, whose tables are made from those of the families: `python -m scripts.families_page PAGE`."""
+"""docs/families.md, whose tables are made from those of the families: `python -m
+scripts.families_page PAGE`.
+"""
 
 import sys
 from collections import Counter
@@ -17,17 +19,30 @@ HEAD = "## Supported\n"
 def document(page: str) -> str:
     """docs/families.md with its tables made anew: the families, and what is not supported."""
     introduction, models = page.partition(HEAD)[0], read_tables(MODELS)
-    classes = [getattr(transformers, CONFIG_CLASSES.get(name, f"{name}Config")) for name, _ in CONFIGS.values()]
+    classes = [
+        getattr(transformers, CONFIG_CLASSES.get(name, f"{name}Config"))
+        for name, _ in CONFIGS.values()
+    ]
     tested = Counter(kind.model_type for kind in classes)
     parts = [introduction + HEAD, f"Tested with transformers {transformers.__version__}.\n"]
     parts += ["| `model_type` | models | features | tested configurations |", "|---|---|---|---|"]
     for name, family in FAMILIES.items():
         title, features = models["supported"].get(name, (family.architecture, ""))
-        parts.append(table_row(f"`{name}`", title, features, str(tested[name] or f"as {family.architecture}")))
-    parts += ["\n## Not supported\n", "Such a folder is refused, with what its family would need.\n"]
+        parts.append(
+            table_row(
+                f"`{name}`", title, features, str(tested[name] or f"as {family.architecture}")
+            )
+        )
+    parts += [
+        "\n## Not supported\n",
+        "Such a folder is refused, with what its family would need.\n",
+    ]
     parts += ["| `model_type` | needs |", "|---|---|"]
     missing = {name: needs for name, needs in models["unsupported"].items() if name not in FAMILIES}
-    return "\n".join([*parts, *(table_row(f"`{name}`", needs) for name, needs in missing.items())]) + "\n"
+    return (
+        "\n".join([*parts, *(table_row(f"`{name}`", needs) for name, needs in missing.items())])
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Settings for all tests, made before torch is imported.
 
-Ranks share the cores of one machine, and spinning OpenMP threads make an oversubscribed test 20 times slower.
+Ranks share the cores of one machine, and spinning OpenMP threads make an oversubscribed test 20
+times slower.
 """
 
 import atexit
@@ -21,35 +22,44 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-# Containers often turn bytecode off: then every process compiles the package (0.4 s), and every worker all tests (8 s).
+# Containers often turn bytecode off: then every process compiles the package (0.4 s), and every
+# worker all tests (8 s).
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):  # of the terminal of who runs the tests
+# of the terminal of who runs the tests
+for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):
     os.environ.pop(name, None)
-os.fsync = lambda _: None  # what tests write need not survive a power failure, and a disk takes 10 ms for it
+# what tests write need not survive a power failure, and a disk takes 10 ms for it
+os.fsync = lambda _: None
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
-# Machines are shared, so neither an example nor their generation has a time limit. The examples are the same in every
-# run: one that fails is found when the code changes, not some days later. `--hypothesis-profile search` draws others.
+# Machines are shared, so neither an example nor their generation has a time limit. The examples are
+# the same in every run: one that fails is found when the code changes, not some days later.
+# `--hypothesis-profile search` draws others.
 PROFILE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("nanotrain", PROFILE, derandomize=True)
 settings.register_profile("search", PROFILE, max_examples=1000)
 settings.load_profile("nanotrain")
-collect_ignore = ["server_start.py"]  # it changes how the fork server of its process starts, which is not this one
-# Hypothesis also tries the constants of all modules of this project that were imported so far, which are not the same
-# in every run: they depend on the tests that ran before in this process.
+# it changes how the fork server of its process starts, which is not this one
+collect_ignore = ["server_start.py"]
+# Hypothesis also tries the constants of all modules of this project that were imported so far,
+# which are not the same in every run: they depend on the tests that ran before in this process.
 providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests without the mark gpu check what happens on CPUs, and start more ranks than most machines have GPUs."""
+    """Tests without the mark gpu check what happens on CPUs, and start more ranks than most
+    machines have GPUs.
+    """
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Leave what is collected out of garbage collections, each 0.4 s, and have fewer of them: 10 % of a run."""
+    """Leave what is collected out of garbage collections, each 0.4 s, and have fewer of them: 10 %
+    of a run.
+    """
     gc.disable()
     try:
         return (yield)
@@ -66,20 +76,28 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Random numbers without a seed of their own are the same in every run, whatever ran before in this process."""
+    """Random numbers without a seed of their own are the same in every run, whatever ran before in
+    this process.
+    """
     random.seed(0)
     if torch := sys.modules.get("torch"):
         # torch's own function looks for devices of six kinds, which takes 0.5 ms
-        seed = torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed
+        seed = (
+            torch.manual_seed
+            if torch.cuda.is_initialized()
+            else torch.default_generator.manual_seed
+        )
         seed(0)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the fork server of the harness in each worker of a whole run, before a test starts one with less in it.
-    A process has one: data loaders and local worlds would start it with torch only, and each rank of a later test would
-    import everything else by itself.
+    """Start the fork server of the harness in each worker of a whole run, before a test starts one
+    with less in it. A process has one: data loaders and local worlds would start it with torch
+    only, and each rank of a later test would import everything else by itself.
     """
-    if "PYTEST_XDIST_WORKER" in os.environ and any("laws" in item.path.parts for item in session.items):
+    if "PYTEST_XDIST_WORKER" in os.environ and any(
+        "laws" in item.path.parts for item in session.items
+    ):
         from multiprocessing.forkserver import ensure_running
 
         from tests.harness import forkserver
@@ -89,5 +107,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The laws first: they take longest, and at the end of a run no worker should wait for another one."""
+    """The laws first: they take longest, and at the end of a run no worker should wait for another
+    one.
+    """
     items.sort(key=lambda item: "laws" not in item.path.parts)

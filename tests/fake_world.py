@@ -1,6 +1,8 @@
-"""A context for one rank of a world of any size, in one process: torch's fake process group, which sends nothing.
+"""A context for one rank of a world of any size, in one process: torch's fake process group, which
+sends nothing.
 
-The values of other ranks are undefined; shapes, calls and bytes are right. The only file that imports it from torch.
+The values of other ranks are undefined; shapes, calls and bytes are right. The only file that
+imports it from torch.
 """
 
 from collections.abc import Iterator
@@ -18,8 +20,11 @@ HAS_META_COLLECTIVES = torch._C._dispatch_has_kernel_for_dispatch_key("c10d::all
 
 @contextmanager
 def fake_context(topology: Topology, rank: int) -> Iterator[ParallelContext]:
-    """The context of one rank; collectives return at once and leave the other ranks' values undefined."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
+    """The context of one rank; collectives return at once and leave the other ranks' values
+    undefined.
+    """
+    # importing it registers the backend
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=topology.world_size, store=FakeStore())
     try:

@@ -1,12 +1,14 @@
-"""Recorder of law L9 (happens-before): no buffer is touched between the start of an operation and the wait for it.
+"""Recorder of law L9 (happens-before): no buffer is touched between the start of an operation and
+the wait for it.
 
     with recorded_world(topology, rank) as (context, recorder):
         ...                          # build and train as on this rank of the world
         recorder.finish()            # every operation that was started was waited for
 
-One process is one rank of a world of any size. Collectives send nothing: they write plausible values and stay in flight
-until their handle is waited for. The recorder (nanotrain/comm/recorder.py) compares the bytes that every operator reads
-and writes with the buffers in flight. Values of other ranks are made up, so only the order of events is checked here.
+One process is one rank of a world of any size. Collectives send nothing: they write plausible
+values and stay in flight until their handle is waited for. The recorder
+(nanotrain/comm/recorder.py) compares the bytes that every operator reads and writes with the
+buffers in flight. Values of other ranks are made up, so only the order of events is checked here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,7 +71,8 @@ class Recorder(recorder.Recorder):
         if func in OPERATORS:  # what it reads and writes are operators inside of it
             with self:
                 return OPERATORS[func]._init_fn(*args, **(kwargs or {}))
-        if func is with_effects:  # the same in a graph: (token, operator, *arguments) -> (token, result)
+        # the same in a graph: (token, operator, *arguments) -> (token, result)
+        if func is with_effects:
             return args[0], self.__torch_dispatch__(args[1], types, args[2:], kwargs)
         self.num_products += func.overloadpacket.__name__ in PRODUCTS
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -126,13 +129,20 @@ class _Transport:
     def reduce_scatter(self, output: Tensor, tensor: Tensor, *, group: Any, **_: Any) -> _Handle:
         handle = self._start("reduce_scatter", inputs=[tensor], outputs=[output])
         with _disable_current_modes(), torch.no_grad():
-            output.copy_(tensor.view(dist.get_world_size(group), -1)[dist.get_rank(group)].view_as(output).clone())
+            output.copy_(
+                tensor.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
+                .view_as(output)
+                .clone()
+            )
         return handle
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, group: Any, **_: Any) -> _Handle:
         slices = output.view(dist.get_world_size(group), -1)
-        is_in_place = slices[dist.get_rank(group)].data_ptr() == tensor.data_ptr()  # then that slice is not written
-        written = [part for i, part in enumerate(slices) if not (is_in_place and i == dist.get_rank(group))]
+        # then that slice is not written
+        is_in_place = slices[dist.get_rank(group)].data_ptr() == tensor.data_ptr()
+        written = [
+            part for i, part in enumerate(slices) if not (is_in_place and i == dist.get_rank(group))
+        ]
         handle = self._start("all_gather", inputs=[tensor], outputs=written)
         with _disable_current_modes(), torch.no_grad():
             slices.copy_(tensor.view(1, -1).clone())
@@ -164,10 +174,14 @@ class _Transport:
     def all_gather_object(self, gathered: list[Any], obj: Any, **_: Any) -> None:
         gathered[:] = [obj] * len(gathered)
 
-    def reduce_along(self, levels: Sequence[Group], numbers: list[float], *, op: str) -> list[float]:
+    def reduce_along(
+        self, levels: Sequence[Group], numbers: list[float], *, op: str
+    ) -> list[float]:
         return [number * levels[-1].size for number in numbers] if op == "sum" else numbers
 
-    def _start(self, op: str, *, inputs: Sequence[Tensor] = (), outputs: Sequence[Tensor] = ()) -> _Handle:
+    def _start(
+        self, op: str, *, inputs: Sequence[Tensor] = (), outputs: Sequence[Tensor] = ()
+    ) -> _Handle:
         return _Handle(self.recorder, self.recorder.start(op, inputs=inputs, outputs=outputs))
 
 
@@ -180,7 +194,8 @@ def recorded_world(
     Args:
         topology: of the world.
         rank: which rank this process is.
-        backend: "gloo" runs the collectives that nanotrain builds from messages on gloo; "nccl" those of torch.
+        backend: "gloo" runs the collectives that nanotrain builds from messages on gloo; "nccl"
+            those of torch.
     """
     recorder = Recorder()
     transport = _Transport(recorder)
@@ -208,7 +223,9 @@ def recorded_world(
 
 
 class RecordedTransfer:
-    """`HostTransfer` whose copies are in flight until the tensor is back; the allocator keeps both sides."""
+    """`HostTransfer` whose copies are in flight until the tensor is back; the allocator keeps both
+    sides.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -216,7 +233,9 @@ class RecordedTransfer:
 
     def to_host(self, tensor: Tensor) -> Tensor:
         host = tensor.clone()
-        self._leaving[id(host)] = self._recorder.start("copy to the host", inputs=[tensor], outputs=[host], keeps=True)
+        self._leaving[id(host)] = self._recorder.start(
+            "copy to the host", inputs=[tensor], outputs=[host], keeps=True
+        )
         return host
 
     def start_return(self, host: Tensor) -> Any:
@@ -235,7 +254,9 @@ class RecordedTransfer:
 
 
 class RecordedCopies:
-    """`HostTransfer` of buffers: copies are in flight until the host or the device waits for them, in order."""
+    """`HostTransfer` of buffers: copies are in flight until the host or the device waits for them,
+    in order.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -8,9 +8,10 @@
     _gather_replies       wait for all ranks, kill those that hang, report the first failure
     _run_rank             the rank's side
 
-All ranks are threads of one process (thread_world.py), or with `threads=False` processes over gloo. Processes are
-forked from a server that has imported torch but not used it, so four ranks cost 0.2 s. Their rendezvous is a file, so
-no port is needed. Each has one OpenMP thread (forked children with more hang).
+All ranks are threads of one process (thread_world.py), or with `threads=False` processes over gloo.
+Processes are forked from a server that has imported torch but not used it, so four ranks cost 0.2
+s. Their rendezvous is a file, so no port is needed. Each has one OpenMP thread (forked children
+with more hang).
 """
 
 import faulthandler
@@ -55,31 +56,44 @@ SHORT_NAMES = {
 PRELOADED = [
     *("torch", "torch.distributed", "pytest", "hypothesis", "numpy", "s3fs"),
     *("nanotrain.train.open_run", "nanotrain.config.compose", "tests.harness"),
-    *("tests.laws.worlds", "tests.laws.command_line", "tests.thread_world"),  # most worlds are theirs
+    # most worlds are theirs
+    *("tests.laws.worlds", "tests.laws.command_line", "tests.thread_world"),
     "transformers.models.llama.modeling_llama",  # and what all its models import: 1.2 s
-    *("torch._functorch.aot_autograd", "torch._inductor.pattern_matcher"),  # and what compiling imports: 0.7 s
-    "torch._dynamo",  # torch's optimizers import it when the first one is created: 1 to 5 s on every rank
+    # and what compiling imports: 0.7 s
+    *("torch._functorch.aot_autograd", "torch._inductor.pattern_matcher"),
+    # torch's optimizers import it when the first one is created: 1 to 5 s on every rank
+    "torch._dynamo",
     "tests.server_start",  # the last, as it sets aside what was imported
 ]
 ROOT = Path(__file__).parents[1]
-# Bounds a hang. A busy machine is many times slower than an idle one, so no limit of a test is near what it needs.
+# Bounds a hang. A busy machine is many times slower than an idle one, so no limit of a test is near
+# what it needs.
 HANG_S = 300.0
 _SECOND_FAILURE_S = 10.0  # how long to wait for the other ranks after the first failure
-_ENDS_ITSELF_S = 60.0  # how long a child may take to write its stacks and end after its time is over
-_COLLECTIVES_S = 2 * HANG_S  # a rank that hangs in a collective is killed before, and its stack reported
+# how long a child may take to write its stacks and end after its time is over
+_ENDS_ITSELF_S = 60.0
+# a rank that hangs in a collective is killed before, and its stack reported
+_COLLECTIVES_S = 2 * HANG_S
 _BEGINS = b""  # the message of a rank that has joined its world
 
 
 def ranks(
-    num_ranks: int, *, timeout_s: float = HANG_S, threads: bool = True, shares: bool = False, **parallel_options: Any
+    num_ranks: int,
+    *,
+    timeout_s: float = HANG_S,
+    threads: bool = True,
+    shares: bool = False,
+    **parallel_options: Any,
 ) -> Callable[..., Any]:
-    """Run the decorated test on `num_ranks` ranks; its first argument is that rank's `ParallelContext`.
+    """Run the decorated test on `num_ranks` ranks; its first argument is that rank's
+    `ParallelContext`.
 
     Args:
         num_ranks: size of the world.
         timeout_s: as for `run_ranks`.
         threads, shares: as for `run_ranks`.
-        parallel_options: fields of ParallelConfig, or their short names (tp, pp, cp, ep, etp, instances, strategy).
+        parallel_options: fields of ParallelConfig, or their short names (tp, pp, cp, ep, etp,
+            instances, strategy).
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
@@ -88,7 +102,9 @@ def ranks(
 
         @functools.wraps(test)
         def on_every_rank(**fixture_values: Any) -> None:
-            run = functools.partial(run_ranks, timeout_s=timeout_s, threads=threads, shares=shares, **parallel_options)
+            run = functools.partial(
+                run_ranks, timeout_s=timeout_s, threads=threads, shares=shares, **parallel_options
+            )
             run(num_ranks, test, *(fixture_values[fixture.name] for fixture in fixtures))
 
         on_every_rank.__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]
@@ -112,11 +128,13 @@ def run_ranks(
         num_ranks: size of the world.
         function: a module-level function; results and arguments must be picklable.
         args: the same for every rank.
-        timeout_s: ranks that have not finished so long after the last of them began are killed and reported.
-        threads: ranks are threads of one process (tests/thread_world.py): several times cheaper than processes over
-            gloo, and the same arithmetic. False for what concerns processes, signals or gloo itself.
-        shares: the process of the threads runs other worlds before and after, which spares 0.07 s: for a function that
-            leaves nothing behind, as a patch of a module.
+        timeout_s: ranks that have not finished so long after the last of them began are killed and
+            reported.
+        threads: ranks are threads of one process (tests/thread_world.py): several times cheaper
+            than processes over gloo, and the same arithmetic. False for what concerns processes,
+            signals or gloo itself.
+        shares: the process of the threads runs other worlds before and after, which spares 0.07 s:
+            for a function that leaves nothing behind, as a patch of a module.
         parallel_options: as for `ranks`.
 
     Returns:
@@ -125,10 +143,13 @@ def run_ranks(
     parallel = parallel_config(**parallel_options)
     file = inspect.getfile(inspect.unwrap(function))
     with tempfile.TemporaryDirectory(prefix="nanotrain-ranks-") as folder:
-        world = _World(num_ranks, timeout_s, folder, file, function.__module__, function.__qualname__)
+        world = _World(
+            num_ranks, timeout_s, folder, file, function.__module__, function.__qualname__
+        )
         payload = pickle.dumps((parallel, args))
         if shares:
-            _IDLE[:] = [child for child in _IDLE if child.process.is_alive()]  # a test may end all children
+            # a test may end all children
+            _IDLE[:] = [child for child in _IDLE if child.process.is_alive()]
             children = [_IDLE.pop() if _IDLE else _start(_run_worlds)]
             children[0].pipe.send((world, payload))
         elif threads and num_ranks > 1:
@@ -162,7 +183,8 @@ def parallel_config(**options: Any) -> ParallelConfig:
 class Reply:
     """The message from a rank to the test."""
 
-    kind: str  # result, skip, failure, hang, or peer_failure for an error that another rank's failure causes
+    # result, skip, failure, hang, or peer_failure for an error that another rank's failure causes
+    kind: str
     coords: str = ""  # coordinates of the rank, "dp1 tp0"
     text: str = ""  # reason or traceback
     result: bytes = b""  # pickled
@@ -208,22 +230,29 @@ def _start(target: Callable[..., None], *args: Any) -> _Child:
     ours, theirs = forkserver().Pipe()
     # of a test's server of objects; the others are those of the forkserver's start
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    process = forkserver().Process(target=_run_and_exit, args=(environment, target, *args, theirs), daemon=True)
+    process = forkserver().Process(
+        target=_run_and_exit, args=(environment, target, *args, theirs), daemon=True
+    )
     process.start()
     theirs.close()
     return _Child(process, ours)
 
 
 def _gather_replies(children: list[_Child], world: _World) -> list[Reply]:
-    """Every rank's reply; fails the test at the first failure, exit or timeout. A child replies for one rank or all."""
+    """Every rank's reply; fails the test at the first failure, exit or timeout. A child replies for
+    one rank or all.
+    """
     replies: dict[int, Reply] = {}
-    deadline = time.monotonic() + HANG_S + _ENDS_ITSELF_S  # to start and to join; `timeout_s` counts from then on
+    # to start and to join; `timeout_s` counts from then on
+    deadline = time.monotonic() + HANG_S + _ENDS_ITSELF_S
     failed: list[int] = []  # ranks in the order in which they failed
     while len(replies) < world.size:
         running = {child.pipe: rank for rank, child in enumerate(children) if rank not in replies}
         if not running:  # ranks that are threads of a child that ended
             break
-        ready = multiprocessing.connection.wait(running, timeout=max(0.0, deadline - time.monotonic()))
+        ready = multiprocessing.connection.wait(
+            running, timeout=max(0.0, deadline - time.monotonic())
+        )
         if not ready and not failed:
             _fail_hung(sorted(running.values()), world)
         if not ready:
@@ -232,7 +261,9 @@ def _gather_replies(children: list[_Child], world: _World) -> list[Reply]:
             first = running[pipe]  # type: ignore[index]
             reply = _receive(children[first], world.stack_file(first))
             if reply is None:
-                deadline = deadline if failed else time.monotonic() + world.timeout_s + _ENDS_ITSELF_S
+                deadline = (
+                    deadline if failed else time.monotonic() + world.timeout_s + _ENDS_ITSELF_S
+                )
                 continue
             received = dict(enumerate(reply, first))
             replies |= received
@@ -255,9 +286,12 @@ def _receive(child: _Child, stack_file: Path) -> list[Reply] | None:
         return None if message == _BEGINS else pickle.loads(message)
     except EOFError:
         child.process.join(timeout=HANG_S)
-        if stack_file.exists() and stack_file.stat().st_size:  # complete: it ends after it has written its stacks
+        # complete: it ends after it has written its stacks
+        if stack_file.exists() and stack_file.stat().st_size:
             return [Reply("hang")]
-        return [Reply("failure", text=f"exited with code {child.process.exitcode} and sent no reply")]
+        return [
+            Reply("failure", text=f"exited with code {child.process.exitcode} and sent no reply")
+        ]
 
 
 def _fail_with(failed: list[int], replies: dict[int, Reply], world: _World) -> NoReturn:
@@ -269,7 +303,9 @@ def _fail_with(failed: list[int], replies: dict[int, Reply], world: _World) -> N
     others = ", ".join(str(rank) for rank in sorted(failed) if rank != first)
     and_others = f"\nalso failed: rank {others}" if others else ""
     if cause.kind == "peer_failure":  # none of them has the cause, which may be any rank's
-        and_others = "".join(f"\nrank {rank}: {replies[rank].text}" for rank in failed if rank != first)
+        and_others = "".join(
+            f"\nrank {rank}: {replies[rank].text}" for rank in failed if rank != first
+        )
     pytest.fail(f"rank {first}{coords} of {world.size}: {cause.text}{and_others}", pytrace=False)
 
 
@@ -279,7 +315,9 @@ def _fail_hung(hung: list[int], world: _World) -> NoReturn:
         with suppress(OSError):
             stacks.append(f"stack of rank {rank}\n{world.stack_file(rank).read_text()}")
     numbers = ", ".join(map(str, hung))
-    message = f"rank {numbers} of {world.size} did not finish within {world.timeout_s:g} s and was killed"
+    message = (
+        f"rank {numbers} of {world.size} did not finish within {world.timeout_s:g} s and was killed"
+    )
     pytest.fail("\n".join([message, *stacks]), pytrace=False)
 
 
@@ -287,7 +325,8 @@ def _run_and_exit(environment: dict[str, str], run: Callable[..., None], *args: 
     """The main function of a process of ranks."""
     os.environ.update(environment)
     run(*args)
-    os._exit(0)  # skip the teardown of the interpreter and of gloo, which takes longer than most tests
+    # skip the teardown of the interpreter and of gloo, which takes longer than most tests
+    os._exit(0)
 
 
 def _run_worlds(pipe: Connection) -> None:
@@ -297,7 +336,11 @@ def _run_worlds(pipe: Connection) -> None:
     while True:
         world, payload = pipe.recv()
         torch.manual_seed(0)
-        run = partial(_run_rank, world, 0) if world.size == 1 else partial(_run_ranks_in_threads, world)
+        run = (
+            partial(_run_rank, world, 0)
+            if world.size == 1
+            else partial(_run_ranks_in_threads, world)
+        )
         run(payload, pipe)
 
 
@@ -310,7 +353,8 @@ def _run_ranks_in_threads(world: _World, payload: bytes, pipe: Connection) -> No
     """Run all ranks in this process and send their replies."""
     from tests.thread_world import run_in_threads
 
-    # Threads that hand the interpreter to one another from core to core spend half of their time in the kernel.
+    # Threads that hand the interpreter to one another from core to core spend half of their time in
+    # the kernel.
     cores = sorted(os.sched_getaffinity(0))
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     os.sched_setaffinity(0, {cores[worker % len(cores)]})
@@ -323,7 +367,9 @@ def _run_ranks_in_threads(world: _World, payload: bytes, pipe: Connection) -> No
     _send(world, 0, lambda begin: run_in_threads(world.size, partial(run, begin=begin)), pipe)
 
 
-def _send(world: _World, rank: int, run: Callable[[Callable[[], None]], list[Reply]], pipe: Connection) -> None:
+def _send(
+    world: _World, rank: int, run: Callable[[Callable[[], None]], list[Reply]], pipe: Connection
+) -> None:
     """Send what `run` returns; it is given what each rank calls when it begins."""
     tempfile.tempdir = world.folder  # what the ranks make is removed with it
     sending = threading.Lock()
@@ -340,7 +386,9 @@ def _send(world: _World, rank: int, run: Callable[[Callable[[], None]], list[Rep
         pipe.send_bytes(replies)
 
 
-def _reply(world: _World, rank: int, payload: bytes, *, begin: Callable[[], None], joins: bool = True) -> Reply:
+def _reply(
+    world: _World, rank: int, payload: bytes, *, begin: Callable[[], None], joins: bool = True
+) -> Reply:
     """Call `begin` and the function on this rank; `joins`: after joining the world over gloo."""
     coords = ""
     try:
@@ -358,7 +406,9 @@ def _reply(world: _World, rank: int, payload: bytes, *, begin: Callable[[], None
         if joins and world.size > 1:
             timeout = timedelta(seconds=_COLLECTIVES_S)
             url = f"file://{world.folder}/rendezvous"
-            dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world.size, timeout=timeout)
+            dist.init_process_group(
+                "gloo", init_method=url, rank=rank, world_size=world.size, timeout=timeout
+            )
         ctx = ParallelContext.attach(Topology.of(parallel, world.size), timeout_s=_COLLECTIVES_S)
         coords = ctx.coords_text
         begin()

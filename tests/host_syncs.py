@@ -4,9 +4,10 @@
         train_step(run, batch)
     assert syncs.places == []
 
-Counted are operators whose result the host needs (`item`, `bool`, `nonzero`, boolean indexing, `repeat_interleave`
-without its size), copies to Python or numpy, and tensors made from Python numbers, which are copied from memory that is
-not pinned. Backward passes run in the same thread on a CPU, so they are counted too.
+Counted are operators whose result the host needs (`item`, `bool`, `nonzero`, boolean indexing,
+`repeat_interleave` without its size), copies to Python or numpy, and tensors made from Python
+numbers, which are copied from memory that is not pinned. Backward passes run in the same thread on
+a CPU, so they are counted too.
 """
 
 import sys
@@ -65,7 +66,9 @@ class _Operators(TorchDispatchMode):
         by_mask = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default) and any(
             each is not None and each.dtype is torch.bool for each in args[1]
         )
-        unsized = func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+        unsized = (
+            func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+        )
         if func in SYNCING or by_mask or unsized:
             self._add()
         return func(*args, **kwargs)

@@ -2,8 +2,8 @@
 
     with server.faults(lambda request: "500" if request.method == "PUT" else None): ...
 
-A fault is "500", "denied", "skewed" (the clock), "reset" (no answer), "truncated" (half of the body), "short" (as if
-half of it were all) or "slow".
+A fault is "500", "denied", "skewed" (the clock), "reset" (no answer), "truncated" (half of the
+body), "short" (as if half of it were all) or "slow".
 """
 
 import os
@@ -47,7 +47,9 @@ class S3Server:
         self.url = f"http://127.0.0.1:{self._http.server_port}"
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
 
-    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def _answer(
+        self, environ: dict[str, Any], start_response: Callable[..., Any]
+    ) -> Iterable[bytes]:
         request = Request(environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"])
         self.requests.append(request)
         fault = self.fault(request)
@@ -57,7 +59,11 @@ class S3Server:
             status, code, text = {
                 "500": ("500 Internal Server Error", "InternalError", "planted"),
                 "denied": ("403 Forbidden", "AccessDenied", "planted: Access Denied"),
-                "skewed": ("403 Forbidden", "RequestTimeTooSkewed", "The difference between the request time ..."),
+                "skewed": (
+                    "403 Forbidden",
+                    "RequestTimeTooSkewed",
+                    "The difference between the request time ...",
+                ),
             }[fault]
             start_response(status, [("Content-Type", "application/xml")])
             return [ERROR.format(code, text).encode()]
@@ -69,7 +75,9 @@ class S3Server:
         body = b"".join(self._app(environ, start_response))
         return self._half(body) if fault == "truncated" else [body]
 
-    def _short(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def _short(
+        self, environ: dict[str, Any], start_response: Callable[..., Any]
+    ) -> Iterable[bytes]:
         """An answer that is whole, of half of the bytes that were asked for."""
         started: list[Any] = []
         body = b"".join(self._app(environ, lambda *args: started.extend(args)))

@@ -14,6 +14,7 @@ def load_script(name: str) -> ModuleType:
     loader = SourceFileLoader(name, str(SCRIPTS / name))
     spec = spec_from_loader(loader.name, loader)
     assert spec is not None
-    module = sys.modules[loader.name] = module_from_spec(spec)  # where its dataclasses look for their module
+    # where its dataclasses look for their module
+    module = sys.modules[loader.name] = module_from_spec(spec)
     loader.exec_module(module)
     return module

@@ -1,9 +1,9 @@
 """Imported by the fork server of the harness alone: what it forked starts processes from it too.
 
-A forked process would start a server of its own, which imports everything again: 2 s for torchrun's agent and for the
-data workers of every rank. It reads a configuration, which imports Hydra and fills caches: 0.14 s for every process.
-A client of object storage reads what its provider offers: 0.1 s for every process. As in conftest.py no disk is waited
-for.
+A forked process would start a server of its own, which imports everything again: 2 s for torchrun's
+agent and for the data workers of every rank. It reads a configuration, which imports Hydra and
+fills caches: 0.14 s for every process. A client of object storage reads what its provider offers:
+0.1 s for every process. As in conftest.py no disk is waited for.
 """
 
 import gc

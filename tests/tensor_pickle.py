@@ -23,4 +23,8 @@ def pickled(result: Any) -> bytes:
 
 
 def _tensor(content: bytes, dtype: Any, shape: tuple[int, ...]) -> Any:
-    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape) if content else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+        if content
+        else torch.empty(shape, dtype=dtype)
+    )

@@ -1,4 +1,5 @@
-"""Command lines of Megatron-style frameworks as users write them: each plans a world, or is one error with the cure.
+"""Command lines of Megatron-style frameworks as users write them: each plans a world, or is one
+error with the cure.
 
 A world is planned without devices: groups, buffers and schedule of its first and its last rank.
 """
@@ -48,7 +49,10 @@ def plans(arguments: str, world_size: int) -> list[Plan]:
             "--pipeline-model-parallel-layout Et*3|(tt|)*29,m|L",
         ),
         (16, "+config=llama7b --data-parallel-size 16"),
-        *((8, f"{STRATEGY} {name}") for name in ("no_shard", "optim", "optim_grads", "optim_grads_params", *"0123")),
+        *(
+            (8, f"{STRATEGY} {name}")
+            for name in ("no_shard", "optim", "optim_grads", "optim_grads_params", *"0123")
+        ),
         (
             16,
             f"{STRATEGY} optim_grads_params --num-distributed-optimizer-instances 2 "
@@ -56,7 +60,10 @@ def plans(arguments: str, world_size: int) -> list[Plan]:
         ),
         (8, f"+config=llama7b {FSDP} --use-distributed-optimizer"),
         (8, f"+config=llama7b {FSDP} --init-model-with-meta-device --fsdp-double-buffer --nccl-ub"),
-        (8, "+config=llama7b --grad-reduce-in-fp32 --reduce-scatter-with-fp32-accumulation --preserve-fp32-weights"),
+        (
+            8,
+            "+config=llama7b --grad-reduce-in-fp32 --reduce-scatter-with-fp32-accumulation --preserve-fp32-weights",
+        ),
         (8, "+config=llama7b --grad-reduce-in-bf16"),
         (16, "+config=llama7b --fp8"),
         (16, "+config=llama7b --cpu-optimizer"),
@@ -68,7 +75,10 @@ def plans(arguments: str, world_size: int) -> list[Plan]:
         (16, "+config=llama7b --dist-ckpt-format fully_reshardable --ckpt-format torch_dist"),
         (32, "+config=llama7b --save DIR --load DIR --save-interval 1000 --async-save"),
         (16, "+config=llama70b --mtp-num-layers 1"),
-        (8, "+config=tiny_moe --vocab-size 512 --global-batch-size 32 --expert-model-parallel-size 2"),
+        (
+            8,
+            "+config=tiny_moe --vocab-size 512 --global-batch-size 32 --expert-model-parallel-size 2",
+        ),
     ],
 )
 def test_a_command_line_plans_its_world(world_size, arguments):
@@ -80,8 +90,16 @@ def test_a_command_line_plans_its_world(world_size, arguments):
     ("world_size", "arguments", "message"),
     [
         (1024, DEEPSEEK, "set --expert-tensor-parallel-size 1"),
-        (8, "+config=llama7b --data-parallel-size 4", "it only checks the size that follows from 8 ranks"),
-        (16, "+config=llama7b --use-distributed-optimizer --data-parallel-sharding-strategy 0", "contradicts"),
+        (
+            8,
+            "+config=llama7b --data-parallel-size 4",
+            "it only checks the size that follows from 8 ranks",
+        ),
+        (
+            16,
+            "+config=llama7b --use-distributed-optimizer --data-parallel-sharding-strategy 0",
+            "contradicts",
+        ),
     ],
 )
 def test_a_command_line_is_one_error_with_its_cure(world_size, arguments, message):
@@ -90,7 +108,8 @@ def test_a_command_line_is_one_error_with_its_cure(world_size, arguments, messag
     assert message in str(caught.value) and "mistakes" not in str(caught.value)
 
 
-# Features that are being built: a row leaves this table for the one above when its flag becomes a field.
+# Features that are being built: a row leaves this table for the one above when its flag becomes a
+# field.
 @pytest.mark.parametrize(
     ("world_size", "arguments", "message"),
     [
@@ -104,7 +123,9 @@ def test_a_missing_feature_is_named_with_a_cure(world_size, arguments, message):
 
 
 def test_the_groups_of_experts_are_those_of_the_table():
-    first, last = plans("+config=tiny_moe --vocab-size 512 --global-batch-size 32 --expert-model-parallel-size 2", 8)
+    first, last = plans(
+        "+config=tiny_moe --vocab-size 512 --global-batch-size 32 --expert-model-parallel-size 2", 8
+    )
     assert first.groups["ep"].ranks == (0, 1) and first.groups["expert_dp"].ranks == (0, 2, 4, 6)
     assert last.groups["ep"].ranks == (6, 7) and last.groups["expert_dp"].ranks == (1, 3, 5, 7)
     assert first.groups["dp"].ranks == tuple(range(8))

@@ -1,6 +1,8 @@
-"""Every difference from Megatron-LM on purpose, and every convention that is the cited one, has a test that is here.
+"""Every difference from Megatron-LM on purpose, and every convention that is the cited one, has a
+test that is here.
 
-`DIFFERENCES` has one entry per row of the table in docs/from_megatron.md, by the beginning of the row.
+`DIFFERENCES` has one entry per row of the table in docs/from_megatron.md, by the beginning of the
+row.
 """
 
 import re
@@ -20,7 +22,9 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "tests/kernels/test_dropout.py::test_words_depend_on_the_seed_the_sample_and_all_its_bits",
         "tests/laws/test_model_features.py::test_a_layout_keeps_the_laws_with_every_feature",
     ),
-    "the vocabulary is padded": ("tests/config/test_model.py::test_the_padded_vocabulary_is_the_next_multiple",),
+    "the vocabulary is padded": (
+        "tests/config/test_model.py::test_the_padded_vocabulary_is_the_next_multiple",
+    ),
     "the loss is the mean of means": (
         "tests/parallel/pp/test_executor.py::test_the_loss_is_the_sum_over_microbatches_and_is_not_scaled",
         "tests/laws/test_every_axis.py::test_a_layout_trains_as_one_rank_does",
@@ -29,22 +33,36 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "tests/spec/test_shape.py::test_heads_have_l2_norms_in_layers_with_rotary_positions",
     ),
     "MLA normalizes": ("tests/config/test_translate.py::test_mla_without_norms_is_noted",),
-    "a loss of multi-token prediction": ("tests/laws/test_mtp.py::test_multi_token_prediction_trains_as_on_one_rank",),
+    "a loss of multi-token prediction": (
+        "tests/laws/test_mtp.py::test_multi_token_prediction_trains_as_on_one_rank",
+    ),
     "`--pipeline-model-parallel-layout`": (
         "tests/config/test_notation.py::test_layers_of_multi_token_prediction_before_the_last_stage_are_noted",
         "tests/spec/test_parameters.py::"
         "test_layers_of_multi_token_prediction_are_on_the_last_stage_and_like_the_last_layer",
     ),
-    "a skipped step": ("tests/train/test_step.py::test_a_gradient_that_is_not_finite_skips_the_update",),
-    "fp16 gradients": ("tests/precision/test_dtypes.py::test_gradients_and_main_params_are_fp32_by_default",),
-    "router logits": ("tests/model/test_router.py::test_logits_are_fp32_whatever_the_activations_are",),
-    "`--moe-router-load-balancing-type sinkhorn`": (f"{TRANSLATE}::test_what_is_never_so_is_an_error",),
-    "an expert's capacity": ("tests/model/test_router_capacity.py::test_every_sequence_has_a_capacity_of_its_own",),
+    "a skipped step": (
+        "tests/train/test_step.py::test_a_gradient_that_is_not_finite_skips_the_update",
+    ),
+    "fp16 gradients": (
+        "tests/precision/test_dtypes.py::test_gradients_and_main_params_are_fp32_by_default",
+    ),
+    "router logits": (
+        "tests/model/test_router.py::test_logits_are_fp32_whatever_the_activations_are",
+    ),
+    "`--moe-router-load-balancing-type sinkhorn`": (
+        f"{TRANSLATE}::test_what_is_never_so_is_an_error",
+    ),
+    "an expert's capacity": (
+        "tests/model/test_router_capacity.py::test_every_sequence_has_a_capacity_of_its_own",
+    ),
     "one bucket without": (
         "tests/parallel/dp/test_layout.py::test_a_bucket_closes_as_soon_as_it_holds_the_bucket_size",
         "tests/laws/test_one_rank.py::test_every_layout_trains_as_one_rank_does",
     ),
-    "default bucket size": ("tests/parallel/dp/test_layout.py::test_the_default_bucket_size_grows_with_the_shards",),
+    "default bucket size": (
+        "tests/parallel/dp/test_layout.py::test_the_default_bucket_size_grows_with_the_shards",
+    ),
     "a setting without effect": (
         "tests/config/rules/test_unused.py::test_a_setting_without_effect_on_the_command_line_is_an_error",
     ),
@@ -56,7 +74,9 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         f"{TRANSLATE}::test_megatron_s_defaults_are_below_files_and_arguments",
     ),
     "random state": ("tests/laws/test_resume.py::test_three_and_three_steps_are_six",),
-    "several checkpoint formats": ("tests/laws/test_any_topology.py::test_any_topology_loads_what_any_other_saved",),
+    "several checkpoint formats": (
+        "tests/laws/test_any_topology.py::test_any_topology_loads_what_any_other_saved",
+    ),
     "index files": ("tests/data/test_gpt.py::test_every_size_and_key_gives_a_bijection",),
     "`--use-checkpoint-opt-param-scheduler`": (
         "tests/train/resume/test_restore.py::test_changed_settings_are_those_that_change_the_loss",
@@ -118,14 +138,18 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
         f"{LR}::test_the_schedule_does_not_depend_on_the_batch_size",
         f"{LR}::test_wsd_is_constant_and_then_decays_in_its_style",
     ),
-    "ramp-up of the batch (Megatron-LM)": (f"{BATCHES}::test_the_ramp_up_of_gpt_3_175b_has_the_sizes_of_megatron_lm",),
+    "ramp-up of the batch (Megatron-LM)": (
+        f"{BATCHES}::test_the_ramp_up_of_gpt_3_175b_has_the_sizes_of_megatron_lm",
+    ),
     "tokenizers as transformers encodes": (
         "tests/data/test_tokenizer.py::test_stored_truncation_and_padding_are_ignored",
     ),
     "lone surrogates": (
         "tests/prepare/test_corpus.py::test_a_lone_surrogate_does_not_stop_the_training_of_a_tokenizer",
     ),
-    "patterns of layers (Megatron-LM)": ("tests/config/test_notation.py::test_a_pattern_is_lists_joined_and_repeated",),
+    "patterns of layers (Megatron-LM)": (
+        "tests/config/test_notation.py::test_a_pattern_is_lists_joined_and_repeated",
+    ),
     "unbroken runs of characters": (
         "tests/prepare/test_bpe.py::test_an_unbroken_run_of_characters_is_trained_on_in_parts",
     ),
@@ -136,14 +160,18 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
     "sizes that a family may leave out (transformers)": (
         "tests/interop/hf/test_parts.py::test_the_families_differ_in_what_they_may_leave_out",
     ),
-    "ranks without tokens": ("tests/parallel/ep/test_token_dispatcher.py::test_a_rank_may_receive_no_tokens",),
+    "ranks without tokens": (
+        "tests/parallel/ep/test_token_dispatcher.py::test_a_rank_may_receive_no_tokens",
+    ),
     "no sample with experts on other ranks": (
         "tests/train/hooks/test_end_of_run.py::test_where_experts_are_on_other_ranks_no_rank_waits_for_a_sample",
     ),
     "a changed model is named at resume": (
         "tests/train/resume/test_restore.py::test_changed_settings_of_the_model_and_its_sections_are_named",
     ),
-    "FLOPs of MLA": ("tests/spec/test_counts.py::test_latent_attention_counts_its_two_steps_and_its_own_widths",),
+    "FLOPs of MLA": (
+        "tests/spec/test_counts.py::test_latent_attention_counts_its_two_steps_and_its_own_widths",
+    ),
     "loss scale of fp16 (Megatron-LM)": (
         "tests/precision/test_loss_scale.py::"
         "test_it_halves_at_the_overflow_that_uses_up_the_hysteresis_and_at_every_further_one",
@@ -180,8 +208,11 @@ def test_every_row_of_the_table_of_differences_has_a_test() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted({test for tests in (*DIFFERENCES.values(), *CONVENTIONS.values()) for test in tests})
+    "name",
+    sorted({test for tests in (*DIFFERENCES.values(), *CONVENTIONS.values()) for test in tests}),
 )
 def test_a_named_test_exists(name: str) -> None:
     file, _, function = name.partition("::")
-    assert re.search(rf"^def {function}\(", (ROOT / file).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert re.search(
+        rf"^def {function}\(", (ROOT / file).read_text(encoding="utf-8"), flags=re.MULTILINE
+    )

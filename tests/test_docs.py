@@ -1,4 +1,6 @@
-"""What the pages promise is there: links, files, modules, recipes, flags; commands: tests/test_docs_commands.py."""
+"""What the pages promise is there: links, files, modules, recipes, flags; commands:
+tests/test_docs_commands.py.
+"""
 
 import argparse
 import io
@@ -23,22 +25,42 @@ from nanotrain.config.load import load
 from nanotrain.config.megatron import megatron
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+)
 FLAG = re.compile(r"(?<![\w-])--(?:\[no-\])?[a-z][a-z0-9-]*[a-z0-9](?![\w-])")
 # of torchrun, Slurm, kubernetes-validate and Hydra
-FOREIGN = {*OPTIONS, "--standalone", "--multirun", "--nodes", "--gpus-per-node", "--time", "--requeue", "--signal"}
+FOREIGN = {
+    *OPTIONS,
+    "--standalone",
+    "--multirun",
+    "--nodes",
+    "--gpus-per-node",
+    "--time",
+    "--requeue",
+    "--signal",
+}
 FOREIGN |= {"--exclude", "--strict"}
 # of Megatron-LM, for what `export-megatron` writes
-FOREIGN |= {"--finetune", "--no-load-optim", "--no-load-rng", "--use-checkpoint-args", "--dist-ckpt-strictness"}
+FOREIGN |= {
+    "--finetune",
+    "--no-load-optim",
+    "--no-load-rng",
+    "--use-checkpoint-args",
+    "--dist-ckpt-strictness",
+}
 FOREIGN |= {"--ckpt-format", "--cpus", "--memory"}  # the last two are of docker run
-# where a page's short file names are to be looked for: `comm/gloo.py`, `memory.py` beside benchmarks/README.md
+# where a page's short file names are to be looked for: `comm/gloo.py`, `memory.py` beside
+# benchmarks/README.md
 HOMES = (ROOT, ROOT / "nanotrain", ROOT / "nanotrain" / "train")
 
 
 def code_lines(page: Path) -> Iterator[str]:
     """Lines of indented code, those that end with a backslash joined, without their comments."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    yield from (line.split("  #")[0].strip() for line in text.splitlines() if line.startswith("    "))
+    yield from (
+        line.split("  #")[0].strip() for line in text.splitlines() if line.startswith("    ")
+    )
 
 
 def quoted(page: Path) -> set[str]:
@@ -48,18 +70,32 @@ def quoted(page: Path) -> set[str]:
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Every flag of the configuration, of the commands' help and of the programs in benchmarks/ and examples/."""
+    """Every flag of the configuration, of the commands' help and of the programs in benchmarks/ and
+    examples/.
+    """
     configuration = {*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES, *megatron().flags}
     text = io.StringIO()
     for words in [[name] for name in COMMANDS if name != "checkpoint"] + [
-        [group, n] for group, names in (("checkpoint", CHECKPOINT_COMMANDS), ("data", DATA_COMMANDS)) for n in names
+        [group, n]
+        for group, names in (("checkpoint", CHECKPOINT_COMMANDS), ("data", DATA_COMMANDS))
+        for n in names
     ]:
         with redirect_stdout(text), suppress(SystemExit):
             main([*words, "--help"])
             main([])
-    programs = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py"), ROOT / "scripts/without_gpu"]
-    flags = set(FLAG.findall(text.getvalue() + "".join(path.read_text(encoding="utf-8") for path in programs)))
-    forms = {form for flag in flags for form in (flag.replace("[no-]", ""), flag.replace("[no-]", "no-"))}
+    programs = [
+        *(ROOT / "benchmarks").glob("*.py"),
+        *(ROOT / "examples").glob("*.py"),
+        ROOT / "scripts/without_gpu",
+    ]
+    flags = set(
+        FLAG.findall(
+            text.getvalue() + "".join(path.read_text(encoding="utf-8") for path in programs)
+        )
+    )
+    forms = {
+        form for flag in flags for form in (flag.replace("[no-]", ""), flag.replace("[no-]", "no-"))
+    }
     return frozenset(forms | configuration)
 
 
@@ -78,14 +114,24 @@ def test_every_flag_named_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_file_and_module_named_exists(page: Path) -> None:
-    files = {name for name in quoted(page) if re.fullmatch(r"[\w./-]+\.py|(tests|nanotrain|benchmarks)/[\w./-]+", name)}
-    assert not [name for name in files if not any((home / name).exists() for home in (*HOMES, page.parent))]
-    modules = set(re.findall(r"(?<![\w/.])nanotrain(?:\.[a-z]\w*)+", page.read_text(encoding="utf-8")))
+    files = {
+        name
+        for name in quoted(page)
+        if re.fullmatch(r"[\w./-]+\.py|(tests|nanotrain|benchmarks)/[\w./-]+", name)
+    }
+    assert not [
+        name for name in files if not any((home / name).exists() for home in (*HOMES, page.parent))
+    ]
+    modules = set(
+        re.findall(r"(?<![\w/.])nanotrain(?:\.[a-z]\w*)+", page.read_text(encoding="utf-8"))
+    )
     assert not [name for name in modules if not is_module(name)]
 
 
 def is_module(name: str) -> bool:
-    """Whether a dotted name is a module or package of ours, or a file name (`PREFIX.nanotrain.json` is no hit)."""
+    """Whether a dotted name is a module or package of ours, or a file name (`PREFIX.nanotrain.json`
+    is no hit).
+    """
     module = re.sub(r"\.(configure|load_config|load_checkpoint|pretrain|ShardedModule)$", "", name)
     place = ROOT / module.replace(".", "/")
     return place.is_dir() or place.with_name(place.name + ".py").is_file()
@@ -111,8 +157,12 @@ def stop_behind_flags(parser: CommandParser, words: list[str]) -> NoReturn:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_other_command_parses_and_names_files_that_exist(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other commands than `train` stop behind their parser; tests/test_docs_commands.py runs and plans."""
+def test_every_other_command_parses_and_names_files_that_exist(
+    page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other commands than `train` stop behind their parser; tests/test_docs_commands.py runs and
+    plans.
+    """
     monkeypatch.setattr(CommandParser, "parse_known_args", stop_behind_flags)
     monkeypatch.setattr(CommandParser, "parse_args", stop_behind_arguments)
     for name in ("read_path", "written_path"):  # nothing is requested of the places that are named
@@ -121,7 +171,11 @@ def test_every_other_command_parses_and_names_files_that_exist(page: Path, monke
         if "..." in line or not re.match(r"(nanotrain|scripts/|python|sbatch|torchrun) ?", line):
             continue
         words = shlex.split(line)
-        files = [word for word in words if re.fullmatch(r"(examples|scripts|benchmarks)/[\w/]+(\.py)?", word)]
+        files = [
+            word
+            for word in words
+            if re.fullmatch(r"(examples|scripts|benchmarks)/[\w/]+(\.py)?", word)
+        ]
         assert not [file for file in files if not (ROOT / file).exists()], line
         if words[0] != "nanotrain" or words[1] == "train" or len(words) == 1:
             continue
@@ -145,7 +199,9 @@ def test_the_site_has_every_page_in_one_group() -> None:
 
 def test_the_python_blocks_of_the_pages_compile_and_import() -> None:
     for page in PAGES:
-        for name in re.findall(r"^    from nanotrain import (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+        for name in re.findall(
+            r"^    from nanotrain import (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE
+        ):
             assert set(name.split(", ")) <= set(nanotrain.__all__), page
 
 
@@ -160,12 +216,17 @@ def test_every_page_is_linked_from_another() -> None:
         for target in re.findall(r"\]\(([^)\s#]+)", page.read_text(encoding="utf-8")):
             place = (page.parent / target).resolve()
             linked |= set(place.glob("*.md")) if place.is_dir() else {place} - {page}
-    assert not [str(page.relative_to(ROOT)) for page in PAGES if page.parent != ROOT and page not in linked]
+    assert not [
+        str(page.relative_to(ROOT)) for page in PAGES if page.parent != ROOT and page not in linked
+    ]
 
 
 def test_every_page_is_in_the_source_archive() -> None:
-    targets = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
-    included = {ROOT / name[1:] for name in targets["sdist"]["include"]} | {ROOT / "README.md"}  # which hatch adds
+    targets = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"][
+        "build"
+    ]["targets"]
+    # which hatch adds
+    included = {ROOT / name[1:] for name in targets["sdist"]["include"]} | {ROOT / "README.md"}
     assert not [page for page in PAGES if included.isdisjoint((page, *page.parents))]
 
 

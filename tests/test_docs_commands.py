@@ -1,4 +1,5 @@
-"""Every line of a command block in the pages is run, planned, or checked by name; a line of no kind is an error.
+"""Every line of a command block in the pages is run, planned, or checked by name; a line of no kind
+is an error.
 
 ran      here, as it stands, in a folder with small runs of the names that the pages use
 planned  training: its configuration, and the plan of the last rank of the ranks that it names
@@ -35,7 +36,8 @@ PARSED = {  # the beginning of a command: what runs it
     "nanotrain data": "tests/cli/test_data.py",
     "nanotrain dry-run": "tests/planner/dry_run",
     "nanotrain plan": "tests/cli/test_plan.py",
-    "nanotrain evaluate": "tests/inference/test_lm_eval.py",  # with --tasks: the package is an extra
+    # with --tasks: the package is an extra
+    "nanotrain evaluate": "tests/inference/test_lm_eval.py",
     "nanotrain generate --nproc-per-node": "tests/cli/test_launch.py",
     "nanotrain parity": "tests/parity",
     "nanotrain prepare": "tests/prepare",  # with a tokenizer that is trained
@@ -47,15 +49,20 @@ PARSED = {  # the beginning of a command: what runs it
     "torchrun": "tests/test_examples.py",
 }
 NAMED = re.compile(r"(make|python|sh|sbatch|scripts/\w+|mkdir|printf)\b")
-# other lines of code blocks are output and pictures; one with an option or a known program is a command
-COMMAND = re.compile(r"(\$ )?(nanotrain|torchrun|make|python|pip|git|sbatch|scripts/|mkdir|printf|tensorboard) ?\S.*")
+# other lines of code blocks are output and pictures; one with an option or a known program is a
+# command
+COMMAND = re.compile(
+    r"(\$ )?(nanotrain|torchrun|make|python|pip|git|sbatch|scripts/|mkdir|printf|tensorboard) ?\S.*"
+)
 OPTIONED = re.compile(r"(?!without )[a-z][\w./-]* ([^|>]* )?--[a-z][\w-]*( .*|=.*)?")
 SMALL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 16 --seq-length 32 --train-iters 1"
 SMALL += " --global-batch-size 2 --eval-interval 0 --generate-tokens 0 --no-report"
 
 
 def shown_commands() -> list[str]:
-    """The lines of all pages that are commands, without repetitions; `...` stands for what a reader fills in."""
+    """The lines of all pages that are commands, without repetitions; `...` stands for what a reader
+    fills in.
+    """
     lines = {line for page in PAGES if "results" not in page.parts for line in code_lines(page)}
     return sorted(line for line in lines if COMMAND.fullmatch(line) or OPTIONED.fullmatch(line))
 
@@ -81,19 +88,26 @@ def test_every_command_is_of_a_kind() -> None:
     commands = shown_commands()
     assert len(commands) > 50
     assert not [line for line in commands if not kind_of(line)]
-    assert kind_of("nanotrain frobnicate runs/tiny") == "" and COMMAND.fullmatch("nanotrain frobnicate runs/tiny")
+    assert kind_of("nanotrain frobnicate runs/tiny") == "" and COMMAND.fullmatch(
+        "nanotrain frobnicate runs/tiny"
+    )
     assert kind_of("other-tool --option x") == "" and OPTIONED.fullmatch("other-tool --option x")
     assert not [test for test in PARSED.values() if not (ROOT / test).exists()]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the runs, texts and exports that the pages name; the working directory of what is run."""
+    """A folder with the runs, texts and exports that the pages name; the working directory of what
+    is run.
+    """
     root = tmp_path_factory.mktemp("pages")
     with chdir(root):
         (root / "docs").symlink_to(ROOT / "docs")
         (root / "text.txt").write_text("".join(f"text {i} of many, {i * i}\n" for i in range(200)))
-        assert main(["prepare", "--input", "text.txt", "--output", "corpus", "--tokenizer", "bpe:300"]) == 0
+        assert (
+            main(["prepare", "--input", "text.txt", "--output", "corpus", "--tokenizer", "bpe:300"])
+            == 0
+        )
         line = ["+config=tiny", "--data-path", "corpus", *SMALL.split(), "--run-dir", "runs/tiny"]
         assert main(["train", *line]) == 0
         for name in ("tp2_pp2", "slower", "char", "tiny-sweep/lr=1e-3", "tiny-sweep/lr=3e-3"):
@@ -103,7 +117,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for line in (line for line in of_kind("named") if line.startswith(("mkdir", "printf"))):
             subprocess.run(line, shell=True, check=True)
         yield root
-        ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line.startswith("/")}
+        ignored = {
+            line.strip("/")
+            for line in (ROOT / ".gitignore").read_text().splitlines()
+            if line.startswith("/")
+        }
         assert {path.name for path in root.iterdir()} - made <= ignored, "left in the checkout"
 
 
@@ -116,7 +134,9 @@ def test_trainings_that_differ_have_run_folders_of_their_own() -> None:
 
 
 def test_a_training_that_is_shown_reaches_its_learning_rate() -> None:
-    """Those of a few steps show something else; the header of such a run states the rate that it reaches."""
+    """Those of a few steps show something else; the header of such a run states the rate that it
+    reaches.
+    """
     for line in shown_commands():
         steps, recipe = re.search(r"--train-iters (\d+)", line), re.search(r"\+config=(\w+)", line)
         if steps and recipe and (int(steps[1]) >= 10 or re.search(r"\blr[= ]", line)):
@@ -125,7 +145,9 @@ def test_a_training_that_is_shown_reaches_its_learning_rate() -> None:
 
 
 @pytest.mark.parametrize("line", of_kind("ran"))
-def test_a_command_that_is_shown_runs(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_is_shown_runs(
+    line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     name, *arguments = shlex.split(line)[1:]
     assert name == "--version" or name in COMMANDS
     with chdir(folder):

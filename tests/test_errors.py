@@ -18,7 +18,9 @@ TOPOLOGY = TopologyError("6 ranks cannot form tp=4", why="4 must divide 6", fix=
 RATE = ConfigError("lr is fast", fix="set --lr 1")
 
 
-@pytest.mark.parametrize("error", [TOPOLOGY, RATE, DataError("gone"), CheckpointError("damaged", why="a flipped bit")])
+@pytest.mark.parametrize(
+    "error", [TOPOLOGY, RATE, DataError("gone"), CheckpointError("damaged", why="a flipped bit")]
+)
 def test_an_error_pickles_with_its_class_and_texts(error):
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error) and str(copy) == str(error)
@@ -29,7 +31,10 @@ def test_several_errors_print_as_a_list_and_pickle():
     errors = ConfigErrors([TOPOLOGY, RATE])
     assert str(errors) == f"2 mistakes:\n  - {TOPOLOGY}\n  - {RATE}"
     copy = pickle.loads(pickle.dumps(errors))
-    assert str(copy) == str(errors) and [type(error) for error in copy.errors] == [TopologyError, ConfigError]
+    assert str(copy) == str(errors) and [type(error) for error in copy.errors] == [
+        TopologyError,
+        ConfigError,
+    ]
 
 
 def test_a_collector_keeps_configuration_errors_and_passes_others():
@@ -59,8 +64,12 @@ def test_report_prints_one_message(capsys):
 
 
 def test_a_note_is_added_to_every_mistake():
-    errors = ConfigErrors([ConfigError("a is 1", why="it must be 2", fix="set a"), TopologyError("b is 3")])
+    errors = ConfigErrors(
+        [ConfigError("a is 1", why="it must be 2", fix="set a"), TopologyError("b is 3")]
+    )
     noted = errors.with_note(" in x.yaml")
-    assert str(noted) == "2 mistakes:\n  - a is 1 in x.yaml: it must be 2; set a\n  - b is 3 in x.yaml"
+    assert (
+        str(noted) == "2 mistakes:\n  - a is 1 in x.yaml: it must be 2; set a\n  - b is 3 in x.yaml"
+    )
     assert [type(error) for error in noted.errors] == [ConfigError, TopologyError]
     assert str(DataError("c", why="d").with_note(" (rank 1)")) == "c (rank 1): d"

@@ -1,4 +1,6 @@
-"""Every example prints what is expected, on ranks that have imported torch: at a fifth of torchrun's CPU time."""
+"""Every example prints what is expected, on ranks that have imported torch: at a fifth of
+torchrun's CPU time.
+"""
 
 import functools
 import tempfile
@@ -14,10 +16,16 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # name -> number of ranks, and lines that must appear
 EXPECTED = {
     "clean_with_datatrove.py": (1, ["web.bin: 2 documents, 56 tokens, vocabulary 257"]),
-    "my_own_schedule.py": (1, ["1/3 = 33.3% of the time", "1/5 = 20.0% of the time", "same gradient: True"]),
+    "my_own_schedule.py": (
+        1,
+        ["1/3 = 33.3% of the time", "1/5 = 20.0% of the time", "same gradient: True"],
+    ),
     "new_model.py": (1, ["vocabulary of 30 padded to 128"]),
     "pretrain_gpt.py": (2, ["step 2/2", "flags name what nanotrain always does"]),
-    "plan_a_cluster.py": (1, ["  8   1   16       54.2", " 16   1    8       30.1   tp crosses nodes"]),
+    "plan_a_cluster.py": (
+        1,
+        ["  8   1   16       54.2", " 16   1    8       30.1   tp crosses nodes"],
+    ),
     "shard_any_model.py": (2, ["2 ranks, each keeps", "same loss after loading: True"]),
     "zero_by_hand.py": (2, ["rank 0 of 2 keeps gradients for", "same weights on every rank: True"]),
 }
@@ -39,7 +47,9 @@ def run_example(name: str) -> str:
     num_ranks, _ = EXPECTED[name]
     program, line = ROOT / "examples" / name, ARGUMENTS.get(name, "").split()
     with tempfile.TemporaryDirectory() as folder:
-        finished = ForkedRanks(line, folder=Path(folder), num_ranks=num_ranks, program=program).wait()
+        finished = ForkedRanks(
+            line, folder=Path(folder), num_ranks=num_ranks, program=program
+        ).wait()
     assert finished.exit_code == 0, finished.output
     return finished.output
 

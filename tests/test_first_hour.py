@@ -20,7 +20,9 @@ def test_there_are_twenty_points(script):
 
 def test_nothing_holds_where_nothing_ran(script, tmp_path, capsys, monkeypatch):
     """Every command does nothing and prints nothing, so every point that reads one must fail."""
-    monkeypatch.setattr(script.Hour, "run", lambda self, name, *words, **options: self.output.setdefault(name, ""))
+    monkeypatch.setattr(
+        script.Hour, "run", lambda self, name, *words, **options: self.output.setdefault(name, "")
+    )
     monkeypatch.setattr(script.subprocess, "run", None)
     monkeypatch.setattr(script.subprocess, "Popen", None)
     rows = script.check(script.Hour(tmp_path, 8))
@@ -29,7 +31,9 @@ def test_nothing_holds_where_nothing_ran(script, tmp_path, capsys, monkeypatch):
 
 
 def test_step_lines_are_read(script, tmp_path):
-    lines = [describe([report_of(step)], train_iters=8, num_devices=2, width=100) for step in (2, 4)]
+    lines = [
+        describe([report_of(step)], train_iters=8, num_devices=2, width=100) for step in (2, 4)
+    ]
     hour = script.Hour(tmp_path, 8, output={"quick": "\n".join(lines)})
     assert script.step_lines(hour)[0]
     hour.output["quick"] += "\nstep 6/8 | loss 2.5"

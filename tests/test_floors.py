@@ -1,6 +1,8 @@
-"""The package is layered: a package imports from lower layers only, never from its own layer or from above.
+"""The package is layered: a package imports from lower layers only, never from its own layer or
+from above.
 
-Imports inside functions and under TYPE_CHECKING count. A new package gets its layer in FLOORS first.
+Imports inside functions and under TYPE_CHECKING count. A new package gets its layer in FLOORS
+first.
 """
 
 import ast
@@ -31,13 +33,20 @@ FLOORS = {
     "__main__": 15,
     "cli": 14,
     **dict.fromkeys(["parity", "planner.dry_run"], 13),
-    **{f"train.{name}": 12 + floor / 100 for floor, names in enumerate(TRAIN_FLOORS, start=1) for name in names},
-    "planner": 12.025,  # above the plans of training, which it reads; below what trains, which asks it for a layout
+    **{
+        f"train.{name}": 12 + floor / 100
+        for floor, names in enumerate(TRAIN_FLOORS, start=1)
+        for name in names
+    },
+    # above the plans of training, which it reads; below what trains, which asks it for a layout
+    "planner": 12.025,
     "train": 12,
     **dict.fromkeys(["launch", "watch"], 11),
     **dict.fromkeys(["inference", "report", "sharded_module"], 10),
     **dict.fromkeys(["model", "optim", "interop"], 9),
-    **dict.fromkeys(["parallel.tp", "parallel.cp", "parallel.ep", "parallel.pp", "parallel.dp", "checkpoint"], 8),
+    **dict.fromkeys(
+        ["parallel.tp", "parallel.cp", "parallel.ep", "parallel.pp", "parallel.dp", "checkpoint"], 8
+    ),
     **dict.fromkeys(["attention", "memory"], 7),
     **dict.fromkeys(["kernels"], 6),
     **dict.fromkeys(["precision", "prepare"], 5),
@@ -63,14 +72,28 @@ RESERVED = {
     "hydra": ("nanotrain/config/",),
 }
 NO_TORCH = (
-    *("nanotrain/__init__.py", "nanotrain/cli/", "nanotrain/config/", "nanotrain/topology/", "nanotrain/spec/"),
-    *("nanotrain/errors.py", "nanotrain/log.py", "nanotrain/paths.py", "nanotrain/system.py", "nanotrain/untrusted.py"),
+    *(
+        "nanotrain/__init__.py",
+        "nanotrain/cli/",
+        "nanotrain/config/",
+        "nanotrain/topology/",
+        "nanotrain/spec/",
+    ),
+    *(
+        "nanotrain/errors.py",
+        "nanotrain/log.py",
+        "nanotrain/paths.py",
+        "nanotrain/system.py",
+        "nanotrain/untrusted.py",
+    ),
 )
 ALIASES = {"os.getenv": "os.environ", "os.environb": "os.environ", "os.putenv": "os.environ"}
 
 
 def package_of(module: str) -> str:
-    """The package of nanotrain that holds a dotted name; "" for the public names and for what has no layer."""
+    """The package of nanotrain that holds a dotted name; "" for the public names and for what has
+    no layer.
+    """
     parts = module.split(".")[1:]
     return next((package for end in (2, 1) if (package := ".".join(parts[:end])) in FLOORS), "")
 
@@ -86,10 +109,17 @@ def walk_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from ((node.lineno, f"{'.' * node.level}{node.module or ''}.{alias.name}") for alias in node.names)
+            yield from (
+                (node.lineno, f"{'.' * node.level}{node.module or ''}.{alias.name}")
+                for alias in node.names
+            )
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             yield node.lineno, f"{node.value.id}.{node.attr}"
-        elif isinstance(node, ast.Call) and node.args and last_name(node.func).endswith("import_module"):
+        elif (
+            isinstance(node, ast.Call)
+            and node.args
+            and last_name(node.func).endswith("import_module")
+        ):
             yield node.lineno, str(getattr(node.args[0], "value", ""))
 
 
@@ -111,7 +141,9 @@ def complaint(path: str, name: str) -> str:
         if here and FLOORS[there] >= FLOORS[here]:
             return f"{here} (layer {FLOORS[here]}) must not import {there} (layer {FLOORS[there]})"
     for reserved, holders in RESERVED.items():
-        if f"{ALIASES.get(name, name)}.".startswith(f"{reserved}.") and not path.startswith(holders):
+        if f"{ALIASES.get(name, name)}.".startswith(f"{reserved}.") and not path.startswith(
+            holders
+        ):
             return f"only {', '.join(holders)} may name {reserved}"
     return "no torch here" if name.split(".")[0] == "torch" and path.startswith(NO_TORCH) else ""
 
@@ -124,20 +156,30 @@ def complaints(path: str, source: str) -> list[str]:
 
 def test_every_package_imports_downward_only() -> None:
     files = sorted((ROOT / "nanotrain").rglob("*.py"))
-    faults = [text for file in files for text in complaints(file.relative_to(ROOT).as_posix(), file.read_text())]
+    faults = [
+        text
+        for file in files
+        for text in complaints(file.relative_to(ROOT).as_posix(), file.read_text())
+    ]
     assert not faults, "\n" + "\n".join(faults)
 
 
 def test_every_file_lies_in_a_package_with_a_layer() -> None:
-    modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (ROOT / "nanotrain").rglob("*.py")]
-    homeless = [module for module in modules if not package_of(module) and not module.endswith("__init__")]
+    modules = [
+        ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for file in (ROOT / "nanotrain").rglob("*.py")
+    ]
+    homeless = [
+        module for module in modules if not package_of(module) and not module.endswith("__init__")
+    ]
     assert not homeless, f"give these a layer in FLOORS: {homeless}"
 
 
 def import_cycles() -> list[list[str]]:
     """Groups of modules that import each other, directly or through others."""
     modules = {
-        ".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in (ROOT / "nanotrain").rglob("*.py")
+        ".".join(file.relative_to(ROOT).with_suffix("").parts): file
+        for file in (ROOT / "nanotrain").rglob("*.py")
     }
     modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
     graph = {
@@ -157,7 +199,11 @@ def import_cycles() -> list[list[str]]:
             seen |= new
             left.extend(new)
         reachable[name] = seen
-    return [sorted(n for n in reachable[name] if name in reachable[n]) for name in graph if name in reachable[name]]
+    return [
+        sorted(n for n in reachable[name] if name in reachable[n])
+        for name in graph
+        if name in reachable[name]
+    ]
 
 
 def test_no_import_cycles() -> None:

@@ -30,7 +30,9 @@ def double_rank(ctx, offset):
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_results_come_back_by_rank(num_ranks):
-    assert run_ranks(num_ranks, double_rank, 1, threads=False) == [2 * rank + 1 for rank in range(num_ranks)]
+    assert run_ranks(num_ranks, double_rank, 1, threads=False) == [
+        2 * rank + 1 for rank in range(num_ranks)
+    ]
 
 
 def fail_on_rank_2(ctx):
@@ -68,7 +70,9 @@ def die_on_rank_0(ctx):
 
 
 def test_a_rank_that_exits_is_reported():
-    with pytest.raises(pytest.fail.Exception, match=r"rank 0 of 2: exited with code 7 and sent no reply"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"rank 0 of 2: exited with code 7 and sent no reply"
+    ):
         run_ranks(2, die_on_rank_0, threads=False)
 
 

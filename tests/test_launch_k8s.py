@@ -21,12 +21,18 @@ MACHINES = {
     "OTHER_NCCL_X": "1",
 }
 GRACE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "150"}  # seconds for the last save, as in launch_slurm
-NETWORK = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "=it's", "NCCL_IB_HCA": "mlx5_0:1,mlx5_1:1"}
+NETWORK = {
+    "NCCL_SOCKET_IFNAME": "eth0",
+    "GLOO_SOCKET_IFNAME": "=it's",
+    "NCCL_IB_HCA": "mlx5_0:1,mlx5_1:1",
+}
 
 
 def render(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": os.environ["PATH"], **variables}
-    return subprocess.run(["sh", str(SCRIPT), *words], env=environment, capture_output=True, text=True, timeout=HANG_S)
+    return subprocess.run(
+        ["sh", str(SCRIPT), *words], env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
 
 
 def meeting(name: str, nodes: int, gpus: int) -> list[str]:
@@ -49,14 +55,35 @@ def test_a_job_of_four_machines():
     )
     service, job = yaml.safe_load_all(done.stdout)
     selector = {"job-name": "llama"}
-    assert service["spec"] == {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
-    assert (job["spec"]["completions"], job["spec"]["parallelism"], job["spec"]["completionMode"]) == (4, 4, "Indexed")
+    assert service["spec"] == {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": selector,
+    }
+    assert (
+        job["spec"]["completions"],
+        job["spec"]["parallelism"],
+        job["spec"]["completionMode"],
+    ) == (4, 4, "Indexed")
     container = container_of(job)
     training = ["+config=llama7b", "--data-path", "/data/it's here", "--lr=1e-3"]
-    assert container["args"] == [*meeting("llama", 4, 2), "--numa-binding=node", "-m", "nanotrain.train", *training]
+    assert container["args"] == [
+        *meeting("llama", 4, 2),
+        "--numa-binding=node",
+        "-m",
+        "nanotrain.train",
+        *training,
+    ]
     (rule,) = job["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"].popitem()[1]
-    assert rule == {"labelSelector": {"matchLabels": selector}, "topologyKey": "kubernetes.io/hostname"}
-    assert {row["name"]: row["value"] for row in container["env"]} == {"OMP_NUM_THREADS": "1", **GRACE, **NETWORK}
+    assert rule == {
+        "labelSelector": {"matchLabels": selector},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    assert {row["name"]: row["value"] for row in container["env"]} == {
+        "OMP_NUM_THREADS": "1",
+        **GRACE,
+        **NETWORK,
+    }
     assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > int(*GRACE.values())
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "2", "rdma/ib": "8"}}
     assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
@@ -65,7 +92,10 @@ def test_a_job_of_four_machines():
 def test_without_variables():
     _, job = yaml.safe_load_all(render(**NEEDED, OMP_NUM_THREADS="6").stdout)
     container = container_of(job)
-    assert {row["name"]: row["value"] for row in container["env"]} == {"OMP_NUM_THREADS": "6", **GRACE}
+    assert {row["name"]: row["value"] for row in container["env"]} == {
+        "OMP_NUM_THREADS": "6",
+        **GRACE,
+    }
     assert container["args"] == [*meeting("nanotrain", 1, 8), "-m", "nanotrain.train"]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
     assert not container["securityContext"]["capabilities"]["add"]

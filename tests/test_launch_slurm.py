@@ -45,14 +45,24 @@ def job(tmp_path):
         path = tmp_path / name
         path.write_text(f"#!/bin/bash\n{text}")
         path.chmod(0o755)
-    slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2"}
+    slurm = {
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_NNODES": "2",
+    }
     slurm |= {"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96", "GLOO_SOCKET_IFNAME": "eth1"}
-    slurm |= {"NANOTRAIN_NUMA": "node", "SLURM_JOB_ID": "41", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    slurm |= {
+        "NANOTRAIN_NUMA": "node",
+        "SLURM_JOB_ID": "41",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
     def start(mode: str, **variables: str) -> subprocess.Popen:
         environment = {**inherited, **slurm, "MODE": mode, **variables}
-        return subprocess.Popen(["bash", str(SCRIPT), "--lr", "1"], env=environment, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            ["bash", str(SCRIPT), "--lr", "1"], env=environment, stderr=subprocess.PIPE, text=True
+        )
 
     return start
 
@@ -76,14 +86,20 @@ def test_it_starts_one_torchrun_per_node_and_returns_its_exit_code(job, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("number", "end"), [(signal.SIGUSR1, "requeue 41\n"), (signal.SIGTERM, "")], ids=["time limit", "cancelled"]
+    ("number", "end"),
+    [(signal.SIGUSR1, "requeue 41\n"), (signal.SIGTERM, "")],
+    ids=["time limit", "cancelled"],
 )
-def test_a_signal_lets_every_node_save_and_the_time_limit_queues_it_again(job, tmp_path, number, end):
+def test_a_signal_lets_every_node_save_and_the_time_limit_queues_it_again(
+    job, tmp_path, number, end
+):
     process = job("train")
     wait_for(tmp_path / "log", "survived\nsurvived")
     process.send_signal(number)
     process.wait(HANG_S)
-    assert (tmp_path / "log").read_text() == "survived\n" * 2 + "scancel --signal=TERM 41\n" + "saved\n" * 2 + end
+    assert (
+        tmp_path / "log"
+    ).read_text() == "survived\n" * 2 + "scancel --signal=TERM 41\n" + "saved\n" * 2 + end
 
 
 @pytest.mark.parametrize(

@@ -36,14 +36,18 @@ def test_lines_of_a_job_of_one_rank_have_no_coordinates(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(("after_s", "shown"), [(0.0, True), (60.0, False)])
-def test_what_takes_long_has_a_line_at_its_start_and_its_end(capsys, monkeypatch, after_s, shown) -> None:
+def test_what_takes_long_has_a_line_at_its_start_and_its_end(
+    capsys, monkeypatch, after_s, shown
+) -> None:
     monkeypatch.setattr(log, "SHOWN_AFTER_S", after_s)
     with progress("tokenizing", total=2) as advance:
         while shown and "tokenizing ..." not in (text := capsys.readouterr().err):
             assert not text
         advance(1)
     lines = capsys.readouterr().err.splitlines()
-    assert [re.sub(r"[\d.]+ s", "N s", line) for line in lines] == ["tokenizing: done after N s"] * shown
+    assert [re.sub(r"[\d.]+ s", "N s", line) for line in lines] == [
+        "tokenizing: done after N s"
+    ] * shown
 
 
 def test_progress_is_not_shown_on_other_ranks_and_ends_with_an_error(capsys, monkeypatch) -> None:

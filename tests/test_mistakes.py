@@ -1,4 +1,5 @@
-"""Mistakes of a first hour, as typed: each is one message with the cure, exit code 2, and leaves nothing behind.
+"""Mistakes of a first hour, as typed: each is one message with the cure, exit code 2, and leaves
+nothing behind.
 
 Flags that are misspelt or named as elsewhere are in tests/config/test_suggest.py, damaged files in
 tests/laws/test_bad_input.py.
@@ -33,35 +34,79 @@ MISTAKES = [
         "run on 2 ranks (nanotrain train --nproc-per-node 2",
         "3 ranks",
     ),
-    ("train --nproc-per-node 3 +config=tiny --tensor-model-parallel-size 2", "3 ranks cannot form tp=2", "torchrun"),
-    ("train --nproc-per-node two +config=tiny", "give the number of ranks of this machine", "Traceback"),
+    (
+        "train --nproc-per-node 3 +config=tiny --tensor-model-parallel-size 2",
+        "3 ranks cannot form tp=2",
+        "torchrun",
+    ),
+    (
+        "train --nproc-per-node two +config=tiny",
+        "give the number of ranks of this machine",
+        "Traceback",
+    ),
     ("train +config=tiny --nproc-per-node", "--nproc-per-node has no value", "unknown"),
     ("train --nproc-per-node 2 --max-restarts x +config=tiny", "invalid int value: 'x'", "usage"),
     ("train +config=tiny --device gpu", "write --device cuda", "cpu?"),
     ("train +config=tiny --bf16 true", "--bf16 takes no more values", "--lr"),
     ("train +config=tiny --batch-size 8", "--micro-batch-size (samples per rank", "did you mean"),
-    ("train +config=tiny --epochs 3", "steps = epochs x samples / global_batch_size", "did you mean"),
+    (
+        "train +config=tiny --epochs 3",
+        "steps = epochs x samples / global_batch_size",
+        "did you mean",
+    ),
     ("train +config=tiny --data-path nowhere", "nowhere.bin is missing too", "vocabulary size"),
-    ("train +config=tiny --seq-length 4096", "set --seq-length 1024 or raise --max-position", "Traceback"),
+    (
+        "train +config=tiny --seq-length 4096",
+        "set --seq-length 1024 or raise --max-position",
+        "Traceback",
+    ),
     ("train +config=tiny --hidden-size 100", "set --kv-channels 26", "mistakes"),
     ("train +config=tiny --global-batch-size 7", "set --global-batch-size 8", "Traceback"),
-    ("train +config=tiny --run-dir /proc/none", "choose another folder with --run-dir", "train.run_dir"),
-    ("train +config=tiny --mock-data --vocab-size 64 --load nowhere", "nowhere is not a checkpoint", "Traceback"),
-    ("train +config=tiny --pretrained-checkpoint nowhere", "give a folder as `save_pretrained` writes it", "Traceback"),
+    (
+        "train +config=tiny --run-dir /proc/none",
+        "choose another folder with --run-dir",
+        "train.run_dir",
+    ),
+    (
+        "train +config=tiny --mock-data --vocab-size 64 --load nowhere",
+        "nowhere is not a checkpoint",
+        "Traceback",
+    ),
+    (
+        "train +config=tiny --pretrained-checkpoint nowhere",
+        "give a folder as `save_pretrained` writes it",
+        "Traceback",
+    ),
     ("train +config=tiny --gpus 8", "nanotrain train --nproc-per-node N", "did you mean"),
     ("train +config=tiny --resume", "the same --run-dir resumes by itself", "did you mean"),
     ("train +config=tiny --zero 3", "optim_grads_params (ZeRO-3)", "did you mean"),
     ("train +config=tiny --lr", "--lr has no value", "unknown"),
     ("train +config=tiny --prometheus-port 99999", "at least 1 and at most 65535", "Traceback"),
-    ("train +config=tiny --notify hooks.example/x", "must begin with http:// or https://", "Traceback"),
+    (
+        "train +config=tiny --notify hooks.example/x",
+        "must begin with http:// or https://",
+        "Traceback",
+    ),
     ("generate nowhere", "name a run folder", "Traceback"),
     ("generate /etc/passwd", "/etc/passwd is not a checkpoint: it is a file", "no such folder"),
-    ("generate --run-dir nowhere", "unknown --run-dir (write the folder without a flag)", "has no value"),
+    (
+        "generate --run-dir nowhere",
+        "unknown --run-dir (write the folder without a flag)",
+        "has no value",
+    ),
     ("generate nowhere hello", "nanotrain generate --help lists them", "+config"),
-    ("generate --tensor-model-parallel-size 2 nowhere", "nowhere is not a checkpoint", "there is no folder 2"),
+    (
+        "generate --tensor-model-parallel-size 2 nowhere",
+        "nowhere is not a checkpoint",
+        "there is no folder 2",
+    ),
     ("generate", "the following arguments are required: path", "usage"),
     ("report nowhere", "nowhere is not a run folder", "Traceback"),
-    ("prepare --input x.txt --output x --tokenizer bpe:many", "write for example bpe:8192", "Traceback"),
+    (
+        "prepare --input x.txt --output x --tokenizer bpe:many",
+        "write for example bpe:8192",
+        "Traceback",
+    ),
     ("topology", "give --world-size N, --schedule NAME or both", "usage"),
     ("topology --world-size 6 --tensor-model-parallel-size 4", "run on 8 ranks", "mistakes"),
     ("topology --schedule 1f1", "did you mean --pipeline-schedule 1f1b?", "gpipe?"),
@@ -69,16 +114,30 @@ MISTAKES = [
     ("checkpoint export-hf nowhere out", "nowhere is not a checkpoint", "Traceback"),
     ("compare one", "name at least two run folders", "usage"),
     ("parity +config=tiny", "required: --world-size", "usage"),
-    ("topology --world-size 8 --data-parallel-size 4", "--data-parallel-size is 4, the run has 8", "ranks ="),
-    ("train --standalone --nnodes 2 +config=tiny", "--standalone starts a job of one machine", "Traceback"),
+    (
+        "topology --world-size 8 --data-parallel-size 4",
+        "--data-parallel-size is 4, the run has 8",
+        "ranks =",
+    ),
+    (
+        "train --standalone --nnodes 2 +config=tiny",
+        "--standalone starts a job of one machine",
+        "Traceback",
+    ),
     ("config --optimizer adams", "did you mean --optimizer adam?", "Traceback"),
-    ("sweep --print --over optimizer=adam,adams +config=tiny", "run optimizer=adams: optim.optimizer is", "--run-dir"),
+    (
+        "sweep --print --over optimizer=adam,adams +config=tiny",
+        "run optimizer=adams: optim.optimizer is",
+        "--run-dir",
+    ),
     ("config --explian", "did you mean --explain?", "--help"),
 ]
 
 
 @pytest.mark.parametrize(("command", "has", "has_not"), MISTAKES)
-def test_a_mistake_is_one_message_with_the_cure(command, has, has_not, tmp_path, capfd, monkeypatch):
+def test_a_mistake_is_one_message_with_the_cure(
+    command, has, has_not, tmp_path, capfd, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,6 @@
-"""scripts/mutants, and the bugs of tests/mutants/: each can still be planted, and names tests that exist."""
+"""scripts/mutants, and the bugs of tests/mutants/: each can still be planted, and names tests that
+exist.
+"""
 
 import ast
 import re
@@ -37,13 +39,18 @@ def test_the_tests_of_every_bug_exist(script: ModuleType) -> None:
             file, _, function = test.partition("::")
             assert (ROOT / file).exists(), f"{mutant.name}: {file}"
             name = function.partition("[")[0]
-            assert not name or re.search(rf"def {name}\(", (ROOT / file).read_text()), f"{mutant.name}: {test}"
+            assert not name or re.search(rf"def {name}\(", (ROOT / file).read_text()), (
+                f"{mutant.name}: {test}"
+            )
 
 
 def test_every_package_has_bugs(script: ModuleType) -> None:
     modules = [file for file in (ROOT / "nanotrain").rglob("*.py") if file.name != "__init__.py"]
     folders = {file.parent.relative_to(ROOT / "nanotrain").parts for file in modules}
-    names = {"_".join(parts[:2] if parts[:1] == ("parallel",) else parts[:1]) or "nanotrain" for parts in folders}
+    names = {
+        "_".join(parts[:2] if parts[:1] == ("parallel",) else parts[:1]) or "nanotrain"
+        for parts in folders
+    }
     bugs = [mutant.package for mutant in script.load(FOLDER)]
     assert names == {*bugs}
     assert all(bugs.count(name) >= MIN_PER_PACKAGE for name in names)
@@ -57,12 +64,17 @@ def test_a_bug_is_caught_by_a_test_that_passes_without_it(
         "def test_sum(): assert plus(2, 2) == 4\n"
         "def test_broken(): assert not 'always'\n"
     )
-    for name, text in {"code_under_test.py": "def plus(a, b): return a + b\n", "test_it.py": tests}.items():
+    for name, text in {
+        "code_under_test.py": "def plus(a, b): return a + b\n",
+        "test_it.py": tests,
+    }.items():
         (tmp_path / name).write_text(text)
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
 
     def mutant(replace: str, test: str) -> object:
-        return script.Mutant("toy", replace, "wrong", "code_under_test.py", "a + b", replace, [f"test_it.py::{test}"])
+        return script.Mutant(
+            "toy", replace, "wrong", "code_under_test.py", "a + b", replace, [f"test_it.py::{test}"]
+        )
 
     mutants = [mutant("a - b", "test_sum"), mutant("a * b", "test_sum"), mutant("b", "test_broken")]
     assert script.run(mutants, tmp_path, processes=1) == 1
@@ -84,5 +96,7 @@ def test_the_table_of_results_names_bugs_that_are_there(script: ModuleType) -> N
 def test_bugs_are_written_alike() -> None:
     for file in FOLDER.glob("*.yaml"):
         for row in yaml.safe_load(file.read_text()):
-            assert [*row] == ["name", "bug", "file", "find", "replace", "tests"], f"{file.name}: {row['name']}"
+            assert [*row] == ["name", "bug", "file", "find", "replace", "tests"], (
+                f"{file.name}: {row['name']}"
+            )
             assert "|" not in row["bug"] and row["find"] != row["replace"], row["name"]

@@ -12,7 +12,8 @@ from nanotrain.cli.main import main
 from tests.train.conftest import logging_as_before  # noqa: F401 a fixture
 from tests.train.small_run import arguments
 
-# Of processor time, which a busy machine does not lengthen. 2 s are the aim; torch is imported in some.
+# Of processor time, which a busy machine does not lengthen. 2 s are the aim; torch is imported in
+# some.
 SOON_S = 30.0
 pytestmark = pytest.mark.usefixtures("logging_as_before")
 
@@ -45,7 +46,14 @@ def hugging_face(**changes: object) -> Callable[[Path], list[str]]:
         text = json.dumps(values).replace('"NaN"', "NaN")
         write(folder / "hf" / "config.json", text)
         wanted = ["--mock-data", "--num-workers", "0", "--eval-interval", "0", "--seq-length", "16"]
-        return ["train", *wanted, "--run-dir", str(folder / "run"), "--pretrained-checkpoint", str(folder / "hf")]
+        return [
+            "train",
+            *wanted,
+            "--run-dir",
+            str(folder / "run"),
+            "--pretrained-checkpoint",
+            str(folder / "hf"),
+        ]
 
     return line
 
@@ -71,27 +79,54 @@ def prepare(folder: Path, source: Path, *more: str) -> list[str]:
 ODD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "nested sections": (recipe("model: " + "[" * 5000), "r.yaml cannot be read"),
     "self-including recipe": (self_including, "cannot be composed|includes itself"),
-    "latin-1 recipe": (recipe("train: {run_dir: f\xfcr}".encode("latin-1")), "r.yaml cannot be read"),
+    "latin-1 recipe": (
+        recipe("train: {run_dir: f\xfcr}".encode("latin-1")),
+        "r.yaml cannot be read",
+    ),
     "binary recipe": (recipe(b"\x00\x01\xff"), "r.yaml cannot be read"),
     "a list for a recipe": (recipe("[1, 2]"), "r.yaml"),
-    "layers": (training("--num-layers", "1000000000"), "num_layers is 1000000000: it must be at least 1 and at most"),
+    "layers": (
+        training("--num-layers", "1000000000"),
+        "num_layers is 1000000000: it must be at least 1 and at most",
+    ),
     "hidden size": (training("--hidden-size", "9" * 5000), "hidden_size"),
     "steps": (training("--train-iters", "9" * 27), "train_iters is too large: numbers are at most"),
-    "batch": (training("--global-batch-size", "9" * 11), "global_batch_size is 9+: it must be at least 1 and at most"),
-    "microbatches": (training("--global-batch-size", "1000000"), "microbatches per rank: at most 65,536"),
-    "timeout": (training("--distributed-timeout-minutes", "9" * 12), "it must be above 0 and at most 525600"),
+    "batch": (
+        training("--global-batch-size", "9" * 11),
+        "global_batch_size is 9+: it must be at least 1 and at most",
+    ),
+    "microbatches": (
+        training("--global-batch-size", "1000000"),
+        "microbatches per rank: at most 65,536",
+    ),
+    "timeout": (
+        training("--distributed-timeout-minutes", "9" * 12),
+        "it must be above 0 and at most 525600",
+    ),
     "seed": (training("--seed", str(2**70)), "seed is too large: numbers are at most"),
-    "workers": (training("--num-workers", "100000"), "num_workers is 100000: it must be at least 0 and at most"),
+    "workers": (
+        training("--num-workers", "100000"),
+        "num_workers is 100000: it must be at least 0 and at most",
+    ),
     "empty run folder": (training("--run-dir", ""), "run_dir is empty|--run-dir has no value"),
     "empty run folder in Hydra's form": (training("train.run_dir=''"), "run_dir is empty"),
     "world size": (
         lambda folder: ["topology", "--world-size", "1000000000"],
         "--world-size: .* is no whole number|at most",
     ),
-    "weight of a corpus": (training("data.mock_data=false", "--data-path", "1e99999999", "x"), "1e99999999"),
-    "empty output": (lambda folder: ["prepare", "--input", "x", "--output", "", "--tokenizer", "bytes"], "--output"),
+    "weight of a corpus": (
+        training("data.mock_data=false", "--data-path", "1e99999999", "x"),
+        "1e99999999",
+    ),
+    "empty output": (
+        lambda folder: ["prepare", "--input", "x", "--output", "", "--tokenizer", "bytes"],
+        "--output",
+    ),
     "damaged parquet page": (damaged_parquet, "in.parquet cannot be read: "),
-    "text as a size": (hugging_face(hidden_size="big"), "config.json has an entry that describes no model"),
+    "text as a size": (
+        hugging_face(hidden_size="big"),
+        "config.json has an entry that describes no model",
+    ),
     "negative size": (hugging_face(num_hidden_layers=-1), "num_(hidden_)?layers is -1"),
     "NaN as a size": (hugging_face(vocab_size="NaN"), "vocab_size is (nan|NaN)"),
     "fraction as a size": (hugging_face(num_attention_heads=2.5), "num_attention_heads is 2.5"),
@@ -107,7 +142,9 @@ ODD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_input_is_one_clear_error(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_odd_input_is_one_clear_error(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     line, says = ODD[name]
     argv = line(tmp_path)
     capfd.readouterr()
@@ -122,7 +159,9 @@ def test_odd_input_is_one_clear_error(name: str, tmp_path: Path, capfd: pytest.C
 
 
 @pytest.mark.parametrize("text", ["²", "٣", "1_0", " 2", "+2", "9" * 5000])
-def test_a_world_size_in_other_digits_is_an_error(text: str, tmp_path: Path, capfd, monkeypatch) -> None:
+def test_a_world_size_in_other_digits_is_an_error(
+    text: str, tmp_path: Path, capfd, monkeypatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", text)
     assert main(training()(tmp_path)) == 2
     assert "WORLD_SIZE is" in capfd.readouterr().err
@@ -131,14 +170,22 @@ def test_a_world_size_in_other_digits_is_an_error(text: str, tmp_path: Path, cap
 def test_a_data_path_may_contain_a_space(tmp_path: Path, capfd) -> None:
     write(tmp_path / "my corpus" / "in.txt", "some text\n" * 300)
     assert main(prepare(tmp_path / "my corpus", tmp_path / "my corpus" / "in.txt")) == 0
-    line = arguments(tmp_path / "run", "--train-iters", "1", "--data-path", str(tmp_path / "my corpus" / "out"))
+    line = arguments(
+        tmp_path / "run", "--train-iters", "1", "--data-path", str(tmp_path / "my corpus" / "out")
+    )
     assert main(["train", *(word for word in line if word != "--mock-data"), "--split", "1"]) == 0
 
 
-def test_secrets_of_the_environment_are_in_no_file_and_no_message(tmp_path: Path, capfd, monkeypatch) -> None:
+def test_secrets_of_the_environment_are_in_no_file_and_no_message(
+    tmp_path: Path, capfd, monkeypatch
+) -> None:
     monkeypatch.setenv("NANOTRAIN_TEST_KEY", "hunter2")
     reference = "${oc.env:NANOTRAIN_TEST_KEY}"
-    line = [*training()(tmp_path), f"train.wandb_project={reference}", f"train.generate_prompt='x {reference}'"]
+    line = [
+        *training()(tmp_path),
+        f"train.wandb_project={reference}",
+        f"train.generate_prompt='x {reference}'",
+    ]
     line += ["train.wandb=true", "train.generate_tokens=0"]
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert main([*line, "--no-save"]) in (0, 2)

@@ -1,4 +1,6 @@
-"""`~` and variables mean the same in every path option; an address is one error where no corpus is named."""
+"""`~` and variables mean the same in every path option; an address is one error where no corpus is
+named.
+"""
 
 from pathlib import Path
 
@@ -18,19 +20,35 @@ FLAGS = (
     "--config-dir",
 )
 COMMANDS = (
-    *("report RUN", "runs RUN", "watch RUN", "compare RUN RUN", "timeline RUN", "report . --output RUN.html"),
+    *(
+        "report RUN",
+        "runs RUN",
+        "watch RUN",
+        "compare RUN RUN",
+        "timeline RUN",
+        "report . --output RUN.html",
+    ),
     *("checkpoint inspect RUN", "checkpoint verify RUN", "checkpoint average . --output RUN"),
     *("checkpoint import-hf RUN x", "checkpoint import-hf . RUN", "checkpoint export-hf . RUN"),
-    *("checkpoint export-hf . x --tokenizer RUN", "checkpoint export-dcp . RUN", "checkpoint export-megatron . RUN"),
+    *(
+        "checkpoint export-hf . x --tokenizer RUN",
+        "checkpoint export-dcp . RUN",
+        "checkpoint export-megatron . RUN",
+    ),
     *("evaluate RUN --data x", "generate RUN", "topology --schedule 1f1b --png RUN.png"),
-    *("prepare --input RUN --output x --tokenizer bytes", "prepare --input . --output RUN --tokenizer bytes"),
+    *(
+        "prepare --input RUN --output x --tokenizer bytes",
+        "prepare --input . --output RUN --tokenizer bytes",
+    ),
     *("config +config=RUN.yaml", *(f"config --mock-data {flag} RUN" for flag in FLAGS)),
 )
 
 
 LOCAL = ("watch", "timeline", "topology", "config")
 SWEEP = "sweep --over lr=1e-3 --run-dir RUN --mock-data --vocab-size 64"
-NO_PATH = tuple(f"is no path: {why}" for why in ("files are read", "the page follows files", "profiles stay on"))
+NO_PATH = tuple(
+    f"is no path: {why}" for why in ("files are read", "the page follows files", "profiles stay on")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +63,12 @@ def test_home_and_variables_are_replaced(tmp_path: Path) -> None:
     assert [expanded(text) for text in ("~/a", "$BUCKET/a", "${BUCKET}s", "org/model", "0.7")] == [
         *(str(tmp_path / "home/a"), "b/a", "bs", "org/model", "0.7")
     ]
-    assert str(parse_data_path(["0.7", "~/a", "0.3", "$BUCKET"])[0].prefix) == str(tmp_path / "home/a")
-    config = load_config(["--mock-data", "--run-dir", "~/r", "--load", "${BUCKET}/l", "--tensorboard-dir=$BUCKET"])
+    assert str(parse_data_path(["0.7", "~/a", "0.3", "$BUCKET"])[0].prefix) == str(
+        tmp_path / "home/a"
+    )
+    config = load_config(
+        ["--mock-data", "--run-dir", "~/r", "--load", "${BUCKET}/l", "--tensorboard-dir=$BUCKET"]
+    )
     assert config.train.run_dir == str(tmp_path / "home/r")
     assert config.checkpoint.load == "b/l" and config.train.tensorboard_dir == "b"
 
@@ -65,7 +87,9 @@ def test_the_password_of_an_address_is_not_shown() -> None:
         ("~none-/x", "no user's"),
     ],
 )
-def test_what_cannot_be_replaced_is_an_error(text: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_replaced_is_an_error(
+    text: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_TOKEN", "hidden")
     with pytest.raises(ConfigError) as caught:
         expanded(text)
@@ -73,8 +97,17 @@ def test_what_cannot_be_replaced_is_an_error(text: str, why: str, monkeypatch: p
 
 
 def test_secrets_are_told_by_their_names() -> None:
-    secrets = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MYSQL_PWD", "Password", "NANOTRAIN_NOTIFY")
-    assert all(map(is_secret, secrets)) and not any(map(is_secret, ("HOME", "SCRATCH", "PWD", "TOKENIZER_MODEL")))
+    secrets = (
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "MYSQL_PWD",
+        "Password",
+        "NANOTRAIN_NOTIFY",
+    )
+    assert all(map(is_secret, secrets)) and not any(
+        map(is_secret, ("HOME", "SCRATCH", "PWD", "TOKENIZER_MODEL"))
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -88,7 +121,9 @@ def test_an_unknown_scheme_is_one_error_in_every_command(
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", [*(command for command in COMMANDS if command.split()[0] in LOCAL), SWEEP])
+@pytest.mark.parametrize(
+    "command", [*(command for command in COMMANDS if command.split()[0] in LOCAL), SWEEP]
+)
 def test_an_address_is_one_error_where_files_are_local(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -107,7 +142,9 @@ def test_an_address_of_a_run_has_a_known_scheme_and_no_secrets(
     assert main(f"config --mock-data {flag} s3://me:hidden@bucket/run".split()) == 2
     error = capsys.readouterr().err
     assert "s3://bucket/run is no address" in error and "hidden" not in error
-    assert load_config(["--mock-data", flag, "s3://bucket/run"]).checkpoint.async_save == (flag != "--load")
+    assert load_config(["--mock-data", flag, "s3://bucket/run"]).checkpoint.async_save == (
+        flag != "--load"
+    )
     assert not any(tmp_path.iterdir())
 
 

@@ -11,7 +11,9 @@ import nanotrain
 
 
 def run_python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_all_is_sorted_and_every_name_in_it_is_there():
@@ -31,10 +33,10 @@ def test_the_face_fits_on_a_screen():
 
 def test_the_pure_rooms_come_without_torch():
     """Configuration and topology are what a planner on a laptop needs, and what `--help` waits for."""
-    rooms = (
-        "nanotrain, nanotrain.cli.main, nanotrain.config.load, nanotrain.config.compose, nanotrain.topology.topology"
-    )
-    loaded = run_python(f"import sys, {rooms}; nanotrain.load_config(['+config=tiny']); print(*sys.modules)").split()
+    rooms = "nanotrain, nanotrain.cli.main, nanotrain.config.load, nanotrain.config.compose, nanotrain.topology.topology"
+    loaded = run_python(
+        f"import sys, {rooms}; nanotrain.load_config(['+config=tiny']); print(*sys.modules)"
+    ).split()
     assert not {"torch", "transformers", "wandb"} & set(loaded)
 
 
@@ -48,4 +50,7 @@ def test_import_is_quick():
     began = os.times()
     run_python("import nanotrain")
     ended = os.times()
-    assert ended.children_user + ended.children_system - began.children_user - began.children_system < 1
+    assert (
+        ended.children_user + ended.children_system - began.children_user - began.children_system
+        < 1
+    )

@@ -1,4 +1,6 @@
-"""constraints.txt: its versions fit together, also with the CUDA build of torch that pip finds on PyPI."""
+"""constraints.txt: its versions fit together, also with the CUDA build of torch that pip finds on
+PyPI.
+"""
 
 from importlib.metadata import PackageNotFoundError, metadata, requires
 from pathlib import Path
@@ -8,13 +10,26 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 LINES = (Path(__file__).parent.parent / "constraints.txt").read_text().splitlines()
-PINS = {canonicalize_name(name): pin for name, _, pin in (line.partition("==") for line in LINES) if pin}
-# What the CUDA build of a version requires on PyPI; a CPU build requires neither, so nothing else here would notice.
-CUDA_BUILDS = {"2.13.0": ("triton==3.7.1", "setuptools>=77.0.3", "networkx>=2.5.1", "sympy>=1.13.3", "fsspec>=0.8.5")}
+PINS = {
+    canonicalize_name(name): pin for name, _, pin in (line.partition("==") for line in LINES) if pin
+}
+# What the CUDA build of a version requires on PyPI; a CPU build requires neither, so nothing else
+# here would notice.
+CUDA_BUILDS = {
+    "2.13.0": (
+        "triton==3.7.1",
+        "setuptools>=77.0.3",
+        "networkx>=2.5.1",
+        "sympy>=1.13.3",
+        "fsspec>=0.8.5",
+    )
+}
 
 
 def required_by(name: str) -> list[Requirement]:
-    """The requirements of an installed package, without those of its extras; empty where it is not installed."""
+    """The requirements of an installed package, without those of its extras; empty where it is not
+    installed.
+    """
     try:
         listed = [Requirement(text) for text in requires(name) or ()]
     except PackageNotFoundError:
@@ -42,7 +57,9 @@ def test_pinned_versions_install_with_every_python_3_11() -> None:
 
 
 def python_of(name: str) -> str:
-    """The versions of Python that an installed package accepts; all where it is not installed or does not say."""
+    """The versions of Python that an installed package accepts; all where it is not installed or
+    does not say.
+    """
     try:
         return metadata(name).get("Requires-Python", "")
     except PackageNotFoundError:

@@ -1,4 +1,6 @@
-"""Any module on several ranks trains as with torch's AdamW on one, under every strategy; checkpoints load in all."""
+"""Any module on several ranks trains as with torch's AdamW on one, under every strategy;
+checkpoints load in all.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +27,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "optim_grads_params": (2, {"strategy": "optim_grads_params"}),
     "no_shard on 4": (4, {"strategy": "no_shard"}),
     "optim_grads_params on 4, overlap": (4, {"strategy": "optim_grads_params", **OVERLAP}),
-    "units kept until their backward": (2, {"strategy": "optim_grads_params", "reshard_after_forward": False}),
+    "units kept until their backward": (
+        2,
+        {"strategy": "optim_grads_params", "reshard_after_forward": False},
+    ),
     "fixed memory, mean in the collective": (
         2,
-        {"strategy": "optim_grads_params", "fsdp_double_buffer": True, "ddp_average_in_collective": True},
+        {
+            "strategy": "optim_grads_params",
+            "fsdp_double_buffer": True,
+            "ddp_average_in_collective": True,
+        },
     ),
     "two instances": (4, {"strategy": "optim_grads_params", "instances": 2}),
     "two instances, state sharded across": (
@@ -43,7 +52,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(24), nn.Linear(24, 40), nn.Linear(40, 24, bias=False)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(24),
+            nn.Linear(24, 40),
+            nn.Linear(40, 24, bias=False),
+        )
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         inner = F.gelu(self.up(self.norm(hidden)))
@@ -116,7 +129,9 @@ def weights_of(sharded: ShardedModule) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in sharded.module.named_parameters()}
 
 
-def train_and_save(context: ParallelContext, model: nn.Module, layout: str, folder: Path) -> dict[str, Tensor]:
+def train_and_save(
+    context: ParallelContext, model: nn.Module, layout: str, folder: Path
+) -> dict[str, Tensor]:
     sharded = shard(model, context, layout)
     assert len(sharded.data_parallel.buckets) > 2
     train(sharded, context, range(STEPS))
@@ -124,7 +139,9 @@ def train_and_save(context: ParallelContext, model: nn.Module, layout: str, fold
     return weights_of(sharded)
 
 
-def load_and_train(context: ParallelContext, layout: str, checkpoint: Path) -> tuple[dict[str, Tensor], Tensor]:
+def load_and_train(
+    context: ParallelContext, layout: str, checkpoint: Path
+) -> tuple[dict[str, Tensor], Tensor]:
     model = Model()
     for param in model.parameters():
         param.data.zero_()
@@ -141,19 +158,28 @@ def expected() -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[dict[str, Tensor]]]]:
+def saved(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[Path, list[dict[str, Tensor]]]]:
     results = {}
     for layout, (ranks, _) in LAYOUTS.items():
         folder = tmp_path_factory.mktemp("sharded")
         arguments = (Model(), layout, folder)  # threads would draw its weights from one generator
-        results[layout] = folder, run_ranks(ranks, train_and_save, *arguments, shares=True, **options_of(layout))
+        results[layout] = (
+            folder,
+            run_ranks(ranks, train_and_save, *arguments, shares=True, **options_of(layout)),
+        )
     return results
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_equals_torch_on_one_rank(saved: Any, expected: dict[str, Tensor], layout: str) -> None:
+def test_training_equals_torch_on_one_rank(
+    saved: Any, expected: dict[str, Tensor], layout: str
+) -> None:
     by_rank = saved[layout][1]
-    assert by_rank[0].keys() == expected.keys() and "head.weight" not in expected, "tied to the embedding"
+    assert by_rank[0].keys() == expected.keys() and "head.weight" not in expected, (
+        "tied to the embedding"
+    )
     for name, value in expected.items():
         torch.testing.assert_close(by_rank[0][name], value, rtol=1e-4, atol=2e-6)
         assert all(torch.equal(weights[name], by_rank[0][name]) for weights in by_rank), name
@@ -165,7 +191,12 @@ def test_a_checkpoint_loads_in_another_strategy_and_number_of_ranks(saved: Any) 
     results = []
     for layout in ("optim", "two instances"):
         for loaded, updated in run_ranks(
-            LAYOUTS[layout][0], load_and_train, layout, checkpoint, shares=True, **options_of(layout)
+            LAYOUTS[layout][0],
+            load_and_train,
+            layout,
+            checkpoint,
+            shares=True,
+            **options_of(layout),
         ):
             assert all(torch.equal(loaded[name], value) for name, value in by_rank[0].items())
             results.append(updated)
@@ -203,7 +234,9 @@ def refuse_misuse(context: ParallelContext) -> None:
         ShardedModule(Model(), context, parallel=parallel, unit_classes=units, optim=decoupled)
     sparse = Model(tied=False)
     sparse.embedding = nn.Embedding(50, 24, sparse=True)
-    with pytest.raises(ConfigError, match="embedding has sparse gradients: .*; build it with sparse=False"):
+    with pytest.raises(
+        ConfigError, match="embedding has sparse gradients: .*; build it with sparse=False"
+    ):
         ShardedModule(sparse, context, parallel=parallel, unit_classes=units)
     sharded = ShardedModule(Model(), context, parallel=parallel, unit_classes=units)
     with pytest.raises(RuntimeError, match="step before the last microbatch"):
@@ -225,7 +258,9 @@ class Aliased(Model):
 def keep_references(context: ParallelContext, strategy: str, dtype: str) -> None:
     model, parallel = Aliased(), parallel_config(strategy=strategy)
     precision = PrecisionConfig(params_dtype=dtype)
-    sharded = ShardedModule(model, context, parallel=parallel, unit_classes=(Block,), precision=precision)
+    sharded = ShardedModule(
+        model, context, parallel=parallel, unit_classes=(Block,), precision=precision
+    )
     before = weights_of(sharded)["head.weight"]
     sharded.backward(model(tokens_of(0)))
     sharded.step()
@@ -235,7 +270,12 @@ def keep_references(context: ParallelContext, strategy: str, dtype: str) -> None
 
 @pytest.mark.parametrize(
     ("strategy", "dtype"),
-    [("no_shard", "fp32"), ("optim", "bf16"), ("optim_grads", "fp32"), ("optim_grads_params", "bf16")],
+    [
+        ("no_shard", "fp32"),
+        ("optim", "bf16"),
+        ("optim_grads", "fp32"),
+        ("optim_grads_params", "bf16"),
+    ],
 )
 def test_references_to_a_parameter_stay_valid(strategy: str, dtype: str) -> None:
     run_ranks(1, keep_references, strategy, dtype, strategy=strategy)
@@ -248,10 +288,15 @@ def test_frozen_parameters_and_wrong_order_are_refused() -> None:
 def muon_matrices(context: ParallelContext) -> list[str]:
     model = Model()
     for block in model.blocks:
-        block.scale = nn.Parameter(torch.ones(24))  # a block with a parameter of its own is a block still
+        # a block with a parameter of its own is a block still
+        block.scale = nn.Parameter(torch.ones(24))
     parallel = parallel_config(strategy="optim_grads_params")
     sharded = ShardedModule(model, context, parallel=parallel, unit_classes=(Block,))
-    return [name for name, local in sharded.data_parallel.params.items() if local.spec.needs_whole_matrix]
+    return [
+        name
+        for name, local in sharded.data_parallel.params.items()
+        if local.spec.needs_whole_matrix
+    ]
 
 
 def test_the_matrices_of_blocks_are_those_that_muon_updates() -> None:
@@ -266,8 +311,12 @@ def refuse_tensor_parallelism(context: ParallelContext) -> None:
 
 
 def refuse_another_strategy(context: ParallelContext) -> None:
-    with pytest.raises(ConfigError, match="no_shard in a context whose ranks form shard groups of 2"):
-        ShardedModule(Model(), context, parallel=parallel_config(strategy="no_shard"), unit_classes=(Block,))
+    with pytest.raises(
+        ConfigError, match="no_shard in a context whose ranks form shard groups of 2"
+    ):
+        ShardedModule(
+            Model(), context, parallel=parallel_config(strategy="no_shard"), unit_classes=(Block,)
+        )
 
 
 def test_a_context_of_another_strategy_is_refused() -> None:

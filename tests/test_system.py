@@ -1,4 +1,6 @@
-"""A process from its start to its end, and its host: imports, output, exit code, launcher; cores and memory."""
+"""A process from its start to its end, and its host: imports, output, exit code, launcher; cores
+and memory.
+"""
 
 import errno
 import gc
@@ -28,11 +30,31 @@ from nanotrain.system import (
 )
 from tests.harness import HANG_S
 
-# of torch, of Hugging Face, of pictures and reports, and of what hooks need only where they are asked for
-NEVER = ("torch._dynamo", "torch._inductor", "transformers", "datasets", "matplotlib", "pandas", "scipy", "pyarrow")
-NEVER += ("triton", "nanotrain.kernels.triton_softmax")  # which imports Triton where it is installed
-NEVER += ("wandb", "tensorboard", "torch.utils.tensorboard", "prometheus_client", "submitit", "lm_eval", "IPython")
-# before the first step; torch imports sympy for the first backward pass, and plotly draws the report at the end
+# of torch, of Hugging Face, of pictures and reports, and of what hooks need only where they are
+# asked for
+NEVER = (
+    "torch._dynamo",
+    "torch._inductor",
+    "transformers",
+    "datasets",
+    "matplotlib",
+    "pandas",
+    "scipy",
+    "pyarrow",
+)
+# which imports Triton where it is installed
+NEVER += ("triton", "nanotrain.kernels.triton_softmax")
+NEVER += (
+    "wandb",
+    "tensorboard",
+    "torch.utils.tensorboard",
+    "prometheus_client",
+    "submitit",
+    "lm_eval",
+    "IPython",
+)
+# before the first step; torch imports sympy for the first backward pass, and plotly draws the
+# report at the end
 BUILT = (*NEVER, "sympy", "torch.fx.experimental.symbolic_shapes", "plotly")
 BUILT += (
     "nanotrain.interop.hf.families",
@@ -63,7 +85,13 @@ assert main([*line, "--train-iters=1"]) == 0 and not imported(never), f"to train
 
 
 def test_a_run_and_a_generation_import_only_what_they_need(tmp_path: Path) -> None:
-    line = ["+config=tiny", "--mock-data", "--vocab-size=256", "--num-layers=1", "--global-batch-size=2"]
+    line = [
+        "+config=tiny",
+        "--mock-data",
+        "--vocab-size=256",
+        "--num-layers=1",
+        "--global-batch-size=2",
+    ]
     line += ["--eval-interval=0", "--generate-tokens=0", "--no-report", f"--run-dir={tmp_path}"]
     code = CODE.format(line=line, never=NEVER, built=BUILT)
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
@@ -78,7 +106,9 @@ def test_collection_is_as_before_where_torch_is_imported(monkeypatch: pytest.Mon
     assert gc.isenabled() and gc.get_freeze_count() == frozen
 
 
-def test_without_a_folder_for_temporary_files_there_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_for_temporary_files_there_is_one_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail() -> str:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
 
@@ -92,12 +122,16 @@ def test_without_a_folder_for_temporary_files_there_is_one_error(monkeypatch: py
     assert cli.main(["runs"]) == 2
 
 
-def test_a_deleted_working_folder_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_deleted_working_folder_is_one_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pytest.raises(EnvironmentFault, match="no working folder, .*: No such file .*; enter a folder .*cd"):
+    with pytest.raises(
+        EnvironmentFault, match="no working folder, .*: No such file .*; enter a folder .*cd"
+    ):
         require_folders()
 
 
@@ -131,7 +165,9 @@ def test_the_last_collection_runs_only_where_triton_would_report_what_is_left(
 
 
 @pytest.mark.parametrize(("world_size", "ends_at_once"), [("1", False), ("2", True)])
-def test_one_of_several_ranks_ends_at_once_after_an_error(monkeypatch, capfd, world_size, ends_at_once):
+def test_one_of_several_ranks_ends_at_once_after_an_error(
+    monkeypatch, capfd, world_size, ends_at_once
+):
     codes: list[int] = []
 
     def end_at_once(code: int) -> None:
@@ -157,7 +193,9 @@ end_with_launcher({"TORCHELASTIC_RUN_ID": "1"} if sys.argv[1] != "shell" else {}
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
-LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]])"
+LAUNCHER = (
+    "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]])"
+)
 
 
 def is_running(pid: int) -> bool:
@@ -165,7 +203,9 @@ def is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    status = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    status = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
     return bool(status.stdout.strip()) and not status.stdout.startswith("Z")
 
 
@@ -215,9 +255,12 @@ NOTE = "outlive_output('it goes on')\n"
 
 
 @pytest.mark.parametrize(
-    ("redirection", "reason"), [("> /dev/full", "No space left on device"), ("| true", "Broken pipe")]
+    ("redirection", "reason"),
+    [("> /dev/full", "No space left on device"), ("| true", "Broken pipe")],
 )
-def test_a_training_goes_on_without_its_output_and_says_so_once(redirection: str, reason: str) -> None:
+def test_a_training_goes_on_without_its_output_and_says_so_once(
+    redirection: str, reason: str
+) -> None:
     done = _run(f"{NOTE}{LINES}print('done', file=sys.stderr)", redirection)
     note = f"standard output cannot be written: {reason}; it goes on"
     assert (done.returncode, done.stderr.splitlines()) == (0, [note, "done"])
@@ -230,18 +273,30 @@ def test_a_pipe_that_nothing_reads_ends_other_commands_quietly() -> None:
 
 @pytest.mark.parametrize("redirection", ["2> /dev/full", "2>&1 | true"])
 def test_errors_that_cannot_be_printed_do_not_end_a_training(redirection: str) -> None:
-    assert _run(f"{NOTE}for number in range(3): print('x' * 99999, file=sys.stderr)", redirection).returncode == 0
+    assert (
+        _run(
+            f"{NOTE}for number in range(3): print('x' * 99999, file=sys.stderr)", redirection
+        ).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize("program", ["-m nanotrain.train", "examples/pretrain_gpt.py"])
-def test_a_run_ends_and_saves_where_the_disk_of_its_output_is_full(tmp_path: Path, program: str) -> None:
+def test_a_run_ends_and_saves_where_the_disk_of_its_output_is_full(
+    tmp_path: Path, program: str
+) -> None:
     line = "--mock-data --vocab-size 64 --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
     line += " --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --train-iters 2"
     command = f'exec "{sys.executable}" {program} {line} --eval-interval 0 --no-report --run-dir "$0" > /dev/full'
     shell = ["sh", "-c", command, str(tmp_path)]
     done = subprocess.run(shell, cwd=ROOT, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("No space left on device; training goes on, its steps are in metrics.jsonl") == 1
+    assert (
+        done.stderr.count(
+            "No space left on device; training goes on, its steps are in metrics.jsonl"
+        )
+        == 1
+    )
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
@@ -267,7 +322,11 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_without_control_groups_the_machine_counts(write) -> None:
-    assert (system.usable_cores(), system.core_limit(), system.available_memory()) == (8, None, 8_192_000_000)
+    assert (system.usable_cores(), system.core_limit(), system.available_memory()) == (
+        8,
+        None,
+        8_192_000_000,
+    )
 
 
 def test_nothing_is_known_without_proc(write, tmp_path: Path) -> None:
@@ -277,7 +336,13 @@ def test_nothing_is_known_without_proc(write, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("cpu", "cores"),
-    [("max 100000", 8), ("200000 100000", 2), ("150000 100000", 2), ("5000 100000", 1), ("6400000 100000", 8)],
+    [
+        ("max 100000", 8),
+        ("200000 100000", 2),
+        ("150000 100000", 2),
+        ("5000 100000", 1),
+        ("6400000 100000", 8),
+    ],
 )
 def test_cores_of_version_2(write, cpu: str, cores: int) -> None:
     write({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{cpu}\n"})
@@ -295,7 +360,12 @@ def test_cores_of_version_1(write, quota: str, cores: int) -> None:
 def test_memory_of_version_2_is_that_of_the_tightest_group_above(write) -> None:
     group = "sys/fs/cgroup/"
     write({"proc/self/cgroup": "0::/pod/container\n"})
-    write({f"{group}pod/container/memory.max": "max\n", f"{group}pod/container/memory.current": "70\n"})
+    write(
+        {
+            f"{group}pod/container/memory.max": "max\n",
+            f"{group}pod/container/memory.current": "70\n",
+        }
+    )
     assert system.available_memory() == 8_192_000_000
     write({f"{group}pod/memory.max": "4000\n", f"{group}pod/memory.current": "1000\n"})
     assert system.available_memory() == 3000
@@ -308,7 +378,12 @@ def test_memory_of_version_2_is_that_of_the_tightest_group_above(write) -> None:
 def test_memory_of_version_1(write) -> None:
     group = "sys/fs/cgroup/memory/a/"
     write({"proc/self/cgroup": "4:cpu:/\n3:memory:/a\n"})
-    write({f"{group}memory.limit_in_bytes": "9223372036854771712\n", f"{group}memory.usage_in_bytes": "500\n"})
+    write(
+        {
+            f"{group}memory.limit_in_bytes": "9223372036854771712\n",
+            f"{group}memory.usage_in_bytes": "500\n",
+        }
+    )
     assert system.available_memory() == 8_192_000_000
     write({f"{group}memory.limit_in_bytes": "4000\n"})
     write({f"{group}memory.stat": "inactive_file 7\ntotal_inactive_file 20\n"})
@@ -316,11 +391,14 @@ def test_memory_of_version_1(write) -> None:
 
 
 def test_this_machine_has_both() -> None:
-    assert 1 <= system.usable_cores() <= (os.cpu_count() or 1) and (system.available_memory() or 1) > 0
+    assert (
+        1 <= system.usable_cores() <= (os.cpu_count() or 1) and (system.available_memory() or 1) > 0
+    )
 
 
 @pytest.mark.parametrize(
-    ("ranks", "expected"), [(None, 8), ("1", 8), ("3", 2), ("8", 1), ("64", 1), ("0", 8), ("x", 8), ("", 8)]
+    ("ranks", "expected"),
+    [(None, 8), ("1", 8), ("3", 2), ("8", 1), ("64", 1), ("0", 8), ("x", 8), ("", 8)],
 )
 def test_the_ranks_of_a_machine_share_its_cores(
     ranks: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
@@ -333,7 +411,8 @@ def test_the_ranks_of_a_machine_share_its_cores(
 
 
 @pytest.mark.parametrize(
-    ("counts", "needed"), [({}, 64), ({"num_ranks": 2}, 72), ({"num_workers": 2}, 120), ({"num_workers": 4}, 144)]
+    ("counts", "needed"),
+    [({}, 64), ({"num_ranks": 2}, 72), ({"num_workers": 2}, 120), ({"num_workers": 4}, 144)],
 )
 def test_too_few_open_files_are_one_error_with_the_numbers(
     monkeypatch: pytest.MonkeyPatch, counts: dict[str, int], needed: int
@@ -342,21 +421,38 @@ def test_too_few_open_files_are_one_error_with_the_numbers(
         monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: (limit, limit))
         require_open_files(**counts)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (needed - 1, needed))
-    with pytest.raises(EnvironmentFault, match=f"may open {needed - 1} files: it needs {needed}, .*ulimit -n"):
+    with pytest.raises(
+        EnvironmentFault, match=f"may open {needed - 1} files: it needs {needed}, .*ulimit -n"
+    ):
         require_open_files(**counts)
 
 
 @pytest.mark.parametrize("launcher", [[], ["--nproc-per-node", "2"]], ids=["alone", "launcher"])
 def test_a_run_checks_its_open_files_before_it_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, launcher: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    launcher: list[str],
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (28, 28))
-    line = ["train", *launcher, "+config=tiny", "--mock-data", "--vocab-size", "64", "--run-dir", str(tmp_path / "run")]
+    line = [
+        "train",
+        *launcher,
+        "+config=tiny",
+        "--mock-data",
+        "--vocab-size",
+        "64",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     assert cli.main(line) == 2
-    assert "a process may open 28 files" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert (
+        "a process may open 28 files" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    )
 
 
-# Page faults of the second of two equal rounds of large blocks; every fault clears one page of 4 KiB.
+# Page faults of the second of two equal rounds of large blocks; every fault clears one page of 4
+# KiB.
 SECOND_ROUND = """
 import ctypes, resource
 from nanotrain.system import keep_freed_memory
@@ -372,9 +468,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 @pytest.mark.parametrize(
-    ("environment", "pages"), [({}, range(1000)), ({"MALLOC_MMAP_THRESHOLD_": "131072"}, range(10_000, 10**6))]
+    ("environment", "pages"),
+    [({}, range(1000)), ({"MALLOC_MMAP_THRESHOLD_": "131072"}, range(10_000, 10**6))],
 )
 def test_freed_memory_is_kept_unless_the_environment_sets_the_allocator(environment, pages) -> None:
     program = [sys.executable, "-c", SECOND_ROUND]
-    faults = int(subprocess.run(program, env=environment, capture_output=True, text=True, check=True).stdout)
+    faults = int(
+        subprocess.run(program, env=environment, capture_output=True, text=True, check=True).stdout
+    )
     assert faults in pages  # 218 MB are 55,808 pages

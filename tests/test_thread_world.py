@@ -26,7 +26,8 @@ def collect(ctx: ParallelContext) -> list[object]:
 def collect_over(ctx: ParallelContext, name: str) -> list[object]:
     group = ctx.group(name)
     mine = torch.arange(8.0) * (ctx.rank + 1)
-    first, second = (start_all_reduce(mine.clone(), group, op=op) for op in ("sum", "max"))  # both in flight
+    # both in flight
+    first, second = (start_all_reduce(mine.clone(), group, op=op) for op in ("sum", "max"))
     scattered, gathered = mine.new_empty(8 // group.size), mine.new_empty(8 * group.size)
     reduced = start_reduce_scatter_into(scattered, mine.clone(), group=group).wait()
     all_gather_into(gathered, mine, group=group)
@@ -40,7 +41,11 @@ def collect_over(ctx: ParallelContext, name: str) -> list[object]:
     ).wait()
     (received,) = start_ring_send_recv([mine], group).wait()
     results: list[Tensor] = [second.wait(), first.wait(), reduced, gathered, swapped, received]
-    objects = [all_gather_object(ctx.rank, group), gather_object(ctx.rank, group), broadcast_object(ctx.rank, group)]
+    objects = [
+        all_gather_object(ctx.rank, group),
+        gather_object(ctx.rank, group),
+        broadcast_object(ctx.rank, group),
+    ]
     return [*(tensor.tolist() for tensor in results), *objects]
 
 
@@ -56,7 +61,9 @@ def wait_for_a_rank_that_fails(ctx: ParallelContext) -> None:
 
 
 def test_a_rank_that_fails_ends_the_others_and_is_the_one_that_is_named() -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)^rank 1 \(dp1\) of 3: .*ValueError: planted.*rank 0, 2"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"(?s)^rank 1 \(dp1\) of 3: .*ValueError: planted.*rank 0, 2"
+    ):
         run_ranks(3, wait_for_a_rank_that_fails, threads=True)
 
 

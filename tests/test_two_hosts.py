@@ -1,4 +1,6 @@
-"""Drills of `scripts/two_hosts`; they take a minute of processor time each, so they run only when asked for."""
+"""Drills of `scripts/two_hosts`; they take a minute of processor time each, so they run only when
+asked for.
+"""
 
 import os
 import subprocess
@@ -12,12 +14,16 @@ DRILLS = "NANOTRAIN_DRILLS"
 
 
 @pytest.mark.parametrize(
-    "drill", [["resume"], ["shrink"], ["shrink", "--localhost", "--ranks-per-host", "1"]], ids=" ".join
+    "drill",
+    [["resume"], ["shrink"], ["shrink", "--localhost", "--ranks-per-host", "1"]],
+    ids=" ".join,
 )
 def test_a_killed_host_costs_no_more_than_the_steps_since_the_last_save(drill: list[str]) -> None:
     if not os.environ.get(DRILLS):
         pytest.skip(f"set {DRILLS}=1 to run it")
-    finished = subprocess.run([sys.executable, SCRIPT, *drill], capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        [sys.executable, SCRIPT, *drill], capture_output=True, text=True, check=False
+    )
     if finished.returncode == 77:
         pytest.skip(finished.stdout.strip())
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -36,6 +42,14 @@ def test_a_system_without_namespaces_is_a_reason_to_skip_not_a_success(tmp_path:
     ):
         environment = {"PATH": str(path)}
         finished = subprocess.run(
-            [sys.executable, SCRIPT, "resume"], env=environment, capture_output=True, text=True, check=False
+            [sys.executable, SCRIPT, "resume"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        assert finished.returncode == 77 and finished.stdout.startswith("skipped: ") and reason in finished.stdout
+        assert (
+            finished.returncode == 77
+            and finished.stdout.startswith("skipped: ")
+            and reason in finished.stdout
+        )

@@ -1,7 +1,9 @@
-"""Every damaged byte has a name: thousands of mutated files, each refused with an error of ours or harmless.
+"""Every damaged byte has a name: thousands of mutated files, each refused with an error of ours or
+harmless.
 
-A mutation is harmless if what is read equals what was written. A Hugging Face file has no checksum of its values, and
-an `.idx` none of its document borders, so there only tracebacks are looked for in these parts.
+A mutation is harmless if what is read equals what was written. A Hugging Face file has no checksum
+of its values, and an `.idx` none of its document borders, so there only tracebacks are looked for
+in these parts.
 """
 
 import json
@@ -42,7 +44,23 @@ from tests.laws.megatron_file import write_tokens
 
 BOMBS = ("[" * 100_000, '{"a":' * 100_000, "[" * 900 + "]" * 900)
 HOSTILE: tuple[Any, ...] = (
-    *(None, True, -1, 0, 2**31, 2**63, 10**400, 0.5, 1e308, "", "x", "../../etc/passwd", "/dev/zero", "a\0b", "\ud800"),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        2**31,
+        2**63,
+        10**400,
+        0.5,
+        1e308,
+        "",
+        "x",
+        "../../etc/passwd",
+        "/dev/zero",
+        "a\0b",
+        "\ud800",
+    ),
     *([], {}, [-1], [[]], {"": None}, [2**40, 2**40], ["x"] * 3),
 )
 
@@ -84,7 +102,9 @@ def test_pipes_folders_and_huge_files_are_not_read(tmp_path: Path) -> None:
         (lambda value: plain_file_name(value, "file"), "x"),
     ],
 )
-def test_values_of_another_kind_are_refused_with_the_name_of_the_field(check: Callable[[Any], Any], good: Any) -> None:
+def test_values_of_another_kind_are_refused_with_the_name_of_the_field(
+    check: Callable[[Any], Any], good: Any
+) -> None:
     assert check(good) == good
     refused = 0
     for value in HOSTILE:
@@ -106,7 +126,9 @@ def flips(content: bytes, count: int, *, draw: random.Random) -> Iterator[bytes]
         if number % 8:
             changed[start] ^= 1 << draw.randrange(8)
         else:
-            part = draw.choice([b"", bytes(changed[start:stop]) * 2, draw.randbytes(stop - start), b"[" * 3000])
+            part = draw.choice(
+                [b"", bytes(changed[start:stop]) * 2, draw.randbytes(stop - start), b"[" * 3000]
+            )
             changed[start : draw.choice([stop, stop, len(content)])] = part
         yield bytes(changed)
 
@@ -127,14 +149,18 @@ def rewrites(value: Any, count: int, *, draw: random.Random) -> Iterator[Any]:
         if draw.random() < 0.2:
             del spot[key]
         elif isinstance(inner, str | int) and draw.random() < 0.3:
-            spot[key] = inner + (type(inner)(draw.choice((1, 4, 64))) if isinstance(inner, int) else "x")
+            spot[key] = inner + (
+                type(inner)(draw.choice((1, 4, 64))) if isinstance(inner, int) else "x"
+            )
         else:
             spot[key] = draw.choice(HOSTILE)
         yield changed
 
 
 def tries(attempt: Callable[[], bool]) -> str:
-    """How an attempt to read a mutated file ends; anything but an error of ours fails the test by its traceback."""
+    """How an attempt to read a mutated file ends; anything but an error of ours fails the test by
+    its traceback.
+    """
     try:
         return "harmless" if attempt() else "silent"
     except NanotrainError as error:
@@ -146,7 +172,9 @@ def tries(attempt: Callable[[], bool]) -> str:
 def expect(ends: list[str], *, refused: float, silent: bool = False) -> None:
     share = ends.count("refused") / len(ends)
     assert share >= refused, f"only {share:.0%} were refused"
-    assert silent or "silent" not in ends, f"{ends.count('silent')} of {len(ends)} loaded other values in silence"
+    assert silent or "silent" not in ends, (
+        f"{ends.count('silent')} of {len(ends)} loaded other values in silence"
+    )
 
 
 class Saved:
@@ -163,8 +191,13 @@ class Saved:
         }
         self.objects = {"train": {"step": 7, "consumed_samples": 9}}
         config = {"model": {"vocab_size": 6, "moe": {"num_experts": None}}, "optim": {"lr": 0.1}}
-        self.path = self.writer.save(7, self.truth, objects=self.objects, config=config, topology={"dp": 1})
-        self.manifest, self.shard = self.path / "manifest.json", next(self.path.glob("*.safetensors"))
+        self.path = self.writer.save(
+            7, self.truth, objects=self.objects, config=config, topology={"dp": 1}
+        )
+        self.manifest, self.shard = (
+            self.path / "manifest.json",
+            next(self.path.glob("*.safetensors")),
+        )
 
     def is_read_back(self) -> bool:
         targets = {box: torch.zeros_like(tensor) for box, tensor in self.truth.items()}
@@ -234,7 +267,11 @@ def test_a_mutated_tokenizer_is_refused_or_encodes(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     body = json.loads(backend.to_str())
     contents = [json.dumps(rewritten).encode() for rewritten in rewrites(body, 150, draw=draw)]
-    for changed in (*flips(json.dumps(body).encode(), 150, draw=draw), *contents, BOMBS[0].encode()):
+    for changed in (
+        *flips(json.dumps(body).encode(), 150, draw=draw),
+        *contents,
+        BOMBS[0].encode(),
+    ):
         file.write_bytes(changed)
         ends.append(tries(lambda: bool(load_tokenizer(str(file)).encode("a b") or True)))
     expect(ends, refused=0.3)
@@ -253,9 +290,16 @@ def test_a_mutated_hugging_face_config_is_refused_or_describes_a_model(tmp_path:
                 "vocab_size": 9,
             }
         else:
-            body = config_to_hf(model_config, family="gpt2") | {"model_type": family, "rope_scaling": {"rope_theta": 2}}
+            body = config_to_hf(model_config, family="gpt2") | {
+                "model_type": family,
+                "rope_scaling": {"rope_theta": 2},
+            }
         contents = [json.dumps(rewritten).encode() for rewritten in rewrites(body, 250, draw=draw)]
-        for changed in (*flips(json.dumps(body).encode(), 250, draw=draw), *contents, *map(str.encode, BOMBS)):
+        for changed in (
+            *flips(json.dumps(body).encode(), 250, draw=draw),
+            *contents,
+            *map(str.encode, BOMBS),
+        ):
             file.write_bytes(changed)
             ends.append(tries(lambda: model_from_hf(tmp_path).hidden_size >= 0))
     expect(ends, refused=0.2)
@@ -268,7 +312,9 @@ def test_mutated_hugging_face_weights_are_refused_or_have_their_shapes(tmp_path:
 
     def is_read() -> bool:
         files = WeightFiles(tmp_path, prefix="model.")
-        return all(files.read(name, Box.full(shape)).shape == shape for name, shape in files.shapes.items())
+        return all(
+            files.read(name, Box.full(shape)).shape == shape for name, shape in files.shapes.items()
+        )
 
     content = weights.read_bytes()
     header_end = 8 + int.from_bytes(content[:8], "little")
@@ -276,9 +322,16 @@ def test_mutated_hugging_face_weights_are_refused_or_have_their_shapes(tmp_path:
         weights.write_bytes(changed + content[header_end:])
         ends.append(tries(is_read))
     weights.write_bytes(content)
-    table = {"metadata": {}, "weight_map": {"model.norm.weight": weights.name, "lm_head.weight": weights.name}}
+    table = {
+        "metadata": {},
+        "weight_map": {"model.norm.weight": weights.name, "lm_head.weight": weights.name},
+    }
     contents = [json.dumps(rewritten).encode() for rewritten in rewrites(table, 100, draw=draw)]
-    for changed in (*flips(json.dumps(table).encode(), 200, draw=draw), *contents, *map(str.encode, BOMBS)):
+    for changed in (
+        *flips(json.dumps(table).encode(), 200, draw=draw),
+        *contents,
+        *map(str.encode, BOMBS),
+    ):
         index.write_bytes(changed)
         ends.append(tries(is_read))
     expect(ends, refused=0.4)

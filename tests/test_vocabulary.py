@@ -1,4 +1,6 @@
-"""Retired identifiers stay retired: names in the code are the terms of torch and Megatron-LM (docs/glossary.md)."""
+"""Retired identifiers stay retired: names in the code are the terms of torch and Megatron-LM
+(docs/glossary.md).
+"""
 
 import ast
 import functools
@@ -42,12 +44,15 @@ def names_in(source: str) -> Iterator[tuple[int, str]]:
 @functools.cache
 def terms_for(name: str) -> tuple[str, ...]:
     """The terms to use instead of a retired identifier; none for others."""
-    return tuple(instead for pattern, instead in RETIRED_NAMES.items() if re.fullmatch(pattern, name))
+    return tuple(
+        instead for pattern, instead in RETIRED_NAMES.items() if re.fullmatch(pattern, name)
+    )
 
 
 def retired_names(source: str) -> list[tuple[int, str, str]]:
     """Line, retired identifier and the term to use."""
-    if not any(map(terms_for, set(re.findall(r"[^\W\d]\w*", source)))):  # as in most files: tokens take longer
+    # as in most files: tokens take longer
+    if not any(map(terms_for, set(re.findall(r"[^\W\d]\w*", source)))):
         return []
     return [(line, name, instead) for line, name in names_in(source) for instead in terms_for(name)]
 
@@ -77,7 +82,11 @@ def test_a_retired_identifier_is_found() -> None:
 PACKAGES = sorted(path for path in (ROOT / "nanotrain").rglob("__init__.py"))
 
 
-@pytest.mark.parametrize("path", PACKAGES, ids=lambda path: path.parent.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "path", PACKAGES, ids=lambda path: path.parent.relative_to(ROOT).as_posix()
+)
 def test_a_package_states_what_it_holds_and_what_it_does_not(path: Path) -> None:
-    first, *others = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")
+    first, *others = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split(
+        "\n\n"
+    )
     assert first.endswith((".", ":")) and any(text.endswith((".", ":")) for text in others), first

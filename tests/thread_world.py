@@ -1,11 +1,13 @@
-"""Ranks as threads of one process: the process group `threads`, whose collectives copy between tensors.
+"""Ranks as threads of one process: the process group `threads`, whose collectives copy between
+tensors.
 
-    rank 0 --post--> one slot per collective of the group --> the last rank computes all outputs --> Work done
-    rank 1 --post-->
+    rank 0 --post--> one slot per collective of the group --> the last rank computes all outputs -->
+    Work done rank 1 --post-->
 
-Collectives start without waiting and complete when all ranks have started them, as on NCCL and gloo; sums are in rank
-order. A world of processes over gloo spends most of its time in system calls (1.5 ms per rank for an all-reduce of four
-ranks), which shows nothing about the arithmetic of a layout. The flat collectives take the same calls as on NCCL.
+Collectives start without waiting and complete when all ranks have started them, as on NCCL and
+gloo; sums are in rank order. A world of processes over gloo spends most of its time in system calls
+(1.5 ms per rank for an all-reduce of four ranks), which shows nothing about the arithmetic of a
+layout. The flat collectives take the same calls as on NCCL.
 """
 
 import threading
@@ -67,24 +69,27 @@ class _Slot:
 class World:
     """What the ranks of a world share.
 
-    Attributes:
-        lock: protects all other fields.
-        failed: whether a rank has failed.
-        slots: collectives under way, by group and number.
-        messages: those whose other side has not started, in order, by side, group, sender, receiver and tag.
+    Attributes: lock: protects all other fields. failed: whether a rank has failed. slots:
+        collectives under way, by group and number. messages: those whose other side has not
+        started, in order, by side, group, sender, receiver and tag.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     failed: bool = False
     slots: dict[tuple[str, int], _Slot] = field(default_factory=dict)
-    messages: dict[tuple[str, str, int, int, int], list[tuple[Tensor, ThreadWork]]] = field(default_factory=dict)
+    messages: dict[tuple[str, str, int, int, int], list[tuple[Tensor, ThreadWork]]] = field(
+        default_factory=dict
+    )
 
     def fail(self) -> None:
         """End all waits with an error."""
         with self.lock:
             self.failed = True
             posts = [post for slot in self.slots.values() for post in slot.posts.values()]
-            for _, work in [*posts, *(each for waiting in self.messages.values() for each in waiting)]:
+            for _, work in [
+                *posts,
+                *(each for waiting in self.messages.values() for each in waiting),
+            ]:
                 work.abandon()
 
     def check(self) -> None:
@@ -117,27 +122,42 @@ class ThreadGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> ThreadWork:
         return self._post("broadcast", tensors[0], _broadcast, op=opts.rootRank)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> ThreadWork:
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> ThreadWork:
         return self._post("all_gather", (outputs[0], inputs[0]), _all_gather)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> ThreadWork:
+    def gather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> ThreadWork:
         return self._post("gather", (outputs[0] if outputs else [], inputs[0]), _all_gather)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> ThreadWork:
-        return self._post("all_gather", (list(output.view(self._size, -1)), tensor.view(-1)), _all_gather)
+        return self._post(
+            "all_gather", (list(output.view(self._size, -1)), tensor.view(-1)), _all_gather
+        )
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> ThreadWork:
         posted = (output.view(-1), tensor.view(self._size, -1))
         return self._post("reduce_scatter", posted, _reduce_scatter, op=opts.reduceOp)
 
     def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
     ) -> ThreadWork:
         posted = (_rows(output, output_splits, self._size), _rows(tensor, input_splits, self._size))
         return self._post("all_to_all", posted, _all_to_all)
 
     # the names of torch before 2.13
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    _allgather_base, _reduce_scatter_base, alltoall_base = (
+        all_gather_single,
+        reduce_scatter_single,
+        all_to_all_single,
+    )
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> ThreadWork:
         return self._message("send", tensors[0], (self._name, self._rank, peer, tag))
@@ -145,14 +165,18 @@ class ThreadGroup(dist.ProcessGroup):
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> ThreadWork:
         return self._message("receive", tensors[0], (self._name, peer, self._rank, tag))
 
-    def _post(self, name: str, tensors: Any, compute: Callable[..., None], *, op: Any = None) -> ThreadWork:
+    def _post(
+        self, name: str, tensors: Any, compute: Callable[..., None], *, op: Any = None
+    ) -> ThreadWork:
         """Take part in this group's next collective; the last rank computes the outputs of all."""
         world, work = self._world, ThreadWork()
         self._count += 1
         with world.lock:
             world.check()
             slot = world.slots.setdefault((self._name, self._count), _Slot(name))
-            assert slot.op == name, f"rank {self._rank} of {self._name} starts {name}, another one {slot.op}"
+            assert slot.op == name, (
+                f"rank {self._rank} of {self._name} starts {name}, another one {slot.op}"
+            )
             slot.posts[self._rank] = (tensors, work)
             if len(slot.posts) < self._size:
                 return work
@@ -181,7 +205,8 @@ class ThreadGroup(dist.ProcessGroup):
         return work
 
 
-# `.data` has a version counter of its own: as on NCCL and gloo, autograd does not see what a collective writes.
+# `.data` has a version counter of its own: as on NCCL and gloo, autograd does not see what a
+# collective writes.
 
 
 def _all_reduce(posts: Sequence[Tensor], op: Any) -> None:
@@ -250,28 +275,42 @@ def _prepare_process() -> None:
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # names of groups
     nn.attention.sdpa_kernel = _in_turn(nn.attention.sdpa_kernel)
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
-    # MKL chooses the kernel of a function at its first call. Of threads that call it first at the same time, one in a
-    # thousand has another kernel, whose results are off by 1e-3 in fp32 and by 7e-9 in fp64.
+    # MKL chooses the kernel of a function at its first call. Of threads that call it first at the
+    # same time, one in a thousand has another kernel, whose results are off by 1e-3 in fp32 and by
+    # 7e-9 in fp64.
     for x in (torch.full((8,), 0.5), torch.full((8,), 0.5, dtype=torch.float64)):
-        for function in (torch.cos, torch.erf, torch.exp, torch.expm1, torch.log, torch.log1p, torch.sin, torch.tanh):
+        for function in (
+            torch.cos,
+            torch.erf,
+            torch.exp,
+            torch.expm1,
+            torch.log,
+            torch.log1p,
+            torch.sin,
+            torch.tanh,
+        ):
             function(x)
 
 
 def _create(options: Any, _: Any) -> ThreadGroup:
-    return ThreadGroup(_thread.world, options.group_id, rank=options.group_rank, size=options.group_size)
+    return ThreadGroup(
+        _thread.world, options.group_id, rank=options.group_rank, size=options.group_size
+    )
 
 
 _thread = threading.local()  # its world
 
 
 def run_in_threads(num_ranks: int, function: Callable[[int], Any]) -> list[Any]:
-    """Call `function(rank)` on a thread per rank, each in a default process group of all; its results by rank.
+    """Call `function(rank)` on a thread per rank, each in a default process group of all; its
+    results by rank.
 
     For a process that does nothing else: torch's table of process groups becomes one per thread.
 
     Args:
         num_ranks: size of the world.
-        function: returns its result, and whether this rank is sound; when it is not, all others are ended.
+        function: returns its result, and whether this rank is sound; when it is not, all others are
+            ended.
     """
     world, store, replies = World(), dist.HashStore(), [None] * num_ranks
     _prepare_process()
@@ -283,7 +322,9 @@ def run_in_threads(num_ranks: int, function: Callable[[int], Any]) -> list[Any]:
         if not is_sound:
             world.fail()
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(num_ranks)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(num_ranks)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

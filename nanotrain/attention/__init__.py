@@ -1,4 +1,5 @@
-"""Attention of this rank's queries to keys and values: one table of backends, the kernels behind it, and their plans.
+"""Attention of this rank's queries to keys and values: one table of backends, the kernels behind
+it, and their plans.
 
     backends.py   BACKENDS: what each kernel can compute; the choice for a layer
     call.py       the protocols, and attention calls, planned once per microbatch for all layers

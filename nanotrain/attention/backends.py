@@ -1,4 +1,5 @@
-"""The table of attention backends: the features of each, and the choice of one for the layers of a model.
+"""The table of attention backends: the features of each, and the choice of one for the layers of a
+model.
 
 BACKENDS           the rows of backends.yaml, in the order of preference; a row is a kernel and its limits
 AttentionNeed      dtype, head dims and features of a layer
@@ -30,12 +31,15 @@ FEATURES = ("documents", "window", "sinks", "softcap", "dropout", "all-gather cp
 EVERYTHING = frozenset(FEATURES)
 AUTO = "auto"  # the value of --attention-backend that allows every automatic row
 HOPPER = (9, 0)
-FIRST_BF16 = (8, 0)  # the first CUDA compute capability with it, of kernels that older ones have too
+# the first CUDA compute capability with it, of kernels that older ones have too
+FIRST_BF16 = (8, 0)
 
 
 @dataclass(frozen=True)
 class Ability:
-    """Dtypes and features of a backend on one kind of device; all compute causal attention with grouped queries."""
+    """Dtypes and features of a backend on one kind of device; all compute causal attention with
+    grouped queries.
+    """
 
     dtypes: frozenset[str]
     features: frozenset[str]  # of FEATURES
@@ -51,9 +55,11 @@ class AttentionBackend:
     abilities: Mapping[str, Ability]  # by kind of device
     min_head_dim: int = 1
     max_head_dim: int | None = None
-    max_head_dim_hopper: tuple[int, int] | None = None  # on compute capability 9.0, and the first cuDNN that has it
+    # on compute capability 9.0, and the first cuDNN that has it
+    max_head_dim_hopper: tuple[int, int] | None = None
     head_dim_multiple: int = 1
-    value_dims: str = "any"  # beside the head dim of keys: any, "as wide as keys", or "no wider than keys"
+    # beside the head dim of keys: any, "as wide as keys", or "no wider than keys"
+    value_dims: str = "any"
     capability: tuple[int, int] = (0, 0)  # the first CUDA compute capability
     torch_version: tuple[int, int] = (2, 10)  # the first one
     is_deterministic: bool = False  # its backward on a GPU; on a CPU all are
@@ -79,7 +85,8 @@ class AttentionNeed:
         is_wanted = {
             "documents": config.data.reset_attention_mask or has_window and is_chunked,
             "window": has_window and not is_chunked,
-            "sinks": model.softmax_type != "vanilla" and (has_window or not model.sinks_in_windows_only),
+            "sinks": model.softmax_type != "vanilla"
+            and (has_window or not model.sinks_in_windows_only),
             "softcap": model.attn_logit_softcapping is not None,
             "dropout": model.attention_dropout > 0,
             "all-gather cp": cp_comm_type == "allgather",
@@ -102,7 +109,10 @@ class AttentionDevice:
     def of(cls, device: torch.device) -> "AttentionDevice":
         """The description of a live device with the installed torch."""
         return cls(
-            "cpu" if device.type == "cpu" else "cuda", compute_capability(device), installed_torch(), cudnn_version()
+            "cpu" if device.type == "cpu" else "cuda",
+            compute_capability(device),
+            installed_torch(),
+            cudnn_version(),
         )
 
 
@@ -116,7 +126,8 @@ def _sdpa(backend: str, **options: bool) -> Callable[[bool], AttentionKernel]:
     return lambda is_forced: SdpaKernel(backend if is_forced else None, **options)
 
 
-# by name of the row: the kernel; the argument says whether --attention-backend names the row, so SDPA must use it
+# by name of the row: the kernel; the argument says whether --attention-backend names the row, so
+# SDPA must use it
 KERNELS: dict[str, Callable[[bool], AttentionKernel]] = {
     "sdpa flash": _sdpa("FLASH_ATTENTION", pads_values=True),
     "varlen flash": lambda _: VarlenKernel(),
@@ -136,7 +147,11 @@ def _row(name: str, row: dict[str, Any]) -> AttentionBackend:
         for kind in ("cpu", "cuda")
         if kind in row
     }
-    row |= {key: tuple(row[key]) for key in ("capability", "torch_version", "max_head_dim_hopper") if key in row}
+    row |= {
+        key: tuple(row[key])
+        for key in ("capability", "torch_version", "max_head_dim_hopper")
+        if key in row
+    }
     return AttentionBackend(name, kernel=KERNELS[name], abilities=abilities, **row)
 
 
@@ -165,16 +180,32 @@ def lacks(backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDe
     if need.dtype not in ability.dtypes:
         missing.append(f"takes {' and '.join(sorted(ability.dtypes))}, not {need.dtype}")
     if device.torch_version < backend.torch_version:
-        missing.append(f"needs torch {_dotted(backend.torch_version)} or newer, not {_dotted(device.torch_version)}")
-    return missing if device.kind == "cpu" else [*missing, *_lacks_on_gpu(backend, need, device=device)]
+        missing.append(
+            f"needs torch {_dotted(backend.torch_version)} or newer, not {_dotted(device.torch_version)}"
+        )
+    return (
+        missing
+        if device.kind == "cpu"
+        else [*missing, *_lacks_on_gpu(backend, need, device=device)]
+    )
 
 
-def _lacks_on_gpu(backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDevice) -> list[str]:
+def _lacks_on_gpu(
+    backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDevice
+) -> list[str]:
     missing, width = [], max(need.head_dim, need.value_head_dim)
     if device.capability is not None and device.capability < backend.capability:
-        missing.append(f"needs compute capability {_dotted(backend.capability)}, not {_dotted(device.capability)}")
-    elif backend.is_in_graphs and need.dtype == "bf16" and (device.capability or FIRST_BF16) < FIRST_BF16:
-        missing.append(f"takes bf16 from compute capability 8.0 on, not {_dotted(device.capability or FIRST_BF16)}")
+        missing.append(
+            f"needs compute capability {_dotted(backend.capability)}, not {_dotted(device.capability)}"
+        )
+    elif (
+        backend.is_in_graphs
+        and need.dtype == "bf16"
+        and (device.capability or FIRST_BF16) < FIRST_BF16
+    ):
+        missing.append(
+            f"takes bf16 from compute capability 8.0 on, not {_dotted(device.capability or FIRST_BF16)}"
+        )
     most, wide = backend.max_head_dim, backend.max_head_dim_hopper
     if wide is not None and device.capability == HOPPER and device.cudnn >= wide[1]:
         most = wide[0]
@@ -185,8 +216,12 @@ def _lacks_on_gpu(backend: AttentionBackend, need: AttentionNeed, *, device: Att
     if need.head_dim % backend.head_dim_multiple or need.value_head_dim % backend.head_dim_multiple:
         missing.append(f"takes heads of multiples of {backend.head_dim_multiple} channels")
     is_wider, is_equal = need.value_head_dim > need.head_dim, need.value_head_dim == need.head_dim
-    if {"any": False, "as wide as keys": not is_equal, "no wider than keys": is_wider}[backend.value_dims]:
-        missing.append(f"takes values {backend.value_dims}, not {need.value_head_dim} and {need.head_dim} channels")
+    if {"any": False, "as wide as keys": not is_equal, "no wider than keys": is_wider}[
+        backend.value_dims
+    ]:
+        missing.append(
+            f"takes values {backend.value_dims}, not {need.value_head_dim} and {need.head_dim} channels"
+        )
     return missing
 
 
@@ -228,10 +263,9 @@ def choose_backend(flag: str, need: AttentionNeed, *, device: AttentionDevice) -
 class AttentionChoice:
     """The backends of a model's layers.
 
-    Attributes:
-        backends: backends and needs of layers without a window (False) and of layers with a window (True).
-        is_forced: whether --attention-backend selected them.
-        warning: why they are not the backends that --attention-backend selects; empty if they are.
+    Attributes: backends: backends and needs of layers without a window (False) and of layers with a
+        window (True). is_forced: whether --attention-backend selected them. warning: why they are
+        not the backends that --attention-backend selects; empty if they are.
     """
 
     backends: Mapping[bool, tuple[AttentionBackend, AttentionNeed]]
@@ -242,24 +276,35 @@ class AttentionChoice:
     def of(cls, config: Config, device: AttentionDevice) -> "AttentionChoice":
         """The choice for a configuration.
 
-        All backends compute the same attention. If the selected one cannot compute a layer on this device, those of
-        "auto" are used, so that a script written for another device runs.
+        All backends compute the same attention. If the selected one cannot compute a layer on this
+        device, those of "auto" are used, so that a script written for another device runs.
         """
         kinds = sorted(set(config.model.window_layers))
-        needs = {has_window: AttentionNeed.of(config, has_window=has_window) for has_window in kinds}
+        needs = {
+            has_window: AttentionNeed.of(config, has_window=has_window) for has_window in kinds
+        }
 
         def choose(flag: str) -> dict[bool, tuple[AttentionBackend, AttentionNeed]]:
-            return {kind: (choose_backend(flag, need, device=device), need) for kind, need in needs.items()}
+            return {
+                kind: (choose_backend(flag, need, device=device), need)
+                for kind, need in needs.items()
+            }
 
         try:
-            return cls(choose(config.train.attention_backend), config.train.attention_backend != AUTO)
+            return cls(
+                choose(config.train.attention_backend), config.train.attention_backend != AUTO
+            )
         except ConfigError as error:
-            warning = f"{error.what}: {error.why}; the backends of --attention-backend auto are used"
+            warning = (
+                f"{error.what}: {error.why}; the backends of --attention-backend auto are used"
+            )
             return cls(choose(AUTO), False, warning)
 
     def kernels(self) -> LayerKernels:
         """The kernels of the layers."""
-        kernels = {kind: backend.kernel(self.is_forced) for kind, (backend, _) in self.backends.items()}
+        kernels = {
+            kind: backend.kernel(self.is_forced) for kind, (backend, _) in self.backends.items()
+        }
         return LayerKernels(kernels.get(False) or SdpaKernel(), kernels.get(True) or TileKernel())
 
     def __str__(self) -> str:
@@ -269,5 +314,7 @@ class AttentionChoice:
         'sdpa flash (fp32)'
         """
         pairs = self.backends.values()
-        texts = [f"{row.name} ({', '.join((need.dtype, *named(need.features)))})" for row, need in pairs]
+        texts = [
+            f"{row.name} ({', '.join((need.dtype, *named(need.features)))})" for row, need in pairs
+        ]
         return "; ".join(dict.fromkeys(texts))

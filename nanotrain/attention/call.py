@@ -1,4 +1,5 @@
-"""The protocols of attention, and `AttentionCall`: what a kernel computes, planned once per microbatch for all layers.
+"""The protocols of attention, and `AttentionCall`: what a kernel computes, planned once per
+microbatch for all layers.
 
     CoreAttention     what a layer calls: query, key, value of this rank's tokens
     AttentionKernel   a row of backends.py: a function of query, key, value and an AttentionCall
@@ -6,8 +7,8 @@
     TileKernel        the kernel that computes every call, in tiles
     largest_logits    the largest logits of queries and keys
 
-Kernels return no logits, so for QK-clip the scores are computed once more, a block of queries at a time: one of the two
-matrix products of a forward, without gradients.
+Kernels return no logits, so for QK-clip the scores are computed once more, a block of queries at a
+time: one of the two matrix products of a forward, without gradients.
 
     B batch   S sequence   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
 """
@@ -20,7 +21,15 @@ import torch
 from torch import Tensor
 
 from nanotrain.attention.chunks import AttentionChunk, ScoreOptions
-from nanotrain.attention.tiles import LocalChunk, Spans, Tile, TilePlan, attend_tiles, on_device, plan_chunks
+from nanotrain.attention.tiles import (
+    LocalChunk,
+    Spans,
+    Tile,
+    TilePlan,
+    attend_tiles,
+    on_device,
+    plan_chunks,
+)
 from nanotrain.comm.autograd import eager
 
 BLOCK_NUMEL = 2**24  # scores at once: 64 MiB in fp32
@@ -29,12 +38,14 @@ BLOCK_NUMEL = 2**24  # scores at once: 64 MiB in fp32
 class CoreAttention(Protocol):
     """Causal softmax attention over sequences sharded across a cp group."""
 
-    def plan_mask(self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None) -> Any:
+    def plan_mask(
+        self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None
+    ) -> Any:
         """Prepare the attention mask, once per microbatch for all layers.
 
         Args:
-            segment_ids: [B, S] integers of the full sequences in host memory, equal within a segment; None if
-                attention crosses segments.
+            segment_ids: [B, S] integers of the full sequences in host memory, equal within a
+                segment; None if attention crosses segments.
             tokens: [B, S / cp], the tokens of this rank.
             window: earlier keys that a query attends to; None for all of them.
 
@@ -42,7 +53,9 @@ class CoreAttention(Protocol):
             The `mask` argument of `__call__`, in a form private to the backend.
         """
 
-    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: Any, scores: ScoreOptions | None) -> Tensor:
+    def __call__(
+        self, query: Tensor, *, key: Tensor, value: Tensor, mask: Any, scores: ScoreOptions | None
+    ) -> Tensor:
         """Attend.
 
         Args:
@@ -50,7 +63,8 @@ class CoreAttention(Protocol):
             key: [B, S / cp, G, D]; N is a multiple of G.
             value: [B, S / cp, G, Dv].
             mask: the result of `plan_mask` for this microbatch.
-            scores: softcap, sink, dropout and an observer of the logits; None if the model has none of them.
+            scores: softcap, sink, dropout and an observer of the logits; None if the model has none
+                of them.
 
         Returns:
             [B, S / cp, N, Dv].
@@ -61,7 +75,13 @@ class AttentionKernel(Protocol):
     """A function that computes a call."""
 
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, call: "AttentionCall", scores: ScoreOptions | None
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        call: "AttentionCall",
+        scores: ScoreOptions | None,
     ) -> Tensor:
         """query [B, Q, N, D], key [B, K, G, D], value [B, K, G, Dv] -> [B, Q, N, Dv]."""
 
@@ -105,11 +125,15 @@ class AttentionCall:
         return {}
 
     def _positions(self) -> tuple[Tensor, Tensor]:
-        queries, keys = (torch.arange(x.start, x.stop, device=self.device) for x in (self.queries, self.keys))
+        queries, keys = (
+            torch.arange(x.start, x.stop, device=self.device) for x in (self.queries, self.keys)
+        )
         return queries, keys
 
     @eager
-    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, scores: ScoreOptions | None = None) -> Tensor:
+    def __call__(
+        self, query: Tensor, *, key: Tensor, value: Tensor, scores: ScoreOptions | None = None
+    ) -> Tensor:
         """Attend: query [B, Q, N, D], key [B, K, G, D], value [B, K, G, Dv] -> [B, Q, N, Dv]."""
         if scores is not None and scores.observe is not None:
             with torch.no_grad():
@@ -124,7 +148,13 @@ class TileKernel:
     """Tiles without masks or with small ones (tiles.py)."""
 
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        call: AttentionCall,
+        scores: ScoreOptions | None,
     ) -> Tensor:
         """Attend tile by tile."""
         return attend_tiles(query, key=key, value=value, plan=call.tiles, scores=scores)
@@ -132,7 +162,8 @@ class TileKernel:
 
 @torch.no_grad()
 def largest_logits(chunk: AttentionChunk, *, block_numel: int = BLOCK_NUMEL) -> Tensor:
-    """The largest scaled and unmasked score of each head: [N] fp32, minus infinity for a head without any.
+    """The largest scaled and unmasked score of each head: [N] fp32, minus infinity for a head
+    without any.
 
     The products have the dtype of the queries: in bf16 a logit is exact to 2^-9.
     """
@@ -144,7 +175,9 @@ def largest_logits(chunk: AttentionChunk, *, block_numel: int = BLOCK_NUMEL) -> 
     for start in range(0, num_queries, length):
         stop = min(start + length, num_queries)
         keys = chunk.key[:, :, :stop] if chunk.is_causal else chunk.key
-        scores = (grouped[:, :, :, start:stop].flatten(2, 3) @ keys.mT).unflatten(2, (-1, stop - start))
+        scores = (grouped[:, :, :, start:stop].flatten(2, 3) @ keys.mT).unflatten(
+            2, (-1, stop - start)
+        )
         mask = _mask(chunk, start=start, stop=stop)
         if mask is not None:
             scores.masked_fill_(~mask, -torch.inf)
@@ -153,7 +186,9 @@ def largest_logits(chunk: AttentionChunk, *, block_numel: int = BLOCK_NUMEL) -> 
 
 
 def _mask(chunk: AttentionChunk, *, start: int, stop: int) -> Tensor | None:
-    """A mask that broadcasts to [B, G, N / G, stop - start, K], True where queries [start, stop) may attend."""
+    """A mask that broadcasts to [B, G, N / G, stop - start, K], True where queries [start, stop)
+    may attend.
+    """
     if chunk.is_causal:
         positions = torch.arange(stop, device=chunk.query.device)
         return positions[start:, None] >= positions

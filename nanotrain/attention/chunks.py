@@ -1,6 +1,8 @@
-"""Attention of queries to one chunk of keys, with the log-sum-exp that merges the results of several chunks.
+"""Attention of queries to one chunk of keys, with the log-sum-exp that merges the results of
+several chunks.
 
-Softmax over all keys follows from softmax over chunks of them, and the gradients of a chunk from the merged result:
+Softmax over all keys follows from softmax over chunks of them, and the gradients of a chunk from
+the merged result:
 
     lse = log(exp(lse_1) + exp(lse_2))        out = out_1 * exp(lse_1 - lse) + out_2 * exp(lse_2 - lse)
 
@@ -15,10 +17,11 @@ Softmax over all keys follows from softmax over chunks of them, and the gradient
     sink      one more score per head, whose weight multiplies no value (gpt-oss; Xiao et al. 2023)
     dropout   of the weights, by the sample, head, query and key (kernels/dropout.py)
 
-A sink s changes the result (out, lse) over all keys to (out * exp(lse - l), l) with l = log(exp(lse) + exp(s)). The
-backward of every chunk reads this result and needs no further change.
+A sink s changes the result (out, lse) over all keys to (out * exp(lse - l), l) with l =
+log(exp(lse) + exp(s)). The backward of every chunk reads this result and needs no further change.
 
-Milakov and Gimelshein, "Online normalizer calculation for softmax"; Dao, "FlashAttention-2", section 3.1.
+Milakov and Gimelshein, "Online normalizer calculation for softmax"; Dao, "FlashAttention-2",
+section 3.1.
 
     B batch   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
 """
@@ -45,12 +48,14 @@ class AttentionChunk:
     query: Tensor  # [B, N, Q, D]
     key: Tensor  # [B, G, K, D]
     value: Tensor  # [B, G, K, Dv]
-    # [B or 1, 1, Q, K] bool, True where attention is allowed; rows may be fully masked; None for no mask
+    # [B or 1, 1, Q, K] bool, True where attention is allowed; rows may be fully masked; None for no
+    # mask
     mask: Tensor | None
     is_causal: bool  # query i attends to keys 0..i (Q equals K); only without a mask
     scale: float  # of the scores
     softcap: float | None = None  # scores become c * tanh(score / c); None: unchanged
-    dropout: "WeightDropout | None" = None  # of the weights, at the positions of the queries and keys
+    # of the weights, at the positions of the queries and keys
+    dropout: "WeightDropout | None" = None
 
     def rows(self, rows: slice) -> "AttentionChunk":
         """The chunk of some queries only."""
@@ -73,7 +78,9 @@ class AttentionResult:
 
 @dataclass(frozen=True)
 class ChunkGradients:
-    """Gradients of query [B, N, Q, D], key [B, G, K, D] and value [B, G, K, Dv]; accumulate in `accumulate_dtype`."""
+    """Gradients of query [B, N, Q, D], key [B, G, K, D] and value [B, G, K, Dv]; accumulate in
+    `accumulate_dtype`.
+    """
 
     query: Tensor
     key: Tensor
@@ -110,13 +117,16 @@ def merge_log_sum_exp(total: AttentionResult, part: AttentionResult) -> None:
 def chunk_forward(chunk: AttentionChunk) -> AttentionResult:
     """Attention of a chunk's queries to its keys alone, with `out` in the dtype of the queries.
 
-    Fully masked rows get a very low log-sum-exp and a finite output, so they contribute nothing when merged.
+    Fully masked rows get a very low log-sum-exp and a finite output, so they contribute nothing
+    when merged.
     """
     result = _ops(chunk).forward(_repeat_and_pad(chunk))
     return replace(result, out=result.out[..., : chunk.value.shape[-1]])
 
 
-def chunk_backward(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor) -> ChunkGradients:
+def chunk_backward(
+    chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor
+) -> ChunkGradients:
     """The contribution of a chunk to the gradients.
 
     Args:
@@ -127,7 +137,11 @@ def chunk_backward(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tens
     padded = _repeat_and_pad(chunk)
     out, grad = (_pad(x, padded.value.shape[-1]) for x in (merged.out, grad))
     gradients = _ops(chunk).backward(padded, replace(merged, out=out), grad=grad)
-    groups, head_dim, value_head_dim = chunk.key.shape[1], chunk.key.shape[-1], chunk.value.shape[-1]
+    groups, head_dim, value_head_dim = (
+        chunk.key.shape[1],
+        chunk.key.shape[-1],
+        chunk.value.shape[-1],
+    )
     return ChunkGradients(
         gradients.query[..., :head_dim],
         _sum_repeats(gradients.key, groups)[..., :head_dim],
@@ -152,12 +166,15 @@ def _is_for_flash(chunk: AttentionChunk) -> bool:
 
 
 def _repeat_and_pad(chunk: AttentionChunk) -> AttentionChunk:
-    """Repeat key/value heads where the operator needs it, and zero-pad head dims to one multiple of 8, as CUDA's does.
+    """Repeat key/value heads where the operator needs it, and zero-pad head dims to one multiple of
+    8, as CUDA's does.
 
     The zeros change neither scores nor outputs.
     """
     repeats = 1 if _ops(chunk).takes_groups else chunk.query.shape[1] // chunk.key.shape[1]
-    key, value = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (chunk.key, chunk.value))
+    key, value = (
+        x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (chunk.key, chunk.value)
+    )
     head_dim = -(-max(key.shape[-1], value.shape[-1]) // 8) * 8
     query, key, value = (_pad(x, head_dim) for x in (chunk.query, key, value))
     return replace(chunk, query=query, key=key, value=value)
@@ -168,11 +185,17 @@ def _pad(x: Tensor, head_dim: int) -> Tensor:
 
 
 def _sum_repeats(grad: Tensor, groups: int) -> Tensor:
-    return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(2, dtype=accumulate_dtype(grad))
+    return (
+        grad
+        if grad.shape[1] == groups
+        else grad.unflatten(1, (groups, -1)).sum(2, dtype=accumulate_dtype(grad))
+    )
 
 
 def _bias(chunk: AttentionChunk) -> Tensor | None:
-    """The mask as a bias of the scores, finite: torch's operator returns a log-sum-exp of 0 for rows of -inf."""
+    """The mask as a bias of the scores, finite: torch's operator returns a log-sum-exp of 0 for
+    rows of -inf.
+    """
     if chunk.mask is None:
         return None
     masked = torch.finfo(chunk.query.dtype).min / 2
@@ -181,12 +204,20 @@ def _bias(chunk: AttentionChunk) -> Tensor | None:
 
 def _forward_cpu(chunk: AttentionChunk) -> AttentionResult:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        chunk.query, chunk.key, chunk.value, 0.0, chunk.is_causal, attn_mask=_bias(chunk), scale=chunk.scale
+        chunk.query,
+        chunk.key,
+        chunk.value,
+        0.0,
+        chunk.is_causal,
+        attn_mask=_bias(chunk),
+        scale=chunk.scale,
     )
     return AttentionResult(out, lse)
 
 
-def _backward_cpu(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor) -> ChunkGradients:
+def _backward_cpu(
+    chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor
+) -> ChunkGradients:
     inputs = grad, chunk.query, chunk.key, chunk.value, merged.out, merged.lse
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *inputs, 0.0, chunk.is_causal, attn_mask=_bias(chunk), scale=chunk.scale
@@ -201,10 +232,21 @@ def _forward_cuda(chunk: AttentionChunk) -> AttentionResult:
     return AttentionResult(outputs[0], outputs[1])
 
 
-def _backward_cuda(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor) -> ChunkGradients:
+def _backward_cuda(
+    chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor
+) -> ChunkGradients:
     # The state of the random generator only matters with dropout.
-    seed, offset = (torch.zeros(shape, dtype=torch.uint64, device=grad.device) for shape in ((2,), ()))
-    inputs = grad, chunk.query, chunk.key, chunk.value, merged.out.contiguous(), merged.lse.contiguous()
+    seed, offset = (
+        torch.zeros(shape, dtype=torch.uint64, device=grad.device) for shape in ((2,), ())
+    )
+    inputs = (
+        grad,
+        chunk.query,
+        chunk.key,
+        chunk.value,
+        merged.out.contiguous(),
+        merged.lse.contiguous(),
+    )
     lengths = None, None, chunk.query.shape[2], chunk.key.shape[2]
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *inputs, *lengths, 0.0, chunk.is_causal, seed, offset, scale=chunk.scale
@@ -213,14 +255,18 @@ def _backward_cuda(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tens
 
 
 def _scores(chunk: AttentionChunk) -> tuple[Tensor, Tensor | None]:
-    """[B, N, Q, K], very low but finite where masked, and the derivative by scores without softcap; None for 1."""
+    """[B, N, Q, K], very low but finite where masked, and the derivative by scores without softcap;
+    None for 1.
+    """
     dtype = accumulate_dtype(chunk.query)
     scores, slope = (chunk.query.to(dtype) @ chunk.key.to(dtype).mT) * chunk.scale, None
     if chunk.softcap is not None:
         scores = scores.div_(chunk.softcap).tanh_()
         slope = 1 - scores.square()
         scores = scores.mul_(chunk.softcap)
-    return scores if chunk.mask is None else scores.masked_fill_(~chunk.mask, torch.finfo(dtype).min / 2), slope
+    return scores if chunk.mask is None else scores.masked_fill_(
+        ~chunk.mask, torch.finfo(dtype).min / 2
+    ), slope
 
 
 def _row_blocks(chunk: AttentionChunk) -> list[slice]:
@@ -240,7 +286,9 @@ def _with_mask(chunk: AttentionChunk) -> AttentionChunk:
 def _forward_eager(chunk: AttentionChunk) -> AttentionResult:
     chunk = _with_mask(chunk)
     parts = [_forward_rows(chunk.rows(rows)) for rows in _row_blocks(chunk)]
-    return AttentionResult(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+    return AttentionResult(
+        torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2)
+    )
 
 
 def _forward_rows(chunk: AttentionChunk) -> AttentionResult:
@@ -252,9 +300,14 @@ def _forward_rows(chunk: AttentionChunk) -> AttentionResult:
     return AttentionResult((weights @ chunk.value.to(weights.dtype)).to(chunk.query.dtype), lse)
 
 
-def _backward_eager(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor) -> ChunkGradients:
+def _backward_eager(
+    chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor
+) -> ChunkGradients:
     chunk, queries = _with_mask(chunk), []
-    key, value = (torch.zeros(x.shape, dtype=merged.lse.dtype, device=x.device) for x in (chunk.key, chunk.value))
+    key, value = (
+        torch.zeros(x.shape, dtype=merged.lse.dtype, device=x.device)
+        for x in (chunk.key, chunk.value)
+    )
     for rows in _row_blocks(chunk):
         part = _backward_rows(chunk.rows(rows), merged.queries(rows), grad=grad[:, :, rows])
         queries.append(part.query)
@@ -263,7 +316,9 @@ def _backward_eager(chunk: AttentionChunk, merged: AttentionResult, *, grad: Ten
     return ChunkGradients(torch.cat(queries, 2), key, value)
 
 
-def _backward_rows(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor) -> ChunkGradients:
+def _backward_rows(
+    chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor
+) -> ChunkGradients:
     scores, slope = _scores(chunk)
     weights = scores.sub_(merged.lse[..., None]).exp_()
     query, key, value, out, grad = (
@@ -274,7 +329,8 @@ def _backward_rows(chunk: AttentionChunk, merged: AttentionResult, *, grad: Tens
         factors = chunk.dropout.factors(weights.shape[1], weights.dtype)
         weights_grad *= factors
         dropped = weights * factors
-    # Derivative of softmax: sum(grad * out) equals the sum over *all* keys of weight times the weight's gradient.
+    # Derivative of softmax: sum(grad * out) equals the sum over *all* keys of weight times the
+    # weight's gradient.
     scores_grad = weights * (weights_grad - (grad * out).sum(-1, keepdim=True)) * chunk.scale
     if slope is not None:
         scores_grad *= slope
@@ -290,7 +346,9 @@ FUSED = {
 
 @dataclass(frozen=True)
 class WeightDropout:
-    """Dropout of the attention weights of one layer and microbatch, at some positions where these are given."""
+    """Dropout of the attention weights of one layer and microbatch, at some positions where these
+    are given.
+    """
 
     words: Tensor  # [B], one random word per sample
     rate: float
@@ -305,7 +363,9 @@ class WeightDropout:
 
     def factors(self, num_heads: int, dtype: torch.dtype) -> Tensor:
         """[B, N, Q, K]: 0 where dropped, else 1 / (1 - rate)."""
-        assert self.queries is not None and self.keys is not None, "the dropout of a chunk has positions"
+        assert self.queries is not None and self.keys is not None, (
+            "the dropout of a chunk has positions"
+        )
         heads = torch.arange(self.first_head, self.first_head + num_heads, device=self.words.device)
         words = mix_in(mix_in(self.words[:, None], heads)[..., None], self.queries)
         return keep_factors(mix_in(words[..., None], self.keys), self.rate, dtype=dtype)
@@ -318,8 +378,8 @@ class ScoreOptions:
     sink: Tensor | None = None  # [N] of these heads
     softcap: float | None = None
     dropout: WeightDropout | None = None
-    # for QK-clip, called with all queries and keys that attend to each other, one chunk at a time; the option
-    # `first_head` is the index on this rank of the first of the chunk's query heads
+    # for QK-clip, called with all queries and keys that attend to each other, one chunk at a time;
+    # the option `first_head` is the index on this rank of the first of the chunk's query heads
     observe: Callable[..., None] | None = None
 
     @property
@@ -336,8 +396,12 @@ class ScoreOptions:
         observe = None if self.observe is None else partial(self.observe, first_head=first)
         return ScoreOptions(sink, self.softcap, dropout, observe)
 
-    def apply_to(self, chunk: AttentionChunk, *, samples: slice, queries: Tensor, keys: Tensor) -> AttentionChunk:
-        """A chunk with the softcap and the dropout, its queries and keys at these positions of some samples."""
+    def apply_to(
+        self, chunk: AttentionChunk, *, samples: slice, queries: Tensor, keys: Tensor
+    ) -> AttentionChunk:
+        """A chunk with the softcap and the dropout, its queries and keys at these positions of some
+        samples.
+        """
         dropout = self.dropout
         if dropout is not None:
             dropout = replace(dropout, words=dropout.words[samples], queries=queries, keys=keys)

@@ -1,11 +1,14 @@
-"""Attention with `torch.nn.attention.flex_attention`: documents, windows, sinks and soft-capped scores in one kernel.
+"""Attention with `torch.nn.attention.flex_attention`: documents, windows, sinks and soft-capped
+scores in one kernel.
 
-The mask is a table of blocks of queries and keys: a block is skipped, full, or masked by positions inside the kernel.
-The table is made on the host from the spans, without a tensor of queries by keys.
+The mask is a table of blocks of queries and keys: a block is skipped, full, or masked by positions
+inside the kernel. The table is made on the host from the spans, without a tensor of queries by
+keys.
 
-Queries, keys and values are padded with zeros to whole blocks: with a part of a block and a function of the scores the
-gradients of torch's kernel may be NaN (https://github.com/pytorch/pytorch/issues/153799). No query attends to a padded
-key, as keys end with the last query, and the outputs of padded queries are dropped.
+Queries, keys and values are padded with zeros to whole blocks: with a part of a block and a
+function of the scores the gradients of torch's kernel may be NaN
+(https://github.com/pytorch/pytorch/issues/153799). No query attends to a padded key, as keys end
+with the last query, and the outputs of padded queries are dropped.
 
     B batch   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
 """
@@ -28,7 +31,8 @@ BLOCK = 128  # queries and keys of a block, the default of FlexAttention
 
 
 def plan_blocks(call: AttentionCall, block: int = BLOCK) -> tuple[np.ndarray, np.ndarray]:
-    """The blocks of keys to which each block of queries attends in part, and those to which it does so in full; pure.
+    """The blocks of keys to which each block of queries attends in part, and those to which it does
+    so in full; pure.
 
     A partial block may have no pair; a block with padded keys is never full.
 
@@ -39,19 +43,25 @@ def plan_blocks(call: AttentionCall, block: int = BLOCK) -> tuple[np.ndarray, np
     first_keys = call.spans.first_keys[:, first_query : call.queries.stop]
     starts, key_starts = np.arange(0, num_queries, block), np.arange(0, num_keys, block)
     ends, key_ends = np.minimum(starts + block, num_queries) - 1, key_starts + block - 1
-    # first keys ascend: the first query of a block attends to the lowest keys, the last one to the fewest of them
+    # first keys ascend: the first query of a block attends to the lowest keys, the last one to the
+    # fewest of them
     low, low_of_all = first_keys[:, starts, None], first_keys[:, ends, None]
-    has_some = (key_starts <= (first_query + ends)[:, None]) & (np.minimum(key_ends, num_keys - 1) >= low)
+    has_some = (key_starts <= (first_query + ends)[:, None]) & (
+        np.minimum(key_ends, num_keys - 1) >= low
+    )
     has_all = (key_ends <= (first_query + starts)[:, None]) & (key_starts >= low_of_all)
     return has_some & ~has_all, has_all
 
 
 def build_block_mask(call: AttentionCall, block: int = BLOCK) -> Any:
     """The `BlockMask` of a call on its device."""
-    from torch.nn.attention.flex_attention import BlockMask  # imports the compiler, which takes seconds
+    # imports the compiler, which takes seconds
+    from torch.nn.attention.flex_attention import BlockMask
 
     (partial, full), first_query = plan_blocks(call, block), call.queries.start
-    num_queries, num_keys = (-(-len(positions) // block) * block for positions in (call.queries, call.keys))
+    num_queries, num_keys = (
+        -(-len(positions) // block) * block for positions in (call.queries, call.keys)
+    )
     of_queries = call.spans.first_keys[:, first_query : call.queries.stop]
     padding = ((0, 0), (0, num_queries - len(call.queries)))
     first_keys = on_device(np.pad(of_queries, padding, mode="edge"), call.device)
@@ -69,14 +79,20 @@ def build_block_mask(call: AttentionCall, block: int = BLOCK) -> Any:
 
 
 def _blocks(table: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The number of key blocks of each query block [B or 1, 1, Q / BLOCK] int32, and their indices first."""
+    """The number of key blocks of each query block [B or 1, 1, Q / BLOCK] int32, and their indices
+    first.
+    """
     numbers, indices = table.sum(-1), np.argsort(~table, axis=-1, kind="stable")
-    return on_device(numbers[:, None].astype(np.int32), device), on_device(indices[:, None].astype(np.int32), device)
+    return on_device(numbers[:, None].astype(np.int32), device), on_device(
+        indices[:, None].astype(np.int32), device
+    )
 
 
 @cache
 def _attend(device_type: str) -> Callable[..., Any]:
-    """FlexAttention: compiled on a GPU; else it writes out all scores, and on a CPU it has no backward."""
+    """FlexAttention: compiled on a GPU; else it writes out all scores, and on a CPU it has no
+    backward.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     attention: Any = flex_attention
@@ -88,10 +104,18 @@ class FlexKernel:
     """FlexAttention with the block mask of the call; sinks follow from its log-sum-exp."""
 
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        call: AttentionCall,
+        scores: ScoreOptions | None,
     ) -> Tensor:
         """Attend."""
-        assert scores is None or scores.dropout is None, "the table of backends sends dropout elsewhere"
+        assert scores is None or scores.dropout is None, (
+            "the table of backends sends dropout elsewhere"
+        )
         mask = call.kernel_plans.get("flex")
         if mask is None:
             mask = call.kernel_plans["flex"] = build_block_mask(call)

@@ -1,4 +1,5 @@
-"""Core attention with `torch.nn.functional.scaled_dot_product_attention`, for full sequences on one rank.
+"""Core attention with `torch.nn.functional.scaled_dot_product_attention`, for full sequences on one
+rank.
 
 attend         softmax attention, causal and aligned to the last key, or with a mask
 SdpaKernel     the causal one as a kernel; other calls are computed in tiles
@@ -37,13 +38,15 @@ def attend(
         query: [B, Q, N, D].
         key: [B, K, G, D].
         value: [B, K, G, Dv].
-        mask: [B or 1, 1, Q, K] bool, True where a query (row) may attend to a key (column); None for causal, aligned to
-            the last key. Then K > Q only on CUDA, and not inside compiled code.
-        repeats_heads: repeat key/value heads, for kernels without grouped queries. On a CPU 16-bit heads are always
-            repeated in training, because torch sums the gradients of a group in 16 bits (measured with six queries in
-            bf16: an error of 7.0e-3 instead of 4.1e-3).
-        pads_values: pad values that are narrower than keys with zeros, for kernels of one head dim; always on a CPU,
-            where torch falls back to its math kernel with unequal head dims, 2 to 4 times slower.
+        mask: [B or 1, 1, Q, K] bool, True where a query (row) may attend to a key (column); None
+            for causal, aligned to the last key. Then K > Q only on CUDA, and not inside compiled
+            code.
+        repeats_heads: repeat key/value heads, for kernels without grouped queries. On a CPU 16-bit
+            heads are always repeated in training, because torch sums the gradients of a group in 16
+            bits (measured with six queries in bf16: an error of 7.0e-3 instead of 4.1e-3).
+        pads_values: pad values that are narrower than keys with zeros, for kernels of one head dim;
+            always on a CPU, where torch falls back to its math kernel with unequal head dims, 2 to
+            4 times slower.
 
     Returns:
         [B, Q, N, Dv].
@@ -60,17 +63,23 @@ def attend(
     if is_padded:
         value = F.pad(value, (0, head_dim - value_head_dim))
     is_causal, bias = mask is None, cast(Any, mask)
-    # An `if`: in a graph for sequences of any length the lengths are symbols, and torch refuses a symbol as a flag.
+    # An `if`: in a graph for sequences of any length the lengths are symbols, and torch refuses a
+    # symbol as a flag.
     if is_causal and query.shape[2] != key.shape[2]:
-        from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which takes seconds
+        # imports the compiler, which takes seconds
+        from torch.nn.attention.bias import causal_lower_right
 
         is_causal, bias = False, causal_lower_right(query.shape[2], key.shape[2])
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=is_causal, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, is_causal=is_causal, enable_gqa=grouped
+    )
     return (out[..., :value_head_dim] if is_padded else out).transpose(1, 2)
 
 
 def restricted(backend: str | None) -> AbstractContextManager[None]:
-    """Let torch select one kernel of SDPA, by its name in `torch.nn.attention.SDPBackend`; None: any."""
+    """Let torch select one kernel of SDPA, by its name in `torch.nn.attention.SDPBackend`; None:
+    any.
+    """
     if backend is None:
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -83,20 +92,35 @@ def restricted(backend: str | None) -> AbstractContextManager[None]:
 class SdpaKernel:
     """`attend` for plain causal attention, tiles for other calls.
 
-    On the CPU `attend` would need a dense mask for fewer queries than keys, so tiles compute these too.
+    On the CPU `attend` would need a dense mask for fewer queries than keys, so tiles compute these
+    too.
     """
 
-    backend: str | None = None  # the kernel of SDPA on a GPU, by its name in `SDPBackend`; None where torch selects it
-    repeats_heads: bool = False  # repeat heads of key and value, for kernels without grouped queries
+    # the kernel of SDPA on a GPU, by its name in `SDPBackend`; None where torch selects it
+    backend: str | None = None
+    # repeat heads of key and value, for kernels without grouped queries
+    repeats_heads: bool = False
     pads_values: bool = False  # pad values on GPUs, for kernels of one head dim
 
     def attend(self, query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention."""
         with restricted(self.backend if query.is_cuda else None):
-            return attend(query, key=key, value=value, repeats_heads=self.repeats_heads, pads_values=self.pads_values)
+            return attend(
+                query,
+                key=key,
+                value=value,
+                repeats_heads=self.repeats_heads,
+                pads_values=self.pads_values,
+            )
 
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        call: AttentionCall,
+        scores: ScoreOptions | None,
     ) -> Tensor:
         """Attend."""
         if scores is None and call.is_causal and (call.queries == call.keys or not query.is_cpu):
@@ -115,7 +139,13 @@ class DenseKernel:
         self.backend = backend
 
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        call: AttentionCall,
+        scores: ScoreOptions | None,
     ) -> Tensor:
         """Attend."""
         if scores is None:
@@ -153,12 +183,20 @@ class SDPAttention:
         return AttentionCall(kernel, spans, range(tokens.shape[1]), tokens.device)
 
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, mask: AttentionCall | None, scores: ScoreOptions | None
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        mask: AttentionCall | None,
+        scores: ScoreOptions | None,
     ) -> Tensor:
         """Attend: plain causal attention, or the planned call."""
         kernel = self.kernels.full
         if mask is None and scores is None and isinstance(kernel, SdpaKernel):
             return kernel.attend(query, key=key, value=value)
         length = query.shape[1]
-        call = mask or AttentionCall(kernel, Spans.of(None, length=length), range(length), query.device)
+        call = mask or AttentionCall(
+            kernel, Spans.of(None, length=length), range(length), query.device
+        )
         return call(query, key=key, value=value, scores=scores)

@@ -1,4 +1,5 @@
-"""Attention to the keys that a lightning indexer selects: DeepSeek Sparse Attention (DeepSeek-V3.2, section 2.1).
+"""Attention to the keys that a lightning indexer selects: DeepSeek Sparse Attention (DeepSeek-V3.2,
+section 2.1).
 
     index score     of a query and a key: sum over index heads i of weight_i * relu(query_i . key), with one key for all
                     heads, equation 1
@@ -11,8 +12,8 @@
     attend_selected    attention of the queries of a call
     SelectedTiles      the selected keys of each query, a bit per key, as masked tiles
 
-Queries are computed a block at a time, so there is no tensor of all heads, queries and keys. The loss is differentiated
-in the forward, where its target is known, with respect to the index alone.
+Queries are computed a block at a time, so there is no tensor of all heads, queries and keys. The
+loss is differentiated in the forward, where its target is known, with respect to the index alone.
 
     B batch   Q queries   S keys   N heads   D head dim   I index heads   E width of an index head
 """
@@ -42,7 +43,8 @@ class IndexerLoss:
     scale: float | Tensor  # of the divergence of one query in the differentiated loss
     is_sparse: bool  # over the selected keys alone
     tp: Group  # ranks with other heads
-    sums: Tensor | None  # [2], to which the divergences and the number of queries are added; None: not counted
+    # [2], to which the divergences and the number of queries are added; None: not counted
+    sums: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class Index:
     loss: IndexerLoss | None = None  # None: gradients, if any, are zero
 
     def products(self, rows: slice, num_keys: int) -> Tensor:
-        """relu(query . key) / sqrt(I E) of some queries and the first keys, [B, rows, I, num_keys] in fp32."""
+        """relu(query . key) / sqrt(I E) of some queries and the first keys, [B, rows, I, num_keys]
+        in fp32.
+        """
         query, key = self.query[:, rows], self.key[:, :num_keys]
         dtype, num_heads, width = accumulate_dtype(query), *query.shape[2:]
         scaled = query.to(dtype).flatten(1, 2) * (num_heads * width) ** -0.5
@@ -67,11 +71,14 @@ class Index:
 class SelectedTiles(TilePlan):
     """Blocks of queries, each a tile with a mask of its own."""
 
-    bits: dict[int, Tensor] = field(default_factory=dict)  # by the first query: [B, queries, keys / 8] uint8
+    # by the first query: [B, queries, keys / 8] uint8
+    bits: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def is_one_tile(self) -> bool:
-        """False: the output of a single tile too is written without padding, as the next layer reads it."""
+        """False: the output of a single tile too is written without padding, as the next layer
+        reads it.
+        """
         return False
 
     def mask(self, tile: Tile | None = None) -> Tensor:
@@ -83,9 +90,16 @@ class SelectedTiles(TilePlan):
 
 
 def attend_selected(
-    query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, index: Index, scores: ScoreOptions | None
+    query: Tensor,
+    *,
+    key: Tensor,
+    value: Tensor,
+    call: AttentionCall,
+    index: Index,
+    scores: ScoreOptions | None,
 ) -> Tensor:
-    """Softmax attention to the selected keys; its backward also differentiates the loss of the index.
+    """Softmax attention to the selected keys; its backward also differentiates the loss of the
+    index.
 
     Args:
         query: [B, Q, N, D], N heads of this rank.
@@ -106,7 +120,9 @@ def attend_selected(
 
 
 @torch.no_grad()
-def _select(index: Index, *, call: AttentionCall, query: Tensor, key: Tensor) -> tuple[SelectedTiles, list[Tensor]]:
+def _select(
+    index: Index, *, call: AttentionCall, query: Tensor, key: Tensor
+) -> tuple[SelectedTiles, list[Tensor]]:
     """The selected keys, and the gradients of the loss with respect to the tensors of the index."""
     allowed, dtype, loss = call.masked_tile, accumulate_dtype(query), index.loss
     key = key.transpose(1, 2).to(dtype) if loss is not None else key
@@ -116,21 +132,31 @@ def _select(index: Index, *, call: AttentionCall, query: Tensor, key: Tensor) ->
         tile = Tile(slice(None), rows, slice(0, num_keys), is_masked=True)
         products, may_attend = index.products(rows, num_keys), allowed.mask(tile)[:, 0]
         weight = index.weight[:, rows].to(dtype)
-        index_scores = (weight[:, :, None] @ products)[:, :, 0].masked_fill_(~may_attend, -torch.inf)
+        index_scores = (weight[:, :, None] @ products)[:, :, 0].masked_fill_(
+            ~may_attend, -torch.inf
+        )
         selected = _highest(index_scores, index.topk) & may_attend
         tiles.append(tile)
         bits[rows.start] = _packed(selected)
         if loss is None:
             continue
         seen = selected if loss.is_sparse else may_attend
-        target = _mean_of_heads(query[:, rows].transpose(1, 2), key[:, :, :num_keys], mask=seen, tp=loss.tp)
+        target = _mean_of_heads(
+            query[:, rows].transpose(1, 2), key[:, :, :num_keys], mask=seen, tp=loss.tp
+        )
         log_probs = index_scores.masked_fill_(~seen, -torch.inf).log_softmax(-1)
-        divergence += (torch.xlogy(target, target) - target * log_probs.masked_fill(~seen, 0.0)).sum()
+        divergence += (
+            torch.xlogy(target, target) - target * log_probs.masked_fill(~seen, 0.0)
+        ).sum()
         grad = log_probs.exp_() - target  # of the scores
         grads[2][:, rows] = (products @ grad[..., None])[..., 0]
-        through = (weight[..., None] * grad[:, :, None]).masked_fill_(products == 0, 0.0).flatten(1, 2)
+        through = (
+            (weight[..., None] * grad[:, :, None]).masked_fill_(products == 0, 0.0).flatten(1, 2)
+        )
         scale = index.query[0, 0].numel() ** -0.5
-        grads[0][:, rows] = (through @ index.key[:, :num_keys].to(dtype)).unflatten(1, (-1, weight.shape[2])) * scale
+        grads[0][:, rows] = (through @ index.key[:, :num_keys].to(dtype)).unflatten(
+            1, (-1, weight.shape[2])
+        ) * scale
         grads[1][:, :num_keys] += through.mT @ index.query[:, rows].to(dtype).flatten(1, 2) * scale
     if loss is not None and loss.sums is not None:
         loss.sums[0] += divergence
@@ -162,11 +188,15 @@ def _highest(scores: Tensor, topk: int) -> Tensor:
 def _packed(mask: Tensor) -> Tensor:
     """[..., S] bool -> [..., S / 8] uint8, the first in the lowest bit; zeros after the last."""
     bytes_ = F.pad(mask, (0, -mask.shape[-1] % BITS)).unflatten(-1, (-1, BITS)).to(torch.uint8)
-    return (bytes_ << torch.arange(BITS, dtype=torch.uint8, device=mask.device)).sum(-1, dtype=torch.uint8)
+    return (bytes_ << torch.arange(BITS, dtype=torch.uint8, device=mask.device)).sum(
+        -1, dtype=torch.uint8
+    )
 
 
 def _mean_of_heads(query: Tensor, key: Tensor, *, mask: Tensor, tp: Group) -> Tensor:
-    """Attention probabilities of all heads: query [B, N, Q, D], key [B, N, S, D], mask [B or 1, Q, S] -> [B, Q, S]."""
+    """Attention probabilities of all heads: query [B, N, Q, D], key [B, N, S, D], mask [B or 1, Q,
+    S] -> [B, Q, S].
+    """
     scores = (query.to(key.dtype) * query.shape[-1] ** -0.5) @ key.mT
     summed = scores.masked_fill_(~mask[:, None], -torch.inf).softmax(-1).sum(1)
     all_reduce(summed, tp)

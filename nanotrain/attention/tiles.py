@@ -1,6 +1,8 @@
-r"""Tiles: rectangles of queries and keys that need no mask, or a small one, instead of one dense mask.
+r"""Tiles: rectangles of queries and keys that need no mask, or a small one, instead of one dense
+mask.
 
-A query attends to the keys from its first key, which a document or a window bounds, up to its own position:
+A query attends to the keys from its first key, which a document or a window bounds, up to its own
+position:
 
     documents          a chunk of queries inside a document          a window
 
@@ -46,7 +48,8 @@ from nanotrain.attention.chunks import (
 )
 from nanotrain.comm.autograd import eager
 
-# Runs of queries with the same first key that are shorter share a masked tile of about this many queries.
+# Runs of queries with the same first key that are shorter share a masked tile of about this many
+# queries.
 QUERIES_PER_MASK = 128
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # query [B, N, Q, D], key [B, G, K, D], value [B, G, K, Dv]
@@ -56,16 +59,19 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # query [B, N, Q, D], key [B, G, K, D], 
 class Spans:
     """Queries of full sequences attend to the keys from their first key up to their own position."""
 
-    first_keys: np.ndarray  # [B or 1, S] int64, ascending along S; one row where it is the same for all samples
+    # [B or 1, S] int64, ascending along S; one row where it is the same for all samples
+    first_keys: np.ndarray
     starts: np.ndarray | None = None  # [B or 1, S] int64, of the segments; None for first_keys
-    window: int | None = None  # earlier keys that a query attends to inside its segment; None if it is all of them
+    # earlier keys that a query attends to inside its segment; None if it is all of them
+    window: int | None = None
 
     @classmethod
     def of(cls, segment_ids: Tensor | None, *, length: int, window: int | None = None) -> "Spans":
         """The spans of segments and a window.
 
         Args:
-            segment_ids: [B, S] integers in host memory, equal within a segment; None if attention crosses segments.
+            segment_ids: [B, S] integers in host memory, equal within a segment; None if attention
+                crosses segments.
             length: S.
             window: earlier keys that a query attends to; None for all of them.
 
@@ -74,7 +80,8 @@ class Spans:
         """
         positions, starts = np.arange(length), np.zeros((1, length), dtype=np.int64)
         if segment_ids is not None:
-            ids = np.asarray(segment_ids)  # raises for a tensor on a GPU, which the host would have to wait for
+            # raises for a tensor on a GPU, which the host would have to wait for
+            ids = np.asarray(segment_ids)
             borders = np.where(ids[:, 1:] != ids[:, :-1], positions[1:], 0)
             starts = np.maximum.accumulate(np.pad(borders, ((0, 0), (1, 0))), axis=1)
         first_keys = starts if window is None else np.maximum(starts, positions - window)
@@ -87,7 +94,8 @@ def first_of_chunks(positions: np.ndarray, starts: np.ndarray, *, size: int) -> 
 
 
 def chunk_segments(segment_ids: Tensor | None, *, length: int, size: int) -> Tensor:
-    """Segment ids [B or 1, S] with a segment for every chunk of `size` positions, which begin with every segment.
+    """Segment ids [B or 1, S] with a segment for every chunk of `size` positions, which begin with
+    every segment.
 
     >>> chunk_segments(torch.tensor([[7, 7, 7, 8, 8]]), length=5, size=2).tolist()
     [[0, 0, 2, 3, 3]]
@@ -99,7 +107,11 @@ def chunk_segments(segment_ids: Tensor | None, *, length: int, size: int) -> Ten
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy of a host array on a device, without a host sync."""
     host = torch.from_numpy(np.ascontiguousarray(array))
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return (
+        host.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else host.to(device)
+    )
 
 
 @dataclass(frozen=True)
@@ -147,14 +159,18 @@ class TilePlan:
         query = query[tile.samples, :, tile.queries]
         key, value = (x[tile.samples, :, tile.keys] for x in (key, value))
         mask = self.mask(tile) if tile.is_masked else None
-        chunk = AttentionChunk(query, key, value, mask, tile.is_causal, scale=query.shape[-1] ** -0.5)
+        chunk = AttentionChunk(
+            query, key, value, mask, tile.is_causal, scale=query.shape[-1] ** -0.5
+        )
         if scores is None:
             return chunk
         queries, keys = self.queries[tile.queries], self.keys[tile.keys]
         return scores.apply_to(chunk, samples=tile.samples, queries=queries, keys=keys)
 
     def mask(self, tile: Tile | None = None) -> Tensor:
-        """[samples or 1, 1, queries, keys] bool, True where the queries of a tile attend to its keys; of the first."""
+        """[samples or 1, 1, queries, keys] bool, True where the queries of a tile attend to its
+        keys; of the first.
+        """
         tile = tile or self.tiles[0]
         assert self.first_keys is not None, "masked tiles are planned with their spans"
         queries, keys = self.queries[tile.queries], self.keys[tile.keys]
@@ -175,7 +191,9 @@ class LocalChunk:
         return slice(start + shift, stop + shift)
 
 
-def plan_tiles(spans: Spans, *, queries: LocalChunk, keys: LocalChunk, is_first: bool = True) -> Iterator[Tile]:
+def plan_tiles(
+    spans: Spans, *, queries: LocalChunk, keys: LocalChunk, is_first: bool = True
+) -> Iterator[Tile]:
     """The tiles of queries and keys.
 
     Args:
@@ -184,15 +202,22 @@ def plan_tiles(spans: Spans, *, queries: LocalChunk, keys: LocalChunk, is_first:
         keys: positions that all lie before the queries, or that include the queries.
         is_first: whether the queries have no tiles with other keys.
     """
-    includes = keys.positions.start <= queries.positions.start and keys.positions.stop >= queries.positions.stop
-    assert includes or keys.positions.stop <= queries.positions.start, "keys lie before the queries or include them"
+    includes = (
+        keys.positions.start <= queries.positions.start
+        and keys.positions.stop >= queries.positions.stop
+    )
+    assert includes or keys.positions.stop <= queries.positions.start, (
+        "keys lie before the queries or include them"
+    )
     for row, first_keys in enumerate(spans.first_keys):
         samples = slice(None) if len(spans.first_keys) == 1 else slice(row, row + 1)
         for start, stop, is_run in _groups(first_keys, queries.positions):
             low = max(int(first_keys[start]), keys.positions.start)
             before = start if includes else keys.positions.stop
             end = stop if includes else before
-            tile = Tile(samples, queries.local(start, stop), keys.local(low, before), is_first=is_first)
+            tile = Tile(
+                samples, queries.local(start, stop), keys.local(low, before), is_first=is_first
+            )
             if not is_run:
                 if low < end:
                     yield replace(tile, keys=keys.local(low, end), is_masked=True)
@@ -205,7 +230,9 @@ def plan_tiles(spans: Spans, *, queries: LocalChunk, keys: LocalChunk, is_first:
 
 
 def _groups(first_keys: np.ndarray, queries: range) -> Iterator[tuple[int, int, bool]]:
-    """Bounds of runs of queries with the same first key, or of several short ones, and whether it is one run."""
+    """Bounds of runs of queries with the same first key, or of several short ones, and whether it
+    is one run.
+    """
     local = first_keys[queries.start : queries.stop]
     bounds = [0, *(np.flatnonzero(local[1:] != local[:-1]) + 1).tolist(), len(local)]
     start, number = 0, 0
@@ -218,7 +245,11 @@ def _groups(first_keys: np.ndarray, queries: range) -> Iterator[tuple[int, int, 
 
 
 def plan_chunks(
-    spans: Spans, pairs: Iterable[tuple[LocalChunk, LocalChunk, bool]], *, queries: Tensor, keys: Tensor
+    spans: Spans,
+    pairs: Iterable[tuple[LocalChunk, LocalChunk, bool]],
+    *,
+    queries: Tensor,
+    keys: Tensor,
 ) -> TilePlan:
     """The plan of pairs of chunks: queries, keys, and whether the queries have no tiles before.
 
@@ -228,13 +259,23 @@ def plan_chunks(
         queries: [Q] int64, the positions of the queries, on the device.
         keys: [K] int64, those of the keys.
     """
-    tiles = tuple(tile for q, k, is_first in pairs for tile in plan_tiles(spans, queries=q, keys=k, is_first=is_first))
+    tiles = tuple(
+        tile
+        for q, k, is_first in pairs
+        for tile in plan_tiles(spans, queries=q, keys=k, is_first=is_first)
+    )
     is_masked = any(tile.is_masked for tile in tiles)
-    return TilePlan(tiles, queries, keys, on_device(spans.first_keys, queries.device) if is_masked else None)
+    return TilePlan(
+        tiles, queries, keys, on_device(spans.first_keys, queries.device) if is_masked else None
+    )
 
 
 def forward_tiles(
-    plan: TilePlan, inputs: Inputs, *, scores: ScoreOptions | None, total: AttentionResult | None = None
+    plan: TilePlan,
+    inputs: Inputs,
+    *,
+    scores: ScoreOptions | None,
+    total: AttentionResult | None = None,
 ) -> AttentionResult:
     """Attention of the queries to all keys of the tiles, without a sink.
 
@@ -242,7 +283,8 @@ def forward_tiles(
         plan: tiles of the call.
         inputs: query [B, N, Q, D], key [B, G, K, D], value [B, G, K, Dv].
         scores: options beside mask and scale.
-        total: the result of earlier calls, into which this one is merged in place; in the accumulation dtype.
+        total: the result of earlier calls, into which this one is merged in place; in the
+            accumulation dtype.
     """
     query, _, value = inputs
     for tile in plan.tiles:
@@ -255,10 +297,13 @@ def forward_tiles(
         if total is None:
             dtype = accumulate_dtype(query) if plan.has_repeated_queries else query.dtype
             batch, heads, queries, _ = query.shape
-            out = query.new_empty((batch, queries, heads, value.shape[-1]), dtype=dtype)  # as the next layer reads it
+            # as the next layer reads it
+            out = query.new_empty((batch, queries, heads, value.shape[-1]), dtype=dtype)
             lse = query.new_empty(query.shape[:3], dtype=accumulate_dtype(query))
             total = AttentionResult(out.transpose(1, 2), lse)
-        of_tile = AttentionResult(total.out[tile.samples], total.lse[tile.samples]).queries(tile.queries)
+        of_tile = AttentionResult(total.out[tile.samples], total.lse[tile.samples]).queries(
+            tile.queries
+        )
         if tile.is_first:
             of_tile.out.copy_(part.out)
             of_tile.lse.copy_(part.lse)
@@ -269,7 +314,12 @@ def forward_tiles(
 
 
 def tile_gradients(
-    plan: TilePlan, inputs: Inputs, *, merged: AttentionResult, scores: ScoreOptions | None, grad: Tensor
+    plan: TilePlan,
+    inputs: Inputs,
+    *,
+    merged: AttentionResult,
+    scores: ScoreOptions | None,
+    grad: Tensor,
 ) -> Iterator[tuple[Tile, ChunkGradients]]:
     """The gradients that each tile contributes.
 
@@ -279,15 +329,24 @@ def tile_gradients(
         grad: [B, N, Q, Dv], the gradient of `merged.out`.
     """
     for tile in plan.tiles:
-        of_tile = AttentionResult(merged.out[tile.samples], merged.lse[tile.samples]).queries(tile.queries)
+        of_tile = AttentionResult(merged.out[tile.samples], merged.lse[tile.samples]).queries(
+            tile.queries
+        )
         chunk = plan.chunk(tile, inputs, scores=scores)
         yield tile, chunk_backward(chunk, of_tile, grad=grad[tile.samples, :, tile.queries])
 
 
 def backward_tiles(
-    plan: TilePlan, inputs: Inputs, *, merged: AttentionResult, scores: ScoreOptions | None, grad: Tensor
+    plan: TilePlan,
+    inputs: Inputs,
+    *,
+    merged: AttentionResult,
+    scores: ScoreOptions | None,
+    grad: Tensor,
 ) -> ChunkGradients:
-    """The gradients of query [B, N, Q, D], key [B, G, K, D] and value [B, G, K, Dv]; arguments as `tile_gradients`."""
+    """The gradients of query [B, N, Q, D], key [B, G, K, D] and value [B, G, K, Dv]; arguments as
+    `tile_gradients`.
+    """
     gradients = tile_gradients(plan, inputs, merged=merged, scores=scores, grad=grad)
     if plan.is_one_tile:
         return next(gradients)[1]
@@ -306,7 +365,9 @@ def backward_tiles(
 def attend_tiles(
     query: Tensor, *, key: Tensor, value: Tensor, plan: TilePlan, scores: ScoreOptions | None = None
 ) -> Tensor:
-    """Softmax attention: query [B, Q, N, D], key [B, K, G, D], value [B, K, G, Dv] -> [B, Q, N, Dv]."""
+    """Softmax attention: query [B, Q, N, D], key [B, K, G, D], value [B, K, G, Dv] -> [B, Q, N,
+    Dv].
+    """
     inputs = [x.transpose(1, 2) for x in (query, key, value)]
     sink = None if scores is None else scores.sink
     out: Tensor = _AttendTiles.apply(*inputs, sink, plan, scores)
@@ -315,7 +376,9 @@ def attend_tiles(
 
 class _AttendTiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *rest: Any) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *rest: Any
+    ) -> Tensor:
         plan, scores = rest
         total = forward_tiles(plan, (query, key, value), scores=scores)
         if sink is not None:
@@ -330,5 +393,9 @@ class _AttendTiles(torch.autograd.Function):
         query, key, value, sink, out, lse = ctx.saved_tensors
         inputs, merged = (query, key, value), AttentionResult(out, lse)
         found = backward_tiles(ctx.plan, inputs, merged=merged, scores=ctx.scores, grad=grads[0])
-        gradients = (found.query.to(query.dtype), found.key.to(key.dtype), found.value.to(value.dtype))
+        gradients = (
+            found.query.to(query.dtype),
+            found.key.to(key.dtype),
+            found.value.to(value.dtype),
+        )
         return *gradients, sink_grad(sink, merged, grad=grads[0]), None, None

@@ -1,10 +1,12 @@
-"""Attention to packed documents with `torch.nn.attention.varlen`: flash kernels over documents of any lengths.
+"""Attention to packed documents with `torch.nn.attention.varlen`: flash kernels over documents of
+any lengths.
 
     a batch of sequences     a a a b b | c d d d d       documents of sample 0 | of sample 1
     packed                   a a a b b c d d d d         cumulative lengths 0 3 5 6 10
 
-The queries of a chunk of sequences attend to the keys of their documents up to the chunk's end; causal attention of a
-document is aligned to its last key, as flash kernels have it where queries are fewer than keys.
+The queries of a chunk of sequences attend to the keys of their documents up to the chunk's end;
+causal attention of a document is aligned to its last key, as flash kernels have it where queries
+are fewer than keys.
 
     B batch   N query heads   G key/value heads   Q queries   K keys   D head dim
 """
@@ -32,7 +34,9 @@ class PackedLengths:
         """[B, K, G, D] -> [all keys of the documents, G, D]."""
         if not any(self.first_keys):
             return keys.flatten(0, 1)
-        return torch.cat([sample[first:] for sample, first in zip(keys, self.first_keys, strict=True)])
+        return torch.cat(
+            [sample[first:] for sample, first in zip(keys, self.first_keys, strict=True)]
+        )
 
 
 def pack_lengths(call: AttentionCall, batch_size: int) -> PackedLengths:
@@ -49,24 +53,36 @@ def pack_lengths(call: AttentionCall, batch_size: int) -> PackedLengths:
         queries.extend(query_lengths.tolist())
         keys.extend(key_lengths.tolist())
         first_keys.append(int(local[0]))
-    return PackedLengths(np.cumsum(queries, dtype=np.int32), np.cumsum(keys, dtype=np.int32), tuple(first_keys))
+    return PackedLengths(
+        np.cumsum(queries, dtype=np.int32), np.cumsum(keys, dtype=np.int32), tuple(first_keys)
+    )
 
 
 class VarlenKernel:
     """Causal attention inside documents, and inside a window of them."""
 
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, call: AttentionCall, scores: ScoreOptions | None
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        call: AttentionCall,
+        scores: ScoreOptions | None,
     ) -> Tensor:
         """Attend to packed documents."""
-        from torch.nn.attention.varlen import varlen_attn  # not in every version that the package runs with
+        # not in every version that the package runs with
+        from torch.nn.attention.varlen import varlen_attn
 
         assert scores is None, "the table of backends sends softcap, sinks and dropout elsewhere"
         if "varlen" not in call.kernel_plans:
             packed = pack_lengths(call, query.shape[0])
             cumulative = packed.queries, packed.keys
             longest = [int(np.diff(x).max()) for x in cumulative]
-            call.kernel_plans["varlen"] = packed, [*(on_device(x, call.device) for x in cumulative), *longest]
+            call.kernel_plans["varlen"] = (
+                packed,
+                [*(on_device(x, call.device) for x in cumulative), *longest],
+            )
         packed, lengths = call.kernel_plans["varlen"]
         out = varlen_attn(
             query.flatten(0, 1),

@@ -4,8 +4,8 @@
     reduce_on_all   numbers: one reduction where no rank fails
     run_on_first    the first rank alone
 
-A rank that stopped alone would leave the others waiting in their next collective. Each of these is also the barrier
-between two phases of saving or loading.
+A rank that stopped alone would leave the others waiting in their next collective. Each of these is
+also the barrier between two phases of saving or loading.
 """
 
 import os
@@ -32,17 +32,21 @@ class _Outcome(Generic[Result]):
     error: NanotrainError | RuntimeError | None = None
 
 
-def run_on_all(group: Group, function: Callable[[], Result], *, merge: Callable[[list[Result]], Final]) -> Final:
-    """Call a function on every rank, merge the results on the first rank, and return the merged result on all ranks.
+def run_on_all(
+    group: Group, function: Callable[[], Result], *, merge: Callable[[list[Result]], Final]
+) -> Final:
+    """Call a function on every rank, merge the results on the first rank, and return the merged
+    result on all ranks.
 
-    Only the first rank receives the results, which may be long; all receive the merged one, which should be short.
-    Every rank calls this at the same point of the program. `function` and `merge` must not communicate; what they
-    return must pickle.
+    Only the first rank receives the results, which may be long; all receive the merged one, which
+    should be short. Every rank calls this at the same point of the program. `function` and `merge`
+    must not communicate; what they return must pickle.
 
     Raises:
-        NanotrainError: the error of the first rank that raised one, on every rank. An OSError (disk full, no
-            permission) becomes a StorageFault.
-        RuntimeError: on the other ranks, if a rank raised any other error; that rank raises its own.
+        NanotrainError: the error of the first rank that raised one, on every rank. An OSError (disk
+            full, no permission) becomes a StorageFault.
+        RuntimeError: on the other ranks, if a rank raised any other error; that rank raises its
+            own.
     """
     outcome, unexpected = _try(function)
     return _agree(group, outcome, unexpected=unexpected, merge=merge)
@@ -51,9 +55,11 @@ def run_on_all(group: Group, function: Callable[[], Result], *, merge: Callable[
 def reduce_on_all(
     group: Group, function: Callable[[], Sequence[float]], *, length: int = 0, op: str = "max"
 ) -> list[float]:
-    """Call a function on every rank and reduce its `length` numbers over the ranks; the same result on all.
+    """Call a function on every rank and reduce its `length` numbers over the ranks; the same result
+    on all.
 
-    `op` is "max" or "sum". One further number counts failed ranks; where none failed this is one collective.
+    `op` is "max" or "sum". One further number counts failed ranks; where none failed this is one
+    collective.
 
     Raises:
         NanotrainError, RuntimeError: as `run_on_all`.
@@ -61,14 +67,18 @@ def reduce_on_all(
     outcome, unexpected = _try(function)
     numbers = [0.0] * length if outcome.result is None else list(map(float, outcome.result))
     assert len(numbers) == length, f"{len(numbers)} numbers on this rank, {length} are reduced"
-    failed, *reduced = all_reduce_scalars([float(outcome.error is not None), *numbers], group, op=op)
+    failed, *reduced = all_reduce_scalars(
+        [float(outcome.error is not None), *numbers], group, op=op
+    )
     if failed > 0:
         _agree(group, outcome, unexpected=unexpected, merge=lambda _: None)
     return reduced
 
 
 def run_on_first(group: Group, function: Callable[[], Result]) -> Result:
-    """Call a function on the first rank of the group and return its result, or raise its error, on every rank."""
+    """Call a function on the first rank of the group and return its result, or raise its error, on
+    every rank.
+    """
     verdict, unexpected = _try(function) if group.is_first else (_Outcome[Result](), None)
     return _accept(broadcast_object(verdict, group), unexpected)
 
@@ -80,7 +90,9 @@ def _agree(
     unexpected: Exception | None,
     merge: Callable[[list[Result]], Final],
 ) -> Final:
-    """Gather the outcomes on the first rank, and return the merged result or raise the joint error on all."""
+    """Gather the outcomes on the first rank, and return the merged result or raise the joint error
+    on all.
+    """
     gathered: list[_Outcome[Result]] | None = gather_object(outcome, group)
     verdict: _Outcome[Final] = _Outcome()
     if gathered is not None:
@@ -88,7 +100,9 @@ def _agree(
         if failed:
             verdict = _Outcome(error=_joint_error(failed, size=group.size))
         else:  # a result is None only if the function returned None
-            verdict, unexpected = _try(lambda: merge([cast(Result, each.result) for each in gathered]))
+            verdict, unexpected = _try(
+                lambda: merge([cast(Result, each.result) for each in gathered])
+            )
     return _accept(broadcast_object(verdict, group), unexpected)
 
 
@@ -113,13 +127,20 @@ def _try(function: Callable[[], Result]) -> tuple[_Outcome[Result], Exception | 
 
 def storage_fault(error: OSError) -> StorageFault:
     """The error of a failed write, with its file and the free space."""
-    is_named = isinstance(error.filename, str | os.PathLike)  # a write through a descriptor names none
-    fault = disk_fault(error, Path(os.fspath(error.filename)) if is_named else Path("the checkpoint"))
+    # a write through a descriptor names none
+    is_named = isinstance(error.filename, str | os.PathLike)
+    fault = disk_fault(
+        error, Path(os.fspath(error.filename)) if is_named else Path("the checkpoint")
+    )
     return StorageFault(fault.what, why=fault.why, fix=fault.fix)
 
 
-def _joint_error(failed: dict[int, NanotrainError | RuntimeError], *, size: int) -> NanotrainError | RuntimeError:
-    """The error of the first failed rank, with the ranks that failed and the first error that differs."""
+def _joint_error(
+    failed: dict[int, NanotrainError | RuntimeError], *, size: int
+) -> NanotrainError | RuntimeError:
+    """The error of the first failed rank, with the ranks that failed and the first error that
+    differs.
+    """
     first, *_ = failed.values()
     note = ""
     if len(failed) < size:
@@ -128,4 +149,8 @@ def _joint_error(failed: dict[int, NanotrainError | RuntimeError], *, size: int)
     if other is not None:
         error = failed[other]
         note += f" [rank {other}: {error.what if isinstance(error, NanotrainError) else error}]"
-    return first.with_note(note) if isinstance(first, NanotrainError) else RuntimeError(f"{first}{note}")
+    return (
+        first.with_note(note)
+        if isinstance(first, NanotrainError)
+        else RuntimeError(f"{first}{note}")
+    )

@@ -1,4 +1,5 @@
-"""A save in the background: a thread per rank writes the staged shard; that of the first rank commits after all others.
+"""A save in the background: a thread per rank writes the staged shard; that of the first rank
+commits after all others.
 
     rank k   copy to host memory; thread: write and fsync the shard -> written-0000k.json   (or the reason of a failure)
     rank 0   thread: the same -> wait for all reports -> manifest -> rename -> delete the oldest
@@ -36,7 +37,8 @@ from nanotrain.system import OF_TORCHRUN, end_with_launcher
 
 POLL_S = 0.02, 1.0  # between two checks for reports: the first, and the longest after doubling
 FAILED = "failed: "
-MAX_IN_THREAD = 4_000_000  # bytes of reports; a process takes as long to start as a thread takes to merge them
+# bytes of reports; a process takes as long to start as a thread takes to merge them
+MAX_IN_THREAD = 4_000_000
 
 
 class StagingBuffers:
@@ -68,22 +70,26 @@ class StagingBuffers:
         held = self._copies.get(box)
         if held is not None and (held.shape, held.dtype) == (tensor.shape, tensor.dtype):
             return held
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+        return torch.empty(
+            tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
+        )
 
 
 class BackgroundSave:
     """The thread of one rank's save.
 
     Args:
-        write: a function that writes the shard and reports it; on the first rank it also commits and returns the
-            folder. Its argument returns whether the save should be given up.
+        write: a function that writes the shard and reports it; on the first rank it also commits
+            and returns the folder. Its argument returns whether the save should be given up.
     """
 
     def __init__(self, write: Callable[[Callable[[], bool]], Path | None]) -> None:
         self._cancelled = threading.Event()
         self._outcome: Future[Path | None] = Future()
         # not a pool, whose threads the interpreter waits for at exit
-        threading.Thread(target=self._run, args=(write,), name="checkpoint-writer", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(write,), name="checkpoint-writer", daemon=True
+        ).start()
 
     @property
     def is_running(self) -> bool:
@@ -105,7 +111,9 @@ class BackgroundSave:
         wait([self._outcome])
 
     def give_up(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for the thread, then cancel it; returns whether it has succeeded."""
+        """Wait at most `timeout_s` for the thread, then cancel it; returns whether it has
+        succeeded.
+        """
         wait([self._outcome], timeout_s)
         self._cancelled.set()
         return self._outcome.done() and self._outcome.exception() is None
@@ -129,7 +137,9 @@ def write_failure(folder: Path, error: Exception, *, index: int) -> None:
     write_text(report_path(folder, index), FAILED + str(error)[:2000])
 
 
-def wait_for_reports(folder: Path, size: int, *, timeout_s: float, is_cancelled: Callable[[], bool]) -> int:
+def wait_for_reports(
+    folder: Path, size: int, *, timeout_s: float, is_cancelled: Callable[[], bool]
+) -> int:
     """Wait until each rank has written its report; returns the bytes of all.
 
     Raises:
@@ -139,7 +149,8 @@ def wait_for_reports(folder: Path, size: int, *, timeout_s: float, is_cancelled:
     sizes: dict[str, int] = {}
     deadline, pause = time.monotonic() + timeout_s, POLL_S[0]
     while True:
-        # one listing for all, as a look for each of thousands would take the time of the training step
+        # one listing for all, as a look for each of thousands would take the time of the training
+        # step
         for entry in os.scandir(folder):
             if entry.name in names and entry.name not in sizes:
                 _require_success(Path(entry), names[entry.name])
@@ -147,14 +158,21 @@ def wait_for_reports(folder: Path, size: int, *, timeout_s: float, is_cancelled:
         if len(sizes) == size:
             return sum(sizes.values())
         if is_cancelled() or time.monotonic() > deadline:
-            ranks = ranks_text([index for name, index in names.items() if name not in sizes], most=8)
-            raise OSError(0, f"rank {ranks} of {size} did not finish writing within {timeout_s:g} s", str(folder))
+            ranks = ranks_text(
+                [index for name, index in names.items() if name not in sizes], most=8
+            )
+            raise OSError(
+                0,
+                f"rank {ranks} of {size} did not finish writing within {timeout_s:g} s",
+                str(folder),
+            )
         time.sleep(pause)
         pause = min(2 * pause, POLL_S[1])
 
 
 def merge_reports(folder: Path, size: int, *, manifest: Manifest) -> None:
-    """Write the manifest of all shards in the order of the ranks, all of which have written their reports.
+    """Write the manifest of all shards in the order of the ranks, all of which have written their
+    reports.
 
     The reports are removed.
 
@@ -168,18 +186,21 @@ def merge_reports(folder: Path, size: int, *, manifest: Manifest) -> None:
         path.unlink()
 
 
-def merge_apart(folder: Path, size: int, *, manifest: Manifest, is_cancelled: Callable[[], bool]) -> None:
-    """`merge_reports` in a new process: a thread would hold up the training step, which needs the same interpreter.
+def merge_apart(
+    folder: Path, size: int, *, manifest: Manifest, is_cancelled: Callable[[], bool]
+) -> None:
+    """`merge_reports` in a new process: a thread would hold up the training step, which needs the
+    same interpreter.
 
     Measured for 16,384 ranks: 134 MB of reports are 50 s of processor time.
 
     Raises:
         OSError: the process did not end by itself, or the save was cancelled.
     """
-    program = (
-        f"import sys; sys.path[:] = {sys.path!r}; from nanotrain.checkpoint.background import run_merge; run_merge()"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    program = f"import sys; sys.path[:] = {sys.path!r}; from nanotrain.checkpoint.background import run_merge; run_merge()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         with process.stdin as pipe:
             pickle.dump((folder, size, manifest), pipe)
@@ -188,7 +209,9 @@ def merge_apart(folder: Path, size: int, *, manifest: Manifest, is_cancelled: Ca
         process.kill()
         reply = process.stdout.read()
     if not reply:
-        raise OSError(0, f"the merge of {size} reports ended with code {process.returncode}", str(folder))
+        raise OSError(
+            0, f"the merge of {size} reports ended with code {process.returncode}", str(folder)
+        )
     error: Exception | None = pickle.loads(reply)
     if error is not None:
         raise error
@@ -196,7 +219,8 @@ def merge_apart(folder: Path, size: int, *, manifest: Manifest, is_cancelled: Ca
 
 def run_merge() -> None:
     """The process of `merge_apart`: reads its arguments, and writes the error or None."""
-    end_with_launcher({OF_TORCHRUN: ""})  # no process writes into the folder of a save whose rank has ended
+    # no process writes into the folder of a save whose rank has ended
+    end_with_launcher({OF_TORCHRUN: ""})
     folder, size, manifest = pickle.loads(sys.stdin.buffer.read())
     error: Exception | None = None
     try:

@@ -8,8 +8,9 @@
        tensor exactly once; manifest; rename
     4  first rank: delete the oldest
 
-`start_save` copies the tensors to host memory and leaves 2 to 4 to a thread per rank (background.py).
-Chunks are boxes of global tensors and the manifest has no topology, so a run with any layout reads any checkpoint.
+`start_save` copies the tensors to host memory and leaves 2 to 4 to a thread per rank
+(background.py). Chunks are boxes of global tensors and the manifest has no topology, so a run with
+any layout reads any checkpoint.
 """
 
 import errno
@@ -38,7 +39,12 @@ from nanotrain.checkpoint.background import (
     write_failure,
     write_report,
 )
-from nanotrain.checkpoint.compatibility import check_all_loaded, check_compatible, fit_padding, loads
+from nanotrain.checkpoint.compatibility import (
+    check_all_loaded,
+    check_compatible,
+    fit_padding,
+    loads,
+)
 from nanotrain.checkpoint.manifest import Manifest, plain_json, to_json
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import read_chunks
@@ -77,8 +83,8 @@ class Checkpointer:
 
     Args:
         folder: the run's checkpoints folder; made at the first save.
-        group: all ranks of the job; its first rank writes manifests and renames folders. Only Python objects and
-            numbers of the host are sent over it, so a CPU group (gloo) suffices.
+        group: all ranks of the job; its first rank writes manifests and renames folders. Only
+            Python objects and numbers of the host are sent over it, so a CPU group (gloo) suffices.
         keep_last: number of complete checkpoints to keep, 0 for all.
         keep_every: checkpoints at multiples of this step are kept besides; None: none.
         timeout_s: how long the first rank waits for the shards of a save in the background.
@@ -106,19 +112,25 @@ class Checkpointer:
     @property
     def settings(self) -> dict[str, Any]:
         """The arguments that make another one."""
-        return {name: getattr(self, name) for name in ("folder", "group", "keep_last", "keep_every", "timeout_s")}
+        return {
+            name: getattr(self, name)
+            for name in ("folder", "group", "keep_last", "keep_every", "timeout_s")
+        }
 
     def in_folder(self, folder: Path) -> "Checkpointer":
         """Another folder with the same group and settings."""
         return Checkpointer(**{**self.settings, "folder": folder})
 
-    def save(self, step: int, tensors: Tensors, *, prunes: bool = True, **content: Unpack[Content]) -> Path:
-        """Write one checkpoint. Every rank calls this; on return the checkpoint is complete and on the disk.
+    def save(
+        self, step: int, tensors: Tensors, *, prunes: bool = True, **content: Unpack[Content]
+    ) -> Path:
+        """Write one checkpoint. Every rank calls this; on return the checkpoint is complete and on
+        the disk.
 
         Args:
             step: optimizer steps done; names the folder.
-            tensors: box -> tensor of the box's shape, to be written by this rank. The boxes of all ranks together
-                cover every tensor exactly once: one replica writes.
+            tensors: box -> tensor of the box's shape, to be written by this rank. The boxes of all
+                ranks together cover every tensor exactly once: one replica writes.
             prunes: whether older checkpoints are deleted afterwards, as `keep_last` says.
             content: the other fields of the manifest; `objects` is the same on all ranks.
 
@@ -126,9 +138,10 @@ class Checkpointer:
             The folder of the checkpoint.
 
         Raises:
-            StorageFault: the disk is full or the folder cannot be written. Older checkpoints are unchanged.
-            CheckpointError: the ranks save different steps or objects, or their boxes do not cover the tensors exactly
-                once. Nothing is committed.
+            StorageFault: the disk is full or the folder cannot be written. Older checkpoints are
+                unchanged.
+            CheckpointError: the ranks save different steps or objects, or their boxes do not cover
+                the tensors exactly once. Nothing is committed.
         """
         self.wait()
         manifest = Manifest(step, {}, {}, **content)
@@ -137,42 +150,58 @@ class Checkpointer:
             return run_on_all(
                 self.group,
                 lambda: write_shard(shard, tensors, manifest=_for_shard(manifest)),
-                merge=lambda shards: self._commit(commit.merge_shards(manifest, shards), prunes=prunes),
+                merge=lambda shards: self._commit(
+                    commit.merge_shards(manifest, shards), prunes=prunes
+                ),
             )
 
-    def start_save(self, step: int, tensors: Tensors, *, prunes: bool = True, **content: Unpack[Content]) -> None:
-        """Start to write one checkpoint in the background; arguments as for `save`. Every rank calls this.
+    def start_save(
+        self, step: int, tensors: Tensors, *, prunes: bool = True, **content: Unpack[Content]
+    ) -> None:
+        """Start to write one checkpoint in the background; arguments as for `save`. Every rank
+        calls this.
 
-        On return the tensors are copied to host memory and may change. `wait` completes the save; one is in flight at
-        a time.
+        On return the tensors are copied to host memory and may change. `wait` completes the save;
+        one is in flight at a time.
 
         Raises:
-            StorageFault: an earlier save that was still in flight has failed, or there is no space for this one.
+            StorageFault: an earlier save that was still in flight has failed, or there is no space
+                for this one.
         """
         self.wait()
-        manifest = Manifest(step, {}, {}, **plain_json(content))  # as JSON now: the caller may change what it passed
+        # as JSON now: the caller may change what it passed
+        manifest = Manifest(step, {}, {}, **plain_json(content))
         with self._attempt(step):
             temporary = self._begin(step, tensors)
             save = StartedSave(temporary, self._staging.copy(tensors), manifest, prunes)
         self._in_flight = step, BackgroundSave(lambda is_cancelled: self._write(save, is_cancelled))
 
     def _write(self, save: "StartedSave", is_cancelled: Callable[[], bool]) -> Path | None:
-        """Write the shard of this rank; on the first rank, commit it with those of the others. Runs on a thread."""
+        """Write the shard of this rank; on the first rank, commit it with those of the others. Runs
+        on a thread.
+        """
         temporary, index = save.temporary, self.group.index
         try:
             write_report(temporary, self._write_shard(save), index=index)
         except Exception as error:
             with suppress(OSError, StorageFault):  # `wait` reports it too
-                (temporary / self._shard_name).unlink(missing_ok=True)  # on a full disk the next line needs it
+                # on a full disk the next line needs it
+                (temporary / self._shard_name).unlink(missing_ok=True)
                 write_failure(temporary, error, index=index)
             raise
         if not self.group.is_first:
             return None
-        nbytes = wait_for_reports(temporary, self.group.size, timeout_s=self.timeout_s, is_cancelled=is_cancelled)
-        return self._pruned(self._merge(save, nbytes, is_cancelled=is_cancelled), prunes=save.prunes)
+        nbytes = wait_for_reports(
+            temporary, self.group.size, timeout_s=self.timeout_s, is_cancelled=is_cancelled
+        )
+        return self._pruned(
+            self._merge(save, nbytes, is_cancelled=is_cancelled), prunes=save.prunes
+        )
 
     def _write_shard(self, save: "StartedSave") -> Manifest:
-        return write_shard(save.temporary / self._shard_name, save.tensors, manifest=_for_shard(save.manifest))
+        return write_shard(
+            save.temporary / self._shard_name, save.tensors, manifest=_for_shard(save.manifest)
+        )
 
     def _merge(self, save: "StartedSave", nbytes: int, *, is_cancelled: Callable[[], bool]) -> Path:
         """Commit a save from its reports of `nbytes`; returns its folder."""
@@ -184,7 +213,8 @@ class Checkpointer:
         return commit.rename_to_final(self.folder, save.manifest.step)
 
     def wait(self) -> Path | None:
-        """Complete the save in flight and return its folder, or None without one. Every rank calls this.
+        """Complete the save in flight and return its folder, or None without one. Every rank calls
+        this.
 
         Raises:
             StorageFault: it failed on some rank; nothing is committed.
@@ -204,16 +234,19 @@ class Checkpointer:
                 reduce_on_all(self.group, written)
             except CommunicationFault:
                 raise
-            except Exception:  # a rank that could write nothing, not even its report, for which the first rank waits
+            # a rank that could write nothing, not even its report, for which the first rank waits
+            except Exception:
                 save.cancel()
                 raise
             return run_on_first(self.group, save.result)
 
     def poll(self) -> Path | None:
-        """The folder of the save in flight once it is committed, on the first rank; without communication.
+        """The folder of the save in flight once it is committed, on the first rank; without
+        communication.
 
         Raises:
-            Exception: it failed on this rank, or on the first on any; `wait` raises the same on all.
+            Exception: it failed on this rank, or on the first on any; `wait` raises the same on
+                all.
         """
         if self._in_flight is None or self._in_flight[1].is_running:
             return None
@@ -225,7 +258,9 @@ class Checkpointer:
         return stall_s
 
     def give_up(self, timeout_s: float) -> bool:
-        """After an error, without communication: give the save in flight some time; returns whether it succeeded."""
+        """After an error, without communication: give the save in flight some time; returns whether
+        it succeeded.
+        """
         return self._in_flight is None or self._in_flight[1].give_up(timeout_s)
 
     def restore(
@@ -237,15 +272,17 @@ class Checkpointer:
         padded_rows: Mapping[str, int] | None = None,
         choose: TargetFilter | None = None,
     ) -> Manifest:
-        """Read this rank's tensors from a checkpoint written with any layout. Every rank calls this.
+        """Read this rank's tensors from a checkpoint written with any layout. Every rank calls
+        this.
 
         Args:
             path: a step folder, as `latest` returns it.
-            targets: box -> tensor of the box's shape, filled in place. For every kind of tensor loaded at all (model,
-                optimizer), the ranks together load all tensors.
-            config: the configuration of this run, for errors that list the model options that differ.
-            padded_rows: parameters with one row per token of the padded vocabulary -> number of tokens; their padding
-                may differ (compatibility.py).
+            targets: box -> tensor of the box's shape, filled in place. For every kind of tensor
+                loaded at all (model, optimizer), the ranks together load all tensors.
+            config: the configuration of this run, for errors that list the model options that
+                differ.
+            padded_rows: parameters with one row per token of the padded vocabulary -> number of
+                tokens; their padding may differ (compatibility.py).
             choose: which of the targets to read from the checkpoint of a manifest; None: all.
 
         Returns:
@@ -256,9 +293,12 @@ class Checkpointer:
             CheckpointError: the checkpoint is of another model or of a newer format.
         """
         path = Path(path)
-        # One reader: every rank needs all of it, of a 70B model at 16,384 ranks 112 MB, which are sent as 16.
+        # One reader: every rank needs all of it, of a 70B model at 16,384 ranks 112 MB, which are
+        # sent as 16.
         with without_collection():
-            sent = run_on_first(self.group, lambda: zlib.compress(pickle.dumps(store.require_complete(path)), 1))
+            sent = run_on_first(
+                self.group, lambda: zlib.compress(pickle.dumps(store.require_complete(path)), 1)
+            )
             manifest: Manifest = pickle.loads(zlib.decompress(sent))
         targets = choose(manifest, targets) if choose else targets
         fitted = fit_padding(manifest, targets, rows=padded_rows or {})
@@ -269,7 +309,9 @@ class Checkpointer:
             return loads(manifest, targets)
 
         # One collective: ranks that share cores wait several milliseconds in each.
-        check_all_loaded(manifest, reduce_on_all(self.group, read, length=len(manifest.tensors)), config=config)
+        check_all_loaded(
+            manifest, reduce_on_all(self.group, read, length=len(manifest.tensors)), config=config
+        )
         return manifest
 
     def latest(self, *, below: int | None = None) -> Path | None:
@@ -305,7 +347,9 @@ class Checkpointer:
         return commit.temporary_folder(self.folder, first_step)
 
     def _commit(self, manifest: Manifest, *, prunes: bool) -> Path:
-        return self._pruned(commit.commit(self.folder, manifest.step, text=to_json(manifest)), prunes=prunes)
+        return self._pruned(
+            commit.commit(self.folder, manifest.step, text=to_json(manifest)), prunes=prunes
+        )
 
     def _pruned(self, final: Path, *, prunes: bool) -> Path:
         if prunes:
@@ -334,5 +378,7 @@ def _for_shard(manifest: Manifest) -> Manifest:
 
 def _dtypes(targets: Tensors) -> dict[TensorBox, str]:
     for box, tensor in targets.items():
-        assert tuple(tensor.shape) == box.box.shape, f"{box} got a tensor of {tuple(tensor.shape)}: wrong elements"
+        assert tuple(tensor.shape) == box.box.shape, (
+            f"{box} got a tensor of {tuple(tensor.shape)}: wrong elements"
+        )
     return {box: DTYPE_NAMES[tensor.dtype] for box, tensor in targets.items()}

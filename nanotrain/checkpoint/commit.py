@@ -1,4 +1,5 @@
-"""Commit a save: the shards of all ranks become one manifest, and a rename makes the folder a checkpoint.
+"""Commit a save: the shards of all ranks become one manifest, and a rename makes the folder a
+checkpoint.
 
 merge_shards     the manifest of all ranks, which agree and cover every tensor exactly once (pure)
 start_writing    make the temporary folder of a step
@@ -23,11 +24,12 @@ from nanotrain.runs.files import disk_errors, swap_names, write_text
 
 
 def merge_shards(manifest: Manifest, shards: Sequence[Manifest]) -> Manifest:
-    """The manifest with the files and tensors of the shards of all ranks: tensors by name, chunks by rank.
+    """The manifest with the files and tensors of the shards of all ranks: tensors by name, chunks
+    by rank.
 
     Raises:
-        CheckpointError: the ranks saved different steps or objects, disagree about a tensor, or do not cover it exactly
-            once.
+        CheckpointError: the ranks saved different steps or objects, disagree about a tensor, or do
+            not cover it exactly once.
     """
     first, objects = shards[0], [json.dumps(shard.objects, sort_keys=True) for shard in shards]
     for rank, shard in enumerate(shards):
@@ -46,10 +48,14 @@ def merge_shards(manifest: Manifest, shards: Sequence[Manifest]) -> Manifest:
                     f"rank {rank} saves {name} as {entry.dtype} {entry.shape}, others as {other.dtype} {other.shape}"
                 )
             chunks.setdefault(name, []).extend(entry.chunks)
-    tensors = {name: replace(first_entries[name], chunks=tuple(chunks[name])) for name in sorted(chunks)}
+    tensors = {
+        name: replace(first_entries[name], chunks=tuple(chunks[name])) for name in sorted(chunks)
+    }
     for name, entry in tensors.items():
         if fault := coverage_fault(entry.shape, [chunk.box for chunk in entry.chunks]):
-            raise _inconsistent(f"the ranks do not cover {name} {list(entry.shape)} exactly once: {fault}")
+            raise _inconsistent(
+                f"the ranks do not cover {name} {list(entry.shape)} exactly once: {fault}"
+            )
     not_finite = {name for shard in shards for name in shard.not_finite or ()}
     return replace(manifest, files=files, tensors=tensors, not_finite=tuple(sorted(not_finite)))
 
@@ -87,7 +93,8 @@ def rename_to_final(folder: Path, step: int) -> Path:
         os.rename(temporary, final)
         sync_folder(folder)
         return final
-    # The same step again, after a rollback: the name must not be missing when this process is killed.
+    # The same step again, after a rollback: the name must not be missing when this process is
+    # killed.
     replaced = final.with_suffix(".replaced")
     if swap_names(temporary, final):
         sync_folder(folder)
@@ -112,7 +119,8 @@ def write_manifest(folder: Path, text: str) -> None:
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of later steps, of which a run that resumes at `step` is not a continuation.
+    """Rename the checkpoints of later steps, of which a run that resumes at `step` is not a
+    continuation.
 
     Otherwise a crash before the run has reached those steps would resume from them.
 

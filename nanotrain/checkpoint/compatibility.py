@@ -6,12 +6,14 @@
     vocabulary_rows    the tables with padding, and their tokens
     fit_padding        load tables whose rows are padded to another number
 
-The kind of a tensor is its name up to the first "/": "model" or "optimizer". Float tensors are cast to the dtype of
-the run (a bf16 fine-tuning of an fp32 run, moments of `--exp-avg-dtype`); all others must have the same dtype.
+The kind of a tensor is its name up to the first "/": "model" or "optimizer". Float tensors are cast
+to the dtype of the run (a bf16 fine-tuning of an fp32 run, moments of `--exp-avg-dtype`); all
+others must have the same dtype.
 
-The embedding and the head have one row per token, padded to a multiple of `--make-vocab-size-divisible-by`. Padding is
-not part of the softmax and gets no gradient, so its values never matter: rows that the checkpoint lacks become zero,
-rows that the run lacks are not read.
+The embedding and the head have one row per token, padded to a multiple of
+`--make-vocab-size-divisible-by`. Padding is not part of the softmax and gets no gradient, so its
+values never matter: rows that the checkpoint lacks become zero, rows that the run lacks are not
+read.
 
         checkpoint [128, H]      run [192, H]
         0 .. 99    tokens   -->  0 .. 99
@@ -46,7 +48,8 @@ def check_compatible(
         config: the configuration of this run, for errors that list the model options that differ.
 
     Raises:
-        CheckpointError: some differ; it has the first names, both sides of each, and the options that explain them.
+        CheckpointError: some differ; it has the first names, both sides of each, and the options
+            that explain them.
     """
     differences: dict[str, str] = {}
     casts: dict[str, str] = {}
@@ -68,27 +71,36 @@ def check_compatible(
 
 
 def loads(manifest: Manifest, targets: Iterable[TensorBox]) -> list[float]:
-    """1 for each tensor of the manifest that this rank loads, else 0, in order; the ranks take the maximum."""
+    """1 for each tensor of the manifest that this rank loads, else 0, in order; the ranks take the
+    maximum.
+    """
     names = {box.name for box in targets}
     return [float(name in names) for name in manifest.tensors]
 
 
-def check_all_loaded(manifest: Manifest, loaded: Sequence[float], *, config: Mapping[str, Any] | None = None) -> None:
+def check_all_loaded(
+    manifest: Manifest, loaded: Sequence[float], *, config: Mapping[str, Any] | None = None
+) -> None:
     """Check that of every kind that some rank loads, every tensor is loaded by some rank.
 
     `loaded` is the largest of the `loads` of all ranks, `config` is as in `check_compatible`.
 
     Raises:
-        CheckpointError: the checkpoint is of a larger model; loading a part of it silently would hide that.
+        CheckpointError: the checkpoint is of a larger model; loading a part of it silently would
+            hide that.
     """
-    kinds = {kind_of(name) for name, is_loaded in zip(manifest.tensors, loaded, strict=True) if is_loaded}
+    kinds = {
+        kind_of(name) for name, is_loaded in zip(manifest.tensors, loaded, strict=True) if is_loaded
+    }
     unused = [
         name
         for name, is_loaded in zip(manifest.tensors, loaded, strict=True)
         if not is_loaded and kind_of(name) in kinds
     ]
     if unused:
-        lines = [f"{name} is {list(manifest.tensors[name].shape)} there, missing here" for name in unused]
+        lines = [
+            f"{name} is {list(manifest.tensors[name].shape)} there, missing here" for name in unused
+        ]
         raise _another_model(manifest, lines, config=config)
 
 
@@ -99,7 +111,11 @@ def has_weights_alone(manifest: Manifest) -> bool:
 
 def weights_alone(manifest: Manifest) -> CheckpointError:
     """The error of a resume from such a checkpoint."""
-    go_on = f", or --no-load-optim to go on at step {manifest.step}" if manifest.objects.get("train") else ""
+    go_on = (
+        f", or --no-load-optim to go on at step {manifest.step}"
+        if manifest.objects.get("train")
+        else ""
+    )
     return CheckpointError(
         f"the checkpoint of step {manifest.step} has weights alone",
         why="optimizer state to resume from is not in it: it is of --no-save-optim, an average or an import",
@@ -116,11 +132,17 @@ def kind_of(name: str) -> str:
     return name.split("/", 1)[0]
 
 
-def _another_model(manifest: Manifest, lines: Sequence[str], *, config: Mapping[str, Any] | None) -> CheckpointError:
+def _another_model(
+    manifest: Manifest, lines: Sequence[str], *, config: Mapping[str, Any] | None
+) -> CheckpointError:
     if all(line.startswith("optimizer/") for line in lines) and has_weights_alone(manifest):
         return weights_alone(manifest)
     rules = [(side.get("optim") or {}).get("optimizer") for side in (manifest.config, config or {})]
-    if rules[0] != rules[1] and None not in rules and all(line.startswith("optimizer/") for line in lines):
+    if (
+        rules[0] != rules[1]
+        and None not in rules
+        and all(line.startswith("optimizer/") for line in lines)
+    ):
         return CheckpointError(
             f"the checkpoint of step {manifest.step} has the state of --optimizer {rules[0]}, not of {rules[1]}",
             why=f"{count_of(len(lines), 'tensor', verb='differs')}: {_join(lines)}",
@@ -132,7 +154,9 @@ def _another_model(manifest: Manifest, lines: Sequence[str], *, config: Mapping[
     return CheckpointError(
         f"the checkpoint of step {manifest.step} is of another model, "
         f"{count_of(len(lines), 'tensor', verb='differs')}: {_join(lines)}",
-        why=f"model options differ: {_join(options)}" if options else "names and shapes must be the same",
+        why=f"model options differ: {_join(options)}"
+        if options
+        else "names and shapes must be the same",
         fix="set the options as they are there, choose another --run-dir for a new run, or another --load",
     )
 
@@ -143,7 +167,8 @@ def _join(lines: Sequence[str]) -> str:
 
 
 def vocabulary_rows(shape: ModelShape, specs: Iterable[ParamSpec] | None = None) -> dict[str, int]:
-    """The number of tokens by the name of every parameter with one row per token of the padded vocabulary.
+    """The number of tokens by the name of every parameter with one row per token of the padded
+    vocabulary.
 
     `specs` are those of the parameters to look at, as of one rank; None: of the whole model.
     """
@@ -154,7 +179,8 @@ def vocabulary_rows(shape: ModelShape, specs: Iterable[ParamSpec] | None = None)
 def fit_padding(
     manifest: Manifest, targets: Mapping[TensorBox, torch.Tensor], *, rows: Mapping[str, int]
 ) -> dict[TensorBox, torch.Tensor]:
-    """The targets with the padding of the checkpoint, as views; rows beyond the tokens are set to zero.
+    """The targets with the padding of the checkpoint, as views; rows beyond the tokens are set to
+    zero.
 
     Args:
         manifest: manifest of the checkpoint.
@@ -166,13 +192,19 @@ def fit_padding(
     fitted: dict[TensorBox, torch.Tensor] = {}
     for box, tensor in targets.items():
         entry, tokens = manifest.tensors.get(box.name), rows.get(box.name.rpartition("/")[2], -1)
-        if tokens != vocab_size or entry is None or not _differs_in_padding(entry.shape, box.shape, tokens=tokens):
+        if (
+            tokens != vocab_size
+            or entry is None
+            or not _differs_in_padding(entry.shape, box.shape, tokens=tokens)
+        ):
             fitted[box] = tensor
             continue
         tensor.zero_()
         shared = box.box.intersect(Box.full((tokens, *box.shape[1:])))
         if shared is not None:
-            fitted[TensorBox(box.name, entry.shape, shared)] = tensor[shared.within(box.box).slices()]
+            fitted[TensorBox(box.name, entry.shape, shared)] = tensor[
+                shared.within(box.box).slices()
+            ]
     return fitted
 
 

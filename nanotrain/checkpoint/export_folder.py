@@ -16,7 +16,8 @@ FIX = "choose a new folder"
 
 @contextmanager
 def export_folder(output: Path, *, nbytes: int) -> Iterator[Path]:
-    """Yield a temporary folder to fill; its content gets its name when the block succeeds, and is removed when not.
+    """Yield a temporary folder to fill; its content gets its name when the block succeeds, and is
+    removed when not.
 
     Args:
         output: the folder; must not exist or be empty.
@@ -33,7 +34,11 @@ def export_folder(output: Path, *, nbytes: int) -> Iterator[Path]:
         why = f"it contains {present[0]}, which would be mixed with the new files or replaced"
         raise CheckpointError(f"{output} is not empty", why=why, fix=FIX)
     token = secrets.token_hex(4)
-    temporary = output.with_name(f".{output.name}.partial-{token}") if is_new else output / f".partial-{token}"
+    temporary = (
+        output.with_name(f".{output.name}.partial-{token}")
+        if is_new
+        else output / f".partial-{token}"
+    )
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
@@ -43,9 +48,11 @@ def export_folder(output: Path, *, nbytes: int) -> Iterator[Path]:
         if is_new:
             os.rename(temporary, output)
         else:
-            for child in sorted(temporary.iterdir(), key=_written_at):  # what names other files comes after them
+            # what names other files comes after them
+            for child in sorted(temporary.iterdir(), key=_written_at):
                 if os.path.lexists(output / child.name):
-                    raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))  # of another export into this folder
+                    # of another export into this folder
+                    raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
                 os.rename(child, output / child.name)
     except OSError as error:
         raise disk_fault(error, output, needed=nbytes, fix=FIX) from None
@@ -54,5 +61,7 @@ def export_folder(output: Path, *, nbytes: int) -> Iterator[Path]:
 
 
 def _written_at(path: Path) -> tuple[int, bool, str]:
-    """Sorts files as they were written; of one clock tick, .metadata last, and iter_N before its tracker."""
+    """Sorts files as they were written; of one clock tick, .metadata last, and iter_N before its
+    tracker.
+    """
     return path.stat().st_mtime_ns, path.name.startswith("."), path.name

@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: the chunks of every global tensor and their files, as frozen data and as JSON.
+"""The manifest of a checkpoint: the chunks of every global tensor and their files, as frozen data
+and as JSON.
 
     Manifest       step, files, tensors; objects, config and topology of the run
     TensorEntry    shape and dtype of one global tensor, and its chunks
@@ -7,7 +8,8 @@
     from_json      text -> Manifest, every field checked, or a DamagedCheckpoint with the field and the reason
     damaged        the error for any damage of a step folder
 
-Pure: no tensor and no file is touched. docs/checkpoint.md describes the format, in which chunks are called "pieces".
+Pure: no tensor and no file is touched. docs/checkpoint.md describes the format, in which chunks are
+called "pieces".
 """
 
 import hashlib
@@ -25,12 +27,21 @@ from nanotrain.errors import CheckpointError
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box
 from nanotrain.system import without_collection
-from nanotrain.untrusted import list_of, object_of, parse_json, plain_file_name, shown, text_of, whole_number
+from nanotrain.untrusted import (
+    list_of,
+    object_of,
+    parse_json,
+    plain_file_name,
+    shown,
+    text_of,
+    whole_number,
+)
 
 FORMAT = "nanotrain-checkpoint"
 MAX_DIMS = 16  # of a tensor; the models here have at most 4
 _CRC32 = re.compile("[0-9a-f]{8}")
-VERSION = 2  # 1: the model section of `config` was flat (moe_router_topk in place of moe.router_topk)
+# 1: the model section of `config` was flat (moe_router_topk in place of moe.router_topk)
+VERSION = 2
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -38,7 +49,9 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class NewerFormat(CheckpointError):
-    """A sound checkpoint of a later format, which this version cannot read; never skipped for an older one."""
+    """A sound checkpoint of a later format, which this version cannot read; never skipped for an
+    older one.
+    """
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,9 @@ class ChunkEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One global tensor: shape, dtype (a key of `TORCH_DTYPES`), and chunks that cover every element exactly once."""
+    """One global tensor: shape, dtype (a key of `TORCH_DTYPES`), and chunks that cover every
+    element exactly once.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -76,12 +91,15 @@ class Manifest:
     objects: Mapping[str, Any]  # JSON that `restore` returns unchanged (counters)
     config: Mapping[str, Any]  # the resolved configuration of the run
     topology: Mapping[str, Any]  # the layout of the run, for information only
-    # names of the tensors with a value that is not finite, found while they were written; None where nobody looked
+    # names of the tensors with a value that is not finite, found while they were written; None
+    # where nobody looked
     not_finite: tuple[str, ...] | None = None
 
 
 def plain_json(value: Any) -> Any:
-    """A value after a round trip through JSON (tuples become lists, keys text); TypeError where JSON has no form."""
+    """A value after a round trip through JSON (tuples become lists, keys text); TypeError where
+    JSON has no form.
+    """
     return json.loads(json.dumps(value))
 
 
@@ -93,12 +111,24 @@ def to_json(manifest: Manifest) -> str:
         "step": manifest.step,
         "files": dict(manifest.files),
         **({} if manifest.not_finite is None else {"not_finite": list(manifest.not_finite)}),
-        **plain_json({"objects": manifest.objects, "config": manifest.config, "topology": manifest.topology}),
+        **plain_json(
+            {"objects": manifest.objects, "config": manifest.config, "topology": manifest.topology}
+        ),
         "tensors": {name: tensor_to_dict(entry) for name, entry in manifest.tensors.items()},
     }
-    lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in body.items() if key != "tensors"]
+    lines = [
+        f"{json.dumps(key)}: {json.dumps(value)},\n"
+        for key, value in body.items()
+        if key != "tensors"
+    ]
     rows = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in body["tensors"].items()]
-    return "{\n" + "".join(lines) + '"tensors": {\n' + ",\n".join(rows) + f'\n}},\n"sha256": "{_checksum(body)}"\n}}\n'
+    return (
+        "{\n"
+        + "".join(lines)
+        + '"tensors": {\n'
+        + ",\n".join(rows)
+        + f'\n}},\n"sha256": "{_checksum(body)}"\n}}\n'
+    )
 
 
 @without_collection()
@@ -111,7 +141,8 @@ def from_json(text: str, *, source: str = "the manifest", is_shard: bool = False
         is_shard: whether it is of the shard of one rank, which holds parts of tensors.
 
     Raises:
-        DamagedCheckpoint: not JSON, not a manifest, its checksum does not match, or a field is not what it must be.
+        DamagedCheckpoint: not JSON, not a manifest, its checksum does not match, or a field is not
+            what it must be.
         NewerFormat: it is of a later version of the format.
     """
     try:
@@ -123,7 +154,9 @@ def from_json(text: str, *, source: str = "the manifest", is_shard: bool = False
     # Before the version: every version has this checksum, so that a flipped bit is no later format.
     written, present = body.pop("sha256", None), _checksum(body)
     if written != present:
-        raise _unreadable(source, f"its field sha256 is {shown(written)} and its content has {present}")
+        raise _unreadable(
+            source, f"its field sha256 is {shown(written)} and its content has {present}"
+        )
     if body["version"] > VERSION:
         raise NewerFormat(
             f"{source} has format version {body['version']}",
@@ -141,7 +174,9 @@ def damaged(what: str, *, why: str, path: Path | None = None) -> DamagedCheckpoi
     """The error for damage; `path` is the step folder, where it is known."""
     fix = "load an older checkpoint of the run, with --load and its step folder"
     if path is not None:
-        fix = f"load an older checkpoint of the run, with --load and a step folder of {path.parent}; "
+        fix = (
+            f"load an older checkpoint of the run, with --load and a step folder of {path.parent}; "
+        )
         fix += f"`nanotrain checkpoint verify {path}` lists the damage"
     return DamagedCheckpoint(what, why=why, fix=fix)
 
@@ -168,33 +203,51 @@ def _manifest_of(body: dict[str, Any], *, is_shard: bool) -> Manifest:
     )
 
 
-def _check_sizes(tensors: Mapping[str, TensorEntry], files: Mapping[str, int], *, is_shard: bool) -> None:
-    """Chunks fill their tensors and fit into their files: a reader never allocates more than is on the disk."""
+def _check_sizes(
+    tensors: Mapping[str, TensorEntry], files: Mapping[str, int], *, is_shard: bool
+) -> None:
+    """Chunks fill their tensors and fit into their files: a reader never allocates more than is on
+    the disk.
+    """
     used = dict.fromkeys(files, 0)
     for name, entry in tensors.items():
         numel, held = math.prod(entry.shape), sum(chunk.box.numel for chunk in entry.chunks)
         if numel != held and not is_shard:
-            raise ValueError(f"tensors[{shown(name)}] has {shown(numel)} elements, its pieces hold {held}")
+            raise ValueError(
+                f"tensors[{shown(name)}] has {shown(numel)} elements, its pieces hold {held}"
+            )
         for chunk in entry.chunks:
             if chunk.file not in files:
-                raise ValueError(f"tensors[{shown(name)}] lies in file {shown(chunk.file)}, which files does not list")
+                raise ValueError(
+                    f"tensors[{shown(name)}] lies in file {shown(chunk.file)}, which files does not list"
+                )
             used[chunk.file] += chunk.nbytes
     for file, nbytes in used.items():
         if nbytes > files[file]:
-            raise ValueError(f"files[{shown(file)}] is {files[file]} bytes, its chunks need {nbytes}")
+            raise ValueError(
+                f"files[{shown(file)}] is {files[file]} bytes, its chunks need {nbytes}"
+            )
 
 
 def tensor_to_dict(entry: TensorEntry) -> dict[str, Any]:
     """The entry of a tensor as JSON."""
     chunks = [
-        {"box": [c.box.start, c.box.stop], "file": c.file, "key": c.key, "crc32": c.crc32, "nbytes": c.nbytes}
+        {
+            "box": [c.box.start, c.box.stop],
+            "file": c.file,
+            "key": c.key,
+            "crc32": c.crc32,
+            "nbytes": c.nbytes,
+        }
         for c in entry.chunks
     ]
     return {"shape": entry.shape, "dtype": entry.dtype, "pieces": chunks}
 
 
 def tensor_from_dict(entry: Any, field: str) -> TensorEntry:
-    """The entry of a tensor from JSON; `field` is where it stands, for the ValueError of a wrong value."""
+    """The entry of a tensor from JSON; `field` is where it stands, for the ValueError of a wrong
+    value.
+    """
     entry = object_of(entry, field)
     shape = _indices(entry["shape"], f"{field}.shape")
     dtype = text_of(entry["dtype"], f"{field}.dtype")
@@ -208,20 +261,27 @@ def tensor_from_dict(entry: Any, field: str) -> TensorEntry:
     return TensorEntry(shape, dtype, chunks)
 
 
-def _chunk_from_dict(chunk: Any, field: str, *, shape: tuple[int, ...], itemsize: int) -> ChunkEntry:
+def _chunk_from_dict(
+    chunk: Any, field: str, *, shape: tuple[int, ...], itemsize: int
+) -> ChunkEntry:
     chunk = object_of(chunk, field)
     corners = list_of(chunk["box"], f"{field}.box", length=2)
     start, stop = (_indices(corner, f"{field}.box", length=len(shape)) for corner in corners)
     if not all(low <= high <= size for low, high, size in zip(start, stop, shape, strict=True)):
-        raise ValueError(f"{field}.box is {corners}, which is no box of a tensor of shape {list(shape)}")
+        raise ValueError(
+            f"{field}.box is {corners}, which is no box of a tensor of shape {list(shape)}"
+        )
     box = Box(start, stop)
     nbytes = whole_number(chunk["nbytes"], f"{field}.nbytes")
     if nbytes != box.numel * itemsize:
-        raise ValueError(f"{field}.nbytes is {nbytes}, its box has {box.numel} elements of {itemsize} bytes")
+        raise ValueError(
+            f"{field}.nbytes is {nbytes}, its box has {box.numel} elements of {itemsize} bytes"
+        )
     crc32 = text_of(chunk["crc32"], f"{field}.crc32")
     if not _CRC32.fullmatch(crc32):
         raise ValueError(f"{field}.crc32 is {shown(crc32)}, it must be eight hexadecimal digits")
-    file = sys.intern(plain_file_name(chunk["file"], f"{field}.file"))  # sent once per file, not once per chunk
+    # sent once per file, not once per chunk
+    file = sys.intern(plain_file_name(chunk["file"], f"{field}.file"))
     return ChunkEntry(box, file, text_of(chunk["key"], f"{field}.key"), crc32, nbytes)
 
 
@@ -234,7 +294,9 @@ def _indices(value: Any, field: str, *, length: int | None = None) -> tuple[int,
 
 def _checksum(body: Mapping[str, Any]) -> str:
     """SHA-256 of the content in canonical form, so that re-indenting the file does not change it."""
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def _unreadable(source: str, reason: str) -> DamagedCheckpoint:

@@ -1,4 +1,5 @@
-"""Plans of writes and reads (pure): boxes and manifests in, frozen data out, for any rank, without its tensors.
+"""Plans of writes and reads (pure): boxes and manifests in, frozen data out, for any rank, without
+its tensors.
 
 split_box         a box -> chunks of bounded size                                           (saving)
 coverage_fault    whether boxes cover a tensor exactly once, and where not                  (saving, loading)
@@ -15,7 +16,9 @@ from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, damaged
 from nanotrain.spec.boxes import Box, TensorBox
 
 CHUNK_BYTES = 32 * 2**20
-"""A chunk is always read in full, for its checksum: its size bounds the bytes that a reader discards."""
+"""A chunk is always read in full, for its checksum: its size bounds the bytes that a reader
+discards.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,15 +53,18 @@ def split_box(box: Box, element_bytes: int, *, limit: int = CHUNK_BYTES) -> tupl
         return (box,)
     rows = max(1, limit // (box.numel // box.shape[dim] * element_bytes))
     first, last = box.start[dim], box.stop[dim]
-    slabs = [_slice(box, dim, start=start, stop=min(start + rows, last)) for start in range(first, last, rows)]
+    slabs = [
+        _slice(box, dim, start=start, stop=min(start + rows, last))
+        for start in range(first, last, rows)
+    ]
     return tuple(chunk for slab in slabs for chunk in split_box(slab, element_bytes, limit=limit))
 
 
 def coverage_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
     """Where boxes fail to cover every element of a tensor exactly once, or None.
 
-    Halves the tensor at an edge of some box, and each half again, until a region holds one box: O(n log n) for the
-    grids and flat ranges that ranks write, instead of O(n^2) for comparing pairs.
+    Halves the tensor at an edge of some box, and each half again, until a region holds one box: O(n
+    log n) for the grids and flat ranges that ranks write, instead of O(n^2) for comparing pairs.
     """
     full = Box.full(shape)
     if list(boxes) == [full] or _are_slabs(shape, boxes):
@@ -80,15 +86,20 @@ def coverage_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
         lower = _slice(region, dim, start=region.start[dim], stop=at)
         upper = _slice(region, dim, start=at, stop=region.stop[dim])
         for half in (lower, upper):
-            regions.append((half, [part for box in inside if (part := box.intersect(half)) is not None]))
+            regions.append(
+                (half, [part for box in inside if (part := box.intersect(half)) is not None])
+            )
     return None
 
 
-def plan_reads(manifest: Manifest, targets: Iterable[TensorBox]) -> dict[str, tuple[ChunkRead, ...]]:
+def plan_reads(
+    manifest: Manifest, targets: Iterable[TensorBox]
+) -> dict[str, tuple[ChunkRead, ...]]:
     """Plan which chunks to read for the target boxes.
 
     Args:
-        manifest: manifest of the checkpoint, with the tensors of all targets in their shapes (`check_compatible`).
+        manifest: manifest of the checkpoint, with the tensors of all targets in their shapes
+            (`check_compatible`).
         targets: boxes of global tensors, sharded in any way.
 
     Returns:
@@ -110,7 +121,9 @@ def plan_reads(manifest: Manifest, targets: Iterable[TensorBox]) -> dict[str, tu
         starts, stops = _corners([chunk.box for chunk in entry.chunks], len(entry.shape))
         copies: dict[int, list[ChunkCopy]] = {}
         for target in boxes:
-            (near,) = np.nonzero(((starts < target.box.stop) & (stops > target.box.start)).all(axis=1))
+            (near,) = np.nonzero(
+                ((starts < target.box.stop) & (stops > target.box.start)).all(axis=1)
+            )
             for number in near.tolist():
                 inner = entry.chunks[number].box
                 if (shared := inner.intersect(target.box)) is not None:
@@ -118,7 +131,9 @@ def plan_reads(manifest: Manifest, targets: Iterable[TensorBox]) -> dict[str, tu
                     copies.setdefault(number, []).append(copy)
         for number in sorted(copies):
             chunk = entry.chunks[number]
-            reads.setdefault(chunk.file, []).append(ChunkRead(name, entry.dtype, chunk, tuple(copies[number])))
+            reads.setdefault(chunk.file, []).append(
+                ChunkRead(name, entry.dtype, chunk, tuple(copies[number]))
+            )
     return {file: tuple(chunks) for file, chunks in reads.items()}
 
 
@@ -129,7 +144,9 @@ def _corners(boxes: Sequence[Box], num_dims: int) -> NDArray[np.int64]:
 
 
 def _are_slabs(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether boxes are slabs of one dim, end to end: nearly all tensors are, and this takes a tenth of the search."""
+    """Whether boxes are slabs of one dim, end to end: nearly all tensors are, and this takes a
+    tenth of the search.
+    """
     if not boxes or any(len(box.start) != len(shape) for box in boxes):
         return False
     starts, stops = _corners(boxes, len(shape))
@@ -137,20 +154,28 @@ def _are_slabs(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     if len(split) != 1:
         return False
     (dim,) = split
-    # How many slabs hold an index follows from their edges alone, whichever start belongs to which stop.
+    # How many slabs hold an index follows from their edges alone, whichever start belongs to which
+    # stop.
     return np.array_equal([*sorted(starts[:, dim]), shape[dim]], [0, *sorted(stops[:, dim])])
 
 
 def _middle_edge(region: Box, boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """A dim and the middle of its edges inside the region, the dim with most; None if every box equals the region."""
+    """A dim and the middle of its edges inside the region, the dim with most; None if every box
+    equals the region.
+    """
     best: list[int] = []
     best_dim = 0
     for dim, (low, high) in enumerate(zip(region.start, region.stop, strict=True)):
-        edges = {edge for box in boxes for edge in (box.start[dim], box.stop[dim]) if low < edge < high}
+        edges = {
+            edge for box in boxes for edge in (box.start[dim], box.stop[dim]) if low < edge < high
+        }
         if len(edges) > len(best):
             best, best_dim = sorted(edges), dim
     return (best_dim, best[len(best) // 2]) if best else None
 
 
 def _slice(box: Box, dim: int, *, start: int, stop: int) -> Box:
-    return Box(box.start[:dim] + (start,) + box.start[dim + 1 :], box.stop[:dim] + (stop,) + box.stop[dim + 1 :])
+    return Box(
+        box.start[:dim] + (start,) + box.start[dim + 1 :],
+        box.stop[:dim] + (stop,) + box.stop[dim + 1 :],
+    )

@@ -1,12 +1,14 @@
-"""Read chunks: open each needed shard file once, check every chunk, and copy parts of it to the target tensors.
+"""Read chunks: open each needed shard file once, check every chunk, and copy parts of it to the
+target tensors.
 
     ShardFile             one safetensors file, with the location of every key; on a disk, or in object storage
     read_chunks           carry out `plan_reads`, file after file, the chunks of a file in parallel
     read_global_tensors   full tensors, one at a time, for exports
     read_box              one box of a tensor
 
-A chunk is read in full even for a part of it, since its checksum covers all of it: `plan.CHUNK_BYTES` bounds the
-excess. Plain `preadv` instead of a memory map: measured 2.4 GB/s against 0.9 cold, since page faults get no read-ahead.
+A chunk is read in full even for a part of it, since its checksum covers all of it:
+`plan.CHUNK_BYTES` bounds the excess. Plain `preadv` instead of a memory map: measured 2.4 GB/s
+against 0.9 cold, since page faults get no read-ahead.
 """
 
 import errno
@@ -19,7 +21,13 @@ from typing import Any, Self
 
 import torch
 
-from nanotrain.checkpoint.manifest import ChunkEntry, DamagedCheckpoint, Manifest, TensorEntry, damaged
+from nanotrain.checkpoint.manifest import (
+    ChunkEntry,
+    DamagedCheckpoint,
+    Manifest,
+    TensorEntry,
+    damaged,
+)
 from nanotrain.checkpoint.plan import ChunkRead, plan_reads
 from nanotrain.checkpoint.store import read_manifest
 from nanotrain.checkpoint.stored import stored_at
@@ -31,7 +39,8 @@ from nanotrain.storage.remote import Remote
 from nanotrain.untrusted import object_of, parse_json, shown
 
 Tensors = Mapping[TensorBox, torch.Tensor]
-Headers = dict[Path, tuple[dict[str, Any], int, int]]  # by file: its header, the end of that, the size of the file
+# by file: its header, the end of that, the size of the file
+Headers = dict[Path, tuple[dict[str, Any], int, int]]
 HEAD_BYTES = 2**16  # of the first request of an object: the header of 400 chunks
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library; 600,000 chunks of 32 MiB
 
@@ -42,7 +51,8 @@ class _LocalSource:
     max_bytes = PIECE_BYTES  # of a read: the checksum finds them in the processor's cache
 
     def __init__(self, path: Path) -> None:
-        # Without O_NOFOLLOW a link could lead out of the folder; O_NONBLOCK returns at once on a pipe.
+        # Without O_NOFOLLOW a link could lead out of the folder; O_NONBLOCK returns at once on a
+        # pipe.
         self._handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(self._handle)
         self.size = status.st_size if stat.S_ISREG(status.st_mode) else None
@@ -72,7 +82,9 @@ class RemoteSource:
     def read_into(self, into: memoryview, offset: int) -> int:
         """As of a local file."""
         stop = min(offset + len(into), self.size)
-        data = self._head[offset:stop] if stop <= len(self._head) else self._remote.read(offset, stop)
+        data = (
+            self._head[offset:stop] if stop <= len(self._head) else self._remote.read(offset, stop)
+        )
         into[: len(data)] = data
         return len(data)
 
@@ -97,14 +109,17 @@ class ShardFile:
     Args:
         path: the file; it may be in object storage.
         source: what is read; None for the file.
-        headers: of files that were open before, to which that of this one is added; None: it is read.
+        headers: of files that were open before, to which that of this one is added; None: it is
+            read.
 
     Raises:
         DamagedCheckpoint: it is missing, a link, no regular file, or has no readable header.
         StorageFault: the object storage cannot be read.
     """
 
-    def __init__(self, path: Path, source: RemoteSource | None = None, *, headers: Headers | None = None) -> None:
+    def __init__(
+        self, path: Path, source: RemoteSource | None = None, *, headers: Headers | None = None
+    ) -> None:
         self.path = path
         try:
             self._source = source or _open_source(path)
@@ -140,7 +155,9 @@ class ShardFile:
                     break
                 checksum, done = crc32(piece[:count], checksum), done + count
         except OSError as error:  # a bad sector
-            raise self._damaged(f"chunk {chunk.key} is damaged", f"{self.path}: {error.strerror}") from None
+            raise self._damaged(
+                f"chunk {chunk.key} is damaged", f"{self.path}: {error.strerror}"
+            ) from None
         if done < chunk.nbytes:
             why = f"{self.path} ends {chunk.nbytes - done} bytes too early"
             raise self._damaged(f"chunk {chunk.key} is damaged", why)
@@ -152,12 +169,17 @@ class ShardFile:
         """The offset of a chunk in the file.
 
         Raises:
-            DamagedCheckpoint: its entry in the header is not that of the manifest, or the file ends before it does.
+            DamagedCheckpoint: its entry in the header is not that of the manifest, or the file ends
+                before it does.
         """
         match self._header.get(chunk.key):
             case {"dtype": name, "shape": shape, "data_offsets": [int(start), int(stop)]}:
                 expected = SAFETENSORS_NAMES[dtype], list(chunk.box.shape), chunk.nbytes
-                if (name, shape, stop - start) == expected and 0 <= start <= self._size - self._begin - chunk.nbytes:
+                if (
+                    name,
+                    shape,
+                    stop - start,
+                ) == expected and 0 <= start <= self._size - self._begin - chunk.nbytes:
                     return self._begin + start
                 there = f"{shown(name)} {str(shape)[:99]} in bytes {shown(start)} to {shown(stop)} of {self._size}"
                 why = f"{self.path} holds it as {there}, the manifest as {expected}"
@@ -177,7 +199,9 @@ class ShardFile:
         try:
             header = object_of(parse_json(self._bytes(length, 8)), "its header")
         except ValueError as error:
-            raise self._damaged(f"{self.path} is damaged", f"its header is no JSON object ({error})") from None
+            raise self._damaged(
+                f"{self.path} is damaged", f"its header is no JSON object ({error})"
+            ) from None
         return header, 8 + length, size
 
     def _bytes(self, length: int, offset: int) -> bytes:
@@ -189,31 +213,44 @@ class ShardFile:
 
 
 def read_chunks(
-    folder: Path, reads: Mapping[str, tuple[ChunkRead, ...]], *, targets: Tensors, headers: Headers | None = None
+    folder: Path,
+    reads: Mapping[str, tuple[ChunkRead, ...]],
+    *,
+    targets: Tensors,
+    headers: Headers | None = None,
 ) -> None:
     """Read chunks and copy their parts into the target tensors, in place.
 
     Args:
         reads: chunks by file, as `plan_reads` returns them.
-        targets: box -> tensor of the box's shape, on any device; elements are cast to its float dtype.
+        targets: box -> tensor of the box's shape, on any device; elements are cast to its float
+            dtype.
         headers: as of `ShardFile`.
 
     Raises:
-        CheckpointError: a chunk is damaged; the targets are then partly filled and must not be used.
+        CheckpointError: a chunk is damaged; the targets are then partly filled and must not be
+            used.
     """
     with file_threads() as start:
         for file, chunks in reads.items():
             with ShardFile(folder / file, headers=headers) as shard:
-                # Located before the first read, measured 10 % faster: each read empties the processor's caches.
+                # Located before the first read, measured 10 % faster: each read empties the
+                # processor's caches.
                 located = [(shard.offset(read.chunk, read.dtype), read) for read in chunks]
                 located.sort(key=itemgetter(0))  # a disk reads ahead of the last read
-                list(start(lambda one, shard=shard: _read_chunk(shard, one, targets=targets), located))
+                list(
+                    start(
+                        lambda one, shard=shard: _read_chunk(shard, one, targets=targets), located
+                    )
+                )
 
 
 def read_global_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and full tensors of a complete step folder, in the order of `names`, one in memory at a time.
+    """Yield names and full tensors of a complete step folder, in the order of `names`, one in
+    memory at a time.
 
-    The tensors are on the CPU, in the checkpoint's dtype. Names are as in the manifest ("model/final_norm.weight").
+    The tensors are on the CPU, in the checkpoint's dtype. Names are as in the manifest
+    ("model/final_norm.weight").
 
     Raises:
         CheckpointError: no such tensor, or a chunk of it is damaged.
@@ -224,7 +261,9 @@ def read_global_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str,
         yield name, read_box(path, manifest, box=TensorBox.full(name, entry.shape), headers=headers)
 
 
-def read_box(path: Path, manifest: Manifest, *, box: TensorBox, headers: Headers | None = None) -> torch.Tensor:
+def read_box(
+    path: Path, manifest: Manifest, *, box: TensorBox, headers: Headers | None = None
+) -> torch.Tensor:
     """One box of a tensor of a step folder, on the CPU, in the checkpoint's dtype.
 
     `manifest` is that of the folder, `headers` is as of `ShardFile`.

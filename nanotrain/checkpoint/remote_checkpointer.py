@@ -3,9 +3,10 @@
     rank k   copy to host memory; thread: shard in the folder -> report -> ... -> upload, read back -> report
     rank 0   thread: the same; all reports: manifest, rename -> address -> all reports: manifest in object storage
 
-The local folder is complete before anything is uploaded, so a run that ends in between resumes from it. Each machine
-may have its own folder: the reports are messages over the store at which the ranks met. What is uploaded is read back,
-and each chunk compared with its checksum in the manifest, before the manifest commits it.
+The local folder is complete before anything is uploaded, so a run that ends in between resumes from
+it. Each machine may have its own folder: the reports are messages over the store at which the ranks
+met. What is uploaded is read back, and each chunk compared with its checksum in the manifest,
+before the manifest commits it.
 """
 
 import json
@@ -32,7 +33,16 @@ from nanotrain.checkpoint.store import (
     step_folder,
     step_of,
 )
-from nanotrain.checkpoint.stored import MANIFEST, MARKER, SUPERSEDED, FileUploads, Stored, mark, steps_of, stored_at
+from nanotrain.checkpoint.stored import (
+    MANIFEST,
+    MARKER,
+    SUPERSEDED,
+    FileUploads,
+    Stored,
+    mark,
+    steps_of,
+    stored_at,
+)
 from nanotrain.checkpoint.write import raw_bytes
 from nanotrain.errors import StorageFault
 from nanotrain.log import get_logger
@@ -68,7 +78,11 @@ class _Messages:
                 raise StorageFault("the checkpoint cannot be written", why=self._read("failed"))
             if self.is_cancelled() or time.monotonic() > deadline:
                 why = f"another rank did not send {name} within {self.timeout_s:g} s"
-                raise StorageFault("the checkpoint was given up", why=why, fix="raise --distributed-timeout-minutes")
+                raise StorageFault(
+                    "the checkpoint was given up",
+                    why=why,
+                    fix="raise --distributed-timeout-minutes",
+                )
             time.sleep(pause)
             pause = min(2 * pause, POLL_S[1])
         text = self._read(name)
@@ -108,7 +122,9 @@ class RemoteCheckpointer(Checkpointer):
         self._remote, self._store, self._num_saves = remote / "checkpoints", store, 0
         self.files = FileUploads(self.folder.parent, remote)
 
-    def save(self, step: int, tensors: Tensors, *, prunes: bool = True, **content: Unpack[Content]) -> Path:
+    def save(
+        self, step: int, tensors: Tensors, *, prunes: bool = True, **content: Unpack[Content]
+    ) -> Path:
         """As of `Checkpointer`; on return the checkpoint is complete in object storage."""
         self.start_save(step, tensors, prunes=prunes, **content)
         path = self.wait()
@@ -135,7 +151,9 @@ class RemoteCheckpointer(Checkpointer):
                 messages.put("place", json.dumps([stored.remote.path, stored.sizes]))
             path, sizes = json.loads(messages.take("place"))
             stored = Stored(Remote(self._remote.scheme, path), sizes)
-            self._upload(stored.remote, shard, folders=(step_folder(self.folder, shard.step), save.temporary))
+            self._upload(
+                stored.remote, shard, folders=(step_folder(self.folder, shard.step), save.temporary)
+            )
             messages.put(f"uploaded-{self.group.index}")
             if self.group.is_first:
                 for index in range(self.group.size):
@@ -147,7 +165,8 @@ class RemoteCheckpointer(Checkpointer):
         return None
 
     def finish(self) -> None:
-        """On the first rank, upload what has changed in the run folder, and checkpoints that are complete there alone.
+        """On the first rank, upload what has changed in the run folder, and checkpoints that are
+        complete there alone.
 
         A kill between the two commits of a save, or a save that failed, leaves such a one.
 
@@ -171,7 +190,8 @@ class RemoteCheckpointer(Checkpointer):
             write_text(report_path(save.temporary, index), text)
             nbytes += len(text)
         final = step_folder(self.folder, save.manifest.step)
-        (final / MARKER).unlink(missing_ok=True)  # of a save that is replaced, which stays until the new one is there
+        # of a save that is replaced, which stays until the new one is there
+        (final / MARKER).unlink(missing_ok=True)
         return self._merge(save, nbytes, is_cancelled=messages.is_cancelled)
 
     def _destination(self, final: Path) -> tuple[Stored, list[Stored]]:
@@ -179,7 +199,10 @@ class RemoteCheckpointer(Checkpointer):
         older, name = list[Stored](), final.name
         for saves in steps_of(self._remote.sizes()).values():
             for each in saves:
-                stored = Stored(self._remote / each.folder, {file: stat.size for file, stat in each.objects.items()})
+                stored = Stored(
+                    self._remote / each.folder,
+                    {file: stat.size for file, stat in each.objects.items()},
+                )
                 if not each.is_committed:
                     stored.delete()
                 elif each.folder.partition(".")[0] == final.name:
@@ -188,8 +211,11 @@ class RemoteCheckpointer(Checkpointer):
         return Stored(self._remote / name, file_sizes(final)), older
 
     def _commit_remotely(self, final: Path, stored: Stored, *, older: list[Stored]) -> None:
-        """After all shards, upload the manifest; then delete saves that it replaces and local shards of older steps."""
-        self.files.upload()  # before, as a resume from this step needs the rows of metrics until there
+        """After all shards, upload the manifest; then delete saves that it replaces and local
+        shards of older steps.
+        """
+        # before, as a resume from this step needs the rows of metrics until there
+        self.files.upload()
         (stored.remote / MANIFEST).put(final / MANIFEST)
         mark(final, stored)
         log.info("uploaded %s", stored.remote)
@@ -206,7 +232,8 @@ class RemoteCheckpointer(Checkpointer):
         Args:
             remote: the folder to which they go.
             shard: a manifest with their sizes and checksums.
-            folders: where they may be; on a machine without the first rank the folder of the save stays.
+            folders: where they may be; on a machine without the first rank the folder of the save
+                stays.
 
         Raises:
             StorageFault: one cannot be written, or differs each time.
@@ -222,7 +249,9 @@ class RemoteCheckpointer(Checkpointer):
                     fault = error
             else:
                 why = f"uploaded {UPLOADS} times, it differs from what was written: {fault}"
-                raise StorageFault(f"{remote / name} cannot be written", why=why, fix="check memory and network")
+                raise StorageFault(
+                    f"{remote / name} cannot be written", why=why, fix="check memory and network"
+                )
 
     @staticmethod
     def _read_back(remote: Remote, size: int, *, shard: Manifest) -> None:

@@ -4,8 +4,9 @@ describe    model, counters, layout and sizes of a checkpoint, from its manifest
 verify      every byte against its checksum
 diff        values, settings and counters of two checkpoints
 
-Values are compared chunk by chunk, so that a few chunks are in memory. Of the embedding and the head only the rows of
-tokens are compared: the number of padding rows depends on the layout, and their values have no effect.
+Values are compared chunk by chunk, so that a few chunks are in memory. Of the embedding and the
+head only the rows of tokens are compared: the number of padding rows depends on the layout, and
+their values have no effect.
 """
 
 import json
@@ -22,7 +23,12 @@ from nanotrain.checkpoint.compatibility import has_weights_alone, kind_of, vocab
 from nanotrain.checkpoint.manifest import ChunkEntry, DamagedCheckpoint, Manifest, TensorEntry
 from nanotrain.checkpoint.plan import coverage_fault, split_box
 from nanotrain.checkpoint.read import ShardFile, read_box
-from nanotrain.checkpoint.store import describe_not_finite, find_checkpoint, find_manifest, read_manifest
+from nanotrain.checkpoint.store import (
+    describe_not_finite,
+    find_checkpoint,
+    find_manifest,
+    read_manifest,
+)
 from nanotrain.checkpoint.write import file_threads, is_finite
 from nanotrain.config.schema import config_from_dict, unnest
 from nanotrain.errors import CheckpointError, ConfigError
@@ -42,7 +48,8 @@ class VerifyReport:
     path: Path  # the step folder
     num_chunks: int  # chunks read
     nbytes: int  # their bytes
-    # one line per chunk that is damaged or not finite, missing file, or tensor not covered exactly once
+    # one line per chunk that is damaged or not finite, missing file, or tensor not covered exactly
+    # once
     faults: tuple[str, ...]
 
     @property
@@ -55,11 +62,14 @@ class VerifyReport:
         size = f"{self.num_chunks} chunks, {describe_bytes(self.nbytes)}"
         if self.is_sound:
             return f"{self.path}: sound ({size}, all checksums match, all values are finite)"
-        return "\n  ".join([f"{self.path}: UNSOUND, {count_of(len(self.faults), 'fault')} in {size}", *self.faults])
+        return "\n  ".join(
+            [f"{self.path}: UNSOUND, {count_of(len(self.faults), 'fault')} in {size}", *self.faults]
+        )
 
 
 def describe(path: Path, *, tensors: bool = False) -> str:
-    """Model, counters, layout and sizes of a checkpoint on one screen; `tensors` adds a row per tensor.
+    """Model, counters, layout and sizes of a checkpoint on one screen; `tensors` adds a row per
+    tensor.
 
     `path` is a step folder, or a run folder for its newest.
 
@@ -68,11 +78,16 @@ def describe(path: Path, *, tensors: bool = False) -> str:
     """
     folder, manifest = find_manifest(Path(path))
     lines = [str(folder), *(f"{title:<11} {text}" for title, text in _summary(manifest)), ""]
-    lines += table_lines([["kind", "tensors", "elements", "dtype", "size"], *_kind_rows(manifest)], right=(1, 2, 4))
+    lines += table_lines(
+        [["kind", "tensors", "elements", "dtype", "size"], *_kind_rows(manifest)], right=(1, 2, 4)
+    )
     if tensors:
         lines += [
             "",
-            *table_lines([["tensor", "shape", "dtype", "chunks", "size"], *_tensor_rows(manifest)], right=(1, 3, 4)),
+            *table_lines(
+                [["tensor", "shape", "dtype", "chunks", "size"], *_tensor_rows(manifest)],
+                right=(1, 3, 4),
+            ),
         ]
     return "\n".join(lines)
 
@@ -80,28 +95,44 @@ def describe(path: Path, *, tensors: bool = False) -> str:
 def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Title and text of every line above the tables; a checkpoint of other programs may lack some."""
     nbytes = sum(manifest.files.values())
-    numel = sum(prod(entry.shape) for name, entry in manifest.tensors.items() if kind_of(name) == "model")
+    numel = sum(
+        prod(entry.shape) for name, entry in manifest.tensors.items() if kind_of(name) == "model"
+    )
     yield "model", _model_line(manifest)
     yield "parameters", f"{numel:,} elements of the model, padding included"
     counters, last = manifest.objects.get("train"), manifest.objects.get("last_step")
     trained = [f"step {manifest.step:,}"]
     if isinstance(counters, Mapping):
-        trained += [f"{counters[key]:,} {unit}" for key, unit in COUNTERS.items() if isinstance(counters.get(key), int)]
+        trained += [
+            f"{counters[key]:,} {unit}"
+            for key, unit in COUNTERS.items()
+            if isinstance(counters.get(key), int)
+        ]
     if isinstance(last, Mapping) and isinstance(last.get("loss"), float):
         trained.append(f"loss {last['loss']:.4f}")
     yield "trained", ", ".join(trained)
     if has_weights_alone(manifest):
-        yield "optimizer", "no state: of --no-save-optim, an average, an import, or a rule that has none"
+        yield (
+            "optimizer",
+            "no state: of --no-save-optim, an average, an import, or a rule that has none",
+        )
     yield "written by", _layout(manifest.topology)
     yield "files", f"{count_of(len(manifest.files), 'shard')}, {describe_bytes(nbytes)}"
     if manifest.not_finite is not None:
-        yield "values", describe_not_finite(manifest.not_finite) if manifest.not_finite else "all finite"
+        yield (
+            "values",
+            describe_not_finite(manifest.not_finite) if manifest.not_finite else "all finite",
+        )
 
 
 def _layout(topology: Mapping[str, Any]) -> str:
-    """The ranks that wrote the checkpoint and the axes with more than one, as in the header of a run."""
+    """The ranks that wrote the checkpoint and the axes with more than one, as in the header of a
+    run.
+    """
     match topology:
-        case {"world_size": int(world_size), "axes": [*axes], "sizes": [*sizes]} if len(axes) == len(sizes):
+        case {"world_size": int(world_size), "axes": [*axes], "sizes": [*sizes]} if len(
+            axes
+        ) == len(sizes):
             shown = [f"{axis} {size}" for axis, size in zip(axes, sizes, strict=True) if size != 1]
             return ", ".join([count_of(world_size, "rank"), *shown])
     return ", ".join(f"{key} {value}" for key, value in topology.items()) or "unknown layout"
@@ -123,7 +154,8 @@ def _model_line(manifest: Manifest) -> str:
 
 
 def verify(path: Path) -> VerifyReport:
-    """Read every chunk of a checkpoint, compare its checksum with the manifest's and check that it is finite.
+    """Read every chunk of a checkpoint, compare its checksum with the manifest's and check that it
+    is finite.
 
     `path` is a step folder, complete or not, or a run folder for its newest.
 
@@ -151,17 +183,25 @@ def verify(path: Path) -> VerifyReport:
             faults += _faults_of_file(folder / file, chunks, size=manifest.files[file])
             advance(1)
     num_chunks = sum(map(len, chunks_of.values()))
-    return VerifyReport(folder, num_chunks, sum(entry.nbytes for entry in manifest.tensors.values()), tuple(faults))
+    return VerifyReport(
+        folder, num_chunks, sum(entry.nbytes for entry in manifest.tensors.values()), tuple(faults)
+    )
 
 
-def _faults_of_file(path: Path, chunks: Sequence[tuple[ChunkEntry, str]], *, size: int) -> Iterator[str]:
+def _faults_of_file(
+    path: Path, chunks: Sequence[tuple[ChunkEntry, str]], *, size: int
+) -> Iterator[str]:
     def fault_of(chunk: ChunkEntry, dtype: str) -> str | None:
         data = memoryview(bytearray(chunk.nbytes))
         try:
             shard.read(chunk, shard.offset(chunk, dtype), into=data)
         except CheckpointError as error:
             return f"{error.what}: {error.why}"
-        return None if is_finite(data, dtype) else f"chunk {chunk.key} in {path.name} has values that are not finite"
+        return (
+            None
+            if is_finite(data, dtype)
+            else f"chunk {chunk.key} in {path.name} has values that are not finite"
+        )
 
     if path.is_file() and (present := os.path.getsize(path)) != size:
         yield f"{path.name} has {present} bytes, the manifest has {size}"
@@ -207,7 +247,8 @@ class CheckpointDifference:
 
     paths: tuple[Path, Path]
     num_equal: int  # tensors with equal bits
-    tensors: tuple[TensorDifference, ...]  # those with other values, the largest relative difference first
+    # those with other values, the largest relative difference first
+    tensors: tuple[TensorDifference, ...]
     lines: tuple[str, ...]  # shapes, settings and counters
     padding: str = ""  # what was not compared; "" if all was
 
@@ -222,7 +263,9 @@ class CheckpointDifference:
         lines = [f"{name}: {path}" for name, path in zip("ab", self.paths, strict=True)]
         lines.append(f"{equal} equal to the bit, {len(self.tensors)} have other values")
         for each in self.tensors[:MAX_LISTED]:
-            lines.append(f"  {each.name}: largest difference {each.largest:.3g}, relative {each.relative:.3g}")
+            lines.append(
+                f"  {each.name}: largest difference {each.largest:.3g}, relative {each.relative:.3g}"
+            )
         if len(self.tensors) > MAX_LISTED:
             lines.append(f"  and {len(self.tensors) - MAX_LISTED} more")
         return "\n".join(filter(None, [*lines, self.padding, *self.lines]))
@@ -235,10 +278,15 @@ def diff(first: Path, second: Path) -> CheckpointDifference:
         CheckpointError: there is no complete checkpoint, or a chunk is damaged.
     """
     sides = _Side.read(Path(first)), _Side.read(Path(second))
-    if sides[0].tokens != sides[1].tokens:  # other vocabularies: no row of one is padding for the other
+    # other vocabularies: no row of one is padding for the other
+    if sides[0].tokens != sides[1].tokens:
         sides = replace(sides[0], tokens={}), replace(sides[1], tokens={})
     a, b = (side.manifest for side in sides)
-    shared = [name for name in a.tensors if name in b.tensors and sides[0].shape(name) == sides[1].shape(name)]
+    shared = [
+        name
+        for name in a.tensors
+        if name in b.tensors and sides[0].shape(name) == sides[1].shape(name)
+    ]
     differences = []
     with progress("comparing", total=len(shared)) as advance:
         for name in shared:
@@ -266,7 +314,11 @@ class _Side:
     def read(cls, path: Path) -> "_Side":
         folder, manifest = find_manifest(path)
         try:
-            return cls(folder, manifest, vocabulary_rows(ModelShape.of(config_from_dict(manifest.config).model)))
+            return cls(
+                folder,
+                manifest,
+                vocabulary_rows(ModelShape.of(config_from_dict(manifest.config).model)),
+            )
         except ConfigError:  # of another version, or without a model: all rows are compared
             return cls(folder, manifest, {})
 
@@ -277,7 +329,9 @@ class _Side:
 
     def read_box(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor, on the CPU."""
-        return read_box(self.path, self.manifest, box=TensorBox(name, self.manifest.tensors[name].shape, box))
+        return read_box(
+            self.path, self.manifest, box=TensorBox(name, self.manifest.tensors[name].shape, box)
+        )
 
 
 def _compare(sides: Sequence[_Side], *, name: str) -> TensorDifference | None:
@@ -285,7 +339,9 @@ def _compare(sides: Sequence[_Side], *, name: str) -> TensorDifference | None:
     largest, total, norm, is_equal = 0.0, 0.0, 0.0, True
     for box in split_box(Box.full(sides[0].shape(name)), itemsize):
         a, b = (side.read_box(name, box) for side in sides)
-        if a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+        if a.dtype == b.dtype and torch.equal(
+            a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
+        ):
             norm += float(a.double().square().sum())
             continue
         is_equal = False
@@ -294,7 +350,11 @@ def _compare(sides: Sequence[_Side], *, name: str) -> TensorDifference | None:
         worst = float(change.max())
         largest = worst if worst != worst or worst > largest else largest
         total, norm = total + float(change.square().sum()), norm + float(a.square().sum())
-    return None if is_equal else TensorDifference(name, largest, (total / norm) ** 0.5 if norm else float("inf"))
+    return (
+        None
+        if is_equal
+        else TensorDifference(name, largest, (total / norm) ** 0.5 if norm else float("inf"))
+    )
 
 
 def _padding_line(sides: Sequence[_Side], names: Sequence[str]) -> str:
@@ -310,15 +370,26 @@ def _padding_line(sides: Sequence[_Side], names: Sequence[str]) -> str:
 def _shape_lines(sides: Sequence[_Side]) -> Iterator[str]:
     a, b = (side.manifest.tensors for side in sides)
     for name in sorted(a.keys() | b.keys()):
-        if name in a and name in b and a[name].dtype == b[name].dtype and sides[0].shape(name) == sides[1].shape(name):
+        if (
+            name in a
+            and name in b
+            and a[name].dtype == b[name].dtype
+            and sides[0].shape(name) == sides[1].shape(name)
+        ):
             continue
-        forms = [f"{entry.dtype} {list(entry.shape)}" if (entry := side.get(name)) else "missing" for side in (a, b)]
+        forms = [
+            f"{entry.dtype} {list(entry.shape)}" if (entry := side.get(name)) else "missing"
+            for side in (a, b)
+        ]
         if forms[0] != forms[1]:
             yield f"{name}: {forms[0]} in a, {forms[1]} in b"
 
 
 def _value_lines(a: Manifest, b: Manifest) -> Iterator[str]:
-    values = [unnest({"config": side.config, "step": side.step, "objects": side.objects}) for side in (a, b)]
+    values = [
+        unnest({"config": side.config, "step": side.step, "objects": side.objects})
+        for side in (a, b)
+    ]
     for key in dict.fromkeys([*values[0], *values[1]]):
         shown = [json.dumps(side.get(key)) for side in values]
         if shown[0] != shown[1]:

@@ -5,8 +5,8 @@ surplus            what it deletes
 prune              `nanotrain checkpoint prune`
 try_to_remove      remove only the files that nanotrain writes into a folder, and the folder if no other is left
 
-A folder is renamed to step-00000050.deleted first, so that an interrupted removal leaves nothing that looks complete.
-Foreign files stay in that folder, with one warning.
+A folder is renamed to step-00000050.deleted first, so that an interrupted removal leaves nothing
+that looks complete. Foreign files stay in that folder, with one warning.
 """
 
 import os
@@ -36,12 +36,16 @@ _OWN_FILE = re.compile(
 log = get_logger(__name__)
 
 
-def keep_newest(folder: Path, keep_last: int, *, written: Path, keep_every: int | None = None) -> None:
+def keep_newest(
+    folder: Path, keep_last: int, *, written: Path, keep_every: int | None = None
+) -> None:
     """Delete the complete checkpoints of `surplus`; `keep_last` 0 keeps all.
 
     A failed deletion is one warning, since the save itself succeeded.
     """
-    for path in surplus(folder, keep_last, written=written, keep_every=keep_every) if keep_last else []:
+    for path in (
+        surplus(folder, keep_last, written=written, keep_every=keep_every) if keep_last else []
+    ):
         deleted = deleted_name(path)
         try:
             os.rename(path, deleted)
@@ -51,21 +55,32 @@ def keep_newest(folder: Path, keep_last: int, *, written: Path, keep_every: int 
             try_to_remove(deleted)
 
 
-def surplus(folder: Path, keep_last: int, *, written: Path, keep_every: int | None = None) -> list[Path]:
-    """The oldest complete checkpoints but `keep_last`, never the one just written nor the newest sound one.
+def surplus(
+    folder: Path, keep_last: int, *, written: Path, keep_every: int | None = None
+) -> list[Path]:
+    """The oldest complete checkpoints but `keep_last`, never the one just written nor the newest
+    sound one.
 
-    Checkpoints at steps that are a multiple of `keep_every` are kept too and not counted. The weights of a run may stop
-    to be finite: its last sound checkpoint must outlive all later ones.
+    Checkpoints at steps that are a multiple of `keep_every` are kept too and not counted. The
+    weights of a run may stop to be finite: its last sound checkpoint must outlive all later ones.
     """
     complete = [path for path in step_entries(folder) if path == written or _is_complete(path)]
-    others = [path for path in complete if path != written and (keep_every is None or step_of(path) % keep_every)]
+    others = [
+        path
+        for path in complete
+        if path != written and (keep_every is None or step_of(path) % keep_every)
+    ]
     oldest = others[: max(0, len(others) - (keep_last - 1))]
-    sound = next((path for path in reversed(complete if oldest else []) if not not_finite(path)), None)
+    sound = next(
+        (path for path in reversed(complete if oldest else []) if not not_finite(path)), None
+    )
     return [path for path in oldest if path != sound]
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether a checkpoint is complete; under an unchanged manifest only the sizes of its files are compared."""
+    """Whether a checkpoint is complete; under an unchanged manifest only the sizes of its files are
+    compared.
+    """
     try:
         status = os.lstat(path / MANIFEST)
         require_files(path, _files_of(path, status.st_ino, status.st_mtime_ns, status.st_size))
@@ -78,7 +93,9 @@ def _is_complete(path: Path) -> bool:
 
 @cache
 def _files_of(path: Path, *version: int) -> Mapping[str, int]:
-    """The files of a complete checkpoint; each version of its manifest is read once, which may be large."""
+    """The files of a complete checkpoint; each version of its manifest is read once, which may be
+    large.
+    """
     return require_complete(path).files
 
 
@@ -92,7 +109,9 @@ def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     complete = complete_checkpoints(folder)
     if not complete:
-        raise CheckpointError(f"{path} holds no complete checkpoint", why="there is nothing to prune", fix=NAMES)
+        raise CheckpointError(
+            f"{path} holds no complete checkpoint", why="there is nothing to prune", fix=NAMES
+        )
     oldest = surplus(folder, keep_last, written=complete[-1])
     if oldest and not is_dry:
         keep_newest(folder, keep_last, written=complete[-1])
@@ -100,12 +119,15 @@ def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
     if left and not is_dry:
         gone = ", ".join(step.name for step in oldest if step.name not in left) or "none"
         why = f"the warnings name the reasons; deleted: {gone}"
-        raise EnvironmentFault(f"{', '.join(left)} could not be deleted", why=why, fix=f"make {folder} writable")
+        raise EnvironmentFault(
+            f"{', '.join(left)} could not be deleted", why=why, fix=f"make {folder} writable"
+        )
     return oldest
 
 
 def try_to_remove(path: Path, *, is_quiet: bool = False) -> None:
-    """Remove a folder of nanotrain, or a symbolic link itself; a failure is at most one warning per path.
+    """Remove a folder of nanotrain, or a symbolic link itself; a failure is at most one warning per
+    path.
 
     Args:
         path: the folder; it need not exist.
@@ -126,7 +148,9 @@ def _warn(path: Path, reason: str | None) -> None:
 
 def deleted_name(path: Path) -> Path:
     """A free name for a folder that is being deleted."""
-    names = (path.with_suffix(f".deleted{f'-{number}' if number > 1 else ''}") for number in count(1))
+    names = (
+        path.with_suffix(f".deleted{f'-{number}' if number > 1 else ''}") for number in count(1)
+    )
     return next(name for name in names if not os.path.lexists(name))
 
 

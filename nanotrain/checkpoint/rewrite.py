@@ -1,4 +1,5 @@
-"""Write a checkpoint from values that are read chunk by chunk: averages of checkpoints, imported weights.
+"""Write a checkpoint from values that are read chunk by chunk: averages of checkpoints, imported
+weights.
 
     average            the mean, or an exponential moving average, of the weights of several checkpoints
     write_checkpoint   a step folder from a function that returns any box of any tensor
@@ -25,17 +26,20 @@ from nanotrain.quantities import count_of
 from nanotrain.spec.boxes import TensorBox
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape and dtype
-AVERAGED = {"model", "router"}  # kinds of tensors: parameters, and biases of experts, without which a model is not read
+# kinds of tensors: parameters, and biases of experts, without which a model is not read
+AVERAGED = {"model", "router"}
 
 
 @progress("averaging")
 def average(paths: Sequence[Path], output: Path, *, decay: float | None = None) -> Path:
-    """Write the average of the weights of checkpoints of one model, oldest first; optimizer state is left out.
+    """Write the average of the weights of checkpoints of one model, oldest first; optimizer state
+    is left out.
 
     Args:
         paths: step folders, or run folders for their newest.
         output: the folder to write; must not exist or be empty.
-        decay: weight of a checkpoint relative to the next one, for an exponential moving average; None for the mean.
+        decay: weight of a checkpoint relative to the next one, for an exponential moving average;
+            None for the mean.
 
     Returns:
         The folder. Configuration and counters are those of the last checkpoint.
@@ -51,7 +55,10 @@ def average(paths: Sequence[Path], output: Path, *, decay: float | None = None) 
     def read(chunk: ChunkWrite) -> torch.Tensor:
         box = TensorBox(chunk.source.name, chunk.source.shape, chunk.box)
         dtype = TORCH_DTYPES[chunk.dtype]
-        values = [read_box(folder, manifest, box=box) for folder, manifest in zip(folders, manifests, strict=True)]
+        values = [
+            read_box(folder, manifest, box=box)
+            for folder, manifest in zip(folders, manifests, strict=True)
+        ]
         if not dtype.is_floating_point:
             return values[-1]
         total = torch.zeros(values[0].shape, dtype=torch.float64)
@@ -88,13 +95,20 @@ def write_checkpoint(
     return output
 
 
-def _shared_weights(folders: Sequence[Path], manifests: Sequence[Manifest]) -> dict[str, TensorEntry]:
+def _shared_weights(
+    folders: Sequence[Path], manifests: Sequence[Manifest]
+) -> dict[str, TensorEntry]:
     """The weights and expert biases, which all checkpoints hold in the same shape."""
     first, *others = [
-        {name: entry for name, entry in manifest.tensors.items() if kind_of(name) in AVERAGED} for manifest in manifests
+        {name: entry for name, entry in manifest.tensors.items() if kind_of(name) in AVERAGED}
+        for manifest in manifests
     ]
     for folder, other in zip(folders[1:], others, strict=True):
-        differing = [name for name in sorted(first.keys() | other.keys()) if _form(first, name) != _form(other, name)]
+        differing = [
+            name
+            for name in sorted(first.keys() | other.keys())
+            if _form(first, name) != _form(other, name)
+        ]
         if differing:
             name = differing[0]
             why = f"{name} is {_form(first, name)} in {folders[0]} and {_form(other, name)} in {folder}"

@@ -41,7 +41,8 @@ from nanotrain.untrusted import object_of, parse_json, read_file, unreadable
 NAMES = "name a run folder, its checkpoints folder, or one step-NNNNNNNN of it"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(.*))?")  # step, and what became of the folder
 LEFTOVER = ("tmp", "deleted", "was replaced")
-_RECORDS = re.compile(rb',\s*"tensors": \{\n')  # as `to_json` writes it; JSON text has no line break in a value
+# as `to_json` writes it; JSON text has no line break in a value
+_RECORDS = re.compile(rb',\s*"tensors": \{\n')
 log = get_logger(__name__)
 
 
@@ -75,19 +76,22 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def saved_config(path: Path) -> Mapping[str, Any] | None:
-    """The configuration of the run that wrote a step folder; None if only its whole manifest can show it.
+    """The configuration of the run that wrote a step folder; None if only its whole manifest can
+    show it.
 
-    What a rank needs before its process groups exist. The records of the chunks come last: on 1,024 ranks they are
-    36 to 60 MB, which take 2 s of CPU time and 0.6 GB of memory to read and check; the first lines take 0.5 ms
-    (measured). The checksum covers all of the manifest, so these lines are unverified; the first rank verifies them
-    when the checkpoint is loaded.
+    What a rank needs before its process groups exist. The records of the chunks come last: on 1,024
+    ranks they are 36 to 60 MB, which take 2 s of CPU time and 0.6 GB of memory to read and check;
+    the first lines take 0.5 ms (measured). The checksum covers all of the manifest, so these lines
+    are unverified; the first rank verifies them when the checkpoint is loaded.
     """
     config = _first_lines(path).get("config")
     return config if isinstance(config, dict) else None
 
 
 def not_finite(path: Path) -> list[str]:
-    """The tensors with values that are not finite in a complete checkpoint; empty where nobody looked."""
+    """The tensors with values that are not finite in a complete checkpoint; empty where nobody
+    looked.
+    """
     names = _first_lines(path).get("not_finite")
     return names if isinstance(names, list) else []
 
@@ -108,9 +112,13 @@ def describe_not_finite(names: Sequence[str]) -> str:
 
 
 def _first_lines(path: Path) -> dict[str, Any]:
-    """The fields of a manifest before the records of its chunks; empty if they cannot be read or are of a version."""
+    """The fields of a manifest before the records of its chunks; empty if they cannot be read or
+    are of a version.
+    """
     try:
-        head = _RECORDS.split(read_file(path / MANIFEST, follows_links=False, until=_RECORDS), maxsplit=1)
+        head = _RECORDS.split(
+            read_file(path / MANIFEST, follows_links=False, until=_RECORDS), maxsplit=1
+        )
         body = object_of(parse_json(head[0] + b"}", allow_nan=True), "it")
     except (OSError, ValueError):
         return {}
@@ -125,14 +133,19 @@ def require_complete(path: Path) -> Manifest:
         CheckpointError: unfinished, no manifest, or a file is missing or has another size.
     """
     if _ending(path) in LEFTOVER:
-        raise damaged(f"{path} is not a finished checkpoint", why="its writer or deleter was killed", path=path)
+        raise damaged(
+            f"{path} is not a finished checkpoint",
+            why="its writer or deleter was killed",
+            path=path,
+        )
     manifest = read_manifest(path)
     require_files(path, manifest.files)
     return manifest
 
 
 def require_files(path: Path, files: Mapping[str, int]) -> None:
-    """Check that every file of a checkpoint is there in full size; `files` are sizes in bytes by name.
+    """Check that every file of a checkpoint is there in full size; `files` are sizes in bytes by
+    name.
 
     Raises:
         CheckpointError: one is missing or damaged.
@@ -147,36 +160,49 @@ def require_files(path: Path, files: Mapping[str, int]) -> None:
                     why = f"{name} has {stored.sizes[name]} of {size} bytes in {stored.remote}"
                     raise damaged(f"{path} is incomplete", why=why, path=path) from None
                 continue
-            why = f"{name} is missing" if error.errno == errno.ENOENT else f"{name}: {error.strerror}"
+            why = (
+                f"{name} is missing" if error.errno == errno.ENOENT else f"{name}: {error.strerror}"
+            )
             raise damaged(f"{path} is incomplete", why=why, path=path) from None
         if not stat.S_ISREG(status.st_mode):
             kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "no regular file"
             raise damaged(f"{path} is incomplete", why=f"{name} is {kind}", path=path)
         if status.st_size != size:
-            raise damaged(f"{path} is incomplete", why=f"{name} has {status.st_size} of {size} bytes", path=path)
+            raise damaged(
+                f"{path} is incomplete",
+                why=f"{name} has {status.st_size} of {size} bytes",
+                path=path,
+            )
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a checkpoints folder, oldest step first; others are skipped silently."""
+    """The complete checkpoints in a checkpoints folder, oldest step first; others are skipped
+    silently.
+    """
     return [path for path in step_entries(folder) if _fault_of(path) is None]
 
 
 def newest_complete(folder: Path, *, below: int | None = None) -> Path | None:
-    """The sound checkpoint of the highest step, or None; one warning lists newer ones that are skipped, and why.
+    """The sound checkpoint of the highest step, or None; one warning lists newer ones that are
+    skipped, and why.
 
-    Sound is a complete one whose values are all finite; where none is, the newest complete one is taken.
+    Sound is a complete one whose values are all finite; where none is, the newest complete one is
+    taken.
 
     Args:
         folder: checkpoints folder of a run.
         below: the step below which all considered steps are; None for no bound.
 
     Raises:
-        NewerFormat: the newest is of a later format; resuming from an older one would discard its steps.
+        NewerFormat: the newest is of a later format; resuming from an older one would discard its
+            steps.
     """
     newest, skipped = _newest(folder, below=below)
     if skipped:
         chosen = f"using {newest.name}" if newest else "no complete one is left"
-        log.warning("skipped unusable checkpoints in %s: %s; %s", folder, ", ".join(sorted(skipped)), chosen)
+        log.warning(
+            "skipped unusable checkpoints in %s: %s; %s", folder, ", ".join(sorted(skipped)), chosen
+        )
     return newest
 
 
@@ -184,7 +210,8 @@ def checkpoint_to_resume(folder: Path, *, below: int | None = None) -> Path | No
     """`newest_complete`; None only where no checkpoint was ever finished.
 
     Raises:
-        DamagedCheckpoint: there are checkpoints and none is complete: starting at step 0 would hide that.
+        DamagedCheckpoint: there are checkpoints and none is complete: starting at step 0 would hide
+            that.
     """
     newest = newest_complete(folder, below=below)
     if newest is None and any(_fault_of(path) for path in step_entries(folder)):
@@ -205,10 +232,12 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def find_manifest(path: Path) -> tuple[Path, Manifest]:
-    """The step folder that a path names, and its manifest: that folder; or a run or checkpoints folder, for its newest.
+    """The step folder that a path names, and its manifest: that folder; or a run or checkpoints
+    folder, for its newest.
 
     Raises:
-        DamagedCheckpoint: that checkpoint is not complete; an older one is never taken in its place.
+        DamagedCheckpoint: that checkpoint is not complete; an older one is never taken in its
+            place.
         CheckpointError: no such folder, or no checkpoint in it.
     """
     return (step := named_checkpoint(path)), require_complete(step)
@@ -224,7 +253,9 @@ def named_checkpoint(path: Path) -> Path:
     for folder in (path / "checkpoints", path):
         if entries := step_entries(folder):
             return entries[-1]
-    raise CheckpointError(f"{path} holds no complete checkpoint", why="no step-NNNNNNNN in it is complete", fix=NAMES)
+    raise CheckpointError(
+        f"{path} holds no complete checkpoint", why="no step-NNNNNNNN in it is complete", fix=NAMES
+    )
 
 
 def _fault_of(path: Path) -> CheckpointError | None:
@@ -238,9 +269,13 @@ def _fault_of(path: Path) -> CheckpointError | None:
 
 
 def _newest(folder: Path, *, below: int | None) -> tuple[Path | None, list[str]]:
-    """The newest sound checkpoint, else the newest complete one; and what is newer and not sound, with the reasons."""
+    """The newest sound checkpoint, else the newest complete one; and what is newer and not sound,
+    with the reasons.
+    """
     newest, reasons = None, dict[Path, str]()
-    for path in reversed([path for path in step_entries(folder) if below is None or step_of(path) < below]):
+    for path in reversed(
+        [path for path in step_entries(folder) if below is None or step_of(path) < below]
+    ):
         fault = _fault_of(path)
         names = not_finite(path) if fault is None else []
         if fault is None and (newest is None or not names):
@@ -249,15 +284,23 @@ def _newest(folder: Path, *, below: int | None) -> tuple[Path | None, list[str]]
             break
         reasons[path] = describe_not_finite(names) if fault is None else fault.why or fault.what
     first = -1 if newest is None else step_of(newest)
-    skipped = [f"{path.name} ({why})" for path, why in reasons.items() if path != newest and step_of(path) >= first]
+    skipped = [
+        f"{path.name} ({why})"
+        for path, why in reasons.items()
+        if path != newest and step_of(path) >= first
+    ]
     unfinished = [path for path, ending in _entries(folder) if ending == "tmp" and below is None]
     newer = [path for path in unfinished if step_of(path) > first]
     return newest, skipped + [f"{path.name} (it was never finished)" for path in newer]
 
 
 def step_entries(folder: Path) -> list[Path]:
-    """Everything with the name of a step, oldest first; files and links too, which are then found damaged or not."""
-    return sorted((path for path, ending in _entries(folder) if ending in ("", "replaced")), key=step_of)
+    """Everything with the name of a step, oldest first; files and links too, which are then found
+    damaged or not.
+    """
+    return sorted(
+        (path for path, ending in _entries(folder) if ending in ("", "replaced")), key=step_of
+    )
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -271,12 +314,15 @@ def step_of(path: Path) -> int:
 
 
 def _entries(folder: Path) -> list[tuple[Path, str]]:
-    """Every entry with the name of a step, and the ending behind it: "", "tmp", "deleted", "replaced", "superseded".
+    """Every entry with the name of a step, and the ending behind it: "", "tmp", "deleted",
+    "replaced", "superseded".
 
-    What was set aside by a `commit` that was completed ends in "was replaced"; after a kill between its renames it
-    counts under its step.
+    What was set aside by a `commit` that was completed ends in "was replaced"; after a kill between
+    its renames it counts under its step.
     """
-    paths = [path for path in folder.iterdir() if _ending(path) is not None] if folder.is_dir() else []
+    paths = (
+        [path for path in folder.iterdir() if _ending(path) is not None] if folder.is_dir() else []
+    )
     names = {path.name for path in paths}
     return [
         (path, "was replaced" if ending == "replaced" and path.stem in names else ending)

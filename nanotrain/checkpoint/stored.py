@@ -1,4 +1,5 @@
-"""Runs in object storage and their local folders: small files and an index of the checkpoints, without their shards.
+"""Runs in object storage and their local folders: small files and an index of the checkpoints,
+without their shards.
 
     s3://bucket/run/checkpoints/step-00000100/             committed by its manifest.json, which is written last
                                 step-00000100.2/           the same step saved again: the highest number counts
@@ -30,11 +31,13 @@ from nanotrain.storage.remote import Remote, Stat, is_address, parse
 from nanotrain.untrusted import object_of, parse_json, read_file, whole_number
 
 MANIFEST, MARKER, SUPERSEDED = "manifest.json", "object-storage.json", "superseded"
-_STEP = re.compile(r"(.*?)(step-\d{8,})(?:\.([1-9]\d{0,8}))?/([^/]+)")  # folder, step, generation, name of an object
+# folder, step, generation, name of an object
+_STEP = re.compile(r"(.*?)(step-\d{8,})(?:\.([1-9]\d{0,8}))?/([^/]+)")
 _INSIDE = re.compile(r"(checkpoints/)?step-\d{8,}")  # no run, whose name is the user's
 _SAVE = re.compile(r"(step-\d{8,})\.[^/]*$")
 _SHARD = re.compile(r"(.*/)?shard-\d{5,}-of-\d{5,}\.safetensors")
-_UNSAFE = re.compile(r"(^|/)(\.{0,2})(/|$)|[\x00-\x1f\\]")  # an object's name may be that of a file elsewhere
+# an object's name may be that of a file elsewhere
+_UNSAFE = re.compile(r"(^|/)(\.{0,2})(/|$)|[\x00-\x1f\\]")
 
 
 log = get_logger(__name__)
@@ -53,10 +56,12 @@ class Stored(NamedTuple):
 
 
 def stored_at(path: Path) -> Stored | None:
-    """Where the shards of a step folder are in object storage; None if they are not, or the record is unreadable.
+    """Where the shards of a step folder are in object storage; None if they are not, or the record
+    is unreadable.
 
-    The folder ends with bucket and name of the address, as the user has named it. Another record came with files of a
-    stranger, who could have this machine read and delete objects of the user: one warning, and it counts as none.
+    The folder ends with bucket and name of the address, as the user has named it. Another record
+    came with files of a stranger, who could have this machine read and delete objects of the user:
+    one warning, and it counts as none.
     """
     try:
         body = object_of(parse_json(read_file(path / MARKER, follows_links=False)), MARKER)
@@ -71,10 +76,16 @@ def stored_at(path: Path) -> Stored | None:
 
 @cache
 def _is_of(remote: Remote, path: Path) -> bool:
-    """Whether a folder is that of an address; `step-00000004.2` and folders that are being deleted are of the step."""
+    """Whether a folder is that of an address; `step-00000004.2` and folders that are being deleted
+    are of the step.
+    """
     real, name = (_SAVE.sub(r"\1", text) for text in (os.path.realpath(path), remote.path))
     if not real.endswith(f"/{name}") or _INSIDE.fullmatch(name):
-        log.warning("%s names %s, which is not the address of this folder: it is not read", path / MARKER, remote)
+        log.warning(
+            "%s names %s, which is not the address of this folder: it is not read",
+            path / MARKER,
+            remote,
+        )
         return False
     return True
 
@@ -83,7 +94,9 @@ def mark(path: Path, stored: Stored) -> None:
     """Record where the shards of a step folder are; it is made where it is missing."""
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
-    write_text(path / MARKER, json.dumps({"address": str(stored.remote), "sizes": dict(stored.sizes)}))
+    write_text(
+        path / MARKER, json.dumps({"address": str(stored.remote), "sizes": dict(stored.sizes)})
+    )
 
 
 class Generation(NamedTuple):
@@ -115,16 +128,22 @@ def steps_of(found: Mapping[str, Stat]) -> dict[str, list[Generation]]:
     for name, stat in found.items():
         if match := _STEP.fullmatch(name):
             folder, local = name.rpartition("/")[0], match[1] + match[2]
-            save = saves.setdefault(local, {}).setdefault(folder, Generation(folder, int(match[3] or 1), {}))
+            save = saves.setdefault(local, {}).setdefault(
+                folder, Generation(folder, int(match[3] or 1), {})
+            )
             save.objects[match[4]] = stat
-    return {local: sorted(found.values(), key=lambda save: save.number) for local, found in saves.items()}
+    return {
+        local: sorted(found.values(), key=lambda save: save.number)
+        for local, found in saves.items()
+    }
 
 
 def mirror(remote: Remote, folder: Path) -> None:
-    """Bring the small files below an address into a local folder, and its checkpoints without their shards.
+    """Bring the small files below an address into a local folder, and its checkpoints without their
+    shards.
 
-    Of two versions of a file the newer one stays. Checkpoints that were deleted or set aside in object storage go,
-    unless the folder has all shards of a deleted one.
+    Of two versions of a file the newer one stays. Checkpoints that were deleted or set aside in
+    object storage go, unless the folder has all shards of a deleted one.
 
     Raises:
         StorageFault: it cannot be reached.
@@ -134,9 +153,18 @@ def mirror(remote: Remote, folder: Path) -> None:
     current = {
         local: committed[-1]
         for local, generations in saves.items()
-        if (committed := [save for save in generations if save.is_committed and not save.is_superseded])
+        if (
+            committed := [
+                save for save in generations if save.is_committed and not save.is_superseded
+            ]
+        )
     }
-    of_steps = {f"{save.folder}/{name}" for saved in saves.values() for save in saved for name in save.objects}
+    of_steps = {
+        f"{save.folder}/{name}"
+        for saved in saves.values()
+        for save in saved
+        for name in save.objects
+    }
     for name, stat in found.items():
         file = folder / name
         is_newer = not file.exists() or file.stat().st_mtime < stat.changed
@@ -177,7 +205,8 @@ def _shards(objects: Mapping[str, Stat]) -> dict[str, int]:
 
 
 def fetched(remote: Remote, base: Path) -> Path:
-    """The local folder of an address that is read: a run, a step of it, or a folder of a model or a tokenizer.
+    """The local folder of an address that is read: a run, a step of it, or a folder of a model or a
+    tokenizer.
 
     Args:
         remote: the address.
@@ -194,7 +223,9 @@ def fetched(remote: Remote, base: Path) -> Path:
     path = base / remote.path
     if not path.is_dir() or not any(path.iterdir()):
         why = "there is no folder of this name, or the checkpoint was not finished"
-        raise CheckpointError(f"{remote} is not there", why=why, fix="list the bucket, and name a folder of it")
+        raise CheckpointError(
+            f"{remote} is not there", why=why, fix="list the bucket, and name a folder of it"
+        )
     return path
 
 

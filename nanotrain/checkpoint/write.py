@@ -3,8 +3,9 @@
     plan_writes   the tensors of a rank -> key, offset and size of every chunk
     write_shard   carry it out: chunks in parallel, each copied to the host, summed and written; then fsync
 
-`safetensors.save_file` would need a second pass over the bytes for checksums, and all tensors of a device on the host
-at once. The format is an eight-byte length, a JSON header and the bytes, so it is written here directly.
+`safetensors.save_file` would need a second pass over the bytes for checksums, and all tensors of a
+device on the host at once. The format is an eight-byte length, a JSON header and the bytes, so it
+is written here directly.
 """
 
 import json
@@ -25,17 +26,28 @@ from nanotrain.precision.dtypes import DTYPE_NAMES, SAFETENSORS_NAMES
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.system import cores_per_rank
 
-try:  # both give the same number and release the GIL; ISA-L 64 GB/s in the cache and 30 in memory, zlib 4.4 (measured)
+# both give the same number and release the GIL; ISA-L 64 GB/s in the cache and 30 in memory, zlib
+# 4.4 (measured)
+try:
     from isal.isal_zlib import crc32 as crc32
 except ImportError:
     from zlib import crc32 as crc32
 
 PIECE_BYTES = 2**19
-"""Summed at a time: the checksum finds the piece in the processor's cache (measured 64 GB/s there, 30 in memory)."""
+"""Summed at a time: the checksum finds the piece in the processor's cache (measured 64 GB/s there,
+30 in memory).
+"""
 # Bytes of a value, and the bits of infinity; NaN has larger ones.
-_INFINITY = {"fp64": (8, 0x7FF0 << 48), "fp32": (4, 0x7F80 << 16), "fp16": (2, 0x7C00), "bf16": (2, 0x7F80)}
+_INFINITY = {
+    "fp64": (8, 0x7FF0 << 48),
+    "fp32": (4, 0x7F80 << 16),
+    "fp16": (2, 0x7C00),
+    "bf16": (2, 0x7F80),
+}
 MAX_THREADS = 4
-"""Checksums, copies, reads and writes release the GIL; more threads than a few only compete for the disk."""
+"""Checksums, copies, reads and writes release the GIL; more threads than a few only compete for the
+disk.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,14 +72,20 @@ def shard_name(index: int, size: int) -> str:
 
 
 def plan_writes(tensors: Mapping[TensorBox, torch.Tensor]) -> tuple[ChunkWrite, ...]:
-    """Split a rank's tensors into chunks, laid end to end; offsets count from the end of the header."""
+    """Split a rank's tensors into chunks, laid end to end; offsets count from the end of the
+    header.
+    """
     offset, writes = 0, []
     for source, tensor in tensors.items():
-        assert tuple(tensor.shape) == source.box.shape, f"{source} got a tensor of {tuple(tensor.shape)}"
+        assert tuple(tensor.shape) == source.box.shape, (
+            f"{source} got a tensor of {tuple(tensor.shape)}"
+        )
         dtype = DTYPE_NAMES[tensor.dtype]
         for box in split_box(source.box, tensor.element_size()):
             nbytes = box.numel * tensor.element_size()
-            writes.append(ChunkWrite(source, box, dtype, f"{source.name}@{box.text}", offset, nbytes))
+            writes.append(
+                ChunkWrite(source, box, dtype, f"{source.name}@{box.text}", offset, nbytes)
+            )
             offset += nbytes
     return tuple(writes)
 
@@ -85,8 +103,8 @@ def write_shard(
         path: the file to make; must not exist.
         tensors: box -> tensor of the box's shape, on any device, with any strides; not changed.
         manifest: step and objects of the save.
-        read: a function that returns the values of a chunk where `tensors` are on the meta device, so that only chunks
-            are in memory; called on several threads.
+        read: a function that returns the values of a chunk where `tensors` are on the meta device,
+            so that only chunks are in memory; called on several threads.
 
     Returns:
         The manifest of this shard alone, with checksums. Without bytes to write no file is made.
@@ -95,8 +113,13 @@ def write_shard(
         OSError: the disk is full or the folder cannot be written.
     """
     writes = plan_writes(tensors)
-    entries = {box.name: TensorEntry(box.shape, DTYPE_NAMES[tensor.dtype], ()) for box, tensor in tensors.items()}
-    read = read or (lambda write: tensors[write.source].detach()[write.box.within(write.source.box).slices()])
+    entries = {
+        box.name: TensorEntry(box.shape, DTYPE_NAMES[tensor.dtype], ())
+        for box, tensor in tensors.items()
+    }
+    read = read or (
+        lambda write: tensors[write.source].detach()[write.box.within(write.source.box).slices()]
+    )
     if not writes:
         return replace(manifest, tensors=entries)
     header = _header(writes)
@@ -104,7 +127,12 @@ def write_shard(
     try:
         _write_at(handle, memoryview(header), offset=0)
         with file_threads() as start:
-            sums = list(start(lambda write: _write_chunk(handle, write, begin=len(header), chunk=read(write)), writes))
+            sums = list(
+                start(
+                    lambda write: _write_chunk(handle, write, begin=len(header), chunk=read(write)),
+                    writes,
+                )
+            )
         os.fsync(handle)
     except OSError as error:  # a failed call on a descriptor names no file
         raise OSError(error.errno, error.strerror, str(path)) from None
@@ -112,18 +140,25 @@ def write_shard(
         os.close(handle)
     chunks: dict[str, list[ChunkEntry]] = {name: [] for name in entries}
     for write, (checksum, _) in zip(writes, sums, strict=True):
-        chunks[write.source.name].append(ChunkEntry(write.box, path.name, write.key, checksum, write.nbytes))
+        chunks[write.source.name].append(
+            ChunkEntry(write.box, path.name, write.key, checksum, write.nbytes)
+        )
     written = {name: replace(entry, chunks=tuple(chunks[name])) for name, entry in entries.items()}
     size = len(header) + sum(write.nbytes for write in writes)
-    not_finite = {write.source.name for write, (_, finite) in zip(writes, sums, strict=True) if not finite}
-    return replace(manifest, files={path.name: size}, tensors=written, not_finite=tuple(sorted(not_finite)))
+    not_finite = {
+        write.source.name for write, (_, finite) in zip(writes, sums, strict=True) if not finite
+    }
+    return replace(
+        manifest, files={path.name: size}, tensors=written, not_finite=tuple(sorted(not_finite))
+    )
 
 
 @contextmanager
 def file_threads() -> Iterator[Callable[..., Iterator[Any]]]:
     """A `map` that calls on several threads, where this rank has several cores.
 
-    Ranks that share a core are slower with threads: measured 30 % more processor time for the same reads.
+    Ranks that share a core are slower with threads: measured 30 % more processor time for the same
+    reads.
     """
     count = min(MAX_THREADS, cores_per_rank())
     if count == 1:
@@ -147,20 +182,30 @@ def _header(writes: tuple[ChunkWrite, ...]) -> bytes:
         }
         for write in writes
     }
-    assert len(entries) == len(writes), "a box was given twice on one rank: one of the two would be lost"
+    assert len(entries) == len(writes), (
+        "a box was given twice on one rank: one of the two would be lost"
+    )
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # in the format the bytes begin at a multiple of eight
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_chunk(handle: int, write: ChunkWrite, *, begin: int, chunk: torch.Tensor) -> tuple[str, bool]:
+def _write_chunk(
+    handle: int, write: ChunkWrite, *, begin: int, chunk: torch.Tensor
+) -> tuple[str, bool]:
     """Write one chunk; returns its CRC-32, and whether its values are finite."""
-    data, offset, checksum, finite = raw_bytes(chunk.to("cpu").contiguous()), begin + write.offset, 0, True
+    data, offset, checksum, finite = (
+        raw_bytes(chunk.to("cpu").contiguous()),
+        begin + write.offset,
+        0,
+        True,
+    )
     for start in range(0, len(data), PIECE_BYTES):
         piece = data[start : start + PIECE_BYTES]
         checksum, finite = crc32(piece, checksum), finite and is_finite(piece, write.dtype)
         _write_at(handle, piece, offset=offset + start)
-    # Starts the write-back of this chunk now instead of all at the fsync: measured 0.10 s against 0.17 s for 256 MiB.
+    # Starts the write-back of this chunk now instead of all at the fsync: measured 0.10 s against
+    # 0.17 s for 256 MiB.
     os.posix_fadvise(handle, offset, write.nbytes, os.POSIX_FADV_DONTNEED)
     return f"{checksum:08x}", finite
 
@@ -168,13 +213,16 @@ def _write_chunk(handle: int, write: ChunkWrite, *, begin: int, chunk: torch.Ten
 def is_finite(data: memoryview, dtype: str) -> bool:
     """Whether values are finite; `data` are their bytes, `dtype` is their dtype by name.
 
-    Two maxima of integers, of positive and of negative values: 32 GB/s beside a checksum, `isfinite` 1 (measured).
+    Two maxima of integers, of positive and of negative values: 32 GB/s beside a checksum,
+    `isfinite` 1 (measured).
     """
     if dtype not in _INFINITY:
         return True
     size, infinity = _INFINITY[dtype]
     bits = np.frombuffer(data, f"<u{size}")
-    return bool(bits.view(f"<i{size}").max() < infinity and bits.max() < infinity + (1 << 8 * size - 1))
+    return bool(
+        bits.view(f"<i{size}").max() < infinity and bits.max() < infinity + (1 << 8 * size - 1)
+    )
 
 
 def _write_at(handle: int, data: memoryview, *, offset: int) -> None:

@@ -41,7 +41,9 @@ def diff(argv: Sequence[str]) -> int:
 
 
 def average(argv: Sequence[str]) -> int:
-    """Average the weights of checkpoints, oldest first; the tokenizer stays, optimizer state is left out."""
+    """Average the weights of checkpoints, oldest first; the tokenizer stays, optimizer state is
+    left out.
+    """
     args = CommandParser("checkpoint average", average).parse_args(argv)
     from nanotrain.inference.checkpoint import average_with_tokenizer
 
@@ -104,4 +106,6 @@ def export_megatron(argv: Sequence[str]) -> int:
 
 
 _ALL = (inspect, verify, diff, average, prune, import_hf, export_hf, export_dcp, export_megatron)
-CHECKPOINT_COMMANDS: dict[str, Command] = {command.__name__.replace("_", "-"): command for command in _ALL}
+CHECKPOINT_COMMANDS: dict[str, Command] = {
+    command.__name__.replace("_", "-"): command for command in _ALL
+}

@@ -14,7 +14,9 @@ from nanotrain.quantities import table_lines
 
 
 def step(argv: Sequence[str]) -> int:
-    """List the documents of a step: corpus, document, epoch, bytes in the .bin, tokens, hash of the document."""
+    """List the documents of a step: corpus, document, epoch, bytes in the .bin, tokens, hash of the
+    document.
+    """
     args = CommandParser("data step", step).parse_args(argv)
     from nanotrain.data.order import DataOrder, document_hash
 
@@ -34,15 +36,29 @@ def find(argv: Sequence[str]) -> int:
     from nanotrain.runs.metrics_file import last_step
 
     order, done = DataOrder.read(args.run), last_step(args.run / "metrics.jsonl")
-    documents = [order.document(args.document)] if args.document else documents_with(args.text, order, run=args.run)
+    documents = (
+        [order.document(args.document)]
+        if args.document
+        else documents_with(args.text, order, run=args.run)
+    )
     rows = []
     for corpus, document in documents:
         for number, sample in order.samples_of(corpus, document, last_step=order.train_iters):
             state = "trained" if number <= done else "planned"
-            row = {"corpus": str(corpus), "document": document, "step": number, "sample": sample, "state": state}
+            row = {
+                "corpus": str(corpus),
+                "document": document,
+                "step": number,
+                "sample": sample,
+                "state": state,
+            }
             rows.append(row)
     if not documents:
-        raise DataError("no document has the text", why="all training documents were searched", fix="give less of it")
+        raise DataError(
+            "no document has the text",
+            why="all training documents were searched",
+            fix="give less of it",
+        )
     _print_rows(rows, as_json=args.json)
     return 0
 
@@ -57,7 +73,12 @@ def tokens_read(argv: Sequence[str]) -> int:
     read = DataOrder.read(args.run).tokens_by_corpus(until)
     total = max(1, sum(tokens for tokens, _ in read.values()))
     rows = [
-        {"corpus": corpus, "tokens": tokens, "share": round(tokens / total, 4), "epochs": round(epochs, 4)}
+        {
+            "corpus": corpus,
+            "tokens": tokens,
+            "share": round(tokens / total, 4),
+            "epochs": round(epochs, 4),
+        }
         for corpus, (tokens, epochs) in read.items()
     ]
     _print_rows(rows, as_json=args.json)
@@ -82,7 +103,9 @@ def _print_rows(rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
         for row in rows:
             print(json.dumps(row))
         return
-    lines = [list(rows[0]), *(list(map(_shown, row.values())) for row in rows)] if rows else [["none"]]
+    lines = (
+        [list(rows[0]), *(list(map(_shown, row.values())) for row in rows)] if rows else [["none"]]
+    )
     print("\n".join(table_lines(lines)))
 
 

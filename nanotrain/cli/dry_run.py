@@ -14,7 +14,9 @@ from nanotrain.system import importing_torch
 
 
 def dry_run(argv: Sequence[str]) -> int:
-    """Run a training step of any number of GPUs without them: check its communication, its buffers and its memory."""
+    """Run a training step of any number of GPUs without them: check its communication, its buffers
+    and its memory.
+    """
     args, rest = CommandParser("dry-run", dry_run).parse_known_args(argv)
     loaded, world_size = load_line(parse(rest)), args.world_size
     config = complete(loaded)
@@ -22,7 +24,9 @@ def dry_run(argv: Sequence[str]) -> int:
     check_names(config)
     if args.rank is not None and args.rank >= world_size:
         why = f"the run has ranks 0 to {world_size - 1}"
-        raise ConfigError(f"there is no rank {args.rank}", why=why, fix=f"set --rank {world_size - 1} or lower")
+        raise ConfigError(
+            f"there is no rank {args.rank}", why=why, fix=f"set --rank {world_size - 1} or lower"
+        )
     from nanotrain.planner.dry_run.check import dry_run as run
 
     result = run(config, world_size, rank=args.rank)
@@ -31,7 +35,8 @@ def dry_run(argv: Sequence[str]) -> int:
 
 
 def complete(loaded: Loaded) -> Config:
-    """The configuration with the model that the run begins from, and a vocabulary size: unset, of the built-in corpus.
+    """The configuration with the model that the run begins from, and a vocabulary size: unset, of
+    the built-in corpus.
 
     Raises:
         ConfigError: another corpus without a size, or a model that the layout does not fit.
@@ -43,6 +48,8 @@ def complete(loaded: Loaded) -> Config:
     if config.model.vocab_size is None:
         if not config.data.quickstart:
             why = "the tokenizer of the corpus is not read here"
-            raise ConfigError("the vocabulary has no size", why=why, fix="set --vocab-size, such as 50257")
+            raise ConfigError(
+                "the vocabulary has no size", why=why, fix="set --vocab-size, such as 50257"
+            )
         return with_values(config, {"model.vocab_size": config.data.quickstart_vocab_size})
     return config

@@ -1,4 +1,5 @@
-"""`nanotrain train --nproc-per-node N ...`: torchrun's options among the arguments; also of evaluate and generate.
+"""`nanotrain train --nproc-per-node N ...`: torchrun's options among the arguments; also of
+evaluate and generate.
 
     argv -> torchrun's options, training arguments       split_arguments, without torch
          -> mistakes, --help, --cfg job                   answered once, before any rank starts
@@ -22,8 +23,22 @@ from nanotrain.system import importing_torch
 
 # The options of torchrun that are accepted; each takes a value, except those in SWITCHES.
 OPTIONS = (
-    *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-addr"),
-    *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts", "--monitor-interval"),
+    *(
+        "--nproc-per-node",
+        "--nnodes",
+        "--node-rank",
+        "--master-addr",
+        "--master-port",
+        "--local-addr",
+    ),
+    *(
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+        "--rdzv-id",
+        "--rdzv-conf",
+        "--max-restarts",
+        "--monitor-interval",
+    ),
     *("--log-dir", "--redirects", "--tee", "--local-ranks-filter", "--numa-binding"),
 )
 SWITCHES = ("--standalone",)
@@ -44,7 +59,8 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def require_no_misspelled(arguments: Sequence[str]) -> None:
-    """Check that no argument is a misspelled option of torchrun; misspelled training flags are found later.
+    """Check that no argument is a misspelled option of torchrun; misspelled training flags are
+    found later.
 
     Raises:
         ConfigError: one is.
@@ -75,23 +91,31 @@ def take_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif name in OPTIONS:
             following = value if has_value else next(arguments, "")
             if not following or (not has_value and begins_argument(following)):
-                raise ConfigError(f"{argument} has no value", why="torchrun's option takes one", fix=f"{name} VALUE")
+                raise ConfigError(
+                    f"{argument} has no value",
+                    why="torchrun's option takes one",
+                    fix=f"{name} VALUE",
+                )
             options.append(f"{name}={expanded(following) if name == '--log-dir' else following}")
         else:
             rest.append(argument)
     return options, rest
 
 
-def launch(options: Sequence[str], arguments: Sequence[str], *, environment: MutableMapping[str, str]) -> int:
+def launch(
+    options: Sequence[str], arguments: Sequence[str], *, environment: MutableMapping[str, str]
+) -> int:
     """Check the training arguments, then train on one process per rank.
 
     Args:
         options: torchrun's options, from `split_arguments`.
         arguments: arguments of the training.
-        environment: environment of this process, which the ranks inherit; OMP_NUM_THREADS is set in it.
+        environment: environment of this process, which the ranks inherit; OMP_NUM_THREADS is set in
+            it.
 
     Returns:
-        The exit code: 0 after the last step or a saved stop, otherwise that of the rank that failed first.
+        The exit code: 0 after the last step or a saved stop, otherwise that of the rank that failed
+            first.
 
     Raises:
         NanotrainError: a mistake in the options or the arguments, or machines that do not meet.
@@ -107,11 +131,14 @@ def launch(options: Sequence[str], arguments: Sequence[str], *, environment: Mut
         from nanotrain.launch.start_ranks import start_ranks
 
     check = partial(validate_start, loaded.config, expected_dp=loaded.data_parallel_size)
-    return start_ranks(["nanotrain.train", *arguments], options=options, environment=environment, check=check)
+    return start_ranks(
+        ["nanotrain.train", *arguments], options=options, environment=environment, check=check
+    )
 
 
 def check_names(config: Config) -> None:
-    """Check the names of implementations that are not the defaults; their tables are imported with torch.
+    """Check the names of implementations that are not the defaults; their tables are imported with
+    torch.
 
     Raises:
         ConfigError: unknown names.
@@ -124,7 +151,9 @@ def check_names(config: Config) -> None:
         plan.check_names(config)
 
 
-def refuse_inside_torchrun(name: str, *, options: Sequence[str], environment: Mapping[str, str]) -> None:
+def refuse_inside_torchrun(
+    name: str, *, options: Sequence[str], environment: Mapping[str, str]
+) -> None:
     """Check that this process is no rank that torchrun started."""
     if "TORCHELASTIC_RUN_ID" in environment:
         raise ConfigError(

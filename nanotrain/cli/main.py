@@ -1,4 +1,5 @@
-"""`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another package.
+"""`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another
+package.
 
     train | prepare | parity | topology | report | watch | runs | compare | timeline | config
     completion | sweep, plan, dry-run, checkpoint COMMAND and data COMMAND (files of these names)
@@ -56,7 +57,11 @@ def prepare(argv: Sequence[str]) -> int:
     if is_address(args.output):
         if args.part is not None or args.executor != "local":
             why = "machines put their parts together in a folder that all of them see"
-            raise ConfigError(f"--output {args.output} on several machines", why=why, fix="write to a shared folder")
+            raise ConfigError(
+                f"--output {args.output} on several machines",
+                why=why,
+                fix="write to a shared folder",
+            )
         args.output = str(written_path(prefix_of(args.output), suffix=".idx"))
     prepare_corpus(PrepareOptions.from_args(args))
     return 0
@@ -76,7 +81,9 @@ def prepare_parser() -> CommandParser:
 
 
 def parity(argv: Sequence[str]) -> int:
-    """Compare the training of a parallel layout with one rank: a shrunk model, on CPU processes of this machine."""
+    """Compare the training of a parallel layout with one rank: a shrunk model, on CPU processes of
+    this machine.
+    """
     args, rest = CommandParser("parity", parity).parse_known_args(argv)
     loaded = load_line(parse(rest))
     from nanotrain.parity.check import check_parity
@@ -107,7 +114,10 @@ def topology(argv: Sequence[str]) -> int:
     if args.world_size is not None:
         from nanotrain.topology.picture import run_topology
 
-        wide = parallel.expert_model_parallel_size > 1 or parallel.expert_tensor_parallel_size is not None
+        wide = (
+            parallel.expert_model_parallel_size > 1
+            or parallel.expert_tensor_parallel_size is not None
+        )
         has_experts = wide or loaded.config.model.moe is not None
         text = run_topology(parallel, args.world_size, as_json=args.json, has_experts=has_experts)
         dp = parallel.data_parallel_size(args.world_size)
@@ -117,7 +127,9 @@ def topology(argv: Sequence[str]) -> int:
         from nanotrain.parallel.pp.actions import PipelineShape
         from nanotrain.parallel.pp.draw import draw_schedule
 
-        shape = PipelineShape.of(parallel, args.num_microbatches or 2 * parallel.pipeline_model_parallel_size)
+        shape = PipelineShape.of(
+            parallel, args.num_microbatches or 2 * parallel.pipeline_model_parallel_size
+        )
         print(draw_schedule(args.schedule, shape, png=args.png))
     return 0
 
@@ -140,7 +152,11 @@ def report(argv: Sequence[str]) -> int:
 
     page = args.output or args.runs[0] / "report.html"
     if is_fetched(page):
-        raise ConfigError("--output is not set", why="the first run is in object storage", fix="set --output FILE.html")
+        raise ConfigError(
+            "--output is not set",
+            why="the first run is in object storage",
+            fix="set --output FILE.html",
+        )
     read = [RunHistory.read(folder) for folder in args.runs]
     require_html(page)
     write_report(read, page, fix="choose another file with --output")
@@ -164,7 +180,11 @@ def runs(argv: Sequence[str]) -> int:
     """List the runs in a folder: state, step, loss, tokens per second, last change, size."""
     args = CommandParser("runs", runs).parse_args(argv)
     if not args.folder.is_dir():
-        raise ConfigError(f"there is no folder {args.folder}", why="it should hold run folders", fix="name another")
+        raise ConfigError(
+            f"there is no folder {args.folder}",
+            why="it should hold run folders",
+            fix="name another",
+        )
     from nanotrain.report.history import find_runs
     from nanotrain.report.terminal import list_runs, terminal
 

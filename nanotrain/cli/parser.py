@@ -30,7 +30,8 @@ def declared(command: str) -> Mapping[str, Any]:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser without abbreviations that raises ConfigError; the function's docstring is the description.
+    """A parser without abbreviations that raises ConfigError; the function's docstring is the
+    description.
 
     Args:
         command: name of the command, a key of commands.yaml.
@@ -40,7 +41,10 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, command: str, function: Callable[..., int]) -> None:
         row = declared(command)
         super().__init__(
-            prog=f"nanotrain {command}", description=function.__doc__, epilog=row.get("epilog"), allow_abbrev=False
+            prog=f"nanotrain {command}",
+            description=function.__doc__,
+            epilog=row.get("epilog"),
+            allow_abbrev=False,
         )
         self.register("action", "switch", argparse.BooleanOptionalAction)
         for name, convert in TYPES.items():
@@ -54,21 +58,31 @@ class CommandParser(argparse.ArgumentParser):
             self.add_argument(name, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; misspelled flags, and those of other programs, are one error with what to write, before any other.
+        """Parse; misspelled flags, and those of other programs, are one error with what to write,
+        before any other.
 
-        Settings of a training are set aside first: argparse would take their values for the command's own arguments.
+        Settings of a training are set aside first: argparse would take their values for the
+        command's own arguments.
         """
         flags = [str(argument).partition("=")[0] for argument in args or ()]
         meant = {flag: cure for flag in flags if (cure := self._meant(flag))}
         if meant:
-            self.error("unknown " + ", ".join(f"{flag} (write {cure})" for flag, cure in meant.items()))
-        one_value = [flag for flag, action in self._option_string_actions.items() if action.nargs is None]
-        settings, others = split_settings(args or (), own=self._option_string_actions, with_value=one_value)
+            self.error(
+                "unknown " + ", ".join(f"{flag} (write {cure})" for flag, cure in meant.items())
+            )
+        one_value = [
+            flag for flag, action in self._option_string_actions.items() if action.nargs is None
+        ]
+        settings, others = split_settings(
+            args or (), own=self._option_string_actions, with_value=one_value
+        )
         parsed, rest = super().parse_known_args(others, namespace)
         return parsed, [*settings, *rest]
 
     def _meant(self, flag: str) -> str | None:
-        """What to write for a flag of another program, or for a misspelled one that no training has either."""
+        """What to write for a flag of another program, or for a misspelled one that no training has
+        either.
+        """
         own = self._option_string_actions
         if flag in self._elsewhere:
             return self._elsewhere[flag]
@@ -135,15 +149,26 @@ def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Comman
     if not argv or argv[0] in ("-h", "--help"):
         print(usage(program, commands, width=shutil.get_terminal_size().columns))
         return 0
-    fix = did_you_mean(argv[0], [*commands, "--help", "--version"], prefix=f"{program} ", listed_by=f"{program} --help")
-    raise ConfigError(f"unknown command {argv[0]!r}", why=f"{program} takes {', '.join(commands)}", fix=fix)
+    fix = did_you_mean(
+        argv[0],
+        [*commands, "--help", "--version"],
+        prefix=f"{program} ",
+        listed_by=f"{program} --help",
+    )
+    raise ConfigError(
+        f"unknown command {argv[0]!r}", why=f"{program} takes {', '.join(commands)}", fix=fix
+    )
 
 
 def usage(program: str, commands: dict[str, Command], *, width: int) -> str:
     """The commands and what they do, in lines of `width` columns that break between words."""
     wrapped = TextWrapper(min(max(width, 60), 120), subsequent_indent=" " * 14)
-    summaries = {name: (command.__doc__ or "").partition("\n")[0] for name, command in commands.items()}
+    summaries = {
+        name: (command.__doc__ or "").partition("\n")[0] for name, command in commands.items()
+    }
     rows = [wrapped.fill(f"  {name:<10}  {summary}") for name, summary in summaries.items()]
     wrapped.subsequent_indent = ""
-    rest = wrapped.fill(f"{program} COMMAND --help lists its arguments, nanotrain --version prints the version")
+    rest = wrapped.fill(
+        f"{program} COMMAND --help lists its arguments, nanotrain --version prints the version"
+    )
     return "\n".join([f"usage: {program} COMMAND ...", "", *rows, "", rest])

@@ -1,4 +1,5 @@
-"""Addresses where commands take folders: what is read is brought to this machine before, what is written is uploaded.
+"""Addresses where commands take folders: what is read is brought to this machine before, what is
+written is uploaded.
 
     read_path, read_name,     the converters of such arguments; is_fetched tells what the first two made
     written_path
@@ -23,7 +24,8 @@ _FIX = "set TMPDIR to another folder"
 
 
 def read_path(text: str) -> Path:
-    """The path of a text; of an address, that of the local folder to which its small files are brought.
+    """The path of a text; of an address, that of the local folder to which its small files are
+    brought.
 
     Raises:
         CheckpointError: there is nothing at the address.
@@ -56,7 +58,11 @@ def written_path(text: str, *, suffix: str = "") -> Path:
     with suppress(MissingObject):
         found = Remote(remote.scheme, remote.path + suffix)
         if found.read(0, 1) if suffix else remote.sizes():
-            raise ConfigError(f"{remote} is not empty", why="its objects would be replaced", fix="name another place")
+            raise ConfigError(
+                f"{remote} is not empty",
+                why="its objects would be replaced",
+                fix="name another place",
+            )
     path = _base("written") / remote.scheme / remote.path
     with disk_errors(path, fix=_FIX):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +71,9 @@ def written_path(text: str, *, suffix: str = "") -> Path:
 
 @contextmanager
 def transfers() -> Iterator[None]:
-    """Upload what the block has written, in the order in which it was; a block that fails uploads nothing."""
+    """Upload what the block has written, in the order in which it was; a block that fails uploads
+    nothing.
+    """
     try:
         yield
         written = _base("written", makes=False)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Predict memory, time and the best layout of a run on many GPUs, or of every row of a table of measurements."""
+    """Predict memory, time and the best layout of a run on many GPUs, or of every row of a table of
+    measurements.
+    """
     parser = CommandParser("plan", plan)
     args, rest = parser.parse_known_args(argv)
     if (args.rows is None) != (args.output is None):
@@ -51,7 +53,11 @@ def _predict(args: argparse.Namespace, loaded: Loaded) -> Any:
     from nanotrain.planner.screen import as_values, draw, screen
     from nanotrain.planner.search import next_change
 
-    prediction = predict(scenario_of(loaded.config, args.world_size, gpu=_gpu(args), engine=args.engine or "nanotrain"))
+    prediction = predict(
+        scenario_of(
+            loaded.config, args.world_size, gpu=_gpu(args), engine=args.engine or "nanotrain"
+        )
+    )
     if args.png:
         draw(prediction, args.png)
     if args.json:
@@ -74,7 +80,9 @@ def _search(args: argparse.Namespace, loaded: Loaded, *, rest: Sequence[str]) ->
         max_tensor_parallel_size=args.max_tensor_parallel_size,
     )
     if args.json:
-        return [{"settings": layout_of(each.scenario.config), **as_values(each)} for each in result.best]
+        return [
+            {"settings": layout_of(each.scenario.config), **as_values(each)} for each in result.best
+        ]
     return search_text(result, loaded.config, command=f"nanotrain train {' '.join(rest)}")
 
 
@@ -86,5 +94,7 @@ def _gpu(args: argparse.Namespace) -> "GPU":
     if args.calibrate:
         from nanotrain.planner.calibrate import calibrate, measured
 
-        gpu = replace(gpu, calibration=calibrate([measured(run, gpu=gpu) for run in args.calibrate]))
+        gpu = replace(
+            gpu, calibration=calibrate([measured(run, gpu=gpu) for run in args.calibrate])
+        )
     return gpu

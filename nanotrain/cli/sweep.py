@@ -1,4 +1,5 @@
-"""`nanotrain sweep --over NAME=V1,V2 ...`: one training for each value, each in a run folder of its own.
+"""`nanotrain sweep --over NAME=V1,V2 ...`: one training for each value, each in a run folder of its
+own.
 
     --over lr=1e-3,3e-4 --over seed=1,2      split_axis, once for each
          -> lr=1e-3,seed=1 | lr=1e-3,seed=2 | ...          plan_trials: every combination
@@ -62,12 +63,21 @@ def sweep(argv: Sequence[str]) -> int:
     command = args.launch_with or [sys.executable, "-m", "nanotrain", "train"]
     if args.print:
         shown = args.launch_with or ["nanotrain", "train"]
-        print("\n".join(shlex.join([*shown, *options, *trial.arguments(shared)]) for trial in trials))
+        print(
+            "\n".join(shlex.join([*shown, *options, *trial.arguments(shared)]) for trial in trials)
+        )
         return 0
-    if args.launch_with is None and any(re.fullmatch("--nnodes=(?!1$).*", option) for option in options):
-        why, fix = "the machines would not agree on the trial", "submit a job per trial with --launch-with, or --print"
+    if args.launch_with is None and any(
+        re.fullmatch("--nnodes=(?!1$).*", option) for option in options
+    ):
+        why, fix = (
+            "the machines would not agree on the trial",
+            "submit a job per trial with --launch-with, or --print",
+        )
         raise ConfigError("a sweep on several machines", why=why, fix=fix)
-    return run_trials(trials, [*command, *options], shared=shared, is_local=args.launch_with is None)
+    return run_trials(
+        trials, [*command, *options], shared=shared, is_local=args.launch_with is None
+    )
 
 
 def plan_trials(axes: Sequence[str]) -> list[Trial]:
@@ -83,38 +93,53 @@ def plan_trials(axes: Sequence[str]) -> list[Trial]:
     for axis in axes:
         name, values = split_axis(axis)
         if name in by_name:
-            raise ConfigError(f"--over {name} is given twice", fix=f"--over {name}=V1,V2,... with all its values")
+            raise ConfigError(
+                f"--over {name} is given twice", fix=f"--over {name}=V1,V2,... with all its values"
+            )
         by_name[name] = values
     combinations = list(itertools.islice(itertools.product(*by_name.values()), MAX_TRIALS + 1))
     if len(combinations) > MAX_TRIALS:
-        raise ConfigError(f"a sweep of more than {MAX_TRIALS:,} runs", why="every combination is run", fix="sweep less")
+        raise ConfigError(
+            f"a sweep of more than {MAX_TRIALS:,} runs",
+            why="every combination is run",
+            fix="sweep less",
+        )
     trials: dict[str, Trial] = {}
     for chosen in combinations:
         pairs = list(zip(by_name, chosen, strict=True))
         label = ",".join(f"{name.rpartition('.')[2].lstrip('-+')}={value}" for name, value in pairs)
         name = re.sub(r"[^\w.+=,-]", "_", label)[:MAX_NAME]
         if name in trials:
-            raise ConfigError(f"two runs of the sweep would be in a folder {name}", fix="give each value once")
+            raise ConfigError(
+                f"two runs of the sweep would be in a folder {name}", fix="give each value once"
+            )
         trials[name] = Trial(name, tuple(setting(name, value) for name, value in pairs))
     return list(trials.values())
 
 
 def split_axis(axis: str) -> tuple[str, list[str]]:
-    """The name of `--over NAME=V1,V2` and its values; with spaces between the values, they may hold commas.
+    """The name of `--over NAME=V1,V2` and its values; with spaces between the values, they may hold
+    commas.
 
     Raises:
         ConfigError: no name, or no value.
     """
     match = AXIS.fullmatch(axis.strip())
     if match is None:
-        raise ConfigError(f"--over {axis}", why="it takes a setting and its values", fix="--over lr=1e-3,3e-4")
+        raise ConfigError(
+            f"--over {axis}", why="it takes a setting and its values", fix="--over lr=1e-3,3e-4"
+        )
     name = match["name"].removeprefix("--").replace("-", "_")
     text = match["values"].strip()
     values = text.split() if re.search(r"\s", text) else text.split(",")
     if not all(values):
         raise ConfigError(f"--over {axis} has an empty value", fix=f"--over {name}=V1,V2")
     if name in RUN_DIR:
-        raise ConfigError("--over run_dir", why="a sweep names the run folders itself", fix="--run-dir for all of them")
+        raise ConfigError(
+            "--over run_dir",
+            why="a sweep names the run folders itself",
+            fix="--run-dir for all of them",
+        )
     return name, values
 
 
@@ -124,12 +149,15 @@ def setting(name: str, value: str) -> str:
     >>> setting("optim.lr", "1"), setting("weight_decay", "0"), setting("+config", "tiny")
     ('optim.lr=1', '--weight-decay=0', '+config=tiny')
     """
-    files = {"config", *(section.name for section in fields(Config))}  # model=NAME chooses a file of a section
+    # model=NAME chooses a file of a section
+    files = {"config", *(section.name for section in fields(Config))}
     by_key = "." in name or name.startswith("+") or name in files
     return f"{name}={value}" if by_key else f"--{name.replace('_', '-')}={value}"
 
 
-def check_trials(trials: Sequence[Trial], *, shared: Sequence[str], options: Sequence[str]) -> list[Trial]:
+def check_trials(
+    trials: Sequence[Trial], *, shared: Sequence[str], options: Sequence[str]
+) -> list[Trial]:
     """The trials with their folders, after a check of all of them.
 
     Args:
@@ -149,7 +177,9 @@ def check_trials(trials: Sequence[Trial], *, shared: Sequence[str], options: Seq
             if options:
                 from nanotrain.launch.start_ranks import check_ranks
 
-                check = partial(validate_start, loaded.config, expected_dp=loaded.data_parallel_size)
+                check = partial(
+                    validate_start, loaded.config, expected_dp=loaded.data_parallel_size
+                )
                 check_ranks(["nanotrain.train", *arguments], options=options, check=check)
         except NanotrainError as error:
             raise ConfigError(f"run {trial.name}: {error}") from None
@@ -170,24 +200,34 @@ def _run_of(folder: Path) -> "RunHistory | None":
 
 
 def _check_same_run(run: "RunHistory", loaded: Loaded) -> None:
-    """Refuse a run folder that was trained with other values of the settings that a command line gives."""
+    """Refuse a run folder that was trained with other values of the settings that a command line
+    gives.
+    """
     from nanotrain.train.resume.restore import changed_settings
 
     saved, given = nest(run.config), to_dict(loaded.config)
-    changed = [each for each in changed_settings(saved, given) if each.split()[0] in loaded.explicit]
+    changed = [
+        each for each in changed_settings(saved, given) if each.split()[0] in loaded.explicit
+    ]
     if changed:
-        why, fix = f"it was trained with others: {', '.join(changed)}", "choose another --run-dir, or remove the folder"
+        why, fix = (
+            f"it was trained with others: {', '.join(changed)}",
+            "choose another --run-dir, or remove the folder",
+        )
         raise ConfigError(f"run folder {run.folder} is not of these settings", why=why, fix=fix)
 
 
-def run_trials(trials: Sequence[Trial], command: Sequence[str], *, shared: Sequence[str], is_local: bool) -> int:
+def run_trials(
+    trials: Sequence[Trial], command: Sequence[str], *, shared: Sequence[str], is_local: bool
+) -> int:
     """Run the trials one after another; one that fails does not end the others.
 
     Args:
         trials: trials with their folders.
         command: command of a training, to which its arguments are added.
         shared: arguments of every training.
-        is_local: whether the command returns when the training has ended, not when it was submitted.
+        is_local: whether the command returns when the training has ended, not when it was
+            submitted.
 
     Returns:
         The exit code: 0, or that of the first trial that failed.
@@ -197,7 +237,9 @@ def run_trials(trials: Sequence[Trial], command: Sequence[str], *, shared: Seque
     failures: dict[str, int] = {}
 
     def on_signal(number: int) -> None:
-        """A stop lets the training save and end, and ends the sweep after it; SIGUSR1 lets it save and continue."""
+        """A stop lets the training save and end, and ends the sweep after it; SIGUSR1 lets it save
+        and continue.
+        """
         is_stop = number != signal.SIGUSR1
         stops.extend([number] * is_stop)
         for process in running:
@@ -231,7 +273,9 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, process_group=0)
     except OSError as error:
         fix = "--launch-with names a program and its first arguments, as 'sbatch scripts/launch_slurm'"
-        raise ConfigError(f"{command[0]} cannot be started", why=error.strerror or str(error), fix=fix) from None
+        raise ConfigError(
+            f"{command[0]} cannot be started", why=error.strerror or str(error), fix=fix
+        ) from None
 
 
 def _list(trials: Sequence[Trial]) -> None:
@@ -239,7 +283,9 @@ def _list(trials: Sequence[Trial]) -> None:
     from nanotrain.report.terminal import list_runs, terminal
 
     runs = [run for trial in trials if (run := _run_of(trial.folder))]
-    ranked = sorted(runs, key=lambda run: run.last("valid_loss") or run.last("loss") or float("inf"))
+    ranked = sorted(
+        runs, key=lambda run: run.last("valid_loss") or run.last("loss") or float("inf")
+    )
     list_runs(ranked, console=terminal())
     if len(ranked) > 1:
         print(f"nanotrain compare {shlex.join(str(run.folder) for run in ranked[:2])}")

@@ -1,6 +1,8 @@
-"""`nanotrain evaluate` and `nanotrain generate`: a trained model on one rank, or on the ranks of a layout.
+"""`nanotrain evaluate` and `nanotrain generate`: a trained model on one rank, or on the ranks of a
+layout.
 
-arguments -> settings of the layout -> the model's configuration in that layout -> ranks -> result, printed once
+arguments -> settings of the layout -> the model's configuration in that layout -> ranks -> result,
+printed once
 """
 
 import json
@@ -59,19 +61,24 @@ class _Command:
 
     @classmethod
     def parse(cls, function: Callable[..., int], argv: Sequence[str]) -> "_Command":
-        """Parse the arguments of the command of a function; settings of the layout are between them."""
+        """Parse the arguments of the command of a function; settings of the layout are between
+        them.
+        """
         name, (options, argv) = function.__name__, take_options(argv)
         args, rest = CommandParser(name, function).parse_known_args(argv)
         require_no_misspelled(rest)
         loaded = load_line(parse(rest, listed_by=f"nanotrain {name} --help"), to_train=False)
         return cls(name, argv, options, args, loaded)
 
-    def run(self, on_rank: Callable[[Namespace, Loaded], int], *, check: Callable[..., Config]) -> int:
+    def run(
+        self, on_rank: Callable[[Namespace, Loaded], int], *, check: Callable[..., Config]
+    ) -> int:
         """Run in this process, or with torchrun's options on one process per rank.
 
         Args:
             on_rank: the command on one rank.
-            check: the configuration of a model in a layout, given that of its run, the settings and `world_size=`.
+            check: the configuration of a model in a layout, given that of its run, the settings and
+                `world_size=`.
 
         Returns:
             The exit code.
@@ -95,24 +102,40 @@ class _Command:
 def _run_tasks(args: Namespace, loaded: Loaded) -> int:
     """Run tasks of lm-eval on one process."""
     why, fix = "tasks run on one process, in fp32", "leave it out, or evaluate with --data"
-    loaded.require_only({"train.device", "train.micro_batch_size"}, what="--tasks", why=why, fix=fix)
+    loaded.require_only(
+        {"train.device", "train.micro_batch_size"}, what="--tasks", why=why, fix=fix
+    )
     try:
         from nanotrain.inference.lm_eval import NanotrainLM, evaluate_tasks
     except ModuleNotFoundError as error:
         fix = "pip install nanotrain[lm-eval]"
-        raise EnvironmentFault("--tasks needs lm-eval", why=f"{error.name} is not installed", fix=fix) from None
+        raise EnvironmentFault(
+            "--tasks needs lm-eval", why=f"{error.name} is not installed", fix=fix
+        ) from None
     from nanotrain.comm.device import pick_device
 
     device = str(pick_device(loaded.config.train.device, local_rank=0))
-    batch_size = loaded.config.train.micro_batch_size if "train.micro_batch_size" in loaded.explicit else 8
-    model = NanotrainLM(str(args.path), tokenizer=args.tokenizer, ema=args.ema, device=device, batch_size=batch_size)
-    options = {"include_path": args.include_path, "num_fewshot": args.num_fewshot, "limit": args.max_samples}
+    batch_size = (
+        loaded.config.train.micro_batch_size if "train.micro_batch_size" in loaded.explicit else 8
+    )
+    model = NanotrainLM(
+        str(args.path), tokenizer=args.tokenizer, ema=args.ema, device=device, batch_size=batch_size
+    )
+    options = {
+        "include_path": args.include_path,
+        "num_fewshot": args.num_fewshot,
+        "limit": args.max_samples,
+    }
     results = evaluate_tasks(model, args.tasks.split(","), **options)
     if args.json:
         print(json.dumps(results, default=str))
         return 0
     for task, metrics in results.items():
-        numbers = {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, float)}
+        numbers = {
+            name.removesuffix(",none"): value
+            for name, value in metrics.items()
+            if isinstance(value, float)
+        }
         print(f"{task}: {', '.join(f'{name} {value:.4f}' for name, value in numbers.items())}")
     return 0
 
@@ -136,19 +159,29 @@ def _evaluate(args: Namespace, loaded: Loaded) -> int:
         require_tokenizer_of(name, args.data)
     entries, num_fewshot = args.tasks.split(",") if args.tasks else [], args.num_fewshot or 0
     tasks = read_tasks(
-        TrainConfig(eval_tasks=entries, eval_num_fewshot=num_fewshot, eval_task_limit=args.max_samples), tokenizer
+        TrainConfig(
+            eval_tasks=entries, eval_num_fewshot=num_fewshot, eval_task_limit=args.max_samples
+        ),
+        tokenizer,
     )
     plan = plan_run(config, launch.world_size, rank=launch.rank)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
     with (
-        ParallelContext.start(plan.topology, device=config.train.device, timeout_s=timeout_s) as context,
+        ParallelContext.start(
+            plan.topology, device=config.train.device, timeout_s=timeout_s
+        ) as context,
         progress("evaluating", is_shown=launch.rank == 0),
     ):
         if args.data is None:
             results: dict[str, Any] = score_model(model, tasks, plan=plan, context=context)
         else:
             evaluation = evaluate_model(
-                model, args.data, plan=plan, context=context, tokenizer=tokenizer, max_samples=args.max_samples
+                model,
+                args.data,
+                plan=plan,
+                context=context,
+                tokenizer=tokenizer,
+                max_samples=args.max_samples,
             )
             results = {"": evaluation}
     if launch.rank == 0:
@@ -167,7 +200,8 @@ def _print_results(results: Mapping[str, Any], *, as_json: bool) -> None:
 
 
 def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Config:
-    """The model and masks of a run in the layout of a command line, in fp32 unless it sets another dtype.
+    """The model and masks of a run in the layout of a command line, in fp32 unless it sets another
+    dtype.
 
     Args:
         trained: the configuration of the model's run.
@@ -182,7 +216,9 @@ def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
     of_layout = {key for key in loaded.explicit if key.startswith("parallel.")}.difference(
         declared("evaluate")["of_training"]
     )
-    loaded.require_only(of_layout.union(declared("evaluate")["settings"]), what="an evaluation", why=why)
+    loaded.require_only(
+        of_layout.union(declared("evaluate")["settings"]), what="an evaluation", why=why
+    )
     given, parallel = loaded.config, loaded.config.parallel
     of_run = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     data = DataConfig(
@@ -217,10 +253,18 @@ def _generate(args: Namespace, loaded: Loaded) -> int:
     has_experts = config.model.moe is not None
     topology = Topology.of(config.parallel, launch.world_size, has_experts=has_experts)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
-    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-    # Bytes of an argument that are not of the locale's encoding are lone surrogates, which no tokenizer encodes.
-    prompts = [text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for text in args.prompt or [""]]
-    with ParallelContext.start(topology, device=config.train.device, timeout_s=timeout_s) as context:
+    sampling = Sampling(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
+    )
+    # Bytes of an argument that are not of the locale's encoding are lone surrogates, which no
+    # tokenizer encodes.
+    prompts = [
+        text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        for text in args.prompt or [""]
+    ]
+    with ParallelContext.start(
+        topology, device=config.train.device, timeout_s=timeout_s
+    ) as context:
         dtype = config.precision.params_dtype
         checkpoint = checkpoint.with_model(config.model)
         model = load_model(checkpoint, tokenizer=args.tokenizer, context=context, dtype=dtype)
@@ -230,8 +274,12 @@ def _generate(args: Namespace, loaded: Loaded) -> int:
     return 0
 
 
-def _print(prompts: Sequence[str], pieces: Iterator[tuple[int, str]], *, is_first: bool, is_alone: bool) -> None:
-    """Print the texts on the first rank; the others generate them too, also after a pipe's reader has closed it."""
+def _print(
+    prompts: Sequence[str], pieces: Iterator[tuple[int, str]], *, is_first: bool, is_alone: bool
+) -> None:
+    """Print the texts on the first rank; the others generate them too, also after a pipe's reader
+    has closed it.
+    """
     from nanotrain.inference.generate import print_texts
 
     try:
@@ -266,10 +314,14 @@ def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
             fix=f"set --tensor-model-parallel-size {tp * pp * cp} instead: a checkpoint of any layout loads in it",
         )
     # no rank has a part of a sequence: its length is one that the rules on training accept
-    config = replace(loaded.config, model=trained.model.with_padding_for(tp), data=DataConfig(seq_length=tp))
+    config = replace(
+        loaded.config, model=trained.model.with_padding_for(tp), data=DataConfig(seq_length=tp)
+    )
     check_layout(config)
     etp = parallel.expert_tensor_parallel_size or tp
-    ranks = lcm(tp, parallel.expert_model_parallel_size * etp) if trained.model.moe is not None else tp
+    ranks = (
+        lcm(tp, parallel.expert_model_parallel_size * etp) if trained.model.moe is not None else tp
+    )
     if world_size != ranks:
         raise TopologyError(
             f"generation on {count_of(world_size, 'rank')} with tp={tp} and ep={parallel.expert_model_parallel_size}",

@@ -8,9 +8,9 @@
     rank 0  [to 0 | to 1 to 1]   ->   [from 0 | from 1]
     rank 1  [to 0 | to 1]        ->   [from 0 from 0 | from 1]
 
-Both sides need the split sizes; a rank that has only its input splits obtains the output splits by an all-to-all of
-the input splits. In a group of one rank the output is the input. `group.traffic` counts the rows sent to other ranks
-as "all_to_all".
+Both sides need the split sizes; a rank that has only its input splits obtains the output splits by
+an all-to-all of the input splits. In a group of one rank the output is the input. `group.traffic`
+counts the rows sent to other ranks as "all_to_all".
 """
 
 from collections.abc import Sequence
@@ -27,29 +27,46 @@ from nanotrain.comm.work import Work, translate_errors
 
 
 def start_all_to_all(
-    output: Tensor, tensor: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int], group: Group
+    output: Tensor,
+    tensor: Tensor,
+    *,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    group: Group,
 ) -> Work[Tensor]:
     """Start an all-to-all of the rows of `tensor`, as `torch.distributed.all_to_all_single`.
 
     Args:
-        output: [sum(output_splits), ...], contiguous; the rows of rank 0 of the group first. Must not overlap `tensor`.
-        tensor: [sum(input_splits), ...], contiguous, the dtype of `output`; must not change before `wait`.
+        output: [sum(output_splits), ...], contiguous; the rows of rank 0 of the group first. Must
+            not overlap `tensor`.
+        tensor: [sum(input_splits), ...], contiguous, the dtype of `output`; must not change before
+            `wait`.
         output_splits: number of rows received from each rank, in group order.
         input_splits: number of rows sent to each rank, in group order.
 
     Returns:
         A handle whose result is `output`.
     """
-    assert len(input_splits) == len(output_splits) == group.size, "one split size per rank of the group is needed"
-    assert sum(input_splits) == len(tensor) and sum(output_splits) == len(output), "rows would reach the wrong rank"
-    assert output.dtype == tensor.dtype, f"the bytes of {tensor.dtype} would be read as {output.dtype}"
-    assert output.is_contiguous() and tensor.is_contiguous(), "rows are sent in memory order, not by strides"
+    assert len(input_splits) == len(output_splits) == group.size, (
+        "one split size per rank of the group is needed"
+    )
+    assert sum(input_splits) == len(tensor) and sum(output_splits) == len(output), (
+        "rows would reach the wrong rank"
+    )
+    assert output.dtype == tensor.dtype, (
+        f"the bytes of {tensor.dtype} would be read as {output.dtype}"
+    )
+    assert output.is_contiguous() and tensor.is_contiguous(), (
+        "rows are sent in memory order, not by strides"
+    )
     if group.size == 1:
         output.copy_(tensor)
         return Work.completed(output)
     num_sent = sum(input_splits) - input_splits[group.index]
     row_bytes = tensor[:1].numel() * tensor.itemsize if len(tensor) else 0
-    group.record(group.part_of[2] if group.part_of else "all_to_all", num_bytes=num_sent * row_bytes)
+    group.record(
+        group.part_of[2] if group.part_of else "all_to_all", num_bytes=num_sent * row_bytes
+    )
     with translate_errors("all_to_all", group):
         handle = dist.all_to_all_single(
             output,
@@ -59,16 +76,23 @@ def start_all_to_all(
             group=group.process_group,
             async_op=True,
         )
-    return Work(lambda: output, op="all_to_all", group=group, handles=[handle], keep=[output, tensor])
+    return Work(
+        lambda: output, op="all_to_all", group=group, handles=[handle], keep=[output, tensor]
+    )
 
 
 @eager  # unlike the functions of autograd.py, whose collectives are operators of graphs
-def all_to_all(x: Tensor, group: Group, *, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
+def all_to_all(
+    x: Tensor, group: Group, *, output_splits: Sequence[int], input_splits: Sequence[int]
+) -> Tensor:
     """All-to-all with autograd: the gradient of a row returns to the rank that sent the row.
 
-    [sum(input_splits), ...] -> [sum(output_splits), ...], as `start_all_to_all`; `x` itself in a group of one rank.
+    [sum(input_splits), ...] -> [sum(output_splits), ...], as `start_all_to_all`; `x` itself in a
+    group of one rank.
     """
-    return start_differentiable_all_to_all(x, group, output_splits=output_splits, input_splits=input_splits).wait()
+    return start_differentiable_all_to_all(
+        x, group, output_splits=output_splits, input_splits=input_splits
+    ).wait()
 
 
 def start_differentiable_all_to_all(
@@ -76,8 +100,9 @@ def start_differentiable_all_to_all(
 ) -> Work[Tensor]:
     """Start `all_to_all`, to be waited for later.
 
-    What is computed before `wait` overlaps with the transfer, and its backward with that of the gradient: it starts
-    where the gradient of the result is complete, and is waited for where the gradient of `x` is needed.
+    What is computed before `wait` overlaps with the transfer, and its backward with that of the
+    gradient: it starts where the gradient of the result is complete, and is waited for where the
+    gradient of `x` is needed.
     """
     if group.size == 1:
         return Work.completed(x)
@@ -140,14 +165,17 @@ class _Arrive(torch.autograd.Function):
 def start_reduce_scatter_by_all_to_all(
     output: Tensor, tensor: Tensor, *, group: Group, op: str = "sum"
 ) -> Work[Tensor]:
-    """Reduce-scatter as an all-to-all in the dtype of `tensor` and a local fp32 sum: it is rounded once.
+    """Reduce-scatter as an all-to-all in the dtype of `tensor` and a local fp32 sum: it is rounded
+    once.
 
-    The reduce-scatter of NCCL rounds after every addition. Both send (d-1)/d of the tensor; this one receives into
-    memory of the size of `tensor`. Source: Megatron-LM, `--reduce-scatter-with-fp32-accumulation`.
+    The reduce-scatter of NCCL rounds after every addition. Both send (d-1)/d of the tensor; this
+    one receives into memory of the size of `tensor`. Source: Megatron-LM,
+    `--reduce-scatter-with-fp32-accumulation`.
 
     Args:
         output: [n / size], contiguous; may be this rank's slice of `tensor`.
-        tensor: [n], contiguous, the same dtype; must not change before `wait`, which computes the sum.
+        tensor: [n], contiguous, the same dtype; must not change before `wait`, which computes the
+            sum.
         group: group of the ranks.
         op: "sum" or "avg".
     """
@@ -156,7 +184,9 @@ def start_reduce_scatter_by_all_to_all(
             output.copy_(tensor)
         return Work.completed(output)
     size, splits, rows = group.size, [1] * group.size, tensor.view(group.size, -1)
-    work = start_all_to_all(torch.empty_like(rows), rows, output_splits=splits, input_splits=splits, group=group)
+    work = start_all_to_all(
+        torch.empty_like(rows), rows, output_splits=splits, input_splits=splits, group=group
+    )
 
     def finish(versions: Tensor) -> Tensor:
         total = versions.sum(0, dtype=torch.float32)

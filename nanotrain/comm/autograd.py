@@ -8,9 +8,10 @@
     split_along     local slice       all-gather
     concat_along    all-gather        local slice
 
-The first four are for regions in which each rank computes a partial sum with its own weights. The last two are for
-regions in which all ranks compute the same values. In a group of one rank the output is the input, without a graph
-node. In compiled code each collective is one operator of the graph, which finds its group by the group's handle.
+The first four are for regions in which each rank computes a partial sum with its own weights. The
+last two are for regions in which all ranks compute the same values. In a group of one rank the
+output is the input, without a graph node. In compiled code each collective is one operator of the
+graph, which finds its group by the group's handle.
 """
 
 import functools
@@ -21,17 +22,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nanotrain.comm.collectives import local_slice, start_all_gather, start_all_reduce, start_reduce_scatter
+from nanotrain.comm.collectives import (
+    local_slice,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from nanotrain.comm.group import Group
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager(function: F) -> F:
-    """Run a function eagerly inside compiled code: a graph ends before it and the next one starts after it.
+    """Run a function eagerly inside compiled code: a graph ends before it and the next one starts
+    after it.
 
-    `torch.compiler.disable` as a decorator imports torch._dynamo when the module is imported: 1.3 to 5 s of CPU time
-    per process, even if nothing is compiled. This decorator calls it only while a graph is being compiled.
+    `torch.compiler.disable` as a decorator imports torch._dynamo when the module is imported: 1.3
+    to 5 s of CPU time per process, even if nothing is compiled. This decorator calls it only while
+    a graph is being compiled.
     """
 
     @functools.wraps(function)
@@ -62,21 +70,29 @@ def gather_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
 
 
 def scatter_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """Sum the ranks' inputs and return this rank's slice along `dim`; the backward all-gathers the gradients."""
+    """Sum the ranks' inputs and return this rank's slice along `dim`; the backward all-gathers the
+    gradients.
+    """
     return _apply(x, group, dim=dim, forward=_reduce_scatter, backward=_all_gather)
 
 
 def split_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """Return this rank's slice along `dim` of an input equal on all ranks; the backward all-gathers the gradients."""
+    """Return this rank's slice along `dim` of an input equal on all ranks; the backward all-gathers
+    the gradients.
+    """
     return _apply(x, group, dim=dim, forward=_local_slice, backward=_all_gather)
 
 
 def concat_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """Concatenate the ranks' inputs along `dim`; the backward returns this rank's slice of the gradient."""
+    """Concatenate the ranks' inputs along `dim`; the backward returns this rank's slice of the
+    gradient.
+    """
     return _apply(x, group, dim=dim, forward=_all_gather, backward=_local_slice)
 
 
-def _apply(x: Tensor, group: Group, *, dim: int = 0, forward: TensorFunction, backward: TensorFunction) -> Tensor:
+def _apply(
+    x: Tensor, group: Group, *, dim: int = 0, forward: TensorFunction, backward: TensorFunction
+) -> Tensor:
     if group.size == 1:
         return x
     along = {"group": group, "dim": dim}
@@ -104,14 +120,17 @@ def _local_slice(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
 
 
 def collective(tensor: Tensor, group: Group, *, op: str, dim: int) -> Tensor:
-    """An all-reduce, all-gather or reduce-scatter without autograd, complete on return; in a graph an operator."""
+    """An all-reduce, all-gather or reduce-scatter without autograd, complete on return; in a graph
+    an operator.
+    """
     if torch.compiler.is_compiling():
         return collective_in_graph(tensor, group.handle, op=op, dim=dim, size=group.size)
     return _run(tensor, group, op=op, dim=dim)
 
 
 def _run(tensor: Tensor, group: Group, *, op: str, dim: int) -> Tensor:
-    if op == "all_reduce":  # of a copy: the activation or gradient may be in use elsewhere in the graph
+    # of a copy: the activation or gradient may be in use elsewhere in the graph
+    if op == "all_reduce":
         return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group).wait()
     start = start_all_gather if op == "all_gather" else start_reduce_scatter
     return start(tensor, group, dim=dim).wait()

@@ -10,8 +10,8 @@
     all_gather_object, gather_object,                   control traffic
     broadcast_object, barrier
 
-Objects are sent along the tree of a group if it has one (`Group.levels`). In a group of one rank the output
-is the input and no process group is used. `group.traffic` counts the bytes sent.
+Objects are sent along the tree of a group if it has one (`Group.levels`). In a group of one rank
+the output is the input and no process group is used. `group.traffic` counts the bytes sent.
 """
 
 import pickle
@@ -32,7 +32,12 @@ from nanotrain.comm.work import Work, translate_errors, waiting
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
-_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 
 
 def start_all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> Work[Tensor]:
@@ -50,12 +55,16 @@ def start_all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> Work[T
     return Work(lambda: tensor, op="all_reduce", group=group, handles=[handle], keep=[tensor])
 
 
-def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group, op: str = "sum") -> Work[Tensor]:
-    """Start to sum `tensor` over the group; rank i of the group receives the i-th of `size` equal slices.
+def start_reduce_scatter_into(
+    output: Tensor, tensor: Tensor, *, group: Group, op: str = "sum"
+) -> Work[Tensor]:
+    """Start to sum `tensor` over the group; rank i of the group receives the i-th of `size` equal
+    slices.
 
     Args:
         output: [n / size], contiguous; may be this rank's slice of `tensor`.
-        tensor: [n], contiguous, the same dtype; must not change before `wait`. On gloo `wait` computes the sum.
+        tensor: [n], contiguous, the same dtype; must not change before `wait`. On gloo `wait`
+            computes the sum.
         op: "sum" or "avg".
     """
     if _is_local(output, tensor, full=tensor, group=group):
@@ -67,7 +76,9 @@ def start_reduce_scatter_into(output: Tensor, tensor: Tensor, *, group: Group, o
         handle = _reduce_scatter_flat(
             output.view(-1), tensor.view(-1), op=_OPS[op], group=group.process_group, async_op=True
         )
-    return Work(lambda: output, op="reduce_scatter", group=group, handles=[handle], keep=[output, tensor])
+    return Work(
+        lambda: output, op="reduce_scatter", group=group, handles=[handle], keep=[output, tensor]
+    )
 
 
 def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Work[Tensor]:
@@ -86,11 +97,14 @@ def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Wo
             return work.then(lambda _: output)
         flat, part = _as_bytes(output).view(-1), _as_bytes(tensor).view(-1)
         handle = _all_gather_flat(flat, part, group=group.process_group, async_op=True)
-    return Work(lambda: output, op="all_gather", group=group, handles=[handle], keep=[output, tensor])
+    return Work(
+        lambda: output, op="all_gather", group=group, handles=[handle], keep=[output, tensor]
+    )
 
 
 def start_all_gather(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
-    """Start to concatenate every rank's tensor along `dim`, in group order: [.., n, ..] -> [.., size * n, ..].
+    """Start to concatenate every rank's tensor along `dim`, in group order: [.., n, ..] -> [..,
+    size * n, ..].
 
     Args:
         tensor: tensor of the same shape on every rank; must not change before `wait`.
@@ -98,15 +112,19 @@ def start_all_gather(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
     """
     if group.size == 1:
         return Work.completed(tensor)
-    work = start_all_gather_into(tensor.new_empty((group.size, *tensor.shape)), tensor.contiguous(), group=group)
+    work = start_all_gather_into(
+        tensor.new_empty((group.size, *tensor.shape)), tensor.contiguous(), group=group
+    )
     return work.then(lambda parts: parts.movedim(0, dim).flatten(dim, dim + 1))
 
 
 def start_reduce_scatter(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
-    """Start to sum over the group and return this rank's slice along `dim`: [.., size * n, ..] -> [.., n, ..].
+    """Start to sum over the group and return this rank's slice along `dim`: [.., size * n, ..] ->
+    [.., n, ..].
 
     Args:
-        tensor: its size along `dim` is a multiple of the group's size; must not change before `wait`.
+        tensor: its size along `dim` is a multiple of the group's size; must not change before
+            `wait`.
         dim: dim that the sum is split along.
     """
     if group.size == 1:
@@ -133,7 +151,9 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], group: Group) -> None:
     if group.size > 1 and tensors:
         flat = torch.cat(list(tensors))
         all_reduce(flat, group)
-        torch._foreach_copy_(list(tensors), list(flat.split([tensor.numel() for tensor in tensors])))
+        torch._foreach_copy_(
+            list(tensors), list(flat.split([tensor.numel() for tensor in tensors]))
+        )
 
 
 def all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> None:
@@ -154,12 +174,16 @@ def all_reduce_scalars(values: Sequence[float], group: Group, *, op: str = "sum"
         return reduce_along(group.levels or (group,), [float(value) for value in values], op=op)
 
 
-def start_all_reduce_scalars(values: Sequence[float], group: Group, *, op: str = "sum") -> Work[list[float]]:
-    """Start to reduce host numbers over the group in one float64 collective (traffic "all_reduce_scalars").
+def start_all_reduce_scalars(
+    values: Sequence[float], group: Group, *, op: str = "sum"
+) -> Work[list[float]]:
+    """Start to reduce host numbers over the group in one float64 collective (traffic
+    "all_reduce_scalars").
 
-    One element costs as much as a thousand (0.3 to 1.5 ms on gloo), so pass all numbers in one call. On NCCL the result
-    is copied to the host on a side stream, and `wait` blocks the host until it has arrived; a reduction that is started
-    one step before it is read costs no time. Over a tree the reduction is complete on return and has no "avg".
+    One element costs as much as a thousand (0.3 to 1.5 ms on gloo), so pass all numbers in one
+    call. On NCCL the result is copied to the host on a side stream, and `wait` blocks the host
+    until it has arrived; a reduction that is started one step before it is read costs no time. Over
+    a tree the reduction is complete on return and has no "avg".
     """
     if group.size == 1:
         return Work.completed([float(value) for value in values])
@@ -172,7 +196,9 @@ def start_all_reduce_scalars(values: Sequence[float], group: Group, *, op: str =
         if packed.device.type == "cuda":
             copy = HostCopy.after(handle, packed)
             return Work(copy.read, op="all_reduce_scalars", group=group, keep=[packed, handle])
-    return Work(packed.tolist, op="all_reduce_scalars", group=group, handles=[handle], keep=[packed])
+    return Work(
+        packed.tolist, op="all_reduce_scalars", group=group, handles=[handle], keep=[packed]
+    )
 
 
 def all_gather_object(obj: Any, group: Group) -> list[Any]:
@@ -222,7 +248,8 @@ def gather_along(levels: Sequence[Group], obj: Any) -> list[Any] | None:
 def broadcast_along(levels: Sequence[Group], obj: Any) -> Any:
     """The root's object; every other rank passes any.
 
-    torch sends the size and then the bytes, 2.5 ms on 4 ranks of 2 cores (measured); no step waits for an object.
+    torch sends the size and then the bytes, 2.5 ms on 4 ranks of 2 cores (measured); no step waits
+    for an object.
     """
     objects = [obj]
     for level in reversed(levels):
@@ -233,8 +260,9 @@ def broadcast_along(levels: Sequence[Group], obj: Any) -> Any:
 def reduce_along(levels: Sequence[Group], numbers: Sequence[float], *, op: str) -> list[float]:
     """Numbers reduced elementwise, the same bits on every rank; `op` is "sum", "max" or "min".
 
-    gloo's all-reduce is a ring of 2 * (size - 1) messages in a row. Ranks that share cores wait for a time slice in
-    each: on 4 ranks of 2 cores an all-reduce of 16 numbers takes 5.5 ms, a gather and a broadcast 1 ms (measured).
+    gloo's all-reduce is a ring of 2 * (size - 1) messages in a row. Ranks that share cores wait for
+    a time slice in each: on 4 ranks of 2 cores an all-reduce of 16 numbers takes 5.5 ms, a gather
+    and a broadcast 1 ms (measured).
     """
     total = torch.tensor(numbers, dtype=torch.float64)
     for level in levels:
@@ -251,7 +279,9 @@ def reduce_along(levels: Sequence[Group], numbers: Sequence[float], *, op: str) 
 
 @contextmanager
 def _blocking(op: str, group: Group, *, num_bytes: int = 0) -> Iterator[None]:
-    """Record a blocking collective of objects or numbers in the heartbeat, and translate its errors."""
+    """Record a blocking collective of objects or numbers in the heartbeat, and translate its
+    errors.
+    """
     group.heartbeat.started(group.name, op, num_bytes=num_bytes)
     with waiting(op, group, sequence=group.heartbeat.sequence(group.name)):
         yield
@@ -265,12 +295,16 @@ def barrier(group: Group) -> None:
 
 def _check_divisible(tensor: Tensor, group: Group, *, dim: int) -> None:
     size = tensor.shape[dim]
-    assert size % group.size == 0, f"{size} elements of dim {dim} cannot be split into {group.size} equal slices"
+    assert size % group.size == 0, (
+        f"{size} elements of dim {dim} cannot be split into {group.size} equal slices"
+    )
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     """fp8 values as uint8: not every process group supports fp8, and a gather copies bytes only."""
-    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    return (
+        tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    )
 
 
 def _is_local(output: Tensor, tensor: Tensor, *, full: Tensor, group: Group) -> bool:
@@ -278,7 +312,9 @@ def _is_local(output: Tensor, tensor: Tensor, *, full: Tensor, group: Group) -> 
     part = tensor if full is output else output
     assert part.numel() * group.size == full.numel(), "unequal slices would reach the wrong rank"
     assert part.dtype == full.dtype, f"the bytes of {full.dtype} would be read as {part.dtype}"
-    assert part.is_contiguous() and full.is_contiguous(), "slices are taken in memory order, not by strides"
+    assert part.is_contiguous() and full.is_contiguous(), (
+        "slices are taken in memory order, not by strides"
+    )
     if group.size == 1 and (output.data_ptr() != tensor.data_ptr() or output.is_meta):
         output.copy_(tensor.view_as(output))
     return group.size == 1

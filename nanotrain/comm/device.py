@@ -35,29 +35,33 @@ from nanotrain.errors import EnvironmentFault
 from nanotrain.quantities import count_of
 from nanotrain.system import available_memory
 
-# torch's allocator reads it at the first CUDA tensor. Expandable segments leave fewer gaps between tensors of varying
-# sizes, such as those of batches and experts.
+# torch's allocator reads it at the first CUDA tensor. Expandable segments leave fewer gaps between
+# tensors of varying sizes, such as those of batches and experts.
 _ALLOCATOR = "PYTORCH_ALLOC_CONF"
-# Read when cuBLAS and NCCL start. cuBLAS repeats its results with workspaces of fixed size; with NVLS the switch sets
-# the order of sums, so Megatron-LM excludes it as well.
+# Read when cuBLAS and NCCL start. cuBLAS repeats its results with workspaces of fixed size; with
+# NVLS the switch sets the order of sums, so Megatron-LM excludes it as well.
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS"}
-# Hardware queues from the host; CUDA's 8 are fewer than the streams of a rank, and streams that share one wait for each
-# other. Read when CUDA starts.
+# Hardware queues from the host; CUDA's 8 are fewer than the streams of a rank, and streams that
+# share one wait for each other. Read when CUDA starts.
 _CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 _MAX_ALLOCATIONS = 100_000  # of a memory history, the newest; Megatron-LM's number
 _CLEAR_PEAK = "5"  # man 5 proc, clear_refs: sets VmHWM back to the current size
 
 
-def pick_device(kind: str, local_rank: int, *, environment: MutableMapping[str, str] = os.environ) -> torch.device:
+def pick_device(
+    kind: str, local_rank: int, *, environment: MutableMapping[str, str] = os.environ
+) -> torch.device:
     """Choose this rank's device and make it the current one.
 
-    If the launcher makes only one GPU visible to each rank (`srun --gpus-per-task=1`), it is that GPU. On a machine
-    with fewer GPUs than ranks, "auto" is the CPU, so that commands for a CPU run there too (`describe_unused_gpus`).
+    If the launcher makes only one GPU visible to each rank (`srun --gpus-per-task=1`), it is that
+    GPU. On a machine with fewer GPUs than ranks, "auto" is the CPU, so that commands for a CPU run
+    there too (`describe_unused_gpus`).
 
     Args:
         kind: choice of the user: "auto" (cuda if available), "cpu" or "cuda".
         local_rank: index of this rank among the ranks of its machine.
-        environment: environment of this process; settings of CUDA and its allocator are set in it unless there.
+        environment: environment of this process; settings of CUDA and its allocator are set in it
+            unless there.
 
     Raises:
         EnvironmentFault: no GPU is visible, or the machine has more ranks than GPUs.
@@ -86,7 +90,8 @@ def pick_device(kind: str, local_rank: int, *, environment: MutableMapping[str, 
             fix=f"run torchrun with --nproc-per-node {num_devices}, or set --device cpu",
         )
     device = torch.device("cuda", local_rank)
-    # Before any other CUDA call and before the process group, or every rank opens a context on GPU 0.
+    # Before any other CUDA call and before the process group, or every rank opens a context on GPU
+    # 0.
     torch.cuda.set_device(device)
     return device
 
@@ -109,14 +114,24 @@ def describe_unused_gpus(kind: str, *, environment: Mapping[str, str] = os.envir
 
 def _has_too_few_gpus(environment: Mapping[str, str]) -> bool:
     """Whether all ranks are on one machine, which has fewer GPUs."""
-    num_ranks, local_rank = environment.get("LOCAL_WORLD_SIZE", "1"), environment.get("LOCAL_RANK", "0")
+    num_ranks, local_rank = (
+        environment.get("LOCAL_WORLD_SIZE", "1"),
+        environment.get("LOCAL_RANK", "0"),
+    )
     is_one_machine = num_ranks.isdecimal() and num_ranks == environment.get("WORLD_SIZE")
-    return is_one_machine and int(num_ranks) > torch.cuda.device_count() and not _has_own_gpu(environment, local_rank)
+    return (
+        is_one_machine
+        and int(num_ranks) > torch.cuda.device_count()
+        and not _has_own_gpu(environment, local_rank)
+    )
 
 
 def _has_own_gpu(environment: Mapping[str, str], local_rank: str) -> bool:
     """Whether Slurm or MPI gave this rank its only GPU; torchrun's ranks inherit one environment."""
-    numbers = {environment.get(name) for name in ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK")}
+    numbers = {
+        environment.get(name)
+        for name in ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK")
+    }
     is_given = bool(environment.get("CUDA_VISIBLE_DEVICES")) and local_rank in numbers
     return is_given and "TORCHELASTIC_RUN_ID" not in environment and torch.cuda.device_count() == 1
 
@@ -132,7 +147,9 @@ def device_name(device: torch.device) -> str:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """The CUDA compute capability, (9, 0) for an H100 and for the meta device of a dry run; None on a CPU."""
+    """The CUDA compute capability, (9, 0) for an H100 and for the meta device of a dry run; None on
+    a CPU.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)
     return (9, 0) if device.type == "meta" else None
@@ -157,12 +174,15 @@ def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    with suppress(OSError):  # no such file or no permission: the peak then counts from the start of the process
+    # no such file or no permission: the peak then counts from the start of the process
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text(_CLEAR_PEAK)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory in bytes: allocated tensors on a GPU, the resident set of the process on a CPU (0 if unknown)."""
+    """Peak memory in bytes: allocated tensors on a GPU, the resident set of the process on a CPU (0
+    if unknown).
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -173,7 +193,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 def memory_per_rank(device: torch.device, local_world_size: int) -> int | None:
-    """Bytes that a rank may use: all of a GPU, or a share of the available host memory (None if unknown)."""
+    """Bytes that a rank may use: all of a GPU, or a share of the available host memory (None if
+    unknown).
+    """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     available = available_memory()
@@ -182,7 +204,9 @@ def memory_per_rank(device: torch.device, local_world_size: int) -> int | None:
 
 def start_memory_history(device: torch.device) -> None:
     """Record allocations of a GPU from here on, with the Python stack of each."""
-    torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS, stacks="python", device=device)
+    torch.cuda.memory._record_memory_history(
+        max_entries=_MAX_ALLOCATIONS, stacks="python", device=device
+    )
 
 
 def write_memory_history(path: Path) -> None:
@@ -197,16 +221,19 @@ def set_arithmetic(config: Config, environment: MutableMapping[str, str] = os.en
     """Set torch's algorithms in the whole process, from here on.
 
     Args:
-        config: `deterministic_mode` uses deterministic algorithms, and an operator that has none raises;
-            `disable_bf16_reduced_precision_matmul` lets GPUs add the parts of a split bf16 product in fp32.
-        environment: gets the variables of cuBLAS and NCCL for deterministic algorithms, unless it has them.
+        config: `deterministic_mode` uses deterministic algorithms, and an operator that has none
+            raises; `disable_bf16_reduced_precision_matmul` lets GPUs add the parts of a split bf16
+            product in fp32.
+        environment: gets the variables of cuBLAS and NCCL for deterministic algorithms, unless it
+            has them.
     """
     if config.precision.disable_bf16_reduced_precision_matmul:  # torch's default adds in bf16
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if not config.train.deterministic_mode:
         return
     environment.update(_DETERMINISTIC | dict(environment))
-    torch.use_deterministic_algorithms(True)  # with warn_only attention would keep its other algorithm, and warn
+    # with warn_only attention would keep its other algorithm, and warn
+    torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
     # memory that is not written is never read here, and to fill it takes a pass over every buffer
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -214,12 +241,16 @@ def set_arithmetic(config: Config, environment: MutableMapping[str, str] = os.en
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream on which copies wait for collectives; a single one, because torch reuses a pool of 32 streams."""
+    """A stream on which copies wait for collectives; a single one, because torch reuses a pool of
+    32 streams.
+    """
     return torch.cuda.Stream(device)
 
 
 def same_stream() -> Callable[[], AbstractContextManager[Any]]:
-    """Make the current device and stream of this thread those of another thread, which enters the context."""
+    """Make the current device and stream of this thread those of another thread, which enters the
+    context.
+    """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return nullcontext
     return partial(torch.cuda.stream, torch.cuda.current_stream())
@@ -241,7 +272,9 @@ class HostCopy:
 
     @classmethod
     def after(cls, work: Any, tensor: Tensor) -> "HostCopy":
-        """Copy the output of a collective; the current stream of a GPU does not wait for the collective."""
+        """Copy the output of a collective; the current stream of a GPU does not wait for the
+        collective.
+        """
         if tensor.device.type != "cuda":
             work.wait()
             return cls(tensor)
@@ -280,7 +313,9 @@ class Stopwatch:
     @property
     def is_ready(self) -> bool:
         """Whether `seconds` returns without waiting."""
-        return isinstance(self._stop, float) or (self._stop is not None and bool(self._stop.query()))
+        return isinstance(self._stop, float) or (
+            self._stop is not None and bool(self._stop.query())
+        )
 
     def seconds(self) -> float:
         """The time in seconds."""
@@ -298,7 +333,9 @@ class Stopwatch:
 
 
 def trace_range(name: str, device: torch.device) -> ExitStack:
-    """Begin a range in traces of torch's profiler, and on a GPU in those of Nsight Systems (NVTX); `close` ends it."""
+    """Begin a range in traces of torch's profiler, and on a GPU in those of Nsight Systems (NVTX);
+    `close` ends it.
+    """
     ranges = ExitStack()
     ranges.enter_context(record_function(name))
     if device.type == "cuda":
@@ -307,7 +344,9 @@ def trace_range(name: str, device: torch.device) -> ExitStack:
 
 
 class HostTransfer:
-    """Copies between a device and host memory, on a side stream of a GPU; complete on return on a CPU."""
+    """Copies between a device and host memory, on a side stream of a GPU; complete on return on a
+    CPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -320,13 +359,17 @@ class HostTransfer:
 
     def start(self, target: Tensor, source: Tensor) -> "Copy":
         """Start to copy `source` to `target`, of the same dtype, after all earlier copies."""
-        assert target.dtype == source.dtype, "a conversion would need memory that is not pinned, and block the host"
+        assert target.dtype == source.dtype, (
+            "a conversion would need memory that is not pinned, and block the host"
+        )
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             return Copy(target, None if self._stream is None else self._stream.record_event())
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor that the current stream has written to new memory; `start_return` waits for it."""
+        """Start to copy a tensor that the current stream has written to new memory; `start_return`
+        waits for it.
+        """
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._stream is not None)
         self.wait_for_device()
         self.start(host, tensor)
@@ -358,17 +401,22 @@ class Copy:
         if self.event is not None:
             stream = torch.cuda.current_stream(self.target.device)
             stream.wait_event(self.event)
-            self.target.record_stream(stream)  # allocated on the side stream, freed after its use on this one
+            # allocated on the side stream, freed after its use on this one
+            self.target.record_stream(stream)
         return self.target
 
     def wait_on_host(self) -> None:
-        """Block the host until the copy is complete, so that it may read the target and write the source."""
+        """Block the host until the copy is complete, so that it may read the target and write the
+        source.
+        """
         if self.event is not None:
             self.event.synchronize()
 
 
 def to_device(values: Sequence[float], device: torch.device) -> Tensor:
-    """[n] fp64 of host numbers on a device; copied from pinned memory to a GPU, without a host sync."""
+    """[n] fp64 of host numbers on a device; copied from pinned memory to a GPU, without a host
+    sync.
+    """
     host = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-# by CUDA version of torch: the first driver that runs it (NVIDIA, CUDA Compatibility: minor version compatibility)
+# by CUDA version of torch: the first driver that runs it (NVIDIA, CUDA Compatibility: minor version
+# compatibility)
 FIRST_DRIVERS = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
 VENDOR = "0x10de"  # NVIDIA's, of PCI devices
 
@@ -18,7 +19,9 @@ def hides_gpus(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def driver_version(root: Path = Path("/")) -> str | None:
-    """The NVIDIA driver that the kernel has loaded ("580.65.06"); None without one. `root` holds proc, dev and sys."""
+    """The NVIDIA driver that the kernel has loaded ("580.65.06"); None without one. `root` holds
+    proc, dev and sys.
+    """
     try:
         found = re.search(r"\d{3}\.\d+(\.\d+)?", (root / "proc/driver/nvidia/version").read_text())
     except OSError:

@@ -1,8 +1,10 @@
-"""torch's flight recorder: the last collectives of this rank with sizes, sequence number and state on the device.
+"""torch's flight recorder: the last collectives of this rank with sizes, sequence number and state
+on the device.
 
-The heartbeat records what the host queued; the flight recorder also has what the device began and completed. It is
-switched on by environment variables that torch reads when process groups are created. It records gloo's collectives
-too, except point-to-point messages; gloo has no state on a device, so a collective is complete once it is retired.
+The heartbeat records what the host queued; the flight recorder also has what the device began and
+completed. It is switched on by environment variables that torch reads when process groups are
+created. It records gloo's collectives too, except point-to-point messages; gloo has no state on a
+device, so a collective is complete once it is retired.
 """
 
 import ast
@@ -15,19 +17,23 @@ from typing import Any
 
 import torch
 
-# On NCCL `wait` does not raise; torch ends the process at the timeout, and then writes the recorder of every rank,
-# which `torchfrtrace` compares (docs/faults.md).
+# On NCCL `wait` does not raise; torch ends the process at the timeout, and then writes the recorder
+# of every rank, which `torchfrtrace` compares (docs/faults.md).
 SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
 }
-DUMP_S = 2.0  # reading the states of collectives calls the driver, which may not return while the device hangs
-_DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")  # of NCCL, which a CPU build lacks, and of all other backends
+# reading the states of collectives calls the driver, which may not return while the device hangs
+DUMP_S = 2.0
+# of NCCL, which a CPU build lacks, and of all other backends
+_DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")
 
 
 @dataclass(frozen=True)
 class RecordedCollective:
-    """The oldest collective of a rank over a process group that is not complete; else the newest one."""
+    """The oldest collective of a rank over a process group that is not complete; else the newest
+    one.
+    """
 
     group: str  # name under which the process group was created; groups of the same ranks share it
     ranks: tuple[int, ...]  # of the process group; empty where the recorder does not list them
@@ -39,13 +45,16 @@ class RecordedCollective:
 
 
 def switch_on(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables of the recorder that are not set; before the first process group is created."""
+    """Set the variables of the recorder that are not set; before the first process group is
+    created.
+    """
     for name, value in SETTINGS.items():
         environment.setdefault(name, value)
 
 
 def recorded_collectives() -> list[RecordedCollective]:
-    """The collectives that this rank is in, one per process group; empty where the recorder is off or does not reply.
+    """The collectives that this rank is in, one per process group; empty where the recorder is off
+    or does not reply.
 
     Called while ranks hang, so it waits for the recorder for DUMP_S only.
     """
@@ -58,10 +67,12 @@ def recorded_collectives() -> list[RecordedCollective]:
 
 
 def newest_collectives(dump: Mapping[str, Any]) -> list[RecordedCollective]:
-    """The oldest incomplete collective of every process group in a parsed dump, else its newest one.
+    """The oldest incomplete collective of every process group in a parsed dump, else its newest
+    one.
 
     Args:
-        dump: torch's output: `entries` in the order in which they were queued, `pg_config` by process group.
+        dump: torch's output: `entries` in the order in which they were queued, `pg_config` by
+            process group.
     """
     chosen: dict[str, Mapping[str, Any]] = {}
     for entry in dump.get("entries", ()):
@@ -82,7 +93,9 @@ def _is_complete(entry: Mapping[str, Any]) -> bool:
     return entry["state"] == "completed" or bool(entry.get("retired"))
 
 
-def _of_entry(entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> RecordedCollective:
+def _of_entry(
+    entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]
+) -> RecordedCollective:
     name, description = entry["process_group"]
     ranks: Sequence[int] = ast.literal_eval(groups.get(name, {}).get("ranks", "[]"))
     return RecordedCollective(

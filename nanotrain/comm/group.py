@@ -1,11 +1,11 @@
 """`Group`: a group spec with its process group, and `TrafficCounter`: the bytes sent over groups.
 
-A layer, buffer or optimizer holds the `Group` that it communicates over and nothing else of the topology. A group of
-one rank has no process group: the output of its collectives is their input.
+A layer, buffer or optimizer holds the `Group` that it communicates over and nothing else of the
+topology. A group of one rank has no process group: the output of its collectives is their input.
 
-Traffic is counted by the textbook formula of the executed collective in a group of d ranks: reduce-scatter and
-all-gather send (d-1)/d of the full tensor, an all-reduce twice that. Groups of one rank send nothing and are not
-counted, nor are Python objects.
+Traffic is counted by the textbook formula of the executed collective in a group of d ranks:
+reduce-scatter and all-gather send (d-1)/d of the full tensor, an all-reduce twice that. Groups of
+one rank send nothing and are not counted, nor are Python objects.
 """
 
 import weakref
@@ -31,7 +31,9 @@ class TrafficCounter:
         self._calls: Counter[tuple[str, str]] = Counter()
 
     def record(self, group: str, op: str, *, num_bytes: int) -> None:
-        """Count one call of an operation ("reduce_scatter") over a group, and the bytes sent by this rank."""
+        """Count one call of an operation ("reduce_scatter") over a group, and the bytes sent by
+        this rank.
+        """
         self._bytes[group, op] += num_bytes
         self._calls[group, op] += 1
 
@@ -57,7 +59,11 @@ class TrafficCounter:
 
 
 def _total(counts: Counter[tuple[str, str]], *, group: str | None, op: str | None) -> int:
-    return sum(count for (over, name), count in counts.items() if group in (None, over) and op in (None, name))
+    return sum(
+        count
+        for (over, name), count in counts.items()
+        if group in (None, over) and op in (None, name)
+    )
 
 
 def reduced_bytes(full_bytes: int, size: int) -> int:
@@ -73,11 +79,12 @@ class Group:
     """A group of ranks that this rank can communicate with.
 
     Args:
-        spec: ranks, and the index of this rank among them; the attributes `name`, `ranks`, `index`, `size`, `rank` and
-            `is_first` are copied from it.
+        spec: ranks, and the index of this rank among them; the attributes `name`, `ranks`, `index`,
+            `size`, `rank` and `is_first` are copied from it.
         process_group: torch's handle; None for a group of one rank and for a tree.
-        levels: groups of a tree that this rank is in, from the leaves up, for a group of many ranks that sends only
-            objects. The first rank of each is in the next one, so that gathering along it keeps the order of the ranks.
+        levels: groups of a tree that this rank is in, from the leaves up, for a group of many ranks
+            that sends only objects. The first rank of each is in the next one, so that gathering
+            along it keeps the order of the ranks.
         traffic: counter of sent bytes, shared by the groups of a rank.
         coords_text: coordinates of this rank for error messages ("pp1 dp3 tp0").
         heartbeat: record of what this rank does, shared by the groups of a rank.
@@ -94,19 +101,22 @@ class Group:
         heartbeat: Heartbeat | None = None,
     ) -> None:
         is_connected = process_group is not None or spec.size == 1 or bool(levels)
-        assert is_connected or spec.name in UNCONNECTED, "collectives of several ranks need a process group"
+        assert is_connected or spec.name in UNCONNECTED, (
+            "collectives of several ranks need a process group"
+        )
         self.spec, self.process_group, self.coords_text = spec, process_group, coords_text
         # whether gloo carries its collectives; False for a group of one rank
         self.is_gloo = process_group is not None and dist.get_backend(process_group) == "gloo"
         self.name, self.ranks, self.index = spec.name, spec.ranks, spec.index
         self.size, self.rank, self.is_first = spec.size, spec.rank, spec.is_first
         self.traffic, self.heartbeat = traffic or TrafficCounter(), heartbeat or Heartbeat()
-        self.turns = Turns()  # of this rank: who waits for tokens of this group lets the other one run
+        # of this rank: who waits for tokens of this group lets the other one run
+        self.turns = Turns()
         self.levels = tuple(levels)
         self.part_of: tuple[int, Sequence[int], str] | None = None  # see `part`
         self._message_timeout: tuple[timedelta, ...] = ()
-        # An empty tensor that stands for this group in compiled graphs, which hold no objects. Its storage refers to
-        # the group, weakly, because autograd may save another tensor of it.
+        # An empty tensor that stands for this group in compiled graphs, which hold no objects. Its
+        # storage refers to the group, weakly, because autograd may save another tensor of it.
         self.handle = torch.empty(0)
         self.handle.untyped_storage().group = weakref.ref(self)  # type: ignore[attr-defined]
 
@@ -126,13 +136,20 @@ class Group:
         return f"Group({self.spec})"
 
     def part(self, indices: Sequence[int], name: str) -> "Group":
-        """Some ranks of this group, for all-to-alls that every rank of this group starts with a part of its own.
+        """Some ranks of this group, for all-to-alls that every rank of this group starts with a
+        part of its own.
 
-        Such a part has no process group of its own: ranks outside of it send and receive nothing. Its traffic is
-        counted as `name`.
+        Such a part has no process group of its own: ranks outside of it send and receive nothing.
+        Its traffic is counted as `name`.
         """
-        spec = GroupSpec(self.name, tuple(self.ranks[index] for index in indices), indices.index(self.index))
-        common: Any = {"traffic": self.traffic, "coords_text": self.coords_text, "heartbeat": self.heartbeat}
+        spec = GroupSpec(
+            self.name, tuple(self.ranks[index] for index in indices), indices.index(self.index)
+        )
+        common: Any = {
+            "traffic": self.traffic,
+            "coords_text": self.coords_text,
+            "heartbeat": self.heartbeat,
+        }
         group = Group(spec, self.process_group, **common)
         group.part_of, group.turns = (self.size, indices, name), self.turns
         return group
@@ -163,8 +180,8 @@ class Group:
     def wait(self, handle: dist.Work) -> None:
         """Wait for one of torch's handles of this group.
 
-        gloo's messages keep the timeout that the process group was created with, so it is passed (measured, torch
-        2.13). NCCL's handles get none: they would block the host.
+        gloo's messages keep the timeout that the process group was created with, so it is passed
+        (measured, torch 2.13). NCCL's handles get none: they would block the host.
         """
         handle.wait(*self._message_timeout)
 

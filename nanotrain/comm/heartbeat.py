@@ -1,7 +1,8 @@
 """`Heartbeat`: what a rank is doing, in memory that other processes of its machine can read.
 
-A rank only stores into memory: no lock, no system call, no message. So the record of a frozen or killed rank can be
-read like any other. `watch/` reads the records of all ranks when a run makes no progress.
+A rank only stores into memory: no lock, no system call, no message. So the record of a frozen or
+killed rank can be read like any other. `watch/` reads the records of all ranks when a run makes no
+progress.
 
     record of a rank   counters, phase, action, the collective it waits for
                        and per group name: sequence number, operation and bytes of the last collective
@@ -118,7 +119,9 @@ class Heartbeat:
         return self._newest(group).sequence
 
     def num_bytes(self, group: str, sequence: int) -> int | None:
-        """Bytes that this rank sends in a collective over a group; None unless it is the newest one."""
+        """Bytes that this rank sends in a collective over a group; None unless it is the newest
+        one.
+        """
         newest = self._newest(group)
         return newest.num_bytes if sequence and newest.sequence == sequence else None
 
@@ -131,7 +134,9 @@ class Heartbeat:
         self._wait_start = time.perf_counter_ns()
 
     def wait_ended(self) -> None:
-        """Record that the collective is complete; not called for one that failed, which stays recorded."""
+        """Record that the collective is complete; not called for one that failed, which stays
+        recorded.
+        """
         record = self._record
         record.waited_ns += time.perf_counter_ns() - self._wait_start
         record.wait_group = b""

@@ -4,8 +4,9 @@
     ParallelContext.attach    on a default process group that exists already (tests, notebooks)
     Launch                    torchrun's environment variables; their only reader
 
-Groups with the same ranks share one process group, whatever their names; groups of one rank have none. A gloo group
-has 3 threads and 5 file descriptors, an NCCL group buffers of its own, so sharing them matters.
+Groups with the same ranks share one process group, whatever their names; groups of one rank have
+none. A gloo group has 3 threads and 5 file descriptors, an NCCL group buffers of its own, so
+sharing them matters.
 """
 
 import os
@@ -54,13 +55,16 @@ class Launch:
         Launch(rank=3, local_rank=1, world_size=4, is_distributed=True, local_world_size=1)
 
         Raises:
-            EnvironmentFault: only some of the five are set, one has no such value, or they contradict each other.
+            EnvironmentFault: only some of the five are set, one has no such value, or they
+                contradict each other.
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         given = [name for name in names if name in environment]
         if not given:
             return cls()
-        missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+        missing = [
+            name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)
+        ]
         if missing:
             raise EnvironmentFault(
                 f"{', '.join(given)} set but not {', '.join(missing)} in the environment",
@@ -71,11 +75,15 @@ class Launch:
         world_size = _number(environment, "WORLD_SIZE", at_least=1)
         rank = _number(environment, "RANK", at_most=world_size - 1)
         local_rank = _number(environment, "LOCAL_RANK", at_most=world_size - 1)
-        num_local = _number({"LOCAL_WORLD_SIZE": "1", **environment}, "LOCAL_WORLD_SIZE", at_least=1)
+        num_local = _number(
+            {"LOCAL_WORLD_SIZE": "1", **environment}, "LOCAL_WORLD_SIZE", at_least=1
+        )
         return cls(rank, local_rank, world_size, True, num_local)
 
 
-def _number(environment: Mapping[str, str], name: str, *, at_least: int = 0, at_most: int = 10**7) -> int:
+def _number(
+    environment: Mapping[str, str], name: str, *, at_least: int = 0, at_most: int = 10**7
+) -> int:
     """A variable of the environment within its bounds."""
     text = environment[name]
     if re.fullmatch("[0-9]{1,8}", text) and at_least <= int(text) <= at_most:
@@ -87,14 +95,11 @@ def _number(environment: Mapping[str, str], name: str, *, at_least: int = 0, at_
 class ParallelContext:
     """This rank's device and groups; created by `start` or `attach`.
 
-    Attributes:
-        topology: the plan of all groups.
-        rank: global rank.
-        coords: coordinate on every axis.
-        coords_text: the coordinates for messages, only of dense axes with several ranks ("pp1 dp3 tp0").
-        device: device of this rank's tensors.
-        groups: this rank's groups by name; no `embed` on a stage that is neither first nor last.
-        control: group of all ranks over gloo, for objects and barriers, whatever the device; a tree of small groups in
+    Attributes: topology: the plan of all groups. rank: global rank. coords: coordinate on every
+        axis. coords_text: the coordinates for messages, only of dense axes with several ranks ("pp1
+        dp3 tp0"). device: device of this rank's tensors. groups: this rank's groups by name; no
+        `embed` on a stage that is neither first nor last. control: group of all ranks over gloo,
+        for objects and barriers, whatever the device; a tree of small groups in
             a large world.
         traffic: counter of the bytes sent over all groups.
         heartbeat: record of what this rank does, for the watchdog.
@@ -106,7 +111,9 @@ class ParallelContext:
         self.topology, self.rank, self.device = topology, rank, device
         self.coords, self.coords_text = topology.coords(rank), topology.coords_text(rank)
         self.traffic, self.heartbeat = TrafficCounter(), Heartbeat()
-        self._group = partial(Group, traffic=self.traffic, coords_text=self.coords_text, heartbeat=self.heartbeat)
+        self._group = partial(
+            Group, traffic=self.traffic, coords_text=self.coords_text, heartbeat=self.heartbeat
+        )
         self.store: Store = HashStore()
         self.groups: dict[GroupName, Group] = {}
         self.timeout_s = 0.0
@@ -121,15 +128,18 @@ class ParallelContext:
     def start(
         cls, topology: Topology, *, device: str = "auto", timeout_s: float = 600.0
     ) -> Iterator["ParallelContext"]:
-        """Join the world that torchrun launched; leaving the block without an error destroys all process groups.
+        """Join the world that torchrun launched; leaving the block without an error destroys all
+        process groups.
 
-        After an error they are not destroyed, because that waits for peers that may be inside a collective, on NCCL
-        forever. The entry point ends the process at once.
+        After an error they are not destroyed, because that waits for peers that may be inside a
+        collective, on NCCL forever. The entry point ends the process at once.
 
-        `device` is "auto", "cpu" or "cuda"; `timeout_s` is how long a collective waits for a slow or lost rank.
+        `device` is "auto", "cpu" or "cuda"; `timeout_s` is how long a collective waits for a slow
+        or lost rank.
 
         Raises:
-            EnvironmentFault: the environment, the world size or the devices do not fit the topology.
+            EnvironmentFault: the environment, the world size or the devices do not fit the
+                topology.
         """
         launch = Launch.of(os.environ)
         if launch.world_size != topology.world_size:
@@ -146,7 +156,9 @@ class ParallelContext:
             return
         require_host(os.environ["MASTER_ADDR"])
         flight_recorder.switch_on()
-        join_world(launch.rank, launch.world_size, device=chosen, timeout=timedelta(seconds=timeout_s))
+        join_world(
+            launch.rank, launch.world_size, device=chosen, timeout=timedelta(seconds=timeout_s)
+        )
         context = cls(topology, launch.rank, device=chosen)
         yield context._with_groups(timeout_s)
         context._destroy()
@@ -155,7 +167,8 @@ class ParallelContext:
     def attach(
         cls, topology: Topology, *, timeout_s: float = 600.0, device: torch.device | None = None
     ) -> "ParallelContext":
-        """The context on the default process group of this process; without one, a world of one rank.
+        """The context on the default process group of this process; without one, a world of one
+        rank.
 
         `device` is by default the one whose tensors the process group communicates.
         """
@@ -179,18 +192,23 @@ class ParallelContext:
             spec = GroupSpec("control", world.ranks, world.index)
             self.control = tree[0] if tree[0].size == world.size else self._group(spec, levels=tree)
         process_groups = create_groups(self.topology, self.rank, timeout=timeout)
-        self.groups = {name: self._group(spec, process_groups.get(spec.ranks)) for name, spec in specs.items()}
+        self.groups = {
+            name: self._group(spec, process_groups.get(spec.ranks)) for name, spec in specs.items()
+        }
         return self
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the timeout of all groups, for operations that start from now on; every rank calls it."""
+        """Set the timeout of all groups, for operations that start from now on; every rank calls
+        it.
+        """
         self.timeout_s = timeout_s
         for group in (*self.groups.values(), self.control):
             group.set_timeout(timedelta(seconds=timeout_s))
 
     def _destroy(self) -> None:
         """Destroy all process groups, including those that a `Group` still refers to."""
-        # A gloo group that lives until the interpreter exits sometimes aborts the process ("terminate called").
+        # A gloo group that lives until the interpreter exits sometimes aborts the process
+        # ("terminate called").
         for group in (*self.groups.values(), self.control):
             group.release()
         dist.destroy_process_group()

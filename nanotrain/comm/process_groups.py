@@ -5,9 +5,10 @@ store_of_attempt  a separate key prefix in the store for every attempt of a job
 create_groups     one per distinct set of ranks that includes this rank; by splits of the world on NCCL
 create_control    the gloo groups of the control tree
 
-After a failure torchrun starts the ranks again at the store of the previous attempt, which still has its keys: process
-groups would read the addresses of ranks that have ended (PyTorch issue 135712). Restart counts do not distinguish
-attempts, because every agent of torchrun has its own count.
+After a failure torchrun starts the ranks again at the store of the previous attempt, which still
+has its keys: process groups would read the addresses of ranks that have ended (PyTorch issue
+135712). Restart counts do not distinguish attempts, because every agent of torchrun has its own
+count.
 
     rank r    publishes a random number, waits for the reply to it, and increments the count of joined ranks
     rank 0    draws the random name of the attempt and sends it in reply to every number, until all ranks have joined
@@ -35,7 +36,8 @@ from nanotrain.topology.topology import CONTROL_FAN_OUT, Topology, control_level
 def join_world(rank: int, world_size: int, *, device: torch.device, timeout: timedelta) -> None:
     """Create the default process group at torchrun's address.
 
-    On a GPU it is bound to the device, so its communicator exists on return and other groups can be split from it.
+    On a GPU it is bound to the device, so its communicator exists on return and other groups can be
+    split from it.
 
     Raises:
         EnvironmentFault: the ranks do not meet.
@@ -66,28 +68,38 @@ def join_world(rank: int, world_size: int, *, device: torch.device, timeout: tim
 def _name_ranks(device: torch.device, world_size: int) -> None:
     """Give the world's backend the ranks that splits of it read.
 
-    torch leaves them out, which it makes up for in the first NCCL group of a process only: in a second world, as of a
-    second run in one program, a split would end the process (https://github.com/pytorch/pytorch/pull/192109).
+    torch leaves them out, which it makes up for in the first NCCL group of a process only: in a
+    second world, as of a second run in one program, a split would end the process
+    (https://github.com/pytorch/pytorch/pull/192109).
     """
     world: Any = dist.group.WORLD
     world._get_backend(device).options.global_ranks_in_group = list(range(world_size))
 
 
-def create_groups(topology: Topology, rank: int, *, timeout: timedelta) -> dict[Ranks, dist.ProcessGroup | None]:
-    """A process group for every distinct set of several ranks that a rank is in, the world included."""
+def create_groups(
+    topology: Topology, rank: int, *, timeout: timedelta
+) -> dict[Ranks, dist.ProcessGroup | None]:
+    """A process group for every distinct set of several ranks that a rank is in, the world
+    included.
+    """
     if topology.world_size == 1:
         return {}
-    groups: dict[Ranks, dist.ProcessGroup | None] = {tuple(range(topology.world_size)): dist.group.WORLD}
+    groups: dict[Ranks, dist.ProcessGroup | None] = {
+        tuple(range(topology.world_size)): dist.group.WORLD
+    }
     if _can_split():
-        # All ranks of the world take part in every split, in the same order; a rank in none of the groups gets None.
+        # All ranks of the world take part in every split, in the same order; a rank in none of the
+        # groups gets None.
         for name, parts in partitions(topology).items():
-            split = dist.split_group(split_ranks=[list(part) for part in parts], timeout=timeout, group_desc=name)
+            split = dist.split_group(
+                split_ranks=[list(part) for part in parts], timeout=timeout, group_desc=name
+            )
             groups |= {part: split for part in parts if rank in part}
         _check_sizes(groups)
         return groups
-    # A rank creates only its own groups, and only their members synchronize, so the cost of a start does not grow with
-    # the world. All ranks use the same order of names, and the groups of a name are disjoint, so no two ranks wait for
-    # each other.
+    # A rank creates only its own groups, and only their members synchronize, so the cost of a start
+    # does not grow with the world. All ranks use the same order of names, and the groups of a name
+    # are disjoint, so no two ranks wait for each other.
     for name, spec in topology.group_specs(rank).items():
         if spec.size > 1 and spec.ranks not in groups and name not in UNCONNECTED:
             groups[spec.ranks] = _new_group(name, spec.ranks, timeout=timeout)
@@ -97,26 +109,32 @@ def create_groups(topology: Topology, rank: int, *, timeout: timedelta) -> dict[
 def create_control(
     rank: int, world_size: int, *, timeout: timedelta, fan_out: int | None = None
 ) -> list[tuple[Ranks, dist.ProcessGroup | None]]:
-    """A rank's gloo groups for objects: those of a tree if groups are split, else one group of all ranks.
+    """A rank's gloo groups for objects: those of a tree if groups are split, else one group of all
+    ranks.
 
-    Called before `create_groups`. torch names a group after its ranks and the number of groups that the rank already
-    has, and gloo's ranks meet under that name. Before the tree that number is the same on all members of a group; after
-    it the numbers differ, which does not affect split groups.
+    Called before `create_groups`. torch names a group after its ranks and the number of groups that
+    the rank already has, and gloo's ranks meet under that name. Before the tree that number is the
+    same on all members of a group; after it the numbers differ, which does not affect split groups.
 
     Args:
         rank: global rank.
         world_size: number of ranks.
         timeout: timeout of their collectives.
-        fan_out: largest group of the tree; None: CONTROL_FAN_OUT if groups are split, else all ranks.
+        fan_out: largest group of the tree; None: CONTROL_FAN_OUT if groups are split, else all
+            ranks.
     """
     backend = "gloo" if dist.get_backend() == "nccl" else None
     fan_out = fan_out or (CONTROL_FAN_OUT if _can_split() else max(world_size, 3))
     levels = control_levels(rank, world_size, fan_out=fan_out)
-    return [(ranks, _new_group("control", ranks, timeout=timeout, backend=backend)) for ranks in levels]
+    return [
+        (ranks, _new_group("control", ranks, timeout=timeout, backend=backend)) for ranks in levels
+    ]
 
 
 def _can_split() -> bool:
-    """Whether groups can be split from the world's communicator, which then exists: the same on every rank."""
+    """Whether groups can be split from the world's communicator, which then exists: the same on
+    every rank.
+    """
     world = dist.group.WORLD
     device = getattr(world, "bound_device_id", None)
     if dist.get_backend() != "nccl" or world is None or device is None:
@@ -127,8 +145,8 @@ def _can_split() -> bool:
 def _check_sizes(groups: Mapping[Ranks, dist.ProcessGroup | None]) -> None:
     """Sum ones over every split group.
 
-    NCCL identifies the parts of a split by a number, which torch computes as a hash of their ranks: two parts with the
-    same hash would become one communicator, in silence.
+    NCCL identifies the parts of a split by a number, which torch computes as a hash of their ranks:
+    two parts with the same hash would become one communicator, in silence.
     """
     for ranks, process_group in groups.items():
         size = torch.ones((), device=process_group_device(dist.group.WORLD))
@@ -144,7 +162,9 @@ def _check_sizes(groups: Mapping[Ranks, dist.ProcessGroup | None]) -> None:
 def _new_group(
     name: str, ranks: tuple[int, ...], *, timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    assert list(ranks) == sorted(ranks), "torch sorts the ranks; slices would then reach the wrong rank"
+    assert list(ranks) == sorted(ranks), (
+        "torch sorts the ranks; slices would then reach the wrong rank"
+    )
     options = _options(backend or dist.get_backend(), timeout=timeout)
     # Named after its ranks, not by a counter, which would differ between ranks with other groups.
     return dist.new_group(
@@ -158,14 +178,17 @@ def _new_group(
 
 
 def _options(backend: str, *, timeout: timedelta) -> Any:
-    """On NCCL, high-priority streams: a collective beside a matrix product gets the next free multiprocessors.
+    """On NCCL, high-priority streams: a collective beside a matrix product gets the next free
+    multiprocessors.
 
-    Otherwise its few thread blocks wait for all blocks of the product. Split groups inherit the options of the world.
+    Otherwise its few thread blocks wait for all blocks of the product. Split groups inherit the
+    options of the world.
     """
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream, options._timeout = True, timeout  # torch warns where the timeouts differ
+    # torch warns where the timeouts differ
+    options.is_high_priority_stream, options._timeout = True, timeout
     return options
 
 
@@ -184,7 +207,8 @@ def meet(rank: int, world_size: int, *, timeout: timedelta) -> Store:
 
 
 def require_host(name: str, *, timeout_s: float = _RESOLVE_S) -> None:
-    """Wait until the name of the meeting point has an address; torch would try for the timeout of collectives.
+    """Wait until the name of the meeting point has an address; torch would try for the timeout of
+    collectives.
 
     Raises:
         EnvironmentFault: it has none in time.
@@ -204,15 +228,24 @@ def require_store(address: tuple[str, int], *, timeout_s: float) -> None:
         EnvironmentFault: it does not in time.
     """
     try:
-        _retry(lambda left_s: socket.create_connection(address, timeout=left_s).close(), timeout_s, pause_s=_CONNECT_S)
+        _retry(
+            lambda left_s: socket.create_connection(address, timeout=left_s).close(),
+            timeout_s,
+            pause_s=_CONNECT_S,
+        )
     except OSError as error:
-        what, why = "{}:{} accepts no connection".format(*address), f"{error.strerror or error}, for {timeout_s:g} s"
+        what, why = (
+            "{}:{} accepts no connection".format(*address),
+            f"{error.strerror or error}, for {timeout_s:g} s",
+        )
         fix = "check that rank 0 has started there, and that no firewall is between the machines"
         raise EnvironmentFault(f"MASTER_ADDR:MASTER_PORT {what}", why=why, fix=fix) from None
 
 
 def _retry(attempt: Callable[[float], object], timeout_s: float, *, pause_s: float) -> None:
-    """Call a function, with the seconds that are left, until it succeeds; its error once the time is over."""
+    """Call a function, with the seconds that are left, until it succeeds; its error once the time
+    is over.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -237,7 +270,11 @@ def store_of_attempt(store: Store, rank: int, *, world_size: int, timeout: timed
         RuntimeError: not all ranks joined in time.
     """
     meeting = PrefixStore("nanotrain-attempts/", store)
-    name = _join(meeting) if rank else _lead(meeting, world_size, deadline=time.monotonic() + timeout.total_seconds())
+    name = (
+        _join(meeting)
+        if rank
+        else _lead(meeting, world_size, deadline=time.monotonic() + timeout.total_seconds())
+    )
     return PrefixStore(f"nanotrain-attempt-{name}/", store)
 
 
@@ -255,7 +292,8 @@ def _lead(store: Store, world_size: int, *, deadline: float) -> str:
         if time.monotonic() > deadline:
             raise RuntimeError(f"only {joined + 1} of {world_size} ranks joined in time")
         for number in range(1, store.add("count", 0) + 1):
-            # A rank may have ended before it published. Nobody reads the reply to a number of an earlier attempt.
+            # A rank may have ended before it published. Nobody reads the reply to a number of an
+            # earlier attempt.
             if number not in replied and store.check([f"drawn-{number}"]):
                 store.set(f"reply-{store.get(f'drawn-{number}').decode()}", name)
                 replied.add(number)

@@ -55,7 +55,13 @@ class RecordingGroup(_ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, *options: Any) -> Handle:
         """Reduce-scatter."""
-        return self._start("reduce_scatter", tensor, inputs=[tensor], outputs=[output], reduction=options[0].reduceOp)
+        return self._start(
+            "reduce_scatter",
+            tensor,
+            inputs=[tensor],
+            outputs=[output],
+            reduction=options[0].reduceOp,
+        )
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, *_: Any) -> Handle:
         """All-gather; an input inside the output is not written."""
@@ -63,7 +69,9 @@ class RecordingGroup(_ProcessGroup):
             slices, index = output.view(self.size(), -1), self.rank()
             is_in_place = output.untyped_storage()._cdata == tensor.untyped_storage()._cdata
             written = [slices[:index], slices[index + 1 :]] if is_in_place else [slices]
-        return self._start("all_gather", output, inputs=[tensor], outputs=[part for part in written if len(part)])
+        return self._start(
+            "all_gather", output, inputs=[tensor], outputs=[part for part in written if len(part)]
+        )
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, *options: Any) -> Handle:
         """All-to-all of rows; the options begin with the numbers of rows received and sent."""
@@ -79,7 +87,11 @@ class RecordingGroup(_ProcessGroup):
         return self._start("receive", tensors[0], outputs=tensors, peer=peer)
 
     # names of torch 2.10
-    _reduce_scatter_base, _allgather_base, alltoall_base = reduce_scatter_single, all_gather_single, all_to_all_single
+    _reduce_scatter_base, _allgather_base, alltoall_base = (
+        reduce_scatter_single,
+        all_gather_single,
+        all_to_all_single,
+    )
 
     def _start(
         self,
@@ -94,14 +106,20 @@ class RecordingGroup(_ProcessGroup):
         flight = self.recorder.start(op, inputs=inputs, outputs=outputs)
         dtype = str(whole.dtype).removeprefix("torch.")
         size = dtype if fields.get("splits") else f"{whole.numel():,} {dtype}"
-        size += "".join(f" {name.lower()}" for name in _REDUCTIONS if reduction == getattr(dist.ReduceOp, name))
-        call = Call(self.ranks, op, size, whole.nbytes, flight.started_at, self.recorder.moment, **fields)
+        size += "".join(
+            f" {name.lower()}" for name in _REDUCTIONS if reduction == getattr(dist.ReduceOp, name)
+        )
+        call = Call(
+            self.ranks, op, size, whole.nbytes, flight.started_at, self.recorder.moment, **fields
+        )
         self.recorder.calls.append(call)
         return Handle(self.recorder, flight)
 
 
 @contextmanager
-def recorded_world(topology: Topology, rank: int, *, recorder: Recorder) -> Iterator[ParallelContext]:
+def recorded_world(
+    topology: Topology, rank: int, *, recorder: Recorder
+) -> Iterator[ParallelContext]:
     """The context of one rank of a world, on the meta device.
 
     Args:

@@ -4,14 +4,15 @@
     Call          a collective, a send or a receive
     Race          a buffer was used between the start of an operation and the wait for it
 
-Buffers are storages and byte ranges, not addresses, so tensors on the meta device are checked as any others. Races:
+Buffers are storages and byte ranges, not addresses, so tensors on the meta device are checked as
+any others. Races:
 
     read of an output in flight                     a wait is missing before the use
     write to an input or an output in flight        a wait is missing before the reuse
     storage freed or resized while in flight        nothing kept the buffer alive
 
-The assumptions are the weakest: every message has a handle of its own, and nothing is ordered by the stream of a
-communicator.
+The assumptions are the weakest: every message has a handle of its own, and nothing is ordered by
+the stream of a communicator.
 """
 
 import sys
@@ -36,8 +37,26 @@ _SEQUENCES = (list, tuple)
 _HIDDEN = tuple(f"{_PACKAGE}{folder}/" for folder in ("comm", "planner"))
 # Operators that take a tensor for its shape, dtype or storage and touch no memory of it.
 _METADATA_ONLY = {
-    *("empty_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like"),
-    *("full_like", "rand_like", "randn_like", "_unsafe_view", "set_", "is_same_size", "resize_", "record_stream"),
+    *(
+        "empty_like",
+        "new_empty",
+        "new_empty_strided",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "zeros_like",
+        "ones_like",
+    ),
+    *(
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "_unsafe_view",
+        "set_",
+        "is_same_size",
+        "resize_",
+        "record_stream",
+    ),
     "lift_fresh",
 }
 
@@ -56,7 +75,8 @@ class Call(NamedTuple):
     place: str  # the lines of nanotrain that started it
     moment: int | str  # number of the schedule's action, or the phase of the step
     peer: int | None = None  # index in the group of the other side of a message
-    splits: tuple[tuple[int, ...], ...] = ()  # of an all-to-all: rows sent to each member, and received
+    # of an all-to-all: rows sent to each member, and received
+    splits: tuple[tuple[int, ...], ...] = ()
 
 
 class _Buffer(NamedTuple):
@@ -70,7 +90,10 @@ class _Buffer(NamedTuple):
     def of(cls, tensor: Tensor) -> Self:
         start, last = int(tensor.storage_offset()) * tensor.itemsize, -1
         if tensor.numel():
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            last = sum(
+                (size - 1) * stride
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
         return cls(tensor.untyped_storage()._cdata, start, start + (last + 1) * tensor.itemsize)
 
 
@@ -82,7 +105,8 @@ class InFlight:
     started_at: str
     inputs: list[_Buffer]
     outputs: list[_Buffer]
-    kept: tuple[Any, ...] = ()  # what the allocator would keep (`record_stream`), and weak references to the storages
+    # what the allocator would keep (`record_stream`), and weak references to the storages
+    kept: tuple[Any, ...] = ()
     storages: frozenset[int] = frozenset()  # of all buffers
     ends_on_host: bool = False  # a copy whose host side is not waited for by the device
     is_lost: bool = False  # a storage was freed or resized
@@ -96,10 +120,12 @@ class InFlight:
 
 
 class Recorder(TorchDispatchMode):
-    """Checks every operator against the operations in flight, and counts what is allocated on the meta device.
+    """Checks every operator against the operations in flight, and counts what is allocated on the
+    meta device.
 
     Args:
-        shapes: results of operators on the meta device, by what their arguments look like; may be shared.
+        shapes: results of operators on the meta device, by what their arguments look like; may be
+            shared.
 
     Attributes:
         calls: operations over process groups, in the order in which they were started.
@@ -120,7 +146,9 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch would import its compiler, which takes seconds, and call every operator through it."""
+        """False: torch would import its compiler, which takes seconds, and call every operator
+        through it.
+        """
         return False
 
     def __enter__(self) -> Self:
@@ -141,7 +169,9 @@ class Recorder(TorchDispatchMode):
         if self.flying and func.overloadpacket.__name__ not in _METADATA_ONLY:
             self.num_operators += 1
             if self._are_in_flight(operands):
-                written = _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)])
+                written = _tensors(
+                    [args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)]
+                )
                 read = [each for each in operands if not any(each is other for other in written)]
                 self.check(func._schema.name, reads=read, writes=written)
         result = self._run(func, args, kwargs=kwargs, inputs=operands)
@@ -151,11 +181,17 @@ class Recorder(TorchDispatchMode):
         return result
 
     def observe(self, name: str, level: int) -> None:
-        """Note that a phase (level 1) or the next action of the schedule (level 2) begins, as `Heartbeat.observer`."""
+        """Note that a phase (level 1) or the next action of the schedule (level 2) begins, as
+        `Heartbeat.observer`.
+        """
         self.moment = name if level == 1 else self.moment + 1 if isinstance(self.moment, int) else 0
 
-    def check(self, what: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        """Raise `Race` if something in flight conflicts with these accesses, or has lost its storage."""
+    def check(
+        self, what: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
+    ) -> None:
+        """Raise `Race` if something in flight conflicts with these accesses, or has lost its
+        storage.
+        """
         self._check_storages(what)
         for flight in self.flying:
             for tensors, does, buffers in (
@@ -167,7 +203,12 @@ class Recorder(TorchDispatchMode):
                     raise Race(f"{what} at {place()} {does} in flight: {flight}")
 
     def start(
-        self, op: str, *, inputs: Sequence[Tensor] = (), outputs: Sequence[Tensor] = (), keeps: bool = False
+        self,
+        op: str,
+        *,
+        inputs: Sequence[Tensor] = (),
+        outputs: Sequence[Tensor] = (),
+        keeps: bool = False,
     ) -> InFlight:
         """Note that an operation on these buffers is in flight; it must not conflict with others."""
         self.check(op, reads=inputs, writes=outputs)
@@ -175,7 +216,10 @@ class Recorder(TorchDispatchMode):
         flight = InFlight(op, place(), [*map(_Buffer.of, inputs)], [*map(_Buffer.of, outputs)])
         storages = [tensor.untyped_storage() for tensor in tensors]
         flight.storages = frozenset(storage._cdata for storage in storages)
-        flight.kept = (*(tensors if keeps else ()), *(weakref.ref(storage, flight.lose) for storage in storages))
+        flight.kept = (
+            *(tensors if keeps else ()),
+            *(weakref.ref(storage, flight.lose) for storage in storages),
+        )
         self.flying.append(flight)
         return flight
 
@@ -193,7 +237,9 @@ class Recorder(TorchDispatchMode):
             raise Race(f"never waited for: {'; '.join(map(str, left))}")
 
     def _are_in_flight(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors share a storage with an operation in flight, or a storage in flight is lost."""
+        """Whether tensors share a storage with an operation in flight, or a storage in flight is
+        lost.
+        """
         used = {tensor.untyped_storage()._cdata for tensor in tensors}
         return any(flight.is_lost or not used.isdisjoint(flight.storages) for flight in self.flying)
 
@@ -203,11 +249,14 @@ class Recorder(TorchDispatchMode):
             raise Race(f"before {what} at {place()} storage was freed or resized in flight: {lost}")
 
     def _run(self, func: Any, args: Any, *, kwargs: Mapping[str, Any], inputs: list[Tensor]) -> Any:
-        """Run an operator; on the meta device the shapes of its results are those of an earlier run with equal shapes.
+        """Run an operator; on the meta device the shapes of its results are those of an earlier run
+        with equal shapes.
 
-        Half of torch's operators compute shapes on the meta device in Python, which takes up to 1 ms.
+        Half of torch's operators compute shapes on the meta device in Python, which takes up to 1
+        ms.
         """
-        if torch.Tag.inplace_view in func.tags:  # such as set_, which changes what its input looks like
+        # such as set_, which changes what its input looks like
+        if torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         key = func, _shapes(args), _shapes(tuple(kwargs.items()))
         if (known := self._shapes.get(key)) is not None:
@@ -219,11 +268,17 @@ class Recorder(TorchDispatchMode):
         storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         is_known = all(tensor.is_meta for tensor in inputs)
         for each in results:
-            is_new = isinstance(each, Tensor) and each.is_meta and each.untyped_storage()._cdata not in storages
+            is_new = (
+                isinstance(each, Tensor)
+                and each.is_meta
+                and each.untyped_storage()._cdata not in storages
+            )
             is_known &= each is None or id(each) in positions or is_new
         if is_known:
             # None, the position of the input that it is, or what makes a new one
-            self._shapes[key] = [positions.get(id(each), each if each is None else _maker(each)) for each in results]
+            self._shapes[key] = [
+                positions.get(id(each), each if each is None else _maker(each)) for each in results
+            ]
         return result
 
     def _resize(self) -> Any:
@@ -242,7 +297,10 @@ class Recorder(TorchDispatchMode):
     def _count(self, storage: torch.UntypedStorage) -> None:
         """Count a storage in its present size."""
         key, size = storage._cdata, -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
-        reference, before = self._sizes.get(key) or (weakref.ref(storage, partial(self._forget, key)), 0)
+        reference, before = self._sizes.get(key) or (
+            weakref.ref(storage, partial(self._forget, key)),
+            0,
+        )
         self._sizes[key] = reference, size
         self.allocated += size - before
         self.peak = max(self.peak, self.allocated)
@@ -262,7 +320,11 @@ def unrecorded() -> Iterator[None]:
 def _written(func: Any) -> list[tuple[int, str]]:
     """Positions and names of the arguments that an operator writes to."""
     arguments = enumerate(func._schema.arguments)
-    return [(i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [
+        (i, each.name)
+        for i, each in arguments
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
@@ -287,13 +349,17 @@ def _shapes(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _maker(tensor: Tensor) -> Callable[[], Tensor]:
-    return partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return partial(
+        torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+    )
 
 
 def _overlap(tensor: Tensor, buffer: _Buffer) -> bool:
     """Whether a tensor has elements in a buffer, which is contiguous."""
     used = _Buffer.of(tensor)
-    if used.storage != buffer.storage or not max(used.start, buffer.start) < min(used.stop, buffer.stop):
+    if used.storage != buffer.storage or not max(used.start, buffer.start) < min(
+        used.stop, buffer.stop
+    ):
         return False
     if tensor.is_contiguous():
         return True

@@ -5,10 +5,10 @@
     SendRecv              the handles of such a batch
     start_ring_send_recv  send to the next rank of the group, receive from the previous one
 
-The messages of a batch run concurrently, so two ranks may send to each other. NCCL runs the batches of a group one
-after another, in the order in which they were started: all ranks must start matching batches in the same order. gloo
-only needs the messages of a pair to be received in the order in which they are sent. `group.traffic` counts sent bytes
-as "p2p".
+The messages of a batch run concurrently, so two ranks may send to each other. NCCL runs the batches
+of a group one after another, in the order in which they were started: all ranks must start matching
+batches in the same order. gloo only needs the messages of a pair to be received in the order in
+which they are sent. `group.traffic` counts sent bytes as "p2p".
 """
 
 from collections.abc import Callable, Sequence
@@ -35,18 +35,26 @@ class SendRecv:
     """The handles of a batch of messages."""
 
     sent: Work[None]  # complete when all sent tensors may be overwritten
-    received: tuple[Work[Tensor], ...]  # one handle per receive, in the given order; its result is the received tensor
+    # one handle per receive, in the given order; its result is the received tensor
+    received: tuple[Work[Tensor], ...]
 
 
-def start_send_recv(sends: Sequence[Message], receives: Sequence[Message], *, group: Group) -> SendRecv:
-    """Start a batch of sends and receives; peers are indices in `group`, and no rank sends to itself.
+def start_send_recv(
+    sends: Sequence[Message], receives: Sequence[Message], *, group: Group
+) -> SendRecv:
+    """Start a batch of sends and receives; peers are indices in `group`, and no rank sends to
+    itself.
 
     Args:
         sends: tensors that must not change before `sent.wait()`.
         receives: tensors of the shape and dtype that the peer sends.
     """
-    assert all(message.peer != group.index for message in (*sends, *receives)), "gloo cannot send to the same rank"
-    assert all(message.tensor.is_contiguous() for message in (*sends, *receives)), "bytes are sent in memory order"
+    assert all(message.peer != group.index for message in (*sends, *receives)), (
+        "gloo cannot send to the same rank"
+    )
+    assert all(message.tensor.is_contiguous() for message in (*sends, *receives)), (
+        "bytes are sent in memory order"
+    )
     if not sends and not receives:
         return SendRecv(Work.completed(None), ())
     for message in sends:
@@ -60,18 +68,22 @@ def start_send_recv(sends: Sequence[Message], receives: Sequence[Message], *, gr
     keep = [message.tensor for message in sends]
     sent = Work(lambda: None, op="p2p", group=group, handles=handles[len(receives) :], keep=keep)
     received = zip(receives, handles, strict=False)
-    return SendRecv(sent, tuple(_receive(message, handle, group=group) for message, handle in received))
+    return SendRecv(
+        sent, tuple(_receive(message, handle, group=group) for message, handle in received)
+    )
 
 
 def start_ring_send_recv(tensors: Sequence[Tensor], group: Group) -> Work[tuple[Tensor, ...]]:
     """Start to send `tensors` to the next rank of the group and to receive the previous rank's.
 
     Args:
-        tensors: contiguous, of the same shapes and dtypes on every rank; must not change before `wait`.
+        tensors: contiguous, of the same shapes and dtypes on every rank; must not change before
+            `wait`.
         group: the ring; all ranks start the same calls in the same order.
 
     Returns:
-        A handle whose result are the previous rank's tensors; in a group of one rank, `tensors` themselves.
+        A handle whose result are the previous rank's tensors; in a group of one rank, `tensors`
+        themselves.
     """
     if group.size == 1:
         return Work.completed(tuple(tensors))

@@ -1,7 +1,9 @@
-"""`StopPoint`: the microbatch before which all ranks stop, agreed only after a rank has received a signal.
+"""`StopPoint`: the microbatch before which all ranks stop, agreed only after a rank has received a
+signal.
 
-A pass is one run of a pipeline schedule: a training step or a validation batch. All ranks run the same passes, and
-positions (pass, microbatch) are ordered. A rank that has to stop sets a key in the store of the job.
+A pass is one run of a pipeline schedule: a training step or a validation batch. All ranks run the
+same passes, and positions (pass, microbatch) are ordered. A rank that has to stop sets a key in the
+store of the job.
 
     A thread per rank runs once per poll_s, as long as the current pass takes longer than that:
     request    read the key; short steps never do, because the vote before the next step stops them as early
@@ -9,9 +11,9 @@ positions (pass, microbatch) are ordered. A rank that has to stop sets a key in 
     decide     the last rank to publish takes the largest of these numbers and publishes it
     finish     every rank completes the microbatches before that point and begins none after it
 
-So no collective of a microbatch is entered by some ranks only, and no rank waits inside a collective for a rank that
-holds, because threads publish independently of what their ranks compute. Without a request nothing is sent, and the
-host does not wait for the device.
+So no collective of a microbatch is entered by some ranks only, and no rank waits inside a
+collective for a rank that holds, because threads publish independently of what their ranks compute.
+Without a request nothing is sent, and the host does not wait for the device.
 """
 
 import threading
@@ -62,7 +64,9 @@ class StopPoint:
         self._thread: threading.Thread | None = None
 
     def start(self, wants_stop: Callable[[], bool]) -> None:
-        """Start the thread; all ranks call this. `wants_stop` returns whether this rank has to stop."""
+        """Start the thread; all ranks call this. `wants_stop` returns whether this rank has to
+        stop.
+        """
         self._wants_stop = wants_stop
         # A store may outlive a run: a second run of the same processes uses other keys.
         self._prefix = f"stop-{broadcast_object(time.time_ns(), self._control)}/"
@@ -81,7 +85,8 @@ class StopPoint:
             self._begun, self._pass_start = (self._begun[0] + 1, 0), time.monotonic()
 
     def may_begin(self, microbatch: int) -> bool:
-        """Whether work on a microbatch of this pass may begin; False where all ranks stop before it.
+        """Whether work on a microbatch of this pass may begin; False where all ranks stop before
+        it.
 
         Raises:
             CommunicationFault: another rank did not reply in time.
@@ -122,7 +127,8 @@ class StopPoint:
                 if self._store.check([request]):
                     self._agree()
                     return
-        except RuntimeError:  # the process that serves the store has ended, which the ranks detect on their own
+        # the process that serves the store has ended, which the ranks detect on their own
+        except RuntimeError:
             with self._changed:
                 self._holds = False
                 self._changed.notify_all()

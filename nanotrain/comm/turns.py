@@ -1,10 +1,12 @@
-"""`Turns`: two computations of a rank that take turns where one waits for a transfer, so that the other hides it.
+"""`Turns`: two computations of a rank that take turns where one waits for a transfer, so that the
+other hides it.
 
     B   sends gradients to experts |                | experts', sends back  |          | attention' ..
     F                              | attention, sends tokens                | experts .. |
 
-One host thread runs at a time and hands over at the same places on every rank: all ranks start their collectives in
-one order, and results do not depend on timing. On a GPU both queue their operators on one stream.
+One host thread runs at a time and hands over at the same places on every rank: all ranks start
+their collectives in one order, and results do not depend on timing. On a GPU both queue their
+operators on one stream.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +24,8 @@ class Turns:
     """Whose turn it is; shared by the groups of a rank."""
 
     def __init__(self) -> None:
-        self._gates = Semaphore(0), Semaphore(0)  # of the thread of the caller, and of the other one
+        # of the thread of the caller, and of the other one
+        self._gates = Semaphore(0), Semaphore(0)
         self._turn, self._is_shared = 0, False
         self._failure: BaseException | None = None
 
@@ -30,7 +33,8 @@ class Turns:
         """Run a computation, or two in turns, of which the second begins, in another thread.
 
         Raises:
-            BaseException: the first failure of either; the other one stops with it where it gets its next turn.
+            BaseException: the first failure of either; the other one stops with it where it gets
+                its next turn.
         """
         if len(computations) < 2:
             for computation in computations:
@@ -55,7 +59,9 @@ class Turns:
             raise self._failure
 
     def hand_over(self) -> None:
-        """Let the other computation run until it hands over or ends; without another one return at once."""
+        """Let the other computation run until it hands over or ends; without another one return at
+        once.
+        """
         if not self._is_shared:
             return
         own = self._turn

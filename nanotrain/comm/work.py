@@ -1,8 +1,10 @@
-"""`Work`, the handle of an asynchronous operation, and `translate_errors`, which adds group and rank to torch's errors.
+"""`Work`, the handle of an asynchronous operation, and `translate_errors`, which adds group and
+rank to torch's errors.
 
-Until `wait`, a `Work` keeps torch's handles and every tensor that is read or written alive: memory that is freed
-earlier may be allocated again while a transfer on another stream still uses it. `comm/recorder.py` checks this. On
-NCCL `wait` makes the current stream wait, not the host; on gloo it blocks the host.
+Until `wait`, a `Work` keeps torch's handles and every tensor that is read or written alive: memory
+that is freed earlier may be allocated again while a transfer on another stream still uses it.
+`comm/recorder.py` checks this. On NCCL `wait` makes the current stream wait, not the host; on gloo
+it blocks the host.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +74,8 @@ class Work(Generic[T]):
         """Return the result, valid on the current stream.
 
         Raises:
-            CommunicationFault: a rank of the group was lost or timed out; every further call raises it again.
+            CommunicationFault: a rank of the group was lost or timed out; every further call raises
+                it again.
         """
         if self._failure is not None:
             raise self._failure
@@ -96,7 +99,9 @@ class Work(Generic[T]):
 
 @contextmanager
 def waiting(op: str, group: Group, *, sequence: int, peer: int | None = None) -> Iterator[None]:
-    """Record in the heartbeat that this rank waits for a collective inside the block, and translate its errors."""
+    """Record in the heartbeat that this rank waits for a collective inside the block, and translate
+    its errors.
+    """
     group.heartbeat.wait_begins(group.name, op, sequence=sequence, peer=peer)
     with translate_errors(op, group, sequence=sequence):
         yield
@@ -105,12 +110,14 @@ def waiting(op: str, group: Group, *, sequence: int, peer: int | None = None) ->
 
 @contextmanager
 def translate_errors(op: str, group: Group, *, sequence: int | None = None) -> Iterator[None]:
-    """Raise torch's errors inside the block as `CommunicationFault` naming the collective, group and rank.
+    """Raise torch's errors inside the block as `CommunicationFault` naming the collective, group
+    and rank.
 
     Args:
         op: name of the collective.
         group: the group it runs over.
-        sequence: number of the collective in the group, counted by this rank; None for the newest one.
+        sequence: number of the collective in the group, counted by this rank; None for the newest
+            one.
     """
     try:
         yield

@@ -10,5 +10,6 @@ notation.py      settings with a form of their own        schedules.py     batch
 suggest.py       what was probably meant                  rules/           rules over several fields
 tables/          rules and names of others, as YAML
 
-It does not hold lists that grow with other packages: schedules, core attentions, optimizers are named here by strings.
+It does not hold lists that grow with other packages: schedules, core attentions, optimizers are
+named here by strings.
 """

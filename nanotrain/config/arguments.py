@@ -1,4 +1,5 @@
-"""The arguments that exist, as tables: flags of fields, flags for one value; and the errors for those that do not.
+"""The arguments that exist, as tables: flags of fields, flags for one value; and the errors for
+those that do not.
 
 An error names what was probably meant, and what to write.
 """
@@ -18,7 +19,9 @@ from nanotrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Alias:
-    """A flag for one value of a field; another argument may set the field to a value of `agrees` only."""
+    """A flag for one value of a field; another argument may set the field to a value of `agrees`
+    only.
+    """
 
     name: str
     value: str
@@ -31,13 +34,17 @@ ALIASES = {
     for flag, row in TABLE["aliases"].items()
 }
 VALUES: dict[str, dict[str, str]] = TABLE["spellings"]  # other spellings of a value, by unique name
-ARGUMENTS: dict[str, str] = TABLE["arguments"]  # arguments that set no field by themselves, as they are written
+# arguments that set no field by themselves, as they are written
+ARGUMENTS: dict[str, str] = TABLE["arguments"]
 FLAGS: dict[str, Entry] = {entry.flag: entry for entry in ENTRIES.values()}
-NEGATIONS: dict[str, Entry] = {f"--no-{flag[2:]}": entry for flag, entry in FLAGS.items() if entry.kind is bool}
+NEGATIONS: dict[str, Entry] = {
+    f"--no-{flag[2:]}": entry for flag, entry in FLAGS.items() if entry.kind is bool
+}
 # Flags without a value that set no field, and the attribute of CommandLine that becomes true.
 SWITCHES = {"--explain": "wants_explanation", "--megatron-defaults": "wants_megatron_defaults"}
 
-NO_HYPHENS = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")  # typographic hyphens, dashes and minus
+# typographic hyphens, dashes and minus
+NO_HYPHENS = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")
 
 
 def choice_of(group: str) -> str:
@@ -51,18 +58,24 @@ def is_file(name: str) -> bool:
 
 
 def unknown_flag(flag: str, *, known: Collection[str], listed_by: str = LISTED_BY) -> ConfigError:
-    """The error for a flag that does not exist: what it is called here, else the nearest spelling, else where to look.
+    """The error for a flag that does not exist: what it is called here, else the nearest spelling,
+    else where to look.
 
     >>> unknown_flag("--learning-rate", known=["--lr"]).fix
     'did you mean --lr?'
     """
     field = flag_of(flag.rpartition(".")[2].strip("-"))
-    if field in known and not by_meaning(flag):  # a key, a flag with a section, or another number of dashes
+    # a key, a flag with a section, or another number of dashes
+    if field in known and not by_meaning(flag):
         cure: str | None = field
     else:
-        accepted = [each for each in known if (row := row_of(each)) is None or row.kind != "not yet"]
+        accepted = [
+            each for each in known if (row := row_of(each)) is None or row.kind != "not yet"
+        ]
         cure = cure_of(flag, known) or nearest(flag, accepted)
-    return ConfigError(f"unknown flag {flag}", fix=advise(cure) if cure else f"{listed_by} lists the flags")
+    return ConfigError(
+        f"unknown flag {flag}", fix=advise(cure) if cure else f"{listed_by} lists the flags"
+    )
 
 
 def no_value(flag: str) -> ConfigError:
@@ -80,7 +93,10 @@ def takes_no_value(flag: str, value: str) -> ConfigError:
 
 def quoted(argument: str) -> ConfigError:
     """The error for several words in one argument."""
-    why, fix = "the shell passes what stands between quotes as one argument", "leave out the quotes around it"
+    why, fix = (
+        "the shell passes what stands between quotes as one argument",
+        "leave out the quotes around it",
+    )
     return ConfigError(f"one argument holds several: {argument!r}", why=why, fix=fix)
 
 
@@ -95,19 +111,33 @@ def spaced(key: str, *, rest: Sequence[str]) -> ConfigError:
     """The error for `key = value` and `key value`, which a shell passes in parts."""
     value = "".join(rest).removeprefix("=") or ("NAME" if key == "+config" else "VALUE")
     why = "a key, = and its value are one argument"
-    return ConfigError(f"unexpected argument {' '.join([key, *rest])!r}", why=why, fix=f"write {key}={value}")
+    return ConfigError(
+        f"unexpected argument {' '.join([key, *rest])!r}", why=why, fix=f"write {key}={value}"
+    )
 
 
 def unexpected(argument: str, *, previous: str, listed_by: str = LISTED_BY) -> ConfigError:
-    """The error for an argument that is neither a flag, its value nor an override; `previous` stands before it."""
+    """The error for an argument that is neither a flag, its value nor an override; `previous`
+    stands before it.
+    """
     flag, what = f"--{argument}", f"unexpected argument {argument!r}"
     if previous in FLAGS and FLAGS[previous].kind is bool:
-        return ConfigError(what, why=f"{previous} takes no value", fix=f"write {previous}={argument}")
+        return ConfigError(
+            what, why=f"{previous} takes no value", fix=f"write {previous}={argument}"
+        )
     if previous in ALIASES or previous in NEGATIONS or previous in SWITCHES or row_of(previous):
-        return ConfigError(what, why=f"{previous} takes no more values", fix=f"leave {argument} out")
-    if previous in FLAGS and FLAGS[previous].kind is not list and re.fullmatch(r"[\d.eE+-]+", argument):
+        return ConfigError(
+            what, why=f"{previous} takes no more values", fix=f"leave {argument} out"
+        )
+    if (
+        previous in FLAGS
+        and FLAGS[previous].kind is not list
+        and re.fullmatch(r"[\d.eE+-]+", argument)
+    ):
         why, name = f"{previous} takes one value", previous.removeprefix("--")
-        return ConfigError(what, why=why, fix=f"leave it out; nanotrain sweep --over {name}=V1,V2 tries several")
+        return ConfigError(
+            what, why=why, fix=f"leave it out; nanotrain sweep --over {name}=V1,V2 tries several"
+        )
     why = "it is neither a flag nor key=value"
     if flag in FLAGS or flag in ALIASES or row_of(flag):
         return ConfigError(what, why=why, fix=f"write {flag}")
@@ -117,7 +147,9 @@ def unexpected(argument: str, *, previous: str, listed_by: str = LISTED_BY) -> C
     meant, suffix = by_meaning(argument), PurePath(argument).suffix
     if meant:
         return ConfigError(what, why=why, fix=advise(meant))
-    fix = f"write +config={argument}" + ("" if is_file(argument) else " for the recipe of that name")
+    fix = f"write +config={argument}" + (
+        "" if is_file(argument) else " for the recipe of that name"
+    )
     if listed_by != LISTED_BY:  # a command without recipes
         fix = f"write the flag that it belongs to before it; {listed_by} lists them"
     elif suffix == ".py":

@@ -1,6 +1,7 @@
 """Conversions of Megatron-LM's flags, named in `tables/megatron.yaml`.
 
-A conversion is an exact function of the configuration and the text of a value; it returns values by unique name.
+A conversion is an exact function of the configuration and the text of a value; it returns values by
+unique name.
 """
 
 from pathlib import Path
@@ -32,12 +33,16 @@ def whole_number(flag: str, text: str) -> int:
 
 
 def train_samples(config: Config, text: str) -> dict[str, Any]:
-    """Steps from the number of training samples, counted as in Megatron-LM; also the end of the lr schedule."""
+    """Steps from the number of training samples, counted as in Megatron-LM; also the end of the lr
+    schedule.
+    """
     samples, schedule = whole_number("--train-samples", text), batch_schedule(config)
     batch_size = schedule.size_at(0) if schedule else config.train.global_batch_size
     if batch_size is None:
         why = "the number of steps is train_samples / global_batch_size, which is unset"
-        raise ConfigError(f"--train-samples {text} has no number of steps", why=why, fix="set --global-batch-size")
+        raise ConfigError(
+            f"--train-samples {text} has no number of steps", why=why, fix="set --global-batch-size"
+        )
     if samples < batch_size:
         why = f"the first step takes {count_of(batch_size, 'sample')}"
         raise ConfigError(f"--train-samples {text} is no whole step", why=why, fix="raise it")
@@ -59,7 +64,9 @@ def layers_per_virtual_stage(config: Config, text: str) -> dict[str, Any]:
     ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if ends != (None, None):
         why = "with a first or last length the stages have different numbers of layers"
-        raise ConfigError(f"{flag} {text}", why=why, fix="set --num-virtual-stages-per-pipeline-rank")
+        raise ConfigError(
+            f"{flag} {text}", why=why, fix="set --num-virtual-stages-per-pipeline-rank"
+        )
     if num_layers % (pp * layers):
         why = f"{count_of(num_layers, 'layer', verb='is')} not a multiple of {pp} x {layers}"
         fix = "set a number that divides num_layers / pipeline_model_parallel_size"
@@ -85,7 +92,9 @@ def no_position_embedding(config: Config, text: str) -> dict[str, Any]:
     """No values; Megatron-LM takes the flag with RoPE only."""
     if not config.model.has_rope:
         why = f"position_embedding_type is {config.model.position_embedding_type}"
-        raise ConfigError("--no-position-embedding", why=why, fix="set --position-embedding-type none instead")
+        raise ConfigError(
+            "--no-position-embedding", why=why, fix="set --position-embedding-type none instead"
+        )
     return {}
 
 
@@ -101,18 +110,25 @@ def moe_layer_recompute(config: Config, text: str) -> dict[str, Any]:
 
 def record_memory_history(config: Config, text: str) -> dict[str, Any]:
     """Megatron-LM's default file, unless the line names another."""
-    return {} if config.train.memory_snapshot_path is not None else {"memory_snapshot_path": "snapshot.pickle"}
+    return (
+        {}
+        if config.train.memory_snapshot_path is not None
+        else {"memory_snapshot_path": "snapshot.pickle"}
+    )
 
 
 def rope_type(config: Config, text: str) -> dict[str, Any]:
-    """The positions; of MLA with RoPE nothing: `translate.implied` takes YaRN for a scaling factor above 1."""
+    """The positions; of MLA with RoPE nothing: `translate.implied` takes YaRN for a scaling factor
+    above 1.
+    """
     model = config.model
     is_implied = model.multi_latent_attention and model.position_embedding_type == "rope"
     return {} if is_implied else {"position_embedding_type": text}
 
 
 def ckpt_step(config: Config, text: str) -> dict[str, Any]:
-    """The step folder of a run to load, from the run folder of `--load` or its folder of checkpoints.
+    """The step folder of a run to load, from the run folder of `--load` or its folder of
+    checkpoints.
 
     Raises:
         ConfigError: `--load` is unset, or names a step folder itself.
@@ -121,18 +137,32 @@ def ckpt_step(config: Config, text: str) -> dict[str, Any]:
     name = step_name(whole_number(flag, text))
     if load is None:
         why = "it is a step of the run that --load names"
-        raise ConfigError(f"{flag} {text} without --load", why=why, fix="set --load RUN, also for the run's own folder")
+        raise ConfigError(
+            f"{flag} {text} without --load",
+            why=why,
+            fix="set --load RUN, also for the run's own folder",
+        )
     folder = Path(load)
     if folder.name.startswith("step-"):
         why = f"{folder.name} is the checkpoint of one step"
-        raise ConfigError(f"{flag} {text} with --load {load}", why=why, fix=f"leave {flag} out or set --load RUN")
-    return {"load": str((folder if folder.name == "checkpoints" else folder / "checkpoints") / name)}
+        raise ConfigError(
+            f"{flag} {text} with --load {load}", why=why, fix=f"leave {flag} out or set --load RUN"
+        )
+    return {
+        "load": str((folder if folder.name == "checkpoints" else folder / "checkpoints") / name)
+    }
 
 
 def checkpoint_activations(config: Config, text: str) -> dict[str, Any]:
-    """Full recomputation, uniform as in Megatron-LM's earlier versions unless the line has a method."""
+    """Full recomputation, uniform as in Megatron-LM's earlier versions unless the line has a
+    method.
+    """
     values = {"recompute_granularity": "full"}
-    return values if config.memory.recompute_method is not None else values | {"recompute_method": "uniform"}
+    return (
+        values
+        if config.memory.recompute_method is not None
+        else values | {"recompute_method": "uniform"}
+    )
 
 
 def data_args_path(config: Config, text: str) -> dict[str, Any]:
@@ -152,19 +182,27 @@ def data_args_path(config: Config, text: str) -> dict[str, Any]:
 
 
 def per_split_data_args_path(config: Config, text: str) -> dict[str, Any]:
-    """The prefixes and weights of each split, from a JSON file: a text or a list of texts for train, valid and test.
+    """The prefixes and weights of each split, from a JSON file: a text or a list of texts for
+    train, valid and test.
 
     Raises:
         ConfigError: the file cannot be read, or has another form.
     """
-    flag, fix = "--per-split-data-args-path", 'write {"train": "0.7 a 0.3 b", "valid": "c", "test": "d"} into the file'
+    flag, fix = (
+        "--per-split-data-args-path",
+        'write {"train": "0.7 a 0.3 b", "valid": "c", "test": "d"} into the file',
+    )
     try:
         splits = object_of(parse_json(read_file(local_path(text))), "the file")
         if unknown := splits.keys() - {"train", "valid", "test"}:
             raise ValueError(f"it has the key {min(unknown)!r}")
         if not splits.get("train"):
             raise ValueError("train has no data")
-        return {f"{split}_data_path": _words(value, split) for split, value in splits.items() if value is not None}
+        return {
+            f"{split}_data_path": _words(value, split)
+            for split, value in splits.items()
+            if value is not None
+        }
     except (OSError, ValueError) as error:
         raise ConfigError(f"{flag} {text} cannot be read", why=unreadable(error), fix=fix) from None
 
@@ -172,4 +210,7 @@ def per_split_data_args_path(config: Config, text: str) -> dict[str, Any]:
 def _words(value: Any, name: str) -> list[str]:
     if isinstance(value, str):
         return value.split()
-    return [str(word) if isinstance(word, int | float) else text_of(word, name) for word in list_of(value, name)]
+    return [
+        str(word) if isinstance(word, int | float) else text_of(word, name)
+        for word in list_of(value, name)
+    ]

@@ -1,8 +1,8 @@
 """The parser of the command line: flags, Hydra overrides and choices of YAML files, in any order.
 
-A flag is a field's name in kebab case (`--flag value`, `--flag=value`, `--flag`/`--no-flag`); an override is Hydra's
-`section.field=value`; a choice names a YAML file of a group (`+config=NAME` a recipe, `model=NAME` a model). No file
-is read here.
+A flag is a field's name in kebab case (`--flag value`, `--flag=value`, `--flag`/`--no-flag`); an
+override is Hydra's `section.field=value`; a choice names a YAML file of a group (`+config=NAME` a
+recipe, `model=NAME` a model). No file is read here.
 """
 
 import re
@@ -36,7 +36,9 @@ OVERRIDE = re.compile(r"^(?P<prefix>[+~]*)(?P<key>[A-Za-z_][\w.@/]*)=(?P<value>.
 
 @dataclass(frozen=True)
 class Setting:
-    """One field set on the command line: its key, the text of its value, and the arguments as written."""
+    """One field set on the command line: its key, the text of its value, and the arguments as
+    written.
+    """
 
     key: str
     value: str | list[str]
@@ -90,7 +92,8 @@ class CommandLine:
 
 
 def parse(argv: Sequence[str], *, listed_by: str = LISTED_BY) -> CommandLine:
-    """Parse the arguments of a command line; mistakes are collected in `errors`, which name `listed_by` for help.
+    """Parse the arguments of a command line; mistakes are collected in `errors`, which name
+    `listed_by` for help.
 
     >>> line = parse(["--lr", "1e-3", "+config=tiny", "--no-shuffle", "train.seed=7"])
     >>> line.choices, [(s.key, s.value) for s in line.settings]
@@ -150,7 +153,8 @@ def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
 def split_settings(
     argv: Sequence[str], *, own: Collection[str], with_value: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """The settings of a training among the arguments of a command, with their values; and all other arguments.
+    """The settings of a training among the arguments of a command, with their values; and all other
+    arguments.
 
     Args:
         argv: the arguments.
@@ -173,7 +177,8 @@ def split_settings(
             before, line = list(rest), CommandLine()
             with line.errors:  # found again when the settings are parsed
                 read_flag(line, argument, rest=rest)
-            if rest[:1] in (["true"], ["false"]):  # of a flag without a value, which its error names
+            # of a flag without a value, which its error names
+            if rest[:1] in (["true"], ["false"]):
                 rest.pop(0)
             settings += [argument, *before[: len(before) - len(rest)]]
         elif has_value and flag in ("+config", *KEYS):
@@ -189,7 +194,9 @@ def known_flags() -> list[str]:
 
 
 def read_field(entry: Entry, flag: str, *, value: str | None, rest: list[str]) -> Setting:
-    """A field's flag and its value: after `=`, the next argument, or for a list all arguments up to the next flag."""
+    """A field's flag and its value: after `=`, the next argument, or for a list all arguments up to
+    the next flag.
+    """
     if entry.kind is bool:
         return Setting(entry.key, "true" if value is None else value, flag)
     if entry.kind is list:
@@ -199,15 +206,19 @@ def read_field(entry: Entry, flag: str, *, value: str | None, rest: list[str]) -
         return Setting(entry.key, items, " ".join([flag, *items]))
     if value is None:
         value = take_value(flag, rest)
-    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":  # quotes inside a shell array reach us
+    # quotes inside a shell array reach us
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         value = value[1:-1]
     text = f"{flag} {value}"
-    if entry.name == "window_size" and re.fullmatch(r"\(?\d+, ?0\)?", value):  # Megatron-LM's pair of left and right
+    # Megatron-LM's pair of left and right
+    if entry.name == "window_size" and re.fullmatch(r"\(?\d+, ?0\)?", value):
         value = value.strip("()").partition(",")[0]
     return Setting(entry.key, VALUES.get(entry.name, {}).get(value, value), text)
 
 
-def read_megatron(flag: str, row: MegatronFlag, *, value: str | None, rest: list[str]) -> MegatronArgument:
+def read_megatron(
+    flag: str, row: MegatronFlag, *, value: str | None, rest: list[str]
+) -> MegatronArgument:
     """A flag of Megatron-LM with as many values as it takes; one of a pattern may take none."""
     arity = row.arity
     if arity == 0 and value is not None:
@@ -223,7 +234,9 @@ def read_megatron(flag: str, row: MegatronFlag, *, value: str | None, rest: list
 
 
 def read_save(argument: str, rest: list[str]) -> list[Setting]:
-    """Megatron-LM's `--save DIR`, which also names the run folder; nothing for the field's own `--save[=true]`."""
+    """Megatron-LM's `--save DIR`, which also names the run folder; nothing for the field's own
+    `--save[=true]`.
+    """
     _, has_value, folder = argument.partition("=")
     if not has_value and rest and not begins_argument(rest[0]):
         folder = rest[0]
@@ -249,7 +262,9 @@ def take_value(flag: str, rest: list[str]) -> str:
 
 
 def begins_argument(text: str) -> bool:
-    """Whether a text is a flag, an override or a choice and not a value (a negative number is a value)."""
+    """Whether a text is a flag, an override or a choice and not a value (a negative number is a
+    value).
+    """
     if re.match(r"--|-(?!inf|nan)[A-Za-z]", text):
         return True
     match = OVERRIDE.match(text)
@@ -267,9 +282,14 @@ def read_override(line: CommandLine, argument: str) -> None:
     assert match is not None, "parse only passes arguments that match"
     prefix, key, value = match["prefix"], match["key"], match["value"]
     if key == "hydra.searchpath":
-        line.search_path += [path.strip().strip("'\"") for path in value.strip("[]").split(",") if path.strip()]
+        line.search_path += [
+            path.strip().strip("'\"") for path in value.strip("[]").split(",") if path.strip()
+        ]
     elif key.startswith("hydra."):
-        raise ConfigError(f"{argument} has no effect", why="of Hydra's own settings only hydra.searchpath is used here")
+        raise ConfigError(
+            f"{argument} has no effect",
+            why="of Hydra's own settings only hydra.searchpath is used here",
+        )
     elif "." not in key and key not in ENTRIES:
         if prefix not in ("", "+"):
             why, fix = "a YAML file is chosen, not removed or added", f"write {choice_of(key)}=NAME"
@@ -278,7 +298,11 @@ def read_override(line: CommandLine, argument: str) -> None:
     elif key not in KEYS:
         flag = f"--{key.rpartition('.')[2].replace('_', '-')}"
         is_megatron = flag in megatron().flags and megatron().flags[flag].kind == "rename"
-        raise ConfigError(f"unknown key {key}", fix=f"write {flag}") if is_megatron else unknown_key(key)
+        raise (
+            ConfigError(f"unknown key {key}", fix=f"write {flag}")
+            if is_megatron
+            else unknown_key(key)
+        )
     elif prefix:
         why, fix = "every field exists already", f"write {key}={value}"
         raise ConfigError(f"{argument} begins with {prefix}", why=why, fix=fix)
@@ -287,7 +311,9 @@ def read_override(line: CommandLine, argument: str) -> None:
 
 
 def apply_aliases(line: CommandLine) -> None:
-    """Turn aliases into settings, before the others; a contradiction with another argument is an error."""
+    """Turn aliases into settings, before the others; a contradiction with another argument is an
+    error.
+    """
     aliases = [(flag, ALIASES[flag], ENTRIES[ALIASES[flag].name].key) for flag in line.aliases]
     given: list[Setting] = []
     settings = list(line.settings)
@@ -295,7 +321,9 @@ def apply_aliases(line: CommandLine) -> None:
         for other in [*given, *settings]:
             if other.key == key and agreed(other) not in alias.agrees:
                 why, fix = f"{flag} means {key}={alias.value}", "leave one of them out"
-                line.errors.errors.append(ConfigError(f"{flag} contradicts {other.text}", why=why, fix=fix))
+                line.errors.errors.append(
+                    ConfigError(f"{flag} contradicts {other.text}", why=why, fix=fix)
+                )
         given.append(Setting(key, alias.value, flag))
     line.settings[:0] = reversed(given)
 
@@ -309,18 +337,25 @@ def agreed(setting: Setting) -> str:
 def set_data_parallel_size(line: CommandLine, value: str) -> None:
     """`--data-parallel-size N`, which sets nothing and is checked against the world."""
     if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"--data-parallel-size is {value!r}", why="it takes a whole number of at least 1")
+        raise ConfigError(
+            f"--data-parallel-size is {value!r}", why="it takes a whole number of at least 1"
+        )
     line.data_parallel_size = int(value)
 
 
 def set_cfg(line: CommandLine, value: str) -> None:
     """`--cfg job`, as Hydra's."""
     if value != "job":
-        raise ConfigError(f"--cfg is {value!r}", why="only the job's configuration can be shown", fix="write --cfg job")
+        raise ConfigError(
+            f"--cfg is {value!r}",
+            why="only the job's configuration can be shown",
+            fix="write --cfg job",
+        )
     line.wants_job = True
 
 
-# Flags that set no field: with a value, and without (the attribute of CommandLine that becomes true).
+# Flags that set no field: with a value, and without (the attribute of CommandLine that becomes
+# true).
 OWN_FLAGS: dict[str, Callable[[CommandLine, str], None]] = {
     "--config-dir": lambda line, value: line.search_path.append(value),
     "--config-name": lambda line, value: setattr(line, "config_name", value.removesuffix(".yaml")),

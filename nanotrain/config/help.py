@@ -23,15 +23,19 @@ USAGE = (
     "usage: nanotrain train [--nproc-per-node N] [+config=RECIPE] [SECTION.FIELD=VALUE] [--flag VALUE] ...  "
     "(torchrun's options; also torchrun --nproc-per-node N -m nanotrain.train ...)"
 )
-CONFIG_USAGE = "usage: nanotrain config [--explain] [+config=RECIPE] [SECTION.FIELD=VALUE] [--flag VALUE] ..."
+CONFIG_USAGE = (
+    "usage: nanotrain config [--explain] [+config=RECIPE] [SECTION.FIELD=VALUE] [--flag VALUE] ..."
+)
 HELP = TABLE["help"]
 KINDS: dict[Kind, tuple[str, str]] = HELP["kinds"]  # title, sentence
-COLUMN, FRAME = 36, 4  # characters: where meanings begin, and what the frame of a panel takes of a line
+# characters: where meanings begin, and what the frame of a panel takes of a line
+COLUMN, FRAME = 36, 4
 MIN_WIDTH, MAX_WIDTH = 60, 120  # characters of a line
 
 
 def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) -> str:
-    """The help on a topic: empty for the options used most, "all", "megatron", a section, or a word to look for.
+    """The help on a topic: empty for the options used most, "all", "megatron", a section, or a word
+    to look for.
 
     Args:
         topic: topic that `--help=` names.
@@ -55,7 +59,9 @@ def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) 
     if topic:
         return "\n".join(found_lines(topic, width))
     common = panel(
-        "options used most", rows((describe(ENTRIES[name]) for name in HELP["common"].split()), width), width=width
+        "options used most",
+        rows((describe(ENTRIES[name]) for name in HELP["common"].split()), width),
+        width=width,
     )
     rest = (
         f"--help=WORD lists the options whose name or meaning has a word, --help=all all {len(ENTRIES)} options, "
@@ -66,7 +72,9 @@ def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) 
 
 
 def introduction(width: int, usage: str = USAGE) -> list[str]:
-    """The usage, the order of precedence, the kinds of arguments, and the flags that stand for one value of a field."""
+    """The usage, the order of precedence, the kinds of arguments, and the flags that stand for one
+    value of a field.
+    """
     first = textwrap.wrap(usage, width, subsequent_indent=" " * 7, break_on_hyphens=False)
     arguments = panel("arguments", rows(ARGUMENTS.items(), width), width=width)
     pairs = ((flag, f"{alias.name}={alias.value}") for flag, alias in ALIASES.items())
@@ -81,7 +89,9 @@ def section_lines(name: str, width: int) -> list[str]:
 
 
 def found_lines(word: str, width: int) -> list[str]:
-    """The flags whose name or meaning has a word, by section, then those of Megatron-LM by what becomes of them."""
+    """The flags whose name or meaning has a word, by section, then those of Megatron-LM by what
+    becomes of them.
+    """
     texts = {word.lower(), word.lower().replace("_", "-")}
 
     def has_word(pair: tuple[str, str]) -> bool:
@@ -92,7 +102,10 @@ def found_lines(word: str, width: int) -> list[str]:
         for title, pairs in [
             *((name, [describe(entry) for entry in entries_of(name)]) for name in SECTIONS),
             ("aliases", [(flag, f"{alias.name}={alias.value}") for flag, alias in ALIASES.items()]),
-            *((f"Megatron-LM's flags: {title}", rows_of(kind)) for kind, (title, _) in KINDS.items()),
+            *(
+                (f"Megatron-LM's flags: {title}", rows_of(kind))
+                for kind, (title, _) in KINDS.items()
+            ),
         ]
         if (found := list(filter(has_word, pairs)))
         for line in panel(title, rows(found, width), width=width)
@@ -100,14 +113,22 @@ def found_lines(word: str, width: int) -> list[str]:
     if not lines:
         topics = ["all", "megatron", *SECTIONS]
         why = f"no flag has it in its name or meaning, and the topics are {', '.join(topics)}"
-        raise ConfigError(f"there is no help on {word!r}", why=why, fix=did_you_mean(word, topics, prefix="--help="))
+        raise ConfigError(
+            f"there is no help on {word!r}",
+            why=why,
+            fix=did_you_mean(word, topics, prefix="--help="),
+        )
     return lines
 
 
 def rows_of(kind: Kind) -> list[tuple[str, str]]:
     """Megatron-LM's flags of a kind, with their meaning."""
     table = megatron()
-    return [(flag, row.meaning) for flag, row in (table.flags | table.patterns).items() if row.kind == kind]
+    return [
+        (flag, row.meaning)
+        for flag, row in (table.flags | table.patterns).items()
+        if row.kind == kind
+    ]
 
 
 def megatron_lines(width: int) -> Iterator[str]:
@@ -119,7 +140,8 @@ def megatron_lines(width: int) -> Iterator[str]:
 
 
 def panel(title: str, lines: list[str], *, width: int) -> list[str]:
-    """The lines in a frame with a title; the frame is of ASCII where the output has no other characters.
+    """The lines in a frame with a title; the frame is of ASCII where the output has no other
+    characters.
 
     Args:
         title: title, shorter than a line.
@@ -134,12 +156,16 @@ def panel(title: str, lines: list[str], *, width: int) -> list[str]:
 
 
 def rows(pairs: Iterable[tuple[str, str]], width: int) -> list[str]:
-    """Two columns of a panel, the second wrapped at words; a long entry of the first has a line of its own."""
+    """Two columns of a panel, the second wrapped at words; a long entry of the first has a line of
+    its own.
+    """
     lines: list[str] = []
     for left, right in pairs:
         wrapped = textwrap.wrap(right, width - FRAME - COLUMN, break_on_hyphens=False)
         if len(left) + 2 > COLUMN:
-            lines += textwrap.wrap(left, width - FRAME, subsequent_indent="  ", break_on_hyphens=False)
+            lines += textwrap.wrap(
+                left, width - FRAME, subsequent_indent="  ", break_on_hyphens=False
+            )
         else:
             lines.append(f"{left:<{COLUMN}}{wrapped.pop(0)}")
         lines += [" " * COLUMN + line for line in wrapped]

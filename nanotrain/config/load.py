@@ -1,10 +1,12 @@
-"""From a parsed command line to a `Config`: compose, merge, convert, reset, check. In Python: `configure`.
+"""From a parsed command line to a `Config`: compose, merge, convert, reset, check. In Python:
+`configure`.
 
-    arguments --flags.parse--> CommandLine --compose_files--> values of the YAML --merge_settings--> plain values
-              --read_config--> Config --translate--> Config --reset_unused--> Config --validate--> Config
+    arguments --flags.parse--> CommandLine --compose_files--> values of the YAML --merge_settings-->
+              plain values --read_config--> Config --translate--> Config --reset_unused--> Config
+              --validate--> Config
 
-All mistakes of a command line are in one error: first those in arguments, names and types, then broken rules. Rules on
-fields that could not be read are not checked.
+All mistakes of a command line are in one error: first those in arguments, names and types, then
+broken rules. Rules on fields that could not be read are not checked.
 """
 
 import re
@@ -50,11 +52,16 @@ class Loaded:
     origins: dict[str, str]  # key -> source of its value: "default", a YAML file, or the arguments
     explicit: frozenset[str] = frozenset()  # keys set on the command line, as "model.hidden_size"
     recipe: str | None = None  # NAME of +config=NAME
-    data_parallel_size: int | None = None  # value of --data-parallel-size, to be checked against the world
-    notes: tuple[str, ...] = ()  # lines for the log: what was accepted without effect, implied or left out
-    unreadable: frozenset[str] = frozenset()  # unique names of the fields whose value could not be read
+    # value of --data-parallel-size, to be checked against the world
+    data_parallel_size: int | None = None
+    # lines for the log: what was accepted without effect, implied or left out
+    notes: tuple[str, ...] = ()
+    # unique names of the fields whose value could not be read
+    unreadable: frozenset[str] = frozenset()
 
-    def require_only(self, keys: Collection[str], *, what: str, why: str, fix: str = "leave it out") -> None:
+    def require_only(
+        self, keys: Collection[str], *, what: str, why: str, fix: str = "leave it out"
+    ) -> None:
         """Refuse a recipe and settings that a command does not read.
 
         Args:
@@ -90,8 +97,8 @@ def configure(recipe: str | Path | None = None, **values: Any) -> Config:
 
     Args:
         recipe: a name of configs/config, or a YAML file; None for the defaults.
-        values: fields by their unique names, which are the flags with underscores; flags for one value, such as
-            `bf16`, are True.
+        values: fields by their unique names, which are the flags with underscores; flags for one
+            value, such as `bf16`, are True.
 
     Raises:
         ConfigError: all mistakes.
@@ -108,7 +115,9 @@ def configure(recipe: str | Path | None = None, **values: Any) -> Config:
                 raise ConfigError(f"{name}={value!r}", why=why, fix=fix)
             if name not in ENTRIES:
                 raise unknown_flag(flag, known=[*FLAGS, *ALIASES])
-            line.settings.append(Setting(ENTRIES[name].key, text_of(value), f"{name}={as_written(value)!r}"))
+            line.settings.append(
+                Setting(ENTRIES[name].key, text_of(value), f"{name}={as_written(value)!r}")
+            )
     apply_aliases(line)
     return load_line(line).config
 
@@ -135,7 +144,8 @@ def load_object(config: Config) -> Loaded:
         ConfigError: all mistakes.
     """
     errors = ErrorCollector()
-    config, unreadable = read_config(nest(flat_values(config)), errors=errors)  # with the secrets, which files hide
+    # with the secrets, which files hide
+    config, unreadable = read_config(nest(flat_values(config)), errors=errors)
     if config.train.run_dir is None:
         config = with_values(config, {"train.run_dir": "runs/train"})
     unreadable = frozenset(KEYS[key].name for key in unreadable)
@@ -143,7 +153,9 @@ def load_object(config: Config) -> Loaded:
     collect_errors(config, to_train=True, errors=errors, unreadable=unreadable)
     errors.raise_errors()
     values = flat_values(config)
-    origins = {key: "default" if values[key] == entry.default else "Python" for key, entry in KEYS.items()}
+    origins = {
+        key: "default" if values[key] == entry.default else "Python" for key, entry in KEYS.items()
+    }
     return Loaded(config, origins | reset, unreadable=unreadable)
 
 
@@ -153,7 +165,8 @@ def load(argv: Sequence[str], *, to_train: bool = True) -> Loaded:
 
 
 def load_line(line: CommandLine, *, to_train: bool = True) -> Loaded:
-    """The checked configuration of a parsed command line; with `to_train`, also checked for training.
+    """The checked configuration of a parsed command line; with `to_train`, also checked for
+    training.
 
     Raises:
         ConfigError: all mistakes.
@@ -174,12 +187,14 @@ def hide_values(errors: ErrorCollector, values: Any) -> None:
 def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     """The configuration of a parsed command line, its values not yet checked against each other.
 
-    Mistakes in arguments, names and types, missing features and settings without effect are collected in `errors`.
+    Mistakes in arguments, names and types, missing features and settings without effect are
+    collected in `errors`.
 
     Raises:
         ConfigError: YAML files that cannot be composed, with all mistakes found by then.
     """
-    from nanotrain.config.compose import compose_files, merge_settings  # Hydra takes 0.2 s; not for --help
+    # Hydra takes 0.2 s; not for --help
+    from nanotrain.config.compose import compose_files, merge_settings
 
     errors.errors += line.errors.errors
     defaults = megatron_values() if line.wants_megatron_defaults else {}
@@ -193,11 +208,15 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     of_files = {key: file for key, file in files.items() if key not in line.explicit}
     config, bad_keys = read_config(values, errors=errors, files=of_files)
     unreadable = frozenset(KEYS[key].name for key in bad_keys) | fields_in_cures(errors)
-    origins = dict.fromkeys(KEYS, "default") | dict.fromkeys(defaults, "--megatron-defaults") | files
+    origins = (
+        dict.fromkeys(KEYS, "default") | dict.fromkeys(defaults, "--megatron-defaults") | files
+    )
     origins |= {setting.key: f"command line: {shown(setting)}" for setting in line.settings}
     recipe = line.choices.get("config")
     if config.train.run_dir is None:
-        config = with_values(config, {"train.run_dir": f"runs/{Path(recipe).stem if recipe else 'train'}"})
+        config = with_values(
+            config, {"train.run_dir": f"runs/{Path(recipe).stem if recipe else 'train'}"}
+        )
     result = translate(config, line, errors=errors, from_files=frozenset(files))
     # a prompt that comes with the quick-start corpus goes with it
     is_own = origins["train.generate_prompt"] != origins["data.quickstart"]
@@ -205,9 +224,16 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     implied = without_quickstart(result.config, explicit=explicit)
     result.config = with_values(result.config, {key: value for key, (value, _) in implied.items()})
     result.origins.update({key: why for key, (_, why) in implied.items()})
-    unset = frozenset(key for key, source in origins.items() if source == "--megatron-defaults") - result.explicit
+    unset = (
+        frozenset(key for key, source in origins.items() if source == "--megatron-defaults")
+        - result.explicit
+    )
     config, reset = reset_unused(
-        result.config, explicit=result.explicit, errors=errors, defaults=unset, unreadable=unreadable
+        result.config,
+        explicit=result.explicit,
+        errors=errors,
+        defaults=unset,
+        unreadable=unreadable,
     )
     hide_values(errors, values)
     result.notes += [f"{key}: {why}" for key, why in reset.items() if key in result.explicit]
@@ -225,8 +251,8 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
 def without_quickstart(config: Config, *, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
     """Values that a quick-start recipe changes on other data, by key, each with its reason.
 
-    With synthetic tokens no tokenizer is trained, so the vocabulary size is set to that of the quick start. With
-    another corpus the recipe's prompt, which is Python code, is left out.
+    With synthetic tokens no tokenizer is trained, so the vocabulary size is set to that of the
+    quick start. With another corpus the recipe's prompt, which is Python code, is left out.
 
     Args:
         config: configuration of a command line.
@@ -238,7 +264,10 @@ def without_quickstart(config: Config, *, explicit: Collection[str]) -> dict[str
     if data.mock_data:
         has_tokenizer = data.tokenizer_model is not None or data.vocab_file is not None
         if config.model.vocab_size is None and not has_tokenizer:
-            values["model.vocab_size"] = data.quickstart_vocab_size, "--mock-data: data.quickstart_vocab_size"
+            values["model.vocab_size"] = (
+                data.quickstart_vocab_size,
+                "--mock-data: data.quickstart_vocab_size",
+            )
     elif data.data_path or data.train_data_path or data.stages:
         why = "the corpus is not that of the quick start"
         values = {"data.quickstart": (False, why), "train.generate_prompt": ("", why)}
@@ -246,14 +275,18 @@ def without_quickstart(config: Config, *, explicit: Collection[str]) -> dict[str
 
 
 def fields_in_cures(errors: ErrorCollector) -> frozenset[str]:
-    """Unique names of the fields that the cures of argument mistakes name; their values are not the intended ones."""
+    """Unique names of the fields that the cures of argument mistakes name; their values are not the
+    intended ones.
+    """
     words = [word for error in errors.errors for word in re.findall(r"[\w.-]+", error.fix)]
     entries = [entry for word in words if (entry := FLAGS.get(word) or KEYS.get(word))]
     return frozenset(entry.name for entry in entries)
 
 
 def reply(line: CommandLine, *, usage: str = USAGE) -> str | None:
-    """The text for `--help`, `--explain` or `--cfg job`; None for a command line without these flags."""
+    """The text for `--help`, `--explain` or `--cfg job`; None for a command line without these
+    flags.
+    """
     if line.help_topic is not None:
         return help_text(line.help_topic, usage=usage)
     if not line.wants_explanation and not line.wants_job:
@@ -265,9 +298,14 @@ def reply(line: CommandLine, *, usage: str = USAGE) -> str | None:
 
 
 def explain(loaded: Loaded, line: CommandLine) -> str:
-    """The configuration with the origin of every value, defaults last; then what Megatron-LM's flags became."""
+    """The configuration with the origin of every value, defaults last; then what Megatron-LM's
+    flags became.
+    """
     keys = sorted(KEYS, key=lambda key: loaded.origins[key] == "default")
-    rows = [(key, yaml_value(value_of(loaded.config, key)), loaded.origins[key].replace("\n", "\\n")) for key in keys]
+    rows = [
+        (key, yaml_value(value_of(loaded.config, key)), loaded.origins[key].replace("\n", "\\n"))
+        for key in keys
+    ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for key, value, origin in rows]
     if line.megatron:
@@ -276,7 +314,9 @@ def explain(loaded: Loaded, line: CommandLine) -> str:
 
 
 def flag_lines(line: CommandLine) -> list[str]:
-    """What became of every flag of Megatron-LM that is no field: the kind of its row, and its meaning here."""
+    """What became of every flag of Megatron-LM that is no field: the kind of its row, and its
+    meaning here.
+    """
     arguments = dict.fromkeys(line.megatron)
     width = max((len(argument.text) for argument in arguments), default=0)
     return [f"{each.text:<{width}}  {each.row.kind:<9}  {each.row.meaning}" for each in arguments]
@@ -284,8 +324,11 @@ def flag_lines(line: CommandLine) -> list[str]:
 
 def yaml_value(value: object) -> str:
     """A value in one line of YAML."""
-    quotes = '"' if isinstance(value, str) and "\n" in value else None  # other quotes would break the line
-    text: str = yaml.safe_dump(as_written(value), default_flow_style=True, default_style=quotes, width=1000)
+    # other quotes would break the line
+    quotes = '"' if isinstance(value, str) and "\n" in value else None
+    text: str = yaml.safe_dump(
+        as_written(value), default_flow_style=True, default_style=quotes, width=1000
+    )
     return text.removesuffix("\n").removesuffix("\n...")
 
 

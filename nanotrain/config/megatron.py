@@ -5,8 +5,8 @@ no effect  it tunes an implementation that does not exist here; accepted, change
 rename     it becomes values of fields
 not yet    an error, with the nearest alternative; values that ask for nothing are accepted
 
-`translate.py` applies the rows in the order of the command line, on a configuration that already has the values of all
-fields that were set.
+`translate.py` applies the rows in the order of the command line, on a configuration that already
+has the values of all fields that were set.
 """
 
 from collections.abc import Mapping
@@ -31,14 +31,18 @@ class MegatronFlag:
     meaning: str  # what it is here; of `not yet`, the cure
     arity: int = 0  # values it takes
     accepts: tuple[str, ...] = ()  # the values that are accepted; empty: all, of `not yet` none
-    saves: bool = False  # of `no effect`: in Megatron-LM it saves time or memory, so the log names it
-    sets: Mapping[str, Any] = field(default_factory=dict)  # of a rename: constant values by unique name,
+    # of `no effect`: in Megatron-LM it saves time or memory, so the log names it
+    saves: bool = False
+    # of a rename: constant values by unique name,
+    sets: Mapping[str, Any] = field(default_factory=dict)
     to: str = ""  # or the unique name of the field that takes its value,
     # or values of fields by the value that it takes,
     choices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     convert: str = ""  # or the name of a function of config/conversions.py
-    overrules: bool = False  # of a rename: its values replace those of other flags, as in Megatron-LM
-    is_check: bool = False  # of a rename: it depends on what the other flags set, so it is converted last
+    # of a rename: its values replace those of other flags, as in Megatron-LM
+    overrules: bool = False
+    # of a rename: it depends on what the other flags set, so it is converted last
+    is_check: bool = False
 
     def values(self, config: Config, text: str) -> dict[str, Any]:
         """The values of fields that the flag stands for, by unique name."""
@@ -55,8 +59,10 @@ class MegatronTable:
     """The content of `tables/megatron.yaml`."""
 
     flags: dict[str, MegatronFlag]
-    patterns: dict[str, MegatronFlag]  # rows of the flags of a whole part of Megatron-LM, by a pattern
-    defaults: dict[str, Any]  # Megatron-LM's defaults of the fields where ours differ, by unique name
+    # rows of the flags of a whole part of Megatron-LM, by a pattern
+    patterns: dict[str, MegatronFlag]
+    # Megatron-LM's defaults of the fields where ours differ, by unique name
+    defaults: dict[str, Any]
     required: list[str]  # fields without a default in Megatron-LM
     shaping: list[str]  # fields that decide which model is trained
 

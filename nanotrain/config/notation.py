@@ -6,16 +6,17 @@
     data stages            --data-stages "stable@0: 0.8 web 0.2 code" "anneal@9000: 0.5 web 0.5 math"
     numbers                250B, as in schedules
 
-A pattern is a Python expression (lists of 0 and 1, `+`, and `*` by a number, which may be a sum). It is parsed, never
-evaluated.
+A pattern is a Python expression (lists of 0 and 1, `+`, and `*` by a number, which may be a sum).
+It is parsed, never evaluated.
 
-In a layout E is the embedding, t a transformer layer, m a layer of multi-token prediction, L the head with the loss,
-`|` begins the next stage. `x*3` repeats a letter and `(...)*3` a part; commas and spaces separate only. The syntax is
-that of Megatron-LM. Layers of multi-token prediction always run on the last stage, with the head: m may be left out.
-A stage before it that has only m, as Megatron-LM allows, has no layers and passes hidden states on.
+In a layout E is the embedding, t a transformer layer, m a layer of multi-token prediction, L the
+head with the loss, `|` begins the next stage. `x*3` repeats a letter and `(...)*3` a part; commas
+and spaces separate only. The syntax is that of Megatron-LM. Layers of multi-token prediction always
+run on the last stage, with the head: m may be left out. A stage before it that has only m, as
+Megatron-LM allows, has no layers and passes hidden states on.
 
-A data stage is NAME@START: BLEND. START is a step, or with "samples" after it a number of samples; the suffixes K, M, B
-and T are allowed. BLEND is what `--data-path` takes.
+A data stage is NAME@START: BLEND. START is a step, or with "samples" after it a number of samples;
+the suffixes K, M, B and T are allowed. BLEND is what `--data-path` takes.
 """
 
 import ast
@@ -38,7 +39,8 @@ from nanotrain.quantities import count_of
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # More layers than any model has; guards against `[1]*10**9`.
 LONGEST_PATTERN = 10_000
-# Held while a pattern is parsed: two threads that parse at once can fail in Python 3.11, with a SystemError.
+# Held while a pattern is parsed: two threads that parse at once can fail in Python 3.11, with a
+# SystemError.
 PARSING = Lock()
 
 
@@ -64,7 +66,10 @@ def read_layer_pattern(field: str, text: str, *, num_layers: int) -> tuple[bool,
         value = -1
     if isinstance(value, int) and value >= row["least"]:
         every = value or num_layers + 1
-        return tuple(((layer + row["offset"]) % every == 0) is row["marks_nth"] for layer in range(num_layers))
+        return tuple(
+            ((layer + row["offset"]) % every == 0) is row["marks_nth"]
+            for layer in range(num_layers)
+        )
     if isinstance(value, list) and len(value) == num_layers and {*value} <= {0, 1}:
         return tuple(map(bool, value))
     count = f", and this has {count_of(len(value), 'value')}" if isinstance(value, list) else ""
@@ -93,7 +98,8 @@ def read_hybrid_pattern(text: str) -> str:
 
 
 def read_mtp_patterns(text: str) -> list[str]:
-    """The letters of every layer of multi-token prediction, which begin with a /: its attention and its MLP.
+    """The letters of every layer of multi-token prediction, which begin with a /: its attention and
+    its MLP.
 
     Raises:
         ConfigError: other letters, letters that no layer of the model has, or layers that differ.
@@ -102,7 +108,9 @@ def read_mtp_patterns(text: str) -> list[str]:
     (['*E', '*E'], [])
     """
     model, *layers = text.split("/")
-    is_known = all(re.fullmatch(r"[*+MG][-E]", letters) and {*letters} <= {*model} for letters in layers)
+    is_known = all(
+        re.fullmatch(r"[*+MG][-E]", letters) and {*letters} <= {*model} for letters in layers
+    )
     if len({*layers}) > 1 or not is_known:
         why = "after each / are a letter of attention and one of an MLP that the model has, the same everywhere"
         fix = "write /*E or the like once per layer of multi-token prediction, or leave / out"
@@ -120,7 +128,9 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 
 def read_node(node: ast.expr) -> Any:
-    """The value of a number or a list of numbers, of their sums, and of a list or number times a number."""
+    """The value of a number or a list of numbers, of their sums, and of a list or number times a
+    number.
+    """
     match node:
         case ast.Constant(value=int(number)):
             return number
@@ -128,7 +138,9 @@ def read_node(node: ast.expr) -> Any:
             return [read_node(entry) for entry in nodes]
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATORS:
             first, second = read_node(left), read_node(right)
-            length = math.prod(len(value) if isinstance(value, list) else abs(value) for value in (first, second))
+            length = math.prod(
+                len(value) if isinstance(value, list) else abs(value) for value in (first, second)
+            )
             if length <= LONGEST_PATTERN or not isinstance(sign, ast.Mult):
                 return OPERATORS[type(sign)](first, second)
     raise ValueError("not a pattern")
@@ -147,8 +159,11 @@ def write_pattern(layers: tuple[bool, ...]) -> str:
 
 
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
-LONGEST_LAYOUT = 100_000  # letters of an expanded layout, so that a slip such as t*999999999 is an error and no hang
-LAYOUT_FIX = "write E, then t for every layer, then L, with | before every further stage, as Ett|tt|ttL"
+# letters of an expanded layout, so that a slip such as t*999999999 is an error and no hang
+LONGEST_LAYOUT = 100_000
+LAYOUT_FIX = (
+    "write E, then t for every layer, then L, with | before every further stage, as Ett|tt|ttL"
+)
 
 
 def read_pipeline_layout(text: str) -> tuple[int, ...]:
@@ -164,7 +179,11 @@ def read_pipeline_layout(text: str) -> tuple[int, ...]:
     joined = "".join(stages)
     if sum("m" in stage for stage in stages) > 1:
         why = "the layers of multi-token prediction, m, are on one stage"
-        raise ConfigError(f"{LAYOUT_FLAG} is {text!r}", why=why, fix="write all m right before L, as Ett|tt|ttm*2L")
+        raise ConfigError(
+            f"{LAYOUT_FLAG} is {text!r}",
+            why=why,
+            fix="write all m right before L, as Ett|tt|ttm*2L",
+        )
     if not re.fullmatch(r"Et*m*L", joined) or stages[0][:1] != "E" or stages[-1][-1:] != "L":
         why = "the embedding E is first, the loss L is last, and there are layers t between"
         raise ConfigError(f"{LAYOUT_FLAG} is {text!r}", why=why, fix=LAYOUT_FIX)
@@ -185,7 +204,8 @@ def count_mtp_layers(text: str) -> int | None:
 
 
 def moves_mtp_layers(text: str) -> bool:
-    """Whether a layout has layers of multi-token prediction before the last stage, which runs them here.
+    """Whether a layout has layers of multi-token prediction before the last stage, which runs them
+    here.
 
     >>> moves_mtp_layers("Et|t|m|L"), moves_mtp_layers("Et|t|mL")
     (True, False)
@@ -226,7 +246,8 @@ def _expand_layout(text: str) -> str:
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})=(.+)")
 _COUNT = r"(?:\d+(?:\.\d*)?|\.\d+)[KMBTkmbt]?"
 _STAGE = re.compile(
-    rf"(?P<name>[\w.-]+)@(?P<start>{_COUNT})(\.\.(?P<end>{_COUNT}))?(?P<unit>samples)?:\s*(?P<blend>\S.*)", re.DOTALL
+    rf"(?P<name>[\w.-]+)@(?P<start>{_COUNT})(\.\.(?P<end>{_COUNT}))?(?P<unit>samples)?:\s*(?P<blend>\S.*)",
+    re.DOTALL,
 )
 STAGES_EXAMPLE = '"stable@0: 0.8 web 0.2 code" "anneal@9000: 0.5 web 0.5 math"'
 
@@ -239,7 +260,8 @@ class DataStage:
     start: int  # the first step, counted from 0, or the first sample
     in_samples: bool  # whether `start` is a sample
     blend: str  # as `--data-path`
-    end: int | None = None  # where the weights reach the blend, linearly from the stage before; None: at once
+    # where the weights reach the blend, linearly from the stage before; None: at once
+    end: int | None = None
 
 
 def read_named(entries: Sequence[str]) -> dict[str, str]:
@@ -268,7 +290,8 @@ def read_stages(texts: Sequence[str], train_iters: int | None = None) -> tuple[D
         train_iters: steps of the run, which every stage in steps begins before; None for any.
 
     Raises:
-        ConfigError: all mistakes in one: form, repeated names, starts that do not begin at 0 and ascend in one unit.
+        ConfigError: all mistakes in one: form, repeated names, starts that do not begin at 0 and
+            ascend in one unit.
 
     >>> read_stages(["a@0: web", "b@1K: 0.5 web 0.5 math"])[1]
     DataStage(name='b', start=1000, in_samples=False, blend='0.5 web 0.5 math', end=None)
@@ -281,19 +304,26 @@ def read_stages(texts: Sequence[str], train_iters: int | None = None) -> tuple[D
         if match is None or start is None or (match["end"] and end is None):
             mistakes.append(f"{text!r} is not NAME@START: BLEND")
             continue
-        stages.append(DataStage(match["name"], start, match["unit"] is not None, match["blend"].strip(), end))
+        stages.append(
+            DataStage(match["name"], start, match["unit"] is not None, match["blend"].strip(), end)
+        )
     if not mistakes and stages:
         mistakes = _stage_mistakes(stages, train_iters)
     if mistakes:
         why = "stages have different names, and starts in one unit that ascend from 0 and lie inside the run"
-        raise ConfigError(f"data.stages: {'; '.join(mistakes)}", why=why, fix=f"write --data-stages {STAGES_EXAMPLE}")
+        raise ConfigError(
+            f"data.stages: {'; '.join(mistakes)}",
+            why=why,
+            fix=f"write --data-stages {STAGES_EXAMPLE}",
+        )
     return tuple(stages)
 
 
 def stage_bounds(
     stages: Sequence[DataStage], samples_of_steps: Callable[[int], int]
 ) -> tuple[tuple[int, int | None], ...]:
-    """The first sample of every stage, and the first that has its full weights where these change linearly.
+    """The first sample of every stage, and the first that has its full weights where these change
+    linearly.
 
     `samples_of_steps` returns the number of samples in the first steps.
     """
@@ -302,14 +332,19 @@ def stage_bounds(
         return place if stage.in_samples else samples_of_steps(place)
 
     return tuple(
-        (in_samples(stage, stage.start), None if stage.end is None else in_samples(stage, stage.end))
+        (
+            in_samples(stage, stage.start),
+            None if stage.end is None else in_samples(stage, stage.end),
+        )
         for stage in stages
     )
 
 
 def _stage_mistakes(stages: Sequence[DataStage], train_iters: int | None) -> list[str]:
     counts = Counter(stage.name for stage in stages)
-    mistakes = [f"{name} is the name of {count} stages" for name, count in counts.items() if count > 1]
+    mistakes = [
+        f"{name} is the name of {count} stages" for name, count in counts.items() if count > 1
+    ]
     if stages[0].start != 0:
         mistakes.append(f"the first stage, {stages[0].name}, starts at {stages[0].start}")
     if len({stage.in_samples for stage in stages[1:]}) > 1:
@@ -317,9 +352,13 @@ def _stage_mistakes(stages: Sequence[DataStage], train_iters: int | None) -> lis
     else:
         for before, after in zip(stages, stages[1:], strict=False):
             if after.start <= before.start:
-                mistakes.append(f"{after.name} starts at {after.start}, not after {before.name} at {before.start}")
+                mistakes.append(
+                    f"{after.name} starts at {after.start}, not after {before.name} at {before.start}"
+                )
             elif before.end is not None and before.end > after.start:
-                mistakes.append(f"{before.name} changes until {before.end}, after {after.name} starts at {after.start}")
+                mistakes.append(
+                    f"{before.name} changes until {before.end}, after {after.name} starts at {after.start}"
+                )
     if stages[0].end is not None:
         mistakes.append(f"the first stage, {stages[0].name}, has none before it to change from")
     mistakes += [
@@ -329,7 +368,9 @@ def _stage_mistakes(stages: Sequence[DataStage], train_iters: int | None) -> lis
     ]
     for stage in stages[1:]:
         if train_iters is not None and not stage.in_samples and stage.start >= train_iters:
-            mistakes.append(f"{stage.name} starts at step {stage.start} of a run of {count_of(train_iters, 'step')}")
+            mistakes.append(
+                f"{stage.name} starts at step {stage.start} of a run of {count_of(train_iters, 'step')}"
+            )
     return mistakes
 
 

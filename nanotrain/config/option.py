@@ -22,28 +22,43 @@ def option(
     Args:
         default: the value where no file and no argument sets one.
         meaning: one line for `--help` and docs/config.md.
-        name: unique name behind the flag, where it is not the section's prefix and the field's own name.
+        name: unique name behind the flag, where it is not the section's prefix and the field's own
+            name.
         check: bound on the value; a value that fails it is a `ConfigError`.
-        secret: environment variable to which files refer in place of the value; empty: the value is written.
+        secret: environment variable to which files refer in place of the value; empty: the value is
+            written.
         is_path: whether `~` and $VARIABLES in the value are replaced; whether it may be an address.
     """
-    metadata = {"meaning": meaning, "check": check, "name": name, "secret": secret, "is_path": is_path}
+    metadata = {
+        "meaning": meaning,
+        "check": check,
+        "name": name,
+        "secret": secret,
+        "is_path": is_path,
+    }
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata, hash=False)  # == compares it
+        # == compares it
+        return field(default_factory=lambda: list(default), metadata=metadata, hash=False)
     return field(default=default, metadata=metadata)
 
 
 def section(kind: type, *, prefix: str = "", switch: str = "", value: str = "") -> Any:
-    """Declare a nested section by its frozen dataclass; flags begin with the prefix ("moe_": `--moe-router-topk`).
+    """Declare a nested section by its frozen dataclass; flags begin with the prefix ("moe_":
+    `--moe-router-topk`).
 
     Args:
         kind: the dataclass.
         prefix: prefix of the unique names of its fields.
-        switch: field, of the section or of its parent, without which the section is absent (None); empty: never absent.
+        switch: field, of the section or of its parent, without which the section is absent (None);
+            empty: never absent.
         value: value of the switch with which the section is present; empty: any but unset and off.
     """
     metadata = {"section": kind, "prefix": prefix, "switch": switch, "value": value}
-    return field(default=None, metadata=metadata) if switch else field(default_factory=kind, metadata=metadata)
+    return (
+        field(default=None, metadata=metadata)
+        if switch
+        else field(default_factory=kind, metadata=metadata)
+    )
 
 
 def flag_of(name: str) -> str:
@@ -57,7 +72,9 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """One field: the dotted name of its section ("model.moe"), its declaration, the prefix of its unique name."""
+    """One field: the dotted name of its section ("model.moe"), its declaration, the prefix of its
+    unique name.
+    """
 
     section: str
     field: Field[Any]
@@ -84,7 +101,9 @@ class Entry:
 
     @property
     def secret(self) -> str:
-        """The environment variable to which files refer in place of the value; empty for most fields."""
+        """The environment variable to which files refer in place of the value; empty for most
+        fields.
+        """
         return str(self.field.metadata["secret"])
 
     @property
@@ -129,13 +148,17 @@ def at_least(bound: float, *, at_most: float | None = None) -> Callable[[Any], b
     """A check that passes numbers from `bound` on, up to `at_most`, and None."""
     if at_most is None:
         return _check(f"must be at least {bound}", lambda value: value >= bound)
-    return _check(f"must be at least {bound} and at most {at_most}", lambda value: bound <= value <= at_most)
+    return _check(
+        f"must be at least {bound} and at most {at_most}", lambda value: bound <= value <= at_most
+    )
 
 
 def above(bound: float, *, at_most: float | None = None) -> Callable[[Any], bool]:
     """A check that passes numbers above `bound`, up to `at_most`, and None."""
     if at_most is not None:
-        return _check(f"must be above {bound} and at most {at_most}", lambda value: bound < value <= at_most)
+        return _check(
+            f"must be above {bound} and at most {at_most}", lambda value: bound < value <= at_most
+        )
     return _check(f"must be above {bound}", lambda value: value > bound)
 
 
@@ -146,7 +169,10 @@ def between(low: float, high: float) -> Callable[[Any], bool]:
 
 def url() -> Callable[[Any], bool]:
     """A check that passes http and https addresses, and None."""
-    return _check("must begin with http:// or https://, then a host, and a port from 1 to 65535 if any", _is_url)
+    return _check(
+        "must begin with http:// or https://, then a host, and a port from 1 to 65535 if any",
+        _is_url,
+    )
 
 
 def _is_url(text: str) -> bool:
@@ -155,7 +181,9 @@ def _is_url(text: str) -> bool:
         is_complete = bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is none, or half an IPv6 address
         return False
-    return is_complete and parts.scheme in ("http", "https") and text.isprintable() and " " not in text
+    return (
+        is_complete and parts.scheme in ("http", "https") and text.isprintable() and " " not in text
+    )
 
 
 def _check(requirement: str, is_met: Callable[[Any], bool]) -> Callable[[Any], bool]:

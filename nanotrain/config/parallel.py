@@ -1,4 +1,6 @@
-"""The sections of the parallel layout and of activation memory; `config.py` holds the other sections."""
+"""The sections of the parallel layout and of activation memory; `config.py` holds the other
+sections.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -29,47 +31,148 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = option(1, "tensor-parallel ranks", check=at_least(1))
     pipeline_model_parallel_size: int = option(1, "pipeline-parallel ranks", check=at_least(1))
-    context_parallel_size: int = option(1, "context-parallel ranks, which split each sequence", check=at_least(1))
-    expert_model_parallel_size: int = option(1, "expert-parallel ranks, a subset of dp x cp x tp", check=at_least(1))
-    expert_tensor_parallel_size: int | None = option(None, "tensor-parallel ranks of the experts; unset: tensor_model_parallel_size", check=at_least(1))
-    moe_hierarchical_dispatch: int | None = option(None, "send a token once to every so many consecutive ranks of ep, such as those of a node, and copy it to the ranks of its experts there; 1: once to every rank; unset: once to every expert", check=at_least(1))
-    moe_expert_rank_capacity_factor: float | None = option(None, "send the same number of rows to every expert-parallel rank, this factor times an even share of the tokens, so that the host need not wait for token counts; a step that has more tokens for a rank is skipped; unset: exact numbers", check=at_least(1))
-    overlap_moe_expert_parallel_comm: bool = option(False, "run the forward of a microbatch in turns with the backward of another, so that the products of one hide dispatch and combine of the other")
-    num_distributed_optimizer_instances: int = option(1, "hybrid sharding: number of groups that each hold one full set of optimizer shards", check=at_least(1))
-    sequence_parallel: bool = option(False, "shard activations along the sequence between tensor-parallel layers")
-    num_virtual_stages_per_pipeline_rank: int = option(1, "virtual stages per pipeline rank", check=at_least(1))
-    pipeline_schedule: str = option("1f1b", "name of the pipeline schedule, such as gpipe, 1f1b, interleaved, zb-h1, zb-v or dualpipev")
-    decoder_first_pipeline_num_layers: int | None = option(None, "layers of the first pipeline rank, over all its virtual stages; unset: an even split", check=at_least(1))
-    decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last pipeline rank, over all its virtual stages; unset: an even split", check=at_least(1))
-    account_for_embedding_in_pipeline_split: bool = option(False, "count the embedding as a layer where layers are split evenly over stages: the first one has a layer less")
-    account_for_loss_in_pipeline_split: bool = option(False, "count the head and the loss as a layer where layers are split evenly over stages: the last one has a layer less")
-    pipeline_model_parallel_layout: str | None = option(None, "layers of every pipeline stage, as Et*3|(tt|)*2L: E embedding, t layer, L loss, | next stage; unset: an even split")
-    cp_comm_type: str = option("p2p", "attention over a split sequence, such as p2p (ring attention), a2a (Ulysses) or allgather")
-    use_tp_pp_dp_mapping: bool = option(False, "rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp")
-    data_parallel_sharding_strategy: ShardingStrategy = option("no_shard", "what is sharded: no_shard, optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3)")
-    outer_dp_sharding_strategy: OuterShardingStrategy = option("no_shard", "what is sharded across optimizer instances: no_shard, or optim (main params and optimizer state)")
-    ddp_bucket_size: int | None = option(None, "elements at which a gradient bucket is closed; unset: max(40000000, 1000000 * shard ranks)", check=at_least(1))
-    ddp_pad_buckets_for_high_nccl_busbw: bool = option(False, "pad buckets to a multiple of 65536 elements")
-    reduce_scatter_with_fp32_accumulation: bool = option(False, "reduce-scatter low-precision gradients as an all-to-all and a local fp32 sum; of fp32 gradients always so")
-    ddp_average_in_collective: bool = option(False, "average gradients inside the collective instead of before it")
-    force_all_reduce: bool = option(False, "optim: all-reduce gradients instead of reduce-scatter, so that every rank has all of them for inspection")
-    reshard_after_forward: bool = option(True, "optim_grads_params: free a unit after its forward; off: keep it gathered until its backward")
-    fsdp_prefetch_depth: int = option(1, "optim_grads_params with overlap_param_gather: units gathered ahead", check=at_least(1))
-    fsdp_double_buffer: bool = option(False, "optim_grads_params: gather units in turn into fixed memory, of 1 + fsdp_prefetch_depth units")
-    gradient_accumulation_fusion: bool | None = option(None, "matrix products add weight gradients to the gradient buffer; unset: on GPUs")
-    overlap_grad_reduce: bool = option(False, "overlap the gradient reduction with the backward pass")
-    overlap_param_gather: bool = option(False, "overlap the parameter all-gather with the next forward pass; optim_grads_params: with the unit before")
-    auto_layout: bool = option(False, "before training search the fastest layout of the ranks that fits into their memory; settings of the command line stay as they are, and so does the layout of a run that resumes on as many ranks")
-    distributed_timeout_minutes: float = option(10.0, "timeout of collectives", check=above(0, at_most=525_600))
-    distributed_timeout_seconds_after_init: float | None = option(None, "timeout of collectives after the first step; unset: distributed_timeout_minutes", check=above(0, at_most=31_536_000))
+    context_parallel_size: int = option(
+        1, "context-parallel ranks, which split each sequence", check=at_least(1)
+    )
+    expert_model_parallel_size: int = option(
+        1, "expert-parallel ranks, a subset of dp x cp x tp", check=at_least(1)
+    )
+    expert_tensor_parallel_size: int | None = option(
+        None,
+        "tensor-parallel ranks of the experts; unset: tensor_model_parallel_size",
+        check=at_least(1),
+    )
+    moe_hierarchical_dispatch: int | None = option(
+        None,
+        "send a token once to every so many consecutive ranks of ep, such as those of a node, and copy it to the ranks of its experts there; 1: once to every rank; unset: once to every expert",
+        check=at_least(1),
+    )
+    moe_expert_rank_capacity_factor: float | None = option(
+        None,
+        "send the same number of rows to every expert-parallel rank, this factor times an even share of the tokens, so that the host need not wait for token counts; a step that has more tokens for a rank is skipped; unset: exact numbers",
+        check=at_least(1),
+    )
+    overlap_moe_expert_parallel_comm: bool = option(
+        False,
+        "run the forward of a microbatch in turns with the backward of another, so that the products of one hide dispatch and combine of the other",
+    )
+    num_distributed_optimizer_instances: int = option(
+        1,
+        "hybrid sharding: number of groups that each hold one full set of optimizer shards",
+        check=at_least(1),
+    )
+    sequence_parallel: bool = option(
+        False, "shard activations along the sequence between tensor-parallel layers"
+    )
+    num_virtual_stages_per_pipeline_rank: int = option(
+        1, "virtual stages per pipeline rank", check=at_least(1)
+    )
+    pipeline_schedule: str = option(
+        "1f1b",
+        "name of the pipeline schedule, such as gpipe, 1f1b, interleaved, zb-h1, zb-v or dualpipev",
+    )
+    decoder_first_pipeline_num_layers: int | None = option(
+        None,
+        "layers of the first pipeline rank, over all its virtual stages; unset: an even split",
+        check=at_least(1),
+    )
+    decoder_last_pipeline_num_layers: int | None = option(
+        None,
+        "layers of the last pipeline rank, over all its virtual stages; unset: an even split",
+        check=at_least(1),
+    )
+    account_for_embedding_in_pipeline_split: bool = option(
+        False,
+        "count the embedding as a layer where layers are split evenly over stages: the first one has a layer less",
+    )
+    account_for_loss_in_pipeline_split: bool = option(
+        False,
+        "count the head and the loss as a layer where layers are split evenly over stages: the last one has a layer less",
+    )
+    pipeline_model_parallel_layout: str | None = option(
+        None,
+        "layers of every pipeline stage, as Et*3|(tt|)*2L: E embedding, t layer, L loss, | next stage; unset: an even split",
+    )
+    cp_comm_type: str = option(
+        "p2p",
+        "attention over a split sequence, such as p2p (ring attention), a2a (Ulysses) or allgather",
+    )
+    use_tp_pp_dp_mapping: bool = option(
+        False, "rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp"
+    )
+    data_parallel_sharding_strategy: ShardingStrategy = option(
+        "no_shard",
+        "what is sharded: no_shard, optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3)",
+    )
+    outer_dp_sharding_strategy: OuterShardingStrategy = option(
+        "no_shard",
+        "what is sharded across optimizer instances: no_shard, or optim (main params and optimizer state)",
+    )
+    ddp_bucket_size: int | None = option(
+        None,
+        "elements at which a gradient bucket is closed; unset: max(40000000, 1000000 * shard ranks)",
+        check=at_least(1),
+    )
+    ddp_pad_buckets_for_high_nccl_busbw: bool = option(
+        False, "pad buckets to a multiple of 65536 elements"
+    )
+    reduce_scatter_with_fp32_accumulation: bool = option(
+        False,
+        "reduce-scatter low-precision gradients as an all-to-all and a local fp32 sum; of fp32 gradients always so",
+    )
+    ddp_average_in_collective: bool = option(
+        False, "average gradients inside the collective instead of before it"
+    )
+    force_all_reduce: bool = option(
+        False,
+        "optim: all-reduce gradients instead of reduce-scatter, so that every rank has all of them for inspection",
+    )
+    reshard_after_forward: bool = option(
+        True,
+        "optim_grads_params: free a unit after its forward; off: keep it gathered until its backward",
+    )
+    fsdp_prefetch_depth: int = option(
+        1, "optim_grads_params with overlap_param_gather: units gathered ahead", check=at_least(1)
+    )
+    fsdp_double_buffer: bool = option(
+        False,
+        "optim_grads_params: gather units in turn into fixed memory, of 1 + fsdp_prefetch_depth units",
+    )
+    gradient_accumulation_fusion: bool | None = option(
+        None, "matrix products add weight gradients to the gradient buffer; unset: on GPUs"
+    )
+    overlap_grad_reduce: bool = option(
+        False, "overlap the gradient reduction with the backward pass"
+    )
+    overlap_param_gather: bool = option(
+        False,
+        "overlap the parameter all-gather with the next forward pass; optim_grads_params: with the unit before",
+    )
+    auto_layout: bool = option(
+        False,
+        "before training search the fastest layout of the ranks that fits into their memory; settings of the command line stay as they are, and so does the layout of a run that resumes on as many ranks",
+    )
+    distributed_timeout_minutes: float = option(
+        10.0, "timeout of collectives", check=above(0, at_most=525_600)
+    )
+    distributed_timeout_seconds_after_init: float | None = option(
+        None,
+        "timeout of collectives after the first step; unset: distributed_timeout_minutes",
+        check=above(0, at_most=31_536_000),
+    )
 
     @property
     def counted_ends(self) -> tuple[int, int]:
-        """Layers that the embedding and the head count as where layers are split evenly over stages."""
-        return int(self.account_for_embedding_in_pipeline_split), int(self.account_for_loss_in_pipeline_split)
+        """Layers that the embedding and the head count as where layers are split evenly over
+        stages.
+        """
+        return int(self.account_for_embedding_in_pipeline_split), int(
+            self.account_for_loss_in_pipeline_split
+        )
 
     def stages_of(self, pp_rank: int) -> list[int]:
-        """The stages on a pipeline rank, ascending: every pp-th, or in a V those with the same distance to an end.
+        """The stages on a pipeline rank, ascending: every pp-th, or in a V those with the same
+        distance to an end.
 
         >>> [ParallelConfig(1, 4, num_virtual_stages_per_pipeline_rank=2).stages_of(rank) for rank in (0, 3)]
         [[0, 4], [3, 7]]
@@ -80,7 +183,9 @@ class ParallelConfig:
 
     @property
     def end_ranks(self) -> tuple[int, ...]:
-        """The pipeline ranks of the first and of the last stage, ascending; one where both are on it."""
+        """The pipeline ranks of the first and of the last stage, ascending; one where both are on
+        it.
+        """
         pp = self.pipeline_model_parallel_size
         last = pp * self.num_virtual_stages_per_pipeline_rank - 1
         return tuple(rank for rank in range(pp) if {0, last} & {*self.stages_of(rank)} or pp == 1)
@@ -110,14 +215,32 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """Activations: what is recomputed in the backward pass, or offloaded to host memory, instead of kept."""
+    """Activations: what is recomputed in the backward pass, or offloaded to host memory, instead of
+    kept.
+    """
 
-    recompute_granularity: RecomputeGranularity | None = option(None, "recompute activations: full (whole layers) or selective (the modules of recompute_modules); unset: keep all")
-    recompute_method: RecomputeMethod | None = option(None, "full: uniform (groups of recompute_num_layers layers) or block (the first recompute_num_layers layers of each stage); unset: uniform")
-    recompute_num_layers: int | None = option(None, "full: layers of a group (uniform) or recomputed layers of each stage (block); unset: 1", check=at_least(1))
-    recompute_modules: list[RecomputeModule] = option([], "selective: core_attn, mlp, moe, layernorm, mla_up_proj, moe_act; empty: core_attn")
-    cpu_offloading: bool = option(False, "keep what the first layers save for the backward in host memory")
-    cpu_offloading_num_layers: int = option(0, "cpu_offloading: layers of each stage, from the first", check=at_least(0))
+    recompute_granularity: RecomputeGranularity | None = option(
+        None,
+        "recompute activations: full (whole layers) or selective (the modules of recompute_modules); unset: keep all",
+    )
+    recompute_method: RecomputeMethod | None = option(
+        None,
+        "full: uniform (groups of recompute_num_layers layers) or block (the first recompute_num_layers layers of each stage); unset: uniform",
+    )
+    recompute_num_layers: int | None = option(
+        None,
+        "full: layers of a group (uniform) or recomputed layers of each stage (block); unset: 1",
+        check=at_least(1),
+    )
+    recompute_modules: list[RecomputeModule] = option(
+        [], "selective: core_attn, mlp, moe, layernorm, mla_up_proj, moe_act; empty: core_attn"
+    )
+    cpu_offloading: bool = option(
+        False, "keep what the first layers save for the backward in host memory"
+    )
+    cpu_offloading_num_layers: int = option(
+        0, "cpu_offloading: layers of each stage, from the first", check=at_least(0)
+    )
 
     @property
     def recomputed_modules(self) -> tuple[str, ...]:

@@ -49,7 +49,9 @@ def mark_references(resolved: Any, written: Any) -> Any:
 
 
 def as_written(value: Any) -> Any:
-    """A value in the types of YAML and JSON, with its reference in place of what the environment holds."""
+    """A value in the types of YAML and JSON, with its reference in place of what the environment
+    holds.
+    """
     if isinstance(value, list):
         return [as_written(item) for item in value]
     return value.reference if isinstance(value, FromEnvironment) else value

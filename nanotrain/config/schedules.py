@@ -5,19 +5,20 @@
     steps                       --step-batch-size-schedule THRESHOLD:SIZE ...: a size from each threshold of tokens on
     lengths                     --step-seq-length-schedule THRESHOLD:LENGTH ...: ascending to seq_length
 
-Nothing else is stored: a run that resumes has consumed some number of samples, which gives the size of its next batch.
-Source: Megatron-LM, `num_microbatches_calculator.py`.
+Nothing else is stored: a run that resumes has consumed some number of samples, which gives the size
+of its next batch. Source: Megatron-LM, `num_microbatches_calculator.py`.
 
     consumed tokens    0 ............... 10B .............. 40B ......
     length             1024              2048               4096 = seq_length
     a sample           |--|--|--|--|     |-----|-----|      |-----------|
 
-A sample always has seq_length tokens. While the length is shorter, it is split into consecutive sequences of that
-length, each with positions from 0 and without attention to the others. So the samples, their order, the tokens of a
-step and the learning rate equal those of a run without the schedule, and every token is read once.
+A sample always has seq_length tokens. While the length is shorter, it is split into consecutive
+sequences of that length, each with positions from 0 and without attention to the others. So the
+samples, their order, the tokens of a step and the learning rate equal those of a run without the
+schedule, and every token is read once.
 
-Source: Li et al. 2022, "The Stability-Efficiency Dilemma" (sequence length warmup). There a batch keeps its number of
-sequences, and the rest of every sequence is not read.
+Source: Li et al. 2022, "The Stability-Efficiency Dilemma" (sequence length warmup). There a batch
+keeps its number of sequences, and the rest of every sequence is not read.
 """
 
 from collections.abc import Iterator
@@ -51,7 +52,9 @@ class RampUp:
             return self.final
         # in floating point, as in Megatron-LM, so that the size of every batch is the same as there
         samples_per_increment = self.samples / ((self.final - self.start) // self.increment)
-        return min(self.final, self.start + int(consumed_samples / samples_per_increment) * self.increment)
+        return min(
+            self.final, self.start + int(consumed_samples / samples_per_increment) * self.increment
+        )
 
     @property
     def last_change(self) -> int:
@@ -76,7 +79,9 @@ class Steps:
 
     def size_at(self, consumed_samples: int) -> int:
         """Size of the batch that starts at `consumed_samples`."""
-        return next(size for threshold, size in reversed(self.thresholds) if consumed_samples >= threshold)
+        return next(
+            size for threshold, size in reversed(self.thresholds) if consumed_samples >= threshold
+        )
 
     @property
     def last_change(self) -> int:
@@ -109,14 +114,21 @@ def batch_schedule(config: Config) -> BatchSchedule | None:
         if train.rampup_batch_size or train.global_batch_size not in (None, steps.final):
             other, fix = "rampup_batch_size", "leave out --rampup-batch-size"
             if not train.rampup_batch_size:
-                other, fix = f"global_batch_size {train.global_batch_size}", f"set --global-batch-size {steps.final}"
+                other, fix = (
+                    f"global_batch_size {train.global_batch_size}",
+                    f"set --global-batch-size {steps.final}",
+                )
             raise ConfigError(
                 f"step_batch_size_schedule ends at {count_of(steps.final, 'sample')}, and {other} is set",
                 why="the schedule gives the size of every batch",
                 fix=f"{fix}, or leave out --step-batch-size-schedule",
             )
         return steps
-    return read_ramp_up(train.rampup_batch_size, train.global_batch_size) if train.rampup_batch_size else None
+    return (
+        read_ramp_up(train.rampup_batch_size, train.global_batch_size)
+        if train.rampup_batch_size
+        else None
+    )
 
 
 def read_ramp_up(values: list[int], final: int | None) -> RampUp:
@@ -131,9 +143,17 @@ def read_ramp_up(values: list[int], final: int | None) -> RampUp:
     what = f"rampup_batch_size is {' '.join(map(str, values))}"
     if len(values) != 3:
         fix = "write --rampup-batch-size START INCREMENT SAMPLES"
-        raise ConfigError(what, why="it takes three numbers: first size, increment, samples of the ramp-up", fix=fix)
+        raise ConfigError(
+            what,
+            why="it takes three numbers: first size, increment, samples of the ramp-up",
+            fix=fix,
+        )
     if final is None:
-        raise ConfigError(f"{what} and ends nowhere", why="global_batch_size is unset", fix="set --global-batch-size")
+        raise ConfigError(
+            f"{what} and ends nowhere",
+            why="global_batch_size is unset",
+            fix="set --global-batch-size",
+        )
     start, increment, samples = values
     if start >= final or (final - start) % increment:
         raise ConfigError(
@@ -149,7 +169,9 @@ def read_ramp_up(values: list[int], final: int | None) -> RampUp:
     return RampUp(start, increment, samples, final)
 
 
-def read_steps(texts: list[str], seq_length: int, *, option: str = "step_batch_size_schedule") -> Steps:
+def read_steps(
+    texts: list[str], seq_length: int, *, option: str = "step_batch_size_schedule"
+) -> Steps:
     """The steps of THRESHOLD:SIZE pairs, thresholds in tokens.
 
     Args:
@@ -222,7 +244,8 @@ def steps_of_samples(schedule: BatchSchedule, samples: int) -> int:
 
 
 def global_batch_size(train: TrainConfig, dp: int) -> int:
-    """Samples per optimizer step over all ranks, with a schedule its last size; unset means one microbatch per rank.
+    """Samples per optimizer step over all ranks, with a schedule its last size; unset means one
+    microbatch per rank.
 
     >>> global_batch_size(TrainConfig(micro_batch_size=4), 2)
     8
@@ -234,15 +257,19 @@ def global_batch_size(train: TrainConfig, dp: int) -> int:
 
 def with_batch_size(config: Config, size: int) -> Config:
     """The configuration with one global batch size for all steps."""
-    train = replace(config.train, global_batch_size=size, rampup_batch_size=[], step_batch_size_schedule=[])
+    train = replace(
+        config.train, global_batch_size=size, rampup_batch_size=[], step_batch_size_schedule=[]
+    )
     return replace(config, train=train)
 
 
 def num_microbatches(train: TrainConfig, dp: int) -> int:
-    """Microbatches per rank and optimizer step; if they do not divide evenly, some ranks have one of padding.
+    """Microbatches per rank and optimizer step; if they do not divide evenly, some ranks have one
+    of padding.
 
     Raises:
-        ConfigError: the microbatch size does not divide the global batch, or there are fewer microbatches than ranks.
+        ConfigError: the microbatch size does not divide the global batch, or there are fewer
+            microbatches than ranks.
 
     >>> [num_microbatches(TrainConfig(micro_batch_size=2, global_batch_size=24), dp) for dp in (4, 5)]
     [3, 3]
@@ -272,7 +299,8 @@ def length_schedule(config: Config) -> Steps | None:
     """The schedule of the sequence length; None where it is always seq_length.
 
     Raises:
-        ConfigError: a schedule that cannot be read, or lengths that do not ascend to seq_length and divide it.
+        ConfigError: a schedule that cannot be read, or lengths that do not ascend to seq_length and
+            divide it.
     """
     texts, seq_length = config.train.step_seq_length_schedule, config.data.seq_length
     if not texts:
@@ -294,7 +322,9 @@ def length_schedule(config: Config) -> Steps | None:
         )
     uneven = [length for length in lengths if seq_length % length]
     if uneven:
-        fitting = " ".join(str(seq_length // parts) for parts in (8, 4, 2) if seq_length % parts == 0)
+        fitting = " ".join(
+            str(seq_length // parts) for parts in (8, 4, 2) if seq_length % parts == 0
+        )
         raise ConfigError(
             f"{LENGTH_OPTION} has the length {uneven[0]}, which does not divide seq_length {seq_length}",
             why="a sample is split into sequences of one length",

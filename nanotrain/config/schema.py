@@ -23,8 +23,12 @@ from nanotrain.storage.remote import is_address, parse
 from nanotrain.untrusted import LARGEST
 
 
-def walk_sections(kind: Any = Config, *, path: str = "", prefix: str = "") -> Iterator[tuple[str, Field[Any], str]]:
-    """Dotted name, field and flag prefix of every section below `kind`, nested ones after their parent."""
+def walk_sections(
+    kind: Any = Config, *, path: str = "", prefix: str = ""
+) -> Iterator[tuple[str, Field[Any], str]]:
+    """Dotted name, field and flag prefix of every section below `kind`, nested ones after their
+    parent.
+    """
     for field in fields(kind):
         if inner := field.metadata.get("section"):
             name, inner_prefix = f"{path}{field.name}", prefix + field.metadata["prefix"]
@@ -37,7 +41,9 @@ ENTRIES: dict[str, Entry] = {
     entry.name: entry
     for section, parent, prefix in walk_sections()
     for entry in (
-        Entry(section, field, prefix) for field in fields(parent.metadata["section"]) if "meaning" in field.metadata
+        Entry(section, field, prefix)
+        for field in fields(parent.metadata["section"])
+        if "meaning" in field.metadata
     )
 }
 KEYS: dict[str, Entry] = {entry.key: entry for entry in ENTRIES.values()}
@@ -46,10 +52,12 @@ REMOVED = frozenset({"parallel.projection_fusion"})
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
-    """Convert `{section: {field: value}}` into a `Config`; fields that are not named keep their defaults.
+    """Convert `{section: {field: value}}` into a `Config`; fields that are not named keep their
+    defaults.
 
     Raises:
-        ConfigError: unknown sections or fields, values of the wrong type or out of bounds; all of them in one error.
+        ConfigError: unknown sections or fields, values of the wrong type or out of bounds; all of
+            them in one error.
 
     >>> config_from_dict({"optim": {"lr": "2e-4", "lr_decay_style": "inverse-square-root"}}).optim.lr
     0.0002
@@ -63,7 +71,8 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
 def read_config(
     values: Mapping[str, Any], *, errors: ErrorCollector, files: Mapping[str, str] | None = None
 ) -> tuple[Config, frozenset[str]]:
-    """As `config_from_dict` with collected errors, and the keys of fields that cannot be read; they keep defaults.
+    """As `config_from_dict` with collected errors, and the keys of fields that cannot be read; they
+    keep defaults.
 
     Errors name the file of a key in `files`.
     """
@@ -74,7 +83,9 @@ def read_config(
             try:
                 converted[key] = convert(KEYS[key], value)
             except ConfigError as error:
-                raise error.with_note(f" in {files[key]}" if files and key in files else "") from None
+                raise error.with_note(
+                    f" in {files[key]}" if files and key in files else ""
+                ) from None
             unreadable.remove(key)
     config: Config = build_section(Config, converted)
     return config, frozenset(unreadable)
@@ -83,7 +94,8 @@ def read_config(
 def build_section(kind: Any, converted: Mapping[str, Any], *, path: str = "") -> Any:
     """An instance of a section, with its fields from converted values by key.
 
-    A nested section whose switch is off is None, unless one of its fields is set: `reset_unused` refuses or resets it.
+    A nested section whose switch is off is None, unless one of its fields is set: `reset_unused`
+    refuses or resets it.
     """
     values = {}
     for field in _fields(kind):
@@ -122,7 +134,9 @@ def _is_off(section: Any, field: Field[Any]) -> bool:
     return bool(switch != value if value else not switch)
 
 
-def flatten(values: Mapping[str, Any], *, errors: ErrorCollector, path: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(
+    values: Mapping[str, Any], *, errors: ErrorCollector, path: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Key and value of every field in nested mappings; unknown names are collected in `errors`."""
     for name, value in values.items():
         key = f"{path}{name}"
@@ -135,7 +149,9 @@ def flatten(values: Mapping[str, Any], *, errors: ErrorCollector, path: str = ""
             yield from flatten(value or {}, errors=errors, path=f"{key}.")
         else:
             fix = f"write {key}.FIELD"
-            errors.errors.append(ConfigError(f"section {key} is {value!r}", why="a section holds fields", fix=fix))
+            errors.errors.append(
+                ConfigError(f"section {key} is {value!r}", why="a section holds fields", fix=fix)
+            )
 
 
 def entry_of(key: str) -> Entry | None:
@@ -168,7 +184,9 @@ def unknown_key(key: str) -> ConfigError:
         entry = next((entry for entry in ENTRIES.values() if entry.flag == cure), None)
         fix = advise(entry.key if entry else cure)
         return ConfigError(f"unknown key {key}", fix=fix)
-    return ConfigError(f"unknown {'key' if known is KEYS else 'section'} {key}", fix=did_you_mean(key, known))
+    return ConfigError(
+        f"unknown {'key' if known is KEYS else 'section'} {key}", fix=did_you_mean(key, known)
+    )
 
 
 def value_of(config: Any, key: str) -> Any:
@@ -181,7 +199,9 @@ def value_of(config: Any, key: str) -> Any:
 def _inner(config: Any, name: str) -> Any:
     """A field of a section; in place of an absent section its defaults."""
     value = getattr(config, name)
-    kind = type(config).__dataclass_fields__[name].metadata.get("section") if value is None else None
+    kind = (
+        type(config).__dataclass_fields__[name].metadata.get("section") if value is None else None
+    )
     return value if kind is None else kind()
 
 
@@ -193,7 +213,9 @@ def flat_values(config: Any, *, path: str = "") -> dict[str, Any]:
         if section is None:
             values[f"{path}{field.name}"] = value
         else:
-            values |= flat_values(section() if value is None else value, path=f"{path}{field.name}.")
+            values |= flat_values(
+                section() if value is None else value, path=f"{path}{field.name}."
+            )
     return values
 
 
@@ -212,7 +234,10 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     changed = {key.partition(".")[0] for key in values}
     kept: dict[str, Any] = {}  # sections in which nothing changes are not taken apart
     for field in _fields(config.__class__):
-        value, is_split = _inner(config, field.name), "section" in field.metadata and field.name in changed
+        value, is_split = (
+            _inner(config, field.name),
+            "section" in field.metadata and field.name in changed,
+        )
         kept |= flat_values(value, path=f"{field.name}.") if is_split else {field.name: value}
     return build_section(type(config), kept | dict(values))
 
@@ -238,7 +263,11 @@ def unnest(values: Any) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in values.items() if isinstance(values, Mapping) else ():
         is_nested = isinstance(value, Mapping)
-        flat |= {f"{name}.{key}": item for key, item in unnest(value).items()} if is_nested else {name: value}
+        flat |= (
+            {f"{name}.{key}": item for key, item in unnest(value).items()}
+            if is_nested
+            else {name: value}
+        )
     return flat
 
 
@@ -260,7 +289,9 @@ def with_current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return nest(dict(walk(values)))
 
 
-def check_choice(name: str, value: str, *, known: Iterable[str], why: str = "the known names are") -> None:
+def check_choice(
+    name: str, value: str, *, known: Iterable[str], why: str = "the known names are"
+) -> None:
     """Check that the value of a field, given by its unique name, is in a table of known names.
 
     Raises:
@@ -273,15 +304,23 @@ def check_choice(name: str, value: str, *, known: Iterable[str], why: str = "the
         if meant in known:
             fix = f"write {prefix}{meant}"
         else:
-            fix = f"did you mean {prefix}{near}?" if near else f"write {prefix}NAME with one of these names"
-        raise ConfigError(f"{ENTRIES[name].key} is {value!r}", why=f"{why} {', '.join(known)}", fix=fix)
+            fix = (
+                f"did you mean {prefix}{near}?"
+                if near
+                else f"write {prefix}NAME with one of these names"
+            )
+        raise ConfigError(
+            f"{ENTRIES[name].key} is {value!r}", why=f"{why} {', '.join(known)}", fix=fix
+        )
 
 
 def convert(entry: Entry, value: Any) -> Any:
     """The value of a field from a plain value or its text, checked on its own."""
     if entry.secret and isinstance(value, str) and value.startswith(MARK):
         return None  # in a checkpoint, which does not hold it
-    if value is None or (isinstance(value, str) and value.lower() in ("null", "none") and entry.is_optional):
+    if value is None or (
+        isinstance(value, str) and value.lower() in ("null", "none") and entry.is_optional
+    ):
         if not entry.is_optional:
             raise wrong_type(entry, "null")
         return None
@@ -293,9 +332,13 @@ def convert(entry: Entry, value: Any) -> Any:
 
 def convert_item(entry: Entry, value: Any) -> Any:
     """One value of a field, or one item of its list."""
-    result: Any = convert_choice(entry, value) if entry.choices else CONVERSIONS[entry.item](entry, value)
+    result: Any = (
+        convert_choice(entry, value) if entry.choices else CONVERSIONS[entry.item](entry, value)
+    )
     if entry.is_path:
-        result = expanded(result, may_be_address=entry.takes_address or entry.name.endswith("data_path"))
+        result = expanded(
+            result, may_be_address=entry.takes_address or entry.name.endswith("data_path")
+        )
         if entry.takes_address and is_address(result):
             parse(result)  # raises where it is none
     if result == "" and entry.default != "":
@@ -322,8 +365,12 @@ def convert_int(entry: Entry, value: Any) -> int:
     if number != int(number):
         raise wrong_type(entry, value)
     if abs(number) > LARGEST:
-        raise ConfigError(f"{entry.key} is too large", why=f"numbers are at most {LARGEST:,}", fix=entry.meaning)
-    return int(value) if isinstance(value, int) or str(value).lstrip("+-").isdigit() else int(number)
+        raise ConfigError(
+            f"{entry.key} is too large", why=f"numbers are at most {LARGEST:,}", fix=entry.meaning
+        )
+    return (
+        int(value) if isinstance(value, int) or str(value).lstrip("+-").isdigit() else int(number)
+    )
 
 
 def convert_float(entry: Entry, value: Any) -> float:
@@ -350,7 +397,16 @@ def convert_choice(entry: Entry, value: Any) -> str:
     return str(value)
 
 
-BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
+BOOLEANS = {
+    "true": True,
+    "false": False,
+    "yes": True,
+    "no": False,
+    "on": True,
+    "off": False,
+    "1": True,
+    "0": False,
+}
 CONVERSIONS = {bool: convert_bool, int: convert_int, float: convert_float, str: convert_str}
 MAX_SHOWN = 100  # characters of a wrong value in its error
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

@@ -1,4 +1,5 @@
-"""What was probably meant by a name that does not exist: by meaning, then by spelling; nothing where no name is near.
+"""What was probably meant by a name that does not exist: by meaning, then by spelling; nothing
+where no name is near.
 
 by_meaning      a name of another framework (`tables/other_frameworks.yaml`)
 nearest         the nearest known spelling, with the same numbers in it; else the only known name that has all its words
@@ -14,7 +15,8 @@ from nanotrain.config.tables import read_table
 LISTED_BY = "nanotrain train --help=all"  # the command that lists every option
 # Shares of equal characters, as difflib counts them; of a short name one slip is enough.
 MIN_SIMILARITY, MIN_SIMILARITY_OF_A_SHORT_NAME, MIN_SIMILARITY_OF_A_CHOICE = 0.85, 2 / 3, 0.7
-MIN_LENGTH_OF_A_WORD = 5  # of a single word that stands for a longer name, or for a misspelled one elsewhere
+# of a single word that stands for a longer name, or for a misspelled one elsewhere
+MIN_LENGTH_OF_A_WORD = 5
 
 
 @cache
@@ -25,12 +27,16 @@ def cures() -> dict[str, str]:
 
 
 def other_value(field: str, value: str) -> str | None:
-    """The value of a field, given by its unique name, that is written otherwise elsewhere: adamw is adam."""
+    """The value of a field, given by its unique name, that is written otherwise elsewhere: adamw is
+    adam.
+    """
     values: dict[str, str] = read_table("other_frameworks")["values"].get(field, {})
     return values.get(value)
 
 
-def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", listed_by: str = LISTED_BY) -> str:
+def did_you_mean(
+    name: str, known: Iterable[str], *, prefix: str = "", listed_by: str = LISTED_BY
+) -> str:
     """The known name that was probably meant as advice, or the command that lists the names.
 
     >>> did_you_mean("optim.lrr", ["optim.lr", "train.seed"])
@@ -54,7 +60,8 @@ def advise(cure: str) -> str:
 def by_meaning(name: str) -> str | None:
     """What to write for a name of another framework.
 
-    A dotted name, as torchtitan's `--checkpoint.interval`, is looked up with its section and without.
+    A dotted name, as torchtitan's `--checkpoint.interval`, is looked up with its section and
+    without.
 
     >>> by_meaning("--learning-rate"), by_meaning("--model.n_layers"), by_meaning("checkpoint.interval")
     ('--lr', '--num-layers', '--save-interval')
@@ -64,7 +71,8 @@ def by_meaning(name: str) -> str | None:
 
 
 def cure_of(name: str, known: Collection[str]) -> str | None:
-    """What to write for a name of another framework, also a misspelled one unless a known name is near.
+    """What to write for a name of another framework, also a misspelled one unless a known name is
+    near.
 
     >>> cure_of("--learning-rat", ["--seed"]), cure_of("--zzz", ["--seed"])
     ('--lr', None)
@@ -125,7 +133,9 @@ def nearest_choice(value: str, choices: Iterable[str]) -> str | None:
 def similar(text: str, others: list[str], *, cutoff: float) -> str | None:
     """The most similar text, or one of the same characters in another order."""
     close = get_close_matches(text, others, n=1, cutoff=cutoff)
-    return next(iter(close), None) or next((each for each in others if sorted(each) == sorted(text)), None)
+    return next(iter(close), None) or next(
+        (each for each in others if sorted(each) == sorted(text)), None
+    )
 
 
 def plain(name: str) -> str:

@@ -1,4 +1,5 @@
-"""Apply Megatron-LM's flags to a configuration, and complete settings that imply others, as Megatron-LM does.
+"""Apply Megatron-LM's flags to a configuration, and complete settings that imply others, as
+Megatron-LM does.
 
 check_flags       values of flags that only name nanotrain's fixed behaviour, and flags of missing features
 convert_flag      renames and conversions -> values of fields
@@ -46,7 +47,11 @@ class Translation:
 
 
 def translate(
-    config: Config, line: CommandLine, *, errors: ErrorCollector, from_files: frozenset[str] = frozenset()
+    config: Config,
+    line: CommandLine,
+    *,
+    errors: ErrorCollector,
+    from_files: frozenset[str] = frozenset(),
 ) -> Translation:
     """Apply the Megatron-LM flags of a command line to the configuration of its other arguments.
 
@@ -79,13 +84,18 @@ def translate(
 
 
 def check_flags(arguments: list[MegatronArgument], *, errors: ErrorCollector) -> None:
-    """Check the values of flags that only name fixed behaviour; flags of missing features become one error."""
+    """Check the values of flags that only name fixed behaviour; flags of missing features become
+    one error.
+    """
     missing: dict[str, list[str]] = {}  # cure -> flags
     for argument in arguments:
         row = argument.row
         is_accepted = any(is_same(text, argument.value) for text in row.accepts)
         if row.kind == "always" and row.accepts and not is_accepted:
-            what, fix = "contradicts what is always so", f"leave it out or write {argument.flag} {row.accepts[0]}"
+            what, fix = (
+                "contradicts what is always so",
+                f"leave it out or write {argument.flag} {row.accepts[0]}",
+            )
             errors.errors.append(ConfigError(f"{argument.text} {what}", why=row.meaning, fix=fix))
         elif row.kind == "not yet" and not is_accepted:
             missing.setdefault(row.meaning, []).append(argument.text)
@@ -119,12 +129,19 @@ def convert_flag(result: Translation, argument: MegatronArgument) -> None:
         () if row.kind in ("always", "not yet") else row.accepts
     )  # else `check_flags` has reported it
     if known and argument.value not in known:
-        raise ConfigError(f"{argument.flag} is {argument.value!r}", why=f"it takes {' or '.join(known)}")
+        raise ConfigError(
+            f"{argument.flag} is {argument.value!r}", why=f"it takes {' or '.join(known)}"
+        )
     for name, value in row.values(result.config, argument.value).items():
         key = ENTRIES[name].key
         current, new = value_of(result.config, key), convert(ENTRIES[name], value)
         is_extended = isinstance(current, list) and set(current) <= set(new)
-        if not row.overrules and key in result.explicit and as_written(current) != as_written(new) and not is_extended:
+        if (
+            not row.overrules
+            and key in result.explicit
+            and as_written(current) != as_written(new)
+            and not is_extended
+        ):
             raise ConfigError(
                 f"{argument.text} contradicts {argument_of(name, current)}",
                 why=f"it means {argument_of(name, new)}",
@@ -139,22 +156,34 @@ def complete_width(result: Translation) -> None:
     model = result.config.model
     if model.activation == "swiglu" and model.ffn_hidden_size is None:
         width = 64 * max(1, int(4 * model.hidden_size * 2 / 3 / 64))
-        result.set("ffn_hidden_size", width, source="--megatron-defaults: 8/3 * hidden_size, a multiple of 64 below")
+        result.set(
+            "ffn_hidden_size",
+            width,
+            source="--megatron-defaults: 8/3 * hidden_size, a multiple of 64 below",
+        )
 
 
 def complete_activation(result: Translation, line: CommandLine) -> None:
-    """Set Megatron-LM's GELU if no activation is set: its kernel of bias and GELU has the tanh approximation.
+    """Set Megatron-LM's GELU if no activation is set: its kernel of bias and GELU has the tanh
+    approximation.
 
-    Source: Megatron-LM, `fused_bias_gelu.py`; without biases, or with --no-bias-gelu-fusion, it calls the exact GELU.
+    Source: Megatron-LM, `fused_bias_gelu.py`; without biases, or with --no-bias-gelu-fusion, it
+    calls the exact GELU.
     """
     model = result.config.model
     is_fused = model.add_bias_linear and UNFUSED_GELU not in line.megatron_rows
     if is_fused and model.activation == "gelu" and "model.activation" not in result.explicit:
-        result.set("activation", "gelu_tanh", source="--megatron-defaults: the formula of its kernel of bias and GELU")
+        result.set(
+            "activation",
+            "gelu_tanh",
+            source="--megatron-defaults: the formula of its kernel of bias and GELU",
+        )
 
 
 def check_defaults(line: CommandLine, *, errors: ErrorCollector) -> None:
-    """Errors for recipes, which are differences from other defaults, and for fields that have no default there."""
+    """Errors for recipes, which are differences from other defaults, and for fields that have no
+    default there.
+    """
     for group, name in line.choices.items():
         if group in ("config", "model", "optim") and not is_file(name):
             what = f"--megatron-defaults with {choice_of(group)}={name}"
@@ -166,16 +195,25 @@ def check_defaults(line: CommandLine, *, errors: ErrorCollector) -> None:
     if unset and not line.choices and "checkpoint.use_checkpoint_args" not in line.explicit:
         flags = ", ".join(map(flag_of, unset))
         why = "Megatron-LM has no defaults for them"
-        errors.errors.append(ConfigError(f"--megatron-defaults without {flags}", why=why, fix="set them"))
+        errors.errors.append(
+            ConfigError(f"--megatron-defaults without {flags}", why=why, fix="set them")
+        )
 
 
-def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> Iterator[tuple[str, Any, str]]:
+def implied(
+    config: Config, explicit: frozenset[str], *, line: CommandLine
+) -> Iterator[tuple[str, Any, str]]:
     """Name, value and reason of fields that other settings imply.
 
-    With Megatron-LM's `--save DIR`, `--load` of the same folder resumes, or starts where it is empty. MLA rotates by
-    YaRN unless `--rope-type rope` is set.
+    With Megatron-LM's `--save DIR`, `--load` of the same folder resumes, or starts where it is
+    empty. MLA rotates by YaRN unless `--rope-type rope` is set.
     """
-    model, train, load, flags = config.model, config.train, config.checkpoint.load, line.megatron_rows
+    model, train, load, flags = (
+        config.model,
+        config.train,
+        config.checkpoint.load,
+        line.megatron_rows,
+    )
     is_plain = any(argument.text == "--rope-type rope" for argument in line.megatron)
     is_rope = model.position_embedding_type == "rope" and not is_plain
     factor = model.yarn.rotary_scaling_factor if model.yarn is not None else 1.0
@@ -183,17 +221,31 @@ def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> I
         yield "position_embedding_type", "yarn", f"MLA with rotary_scaling_factor {factor:g}"
     fp8, reuses_buffer = config.precision.fp8, "--reuse-grad-buf-for-mxfp8-param-ag" in flags
     if fp8 is not None and fp8.param_gather and reuses_buffer:
-        yield "fp8_param_gather", False, "--reuse-grad-buf-for-mxfp8-param-ag gathers parameters in bf16"
+        yield (
+            "fp8_param_gather",
+            False,
+            "--reuse-grad-buf-for-mxfp8-param-ag gathers parameters in bf16",
+        )
     fsdp = [flag for flag in flags if flag in ("--use-megatron-fsdp", "--use-custom-fsdp")]
     strategy = ENTRIES["data_parallel_sharding_strategy"]
-    given = {setting.text for setting in line.settings if setting.key == strategy.key} - {"--use-distributed-optimizer"}
+    given = {setting.text for setting in line.settings if setting.key == strategy.key} - {
+        "--use-distributed-optimizer"
+    }
     if fsdp and not given and not line.choices:
         yield strategy.name, "optim_grads_params", f"{fsdp[0]} shards parameters unless it is set"
     if "train.wandb_project" in explicit and "train.wandb" not in explicit and not train.wandb:
         yield "wandb", True, "wandb_project is set"
-    if train.tensorboard_dir is not None and "train.tensorboard" not in explicit and not train.tensorboard:
+    if (
+        train.tensorboard_dir is not None
+        and "train.tensorboard" not in explicit
+        and not train.tensorboard
+    ):
         yield "tensorboard", True, "tensorboard_dir is set"
-    if is_address(train.run_dir or "") and "checkpoint.async_save" not in explicit and config.checkpoint.save:
+    if (
+        is_address(train.run_dir or "")
+        and "checkpoint.async_save" not in explicit
+        and config.checkpoint.save
+    ):
         yield "async_save", True, "run_dir is in object storage"
     parallel = config.parallel
     for name, value, why in implied_layers(model, parallel, explicit=explicit):
@@ -201,7 +253,9 @@ def implied(config: Config, explicit: frozenset[str], *, line: CommandLine) -> I
         if name == "pipeline_model_parallel_layout":
             parallel = replace(parallel, pipeline_model_parallel_layout=value)
     yield from implied_schedule(parallel, explicit)
-    is_own = load is not None and train.run_dir is not None and normpath(load) == normpath(train.run_dir)
+    is_own = (
+        load is not None and train.run_dir is not None and normpath(load) == normpath(train.run_dir)
+    )
     saves_into = any(setting.text.startswith("--save ") for setting in line.settings)
     if saves_into and is_own and not config.checkpoint.finetune:
         yield "load", None, f"a run resumes from its own folder {train.run_dir}"
@@ -215,7 +269,10 @@ def implied_layers(
         return
     pattern, slash, mtp = model_config.hybrid_layer_pattern.partition("/")
     why = "the layers of hybrid_layer_pattern"
-    num_layers, is_default = len(pattern.replace("|", "")), model_config.num_layers == ENTRIES["num_layers"].default
+    num_layers, is_default = (
+        len(pattern.replace("|", "")),
+        model_config.num_layers == ENTRIES["num_layers"].default,
+    )
     if slash and model_config.mtp.num_layers is None:
         yield "mtp_num_layers", 1 + mtp.count("/"), why
     if is_default and num_layers != model_config.num_layers and "model.num_layers" not in explicit:
@@ -223,11 +280,19 @@ def implied_layers(
     if "|" in pattern:
         yield "hybrid_layer_pattern", pattern.replace("|", "") + slash + mtp, "its | are stages"
         if parallel.pipeline_model_parallel_size > 1:
-            yield "pipeline_model_parallel_layout", write_pipeline_layout([*map(len, pattern.split("|"))]), why
+            yield (
+                "pipeline_model_parallel_layout",
+                write_pipeline_layout([*map(len, pattern.split("|"))]),
+                why,
+            )
 
 
-def implied_schedule(parallel: ParallelConfig, explicit: frozenset[str]) -> Iterator[tuple[str, Any, str]]:
-    """The virtual stages that a pipeline layout implies, and the schedule that virtual stages imply."""
+def implied_schedule(
+    parallel: ParallelConfig, explicit: frozenset[str]
+) -> Iterator[tuple[str, Any, str]]:
+    """The virtual stages that a pipeline layout implies, and the schedule that virtual stages
+    imply.
+    """
     count, pp = parallel.num_virtual_stages_per_pipeline_rank, parallel.pipeline_model_parallel_size
     layout, name = parallel.pipeline_model_parallel_layout, "num_virtual_stages_per_pipeline_rank"
     if pp == 1:  # without it a layout is an error of its own
@@ -242,11 +307,17 @@ def implied_schedule(parallel: ParallelConfig, explicit: frozenset[str]) -> Iter
         yield name, count, why
     is_default = parallel.pipeline_schedule == ENTRIES["pipeline_schedule"].default
     if count > 1 and is_default and "parallel.pipeline_schedule" not in explicit:
-        yield "pipeline_schedule", "interleaved", f"there are {count} virtual stages per pipeline rank"
+        yield (
+            "pipeline_schedule",
+            "interleaved",
+            f"there are {count} virtual stages per pipeline rank",
+        )
 
 
 def notes(line: CommandLine) -> Iterator[str]:
-    """Lines for the log: how many flags change nothing, and which settings of the model keep other defaults."""
+    """Lines for the log: how many flags change nothing, and which settings of the model keep other
+    defaults.
+    """
     rows = line.megatron_rows
     if not rows:
         return
@@ -257,10 +328,16 @@ def notes(line: CommandLine) -> Iterator[str]:
         yield f"{count_of(count, 'flag', verb='tunes')} parts of Megatron-LM that do not exist here"
     if saving := [f"{flag} ({row.meaning})" for flag, row in rows.items() if row.saves]:
         yield f"Megatron-LM saves time or memory by what is not here: {'; '.join(saving)}"
-    if line.choices or line.wants_megatron_defaults or "checkpoint.use_checkpoint_args" in line.explicit:
+    if (
+        line.choices
+        or line.wants_megatron_defaults
+        or "checkpoint.use_checkpoint_args" in line.explicit
+    ):
         return  # a file, Megatron-LM's defaults or the checkpoint's model
     of_flags = {name for row in rows.values() for name in row.sets}
-    left_out = [n for n in megatron().shaping if ENTRIES[n].key not in line.explicit and n not in of_flags]
+    left_out = [
+        n for n in megatron().shaping if ENTRIES[n].key not in line.explicit and n not in of_flags
+    ]
     if left_out:
         values = ", ".join(
             f"{name} {typed(ENTRIES[name].default)} (Megatron-LM: {typed(megatron().defaults[name])})"

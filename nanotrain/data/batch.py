@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SEQUENCE_BITS = 50  # sample indices are below; the bits above are the number of a sequence in its sample
+# sample indices are below; the bits above are the number of a sequence in its sample
+SEQUENCE_BITS = 50
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,15 @@ class Sample:
     labels: np.ndarray  # [S] int64, the next token of each input
     loss_mask: np.ndarray  # [S] float32, 1 where the prediction counts in the loss
     position_ids: np.ndarray | None = None  # [S] int64, or None for 0..S-1
-    segment_ids: np.ndarray | None = None  # [S] int32, equal inside a document; None where attention crosses documents
+    # [S] int32, equal inside a document; None where attention crosses documents
+    segment_ids: np.ndarray | None = None
 
 
 class SampleDataset(Protocol):
     """An endless dataset: each sample is a pure function of its index.
 
-    Indices continue after an epoch: index n is sample n % samples_per_epoch of epoch n // samples_per_epoch.
+    Indices continue after an epoch: index n is sample n % samples_per_epoch of epoch n //
+    samples_per_epoch.
     """
 
     @property
@@ -50,16 +53,23 @@ class Batch:
     labels: Tensor  # [B, S] int64
     loss_mask: Tensor  # [B, S] float32
     position_ids: Tensor | None = None  # [B, S] int64, or None for 0..S-1 in every row
-    segment_ids: Tensor | None = None  # [B, S] int32 on the host, or None where attention crosses documents
-    sample_ids: Tensor | None = None  # [B] int64, indices of the samples in the data; None where they have none
-    source_ids: Tensor | None = None  # [B] int64, the corpus of each sample; None where there is one
-    mtp: tuple["Batch", ...] = ()  # the sequences shifted by 1, 2, ... tokens, for multi-token prediction
-    is_padding: bool = False  # not part of the global batch: it has no target tokens, and routers do not count it
+    # [B, S] int32 on the host, or None where attention crosses documents
+    segment_ids: Tensor | None = None
+    # [B] int64, indices of the samples in the data; None where they have none
+    sample_ids: Tensor | None = None
+    # [B] int64, the corpus of each sample; None where there is one
+    source_ids: Tensor | None = None
+    # the sequences shifted by 1, 2, ... tokens, for multi-token prediction
+    mtp: tuple["Batch", ...] = ()
+    # not part of the global batch: it has no target tokens, and routers do not count it
+    is_padding: bool = False
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> "Batch":
         """A batch of tokens [B, S] without labels, for inference."""
-        return cls(tokens, torch.zeros_like(tokens), torch.zeros(tokens.shape, device=tokens.device))
+        return cls(
+            tokens, torch.zeros_like(tokens), torch.zeros(tokens.shape, device=tokens.device)
+        )
 
     @property
     def num_target_tokens(self) -> Tensor:
@@ -67,7 +77,8 @@ class Batch:
         return self.loss_mask.sum()
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Copy the batch to a device, asynchronously from pinned memory; segment ids stay in host memory.
+        """Copy the batch to a device, asynchronously from pinned memory; segment ids stay in host
+        memory.
 
         Attention masks are planned on the host, which would otherwise wait for the device.
         """
@@ -84,16 +95,22 @@ class Batch:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        tensors: dict[str, Any] = {
+            name: change(value) for name, value in values.items() if isinstance(value, Tensor)
+        }
         return replace(self, **tensors, mtp=tuple(shifted._map(change) for shifted in self.mtp))
 
     def with_mtp(self, num_layers: int) -> "Batch":
-        """The batch with its sequences shifted by 1 to `num_layers` tokens (DeepSeek-V3, section 2.2).
+        """The batch with its sequences shifted by 1 to `num_layers` tokens (DeepSeek-V3, section
+        2.2).
 
-        Position i of the k-th one has token, label and mask of position i + k. The mask is 0 if that is beyond the end
-        of the sequence, or in another document and attention does not cross documents.
+        Position i of the k-th one has token, label and mask of position i + k. The mask is 0 if
+        that is beyond the end of the sequence, or in another document and attention does not cross
+        documents.
         """
-        return replace(self, mtp=tuple(self._shifted(distance) for distance in range(1, num_layers + 1)))
+        return replace(
+            self, mtp=tuple(self._shifted(distance) for distance in range(1, num_layers + 1))
+        )
 
     def _shifted(self, distance: int) -> "Batch":
         def shift(tensor: Tensor) -> Tensor:
@@ -117,14 +134,15 @@ def collate(samples: Sequence[Sample]) -> Batch:
 
 
 def split_sequences(batch: Batch, length: int | None) -> Batch:
-    """Split every sample of a microbatch into N = S / L consecutive sequences: [B, S] -> [B * N, L].
+    """Split every sample of a microbatch into N = S / L consecutive sequences: [B, S] -> [B * N,
+    L].
 
         sample            a  a  a  E  b  b  E  c      S = 8
         sequences         a  a  a  E | b  b  E  c     L = 4
         position_ids      0  1  2  3 | 0  1  2  0     where they restart with a document; else None, for 0..L-1
 
-    The label of the last token of a sequence is the first token of the next one. The sequences of a sample get
-    different sample ids, so that their dropout masks differ.
+    The label of the last token of a sequence is the first token of the next one. The sequences of a
+    sample get different sample ids, so that their dropout masks differ.
 
     Args:
         batch: without labels of multi-token prediction.
@@ -149,6 +167,8 @@ def split_sequences(batch: Batch, length: int | None) -> Batch:
 
 
 def _from_zero(positions: Tensor) -> Tensor:
-    """[B * N, L]: tokens of a document that began in an earlier sequence count from the start of their own."""
+    """[B * N, L]: tokens of a document that began in an earlier sequence count from the start of
+    their own.
+    """
     is_continued = (positions == 0).cumsum(dim=1) == 0
     return positions.sub_(positions[:, :1] * is_continued)

@@ -1,8 +1,9 @@
 """Several datasets as one, mixed by weights that may change in stages.
 
-Sample n maps to a dataset and an index in it by a pure function of n, without a table. The datasets are the leaves of a
-binary tree. A node sends visit m to its left child exactly when round(m*p) increases, where p is the left child's share
-of the weight. So round(m*p) of the first m visits go left, and every leaf index follows from n:
+Sample n maps to a dataset and an index in it by a pure function of n, without a table. The datasets
+are the leaves of a binary tree. A node sends visit m to its left child exactly when round(m*p)
+increases, where p is the left child's share of the weight. So round(m*p) of the first m visits go
+left, and every leaf index follows from n:
 
                    n              weights 4 1 1 2
               p = 5/8
@@ -23,7 +24,8 @@ from typing import Self
 
 from nanotrain.data.batch import Sample, SampleDataset
 
-LINEAR_PARTS = 100  # of a linear change of weights: the weights of a part are at most half a percent off
+# of a linear change of weights: the weights of a part are at most half a percent off
+LINEAR_PARTS = 100
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class _Node:
 
 
 def plan_blend(weights: Sequence[Fraction], first: int = 0) -> "_Node | int":
-    """The tree of a blend, for `locate`, from one weight above 0 per dataset; they need not sum to 1.
+    """The tree of a blend, for `locate`, from one weight above 0 per dataset; they need not sum to
+    1.
 
     The datasets are numbered from `first`.
     """
@@ -46,7 +49,11 @@ def plan_blend(weights: Sequence[Fraction], first: int = 0) -> "_Node | int":
         return first
     middle = len(weights) // 2
     left, right = weights[:middle], weights[middle:]
-    return _Node(Fraction(sum(left)) / sum(weights), plan_blend(left, first), plan_blend(right, first + middle))
+    return _Node(
+        Fraction(sum(left)) / sum(weights),
+        plan_blend(left, first),
+        plan_blend(right, first + middle),
+    )
 
 
 def locate(tree: "_Node | int", index: int) -> tuple[int, int]:
@@ -86,7 +93,9 @@ class StageBlend:
     sources: tuple[int, ...]  # indices of the sources that it reads
     weights: tuple[Fraction, ...]  # above 0, one per source
     end: int | None = (
-        None  # the first sample with these weights, which change linearly from those before; None: at once
+        # the first sample with these weights, which change linearly from those before; None: at
+        # once
+        None
     )
 
     def share_of(self, source: int) -> Fraction:
@@ -97,17 +106,24 @@ class StageBlend:
 
 
 def _constant_parts(stages: Sequence[StageBlend]) -> Iterator[StageBlend]:
-    """Stages of constant weights: a linear change is LINEAR_PARTS of them, each with the weights of its middle."""
+    """Stages of constant weights: a linear change is LINEAR_PARTS of them, each with the weights of
+    its middle.
+    """
     for before, stage in zip((None, *stages), stages, strict=False):
         if stage.end is None or before is None:
             yield stage
             continue
         sources = tuple(sorted({*before.sources, *stage.sources}))
-        starts = [stage.start + (stage.end - stage.start) * part // LINEAR_PARTS for part in range(LINEAR_PARTS)]
+        starts = [
+            stage.start + (stage.end - stage.start) * part // LINEAR_PARTS
+            for part in range(LINEAR_PARTS)
+        ]
         for part, (start, end) in enumerate(pairwise([*starts, stage.end])):
             if start < end:
                 done = Fraction(2 * part + 1, 2 * LINEAR_PARTS)
-                weights = (before.share_of(s) * (1 - done) + stage.share_of(s) * done for s in sources)
+                weights = (
+                    before.share_of(s) * (1 - done) + stage.share_of(s) * done for s in sources
+                )
                 yield StageBlend(stage.name, start, sources, tuple(weights))
         yield replace(stage, start=stage.end)
 
@@ -120,9 +136,9 @@ class BlendedDataset:
         source a        0 1 2 ... 41      42 43 ... 60         (none)          every source continues where it stopped
         source b        (none)            0 1 2 ...            ...
 
-    The source of sample n, and its index there, follow from n, the weights and the starts alone, so a run resumes
-    anywhere. The samples of a source in earlier stages are counted, not stored, so none is read again before its epoch
-    ends.
+    The source of sample n, and its index there, follow from n, the weights and the starts alone, so
+    a run resumes anywhere. The samples of a source in earlier stages are counted, not stored, so
+    none is read again before its epoch ends.
 
     Args:
         datasets: the sources; each keeps its own epochs and order.
@@ -135,7 +151,8 @@ class BlendedDataset:
         self._parts = tuple(_constant_parts(stages))
         self._starts = [part.start for part in self._parts]
         self._trees = [plan_blend(part.weights) for part in self._parts]
-        self._read_before = [[0] * len(self.datasets)]  # by stage and source: samples read in earlier stages
+        # by stage and source: samples read in earlier stages
+        self._read_before = [[0] * len(self.datasets)]
         for end in self._starts[1:]:
             self._read_before.append(self._read_at(end))
 
@@ -146,7 +163,10 @@ class BlendedDataset:
 
     def starting_at(self, bounds: Sequence[tuple[int, int | None]]) -> "BlendedDataset":
         """The same blends with other first samples, and ends of linear changes."""
-        stages = [replace(stage, start=start, end=end) for stage, (start, end) in zip(self.stages, bounds, strict=True)]
+        stages = [
+            replace(stage, start=start, end=end)
+            for stage, (start, end) in zip(self.stages, bounds, strict=True)
+        ]
         return BlendedDataset(self.datasets, stages)
 
     @property

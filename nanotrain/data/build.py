@@ -1,7 +1,7 @@
 """From the data section of the configuration to datasets.
 
-Everything here takes constant time for any size of the corpora and needs no device, so user mistakes are found before
-any rank waits for another.
+Everything here takes constant time for any size of the corpora and needs no device, so user
+mistakes are found before any rank waits for another.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,7 +23,15 @@ from nanotrain.data.packing import PackedDataset
 from nanotrain.data.remote import ChunkCache
 from nanotrain.errors import ConfigError, DataError, ErrorCollector
 from nanotrain.quantities import count_of
-from nanotrain.untrusted import object_of, parse_json, read_file, shown, text_of, unreadable, whole_number
+from nanotrain.untrusted import (
+    object_of,
+    parse_json,
+    read_file,
+    shown,
+    text_of,
+    unreadable,
+    whole_number,
+)
 
 SPLITS = ("train", "valid", "test")
 PACKINGS: dict[str, type[GPTDataset]] = {"stream": GPTDataset, "best_fit": PackedDataset}
@@ -36,7 +44,8 @@ class DatasetSplits:
     train: SampleDataset | None
     valid: SampleDataset | None
     test: SampleDataset | None
-    valid_sets: Mapping[str, SampleDataset] = field(default_factory=dict)  # named ones, instead of `valid`
+    # named ones, instead of `valid`
+    valid_sets: Mapping[str, SampleDataset] = field(default_factory=dict)
 
 
 def uses_quickstart(data: DataConfig) -> bool:
@@ -45,13 +54,17 @@ def uses_quickstart(data: DataConfig) -> bool:
 
 
 def first_blend(data: DataConfig) -> list[str]:
-    """The blend that training begins with, as `parse_data_path` takes it; empty where no corpus is set."""
+    """The blend that training begins with, as `parse_data_path` takes it; empty where no corpus is
+    set.
+    """
     stages = read_stages(data.stages)
     return [stages[0].blend] if stages else data.data_path or data.train_data_path
 
 
 def tokenizer_of(data: DataConfig) -> str | None:
-    """The tokenizer of a run, as `load_tokenizer` takes it: from the data section, else from the first corpus."""
+    """The tokenizer of a run, as `load_tokenizer` takes it: from the data section, else from the
+    first corpus.
+    """
     if data.vocab_file and data.merge_file:
         return f"{data.vocab_file},{data.merge_file}"
     paths = first_blend(data)
@@ -66,33 +79,50 @@ def build_data(
     """Open the corpora and build the dataset of every split.
 
     Args:
-        data: the data section; the quick-start corpus is prepared already. With `data_stages` the starts in the
-            training split are as configured, in steps or samples; see `starting_stages`.
+        data: the data section; the quick-start corpus is prepared already. With `data_stages` the
+            starts in the training split are as configured, in steps or samples; see
+            `starting_stages`.
         vocab_size: token ids must be in [0, vocab_size).
         seed: key of the shuffle.
         required: splits that must have samples; the others may be None.
 
     Raises:
-        DataError: a corpus that cannot be read, has ids outside the vocabulary (first sample), or too few tokens.
-        ConfigError: blends that cannot be parsed, those of all stages in one error; corpora of different tokenizers.
+        DataError: a corpus that cannot be read, has ids outside the vocabulary (first sample), or
+            too few tokens.
+        ConfigError: blends that cannot be parsed, those of all stages in one error; corpora of
+            different tokenizers.
     """
     if data.mock_data:
-        train, valid, test = (SyntheticDataset(vocab_size, data.seq_length, seed + split) for split in range(3))
+        train, valid, test = (
+            SyntheticDataset(vocab_size, data.seq_length, seed + split) for split in range(3)
+        )
         return DatasetSplits(train, valid, test)
-    named = {name: parse_data_path([path]) for name, path in read_named(data.valid_data_path).items()}
+    named = {
+        name: parse_data_path([path]) for name, path in read_named(data.valid_data_path).items()
+    }
     if named:
         data, required = replace(data, valid_data_path=[]), {*required} - {"valid"}
     parsed = [parse_data_path(_paths(data, name)) for name in SPLITS]
-    require_same_tokenizer(entry.prefix for prefixes in (*parsed, *named.values()) for entry in prefixes)
+    require_same_tokenizer(
+        entry.prefix for prefixes in (*parsed, *named.values()) for entry in prefixes
+    )
     cache, built = ChunkCache.of(data), dict[str, SampleDataset | None]()
     for split, name in enumerate(SPLITS):
         prefixes = parsed[split]
         datasets = [
-            _dataset(IndexedTokens(entry.prefix, cache), data, split=split, vocab_size=vocab_size, seed=seed)
+            _dataset(
+                IndexedTokens(entry.prefix, cache),
+                data,
+                split=split,
+                vocab_size=vocab_size,
+                seed=seed,
+            )
             for entry in prefixes
         ]
         if name == "train" and data.fim_data:
-            fim = FillInTheMiddle.of(data, tokenizer=tokenizer_of(data), vocab_size=vocab_size, seed=seed)
+            fim = FillInTheMiddle.of(
+                data, tokenizer=tokenizer_of(data), vocab_size=vocab_size, seed=seed
+            )
             datasets = [replace(dataset, changes=(fim,)) for dataset in datasets]
         if name == "train" and data.exclude_documents:
             datasets = without_documents(datasets, Path(data.exclude_documents))
@@ -103,14 +133,17 @@ def build_data(
     valid_sets: dict[str, SampleDataset] = {}
     for name, (entry, *_) in named.items():
         corpus = IndexedTokens(entry.prefix, cache)
-        dataset = PACKINGS[data.packing](corpus, 0, corpus.num_tokens, data, vocab_size=vocab_size, seed=seed)
+        dataset = PACKINGS[data.packing](
+            corpus, 0, corpus.num_tokens, data, vocab_size=vocab_size, seed=seed
+        )
         _check_samples("valid", [dataset], proportions=data.split)
         valid_sets[name] = dataset
     return DatasetSplits(**built, valid_sets=valid_sets)
 
 
 def without_documents(datasets: Sequence[GPTDataset], file: Path) -> list[GPTDataset]:
-    """The datasets without the documents of a file: a line is PREFIX:INDEX, or JSON with corpus and document.
+    """The datasets without the documents of a file: a line is PREFIX:INDEX, or JSON with corpus and
+    document.
 
     Raises:
         DataError: a line of another form, or of a document that no corpus of the run has.
@@ -126,8 +159,13 @@ def without_documents(datasets: Sequence[GPTDataset], file: Path) -> list[GPTDat
                 excluded[prefix].add(document)
     except (OSError, ValueError) as error:
         fix = "write one PREFIX:INDEX per line; `nanotrain data find --json` prints such lines"
-        raise DataError(f"--exclude-documents {file} cannot be used", why=unreadable(error), fix=fix) from None
-    return [replace(dataset, excluded=frozenset(excluded[dataset.corpus.prefix])) for dataset in datasets]
+        raise DataError(
+            f"--exclude-documents {file} cannot be used", why=unreadable(error), fix=fix
+        ) from None
+    return [
+        replace(dataset, excluded=frozenset(excluded[dataset.corpus.prefix]))
+        for dataset in datasets
+    ]
 
 
 def read_document(text: str) -> tuple[Path, int]:
@@ -141,7 +179,9 @@ def read_document(text: str) -> tuple[Path, int]:
     """
     if text.startswith("{"):
         row = object_of(parse_json(text), "it")
-        return Path(text_of(row.get("corpus"), "corpus")), whole_number(row.get("document"), "document")
+        return Path(text_of(row.get("corpus"), "corpus")), whole_number(
+            row.get("document"), "document"
+        )
     prefix, _, number = text.strip().rpartition(":")
     if not prefix or not number.isdigit():
         raise ValueError(f"{shown(text)} is not PREFIX:INDEX")
@@ -149,12 +189,16 @@ def read_document(text: str) -> tuple[Path, int]:
 
 
 def _paths(data: DataConfig, name: str) -> list[str]:
-    """The blend of a split: its own, or the one that all splits share; with stages, every corpus blended by size."""
+    """The blend of a split: its own, or the one that all splits share; with stages, every corpus
+    blended by size.
+    """
     own = {"valid": data.valid_data_path, "test": data.test_data_path}
     if name != "train" and _has_own_splits(data):
         return own[name]
     if data.stages:
-        return list(dict.fromkeys(str(entry.prefix) for blend in _stage_blends(data) for entry in blend))
+        return list(
+            dict.fromkeys(str(entry.prefix) for blend in _stage_blends(data) for entry in blend)
+        )
     assert first_blend(data), "the quick-start corpus is prepared before build_data"
     return first_blend(data)
 
@@ -172,7 +216,9 @@ def _stage_blends(data: DataConfig) -> list[tuple[WeightedPrefix, ...]]:
             try:
                 blends.append(parse_data_path([stage.blend]))
             except ConfigError as error:
-                raise ConfigError(f"stage {stage.name}: {error.what}", why=error.why, fix=error.fix) from None
+                raise ConfigError(
+                    f"stage {stage.name}: {error.what}", why=error.why, fix=error.fix
+                ) from None
     errors.raise_errors()
     return blends
 
@@ -185,14 +231,23 @@ def _stage(datasets: Sequence[GPTDataset], data: DataConfig) -> BlendedDataset:
         weights: dict[int, Fraction] = {}
         for entry in blend:
             index = indices[entry.prefix]
-            weight = Fraction(datasets[index].samples_per_epoch) if entry.weight is None else entry.weight
+            weight = (
+                Fraction(datasets[index].samples_per_epoch)
+                if entry.weight is None
+                else entry.weight
+            )
             weights[index] = weights.get(index, Fraction(0)) + weight
-        stages.append(StageBlend(stage.name, stage.start, tuple(weights), tuple(weights.values()), stage.end))
+        stages.append(
+            StageBlend(stage.name, stage.start, tuple(weights), tuple(weights.values()), stage.end)
+        )
     return BlendedDataset(datasets, stages)
 
 
-def starting_stages(samples: SampleDataset, data: DataConfig, *, samples_of: Callable[[int], int]) -> SampleDataset:
-    """The training samples with the stages of `data_stages` at the samples where they start in a run.
+def starting_stages(
+    samples: SampleDataset, data: DataConfig, *, samples_of: Callable[[int], int]
+) -> SampleDataset:
+    """The training samples with the stages of `data_stages` at the samples where they start in a
+    run.
 
     Args:
         samples: training split of `build_data`.
@@ -205,7 +260,9 @@ def starting_stages(samples: SampleDataset, data: DataConfig, *, samples_of: Cal
     return samples.starting_at(stage_bounds(stages, samples_of))
 
 
-def _dataset(corpus: IndexedTokens, data: DataConfig, *, split: int, vocab_size: int, seed: int) -> GPTDataset:
+def _dataset(
+    corpus: IndexedTokens, data: DataConfig, *, split: int, vocab_size: int, seed: int
+) -> GPTDataset:
     """The part of a corpus that belongs to a split; all of it if the split has its own corpora."""
     documents = split_documents(corpus.num_documents, data.split)[split]
     if _has_own_splits(data):
@@ -216,8 +273,14 @@ def _dataset(corpus: IndexedTokens, data: DataConfig, *, split: int, vocab_size:
 
 def _check_samples(name: str, datasets: Sequence[GPTDataset], *, proportions: str) -> None:
     if not datasets:
-        fix = f"set --{name}-data-path" + (", or turn validation off with --eval-interval 0" if name == "valid" else "")
-        raise DataError(f"the {name} split has no corpus", why="with --train-data-path each split has its own", fix=fix)
+        fix = f"set --{name}-data-path" + (
+            ", or turn validation off with --eval-interval 0" if name == "valid" else ""
+        )
+        raise DataError(
+            f"the {name} split has no corpus",
+            why="with --train-data-path each split has its own",
+            fix=fix,
+        )
     for dataset in datasets:
         if dataset.samples_per_epoch == 0:
             raise _too_few_tokens(name, dataset, proportions=proportions)
@@ -242,13 +305,20 @@ def _too_few_tokens(name: str, dataset: GPTDataset, *, proportions: str) -> Data
     )
 
 
-def _blend(datasets: Sequence[GPTDataset], prefixes: Sequence[WeightedPrefix]) -> SampleDataset | None:
+def _blend(
+    datasets: Sequence[GPTDataset], prefixes: Sequence[WeightedPrefix]
+) -> SampleDataset | None:
     """Blend the datasets that have samples, by weight or by size."""
-    filled = [(dataset, entry) for dataset, entry in zip(datasets, prefixes, strict=True) if dataset.samples_per_epoch]
+    filled = [
+        (dataset, entry)
+        for dataset, entry in zip(datasets, prefixes, strict=True)
+        if dataset.samples_per_epoch
+    ]
     if len(filled) <= 1:
         return filled[0][0] if filled else None
     weights = [
-        entry.weight if entry.weight is not None else Fraction(dataset.samples_per_epoch) for dataset, entry in filled
+        entry.weight if entry.weight is not None else Fraction(dataset.samples_per_epoch)
+        for dataset, entry in filled
     ]
     return BlendedDataset.by_weight([dataset for dataset, _ in filled], weights)
 
@@ -284,11 +354,17 @@ def require_same_corpora(samples: SampleDataset | None, saved: Mapping[str, Any]
 
 
 def source_names(dataset: SampleDataset) -> tuple[str, ...]:
-    """One name per corpus, in the order of `source_of`: the shortest path endings that differ; () if not a blend."""
+    """One name per corpus, in the order of `source_of`: the shortest path endings that differ; ()
+    if not a blend.
+    """
     if not isinstance(dataset, BlendedDataset):
         return ()
-    paths = [part.corpus.prefix if isinstance(part, GPTDataset) else None for part in dataset.datasets]
-    parts = [("source", str(index)) if path is None else path.parts for index, path in enumerate(paths)]
+    paths = [
+        part.corpus.prefix if isinstance(part, GPTDataset) else None for part in dataset.datasets
+    ]
+    parts = [
+        ("source", str(index)) if path is None else path.parts for index, path in enumerate(paths)
+    ]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-length:]) for each in parts]
         if len(set(names)) == len(names):

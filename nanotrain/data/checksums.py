@@ -1,4 +1,5 @@
-"""Checksums of token files: `PREFIX.bin.crc32` has the CRC-32 of every block of a `.bin`, four bytes each.
+"""Checksums of token files: `PREFIX.bin.crc32` has the CRC-32 of every block of a `.bin`, four
+bytes each.
 
     BlockSums       of what `nanotrain prepare` writes
     check_blocks    some blocks when a corpus is opened, which takes the same time for any size; all for `--verify`
@@ -32,7 +33,11 @@ class BlockSums:
         data = memoryview(data).cast("B")
         while data:
             part = data[: BLOCK_BYTES - self._size]
-            self._crc32, self._size, data = crc32(part, self._crc32), self._size + len(part), data[len(part) :]
+            self._crc32, self._size, data = (
+                crc32(part, self._crc32),
+                self._size + len(part),
+                data[len(part) :],
+            )
             if self._size == BLOCK_BYTES:
                 self._sums.append(self._crc32)
                 self._crc32 = self._size = 0
@@ -71,7 +76,9 @@ class BlockCheck:
         self._is_checked = np.zeros(len(self.sums), dtype=bool)
 
     def check(self, prefix: Path, *, most: int | None = None) -> int:
-        """Compare `most` evenly spread blocks, or all; returns their number. Errors as of `check_blocks`."""
+        """Compare `most` evenly spread blocks, or all; returns their number. Errors as of
+        `check_blocks`.
+        """
         total = -(-self.file.size // BLOCK_BYTES)
         if not self._has_sums:
             return 0
@@ -87,9 +94,11 @@ class BlockCheck:
         raise DataError(f"{self.file.path} is not as it was written", why=why, fix=fix)
 
     def damaged(self, start: int, stop: int) -> int | None:
-        """The first byte of the first damaged block among those that hold bytes [start, stop); None without one.
+        """The first byte of the first damaged block among those that hold bytes [start, stop); None
+        without one.
 
-        A block is compared once per process, which takes 0.1 ms, beside the step where workers load the data.
+        A block is compared once per process, which takes 0.1 ms, beside the step where workers load
+        the data.
         """
         for number in range(start // BLOCK_BYTES, min(-(-stop // BLOCK_BYTES), len(self.sums))):
             if not self._is_checked[number]:
@@ -99,7 +108,9 @@ class BlockCheck:
         return None
 
     def _is_sound(self, number: int) -> bool:
-        """Whether a block has its checksum; one of a cache is fetched again before it counts as damaged."""
+        """Whether a block has its checksum; one of a cache is fetched again before it counts as
+        damaged.
+        """
         while crc32(_block(self.file, number)) != self.sums[number]:
             if not self.file.drop(number * BLOCK_BYTES):
                 return False
@@ -107,9 +118,11 @@ class BlockCheck:
 
 
 def fingerprint(prefix: Path, cache: ChunkCache | None = None) -> str:
-    """Eight hexadecimal digits that differ between corpora: of the sizes, the index's ends and the checksums.
+    """Eight hexadecimal digits that differ between corpora: of the sizes, the index's ends and the
+    checksums.
 
-    Without checksums, as of Megatron-LM's corpora, evenly spread blocks of the tokens stand for all of them.
+    Without checksums, as of Megatron-LM's corpora, evenly spread blocks of the tokens stand for all
+    of them.
     """
     value = 0
     for path in (bin_path(prefix), idx_path(prefix)):

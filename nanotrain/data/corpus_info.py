@@ -1,8 +1,9 @@
 """How a corpus was prepared: `PREFIX.nanotrain.json`, written beside its `.bin/.idx` pair.
 
-The tokenizer named there is "bytes" or a folder beside the pair. A token id means a different text in every vocabulary:
-a blend of two would train on noise, and validation on another vocabulary would measure nothing, so corpora of different
-tokenizers are refused. Corpora without a recorded tokenizer, such as Megatron-LM's, are not checked.
+The tokenizer named there is "bytes" or a folder beside the pair. A token id means a different text
+in every vocabulary: a blend of two would train on noise, and validation on another vocabulary would
+measure nothing, so corpora of different tokenizers are refused. Corpora without a recorded
+tokenizer, such as Megatron-LM's, are not checked.
 """
 
 import json
@@ -18,21 +19,30 @@ from nanotrain.data.tokenizer import VOCABULARY, ByteTokenizer
 from nanotrain.errors import ConfigError, DataError
 from nanotrain.paths import path_or_address
 from nanotrain.runs.files import write_text
-from nanotrain.untrusted import MAX_TOKENIZER_BYTES, object_of, parse_json, read_file, text_of, whole_number
+from nanotrain.untrusted import (
+    MAX_TOKENIZER_BYTES,
+    object_of,
+    parse_json,
+    read_file,
+    text_of,
+    whole_number,
+)
 
 
 @dataclass(frozen=True)
 class CorpusInfo:
     """The contents of `PREFIX.nanotrain.json` (`PREFIX.json` may be an input file)."""
 
-    tokenizer: str | None = None  # "bytes", or the name of a folder beside the pair; None if unknown
+    # "bytes", or the name of a folder beside the pair; None if unknown
+    tokenizer: str | None = None
     vocab_size: int = 0  # one more than the largest id of that tokenizer
     eod: int | None = None  # the end-of-document token
     documents: int = 0  # number of documents
     tokens: int = 0  # number of tokens
     plan: str = ""  # hash of inputs and options
     inputs: dict[str, str] = field(default_factory=dict)  # SHA-256 of every input file, by its path
-    tokenizer_sha256: str = ""  # of its definition; empty for bytes and where transformers' classes are the tokenizer
+    # of its definition; empty for bytes and where transformers' classes are the tokenizer
+    tokenizer_sha256: str = ""
 
 
 # of the fields that are no numbers
@@ -84,7 +94,8 @@ def _info_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".nanotrain.json")
 
 
-_PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer")  # parts of tokenizer.json that determine the ids
+# parts of tokenizer.json that determine the ids
+_PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer")
 
 
 def require_same_tokenizer(prefixes: Iterable[Path]) -> None:
@@ -126,14 +137,20 @@ def require_tokenizer_of(model: str | None, source: str) -> None:
 
 
 def is_same_tokenizer(first: str, second: str) -> bool | None:
-    """Whether two tokenizers, as `load_tokenizer` takes them, give the same ids; None if one of them is unknown."""
+    """Whether two tokenizers, as `load_tokenizer` takes them, give the same ids; None if one of
+    them is unknown.
+    """
     contents = [_content(first), _content(second)]
     if first != second and None in contents:
         return None
     if contents[0] == contents[1]:  # Gemma 3's takes a second to parse
         return True
     try:
-        parsed = [object_of(parse_json(_normalized(content)), "it") for content in contents if content is not None]
+        parsed = [
+            object_of(parse_json(_normalized(content)), "it")
+            for content in contents
+            if content is not None
+        ]
     except ValueError:
         return None  # reported where it is loaded
     return all(parsed[0].get(part) == parsed[1].get(part) for part in _PARTS)
@@ -154,7 +171,8 @@ def _normalized(content: bytes) -> bytes:
     """A tokenizer.json as the installed library writes it: older ones wrote merges in another form."""
     try:
         return tokenizers.Tokenizer.from_buffer(content).to_str().encode()
-    except BaseException as error:  # the library raises bare Exception, and its panics are no Exception
+    # the library raises bare Exception, and its panics are no Exception
+    except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         return content

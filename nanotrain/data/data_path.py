@@ -1,4 +1,6 @@
-"""Parse `--data-path`, prefixes of token files with or without weights, and `--split`, shares of their documents."""
+"""Parse `--data-path`, prefixes of token files with or without weights, and `--split`, shares of
+their documents.
+"""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +13,10 @@ from nanotrain.data.token_format import idx_path, prefix_of
 from nanotrain.errors import ConfigError
 from nanotrain.paths import Address, path_or_address
 
-_NUMBER = re.compile(r"[+-]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})(e[+-]?\d{1,2})?|\d{1,30}/0*[1-9]\d{0,29}", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"[+-]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})(e[+-]?\d{1,2})?|\d{1,30}/0*[1-9]\d{0,29}",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,11 @@ def parse_data_path(entries: Sequence[str]) -> tuple[WeightedPrefix, ...]:
     >>> parse_data_path(["0.7", "a", "0.3", "b"])[1].weight
     Fraction(3, 10)
     """
-    items = [item for entry in map(str, entries) for item in ([entry] if _is_prefix(entry) else entry.split())]
+    items = [
+        item
+        for entry in map(str, entries)
+        for item in ([entry] if _is_prefix(entry) else entry.split())
+    ]
     numbers = [_weight(item) for item in items]
     if all(number is None for number in numbers):
         return tuple(WeightedPrefix(_prefix(item)) for item in items)
@@ -43,7 +52,9 @@ def parse_data_path(entries: Sequence[str]) -> tuple[WeightedPrefix, ...]:
             why="either every prefix has a weight above 0 before it, or none has",
             fix="write for example --data-path 0.7 web 0.3 code",
         )
-    return tuple(WeightedPrefix(_prefix(name), weight) for weight, name in zip(weights, names, strict=True))
+    return tuple(
+        WeightedPrefix(_prefix(name), weight) for weight, name in zip(weights, names, strict=True)
+    )
 
 
 def _weight(item: str) -> Fraction | None:
@@ -62,7 +73,8 @@ def _prefix(item: str) -> Path:
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Parse up to three numbers ("969,30,1", "99,1") into three proportions that sum to 1; missing ones are 0.
+    """Parse up to three numbers ("969,30,1", "99,1") into three proportions that sum to 1; missing
+    ones are 0.
 
     Raises:
         ConfigError: no numbers, more than three, a negative one, or all zero.
@@ -74,7 +86,11 @@ def parse_split(split: str) -> tuple[float, float, float]:
         parts = [float(part) for part in split.replace("/", ",").split(",")]
     except ValueError:
         parts = []
-    if not 1 <= len(parts) <= 3 or any(not part >= 0 for part in parts) or not 0 < sum(parts) < float("inf"):
+    if (
+        not 1 <= len(parts) <= 3
+        or any(not part >= 0 for part in parts)
+        or not 0 < sum(parts) < float("inf")
+    ):
         raise ConfigError(
             f"--split {split} cannot be parsed",
             why="it takes up to three proportions of at least 0, not all 0",

@@ -1,14 +1,17 @@
-"""Fill-in-the-middle (`--fim-data`): from a text before and after a gap the model learns to write what is in it.
+"""Fill-in-the-middle (`--fim-data`): from a text before and after a gap the model learns to write
+what is in it.
 
     part of a document      p p p p m m m s s s s s E        E end-of-document
     PSM                     P p p p p S s s M m m m E        P, S, M sentinels before prefix, suffix and middle
     SPM (`--fim-spm-rate`)  P S s s M p p p p m m m E
 
-A part of a document in a sample keeps its place, its length and its end: the sentinels replace the last tokens of the
-suffix. So positions, segments and the documents of a sample are those of plain samples. Where a part goes on in the
-next sample, the label after the gap is no target. Corpora with a loss mask, as of conversations, stay as they are.
+A part of a document in a sample keeps its place, its length and its end: the sentinels replace the
+last tokens of the suffix. So positions, segments and the documents of a sample are those of plain
+samples. Where a part goes on in the next sample, the label after the gap is no target. Corpora with
+a loss mask, as of conversations, stay as they are.
 
-Source: Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle", sections 3 and 4.
+Source: Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle",
+sections 3 and 4.
 """
 
 import hashlib
@@ -29,7 +32,9 @@ _ONE = 1 << 64
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """Rewrite parts of documents; a pure function of the seed, the epoch and the place of a part in the corpus."""
+    """Rewrite parts of documents; a pure function of the seed, the epoch and the place of a part in
+    the corpus.
+    """
 
     sentinels: tuple[int, int, int]  # ids before prefix, suffix and middle
     rate: float  # share of the parts that are rewritten
@@ -49,26 +54,45 @@ class FillInTheMiddle:
         Raises:
             ConfigError: a sentinel is no token.
         """
-        named = {kind: getattr(data, f"fim_{kind}_token") for kind in ("prefix", "suffix", "middle")}
+        named = {
+            kind: getattr(data, f"fim_{kind}_token") for kind in ("prefix", "suffix", "middle")
+        }
         known: dict[str, int] = {}
         if tokenizer is not None and not all(text.isdigit() for text in named.values()):
             loaded = load_with_files(tokenizer)
-            known = loaded.backend.get_vocab() if isinstance(loaded, FastTokenizer) else loaded.wrapped.get_vocab()
-        ids = {kind: int(text) if text.isdigit() else known.get(text, vocab_size) for kind, text in named.items()}
-        wrong = [f"--fim-{kind}-token {named[kind]}" for kind, token in ids.items() if token >= vocab_size]
+            known = (
+                loaded.backend.get_vocab()
+                if isinstance(loaded, FastTokenizer)
+                else loaded.wrapped.get_vocab()
+            )
+        ids = {
+            kind: int(text) if text.isdigit() else known.get(text, vocab_size)
+            for kind, text in named.items()
+        }
+        wrong = [
+            f"--fim-{kind}-token {named[kind]}"
+            for kind, token in ids.items()
+            if token >= vocab_size
+        ]
         if wrong:
             raise ConfigError(
                 f"{', '.join(wrong)}: no token",
                 why=f"the tokenizer is {tokenizer or 'unknown'}, and the model has the ids 0 to {vocab_size - 1}",
                 fix="name special tokens of the tokenizer, or give unused ids",
             )
-        return cls((ids["prefix"], ids["suffix"], ids["middle"]), data.fim_rate, data.fim_spm_rate, seed)
+        return cls(
+            (ids["prefix"], ids["suffix"], ids["middle"]), data.fim_rate, data.fim_spm_rate, seed
+        )
 
     def __call__(self, dataset: GPTDataset, index: int, sample: Sample) -> Sample:
         """Sample `index` of a dataset with its parts rewritten."""
         if dataset.corpus.mask_file is not None:
             return sample
-        tokens, labels, loss_mask = sample.tokens.copy(), sample.labels.copy(), sample.loss_mask.copy()
+        tokens, labels, loss_mask = (
+            sample.tokens.copy(),
+            sample.labels.copy(),
+            sample.loss_mask.copy(),
+        )
         length, epoch = len(tokens), index // dataset.samples_per_epoch
         for part in dataset.parts(index):
             is_end = part.stop == dataset.corpus.document_start(part.document + 1)

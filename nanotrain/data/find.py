@@ -19,23 +19,29 @@ _MARGIN = 2  # tokens at each end of a text that may be others inside of a docum
 def documents_with(text: str, order: DataOrder, *, run: Path) -> list[tuple[Path, int]]:
     """The documents of the training split, as prefix and index, whose text contains `text`.
 
-    The tokens of the text without those at its ends, which depend on what is around it, are searched in the token
-    files, and every document in which they occur is decoded.
+    The tokens of the text without those at its ends, which depend on what is around it, are
+    searched in the token files, and every document in which they occur is decoded.
 
     Raises:
         DataError: the tokenizer of the run is unknown, or the text is too short to be searched.
     """
     stored = RunFolder(run).tokenizer
-    name = str(stored) if (stored / SETTINGS).is_file() else tokenizer_of(order.starts[-1].config.data)
+    name = (
+        str(stored) if (stored / SETTINGS).is_file() else tokenizer_of(order.starts[-1].config.data)
+    )
     if name is None:
         why = "its corpora were prepared without one, and it has no --tokenizer-model"
-        raise DataError(f"{run} has no tokenizer", why=why, fix="search with --document PREFIX:INDEX")
+        raise DataError(
+            f"{run} has no tokenizer", why=why, fix="search with --document PREFIX:INDEX"
+        )
     tokenizer, found = load_tokenizer(name), {}
     tokens = tokenizer.encode(text)
     inner = tokens[_MARGIN:-_MARGIN]
     if not inner:
         why = f"it has {len(tokens)} tokens, of which {2 * _MARGIN} at its ends depend on what is around it"
-        raise DataError(f"the text {text!r} is too short to be searched", why=why, fix="give more of it")
+        raise DataError(
+            f"the text {text!r} is too short to be searched", why=why, fix="give more of it"
+        )
     for start in order.starts:
         for part in start.corpora:
             for document in _candidates(part, inner):

@@ -1,11 +1,13 @@
-"""Fixed-length samples from a token stream: `GPTDataset`, `AllWindows` for evaluation, `SyntheticDataset`.
+"""Fixed-length samples from a token stream: `GPTDataset`, `AllWindows` for evaluation,
+`SyntheticDataset`.
 
-    sample index --(divmod by samples_per_epoch)--> epoch, position
-    position --(keyed permutation of the epoch, or unchanged)--> window i
-    window i --> tokens [start + i*S, start + i*S + S + 1) of the corpus; the last one is only a label
+    sample index --(divmod by samples_per_epoch)--> epoch, position position --(keyed permutation of
+    the epoch, or unchanged)--> window i window i --> tokens [start + i*S, start + i*S + S + 1) of
+    the corpus; the last one is only a label
 
-A window crosses document boundaries. The `.idx` stores them, so no tokenizer is needed: the end-of-document token
-(E) is the last token of its document, as `nanotrain prepare` and Megatron-LM write it.
+A window crosses document boundaries. The `.idx` stores them, so no tokenizer is needed: the
+end-of-document token (E) is the last token of its document, as `nanotrain prepare` and Megatron-LM
+write it.
 
     stream        a  a  a  E  b  b  E  c  c
     position_ids  0  1  2  3  0  1  2  0  1     reset_position_ids
@@ -51,7 +53,8 @@ class GPTDataset:
     vocab_size: int  # token ids must be in [0, vocab_size)
     seed: int = 0  # key of the shuffle of every epoch
     excluded: frozenset[int] = frozenset()  # documents that are not read
-    changes: tuple[Callable[["GPTDataset", int, Sample], Sample], ...] = ()  # made to every sample, in order
+    # made to every sample, in order
+    changes: tuple[Callable[["GPTDataset", int, Sample], Sample], ...] = ()
 
     @property
     def samples_per_epoch(self) -> int:
@@ -81,15 +84,21 @@ class GPTDataset:
         return window
 
     def index_of(self, window: int, epoch: int) -> int:
-        """The index of the sample that is a window of the split, in an epoch; the inverse of `window`."""
+        """The index of the sample that is a window of the split, in an epoch; the inverse of
+        `window`.
+        """
         if self.config.shuffle:
-            window = permuted(window, self.samples_per_epoch, seed=self.seed, epoch=epoch, inverse=True)
+            window = permuted(
+                window, self.samples_per_epoch, seed=self.seed, epoch=epoch, inverse=True
+            )
         return epoch * self.samples_per_epoch + window
 
     def parts(self, index: int) -> Iterator[Part]:
         """The parts of documents in the S + 1 tokens of a sample, in order."""
         first = self.start + self.window(index) * self.config.seq_length
-        for document, start, stop in self.corpus.documents_in(first, first + self.config.seq_length + 1):
+        for document, start, stop in self.corpus.documents_in(
+            first, first + self.config.seq_length + 1
+        ):
             yield Part(document, start, stop, start - first)
 
     def windows_with(self, document: int) -> Sequence[int]:
@@ -104,25 +113,34 @@ class GPTDataset:
         return (after - before) * self.config.seq_length
 
     def _without_excluded(self, sample: Sample, index: int) -> Sample:
-        """A sample whose excluded documents are masked, their tokens replaced by the last one: end-of-document."""
+        """A sample whose excluded documents are masked, their tokens replaced by the last one:
+        end-of-document.
+        """
         ids, loss_mask = np.append(sample.tokens, sample.labels[-1]), sample.loss_mask.copy()
         for part in self.parts(index):
             if part.document in self.excluded:
-                end, after = self.corpus.document_start(part.document + 1), part.place + part.stop - part.start
+                end, after = (
+                    self.corpus.document_start(part.document + 1),
+                    part.place + part.stop - part.start,
+                )
                 ids[part.place : after] = self.corpus.read(end - 1, end)[0]
                 loss_mask[max(0, part.place - 1) : after - 1] = 0.0
         return replace(sample, tokens=ids[:-1], labels=ids[1:], loss_mask=loss_mask)
 
     def _sample(self, ids: np.ndarray, first: int) -> Sample:
-        """A sample of S + 1 tokens from `first` of the stream on, with the masks and positions of its documents.
+        """A sample of S + 1 tokens from `first` of the stream on, with the masks and positions of
+        its documents.
 
-        A document that started before the window counts from the window's start, as in Megatron-LM, so positions
-        stay below S.
+        A document that started before the window counts from the window's start, as in Megatron-LM,
+        so positions stay below S.
         """
         config, seq_length = self.config, self.config.seq_length
         starts = np.zeros(0, dtype=np.int64)  # positions in (0, S] at which documents start
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
-            starts = self.corpus.document_starts(first + 1, min(first + seq_length + 1, self.stop)) - first
+            starts = (
+                self.corpus.document_starts(first + 1, min(first + seq_length + 1, self.stop))
+                - first
+            )
         loss_mask = np.ones(seq_length, dtype=np.float32)
         if self.corpus.mask_file is not None:
             targets = self.corpus.read_mask(first + 1, min(first + seq_length + 1, self.stop))
@@ -130,12 +148,15 @@ class GPTDataset:
         if config.eod_mask_loss:
             loss_mask[starts - 1] = 0.0
         positions = np.arange(seq_length)
-        segments = np.searchsorted(starts, positions, side="right")  # documents that have started in the window
+        # documents that have started in the window
+        segments = np.searchsorted(starts, positions, side="right")
         return Sample(
             ids[:-1],
             ids[1:],
             loss_mask=loss_mask,
-            position_ids=positions - np.append(0, starts)[segments] if config.reset_position_ids else None,
+            position_ids=positions - np.append(0, starts)[segments]
+            if config.reset_position_ids
+            else None,
             segment_ids=segments.astype(np.int32) if config.reset_attention_mask else None,
         )
 
@@ -153,7 +174,8 @@ class GPTDataset:
 
 
 class AllWindows(GPTDataset):
-    """The windows of tokens [start, stop) of a corpus in file order: every token but the first is predicted once.
+    """The windows of tokens [start, stop) of a corpus in file order: every token but the first is
+    predicted once.
 
         tokens     t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9           S = 4
         labels     t1 t2 t3 t4 | t5 t6 t7 t8 | t9 .. .. ..     the last window is padded, its padding masked
@@ -182,16 +204,18 @@ class AllWindows(GPTDataset):
 
 
 def permuted(index: int, size: int, *, seed: int, epoch: int, inverse: bool = False) -> int:
-    """Element `index` of a random permutation of [0, size), one per seed and epoch; computed, not stored.
+    """Element `index` of a random permutation of [0, size), one per seed and epoch; computed, not
+    stored.
 
     With `inverse` the index at which the permutation has the element `index`.
 
-    A Feistel network is a bijection of [0, 4**h) for any round function. Following its cycle until the value is below
-    `size` restricts it to [0, size). With 4**h < 4 * size this takes fewer than four steps on average, so one index
-    costs a few microseconds and no memory, for 10 samples or 10**15.
+    A Feistel network is a bijection of [0, 4**h) for any round function. Following its cycle until
+    the value is below `size` restricts it to [0, size). With 4**h < 4 * size this takes fewer than
+    four steps on average, so one index costs a few microseconds and no memory, for 10 samples or
+    10**15.
 
-    Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), section 4. The round function is a keyed
-    splitmix64 finalizer: it mixes well but is not a cipher.
+    Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), section 4. The round
+    function is a keyed splitmix64 finalizer: it mixes well but is not a cipher.
 
     >>> sorted(permuted(index, 5, seed=1, epoch=0) for index in range(5))
     [0, 1, 2, 3, 4]
@@ -207,7 +231,8 @@ def permuted(index: int, size: int, *, seed: int, epoch: int, inverse: bool = Fa
         round_keys = round_keys[::-1]
     while True:
         left, right = index >> half_bits, index & mask
-        if inverse:  # a Feistel network backwards is itself with swapped halves and the keys in reverse
+        # a Feistel network backwards is itself with swapped halves and the keys in reverse
+        if inverse:
             left, right = right, left
         for round_key in round_keys:
             left, right = right, left ^ (_mix(right + round_key) & mask)
@@ -240,4 +265,6 @@ class SyntheticDataset:
         """Sample `index`, at the same cost for any index: Philox is counter-based."""
         random = np.random.Generator(np.random.Philox(key=[self.seed, index]))
         ids = random.integers(0, self.vocab_size, self.seq_length + 1, dtype=np.int64)
-        return Sample(tokens=ids[:-1], labels=ids[1:], loss_mask=np.ones(self.seq_length, dtype=np.float32))
+        return Sample(
+            tokens=ids[:-1], labels=ids[1:], loss_mask=np.ones(self.seq_length, dtype=np.float32)
+        )

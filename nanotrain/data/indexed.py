@@ -6,12 +6,13 @@ Index spaces:
     sequence s -> stream offset   tokens before it in the concatenated sequences
     stream offset -> byte         offset of the token in the .bin
 
-`prepare` and Megatron-LM write contiguous sequences: a pointer divided by the token size is the stream offset, and
-opening a corpus builds nothing. The format allows other pointers; such files are detected when opened and read through
-a table of offsets, O(sequences) to build.
+`prepare` and Megatron-LM write contiguous sequences: a pointer divided by the token size is the
+stream offset, and opening a corpus builds nothing. The format allows other pointers; such files are
+detected when opened and read through a table of offsets, O(sequences) to build.
 
-Tokens are read with `os.pread`: on cold files it is 4 to 6 times as fast as page faults through a memory map (measured,
-windows of 2048 tokens), and it needs no file position. The `.idx` is memory-mapped: its accesses are few and small.
+Tokens are read with `os.pread`: on cold files it is 4 to 6 times as fast as page faults through a
+memory map (measured, windows of 2048 tokens), and it needs no file position. The `.idx` is
+memory-mapped: its accesses are few and small.
 """
 
 from bisect import bisect_left, bisect_right
@@ -23,12 +24,19 @@ import numpy as np
 
 from nanotrain.data.checksums import CHECKED_ON_OPENING, BlockCheck, fingerprint
 from nanotrain.data.remote import ChunkCache, RemoteFile, open_file
-from nanotrain.data.token_format import HEADER, bin_path, idx_path, mask_path, read_header, sums_path
+from nanotrain.data.token_format import (
+    HEADER,
+    bin_path,
+    idx_path,
+    mask_path,
+    read_header,
+    sums_path,
+)
 from nanotrain.errors import DataError
 from nanotrain.quantities import count_of
 
-# Up to _CHECK_ALL sequences every pointer is checked on opening (12 MB to read). Above, _CHECK_SOME evenly spread ones
-# are checked, and those of each window when it is read.
+# Up to _CHECK_ALL sequences every pointer is checked on opening (12 MB to read). Above, _CHECK_SOME
+# evenly spread ones are checked, and those of each window when it is read.
 _CHECK_ALL = 1_000_000
 _CHECK_SOME = 4096
 _AGAIN = "copy or prepare the corpus again"
@@ -105,7 +113,9 @@ class IndexedTokens:
         return self._sequence_start(int(self._documents[document]))
 
     def documents_in(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The documents with tokens in [start, stop) of the stream: index, and the part of the range that they have."""
+        """The documents with tokens in [start, stop) of the stream: index, and the part of the
+        range that they have.
+        """
         document = bisect_right(range(self.num_documents), start, key=self.document_start) - 1
         while start < stop:
             end = min(stop, self.document_start(document + 1))
@@ -116,7 +126,10 @@ class IndexedTokens:
     def byte_of(self, position: int) -> int:
         """The offset in the .bin of a token of the stream."""
         sequence = bisect_right(range(self.num_sequences), position, key=self._sequence_start) - 1
-        return int(self._pointers[sequence]) + (position - self._sequence_start(sequence)) * self.dtype.itemsize
+        return (
+            int(self._pointers[sequence])
+            + (position - self._sequence_start(sequence)) * self.dtype.itemsize
+        )
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Stream offsets in [start, stop) at which documents begin, ascending, int64."""
@@ -124,18 +137,24 @@ class IndexedTokens:
         first = bisect_left(documents, start, key=self.document_start)
         last = bisect_left(documents, stop, lo=first, key=self.document_start)
         self._check_order(np.arange(max(0, first - 1), min(last + 1, self.num_documents)))
-        return np.unique([self.document_start(document) for document in range(first, last)]).astype(np.int64)
+        return np.unique([self.document_start(document) for document in range(first, last)]).astype(
+            np.int64
+        )
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream, in the file's dtype.
 
         Raises:
-            DataError: a range outside the stream, a file truncated after it was opened, or pointers that are not
-                contiguous.
+            DataError: a range outside the stream, a file truncated after it was opened, or pointers
+                that are not contiguous.
         """
         if not 0 <= start < stop <= self.num_tokens:
             what = f"tokens [{start}, {stop}) of {self.prefix} cannot be read"
-            raise DataError(what, why=f"the corpus has tokens [0, {self.num_tokens})", fix="read a range inside it")
+            raise DataError(
+                what,
+                why=f"the corpus has tokens [0, {self.num_tokens})",
+                fix="read a range inside it",
+            )
         first = bisect_right(range(self.num_sequences), start, key=self._sequence_start) - 1
         last = bisect_left(range(self.num_sequences), stop, lo=first, key=self._sequence_start)
         if self._offsets is None:
@@ -147,7 +166,11 @@ class IndexedTokens:
             skipped = max(0, start - begins)
             count = min(stop, begins + int(self._lengths[sequence])) - begins - skipped
             if count > 0:
-                parts.append(self._pread(int(self._pointers[sequence]) + skipped * self.dtype.itemsize, count))
+                parts.append(
+                    self._pread(
+                        int(self._pointers[sequence]) + skipped * self.dtype.itemsize, count
+                    )
+                )
         return np.concatenate(parts)
 
     def read_mask(self, start: int, stop: int) -> np.ndarray:
@@ -179,7 +202,10 @@ class IndexedTokens:
         return self._are_adjacent(checked) and bool(np.all(np.diff(self._pointers[checked]) >= 0))
 
     def _are_adjacent(self, sequences: np.ndarray) -> bool:
-        ends = self._pointers[sequences] + self._lengths[sequences].astype(np.int64) * self.dtype.itemsize
+        ends = (
+            self._pointers[sequences]
+            + self._lengths[sequences].astype(np.int64) * self.dtype.itemsize
+        )
         return bool(np.array_equal(self._pointers[sequences + 1], ends))
 
     def _pread(self, offset: int, count: int) -> np.ndarray:
@@ -261,11 +287,16 @@ class IndexedTokens:
 
 def _to_check(number: int) -> np.ndarray:
     """The indices below `number` that are checked on opening: all, or evenly spread ones."""
-    return np.arange(number) if number <= _CHECK_ALL else np.linspace(0, number - 1, _CHECK_SOME).astype(np.int64)
+    return (
+        np.arange(number)
+        if number <= _CHECK_ALL
+        else np.linspace(0, number - 1, _CHECK_SOME).astype(np.int64)
+    )
 
 
 def _missing_pair(prefix: Path) -> DataError:
-    """The error for a prefix of which the .bin, the .idx or both are missing: what the path is, and the command to run.
+    """The error for a prefix of which the .bin, the .idx or both are missing: what the path is, and
+    the command to run.
 
     --data-path story.txt       a text: prepare it
     --data-path folder          a folder: its pairs, or prepare the texts in it
@@ -274,11 +305,19 @@ def _missing_pair(prefix: Path) -> DataError:
     missing, other = sorted((idx_path(prefix), bin_path(prefix)), key=Path.is_file)
     is_folder = prefix.is_dir()
     folder = prefix if is_folder else prefix.parent
-    why, fix = f"{other.name} is missing too", "check the path, or write the pair with `nanotrain prepare`"
+    why, fix = (
+        f"{other.name} is missing too",
+        "check the path, or write the pair with `nanotrain prepare`",
+    )
     if other.is_file():
         why, fix = f"{other.name} is there", "check the path, or copy the missing file"
-    elif not prefix.is_file() and (pairs := [str(path.with_suffix("")) for path in sorted(folder.glob("*.idx"))]):
-        why, fix = f"the folder {folder} has {', '.join(pairs[:_SHOWN])}", f"write for example --data-path {pairs[0]}"
+    elif not prefix.is_file() and (
+        pairs := [str(path.with_suffix("")) for path in sorted(folder.glob("*.idx"))]
+    ):
+        why, fix = (
+            f"the folder {folder} has {', '.join(pairs[:_SHOWN])}",
+            f"write for example --data-path {pairs[0]}",
+        )
     elif prefix.exists():
         output = prefix.with_name(f"{prefix.name}-tokens") if is_folder else prefix.with_suffix("")
         why = f"{prefix} is a {'folder' if is_folder else 'file'}"
@@ -286,4 +325,8 @@ def _missing_pair(prefix: Path) -> DataError:
             f"make token files: nanotrain prepare --input {prefix} --output {output} --tokenizer bpe:8192, "
             f"then train with --data-path {output}"
         )
-    return DataError(f"{missing} does not exist", why=f"--data-path names prefixes of .bin/.idx pairs; {why}", fix=fix)
+    return DataError(
+        f"{missing} does not exist",
+        why=f"--data-path names prefixes of .bin/.idx pairs; {why}",
+        fix=fix,
+    )

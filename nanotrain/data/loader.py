@@ -1,14 +1,16 @@
 """Microbatches of one rank, loaded in this process or by worker processes.
 
-    all_microbatches (indices) -> _BatchReader (samples, collated) in this process or in a worker -> Batch
+    all_microbatches (indices) -> _BatchReader (samples, collated) in this process or in a worker ->
+    Batch
 
-A batch depends only on its sample indices. So a resume starts from another `consumed_samples`, and the number of
-workers changes time, never values.
+A batch depends only on its sample indices. So a resume starts from another `consumed_samples`, and
+the number of workers changes time, never values.
 
-Workers are started by a fork server, not by `fork`: the trainer has gloo, OpenMP and CUDA threads, and a forked copy
-of a held lock hangs. The server imports torch once (1.3 s, in parallel with the trainer's own start) and all loaders
-of a process share it. SIGINT, SIGTERM and SIGUSR1 are blocked while processes start, and workers inherit that mask: a
-signal reaches the whole process group, but only the trainer may handle it.
+Workers are started by a fork server, not by `fork`: the trainer has gloo, OpenMP and CUDA threads,
+and a forked copy of a held lock hangs. The server imports torch once (1.3 s, in parallel with the
+trainer's own start) and all loaders of a process share it. SIGINT, SIGTERM and SIGUSR1 are blocked
+while processes start, and workers inherit that mask: a signal reaches the whole process group, but
+only the trainer may handle it.
 """
 
 import signal
@@ -46,7 +48,8 @@ _WORKER_ERRORS = ("DataLoader worker", "Communication with the workers")
 class _ReadAhead:
     """Reads the samples of the next steps on threads, in the order in which they will be needed.
 
-    What it reads of remote files is in the host's cache then. Errors are left to whoever needs the sample.
+    What it reads of remote files is in the host's cache then. Errors are left to whoever needs the
+    sample.
 
     Args:
         dataset: the samples.
@@ -56,17 +59,26 @@ class _ReadAhead:
     """
 
     def __init__(
-        self, dataset: SampleDataset, *, sampler: SamplerConfig, consumed_samples: int, skipped_samples: int
+        self,
+        dataset: SampleDataset,
+        *,
+        sampler: SamplerConfig,
+        consumed_samples: int,
+        skipped_samples: int,
     ) -> None:
         batches = all_microbatches(sampler, consumed_samples)
-        self._coming = (index + skipped_samples for batch in batches for index in batch if index >= 0)
+        self._coming = (
+            index + skipped_samples for batch in batches for index in batch if index >= 0
+        )
         self._next, self._distance = next(self._coming), _STEPS_AHEAD * sampler.global_batch_size
         self._queue = SimpleQueue[int | None]()
         for _ in range(_THREADS_AHEAD):
             Thread(target=_read_all, args=(dataset, self._queue), daemon=True).start()
 
     def advance(self, position: int) -> None:
-        """Read the samples from `position` of the dataset, which is needed now, to those some steps later."""
+        """Read the samples from `position` of the dataset, which is needed now, to those some steps
+        later.
+        """
         while self._next <= position + self._distance:
             if self._next > position:
                 self._queue.put(self._next)
@@ -87,18 +99,33 @@ class _BatchReader(Dataset[Any]):
     """Reads microbatches; arguments as of `_ReadAhead`."""
 
     def __init__(
-        self, dataset: SampleDataset, *, sampler: SamplerConfig, consumed_samples: int, skipped_samples: int
+        self,
+        dataset: SampleDataset,
+        *,
+        sampler: SamplerConfig,
+        consumed_samples: int,
+        skipped_samples: int,
     ) -> None:
-        self.dataset, self.skipped_samples, self.unread_length = dataset, skipped_samples, sampler.unread_length
+        self.dataset, self.skipped_samples, self.unread_length = (
+            dataset,
+            skipped_samples,
+            sampler.unread_length,
+        )
         order = {"consumed_samples": consumed_samples, "skipped_samples": skipped_samples}
-        is_slow = sampler.unread_length is None and any(part.corpus.is_remote for part in corpora_of(dataset))
-        self._read_ahead = partial(_ReadAhead, dataset, sampler=sampler, **order) if is_slow else None
+        is_slow = sampler.unread_length is None and any(
+            part.corpus.is_remote for part in corpora_of(dataset)
+        )
+        self._read_ahead = (
+            partial(_ReadAhead, dataset, sampler=sampler, **order) if is_slow else None
+        )
 
     @cached_property
     def _ahead(self) -> _ReadAhead | None:
         """Of the first worker; the others find what it has read."""
         worker = get_worker_info()
-        return self._read_ahead() if self._read_ahead and (worker is None or worker.id == 0) else None
+        return (
+            self._read_ahead() if self._read_ahead and (worker is None or worker.id == 0) else None
+        )
 
     def __getitems__(self, indices: Sequence[int]) -> Batch | NanotrainError:
         samples = [max(index, ~index) for index in indices]  # padding is a negative index
@@ -111,13 +138,20 @@ class _BatchReader(Dataset[Any]):
             if isinstance(self.dataset, BlendedDataset):
                 sources = torch.tensor([self.dataset.locate(position)[0] for position in positions])
             # padding has the dropout of the sample that it repeats, so QK-clip gets no other logits
-            batch = replace(batch, sample_ids=torch.tensor(samples), source_ids=sources, is_padding=max(indices) < 0)
+            batch = replace(
+                batch,
+                sample_ids=torch.tensor(samples),
+                source_ids=sources,
+                is_padding=max(indices) < 0,
+            )
         except NanotrainError as error:
-            return error  # returned, not raised: torch would put the worker's traceback into the message
+            # returned, not raised: torch would put the worker's traceback into the message
+            return error
         if get_worker_info() is None:
             return batch
         try:
-            # Here, not in the queue's own thread, which would only print the error and let the trainer wait forever.
+            # Here, not in the queue's own thread, which would only print the error and let the
+            # trainer wait forever.
             return batch.share_memory()
         except (RuntimeError, OSError) as error:
             return EnvironmentFault(
@@ -141,9 +175,11 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
     Args:
         dataset: the samples.
         sampler: this rank's data-parallel index and the batch sizes.
-        consumed_samples: samples that all ranks together have read before; the index to resume from.
+        consumed_samples: samples that all ranks together have read before; the index to resume
+            from.
         skipped_samples: samples left out before; added to every index.
-        num_workers: processes that load ahead; 0 loads in this process, as where the rank needs no tokens.
+        num_workers: processes that load ahead; 0 loads in this process, as where the rank needs no
+            tokens.
         pin_memory: put batches into page-locked memory, for asynchronous copies to a GPU.
     """
 
@@ -158,7 +194,10 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
         pin_memory: bool = False,
     ) -> None:
         self.dataset, self.sampler = dataset, sampler
-        self.num_workers, self.pin_memory = num_workers if sampler.unread_length is None else 0, pin_memory
+        self.num_workers, self.pin_memory = (
+            num_workers if sampler.unread_length is None else 0,
+            pin_memory,
+        )
         self._microbatches: Iterator[Batch | NanotrainError] | None = None
         self.restart(consumed_samples=consumed_samples, skipped_samples=skipped_samples)
 
@@ -166,7 +205,8 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
         """Continue from another sample; arguments as for the class.
 
         Raises:
-            LocalFault: this machine has no shared memory, processes or open files left for the workers.
+            LocalFault: this machine has no shared memory, processes or open files left for the
+                workers.
         """
         self.close()
         self.consumed_samples = consumed_samples
@@ -184,12 +224,15 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
             worker_init_fn=_start_worker if num_workers else None,
             num_workers=num_workers,
             multiprocessing_context=context,
-            prefetch_factor=min(max(prefetch, _MIN_PREFETCH), _MAX_PREFETCH) if num_workers else None,
+            prefetch_factor=min(max(prefetch, _MIN_PREFETCH), _MAX_PREFETCH)
+            if num_workers
+            else None,
             pin_memory=self.pin_memory,
         )
         try:
             if context is not None:
-                context.Semaphore()  # raises before torch's iterator is half made, whose end prints a traceback
+                # raises before torch's iterator is half made, whose end prints a traceback
+                context.Semaphore()
             with _interrupts_blocked() if num_workers else nullcontext():
                 self._microbatches = iter(loader)
         except OSError as error:  # the semaphores of its queues are files in /dev/shm
@@ -203,7 +246,8 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
         return self
 
     def __next__(self) -> list[Batch]:
-        """The microbatches of the next global batch, in order; samples are split if sequences are shorter.
+        """The microbatches of the next global batch, in order; samples are split if sequences are
+        shorter.
 
         Raises:
             DataError: a sample that cannot be used.
@@ -231,7 +275,9 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
             batch = next(self._microbatches)
         except (RuntimeError, OSError, EOFError) as error:
             # A dead worker shows as torch's RuntimeError or as the end of its socket.
-            is_of_workers = not isinstance(error, RuntimeError) or any(words in str(error) for words in _WORKER_ERRORS)
+            is_of_workers = not isinstance(error, RuntimeError) or any(
+                words in str(error) for words in _WORKER_ERRORS
+            )
             if self.num_workers and is_of_workers:
                 raise EnvironmentFault(
                     "a data worker process died or cannot be reached",
@@ -250,7 +296,8 @@ def _identity(batch: Any) -> Any:
 
 def _start_worker(worker: int) -> None:
     exit_with_parent()
-    # For the whole process: its other threads have the mask only if the fork server was started with it.
+    # For the whole process: its other threads have the mask only if the fork server was started
+    # with it.
     for number in _INTERRUPTS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -263,8 +310,11 @@ def _fork_server() -> Any:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block the signals to stop or to save in this process; signals that arrive meanwhile are delivered afterwards."""
-    # Starting the resource tracker unblocks these signals, so it has to run before they are blocked.
+    """Block the signals to stop or to save in this process; signals that arrive meanwhile are
+    delivered afterwards.
+    """
+    # Starting the resource tracker unblocks these signals, so it has to run before they are
+    # blocked.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
     try:

@@ -3,8 +3,8 @@
     RUN/data-mix.request   what is asked for; the job removes it at a logged step
     RUN/data-mix.jsonl     what was done: the step, and all stages of the run, with starts in samples
 
-The change is a further stage of the data, so the samples after it follow from their index as all others do, on any
-layout, and a resume reads the stages from the file.
+The change is a further stage of the data, so the samples after it follow from their index as all
+others do, on any layout, and a resume reads the stages from the file.
 """
 
 import json
@@ -21,20 +21,31 @@ from nanotrain.data.build import corpora_of
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.errors import ConfigError, DataError
 from nanotrain.runs.files import disk_errors, open_append, write_all, write_text
-from nanotrain.untrusted import list_of, object_of, parse_json, read_file, read_rows, text_of, whole_number
+from nanotrain.untrusted import (
+    list_of,
+    object_of,
+    parse_json,
+    read_file,
+    read_rows,
+    text_of,
+    whole_number,
+)
 
 REQUEST, DONE = "data-mix.request", "data-mix.jsonl"
 
 
 def request_mix(folder: Path, weights: Sequence[str], *, step: int | None) -> None:
-    """Ask the job of a run folder to change its blend from a step on; None: from the next one that it can.
+    """Ask the job of a run folder to change its blend from a step on; None: from the next one that
+    it can.
 
     Raises:
         ConfigError: weights that cannot be parsed.
     """
     if any(entry.weight is None for entry in parse_data_path(weights)):
         fix = "write for example --weights 0.5 web 0.5 math"
-        raise ConfigError(f"--weights {' '.join(weights)}", why="every corpus has a weight before it", fix=fix)
+        raise ConfigError(
+            f"--weights {' '.join(weights)}", why="every corpus has a weight before it", fix=fix
+        )
     write_text(folder / REQUEST, json.dumps({"weights": list(weights), "step": step}) + "\n")
 
 
@@ -53,7 +64,9 @@ def take_request(folder: Path) -> dict[str, Any] | None:
         step = request.get("step")
         return {"weights": weights, "step": None if step is None else whole_number(step, "step")}
     except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read", why=str(error), fix="use `nanotrain data mix`") from None
+        raise DataError(
+            f"{file} cannot be read", why=str(error), fix="use `nanotrain data mix`"
+        ) from None
     finally:
         file.unlink(missing_ok=True)
 
@@ -62,23 +75,38 @@ def with_mix(dataset: SampleDataset, weights: Sequence[str], *, sample: int) -> 
     """The training samples with other weights from a sample on, up to the next stage.
 
     Raises:
-        DataError: the run has one corpus, or none of a name, or its weights are changing at that sample.
+        DataError: the run has one corpus, or none of a name, or its weights are changing at that
+            sample.
     """
     numbers = {part.corpus.prefix: index for index, part in enumerate(corpora_of(dataset))}
     if not isinstance(dataset, BlendedDataset):
-        raise DataError("the blend cannot be changed", why="the run has one corpus", fix="start it with all of them")
+        raise DataError(
+            "the blend cannot be changed",
+            why="the run has one corpus",
+            fix="start it with all of them",
+        )
     mixed: dict[int, Fraction] = {}
     for entry in parse_data_path(weights):
         named = [prefix for prefix in numbers if entry.prefix in (prefix, Path(prefix.name))]
         if not named or entry.weight is None:
             why = f"the corpora of the run are {', '.join(map(str, numbers))}"
-            raise DataError(f"{entry.prefix} is no corpus of the run", why=why, fix="start a run with it")
+            raise DataError(
+                f"{entry.prefix} is no corpus of the run", why=why, fix="start a run with it"
+            )
         mixed[numbers[named[0]]] = mixed.get(numbers[named[0]], Fraction(0)) + entry.weight
-    stages = [replace(stage, name=stage.name or "start") for stage in dataset.stages if stage.start != sample]
+    stages = [
+        replace(stage, name=stage.name or "start")
+        for stage in dataset.stages
+        if stage.start != sample
+    ]
     for stage in stages:
         if stage.end is not None and stage.start < sample < stage.end:
             why = f"the weights change until sample {stage.end}"
-            raise DataError(f"the blend cannot be changed at sample {sample}", why=why, fix="name a later --step")
+            raise DataError(
+                f"the blend cannot be changed at sample {sample}",
+                why=why,
+                fix="name a later --step",
+            )
     stages.append(StageBlend(f"mix-{len(stages)}", sample, tuple(mixed), tuple(mixed.values())))
     return BlendedDataset(dataset.datasets, sorted(stages, key=lambda stage: stage.start))
 
@@ -88,7 +116,10 @@ def stages_of(dataset: BlendedDataset) -> list[str]:
     prefixes = [part.corpus.prefix for part in corpora_of(dataset)]
     texts = []
     for stage in dataset.stages:
-        blend = " ".join(f"{weight} {prefixes[s]}" for s, weight in zip(stage.sources, stage.weights, strict=True))
+        blend = " ".join(
+            f"{weight} {prefixes[s]}"
+            for s, weight in zip(stage.sources, stage.weights, strict=True)
+        )
         until = "" if stage.end is None else f"..{stage.end}"
         texts.append(f"{stage.name}@{stage.start}{until}samples: {blend}")
     return texts
@@ -114,6 +145,14 @@ def with_recorded_mix(data: DataConfig, folder: Path) -> DataConfig:
 
 
 def with_stages(data: DataConfig, stages: Sequence[str]) -> DataConfig:
-    """The data section with stages in place of its corpora, which are divided by `split` only if they were."""
+    """The data section with stages in place of its corpora, which are divided by `split` only if
+    they were.
+    """
     is_divided = not (data.train_data_path or data.valid_data_path)
-    return replace(data, stages=list(stages), data_path=[], train_data_path=[], split=data.split if is_divided else "1")
+    return replace(
+        data,
+        stages=list(stages),
+        data_path=[],
+        train_data_path=[],
+        split=data.split if is_divided else "1",
+    )

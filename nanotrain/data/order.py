@@ -5,8 +5,9 @@
     DataOrder              the rows that count: documents of a step, steps of a document, tokens by corpus
     DocumentUse            the part of a document in a sample
 
-The order is a pure function of the settings and the counters, so nothing is logged per step, and steps that a run has
-yet to train are answered like those that it has trained. A start at an earlier step replaces the rows after it.
+The order is a pure function of the settings and the counters, so nothing is logged per step, and
+steps that a run has yet to train are answered like those that it has trained. A start at an earlier
+step replaces the rows after it.
 """
 
 import hashlib
@@ -77,8 +78,14 @@ class OrderStart:
         Raises:
             EnvironmentFault: the disk is full or the folder cannot be written.
         """
-        sections = {name: values for name, values in to_dict(self.config).items() if name in ("data", "train")}
-        row = {name: value for name, value in vars(self).items() if isinstance(value, int)} | {"config": sections}
+        sections = {
+            name: values
+            for name, values in to_dict(self.config).items()
+            if name in ("data", "train")
+        }
+        row = {name: value for name, value in vars(self).items() if isinstance(value, int)} | {
+            "config": sections
+        }
         with open_append(folder / ORDER_NAME) as file, disk_errors(folder / ORDER_NAME):
             write_all(file, json.dumps(row).encode() + b"\n")
 
@@ -90,11 +97,15 @@ class OrderStart:
             DataError: a corpus is missing or damaged.
         """
         data = self.config.data
-        train = build_data(data, vocab_size=self.vocab_size, seed=self.config.train.seed, required=("train",)).train
+        train = build_data(
+            data, vocab_size=self.vocab_size, seed=self.config.train.seed, required=("train",)
+        ).train
         assert train is not None, "a required split"
         schedule, size = batch_schedule(self.config), self.curve_batch_size or self._batch_size
         return starting_stages(
-            train, data, samples_of=lambda n: samples_of_steps(schedule, n) if schedule else n * size
+            train,
+            data,
+            samples_of=lambda n: samples_of_steps(schedule, n) if schedule else n * size,
         )
 
     @cached_property
@@ -106,16 +117,29 @@ class OrderStart:
         """
         corpora = corpora_of(self.dataset)
         if not corpora:
-            raise DataError("the samples of the run have no documents", why="they are random", fix="name another run")
+            raise DataError(
+                "the samples of the run have no documents",
+                why="they are random",
+                fix="name another run",
+            )
         return corpora
 
     def samples(self, step: int) -> range:
         """The samples of a step after this start, as indices of the dataset."""
-        schedule, steps, consumed = batch_schedule(self.config), step - 1 - self.step, self.consumed_samples
-        consumed = (
-            samples_of_steps(schedule, steps, consumed=consumed) if schedule else consumed + steps * self._batch_size
+        schedule, steps, consumed = (
+            batch_schedule(self.config),
+            step - 1 - self.step,
+            self.consumed_samples,
         )
-        first, size = consumed + self.skipped_samples, schedule.size_at(consumed) if schedule else self._batch_size
+        consumed = (
+            samples_of_steps(schedule, steps, consumed=consumed)
+            if schedule
+            else consumed + steps * self._batch_size
+        )
+        first, size = (
+            consumed + self.skipped_samples,
+            schedule.size_at(consumed) if schedule else self._batch_size,
+        )
         return range(first, first + size)
 
     def read_by(self, index: int) -> list[int]:
@@ -125,7 +149,11 @@ class OrderStart:
     def documents(self, step: int) -> Iterator[DocumentUse]:
         """The documents of a step after this start, sample after sample."""
         for sample in self.samples(step):
-            source, index = self.dataset.locate(sample) if isinstance(self.dataset, BlendedDataset) else (0, sample)
+            source, index = (
+                self.dataset.locate(sample)
+                if isinstance(self.dataset, BlendedDataset)
+                else (0, sample)
+            )
             dataset = self.corpora[source]
             corpus, length = dataset.corpus, dataset.config.seq_length
             for part in dataset.parts(index):
@@ -144,8 +172,13 @@ class OrderStart:
                 )
 
     def samples_of(self, corpus: int, document: int, *, steps: range) -> Iterator[tuple[int, int]]:
-        """Every step of a range, and sample in it, that holds a token of a document of one of the corpora."""
-        part, samples = self.corpora[corpus], range(self.samples(steps[0]).start, self.samples(steps[-1]).stop)
+        """Every step of a range, and sample in it, that holds a token of a document of one of the
+        corpora.
+        """
+        part, samples = (
+            self.corpora[corpus],
+            range(self.samples(steps[0]).start, self.samples(steps[-1]).stop),
+        )
         before, after = self.read_by(samples.start)[corpus], self.read_by(samples.stop)[corpus]
         if before == after or document in part.excluded:
             return
@@ -154,8 +187,13 @@ class OrderStart:
         indices = sorted(part.index_of(window, epoch) for epoch in epochs for window in windows)
         for index in indices:
             if before <= index < after:
-                sample = samples[bisect_left(samples, index + 1, key=lambda n: self.read_by(n + 1)[corpus])]
-                yield steps[bisect_right(steps, sample, key=lambda step: self.samples(step).stop)], sample
+                sample = samples[
+                    bisect_left(samples, index + 1, key=lambda n: self.read_by(n + 1)[corpus])
+                ]
+                yield (
+                    steps[bisect_right(steps, sample, key=lambda step: self.samples(step).stop)],
+                    sample,
+                )
 
     @property
     def _batch_size(self) -> int:
@@ -168,8 +206,8 @@ class DataOrder:
     """The order of a run.
 
     Args:
-        starts: rows of data-order.jsonl in the order in which they were written; those of steps that a later row
-            repeats are left out.
+        starts: rows of data-order.jsonl in the order in which they were written; those of steps
+            that a later row repeats are left out.
     """
 
     def __init__(self, starts: Iterable[OrderStart]) -> None:
@@ -197,7 +235,9 @@ class DataOrder:
         except (ValueError, ConfigError) as error:
             why = str(error)
         if not starts:
-            raise EnvironmentFault(f"{file} cannot be read", why=why, fix="name the folder of a run")
+            raise EnvironmentFault(
+                f"{file} cannot be read", why=why, fix="name the folder of a run"
+            )
         return cls(starts)
 
     def document(self, text: str) -> tuple[Path, int]:
@@ -206,7 +246,11 @@ class DataOrder:
         Raises:
             DataError: no corpus of the run has it.
         """
-        known = {part.corpus.prefix: part.corpus.num_documents for start in self.starts for part in start.corpora}
+        known = {
+            part.corpus.prefix: part.corpus.num_documents
+            for start in self.starts
+            for part in start.corpora
+        }
         try:
             named, document = read_document(text)
             prefix = next(prefix for prefix in known if named in (prefix, Path(prefix.name)))
@@ -215,7 +259,9 @@ class DataOrder:
             why = f"{prefix} has {count_of(known[prefix], 'document')}"
         except (ValueError, StopIteration):
             why = f"a document is PREFIX:INDEX, and the corpora are {', '.join(map(str, known))}"
-        raise DataError(f"{text} names no document of the run", why=why, fix="write for example web:1200")
+        raise DataError(
+            f"{text} names no document of the run", why=why, fix="write for example web:1200"
+        )
 
     @property
     def train_iters(self) -> int:
@@ -226,16 +272,25 @@ class DataOrder:
         """The documents of a step, sample after sample.
 
         Raises:
-            DataError: the step is before the first start in the folder, or the corpora cannot be read.
+            DataError: the step is before the first start in the folder, or the corpora cannot be
+                read.
         """
         for start, steps in self.ranges(step):
             if step in steps:
                 return start.documents(step)
         first = self.starts[0].step + 1
-        raise DataError(f"step {step} is not in the run", why=f"its first step is {first}", fix="name a later step")
+        raise DataError(
+            f"step {step} is not in the run",
+            why=f"its first step is {first}",
+            fix="name a later step",
+        )
 
-    def samples_of(self, corpus: Path, document: int, *, last_step: int) -> Iterator[tuple[int, int]]:
-        """Every step up to `last_step`, and sample in it, that holds a token of a document of a corpus."""
+    def samples_of(
+        self, corpus: Path, document: int, *, last_step: int
+    ) -> Iterator[tuple[int, int]]:
+        """Every step up to `last_step`, and sample in it, that holds a token of a document of a
+        corpus.
+        """
         for start, steps in self.ranges(last_step):
             for number, part in enumerate(start.corpora):
                 if part.corpus.prefix == corpus:
@@ -245,10 +300,16 @@ class DataOrder:
         """By corpus, the tokens read up to a step and how many epochs they are."""
         read: dict[str, tuple[int, float]] = {}
         for start, steps in self.ranges(last_step):
-            before, after = start.read_by(start.samples(steps[0]).start), start.read_by(start.samples(steps[-1]).stop)
+            before, after = (
+                start.read_by(start.samples(steps[0]).start),
+                start.read_by(start.samples(steps[-1]).stop),
+            )
             for part, first, last in zip(start.corpora, before, after, strict=True):
                 tokens, epochs = read.get(str(part.corpus.prefix), (0, 0.0))
-                tokens, epochs = tokens + part.num_tokens(first, last), epochs + (last - first) / part.samples_per_epoch
+                tokens, epochs = (
+                    tokens + part.num_tokens(first, last),
+                    epochs + (last - first) / part.samples_per_epoch,
+                )
                 read[str(part.corpus.prefix)] = tokens, epochs
         return read
 
@@ -262,7 +323,9 @@ class DataOrder:
 
 
 def document_hash(corpus: IndexedTokens, document: int) -> str:
-    """The hash of the tokens of a document, 16 hexadecimal digits; equal texts of one tokenizer have equal hashes."""
+    """The hash of the tokens of a document, 16 hexadecimal digits; equal texts of one tokenizer
+    have equal hashes.
+    """
     start, stop = corpus.document_start(document), corpus.document_start(document + 1)
     tokens = corpus.read(start, stop).astype("<i8").tobytes() if stop > start else b""
     return hashlib.blake2b(tokens, digest_size=8).hexdigest()

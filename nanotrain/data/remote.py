@@ -1,4 +1,5 @@
-"""The files of a corpus: local ones, and those of object storage, read through a cache on the host's disk.
+"""The files of a corpus: local ones, and those of object storage, read through a cache on the
+host's disk.
 
     LocalFile     a file, by `pread`
     RemoteFile    an object, by ranged requests of 256 KiB, as much as a checksum covers
@@ -6,9 +7,10 @@
                   FOLDER/objects/<object>/whole   an index or checksums: all of an object
                   FOLDER/locks/, FOLDER/used      whoever fetches a chunk holds its lock; the bytes of all chunks
 
-All processes of a host share the folder, so a chunk is requested once per host, however many ranks need it. A file in
-it is complete, as it gets its name when it has been written: a killed process leaves a temporary file at most. The
-chunks that were not used for longest go first. An object that replaces another of its name has chunks of its own.
+All processes of a host share the folder, so a chunk is requested once per host, however many ranks
+need it. A file in it is complete, as it gets its name when it has been written: a killed process
+leaves a temporary file at most. The chunks that were not used for longest go first. An object that
+replaces another of its name has chunks of its own.
 """
 
 import os
@@ -84,7 +86,9 @@ class ChunkCache:
 
     @classmethod
     def of(cls, data: DataConfig) -> Self:
-        """The cache of a data section; by default in the folder for temporary files, which is on a disk of the host."""
+        """The cache of a data section; by default in the folder for temporary files, which is on a
+        disk of the host.
+        """
         default = Path(tempfile.gettempdir()) / f"nanotrain-objects-{os.getuid()}"
         folder = Path(data.object_storage_cache_path or default)
         return cls(folder, int(data.object_storage_cache_gib * 2**30))
@@ -109,8 +113,12 @@ class ChunkCache:
             yield
 
     def add(self, path: Path, data: bytes) -> None:
-        """Count a chunk, remove old ones if they are too many, and write it: a killed process has counted too much."""
-        with open(os.open(self.folder / "used", os.O_RDWR | os.O_CREAT), "r+b", buffering=0) as counter:
+        """Count a chunk, remove old ones if they are too many, and write it: a killed process has
+        counted too much.
+        """
+        with open(
+            os.open(self.folder / "used", os.O_RDWR | os.O_CREAT), "r+b", buffering=0
+        ) as counter:
             flock(counter, LOCK_EX)
             text = counter.read()
             used = len(data) + (int(text) if text else self.max_bytes)
@@ -120,9 +128,13 @@ class ChunkCache:
             partial.write_bytes(data)
 
     def _remove_oldest(self) -> int:
-        """Remove chunks until some space is free, and what killed processes left; returns the bytes of the others."""
+        """Remove chunks until some space is free, and what killed processes left; returns the bytes
+        of the others.
+        """
         chunks, most = [], _KEPT * self.max_bytes
-        for entry in (entry for folder in os.scandir(self.folder / "objects") for entry in os.scandir(folder)):
+        for entry in (
+            entry for folder in os.scandir(self.folder / "objects") for entry in os.scandir(folder)
+        ):
             with suppress(FileNotFoundError):
                 status = entry.stat()
                 if entry.name.isdigit():
@@ -155,8 +167,15 @@ class RemoteFile:
         self._remote = parse(str(path))
         with _storage_errors():
             info = self._remote.info()
-        self.size, version = int(info["size"]), sorted((key, str(value)) for key, value in info.items())
-        self.folder = cache.folder / "objects" / blake2b(f"{path} {version}".encode(), digest_size=12).hexdigest()
+        self.size, version = (
+            int(info["size"]),
+            sorted((key, str(value)) for key, value in info.items()),
+        )
+        self.folder = (
+            cache.folder
+            / "objects"
+            / blake2b(f"{path} {version}".encode(), digest_size=12).hexdigest()
+        )
 
     @cached_property
     def local(self) -> Path:
@@ -164,8 +183,14 @@ class RemoteFile:
         path, starts = self.folder / "whole", range(0, self.size, _REQUEST_BYTES)
         with self.cache.locked(path), disk_errors(path, needed=self.size, fix=_CURE):
             if not path.is_file():
-                with ThreadPoolExecutor(_REQUESTS) as pool, _renamed(path) as partial, partial.open("wb") as file:
-                    for data in pool.map(lambda start: self.fetch(start, start + _REQUEST_BYTES), starts):
+                with (
+                    ThreadPoolExecutor(_REQUESTS) as pool,
+                    _renamed(path) as partial,
+                    partial.open("wb") as file,
+                ):
+                    for data in pool.map(
+                        lambda start: self.fetch(start, start + _REQUEST_BYTES), starts
+                    ):
                         file.write(data)
         return path
 
@@ -177,7 +202,9 @@ class RemoteFile:
         return data[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
     def drop(self, start: int) -> bool:
-        """Remove the chunk with a byte that is damaged; whether it can be fetched again, which is so once."""
+        """Remove the chunk with a byte that is damaged; whether it can be fetched again, which is
+        so once.
+        """
         number = start // BLOCK_BYTES
         is_first = number not in self._dropped
         self._dropped.add(number)
@@ -200,7 +227,8 @@ class RemoteFile:
             if (data := _content(path, size)) is not None:
                 return data
             with self.cache.locked(path):
-                if (data := _content(path, size)) is None:  # no other process has fetched it meanwhile
+                # no other process has fetched it meanwhile
+                if (data := _content(path, size)) is None:
                     data = self.fetch(start, start + size)
                     self.cache.add(path, data)
                 return data
@@ -211,7 +239,9 @@ CorpusFile = LocalFile | RemoteFile
 
 @contextmanager
 def _storage_errors() -> Iterator[None]:
-    """Raise what is missing as FileNotFoundError, and other faults with the flag that names the place."""
+    """Raise what is missing as FileNotFoundError, and other faults with the flag that names the
+    place.
+    """
     try:
         yield
     except MissingObject as error:
@@ -253,7 +283,9 @@ def local_folder(folder: Path) -> Path:
     with _storage_errors():
         names = [name for name in parse(str(folder)).sizes() if "/" not in name]
     objects = [RemoteFile(folder / name, cache) for name in sorted(names)]
-    versions = blake2b("".join(file.folder.name for file in objects).encode(), digest_size=12).hexdigest()
+    versions = blake2b(
+        "".join(file.folder.name for file in objects).encode(), digest_size=12
+    ).hexdigest()
     for file in objects:
         copy = cache.folder / "folders" / versions / file.path.name
         if not copy.exists():
@@ -263,7 +295,9 @@ def local_folder(folder: Path) -> Path:
 
 
 def _content(path: Path, size: int) -> bytes | None:
-    """The content of a chunk, which counts as used now; None if it is absent, or incomplete after a power failure."""
+    """The content of a chunk, which counts as used now; None if it is absent, or incomplete after a
+    power failure.
+    """
     try:
         os.utime(path)
         data = path.read_bytes()

@@ -2,9 +2,9 @@
 
     bits per byte = loss in nats x tokens / ln 2 / bytes
 
-Bits per byte compare models with different tokenizers, which the loss per token does not. A token of a byte-level BPE
-may be a part of a character, so it is not decoded: its vocabulary entry has one character per byte. Special tokens,
-such as the end-of-document token, have no bytes.
+Bits per byte compare models with different tokenizers, which the loss per token does not. A token
+of a byte-level BPE may be a part of a character, so it is not decoded: its vocabulary entry has one
+character per byte. Special tokens, such as the end-of-document token, have no bytes.
 """
 
 import json
@@ -16,7 +16,8 @@ _BYTE_FALLBACK = re.compile("<0x[0-9A-F]{2}>")
 
 
 def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> list[int] | None:
-    """The bytes of the tokens 0 to vocab_size - 1; None for a tokenizer whose entries cannot be read as bytes.
+    """The bytes of the tokens 0 to vocab_size - 1; None for a tokenizer whose entries cannot be
+    read as bytes.
 
     >>> bytes_per_token(ByteTokenizer(), 258)[-3:]
     [1, 0, 0]
@@ -47,7 +48,9 @@ def _num_bytes(text: str, kind: str) -> int:
 
 
 def _kind(settings: dict[str, object]) -> str | None:
-    """The kind of vocabulary entries: bytes, or pieces of text with U+2581 for a blank; None for others."""
+    """The kind of vocabulary entries: bytes, or pieces of text with U+2581 for a blank; None for
+    others.
+    """
     stages = [settings.get(name) for name in ("pre_tokenizer", "decoder", "normalizer")]
     found = json.dumps(stages, ensure_ascii=False)
     if '"ByteLevel"' in found:

@@ -22,7 +22,9 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 
 # By code, from 1 on.
-DTYPES = dict(enumerate(map(np.dtype, ("uint8", "int8", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")), start=1))
+DTYPES = dict(
+    enumerate(map(np.dtype, ("uint8", "int8", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")), start=1)
+)
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 BLOCK_BYTES = 1 << 18  # of a checksum: 16 MB of them per TB; reading a block takes 0.1 ms
@@ -46,7 +48,9 @@ class IndexHeader:
 
     def pack(self) -> bytes:
         """The header as bytes."""
-        return HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.num_sequences, self.num_document_indices)
+        return HEADER.pack(
+            MAGIC, VERSION, CODES[self.dtype], self.num_sequences, self.num_document_indices
+        )
 
 
 def prefix_of(name: str) -> str:
@@ -123,7 +127,11 @@ def read_header(path: Path, original: Path | None = None) -> IndexHeader:
     _, version, code, num_sequences, num_document_indices = HEADER.unpack(start)
     fix = "write the corpus again with `nanotrain prepare`"
     if version != VERSION:
-        raise DataError(f"{path} is of index version {version}", why=f"only version {VERSION} is supported", fix=fix)
+        raise DataError(
+            f"{path} is of index version {version}",
+            why=f"only version {VERSION} is supported",
+            fix=fix,
+        )
     if code not in DTYPES or DTYPES[code].kind == "f":
         name = DTYPES[code].name if code in DTYPES else "unknown"
         why = "token ids are integers: codes 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16"

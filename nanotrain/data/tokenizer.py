@@ -13,7 +13,8 @@ Encoding adds no special tokens; `prepare` ends each document with `eod`. Every 
     decode        ids -> text, without special tokens
     save          writes a folder and returns its name, or "bytes" if there is nothing to write
 
-The folder holds all files that the tokenizer was loaded from, and what transformers' AutoTokenizer needs beside them.
+The folder holds all files that the tokenizer was loaded from, and what transformers' AutoTokenizer
+needs beside them.
 """
 
 import json
@@ -32,7 +33,14 @@ import tokenizers
 from nanotrain.errors import DataError
 from nanotrain.paths import expanded, local_path
 from nanotrain.runs.files import write_bytes
-from nanotrain.untrusted import MAX_TOKENIZER_BYTES, object_of, parse_json, read_file, text_of, unreadable
+from nanotrain.untrusted import (
+    MAX_TOKENIZER_BYTES,
+    object_of,
+    parse_json,
+    read_file,
+    text_of,
+    unreadable,
+)
 
 # Usual names of the end-of-document token, for a bare tokenizer.json, which does not name it.
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[EOS]", "[SEP]")
@@ -40,10 +48,19 @@ _CONNECT_TIMEOUT_S = 3.0  # to the hub
 Files: TypeAlias = Mapping[str, bytes] | None  # contents by name
 _ANY_CLASS = "PreTrainedTokenizerFast"  # transformers' class of whatever a tokenizer.json holds
 VOCABULARY, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-VOCABULARY_FILES = (VOCABULARY, "tokenizer.model", "vocab.json")  # of a Hugging Face folder, each enough
-# What a tokenizer consists of in a Hugging Face folder, and the settings of generation, which name its tokens.
+# of a Hugging Face folder, each enough
+VOCABULARY_FILES = (VOCABULARY, "tokenizer.model", "vocab.json")
+# What a tokenizer consists of in a Hugging Face folder, and the settings of generation, which name
+# its tokens.
 TOKENIZER_FILES = (
-    *(*VOCABULARY_FILES, SETTINGS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.txt"),
+    *(
+        *VOCABULARY_FILES,
+        SETTINGS,
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "merges.txt",
+        "vocab.txt",
+    ),
     *("spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "generation_config.json"),
 )
 
@@ -72,18 +89,27 @@ class ByteTokenizer:
 
     def as_fast(self) -> "FastTokenizer":
         """The same tokenizer as a byte-level BPE without merges, which other libraries load."""
-        plain = {*range(33, 127), *range(161, 173), *range(174, 256)}  # bytes that GPT-2 writes as their own character
-        characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # those first, then those of the others
-        vocabulary = dict(zip(characters, sorted(range(256), key=lambda byte: byte not in plain), strict=True))
+        # bytes that GPT-2 writes as their own character
+        plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        # those first, then those of the others
+        characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        vocabulary = dict(
+            zip(characters, sorted(range(256), key=lambda byte: byte not in plain), strict=True)
+        )
         backend = _byte_level(tokenizers.models.BPE(vocabulary, merges=[]))
         backend.add_special_tokens([_EOD_NAMES[0]])
         backend.encode_special_tokens = True  # text never becomes an end-of-document token
-        settings = {"tokenizer_class": _ANY_CLASS, "eos_token": _EOD_NAMES[0], "split_special_tokens": True}
+        settings = {
+            "tokenizer_class": _ANY_CLASS,
+            "eos_token": _EOD_NAMES[0],
+            "split_special_tokens": True,
+        }
         return FastTokenizer(backend, files={SETTINGS: _json_bytes(settings)})
 
 
 class FastTokenizer:
-    """A tokenizer of the `tokenizers` library, with `eod_text` or a usual name as end-of-document token.
+    """A tokenizer of the `tokenizers` library, with `eod_text` or a usual name as end-of-document
+    token.
 
     Truncation and padding stored in the file are switched off; transformers ignores them too.
 
@@ -93,7 +119,9 @@ class FastTokenizer:
         files: contents of the files that it was loaded from, by their names in a folder.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, eod_text: str | None = None, files: Files = None) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, eod_text: str | None = None, files: Files = None
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.backend, self.files = backend, dict(files or {})
@@ -109,18 +137,22 @@ class FastTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode several texts on all threads that `tokenizers` may use."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            encoding.ids
+            for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: Path, *, as_any_class: bool = False) -> str:
-        """Write the files it was loaded from, with a tokenizer_config.json that names its end-of-document token.
+        """Write the files it was loaded from, with a tokenizer_config.json that names its
+        end-of-document token.
 
         Args:
             folder: created if absent; the settings are written last.
-            as_any_class: the settings name no class of a model family, which would build another tokenizer from the
-                vocabulary.
+            as_any_class: the settings name no class of a model family, which would build another
+                tokenizer from the vocabulary.
         """
         folder.mkdir(parents=True, exist_ok=True)
         files = {VOCABULARY: self.backend.to_str(pretty=True).encode(), **self.files}
@@ -128,7 +160,9 @@ class FastTokenizer:
         dropped = ("auto_map", "added_tokens_decoder", "tokenizer_class") if as_any_class else ()
         if as_any_class or SETTINGS not in files or _eos_in(settings) != self.eod_text:
             kept = {name: value for name, value in settings.items() if name not in dropped}
-            files[SETTINGS] = _json_bytes({"tokenizer_class": _ANY_CLASS, **kept, "eos_token": self.eod_text})
+            files[SETTINGS] = _json_bytes(
+                {"tokenizer_class": _ANY_CLASS, **kept, "eos_token": self.eod_text}
+            )
         for name in sorted(files, key=SETTINGS.__eq__):
             write_bytes(folder / name, files[name])
         return folder.name
@@ -157,7 +191,8 @@ Tokenizer: TypeAlias = ByteTokenizer | FastTokenizer | SlowTokenizer
 
 
 def document_start(tokenizer: Tokenizer) -> list[int]:
-    """The tokens before the first one of a document: the end of the previous document, or a line break.
+    """The tokens before the first one of a document: the end of the previous document, or a line
+    break.
 
     Raises:
         DataError: the tokenizer has neither.
@@ -173,7 +208,8 @@ def document_start(tokenizer: Tokenizer) -> list[int]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load a tokenizer: "bytes", a tokenizer.json, GPT-2's "vocab.json,merges.txt", a folder, or a Hugging Face name.
+    """Load a tokenizer: "bytes", a tokenizer.json, GPT-2's "vocab.json,merges.txt", a folder, or a
+    Hugging Face name.
 
     Raises:
         DataError: no tokenizer of that name can be loaded.
@@ -205,7 +241,8 @@ def load_with_files(name: str) -> FastTokenizer | SlowTokenizer:
 
 
 def is_local(name: str) -> bool:
-    """Whether a tokenizer's name stands for files on this machine or for bytes, not for a repository on the hub.
+    """Whether a tokenizer's name stands for files on this machine or for bytes, not for a
+    repository on the hub.
 
     >>> is_local("bytes"), is_local("gpt2")
     (True, False)
@@ -222,7 +259,9 @@ def _load_gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:
         backend = _byte_level(tokenizers.models.BPE.from_file(vocab_file, merge_file))
     except Exception as error:  # the library raises bare Exception
         fix = "name GPT-2's two files with --vocab-file and --merge-file"
-        raise DataError(f"{vocab_file} and {merge_file} are no tokenizer", why=str(error), fix=fix) from None
+        raise DataError(
+            f"{vocab_file} and {merge_file} are no tokenizer", why=str(error), fix=fix
+        ) from None
     special = [name for name in _EOD_NAMES if backend.token_to_id(name) is not None]
     backend.add_special_tokens(special)
     return FastTokenizer(backend, files=files)
@@ -249,21 +288,27 @@ def _load_fast(file: Path) -> FastTokenizer:
         backend = tokenizers.Tokenizer.from_buffer(content)
         backend.encode_special_tokens = settings.get("split_special_tokens") is True
         tokenizer = FastTokenizer(backend, eod_text=eod_text, files={**beside, VOCABULARY: content})
-        tokenizer.decode(tokenizer.encode("a b"))  # a damaged file may load and fail at the first text
-    except BaseException as error:  # the library raises bare Exception, and its panics are no Exception
+        # a damaged file may load and fail at the first text
+        tokenizer.decode(tokenizer.encode("a b"))
+    # the library raises bare Exception, and its panics are no Exception
+    except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise DataError(
-            f"{file} is no tokenizer", why=str(error), fix="give a tokenizer.json that `tokenizers` saved"
+            f"{file} is no tokenizer",
+            why=str(error),
+            fix="give a tokenizer.json that `tokenizers` saved",
         ) from None
     return tokenizer
 
 
 def _read_files(folder: Path, names: Sequence[str] = TOKENIZER_FILES) -> dict[str, bytes]:
-    """The contents of the files of a tokenizer but tokenizer.json, which is read where it is parsed.
+    """The contents of the files of a tokenizer but tokenizer.json, which is read where it is
+    parsed.
 
     Raises:
-        DataError: one of them cannot be read, or is a link out of the folder, whose target would be copied.
+        DataError: one of them cannot be read, or is a link out of the folder, whose target would be
+            copied.
     """
     files = {}
     for name in names:
@@ -272,11 +317,16 @@ def _read_files(folder: Path, names: Sequence[str] = TOKENIZER_FILES) -> dict[st
             continue
         target = path.resolve()
         try:
-            if target.parent.name != "blobs" and not target.is_relative_to(folder.resolve()):  # blobs: the hub's cache
-                raise ValueError(f"it is a link to {target}, and runs and exports copy the files of their tokenizer")
+            # blobs: the hub's cache
+            if target.parent.name != "blobs" and not target.is_relative_to(folder.resolve()):
+                raise ValueError(
+                    f"it is a link to {target}, and runs and exports copy the files of their tokenizer"
+                )
             files[name] = read_file(path, most=MAX_TOKENIZER_BYTES)
         except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read", why=unreadable(error), fix="correct or remove it") from None
+            raise DataError(
+                f"{path} cannot be read", why=unreadable(error), fix="correct or remove it"
+            ) from None
     return files
 
 
@@ -292,7 +342,9 @@ def _json_bytes(value: Mapping[str, Any]) -> bytes:
 
 
 def _load_pretrained(name: str) -> Any:
-    """Load a transformers tokenizer by Hugging Face name or folder; never runs code from the repository."""
+    """Load a transformers tokenizer by Hugging Face name or folder; never runs code from the
+    repository.
+    """
     if not Path(name).is_dir():
         go_offline_if_unreachable()
     from transformers import AutoTokenizer
@@ -300,8 +352,13 @@ def _load_pretrained(name: str) -> Any:
     try:
         # False, not None: None asks on the terminal, and "y" would run the repository's code.
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # OSError, ValueError, ImportError, KeyError: depends on the repository
-        what = "is a folder without tokenizer.json" if Path(name).is_dir() else "is no tokenizer.json or folder here"
+    # OSError, ValueError, ImportError, KeyError: depends on the repository
+    except Exception as error:
+        what = (
+            "is a folder without tokenizer.json"
+            if Path(name).is_dir()
+            else "is no tokenizer.json or folder here"
+        )
         raise DataError(
             f"the tokenizer {name} cannot be loaded",
             why=f"it {what}, and Hugging Face reports: {first_line(error)}",
@@ -312,7 +369,8 @@ def _load_pretrained(name: str) -> Any:
 def go_offline_if_unreachable() -> None:
     """Switch the hub client to its cache if the hub does not accept a connection.
 
-    The client itself would try five times, half a minute (measured), before it reports that there is no network.
+    The client itself would try five times, half a minute (measured), before it reports that there
+    is no network.
     """
     from huggingface_hub import constants
 
@@ -320,7 +378,9 @@ def go_offline_if_unreachable() -> None:
         return
     hub = urlsplit(constants.ENDPOINT)
     try:
-        socket.create_connection((hub.hostname or "", hub.port or 443), timeout=_CONNECT_TIMEOUT_S).close()
+        socket.create_connection(
+            (hub.hostname or "", hub.port or 443), timeout=_CONNECT_TIMEOUT_S
+        ).close()
     except OSError:
         constants.HF_HUB_OFFLINE = True
 

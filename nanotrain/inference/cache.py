@@ -1,15 +1,17 @@
-"""Keys and values of the tokens that a model has already read, so that each new token is one forward pass of length 1.
+"""Keys and values of the tokens that a model has already read, so that each new token is one
+forward pass of length 1.
 
     prompts       . . a b c      rows of a batch end together: shorter prompts are padded on the left, padding masked
                   d e f g h
     position ids  0 0 0 1 2      those of each prompt alone
                   0 1 2 3 4
 
-While a cache is open, every module with state between tokens has other functions in place of some of its own
-(`TokenCache`). The core attention stores its keys and values and attends to all of them. It is the same core attention
-with more keys than queries, so grouped queries, multi-head latent attention (whose keys and values are stored after the
-up-projection), windows and chunks need no further code, and logits equal those without a cache up to rounding. Layers
-that read tokens in order keep their state; padding is a document of its own.
+While a cache is open, every module with state between tokens has other functions in place of some
+of its own (`TokenCache`). The core attention stores its keys and values and attends to all of them.
+It is the same core attention with more keys than queries, so grouped queries, multi-head latent
+attention (whose keys and values are stored after the up-projection), windows and chunks need no
+further code, and logits equal those without a cache up to rounding. Layers that read tokens in
+order keep their state; padding is a document of its own.
 
     B prompts   S new tokens   T tokens so far   G key/value heads   D width of a head
 """
@@ -28,7 +30,8 @@ from nanotrain.model.transformer import Stage
 
 
 class KVCache:
-    """The cache of a batch of prompts, as a context manager; inside the block the model uses this cache only.
+    """The cache of a batch of prompts, as a context manager; inside the block the model uses this
+    cache only.
 
     Args:
         stage: a model in one stage, on one rank.
@@ -41,7 +44,8 @@ class KVCache:
         self._padding = np.array([max(lengths) - length for length in lengths])[:, None]  # [B, 1]
         self._num_read = 0  # T before the forward pass
         self._num_new = 0  # S of the forward pass
-        self._calls: dict[bool, AttentionCall] = {}  # of this forward pass, without and with a window
+        # of this forward pass, without and with a window
+        self._calls: dict[bool, AttentionCall] = {}
         # modules with state between tokens, and what replaces their functions
         cached: list[Any] = [module for module in stage.modules() if hasattr(module, "cached")]
         self._functions = [(module, module.cached(self)) for module in cached]
@@ -61,9 +65,13 @@ class KVCache:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Read new tokens [B, S] int64, prompts padded on the left; the logits after the last of them, [B, V]."""
+        """Read new tokens [B, S] int64, prompts padded on the left; the logits after the last of
+        them, [B, V].
+        """
         self._num_new = tokens.shape[1]
-        assert self._num_read + self._num_new <= self._capacity, "more tokens than the cache was made for"
+        assert self._num_read + self._num_new <= self._capacity, (
+            "more tokens than the cache was made for"
+        )
         positions = np.arange(self._num_read, self._num_read + self._num_new)
         position_ids = torch.from_numpy(np.maximum(positions - self._padding, 0)).to(tokens.device)
         self._calls.clear()
@@ -72,7 +80,9 @@ class KVCache:
         return last
 
     def call(self, has_window: bool, device: torch.device) -> AttentionCall:
-        """New tokens attend to earlier tokens within the window, not to padding; a padding token attends to itself."""
+        """New tokens attend to earlier tokens within the window, not to padding; a padding token
+        attends to itself.
+        """
         if has_window not in self._calls:
             model_config, first = self._stage.model_config, self._padding
             queries = np.arange(self._num_read + self._num_new)
@@ -81,10 +91,14 @@ class KVCache:
             if has_window and model_config.attention_chunk_size is not None:
                 first = first_of_chunks(queries, first, size=model_config.attention_chunk_size)
             new = range(self._num_read, len(queries))
-            self._calls[has_window] = AttentionCall(DenseKernel(), Spans(np.minimum(first, queries)), new, device)
+            self._calls[has_window] = AttentionCall(
+                DenseKernel(), Spans(np.minimum(first, queries)), new, device
+            )
         return self._calls[has_window]
 
-    def attend(self, core_attention: Callable[..., Tensor], *, has_window: bool) -> "_CachedAttention":
+    def attend(
+        self, core_attention: Callable[..., Tensor], *, has_window: bool
+    ) -> "_CachedAttention":
         """The core attention of a layer, to all tokens so far."""
         return _CachedAttention(self, core_attention, has_window=has_window)
 
@@ -94,7 +108,9 @@ class KVCache:
         return torch.from_numpy((positions >= self._padding).astype(np.int64)).to(device)
 
     def store(self, buffer: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Append [B, S, G, D] to a buffer [B, capacity, G, D], allocated first; returns it and its filled part."""
+        """Append [B, S, G, D] to a buffer [B, capacity, G, D], allocated first; returns it and its
+        filled part.
+        """
         if buffer is None:
             buffer = new.new_empty(new.shape[0], self._capacity, *new.shape[2:])
         stop = self._num_read + self._num_new
@@ -110,7 +126,9 @@ class _CachedAttention:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
-    def __call__(self, query: Tensor, *, key: Tensor, value: Tensor, mask: object, **options: Any) -> Tensor:
+    def __call__(
+        self, query: Tensor, *, key: Tensor, value: Tensor, mask: object, **options: Any
+    ) -> Tensor:
         self._keys, keys = self._cache.store(self._keys, key)
         self._values, values = self._cache.store(self._values, value)
         longer = self._cache.call(self._has_window, query.device)

@@ -1,4 +1,5 @@
-"""Load the model of a checkpoint or of a Hugging Face folder; export a checkpoint as a Hugging Face folder.
+"""Load the model of a checkpoint or of a Hugging Face folder; export a checkpoint as a Hugging Face
+folder.
 
 The manifest of a checkpoint contains the configuration, so its path is enough.
 """
@@ -26,7 +27,13 @@ from nanotrain.data.build import first_blend, tokenizer_of, uses_quickstart
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.token_format import idx_path
-from nanotrain.data.tokenizer import SETTINGS, VOCABULARY_FILES, Tokenizer, load_tokenizer, load_with_files
+from nanotrain.data.tokenizer import (
+    SETTINGS,
+    VOCABULARY_FILES,
+    Tokenizer,
+    load_tokenizer,
+    load_with_files,
+)
 from nanotrain.errors import CheckpointError, DataError
 from nanotrain.inference.generate import Generation, Sampling, encode_prompts, stream_texts
 from nanotrain.log import progress
@@ -45,7 +52,8 @@ from nanotrain.spec.stages import StageSpec
 from nanotrain.topology.groups import GroupName
 
 SHARDED_AXES: tuple[GroupName, ...] = ("tp", "ep", "etp")  # of a model that generates
-PREFIX, AVERAGE = "model/", "ema/"  # of the names of main params and of their moving average in a checkpoint
+# of the names of main params and of their moving average in a checkpoint
+PREFIX, AVERAGE = "model/", "ema/"
 HUGGING_FACE_SEQ_LENGTH = 2048  # tokens per window of a model whose training is unknown
 
 
@@ -55,7 +63,8 @@ class OpenedCheckpoint:
 
     path: Path  # the step folder, or the Hugging Face folder
     config: Config  # the configuration of the run that wrote it
-    manifest: Manifest | None = field(default=None, repr=False)  # None: the weights are a Hugging Face folder's
+    # None: the weights are a Hugging Face folder's
+    manifest: Manifest | None = field(default=None, repr=False)
     prefix: str = PREFIX  # of the names of the weights that are read
 
     def with_model(self, model_config: ModelConfig) -> Self:
@@ -63,7 +72,8 @@ class OpenedCheckpoint:
         return replace(self, config=replace(self.config, model=model_config))
 
     def read_params(self, wanted: Mapping[TensorBox, Tensor]) -> None:
-        """Read boxes of parameters and of expert biases ("router/NAME"), by their names in the model; fills in place.
+        """Read boxes of parameters and of expert biases ("router/NAME"), by their names in the
+        model; fills in place.
 
         Raises:
             NanotrainError: a tensor that is missing or damaged.
@@ -71,21 +81,29 @@ class OpenedCheckpoint:
         if self.manifest is None:
             from nanotrain.interop.hf.import_weights import import_weights
 
-            named = {replace(box, name=box.name.removeprefix("router/")): target for box, target in wanted.items()}
+            named = {
+                replace(box, name=box.name.removeprefix("router/")): target
+                for box, target in wanted.items()
+            }
             import_weights(self.path, self.config.model, wanted=named)
             return
         targets = {
-            box if box.name.startswith("router/") else replace(box, name=self.prefix + box.name): target
+            box
+            if box.name.startswith("router/")
+            else replace(box, name=self.prefix + box.name): target
             for box, target in wanted.items()
         }
         for box in targets:
             require_tensor(self.path, self.manifest, name=box.name)
-        fitted = fit_padding(self.manifest, targets, rows=vocabulary_rows(ModelShape.of(self.config.model)))
+        fitted = fit_padding(
+            self.manifest, targets, rows=vocabulary_rows(ModelShape.of(self.config.model))
+        )
         read_chunks(self.path, plan_reads(self.manifest, fitted), targets=fitted)
 
 
 def open_checkpoint(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
-    """Open a checkpoint: a step folder, or a run folder for its newest; `ema` for the moving average of its weights.
+    """Open a checkpoint: a step folder, or a run folder for its newest; `ema` for the moving
+    average of its weights.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or no average in it.
@@ -93,13 +111,22 @@ def open_checkpoint(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
     step, manifest = find_manifest(path)
     if ema and not any(name.startswith(AVERAGE) for name in manifest.tensors):
         is_of_run = not has_weights_alone(manifest)
-        why = "it was written by a run without --ema-decay" if is_of_run else "it is an average or an import"
-        raise CheckpointError(f"{step} has no moving average of the weights", why=why, fix="leave out --ema")
-    return OpenedCheckpoint(step, config_from_dict(manifest.config), manifest, prefix=AVERAGE if ema else PREFIX)
+        why = (
+            "it was written by a run without --ema-decay"
+            if is_of_run
+            else "it is an average or an import"
+        )
+        raise CheckpointError(
+            f"{step} has no moving average of the weights", why=why, fix="leave out --ema"
+        )
+    return OpenedCheckpoint(
+        step, config_from_dict(manifest.config), manifest, prefix=AVERAGE if ema else PREFIX
+    )
 
 
 def open_model(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
-    """Open a checkpoint, as `open_checkpoint`, or a Hugging Face folder, without layers of multi-token prediction.
+    """Open a checkpoint, as `open_checkpoint`, or a Hugging Face folder, without layers of
+    multi-token prediction.
 
     Raises:
         NanotrainError: it is neither.
@@ -109,8 +136,11 @@ def open_model(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
         return replace(opened, config=_without_mtp(opened.config))
     if ema:
         why = "a Hugging Face folder holds one set of weights"
-        raise CheckpointError(f"{path} has no moving average of the weights", why=why, fix="leave out --ema")
-    from nanotrain.interop.hf.families import model_from_hf  # a checkpoint needs no families of Hugging Face
+        raise CheckpointError(
+            f"{path} has no moving average of the weights", why=why, fix="leave out --ema"
+        )
+    # a checkpoint needs no families of Hugging Face
+    from nanotrain.interop.hf.families import model_from_hf
 
     model_config = model_from_hf(path)
     tokenizer = str(path) if any((path / name).is_file() for name in VOCABULARY_FILES) else None
@@ -124,11 +154,17 @@ def _without_mtp(config: Config) -> Config:
     return replace(config, model=replace(config.model, mtp=MTPConfig()))
 
 
-def load_stage(checkpoint: OpenedCheckpoint, context: ParallelContext | None = None, *, dtype: str = "fp32") -> Stage:
-    """Load all layers of a model on the CPU, or this rank's shards of them over tp and ep on its device."""
+def load_stage(
+    checkpoint: OpenedCheckpoint, context: ParallelContext | None = None, *, dtype: str = "fp32"
+) -> Stage:
+    """Load all layers of a model on the CPU, or this rank's shards of them over tp and ep on its
+    device.
+    """
     model_config, device = checkpoint.config.model, "cpu" if context is None else context.device
     stage = (
-        build_stage(model_config, dtype=dtype) if context is None else _build_shards(model_config, context, dtype=dtype)
+        build_stage(model_config, dtype=dtype)
+        if context is None
+        else _build_shards(model_config, context, dtype=dtype)
     )
     # `to_empty` makes each tensor like one on the meta device, for which torch imports sympy: 0.5 s
     stage._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
@@ -140,7 +176,9 @@ def load_stage(checkpoint: OpenedCheckpoint, context: ParallelContext | None = N
 
 
 def _build_shards(model_config: ModelConfig, context: ParallelContext, *, dtype: str) -> Stage:
-    """All layers, this rank's shards of each, on the meta device; every rank has all tokens of a sequence."""
+    """All layers, this rank's shards of each, on the meta device; every rank has all tokens of a
+    sequence.
+    """
     shape, spec = ModelShape.of(model_config), StageSpec.single(model_config.num_layers)
     sizes: dict[str, int] = {axis: context.topology.size(axis) for axis in SHARDED_AXES}
     declared = declare_stage(Declaration(shape, dtype, sizes["tp"]), spec)
@@ -153,8 +191,9 @@ def _build_shards(model_config: ModelConfig, context: ParallelContext, *, dtype:
 def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
     """The tokenizer of the run, as `load_tokenizer` takes it; None if unknown.
 
-    It is the one in the run folder or beside an average. In a folder without one (of an older version) it is
-    --tokenizer-model, else that of the first corpus of --data-path, else that of the quick-start corpus.
+    It is the one in the run folder or beside an average. In a folder without one (of an older
+    version) it is --tokenizer-model, else that of the first corpus of --data-path, else that of the
+    quick-start corpus.
     """
     data = checkpoint.config.data
     if checkpoint.manifest is None:
@@ -164,19 +203,28 @@ def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
         return str(stored)
     if not uses_quickstart(data) or data.tokenizer_model:
         return tokenizer_of(data)
-    prefix = find_quickstart(RunFolder(checkpoint.path.parent.parent).data, data.quickstart_vocab_size)
+    prefix = find_quickstart(
+        RunFolder(checkpoint.path.parent.parent).data, data.quickstart_vocab_size
+    )
     return None if prefix is None else recorded_tokenizer(prefix)
 
 
 def stored_tokenizer(path: Path) -> Path | None:
-    """The folder with the tokenizer's files: of the run for a checkpoint of one, inside the folder of an average."""
+    """The folder with the tokenizer's files: of the run for a checkpoint of one, inside the folder
+    of an average.
+    """
     folder = RunFolder(path.parent.parent if path.parent.name == "checkpoints" else path).tokenizer
     return folder if (folder / SETTINGS).is_file() else None
 
 
-def average_with_tokenizer(paths: Sequence[Path], output: Path, *, decay: float | None = None) -> Path:
+def average_with_tokenizer(
+    paths: Sequence[Path], output: Path, *, decay: float | None = None
+) -> Path:
     """Write the average of checkpoints, as `average` does, and the tokenizer of the last one's run."""
-    folder, stored = average(paths, output, decay=decay), stored_tokenizer(find_manifest(paths[-1])[0])
+    folder, stored = (
+        average(paths, output, decay=decay),
+        stored_tokenizer(find_manifest(paths[-1])[0]),
+    )
     if stored is not None:
         load_with_files(str(stored)).save(RunFolder(folder).tokenizer)
     return folder
@@ -197,15 +245,16 @@ def why_unknown(checkpoint: OpenedCheckpoint) -> str:
 class LoadedModel:
     """A model of a checkpoint with its tokenizer.
 
-    `model(...)` is not a Hugging Face model: `model.logits(tokens)` takes [batch, sequence] token ids and returns
-    [batch, sequence, vocabulary].
+    `model(...)` is not a Hugging Face model: `model.logits(tokens)` takes [batch, sequence] token
+    ids and returns [batch, sequence, vocabulary].
     """
 
     path: Path  # the step folder
     config: Config  # the configuration of the run that wrote it
     model: Stage  # all layers, fp32; in `load_model` with a context this rank's shards
     tokenizer: Tokenizer
-    ranks: Group = field(default_factory=lambda: Group.single_rank("world"))  # those that hold the shards
+    # those that hold the shards
+    ranks: Group = field(default_factory=lambda: Group.single_rank("world"))
 
     def generate(
         self,
@@ -238,11 +287,13 @@ class LoadedModel:
         stops: Sequence[str] = (),
         use_cache: bool = True,
     ) -> Iterator[tuple[int, str]]:
-        """Continue several texts at once; yields the index of a prompt and the next piece of its text.
+        """Continue several texts at once; yields the index of a prompt and the next piece of its
+        text.
 
         Args:
             prompts: the texts to continue; an empty one is a new document.
-            num_tokens: maximum number of new tokens of each; an end-of-document token stops earlier.
+            num_tokens: maximum number of new tokens of each; an end-of-document token stops
+                earlier.
             sampling: how tokens are sampled.
             stops: strings that end a text, not part of it.
             use_cache: whether keys and values of the tokens so far are kept.
@@ -254,13 +305,21 @@ class LoadedModel:
         encoded = encode_prompts(prompts, self.tokenizer, max_tokens=limit)
         sampling = replace(sampling or Sampling(), stop=self.tokenizer.eod)
         generation = Generation(
-            self.model, encoded, num_tokens=num_tokens, sampling=sampling, use_cache=use_cache, ranks=self.ranks
+            self.model,
+            encoded,
+            num_tokens=num_tokens,
+            sampling=sampling,
+            use_cache=use_cache,
+            ranks=self.ranks,
         )
         return stream_texts(generation, self.tokenizer, num_tokens=num_tokens, stops=stops)
 
 
-def load_checkpoint(path: Path | str, *, tokenizer: str | None = None, ema: bool = False) -> LoadedModel:
-    """Load the model and the tokenizer of a checkpoint on the CPU; `loaded.model.to(device)` moves the model.
+def load_checkpoint(
+    path: Path | str, *, tokenizer: str | None = None, ema: bool = False
+) -> LoadedModel:
+    """Load the model and the tokenizer of a checkpoint on the CPU; `loaded.model.to(device)` moves
+    the model.
 
     Args:
         path: a step folder, or a run folder for its newest.
@@ -286,7 +345,8 @@ def load_model(
     Args:
         checkpoint: a checkpoint of any layout.
         tokenizer: name or path of a tokenizer, as `load_tokenizer` takes it; None for the run's.
-        context: device and groups, where every rank loads its shards over tp and ep; None for one rank on the CPU.
+        context: device and groups, where every rank loads its shards over tp and ep; None for one
+            rank on the CPU.
         dtype: dtype of weights and activations, "fp32", "bf16" or "fp16".
 
     Raises:
@@ -313,16 +373,18 @@ def export_checkpoint(
     tokenizer: str | Path | None = None,
     ema: bool = False,
 ) -> str:
-    """Write the weights of a checkpoint as a Hugging Face folder, one tensor at a time; returns a summary line.
+    """Write the weights of a checkpoint as a Hugging Face folder, one tensor at a time; returns a
+    summary line.
 
     Args:
         path: a step folder, or a run folder for its newest.
         folder: the Hugging Face folder; must be empty.
         dtype: dtype of the exported weights: fp32, bf16 or fp16.
-        family: a `model_type` of Hugging Face; None for that of the pretrained checkpoint that the run started from,
-            else the first that can represent the model.
-        tokenizer: name or path of the tokenizer to write beside the weights, as `load_tokenizer` takes it, or "none";
-            None for the run's, and that of the pretrained checkpoint where the run's is the same or unknown.
+        family: a `model_type` of Hugging Face; None for that of the pretrained checkpoint that the
+            run started from, else the first that can represent the model.
+        tokenizer: name or path of the tokenizer to write beside the weights, as `load_tokenizer`
+            takes it, or "none"; None for the run's, and that of the pretrained checkpoint where the
+            run's is the same or unknown.
         ema: whether the moving average of the weights is written (`--ema-decay`).
     """
     from nanotrain.interop.hf.companions import Companions, fullest_tokenizer
@@ -333,11 +395,20 @@ def export_checkpoint(
     model_config = checkpoint.config.model
     names = [checkpoint.prefix + spec.name for spec in declare_model(ModelShape.of(model_config))]
     names += [f"router/{name}" for name in expert_bias_shapes(model_config)]
-    tensors = ((name.partition("/")[2], tensor) for name, tensor in read_global_tensors(checkpoint.path, names))
+    tensors = (
+        (name.partition("/")[2], tensor)
+        for name, tensor in read_global_tensors(checkpoint.path, names)
+    )
     pretrained = checkpoint.config.checkpoint.pretrained_checkpoint
     origin = None if pretrained is None else Path(pretrained)
-    chosen = fullest_tokenizer(tokenizer_name(checkpoint), origin) if tokenizer is None else str(tokenizer)
+    chosen = (
+        fullest_tokenizer(tokenizer_name(checkpoint), origin)
+        if tokenizer is None
+        else str(tokenizer)
+    )
     companions = Companions(None if chosen == "none" else chosen, origin)
-    written = export_weights(folder, model_config, tensors=tensors, dtype=dtype, family=family, companions=companions)
+    written = export_weights(
+        folder, model_config, tensors=tensors, dtype=dtype, family=family, companions=companions
+    )
     lacking = f"; without a tokenizer: {why_unknown(checkpoint)}" if chosen is None else ""
     return f"{folder}: {written}, {dtype}, from {checkpoint.path}{lacking}"

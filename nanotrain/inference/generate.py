@@ -5,8 +5,9 @@ Generation     the state of a batch of prompts; one token of each per step
 generate       one prompt to its end
 stream_texts   texts in, pieces of texts out
 
-A piece is what the new tokens add to a text. It is held back while it may still change: a character of which only some
-bytes are there, or the beginning of a stop string, which is not part of the text.
+A piece is what the new tokens add to a text. It is held back while it may still change: a character
+of which only some bytes are there, or the beginning of a stop string, which is not part of the
+text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,18 +33,21 @@ class Sampling:
 
     temperature: float = 1.0  # divides the logits; 0 is greedy
     top_k: int | None = None  # sample among the k most likely tokens; None for all
-    # nucleus sampling (Holtzman et al. 2020): among the fewest most likely tokens of this probability; None for all
+    # nucleus sampling (Holtzman et al. 2020): among the fewest most likely tokens of this
+    # probability; None for all
     top_p: float | None = None
-    seed: int = 0  # seed of the random generator of the first prompt; each further prompt has the next one
+    # seed of the random generator of the first prompt; each further prompt has the next one
+    seed: int = 0
     stop: int | None = None  # token that ends the text (and is included); None for none
 
 
 class Generation:
     """Prompts and the tokens sampled so far.
 
-    A token is sampled given the last `max_position_embeddings` tokens before it. With the cache each step reads one
-    token per prompt, until a text has that length. Without it each step reads the whole window, and also if experts
-    have a capacity, which depends on the number of tokens that are read together.
+    A token is sampled given the last `max_position_embeddings` tokens before it. With the cache
+    each step reads one token per prompt, until a text has that length. Without it each step reads
+    the whole window, and also if experts have a capacity, which depends on the number of tokens
+    that are read together.
 
     Args:
         stage: a model in one stage, or this rank's shards of it.
@@ -64,10 +68,16 @@ class Generation:
         use_cache: bool = True,
         ranks: Group | None = None,
     ) -> None:
-        self.stage, self.sampling, self._ranks = stage, sampling or Sampling(), ranks or Group.single_rank("world")
+        self.stage, self.sampling, self._ranks = (
+            stage,
+            sampling or Sampling(),
+            ranks or Group.single_rank("world"),
+        )
         self.texts = [list(prompt) for prompt in prompts]
         self.running = set(range(len(prompts)))  # prompts that are not at their end
-        self._generators = [torch.Generator().manual_seed(self.sampling.seed + row) for row in range(len(prompts))]
+        self._generators = [
+            torch.Generator().manual_seed(self.sampling.seed + row) for row in range(len(prompts))
+        ]
         self._positions = stage.model_config.max_position_embeddings
         longest = max(map(len, prompts))
         self._cache: KVCache | None = None
@@ -81,7 +91,10 @@ class Generation:
     def step(self) -> dict[int, int]:
         """Sample one token for every running prompt; returns them by the index of the prompt."""
         logits, rows = self._logits(), sorted(self.running)
-        own = [sample_token(logits[row], self.sampling, generator=self._generators[row]) for row in rows]
+        own = [
+            sample_token(logits[row], self.sampling, generator=self._generators[row])
+            for row in rows
+        ]
         sampled = dict(zip(rows, self._of_first_rank(own), strict=True))
         for row, token in sampled.items():
             self.texts[row].append(token)
@@ -90,7 +103,9 @@ class Generation:
         return sampled
 
     def _of_first_rank(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens of the first rank, on every rank: replicated layers may round differently on each."""
+        """The tokens of the first rank, on every rank: replicated layers may round differently on
+        each.
+        """
         own = tokens if self._ranks.is_first else [0] * len(tokens)
         return [int(token) for token in all_reduce_scalars(own, self._ranks)]
 
@@ -104,7 +119,8 @@ class Generation:
                 logits = self._cache.logits(torch.tensor(rows, device=device)).float().cpu()
             self._num_unread = 1
             for row in set(range(len(rows))) - self.running:
-                self.texts[row].append(0)  # rows of a batch grow together; what follows the end is not returned
+                # rows of a batch grow together; what follows the end is not returned
+                self.texts[row].append(0)
             return dict(enumerate(logits))
         self._cache, logits_of = None, {}
         for row in sorted(self.running):
@@ -115,10 +131,19 @@ class Generation:
 
 
 def generate(
-    stage: Stage, prompt: Sequence[int], *, num_tokens: int, sampling: Sampling | None = None, use_cache: bool = True
+    stage: Stage,
+    prompt: Sequence[int],
+    *,
+    num_tokens: int,
+    sampling: Sampling | None = None,
+    use_cache: bool = True,
 ) -> list[int]:
-    """Generate up to `num_tokens` tokens that continue a prompt of at least one token; returns the new ones."""
-    generation = Generation(stage, [prompt], num_tokens=num_tokens, sampling=sampling, use_cache=use_cache)
+    """Generate up to `num_tokens` tokens that continue a prompt of at least one token; returns the
+    new ones.
+    """
+    generation = Generation(
+        stage, [prompt], num_tokens=num_tokens, sampling=sampling, use_cache=use_cache
+    )
     new: list[int] = []
     while generation.running and len(new) < num_tokens:
         new.append(generation.step()[0])
@@ -135,8 +160,11 @@ def sample_token(logits: Tensor, sampling: Sampling, *, generator: torch.Generat
     probabilities = ((logits - logits.max()) / sampling.temperature).softmax(dim=0)
     if sampling.top_p is not None:
         ordered, tokens = probabilities.sort(descending=True)
-        is_kept = ordered.cumsum(0) - ordered < sampling.top_p  # the token that passes the bound is kept
-        probabilities = torch.zeros_like(probabilities).scatter(0, tokens[is_kept], ordered[is_kept])
+        # the token that passes the bound is kept
+        is_kept = ordered.cumsum(0) - ordered < sampling.top_p
+        probabilities = torch.zeros_like(probabilities).scatter(
+            0, tokens[is_kept], ordered[is_kept]
+        )
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
@@ -174,7 +202,9 @@ class TextStream:
     def _num_certain(self, text: str) -> int:
         certain = len(text.rstrip("\ufffd"))
         for stop in self._stops:
-            longest = next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
+            longest = next(
+                (size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0
+            )
             certain = min(certain, len(text) - longest)
         return certain
 
@@ -183,11 +213,14 @@ class TextStream:
         return piece
 
 
-def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer, *, max_tokens: int) -> list[list[int]]:
+def encode_prompts(
+    prompts: Sequence[str], tokenizer: Tokenizer, *, max_tokens: int
+) -> list[list[int]]:
     """The tokens of prompts; an empty prompt is the start of a document.
 
     Raises:
-        DataError: a prompt longer than `max_tokens`, the positions of the model, or one without tokens.
+        DataError: a prompt longer than `max_tokens`, the positions of the model, or one without
+            tokens.
     """
     encoded = [tokenizer.encode(prompt) or document_start(tokenizer) for prompt in prompts]
     for number, ids in enumerate(encoded, 1):
@@ -226,7 +259,9 @@ def stream_texts(
 
 
 def print_texts(prompts: Sequence[str], pieces: Iterator[tuple[int, str]]) -> None:
-    """Print one text as it grows; several one after the other at their end, with a blank line between them."""
+    """Print one text as it grows; several one after the other at their end, with a blank line
+    between them.
+    """
     if len(prompts) == 1:
         print(prompts[0], end="", flush=True)
         for _, piece in pieces:

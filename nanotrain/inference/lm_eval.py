@@ -1,9 +1,10 @@
 """The model class of EleutherAI's lm-eval: `nanotrain`, for checkpoints and Hugging Face folders.
 
-    nanotrain evaluate runs/tiny --tasks arc_easy,lambada_openai
-    python -m nanotrain.inference.lm_eval run --model nanotrain --model_args path=runs/tiny --tasks arc_easy
+    nanotrain evaluate runs/tiny --tasks arc_easy,lambada_openai python -m
+    nanotrain.inference.lm_eval run --model nanotrain --model_args path=runs/tiny --tasks arc_easy
 
-The second line is lm-eval's own command line with the model registered. Needs `pip install nanotrain[lm-eval]`.
+The second line is lm-eval's own command line with the model registered. Needs `pip install
+nanotrain[lm-eval]`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,8 @@ class NanotrainLM(LM):
         ema: whether the moving average of the weights is taken.
         batch_size: rows per forward pass.
         device: device of the model.
-        max_length: input tokens at most; None for the sequence length of the training run, or of a Hugging Face folder
-            its positions, at most 2048.
+        max_length: input tokens at most; None for the sequence length of the training run, or of a
+            Hugging Face folder its positions, at most 2048.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class NanotrainLM(LM):
         self.max_length = max_length or self.loaded.config.data.seq_length
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """The log-likelihood of continuations, and whether each is the greedy one; requests are (context, text)."""
+        """The log-likelihood of continuations, and whether each is the greedy one; requests are
+        (context, text).
+        """
         scored = log_likelihoods(
             self.loaded.model,
             [encode_pair(*request.args, tokenizer=self.loaded.tokenizer) for request in requests],
@@ -74,13 +77,17 @@ class NanotrainLM(LM):
         for request in requests:
             tokens = self.loaded.tokenizer.encode(request.args[0])
             windows = list(rolling_windows(tokens, prefix=self._start, max_length=self.max_length))
-            scored = log_likelihoods(self.loaded.model, windows, batch_size=self.batch_size, max_length=self.max_length)
+            scored = log_likelihoods(
+                self.loaded.model, windows, batch_size=self.batch_size, max_length=self.max_length
+            )
             scores.append(sum(score.log_likelihood for score in scored))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, scores[-1])
         return scores
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Texts that continue contexts up to one of the strings `until`; requests are (context, options)."""
+        """Texts that continue contexts up to one of the strings `until`; requests are (context,
+        options).
+        """
         texts = []
         for request in requests:
             text = self._generate(*request.args)
@@ -101,19 +108,34 @@ class NanotrainLM(LM):
     def _generate(self, context: str, options: Mapping[str, Any]) -> str:
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
-        num_tokens = int(options.get("max_gen_toks") or options.get("max_new_tokens") or MAX_NEW_TOKENS)
-        num_tokens = min(num_tokens, self.max_length // 2)  # at least half of the input is the context
-        temperature = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
+        num_tokens = int(
+            options.get("max_gen_toks") or options.get("max_new_tokens") or MAX_NEW_TOKENS
+        )
+        # at least half of the input is the context
+        num_tokens = min(num_tokens, self.max_length // 2)
+        temperature = (
+            float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
+        )
         tokenizer = self.loaded.tokenizer
         prompt = (tokenizer.encode(context) or [self._start])[num_tokens - self.max_length :]
         top_k, top_p = options.get("top_k"), options.get("top_p")
         sampling = Sampling(temperature, top_k=top_k, top_p=top_p, stop=tokenizer.eod)
-        generation = Generation(self.loaded.model, [prompt], num_tokens=num_tokens, sampling=sampling)
-        return "".join(piece for _, piece in stream_texts(generation, tokenizer, num_tokens=num_tokens, stops=stops))
+        generation = Generation(
+            self.loaded.model, [prompt], num_tokens=num_tokens, sampling=sampling
+        )
+        return "".join(
+            piece
+            for _, piece in stream_texts(generation, tokenizer, num_tokens=num_tokens, stops=stops)
+        )
 
 
 def evaluate_tasks(
-    model: LM, tasks: Sequence[str], *, include_path: str | None, num_fewshot: int | None, limit: int | None
+    model: LM,
+    tasks: Sequence[str],
+    *,
+    include_path: str | None,
+    num_fewshot: int | None,
+    limit: int | None,
 ) -> dict[str, dict[str, Any]]:
     """Run tasks of lm-eval; the metrics of each by name.
 
@@ -136,8 +158,14 @@ def evaluate_tasks(
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         fix = "`lm-eval ls tasks` lists them; --include-path adds a folder"
-        raise ConfigError(f"--tasks: there is no task {', '.join(unknown)}", why="it is not in lm-eval's list", fix=fix)
-    results = simple_evaluate(model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager)
+        raise ConfigError(
+            f"--tasks: there is no task {', '.join(unknown)}",
+            why="it is not in lm-eval's list",
+            fix=fix,
+        )
+    results = simple_evaluate(
+        model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager
+    )
     assert results is not None, "the first rank has the results"
     metrics: dict[str, dict[str, Any]] = results["results"]
     return metrics

@@ -24,7 +24,8 @@ class Scored:
     is_greedy: bool  # whether each of its tokens is the most likely one
 
 
-Request = tuple[Sequence[int], Sequence[int]]  # tokens of a context, at least one, and of its continuation
+# tokens of a context, at least one, and of its continuation
+Request = tuple[Sequence[int], Sequence[int]]
 
 
 @torch.no_grad()
@@ -33,12 +34,13 @@ def log_likelihoods(
 ) -> list[Scored]:
     """Score continuations, in the order of the requests; rows of similar length are read together.
 
-    Rows are padded on the right, to which no earlier token attends. Where experts have a capacity, which all tokens of
-    a batch share, a row is read alone.
+    Rows are padded on the right, to which no earlier token attends. Where experts have a capacity,
+    which all tokens of a batch share, a row is read alone.
 
     Args:
         stage: a model in one stage.
-        requests: contexts and continuations; of longer ones the last `max_length` + 1 tokens are read.
+        requests: contexts and continuations; of longer ones the last `max_length` + 1 tokens are
+            read.
         batch_size: rows per forward pass.
         max_length: input tokens of a row; None for the positions of the model.
     """
@@ -57,7 +59,8 @@ def log_likelihoods(
 
 
 def rolling_windows(tokens: Sequence[int], *, prefix: int, max_length: int) -> Iterator[Request]:
-    """Windows of at most `max_length` input tokens in which every token is predicted once; the first follows `prefix`.
+    """Windows of at most `max_length` input tokens in which every token is predicted once; the
+    first follows `prefix`.
 
     >>> [(list(context), list(scored)) for context, scored in rolling_windows([1, 2, 3, 4, 5], prefix=0, max_length=3)]
     [([0], [1, 2, 3]), ([2, 3], [4, 5])]
@@ -76,7 +79,9 @@ def _logits(stage: Stage, rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _score(logits: Tensor, row: Sequence[int], *, num_scored: int) -> Scored:
-    """The last `num_scored` tokens of a row from the logits [len(row) - 1, V]; fewer where the row was cut."""
+    """The last `num_scored` tokens of a row from the logits [len(row) - 1, V]; fewer where the row
+    was cut.
+    """
     num_scored = min(num_scored, len(row) - 1)
     if num_scored == 0:
         return Scored(0.0, True)

@@ -1,10 +1,12 @@
-"""Write a checkpoint in the format of torch.distributed.checkpoint, which `dcp.load` reads on any number of ranks.
+"""Write a checkpoint in the format of torch.distributed.checkpoint, which `dcp.load` reads on any
+number of ranks.
 
     export_dcp      the folder
     torch_export    the folder of every export through torch.distributed.checkpoint
 
-The tensors are given to torch on the meta device and read from the checkpoint when it writes them, one at a time. A
-tensor keeps its name ("model/layers.0.mlp.up.weight"); counters and configuration are under "objects" and "config".
+The tensors are given to torch on the meta device and read from the checkpoint when it writes them,
+one at a time. A tensor keeps its name ("model/layers.0.mlp.up.weight"); counters and configuration
+are under "objects" and "config".
 """
 
 import errno
@@ -79,10 +81,12 @@ def torch_export(output: Path, *, nbytes: int) -> Iterator[Path]:
     """`export_folder` for torch.distributed.checkpoint, whose errors and warnings are wrapped.
 
     Raises:
-        NanotrainError: the error of the block inside torch's wrapper; where its writer fails, that of a full disk.
+        NanotrainError: the error of the block inside torch's wrapper; where its writer fails, that
+            of a full disk.
     """
     with export_folder(output, nbytes=nbytes) as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that there are no process groups, which no_dist asks for
+        # that there are no process groups, which no_dist asks for
+        warnings.simplefilter("ignore", UserWarning)
         try:
             yield folder
         except (CheckpointException, RuntimeError) as error:

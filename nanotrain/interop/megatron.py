@@ -1,4 +1,5 @@
-"""Write the weights of a checkpoint as a `torch_dist` checkpoint of Megatron-LM, one chunk in memory at a time.
+"""Write the weights of a checkpoint as a `torch_dist` checkpoint of Megatron-LM, one chunk in
+memory at a time.
 
     export_megatron   the folder
     check_model       the error for a model that cannot be written
@@ -9,10 +10,11 @@ FOLDER/iter_0000300/metadata.json           the names of the formats
 FOLDER/iter_0000300/common.pt               step and version; only built-in types
 FOLDER/iter_0000300/.metadata, *.distcp     the tensors, as torch.distributed.checkpoint writes them
 
-Megatron-LM stacks the layers of a model along a new first dim, and the experts of a layer along a second one; where
-only some layers have experts, every layer has tensors of its own name. The rows of `linear_qkv` are grouped by query
-group (its query heads, its key head, its value head); those of `linear_fc1` are the gate's, then the others. The
-norms before attention and MLP have the names of transformer-engine's fused layers.
+Megatron-LM stacks the layers of a model along a new first dim, and the experts of a layer along a
+second one; where only some layers have experts, every layer has tensors of its own name. The rows
+of `linear_qkv` are grouped by query group (its query heads, its key head, its value head); those of
+`linear_fc1` are the gate's, then the others. The norms before attention and MLP have the names of
+transformer-engine's fused layers.
 """
 
 import io
@@ -26,7 +28,11 @@ import torch
 import yaml
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -65,13 +71,16 @@ TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read
 
 
 def check_model(model_config: ModelConfig) -> None:
-    """Check that Megatron-LM has a place for every weight and a setting for what the model computes.
+    """Check that Megatron-LM has a place for every weight and a setting for what the model
+    computes.
 
     Raises:
         CheckpointError: all that it has not, in one message.
     """
     values = Values(Config(model=model_config))
-    if unsupported := [name for name, where in TABLES["unsupported"].items() if holds(values, where)]:
+    if unsupported := [
+        name for name, where in TABLES["unsupported"].items() if holds(values, where)
+    ]:
         raise CheckpointError(
             f"this model cannot be written for Megatron-LM: {', '.join(unsupported)}",
             why="its checkpoints have no place, or no known one, for these weights or settings",
@@ -102,14 +111,18 @@ def plan_chunks(model_config: ModelConfig) -> Iterator[MegatronChunk]:
 
 
 def _layer(layer: int, sizes: Mapping[str, Shape], *, shape: ModelShape) -> Iterator[MegatronChunk]:
-    """The chunks of a layer, in the tensors of all layers, or in tensors of its own where layers differ."""
+    """The chunks of a layer, in the tensors of all layers, or in tensors of its own where layers
+    differ.
+    """
     prefix, stack = f"decoder.layers.{layer}.", []
     if is_uniform(shape):
         prefix, stack = "decoder.layers.", [(layer, shape.num_layers)]
     modules = TABLES["attention"] | TABLES["moe" if shape.has_experts(layer) else "mlp"]
     for key, parts in modules.items():
         for leaf in ("weight", "bias"):
-            names = [name for part in parts if (name := f"model/layers.{layer}.{part}{leaf}") in sizes]
+            names = [
+                name for part in parts if (name := f"model/layers.{layer}.{part}{leaf}") in sizes
+            ]
             sources = [TensorBox.full(name, sizes[name]) for name in names]
             if sources and key.startswith("mlp.experts."):
                 num_experts = sources[0].shape[0]
@@ -121,7 +134,9 @@ def _layer(layer: int, sizes: Mapping[str, Shape], *, shape: ModelShape) -> Iter
                 yield _chunk(prefix + key + leaf, sources, stack=stack, num_groups=num_groups)
     bias = "mlp.router.expert_bias"
     if (size := sizes.get(f"router/layers.{layer}.{bias}")) is not None:
-        yield _chunk(prefix + bias, [TensorBox.full(f"router/layers.{layer}.{bias}", size)], stack=stack)
+        yield _chunk(
+            prefix + bias, [TensorBox.full(f"router/layers.{layer}.{bias}", size)], stack=stack
+        )
 
 
 def _of_expert(box: Box, expert: int) -> Box:
@@ -129,20 +144,30 @@ def _of_expert(box: Box, expert: int) -> Box:
 
 
 def _chunk(
-    key: str, sources: Sequence[TensorBox], *, stack: Sequence[tuple[int, int]] = (), num_groups: int = 1
+    key: str,
+    sources: Sequence[TensorBox],
+    *,
+    stack: Sequence[tuple[int, int]] = (),
+    num_groups: int = 1,
 ) -> MegatronChunk:
-    """The rows of all sources, in a tensor with further first dims: (index, size) of each in `stack`."""
+    """The rows of all sources, in a tensor with further first dims: (index, size) of each in
+    `stack`.
+    """
     shapes = [source.box.shape[-2:] for source in sources]
     size = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     start = (*(index for index, _ in stack), *[0] * len(size))
     stop = (*(index + 1 for index, _ in stack), *size)
-    return MegatronChunk(key, (*(count for _, count in stack), *size), Box(start, stop), tuple(sources), num_groups)
+    return MegatronChunk(
+        key, (*(count for _, count in stack), *size), Box(start, stop), tuple(sources), num_groups
+    )
 
 
 class _ChunkPlanner(DefaultSavePlanner):
     """Plans the given chunks instead of a state dict, and reads a chunk when it is written."""
 
-    def __init__(self, path: Path, manifest: Manifest, *, chunks: Sequence[MegatronChunk], dtype: str) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, *, chunks: Sequence[MegatronChunk], dtype: str
+    ) -> None:
         super().__init__(flatten_state_dict=False)
         self.path, self.manifest, self.dtype = path, manifest, dtype
         self.chunks = {(chunk.key, chunk.box.start): chunk for chunk in chunks}
@@ -150,7 +175,10 @@ class _ChunkPlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """One item per chunk, and one per linear layer for its empty state."""
         items = [self._item(chunk) for chunk in self.chunks.values()]
-        states = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in _extra_states(self.chunks.values())]
+        states = [
+            WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+            for name in _extra_states(self.chunks.values())
+        ]
         self.plan = SavePlan(items + states)
         return self.plan
 
@@ -181,7 +209,8 @@ class _ChunkPlanner(DefaultSavePlanner):
 def join_rows(sources: Sequence[torch.Tensor], chunk: MegatronChunk) -> torch.Tensor:
     """The values of a chunk from those of its sources, each [..., rows] or [..., rows, columns].
 
-    With several groups the rows alternate: group 0 of every source, group 1 of every source, and so on.
+    With several groups the rows alternate: group 0 of every source, group 1 of every source, and so
+    on.
     """
     if len(sources) == 1:
         return sources[0].reshape(chunk.box.shape)
@@ -200,8 +229,8 @@ def export_megatron(path: Path, output: Path, *, dtype: str = "fp32") -> str:
         dtype: dtype of the weights: fp32, bf16 or fp16; expert biases are fp32.
 
     Raises:
-        CheckpointError: no complete checkpoint, a damaged chunk, a model that Megatron-LM has no names for, or `output`
-            has files.
+        CheckpointError: no complete checkpoint, a damaged chunk, a model that Megatron-LM has no
+            names for, or `output` has files.
         EnvironmentFault: `output` cannot be written; nothing is left there.
     """
     source, manifest = find_manifest(Path(path))
@@ -213,12 +242,21 @@ def export_megatron(path: Path, output: Path, *, dtype: str = "fp32") -> str:
     nbytes = sum(chunk.box.numel for chunk in chunks) * TORCH_DTYPES[dtype].itemsize
     with torch_export(output, nbytes=nbytes) as parent:
         folder = parent / name
-        save({}, storage_writer=FileSystemWriter(folder, thread_count=1), planner=planner, no_dist=True)
+        save(
+            {},
+            storage_writer=FileSystemWriter(folder, thread_count=1),
+            planner=planner,
+            no_dist=True,
+        )
         content = {"singleton_local_shards": False}
         if not is_uniform(ModelShape.of(model_config)):
             content["non_homogeneous_layers"] = True
         # what Megatron-LM reads before the tensors; without `args`, it compares no settings
-        common = {"iteration": manifest.step, "checkpoint_version": 3.0, "content_metadata": content}
+        common = {
+            "iteration": manifest.step,
+            "checkpoint_version": 3.0,
+            "content_metadata": content,
+        }
         torch.save(common, folder / "common.pt")
         (folder / "metadata.json").write_text(json.dumps(TABLES["metadata"]))
         tracker = str(manifest.step) if manifest.step else "release"

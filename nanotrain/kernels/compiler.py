@@ -1,10 +1,12 @@
-"""Whether Triton and inductor can compile on this machine: each compiles and runs one small kernel, once per process.
+"""Whether Triton and inductor can compile on this machine: each compiles and runs one small kernel,
+once per process.
 
     runs_triton       whether a tensor is one that the kernels of this project take, and they can run
     triton_fault      why the kernels of this project cannot run; torch's operators then compute the same
     inductor_fault    why torch.compile cannot generate code for a device; functions then run eagerly
 
-Both call a C compiler, for GPUs with the headers of Python (Python.h), which machines with a GPU often lack.
+Both call a C compiler, for GPUs with the headers of Python (Python.h), which machines with a GPU
+often lack.
 """
 
 from collections.abc import Callable

@@ -33,7 +33,9 @@ class Wgrad(Protocol):
         """Start the communication that `compute` waits for."""
 
     def compute(self) -> Sequence[Tensor | None]:
-        """The gradients, one per parameter of `params`; None for one that was written to its `grad_view`."""
+        """The gradients, one per parameter of `params`; None for one that was written to its
+        `grad_view`.
+        """
 
 
 class WgradQueue:
@@ -46,7 +48,9 @@ class WgradQueue:
     @contextmanager
     def defer(self) -> Iterator[None]:
         """Inside the block, linear layers add their wgrad to this queue instead of computing it."""
-        assert not self._wgrads, "work that was not taken would be accumulated with another microbatch's"
+        assert not self._wgrads, (
+            "work that was not taken would be accumulated with another microbatch's"
+        )
         self.is_deferring = True
         try:
             yield
@@ -68,13 +72,17 @@ def is_deferring(queue: WgradQueue | None) -> TypeGuard[WgradQueue]:
     return queue is not None and queue.is_deferring
 
 
-def accumulate_wgrads(wgrads: list[Wgrad], *, ready: Sequence[tuple[nn.Parameter, Tensor]] = ()) -> None:
-    """Compute weight gradients and accumulate them, each layer's communication overlapped with the previous layer.
+def accumulate_wgrads(
+    wgrads: list[Wgrad], *, ready: Sequence[tuple[nn.Parameter, Tensor]] = ()
+) -> None:
+    """Compute weight gradients and accumulate them, each layer's communication overlapped with the
+    previous layer.
 
     Hooks run once per parameter, with the complete gradient, even if several layers share a weight.
 
     Args:
-        wgrads: weight gradients in the order of computation; emptied, so that memory is freed after each.
+        wgrads: weight gradients in the order of computation; emptied, so that memory is freed after
+            each.
         ready: parameters with gradients that are already computed.
     """
     uses_left = Counter(id(param) for wgrad in wgrads for param in wgrad.params)

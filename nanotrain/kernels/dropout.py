@@ -1,4 +1,5 @@
-"""Counter-based dropout: the mask is a hash of indices, not of a random state; equal in every layout and recomputation.
+"""Counter-based dropout: the mask is a hash of indices, not of a random state; equal in every
+layout and recomputation.
 
     32-bit words   seed -- sample -- layer and place -- position -- channel, or head, query and key
                           hashed one after the other; the last word is compared with the rate
@@ -8,9 +9,9 @@
     keep_factors    0 where dropped, else 1 / (1 - rate)
     dropout         of hidden states; keeps no mask for the backward, which computes it again
 
-Sample indices count over all epochs, so no two steps share a mask. Words are int64 tensors below 2^32, equal on every
-device. The hash function is the 32-bit finalizer with two multiplications of C. Wellons ("Prospecting for hash
-functions", 2018), which has the lowest known bias of its form.
+Sample indices count over all epochs, so no two steps share a mask. Words are int64 tensors below
+2^32, equal on every device. The hash function is the 32-bit finalizer with two multiplications of
+C. Wellons ("Prospecting for hash functions", 2018), which has the lowest known bias of its form.
 """
 
 from typing import Any
@@ -61,7 +62,9 @@ def dropout(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
 
 
 def _drop(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
-    """Drop and scale; multiplying by a Python number rounds once, while a 16-bit factor would be off by up to 2^-9."""
+    """Drop and scale; multiplying by a Python number rounds once, while a 16-bit factor would be
+    off by up to 2^-9.
+    """
     channels = torch.arange(x.shape[-1], device=x.device)
     is_dropped = mix_in(words[..., None], channels) < _threshold(rate)
     return (x * (1 / (1 - rate))).masked_fill(is_dropped, 0)

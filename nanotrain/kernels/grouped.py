@@ -1,4 +1,5 @@
-"""Grouped matrix products: one call multiplies the tokens of every expert with the weight of that expert.
+"""Grouped matrix products: one call multiplies the tokens of every expert with the weight of that
+expert.
 
     grouped_linear   a grouped linear layer, with gradients and deferred wgrad
     GroupedMM        {fprop, dgrad, wgrad} of it by torch's kernel; outputs of dropped tokens are undefined
@@ -8,11 +9,12 @@
     | expert 0   | expert 1 | expert 3 (none for 2) | dropped |
                  offs[0]    offs[1] = offs[2]       offs[3]
 
-With `--gradient-accumulation-fusion` one product per expert writes its weight gradient where gradients are accumulated.
-torch's grouped product cannot: it has no `out`, and its output has the dtype of its inputs.
+With `--gradient-accumulation-fusion` one product per expert writes its weight gradient where
+gradients are accumulated. torch's grouped product cannot: it has no `out`, and its output has the
+dtype of its inputs.
 
-Tokens after the last offset belong to no expert (dropped by capacity). torch leaves their outputs and gradients
-uninitialized; if tokens can be dropped, they are overwritten with zeros.
+Tokens after the last offset belong to no expert (dropped by capacity). torch leaves their outputs
+and gradients uninitialized; if tokens can be dropped, they are overwritten with zeros.
 
     T tokens, one per token and chosen expert   E local experts   I inputs   O outputs
 """
@@ -30,12 +32,14 @@ from nanotrain.kernels.deferred_wgrad import WgradQueue, is_deferring
 from nanotrain.kernels.linear import GradView, grad_view_of, write_wgrad
 
 _grouped_mm: Any = F.grouped_mm
-# oneDNN compiles and keeps a kernel for every new number of rows of a 16-bit product: measured on a CPU with AMX, 0.75
-# MB per kernel, and 490 kernels in 40 steps of a small model. So rows are padded to multiples of this number.
+# oneDNN compiles and keeps a kernel for every new number of rows of a 16-bit product: measured on a
+# CPU with AMX, 0.75 MB per kernel, and 490 kernels in 40 steps of a small model. So rows are padded
+# to multiples of this number.
 CPU_ROWS = 64
 _ALIGNMENT_BYTES = 16  # torch's grouped product requires rows that begin at multiples of this
-# From this compute capability on, torch's grouped product may leave the weight gradient of an expert without tokens as
-# it finds the memory: github.com/pytorch/pytorch/issues/172439 (CUTLASS before 4.4 on Blackwell).
+# From this compute capability on, torch's grouped product may leave the weight gradient of an
+# expert without tokens as it finds the memory: github.com/pytorch/pytorch/issues/172439 (CUTLASS
+# before 4.4 on Blackwell).
 _UNWRITTEN_FROM = (10, 0)
 
 
@@ -57,7 +61,9 @@ class GroupedMM:
     def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
         """[T, O], [T, I] -> [E, O, I]; zero for experts without tokens."""
         found = self.multiply(grad.t(), x, offs=offs)
-        may_be_unwritten = (compute_capability(x.device) or (0, 0)) >= _UNWRITTEN_FROM and not self.is_looped(x)
+        may_be_unwritten = (
+            compute_capability(x.device) or (0, 0)
+        ) >= _UNWRITTEN_FROM and not self.is_looped(x)
         return _zero_without_tokens(found, offs) if may_be_unwritten else found
 
     def accumulate_wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor, view: GradView) -> bool:
@@ -66,12 +72,16 @@ class GroupedMM:
 
     def is_looped(self, x: Tensor) -> bool:
         """Whether each expert has a product of its own."""
-        return x.device.type == "cpu" and x.itemsize != 4  # in 16 bit torch loops too, without padding; fp64 it refuses
+        # in 16 bit torch loops too, without padding; fp64 it refuses
+        return x.device.type == "cpu" and x.itemsize != 4
 
     def multiply(self, a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
         """[T, K], [E, K, N] -> [T, N], or [M, T], [T, N] -> [E, M, N]: of each expert its tokens."""
-        if a.numel() == 0:  # no tokens: torch's product on GPUs refuses most strides of an empty matrix
-            return a.new_zeros((len(offs), len(a), b.shape[1]) if b.ndim == 2 else (len(a), b.shape[2]))
+        # no tokens: torch's product on GPUs refuses most strides of an empty matrix
+        if a.numel() == 0:
+            return a.new_zeros(
+                (len(offs), len(a), b.shape[1]) if b.ndim == 2 else (len(a), b.shape[2])
+            )
         if self.is_looped(a):
             return multiply_each(a, b, offs=offs)
         out: Tensor = _grouped_mm(a, b, offs=offs)
@@ -87,12 +97,16 @@ class LoopedMM(GroupedMM):
 
 
 def multiply_each(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
-    """`GroupedMM.multiply` with one product per expert; in 16 bit on a CPU over a multiple of `CPU_ROWS` tokens."""
+    """`GroupedMM.multiply` with one product per expert; in 16 bit on a CPU over a multiple of
+    `CPU_ROWS` tokens.
+    """
     ends, unit = offs.tolist(), _row_unit(a)
     experts = tokens_of_experts(ends)
     if b.ndim == 2:
         rows = a.t()
-        return torch.stack([_padded(rows[tokens], unit).t() @ _padded(b[tokens], unit) for tokens in experts])
+        return torch.stack(
+            [_padded(rows[tokens], unit).t() @ _padded(b[tokens], unit) for tokens in experts]
+        )
     products = [
         (_padded(a[tokens], unit) @ matrix)[: tokens.stop - tokens.start]
         for tokens, matrix in zip(experts, b, strict=True)
@@ -101,7 +115,8 @@ def multiply_each(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
 
 
 def accumulate_each(grad: Tensor, x: Tensor, *, ends: Sequence[int], view: GradView) -> bool:
-    """Write dW = grad^T x of every expert to its part of the view, or add it; whether the view can be written now.
+    """Write dW = grad^T x of every expert to its part of the view, or add it; whether the view can
+    be written now.
 
     Args:
         grad: [T, O], sorted by expert.
@@ -115,7 +130,9 @@ def accumulate_each(grad: Tensor, x: Tensor, *, ends: Sequence[int], view: GradV
     buffer, has_grads = target
     unit = _row_unit(x)
     for tokens, matrix in zip(tokens_of_experts(ends), buffer, strict=True):
-        write_wgrad(_padded(grad[tokens], unit), _padded(x[tokens], unit), out=matrix, adds=has_grads)
+        write_wgrad(
+            _padded(grad[tokens], unit), _padded(x[tokens], unit), out=matrix, adds=has_grads
+        )
     return True
 
 
@@ -150,14 +167,18 @@ class GroupedOptions:
     """Options of a grouped linear layer."""
 
     gemm: GroupedMM  # the products
-    may_drop: bool = False  # whether there can be dropped tokens; their outputs and gradients are then zero
+    # whether there can be dropped tokens; their outputs and gradients are then zero
+    may_drop: bool = False
     wgrad_queue: WgradQueue | None = None  # defers the weight gradient; None where no schedule does
 
 
-def grouped_linear(x: Tensor, weight: nn.Parameter, *, offs: Tensor, options: GroupedOptions) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: nn.Parameter, *, offs: Tensor, options: GroupedOptions
+) -> Tensor:
     """The tokens of each expert times the transposed weight of that expert.
 
-    x [T, I], sorted by expert; weight [E, O, I]; offs [E] int32, the end of each expert's tokens -> [T, O].
+    x [T, I], sorted by expert; weight [E, O, I]; offs [E] int32, the end of each expert's tokens ->
+    [T, O].
     """
     # Inside of the function gradients are always off.
     options = replace(options, gemm=options.gemm.for_microbatch())
@@ -167,7 +188,9 @@ def grouped_linear(x: Tensor, weight: nn.Parameter, *, offs: Tensor, options: Gr
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, offs: Tensor, options: GroupedOptions) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, offs: Tensor, options: GroupedOptions
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, offs)
         ctx.options, ctx.param = options, weight
         out = options.gemm.fprop(x, weight, offs=offs)
@@ -177,13 +200,15 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, offs = ctx.saved_tensors
         options: GroupedOptions = ctx.options
-        grad = grads[0].contiguous()  # an expanded gradient has strides that torch's product refuses
+        # an expanded gradient has strides that torch's product refuses
+        grad = grads[0].contiguous()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = options.gemm.dgrad(grad, weight, offs=offs)
             grad_x = _zero_dropped(grad_x, offs) if options.may_drop else grad_x
         if ctx.needs_input_grad[1]:
-            wgrad = _GroupedWgrad(ctx.param, options.gemm, grad, x.detach(), offs)  # x would keep its graph alive
+            # x would keep its graph alive
+            wgrad = _GroupedWgrad(ctx.param, options.gemm, grad, x.detach(), offs)
             if is_deferring(options.wgrad_queue):
                 options.wgrad_queue.put(wgrad)
             else:
@@ -212,7 +237,9 @@ class _GroupedWgrad:
     def compute(self) -> tuple[Tensor | None]:
         """[E, O, I], or None where it was written to the view of the weight."""
         view = grad_view_of(self.param)
-        if view is not None and self.gemm.accumulate_wgrad(self.grad, self.x, offs=self.offs, view=view):
+        if view is not None and self.gemm.accumulate_wgrad(
+            self.grad, self.x, offs=self.offs, view=view
+        ):
             return (None,)
         return (self.gemm.wgrad(self.grad, self.x, offs=self.offs),)
 

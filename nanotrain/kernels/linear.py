@@ -1,4 +1,5 @@
-"""Linear layers, y = x W^T + b: their three matrix products, and where weight gradients are written.
+"""Linear layers, y = x W^T + b: their three matrix products, and where weight gradients are
+written.
 
     fprop    y  = x W^T + b                  [..., I], [O, I] -> [..., O]
     dgrad    dx = dy W                       [T, O], [O, I] -> [T, I]
@@ -9,15 +10,17 @@
     in_graph     a layer inside of a compiled graph
     GradView     a parameter's view of the gradient buffer, where products write weight gradients themselves
 
-**Gradient views.** Megatron-LM calls it gradient accumulation fusion. Without it autograd allocates every gradient and
-a hook copies or adds it to the buffer: a second pass over memory, and in 16 bits a rounding in between. On CPUs it
-gains only for large weights (measured on one core, fp32: 0.75 of the speed of a layer of 64 x 128, 1.00 of 256 x 768,
-1.03 of 768 x 2048 and 1.06 of 2048 x 5632). A backward that has written a gradient returns None for it. Autograd still
-runs the hooks of the parameter once all its uses are complete, so some uses of a parameter may write their gradient and
+**Gradient views.** Megatron-LM calls it gradient accumulation fusion. Without it autograd allocates
+every gradient and a hook copies or adds it to the buffer: a second pass over memory, and in 16 bits
+a rounding in between. On CPUs it gains only for large weights (measured on one core, fp32: 0.75 of
+the speed of a layer of 64 x 128, 1.00 of 256 x 768, 1.03 of 768 x 2048 and 1.06 of 2048 x 5632). A
+backward that has written a gradient returns None for it. Autograd still runs the hooks of the
+parameter once all its uses are complete, so some uses of a parameter may write their gradient and
 others return it to autograd.
 
-**Compiled graphs.** The view, and whether the product writes or adds, change between microbatches, so a graph holds
-neither. Its backward calls the operator `nanotrain::write_wgrad`, which finds the view when it runs.
+**Compiled graphs.** The view, and whether the product writes or adds, change between microbatches,
+so a graph holds neither. Its backward calls the operator `nanotrain::write_wgrad`, which finds the
+view when it runs.
 
     T tokens   I inputs   O outputs
 """
@@ -33,8 +36,8 @@ from torch import Tensor, nn
 
 from nanotrain.kernels.fp8.layer import Fp8Layer
 
-# A copy of this size stays in the cache, and its memory is used again: measured on one core, adding [8192, 384] from
-# bf16 to fp32 took 1.8 to 4.0 ms at once and 1.1 to 1.4 ms in parts of this size.
+# A copy of this size stays in the cache, and its memory is used again: measured on one core, adding
+# [8192, 384] from bf16 to fp32 took 1.8 to 4.0 ms at once and 1.1 to 1.4 ms in parts of this size.
 CAST_ELEMENTS = 2**18
 
 
@@ -44,7 +47,9 @@ def dgrad(grad: Tensor, weight: Tensor, *, add_to: Tensor | None = None) -> Tens
 
 
 def wgrad(grad: Tensor, x: Tensor, *, add_to: Tensor | None = None) -> Tensor:
-    """[T, O], [T, I] -> [O, I], added to `add_to` in place where it is given, perhaps in fp32 from 16 bit."""
+    """[T, O], [T, I] -> [O, I], added to `add_to` in place where it is given, perhaps in fp32 from
+    16 bit.
+    """
     if add_to is None:
         return grad.t() @ x
     if add_to.dtype is grad.dtype:
@@ -55,7 +60,9 @@ def wgrad(grad: Tensor, x: Tensor, *, add_to: Tensor | None = None) -> Tensor:
 
 
 def add_cast(total: Tensor, product: Tensor) -> Tensor:
-    """Add a 16-bit matrix to an fp32 one in place, some rows at a time on CPUs: torch casts it into a copy before."""
+    """Add a 16-bit matrix to an fp32 one in place, some rows at a time on CPUs: torch casts it into
+    a copy before.
+    """
     num_rows = max(1, CAST_ELEMENTS // total.shape[1]) if total.device.type == "cpu" else len(total)
     for part, added in zip(total.split(num_rows), product.split(num_rows), strict=True):
         part += added
@@ -63,7 +70,9 @@ def add_cast(total: Tensor, product: Tensor) -> Tensor:
 
 
 def write_wgrad(grad: Tensor, x: Tensor, *, out: Tensor, adds: bool = False) -> None:
-    """[T, O], [T, I] -> `out` [O, I], perhaps in fp32 from 16 bit; written, or added to what it holds."""
+    """[T, O], [T, I] -> `out` [O, I], perhaps in fp32 from 16 bit; written, or added to what it
+    holds.
+    """
     if adds:
         wgrad(grad, x, add_to=out)
     elif out.dtype is grad.dtype:
@@ -75,29 +84,37 @@ def write_wgrad(grad: Tensor, x: Tensor, *, out: Tensor, adds: bool = False) -> 
 
 
 def adds_wider(device_type: str) -> bool:
-    """Whether a product of 16-bit matrices can be added to an fp32 matrix where it is computed: by cuBLAS only.
+    """Whether a product of 16-bit matrices can be added to an fp32 matrix where it is computed: by
+    cuBLAS only.
 
     The meta device has these products from torch 2.13 on.
     """
-    return device_type == "cuda" or (device_type == "meta" and torch.__version__ >= "2.13")  # compared as versions
+    # compared as versions
+    return device_type == "cuda" or (device_type == "meta" and torch.__version__ >= "2.13")
 
 
 @dataclass(frozen=True)
 class GradView:
-    """The view of one parameter; the data-parallel wrapper sets it as the parameter's attribute `grad_view`."""
+    """The view of one parameter; the data-parallel wrapper sets it as the parameter's attribute
+    `grad_view`.
+    """
 
     dtype: torch.dtype
-    # -> (view, whether it already holds gradients of this step); None outside of a backward of the wrapper: return the
-    # gradient to autograd
+    # -> (view, whether it already holds gradients of this step); None outside of a backward of the
+    # wrapper: return the gradient to autograd
     start_write: Callable[[], tuple[Tensor, bool] | None]
-    mark_ready: Callable[[], None]  # all gradients of a backward are written, and autograd runs no hook
+    # all gradients of a backward are written, and autograd runs no hook
+    mark_ready: Callable[[], None]
     # the same in the forward pass of a step, for a use whose gradient is complete there
     start_write_ahead: Callable[[], tuple[Tensor, bool] | None] = lambda: None
-    # the same, with the view in every backward of the wrapper; None: graphs return the gradient to autograd
+    # the same, with the view in every backward of the wrapper; None: graphs return the gradient to
+    # autograd
     start_write_in_graph: Callable[[], tuple[Tensor, bool] | None] | None = None
 
     def accumulate(self, grad: Tensor, x: Tensor) -> bool:
-        """[T, O], [T, I]: write the product to the view [O, I], or add it there; whether it can be written now."""
+        """[T, O], [T, I]: write the product to the view [O, I], or add it there; whether it can be
+        written now.
+        """
         target = self.start_write()
         if target is None:
             return False
@@ -108,9 +125,10 @@ class GradView:
 def attach(view: GradView, param: Tensor) -> None:
     """Let products of this parameter write to the view."""
     param.grad_view = view  # type: ignore[attr-defined]
-    # A graph gets the weight that autograd saved, after recomputation another tensor without the attribute. What both
-    # share is the storage, in which the offset tells parameters apart. The storage refers to its views weakly: a view
-    # refers to the buffer, and Python's garbage collector cannot follow what a storage refers to.
+    # A graph gets the weight that autograd saved, after recomputation another tensor without the
+    # attribute. What both share is the storage, in which the offset tells parameters apart. The
+    # storage refers to its views weakly: a view refers to the buffer, and Python's garbage
+    # collector cannot follow what a storage refers to.
     storage = param.untyped_storage()
     views = getattr(storage, "grad_views", None) or WeakValueDictionary()
     views[param.storage_offset()] = view
@@ -151,7 +169,13 @@ class Linear(nn.Module):
         adds_bias: bool = True,
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.fp8, self.rows, self.adds_bias = weight, bias, fp8, rows, adds_bias
+        self.weight, self.bias, self.fp8, self.rows, self.adds_bias = (
+            weight,
+            bias,
+            fp8,
+            rows,
+            adds_bias,
+        )
 
     @property
     def trained_params(self) -> tuple[nn.Parameter, ...]:
@@ -162,7 +186,11 @@ class Linear(nn.Module):
     @property
     def writes_wgrad(self) -> bool:
         """Whether the product writes the weight's gradient where it is accumulated."""
-        return self.rows is None and self.weight.requires_grad and grad_view_of(self.weight) is not None
+        return (
+            self.rows is None
+            and self.weight.requires_grad
+            and grad_view_of(self.weight) is not None
+        )
 
     @property
     def used_weight(self) -> Tensor:
@@ -200,7 +228,10 @@ class Linear(nn.Module):
 
     def param_grads(self, grad: Tensor, grad_weight: Tensor | None) -> list[Tensor | None]:
         """[T, O], the gradient of the used rows of the weight -> the gradients of `trained_params`."""
-        return [self._all_rows(grad_weight if p is self.weight else grad.sum(0), p) for p in self.trained_params]
+        return [
+            self._all_rows(grad_weight if p is self.weight else grad.sum(0), p)
+            for p in self.trained_params
+        ]
 
     def _all_rows(self, grad: Tensor | None, param: Tensor) -> Tensor | None:
         if grad is None or self.rows is None:
@@ -211,7 +242,9 @@ class Linear(nn.Module):
 
 
 class Linears:
-    """The products of layers that share an input, for one microbatch; `records` is read by the fp8 form."""
+    """The products of layers that share an input, for one microbatch; `records` is read by the fp8
+    form.
+    """
 
     def __init__(self, linears: Sequence[Linear], *, records: bool = False) -> None:
         self.linears = linears
@@ -234,13 +267,17 @@ class Linears:
         return total
 
     def wgrad(self, grads: Sequence[Tensor], x: Tensor) -> list[Tensor | None]:
-        """One [T, O] per layer, [T, I] -> the gradients of the trained parameters, None for one that was written."""
+        """One [T, O] per layer, [T, I] -> the gradients of the trained parameters, None for one
+        that was written.
+        """
         pairs = zip(grads, self.linears, strict=True)
         return [computed for grad, linear in pairs for computed in linear.wgrad(grad, x)]
 
 
 class LinearsInGraph(Linears):
-    """The products of weights that autograd saved in a graph, and which of their gradients are written."""
+    """The products of weights that autograd saved in a graph, and which of their gradients are
+    written.
+    """
 
     weights: Sequence[Tensor] = ()
 
@@ -259,7 +296,9 @@ class LinearsInGraph(Linears):
 
 
 def in_graph(x: Tensor, linear: Linear) -> Tensor:
-    """[..., I] -> [..., O] inside of a graph, whose backward returns no gradient of a weight that it writes."""
+    """[..., I] -> [..., O] inside of a graph, whose backward returns no gradient of a weight that
+    it writes.
+    """
     if linear.writes_in_graph and torch.is_grad_enabled():
         out: Tensor = _LinearInGraph.apply(x, linear.weight, linear.used_bias)
         return out
@@ -283,7 +322,9 @@ class _LinearInGraph(torch.autograd.Function):
 
 @torch.library.custom_op("nanotrain::write_wgrad", mutates_args=())
 def write_in_graph(weight: Tensor, operands: Sequence[Tensor]) -> None:
-    """Write dW = grad^T x of the two operands to the gradient buffer, or add it after the first microbatch."""
+    """Write dW = grad^T x of the two operands to the gradient buffer, or add it after the first
+    microbatch.
+    """
     _write_saved(weight, operands)
 
 
@@ -299,7 +340,9 @@ def target_in_graph(weight: Tensor) -> tuple[Tensor, bool]:
         RuntimeError: the backward is not that of a step, so nothing would receive the gradient.
     """
     view = grad_view_in_graph(weight)
-    target = None if view is None or view.start_write_in_graph is None else view.start_write_in_graph()
+    target = (
+        None if view is None or view.start_write_in_graph is None else view.start_write_in_graph()
+    )
     if target is None:
         raise RuntimeError(
             "compiled blocks write weight gradients to the gradient buffer, and this backward is outside of a training"
@@ -313,7 +356,9 @@ CAN_TRACE = torch.__version__ >= "2.11"  # compared as versions
 
 
 def ordered(operator: Any) -> None:
-    """Keep an operator without outputs in graphs: without an effect a compiler removes it, and gradients would be 0."""
+    """Keep an operator without outputs in graphs: without an effect a compiler removes it, and
+    gradients would be 0.
+    """
     operator.register_fake(lambda *_, **__: None)
     declare_effect(operator)
 

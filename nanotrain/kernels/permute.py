@@ -11,8 +11,9 @@
       order               pair 1   | pair 2   | pair 3   | pair 0     (pair // K is the token)
     inverse               [[3, 0], [1, 2]]                            the position of each pair
 
-torch's forms only gather by index, forward and backward: a scatter-add on CUDA would sum in a different order at every
-run. Triton's write every row once, and sum in the order of k. Sums over the experts of a token are in fp32.
+torch's forms only gather by index, forward and backward: a scatter-add on CUDA would sum in a
+different order at every run. Triton's write every row once, and sum in the order of k. Sums over
+the experts of a token are in fp32.
 
     T tokens   K experts per token   E experts   P permuted tokens   H hidden
 """
@@ -49,7 +50,9 @@ class Permutation:
 
 
 def plan_permutation(topk_ids: Tensor, num_experts: int) -> Permutation:
-    """Sort the pairs of topk_ids [T, K] int64 by expert; the sort is stable and `num_experts` marks a dropped pair."""
+    """Sort the pairs of topk_ids [T, K] int64 by expert; the sort is stable and `num_experts` marks
+    a dropped pair.
+    """
     experts, order = topk_ids.flatten().sort(stable=True)
     numbers = torch.arange(-1, num_experts, device=experts.device)
     bounds = torch.searchsorted(experts, numbers, right=True, out_int32=True)
@@ -88,7 +91,9 @@ def unpermute(permuted: Tensor, permutation: Permutation, *, topk_weights: Tenso
     Returns:
         [T, H] in the dtype of `permuted`.
     """
-    out: Tensor = _Unpermute.apply(permuted, topk_weights, permutation.order[: len(permuted)], permutation.inverse)
+    out: Tensor = _Unpermute.apply(
+        permuted, topk_weights, permutation.order[: len(permuted)], permutation.inverse
+    )
     return out
 
 
@@ -106,14 +111,18 @@ class _Permute(torch.autograd.Function):
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, permuted: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, permuted: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(permuted, weights, order, inverse)
         return form_of(permuted).combine(permuted, inverse, weights=weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         permuted, weights, order, inverse = ctx.saved_tensors
-        found = form_of(permuted).combine_backward(grads[0], permuted, order=order, inverse=inverse, weights=weights)
+        found = form_of(permuted).combine_backward(
+            grads[0], permuted, order=order, inverse=inverse, weights=weights
+        )
         return *found, None, None
 
 
@@ -122,8 +131,10 @@ class PermuteForm:
     """The products of a permutation, on tokens and rows of P permuted tokens."""
 
     spread: Callable[..., Tensor]  # [T, H] -> [P, H]
-    combine: Callable[..., Tensor]  # [P, H], with weights [T, K] fp32 or without -> [T, H]; dropped pairs add nothing
-    combine_backward: Callable[..., tuple[Tensor, Tensor]]  # of [T, H]: gradients [P, H] and [T, K] of rows and weights
+    # [P, H], with weights [T, K] fp32 or without -> [T, H]; dropped pairs add nothing
+    combine: Callable[..., Tensor]
+    # of [T, H]: gradients [P, H] and [T, K] of rows and weights
+    combine_backward: Callable[..., tuple[Tensor, Tensor]]
 
 
 def _spread(x: Tensor, order: Tensor, *, inverse: Tensor) -> Tensor:
@@ -135,7 +146,10 @@ def _combine(permuted: Tensor, inverse: Tensor, *, weights: Tensor | None) -> Te
     total = next(selected)
     if weights is not None:
         total = total * weights[:, :1]
-        selected = (rows * weight[:, None] for rows, weight in zip(selected, weights.unbind(1)[1:], strict=True))
+        selected = (
+            rows * weight[:, None]
+            for rows, weight in zip(selected, weights.unbind(1)[1:], strict=True)
+        )
     elif inverse.shape[1] > 1:
         total = total.float()
     for rows in selected:

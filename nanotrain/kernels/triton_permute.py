@@ -4,8 +4,8 @@
     combine            the rows of a token, weighted, summed in fp32  reads P rows, writes T
     combine_backward   gradients of the rows and of their weights     reads T + P rows, writes P
 
-Positions from the number of rows on are those of dropped pairs. As in triton_softmax.py, parameters are annotated for
-Triton's compiler, and with TRITON_INTERPRET=1 the kernels run on CPU tensors.
+Positions from the number of rows on are those of dropped pairs. As in triton_softmax.py, parameters
+are annotated for Triton's compiler, and with TRITON_INTERPRET=1 the kernels run on CPU tensors.
 
     T tokens   K experts per token   P permuted tokens   H hidden
 """
@@ -21,7 +21,8 @@ try:
 except ImportError:
     triton = None
 
-BLOCK = 1024  # elements of a row that a program handles at once: 16 bytes per thread of 128 in 16 bits
+# elements of a row that a program handles at once: 16 bytes per thread of 128 in 16 bits
+BLOCK = 1024
 
 
 if triton is not None:
@@ -62,7 +63,9 @@ if triton is not None:
         total = tl.zeros([block], tl.float32)
         for k in range(topk):
             row = tl.load(positions + token * topk + k)
-            values = tl.load(rows + row * width + columns, mask=inside & (row < num_rows), other=0.0).to(tl.float32)
+            values = tl.load(
+                rows + row * width + columns, mask=inside & (row < num_rows), other=0.0
+            ).to(tl.float32)
             if is_weighted:
                 values *= tl.load(weights + token * topk + k)
             total += values
@@ -81,13 +84,16 @@ if triton is not None:
         topk: tl.constexpr,
         block: tl.constexpr,
     ) -> None:
-        pair = tl.program_id(0).to(tl.int64)  # those of a token run together and read its gradient from the cache
+        # those of a token run together and read its gradient from the cache
+        pair = tl.program_id(0).to(tl.int64)
         row, weight = tl.load(positions + pair), tl.load(weights + pair)
         along = tl.zeros([block], tl.float32)
         for start in range(0, width, block):
             columns = start + tl.arange(0, block)
             inside = (columns < width) & (row < num_rows)
-            of_token = tl.load(grad + pair // topk * width + columns, mask=inside, other=0.0).to(tl.float32)
+            of_token = tl.load(grad + pair // topk * width + columns, mask=inside, other=0.0).to(
+                tl.float32
+            )
             values = tl.load(rows + row * width + columns, mask=inside, other=0.0).to(tl.float32)
             along += values * of_token
             result = (of_token * weight).to(grad_rows.dtype.element_ty)
@@ -96,7 +102,9 @@ if triton is not None:
 
 
 def spread(x: Tensor, order: Tensor, *, inverse: Tensor) -> Tensor:
-    """[T, H] -> [P, H], each token at the positions `inverse` [T, K] below P, the length of `order`."""
+    """[T, H] -> [P, H], each token at the positions `inverse` [T, K] below P, the length of
+    `order`.
+    """
     out = x.new_empty(len(order), x.shape[1])
     if out.numel():
         _spread[_grid(inverse, x)](x.contiguous(), inverse.contiguous(), out, *_sizes(out, inverse))
@@ -104,13 +112,21 @@ def spread(x: Tensor, order: Tensor, *, inverse: Tensor) -> Tensor:
 
 
 def combine(permuted: Tensor, inverse: Tensor, *, weights: Tensor | None) -> Tensor:
-    """[P, H] -> [T, H]: the sum of the rows at each token's positions, times weights [T, K] fp32 where given."""
+    """[P, H] -> [T, H]: the sum of the rows at each token's positions, times weights [T, K] fp32
+    where given.
+    """
     out = permuted.new_empty(len(inverse), permuted.shape[1])
     if out.numel():
-        permuted, inverse, is_weighted = permuted.contiguous(), inverse.contiguous(), weights is not None
+        permuted, inverse, is_weighted = (
+            permuted.contiguous(),
+            inverse.contiguous(),
+            weights is not None,
+        )
         factors = permuted if weights is None else weights.contiguous()
         sizes = _sizes(permuted, inverse)
-        _combine[_grid(inverse, out)](permuted, inverse, factors, out, *sizes[:3], is_weighted, sizes[3])
+        _combine[_grid(inverse, out)](
+            permuted, inverse, factors, out, *sizes[:3], is_weighted, sizes[3]
+        )
     return out
 
 
@@ -122,7 +138,9 @@ def combine_backward(
     grad_rows, grad_weights = torch.empty_like(permuted), torch.empty_like(weights)
     if inverse.numel():
         inputs = (grad.contiguous(), permuted, inverse.contiguous(), weights)
-        _combine_backward[(inverse.numel(),)](*inputs, grad_rows, grad_weights, *_sizes(permuted, inverse))
+        _combine_backward[(inverse.numel(),)](
+            *inputs, grad_rows, grad_weights, *_sizes(permuted, inverse)
+        )
     return grad_rows, grad_weights
 
 

@@ -3,9 +3,9 @@
     row_logsumexp        one read of the logits
     softmax_gradient_    one read and one write, in place
 
-Parameters of kernels are annotated as `tl.tensor`: Triton's compiler refuses annotations that are not its own.
-Without the package `triton` the module has no kernels. With TRITON_INTERPRET=1, set before it is imported, they run on
-CPU tensors, slowly.
+Parameters of kernels are annotated as `tl.tensor`: Triton's compiler refuses annotations that are
+not its own. Without the package `triton` the module has no kernels. With TRITON_INTERPRET=1, set
+before it is imported, they run on CPU tensors, slowly.
 """
 
 import torch
@@ -23,12 +23,18 @@ BLOCK = 4096  # elements that a program handles at once
 if triton is not None:
 
     @triton.jit
-    def _logsumexp(logits: tl.tensor, out: tl.tensor, num_columns: tl.tensor, block: tl.constexpr) -> None:
+    def _logsumexp(
+        logits: tl.tensor, out: tl.tensor, num_columns: tl.tensor, block: tl.constexpr
+    ) -> None:
         row = tl.program_id(0).to(tl.int64)
         largest, total = -float("inf"), 0.0
         for start in range(0, num_columns, block):
             columns = start + tl.arange(0, block)
-            values = tl.load(logits + row * num_columns + columns, mask=columns < num_columns, other=-float("inf"))
+            values = tl.load(
+                logits + row * num_columns + columns,
+                mask=columns < num_columns,
+                other=-float("inf"),
+            )
             values = values.to(tl.float32)
             larger = tl.maximum(largest, tl.max(values, 0))
             total = total * tl.exp(largest - larger) + tl.sum(tl.exp(values - larger), 0)
@@ -63,7 +69,9 @@ def row_logsumexp(logits: Tensor) -> Tensor:
     return out
 
 
-def softmax_gradient_(logits: Tensor, *, logsumexp: Tensor, column: Tensor, is_local: Tensor, scale: Tensor) -> Tensor:
+def softmax_gradient_(
+    logits: Tensor, *, logsumexp: Tensor, column: Tensor, is_local: Tensor, scale: Tensor
+) -> Tensor:
     """(exp(logits - logsumexp) - one-hot label) * scale, in the memory of the logits.
 
     Args:

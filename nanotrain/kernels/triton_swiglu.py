@@ -3,8 +3,8 @@
     swiglu            silu(gate) * up                                 reads 2 tensors, writes 1
     swiglu_backward   the gradients of gate and up                    reads 3, writes 2
 
-As in triton_softmax.py, parameters are annotated for Triton's compiler, and with TRITON_INTERPRET=1 the kernels run on
-CPU tensors.
+As in triton_softmax.py, parameters are annotated for Triton's compiler, and with TRITON_INTERPRET=1
+the kernels run on CPU tensors.
 """
 
 import torch
@@ -22,7 +22,9 @@ BLOCK = 2048  # elements that a program handles
 if triton is not None:
 
     @triton.jit
-    def _swiglu(gate: tl.tensor, up: tl.tensor, out: tl.tensor, number: tl.tensor, block: tl.constexpr) -> None:
+    def _swiglu(
+        gate: tl.tensor, up: tl.tensor, out: tl.tensor, number: tl.tensor, block: tl.constexpr
+    ) -> None:
         places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         inside = places < number
         x = tl.load(gate + places, mask=inside).to(tl.float32)

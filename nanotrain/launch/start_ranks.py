@@ -1,8 +1,9 @@
-"""Start the ranks of this machine as torchrun does (torch.distributed.launcher), and return their exit code.
+"""Start the ranks of this machine as torchrun does (torch.distributed.launcher), and return their
+exit code.
 
-Differences from `torchrun -m nanotrain.train`: only the output of the ranks is printed; SIGTERM, SIGINT and SIGHUP are
-sent on to the ranks, which save and end by themselves, so the exit code is 0; SIGUSR1 is sent on, too; `nohup` has an
-effect; user mistakes are found before a rank starts.
+Differences from `torchrun -m nanotrain.train`: only the output of the ranks is printed; SIGTERM,
+SIGINT and SIGHUP are sent on to the ranks, which save and end by themselves, so the exit code is 0;
+SIGUSR1 is sent on, too; `nohup` has an effect; user mistakes are found before a rank starts.
 """
 
 import io
@@ -29,7 +30,12 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser, parse_min_max_nnodes
+from torch.distributed.run import (
+    config_from_args,
+    determine_local_world_size,
+    get_args_parser,
+    parse_min_max_nnodes,
+)
 
 from nanotrain.comm.device import memory_per_rank
 from nanotrain.comm.process_groups import require_host, require_store
@@ -63,7 +69,8 @@ def start_ranks(
         The exit code.
 
     Raises:
-        NanotrainError: a wrong option, ranks that cannot form the layout, or machines that do not meet.
+        NanotrainError: a wrong option, ranks that cannot form the layout, or machines that do not
+            meet.
     """
     args = check_ranks(program, options=options, check=check)
     num_local = local_world_size(args.nproc_per_node)
@@ -74,8 +81,11 @@ def start_ranks(
         return run_ranks(args, stops)
 
 
-def check_ranks(program: Sequence[str], *, options: Sequence[str], check: Callable[[int], object]) -> Namespace:
-    """Parse torchrun's options and check that their number of ranks fits the layout; arguments as for `start_ranks`.
+def check_ranks(
+    program: Sequence[str], *, options: Sequence[str], check: Callable[[int], object]
+) -> Namespace:
+    """Parse torchrun's options and check that their number of ranks fits the layout; arguments as
+    for `start_ranks`.
 
     Raises:
         NanotrainError: a wrong option, or a number of ranks that does not fit.
@@ -84,17 +94,22 @@ def check_ranks(program: Sequence[str], *, options: Sequence[str], check: Callab
     num_local = local_world_size(args.nproc_per_node)
     min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
     if min_nodes < 1:
-        raise ConfigError(f"--nnodes is {args.nnodes}", why="a job has at least one machine", fix="--nnodes 1")
+        raise ConfigError(
+            f"--nnodes is {args.nnodes}", why="a job has at least one machine", fix="--nnodes 1"
+        )
     if args.standalone and max_nodes > 1:  # torchrun would wait for machines that cannot find it
         why = "--standalone starts a job of one machine"
-        raise ConfigError(f"--standalone with --nnodes {args.nnodes}", why=why, fix="leave one of them out")
+        raise ConfigError(
+            f"--standalone with --nnodes {args.nnodes}", why=why, fix="leave one of them out"
+        )
     if min_nodes == max_nodes:  # otherwise the ranks check the number that they find
         check(num_local * max_nodes)
     return args
 
 
 def require_host_memory(num_ranks: int) -> None:
-    """Check that the processes of the ranks fit into the memory of this machine before they have a model.
+    """Check that the processes of the ranks fit into the memory of this machine before they have a
+    model.
 
     Raises:
         EnvironmentFault: they do not; the system would end one of them, or hang.
@@ -102,14 +117,18 @@ def require_host_memory(num_ranks: int) -> None:
     share = memory_per_rank(torch.device("cpu"), num_ranks)
     if share is not None and share < BYTES_PER_PROCESS:
         needed = describe_bytes(BYTES_PER_PROCESS)
-        why = f"each has {describe_bytes(share)} of its memory, and Python with torch takes {needed}"
+        why = (
+            f"each has {describe_bytes(share)} of its memory, and Python with torch takes {needed}"
+        )
         fix = f"start at most {share * num_ranks // BYTES_PER_PROCESS:,} on it"
         raise EnvironmentFault(f"{count_of(num_ranks, 'rank')} on this machine", why=why, fix=fix)
 
 
 @contextmanager
 def silent_logs(*, wanted: bool) -> Iterator[None]:
-    """Silence the log lines of torch's agent, which repeat what the ranks print, unless LOGLEVEL is set (`wanted`)."""
+    """Silence the log lines of torch's agent, which repeat what the ranks print, unless LOGLEVEL is
+    set (`wanted`).
+    """
     before = logging.root.manager.disable
     if not wanted:
         logging.disable(logging.CRITICAL)
@@ -126,30 +145,44 @@ def read_options(options: Sequence[str], program: Sequence[str]) -> Namespace:
         ConfigError: an option that the parser refuses.
     """
     refused = io.StringIO()
-    logs = [] if any(option.startswith(("--log-dir", "--tee", "--redirects")) for option in options) else [os.devnull]
+    logs = (
+        []
+        if any(option.startswith(("--log-dir", "--tee", "--redirects")) for option in options)
+        else [os.devnull]
+    )
     parser = get_args_parser()
-    if parser.get_default("master_port") == DEFAULT_PORT:  # torch 2.10; one that the environment sets is a string
+    # torch 2.10; one that the environment sets is a string
+    if parser.get_default("master_port") == DEFAULT_PORT:
         parser.set_defaults(master_port=None)
     try:
         with redirect_stderr(refused):
-            args = parser.parse_args([*options, *(f"--log-dir={path}" for path in logs), "--module", *program])
+            args = parser.parse_args(
+                [*options, *(f"--log-dir={path}" for path in logs), "--module", *program]
+            )
             parse_min_max_nnodes(args.nnodes)
     except (SystemExit, RuntimeError, ValueError) as error:
         message = refused.getvalue().rpartition("error: ")[2].strip() or str(error)
-        raise ConfigError(message, why="torchrun's parser refuses it", fix="torchrun --help describes it") from None
+        raise ConfigError(
+            message, why="torchrun's parser refuses it", fix="torchrun --help describes it"
+        ) from None
     if args.standalone or (
         args.rdzv_backend == "static"
         and not args.rdzv_endpoint
         and args.master_addr in (LOCAL, "localhost")
         and parse_min_max_nnodes(args.nnodes)[1] == 1
     ):  # one machine: unless a port is set a free one, so that two jobs do not meet
-        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = LOCAL_BACKEND, f"{LOCAL}:{args.master_port or 0}", "local"
+        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = (
+            LOCAL_BACKEND,
+            f"{LOCAL}:{args.master_port or 0}",
+            "local",
+        )
     args.master_port = args.master_port or DEFAULT_PORT
     return args
 
 
 class LocalRendezvous(StaticTCPRendezvous):
-    """The meeting point of the ranks of one machine: torch's, but its store listens on the loopback interface alone.
+    """The meeting point of the ranks of one machine: torch's, but its store listens on the loopback
+    interface alone.
 
     Args:
         params: torch's parameters; the port in their endpoint is 0 for a free one.
@@ -163,10 +196,14 @@ class LocalRendezvous(StaticTCPRendezvous):
         try:
             listener = socket.create_server((LOCAL, port))
         except OSError as error:
-            raise RendezvousConnectionError(f"port: {port}, {os.strerror(error.errno or 0)}") from None
+            raise RendezvousConnectionError(
+                f"port: {port}, {os.strerror(error.errno or 0)}"
+            ) from None
         port = listener.getsockname()[1]
         super().__init__(LOCAL, port, rank=0, world_size=1, run_id=params.run_id, timeout=60)
-        self._store = TCPStore(LOCAL, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        self._store = TCPStore(
+            LOCAL, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
     def get_backend(self) -> str:
         """Its name, which torch compares with the option."""
@@ -186,9 +223,13 @@ def local_world_size(text: str) -> int:
         number = determine_local_world_size(text)
     except ValueError as error:
         why = str(error) or "it is neither a number nor auto, cpu or gpu"
-        raise ConfigError(f"--nproc-per-node {text}", why=why, fix="give the number of ranks of this machine") from None
+        raise ConfigError(
+            f"--nproc-per-node {text}", why=why, fix="give the number of ranks of this machine"
+        ) from None
     if number < 1:
-        raise ConfigError(f"--nproc-per-node {text}", why="a job has at least one rank", fix="--nproc-per-node 1")
+        raise ConfigError(
+            f"--nproc-per-node {text}", why="a job has at least one rank", fix="--nproc-per-node 1"
+        )
     return number
 
 
@@ -206,11 +247,15 @@ def run_ranks(args: Namespace, stops: Sequence[int]) -> int:
     try:
         config, entrypoint, arguments = config_from_args(args)
     except (AssertionError, ValueError, OSError) as error:
-        raise ConfigError(str(error), why="torchrun refuses it", fix="torchrun --help describes the options") from None
+        raise ConfigError(
+            str(error), why="torchrun refuses it", fix="torchrun --help describes the options"
+        ) from None
     config.signals_to_handle = TORCH_SIGNALS
     if args.rdzv_backend == "static" and not args.rdzv_endpoint and args.node_rank:
         require_host(args.master_addr)
-        require_store((args.master_addr, args.master_port), timeout_s=float(config.rdzv_configs["timeout"]))
+        require_store(
+            (args.master_addr, args.master_port), timeout_s=float(config.rdzv_configs["timeout"])
+        )
     try:
         elastic_launch(config, entrypoint)(*arguments)
     except ChildFailedError as error:
@@ -225,19 +270,24 @@ def run_ranks(args: Namespace, stops: Sequence[int]) -> int:
             "check that port; on one machine leave --master-port out",
         ) from None
     except AttributeError as error:
-        if error.name != "is_failed":  # of the result, which torch does not have if this machine was not admitted
+        # of the result, which torch does not have if this machine was not admitted
+        if error.name != "is_failed":
             raise
         why, fix = "the job has ended, or has all its machines", "start it with another --rdzv-id"
-        raise EnvironmentFault("this machine was not admitted to the job", why=why, fix=fix) from None
+        raise EnvironmentFault(
+            "this machine was not admitted to the job", why=why, fix=fix
+        ) from None
     return 0
 
 
 def exit_code(failures: Mapping[int, ProcessFailure], *, is_stopped: bool) -> int:
-    """The exit code of a job that failed: the code of the first rank that ended with an error, or 128 plus a signal.
+    """The exit code of a job that failed: the code of the first rank that ended with an error, or
+    128 plus a signal.
 
     Args:
         failures: failures by rank.
-        is_stopped: whether a signal was sent on to the ranks, so that a rank that it ended needs no message.
+        is_stopped: whether a signal was sent on to the ranks, so that a rank that it ended needs no
+            message.
     """
     in_order = sorted(failures.items(), key=lambda item: item[1].timestamp)
     for _, failure in in_order:  # ranks that lost another report it and end with code 2
@@ -245,20 +295,30 @@ def exit_code(failures: Mapping[int, ProcessFailure], *, is_stopped: bool) -> in
             return failure.exitcode
     rank, number = in_order[0][0], -in_order[0][1].exitcode
     if not is_stopped:  # a killed rank cannot report anything
-        hint = ", which the kernel sends where memory runs out: see dmesg" if number == signal.SIGKILL else ""
-        print(f"error: rank {rank} was ended by {signal.Signals(number).name}{hint}", file=sys.stderr, flush=True)
+        hint = (
+            ", which the kernel sends where memory runs out: see dmesg"
+            if number == signal.SIGKILL
+            else ""
+        )
+        print(
+            f"error: rank {rank} was ended by {signal.Signals(number).name}{hint}",
+            file=sys.stderr,
+            flush=True,
+        )
     return 128 + number
 
 
 @contextmanager
 def passing_signals_on(environment: MutableMapping[str, str]) -> Iterator[list[int]]:
-    """Send `stop_signals` and SIGUSR1 on to the ranks, which have their own sessions; yields the stops received.
+    """Send `stop_signals` and SIGUSR1 on to the ranks, which have their own sessions; yields the
+    stops received.
 
-    torchrun would end the ranks after 30 s and the job with an error. Here a rank has the time it needs to finish its
-    step and save. Before the ranks have started, a stop ends this process.
+    torchrun would end the ranks after 30 s and the job with an error. Here a rank has the time it
+    needs to finish its step and save. Before the ranks have started, a stop ends this process.
 
     Args:
-        environment: environment that the ranks inherit; after a stop, ranks that torch starts again end at once.
+        environment: environment that the ranks inherit; after a stop, ranks that torch starts again
+            end at once.
     """
     stops: list[int] = []
 

@@ -1,10 +1,11 @@
 """Transforms of the transformer blocks of a stage, in the one order in which they are applied.
 
-    blocks, parameters in flat storage -> BLOCK_TRANSFORMS, first to last -> the functions that a stage calls in order
+    blocks, parameters in flat storage -> BLOCK_TRANSFORMS, first to last -> the functions that a
+    stage calls in order
 
-The first transform of the list is the innermost. Recomputation of parts changes functions inside of a block,
-compilation `forward` of a block, inside its hooks (which wait for its parameters). Recomputation of whole blocks is
-around the hooks: a group of blocks gathers its parameters again.
+The first transform of the list is the innermost. Recomputation of parts changes functions inside of
+a block, compilation `forward` of a block, inside its hooks (which wait for its parameters).
+Recomputation of whole blocks is around the hooks: a group of blocks gathers its parameters again.
 """
 
 import warnings
@@ -21,8 +22,10 @@ from nanotrain.memory.offload import offloaded
 from nanotrain.memory.recompute import Recompute, recompute_modules
 from nanotrain.quantities import count_of
 
-MAX_GRAPHS = 64  # of one function: torch runs it eagerly from the ninth on, and models may have more kinds of blocks
-BlockFunction = Callable[..., Any]  # hidden states and the context of the layers -> hidden states; or the block itself
+# of one function: torch runs it eagerly from the ninth on, and models may have more kinds of blocks
+MAX_GRAPHS = 64
+# hidden states and the context of the layers -> hidden states; or the block itself
+BlockFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,14 @@ class BlockTransform:
     """A change of the blocks of a stage that keeps their values."""
 
     is_enabled: Callable[[Config], bool]  # whether a configuration enables it
-    # the functions that replace those of a stage, which run in order; parameter names must stay as they are
+    # the functions that replace those of a stage, which run in order; parameter names must stay as
+    # they are
     apply: Callable[..., list[BlockFunction]]
 
 
-def recompute_parts(blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute) -> list[BlockFunction]:
+def recompute_parts(
+    blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute
+) -> list[BlockFunction]:
     """Recompute the named modules of each block."""
     for block in blocks:
         assert isinstance(block, nn.Module), "it comes first in the list"
@@ -42,37 +48,51 @@ def recompute_parts(blocks: Sequence[BlockFunction], *, config: Config, recomput
     return list(blocks)
 
 
-def compile_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute) -> list[BlockFunction]:
+def compile_blocks(
+    blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute
+) -> list[BlockFunction]:
     """Compile `forward` of each block with torch.compile; the hooks of the block stay eager."""
-    # It advises a call for fp32 products in TF32, which would give up the precision that was asked for.
+    # It advises a call for fp32 products in TF32, which would give up the precision that was asked
+    # for.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
     from torch._dynamo import config as dynamo  # 1 to 5 s of CPU time, which only compiled runs pay
 
     if torch.__version__ < "2.11":  # compared as versions
-        # Its kernels that sum over rows and over columns may return sums of memory that nothing wrote, as gradients of
-        # biases and norms (https://github.com/pytorch/pytorch/issues/190796).
+        # Its kernels that sum over rows and over columns may return sums of memory that nothing
+        # wrote, as gradients of biases and norms
+        # (https://github.com/pytorch/pytorch/issues/190796).
         from torch._inductor import config as inductor
 
         inductor.triton.mix_order_reduction = False
-    # All blocks share their code, which has graphs for each kind of block, with and without gradients, and each length.
+    # All blocks share their code, which has graphs for each kind of block, with and without
+    # gradients, and each length.
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_GRAPHS)
     for block in blocks:
         assert isinstance(block, nn.Module), "what replaces blocks comes later in the list"
         block.forward = torch.compile(block.forward)
-    # Blocks share their code. Where a graph of one kind ends early (experts, a window), it fits other kinds too; if the
-    # graph used last comes first, a block may be recomputed by other graphs than it was computed by, which
-    # torch.utils.checkpoint refuses (https://github.com/pytorch/pytorch/issues/166926).
+    # Blocks share their code. Where a graph of one kind ends early (experts, a window), it fits
+    # other kinds too; if the graph used last comes first, a block may be recomputed by other graphs
+    # than it was computed by, which torch.utils.checkpoint refuses
+    # (https://github.com/pytorch/pytorch/issues/166926).
     torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]  # torch declares it from 2.15 on
     return list(blocks)
 
 
-def offload_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute) -> list[BlockFunction]:
+def offload_blocks(
+    blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute
+) -> list[BlockFunction]:
     """Offload the saved tensors of the first blocks."""
-    modules = [block for block in blocks[: config.memory.cpu_offloading_num_layers] if isinstance(block, nn.Module)]
+    modules = [
+        block
+        for block in blocks[: config.memory.cpu_offloading_num_layers]
+        if isinstance(block, nn.Module)
+    ]
     return [*offloaded(modules), *blocks[len(modules) :]]
 
 
-def recompute_blocks(blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute) -> list[BlockFunction]:
+def recompute_blocks(
+    blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute
+) -> list[BlockFunction]:
     """Recompute whole blocks: groups of N ("uniform"), or the first N one by one ("block")."""
     groups = recomputed_groups(config, len(blocks))
     num_grouped = sum(map(len, groups))
@@ -103,7 +123,9 @@ def recompute_plan(config: Config) -> tuple[RecomputeMethod, int]:
 
 
 def describe_activations(config: Config) -> str:
-    """Describe recomputation or offload, with the defaults of full recomputation; "" if everything is kept."""
+    """Describe recomputation or offload, with the defaults of full recomputation; "" if everything
+    is kept.
+    """
     memory = config.memory
     if memory.cpu_offloading:
         layers = count_of(memory.cpu_offloading_num_layers, "layer")
@@ -116,14 +138,21 @@ def describe_activations(config: Config) -> str:
     what = f"groups of {count_of(size, 'layer')}"
     if method == "block":
         what = f"the first {layers} of each stage"
-    flags = {"--recompute-method": memory.recompute_method, "--recompute-num-layers": memory.recompute_num_layers}
+    flags = {
+        "--recompute-method": memory.recompute_method,
+        "--recompute-num-layers": memory.recompute_num_layers,
+    }
     unset = " and ".join(flag for flag, value in flags.items() if value is None)
     return f"recompute full: {method}, {what}" + (f" ({unset} unset)" if unset else "")
 
 
 BLOCK_TRANSFORMS: list[BlockTransform] = [
-    BlockTransform(is_enabled=lambda config: bool(config.memory.recomputed_modules), apply=recompute_parts),
-    BlockTransform(is_enabled=lambda config: bool(config.train.torch_compile), apply=compile_blocks),
+    BlockTransform(
+        is_enabled=lambda config: bool(config.memory.recomputed_modules), apply=recompute_parts
+    ),
+    BlockTransform(
+        is_enabled=lambda config: bool(config.train.torch_compile), apply=compile_blocks
+    ),
     BlockTransform(is_enabled=lambda config: config.memory.cpu_offloading, apply=offload_blocks),
     BlockTransform(
         is_enabled=lambda config: config.memory.recompute_granularity == "full",
@@ -131,7 +160,9 @@ BLOCK_TRANSFORMS: list[BlockTransform] = [
     ),
 ]
 
-WITHOUT_OFFLOAD = [transform for transform in BLOCK_TRANSFORMS if transform.apply is not offload_blocks]
+WITHOUT_OFFLOAD = [
+    transform for transform in BLOCK_TRANSFORMS if transform.apply is not offload_blocks
+]
 
 
 def transform_blocks(

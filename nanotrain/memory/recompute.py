@@ -1,4 +1,5 @@
-"""Parts of a stage that are computed again in the backward pass, instead of keeping their activations.
+"""Parts of a stage that are computed again in the backward pass, instead of keeping their
+activations.
 
     Recompute           run a function again (torch.utils.checkpoint, non-reentrant); it keeps its inputs and output
     recompute_modules   do so in a block with the modules that are named by `--recompute-modules`
@@ -11,8 +12,8 @@
     mla_up_proj   up-projections and rotary positions of MLA  their inputs; query, key and value are discarded
     moe_act       activation of the experts                   its inputs; the output is discarded
 
-A plain checkpoint of a norm would keep its output, because the matrix product that follows saves it. So it is discarded
-there, as Megatron-LM's `CheckpointWithoutOutput` does:
+A plain checkpoint of a norm would keep its output, because the matrix product that follows saves
+it. So it is discarded there, as Megatron-LM's `CheckpointWithoutOutput` does:
 
     inputs --first--> outputs --second--> result
 
@@ -20,9 +21,9 @@ there, as Megatron-LM's `CheckpointWithoutOutput` does:
     discarded  the outputs of `first`, even if `second` saves them
     backward   when `second` first reads a discarded output, `first` runs again; both backwards use its results
 
-Names and meaning are those of Megatron-LM. Source: Chen et al. 2016; Korthikanti et al. 2022, section 5, for selective
-recomputation. Parameters are not copied: the second run reads them during the backward pass, before the optimizer step
-changes them.
+Names and meaning are those of Megatron-LM. Source: Chen et al. 2016; Korthikanti et al. 2022,
+section 5, for selective recomputation. Parameters are not copied: the second run reads them during
+the backward pass, before the optimizer step changes them.
 """
 
 import threading
@@ -43,10 +44,11 @@ TensorFunction = Callable[..., Any]
 
 
 class Recompute(threading.local):
-    """Recomputation in one stage; per thread, as a forward may run in turns with the backward of another microbatch.
+    """Recomputation in one stage; per thread, as a forward may run in turns with the backward of
+    another microbatch.
 
-    Attributes:
-        is_recomputing: True while a function runs for the second time. Side effects of a forward pass (statistics,
+    Attributes: is_recomputing: True while a function runs for the second time. Side effects of a
+        forward pass (statistics,
             storage of gathered parameters) must not happen again then.
     """
 
@@ -54,23 +56,39 @@ class Recompute(threading.local):
         self.is_recomputing = False
 
     def checkpointed(self, function: TensorFunction) -> TensorFunction:
-        """A function with the same result that keeps its arguments and is run again when its backward begins."""
+        """A function with the same result that keeps its arguments and is run again when its
+        backward begins.
+        """
 
         def run(*args: Any, **options: Any) -> Any:
-            names, num_args = tuple(options), len(args)  # `call` must not reference the tensors: they may be discarded
+            # `call` must not reference the tensors: they may be discarded
+            names, num_args = tuple(options), len(args)
 
             def call(*values: Any) -> Any:
-                return function(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+                return function(
+                    *values[:num_args], **dict(zip(names, values[num_args:], strict=True))
+                )
 
-            # All arguments are positional: torch keeps those through saved-tensor hooks, which may discard them.
+            # All arguments are positional: torch keeps those through saved-tensor hooks, which may
+            # discard them.
             values = (*args, *options.values())
-            # No block draws from the random state of torch: dropout masks are a function of samples.
-            return checkpoint(call, *values, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts)
+            # No block draws from the random state of torch: dropout masks are a function of
+            # samples.
+            return checkpoint(
+                call,
+                *values,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=self._contexts,
+            )
 
         return eager(run)
 
-    def discarding(self, first: TensorFunction, *, second: TensorFunction) -> tuple[TensorFunction, TensorFunction]:
-        """Two functions with the same results, the second of which does not keep what the first returns.
+    def discarding(
+        self, first: TensorFunction, *, second: TensorFunction
+    ) -> tuple[TensorFunction, TensorFunction]:
+        """Two functions with the same results, the second of which does not keep what the first
+        returns.
 
         Args:
             first: returns a tensor or a tuple of tensors; recomputed.
@@ -106,27 +124,39 @@ class Recompute(threading.local):
             self.is_recomputing = before
 
 
-# The functions of a block that keep their inputs and outputs, then the pairs between which outputs are discarded.
+# The functions of a block that keep their inputs and outputs, then the pairs between which outputs
+# are discarded.
 CHECKPOINTED = {"core_attn": "attention.core_attention", "mlp": "mlp.forward", "moe": "mlp.forward"}
 DISCARDED = {
     "mla_up_proj": (("attention.up_project", "attention.core_attention"),),
     "moe_act": (("mlp.experts.activation", "mlp.experts.down.forward"),),
-    "layernorm": (("attention_norm.forward", "attention.forward"), ("mlp_norm.forward", "mlp.forward")),
+    "layernorm": (
+        ("attention_norm.forward", "attention.forward"),
+        ("mlp_norm.forward", "mlp.forward"),
+    ),
 }
 
 
 def recompute_modules(block: nn.Module, modules: Collection[str], *, recompute: Recompute) -> None:
-    """Replace functions of a block in place; no module gets a second name, under which it would be saved twice."""
+    """Replace functions of a block in place; no module gets a second name, under which it would be
+    saved twice.
+    """
     if isinstance(second := getattr(block, "second", None), nn.Module):  # of a `ShortcutBlock`
         recompute_modules(second, modules, recompute=recompute)
     other_mlp = "mlp" if _has(block, "mlp.experts") else "moe"
-    for path in [path for name, path in CHECKPOINTED.items() if name in modules and name != other_mlp]:
+    for path in [
+        path for name, path in CHECKPOINTED.items() if name in modules and name != other_mlp
+    ]:
         if not _has(block, path):
             continue
         _set(block, path, function=recompute.checkpointed(attrgetter(path)(block)))
-    for first, second in [pair for name, pairs in DISCARDED.items() if name in modules for pair in pairs]:
+    for first, second in [
+        pair for name, pairs in DISCARDED.items() if name in modules for pair in pairs
+    ]:
         if _has(block, first):
-            functions = recompute.discarding(attrgetter(first)(block), second=attrgetter(second)(block))
+            functions = recompute.discarding(
+                attrgetter(first)(block), second=attrgetter(second)(block)
+            )
             for path, function in zip((first, second), functions, strict=True):
                 _set(block, path, function=function)
 
@@ -192,7 +222,8 @@ class _Discarded:
 
     def read(self, reference: _Reference) -> Tensor:
         """The recomputed tensor; all are freed after the last one is read."""
-        # torch returns a recomputed tensor only once, but several operations may have saved the same output.
+        # torch returns a recomputed tensor only once, but several operations may have saved the
+        # same output.
         values = self._values = self._values or self._node.saved_tensors  # type: ignore[union-attr]
         self._num_unread -= 1
         if self._num_unread == 0:

@@ -1,4 +1,6 @@
-"""GPT models: transformer stages with dense or mixture-of-experts layers, built from declared parameters.
+"""GPT models: transformer stages with dense or mixture-of-experts layers, built from declared
+parameters.
 
-Not here: the declarations themselves (topology/), sharded layers and collectives (parallel/), storage (parallel/dp/).
+Not here: the declarations themselves (topology/), sharded layers and collectives (parallel/),
+storage (parallel/dp/).
 """

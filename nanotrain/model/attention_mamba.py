@@ -19,9 +19,13 @@ class AttentionMamba2(nn.Module):
         layer: index in the model. Dropout of both outputs is the same, so that of their sum.
     """
 
-    def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> None:
+    def __init__(
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
+    ) -> None:
         super().__init__()
-        self.attention = Attention(model_config, params.submodule("attention"), parallel=parallel, layer=layer)
+        self.attention = Attention(
+            model_config, params.submodule("attention"), parallel=parallel, layer=layer
+        )
         self.mamba = Mamba2(model_config, params.submodule("mamba"), parallel=parallel, layer=layer)
         self.factor = model_config.mamba.output_multiplier
 

@@ -11,9 +11,11 @@
     attention      output of the attention                          hidden_dropout
     mlp            output of the MLP or the experts                 hidden_dropout
 
-Outputs are dropped before the residual sum, and before a norm of them (`--norm-placement post` or `sandwich`).
+Outputs are dropped before the residual sum, and before a norm of them (`--norm-placement post` or
+`sandwich`).
 
-A word is a 32-bit hash of the seed, the sample, the layer, the place and the position; see kernels/dropout.py.
+A word is a 32-bit hash of the seed, the sample, the layer, the place and the position; see
+kernels/dropout.py.
 
     B batch   S sequence   H hidden
 """
@@ -48,26 +50,39 @@ class ModelParallel:
     core_attention: CoreAttention  # attention over sequences sharded over cp
     ep: Group  # ranks that share the experts
     etp: Group  # ranks that share the matrices of each expert
-    # ranks that hold the tokens of one sequence (tp x cp); a single rank if every rank has all tokens (generation)
+    # ranks that hold the tokens of one sequence (tp x cp); a single rank if every rank has all
+    # tokens (generation)
     sequence: Group
     dp: Group  # ranks that read different samples
     cp: Group  # ranks that share the sequences
-    cp_comm_type: str = "p2p"  # how layers without a core attention do it: "a2a", or by passing states
+    # how layers without a core attention do it: "a2a", or by passing states
+    cp_comm_type: str = "p2p"
     recompute: Recompute = field(default_factory=Recompute)  # recomputation in the stage
     tracks_logits: bool = False  # attention layers keep their largest logits, for QK-clip
-    dispatch: DispatchOptions = field(default_factory=DispatchOptions)  # how tokens are sent to their experts
+    # how tokens are sent to their experts
+    dispatch: DispatchOptions = field(default_factory=DispatchOptions)
     layers_in_bf16: frozenset[int] = frozenset()  # layers without fp8, where others have it
 
     def of_layer(self, layer: int) -> "ModelParallel":
         """The groups and options of one layer, without fp8 if the layer is excluded from it."""
-        return replace(self, tp=replace(self.tp, fp8=None)) if layer in self.layers_in_bf16 else self
+        return (
+            replace(self, tp=replace(self.tp, fp8=None)) if layer in self.layers_in_bf16 else self
+        )
 
     @classmethod
     def single_rank(cls) -> "ModelParallel":
         """One rank, without model parallelism."""
         names: tuple[GroupName, ...] = ("ep", "etp", "tp_cp", "dp", "cp")
         ep, etp, sequence, dp, cp = (Group.single_rank(name) for name in names)
-        return cls(TensorParallel.single_rank(), SDPAttention(), ep=ep, etp=etp, sequence=sequence, dp=dp, cp=cp)
+        return cls(
+            TensorParallel.single_rank(),
+            SDPAttention(),
+            ep=ep,
+            etp=etp,
+            sequence=sequence,
+            dp=dp,
+            cp=cp,
+        )
 
 
 class DropoutPlace(IntEnum):
@@ -85,12 +100,14 @@ class DropoutContext:
 
     words: Tensor  # [B] int64, one per sample
     positions: Tensor  # [S] int64, of this rank's tokens in their sequence
-    layer_words: Tensor | None = None  # [places, B] int64, of one layer; None for the context of all layers
+    # [places, B] int64, of one layer; None for the context of all layers
+    layer_words: Tensor | None = None
 
     def of_layer(self, layer: int) -> "DropoutContext":
         """The context with the words of a layer, computed outside of compiled graphs.
 
-        A graph would take the number of the layer as a constant: one graph per layer, and none after the eighth.
+        A graph would take the number of the layer as a constant: one graph per layer, and none
+        after the eighth.
         """
         first, num_places = layer * len(DropoutPlace), len(DropoutPlace)
         numbers = torch.arange(first, first + num_places, device=self.words.device)
@@ -126,22 +143,25 @@ class BatchContext:
     """A microbatch with the positions, scales and seed that the step adds."""
 
     batch: Batch  # the tokens of this rank, [B, S]
-    # [S] int64, positions of this rank's tokens in their sequence under context parallelism; None for 0..S-1. Unlike
-    # position ids they do not restart with a document.
+    # [S] int64, positions of this rank's tokens in their sequence under context parallelism; None
+    # for 0..S-1. Unlike position ids they do not restart with a document.
     sequence_positions: Tensor | None = None
-    # factor of one sequence's auxiliary losses in the differentiated loss; loss scale / sequences of the global batch
-    # gives their mean over sequences. A tensor where the loss scale is dynamic
+    # factor of one sequence's auxiliary losses in the differentiated loss; loss scale / sequences
+    # of the global batch gives their mean over sequences. A tensor where the loss scale is dynamic
     aux_loss_scale: float | Tensor = 0.0
-    # factor of the summed loss that is differentiated, where a backward follows; a tensor as `aux_loss_scale`
+    # factor of the summed loss that is differentiated, where a backward follows; a tensor as
+    # `aux_loss_scale`
     loss_scale: float | Tensor | None = None
     dropout_seed: int | None = None  # None: nothing is dropped, as in evaluation
-    # factors of the summed losses of the layers of multi-token prediction, relative to the summed loss of the model;
-    # empty in evaluation, which leaves those layers out
+    # factors of the summed losses of the layers of multi-token prediction, relative to the summed
+    # loss of the model; empty in evaluation, which leaves those layers out
     mtp_scales: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, batch: Batch, *, cp: Group, **fields: Any) -> Self:
-        """The context of a batch whose sequences are sharded over a cp group, with the other fields."""
+        """The context of a batch whose sequences are sharded over a cp group, with the other
+        fields.
+        """
         positions = None
         if cp.size > 1:
             length, device = batch.tokens.shape[1] * cp.size, batch.tokens.device
@@ -152,7 +172,11 @@ class BatchContext:
         """The random words of dropout; None if nothing is dropped."""
         if self.dropout_seed is None:
             return None
-        tokens, positions, sample_ids = self.batch.tokens, self.sequence_positions, self.batch.sample_ids
+        tokens, positions, sample_ids = (
+            self.batch.tokens,
+            self.sequence_positions,
+            self.batch.sample_ids,
+        )
         assert sample_ids is not None, "dropout needs the indices of the samples"
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -163,15 +187,19 @@ class BatchContext:
 class LayerContext:
     """What all layers of a stage share for one microbatch."""
 
-    # cosines and sines of positions, of layers without and with a window; query factors, of layers without RoPE
+    # cosines and sines of positions, of layers without and with a window; query factors, of layers
+    # without RoPE
     rotary: tuple[Rotary | None, Rotary | None, Rotary | None] = (None, None, None)
-    masks: tuple[Any, Any] = (None, None)  # of layers without and with a window, made by `CoreAttention.plan_mask`
-    segment_ids: Tensor | None = None  # [B, S] of full sequences, on every rank of cp; None without documents
+    # of layers without and with a window, made by `CoreAttention.plan_mask`
+    masks: tuple[Any, Any] = (None, None)
+    # [B, S] of full sequences, on every rank of cp; None without documents
+    segment_ids: Tensor | None = None
     sequence_positions: Tensor | None = None  # see `BatchContext`
     dropout: DropoutContext | None = None  # None where nothing is dropped
     aux_loss_scale: float | Tensor = 0.0  # see `BatchContext`
     is_padding: bool = False  # see `Batch`
-    # tokens_per_expert that a router compares this microbatch with, by router; a recomputed forward reads its own
+    # tokens_per_expert that a router compares this microbatch with, by router; a recomputed forward
+    # reads its own
     balance_counts: dict[Any, Tensor] = field(default_factory=dict)
     dispatch_splits: dict[Any, Any] = field(default_factory=dict)  # alike, of token dispatchers
 
@@ -191,8 +219,8 @@ class LayerContext:
 class TokenCache(Protocol):
     """A cache of the tokens that a model has read, as layers see it (inference/cache.py).
 
-    A module with state between tokens has a method `cached(cache)`: functions that replace its own while the cache is
-    in use, by the names of its attributes.
+    A module with state between tokens has a method `cached(cache)`: functions that replace its own
+    while the cache is in use, by the names of its attributes.
     """
 
     def attend(self, core_attention: Callable[..., Any], *, has_window: bool) -> Callable[..., Any]:

@@ -1,4 +1,5 @@
-"""Linear attention by the gated delta rule (attention/delta_rule.py), in place of softmax attention.
+"""Linear attention by the gated delta rule (attention/delta_rule.py), in place of softmax
+attention.
 
     hidden --+-- query, key, value -- short convolutions, SiLU ---.
              +-- step -- decay -----------------------------------+-- gated delta rule -- norm --*-- output
@@ -24,7 +25,13 @@ from torch import Tensor, nn
 from nanotrain.attention.chunks import accumulate_dtype
 from nanotrain.attention.delta_rule import DeltaInputs, delta_rule
 from nanotrain.config.model import ModelConfig
-from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel, TokenCache
+from nanotrain.model.context import (
+    DropoutPlace,
+    HiddenDropout,
+    LayerContext,
+    ModelParallel,
+    TokenCache,
+)
 from nanotrain.model.norm import RMSNorm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.recurrence import CachedScan, ShortConvolution, project_inputs
@@ -38,30 +45,40 @@ class GatedDeltaNet(nn.Module):
 
     Args:
         model_config: sizes of the heads.
-        params: decay (logarithms of the rates), step_bias; query, key, value, their convolutions, what `add_gates`
-            takes, norm, output.
+        params: decay (logarithms of the rates), step_bias; query, key, value, their convolutions,
+            what `add_gates` takes, norm, output.
         parallel: tp shards the heads, cp the sequence.
         layer: index in the model.
     """
 
     activation: Callable[[Tensor], Tensor] = staticmethod(F.silu)  # of the gate
 
-    def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> None:
+    def __init__(
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
+    ) -> None:
         super().__init__()
         sizes = ModelShape.of(model_config).linear_attention
         assert sizes is not None, "linear_attention_type is set"
         self.key_head_dim, self.value_head_dim = sizes.key_head_dim, sizes.value_head_dim
         self.decay, self.step_bias = params["decay"], params["step_bias"]
         column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
-        self.query, self.key, self.value = (column(*params.linear(name)) for name in ("query", "key", "value"))
+        self.query, self.key, self.value = (
+            column(*params.linear(name)) for name in ("query", "key", "value")
+        )
         conv = partial(ShortConvolution, cp=parallel.cp, activation=F.silu)
         names = ("query_conv", "key_conv", "value_conv")
-        self.query_conv, self.key_conv, self.value_conv = (conv(params.submodule(name)) for name in names)
+        self.query_conv, self.key_conv, self.value_conv = (
+            conv(params.submodule(name)) for name in names
+        )
         self.add_gates(params, parallel)
-        self.norm = RMSNorm(params["norm.weight"], eps=sizes.norm_epsilon or model_config.norm_epsilon)
+        self.norm = RMSNorm(
+            params["norm.weight"], eps=sizes.norm_epsilon or model_config.norm_epsilon
+        )
         self.max_beta = 2.0 if sizes.allow_neg_eigval else 1.0
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
-        self.dropout = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp)
+        self.dropout = HiddenDropout(
+            model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp
+        )
         self.scan: Callable[[DeltaInputs], Tensor]
         self.scan = partial(delta_rule_over, group=parallel.cp, comm_type=parallel.cp_comm_type)
 
@@ -73,7 +90,9 @@ class GatedDeltaNet(nn.Module):
 
     def project(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Query, key, value, gate, step and beta, [B, S, ...]."""
-        return project_inputs(hidden, (self.query, self.key, self.value, self.gate), narrow=(self.step, self.beta))
+        return project_inputs(
+            hidden, (self.query, self.key, self.value, self.gate), narrow=(self.step, self.beta)
+        )
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
@@ -102,15 +121,27 @@ class KimiDeltaAttention(GatedDeltaNet):
     activation = staticmethod(torch.sigmoid)
 
     def add_gates(self, params: Parameters, parallel: ModelParallel) -> None:
-        """Register beta and both halves of gate and step; the first halves are outside the tensor-parallel region."""
+        """Register beta and both halves of gate and step; the first halves are outside the
+        tensor-parallel region.
+        """
         column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
         replicated = partial(ColumnParallelLinear, tensor_parallel=parallel.tp.unsharded)
-        self.beta = ColumnParallelLinear(*params.linear("beta"), tensor_parallel=replace(parallel.tp, fp8=None))
-        self.gate_down, self.gate_up = replicated(*params.linear("gate_down")), column(*params.linear("gate_up"))
-        self.step_down, self.step_up = replicated(*params.linear("step_down")), column(*params.linear("step_up"))
+        self.beta = ColumnParallelLinear(
+            *params.linear("beta"), tensor_parallel=replace(parallel.tp, fp8=None)
+        )
+        self.gate_down, self.gate_up = (
+            replicated(*params.linear("gate_down")),
+            column(*params.linear("gate_up")),
+        )
+        self.step_down, self.step_up = (
+            replicated(*params.linear("step_down")),
+            column(*params.linear("step_up")),
+        )
 
     def project(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Query, key, value, gate, step and beta, [B, S, ...]."""
-        query, key, value, beta = project_inputs(hidden, (self.query, self.key, self.value), narrow=(self.beta,))
+        query, key, value, beta = project_inputs(
+            hidden, (self.query, self.key, self.value), narrow=(self.beta,)
+        )
         gate, step = column_parallel(hidden, (self.gate_down, self.step_down))
         return query, key, value, self.gate_up(gate), self.step_up(step), beta

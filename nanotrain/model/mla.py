@@ -1,4 +1,5 @@
-"""Multi-head latent attention (MLA): queries, keys and values are projected from compressed vectors.
+"""Multi-head latent attention (MLA): queries, keys and values are projected from compressed
+vectors.
 
     hidden --+-- query_down -- query_latent_norm -- query_up --> query   per head: Dn channels without position,
              |                                                           R rotary channels
@@ -7,12 +8,14 @@
                            |                                 --> value   per head: Dv channels
                            +-- rotary -------------------------> key     R rotary channels, shared by all heads
 
-The compressed vectors belong to all heads: every tp rank has the down-projections and their norms, outside the
-tensor-parallel region; query_up, kv_up and output are sharded by heads. Only compressed vectors are communicated.
+The compressed vectors belong to all heads: every tp rank has the down-projections and their norms,
+outside the tensor-parallel region; query_up, kv_up and output are sharded by heads. Only compressed
+vectors are communicated.
 
-DeepSeek-V2 (2024), section 2.1. Rotary channel i is paired with i + R/2 as everywhere here (rope.py). DeepSeek's files
-pair neighbours; permuting the rows of query_up and kv_down that produce rotary channels converts one into the other.
-With `scale_lora` the outputs of both norms have the variance of hidden states (LongCat-Flash, section 2.3).
+DeepSeek-V2 (2024), section 2.1. Rotary channel i is paired with i + R/2 as everywhere here
+(rope.py). DeepSeek's files pair neighbours; permuting the rows of query_up and kv_down that produce
+rotary channels converts one into the other. With `scale_lora` the outputs of both norms have the
+variance of hidden states (LongCat-Flash, section 2.3).
 
     B batch   S sequence   H hidden   N heads   C width of the compressed keys and values
 """
@@ -27,7 +30,13 @@ from torch import Tensor, nn
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.model.attention import LayerScores
-from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel, TokenCache
+from nanotrain.model.context import (
+    DropoutPlace,
+    HiddenDropout,
+    LayerContext,
+    ModelParallel,
+    TokenCache,
+)
 from nanotrain.model.norm import build_norm, build_scale
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import Rotary, apply_rotary, scale_query
@@ -40,12 +49,15 @@ class MultiLatentAttention(nn.Module):
 
     Args:
         model_config: configuration of the model.
-        params: query or query_down, query_latent_norm, query_up; kv_down, kv_latent_norm, kv_up, output.
+        params: query or query_down, query_latent_norm, query_up; kv_down, kv_latent_norm, kv_up,
+            output.
         parallel: tp shards the heads, the core attention's cp group the sequence.
         layer: index in the model.
     """
 
-    def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> None:
+    def __init__(
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
+    ) -> None:
         super().__init__()
         shape = ModelShape.of(model_config)
         self.has_window = shape.has_window(layer)
@@ -72,11 +84,16 @@ class MultiLatentAttention(nn.Module):
         self.kv_latent_norm = latent_norm(params.submodule("kv_latent_norm"))
         self.kv_up = sharded(*params.linear("kv_up"))
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
-        self.dropout = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp)
+        self.dropout = HiddenDropout(
+            model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp
+        )
         query_scale, key_value_scale = shape.mla.lora_scales(shape.hidden_size)
         # the core attention has the factor of the width of a head alone, not that of YaRN
         mscale = 1.0 if model_config.yarn is None else model_config.yarn.softmax_mscale
-        self.query_scale, self.key_value_scale = build_scale(query_scale * mscale), build_scale(key_value_scale)
+        self.query_scale, self.key_value_scale = (
+            build_scale(query_scale * mscale),
+            build_scale(key_value_scale),
+        )
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
@@ -88,12 +105,16 @@ class MultiLatentAttention(nn.Module):
         attend = self.attend(hidden, query, context=context)
         scores = self.scores(context, sink=None, device=query.device)
         compressed_kv = self.key_value_scale(self.kv_latent_norm(compressed_kv))
-        query, key, value = self.up_project(query, compressed_kv, shared_key=shared_key, rotary=rotary)
+        query, key, value = self.up_project(
+            query, compressed_kv, shared_key=shared_key, rotary=rotary
+        )
         mask = context.masks[int(self.has_window)]  # torch 2.11 does not trace a bool as an index
         attended = attend(query, key=key, value=value, mask=mask, scores=scores)
         return self.dropout(self.output(attended.flatten(2)), context.dropout)
 
-    def attend(self, hidden: Tensor, compressed_query: Tensor, *, context: LayerContext) -> Callable[..., Tensor]:
+    def attend(
+        self, hidden: Tensor, compressed_query: Tensor, *, context: LayerContext
+    ) -> Callable[..., Tensor]:
         """The core attention for a microbatch; a subclass may read the inputs of the layer for it."""
         return self.core_attention
 
@@ -122,7 +143,9 @@ class MultiLatentAttention(nn.Module):
         key_value = rearrange(key_value, "b s (n d) -> b s n d", d=sum(self.key_value_sizes))
         query_nope, query_rope = self.query_scale(query).split(self.query_sizes, dim=-1)
         key_nope, value = key_value.split(self.key_value_sizes, dim=-1)
-        query = scale_query(torch.cat((query_nope, apply_rotary(query_rope, rotary)), dim=-1), rotary)
+        query = scale_query(
+            torch.cat((query_nope, apply_rotary(query_rope, rotary)), dim=-1), rotary
+        )
         key_rope = apply_rotary(self.tensor_parallel.enter(shared_key)[:, :, None], rotary)
         key = torch.cat((key_nope, key_rope.expand(-1, -1, key_nope.shape[2], -1)), dim=-1)
         return query, key, value

@@ -12,11 +12,17 @@ from nanotrain.model.activations import build_activation
 from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.parameters import Parameters
-from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
+from nanotrain.parallel.tp.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    column_parallel,
+)
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)) (Shazeer 2020, "GLU variants").
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)) (Shazeer 2020, "GLU
+    variants").
 
     Args:
         model_config: the activation between the projections.
@@ -35,10 +41,13 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         column = partial(ColumnParallelLinear, tensor_parallel=tensor_parallel)
-        self.gate = column(*params.linear("gate")) if params.get("gate.weight") is not None else None
+        self.gate = (
+            column(*params.linear("gate")) if params.get("gate.weight") is not None else None
+        )
         self.activation = build_activation(model_config, params)
         self.up = column(*params.linear("up"))
-        self.projections = (self.up,) if self.gate is None else (self.gate, self.up)  # a tuple registers none twice
+        # a tuple registers none twice
+        self.projections = (self.up,) if self.gate is None else (self.gate, self.up)
         self.down = RowParallelLinear(*params.linear("down"), tensor_parallel=tensor_parallel)
         self.dropout = dropout
 
@@ -48,7 +57,9 @@ class MLP(nn.Module):
         return out if self.dropout is None else self.dropout(out, context.dropout)
 
 
-def build_mlp(model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int = 0) -> nn.Module:
+def build_mlp(
+    model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int = 0
+) -> nn.Module:
     """A mixture of experts where a router is declared, else a dense MLP."""
     dropout = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.mlp, parallel.tp)
     if params.get("router.weight") is None:

@@ -1,14 +1,16 @@
-"""The mixture-of-experts layer: a router, experts of which each token uses the top k, and an optional shared expert.
+"""The mixture-of-experts layer: a router, experts of which each token uses the top k, and an
+optional shared expert.
 
-    hidden --+-- local tokens -- router, fc1 -- token dispatcher (experts) -- fc2 -- all tokens --+-- out
-             +-- shared expert (a tensor-parallel MLP) ------------------ times its gate ----------+
+    hidden --+-- local tokens -- router, fc1 -- token dispatcher (experts) -- fc2 -- all tokens
+             --+-- out +-- shared expert (a tensor-parallel MLP) ------------------ times its gate
+             ----------+
 
-With moe_latent_size experts work in a compressed width, to which fc1 projects and from which fc2 does (LatentMoE of
-Nemotron 3 Super); without it both are the identity.
+With moe_latent_size experts work in a compressed width, to which fc1 projects and from which fc2
+does (LatentMoE of Nemotron 3 Super); without it both are the identity.
 
-Each rank routes tokens of its own. With sequence parallelism its tokens are a slice already. Without, all tp ranks have
-the same tokens, so each routes its slice of the sequence and the outputs are gathered. In generation, where a step may
-have one token, each routes all of them.
+Each rank routes tokens of its own. With sequence parallelism its tokens are a slice already.
+Without, all tp ranks have the same tokens, so each routes its slice of the sequence and the outputs
+are gathered. In generation, where a step may have one token, each routes all of them.
 
     B batch   S tokens of a sequence at the input of the layer   H hidden
 """
@@ -41,8 +43,8 @@ class MoELayer(nn.Module):
 
     Args:
         model_config: configuration of the model.
-        params: router, experts.up, experts.down; experts.gate, fc1_latent_proj, fc2_latent_proj, shared_gate and biases
-            where declared.
+        params: router, experts.up, experts.down; experts.gate, fc1_latent_proj, fc2_latent_proj,
+            shared_gate and biases where declared.
         parallel: ep shards the experts, etp their matrices; tp and cp the sequence.
         shared: the shared expert; None without one.
         dropout: dropout of the output.
@@ -62,14 +64,24 @@ class MoELayer(nn.Module):
         assert moe is not None, "a dense layer has no experts"
         self._tp = single if parallel.sequence.size == 1 else parallel.tp.group
         self._split = single if parallel.tp.sequence_parallel else self._tp
-        self.router, self.weights_inputs = Router(moe, params, parallel=parallel), moe.apply_probs_on_input
+        self.router, self.weights_inputs = (
+            Router(moe, params, parallel=parallel),
+            moe.apply_probs_on_input,
+        )
         self._num_experts, self.has_zero_experts = moe.num_experts, moe.num_zero_experts > 0
         options = replace(parallel.dispatch, may_drop=moe.may_drop, recompute=parallel.recompute)
-        self.dispatcher = build_token_dispatcher(moe.num_experts, ep=parallel.ep, etp=parallel.etp, options=options)
+        self.dispatcher = build_token_dispatcher(
+            moe.num_experts, ep=parallel.ep, etp=parallel.etp, options=options
+        )
         latent = partial(_latent_projection, params, tensor_parallel=parallel.tp.unsharded)
-        self.fc1_latent_proj, self.fc2_latent_proj = latent("fc1_latent_proj"), latent("fc2_latent_proj")
+        self.fc1_latent_proj, self.fc2_latent_proj = (
+            latent("fc1_latent_proj"),
+            latent("fc2_latent_proj"),
+        )
         of_experts, num_local = params.submodule("experts"), moe.num_experts // parallel.ep.size
-        linears = {name: of_experts.linear(name) for name in EXPERT_LINEARS if of_experts.submodule(name)}
+        linears = {
+            name: of_experts.linear(name) for name in EXPERT_LINEARS if of_experts.submodule(name)
+        }
         experts = ExpertRange(parallel.ep.index * num_local, num_local, moe.num_experts)
         self.experts = Experts(
             linears,
@@ -78,7 +90,9 @@ class MoELayer(nn.Module):
                 may_drop=self.dispatcher.has_padding,
                 wgrad_queue=parallel.tp.wgrad_queue,
                 experts=experts,
-                fp8=expert_fp8_options(parallel.tp.fp8, experts, etp=parallel.etp, sequence=parallel.sequence),
+                fp8=expert_fp8_options(
+                    parallel.tp.fp8, experts, etp=parallel.etp, sequence=parallel.sequence
+                ),
                 adds_down_bias=parallel.etp.is_first,
             ),
         )
@@ -90,15 +104,19 @@ class MoELayer(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         finish = self.start(hidden, context)
-        shared = None if self.shared is None else self.shared(hidden, context)  # while tokens travel
-        if shared is not None and self.shared_gate is not None:  # a factor of each token, the same on every tp rank
+        # while tokens travel
+        shared = None if self.shared is None else self.shared(hidden, context)
+        # a factor of each token, the same on every tp rank
+        if shared is not None and self.shared_gate is not None:
             shared = self.shared_gate.fprop(hidden).sigmoid() * shared
         out = finish()
         return self.dropout(out if shared is None else out + shared, context.dropout)
 
     @eager  # tokens per expert vary between batches, and there are collectives in between
     def start(self, hidden: Tensor, context: LayerContext) -> Callable[[], Tensor]:
-        """Send tokens [B, S, H] to their experts; returns a function that waits for the sums of their outputs."""
+        """Send tokens [B, S, H] to their experts; returns a function that waits for the sums of
+        their outputs.
+        """
         local = split_along(hidden, self._split, dim=_SEQUENCE)
         routing = self.router(local, context, positions=partial(self._positions, local, context))
         tokens = self.fc1_latent_proj(local).flatten(0, 1)
@@ -114,7 +132,9 @@ class MoELayer(nn.Module):
             if self.has_zero_experts:  # their outputs are the tokens
                 weights = routing.topk_weights.masked_fill(routing.topk_ids < self._num_experts, 0)
                 out = out + (weights.sum(-1, keepdim=True) * tokens).to(out.dtype)
-            return concat_along(self.fc2_latent_proj(out.unflatten(0, local.shape[:2])), self._split, dim=_SEQUENCE)
+            return concat_along(
+                self.fc2_latent_proj(out.unflatten(0, local.shape[:2])), self._split, dim=_SEQUENCE
+            )
 
         return finish
 
@@ -126,7 +146,9 @@ class MoELayer(nn.Module):
         return context.sequence_positions[first : first + length]
 
 
-def _latent_projection(params: Parameters, name: str, *, tensor_parallel: TensorParallel) -> nn.Module:
+def _latent_projection(
+    params: Parameters, name: str, *, tensor_parallel: TensorParallel
+) -> nn.Module:
     """A projection of the tokens of each tp rank; the identity where none is declared."""
     if not params.submodule(name):
         return nn.Identity()

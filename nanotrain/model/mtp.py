@@ -1,15 +1,18 @@
-"""Multi-token prediction: layers after the model, each of which predicts one token further (DeepSeek-V3, section 2.2).
+"""Multi-token prediction: layers after the model, each of which predicts one token further
+(DeepSeek-V3, section 2.2).
 
     hidden states of the model, after its final norm -- hnorm --+
                                                                 +-- eh_proj -- block -- final_norm --+-- head --> loss
     embeddings of the next tokens --------------------- enorm --+                                    |
                                                                                      hidden states of the next layer
 
-At position i layer k reads token i + k and predicts token i + k + 1. It uses the model's word embedding and head; its
-block is like the last layer of the model. The layers exist for training only: evaluation and generation leave them out.
+At position i layer k reads token i + k and predicts token i + k + 1. It uses the model's word
+embedding and head; its block is like the last layer of the model. The layers exist for training
+only: evaluation and generation leave them out.
 
-The training loss is the model's loss plus `mtp_loss_scaling_factor` times the mean over these layers of their losses,
-each a mean over its own target tokens of the global batch, as in Megatron-LM with `--calculate-per-token-loss`.
+The training loss is the model's loss plus `mtp_loss_scaling_factor` times the mean over these
+layers of their losses, each a mean over its own target tokens of the global batch, as in
+Megatron-LM with `--calculate-per-token-loss`.
 
     B batch   S sequence   H hidden
 """
@@ -52,12 +55,16 @@ class MTPLayer(nn.Module):
         super().__init__()
         self.enorm = build_norm(model_config, params.submodule("enorm"))
         self.hnorm = build_norm(model_config, params.submodule("hnorm"))
-        self.eh_proj = ColumnParallelLinear(*params.linear("eh_proj"), tensor_parallel=tensor_parallel.unsharded)
+        self.eh_proj = ColumnParallelLinear(
+            *params.linear("eh_proj"), tensor_parallel=tensor_parallel.unsharded
+        )
         self.block = block
         self.final_norm = build_norm(model_config, params.submodule("final_norm"))
         # `transform_blocks` may replace the block by a function
         self.block_functions: list[Callable[..., Tensor]] = [block]
-        self._drop_embedded = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.embedding, tensor_parallel)
+        self._drop_embedded = HiddenDropout(
+            model_config.hidden_dropout, layer, DropoutPlace.embedding, tensor_parallel
+        )
         self.loss_sum: Tensor
         self.register_buffer("loss_sum", torch.zeros((), dtype=torch.float64), persistent=False)
 
@@ -73,14 +80,16 @@ class MTPLayer(nn.Module):
         """Predict one token further.
 
         Args:
-            hidden: [B, S or S/tp, H], normalized, from the model or from the previous layer of multi-token prediction.
+            hidden: [B, S or S/tp, H], normalized, from the model or from the previous layer of
+                multi-token prediction.
             batch: the sequences, shifted by k tokens for layer k.
             context: context of the layers of the model.
             embed: [B, S] tokens -> [B, S or S/tp, H].
             sum_losses: hidden states -> the summed cross-entropy.
 
         Returns:
-            hidden states for the next layer; the sum over unmasked target tokens of the cross-entropy, an fp32 scalar.
+            hidden states for the next layer; the sum over unmasked target tokens of the
+            cross-entropy, an fp32 scalar.
         """
         embedded = self._drop_embedded(embed(batch.tokens), context.dropout)
         hidden = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))

@@ -6,8 +6,8 @@
     LayerNorm, RMSNorm
     build_head_norm, WideRMSNorm   norms of queries and keys
 
-With `apply_layernorm_1p` the stored weight is the difference from 1, which is added in fp32. torch has a fused
-LayerNorm on every device, and a fused RMSNorm on GPUs.
+With `apply_layernorm_1p` the stored weight is the difference from 1, which is added in fp32. torch
+has a fused LayerNorm on every device, and a fused RMSNorm on GPUs.
 """
 
 from typing import Any
@@ -26,7 +26,9 @@ from nanotrain.precision.dtypes import as_fp32
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias (Ba et al. 2016)."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, *, eps: float, is_offset: bool = False) -> None:
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter, *, eps: float, is_offset: bool = False
+    ) -> None:
         super().__init__()
         self.weight, self.bias, self.eps, self.is_offset = weight, bias, eps, is_offset
 
@@ -52,19 +54,23 @@ class RMSNorm(nn.Module):
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             out: Tensor = _RMSNormOnCPU.apply(x, weight, self.eps)
             return out
-        return F.rms_norm(as_fp32(x) if self.is_offset else x, weight.shape, weight, self.eps).to(x.dtype)
+        return F.rms_norm(as_fp32(x) if self.is_offset else x, weight.shape, weight, self.eps).to(
+            x.dtype
+        )
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """Keeps its input and one number per row; torch's operators keep the input and the normalized rows in fp32 too.
+    """Keeps its input and one number per row; torch's operators keep the input and the normalized
+    rows in fp32 too.
 
     With r = 1 / sqrt(mean(x^2) + eps) and n = x * r: out = n * w, and for the gradient g of out
 
         grad_x = r * (g * w - n * mean(g * w * n))
         grad_w = sum over rows of g * n
 
-    LayerNorm's backward at mean 0 differs by a term -r * mean(g * w) in grad_x, which is added back. Measured, 2048 x
-    384, forward and backward on one core: fp32 4.3 -> 1.5 ms, bf16 5.3 -> 2.6 ms.
+    LayerNorm's backward at mean 0 differs by a term -r * mean(g * w) in grad_x, which is added
+    back. Measured, 2048 x 384, forward and backward on one core: fp32 4.3 -> 1.5 ms, bf16 5.3 ->
+    2.6 ms.
     """
 
     @staticmethod
@@ -80,7 +86,14 @@ class _RMSNormOnCPU(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         grad, weight32, size = as_fp32(grads[0]), as_fp32(weight), x.shape[-1]
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            grad, as_fp32(x), [size], torch.zeros_like(scale), scale, weight32, None, [True, True, False]
+            grad,
+            as_fp32(x),
+            [size],
+            torch.zeros_like(scale),
+            scale,
+            weight32,
+            None,
+            [True, True, False],
         )
         grad_x += (grad @ weight32)[..., None].mul_(scale).div_(size)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
@@ -89,24 +102,34 @@ class _RMSNormOnCPU(torch.autograd.Function):
 class WideRMSNorm(nn.Module):
     """RMSNorm over all heads together (OLMo 2), with the heads sharded over a group.
 
-    The mean square is reduced over the group. Every rank holds the weights of all heads and uses those of its own, so
-    the gradients of the weights have to be summed over the group.
+    The mean square is reduced over the group. Every rank holds the weights of all heads and uses
+    those of its own, so the gradients of the weights have to be summed over the group.
 
     Args:
         weight: [all heads * D].
         eps: added to the mean square.
-        heads: channels of this rank, as a range of the weight; each channel is on the same number of ranks.
+        heads: channels of this rank, as a range of the weight; each channel is on the same number
+            of ranks.
         group: ranks over which the heads are sharded.
     """
 
-    def __init__(self, weight: nn.Parameter, *, eps: float, heads: slice, group: Group, is_offset: bool) -> None:
+    def __init__(
+        self, weight: nn.Parameter, *, eps: float, heads: slice, group: Group, is_offset: bool
+    ) -> None:
         super().__init__()
-        self.weight, self.eps, self.heads, self.group, self.is_offset = weight, eps, heads, group, is_offset
+        self.weight, self.eps, self.heads, self.group, self.is_offset = (
+            weight,
+            eps,
+            heads,
+            group,
+            is_offset,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, local heads, D] -> the same shape and dtype."""
         x32, weight = as_fp32(x.flatten(-2)), as_fp32(self.weight[self.heads])
-        num_copies = self.group.size * x32.shape[-1] / self.weight.shape[0]  # of each channel, over the group
+        # of each channel, over the group
+        num_copies = self.group.size * x32.shape[-1] / self.weight.shape[0]
         squares = reduce_from(x32.square().sum(-1, keepdim=True), self.group)
         mean = copy_to(squares, self.group) / (num_copies * self.weight.shape[0])
         scale = torch.rsqrt(mean + self.eps)
@@ -114,7 +137,12 @@ class WideRMSNorm(nn.Module):
 
 
 def build_head_norm(
-    model_config: ModelConfig, params: Parameters, *, heads: slice, group: Group, is_l2: bool = False
+    model_config: ModelConfig,
+    params: Parameters,
+    *,
+    heads: slice,
+    group: Group,
+    is_l2: bool = False,
 ) -> nn.Module:
     """The norm of queries or keys [B, S, local heads, D]; the identity where none is declared.
 
@@ -153,7 +181,9 @@ def build_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
 
 
 def build_post_norm(model_config: ModelConfig, params: Parameters, *, half: str) -> nn.Module:
-    """The norm of the outputs of a half of a block, "attention" or "mlp"; where none is declared, their factor."""
+    """The norm of the outputs of a half of a block, "attention" or "mlp"; where none is declared,
+    their factor.
+    """
     declared, factor = params.submodule(f"{half}_post_norm"), model_config.residual_multiplier
     factor *= model_config.mlp_output_multiplier if half == "mlp" else 1.0
     if declared:

@@ -3,8 +3,8 @@
     Parameters   the declared parameters of a module and its submodules, by relative name
     initialize   initial weights, a function of (seed, name, global shape) and the index of an element
 
-A matrix is generated in blocks of rows, each from its own generator. A rank generates only the blocks that overlap its
-box, and gets the same bits in every topology.
+A matrix is generated in blocks of rows, each from its own generator. A rank generates only the
+blocks that overlap its box, and gets the same bits in every topology.
 """
 
 import hashlib
@@ -24,13 +24,20 @@ BLOCK_ELEMENTS = 2**20
 
 
 class Parameters(dict[str, nn.Parameter]):
-    """Parameters from which a module takes its own, by name relative to the module ("attention.query.weight")."""
+    """Parameters from which a module takes its own, by name relative to the module
+    ("attention.query.weight").
+    """
 
     @classmethod
     def on_meta(cls, params: Sequence[LocalParam]) -> "Parameters":
         """The local shard of each parameter, without storage."""
         empty = partial(torch.empty, device="meta")
-        return cls({p.spec.name: nn.Parameter(empty(p.box.shape, dtype=TORCH_DTYPES[p.spec.dtype])) for p in params})
+        return cls(
+            {
+                p.spec.name: nn.Parameter(empty(p.box.shape, dtype=TORCH_DTYPES[p.spec.dtype]))
+                for p in params
+            }
+        )
 
     def linear(self, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Weight and bias of a linear layer; no bias where none is declared."""
@@ -39,7 +46,9 @@ class Parameters(dict[str, nn.Parameter]):
     def submodule(self, name: str) -> "Parameters":
         """The parameters of a submodule, named relative to it; empty where none is declared."""
         prefix = f"{name}."
-        return Parameters({key[len(prefix) :]: p for key, p in self.items() if key.startswith(prefix)})
+        return Parameters(
+            {key[len(prefix) :]: p for key, p in self.items() if key.startswith(prefix)}
+        )
 
 
 def initialize(stage: nn.Module, params: Iterable[LocalParam], *, seed: int) -> None:
@@ -65,7 +74,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def fill_random(target: Tensor, spec: ParamSpec, *, box: Box, seed: int, init: Normal | Uniform) -> None:
+def fill_random(
+    target: Tensor, spec: ParamSpec, *, box: Box, seed: int, init: Normal | Uniform
+) -> None:
     """Fill a box of a parameter with random initial values.
 
     Args:
@@ -85,10 +96,14 @@ def fill_random(target: Tensor, spec: ParamSpec, *, box: Box, seed: int, init: N
         if isinstance(init, Normal):
             block.normal_(0.0, init.std, generator=generator)
         else:
-            block = FUNCTIONS[init.function](block.uniform_(init.low, init.high, generator=generator))
+            block = FUNCTIONS[init.function](
+                block.uniform_(init.low, init.high, generator=generator)
+            )
         low, high = max(start, first), min(stop, last)
         columns = tuple(slice(a, b) for a, b in zip(box.start[1:], box.stop[1:], strict=True))
-        target[low - first : high - first].copy_(block[(slice(low - start, high - start), *columns)])
+        target[low - first : high - first].copy_(
+            block[(slice(low - start, high - start), *columns)]
+        )
 
 
 def _block_seed(seed: int, spec: ParamSpec, *, start_row: int) -> int:

@@ -33,15 +33,24 @@ class ShortConvolution(nn.Module):
         activation: function of the outputs; None for none.
     """
 
-    def __init__(self, params: Parameters, *, cp: Group, activation: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self, params: Parameters, *, cp: Group, activation: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__()
-        self.weight, self.bias, self.cp, self.activation = params["weight"], params.get("bias"), cp, activation
+        self.weight, self.bias, self.cp, self.activation = (
+            params["weight"],
+            params.get("bias"),
+            cp,
+            activation,
+        )
         self.extend = partial(_after_chunk_before, count=self.weight.shape[1] - 1, cp=cp)
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, D] -> [B, L, D]."""
         window, segment_ids = self.extend(x, context.segment_ids)
-        out = join_rows(causal_conv(window, self.weight, bias=self.bias, segment_ids=segment_ids), self.cp)
+        out = join_rows(
+            causal_conv(window, self.weight, bias=self.bias, segment_ids=segment_ids), self.cp
+        )
         return out if self.activation is None else self.activation(out)
 
     def cached(self, cache: TokenCache) -> dict[str, Callable[..., Any]]:
@@ -64,16 +73,25 @@ class _CachedTokens:
         self._before: Tensor | None = None
 
     def __call__(self, x: Tensor, segment_ids: Tensor | None) -> Window:
-        before = x.new_zeros(x.shape[0], self._count, x.shape[2]) if self._before is None else self._before
+        before = (
+            x.new_zeros(x.shape[0], self._count, x.shape[2])
+            if self._before is None
+            else self._before
+        )
         window = torch.cat((before, x), dim=1)
         self._before = window[:, -self._count :]
         return window, self._cache.segment_ids(x.device, before=self._count)
 
 
 def project_inputs(
-    hidden: Tensor, wide: tuple[ColumnParallelLinear, ...], *, narrow: tuple[ColumnParallelLinear, ...]
+    hidden: Tensor,
+    wide: tuple[ColumnParallelLinear, ...],
+    *,
+    narrow: tuple[ColumnParallelLinear, ...],
 ) -> tuple[Tensor, ...]:
-    """Projections of one input; where the wide ones are in fp8, the narrow ones have products of their own."""
+    """Projections of one input; where the wide ones are in fp8, the narrow ones have products of
+    their own.
+    """
     if wide[0].fp8 is None:
         return column_parallel(hidden, wide + narrow)
     return column_parallel(hidden, wide) + column_parallel(hidden, narrow)
@@ -84,14 +102,19 @@ class CachedScan:
 
     Args:
         cache: the cache of the prompts.
-        scan: inputs with a field `starts`, and the state before them or None -> outputs, and the state after them.
+        scan: inputs with a field `starts`, and the state before them or None -> outputs, and the
+            state after them.
     """
 
-    def __init__(self, cache: TokenCache, scan: Callable[[Any, Tensor | None], tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, cache: TokenCache, scan: Callable[[Any, Tensor | None], tuple[Tensor, Tensor]]
+    ) -> None:
         self._cache, self._scan = cache, scan
         self._state: Tensor | None = None
 
     def __call__(self, inputs: Any) -> Tensor:
         segments = self._cache.segment_ids(inputs.value.device, before=1)
-        out, self._state = self._scan(replace(inputs, starts=segments[:, 1:] != segments[:, :-1]), self._state)
+        out, self._state = self._scan(
+            replace(inputs, starts=segments[:, 1:] != segments[:, :-1]), self._state
+        )
         return out

@@ -1,11 +1,13 @@
-"""Rotary position embeddings (RoPE): `inverse_frequencies`, `RotaryTables` (cosines and sines), `layer_tables`,
-`apply_rotary`, `scale_query`.
+"""Rotary position embeddings (RoPE): `inverse_frequencies`, `RotaryTables` (cosines and sines),
+`layer_tables`, `apply_rotary`, `scale_query`.
 
-R channels of a head are R/2 pairs (x[i], x[i + R/2]), the half-rotation convention of Llama and Hugging Face. Pair i at
-position p is rotated by the angle p * inverse_frequency[i]. The remaining channels stay as they are.
+R channels of a head are R/2 pairs (x[i], x[i + R/2]), the half-rotation convention of Llama and
+Hugging Face. Pair i at position p is rotated by the angle p * inverse_frequency[i]. The remaining
+channels stay as they are.
 
-Su et al. 2021 (RoFormer), section 3.4. For long contexts the scaling of Llama 3.1, or YaRN (Peng et al. 2023, section
-3), which also lengthens queries and keys, and with MLA raises the scale of the softmax (DeepSeek-V2, section 3.1.4).
+Su et al. 2021 (RoFormer), section 3.4. For long contexts the scaling of Llama 3.1, or YaRN (Peng et
+al. 2023, section 3), which also lengthens queries and keys, and with MLA raises the scale of the
+softmax (DeepSeek-V2, section 3.1.4).
 
     B batch   S sequence   N heads   D width of a head   R rotary channels of a head
 """
@@ -22,35 +24,45 @@ from nanotrain.config.model import ModelConfig, YarnConfig
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of the angles, each [S, 1, R/2] or [B, S, 1, R/2], in the dtype of the activations.
+    """Cosines and sines of the angles, each [S, 1, R/2] or [B, S, 1, R/2], in the dtype of the
+    activations.
 
     A layer without rotary positions has R = 0 where its queries have factors.
     """
 
     cos: Tensor
     sin: Tensor
-    query_scale: Tensor | None = None  # [S, 1, 1] or [B, S, 1, 1], a factor of each query by its position
+    # [S, 1, 1] or [B, S, 1, 1], a factor of each query by its position
+    query_scale: Tensor | None = None
 
     def first(self, length: int) -> "Rotary":
         """Those of the first positions."""
         scale = self.query_scale
-        return Rotary(self.cos[:length], self.sin[:length], None if scale is None else scale[:length])
+        return Rotary(
+            self.cos[:length], self.sin[:length], None if scale is None else scale[:length]
+        )
 
 
 def inverse_frequencies(model_config: ModelConfig, *, is_local: bool = False) -> Tensor:
-    """The angle per position of each pair: [R/2] fp32, on the CPU; of layers with a window where `is_local`."""
+    """The angle per position of each pair: [R/2] fp32, on the CPU; of layers with a window where
+    `is_local`.
+    """
     size = model_config.rotary_dim
     exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
     if is_local and model_config.rotary_base_local is not None:
         return 1.0 / model_config.rotary_base_local**exponents
-    unscaled = 1.0 / model_config.rotary_base**exponents / model_config.rotary_seq_len_interpolation_factor
+    unscaled = (
+        1.0 / model_config.rotary_base**exponents / model_config.rotary_seq_len_interpolation_factor
+    )
     if model_config.yarn is not None:
         return _scale_yarn(unscaled, model_config.yarn, base=model_config.rotary_base)
     return _scale(unscaled, model_config) if model_config.use_rope_scaling else unscaled
 
 
 def _scale_yarn(unscaled: Tensor, yarn: YarnConfig, *, base: float) -> Tensor:
-    """YaRN: divide the frequency of slow pairs by the factor, keep that of fast ones, interpolate between by index."""
+    """YaRN: divide the frequency of slow pairs by the factor, keep that of fast ones, interpolate
+    between by index.
+    """
     size, original = 2 * len(unscaled), yarn.original_max_position_embeddings
 
     def pair_with(rotations: float) -> float:
@@ -62,7 +74,9 @@ def _scale_yarn(unscaled: Tensor, yarn: YarnConfig, *, base: float) -> Tensor:
     if yarn.correction_range_round_to_int:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
-    is_slow = ((torch.arange(len(unscaled), device="cpu") - first) / max(last - first, 1e-3)).clamp(0, 1)
+    is_slow = ((torch.arange(len(unscaled), device="cpu") - first) / max(last - first, 1e-3)).clamp(
+        0, 1
+    )
     return unscaled / yarn.rotary_scaling_factor * is_slow + unscaled * (1 - is_slow)
 
 
@@ -74,7 +88,9 @@ def _scale(unscaled: Tensor, model_config: ModelConfig) -> Tensor:
         model_config.rope_high_freq_factor,
     )
     wavelength = 2 * math.pi / unscaled
-    scaled = torch.where(wavelength > original / low, unscaled / model_config.rope_scaling_factor, unscaled)
+    scaled = torch.where(
+        wavelength > original / low, unscaled / model_config.rope_scaling_factor, unscaled
+    )
     weight = (original / wavelength - low) / (high - low)
     interpolated = (1 - weight) * scaled / model_config.rope_scaling_factor + weight * scaled
     is_between = (wavelength <= original / low) & (wavelength >= original / high)
@@ -88,14 +104,18 @@ class RotaryTables:
 
     Args:
         model_config: base and scaling.
-        layers: those that they are for: "full"; "window" with a base of their own, without scaling; or "no rope".
+        layers: those that they are for: "full"; "window" with a base of their own, without scaling;
+            or "no rope".
     """
 
-    def __init__(self, model_config: ModelConfig, *, layers: Literal["full", "window", "no rope"] = "full") -> None:
+    def __init__(
+        self, model_config: ModelConfig, *, layers: Literal["full", "window", "no rope"] = "full"
+    ) -> None:
         yarn = model_config.yarn if layers == "full" else None
         self._inverse_frequencies = inverse_frequencies(model_config, is_local=layers == "window")
         self._length = 1.0 if yarn is None else yarn.rotary_mscale
-        # the factor of a query by its position: coefficient, positions of a context, those before the first one
+        # the factor of a query by its position: coefficient, positions of a context, those before
+        # the first one
         self._scaling = (0.0, 1, 0)
         if yarn is not None:
             self._scaling = (yarn.query_scaling_beta, yarn.original_max_position_embeddings, 0)
@@ -121,7 +141,8 @@ class RotaryTables:
         return cached.first(positions)
 
     def _compute(self, positions: Tensor, like: Tensor) -> Rotary:
-        # Kept on the device: the host would wait for a copy of every microbatch, as its memory is not pinned.
+        # Kept on the device: the host would wait for a copy of every microbatch, as its memory is
+        # not pinned.
         self._inverse_frequencies = self._inverse_frequencies.to(like.device)
         # Angles need fp32: bf16 rounds position 257 to 256.
         with torch.no_grad():
@@ -139,10 +160,16 @@ class RotaryTables:
 
 
 def layer_tables(model_config: ModelConfig) -> tuple[RotaryTables | None, ...]:
-    """The tables of layers; of layers with a window where they have others; of layers without rotary positions."""
+    """The tables of layers; of layers with a window where they have others; of layers without
+    rotary positions.
+    """
     if not model_config.has_rope:
         return None, None, None
-    local = RotaryTables(model_config, layers="window") if model_config.rotary_base_local is not None else None
+    local = (
+        RotaryTables(model_config, layers="window")
+        if model_config.rotary_base_local is not None
+        else None
+    )
     factors = RotaryTables(model_config, layers="no rope") if model_config.attn_scale > 0 else None
     return RotaryTables(model_config), local, factors
 
@@ -165,5 +192,7 @@ def apply_rotary(x: Tensor, rotary: Rotary | None) -> Tensor:
 
 
 def scale_query(query: Tensor, rotary: Rotary | None) -> Tensor:
-    """[B, S, N, D] -> the same shape, multiplied by the factors of the positions where the tables have them."""
+    """[B, S, N, D] -> the same shape, multiplied by the factors of the positions where the tables
+    have them.
+    """
     return query if rotary is None or rotary.query_scale is None else query * rotary.query_scale

@@ -10,19 +10,22 @@
     capacity      pairs beyond the most tokens of a sequence that an expert takes are dropped
     stats         counts for the metrics and for the bias (router_stats.py)
 
-**Balance.** The T tokens of a loss are those of a sequence (seq_aux_loss), of a microbatch (aux_loss), or of a
-microbatch of all ranks, with the mean tokens_per_expert of the microbatches so far (global_aux_loss); 1 is perfect
-balance. Each rank differentiates the share of its own tokens, so the sum over ranks does not depend on how the tokens
-are sharded. The tokens of an expert are those with it among their K highest scores: neither bias nor groups count,
-which balance by other means (DeepSeek-V3, equation 18; Megatron-LM, `compute_routing_scores_for_aux_loss`).
-Megatron-LM averages global_aux_loss over dp once more, which `divide_global_aux_loss_by_dp` does too.
+**Balance.** The T tokens of a loss are those of a sequence (seq_aux_loss), of a microbatch
+(aux_loss), or of a microbatch of all ranks, with the mean tokens_per_expert of the microbatches so
+far (global_aux_loss); 1 is perfect balance. Each rank differentiates the share of its own tokens,
+so the sum over ranks does not depend on how the tokens are sharded. The tokens of an expert are
+those with it among their K highest scores: neither bias nor groups count, which balance by other
+means (DeepSeek-V3, equation 18; Megatron-LM, `compute_routing_scores_for_aux_loss`). Megatron-LM
+averages global_aux_loss over dp once more, which `divide_global_aux_loss_by_dp` does too.
 
-**Capacity.** An expert keeps the tokens of a sequence with the highest weights for it; ties go to the earlier position.
-Ranks that share a sequence gather its routing first, so the result does not depend on the sharding.
+**Capacity.** An expert keeps the tokens of a sequence with the highest weights for it; ties go to
+the earlier position. Ranks that share a sequence gather its routing first, so the result does not
+depend on the sharding.
 
-Sources: DeepSeek-V3 (2024), section 2.1.2, for sigmoid scores, groups and bias, equations 17-20 for losses per
-sequence; Shazeer et al. 2017 for top-k; Fedus et al. 2021 (Switch), section 2.2, for the loss, over the global batch as
-in Qiu et al. 2025, "Demons in the Detail"; Zoph et al. 2022 (ST-MoE), equation 5, for the z-loss.
+Sources: DeepSeek-V3 (2024), section 2.1.2, for sigmoid scores, groups and bias, equations 17-20 for
+losses per sequence; Shazeer et al. 2017 for top-k; Fedus et al. 2021 (Switch), section 2.2, for the
+loss, over the global batch as in Qiu et al. 2025, "Demons in the Detail"; Zoph et al. 2022
+(ST-MoE), equation 5, for the z-loss.
 
     B batch   S tokens of a sequence on this rank   L all tokens of a sequence   H hidden   E experts
     K experts per token
@@ -53,12 +56,13 @@ class Router(StatefulModule):
 
     Args:
         moe: number of experts, scores, losses and capacity.
-        params: those of `MoELayer`: router.weight [E, H], and router.bias [E] of the logits where declared.
-        parallel: ranks that hold the tokens of one sequence, and those that read different samples, which
-            global_aux_loss reads; recomputation, as a recomputed forward counts nothing.
+        params: those of `MoELayer`: router.weight [E, H], and router.bias [E] of the logits where
+            declared.
+        parallel: ranks that hold the tokens of one sequence, and those that read different samples,
+            which global_aux_loss reads; recomputation, as a recomputed forward counts nothing.
 
-    Attributes:
-        expert_bias: [E] fp32 buffer, added to the scores for the selection only; None where it is not enabled. Updated
+    Attributes: expert_bias: [E] fp32 buffer, added to the scores for the selection only; None where
+        it is not enabled. Updated
             once per step by `update_expert_bias` and saved in checkpoints.
         stats: counts since the last collection.
     """
@@ -70,7 +74,9 @@ class Router(StatefulModule):
         self.weight, self.bias = params.linear("router")
         self.moe, self.num_experts, self._recompute = moe, len(self.weight), parallel.recompute
         self.sequence, self.dp = parallel.sequence, parallel.dp
-        self.register_buffer("expert_bias", torch.zeros(self.num_experts) if moe.router_enable_expert_bias else None)
+        self.register_buffer(
+            "expert_bias", torch.zeros(self.num_experts) if moe.router_enable_expert_bias else None
+        )
         self.stats = RouterStats(self.num_experts)
         losses = zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True)
         self._balance = [(kind, coeff) for kind, coeff in losses if kind != "none" and coeff > 0]
@@ -78,7 +84,9 @@ class Router(StatefulModule):
             divisors = {"global_aux_loss": self.dp.size}
             self._balance = [(kind, coeff / divisors.get(kind, 1)) for kind, coeff in self._balance]
 
-    def forward(self, hidden: Tensor, context: LayerContext, *, positions: Callable[[], Tensor]) -> Routing:
+    def forward(
+        self, hidden: Tensor, context: LayerContext, *, positions: Callable[[], Tensor]
+    ) -> Routing:
         """Route this rank's tokens.
 
         Args:
@@ -101,7 +109,9 @@ class Router(StatefulModule):
         topk_weights = self._weights(logits, scores, topk_ids=topk_ids)
         routing = Routing(topk_ids, topk_weights)
         if self.training and torch.is_grad_enabled():
-            topk_weights = self._attach_losses(routing, logits, probabilities=probabilities, context=context)
+            topk_weights = self._attach_losses(
+                routing, logits, probabilities=probabilities, context=context
+            )
         kept_ids = topk_ids
         if self.moe.expert_capacity_factor is not None:
             kept_ids = drop_over_capacity(
@@ -117,9 +127,13 @@ class Router(StatefulModule):
             if self.moe.expert_capacity_factor is None:
                 tokens_per_expert, num_dropped = permutation.tokens_per_expert, None
             else:
-                tokens_per_expert = plan_permutation(topk_ids.flatten(0, 1), self.num_experts).tokens_per_expert
+                tokens_per_expert = plan_permutation(
+                    topk_ids.flatten(0, 1), self.num_experts
+                ).tokens_per_expert
                 num_dropped = (kept_ids == self.num_experts).sum()
-            self.stats.count(tokens_per_expert, num_dropped=num_dropped, probabilities=probabilities.detach())
+            self.stats.count(
+                tokens_per_expert, num_dropped=num_dropped, probabilities=probabilities.detach()
+            )
         return Routing(kept_ids, topk_weights.flatten(0, 1), permutation)
 
     @property
@@ -129,7 +143,8 @@ class Router(StatefulModule):
 
     @property
     def _ranks_logits(self) -> bool:
-        """Whether experts are selected by their logits: if there is neither a bias nor groups, which need the scores.
+        """Whether experts are selected by their logits: if there is neither a bias nor groups,
+        which need the scores.
 
         Scores much lower than the best underflow to ties; logits do not.
         """
@@ -139,7 +154,9 @@ class Router(StatefulModule):
         """[B, S, E] -> [B, S, K] int64, best first."""
         moe = self.moe
         has_free_scores = moe.router_score_function == "softmax" and not moe.router_pre_softmax
-        ranked = logits if self._ranks_logits or has_free_scores and self.expert_bias is None else scores
+        ranked = (
+            logits if self._ranks_logits or has_free_scores and self.expert_bias is None else scores
+        )
         if self.expert_bias is not None:
             ranked = ranked + self.expert_bias
         if moe.router_num_groups is not None:
@@ -147,7 +164,9 @@ class Router(StatefulModule):
         return ranked.topk(moe.router_topk, dim=-1).indices
 
     def _in_turn(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """[B, S, K] int64: round-robin over the experts by position, K per token, independent of the logits."""
+        """[B, S, K] int64: round-robin over the experts by position, K per token, independent of
+        the logits.
+        """
         topk = self.moe.router_topk
         first = (positions * topk)[:, None]
         turns = (first + torch.arange(topk, device=positions.device)) % self.num_experts
@@ -166,20 +185,30 @@ class Router(StatefulModule):
     def _attach_losses(
         self, routing: Routing, logits: Tensor, *, probabilities: Tensor, context: LayerContext
     ) -> Tensor:
-        """The weights, with the auxiliary losses attached; padding has none, but takes part in their collectives."""
+        """The weights, with the auxiliary losses attached; padding has none, but takes part in
+        their collectives.
+        """
         weights = routing.topk_weights
         length, scale = logits.shape[1] * self.sequence.size, context.aux_loss_scale
         if self._balance:
             is_best = self._ranks_logits and not self.moe.router_force_load_balancing
-            best = routing.topk_ids if is_best else logits.detach().topk(self.moe.router_topk, dim=-1).indices
+            best = (
+                routing.topk_ids
+                if is_best
+                else logits.detach().topk(self.moe.router_topk, dim=-1).indices
+            )
             tokens = count_tokens(best, num_experts=self.num_experts, sequence=self.sequence)
             tokens = torch.zeros_like(tokens) if context.is_padding else tokens
         for index, (kind, coeff) in enumerate(self._balance):
-            tokens_per_expert, num_sequences = self._scope(kind, tokens, length=length, context=context)
+            tokens_per_expert, num_sequences = self._scope(
+                kind, tokens, length=length, context=context
+            )
             if context.is_padding:
                 continue
             num_tokens = num_sequences * length
-            loss = balance_loss(probabilities, tokens_per_expert, topk=self.moe.router_topk, num_tokens=num_tokens)
+            loss = balance_loss(
+                probabilities, tokens_per_expert, topk=self.moe.router_topk, num_tokens=num_tokens
+            )
             if index == 0 and self._counts:  # the metric is that of the first loss
                 self.stats.aux_loss += loss.detach() * num_tokens
             weights = attach_loss(weights, loss, scale=coeff * scale * num_sequences)
@@ -193,9 +222,11 @@ class Router(StatefulModule):
     def _scope(
         self, kind: LoadBalancing, tokens: Tensor, *, length: int, context: LayerContext
     ) -> tuple[Tensor, int | Tensor]:
-        """The tokens_per_expert of a loss, from those of every sequence [B, E], and the number of sequences in it.
+        """The tokens_per_expert of a loss, from those of every sequence [B, E], and the number of
+        sequences in it.
 
-        For `global_aux_loss` the number is a tensor: it follows from the counts, because ranks may have padding.
+        For `global_aux_loss` the number is a tensor: it follows from the counts, because ranks may
+        have padding.
         """
         if kind == "seq_aux_loss":
             return tokens, 1
@@ -210,7 +241,9 @@ class Router(StatefulModule):
 
 
 def router_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[B, S, H], [E, H] -> [B, S, E] fp32; cuBLAS multiplies 16-bit inputs exactly and sums in fp32."""
+    """[B, S, H], [E, H] -> [B, S, E] fp32; cuBLAS multiplies 16-bit inputs exactly and sums in
+    fp32.
+    """
     if hidden.itemsize == 2 and adds_wider(hidden.device.type):
         logits: Tensor = _RouterLogits.apply(hidden.flatten(0, 1), weight)
         return logits.unflatten(0, hidden.shape[:2])
@@ -232,17 +265,23 @@ class _RouterLogits(torch.autograd.Function):
 
 
 def normalize(scores: Tensor, epsilon: float = 1e-20) -> Tensor:
-    """Scores divided by their sum over the last dim; epsilon avoids a division by zero where all underflow."""
+    """Scores divided by their sum over the last dim; epsilon avoids a division by zero where all
+    underflow.
+    """
     return scores / (scores.sum(dim=-1, keepdim=True) + epsilon)
 
 
 def _mask_groups(scores: Tensor, moe: MoEConfig) -> Tensor:
-    """Minus infinity for experts outside the best groups; the score of a group is the sum of its best few experts."""
+    """Minus infinity for experts outside the best groups; the score of a group is the sum of its
+    best few experts.
+    """
     num_groups, group_topk = moe.router_num_groups, moe.router_group_topk or 1
     grouped = scores.unflatten(-1, (num_groups, -1))
     num_summed = min(max(1, moe.router_topk // group_topk), grouped.shape[-1])
     best = grouped.topk(num_summed, dim=-1).values.sum(dim=-1).topk(group_topk, dim=-1).indices
-    penalty = torch.full(grouped.shape[:-1], -torch.inf, device=scores.device).scatter_(-1, best, 0.0)
+    penalty = torch.full(grouped.shape[:-1], -torch.inf, device=scores.device).scatter_(
+        -1, best, 0.0
+    )
     return (grouped + penalty[..., None]).flatten(-2)
 
 
@@ -256,7 +295,8 @@ def count_tokens(topk_ids: Tensor, *, num_experts: int, sequence: Group) -> Tens
     """Tokens of every expert in each sequence.
 
     Args:
-        topk_ids: [B, S, K] int64, the experts with the highest scores, without bias, groups and capacity.
+        topk_ids: [B, S, K] int64, the experts with the highest scores, without bias, groups and
+            capacity.
         num_experts: E.
         sequence: the ranks that hold the tokens of one sequence.
 
@@ -270,7 +310,9 @@ def count_tokens(topk_ids: Tensor, *, num_experts: int, sequence: Group) -> Tens
     return counts
 
 
-def balance_loss(probabilities: Tensor, tokens_per_expert: Tensor, *, topk: int, num_tokens: int | Tensor) -> Tensor:
+def balance_loss(
+    probabilities: Tensor, tokens_per_expert: Tensor, *, topk: int, num_tokens: int | Tensor
+) -> Tensor:
     """The contribution of these tokens to a load-balancing loss, summed over sequences.
 
     Args:
@@ -280,7 +322,9 @@ def balance_loss(probabilities: Tensor, tokens_per_expert: Tensor, *, topk: int,
         num_tokens: T.
     """
     num_experts = probabilities.shape[-1]
-    return (tokens_per_expert * probabilities.sum(dim=1)).sum() * (num_experts / (topk * num_tokens**2))
+    return (tokens_per_expert * probabilities.sum(dim=1)).sum() * (
+        num_experts / (topk * num_tokens**2)
+    )
 
 
 def z_loss(logits: Tensor) -> Tensor:
@@ -308,13 +352,16 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def expert_capacity(moe: MoEConfig, length: int) -> int:
-    """Tokens of a sequence that an expert takes: an even share times the capacity factor, rounded up.
+    """Tokens of a sequence that an expert takes: an even share times the capacity factor, rounded
+    up.
 
     >>> expert_capacity(MoEConfig(num_experts=8, router_topk=2, expert_capacity_factor=1.25), 64)
     20
     """
     assert moe.num_experts is not None and moe.expert_capacity_factor is not None
-    return min(length, math.ceil(moe.expert_capacity_factor * length * moe.router_topk / moe.num_experts))
+    return min(
+        length, math.ceil(moe.expert_capacity_factor * length * moe.router_topk / moe.num_experts)
+    )
 
 
 def drop_over_capacity(
@@ -334,16 +381,23 @@ def drop_over_capacity(
     """
     gathered, gathered_positions = _gather_sequence(routing, positions, sequence=sequence)
     batch, length, _ = gathered.topk_ids.shape
-    # The weight of every token for every expert, by position; -1 where the token does not choose the expert.
+    # The weight of every token for every expert, by position; -1 where the token does not choose
+    # the expert.
     weights = gathered.topk_weights.new_full((batch, length, num_experts), -1.0)
     rows = gathered_positions[:, None].expand_as(gathered.topk_ids[0])
-    weights[torch.arange(batch, device=rows.device)[:, None, None], rows, gathered.topk_ids] = gathered.topk_weights
+    weights[torch.arange(batch, device=rows.device)[:, None, None], rows, gathered.topk_ids] = (
+        gathered.topk_weights
+    )
     best = weights.argsort(dim=1, descending=True, stable=True)[:, :capacity]
     is_kept = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, best, True)
-    return routing.topk_ids.masked_fill(~is_kept[:, positions].gather(2, routing.topk_ids), num_experts)
+    return routing.topk_ids.masked_fill(
+        ~is_kept[:, positions].gather(2, routing.topk_ids), num_experts
+    )
 
 
-def _gather_sequence(routing: Routing, positions: Tensor, *, sequence: Group) -> tuple[Routing, Tensor]:
+def _gather_sequence(
+    routing: Routing, positions: Tensor, *, sequence: Group
+) -> tuple[Routing, Tensor]:
     """The routing of full sequences [B, L, K] and their positions [L], in any order.
 
     One collective: ids and positions are packed beside the bits of the weights.
@@ -354,5 +408,7 @@ def _gather_sequence(routing: Routing, positions: Tensor, *, sequence: Group) ->
     packed = torch.cat([routing.topk_ids.to(torch.int32), weight_bits, columns], dim=-1)
     gathered = packed.new_empty((sequence.size, *packed.shape))
     all_gather_into(gathered, packed, group=sequence)
-    ids, weights, columns = rearrange(gathered, "r b s c -> b (r s) c").split([topk, topk, 1], dim=-1)
+    ids, weights, columns = rearrange(gathered, "r b s c -> b (r s) c").split(
+        [topk, topk, 1], dim=-1
+    )
     return Routing(ids.long(), weights.contiguous().view(torch.float32)), columns[0, :, 0].long()

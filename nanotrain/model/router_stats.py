@@ -1,7 +1,8 @@
 """Statistics of routers: counted on the device during forward passes, summed once per step.
 
-`RouterStats` holds one router's sums since the last step, as named buffers. A forward pass that is recomputed in the
-backward counts once (`Router`). What is done with the sums is in `train/parts/router_balance.py`.
+`RouterStats` holds one router's sums since the last step, as named buffers. A forward pass that is
+recomputed in the backward counts once (`Router`). What is done with the sums is in
+`train/parts/router_balance.py`.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,9 @@ SCALARS = ("num_tokens", "num_dropped", "entropy", "aux_loss", "z_loss")
 
 
 class StatefulModule(nn.Module):
-    """A module whose buffers keep dtype and values: `.to()`, `.bfloat16()` and `.to_empty()` only move them."""
+    """A module whose buffers keep dtype and values: `.to()`, `.bfloat16()` and `.to_empty()` only
+    move them.
+    """
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         state = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
@@ -50,13 +53,17 @@ class RouterStats(StatefulModule):
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
-        self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.float64), persistent=False)
+        self.register_buffer(
+            "tokens_per_expert", torch.zeros(num_experts, dtype=torch.float64), persistent=False
+        )
         for name in SCALARS:
             self.register_buffer(name, torch.zeros((), dtype=torch.float64), persistent=False)
         self.register_buffer("microbatch_tokens", torch.zeros(num_experts), persistent=False)
 
     @torch.no_grad()
-    def count(self, tokens_per_expert: Tensor, *, num_dropped: Tensor | None, probabilities: Tensor) -> None:
+    def count(
+        self, tokens_per_expert: Tensor, *, num_dropped: Tensor | None, probabilities: Tensor
+    ) -> None:
         """Count a batch.
 
         Args:
@@ -75,17 +82,22 @@ class RouterStats(StatefulModule):
         """Tokens per expert at the mean shares of this microbatch and the earlier ones of the step.
 
         Args:
-            tokens_per_expert: [1, E], of a microbatch of all ranks; with padding on some it has fewer tokens.
+            tokens_per_expert: [1, E], of a microbatch of all ranks; with padding on some it has
+                fewer tokens.
 
         Returns:
             [1, E], with the sum of `tokens_per_expert`.
         """
         self.microbatch_tokens += tokens_per_expert[0]
-        return (self.microbatch_tokens * (tokens_per_expert.sum() / self.microbatch_tokens.sum()))[None]
+        return (self.microbatch_tokens * (tokens_per_expert.sum() / self.microbatch_tokens.sum()))[
+            None
+        ]
 
     def sums(self) -> Tensor:
         """All sums in one tensor, [E + 5] fp64; the counts per expert and `SCALARS`."""
-        return torch.cat([self.tokens_per_expert, torch.stack([self.get_buffer(name) for name in SCALARS])])
+        return torch.cat(
+            [self.tokens_per_expert, torch.stack([self.get_buffer(name) for name in SCALARS])]
+        )
 
     def reset(self) -> None:
         """Set all sums to zero."""
@@ -103,10 +115,18 @@ class HasRouterState(Protocol):
 def routers_of(stage: nn.Module) -> dict[str, HasRouterState]:
     """The routers of a stage by name ("layers.3.mlp.router"), in order."""
     modules: dict[str, Any] = dict(stage.named_modules())
-    return {name: module for name, module in modules.items() if isinstance(getattr(module, "stats", None), RouterStats)}
+    return {
+        name: module
+        for name, module in modules.items()
+        if isinstance(getattr(module, "stats", None), RouterStats)
+    }
 
 
 def expert_biases(stage: nn.Module) -> dict[str, Tensor]:
     """The expert biases of a stage by their names in a checkpoint."""
     routers = routers_of(stage).items()
-    return {f"router/{name}.expert_bias": r.expert_bias for name, r in routers if r.expert_bias is not None}
+    return {
+        f"router/{name}.expert_bias": r.expert_bias
+        for name, r in routers
+        if r.expert_bias is not None
+    }

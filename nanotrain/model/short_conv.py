@@ -28,16 +28,24 @@ class ShortConv(nn.Module):
         layer: index in the model.
     """
 
-    def __init__(self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int) -> None:
+    def __init__(
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
+    ) -> None:
         super().__init__()
         column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
         names = ("gate_in", "gate_out", "value")
         self.gate_in, self.gate_out, self.value = (column(*params.linear(name)) for name in names)
         self.conv = ShortConvolution(params.submodule("conv"), cp=parallel.cp)
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
-        self.dropout = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp)
+        self.dropout = HiddenDropout(
+            model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp
+        )
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        gate_in, gate_out, value = column_parallel(hidden, (self.gate_in, self.gate_out, self.value))
-        return self.dropout(self.output(gate_out * self.conv(gate_in * value, context)), context.dropout)
+        gate_in, gate_out, value = column_parallel(
+            hidden, (self.gate_in, self.gate_out, self.value)
+        )
+        return self.dropout(
+            self.output(gate_out * self.conv(gate_in * value, context)), context.dropout
+        )

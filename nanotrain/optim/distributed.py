@@ -5,11 +5,13 @@
     state tensors       [--range--|gap|---range---|--range--]   exp_avg, exp_avg_sq, ... of the update rule
     parts               [======== part ===========|== part =]   elements that are stored together, `state.py`
 
-`step`: global norm of all shards -> skip if it is not finite, on every rank alike -> unscale and clip in one
-multiplication -> update the main params -> copy them to the model param shards. The caller then updates `average` and
-all-gathers. Gaps and padding stay zero. The host waits for the device only if state is in host memory.
+`step`: global norm of all shards -> skip if it is not finite, on every rank alike -> unscale and
+clip in one multiplication -> update the main params -> copy them to the model param shards. The
+caller then updates `average` and all-gathers. Gaps and padding stay zero. The host waits for the
+device only if state is in host memory.
 
-Checkpoints contain no offsets: state is `dict[TensorBox, Tensor]`, each tensor a view of flat state.
+Checkpoints contain no offsets: state is `dict[TensorBox, Tensor]`, each tensor a view of flat
+state.
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 5.1; Megatron-LM, `distrib_optimizer.py`.
 """
@@ -38,27 +40,33 @@ from nanotrain.topology.groups import GroupName
 
 # Keeps the clip factor finite for a vanishing norm; Megatron-LM's value.
 EPSILON = 1e-6
-# torch's fp32 norm of a long vector loses digits on a CPU (measured: 3e-3 of 40 M elements), and the loss depends on
-# the length of the shard. The norm of rows of this length has a relative error of 3e-9 at the same cost.
+# torch's fp32 norm of a long vector loses digits on a CPU (measured: 3e-3 of 40 M elements), and
+# the loss depends on the length of the shard. The norm of rows of this length has a relative error
+# of 3e-9 at the same cost.
 ROW_NUMEL = 4096
 
 
 @dataclass(frozen=True)
 class Update:
-    """Result of one optimizer step, but for the last equal on every rank; on the device, so the host need not wait."""
+    """Result of one optimizer step, but for the last equal on every rank; on the device, so the
+    host need not wait.
+    """
 
-    grad_norm: Tensor  # fp64 scalar, global 2-norm before clipping; not finite if the step was skipped
+    # fp64 scalar, global 2-norm before clipping; not finite if the step was skipped
+    grad_norm: Tensor
     skipped: Tensor  # bool scalar, whether no parameter changed
     sums: Tensor  # [n] fp64, the sums over all ranks of what was passed
     loss_scale: float | Tensor  # factor of the gradients in this step
-    local_finite: Tensor  # bool scalar, whether this rank's shards of the reduced gradients are finite; not equal
+    # bool scalar, whether this rank's shards of the reduced gradients are finite; not equal
+    local_finite: Tensor
 
 
 class DistributedOptimizer:
     """An update rule applied to this rank's shards.
 
     Args:
-        wrappers: data-parallel wrappers whose buckets are updated: per stage one for dense and one for expert params.
+        wrappers: data-parallel wrappers whose buckets are updated: per stage one for dense and one
+            for expert params.
         config: update rule and hyperparameters.
         precision: dtype of the main params.
         loss_scale: scale of the gradients; updated by every step.
@@ -93,11 +101,14 @@ class DistributedOptimizer:
         self._ranges = [part for state in parts if state.is_fp32 for part in state.ranges()]
         self._matrix_updates = self._build_matrix_updates(wrappers, groups)
         # how the hidden matrices are divided over ranks: dense and expert matrices
-        self.matrix_balances = [update.balance for update in self._matrix_updates if update.balance is not None]
+        self.matrix_balances = [
+            update.balance for update in self._matrix_updates if update.balance is not None
+        ]
         self._norm_grads = [grad for state in self._states for grad in state.grads_for_norm()]
         self._grads = [state.grads for state in self._states]
         self._loading: list[tuple[StoredTensor, Tensor]] = []
-        self._replicas: list[tuple[Tensor, Tensor]] = []  # of a tied embedding whose two stages are on this rank
+        # of a tied embedding whose two stages are on this rank
+        self._replicas: list[tuple[Tensor, Tensor]] = []
 
     def step(
         self,
@@ -107,7 +118,8 @@ class DistributedOptimizer:
         weight_decay: float | None = None,
         sums: Tensor | None = None,
     ) -> Update:
-        """Update the main params from the reduced gradients, and the model param shards from the main params.
+        """Update the main params from the reduced gradients, and the model param shards from the
+        main params.
 
         Args:
             lr: learning rate.
@@ -123,20 +135,26 @@ class DistributedOptimizer:
         norm = total[0].sqrt() / scale
         is_finite = norm.isfinite()
         # 1 in a skipped step: gaps and padding stay zero.
-        factor = torch.where(is_finite, clip_factor(norm, self._config.clip_grad) / scale, 1.0).float()
+        factor = torch.where(
+            is_finite, clip_factor(norm, self._config.clip_grad) / scale, 1.0
+        ).float()
         found_inf = 1.0 - is_finite.float()
         self.loss_scale.update(found_inf)
         self._num_updates = self._num_updates + is_finite
         if self._grads[0].dtype is torch.float32:
-            # torch's fused kernels can divide by a scale too, but on GPUs only, for 4 of 46 bytes per element.
+            # torch's fused kernels can divide by a scale too, but on GPUs only, for 4 of 46 bytes
+            # per element.
             torch._foreach_mul_(self._grads, factor)
         else:  # multiplied when they are read
             for part in self._parts:
                 part.grad_factor = factor.to(part.grad.device)
         decoupled_lr = lr if decoupled_lr is None else decoupled_lr
         weight_decay = self._config.weight_decay if weight_decay is None else weight_decay
-        step = UpdateStep(self._config, self._num_updates, lr, decoupled_lr, weight_decay, found_inf)
-        with record_function(f"Optimizer.step#{self._config.optimizer}"):  # named in traces as torch names its own
+        step = UpdateStep(
+            self._config, self._num_updates, lr, decoupled_lr, weight_decay, found_inf
+        )
+        # named in traces as torch names its own
+        with record_function(f"Optimizer.step#{self._config.optimizer}"):
             self._run_rules(step)
         return Update(norm, ~is_finite, total[1:], scale, is_local_finite)
 
@@ -146,10 +164,12 @@ class DistributedOptimizer:
         return int(self._num_updates)
 
     def scale_rows(self, factors: Mapping[str, Tensor]) -> None:
-        """Multiply main params by factors of their rows, and copy them to this rank's shards of the model params.
+        """Multiply main params by factors of their rows, and copy them to this rank's shards of the
+        model params.
 
         Args:
-            factors: factors by parameter name, [rows] fp32 of the global parameter; others are not changed.
+            factors: factors by parameter name, [rows] fp32 of the global parameter; others are not
+                changed.
         """
         for part in self._parts:
             part.scale_rows(factors)
@@ -157,13 +177,17 @@ class DistributedOptimizer:
     @property
     def allocated_tensors(self) -> list[Tensor]:
         """The flat tensors of main params and state on the device, padding included."""
-        stored = [stored for part in self._parts if part.host is None for stored in part.stored.values()]
+        stored = [
+            stored for part in self._parts if part.host is None for stored in part.stored.values()
+        ]
         return [tensor for each in stored for tensor in each.tensors]
 
     def state_tensors(self) -> dict[TensorBox, Tensor]:
-        """Main params and optimizer state on this rank, as tensors that a checkpoint can be read into.
+        """Main params and optimizer state on this rank, as tensors that a checkpoint can be read
+        into.
 
-        They are views. Tensors that are stored with scales are fp32 copies, which `finish_load` writes back.
+        They are views. Tensors that are stored with scales are fp32 copies, which `finish_load`
+        writes back.
         """
         self._loading.clear()
         self._replicas.clear()
@@ -175,22 +199,29 @@ class DistributedOptimizer:
         return tensors
 
     def grad_tensors(self, *, once: bool = False) -> dict[TensorBox, Tensor]:
-        """Reduced gradients of the last step on this rank, as views; `once`: every element on one rank only.
+        """Reduced gradients of the last step on this rank, as views; `once`: every element on one
+        rank only.
 
-        After `step` fp32 gradients are unscaled and clipped; gradients in lower precision are still scaled.
+        After `step` fp32 gradients are unscaled and clipped; gradients in lower precision are still
+        scaled.
         """
         return {
             box: view
             for state in self._states
-            for box, view in state.grad_tensors(state.ranges_to_save if once else state.bucket.update_ranges)
+            for box, view in state.grad_tensors(
+                state.ranges_to_save if once else state.bucket.update_ranges
+            )
         }
 
     def tensors_to_save(self, only: str | None = None) -> dict[TensorBox, Tensor]:
         """This rank's part of a checkpoint: every element of the state is saved by one rank.
 
-        Only replica 0 of a parameter is saved; ranks with the same shard save equal parts. `only`: a prefix of names.
+        Only replica 0 of a parameter is saved; ranks with the same shard save equal parts. `only`:
+        a prefix of names.
         """
-        parts = (state.tensors(state.ranges_to_save, copies=[], only=only) for state in self._states)
+        parts = (
+            state.tensors(state.ranges_to_save, copies=[], only=only) for state in self._states
+        )
         return {box: view for part in parts for box, view in part}
 
     def state_dict(self) -> dict[str, object]:
@@ -200,13 +231,17 @@ class DistributedOptimizer:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from a checkpoint whose tensors were read into `state_tensors` before."""
         num_updates, loss_scale = state["num_updates"], state["loss_scale"]
-        assert isinstance(num_updates, int) and isinstance(loss_scale, dict), "not written by state_dict"
+        assert isinstance(num_updates, int) and isinstance(loss_scale, dict), (
+            "not written by state_dict"
+        )
         self._num_updates = torch.full((), float(num_updates), device=self._device)
         self.loss_scale.load_state_dict(loss_scale)
         self.finish_load()
 
     def finish_load(self) -> None:
-        """Take over what was read into `state_tensors`: in the dtypes of the state, and the weights into the model."""
+        """Take over what was read into `state_tensors`: in the dtypes of the state, and the weights
+        into the model.
+        """
         for tensor, replica in self._replicas:
             replica.copy_(tensor)
         for stored, values in self._loading:
@@ -222,22 +257,32 @@ class DistributedOptimizer:
         rule, updates = self._rule.matrix, []
         if rule is None:
             return []
-        parts_of = {id(state.bucket): [part for part in state.parts if part.part.is_matrix] for state in self._states}
+        parts_of = {
+            id(state.bucket): [part for part in state.parts if part.part.is_matrix]
+            for state in self._states
+        }
         for name in dict.fromkeys(wrapper.groups.shard.name for wrapper in wrappers):
             chosen = [wrapper for wrapper in wrappers if wrapper.groups.shard.name == name]
             layouts, reduce = [wrapper.layout for wrapper in chosen], chosen[0].groups
             parts = [parts_of[id(bucket)] for wrapper in chosen for bucket in wrapper.buckets]
             grid = grid_groups(
-                reduce.shard, reduce.replicate, groups=groups, config=self._config, shards_across=reduce.shards_across
+                reduce.shard,
+                reduce.replicate,
+                groups=groups,
+                config=self._config,
+                shards_across=reduce.shards_across,
             )
-            updates.append(MatrixUpdate(layouts, parts, rule=rule, config=self._config, groups=grid))
+            updates.append(
+                MatrixUpdate(layouts, parts, rule=rule, config=self._config, groups=grid)
+            )
         return updates
 
     def _run_rules(self, step: UpdateStep) -> None:
         on_host = None
         if self._host is not None:
             self._host.start_grads()
-            # Waits for the device, so it comes before the updates there, which then run beside the host's.
+            # Waits for the device, so it comes before the updates there, which then run beside the
+            # host's.
             on_host = step.on_host()
             if self._matrix_updates:
                 self._host.wait_for_grads()
@@ -260,10 +305,13 @@ def squared_norm(grad_shards: Sequence[Tensor], *, device: torch.device) -> Tens
     The norm is the root of the sum over all ranks.
 
     Args:
-        grad_shards: flat gradients of this rank: padding is zero and each element is passed by one rank only.
+        grad_shards: flat gradients of this rank: padding is zero and each element is passed by one
+            rank only.
         device: device of the result.
     """
-    return sum((_squared_norm(shard) for shard in grad_shards), start=torch.zeros((), device=device)).double()
+    return sum(
+        (_squared_norm(shard) for shard in grad_shards), start=torch.zeros((), device=device)
+    ).double()
 
 
 def _squared_norm(shard: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Elementwise update rules: AdamW and SGD from torch, fused; Lion.
 
-A rule is one function and one row: it updates state and main params of ranges in place, or nothing in a skipped step.
+A rule is one function and one row: it updates state and main params of ranges in place, or nothing
+in a skipped step.
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,9 @@ def update_lion(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
         directions = torch._foreach_lerp(exp_avgs, grads, 1.0 - config.lion_beta1)
         torch._foreach_sign_(directions)
         torch._foreach_mul_(directions, applied)
-        torch._foreach_mul_(params, (1.0 - group.lr * group.weight_decay * applied.double()).float())
+        torch._foreach_mul_(
+            params, (1.0 - group.lr * group.weight_decay * applied.double()).float()
+        )
         torch._foreach_add_(params, directions, alpha=-group.lr)
         torch._foreach_lerp_(exp_avgs, grads, 1.0 - config.lion_beta2)
 
@@ -79,4 +82,6 @@ def update_sgd(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
         )
 
 
-SGD = UpdateRule(lambda config: ("momentum_buffer",) if config.sgd_momentum else (), update=update_sgd)
+SGD = UpdateRule(
+    lambda config: ("momentum_buffer",) if config.sgd_momentum else (), update=update_sgd
+)

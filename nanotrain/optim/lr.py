@@ -1,4 +1,5 @@
-"""Schedules of learning rate and weight decay as pure functions of the consumed samples, independent of the batch size.
+"""Schedules of learning rate and weight decay as pure functions of the consumed samples,
+independent of the batch size.
 
     lr |      ______                 warmup, then one of LR_DECAYS from lr to min_lr
        |    _/      \\__
@@ -24,7 +25,8 @@ WSD_DECAYS: dict[WSDDecayStyle, Callable[[float], float]] = {
 }
 
 
-# The fraction of the increase from start_weight_decay to end_weight_decay, by the completed fraction of the run.
+# The fraction of the increase from start_weight_decay to end_weight_decay, by the completed
+# fraction of the run.
 WEIGHT_DECAY_INCREASES: dict[WeightDecayStyle, Callable[[float], float]] = {
     "linear": lambda done: done,
     "cosine": lambda done: 0.5 * (math.cos(math.pi * (1.0 - done)) + 1.0),
@@ -35,9 +37,11 @@ WEIGHT_DECAY_INCREASES: dict[WeightDecayStyle, Callable[[float], float]] = {
 class LRSchedule:
     """The schedules of a run over consumed samples."""
 
-    optim: OptimConfig  # lr, min_lr, decay style, and warmup and decay in steps, samples or a fraction
+    # lr, min_lr, decay style, and warmup and decay in steps, samples or a fraction
+    optim: OptimConfig
     samples_per_step: int  # global batch size; converts steps to samples
-    train_samples: int  # samples of the run, the length of the schedule unless the configuration sets another
+    # samples of the run, the length of the schedule unless the configuration sets another
+    train_samples: int
 
     @property
     def warmup_samples(self) -> float:
@@ -60,21 +64,28 @@ class LRSchedule:
         """Learning rate of the step that starts at `consumed_samples`."""
         optim = self.optim
         if self.warmup_samples and consumed_samples <= self.warmup_samples:
-            return optim.lr_warmup_init + (optim.lr - optim.lr_warmup_init) * consumed_samples / self.warmup_samples
+            return (
+                optim.lr_warmup_init
+                + (optim.lr - optim.lr_warmup_init) * consumed_samples / self.warmup_samples
+            )
         if optim.lr_decay_style != "constant" and consumed_samples > self.decay_samples:
             return optim.min_lr
         return LR_DECAYS[optim.lr_decay_style](self, consumed_samples)
 
     def decoupled_lr_at(self, consumed_samples: int) -> float | None:
-        """Learning rate of the embedding and the output layer; None where it is that of all parameters.
+        """Learning rate of the embedding and the output layer; None where it is that of all
+        parameters.
 
-        It warms up from `lr_warmup_init` to `decoupled_lr` and decays to `decoupled_min_lr`, in the style of `lr`.
+        It warms up from `lr_warmup_init` to `decoupled_lr` and decays to `decoupled_min_lr`, in the
+        style of `lr`.
         """
         optim = self.optim
         if optim.decoupled_lr is None:
             return None
         min_lr = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
-        return replace(self, optim=replace(optim, lr=optim.decoupled_lr, min_lr=min_lr)).lr_at(consumed_samples)
+        return replace(self, optim=replace(optim, lr=optim.decoupled_lr, min_lr=min_lr)).lr_at(
+            consumed_samples
+        )
 
     def weight_decay_at(self, consumed_samples: int) -> float:
         """Weight decay of the step that starts at `consumed_samples`."""
@@ -82,7 +93,9 @@ class LRSchedule:
         if self.optim.weight_decay_incr_style == "constant" or start is None or end is None:
             return self.optim.weight_decay
         done = min(consumed_samples / self.train_samples, 1.0)
-        return start + WEIGHT_DECAY_INCREASES[self.optim.weight_decay_incr_style](done) * (end - start)
+        return start + WEIGHT_DECAY_INCREASES[self.optim.weight_decay_incr_style](done) * (
+            end - start
+        )
 
     def interpolate(self, coefficient: float) -> float:
         """Interpolate between min_lr (0) and lr (1)."""
@@ -90,7 +103,9 @@ class LRSchedule:
 
     def decay_done(self, consumed_samples: int) -> float:
         """Completed fraction of the decay."""
-        return (consumed_samples - self.warmup_samples) / max(self.decay_samples - self.warmup_samples, 1)
+        return (consumed_samples - self.warmup_samples) / max(
+            self.decay_samples - self.warmup_samples, 1
+        )
 
 
 def _decay(style: WSDDecayStyle) -> Callable[[LRSchedule, int], float]:
@@ -109,11 +124,13 @@ def _wsd(curve: LRSchedule, consumed: int) -> float:
     start = curve.decay_samples - length
     if consumed <= start:
         return curve.optim.lr
-    return curve.interpolate(WSD_DECAYS[curve.optim.lr_wsd_decay_style]((consumed - start) / length))
+    return curve.interpolate(
+        WSD_DECAYS[curve.optim.lr_wsd_decay_style]((consumed - start) / length)
+    )
 
 
-# The values of --lr-decay-style: the learning rate of a step that starts at these consumed samples, between the warmup
-# and the end of the decay.
+# The values of --lr-decay-style: the learning rate of a step that starts at these consumed samples,
+# between the warmup and the end of the decay.
 LR_DECAYS: dict[str, Callable[[LRSchedule, int], float]] = {
     "constant": lambda curve, consumed: curve.optim.lr,
     "linear": _decay("linear"),

@@ -1,4 +1,5 @@
-"""Assignment of hidden matrices to ranks: which rank updates a matrix, and which pieces each rank holds. Pure.
+"""Assignment of hidden matrices to ranks: which rank updates a matrix, and which pieces each rank
+holds. Pure.
 
     matrices_of   the matrices of a parameter: one, or one per expert of a stack
     assign        matrices -> owners, with balanced FLOPs
@@ -43,7 +44,8 @@ class Matrix:
     param: LocalParam
     index: int  # in a stack of experts; 0 for a parameter of one matrix
     local_shape: Shape  # on one tensor-parallel rank
-    sharded_dim: int | None  # the dim that tensor-parallel ranks share; None if each holds all of it
+    # the dim that tensor-parallel ranks share; None if each holds all of it
+    sharded_dim: int | None
     num_blocks: int  # tensor-parallel ranks that share it
 
     @property
@@ -80,26 +82,36 @@ class Placed:
 
     matrix: Matrix
     bucket: int  # number of the bucket, over all layouts
-    # by the index of the rank in the shard axis of the grid; in their order in the local matrix, which they make up
+    # by the index of the rank in the shard axis of the grid; in their order in the local matrix,
+    # which they make up
     pieces: Mapping[int, Piece]
     owner: Coordinate
     flops: int  # of its update
 
 
 def matrices_of(param: LocalParam, *, splits_tensors: bool) -> list[Matrix]:
-    """The matrices of a local parameter: its last two dims; a 3-D parameter is a stack of them, one per expert.
+    """The matrices of a local parameter: its last two dims; a 3-D parameter is a stack of them, one
+    per expert.
 
-    `splits_tensors` is False where every tensor-parallel rank treats its rows or columns as a matrix.
+    `splits_tensors` is False where every tensor-parallel rank treats its rows or columns as a
+    matrix.
     """
     spec, shape = param.spec, param.box.shape
-    assert len(shape) in (2, 3), f"{spec.name} of shape {shape} is neither a matrix nor a stack of matrices"
+    assert len(shape) in (2, 3), (
+        f"{spec.name} of shape {shape} is neither a matrix nor a stack of matrices"
+    )
     first = len(shape) - 2
     axis = "etp" if spec.is_expert else "tp"
     dims = [shard.dim - first for shard in spec.shards if shard.axis == axis]
-    num_blocks = spec.shape[dims[0] + first] // shape[dims[0] + first] if dims and splits_tensors else 1
+    num_blocks = (
+        spec.shape[dims[0] + first] // shape[dims[0] + first] if dims and splits_tensors else 1
+    )
     sharded_dim = dims[0] if num_blocks > 1 else None
     count = shape[0] if first else 1
-    return [Matrix(param, index, (shape[-2], shape[-1]), sharded_dim, num_blocks) for index in range(count)]
+    return [
+        Matrix(param, index, (shape[-2], shape[-1]), sharded_dim, num_blocks)
+        for index in range(count)
+    ]
 
 
 def assign(flops: Sequence[int], sizes: Coordinate) -> list[Coordinate]:
@@ -108,7 +120,10 @@ def assign(flops: Sequence[int], sizes: Coordinate) -> list[Coordinate]:
     >>> [owner.shard for owner in assign([5, 4, 3, 2, 2], Coordinate(1, 2, 1))]
     [0, 1, 1, 0, 0]
     """
-    ranks = [Coordinate(*index) for index in product(range(sizes.replicate), range(sizes.shard), range(sizes.tensor))]
+    ranks = [
+        Coordinate(*index)
+        for index in product(range(sizes.replicate), range(sizes.shard), range(sizes.tensor))
+    ]
     loads = [(0, number) for number in range(len(ranks))]
     owners = [ranks[0]] * len(flops)
     for index in sorted(range(len(flops)), key=lambda index: -flops[index]):
@@ -120,7 +135,10 @@ def assign(flops: Sequence[int], sizes: Coordinate) -> list[Coordinate]:
 
 def describe(placed: Sequence[Placed], sizes: Coordinate) -> str:
     """How many matrices and FLOPs the ranks of a grid have."""
-    num_ranks, counts = sizes.replicate * sizes.shard * sizes.tensor, Counter(each.owner for each in placed)
+    num_ranks, counts = (
+        sizes.replicate * sizes.shard * sizes.tensor,
+        Counter(each.owner for each in placed),
+    )
     flops: Counter[Coordinate] = Counter()
     for each in placed:
         flops[each.owner] += each.flops
@@ -140,12 +158,18 @@ def split_matrix(matrix: Matrix, entry: FlatRange, *, bucket: BucketLayout) -> d
         start, stop = max(first, number * length), min(last, (number + 1) * length)
         # Parts of one shard follow each other in the bucket; ranks of one instance in their group.
         shard, outer = divmod(number, bucket.num_outer_shards)
-        pieces[outer * bucket.num_shards + shard] = Piece(start - number * length, slice(start - first, stop - first))
+        pieces[outer * bucket.num_shards + shard] = Piece(
+            start - number * length, slice(start - first, stop - first)
+        )
     return pieces
 
 
 def place(
-    layouts: Sequence[BufferLayout], *, sizes: Coordinate, flops_of: Callable[[Shape], int], splits_tensors: bool
+    layouts: Sequence[BufferLayout],
+    *,
+    sizes: Coordinate,
+    flops_of: Callable[[Shape], int],
+    splits_tensors: bool,
 ) -> tuple[Placed, ...]:
     """All matrices of layouts with their pieces and owners.
 
@@ -165,4 +189,6 @@ def place(
     ]
     flops = [flops_of(matrix.shape) for matrix, _, _ in listed]
     owners = assign(flops, sizes)
-    return tuple(Placed(*each, owner, cost) for each, owner, cost in zip(listed, owners, flops, strict=True))
+    return tuple(
+        Placed(*each, owner, cost) for each, owner, cost in zip(listed, owners, flops, strict=True)
+    )

@@ -15,8 +15,8 @@ Gathering matrices at their owners and returning the pieces:
     scatter   over shard                   local matrix     -> flat pieces at (r*, s, t)
     spread    over replicate               pieces           -> the same pieces at every r
 
-Each step is one all-to-all for all matrices, in the same order on every rank; a group of one rank sends nothing. Every
-matrix is transformed once in the grid, so replicas receive equal bits.
+Each step is one all-to-all for all matrices, in the same order on every rank; a group of one rank
+sends nothing. Every matrix is transformed once in the grid, so replicas receive equal bits.
 """
 
 from collections import defaultdict
@@ -68,7 +68,9 @@ class Route:
         receives: slices that it receives from each rank.
     """
 
-    def __init__(self, group: Group | GroupSpec, *, sends: MatrixSlices, receives: MatrixSlices) -> None:
+    def __init__(
+        self, group: Group | GroupSpec, *, sends: MatrixSlices, receives: MatrixSlices
+    ) -> None:
         self._group, self._sends, self._receives = group, sends, receives
         self._input_splits = [sum(numel for _, numel in blocks) for blocks in sends]
         self._output_splits = [sum(numel for _, numel in blocks) for blocks in receives]
@@ -79,13 +81,18 @@ class Route:
         return sum(self._input_splits) - self._input_splits[self._group.index]
 
     def run(self, part: Callable[[int, int], Tensor], *, like: Tensor) -> list[tuple[int, Tensor]]:
-        """Send `part(number, rank)` of every matrix; returns (number, received elements), ordered by sender.
+        """Send `part(number, rank)` of every matrix; returns (number, received elements), ordered
+        by sender.
 
         Args:
             part: function that returns a part of any shape, in the dtype of `like`.
             like: example for dtype and device.
         """
-        parts = [part(number, rank).reshape(-1) for rank, by in enumerate(self._sends) for number, _ in by]
+        parts = [
+            part(number, rank).reshape(-1)
+            for rank, by in enumerate(self._sends)
+            for number, _ in by
+        ]
         flat = torch.cat([like.new_empty(0), *parts])
         output = flat
         if self._group.size > 1:
@@ -113,7 +120,9 @@ class WholeMatrices:
         local = [(n, p) for n, p in here if p.owner.shard == self._me.shard]
         shards, tensors = range(groups.sizes.shard), range(groups.sizes.tensor)
 
-        pieces_sent = [_pieces(((n, p) for n, p in here if p.owner.shard == s), self._me.shard) for s in shards]
+        pieces_sent = [
+            _pieces(((n, p) for n, p in here if p.owner.shard == s), self._me.shard) for s in shards
+        ]
         pieces_received = [_pieces(local, shard) for shard in shards]
         self._gather = Route(groups.shard, sends=pieces_sent, receives=pieces_received)
         self._scatter = Route(groups.shard, sends=pieces_received, receives=pieces_sent)
@@ -124,10 +133,16 @@ class WholeMatrices:
         sends = [_locals(by_tensor[t], reads_replicas=t == self._me.tensor) for t in tensors]
         receives = [_locals(mine, reads_replicas=t == self._me.tensor) for t in tensors]
         self._join = Route(groups.tensor, sends=sends, receives=receives)
-        mine_to_each, all_of_each = [_locals(mine) for _ in tensors], [_locals(each) for each in by_tensor]
+        mine_to_each, all_of_each = (
+            [_locals(mine) for _ in tensors],
+            [_locals(each) for each in by_tensor],
+        )
         self._split = Route(groups.tensor, sends=mine_to_each, receives=all_of_each)
 
-        replicas = [[(n, p) for n, p in numbered if p.owner.replicate == r] for r in range(groups.sizes.replicate)]
+        replicas = [
+            [(n, p) for n, p in numbered if p.owner.replicate == r]
+            for r in range(groups.sizes.replicate)
+        ]
         by_replicate = [_pieces(replica, self._me.shard) for replica in replicas]
         mine_to_all = [by_replicate[self._me.replicate]] * len(by_replicate)
         self._spread = Route(groups.replicate, sends=mine_to_all, receives=by_replicate)
@@ -141,7 +156,11 @@ class WholeMatrices:
         }
 
     def run(
-        self, piece: Callable[[int], Tensor], *, like: Tensor, transform: Callable[[Tensor, int], Tensor]
+        self,
+        piece: Callable[[int], Tensor],
+        *,
+        like: Tensor,
+        transform: Callable[[Tensor, int], Tensor],
     ) -> list[tuple[int, Tensor]]:
         """Transform every matrix of the grid at its owner.
 
@@ -156,8 +175,15 @@ class WholeMatrices:
         gathered = _by_number(self._gather.run(lambda number, _: piece(number), like=like))
         local = {number: self._local(number, parts) for number, parts in gathered.items()}
         joined = _by_number(self._join.run(lambda number, _: local[number], like=like))
-        results = {number: transform(self._full(number, blocks), number) for number, blocks in joined.items()}
-        local = dict(self._split.run(lambda number, rank: self._block(results[number], number, rank=rank), like=like))
+        results = {
+            number: transform(self._full(number, blocks), number)
+            for number, blocks in joined.items()
+        }
+        local = dict(
+            self._split.run(
+                lambda number, rank: self._block(results[number], number, rank=rank), like=like
+            )
+        )
 
         def elements(number: int, rank: int) -> Tensor:
             return local[number][self._placed[number].pieces[rank].elements]
@@ -168,8 +194,8 @@ class WholeMatrices:
     def _local(self, number: int, parts: Sequence[Tensor]) -> Tensor:
         """The local matrix from its pieces, which arrive ordered by rank.
 
-        Where optimizer state is sharded across instances, neighbouring pieces are on ranks of different instances, so
-        the order of the ranks is not that of the pieces.
+        Where optimizer state is sharded across instances, neighbouring pieces are on ranks of
+        different instances, so the order of the ranks is not that of the pieces.
         """
         pieces = self._placed[number].pieces
         by_rank = dict(zip(sorted(pieces), parts, strict=True))
@@ -179,12 +205,18 @@ class WholeMatrices:
         """[rows, columns] from the blocks of the tensor-parallel ranks."""
         matrix = self._placed[number].matrix
         shaped = [block.view(matrix.local_shape) for block in blocks]
-        return shaped[0] if matrix.sharded_dim is None else torch.cat(shaped, dim=matrix.sharded_dim)
+        return (
+            shaped[0] if matrix.sharded_dim is None else torch.cat(shaped, dim=matrix.sharded_dim)
+        )
 
     def _block(self, full: Tensor, number: int, *, rank: int) -> Tensor:
         """The rows or columns of one tensor-parallel rank."""
         matrix = self._placed[number].matrix
-        return full if matrix.sharded_dim is None else full.chunk(matrix.num_blocks, dim=matrix.sharded_dim)[rank]
+        return (
+            full
+            if matrix.sharded_dim is None
+            else full.chunk(matrix.num_blocks, dim=matrix.sharded_dim)[rank]
+        )
 
 
 class MatrixUpdate:
@@ -208,11 +240,14 @@ class MatrixUpdate:
         groups: GridGroups,
     ) -> None:
         self._rule, self._config, self._buckets = rule, config, buckets
-        self._first = [parts[0].part.start if parts else 0 for parts in buckets]  # element of the shard
+        # element of the shard
+        self._first = [parts[0].part.start if parts else 0 for parts in buckets]
         self._placed = plan_matrices(layouts, rule, config=config, groups=groups)
         self.balance = describe(self._placed, groups.sizes) if self._placed else None
         self._whole, me = WholeMatrices(self._placed, groups), groups.shard.index
-        self._pieces = {number: each.pieces[me] for number, each in enumerate(self._placed) if me in each.pieces}
+        self._pieces = {
+            number: each.pieces[me] for number, each in enumerate(self._placed) if me in each.pieces
+        }
         self._in_bucket: dict[int, list[tuple[Piece, Placed]]] = defaultdict(list)
         for number, piece in self._pieces.items():
             self._in_bucket[self._placed[number].bucket].append((piece, self._placed[number]))
@@ -226,7 +261,9 @@ class MatrixUpdate:
             bucket, mine = self._placed[number].bucket, self._pieces[number]
             return directions[bucket][mine.start - self._first[bucket] :][: mine.numel]
 
-        results = self._whole.run(piece, like=like, transform=lambda full, _: self._rule.transform(full, self._config))
+        results = self._whole.run(
+            piece, like=like, transform=lambda full, _: self._rule.transform(full, self._config)
+        )
         for number, values in results:
             piece(number).copy_(values)
         for bucket, parts in enumerate(self._buckets):
@@ -234,7 +271,9 @@ class MatrixUpdate:
                 self._apply(part, directions[bucket], bucket=bucket, step=step)
 
     def _direct(self, parts: Sequence[PartState], *, like: Tensor, step: UpdateStep) -> Tensor:
-        """Update the state of the matrix parts of a bucket; returns [from the first to the last of them] directions."""
+        """Update the state of the matrix parts of a bucket; returns [from the first to the last of
+        them] directions.
+        """
         directions = like.new_empty(parts[-1].part.stop - parts[0].part.start if parts else 0)
         for part in parts:
             rest = directions[part.part.start - parts[0].part.start :]
@@ -256,12 +295,19 @@ class MatrixUpdate:
         """Update the main params of a part from the transformed directions of its bucket."""
         applied, offset = 1.0 - step.found_inf.double(), self._first[bucket]
         for start, stop in part.chunks():
-            main, first, last = part.main.read(start, stop), part.part.start + start, part.part.start + stop
+            main, first, last = (
+                part.main.read(start, stop),
+                part.part.start + start,
+                part.part.start + stop,
+            )
             for piece, placed in self._in_bucket[bucket]:
                 begin, end = max(piece.start, first), min(piece.start + piece.numel, last)
                 if begin >= end:
                     continue
-                elements, direction = main[begin - first : end - first], directions[begin - offset : end - offset]
+                elements, direction = (
+                    main[begin - first : end - first],
+                    directions[begin - offset : end - offset],
+                )
                 if placed.matrix.param.spec.weight_decay:
                     elements.mul_((1 - step.lr * step.weight_decay * applied).to(main.device))
                 scale = self._rule.scale(placed.matrix.shape, self._config)
@@ -290,7 +336,8 @@ def grid_groups(
     config: OptimConfig,
     shards_across: bool,
 ) -> GridGroups:
-    """The grid of a buffer's ranks. In blockwise mode every tensor-parallel rank has a grid of its own.
+    """The grid of a buffer's ranks. In blockwise mode every tensor-parallel rank has a grid of its
+    own.
 
     Args:
         shard: group that buckets are sharded over.
@@ -306,7 +353,9 @@ def grid_groups(
     if not shards_across:
         return GridGroups(replicate, shard, tensor)
     all_shards = groups["expert_dp" if shard.name.startswith("expert") else "dp_cp"]
-    assert all_shards.index == replicate.index * shard.size + shard.index, "pieces would reach the wrong rank"
+    assert all_shards.index == replicate.index * shard.size + shard.index, (
+        "pieces would reach the wrong rank"
+    )
     return GridGroups(Group.single_rank(replicate.name, replicate.rank), all_shards, tensor)
 
 
@@ -315,9 +364,15 @@ def _pieces(placed: Iterable[tuple[int, Placed]], shard: int) -> list[tuple[int,
     return [(number, each.pieces[shard].numel) for number, each in placed if shard in each.pieces]
 
 
-def _locals(placed: Iterable[tuple[int, Placed]], *, reads_replicas: bool = True) -> list[tuple[int, int]]:
+def _locals(
+    placed: Iterable[tuple[int, Placed]], *, reads_replicas: bool = True
+) -> list[tuple[int, int]]:
     """The local matrices; replicated ones only if `reads_replicas`."""
-    chosen = ((n, each.matrix) for n, each in placed if reads_replicas or each.matrix.sharded_dim is not None)
+    chosen = (
+        (n, each.matrix)
+        for n, each in placed
+        if reads_replicas or each.matrix.sharded_dim is not None
+    )
     return [(number, matrix.local_numel) for number, matrix in chosen]
 
 

@@ -1,4 +1,5 @@
-"""`--optimizer muon`: orthogonalized momentum for hidden matrices, `--muon-scalar-optimizer` for the rest.
+"""`--optimizer muon`: orthogonalized momentum for hidden matrices, `--muon-scalar-optimizer` for
+the rest.
 
     momentum   m = lerp(m, g, 1 - momentum); with Nesterov the direction is lerp(g, m, momentum)
     transform  Newton-Schulz iteration: the direction with all singular values moved near 1
@@ -6,7 +7,8 @@
 
 The arithmetic is that of torch.optim.Muon, bf16 included: equal inputs give equal bits.
 
-Source: Jordan et al. 2024, "Muon"; Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2, for the scale.
+Source: Jordan et al. 2024, "Muon"; Liu et al. 2025, "Muon is Scalable for LLM Training", section
+2.2, for the scale.
 """
 
 import math
@@ -53,7 +55,8 @@ def newton_schulz(direction: Tensor, config: OptimConfig) -> Tensor:
 
 
 def newton_schulz_flops(shape: Shape, config: OptimConfig) -> int:
-    """FLOPs of `newton_schulz`: two products with the smaller dim inside, and one of the Gram matrix with itself.
+    """FLOPs of `newton_schulz`: two products with the smaller dim inside, and one of the Gram
+    matrix with itself.
 
     >>> newton_schulz_flops((4096, 1024), OptimConfig(muon_num_ns_steps=1)) == 4 * 1024**2 * 4096 + 2 * 1024**3
     True
@@ -73,7 +76,9 @@ def scale_of(shape: Shape, config: OptimConfig) -> float:
 
 MUON = UpdateRule(  # parameters that are no hidden matrices have the scalar rule
     state_names=lambda config: SCALAR_RULES[config.muon_scalar_optimizer].state_names(config),
-    update=lambda ranges, step: SCALAR_RULES[step.config.muon_scalar_optimizer].update(ranges, step),
+    update=lambda ranges, step: SCALAR_RULES[step.config.muon_scalar_optimizer].update(
+        ranges, step
+    ),
     matrix=MatrixRule(
         state_names=("momentum_buffer",),
         direction=update_momentum,
@@ -81,6 +86,8 @@ MUON = UpdateRule(  # parameters that are no hidden matrices have the scalar rul
         transform=newton_schulz,
         scale=scale_of,
         flops=newton_schulz_flops,
-        dtype=lambda config: torch.bfloat16 if config.muon_fp32_matmul_prec == "medium" else torch.float32,
+        dtype=lambda config: (
+            torch.bfloat16 if config.muon_fp32_matmul_prec == "medium" else torch.float32
+        ),
     ),
 )

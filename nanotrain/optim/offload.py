@@ -1,10 +1,12 @@
-"""`--optimizer-cpu-offload`: parts of the main params and state are in host memory and are updated by the host.
+"""`--optimizer-cpu-offload`: parts of the main params and state are in host memory and are updated
+by the host.
 
     device         |scale grads|  update the other parts            |            wait for the copies
     side stream      grads of part 0, 1, 2 ->          params of part 0, 1 ->
     host                          | update part 0 | update part 1 | update part 2 |
 
-Values are those of the same rule on the host; gradients and parameters are copied without a conversion.
+Values are those of the same rule on the host; gradients and parameters are copied without a
+conversion.
 
 Source: Ren et al. 2021 (ZeRO-Offload), section 4.
 """
@@ -34,7 +36,9 @@ class HostUpdate:
     def start_grads(self) -> None:
         """Start to copy the gradients of all parts to the host."""
         self._copies.wait_for_device()
-        self._arrivals = [self._copies.start(part.grad, host.device_grad) for part, host in self._parts]
+        self._arrivals = [
+            self._copies.start(part.grad, host.device_grad) for part, host in self._parts
+        ]
 
     def wait_for_grads(self) -> None:
         """Wait until the gradients of all parts are on the host."""
@@ -44,9 +48,9 @@ class HostUpdate:
     def run(self, rule: UpdateRule, step: UpdateStep) -> None:
         """Update each part once its gradients have arrived, and copy its params to the device.
 
-        `MatrixUpdate` has updated the parts of matrices before.
-        The device's stream waits for the copies. The buffers of a part can be reused at once: on the copy stream the
-        parameter copies of the previous step precede the gradient copies of this one.
+        `MatrixUpdate` has updated the parts of matrices before. The device's stream waits for the
+        copies. The buffers of a part can be reused at once: on the copy stream the parameter copies
+        of the previous step precede the gradient copies of this one.
         """
         for (part, host), arrival in zip(self._parts, self._arrivals, strict=True):
             arrival.wait_on_host()

@@ -57,17 +57,22 @@ class UpdateStep:
 
 @dataclass(frozen=True)
 class MatrixRule:
-    """The update of a hidden matrix: main -= lr * (weight_decay * main + scale * transform(direction))."""
+    """The update of a hidden matrix: main -= lr * (weight_decay * main + scale *
+    transform(direction)).
+    """
 
     state_names: tuple[str, ...]  # state tensors per element of a matrix
-    # elementwise: updates the state of a range in place and returns the direction [n]. In a skipped step the gradient
-    # is replaced by one that leaves the state unchanged, see `momentum`
+    # elementwise: updates the state of a range in place and returns the direction [n]. In a skipped
+    # step the gradient is replaced by one that leaves the state unchanged, see `momentum`
     direction: Callable[[ParamRange, OptimConfig], Tensor]
-    transform: Callable[[Tensor, OptimConfig], Tensor]  # of the whole matrix of directions, [rows, columns]
+    # of the whole matrix of directions, [rows, columns]
+    transform: Callable[[Tensor, OptimConfig], Tensor]
     scale: Callable[[Shape, OptimConfig], float]  # factor of the update of a matrix of this shape
     flops: Callable[[Shape, OptimConfig], int]  # FLOPs of `transform`
-    dtype: Callable[[OptimConfig], torch.dtype]  # in which directions and transformed matrices are sent
-    # the state tensor that, as a gradient, leaves the state unchanged; None if a gradient of zeros does
+    # in which directions and transformed matrices are sent
+    dtype: Callable[[OptimConfig], torch.dtype]
+    # the state tensor that, as a gradient, leaves the state unchanged; None if a gradient of zeros
+    # does
     momentum: str | None = None
 
 
@@ -101,7 +106,11 @@ def param_groups(ranges: Sequence[ParamRange], step: UpdateStep) -> list[ParamGr
     """Group ranges by learning rate and weight decay; empty groups are left out."""
     groups = []
     for decays, decoupled in product((True, False), (False, True)):
-        chosen = [part for part in ranges if part.weight_decay is decays and part.is_decoupled is decoupled]
+        chosen = [
+            part
+            for part in ranges
+            if part.weight_decay is decays and part.is_decoupled is decoupled
+        ]
         if chosen:
             params, grads = [part.main_param for part in chosen], [part.grad for part in chosen]
             weight_decay = step.weight_decay if decays else 0.0

@@ -6,15 +6,15 @@
     BucketState    the parts of one bucket; offsets stay here, tensors leave as `(TensorBox, Tensor)`
     WeightAverage  the moving average of the weights
 
-A part is consecutive elements whose state is stored together. Parts cover the shard, gaps and padding included. Without
-a rule for matrices and without offload a shard is one part.
+A part is consecutive elements whose state is stored together. Parts cover the shard, gaps and
+padding included. Without a rule for matrices and without offload a shard is one part.
 
     shard                     |norm ..|query ..key ..value |norm ..|gate ..up ..down |ppp|     . gap  p padding
     with a rule for matrices  |  0    |        1           |   2   |         3           |
     ranges of part 0          [weight decay|none]           consecutive params with the same hyperparameters, merged
 
-If everything is stored in fp32, the ranges are views, made once. Otherwise one chunk at a time is converted to fp32,
-updated and stored again.
+If everything is stored in fp32, the ranges are views, made once. Otherwise one chunk at a time is
+converted to fp32, updated and stored again.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -67,13 +67,16 @@ def split_shard(
 ) -> tuple[ShardPart, ...]:
     """The parts of a shard of `numel` elements with these param ranges, in order.
 
-    State of the first `host_fraction` of the elements is in host memory; a part at the border is divided.
+    State of the first `host_fraction` of the elements is in host memory; a part at the border is
+    divided.
     """
 
     def is_matrix(part: FlatRange) -> bool:
         return rule.matrix is not None and part.param.spec.needs_whole_matrix
 
-    groups = [(kind, tuple(group)) for kind, group in groupby(ranges, key=is_matrix)] or [(False, ())]
+    groups = [(kind, tuple(group)) for kind, group in groupby(ranges, key=is_matrix)] or [
+        (False, ())
+    ]
     ends = [*(group[-1].stop for _, group in groups[:-1]), numel]
     parts: list[ShardPart] = []
     border, start = int(numel * host_fraction), 0
@@ -92,7 +95,8 @@ def host_fraction(config: OptimConfig) -> float:
 
 
 def ranges_to_save(ranges: Iterable[FlatRange], replica: tuple[int, int]) -> list[FlatRange]:
-    """This rank's share of every range to save: ranks with equal shards save nearly equal parts of it.
+    """This rank's share of every range to save: ranks with equal shards save nearly equal parts of
+    it.
 
     Args:
         ranges: param ranges of the shard; only replica 0 of a parameter is saved.
@@ -103,12 +107,18 @@ def ranges_to_save(ranges: Iterable[FlatRange], replica: tuple[int, int]) -> lis
     for full in ranges:
         if full.param.is_first_replica:
             first, last = full.numel * index // size, full.numel * (index + 1) // size
-            parts.append(FlatRange(full.param, full.start + first, full.param_start + first, last - first))
+            parts.append(
+                FlatRange(full.param, full.start + first, full.param_start + first, last - first)
+            )
     return parts
 
 
-def state_bytes(parts: Iterable[ShardPart], rule: UpdateRule, *, config: OptimConfig, precision: Precision) -> int:
-    """Bytes on the device of the state, of the average, and of main params that are separate from the model params."""
+def state_bytes(
+    parts: Iterable[ShardPart], rule: UpdateRule, *, config: OptimConfig, precision: Precision
+) -> int:
+    """Bytes on the device of the state, of the average, and of main params that are separate from
+    the model params.
+    """
     others = [torch.float32] if config.ema_decay is not None else []
     others += [precision.main] if precision.has_separate_main_params else []
     return sum(
@@ -136,20 +146,28 @@ class PartState:
     state: Mapping[str, StoredTensor]  # [numel] state tensors by name
     grad: Tensor  # [numel] reduced gradients, fp32 or `--main-grads-dtype`
     model_params: Tensor  # [numel] model params; the values of `main` where they have its dtype
-    host: HostBuffers | None = None  # of a part whose tensors, except `model_params`, are in host memory
-    ema: StoredTensor | None = None  # [numel] fp32 moving average of `main`, of runs with `--ema-decay`
+    # of a part whose tensors, except `model_params`, are in host memory
+    host: HostBuffers | None = None
+    # [numel] fp32 moving average of `main`, of runs with `--ema-decay`
+    ema: StoredTensor | None = None
     grad_factor: float | Tensor = 1.0  # of gradients that are not fp32, from unscaling and clipping
 
     @property
     def is_fp32(self) -> bool:
         """Whether everything is stored in fp32, so that ranges are views."""
-        return self.grad.dtype is torch.float32 and all(t.is_fp32 for t in (self.main, *self.state.values()))
+        return self.grad.dtype is torch.float32 and all(
+            t.is_fp32 for t in (self.main, *self.state.values())
+        )
 
     @property
     def stored(self) -> dict[str, StoredTensor]:
         """Main params, state tensors and average by their prefix in checkpoints."""
         average = {} if self.ema is None else {"ema": self.ema}
-        return {"model": self.main} | {f"optimizer/{name}": tensor for name, tensor in self.state.items()} | average
+        return (
+            {"model": self.main}
+            | {f"optimizer/{name}": tensor for name, tensor in self.state.items()}
+            | average
+        )
 
     def ranges(self) -> list[ParamRange]:
         """The ranges of a part that is stored in fp32, as views."""
@@ -168,7 +186,8 @@ class PartState:
             params[start:stop].copy_(self.main.read(start, stop))
 
     def scale_rows(self, factors: Mapping[str, Tensor]) -> None:
-        """Multiply main params by factors per row of the global parameter, and round them to the model params.
+        """Multiply main params by factors per row of the global parameter, and round them to the
+        model params.
 
         Args:
             factors: factors by parameter name, [rows].
@@ -196,7 +215,9 @@ class PartState:
 
     @contextmanager
     def loaded(self, start: int, stop: int) -> Iterator[list[ParamRange]]:
-        """The fp32 ranges of elements [start, stop) of the part; their changes are stored at the end of the block."""
+        """The fp32 ranges of elements [start, stop) of the part; their changes are stored at the
+        end of the block.
+        """
         main = self.main.read(start, stop)
         state = {name: stored.read(start, stop) for name, stored in self.state.items()}
         grad = self.grad[start:stop]
@@ -206,17 +227,25 @@ class PartState:
         for (weight_decay, is_decoupled), first, last in self._segments(start, stop):
             elements = slice(first, last)
             state_of_range = {name: values[elements] for name, values in state.items()}
-            ranges.append(ParamRange(main[elements], grad[elements], state_of_range, weight_decay, is_decoupled))
+            ranges.append(
+                ParamRange(
+                    main[elements], grad[elements], state_of_range, weight_decay, is_decoupled
+                )
+            )
         yield ranges
         self.main.write(main, start)
         for name, values in state.items():
             self.state[name].write(values, start)
 
     def _segments(self, start: int, stop: int) -> Iterator[tuple[tuple[bool, bool], int, int]]:
-        """Split [start, stop) of the part by weight decay and decoupled learning rate; elements count from `start`."""
+        """Split [start, stop) of the part by weight decay and decoupled learning rate; elements
+        count from `start`.
+        """
         first = self.part.start + start
         inside = clip_ranges(self.part.ranges, start=first, stop=self.part.start + stop)
-        keys = [(key, [*group][-1].stop - first) for key, group in groupby(inside, key=_hyperparameters)]
+        keys = [
+            (key, [*group][-1].stop - first) for key, group in groupby(inside, key=_hyperparameters)
+        ]
         keys = keys or [((False, False), 0)]
         keys[-1] = (keys[-1][0], stop - start)
         begin = 0
@@ -252,12 +281,23 @@ class BucketState:
         cls, wrapper: DataParallel, bucket: Bucket, *, precision: Precision, config: OptimConfig
     ) -> "BucketState":
         """Allocate the state of one bucket."""
-        rule, replicate, fraction = OPTIMIZERS[config.optimizer], wrapper.groups.replicate, host_fraction(config)
-        split = split_shard(bucket.update_ranges, bucket.layout.update_numel, rule=rule, host_fraction=fraction)
-        parts = tuple(
-            _build_part(part, bucket, precision=precision, names=part.state_names(rule, config)) for part in split
+        rule, replicate, fraction = (
+            OPTIMIZERS[config.optimizer],
+            wrapper.groups.replicate,
+            host_fraction(config),
         )
-        return cls(bucket, (0, 1) if wrapper.groups.shards_across else (replicate.index, replicate.size), parts)
+        split = split_shard(
+            bucket.update_ranges, bucket.layout.update_numel, rule=rule, host_fraction=fraction
+        )
+        parts = tuple(
+            _build_part(part, bucket, precision=precision, names=part.state_names(rule, config))
+            for part in split
+        )
+        return cls(
+            bucket,
+            (0, 1) if wrapper.groups.shards_across else (replicate.index, replicate.size),
+            parts,
+        )
 
     @property
     def grads(self) -> Tensor:
@@ -272,7 +312,8 @@ class BucketState:
     def grads_for_norm(self) -> Iterator[Tensor]:
         """Gradients that this rank adds to the norm: replica 0 of every element.
 
-        Gaps and padding are zero and included, so that a bucket without other replicas is one tensor.
+        Gaps and padding are zero and included, so that a bucket without other replicas is one
+        tensor.
         """
         if self.replica[0] > 0:
             return
@@ -291,13 +332,18 @@ class BucketState:
             yield from _boxes(part.name, part, flat=self.grads, first=0)
 
     def tensors(
-        self, ranges: Sequence[FlatRange], *, copies: list[tuple[StoredTensor, Tensor]], only: str | None = None
+        self,
+        ranges: Sequence[FlatRange],
+        *,
+        copies: list[tuple[StoredTensor, Tensor]],
+        only: str | None = None,
     ) -> Iterator[tuple[TensorBox, Tensor]]:
         """Main params and state by their names in checkpoints.
 
         Args:
             ranges: ranges of the parameters.
-            copies: tensors that are stored with scales are yielded as fp32 copies, which are appended here.
+            copies: tensors that are stored with scales are yielded as fp32 copies, which are
+                appended here.
             only: a prefix of names ("model"); None for all.
         """
         for state in self.parts:
@@ -314,15 +360,21 @@ class BucketState:
                     yield from _boxes(f"{prefix}/{part.name}", part, flat=flat, first=start)
 
 
-def _boxes(name: str, part: FlatRange, *, flat: Tensor, first: int) -> Iterator[tuple[TensorBox, Tensor]]:
-    """A range as boxes of the global tensor, with their views of a flat tensor that begins at element `first`."""
+def _boxes(
+    name: str, part: FlatRange, *, flat: Tensor, first: int
+) -> Iterator[tuple[TensorBox, Tensor]]:
+    """A range as boxes of the global tensor, with their views of a flat tensor that begins at
+    element `first`.
+    """
     begin = part.start - first
     for box in part.boxes(name):
         yield box, flat[begin : begin + box.box.numel].view(box.box.shape)
         begin += box.box.numel
 
 
-def _build_part(part: ShardPart, bucket: Bucket, *, precision: Precision, names: Sequence[str]) -> PartState:
+def _build_part(
+    part: ShardPart, bucket: Bucket, *, precision: Precision, names: Sequence[str]
+) -> PartState:
     """Allocate main params, unless the model param shard has their dtype, and state tensors."""
     model_params = bucket.params.update[part.start : part.stop]
     device, on_host = model_params.device, part.on_host
@@ -335,7 +387,11 @@ def _build_part(part: ShardPart, bucket: Bucket, *, precision: Precision, names:
         main.write(model_params.to(main.values.device, torch.float32))
     state = {
         name: StoredTensor.zeros(
-            part.numel, precision.state_dtype(name), device=device, is_square=name == "exp_avg_sq", on_host=on_host
+            part.numel,
+            precision.state_dtype(name),
+            device=device,
+            is_square=name == "exp_avg_sq",
+            on_host=on_host,
         )
         for name in names
     }
@@ -347,7 +403,8 @@ def _build_part(part: ShardPart, bucket: Bucket, *, precision: Precision, names:
 
 
 class WeightAverage:
-    """`--ema-decay`: a moving average of the main params of some parts, stored beside them and saved as "ema/NAME".
+    """`--ema-decay`: a moving average of the main params of some parts, stored beside them and
+    saved as "ema/NAME".
 
         ema = decay * ema + (1 - decay) * main        after every step that was not skipped; fp32, begins as main
 
@@ -360,19 +417,25 @@ class WeightAverage:
         self._parts, self._decay = list(parts if decay is not None else ()), decay or 0.0
         for part in self._parts:
             device, on_host = part.model_params.device, part.host is not None
-            part.ema = StoredTensor.zeros(part.part.numel, torch.float32, device=device, on_host=on_host)
+            part.ema = StoredTensor.zeros(
+                part.part.numel, torch.float32, device=device, on_host=on_host
+            )
         self.restart()
 
     @torch.no_grad()
     def update(self, skipped: Tensor) -> None:
-        """Add the main params; `skipped` is a bool scalar on the device, and a skipped step changes nothing."""
+        """Add the main params; `skipped` is a bool scalar on the device, and a skipped step changes
+        nothing.
+        """
         weight = torch.where(skipped, 0.0, 1.0 - self._decay).float()
         for part, ema in self._averages():
             for start, stop in part.chunks():
                 ema[start:stop].lerp_(part.main.read(start, stop), weight.to(ema.device))
 
     def restart(self) -> None:
-        """Set the average to the main params, for example after loading a checkpoint without an average."""
+        """Set the average to the main params, for example after loading a checkpoint without an
+        average.
+        """
         for part, ema in self._averages():
             for start, stop in part.chunks():
                 ema[start:stop].copy_(part.main.read(start, stop))

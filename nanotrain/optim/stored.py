@@ -1,14 +1,17 @@
-"""`StoredTensor`: main params or a state tensor in fp32, bf16 or fp16, computed in fp32 (`--exp-avg-dtype`, ...).
+"""`StoredTensor`: main params or a state tensor in fp32, bf16 or fp16, computed in fp32
+(`--exp-avg-dtype`, ...).
 
     fp32   the elements
     bf16   rounded to nearest; the exponent range of fp32
     fp16   rounded to nearest, with one power of two as scale per block of SCALE_BLOCK elements
 
-fp16 has 11 bits of precision against 8 of bf16, but its range is too small for second moments: gradients of 1e-5 would
-be squared to 0. A block is scaled so that its largest element is near 2^15, which leaves 2^39 below it. A power of two
-changes no bit of the significand, so reading and writing again is exact.
+fp16 has 11 bits of precision against 8 of bf16, but its range is too small for second moments:
+gradients of 1e-5 would be squared to 0. A block is scaled so that its largest element is near 2^15,
+which leaves 2^39 below it. A power of two changes no bit of the significand, so reading and writing
+again is exact.
 
-Source: the scaled fp16 moments of Transformer Engine's FusedAdam; blocks as in Dettmers et al. 2022, section 2.1.
+Source: the scaled fp16 moments of Transformer Engine's FusedAdam; blocks as in Dettmers et al.
+2022, section 2.1.
 """
 
 from typing import Self
@@ -32,21 +35,35 @@ class StoredTensor:
     Args:
         values: [n] in its dtype.
         scales: [ceil(n / SCALE_BLOCK)] fp32, or None.
-        is_square: the elements are not negative, and only 0 is rounded to 0: with a second moment of 0 the step of an
-            element would be as large as Adam's epsilon permits.
+        is_square: the elements are not negative, and only 0 is rounded to 0: with a second moment
+            of 0 the step of an element would be as large as Adam's epsilon permits.
     """
 
-    def __init__(self, values: Tensor, scales: Tensor | None = None, *, is_square: bool = False) -> None:
+    def __init__(
+        self, values: Tensor, scales: Tensor | None = None, *, is_square: bool = False
+    ) -> None:
         self.values, self.scales, self._is_square = values, scales, is_square
 
     @classmethod
     def zeros(
-        cls, numel: int, dtype: torch.dtype, *, device: torch.device, is_square: bool = False, on_host: bool = False
+        cls,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        device: torch.device,
+        is_square: bool = False,
+        on_host: bool = False,
     ) -> Self:
-        """A tensor of zeros, scaled where the dtype is fp16; `on_host`: in host memory, for copies to the device."""
+        """A tensor of zeros, scaled where the dtype is fp16; `on_host`: in host memory, for copies
+        to the device.
+        """
         allocate = host_zeros if on_host else torch.zeros
         values = allocate(numel, dtype=dtype, device=device)
-        scales = torch.ones(num_scales(numel, dtype), device=values.device) if num_scales(numel, dtype) else None
+        scales = (
+            torch.ones(num_scales(numel, dtype), device=values.device)
+            if num_scales(numel, dtype)
+            else None
+        )
         return cls(values, scales, is_square=is_square)
 
     @property
@@ -60,11 +77,15 @@ class StoredTensor:
         return (self.values,) if self.scales is None else (self.values, self.scales)
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements [start, stop) in fp32, a view if they are stored so; `start` is a multiple of SCALE_BLOCK."""
+        """Elements [start, stop) in fp32, a view if they are stored so; `start` is a multiple of
+        SCALE_BLOCK.
+        """
         values = self.values[start:stop].float()
         if self.scales is None:
             return values
-        return (_in_blocks(values) * self._scales(start, len(values))[:, None]).flatten()[: len(values)]
+        return (_in_blocks(values) * self._scales(start, len(values))[:, None]).flatten()[
+            : len(values)
+        ]
 
     def write(self, values: Tensor, start: int = 0) -> None:
         """Store fp32 elements from `start` on, a multiple of SCALE_BLOCK."""
@@ -112,7 +133,9 @@ def _in_blocks(values: Tensor) -> Tensor:
 
 
 def _scales_of(blocks: Tensor) -> Tensor:
-    """The power of two per block that brings its largest element, once rounded to fp16, to 2^14 or above."""
+    """The power of two per block that brings its largest element, once rounded to fp16, to 2^14 or
+    above.
+    """
     significand, exponent = torch.frexp(blocks.abs().amax(dim=1))
     exponent = (exponent + (significand >= _ROUNDS_UP)).clamp(min=_SMALLEST_EXPONENT)
     return torch.ldexp(torch.ones_like(significand), exponent - _LARGEST_EXPONENT)

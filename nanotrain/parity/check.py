@@ -1,6 +1,7 @@
 """`nanotrain parity`: compare a layout with one rank, on a shrunk model and local CPU processes.
 
-    shrink.py -> one rank and N ranks train on the same samples -> Record per rank -> compare -> ParityReport
+    shrink.py -> one rank and N ranks train on the same samples -> Record per rank -> compare ->
+    ParityReport
 
     losses, gradient norms    every step
     gradients                 of the first step, after reduction, by global name and box
@@ -8,12 +9,14 @@
     replicas                  weights and buffers that several ranks hold, bit for bit
     samples                   which rank read which, every step
 
-Gradient differences are relative to the largest element of the parameter's gradient on one rank, or to `NOISE_FLOOR`
-of the median over parameters where that is larger: a gradient that is zero by construction (a key bias shifts all
-scores alike) consists of rounding errors only. Weight differences are relative to the learning rate.
+Gradient differences are relative to the largest element of the parameter's gradient on one rank, or
+to `NOISE_FLOOR` of the median over parameters where that is larger: a gradient that is zero by
+construction (a key bias shifts all scores alike) consists of rounding errors only. Weight
+differences are relative to the learning rate.
 
-`run_local_ranks` runs a function on every rank of a new world of CPU processes with one thread each, without torchrun.
-The first rank that fails ends all others, and its error is raised in the caller.
+`run_local_ranks` runs a function on every rank of a new world of CPU processes with one thread
+each, without torchrun. The first rank that fails ends all others, and its error is raised in the
+caller.
 """
 
 import logging
@@ -37,7 +40,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
@@ -95,7 +102,9 @@ class Record:
 
 @dataclass
 class RandomDataset:
-    """Random tokens with a different share of masked tokens in each sample; `reads` lists the samples read."""
+    """Random tokens with a different share of masked tokens in each sample; `reads` lists the
+    samples read.
+    """
 
     config: Config
     reads: list[int] = field(default_factory=list)
@@ -120,7 +129,9 @@ class RandomDataset:
         )
 
 
-def check_parity(loaded: Loaded, world_size: int, *, num_steps: int, tolerance: float) -> ParityReport:
+def check_parity(
+    loaded: Loaded, world_size: int, *, num_steps: int, tolerance: float
+) -> ParityReport:
     """Train a shrunk form of a configuration on one rank and on N ranks, and compare.
 
     Args:
@@ -140,7 +151,9 @@ def check_parity(loaded: Loaded, world_size: int, *, num_steps: int, tolerance: 
     check_model(small)
     check_layout(small)
     single = on_one_rank(small)
-    (reference,) = run_local_ranks(Topology.of(single.parallel, 1), record_steps, arguments=[single])
+    (reference,) = run_local_ranks(
+        Topology.of(single.parallel, 1), record_steps, arguments=[single]
+    )
     records = run_local_ranks(topology, record_steps, arguments=[small])
     report = compare(reference, records, config=small, tolerance=tolerance)
     return replace(report, left_out=left_out(config))
@@ -166,12 +179,18 @@ def record_steps(context: ParallelContext, config: Config) -> Record:
     for stage in run.stages.values():
         state = stage.state_dict().keys()  # other buffers are statistics of this rank
         buffers = {name: buffer for name, buffer in stage.named_buffers() if name in state}
-        record.buffers |= {TensorBox.full(name, buffer.shape): buffer.clone() for name, buffer in buffers.items()}
+        record.buffers |= {
+            TensorBox.full(name, buffer.shape): buffer.clone() for name, buffer in buffers.items()
+        }
     return record
 
 
-def compare(reference: Record, records: Sequence[Record], *, config: Config, tolerance: float) -> ParityReport:
-    """Compare the records of every rank of a layout with that of one rank; `tolerance` as in `ParityReport`."""
+def compare(
+    reference: Record, records: Sequence[Record], *, config: Config, tolerance: float
+) -> ParityReport:
+    """Compare the records of every rank of a layout with that of one rank; `tolerance` as in
+    `ParityReport`.
+    """
     shards = {name: text for record in records for name, text in record.shards.items()}
     grads = _largest(reference.grads)
     floor = NOISE_FLOOR * median(grads.values())
@@ -184,9 +203,15 @@ def compare(reference: Record, records: Sequence[Record], *, config: Config, tol
         world_size=len(records),
         tolerance=tolerance,
         steps=_compare_steps(reference, records),
-        parameters=_differences(reference.grads, [r.grads for r in records], scales=grad_scales, shards=shards),
-        weights=_differences(reference.weights, [r.weights for r in records], scales=weight_scales, shards=shards),
-        buffers=_differences(reference.buffers, [r.buffers for r in records], scales=buffer_scales, shards=shards),
+        parameters=_differences(
+            reference.grads, [r.grads for r in records], scales=grad_scales, shards=shards
+        ),
+        weights=_differences(
+            reference.weights, [r.weights for r in records], scales=weight_scales, shards=shards
+        ),
+        buffers=_differences(
+            reference.buffers, [r.buffers for r in records], scales=buffer_scales, shards=shards
+        ),
         unequal_replicas=_unequal_replicas(records),
         samples_read_once=_are_read_once(records, config),
     )
@@ -226,8 +251,12 @@ def _compare_steps(reference: Record, records: Sequence[Record]) -> tuple[StepDi
     """Step by step; of the ranks, which should agree, the one with the largest difference."""
     steps = []
     for index, (loss, norm) in enumerate(zip(reference.losses, reference.grad_norms, strict=True)):
-        worst_loss = max((record.losses[index] for record in records), key=partial(relative, reference=loss))
-        worst_norm = max((record.grad_norms[index] for record in records), key=partial(relative, reference=norm))
+        worst_loss = max(
+            (record.losses[index] for record in records), key=partial(relative, reference=loss)
+        )
+        worst_norm = max(
+            (record.grad_norms[index] for record in records), key=partial(relative, reference=norm)
+        )
         steps.append(StepDifference(index + 1, worst_loss, loss, worst_norm, norm))
     return tuple(steps)
 
@@ -241,23 +270,36 @@ def _largest(tensors: Tensors) -> dict[str, float]:
 
 
 def _differences(
-    reference: Tensors, local: Sequence[Tensors], *, scales: Mapping[str, float], shards: Mapping[str, str]
+    reference: Tensors,
+    local: Sequence[Tensors],
+    *,
+    scales: Mapping[str, float],
+    shards: Mapping[str, str],
 ) -> tuple[TensorDifference, ...]:
-    """Tensor by tensor, relative to `scales`, largest first; elements that are on no rank differ infinitely."""
+    """Tensor by tensor, relative to `scales`, largest first; elements that are on no rank differ
+    infinitely.
+    """
     expected = {box.name: torch.zeros(box.shape) for box in reference}
     for box, tensor in reference.items():
         expected[box.name][box.box.slices()] = tensor.float()
-    worst = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}  # nan: on no rank yet
+    # nan: on no rank yet
+    worst = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
     for tensors in local:
         for box, tensor in tensors.items():
             elements = worst[box.name][box.box.slices()]
-            difference = (tensor.float() - expected[box.name][box.box.slices()]).abs().nan_to_num(nan=inf, posinf=inf)
+            difference = (
+                (tensor.float() - expected[box.name][box.box.slices()])
+                .abs()
+                .nan_to_num(nan=inf, posinf=inf)
+            )
             elements.copy_(torch.fmax(elements, difference))
     rows = []
     for name, differences in worst.items():
         absolute, scale = differences.nan_to_num(nan=inf, posinf=inf).max().item(), scales[name]
         ratio = absolute / scale if scale else (inf if absolute else 0.0)
-        rows.append(TensorDifference(name, tuple(differences.shape), shards.get(name, "-"), absolute, ratio))
+        rows.append(
+            TensorDifference(name, tuple(differences.shape), shards.get(name, "-"), absolute, ratio)
+        )
     return tuple(sorted(rows, key=lambda row: (-row.relative, row.name)))
 
 
@@ -278,19 +320,26 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _are_read_once(records: Sequence[Record], config: Config) -> bool:
-    """Whether the data-parallel ranks together read every sample of every global batch exactly once."""
-    readers = [record for record in records if any(record.reads)]  # stages in the middle of a pipeline read nothing
+    """Whether the data-parallel ranks together read every sample of every global batch exactly
+    once.
+    """
+    # stages in the middle of a pipeline read nothing
+    readers = [record for record in records if any(record.reads)]
     by_dp = {record.dp: record.reads for record in readers}
     if any(record.reads != by_dp[record.dp] for record in readers):
         return False
     batches = [sorted(chain(*parts)) for parts in zip(*by_dp.values(), strict=True)]
     schedule = batch_schedule(config)
-    sizes = repeat(config.train.global_batch_size or 0) if schedule is None else batch_sizes(schedule)
+    sizes = (
+        repeat(config.train.global_batch_size or 0) if schedule is None else batch_sizes(schedule)
+    )
     ends = list(accumulate(islice(sizes, len(batches)), initial=0))
     return batches == [list(range(first, end)) for first, end in pairwise(ends)]
 
 
-def run_local_ranks(topology: Topology, function: Callable[..., Any], *, arguments: Sequence[Any] = ()) -> list[Any]:
+def run_local_ranks(
+    topology: Topology, function: Callable[..., Any], *, arguments: Sequence[Any] = ()
+) -> list[Any]:
     """Call `function(context, *arguments)` on every rank of a new world of local CPU processes.
 
     Args:
@@ -310,14 +359,20 @@ def run_local_ranks(topology: Topology, function: Callable[..., Any], *, argumen
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host name may not resolve
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", function.__module__])
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # names each rank that it ends
+    # names each rank that it ends
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with TemporaryDirectory(prefix="nanotrain-ranks-") as folder:
-        path, num_ranks = Path(folder), topology.world_size  # one file per rank: its result or its error
-        task = partial(_run_rank, folder=path, topology=topology, function=function, arguments=list(arguments))
+        # one file per rank: its result or its error
+        path, num_ranks = Path(folder), topology.world_size
+        task = partial(
+            _run_rank, folder=path, topology=topology, function=function, arguments=list(arguments)
+        )
         try:
             start_processes(task, (), num_ranks, daemon=True, start_method="forkserver")
         except ProcessRaisedException as error:
-            raise RuntimeError(f"rank {error.error_index}: {str(error).partition(':')[2].strip()}") from None
+            raise RuntimeError(
+                f"rank {error.error_index}: {str(error).partition(':')[2].strip()}"
+            ) from None
         except ProcessExitedException as error:
             if error.exit_code == REFUSED:
                 raise _read(path / str(error.error_index)) from None
@@ -332,7 +387,12 @@ def _read(path: Path) -> Any:
 
 
 def _run_rank(
-    rank: int, *, folder: Path, topology: Topology, function: Callable[..., Any], arguments: list[Any]
+    rank: int,
+    *,
+    folder: Path,
+    topology: Topology,
+    function: Callable[..., Any],
+    arguments: list[Any],
 ) -> None:
     """Run one rank in this process, write its result or its error, and exit."""
     torch.set_num_threads(1)
@@ -341,7 +401,9 @@ def _run_rank(
         size, timeout = topology.world_size, timedelta(seconds=TIMEOUT_S)
         if size > 1:
             url = f"file://{folder / 'rendezvous'}"
-            dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size, timeout=timeout)
+            dist.init_process_group(
+                "gloo", init_method=url, rank=rank, world_size=size, timeout=timeout
+            )
         context = ParallelContext.attach(topology, timeout_s=TIMEOUT_S)
         result, code = function(context, *arguments), 0
         barrier(context.control)  # no rank exits while another one still reads from it
@@ -350,4 +412,5 @@ def _run_rank(
         if isinstance(error, EnvironmentFault):
             time.sleep(SECOND_FAILURE_S)
     (folder / str(rank)).write_bytes(pickle.dumps(result))
-    os._exit(code)  # skip the teardown of the interpreter and of gloo, which takes longer than most checks
+    # skip the teardown of the interpreter and of gloo, which takes longer than most checks
+    os._exit(code)

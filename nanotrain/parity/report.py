@@ -1,4 +1,6 @@
-"""The report of `nanotrain parity`, as text and as JSON: `ParityReport` of `StepDifference` and `TensorDifference`."""
+"""The report of `nanotrain parity`, as text and as JSON: `ParityReport` of `StepDifference` and
+`TensorDifference`.
+"""
 
 import json
 from collections.abc import Sequence
@@ -13,9 +15,10 @@ from nanotrain.config.references import as_written
 from nanotrain.config.schema import flat_values, to_dict
 from nanotrain.quantities import count_of, table_lines
 
-# Tolerances of gradients and weights, as multiples of that of losses. An element of a gradient is one sum with
-# cancellation, a loss the mean of many: measured 7e-6 of a gradient, 1e-7 of a loss. Adam divides a gradient by its own
-# size, so rounding errors of small gradients move weights: measured 1e-4 to 2e-2 of the learning rate.
+# Tolerances of gradients and weights, as multiples of that of losses. An element of a gradient is
+# one sum with cancellation, a loss the mean of many: measured 7e-6 of a gradient, 1e-7 of a loss.
+# Adam divides a gradient by its own size, so rounding errors of small gradients move weights:
+# measured 1e-4 to 2e-2 of the learning rate.
 GRADIENT_FACTOR = 10
 WEIGHT_FACTOR = 5000
 SIZES = ("num_layers", "hidden_size", "num_attention_heads")
@@ -23,7 +26,9 @@ SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 
 @dataclass(frozen=True)
 class StepDifference:
-    """Loss and gradient norm of one step, of the layout and of one rank, and their relative differences."""
+    """Loss and gradient norm of one step, of the layout and of one rank, and their relative
+    differences.
+    """
 
     step: int
     loss: float
@@ -47,7 +52,8 @@ class TensorDifference:
     name: str  # global name
     shape: tuple[int, ...]  # global shape
     sharding: str  # how the layout shards it
-    absolute: float  # largest absolute difference of an element; infinite if some element is on no rank
+    # largest absolute difference of an element; infinite if some element is on no rank
+    absolute: float
     relative: float  # `absolute` relative to the scale of the tensor
 
 
@@ -57,8 +63,8 @@ class ParityReport:
 
     config: Config  # the shrunk configuration
     world_size: int  # ranks of the layout
-    # largest relative difference of losses and gradient norms that counts as equal; `GRADIENT_FACTOR` times that for
-    # gradients, `WEIGHT_FACTOR` times that for weights and buffers
+    # largest relative difference of losses and gradient norms that counts as equal;
+    # `GRADIENT_FACTOR` times that for gradients, `WEIGHT_FACTOR` times that for weights and buffers
     tolerance: float
     steps: tuple[StepDifference, ...]  # in order
     # gradients of the first step, relative to their largest element; largest difference first
@@ -67,19 +73,26 @@ class ParityReport:
     weights: tuple[TensorDifference, ...]
     # after the last step, relative to their largest element; largest difference first
     buffers: tuple[TensorDifference, ...]
-    unequal_replicas: tuple[str, ...]  # weights and buffers whose replicas differ between ranks after the last step
+    # weights and buffers whose replicas differ between ranks after the last step
+    unequal_replicas: tuple[str, ...]
     samples_read_once: bool  # whether every sample of every global batch was read exactly once
     left_out: tuple[str, ...] = ()  # settings that have no part in the comparison, with the reasons
 
     @property
     def wrong_gradients(self) -> tuple[TensorDifference, ...]:
         """Gradients out of tolerance, largest difference first."""
-        return tuple(row for row in self.parameters if not row.relative <= GRADIENT_FACTOR * self.tolerance)
+        return tuple(
+            row for row in self.parameters if not row.relative <= GRADIENT_FACTOR * self.tolerance
+        )
 
     @property
     def wrong_state(self) -> tuple[TensorDifference, ...]:
         """Weights and buffers out of tolerance, largest difference first."""
-        rows = [row for row in (*self.weights, *self.buffers) if not row.relative <= WEIGHT_FACTOR * self.tolerance]
+        rows = [
+            row
+            for row in (*self.weights, *self.buffers)
+            if not row.relative <= WEIGHT_FACTOR * self.tolerance
+        ]
         return tuple(sorted(rows, key=lambda row: -row.relative))
 
     @property
@@ -89,13 +102,19 @@ class ParityReport:
             "losses": max(step.loss_difference for step in self.steps),
             "gradient norms": max(step.grad_norm_difference for step in self.steps),
         }
-        complaints = [f"{name} differ by {value:.1e}" for name, value in largest.items() if not value <= self.tolerance]
+        complaints = [
+            f"{name} differ by {value:.1e}"
+            for name, value in largest.items()
+            if not value <= self.tolerance
+        ]
         for name, wrong, tensors in (
             ("gradients", self.wrong_gradients, self.parameters),
             ("weights and buffers", self.wrong_state, self.weights + self.buffers),
         ):
             if wrong:
-                complaints.append(f"{len(wrong)} of {len(tensors)} {name} differ, {wrong[0].name} most")
+                complaints.append(
+                    f"{len(wrong)} of {len(tensors)} {name} differ, {wrong[0].name} most"
+                )
         if self.unequal_replicas:
             complaints.append(f"replicas of {', '.join(self.unequal_replicas[:3])} are not equal")
         if not self.samples_read_once:
@@ -120,8 +139,16 @@ class ParityReport:
         train, data = self.config.train, self.config.data
         steps = [("step", "loss", "one rank", "differs", "grad norm", "one rank", "differs")]
         for step in self.steps:
-            losses = (f"{step.loss:.7f}", f"{step.loss_on_one_rank:.7f}", f"{step.loss_difference:.1e}")
-            norms = (f"{step.grad_norm:.7f}", f"{step.grad_norm_on_one_rank:.7f}", f"{step.grad_norm_difference:.1e}")
+            losses = (
+                f"{step.loss:.7f}",
+                f"{step.loss_on_one_rank:.7f}",
+                f"{step.loss_difference:.1e}",
+            )
+            norms = (
+                f"{step.grad_norm:.7f}",
+                f"{step.grad_norm_on_one_rank:.7f}",
+                f"{step.grad_norm_difference:.1e}",
+            )
             steps.append((str(step.step), *losses, *norms))
         replicas = "no: " + ", ".join(self.unequal_replicas) if self.unequal_replicas else "yes"
         state = sorted((*self.weights, *self.buffers), key=lambda row: -row.relative)
@@ -133,8 +160,16 @@ class ParityReport:
                 + _schedules(self.config),
                 *(f"left out {line}" for line in self.left_out),
                 *("", *table_lines(steps, right=range(7)), ""),
-                *_tensor_table("gradient of the first step", self.parameters, wrong=self.wrong_gradients),
-                *("", *_tensor_table("weights and buffers after the last step", state, wrong=self.wrong_state), ""),
+                *_tensor_table(
+                    "gradient of the first step", self.parameters, wrong=self.wrong_gradients
+                ),
+                *(
+                    "",
+                    *_tensor_table(
+                        "weights and buffers after the last step", state, wrong=self.wrong_state
+                    ),
+                    "",
+                ),
                 f"replicas bit-equal  {replicas}",
                 f"samples read once   {'yes' if self.samples_read_once else 'no'}",
                 self.verdict,
@@ -164,7 +199,9 @@ def relative(value: float, reference: float) -> float:
 
 
 def _schedules(config: Config) -> str:
-    """The schedules that change the batch after the first step, as the end of a line; empty without one."""
+    """The schedules that change the batch after the first step, as the end of a line; empty without
+    one.
+    """
     train = config.train
     sizes = ["batch size"] if train.rampup_batch_size or train.step_batch_size_schedule else []
     sizes += ["sequence length"] if train.step_seq_length_schedule else []
@@ -181,14 +218,24 @@ def _changed_fields(section: object, default: object) -> str:
 def _json_row(row: StepDifference | TensorDifference) -> dict[str, Any]:
     values = asdict(row)
     if isinstance(row, StepDifference):
-        values |= {"loss_difference": row.loss_difference, "grad_norm_difference": row.grad_norm_difference}
-    return {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in values.items()}
+        values |= {
+            "loss_difference": row.loss_difference,
+            "grad_norm_difference": row.grad_norm_difference,
+        }
+    return {
+        key: None if isinstance(value, float) and not isfinite(value) else value
+        for key, value in values.items()
+    }
 
 
-def _tensor_table(title: str, tensors: Sequence[TensorDifference], *, wrong: Sequence[TensorDifference]) -> list[str]:
+def _tensor_table(
+    title: str, tensors: Sequence[TensorDifference], *, wrong: Sequence[TensorDifference]
+) -> list[str]:
     rows = [(title, "shape", "sharding", "max abs", "relative", "")]
     for row in tensors:
         shape = "x".join(map(str, row.shape))
         mark = "<-" if row in wrong else ""
-        rows.append((row.name, shape, row.sharding, f"{row.absolute:.1e}", f"{row.relative:.1e}", mark))
+        rows.append(
+            (row.name, shape, row.sharding, f"{row.absolute:.1e}", f"{row.relative:.1e}", mark)
+        )
     return table_lines(rows, right=(3, 4))

@@ -1,4 +1,5 @@
-"""Shrink a configuration: the same structure and layout in a model small enough for a few CPU processes.
+"""Shrink a configuration: the same structure and layout in a model small enough for a few CPU
+processes.
 
     unchanged  layout, sharding strategy, overlap, schedule; norms, activation, biases, tied embeddings, positions, kind
                of attention, query heads per key/value head, routing, kinds of layers; update rule and options; seed;
@@ -42,27 +43,33 @@ VOCAB_SIZE = 203  # not a multiple of 128, so the vocabulary is padded
 MIN_SEQ_LENGTH = 24
 BUCKET_SIZE = 5000  # elements, so that a stage has several buckets
 LEARNING_RATE = 1e-3
-# Adam divides by the size of the gradient: an element whose gradient is only rounding (4e-8 among 1e-1) moves by the
-# full learning rate in either direction, which changed the next loss by 1e-5 (observed). This epsilon reduces it to 1%.
+# Adam divides by the size of the gradient: an element whose gradient is only rounding (4e-8 among
+# 1e-1) moves by the full learning rate in either direction, which changed the next loss by 1e-5
+# (observed). This epsilon reduces it to 1%.
 MIN_ADAM_EPS = 1e-5
-MAX_ATTENTION_LOGIT = 1.0  # of QK-clip, so that it acts: initial logits have a standard deviation of about 1
+# of QK-clip, so that it acts: initial logits have a standard deviation of about 1
+MAX_ATTENTION_LOGIT = 1.0
 # fields that the small run leaves out, by reason
 LEFT_OUT: dict[str, list[str]] = {
     reason: [key for name in names for key in KEYS if key == name or key.startswith(f"{name}.")]
     for reason, names in read_table("left_out", folder=Path(__file__).parent).items()
 }
-SIZES: dict[str, dict[str, Any]] = read_table("sizes", folder=Path(__file__).parent)  # by kind of layer
+# by kind of layer
+SIZES: dict[str, dict[str, Any]] = read_table("sizes", folder=Path(__file__).parent)
 
 
 def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
-    """Shrink a valid configuration, its vocabulary size set or not, to the smallest model of its structure and layout.
+    """Shrink a valid configuration, its vocabulary size set or not, to the smallest model of its
+    structure and layout.
 
     Raises:
         TopologyError: the layout does not fit the ranks.
     """
     dp = config.parallel.data_parallel_size(world_size)
     # the shortest sequence that cp (two chunks per rank) and tp divide
-    seq_unit = config.parallel.context_parallel_size * lcm(2, config.parallel.tensor_model_parallel_size)
+    seq_unit = config.parallel.context_parallel_size * lcm(
+        2, config.parallel.tensor_model_parallel_size
+    )
     if config.train.step_seq_length_schedule:
         seq_unit *= 2  # half of it is a length too
     seq_length = round_up(MIN_SEQ_LENGTH, seq_unit)
@@ -93,10 +100,12 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
 
 
 def shrink_batches(config: Config, *, dp: int, seq_length: int) -> dict[str, Any]:
-    """Fields of the train section: sizes of batches, and schedules that change after the first step.
+    """Fields of the train section: sizes of batches, and schedules that change after the first
+    step.
 
-    The first batch of a schedule has one microbatch, all others one more than pipeline ranks of them, at least 2: a
-    steady state of the pipeline. Of a schedule of lengths the first step has half of the sequence length.
+    The first batch of a schedule has one microbatch, all others one more than pipeline ranks of
+    them, at least 2: a steady state of the pipeline. Of a schedule of lengths the first step has
+    half of the sequence length.
     """
     train, micro_batch_size = config.train, min(config.train.micro_batch_size, 2)
     first = micro_batch_size * dp
@@ -113,18 +122,31 @@ def shrink_batches(config: Config, *, dp: int, seq_length: int) -> dict[str, Any
     return fields
 
 
-def shrink_memory(memory: MemoryConfig, parallel: ParallelConfig, *, num_layers: int) -> MemoryConfig:
-    """The memory section for a small model of `num_layers`: the same recomputation, nothing offloaded."""
-    num_stages = parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
+def shrink_memory(
+    memory: MemoryConfig, parallel: ParallelConfig, *, num_layers: int
+) -> MemoryConfig:
+    """The memory section for a small model of `num_layers`: the same recomputation, nothing
+    offloaded.
+    """
+    num_stages = (
+        parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
+    )
     group = memory.recompute_num_layers
     if group is not None:
         group = min(group, max(1, num_layers // num_stages))
-    return replace(memory, recompute_num_layers=group, cpu_offloading=False, cpu_offloading_num_layers=0)
+    return replace(
+        memory, recompute_num_layers=group, cpu_offloading=False, cpu_offloading_num_layers=0
+    )
 
 
 def shrink_optim(optim: OptimConfig) -> OptimConfig:
     """The update rule with a constant learning rate, without clipping, and in fp32."""
-    left_out = [key.removeprefix("optim.") for keys in LEFT_OUT.values() for key in keys if key.startswith("optim.")]
+    left_out = [
+        key.removeprefix("optim.")
+        for keys in LEFT_OUT.values()
+        for key in keys
+        if key.startswith("optim.")
+    ]
     fields = {name: getattr(OptimConfig(), name) for name in left_out}
     fields |= {"lr": LEARNING_RATE, "lr_decay_style": "constant", "clip_grad": 0.0}
     if optim.decoupled_lr is not None:
@@ -134,19 +156,25 @@ def shrink_optim(optim: OptimConfig) -> OptimConfig:
     rule = "muon_scalar_optimizer" if optim.optimizer == "muon" else "optimizer"
     if getattr(optim, rule) in ("adam", "lion"):
         fields |= {rule: "adam", "adam_eps": max(optim.adam_eps, MIN_ADAM_EPS)}
-    if optim.optimizer == "muon":  # in bf16 a last bit of a gradient may change an update by some percent
+    # in bf16 a last bit of a gradient may change an update by some percent
+    if optim.optimizer == "muon":
         fields["muon_fp32_matmul_prec"] = "highest"
     return replace(optim, **fields)
 
 
 def on_one_rank(config: Config) -> Config:
-    """A shrunk configuration without parallelism and recomputation: one rank trains on the same samples.
+    """A shrunk configuration without parallelism and recomputation: one rank trains on the same
+    samples.
 
     With global_aux_loss it has as many microbatches, whose counts that loss averages.
     """
     train, moe = config.train, config.model.moe
     parallel = ParallelConfig(ddp_bucket_size=config.parallel.ddp_bucket_size)
-    if moe is not None and "global_aux_loss" in moe.router_load_balancing_type and train.global_batch_size:
+    if (
+        moe is not None
+        and "global_aux_loss" in moe.router_load_balancing_type
+        and train.global_batch_size
+    ):
         num_microbatches = config.parallel.pipeline_model_parallel_size + 1  # see `shrink_batches`
         train = replace(train, micro_batch_size=train.global_batch_size // num_microbatches)
     return replace(config, parallel=parallel, memory=MemoryConfig(), train=train)
@@ -158,13 +186,18 @@ def left_out(config: Config) -> tuple[str, ...]:
     >>> left_out(replace(Config(), optim=OptimConfig(clip_grad=0.0), data=DataConfig(shuffle=False)))
     ('shuffle: samples are random tokens',)
     """
-    values, defaults = flat_values(config), flat_values(replace(Config(), optim=OptimConfig(clip_grad=0.0)))
+    values, defaults = (
+        flat_values(config),
+        flat_values(replace(Config(), optim=OptimConfig(clip_grad=0.0))),
+    )
     lines = []
     for reason, keys in LEFT_OUT.items():
         names = [key.rpartition(".")[2] for key in keys if values[key] != defaults[key]]
         lines += [f"{', '.join(names)}: {reason}"] if names else []
     if config.model.moe is not None and _balances_two_microbatches(config.model.moe):
-        lines.append("aux_loss: one rank cannot balance microbatches of a rank and, for global_aux_loss, of all ranks")
+        lines.append(
+            "aux_loss: one rank cannot balance microbatches of a rank and, for global_aux_loss, of all ranks"
+        )
     if "lion" in (config.optim.optimizer, config.optim.muon_scalar_optimizer):
         lines.append(
             "lion: its sign of a gradient that is only rounding moves a weight by the learning rate; Adam instead"
@@ -178,15 +211,24 @@ def _balances_two_microbatches(moe: MoEConfig) -> bool:
 
 
 def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelConfig:
-    """Shrink the model section to a sequence length and a number of layers; heads, experts and widths stay."""
+    """Shrink the model section to a sequence length and a number of layers; heads, experts and
+    widths stay.
+    """
     model_config, moe = config.model, config.model.moe
     has_longer_positions = model_config.max_position_embeddings > config.data.seq_length
-    multiple, tp = model_config.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
+    multiple, tp = (
+        model_config.make_vocab_size_divisible_by,
+        config.parallel.tensor_model_parallel_size,
+    )
     pattern = partial(shrink_pattern, num_layers=num_layers)
     chunk, third = model_config.attention_chunk_size, seq_length // 3
     if moe is not None:
         losses = zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True)
-        kept = {name: coeff for name, coeff in losses if name != "aux_loss" or not _balances_two_microbatches(moe)}
+        kept = {
+            name: coeff
+            for name, coeff in losses
+            if name != "aux_loss" or not _balances_two_microbatches(moe)
+        }
         moe = replace(
             moe,
             layer_freq=pattern(moe.layer_freq, model_config.moe_layers),
@@ -197,29 +239,42 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
     return replace(
         model_config,
         num_layers=num_layers,
-        window_size=None if model_config.window_size is None else min(model_config.window_size, third),
+        window_size=None
+        if model_config.window_size is None
+        else min(model_config.window_size, third),
         attention_chunk_size=chunk and min(chunk, third),
-        floor_scale=min(model_config.floor_scale, third) if model_config.attn_scale > 0 else model_config.floor_scale,
-        window_attn_skip_freq=pattern(model_config.window_attn_skip_freq, model_config.window_layers),
+        floor_scale=min(model_config.floor_scale, third)
+        if model_config.attn_scale > 0
+        else model_config.floor_scale,
+        window_attn_skip_freq=pattern(
+            model_config.window_attn_skip_freq, model_config.window_layers
+        ),
         no_rope_freq=pattern(model_config.no_rope_freq, model_config.no_rope_layers),
-        hybrid_layer_pattern=shrink_letters(model_config.hybrid_layer_pattern, num_layers=num_layers),
+        hybrid_layer_pattern=shrink_letters(
+            model_config.hybrid_layer_pattern, num_layers=num_layers
+        ),
         linear_attention_freq=pattern(
             model_config.linear_attention_freq,
             tuple(mixer == model_config.linear_attention_type for mixer in model_config.mixers),
         ),
         max_position_embeddings=seq_length + 8 * has_longer_positions,
         vocab_size=VOCAB_SIZE,
-        make_vocab_size_divisible_by=multiple if multiple <= 128 and multiple % tp == 0 else lcm(16, tp),
+        make_vocab_size_divisible_by=multiple
+        if multiple <= 128 and multiple % tp == 0
+        else lcm(16, tp),
         moe=moe,
     )
 
 
 def shrink_sizes(config: Config) -> Config:
-    """Shrink heads, experts and widths, by the rows of sizes.yaml for the kinds of layers of the model."""
+    """Shrink heads, experts and widths, by the rows of sizes.yaml for the kinds of layers of the
+    model.
+    """
     softmax = ("attention",) if config.model.mla is None else ("attention", "mla")
     kinds = dict.fromkeys((*softmax, *config.model.mixers, *config.model.mlps))
     rows = [SIZES[kind] for kind in kinds if kind in SIZES]
-    if {"mamba2", "attention_mamba2"} & kinds.keys():  # unset, their number follows from the hidden size
+    # unset, their number follows from the hidden size
+    if {"mamba2", "attention_mamba2"} & kinds.keys():
         config = with_values(config, {"model.mamba.num_heads": config.model.mamba_heads})
     for row in rows:
         config = divide(config, row.get("divided", ()))
@@ -228,7 +283,10 @@ def shrink_sizes(config: Config) -> Config:
     width, share = 4 * -(-8 // heads), model_config.rotary_percent
     width = next((size for size in range(width, 16, 4) if int(size * share) in range(2, 16, 2)), 16)
     hidden = 48 if model_config.mla else heads * width + 8 * (model_config.kv_channels is not None)
-    tp, etp = config.parallel.tensor_model_parallel_size, config.parallel.expert_tensor_parallel_size
+    tp, etp = (
+        config.parallel.tensor_model_parallel_size,
+        config.parallel.expert_tensor_parallel_size,
+    )
     values = {name: size for row in rows for name, size in row.get("set", {}).items()}
     values |= {
         "hidden_size": hidden,
@@ -249,7 +307,8 @@ def shrink_sizes(config: Config) -> Config:
 def divide(config: Config, names: Iterable[str]) -> Config:
     """Divide sizes by one number, the largest that the rules allow.
 
-    A rank keeps two heads of each kind if it had as many, and a model twice as many experts as a token is routed to.
+    A rank keeps two heads of each kind if it had as many, and a model twice as many experts as a
+    token is routed to.
     """
     parallel, moe = config.parallel, config.model.moe
     unit = parallel.tensor_model_parallel_size
@@ -257,9 +316,15 @@ def divide(config: Config, names: Iterable[str]) -> Config:
     least = 2 * unit
     if "num_experts" in names and moe is not None:
         least = max(8, 2 * moe.router_topk, 2 * parallel.expert_model_parallel_size)
-    sizes = {key: size for name in names if (size := value_of(config, key := ENTRIES[name].key)) is not None}
+    sizes = {
+        key: size
+        for name in names
+        if (size := value_of(config, key := ENTRIES[name].key)) is not None
+    }
     for number in range(gcd(*sizes.values()), 1, -1):
-        if all(size % number == 0 and size // number >= min(size, least) for size in sizes.values()):
+        if all(
+            size % number == 0 and size // number >= min(size, least) for size in sizes.values()
+        ):
             small = with_values(config, {key: size // number for key, size in sizes.items()})
             try:
                 check_model(small)
@@ -281,23 +346,30 @@ def shrink_layers(num_layers: int, parallel: ParallelConfig) -> tuple[int, Paral
     """
     if parallel.pipeline_model_parallel_layout is not None:
         lengths = read_pipeline_layout(parallel.pipeline_model_parallel_layout)
-        outer = (0, len(lengths) - 1)  # others have none where Megatron-LM would run multi-token prediction
+        # others have none where Megatron-LM would run multi-token prediction
+        outer = (0, len(lengths) - 1)
         small = [min(length, 3) or int(index not in outer) for index, length in enumerate(lengths)]
-        return sum(small), replace(parallel, pipeline_model_parallel_layout=write_pipeline_layout(small))
+        return sum(small), replace(
+            parallel, pipeline_model_parallel_layout=write_pipeline_layout(small)
+        )
     ends = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
-    virtual = parallel.num_virtual_stages_per_pipeline_rank  # they share the layers of their rank evenly
+    # they share the layers of their rank evenly
+    virtual = parallel.num_virtual_stages_per_pipeline_rank
     first, last = (None if size is None else virtual * min(size // virtual, 3) for size in ends)
     ranks = parallel.pipeline_model_parallel_size - sum(size is not None for size in ends)
     between, left = ranks * virtual, num_layers - sum(size or 0 for size in ends)
     middle = min(left, 2 * between + (left % between > 0)) if between else 0
     if counted := sum(parallel.counted_ends):
         middle = 2 * between - counted  # even again with what the ends count as
-    parallel = replace(parallel, decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last)
+    parallel = replace(
+        parallel, decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last
+    )
     return middle + (first or 0) + (last or 0), parallel
 
 
 def shrink_pattern(text: str, full: tuple[bool, ...], *, num_layers: int) -> str:
-    """The pattern of fewer layers: evenly sampled from the full one, with both kinds of layers if it has both.
+    """The pattern of fewer layers: evenly sampled from the full one, with both kinds of layers if
+    it has both.
 
     >>> shrink_pattern("4", (True, True, True, False) * 2, num_layers=2)
     '[0, 1]'

@@ -1,11 +1,12 @@
-"""What finished runs say about a machine: factors on the times of its operators and of its collectives.
+"""What finished runs say about a machine: factors on the times of its operators and of its
+collectives.
 
     measured      step time and exposed communication of data parallelism of a run, from its metrics
     calibrate     the factors with which the planner predicts what runs measured
     calibrated    a scenario, of any layout, on the machine as it was measured
 
-One run without `--timing-log-level` has one number, the time of a step: it scales what computes. Its timers, or further
-runs, tell collectives apart.
+One run without `--timing-log-level` has one number, the time of a step: it scales what computes.
+Its timers, or further runs, tell collectives apart.
 """
 
 import math
@@ -23,9 +24,11 @@ from nanotrain.planner.scenario import Engine, Scenario, scenario_of
 from nanotrain.planner.step_time import predict_step
 from nanotrain.untrusted import read_rows
 
-FIRST_STEPS, MIN_STEPS = 3, 3  # steps which allocate, compile and fill caches; steps that a median needs
+# steps which allocate, compile and fill caches; steps that a median needs
+FIRST_STEPS, MIN_STEPS = 3, 3
 ROUNDS, TOLERANCE, LARGEST = 20, 1e-4, math.log(100.0)  # of the search for the factors
-FAINT = 0.02  # share of exposed communication in a step below which the step says nothing about collectives
+# share of exposed communication in a step below which the step says nothing about collectives
+FAINT = 0.02
 WAITS = ("grad-reduce", "param-gather")  # timers of exposed communication of data parallelism
 
 
@@ -38,29 +41,41 @@ class Measured:
     exposed_dp_s: float = 0.0  # waiting for reductions and gathers in a step; 0 without timers
 
     def errors(self, calibration: Calibration) -> list[float]:
-        """Logarithm of predicted over measured step time; with timers also of the time that is no waiting for dp."""
+        """Logarithm of predicted over measured step time; with timers also of the time that is no
+        waiting for dp.
+        """
         time = predict_step(calibrated(self.scenario, calibration))
         others = time.total - time.exposed.get("dp", 0.0), self.step_s - self.exposed_dp_s
-        return [math.log(time.total / self.step_s), *([math.log(others[0] / others[1])] if self.exposed_dp_s else [])]
+        return [
+            math.log(time.total / self.step_s),
+            *([math.log(others[0] / others[1])] if self.exposed_dp_s else []),
+        ]
 
 
 def measured(folder: Path, *, gpu: GPU, engine: Engine | str = "nanotrain") -> Measured:
-    """Read a run folder: its configuration, ranks and steady steps, in which validation and saves do not count.
+    """Read a run folder: its configuration, ranks and steady steps, in which validation and saves
+    do not count.
 
     Raises:
         ConfigError: there is no run, or it has too few steps.
     """
-    rows = [row for row in read_rows(folder / "metrics.jsonl") if row.get("step_time_s")][FIRST_STEPS:]
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row.get("step_time_s")][
+        FIRST_STEPS:
+    ]
     starts = list(read_rows(folder / "starts.jsonl"))
     if len(rows) < MIN_STEPS or not starts:
         raise ConfigError(
-            f"{folder} has no measured steps" if not rows else f"{folder} has {len(rows)} steady steps",
+            f"{folder} has no measured steps"
+            if not rows
+            else f"{folder} has {len(rows)} steady steps",
             why=f"a calibration takes the median of at least {MIN_STEPS}, after the first {FIRST_STEPS} of a run",
             fix="name the folder of a run of nanotrain, with its metrics.jsonl, config.yaml and starts.jsonl",
         )
     config = load([f"+config={folder / 'config.yaml'}"], to_train=False).config
     scenario = scenario_of(config, int(starts[-1]["world_size"]), gpu=gpu, engine=engine)
-    waits = [sum(row["timers"].get(name, 0.0) for name in WAITS) for row in rows if row.get("timers")]
+    waits = [
+        sum(row["timers"].get(name, 0.0) for name in WAITS) for row in rows if row.get("timers")
+    ]
     return Measured(scenario, median(row["step_time_s"] for row in rows), median(waits or [0.0]))
 
 
@@ -81,11 +96,15 @@ def calibrate(runs: Sequence[Measured]) -> Calibration:
     factors = np.zeros(2 if communicates and (len(runs) > 1 or has_timers) else 1)
 
     def errors(logs: np.ndarray) -> np.ndarray:
-        return np.array([error for run in runs for error in run.errors(Calibration(*map(float, np.exp(logs))))])
+        return np.array(
+            [error for run in runs for error in run.errors(Calibration(*map(float, np.exp(logs))))]
+        )
 
     for _ in range(ROUNDS):
         now = errors(factors)
-        slopes = np.stack([(errors(factors + 0.01 * unit) - now) / 0.01 for unit in np.eye(len(factors))], axis=1)
+        slopes = np.stack(
+            [(errors(factors + 0.01 * unit) - now) / 0.01 for unit in np.eye(len(factors))], axis=1
+        )
         step = -np.linalg.lstsq(slopes, now, rcond=1e-3)[0]
         factors = np.clip(factors + np.clip(step, -1.0, 1.0), -LARGEST, LARGEST)
         if np.abs(step).max() < TOLERANCE:

@@ -1,8 +1,9 @@
 """Time of a collective of one group, while no other communication runs.
 
-Inside a node, times are those measured with NCCL (data/kernels.json), scaled to the GPU's link. Across nodes they are
-latency plus bytes over bandwidth, by the fastest algorithm (a ring, or for all-reduce a tree) and protocol. Every GPU
-has an adapter of its own, so a group with g ranks per node has g of them in each.
+Inside a node, times are those measured with NCCL (data/kernels.json), scaled to the GPU's link.
+Across nodes they are latency plus bytes over bandwidth, by the fastest algorithm (a ring, or for
+all-reduce a tree) and protocol. Every GPU has an adapter of its own, so a group with g ranks per
+node has g of them in each.
 
     all_reduce      num_bytes: the tensor of a rank
     all_gather      the gathered tensor
@@ -10,7 +11,8 @@ has an adapter of its own, so a group with g ranks per node has g of them in eac
     all_to_all      what a rank sends in all, its own part included
     p2p             the message
 
-NCCL chooses by the same kind of estimate (src/graph/tuning.cc: steps inside and between nodes, each with a latency).
+NCCL chooses by the same kind of estimate (src/graph/tuning.cc: steps inside and between nodes, each
+with a latency).
 """
 
 from collections import Counter
@@ -56,10 +58,15 @@ def collective_s(gpu: GPU, operation: str, *, num_bytes: float, ranks: Sequence[
         return LAUNCH_S + link.latency + num_bytes / (link.bandwidth * gpu.network_efficiency)
     if operation == "all_to_all":
         return _all_to_all_s(gpu, num_bytes=num_bytes, place=place)
-    bandwidth = min(place.per_node * link.bandwidth * gpu.network_efficiency, _inside_bandwidth(gpu, place.per_node))
+    bandwidth = min(
+        place.per_node * link.bandwidth * gpu.network_efficiency,
+        _inside_bandwidth(gpu, place.per_node),
+    )
     rounds = 2 if operation == "all_reduce" else 1
     wire_s = rounds * num_bytes * (place.size - 1) / place.size / bandwidth
-    steps_s = (place.size - place.num_nodes) * gpu.node.latency + (place.num_nodes - 1) * link.latency
+    steps_s = (place.size - place.num_nodes) * gpu.node.latency + (
+        place.num_nodes - 1
+    ) * link.latency
     algorithms = [(steps_s, 1.0)]
     if operation == "all_reduce":
         depth_s = (place.per_node - 1) * gpu.node.latency + log2(place.num_nodes) * link.latency
@@ -88,22 +95,34 @@ def _all_to_all_s(gpu: GPU, *, num_bytes: float, place: Placement) -> float:
     outside = place.size - place.per_node
     across = num_bytes * outside / place.size / (gpu.network.bandwidth * gpu.network_efficiency)
     share = num_bytes * place.per_node / place.size
-    inside = _inside_s(gpu, "all_to_all", num_bytes=share, size=place.per_node) if place.per_node > 1 else 0.0
+    inside = (
+        _inside_s(gpu, "all_to_all", num_bytes=share, size=place.per_node)
+        if place.per_node > 1
+        else 0.0
+    )
     return LAUNCH_S + gpu.network.latency + outside * MESSAGE_S + max(across, inside)
 
 
 def _inside_s(gpu: GPU, operation: str, *, num_bytes: float, size: int) -> float:
     """A collective inside a node, from the measured times for 2, 4 and 8 GPUs."""
-    if operation == "p2p":  # half of what each of two ranks of an all-to-all sends stays where it is
+    # half of what each of two ranks of an all-to-all sends stays where it is
+    if operation == "p2p":
         operation, num_bytes, size = "all_to_all", 2 * num_bytes, 2
-    reference, measured = gpus()[gpu.collectives], tables()["collectives"][gpu.collectives][operation]
+    reference, measured = (
+        gpus()[gpu.collectives],
+        tables()["collectives"][gpu.collectives][operation],
+    )
     scale = reference.node.bandwidth / gpu.node.bandwidth
     if gpu.is_mesh:  # two of eight GPUs have one link of seven
         scale *= (gpu.gpus_per_node - 1) / (min(size, gpu.gpus_per_node) - 1)
     sizes = sorted(int(ranks) for ranks in measured)
     near = next((ranks for ranks in sizes if ranks >= size), sizes[-1])
     seconds, least = (_measured_s(measured[str(near)], each) for each in (num_bytes * scale, 1.0))
-    more_latency = log2(size / near) * (least - _measured_s(measured[str(near // 2)], 1.0)) if near > 2 else 0.0
+    more_latency = (
+        log2(size / near) * (least - _measured_s(measured[str(near // 2)], 1.0))
+        if near > 2
+        else 0.0
+    )
     wire = (seconds - least) * ((size - 1) / size) / ((near - 1) / near)
     return least + more_latency + wire
 
@@ -114,7 +133,9 @@ def _measured_s(times: Sequence[int], num_bytes: float) -> float:
     largest = exp(nodes[-1])
     if num_bytes > largest:
         before = exp(nodes[-2])
-        return 1e-7 * (times[-1] + (times[-1] - times[-2]) * (num_bytes - largest) / (largest - before))
+        return 1e-7 * (
+            times[-1] + (times[-1] - times[-2]) * (num_bytes - largest) / (largest - before)
+        )
     return 1e-7 * interpolate([100 * log(time) for time in times], (nodes,), point=(num_bytes,))
 
 

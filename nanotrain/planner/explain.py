@@ -1,4 +1,6 @@
-"""`--explain`: the operators of a step, each with its sizes, time and efficiency, and the formula of every total."""
+"""`--explain`: the operators of a step, each with its sizes, time and efficiency, and the formula
+of every total.
+"""
 
 from collections.abc import Iterator
 
@@ -21,7 +23,9 @@ def explain(prediction: Prediction) -> str:
     for spec in (spec for rank in scenario.stages for spec in rank):
         for unit, name in zip(stages.units(spec), stages.modules(spec), strict=True):
             names.setdefault(unit, name)
-    lines = [line for unit, name in names.items() for line in _unit_lines(unit, name, scenario=scenario)]
+    lines = [
+        line for unit, name in names.items() for line in _unit_lines(unit, name, scenario=scenario)
+    ]
     return "\n".join([*lines, _totals(prediction.time)])
 
 
@@ -34,7 +38,11 @@ def _unit_lines(unit: Unit, name: str | int, *, scenario: Scenario) -> Iterator[
         backward = part.dgrad + part.wgrad
         times = f"{part.forward * 1e3:>10.3f}{backward * 1e3:>10.3f}"
         yield f"  {part.name:<48}{times}  {_work(part, scenario)}".rstrip()
-        waits = [f"{what} {getattr(part, name) * 1e3:.3f}" for name, what in COLLECTIVES.items() if getattr(part, name)]
+        waits = [
+            f"{what} {getattr(part, name) * 1e3:.3f}"
+            for name, what in COLLECTIVES.items()
+            if getattr(part, name)
+        ]
         if waits:
             yield f"    {part.group} collectives: {', '.join(waits)} ms; overlap {part.hides}"
     yield ""
@@ -44,18 +52,33 @@ def _work(part: Part, scenario: Scenario) -> str:
     """What an operator's forward does, at which rate, and the share of the GPU's peak."""
     gpu, seconds = scenario.gpu, max(part.forward, 1e-12)
     if part.flops:
-        dtype = scenario.matmul_dtype if part.sizes and part.name != "head" else scenario.config.precision.params_dtype
-        shape = f"product {' x '.join(f'{size:,}' for size in part.sizes)}" if part.sizes else "attention"
+        dtype = (
+            scenario.matmul_dtype
+            if part.sizes and part.name != "head"
+            else scenario.config.precision.params_dtype
+        )
+        shape = (
+            f"product {' x '.join(f'{size:,}' for size in part.sizes)}"
+            if part.sizes
+            else "attention"
+        )
         rate = part.flops / seconds
         of_peak = f"{rate / gpu.peak(dtype):.0%} of {gpu.peak(dtype) / 1e12:,.0f} in {dtype}"
         return f"{shape}: {part.flops / 1e9:,.1f} GFLOP, {rate / 1e12:,.0f} TFLOP/s, {of_peak}"
     rate = part.num_bytes / seconds
     share = f"{rate / gpu.memory_bandwidth:.0%} of {gpu.memory_bandwidth / 1e12:.2f} TB/s"
-    return f"{describe_bytes(int(part.num_bytes))}: {rate / 1e12:.2f} TB/s, {share}" if part.num_bytes else ""
+    return (
+        f"{describe_bytes(int(part.num_bytes))}: {rate / 1e12:.2f} TB/s, {share}"
+        if part.num_bytes
+        else ""
+    )
 
 
 def _totals(time: StepTime) -> str:
-    scenario, ranges = time.scenario, {"compute_range": COMPUTE_RANGE, "network_range": NETWORK_RANGE}
+    scenario, ranges = (
+        time.scenario,
+        {"compute_range": COMPUTE_RANGE, "network_range": NETWORK_RANGE},
+    )
     numbers = {
         "terabytes": scenario.gpu.memory_bandwidth / 1e12,
         "shards": len(scenario.ranks("dp_shard")),

@@ -93,12 +93,18 @@ def machine_of(gpu: GPU, link: tuple[float, float] | None = None) -> GPU:
 
     Args:
         gpu: a GPU with its calibration.
-        link: bandwidth and latency between nodes as collectives reach them; None for those of the GPU.
+        link: bandwidth and latency between nodes as collectives reach them; None for those of the
+            GPU.
     """
     gpu = replace(gpu, network=Link(*link), network_efficiency=1.0) if link else gpu
     compute, slower = gpu.calibration.compute, gpu.calibration.network
-    node, network = (Link(link.bandwidth / slower, link.latency * slower) for link in (gpu.node, gpu.network))
-    peaks, bandwidth = {dtype: peak / compute for dtype, peak in gpu.peak_flops.items()}, gpu.memory_bandwidth / compute
+    node, network = (
+        Link(link.bandwidth / slower, link.latency * slower) for link in (gpu.node, gpu.network)
+    )
+    peaks, bandwidth = (
+        {dtype: peak / compute for dtype, peak in gpu.peak_flops.items()},
+        gpu.memory_bandwidth / compute,
+    )
     return replace(gpu, peak_flops=peaks, memory_bandwidth=bandwidth, node=node, network=network)
 
 
@@ -117,6 +123,12 @@ def gpu_of(name: str) -> GPU:
         models = dict.fromkeys(row.split("-")[0] for row in gpus())
         close = next((near for word in words if (near := nearest_choice(word, models))), None)
         fix = f"did you mean {close}?" if close else "name the nearest of them"
-        raise ConfigError(f"unknown GPU {name}", why=f"the planner has {', '.join(gpus())}", fix=fix)
-    variants = [row for row in rows if {variant := row.partition("-")[2], variant.removesuffix("gb")} & {*words}]
+        raise ConfigError(
+            f"unknown GPU {name}", why=f"the planner has {', '.join(gpus())}", fix=fix
+        )
+    variants = [
+        row
+        for row in rows
+        if {variant := row.partition("-")[2], variant.removesuffix("gb")} & {*words}
+    ]
     return gpus()[(variants or rows)[0]]

@@ -1,7 +1,8 @@
 """Times of one operator on one GPU, from measured kernels.
 
-A roofline at the reachable peak, times a factor of the shape: an interpolated surface of data/kernels.json, which
-scripts/kernel_tables.py fits to public measurements. A GPU without measurements takes the surface of its nearest one.
+A roofline at the reachable peak, times a factor of the shape: an interpolated surface of
+data/kernels.json, which scripts/kernel_tables.py fits to public measurements. A GPU without
+measurements takes the surface of its nearest one.
 
 matmul_s          one product or a batch of them, as linear layers run it
 grouped_matmul_s  one product per expert in one launch
@@ -20,15 +21,18 @@ from nanotrain.planner.hardware import DATA, GPU, gpus, read_data
 
 LAUNCH_S = 2e-6  # from the start of a kernel to its first work, and from the last to its end
 BYTES, SURFACES = (read_data("dtypes")[name] for name in ("bytes", "surfaces"))
-# Products of weight gradients that add to an fp32 buffer take this much longer than the same product into bf16: SimuMax
-# 4dcaae5 configs/system, 144 shapes on a B200 (1.07) and 61 on an A100 (1.05). Those of input gradients take 1.00.
+# Products of weight gradients that add to an fp32 buffer take this much longer than the same
+# product into bf16: SimuMax 4dcaae5 configs/system, 144 shapes on a B200 (1.07) and 61 on an A100
+# (1.05). Those of input gradients take 1.00.
 ACCUMULATE_FACTOR = 1.06
-# Backward of attention: five products against two, at a lower share of the peak: SimuMax 4dcaae5 configs/system (0.83
-# on B200, 0.85 on A100); FlashAttention-3 (arXiv 2407.08608) Figure 6 (0.85 on H100). It splits the keys too, so that
-# few heads fill the GPU as three times as many do forward (ibid., 4 to 128 heads).
+# Backward of attention: five products against two, at a lower share of the peak: SimuMax 4dcaae5
+# configs/system (0.83 on B200, 0.85 on A100); FlashAttention-3 (arXiv 2407.08608) Figure 6 (0.85 on
+# H100). It splits the keys too, so that few heads fill the GPU as three times as many do forward
+# (ibid., 4 to 128 heads).
 BACKWARD_FLOPS, BACKWARD_EFFICIENCY, BACKWARD_HEADS = 2.5, 0.85, 3
-# Products of experts against plain ones of the same sizes: 1.2 to 1.3 with the best programs for B200 and GB200 in the
-# MoE layers of ai-dynamo/aiconfigurator 095f58a5, evenly routed, 128 tokens and more per expert.
+# Products of experts against plain ones of the same sizes: 1.2 to 1.3 with the best programs for
+# B200 and GB200 in the MoE layers of ai-dynamo/aiconfigurator 095f58a5, evenly routed, 128 tokens
+# and more per expert.
 GROUPED_FACTOR = 1.2
 CPU_ATTENTION = 3.0e10  # FLOP/s of a core of the row cpu
 STREAMS = 4  # products of experts that run at a time, as in Transformer Engine
@@ -47,7 +51,9 @@ class AttentionShape(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 16)
-def matmul_s(gpu: GPU, shape: tuple[int, int, int], *, dtype: str, num: int = 1, accumulate: bool = False) -> float:
+def matmul_s(
+    gpu: GPU, shape: tuple[int, int, int], *, dtype: str, num: int = 1, accumulate: bool = False
+) -> float:
     """Seconds of products of m x k with k x n matrices.
 
     Args:
@@ -59,10 +65,15 @@ def matmul_s(gpu: GPU, shape: tuple[int, int, int], *, dtype: str, num: int = 1,
     """
     m, n, k = shape
     peak, reached = gpu.peak(dtype), gpu.reachable[dtype]
-    work, written = (matmul_work(shape, dtype=dtype, num=num, accumulate=is_added) for is_added in (False, accumulate))
+    work, written = (
+        matmul_work(shape, dtype=dtype, num=num, accumulate=is_added)
+        for is_added in (False, accumulate)
+    )
     axes, surfaces = tables()["grid"], tables()["matmul"][gpu.kernels]
     surface = surfaces[next(name for name in SURFACES[dtype] if name in surfaces)]
-    factor = interpolate(surface["values"], (axes["m"], axes["n"], axes["n"]), point=(m, n * num, k))
+    factor = interpolate(
+        surface["values"], (axes["m"], axes["n"], axes["n"]), point=(m, n * num, k)
+    )
     factor *= ACCUMULATE_FACTOR if accumulate else 1.0
     seconds = factor * roofline_s(gpu, work, flops_per_s=peak * reached)
     return max(seconds, roofline_s(gpu, written, flops_per_s=peak))
@@ -75,7 +86,8 @@ def grouped_matmul_s(
 
     Args:
         gpu: the device.
-        shape: tokens of all experts, n and k; of a weight gradient the tokens are those summed over.
+        shape: tokens of all experts, n and k; of a weight gradient the tokens are those summed
+            over.
         num_experts: experts of the rank.
         dtype: dtype of the inputs.
         accumulate: compute weight gradients, which add to an fp32 output.
@@ -89,20 +101,30 @@ def grouped_matmul_s(
 
 
 @lru_cache(maxsize=1 << 14)
-def attention_s(gpu: GPU, shape: AttentionShape, *, dtype: str = "bf16", backward: bool = False) -> float:
+def attention_s(
+    gpu: GPU, shape: AttentionShape, *, dtype: str = "bf16", backward: bool = False
+) -> float:
     """Seconds of attention, without projections."""
     work = attention_work(shape)
     axes, surfaces = tables()["grid"], tables()["attention"][gpu.kernels]
     surface = surfaces[min(surfaces, key=lambda size: abs(int(size) - shape.head_dim))]
     heads = shape.batch * shape.heads * (BACKWARD_HEADS if backward else 1)
-    factor = interpolate(surface["values"], (axes["queries"], axes["heads"]), point=(shape.length, heads))
+    factor = interpolate(
+        surface["values"], (axes["queries"], axes["heads"]), point=(shape.length, heads)
+    )
     reference, peak = gpus()[gpu.kernels], gpu.peak(dtype)
-    share = surface["flops_per_s"] / reference.peak("bf16") * gpu.reachable["bf16"] / reference.reachable["bf16"]
+    share = (
+        surface["flops_per_s"]
+        / reference.peak("bf16")
+        * gpu.reachable["bf16"]
+        / reference.reachable["bf16"]
+    )
     seconds = factor * roofline_s(gpu, work, flops_per_s=peak * share)
     if not backward:
         return max(seconds, work[0] / peak)
     sizes = shape.head_dim, shape.value_head_dim or shape.head_dim
-    padded = 2 * max(sizes) / sum(sizes)  # kernels of the backward pass pad the smaller of two head sizes
+    # kernels of the backward pass pad the smaller of two head sizes
+    padded = 2 * max(sizes) / sum(sizes)
     return BACKWARD_FLOPS * max(seconds * padded / BACKWARD_EFFICIENCY, work[0] / peak)
 
 
@@ -111,10 +133,14 @@ def memory_s(gpu: GPU, num_bytes: float) -> float:
     return LAUNCH_S + num_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
 
 
-def matmul_work(shape: Sequence[int], *, dtype: str, num: int = 1, accumulate: bool = False) -> tuple[float, float]:
+def matmul_work(
+    shape: Sequence[int], *, dtype: str, num: int = 1, accumulate: bool = False
+) -> tuple[float, float]:
     """FLOPs and bytes of a product."""
     m, n, k = shape
-    return num * 2.0 * m * n * k, num * (BYTES[dtype] * k * (m + n) + (8 if accumulate else 2) * m * n)
+    return num * 2.0 * m * n * k, num * (
+        BYTES[dtype] * k * (m + n) + (8 if accumulate else 2) * m * n
+    )
 
 
 def attention_work(shape: AttentionShape) -> tuple[float, float]:
@@ -129,11 +155,16 @@ def attention_work(shape: AttentionShape) -> tuple[float, float]:
 def roofline_s(gpu: GPU, work: tuple[float, float], *, flops_per_s: float) -> float:
     """Least seconds of a kernel of so many FLOPs and bytes, with its launch."""
     flops, num_bytes = work
-    return LAUNCH_S + max(flops / flops_per_s, num_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency))
+    return LAUNCH_S + max(
+        flops / flops_per_s, num_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
+    )
 
 
-def interpolate(values: Sequence[float], axes: Sequence[Sequence[float]], *, point: Sequence[float]) -> float:
-    """The factor at a point of a surface of logarithms in hundredths, multilinear in the logarithms of the sizes.
+def interpolate(
+    values: Sequence[float], axes: Sequence[Sequence[float]], *, point: Sequence[float]
+) -> float:
+    """The factor at a point of a surface of logarithms in hundredths, multilinear in the logarithms
+    of the sizes.
 
     >>> interpolate([0, 100 * log(2), 0, 100 * log(2)], [[0.0, 1.0], [log(16), log(64)]], point=[1, 32])
     1.4142135623730951
@@ -149,7 +180,11 @@ def interpolate(values: Sequence[float], axes: Sequence[Sequence[float]], *, poi
         low = min(bisect_right(nodes, place) - 1, len(nodes) - 2)
         share = (place - nodes[low]) / (nodes[low + 1] - nodes[low])
         steps = ((low, 1.0 - share), (low + 1, share))
-        corners = [(at * len(nodes) + step, weight * part) for at, weight in corners for step, part in steps]
+        corners = [
+            (at * len(nodes) + step, weight * part)
+            for at, weight in corners
+            for step, part in steps
+        ]
     return exp(sum(values[at] * weight for at, weight in corners))
 
 
@@ -161,5 +196,7 @@ def tables() -> dict[str, Any]:
     flat = [0] * sizes["m"] * sizes["n"] ** 2  # products of any shape fill a core
     content["matmul"]["cpu"] = {"bf16": {"values": flat}}
     content["attention"]["cpu"] = {"64": {"values": flat, "flops_per_s": CPU_ATTENTION}}
-    content["grid"] = {name: [log(size) for size in sizes] for name, sizes in content["grid"].items()}
+    content["grid"] = {
+        name: [log(size) for size in sizes] for name, sizes in content["grid"].items()
+    }
     return content

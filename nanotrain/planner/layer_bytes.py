@@ -1,8 +1,9 @@
 """Bytes that other programs save of a microbatch and need beside them, operator by operator.
 
-Each operator of a stage keeps tensors from its forward to its backward (`saved`) and needs gradients and temporaries
-while its backward runs (`working`); `peak_of_backward` walks the operators backwards. Sources: the code of Megatron-LM
-(d98e8a64) with Transformer Engine and of nanotron (2411b022), checked with the peaks that runs of both report.
+Each operator of a stage keeps tensors from its forward to its backward (`saved`) and needs
+gradients and temporaries while its backward runs (`working`); `peak_of_backward` walks the
+operators backwards. Sources: the code of Megatron-LM (d98e8a64) with Transformer Engine and of
+nanotron (2411b022), checked with the peaks that runs of both report.
 
     T tokens of a rank   O tokens outside of tensor-parallel layers: T / tp with sequence parallelism   H hidden size
 """
@@ -27,7 +28,8 @@ class Op(NamedTuple):
 
     saved: int  # kept from its forward to its backward
     working: int = 0  # gradients and temporaries during its backward
-    weights: tuple[tuple[int, int], ...] = ()  # [outputs, inputs] of the weights whose gradients it computes
+    # [outputs, inputs] of the weights whose gradients it computes
+    weights: tuple[tuple[int, int], ...] = ()
 
 
 class StagePeak(NamedTuple):
@@ -52,16 +54,24 @@ class LayerBytes(RankSizes):
         # of the kept input of a linear layer, relative to the data type of the activations
         self.share_in_fp8 = read_data("dtypes")["saved"].get(scenario.matmul_dtype, 1.0)
         self.hidden, self.inside = self.outside * self.width, self.tokens * self.width
-        self.gathered = self.inside if self.outside < self.tokens else 0  # a backward gathers its input again
-        self.statistics = self.outside * FP32 * (1 + (self.shape.normalization == "LayerNorm"))  # of a norm
+        # a backward gathers its input again
+        self.gathered = self.inside if self.outside < self.tokens else 0
+        # of a norm
+        self.statistics = self.outside * FP32 * (1 + (self.shape.normalization == "LayerNorm"))
         self.is_megatron = self.engine.name == "megatron"
         # whether matrix products add the gradients of weights to the buffer of gradients
-        self.fuses_wgrads = self.is_megatron and config.parallel.gradient_accumulation_fusion is None
+        self.fuses_wgrads = (
+            self.is_megatron and config.parallel.gradient_accumulation_fusion is None
+        )
         backend, deterministic = config.train.attention_backend, config.train.deterministic_mode
         self.writes_scores = "local layers" in scenario.features or backend in ("unfused", "local")
-        # Flash attention keeps its output in another layout than the projection that follows. Kernels of cuDNN have
-        # the layout of Megatron-LM: on Hopper always, on Blackwell unless deterministic.
-        is_hopper, is_ampere = scenario.gpu.name.startswith(HOPPER), scenario.gpu.name.startswith("a100")
+        # Flash attention keeps its output in another layout than the projection that follows.
+        # Kernels of cuDNN have the layout of Megatron-LM: on Hopper always, on Blackwell unless
+        # deterministic.
+        is_hopper, is_ampere = (
+            scenario.gpu.name.startswith(HOPPER),
+            scenario.gpu.name.startswith("a100"),
+        )
         is_flash = backend == "flash" or not (is_hopper or not (deterministic or is_ampere))
         self.copies_output = self.is_megatron and is_flash and config.train.micro_batch_size > 1
 
@@ -70,7 +80,8 @@ class LayerBytes(RankSizes):
         return num_bytes // self.itemsize if p > 0 else 0
 
     def linear(self, inputs: int, outputs: int, *, saved: int) -> Op:
-        """A tensor-parallel linear layer: its input, gradients of output and input, and of the weight if not fused.
+        """A tensor-parallel linear layer: its input, gradients of output and input, and of the
+        weight if not fused.
 
         Args:
             inputs: width of the input per rank.
@@ -91,7 +102,11 @@ class LayerBytes(RankSizes):
             if mixer is not None:
                 ops.append(norm)
                 for kind in MIXERS[mixer].parts or (mixer,):
-                    ops += known[kind](layer, normed) if kind in known else self.declared(kind, layer, normed=normed)
+                    ops += (
+                        known[kind](layer, normed)
+                        if kind in known
+                        else self.declared(kind, layer, normed=normed)
+                    )
                 ops.append(add)
             if mlp is not None:
                 inner = self.experts(normed) if mlp == "moe" else self.mlp(shape.ffn_size, normed)
@@ -102,7 +117,9 @@ class LayerBytes(RankSizes):
     def declared(self, name: str, layer: int, *, normed: int) -> list[Op]:
         """What a kind keeps and its temporaries in nanotrain, and its linear layers."""
         kind = MIXERS[name]
-        weights = [spec for spec in kind.declare(Declaration(self.shape, "bf16", self.tp)) if spec.in_fp8]
+        weights = [
+            spec for spec in kind.declare(Declaration(self.shape, "bf16", self.tp)) if spec.in_fp8
+        ]
         local = [(spec.shape[0] // self.tp, spec.shape[1]) for spec in weights[:-1]]
         outputs = sum(rows for rows, _ in local)
         kept = normed + kind.saved_bytes(self, layer, modules=self.modules)
@@ -115,7 +132,8 @@ class LayerBytes(RankSizes):
         query = shape.num_heads * shape.head_dim // self.tp
         key = max(1, shape.query_groups // self.tp) * shape.head_dim
         hidden, tokens = shape.hidden_size, self.tokens * self.itemsize
-        copies = 1 + ((shape.has_qk_norm or shape.qk_l2_norm) and self.is_megatron)  # before and after the norms
+        # before and after the norms
+        copies = 1 + ((shape.has_qk_norm or shape.qk_l2_norm) and self.is_megatron)
         inputs = tokens * ((query + key) * copies + key)
         return [
             self.linear(hidden, query + 2 * key, saved=normed),
@@ -124,10 +142,16 @@ class LayerBytes(RankSizes):
         ]
 
     def mla(self, layer: int, normed: int) -> list[Op]:
-        """Down-projections, norms of the compressed vectors, up-projections, core attention, output projection."""
+        """Down-projections, norms of the compressed vectors, up-projections, core attention, output
+        projection.
+        """
         shape, mla = self.shape, self.shape.mla
         assert mla is not None, "callers check it"
-        heads, tokens, rank = shape.num_heads // self.tp, self.tokens * self.itemsize, mla.q_lora_rank or 0
+        heads, tokens, rank = (
+            shape.num_heads // self.tp,
+            self.tokens * self.itemsize,
+            mla.q_lora_rank or 0,
+        )
         outside = self.outside * self.itemsize
         query, value = heads * shape.head_dim, heads * shape.value_head_dim
         up = 0 if "mla_up_proj" in self.modules else 1
@@ -136,7 +160,9 @@ class LayerBytes(RankSizes):
         return [
             self.linear(shape.hidden_size, compressed, saved=normed),
             Op(outside * (compressed + rank + mla.kv_lora_rank), 2 * tokens * (query + key_value)),
-            *self.core_attention(up * tokens * (2 * query + key_value), tokens * value, heads=heads),
+            *self.core_attention(
+                up * tokens * (2 * query + key_value), tokens * value, heads=heads
+            ),
             self.linear(value, shape.hidden_size, saved=tokens * value),
         ]
 
@@ -146,7 +172,8 @@ class LayerBytes(RankSizes):
         if not self.writes_scores:
             if "core_attn" in self.modules:
                 return [Op(inputs, inputs + 2 * output + statistics)]
-            # of the output: over cp in the layout of the kernel too, and the projection's input in 8 bits
+            # of the output: over cp in the layout of the kernel too, and the projection's input in
+            # 8 bits
             copies = (self.cp > 1) + self.copies_output + (self.share_in_fp8 < 1)
             return [Op(inputs + statistics + copies * output, inputs + 2 * output)]
         scores = self.tokens * heads * self.config.data.seq_length // self.cp * self.itemsize
@@ -167,7 +194,10 @@ class LayerBytes(RankSizes):
         unfused = shape.is_gated and not self.is_megatron  # the activated gate
         return [
             self.linear(shape.hidden_size, width, saved=normed),
-            Op((1 + shape.is_gated + unfused) * unit, (2 + shape.is_gated + unfused) * unit + self.hidden),
+            Op(
+                (1 + shape.is_gated + unfused) * unit,
+                (2 + shape.is_gated + unfused) * unit + self.hidden,
+            ),
             self.linear(inner, shape.hidden_size, saved=unit),
         ]
 
@@ -176,8 +206,18 @@ class LayerBytes(RankSizes):
         shape, moe = self.shape, self.shape.moe
         assert moe is not None, "callers check it"
         etp, inner = self.etp, shape.moe_ffn_size // self.etp
-        pairs = int(self.tokens // self.tp * moe.mean_topk * etp * self.scenario.imbalance * self.scenario.padding)
-        unit, permuted = pairs * inner * self.itemsize, pairs * shape.expert_input_size * self.itemsize
+        pairs = int(
+            self.tokens
+            // self.tp
+            * moe.mean_topk
+            * etp
+            * self.scenario.imbalance
+            * self.scenario.padding
+        )
+        unit, permuted = (
+            pairs * inner * self.itemsize,
+            pairs * shape.expert_input_size * self.itemsize,
+        )
         router = self.tokens // self.tp * moe.num_choices * (3 * FP32 + 1)
         kept = 0 if "moe_act" in self.modules else 1
         up, down = ((1 + shape.is_gated) * inner, shape.hidden_size), (shape.hidden_size, inner)
@@ -185,10 +225,16 @@ class LayerBytes(RankSizes):
         if moe.shared_expert_intermediate_size:
             ops += self.mlp(moe.shared_expert_intermediate_size, 0)
         ops += [
-            Op(int(permuted * self.share_in_fp8), 2 * permuted + (1 + shape.is_gated) * unit, (up,)),
+            Op(
+                int(permuted * self.share_in_fp8), 2 * permuted + (1 + shape.is_gated) * unit, (up,)
+            ),
             Op((1 + shape.is_gated) * unit, (2 + shape.is_gated) * unit),
             # the kernel of SwiGLU multiplies by the probabilities too
-            Op(int(kept * unit * self.share_in_fp8) + (0 if shape.is_gated else unit), permuted + unit, (down,)),
+            Op(
+                int(kept * unit * self.share_in_fp8) + (0 if shape.is_gated else unit),
+                permuted + unit,
+                (down,),
+            ),
             Op(0, 2 * permuted),
         ]
         if "moe" not in self.modules:
@@ -203,11 +249,17 @@ class LayerBytes(RankSizes):
             loss = Op(logits * self.itemsize, 0)
         else:  # the softmax in fp32 is kept; beside it are the logits
             further = 2 * FP32 if self.engine.low_grads else 0
-            further += FP32 if "compiled loss" in self.scenario.features else 0  # which is not in place
+            # which is not in place
+            further += FP32 if "compiled loss" in self.scenario.features else 0
             loss = Op(logits * FP32, logits * (self.itemsize + further))
-        # the gradient of the weight is a tensor of its own even where it is written to the buffer of gradients
+        # the gradient of the weight is a tensor of its own even where it is written to the buffer
+        # of gradients
         gradients = logits * self.itemsize + 2 * self.inside + self.columns * self.width
-        return [Op(self.hidden + self.statistics, 2 * self.hidden), Op(self.hidden, gradients), loss]
+        return [
+            Op(self.hidden + self.statistics, 2 * self.hidden),
+            Op(self.hidden, gradients),
+            loss,
+        ]
 
     def stage(self, spec: StageSpec) -> StagePeak:
         """A stage with the recomputation of the configuration."""
@@ -217,12 +269,22 @@ class LayerBytes(RankSizes):
         blocks = [self.block(layer) for layer in spec.layers]
         if self.config.memory.recompute_granularity == "full":
             groups = recomputed_groups(self.config, len(blocks))
-            peaks = [self.peak_of_backward(op for index in group for op in blocks[index]) for group in groups]
-            recomputed = [[Op(self.hidden, peak.kept + peak.beside - self.hidden)] for peak in peaks]
+            peaks = [
+                self.peak_of_backward(op for index in group for op in blocks[index])
+                for group in groups
+            ]
+            recomputed = [
+                [Op(self.hidden, peak.kept + peak.beside - self.hidden)] for peak in peaks
+            ]
             blocks = [*recomputed, *blocks[sum(map(len, groups)) :]]
-        offloaded = self.config.memory.cpu_offloading_num_layers  # in host memory until their backward
+        # in host memory until their backward
+        offloaded = self.config.memory.cpu_offloading_num_layers
         for index, block in enumerate(blocks):
-            ops += [op._replace(saved=0, working=op.working + op.saved) for op in block] if index < offloaded else block
+            ops += (
+                [op._replace(saved=0, working=op.working + op.saved) for op in block]
+                if index < offloaded
+                else block
+            )
         if spec.has_head:
             ops += self.head()
             for layer in self.shape.mtp_layers:

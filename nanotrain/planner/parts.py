@@ -3,7 +3,8 @@
     Part      a linear layer, attention, a memory-bound operator, the dispatch to experts
     Streams   a clock on which parts compute and communicate
 
-Forward runs parts in order, backward in reverse. What other operators do not hide of a collective is exposed.
+Forward runs parts in order, backward in reverse. What other operators do not hide of a collective
+is exposed.
 """
 
 from collections import defaultdict
@@ -14,10 +15,12 @@ from dataclasses import dataclass, field
 class Streams:
     """The time of operators that run one after the other, with collectives beside them."""
 
-    contention: float = 0.0  # share of the time of a hidden collective by which it slows the operators beside it
+    # share of the time of a hidden collective by which it slows the operators beside it
+    contention: float = 0.0
     factor: float = 1.0  # of the time of operators
     compute: float = 0.0  # seconds in which operators run
-    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of waiting, by group
+    # seconds of waiting, by group
+    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     launches: int = 0  # operators that the host launches
     collectives: int = 0  # collectives that it launches
 
@@ -65,7 +68,8 @@ class Part:
     sizes: tuple[int, ...] = ()  # tokens, outputs and inputs of a product
     flops: float = 0.0  # forward
     num_bytes: float = 0.0  # read and written by the forward of a memory-bound operator
-    hides: str = "none"  # overlap: none, wgrad (backward collectives with products) or tiles (all, piece by piece)
+    # overlap: none, wgrad (backward collectives with products) or tiles (all, piece by piece)
+    hides: str = "none"
     pieces: int = 1  # pieces of tiles
 
     def run_forward(self, streams: Streams) -> None:
@@ -81,7 +85,9 @@ class Part:
             streams.wait(self.group, self.first, beside=tiled)
             streams.run(self.dgrad, launches=self.launches[1])
             streams.wait(self.group, self.again, beside=self.dgrad * overlaps)
-            streams.wait(self.group, self.last, beside=max(tiled, self.wgrad * (overlaps and wgrad)))
+            streams.wait(
+                self.group, self.last, beside=max(tiled, self.wgrad * (overlaps and wgrad))
+            )
         if wgrad:
             streams.run(self.wgrad, launches=self.launches[2])
 

@@ -1,6 +1,7 @@
 """`--rows`: a prediction for every row of a table of measurements.
 
-TSV --read_table--> rows --scenario_of_row--> scenarios --predict--> TSV: id, fits, memory_gib, step_time_s, ...
+TSV --read_table--> rows --scenario_of_row--> scenarios --predict--> TSV: id, fits, memory_gib,
+step_time_s, ...
 """
 
 import csv
@@ -16,7 +17,8 @@ from nanotrain.planner.row_config import Row, scenario_of_row
 from nanotrain.planner.scenario import engine_of
 
 CHOICES: dict[str, list[str]] = read_data("rows")["open"]  # of cells that a row leaves open
-NEEDED = ("layers", "hidden", "seq")  # a table without one of these columns has no row that could be modelled
+# a table without one of these columns has no row that could be modelled
+NEEDED = ("layers", "hidden", "seq")
 
 
 class RowPrediction(NamedTuple):
@@ -46,18 +48,26 @@ def read_table(path: Path) -> list[dict[str, str]]:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", "") or "it is no text"
         raise ConfigError(f"cannot read {path}", why=why, fix=fix) from None
-    rows = list(csv.reader((line for line in lines if line.strip()), delimiter="\t", quoting=csv.QUOTE_NONE))
+    rows = list(
+        csv.reader((line for line in lines if line.strip()), delimiter="\t", quoting=csv.QUOTE_NONE)
+    )
     header = [name.strip().lower() for name in rows[0]] if rows else []
     missing = [name for name in NEEDED if name not in header]
     if missing or len(set(header)) < len(header):
-        why = f"the header has no {', '.join(missing)}" if missing else "columns of its header have the same name"
+        why = (
+            f"the header has no {', '.join(missing)}"
+            if missing
+            else "columns of its header have the same name"
+        )
         raise ConfigError(f"{path} is no table of measurements", why=why, fix=fix)
     for number, cells in enumerate(rows[1:], start=2):
         if len(cells) > len(header):
             what = f"line {number} of {path} has {len(cells)} cells"
             raise ConfigError(what, why=f"the header has {len(header)} columns", fix=fix)
     table = [dict(zip(header, cells, strict=False)) for cells in rows[1:]]
-    return [{**row, "id": row.get("id") or str(number)} for number, row in enumerate(table, start=1)]
+    return [
+        {**row, "id": row.get("id") or str(number)} for number, row in enumerate(table, start=1)
+    ]
 
 
 def predict_row(cells: dict[str, str], *, engine: str | None = None) -> RowPrediction:
@@ -88,10 +98,11 @@ def predict_row(cells: dict[str, str], *, engine: str | None = None) -> RowPredi
 
 
 def _best(cells: dict[str, str], *, engine: str | None) -> tuple[Prediction, list[str]]:
-    """The prediction, and what was assumed; of what a row leaves open, the choice with the best predicted time.
+    """The prediction, and what was assumed; of what a row leaves open, the choice with the best
+    predicted time.
 
-    Published runs are tuned, so an open micro-batch size or number of virtual stages is chosen as a user would, and
-    recomputation only where nothing fits without.
+    Published runs are tuned, so an open micro-batch size or number of virtual stages is chosen as a
+    user would, and recomputation only where nothing fits without.
     """
     row, found = Row(cells), list[tuple[Prediction, list[str]]]()
     problem: NanotrainError = ConfigError("no micro-batch size divides the batch")
@@ -100,7 +111,10 @@ def _best(cells: dict[str, str], *, engine: str | None) -> tuple[Prediction, lis
         chosen = Row(cells | dict(zip(names, values, strict=True)))
         try:
             scenario = scenario_of_row(chosen, engine=engine)
-            if "mbs" in names and row.number("gbs") not in (None, scenario.config.train.global_batch_size):
+            if "mbs" in names and row.number("gbs") not in (
+                None,
+                scenario.config.train.global_batch_size,
+            ):
                 continue  # a micro-batch size that does not divide it
             prediction = predict(scenario)
         except NanotrainError as error:
@@ -114,7 +128,8 @@ def _best(cells: dict[str, str], *, engine: str | None) -> tuple[Prediction, lis
 
 
 def run_rows(table: Path, output: Path, *, engine: str | None = None) -> str:
-    """Predict a table and write the predictions as TSV; returns a line that says how many rows were modelled.
+    """Predict a table and write the predictions as TSV; returns a line that says how many rows were
+    modelled.
 
     Raises:
         ConfigError: a file that cannot be read or written, or an unknown engine.
@@ -123,8 +138,12 @@ def run_rows(table: Path, output: Path, *, engine: str | None = None) -> str:
         engine_of(engine)
     predictions = [predict_row(cells, engine=engine) for cells in read_table(table)]
     try:
-        output.write_text("".join("\t".join(line) + "\n" for line in (COLUMNS, *predictions)), encoding="utf-8")
+        output.write_text(
+            "".join("\t".join(line) + "\n" for line in (COLUMNS, *predictions)), encoding="utf-8"
+        )
     except OSError as error:
-        raise ConfigError(f"cannot write {output}", why=error.strerror or "", fix="choose another --output") from None
+        raise ConfigError(
+            f"cannot write {output}", why=error.strerror or "", fix="choose another --output"
+        ) from None
     modelled = sum(bool(row.memory_gib) for row in predictions)
     return f"{modelled} of {len(predictions)} rows predicted, written to {output}"

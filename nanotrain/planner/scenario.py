@@ -32,33 +32,44 @@ class Engine:
     launch_s: float  # host time to launch one operator
     collective_launch_s: float  # host time to launch one collective
     fused: bool  # activations, rotary positions and additions are one operator each
-    loss_bytes: tuple[float, float]  # that forward and backward of the loss read and write per logit
-    accumulation: str  # of weight gradients in fp32: fused with the product, separate, or sharded (after the reduction)
+    # that forward and backward of the loss read and write per logit
+    loss_bytes: tuple[float, float]
+    # of weight gradients in fp32: fused with the product, separate, or sharded (after the
+    # reduction)
+    accumulation: str
     optimizer_bytes: float  # that the update reads and writes per parameter
     tp_overlap: str  # of collectives of tensor parallelism: none, wgrad or tiles
-    p2p_overlap: bool  # transfers between pipeline ranks overlap with computation; with interleaved stages always
-    contention: float  # share of the time of a hidden collective by which it slows the operators beside it
+    # transfers between pipeline ranks overlap with computation; with interleaved stages always
+    p2p_overlap: bool
+    # share of the time of a hidden collective by which it slows the operators beside it
+    contention: float
     bucket_numel: int | None = None  # parameters of a gradient bucket; None: as configured
-    overlaps_grads: bool | None = None  # reductions overlap with the last backward; None: as configured
-    overlaps_params: bool | None = None  # gathers overlap with the first forward; None: as configured
+    # reductions overlap with the last backward; None: as configured
+    overlaps_grads: bool | None = None
+    # gathers overlap with the first forward; None: as configured
+    overlaps_params: bool | None = None
     overlaps_shared_expert: bool = False  # it is computed while tokens travel to the others
-    # lengths of stages: as configured; balanced where they are unequal, which need a layout there; or by shares of the
-    # weights of products, the head included
+    # lengths of stages: as configured; balanced where they are unequal, which need a layout there;
+    # or by shares of the weights of products, the head included
     stages: str = "configured"
     gather_factor: float = 1.0  # time of gathers of updated parameters relative to an all-gather
-    gather_copy_s: float = 0.0  # host time per parameter and rank to copy gathered parameters (ZeRO-1)
+    # host time per parameter and rank to copy gathered parameters (ZeRO-1)
+    gather_copy_s: float = 0.0
     attention_factor: float = 1.0  # time of attention relative to the best kernels
     kernel_factor: float = 1.0  # time of its operators relative to the best known
     # nodes of a run, or share of the memory, from which on a transfer takes so many seconds
     slow_transfer: tuple[float, float, float] | None = None
-    # nodes from which on a run without a pipeline loses so many seconds per step, and the first of stall_s
+    # nodes from which on a run without a pipeline loses so many seconds per step, and the first of
+    # stall_s
     slow_nodes: tuple[float, float] | None = None
-    # time lost per collective and rank of tp: on the host while other nodes hold other pipeline ranks, and on the
-    # device where the ranks of tp are on several nodes
+    # time lost per collective and rank of tp: on the host while other nodes hold other pipeline
+    # ranks, and on the device where the ranks of tp are on several nodes
     stall_s: tuple[float, float] = (0.0, 0.0)
-    link: tuple[float, float] | None = None  # bytes/s per GPU and latency between nodes; None: those of the GPU
+    # bytes/s per GPU and latency between nodes; None: those of the GPU
+    link: tuple[float, float] | None = None
     low_grads: bool = False  # gradients in the dtype of the parameters exist beside those in fp32
-    saves_factor: float = 1.0  # bytes that a block saves, relative to Megatron-LM with Transformer Engine
+    # bytes that a block saves, relative to Megatron-LM with Transformer Engine
+    saves_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -70,11 +81,13 @@ class Scenario:
     gpu: GPU  # of every rank
     engine: Engine  # training program
     matmul_dtype: str  # of the products of linear layers: bf16, fp8, mxfp8, nvfp4, fp16 or fp32
-    dispatcher: str = "alltoall"  # of tokens: alltoall, allgather, hierarchical or flex (DeepEP, HybridEP)
+    # of tokens: alltoall, allgather, hierarchical or flex (DeepEP, HybridEP)
+    dispatcher: str = "alltoall"
     imbalance: float = 1.0  # tokens of the busiest expert-parallel rank, relative to an even share
     cuda_graphs: bool = False  # the host launches a layer at once
     tp_overlap: str | None = None  # instead of the engine's
-    features: frozenset[str] = frozenset()  # what decides bytes and is no setting of nanotrain, such as "fused loss"
+    # what decides bytes and is no setting of nanotrain, such as "fused loss"
+    features: frozenset[str] = frozenset()
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -84,22 +97,30 @@ class Scenario:
     @cached_property
     def topology(self) -> Topology:
         """All ranks and their groups."""
-        return Topology.of(self.config.parallel, self.world_size, has_experts=self.shape.moe is not None)
+        return Topology.of(
+            self.config.parallel, self.world_size, has_experts=self.shape.moe is not None
+        )
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """Ranks along every axis: tp, cp, dp, pp, etp, ep and expert_dp."""
         grids = (self.topology.expert, self.topology.dense)
-        return {axis: size for grid in grids for axis, size in zip(grid.axes, grid.sizes, strict=True)}
+        return {
+            axis: size for grid in grids for axis, size in zip(grid.axes, grid.sizes, strict=True)
+        }
 
     @cached_property
     def machine(self) -> GPU:
-        """The GPU as calibrated, with the network of the engine's measurements where those had another."""
+        """The GPU as calibrated, with the network of the engine's measurements where those had
+        another.
+        """
         return machine_of(self.gpu, self.engine.link)
 
     @property
     def padding(self) -> float:
-        """Rows in which tokens are sent to their experts, relative to the tokens of the busiest rank."""
+        """Rows in which tokens are sent to their experts, relative to the tokens of the busiest
+        rank.
+        """
         factor = self.config.parallel.moe_expert_rank_capacity_factor or 1.0
         return max(1.0, min(factor, self.sizes["ep"]) / self.imbalance)
 
@@ -109,7 +130,9 @@ class Scenario:
         return self.world_size / self.machine.gpus_per_node
 
     def ranks(self, name: str) -> Sequence[int]:
-        """The group of the first rank along an axis, or along dp_cp, its shards or their replicas, also of experts."""
+        """The group of the first rank along an axis, or along dp_cp, its shards or their replicas,
+        also of experts.
+        """
         return _ranks(self.topology, name)
 
     @cached_property
@@ -118,17 +141,25 @@ class Scenario:
         parallel, num_ranks = self.config.parallel, self.sizes["pp"]
         specs = stage_specs(parallel, self.shape)
         ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-        has_layout = parallel.pipeline_model_parallel_layout or any(ends) or any(parallel.counted_ends)
+        has_layout = (
+            parallel.pipeline_model_parallel_layout or any(ends) or any(parallel.counted_ends)
+        )
         if self.engine.stages == "shares" and num_ranks > 1:
             specs = stages_of_lengths(_lengths_by_weights(layer_weights(self.shape), num_ranks))
-        elif self.engine.stages == "balanced" and not has_layout and self.shape.num_layers % len(specs):
+        elif (
+            self.engine.stages == "balanced"
+            and not has_layout
+            and self.shape.num_layers % len(specs)
+        ):
             specs = stages_of_lengths(balanced_lengths(layer_weights(self.shape), len(specs)))
         return tuple(tuple(specs[i] for i in parallel.stages_of(rank)) for rank in range(num_ranks))
 
     @cached_property
     def pipeline(self) -> PipelineShape:
         """The arguments of the pipeline schedule."""
-        return PipelineShape.of(self.config.parallel, num_microbatches(self.config.train, self.sizes["dp"]))
+        return PipelineShape.of(
+            self.config.parallel, num_microbatches(self.config.train, self.sizes["dp"])
+        )
 
 
 @lru_cache(maxsize=256)
@@ -139,7 +170,9 @@ def _ranks(topology: Topology, name: GroupName) -> Sequence[int]:
 
 
 def _lengths_by_weights(weights: Sequence[int], num_ranks: int) -> list[int]:
-    """Layers of every rank; a rank gets layers until they exceed its share of the weights (nanotron, build_model)."""
+    """Layers of every rank; a rank gets layers until they exceed its share of the weights
+    (nanotron, build_model).
+    """
     shares = (sum(weights) * (rank + 1) // num_ranks // weights[0] for rank in range(num_ranks))
     ends = [min(len(weights), share + 1) for share in shares]
     return [end - start for start, end in pairwise([0, *ends])]
@@ -149,11 +182,16 @@ def _lengths_by_weights(weights: Sequence[int], num_ranks: int) -> list[int]:
 def engines() -> dict[str, Engine]:
     """The engines by name."""
     table = read_data("engines")
-    return {name: Engine(name, **_fields(table["defaults"] | row)) for name, row in table["engines"].items()}
+    return {
+        name: Engine(name, **_fields(table["defaults"] | row))
+        for name, row in table["engines"].items()
+    }
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {key: tuple(map(float, value)) for key, value in row.items() if isinstance(value, list)}
+    return row | {
+        key: tuple(map(float, value)) for key, value in row.items() if isinstance(value, list)
+    }
 
 
 def engine_of(name: str) -> Engine:
@@ -164,7 +202,9 @@ def engine_of(name: str) -> Engine:
     """
     if name not in engines():
         fix = f"set --engine {nearest_choice(name, engines()) or 'nanotrain'}"
-        raise ConfigError(f"unknown engine {name}", why=f"the engines are {', '.join(engines())}", fix=fix)
+        raise ConfigError(
+            f"unknown engine {name}", why=f"the engines are {', '.join(engines())}", fix=fix
+        )
     return engines()[name]
 
 
@@ -181,24 +221,40 @@ def scenario_of(
         options: further fields of the scenario.
 
     Raises:
-        ConfigError: an unknown engine, stages that it lacks, or a batch that does not fit the ranks.
+        ConfigError: an unknown engine, stages that it lacks, or a batch that does not fit the
+            ranks.
         TopologyError: a layout that does not fit the ranks.
     """
     check_names(config)
     dp = config.parallel.data_parallel_size(world_size)
     train = replace(config.train, global_batch_size=global_batch_size(config.train, dp))
     options.setdefault("matmul_dtype", _matmul_dtype(config))
-    options.setdefault("dispatcher", "hierarchical" if config.parallel.moe_hierarchical_dispatch else "alltoall")
+    options.setdefault(
+        "dispatcher", "hierarchical" if config.parallel.moe_hierarchical_dispatch else "alltoall"
+    )
     engine = engine_of(engine) if isinstance(engine, str) else engine
     engine = replace(engine, **_fields(read_data("engines")["on_cpu"])) if gpu.is_cpu else engine
     scenario = Scenario(replace(config, train=train), world_size, gpu, engine, **options)
     if engine.stages == "shares" and (count := scenario.pipeline.num_stages_per_rank) > 1:
-        what, why = f"{count} virtual stages per pipeline rank with --engine {engine.name}", "it has one per rank"
-        raise ConfigError(what, why=why, fix="leave --num-virtual-stages-per-pipeline-rank and its schedule out")
-    assert scenario.pipeline.num_microbatches > 0, "forms the groups and the microbatches, or raises"
+        what, why = (
+            f"{count} virtual stages per pipeline rank with --engine {engine.name}",
+            "it has one per rank",
+        )
+        raise ConfigError(
+            what, why=why, fix="leave --num-virtual-stages-per-pipeline-rank and its schedule out"
+        )
+    assert scenario.pipeline.num_microbatches > 0, (
+        "forms the groups and the microbatches, or raises"
+    )
     return scenario
 
 
 def _matmul_dtype(config: Config) -> str:
     fp8 = config.precision.fp8
-    return config.precision.params_dtype if fp8 is None else "mxfp8" if fp8.recipe == "mxfp8" else "fp8"
+    return (
+        config.precision.params_dtype
+        if fp8 is None
+        else "mxfp8"
+        if fp8.recipe == "mxfp8"
+        else "fp8"
+    )

@@ -1,10 +1,11 @@
 """`search`: the layouts of a model on a number of GPUs that fit into memory, the fastest first.
 
-    sizes --rules of configurations, memory of the first pipeline rank--> layouts --predict_step--> ordered by time
-          --memory of all ranks, the fastest first--> Search
+    sizes --rules of configurations, memory of the first pipeline rank--> layouts --predict_step-->
+          ordered by time --memory of all ranks, the fastest first--> Search
 
-Settings that the caller fixes are not varied. Of the ways to save memory every layout gets, for each amount of
-recomputation, the sharding strategy with the least communication whose first pipeline rank fits.
+Settings that the caller fixes are not varied. Of the ways to save memory every layout gets, for
+each amount of recomputation, the sharding strategy with the least communication whose first
+pipeline rank fits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +30,8 @@ Values = Mapping[str, Any]  # settings by unique name
 MAX_TOKENS = 65_536  # of a microbatch
 MIN_SLICE = 1024  # tokens of a sequence per context-parallel rank
 FIRST_SLICE = 4096  # the same, of the layouts that the search begins with
-SHARDED = ("optim", "optim_grads", "optim_grads_params")  # strategies that are tried, by rising communication
+# strategies that are tried, by rising communication
+SHARDED = ("optim", "optim_grads", "optim_grads_params")
 LAYOUTS = read_data("layouts")
 FIRST: Values = LAYOUTS["first"]
 NAMES = (*FIRST, "cp_comm_type")  # settings of a layout
@@ -44,7 +46,8 @@ class Search:
     """The result of a search."""
 
     best: tuple[Prediction, ...]  # the fastest first
-    frontier: tuple[Prediction, ...]  # those that no other layout beats in both time and memory, the fastest first
+    # those that no other layout beats in both time and memory, the fastest first
+    frontier: tuple[Prediction, ...]
     num_formed: int  # layouts that the rules allow
     num_timed: int  # of these, those whose first pipeline rank fits
 
@@ -73,7 +76,9 @@ def search(
     """
     if config.train.global_batch_size is None:
         dp = config.parallel.data_parallel_size(world_size)
-        config = with_values(config, {"train.global_batch_size": global_batch_size(config.train, dp)})
+        config = with_values(
+            config, {"train.global_batch_size": global_batch_size(config.train, dp)}
+        )
     kept = {KEYS[key].name: value_of(config, key) for key in fixed if key in KEYS}
     max_tp = max_tensor_parallel_size or gpu.gpus_per_node
     space = Space(config, world_size, gpu=gpu, engine=engine, kept=kept, max_tp=max_tp)
@@ -97,9 +102,17 @@ def search(
 
 
 def next_change(prediction: Prediction) -> Prediction | None:
-    """The single change of a layout that makes the step the shortest and fits; None if none is faster."""
+    """The single change of a layout that makes the step the shortest and fits; None if none is
+    faster.
+    """
     scenario, gpu = prediction.scenario, prediction.scenario.gpu
-    space = Space(scenario.config, scenario.world_size, gpu=gpu, engine=scenario.engine.name, max_tp=gpu.gpus_per_node)
+    space = Space(
+        scenario.config,
+        scenario.world_size,
+        gpu=gpu,
+        engine=scenario.engine.name,
+        max_tp=gpu.gpus_per_node,
+    )
     longest = prediction.time.total if prediction.headroom >= 0 else inf
     changes = sorted(space.changes(scenario.config), key=lambda candidate: candidate.time.total)
     faster = (candidate for candidate in changes if candidate.time.total < longest)
@@ -159,7 +172,11 @@ class Space:
         for _ in range(NUM_ROUNDS):
             # other schedules shrink the bubble
             promising = sorted(known, key=lambda each: each.time.total - each.time.bubble / 2)
-            known += [new for each in promising[:NUM_IMPROVED] for new in self.changes(each.scenario.config)]
+            known += [
+                new
+                for each in promising[:NUM_IMPROVED]
+                for new in self.changes(each.scenario.config)
+            ]
         return sorted(known, key=lambda candidate: candidate.time.total)
 
     def changes(self, config: Config) -> Iterator[Prediction]:
@@ -179,15 +196,25 @@ class Space:
         limits = self.max_tp, max(1, self.config.data.seq_length // MIN_SLICE), inf
         names = "tensor_model_parallel_size", "context_parallel_size", "micro_batch_size"
         for name, limit in zip(names, limits, strict=True):
-            yield from ({name: size} for size in (2 * values[name], values[name] // 2) if 0 < size <= limit)
-        num_ranks = self.world_size // (values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"])
-        yield from ({"num_distributed_optimizer_instances": max(1, num_ranks // size)} for size in SHARD_RANKS)
+            yield from (
+                {name: size} for size in (2 * values[name], values[name] // 2) if 0 < size <= limit
+            )
+        num_ranks = self.world_size // (
+            values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"]
+        )
+        yield from (
+            {"num_distributed_optimizer_instances": max(1, num_ranks // size)}
+            for size in SHARD_RANKS
+        )
         if values["pipeline_model_parallel_size"] > 1:
             yield from LAYOUTS["schedules"]
         if values["context_parallel_size"] > 1:
             yield from ({"cp_comm_type": kind} for kind in ("p2p", "a2a"))
         if self.config.model.moe:
-            yield from ({"expert_tensor_parallel_size": n} for n in (1, values["tensor_model_parallel_size"]))
+            yield from (
+                {"expert_tensor_parallel_size": n}
+                for n in (1, values["tensor_model_parallel_size"])
+            )
 
     def candidate(self, values: Values) -> Prediction | None:
         """A layout with its time and the memory of its first pipeline rank.
@@ -199,7 +226,9 @@ class Space:
             return None
         self.tried.add(key)
         try:
-            config = with_values(self.config, {ENTRIES[name].key: value for name, value in layout.items()})
+            config = with_values(
+                self.config, {ENTRIES[name].key: value for name, value in layout.items()}
+            )
             check_layout(config)
             scenario = scenario_of(config, self.world_size, gpu=self.gpu, engine=self.engine)
         except NanotrainError:
@@ -207,10 +236,16 @@ class Space:
         self.num_formed += 1
         memory = memory_of_rank(scenario, 0)
         self.least_bytes = min(self.least_bytes, memory.reserved)
-        return None if memory.reserved > self.gpu.memory_bytes else Prediction(scenario, memory, predict_step(scenario))
+        return (
+            None
+            if memory.reserved > self.gpu.memory_bytes
+            else Prediction(scenario, memory, predict_step(scenario))
+        )
 
     def _sizes(self) -> Iterator[Values]:
-        """Layouts of all sizes of tp, cp, pp, ep and the micro-batch that divide the GPUs and the global batch."""
+        """Layouts of all sizes of tp, cp, pp, ep and the micro-batch that divide the GPUs and the
+        global batch.
+        """
         model, seq_length = self.config.model, self.config.data.seq_length
         batch_size = self.config.train.global_batch_size or 0
         num_experts, etp = (model.moe.num_experts, 1) if model.moe else (1, None)
@@ -226,7 +261,12 @@ class Space:
             num_ranks, rest = divmod(self.world_size, tp * cp * pp)  # of data parallelism
             if not rest and num_experts % ep == 0 and batch_size % (num_ranks * micro_batch) == 0:
                 sizes = dict(zip(choices, (tp, cp, pp, ep, micro_batch), strict=True))
-                yield {**FIRST, **sizes, "expert_tensor_parallel_size": etp, "sequence_parallel": tp > 1}
+                yield {
+                    **FIRST,
+                    **sizes,
+                    "expert_tensor_parallel_size": etp,
+                    "sequence_parallel": tp > 1,
+                }
 
 
 def _powers(limit: int) -> list[int]:

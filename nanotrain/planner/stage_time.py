@@ -1,4 +1,5 @@
-"""How long the actions of a pipeline stage take: forward, backward and its two halves, with FSDP's collectives.
+"""How long the actions of a pipeline stage take: forward, backward and its two halves, with FSDP's
+collectives.
 
 Stages.streams(stage, kind)  Streams of one action
       .numel(stages)         parameters of stages on one rank, dense and of experts
@@ -21,7 +22,8 @@ from nanotrain.spec.parameters import declare_stage, layer
 from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.stages import StageSpec
 
-STALL_GROWTH = 1.15  # a group waits for the sum of the stalls of its ranks, and a little more: fitted to tp of 2 to 32
+# a group waits for the sum of the stalls of its ranks, and a little more: fitted to tp of 2 to 32
+STALL_GROWTH = 1.15
 
 
 class Numel(NamedTuple):
@@ -42,7 +44,9 @@ class Unit:
 
 
 def _sides(parts: Parts) -> tuple[Parts, Parts]:
-    """What a layer computes outside of dispatch and combine, and between them; all of a dense layer is beside both."""
+    """What a layer computes outside of dispatch and combine, and between them; all of a dense layer
+    is beside both.
+    """
     places = [index for index, part in enumerate(parts) if part.group == "ep"]
     if not places:
         return parts, parts
@@ -60,7 +64,11 @@ class Stages:
         self.scenario, self.config, self.layers = scenario, scenario.config, Layers(scenario)
         self.precision = Precision.of(self.config.precision)
         self.strategy = self.config.parallel.data_parallel_sharding_strategy
-        self._unit, self.units, self._action = cache(self._build_unit), cache(self._units), cache(self._build_action)
+        self._unit, self.units, self._action = (
+            cache(self._build_unit),
+            cache(self._units),
+            cache(self._build_action),
+        )
         self._like = dict[tuple[object, ...], int]()  # the first layer of every kind
 
     def streams(self, spec: StageSpec, kind: ActionKind) -> Streams:
@@ -78,7 +86,9 @@ class Stages:
         return len(self.scenario.ranks("dp_shard")), len(self.scenario.ranks("expert_dp_shard"))
 
     def seconds(self, streams: Streams) -> float:
-        """Duration of an action: on the device, or of its launches on the host where these take longer."""
+        """Duration of an action: on the device, or of its launches on the host where these take
+        longer.
+        """
         if self.scenario.gpu.is_cpu:
             return streams.seconds + self.host_s(streams)
         return max(streams.seconds, self.host_s(streams))
@@ -86,8 +96,12 @@ class Stages:
     def host_s(self, streams: Streams) -> float:
         """Host time of an action."""
         engine, sizes = self.scenario.engine, self.scenario.sizes
-        seconds = streams.launches * engine.launch_s + streams.collectives * engine.collective_launch_s
-        if self.lost_s or (sizes["pp"] > 1 and self.scenario.world_size > self.scenario.machine.gpus_per_node):
+        seconds = (
+            streams.launches * engine.launch_s + streams.collectives * engine.collective_launch_s
+        )
+        if self.lost_s or (
+            sizes["pp"] > 1 and self.scenario.world_size > self.scenario.machine.gpus_per_node
+        ):
             seconds += streams.collectives * sizes["tp"] ** STALL_GROWTH * engine.stall_s[0]
         seconds *= self.scenario.gpu.calibration.compute
         return seconds * (GRAPH_LAUNCHES if self.scenario.cuda_graphs else 1.0)
@@ -96,10 +110,14 @@ class Stages:
     def lost_s(self) -> float:
         """Seconds that a step without a pipeline loses on many nodes."""
         nodes, seconds = self.scenario.engine.slow_nodes or (inf, 0.0)
-        return seconds if self.scenario.num_nodes >= nodes and self.scenario.sizes["pp"] == 1 else 0.0
+        return (
+            seconds if self.scenario.num_nodes >= nodes and self.scenario.sizes["pp"] == 1 else 0.0
+        )
 
     def modules(self, spec: StageSpec) -> list[str | int]:
-        """The embedding, the layers by their index in the model, the head, and layers of multi-token prediction."""
+        """The embedding, the layers by their index in the model, the head, and layers of
+        multi-token prediction.
+        """
         further = ["head", *self.layers.shape.mtp_layers] if spec.has_head else []
         return ["embedding"] * spec.has_embedding + [*spec.layers, *further]
 
@@ -112,7 +130,11 @@ class Stages:
         units = []
         for name in self.modules(spec):
             is_alone = name == "head" and spec.has_embedding
-            units.append(self._unit(self._kind(name), is_recomputed=name in recomputed, has_embedding=is_alone))
+            units.append(
+                self._unit(
+                    self._kind(name), is_recomputed=name in recomputed, has_embedding=is_alone
+                )
+            )
         return tuple(units)
 
     def _kind(self, name: str | int) -> str | int:
@@ -120,29 +142,48 @@ class Stages:
         if isinstance(name, str):
             return name
         shape = self.layers.shape
-        return self._like.setdefault((shape.kinds(name), shape.has_window(name), name >= shape.num_layers), name)
+        return self._like.setdefault(
+            (shape.kinds(name), shape.has_window(name), name >= shape.num_layers), name
+        )
 
     def _build_unit(self, name: str | int, *, is_recomputed: bool, has_embedding: bool) -> Unit:
         """A module; a tied head has no parameters where the stage has the embedding."""
         shape, layers = self.layers.shape, self.layers
         if isinstance(name, int) and name < shape.num_layers:
-            return Unit(layers.block(name), self._count(layer(self._declaration, name)), is_recomputed)
+            return Unit(
+                layers.block(name), self._count(layer(self._declaration, name)), is_recomputed
+            )
         if name == "embedding":
             parts, units = layers.embedding(), {"embedding"}
         elif name == "head":
-            parts, units = layers.head(), {"final_norm", "head"} | (set() if has_embedding else {"embedding"})
+            parts, units = (
+                layers.head(),
+                {"final_norm", "head"} | (set() if has_embedding else {"embedding"}),
+            )
         else:
             parts, units = layers.multi_token(int(name)), {f"mtp.{int(name) - shape.num_layers}"}
-        specs = declare_stage(self._declaration, StageSpec(0, 0, 0, name == "embedding", name != "embedding"))
-        return Unit(parts, self._count([spec for spec in specs if spec.unit in units]), is_recomputed)
+        specs = declare_stage(
+            self._declaration, StageSpec(0, 0, 0, name == "embedding", name != "embedding")
+        )
+        return Unit(
+            parts, self._count([spec for spec in specs if spec.unit in units]), is_recomputed
+        )
 
     @cached_property
     def _declaration(self) -> Declaration:
-        return Declaration(self.layers.shape, self.layers.dtype, self.layers.tp, self.config.parallel.sequence_parallel)
+        return Declaration(
+            self.layers.shape,
+            self.layers.dtype,
+            self.layers.tp,
+            self.config.parallel.sequence_parallel,
+        )
 
     def _count(self, specs: Sequence[ParamSpec]) -> Numel:
         sizes = self.scenario.sizes
-        local = [(spec.is_expert, spec.numel // prod(sizes[shard.axis] for shard in spec.shards)) for spec in specs]
+        local = [
+            (spec.is_expert, spec.numel // prod(sizes[shard.axis] for shard in spec.shards))
+            for spec in specs
+        ]
         expert = sum(numel for is_expert, numel in local if is_expert)
         return Numel(sum(numel for _, numel in local) - expert, expert, len(local))
 
@@ -165,8 +206,9 @@ class Stages:
     def hidden_s(self, forward: StageSpec, backward: StageSpec) -> float:
         """Seconds of dispatch and combine that a forward and a backward hide that run in turns.
 
-        Layer by layer, the first of one beside the last of the other: the experts of one compute while tokens of the
-        other are dispatched, attention while they are combined; what is left of the longer stage hides nothing.
+        Layer by layer, the first of one beside the last of the other: the experts of one compute
+        while tokens of the other are dispatched, attention while they are combined; what is left of
+        the longer stage hides nothing.
         """
         ahead, back = ([unit.parts for unit in self.units(spec)] for spec in (forward, backward))
         engine, hidden = self.scenario.engine, 0.0
@@ -174,41 +216,71 @@ class Stages:
             sent = [part.before for part in one if part.group == "ep"]
             returned = [part.last for part in reversed(other) if part.group == "ep"]
             computed = [sum(part.forward for part in side) for side in _sides(one)]
-            computed_back = [sum(part.dgrad + part.wgrad for part in side) for side in reversed(_sides(other))]
-            for pair in (*zip(sent, computed_back, strict=False), *zip(returned, computed, strict=False)):
+            computed_back = [
+                sum(part.dgrad + part.wgrad for part in side) for side in reversed(_sides(other))
+            ]
+            for pair in (
+                *zip(sent, computed_back, strict=False),
+                *zip(returned, computed, strict=False),
+            ):
                 hidden += (1 - engine.contention) * min(pair[0], engine.kernel_factor * pair[1])
         return hidden
 
     def _selected(self, parts: Parts) -> Parts:
         modules = self.config.memory.recomputed_modules
-        return [part for part in parts if part.name in modules or ("moe" in modules and part.name.startswith("moe"))]
+        return [
+            part
+            for part in parts
+            if part.name in modules or ("moe" in modules and part.name.startswith("moe"))
+        ]
 
     def _shard(self, streams: Streams, unit: Unit, *, kind: ActionKind) -> None:
-        """The collectives of sharded parameters and gradients, beside the unit before or the next one."""
+        """The collectives of sharded parameters and gradients, beside the unit before or the next
+        one.
+        """
         parallel, beside = self.config.parallel, streams.compute / streams.factor
         gathers = self.strategy == "optim_grads_params" and kind is not ActionKind.backward_weight
         if gathers and (kind is ActionKind.forward or parallel.reshard_after_forward):
-            seconds = self.collective_s("all_gather", unit.numel, itemsize=self.precision.params.itemsize)
+            seconds = self.collective_s(
+                "all_gather", unit.numel, itemsize=self.precision.params.itemsize
+            )
             streams.wait("dp", seconds, beside=beside * bool(self.overlaps("params")))
             beside = max(0.0, beside - seconds)
         if self.strategy in ("optim_grads", "optim_grads_params") and kind.has_wgrad:
-            seconds = self.collective_s("reduce_scatter", unit.numel, itemsize=self.precision.grads.itemsize)
+            seconds = self.collective_s(
+                "reduce_scatter", unit.numel, itemsize=self.precision.grads.itemsize
+            )
             streams.wait("dp", seconds, beside=beside * bool(self.overlaps("grads")))
 
     def overlaps(self, what: str) -> bool:
         """Whether reductions of `grads` or gathers of `params` run beside the computation."""
         parallel, chosen = self.config.parallel, getattr(self.scenario.engine, f"overlaps_{what}")
-        configured = parallel.overlap_param_gather if what == "params" else parallel.overlap_grad_reduce
+        configured = (
+            parallel.overlap_param_gather if what == "params" else parallel.overlap_grad_reduce
+        )
         return configured if chosen is None else bool(chosen)
 
-    def collective_s(self, operation: str, numel: Numel, *, itemsize: int, level: str = "shard") -> float:
-        """A collective of data parallelism over dense parameters and those of experts, one after the other."""
+    def collective_s(
+        self, operation: str, numel: Numel, *, itemsize: int, level: str = "shard"
+    ) -> float:
+        """A collective of data parallelism over dense parameters and those of experts, one after
+        the other.
+        """
         names = (f"dp_{level}", f"expert_dp_{level}")
         pairs = zip(names, numel[:2], strict=True)
-        return sum(self.layers.collective(name, operation, num_bytes=each * itemsize) for name, each in pairs if each)
+        return sum(
+            self.layers.collective(name, operation, num_bytes=each * itemsize)
+            for name, each in pairs
+            if each
+        )
 
     def _offload(self, streams: Streams, units: Sequence[Unit]) -> None:
         """Copies of activations to the host and back, beside the computation."""
         number = min(self.config.memory.cpu_offloading_num_layers, len(units))
-        num_bytes = number * self.layers.tokens * self.layers.width * 34 / 2  # Korthikanti et al. 2022, equation 1
-        streams.wait("host", num_bytes / self.layers.tp / self.scenario.gpu.host_bandwidth, beside=streams.compute)
+        # Korthikanti et al. 2022, equation 1
+        num_bytes = number * self.layers.tokens * self.layers.width * 34 / 2
+        streams.wait(
+            "host",
+            num_bytes / self.layers.tp / self.scenario.gpu.host_bandwidth,
+            beside=streams.compute,
+        )

@@ -1,7 +1,8 @@
 """Time of one training step, split by what it is spent on.
 
-Every pipeline rank runs its actions of the real schedule, each when its input is there. Beside them are the reductions
-of gradients, which begin during the last backward, and the gathers of parameters.
+Every pipeline rank runs its actions of the real schedule, each when its input is there. Beside them
+are the reductions of gradients, which begin during the last backward, and the gathers of
+parameters.
 """
 
 from collections import defaultdict
@@ -22,13 +23,14 @@ from nanotrain.planner.scenario import Scenario
 from nanotrain.planner.stage_time import Numel, Stages
 from nanotrain.spec.counts import flops_per_token
 
-# What a laptop cannot know: clocks under power limits and temperature, kernels of other versions, stragglers; and how
-# busy and how regular the fabric is. Half of the range, relative to what computes and to what is exposed; it holds four
-# of five published runs.
+# What a laptop cannot know: clocks under power limits and temperature, kernels of other versions,
+# stragglers; and how busy and how regular the fabric is. Half of the range, relative to what
+# computes and to what is exposed; it holds four of five published runs.
 COMPUTE_RANGE, NETWORK_RANGE = 0.12, 0.4
 HOST_UPDATE = 1.0e11  # bytes/s that an update on the host reads and writes
 UPDATE_LAUNCHES = 10  # operators of an update with fused loops over the parameters
-MIN_BUCKET = 40_000_000  # parameters of a gradient bucket where its size is not set, as Megatron-LM's
+# parameters of a gradient bucket where its size is not set, as Megatron-LM's
+MIN_BUCKET = 40_000_000
 BUCKET_PER_RANK = 1_000_000
 
 
@@ -38,7 +40,8 @@ class StepTime:
 
     scenario: Scenario
     compute: float  # operators of forward and backward
-    exposed: Mapping[str, float]  # communication that does not overlap with computation, by group: tp, cp, ep, pp, dp
+    # communication that does not overlap with computation, by group: tp, cp, ep, pp, dp
+    exposed: Mapping[str, float]
     bubble: float  # waiting for other pipeline ranks
     optimizer: float  # update of the parameters
     data: float  # loading of the batch
@@ -48,7 +51,16 @@ class StepTime:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return sum((self.compute, self.bubble, self.optimizer, self.data, self.host, *self.exposed.values()))
+        return sum(
+            (
+                self.compute,
+                self.bubble,
+                self.optimizer,
+                self.data,
+                self.host,
+                *self.exposed.values(),
+            )
+        )
 
     @property
     def likely(self) -> tuple[float, float]:
@@ -60,7 +72,9 @@ class StepTime:
     @property
     def tokens_per_s_per_gpu(self) -> float:
         """Throughput."""
-        tokens = (self.scenario.config.train.global_batch_size or 0) * self.scenario.config.data.seq_length
+        tokens = (
+            self.scenario.config.train.global_batch_size or 0
+        ) * self.scenario.config.data.seq_length
         return tokens / self.total / self.scenario.world_size
 
     @property
@@ -77,7 +91,9 @@ class StepTime:
 
 
 class Step(NamedTuple):
-    """An action, or a pair that runs in turns, in an order in which each follows those that it needs."""
+    """An action, or a pair that runs in turns, in an order in which each follows those that it
+    needs.
+    """
 
     rank: int
     actions: tuple[Action, ...]
@@ -104,7 +120,9 @@ class Run:
     @cached_property
     def last_backwards(self) -> dict[int, int]:
         """By stage the place of the step that completes its gradients."""
-        backwards = ((place, action) for place, step in enumerate(self.steps) for action in step.actions)
+        backwards = (
+            (place, action) for place, step in enumerate(self.steps) for action in step.actions
+        )
         return {action.stage: place for place, action in backwards if action.kind.has_wgrad}
 
 
@@ -126,9 +144,17 @@ class StepClock:
         self.gpu, self.memory_share = scenario.machine, memory_share
         self.lengths = simulated(self.shape)
         specs = [spec for stages in scenario.stages for spec in stages]
-        self.kinds = {action.kind for step in self.steps(self.lengths[0]) for action in step.actions}
-        self.streams = {(spec.index, kind): self.stages.streams(spec, kind) for spec in specs for kind in self.kinds}
-        self.durations = {action: self.stages.seconds(streams) for action, streams in self.streams.items()}
+        self.kinds = {
+            action.kind for step in self.steps(self.lengths[0]) for action in step.actions
+        }
+        self.streams = {
+            (spec.index, kind): self.stages.streams(spec, kind)
+            for spec in specs
+            for kind in self.kinds
+        }
+        self.durations = {
+            action: self.stages.seconds(streams) for action, streams in self.streams.items()
+        }
 
     def steps(self, num_microbatches: int) -> tuple[Step, ...]:
         """The actions of so many microbatches."""
@@ -146,7 +172,9 @@ class StepClock:
         spent = Streams()
         for action in actions:
             spent.add(self.streams[action])
-        exposed = defaultdict(float, {group: number * seconds for group, seconds in spent.exposed.items()})
+        exposed = defaultdict(
+            float, {group: number * seconds for group, seconds in spent.exposed.items()}
+        )
         compute = number * spent.compute
         host = max(0.0, number * (sum(self.durations[each] for each in actions) - spent.seconds))
         exposed["ep"] -= run.hidden[slowest] + (number - lengths[0]) * self.hidden_s(runs)[slowest]
@@ -166,7 +194,9 @@ class StepClock:
         )
 
     def per_microbatch(self, runs: Sequence[Run]) -> float:
-        """Seconds of a microbatch more: those between two runs, and at least those of the busiest rank."""
+        """Seconds of a microbatch more: those between two runs, and at least those of the busiest
+        rank.
+        """
         if len(runs) == 1:
             return 0.0
         ranks, hidden = range(self.shape.num_ranks), self.hidden_s(runs)
@@ -187,10 +217,16 @@ class StepClock:
         return [(spec.index, kind) for spec in self.scenario.stages[rank] for kind in kinds]
 
     def run(self, num_microbatches: int) -> Run:
-        """Run the schedule; every rank runs its actions in order, each as soon as its input is there."""
+        """Run the schedule; every rank runs its actions in order, each as soon as its input is
+        there.
+        """
         steps, num_ranks = self.steps(num_microbatches), self.shape.num_ranks
         transfer = self.transfer_s if num_ranks > 1 else 0.0
-        blocked = 0.0 if self.scenario.engine.p2p_overlap or self.shape.num_stages_per_rank > 1 else transfer
+        blocked = (
+            0.0
+            if self.scenario.engine.p2p_overlap or self.shape.num_stages_per_rank > 1
+            else transfer
+        )
         finish, waits, hidden = ([0.0] * num_ranks for _ in range(3))
         starts, ends = [0.0] * len(steps), [0.0] * len(steps)
         for place, (rank, actions, received, num_sent) in enumerate(steps):
@@ -210,7 +246,9 @@ class StepClock:
     def _hidden(self) -> Callable[[int, int], float]:
         """Seconds that a pair of the forward of a stage and the backward of one hides."""
         specs = {spec.index: spec for stages in self.scenario.stages for spec in stages}
-        return cache(lambda forward, backward: self.stages.hidden_s(specs[forward], specs[backward]))
+        return cache(
+            lambda forward, backward: self.stages.hidden_s(specs[forward], specs[backward])
+        )
 
     @cached_property
     def transfer_s(self) -> float:
@@ -220,31 +258,47 @@ class StepClock:
         if slow and number > 1 and (number >= slow[0] or self.memory_share >= slow[1]):
             return slow[2]
         num_bytes = layers.outside * layers.width
-        return collective_s(self.gpu, "p2p", num_bytes=num_bytes, ranks=self.scenario.ranks("pp")[:2])
+        return collective_s(
+            self.gpu, "p2p", num_bytes=num_bytes, ranks=self.scenario.ranks("pp")[:2]
+        )
 
     def update_s(self, rank: int) -> float:
         """Seconds of the update of a pipeline rank."""
         stages, engine, optim = self.stages, self.scenario.engine, self.scenario.config.optim
         numel = stages.numel(self.scenario.stages[rank])
         updated = numel.dense / stages.shards[0] + numel.expert / stages.shards[1]
-        seconds = memory_s(self.gpu, engine.optimizer_bytes * updated) + UPDATE_LAUNCHES * engine.launch_s
+        seconds = (
+            memory_s(self.gpu, engine.optimizer_bytes * updated) + UPDATE_LAUNCHES * engine.launch_s
+        )
         if not optim.optimizer_cpu_offload:
             return seconds
         on_host = updated * host_fraction(optim)
         copied = on_host * (stages.precision.main_grads.itemsize + stages.precision.params.itemsize)
-        return seconds + copied / self.gpu.host_bandwidth + on_host * engine.optimizer_bytes / HOST_UPDATE
+        return (
+            seconds
+            + copied / self.gpu.host_bandwidth
+            + on_host * engine.optimizer_bytes / HOST_UPDATE
+        )
 
     def gathers_s(self, rank: int) -> float:
-        """Seconds of the gathers of updated parameters that the forward of a pipeline rank waits for."""
+        """Seconds of the gathers of updated parameters that the forward of a pipeline rank waits
+        for.
+        """
         stages, engine = self.stages, self.scenario.engine
         if stages.strategy not in ("optim", "optim_grads") or stages.shards[0] == 1:
             return 0.0
         numel = stages.numel(self.scenario.stages[rank])
-        seconds = stages.collective_s("all_gather", numel, itemsize=stages.precision.params.itemsize)
-        seconds = engine.gather_factor * seconds + numel.tensors * stages.shards[0] * engine.gather_copy_s
+        seconds = stages.collective_s(
+            "all_gather", numel, itemsize=stages.precision.params.itemsize
+        )
+        seconds = (
+            engine.gather_factor * seconds + numel.tensors * stages.shards[0] * engine.gather_copy_s
+        )
         if not stages.overlaps("params"):
             return seconds
-        first = sum(self.durations[spec.index, ActionKind.forward] for spec in self.scenario.stages[rank])
+        first = sum(
+            self.durations[spec.index, ActionKind.forward] for spec in self.scenario.stages[rank]
+        )
         return max(seconds / self._num_buckets(numel), seconds - first)
 
     def _num_buckets(self, numel: Numel) -> int:
@@ -253,11 +307,17 @@ class StepClock:
         return max(1, round((numel.dense + numel.expert) / size))
 
     def reduced_at(self, run: Run, rank: int) -> float:
-        """When the reductions of one rank end, which begin at the last backward of each of its stages.
+        """When the reductions of one rank end, which begin at the last backward of each of its
+        stages.
 
-        Gradients that are sharded were reduce-scattered in each backward; what is left is the sum over the replicas.
+        Gradients that are sharded were reduce-scattered in each backward; what is left is the sum
+        over the replicas.
         """
-        stages, itemsize, last = self.stages, self.stages.precision.grads.itemsize, run.last_backwards
+        stages, itemsize, last = (
+            self.stages,
+            self.stages.precision.grads.itemsize,
+            run.last_backwards,
+        )
         operation = {"no_shard": "all_reduce", "optim": "reduce_scatter"}.get(stages.strategy)
         end = 0.0
         for spec in sorted(self.scenario.stages[rank], key=lambda spec: last[spec.index]):
@@ -265,17 +325,27 @@ class StepClock:
             number = self._num_buckets(numel)
             bucket = Numel(numel.dense // number, numel.expert // number, 0)
             shard = Numel(bucket.dense // stages.shards[0], bucket.expert // stages.shards[1], 0)
-            seconds = stages.collective_s(operation, bucket, itemsize=itemsize) if operation else 0.0
-            seconds += stages.collective_s("all_reduce", shard, itemsize=itemsize, level="replicate")
+            seconds = (
+                stages.collective_s(operation, bucket, itemsize=itemsize) if operation else 0.0
+            )
+            seconds += stages.collective_s(
+                "all_reduce", shard, itemsize=itemsize, level="replicate"
+            )
             for index in range(number if seconds else 0):
-                ready = run.starts[place] + (run.ends[place] - run.starts[place]) * (index + 1) / number
+                ready = (
+                    run.starts[place] + (run.ends[place] - run.starts[place]) * (index + 1) / number
+                )
                 end = max(ready if stages.overlaps("grads") else run.finish[rank], end) + seconds
         return end
 
     def timeline(self) -> Timeline:
-        """The actions of the first microbatches, or of all if they are few; an average forward takes 1."""
+        """The actions of the first microbatches, or of all if they are few; an average forward
+        takes 1.
+        """
         run = self.run(self.lengths[0])
-        forwards = [seconds for (_, kind), seconds in self.durations.items() if kind is ActionKind.forward]
+        forwards = [
+            seconds for (_, kind), seconds in self.durations.items() if kind is ActionKind.forward
+        ]
         ranks, unit = [list[Span]() for _ in run.finish], mean(forwards)
         for step, start, end in zip(run.steps, run.starts, run.ends, strict=True):
             for action in step.actions:
@@ -286,7 +356,8 @@ class StepClock:
 
 
 def simulated(shape: PipelineShape) -> list[int]:
-    """Microbatches to simulate: all, or enough for the steady state, and one more period, by which to extend them.
+    """Microbatches to simulate: all, or enough for the steady state, and one more period, by which
+    to extend them.
 
     >>> simulated(PipelineShape(4, 1, 10)), simulated(PipelineShape(4, 1, 1023))
     ([10], [8, 12])

@@ -69,7 +69,9 @@ class Precision:
 
     @property
     def has_separate_main_params(self) -> bool:
-        """Whether main params are stored apart from model params; those of equal dtype are the same tensor."""
+        """Whether main params are stored apart from model params; those of equal dtype are the same
+        tensor.
+        """
         return self.params != self.main
 
     def state_dtype(self, name: str) -> torch.dtype:

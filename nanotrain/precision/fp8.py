@@ -3,8 +3,8 @@
     FP8_FORMATS   the fp8 dtypes of activations, weights and gradients
     RECIPES       how many elements share a scale, and where its amax comes from
 
-An amax is the largest absolute value of the elements that share a scale. A recipe is one row here; kernels/fp8 reads
-only its fields.
+An amax is the largest absolute value of the elements that share a scale. A recipe is one row here;
+kernels/fp8 reads only its fields.
 
     R rows   K elements of a row that a product sums over
 """
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-# The only CUDA compute capability with a grouped product of fp8 matrices with a scale per row (torch 2.13).
+# The only CUDA compute capability with a grouped product of fp8 matrices with a scale per row
+# (torch 2.13).
 GROUPED_CAPABILITY = (9, 0)
 
 # Rows and elements of a row that share a scale; None is all of them.
@@ -43,7 +44,8 @@ class Recipe:
 
     block: Block  # of activations and gradients
     weight_block: Block
-    # scales are powers of two: dequantization is exact, and values that stay normal do not depend on the scale
+    # scales are powers of two: dequantization is exact, and values that stay normal do not depend
+    # on the scale
     power_of_two: bool = False
     has_history: bool = False  # scales follow from the amaxes of earlier steps
     capability: tuple[int, int] = (8, 9)  # the first CUDA compute capability with kernels
@@ -65,7 +67,12 @@ RECIPES: dict[str, Recipe] = {
     "rowwise": Recipe((1, None), (1, None), power_of_two=True),
     # DeepSeek-V3 (2024), section 3.3.2; torch has kernels for Hopper only
     "blockwise": Recipe(
-        (1, 128), (128, 128), power_of_two=True, capability=(9, 0), last_capability=(9, 9), e4m3_only=True
+        (1, 128),
+        (128, 128),
+        power_of_two=True,
+        capability=(9, 0),
+        last_capability=(9, 9),
+        e4m3_only=True,
     ),
     # OCP Microscaling Formats 1.0: scales are e8m0
     "mxfp8": Recipe((1, 32), (1, 32), power_of_two=True, capability=(10, 0), e4m3_only=True),

@@ -1,6 +1,7 @@
 """Offline corpus preparation: text files and Hugging Face datasets to `.bin/.idx` token files.
 
-Holds `nanotrain prepare` and the quick-start corpus; training-time reading is in data/, which never imports this.
+Holds `nanotrain prepare` and the quick-start corpus; training-time reading is in data/, which never
+imports this.
 
     options -> chunks (splits the inputs) -> parts (one file per chunk, worker processes) -> corpus (merges)
     inputs, readers: chunk -> documents      token_writer: documents -> .bin/.idx      bpe, quickstart

@@ -1,6 +1,7 @@
 """Train a byte-level BPE tokenizer, as GPT-2's: it encodes any bytes and has no unknown token.
 
-Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.2; with its splitting pattern.
+Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.2; with its
+splitting pattern.
 """
 
 import re
@@ -13,14 +14,16 @@ from nanotrain.errors import DataError
 from nanotrain.log import progress
 
 EOD_TEXT = "<|endoftext|>"
-MIN_VOCAB, MAX_VOCAB = 257, 1 << 22  # the library takes 70 bytes for each at once, and ends the process without them
+# the library takes 70 bytes for each at once, and ends the process without them
+MIN_VOCAB, MAX_VOCAB = 257, 1 << 22
 LONG_RUN = re.compile(r"(\S{1000}|\s{1000})")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
     """Train a tokenizer on documents without lone surrogates.
 
-    The vocabulary is 256 bytes, `<|endoftext|>` and merges, at most `vocab_size`; little text gives fewer merges.
+    The vocabulary is 256 bytes, `<|endoftext|>` and merges, at most `vocab_size`; little text gives
+    fewer merges.
 
     Raises:
         DataError: the vocabulary is too small for the bytes, or too large for memory.
@@ -46,7 +49,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
 
 
 def split_runs(text: str) -> list[str]:
-    """A text in parts without longer runs of blanks or of other characters, of which the trainer makes one word each.
+    """A text in parts without longer runs of blanks or of other characters, of which the trainer
+    makes one word each.
 
     Its time grows with the square of the length of a word.
 

@@ -5,9 +5,10 @@
     text by the chat template    <|im_start|> user 2 + 2?<|im_end|> <|im_start|> assistant 4 <|im_end|>
     loss mask                    0            0    0 0 0 0          0            0         1 1
 
-The text is that of transformers' `apply_chat_template`. What the assistant writes is marked by `{% generation %}` in
-the template, as transformers defines it. In other templates it is what each assistant message adds to the messages
-before it and the prompt for a reply, which needs a template that never changes an earlier turn.
+The text is that of transformers' `apply_chat_template`. What the assistant writes is marked by `{%
+generation %}` in the template, as transformers defines it. In other templates it is what each
+assistant message adds to the messages before it and the prompt for a reply, which needs a template
+that never changes an earlier turn.
 """
 
 import json
@@ -48,14 +49,18 @@ class ChatTemplate:
         self._marks_turns = "generation %}" in str(template)
 
     def encode(self, conversation: str) -> tuple[list[int], np.ndarray]:
-        """The token ids of a conversation, given as the JSON of its messages, and their mask [tokens] uint8.
+        """The token ids of a conversation, given as the JSON of its messages, and their mask
+        [tokens] uint8.
 
         Raises:
-            DataError: no messages with role and content, or a template that refuses them or changes earlier turns.
+            DataError: no messages with role and content, or a template that refuses them or changes
+                earlier turns.
         """
         messages = self._messages(conversation)
         if self._marks_turns:
-            encoded = self._render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            encoded = self._render(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
             return list(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=np.uint8)
         text = self._render(messages, tokenize=False)
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -88,14 +93,19 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template(list(messages), **options)
         except (TemplateError, TypeError, ValueError) as error:
             why = f"the chat template refuses it: {error}"
-            raise DataError("a conversation cannot be used", why=why, fix="correct or remove it") from None
+            raise DataError(
+                "a conversation cannot be used", why=why, fix="correct or remove it"
+            ) from None
 
     def _messages(self, conversation: str) -> list[dict[str, Any]]:
         try:
             messages = []
             for value in list_of(parse_json(conversation), "messages"):
                 message = object_of(value, "a message")
-                messages.append(message | {name: text_of(message.get(name), name) for name in ("role", "content")})
+                messages.append(
+                    message
+                    | {name: text_of(message.get(name), name) for name in ("role", "content")}
+                )
             if not any(message["role"] == ASSISTANT for message in messages):
                 raise ValueError("it has no message of the assistant, whose tokens are the targets")
         except ValueError as error:

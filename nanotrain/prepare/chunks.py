@@ -29,10 +29,13 @@ from nanotrain.prepare.inputs import (
     uncompressed_suffix,
 )
 
-# The input is split into about this many chunks, within these bounds in bytes: enough to keep every core busy.
+# The input is split into about this many chunks, within these bounds in bytes: enough to keep every
+# core busy.
 _NUM_CHUNKS, _MIN_BYTES, _MAX_BYTES = 512, 1 << 20, 256 << 20
 _TEXT_TYPES, _LINE_TYPES = (".txt", ".md"), (".jsonl", ".ndjson")
-_ROW_TYPES = {f".{name}": name for name in ("csv", "arrow", "json", "parquet")} | dict.fromkeys(_LINE_TYPES, "json")
+_ROW_TYPES = {f".{name}": name for name in ("csv", "arrow", "json", "parquet")} | dict.fromkeys(
+    _LINE_TYPES, "json"
+)
 _ANY_LENGTH = 1 << 62  # more bytes than a file has
 
 
@@ -50,13 +53,16 @@ class InputChunk:
 
 
 def plan_chunks(inputs: Sequence[str], *, subset: str | None, split: str) -> tuple[InputChunk, ...]:
-    """Split files, folders and hub names into chunks, in order; `subset` and `split` select from hub datasets.
+    """Split files, folders and hub names into chunks, in order; `subset` and `split` select from
+    hub datasets.
 
     Raises:
-        DataError: an input is missing, unreadable or empty, or `subset` or `split` has no effect on any input.
+        DataError: an input is missing, unreadable or empty, or `subset` or `split` has no effect on
+            any input.
     """
     expanded = [_expand(name) for name in inputs]
-    if None not in expanded and (subset is not None or split != "train"):  # test data must not become training data
+    # test data must not become training data
+    if None not in expanded and (subset is not None or split != "train"):
         flag = f"--subset {subset}" if subset is not None else f"--split-name {split}"
         raise DataError(
             f"{flag} has no effect on {', '.join(inputs)}",
@@ -67,14 +73,23 @@ def plan_chunks(inputs: Sequence[str], *, subset: str | None, split: str) -> tup
     chunk_bytes = min(max(sum(sizes) // _NUM_CHUNKS, _MIN_BYTES), _MAX_BYTES)
     chunks: list[InputChunk] = []
     for name, paths in zip(inputs, expanded, strict=True):
-        chunks += _split_rows(HubDataset(name, subset, split)) if paths is None else _split_files(paths, chunk_bytes)
+        chunks += (
+            _split_rows(HubDataset(name, subset, split))
+            if paths is None
+            else _split_files(paths, chunk_bytes)
+        )
     if not chunks:
-        raise DataError(f"{', '.join(inputs)} holds no text", why="every file is empty", fix="give files with text")
+        raise DataError(
+            f"{', '.join(inputs)} holds no text",
+            why="every file is empty",
+            fix="give files with text",
+        )
     return tuple(chunks)
 
 
 def streamed_dataset(name: str, *, subset: str | None, split: str) -> HubDataset:
-    """The dataset of an input with `--streaming`: a hub name, a folder, or a file of rows, compressed or not.
+    """The dataset of an input with `--streaming`: a hub name, a folder, or a file of rows,
+    compressed or not.
 
     Raises:
         DataError: a file type without rows.
@@ -84,7 +99,11 @@ def streamed_dataset(name: str, *, subset: str | None, split: str) -> HubDataset
         return _dataset_of_file(path)
     if glob.has_magic(name):
         fix = "name one file or folder, or leave --streaming out"
-        raise DataError(f"{name} cannot be streamed", why="it is a pattern, and one dataset is streamed", fix=fix)
+        raise DataError(
+            f"{name} cannot be streamed",
+            why="it is a pattern, and one dataset is streamed",
+            fix=fix,
+        )
     return HubDataset(str(path) if path.is_dir() else name, subset, split)
 
 
@@ -97,32 +116,56 @@ def _expand(name: str) -> list[Path] | None:
         return None if is_saved_dataset(path) else _files_below(path) or None
     if path.exists():  # as <(zcat FILE) of a shell
         why = "it is a pipe or device, and files are read in parts and more than once"
-        raise DataError(f"{name} is no file", why=why, fix="write what it gives to a file, which may be compressed")
+        raise DataError(
+            f"{name} is no file",
+            why=why,
+            fix="write what it gives to a file, which may be compressed",
+        )
     if glob.has_magic(name):
         return _matches(name)
-    if is_compressed(path) or path.suffix.lower() in {*SPLITTERS, *_ROW_TYPES} or name.startswith((".", "/", "~")):
-        raise DataError(f"{name} does not exist", why="no such file or folder", fix="check the path of --input")
+    if (
+        is_compressed(path)
+        or path.suffix.lower() in {*SPLITTERS, *_ROW_TYPES}
+        or name.startswith((".", "/", "~"))
+    ):
+        raise DataError(
+            f"{name} does not exist", why="no such file or folder", fix="check the path of --input"
+        )
     return None
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """The files of documents, without hidden ones, and without compressed copies of files that are there too.
+    """The files of documents, without hidden ones, and without compressed copies of files that are
+    there too.
 
-    Copying and version control leave many hidden files; `zstd` and `gzip -k` keep the file that they compress.
+    Copying and version control leave many hidden files; `zstd` and `gzip -k` keep the file that
+    they compress.
     """
-    files = [file for file in folder.rglob("*") if _splitter_of(file) is not None and file.is_file()]
-    kept = {file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)}
-    return sorted(file for file in kept if not (is_compressed(file) and file.with_suffix("") in kept))
+    files = [
+        file for file in folder.rglob("*") if _splitter_of(file) is not None and file.is_file()
+    ]
+    kept = {
+        file
+        for file in files
+        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    }
+    return sorted(
+        file for file in kept if not (is_compressed(file) and file.with_suffix("") in kept)
+    )
 
 
 def _matches(pattern: str) -> list[Path]:
     """The files that match a pattern, and those of documents below the folders that do."""
     found = [Path(name) for name in sorted(glob.glob(expanded(pattern), recursive=True))]
     files = [
-        file for path in found for file in (_files_below(path) if path.is_dir() else [path] if path.exists() else [])
+        file
+        for path in found
+        for file in (_files_below(path) if path.is_dir() else [path] if path.exists() else [])
     ]
     if not files:
-        raise DataError(f"no file matches {pattern}", why="it is a pattern", fix="check the path of --input")
+        raise DataError(
+            f"no file matches {pattern}", why="it is a pattern", fix="check the path of --input"
+        )
     return list(dict.fromkeys(files))
 
 
@@ -132,15 +175,25 @@ def _split_files(paths: Iterable[Path], chunk_bytes: int) -> list[InputChunk]:
         try:
             path.open("rb").close()
         except OSError as error:
-            raise DataError(f"{path} cannot be read", why=error.strerror or "", fix="check its permissions") from None
+            raise DataError(
+                f"{path} cannot be read", why=error.strerror or "", fix="check its permissions"
+            ) from None
         if path.stat().st_size == 0:
             continue
         check_zstandard(str(path))
         split = _splitter_of(path)
-        for chunk in _split_rows(_dataset_of_file(path)) if split is None else split(path, chunk_bytes):
+        for chunk in (
+            _split_rows(_dataset_of_file(path)) if split is None else split(path, chunk_bytes)
+        ):
             last = chunks[-1] if chunks else None
-            if last and chunk.kind == last.kind == "text" and last.num_bytes + chunk.num_bytes <= chunk_bytes:
-                chunks[-1] = InputChunk("text", last.files + chunk.files, num_bytes=last.num_bytes + chunk.num_bytes)
+            if (
+                last
+                and chunk.kind == last.kind == "text"
+                and last.num_bytes + chunk.num_bytes <= chunk_bytes
+            ):
+                chunks[-1] = InputChunk(
+                    "text", last.files + chunk.files, num_bytes=last.num_bytes + chunk.num_bytes
+                )
             else:
                 chunks.append(chunk)
     return chunks
@@ -166,7 +219,10 @@ def _split_text(path: Path, chunk_bytes: int) -> list[InputChunk]:
 def _split_lines(path: Path, chunk_bytes: int) -> list[InputChunk]:
     size = path.stat().st_size
     edges = [*range(0, size, chunk_bytes), size]
-    return [InputChunk("lines", (str(path),), start, stop, stop - start) for start, stop in pairwise(edges)]
+    return [
+        InputChunk("lines", (str(path),), start, stop, stop - start)
+        for start, stop in pairwise(edges)
+    ]
 
 
 def _split_parquet(path: Path, chunk_bytes: int) -> list[InputChunk]:
@@ -175,7 +231,9 @@ def _split_parquet(path: Path, chunk_bytes: int) -> list[InputChunk]:
     try:
         metadata = pyarrow.parquet.ParquetFile(path).metadata
     except Exception as error:
-        raise DataError(f"{path} is no parquet file", why=str(error), fix="write or copy it again") from None
+        raise DataError(
+            f"{path} is no parquet file", why=str(error), fix="write or copy it again"
+        ) from None
     groups = range(metadata.num_row_groups)
     sizes = [metadata.row_group(group).total_byte_size for group in groups]
     edges, total = [0], 0
@@ -184,7 +242,10 @@ def _split_parquet(path: Path, chunk_bytes: int) -> list[InputChunk]:
         if total >= chunk_bytes or group == groups[-1]:
             edges.append(group + 1)
             total = 0
-    return [InputChunk("parquet", (str(path),), start, stop, sum(sizes[start:stop])) for start, stop in pairwise(edges)]
+    return [
+        InputChunk("parquet", (str(path),), start, stop, sum(sizes[start:stop]))
+        for start, stop in pairwise(edges)
+    ]
 
 
 def _dataset_of_file(path: Path) -> HubDataset:
@@ -211,5 +272,7 @@ def _split_rows(dataset: HubDataset) -> list[InputChunk]:
 
 # How a file is split, by its suffix; `readers.READERS` has how its chunks are read.
 SPLITTERS = (
-    {".parquet": _split_parquet} | dict.fromkeys(_TEXT_TYPES, _split_text) | dict.fromkeys(_LINE_TYPES, _split_lines)
+    {".parquet": _split_parquet}
+    | dict.fromkeys(_TEXT_TYPES, _split_text)
+    | dict.fromkeys(_LINE_TYPES, _split_lines)
 )

@@ -32,11 +32,26 @@ from nanotrain.prepare.chunks import InputChunk, plan_chunks, streamed_dataset
 from nanotrain.prepare.executors import EXECUTORS
 from nanotrain.prepare.inputs import load_rows
 from nanotrain.prepare.options import PrepareOptions
-from nanotrain.prepare.parts import CURE, READY, PartJob, is_complete, is_ready, open_parts, part_prefix
+from nanotrain.prepare.parts import (
+    CURE,
+    READY,
+    PartJob,
+    is_complete,
+    is_ready,
+    open_parts,
+    part_prefix,
+)
 from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.quantities import count_of
-from nanotrain.runs.files import disk_errors, is_own, make_folder, remove_folder, write_bytes, write_text
+from nanotrain.runs.files import (
+    disk_errors,
+    is_own,
+    make_folder,
+    remove_folder,
+    write_bytes,
+    write_text,
+)
 from nanotrain.runs.lock import hold_lock
 from nanotrain.system import usable_cores
 
@@ -58,7 +73,8 @@ def prepare_corpus(options: PrepareOptions) -> None:
         chunks = plan_chunks(options.input, subset=options.subset, split=options.split_name)
     tokenizer = load_tokenizer(options.tokenizer) if options.bpe_vocab_size is None else None
     plan = _plan(options, chunks, tokenizer=tokenizer)
-    if _is_prepared(prefix, plan) and not os.path.lexists(options.parts):  # the folder may be read-only
+    # the folder may be read-only
+    if _is_prepared(prefix, plan) and not os.path.lexists(options.parts):
         return
     lock = prefix.with_name(f".{prefix.name}.prepare.lock")
     with disk_errors(lock, fix=CURE):
@@ -80,13 +96,21 @@ def prepare_corpus(options: PrepareOptions) -> None:
 
 
 def _prepare(
-    options: PrepareOptions, plan: dict[str, Any], *, chunks: tuple[InputChunk, ...], tokenizer: Tokenizer | None
+    options: PrepareOptions,
+    plan: dict[str, Any],
+    *,
+    chunks: tuple[InputChunk, ...],
+    tokenizer: Tokenizer | None,
 ) -> None:
     """Prepare the corpus of a plan; this process alone does."""
     prefix = options.output
     job, tokenizer = _set_up(options, plan, chunks=chunks, tokenizer=tokenizer)
     num_parts = _write_missing(job, chunks or _stream(options), planned=chunks)
-    needed = sum(file.stat().st_size for file in options.parts.iterdir() if file.suffix in (".bin", ".idx", ".mask"))
+    needed = sum(
+        file.stat().st_size
+        for file in options.parts.iterdir()
+        if file.suffix in (".bin", ".idx", ".mask")
+    )
     with disk_errors(bin_path(prefix), needed=needed, fix=CURE):
         files = sorted({file for chunk in chunks for file in chunk.files})
         info = _merge(job, num_parts=num_parts, tokenizer=tokenizer, plan=_hash(plan), files=files)
@@ -94,7 +118,11 @@ def _prepare(
 
 
 def _set_up(
-    options: PrepareOptions, plan: dict[str, Any], *, chunks: tuple[InputChunk, ...], tokenizer: Tokenizer | None
+    options: PrepareOptions,
+    plan: dict[str, Any],
+    *,
+    chunks: tuple[InputChunk, ...],
+    tokenizer: Tokenizer | None,
 ) -> tuple[PartJob, Tokenizer]:
     """Make the folder of part files with its tokenizer, unless another process of this plan has."""
     is_there = is_ready(options.parts, plan)
@@ -109,10 +137,13 @@ def _set_up(
     return job, tokenizer
 
 
-def _plan(options: PrepareOptions, chunks: tuple[InputChunk, ...], *, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _plan(
+    options: PrepareOptions, chunks: tuple[InputChunk, ...], *, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
     """Everything that determines the content of the parts; equal plans give equal bytes.
 
-    Its hash is stored with every prepared corpus: with another key every corpus would count as outdated.
+    Its hash is stored with every prepared corpus: with another key every corpus would count as
+    outdated.
     """
     files = sorted({file for chunk in chunks for file in chunk.files})
     return {
@@ -120,8 +151,16 @@ def _plan(options: PrepareOptions, chunks: tuple[InputChunk, ...], *, tokenizer:
         "files": [[file, (stat := os.stat(file)).st_size, stat.st_mtime_ns] for file in files],
         "pieces": _hash([[chunk.kind, chunk.files, chunk.start, chunk.stop] for chunk in chunks]),
         "tokenizer": options.tokenizer,
-        "vocabulary": _hash(tokenizer.backend.to_str()) if isinstance(tokenizer, FastTokenizer) else None,
-        "options": [options.subset, options.split_name, options.column, options.append_eod, options.dtype],
+        "vocabulary": _hash(tokenizer.backend.to_str())
+        if isinstance(tokenizer, FastTokenizer)
+        else None,
+        "options": [
+            options.subset,
+            options.split_name,
+            options.column,
+            options.append_eod,
+            options.dtype,
+        ],
         "streaming": [options.streaming, options.max_documents],
     } | ({"format": options.format} if options.is_chat else {})
 
@@ -191,11 +230,17 @@ def _plan_job(options: PrepareOptions, tokenizer: Tokenizer) -> PartJob:
             why="its tokenizer_config.json names none, and no token has a usual name",
             fix="pass --no-append-eod, or name an eos_token in tokenizer_config.json",
         )
-    dtype = smallest_dtype(tokenizer.vocab_size) if options.dtype == "auto" else np.dtype(options.dtype)
+    dtype = (
+        smallest_dtype(tokenizer.vocab_size) if options.dtype == "auto" else np.dtype(options.dtype)
+    )
     check_dtype(dtype, tokenizer.vocab_size)
     if options.is_chat:
         ChatTemplate(options.tokenizer)
-    saved = "bytes" if isinstance(tokenizer, ByteTokenizer) else str(options.parts.absolute() / "tokenizer")
+    saved = (
+        "bytes"
+        if isinstance(tokenizer, ByteTokenizer)
+        else str(options.parts.absolute() / "tokenizer")
+    )
     return PartJob(options, tokenizer=saved, dtype=dtype.name)
 
 
@@ -203,13 +248,21 @@ def _stream(options: PrepareOptions) -> Iterator[InputChunk]:
     for name in options.input:
         dataset = streamed_dataset(name, subset=options.subset, split=options.split_name)
         rows = islice(load_rows(dataset, streaming=True), options.max_documents)
-        pick = partial(DocumentReader(options.column, is_chat=options.is_chat).pick, column=options.column, source=name)
+        pick = partial(
+            DocumentReader(options.column, is_chat=options.is_chat).pick,
+            column=options.column,
+            source=name,
+        )
         while texts := tuple(map(pick, islice(rows, _STREAMED_ROWS))):
             yield InputChunk("texts", texts=texts)
 
 
-def _write_missing(job: PartJob, chunks: Iterable[InputChunk], *, planned: tuple[InputChunk, ...]) -> int:
-    """Write the missing parts of this process's share; returns the number of all parts up to the first missing one."""
+def _write_missing(
+    job: PartJob, chunks: Iterable[InputChunk], *, planned: tuple[InputChunk, ...]
+) -> int:
+    """Write the missing parts of this process's share; returns the number of all parts up to the
+    first missing one.
+    """
     options, folder = job.options, job.options.parts
     (share, shares), workers = options.share, min(options.workers, len(planned) or options.workers)
     own = ((number, chunk) for number, chunk in enumerate(chunks) if number % shares == share - 1)
@@ -218,22 +271,35 @@ def _write_missing(job: PartJob, chunks: Iterable[InputChunk], *, planned: tuple
     if any(complete):
         print(f"resuming: {sum(complete)} of {len(planned)} parts are complete", flush=True)
     left = [chunk.num_bytes for number, chunk in enumerate(planned) if number % shares == share - 1]
-    left = [num_bytes for num_bytes, is_done in zip(left, complete[share - 1 :: shares], strict=True) if not is_done]
+    left = [
+        num_bytes
+        for num_bytes, is_done in zip(left, complete[share - 1 :: shares], strict=True)
+        if not is_done
+    ]
     with progress("tokenizing", total=sum(left) or None) as advance:
         for num_bytes in EXECUTORS[options.executor](job, missing, workers=workers):
             advance(num_bytes)
     return next(number for number in count() if not is_complete(folder, number))
 
 
-def _merge(job: PartJob, *, num_parts: int, tokenizer: Tokenizer, plan: str, files: Sequence[str]) -> CorpusInfo:
+def _merge(
+    job: PartJob, *, num_parts: int, tokenizer: Tokenizer, plan: str, files: Sequence[str]
+) -> CorpusInfo:
     prefix, folder = job.options.output, job.options.parts
-    with TokenWriter(prefix, np.dtype(job.dtype), scratch=folder, has_mask=job.options.is_chat) as writer:
+    with TokenWriter(
+        prefix, np.dtype(job.dtype), scratch=folder, has_mask=job.options.is_chat
+    ) as writer:
         for number in range(num_parts):
             writer.append_pair(part_prefix(folder, number))
         if not writer.num_tokens:
-            raise DataError(f"nothing was written to {prefix}", why="the input holds no text", fix="check --input")
+            raise DataError(
+                f"nothing was written to {prefix}",
+                why="the input holds no text",
+                fix="check --input",
+            )
         writer.complete()  # a full disk is found while the older pair is whole
-        idx_path(prefix).unlink(missing_ok=True)  # an older pair never stands beside another's tokenizer and plan
+        # an older pair never stands beside another's tokenizer and plan
+        idx_path(prefix).unlink(missing_ok=True)
         write_bytes(sums_path(prefix), writer.sums.to_bytes(), fix=CURE)
         if job.tokenizer != "bytes":
             make_folder(tokenizer_path(prefix), fix=CURE)
@@ -246,7 +312,9 @@ def _merge(job: PartJob, *, num_parts: int, tokenizer: Tokenizer, plan: str, fil
             writer.num_tokens,
             plan,
             inputs=dict(zip(files, _hashes(files), strict=True)),
-            tokenizer_sha256=_text_hash(tokenizer.backend.to_str()) if isinstance(tokenizer, FastTokenizer) else "",
+            tokenizer_sha256=_text_hash(tokenizer.backend.to_str())
+            if isinstance(tokenizer, FastTokenizer)
+            else "",
         )
         write_info(prefix, info)
     remove_folder(folder)
@@ -254,7 +322,9 @@ def _merge(job: PartJob, *, num_parts: int, tokenizer: Tokenizer, plan: str, fil
 
 
 def _hashes(files: Sequence[str]) -> list[str]:
-    """SHA-256 of files, on several threads, which hashing leaves the interpreter to: 0.5 to 2 GB/s each."""
+    """SHA-256 of files, on several threads, which hashing leaves the interpreter to: 0.5 to 2 GB/s
+    each.
+    """
 
     def of_file(name: str) -> str:
         with open(name, "rb") as file:

@@ -1,9 +1,10 @@
-"""Where the parts of a corpus are written: processes of this machine, a Ray cluster, or a Slurm array.
+"""Where the parts of a corpus are written: processes of this machine, a Ray cluster, or a Slurm
+array.
 
     EXECUTORS    one function per name of --executor: (job, missing chunks, workers=) -> planned bytes of complete parts
 
-Parts lie in a folder that all machines share, and each is complete or absent. So an executor decides about time, never
-about bytes, and whatever it lost is written by the next start.
+Parts lie in a folder that all machines share, and each is complete or absent. So an executor
+decides about time, never about bytes, and whatever it lost is written by the next start.
 """
 
 import os
@@ -25,7 +26,8 @@ from nanotrain.quantities import count_of
 
 log = get_logger(__name__)
 Numbered = tuple[int, InputChunk]
-POLL_S, GONE_S = 5.0, 60.0  # seconds between looks at the parts; and after which a job that Slurm lost counts as ended
+# seconds between looks at the parts; and after which a job that Slurm lost counts as ended
+POLL_S, GONE_S = 5.0, 60.0
 
 
 def on_ray(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iterator[int]:
@@ -39,13 +41,17 @@ def on_ray(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iterat
         import ray
     except ImportError:
         fix = "pip install ray"
-        raise EnvironmentFault("--executor ray needs Ray", why="it is not installed", fix=fix) from None
+        raise EnvironmentFault(
+            "--executor ray needs Ray", why="it is not installed", fix=fix
+        ) from None
     if not ray.is_initialized():
         try:
             ray.init(address="auto", log_to_driver=False)
         except ConnectionError as error:
             fix = "start one with `ray start --head`, or set RAY_ADDRESS"
-            raise EnvironmentFault("no Ray cluster was found", why=str(error).splitlines()[0], fix=fix) from None
+            raise EnvironmentFault(
+                "no Ray cluster was found", why=str(error).splitlines()[0], fix=fix
+            ) from None
     task = ray.remote(max_retries=-1)(write_part)
     options = replace(job.options, output=job.options.output.absolute())
     waiting, job = map(_absolute, missing), replace(job, options=options)
@@ -60,17 +66,24 @@ def on_ray(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iterat
 
 
 def on_slurm(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iterator[int]:
-    """An array of `workers` tasks, each of which writes its share of the parts; this process waits for them.
+    """An array of `workers` tasks, each of which writes its share of the parts; this process waits
+    for them.
 
     Raises:
-        EnvironmentFault: there is no sbatch, it refuses the job, or the job ended without all parts.
+        EnvironmentFault: there is no sbatch, it refuses the job, or the job ended without all
+            parts.
     """
     left = dict(missing)
     workers = min(workers, len(left) or 1)
     if not left:
         return
     array = _submit(job.options, workers)
-    log.info("Slurm job %s tokenizes in %d tasks; its output is %s", array, workers, job.options.parts / "slurm-*.out")
+    log.info(
+        "Slurm job %s tokenizes in %d tasks; its output is %s",
+        array,
+        workers,
+        job.options.parts / "slurm-*.out",
+    )
     ended: float | None = None
     while left:
         done = [number for number in left if is_complete(job.options.parts, number)]
@@ -78,7 +91,8 @@ def on_slurm(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iter
         if not left:
             return
         ended = None if _is_queued(array) else ended or time.monotonic()
-        if ended is not None and time.monotonic() - ended > GONE_S:  # files of other machines appear late
+        # files of other machines appear late
+        if ended is not None and time.monotonic() - ended > GONE_S:
             raise EnvironmentFault(
                 f"the Slurm job {array} has ended, and {count_of(len(left), 'part', verb='is')} missing",
                 why=f"its tasks wrote why to {job.options.parts / 'slurm-*.out'}",
@@ -89,16 +103,28 @@ def on_slurm(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iter
 
 def _submit(options: PrepareOptions, workers: int) -> str:
     """Start the array; returns the id of the job."""
-    program, (part, _, *words) = shutil.which("nanotrain") or "nanotrain", options.for_part(0, workers)
+    program, (part, _, *words) = (
+        shutil.which("nanotrain") or "nanotrain",
+        options.for_part(0, workers),
+    )
     own = f"{part} $((SLURM_ARRAY_TASK_ID))/{workers}"  # a shell computes the number of the task
     command = f"exec {quote(program)} prepare {own} {join(words)}"
     script = f"#!/bin/sh\ncd {quote(os.getcwd())}\n{command}"
-    line = ["sbatch", "--parsable", f"--array=1-{workers}", f"--output={options.parts}/slurm-%A-%a.out"]
+    line = [
+        "sbatch",
+        "--parsable",
+        f"--array=1-{workers}",
+        f"--output={options.parts}/slurm-%A-%a.out",
+    ]
     try:
-        submitted = subprocess.run([*line, *options.sbatch], input=script, capture_output=True, text=True, check=True)
+        submitted = subprocess.run(
+            [*line, *options.sbatch], input=script, capture_output=True, text=True, check=True
+        )
     except FileNotFoundError:
         fix = "run it where Slurm is, or tokenize shares with --part I/N"
-        raise EnvironmentFault("--executor slurm needs sbatch", why="it is not on the PATH", fix=fix) from None
+        raise EnvironmentFault(
+            "--executor slurm needs sbatch", why="it is not on the PATH", fix=fix
+        ) from None
     except subprocess.CalledProcessError as error:
         why = error.stderr.strip() or f"exit code {error.returncode}"
         raise EnvironmentFault("sbatch refused the job", why=why, fix="correct --sbatch") from None
@@ -107,8 +133,12 @@ def _submit(options: PrepareOptions, workers: int) -> str:
 
 def _is_queued(array: str) -> bool:
     """Whether Slurm still has tasks of a job; True where it cannot be asked."""
-    reply = subprocess.run(["squeue", "--noheader", "--jobs", array], capture_output=True, text=True, check=False)
-    return bool(reply.stdout.strip()) or (reply.returncode != 0 and "Invalid job id" not in reply.stderr)
+    reply = subprocess.run(
+        ["squeue", "--noheader", "--jobs", array], capture_output=True, text=True, check=False
+    )
+    return bool(reply.stdout.strip()) or (
+        reply.returncode != 0 and "Invalid job id" not in reply.stderr
+    )
 
 
 def _absolute(numbered: Numbered) -> Numbered:

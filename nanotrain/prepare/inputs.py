@@ -1,6 +1,8 @@
-"""Input files that may be compressed, and rows of Hugging Face datasets from the hub or from local files.
+"""Input files that may be compressed, and rows of Hugging Face datasets from the hub or from local
+files.
 
-`datasets` takes seconds to import, so it is imported only when such rows are read; no other file imports it.
+`datasets` takes seconds to import, so it is imported only when such rows are read; no other file
+imports it.
 """
 
 import bz2
@@ -44,7 +46,11 @@ class Limits:
         """
         if nbytes > self.document_bytes:
             why, fix = "it is in memory with its tokens", "split it, or raise --max-document-bytes"
-            raise DataError(f"a document of {source} has more than {self.document_bytes:,} bytes", why=why, fix=fix)
+            raise DataError(
+                f"a document of {source} has more than {self.document_bytes:,} bytes",
+                why=why,
+                fix=fix,
+            )
 
     def check_file(self, file: str, nbytes: int, *, most: int) -> None:
         """Check the bytes that were read of a file; `most` is from `of_file`.
@@ -59,7 +65,9 @@ class Limits:
 
 
 def uncompressed_suffix(path: Path) -> str:
-    """The type of a file by its name, in small letters: .jsonl of corpus.jsonl.gz and of CORPUS.JSONL."""
+    """The type of a file by its name, in small letters: .jsonl of corpus.jsonl.gz and of
+    CORPUS.JSONL.
+    """
     return (Path(path.stem) if is_compressed(path) else path).suffix.lower()
 
 
@@ -94,7 +102,9 @@ def check_zstandard(file: str) -> None:
     """
     if Path(file).suffix.lower() == ".zst" and find_spec("zstandard") is None:
         fix = "pip install zstandard, or decompress the file with zstd -d"
-        raise DataError(f"{file} cannot be read", why="the package zstandard is not installed", fix=fix)
+        raise DataError(
+            f"{file} cannot be read", why="the package zstandard is not installed", fix=fix
+        )
 
 
 def _open_zst(file: str) -> Any:
@@ -103,7 +113,8 @@ def _open_zst(file: str) -> Any:
 
 
 class _ZstReader(io.RawIOBase):
-    """The text of a .zst file of one or more frames; zstandard's own reader takes a truncated file for a shorter one.
+    """The text of a .zst file of one or more frames; zstandard's own reader takes a truncated file
+    for a shorter one.
 
     Raises:
         EOFError: the file ends inside a frame.
@@ -140,7 +151,12 @@ def _zst_blocks(file: str) -> Iterator[bytes]:
         raise EOFError("it ends too early")
 
 
-_OPENERS: dict[str, Callable[[str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst}
+_OPENERS: dict[str, Callable[[str], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zst,
+}
 
 
 @dataclass(frozen=True)
@@ -156,7 +172,9 @@ class HubDataset:
 def is_saved_dataset(folder: Path) -> bool:
     """Whether `save_to_disk` of `datasets` wrote the folder: one dataset, or one per split."""
     one = ("state.json", "dataset_info.json")
-    return (folder / "dataset_dict.json").is_file() or all((folder / name).is_file() for name in one)
+    return (folder / "dataset_dict.json").is_file() or all(
+        (folder / name).is_file() for name in one
+    )
 
 
 def load_rows(dataset: HubDataset, *, streaming: bool = False) -> Any:
@@ -191,7 +209,9 @@ def load_rows(dataset: HubDataset, *, streaming: bool = False) -> Any:
 
 
 def _leave_pickles_unread() -> None:
-    """Leave `.pth` files within tar files as bytes: they are the only pickles that `datasets` reads."""
+    """Leave `.pth` files within tar files as bytes: they are the only pickles that `datasets`
+    reads.
+    """
     from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
     WebDataset.DECODERS.pop("pth", None)
@@ -202,8 +222,12 @@ def _saved_rows(saved: Any, dataset: HubDataset) -> Any:
     what = f"{dataset.name} has no split {dataset.split}"
     if not isinstance(saved, dict):
         if dataset.split not in ("train", str(saved.split)):  # "train" is the default
-            raise DataError(what, why="it is one dataset without splits", fix="leave --split-name out")
+            raise DataError(
+                what, why="it is one dataset without splits", fix="leave --split-name out"
+            )
         return saved
     if dataset.split not in saved:
-        raise DataError(what, why=f"its splits are {', '.join(saved)}", fix="name one with --split-name")
+        raise DataError(
+            what, why=f"its splits are {', '.join(saved)}", fix="name one with --split-name"
+        )
     return saved[dataset.split]

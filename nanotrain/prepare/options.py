@@ -46,31 +46,56 @@ class PrepareOptions:
 
     def __post_init__(self) -> None:
         if not self.tokenizer:
-            raise DataError("--tokenizer is empty", why="it names the tokenizer", fix="write for example bpe:8192")
+            raise DataError(
+                "--tokenizer is empty",
+                why="it names the tokenizer",
+                fix="write for example bpe:8192",
+            )
         if self.tokenizer.startswith(_BPE) and not self.tokenizer.removeprefix(_BPE).isdecimal():
-            raise DataError(f"--tokenizer {self.tokenizer} has no size", fix="write for example bpe:8192")
+            raise DataError(
+                f"--tokenizer {self.tokenizer} has no size", fix="write for example bpe:8192"
+            )
         if self.is_chat and (self.bpe_vocab_size is not None or self.tokenizer == "bytes"):
             why = "the chat template of a tokenizer turns conversations into text"
             raise DataError(
-                f"--format chat with --tokenizer {self.tokenizer}", why=why, fix="name that of a chat model"
+                f"--format chat with --tokenizer {self.tokenizer}",
+                why=why,
+                fix="name that of a chat model",
             )
         if not self.output.name:
             raise DataError(
-                "--output names no file", why="it is the prefix of PREFIX.bin", fix="write for example corpus"
+                "--output names no file",
+                why="it is the prefix of PREFIX.bin",
+                fix="write for example corpus",
             )
         if self.max_documents is not None and not self.streaming:
-            raise DataError("--max-documents has no effect without --streaming", fix="add --streaming or leave it out")
+            raise DataError(
+                "--max-documents has no effect without --streaming",
+                fix="add --streaming or leave it out",
+            )
 
-        if self.part is not None and (not _PART.fullmatch(self.part) or not 1 <= self.share[0] <= self.share[1]):
+        if self.part is not None and (
+            not _PART.fullmatch(self.part) or not 1 <= self.share[0] <= self.share[1]
+        ):
             why = "it is I/N: this process tokenizes the I-th of N shares of the input"
-            raise DataError(f"--part {self.part} cannot be read", why=why, fix="write for example --part 1/4")
+            raise DataError(
+                f"--part {self.part} cannot be read", why=why, fix="write for example --part 1/4"
+            )
         if self.sbatch and self.executor != "slurm":
-            raise DataError("--sbatch has no effect", why="it is for --executor slurm", fix="leave it out")
+            raise DataError(
+                "--sbatch has no effect", why="it is for --executor slurm", fix="leave it out"
+            )
         if self.streaming and (self.part is not None or self.executor != "local"):
             why = "a stream is read by one machine, in order"
-            raise DataError("--streaming with --part or --executor", why=why, fix="leave --streaming out")
+            raise DataError(
+                "--streaming with --part or --executor", why=why, fix="leave --streaming out"
+            )
         if self.part is not None and self.executor != "local":
-            raise DataError("--part with --executor", why="the executor divides the input", fix="leave --part out")
+            raise DataError(
+                "--part with --executor",
+                why="the executor divides the input",
+                fix="leave --part out",
+            )
 
     @property
     def share(self) -> tuple[int, int]:
@@ -107,11 +132,17 @@ class PrepareOptions:
         """The options of a parsed command line."""
         values = {field.name: getattr(args, field.name) for field in fields(cls)}
         sbatch = tuple(word if word.startswith("-") else f"--{word}" for word in args.sbatch)
-        given = {"input": tuple(args.input), "output": local_path(prefix_of(args.output)), "sbatch": sbatch}
+        given = {
+            "input": tuple(args.input),
+            "output": local_path(prefix_of(args.output)),
+            "sbatch": sbatch,
+        }
         return cls(**values | given)
 
     def for_part(self, number: int, count: int) -> list[str]:
-        """The arguments of `nanotrain prepare` for one of `count` shares of this corpus, wherever it runs."""
+        """The arguments of `nanotrain prepare` for one of `count` shares of this corpus, wherever
+        it runs.
+        """
         words = ["--part", f"{number}/{count}"]
         for field in fields(self):
             value = getattr(self, field.name)
@@ -133,6 +164,8 @@ class Verify(argparse.Action):
         number = check_blocks(prefix)
         if not number:
             why = "an older version or another program wrote it"
-            raise DataError(f"{prefix} has no checksums", why=why, fix="prepare it again to have them")
+            raise DataError(
+                f"{prefix} has no checksums", why=why, fix="prepare it again to have them"
+            )
         print(f"{bin_path(prefix)}: sound ({count_of(number, 'block')}, all checksums match)")
         parser.exit()

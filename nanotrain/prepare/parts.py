@@ -1,4 +1,5 @@
-"""Part files: every chunk of the input becomes one small `.bin/.idx` pair, written by any worker process.
+"""Part files: every chunk of the input becomes one small `.bin/.idx` pair, written by any worker
+process.
 
     PREFIX.parts/plan.json        the plan of this corpus; parts of another plan are deleted
                  tokenizer/       the tokenizer that every worker loads
@@ -62,7 +63,8 @@ def open_parts(folder: Path, plan: dict[str, Any]) -> None:
     """Create the folder of part files, and delete parts of another plan.
 
     Raises:
-        EnvironmentFault: the folder cannot be written, or has content that is not of `nanotrain prepare`.
+        EnvironmentFault: the folder cannot be written, or has content that is not of `nanotrain
+            prepare`.
     """
     text, file = _plan_text(plan), folder / "plan.json"
     if not (file.is_file() and file.read_text(errors="replace") == text):
@@ -76,13 +78,18 @@ def _plan_text(plan: dict[str, Any]) -> str:
 
 
 def is_ready(folder: Path, plan: dict[str, Any]) -> bool:
-    """Whether another process has prepared the folder of part files of a plan, its tokenizer included."""
+    """Whether another process has prepared the folder of part files of a plan, its tokenizer
+    included.
+    """
     file = folder / "plan.json"
     return (folder / READY).is_file() and file.read_text(errors="replace") == _plan_text(plan)
 
 
-def write_parts(job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, workers: int) -> Iterator[int]:
-    """Write the parts of numbered chunks in `workers` processes; yields the planned bytes of each complete part.
+def write_parts(
+    job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, workers: int
+) -> Iterator[int]:
+    """Write the parts of numbered chunks in `workers` processes; yields the planned bytes of each
+    complete part.
 
     Chunks are consumed only as fast as they are written.
 
@@ -95,10 +102,15 @@ def write_parts(job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, worke
     waiting = iter(chunks)
     try:
         with ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
-            running = {pool.submit(write_part, job, numbered) for numbered in islice(waiting, workers)}
+            running = {
+                pool.submit(write_part, job, numbered) for numbered in islice(waiting, workers)
+            }
             while running:
                 done, running = wait(running, return_when=FIRST_COMPLETED)
-                running |= {pool.submit(write_part, job, numbered) for numbered in islice(waiting, len(done))}
+                running |= {
+                    pool.submit(write_part, job, numbered)
+                    for numbered in islice(waiting, len(done))
+                }
                 for future in done:
                     outcome = future.result()
                     if isinstance(outcome, NanotrainError):
@@ -117,10 +129,17 @@ class PartWriter:
 
     def __init__(self, job: PartJob) -> None:
         options = job.options
-        self.job, self.reader = job, DocumentReader(options.column, options.limits, is_chat=options.is_chat)
+        self.job, self.reader = (
+            job,
+            DocumentReader(options.column, options.limits, is_chat=options.is_chat),
+        )
         self.chat = ChatTemplate(job.tokenizer) if options.is_chat else None
         self.tokenizer = load_tokenizer(job.tokenizer)
-        self._eod = [self.tokenizer.eod] if job.options.append_eod and self.tokenizer.eod is not None else []
+        self._eod = (
+            [self.tokenizer.eod]
+            if job.options.append_eod and self.tokenizer.eod is not None
+            else []
+        )
 
     def write(self, number: int, chunk: InputChunk) -> None:
         """Tokenize one chunk into its part file."""
@@ -134,18 +153,22 @@ class PartWriter:
                 with disk_errors(bin_path(prefix), needed=needed, fix=CURE):
                     writer.add_documents(documents, masks)
             needed = dtype.itemsize * writer.num_tokens + _INDEX_BYTES * writer.num_documents
-            with disk_errors(bin_path(prefix), needed=needed, fix=CURE):  # before the space of the part is free again
+            # before the space of the part is free again
+            with disk_errors(bin_path(prefix), needed=needed, fix=CURE):
                 writer.complete()
 
     def _encode(self, texts: Sequence[str]) -> tuple[list[list[int]], list[np.ndarray]]:
-        """Token ids of documents, and of conversations their masks, whose end is a target as the last token is."""
+        """Token ids of documents, and of conversations their masks, whose end is a target as the
+        last token is.
+        """
         if self.chat is None:
             return [self.tokenizer.encode(text) + self._eod for text in texts], []
         encoded = [self.chat.encode(text) for text in texts]
         ends = [[] if ids[-1:] == self._eod else self._eod for ids, _ in encoded]
         documents = [ids + end for (ids, _), end in zip(encoded, ends, strict=True)]
         return documents, [
-            np.append(mask, mask[-1:].repeat(len(end))) for (_, mask), end in zip(encoded, ends, strict=True)
+            np.append(mask, mask[-1:].repeat(len(end)))
+            for (_, mask), end in zip(encoded, ends, strict=True)
         ]
 
 
@@ -169,7 +192,9 @@ def _start_worker() -> None:
 
 
 def write_part(job: PartJob, numbered: tuple[int, InputChunk]) -> int | NanotrainError:
-    """Write a part in a worker process; errors are returned, as the pool would add a traceback to those raised."""
+    """Write a part in a worker process; errors are returned, as the pool would add a traceback to
+    those raised.
+    """
     try:
         _part_writer(job).write(*numbered)
         return numbered[1].num_bytes

@@ -1,12 +1,13 @@
 """The quick-start corpus: the source files of the running Python's standard library.
 
-About 1800 files, one document per file: 31 MB if the library's own tests are installed, else 13 MB. A BPE is trained on
-them. It is real text without a network, ready in seconds.
+About 1800 files, one document per file: 31 MB if the library's own tests are installed, else 13 MB.
+A BPE is trained on them. It is real text without a network, ready in seconds.
 
-The folder's name contains everything the corpus depends on. It is taken from the user's cache where an earlier run has
-left it there, which saves 10 s of CPU time or more. It is built under a temporary name and renamed when
-complete, so an outdated corpus is never used, and of two processes that build at once one wins. Folders appear in the
-cache complete, and are copied out, so that no run depends on it. A cache that cannot be read or written is as if empty.
+The folder's name contains everything the corpus depends on. It is taken from the user's cache where
+an earlier run has left it there, which saves 10 s of CPU time or more. It is built under a
+temporary name and renamed when complete, so an outdated corpus is never used, and of two processes
+that build at once one wins. Folders appear in the cache complete, and are copied out, so that no
+run depends on it. A cache that cannot be read or written is as if empty.
 """
 
 import hashlib
@@ -40,12 +41,14 @@ _EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
 
 
 def prepare_quickstart(folder: Path, vocab_size: int, *, cache: Path | None = None) -> Path:
-    """Prepare the corpus in a folder of `folder`, unless it is there; progress is printed on standard error.
+    """Prepare the corpus in a folder of `folder`, unless it is there; progress is printed on
+    standard error.
 
     Args:
         folder: parent of the corpus folder.
         vocab_size: size of the tokenizer's vocabulary.
-        cache: folder in which other runs have left a corpus and this one is left; None for no cache.
+        cache: folder in which other runs have left a corpus and this one is left; None for no
+            cache.
 
     Returns:
         The prefix of its `.bin/.idx` pair.
@@ -68,7 +71,8 @@ def prepare_quickstart(folder: Path, vocab_size: int, *, cache: Path | None = No
                 try:
                     building.rename(prefix.parent)
                 except OSError:
-                    if not idx_path(prefix).is_file():  # else another process was first, and its corpus is equal
+                    # else another process was first, and its corpus is equal
+                    if not idx_path(prefix).is_file():
                         raise
         finally:
             remove_folder(building)
@@ -81,7 +85,9 @@ def task_path(prefix: Path) -> Path:
 
 
 def find_quickstart(folder: Path, vocab_size: int) -> Path | None:
-    """Prefix of the newest quick-start corpus in a folder, prepared by any Python version; None if there is none."""
+    """Prefix of the newest quick-start corpus in a folder, prepared by any Python version; None if
+    there is none.
+    """
     found = sorted(folder.glob(f"python-*-bpe-{vocab_size}-v*/corpus.idx"))
     return found[-1].with_suffix("") if found else None
 
@@ -89,11 +95,13 @@ def find_quickstart(folder: Path, vocab_size: int) -> Path | None:
 def library_sources(root: Path | None = None) -> Iterator[str]:
     """Iterate over the library's source files as text, in a fixed random order.
 
-    The validation split takes the last documents, so files of one package must be spread. `root` is the folder of the
-    library; None for the running Python's.
+    The validation split takes the last documents, so files of one package must be spread. `root` is
+    the folder of the library; None for the running Python's.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
-    for file in sorted(_library_files(root), key=lambda file: hashlib.blake2b(file.as_posix().encode()).digest()):
+    for file in sorted(
+        _library_files(root), key=lambda file: hashlib.blake2b(file.as_posix().encode()).digest()
+    ):
         try:
             text = (root / file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
@@ -109,7 +117,9 @@ def _library_files(root: Path) -> Iterator[Path]:
 
 
 def _digest_of_library() -> str:
-    """A digest of the names and sizes of the library's files, which may be installed with or without tests."""
+    """A digest of the names and sizes of the library's files, which may be installed with or
+    without tests.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted((file.as_posix(), (root / file).stat().st_size) for file in _library_files(root))
     return hashlib.blake2b(repr(files).encode(), digest_size=8).hexdigest()
@@ -124,7 +134,9 @@ def _build(prefix: Path, vocab_size: int) -> None:
             fix="give another corpus with --data-path",
         )
     size = sum(map(len, texts)) / 1e6
-    _print(f"quick start: training a BPE of {vocab_size} tokens on {len(texts)} library files, {size:.0f} MB")
+    _print(
+        f"quick start: training a BPE of {vocab_size} tokens on {len(texts)} library files, {size:.0f} MB"
+    )
     tokenizer = train_bpe(texts, vocab_size)
     assert tokenizer.eod is not None, "train_bpe adds an end-of-document token"
     _print("quick start: tokenizing")
@@ -135,7 +147,9 @@ def _build(prefix: Path, vocab_size: int) -> None:
             writer.add_documents([[*ids, tokenizer.eod] for ids in encoded])
             advance(_ENCODE_BATCH)
         saved = tokenizer.save(tokenizer_path(prefix))
-        info = CorpusInfo(saved, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens)
+        info = CorpusInfo(
+            saved, tokenizer.vocab_size, tokenizer.eod, writer.num_documents, writer.num_tokens
+        )
         write_info(prefix, info)
     questions = "".join(json.dumps(question) + "\n" for question in next_line_questions(texts))
     write_text(task_path(prefix), questions)
@@ -147,7 +161,8 @@ def _print(line: str) -> None:  # not a log line: logging is silent on every ran
 
 
 def next_line_questions(texts: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Multiple-choice questions, as `data/tasks.py` reads them: which line continues a file of the validation split?
+    """Multiple-choice questions, as `data/tasks.py` reads them: which line continues a file of the
+    validation split?
 
     The wrong lines are of other files, with the indentation of the right one and about its length.
     """
@@ -164,7 +179,9 @@ def next_line_questions(texts: Sequence[str]) -> Iterator[dict[str, Any]]:
         right = lines[place].rstrip()
         text = right.strip()
         others = set(random.sample(pool, min(30, len(pool)))) - {text}
-        nearest = sorted(others, key=lambda other: (abs(len(other) - len(text)), other))[: NUM_CHOICES - 1]
+        nearest = sorted(others, key=lambda other: (abs(len(other) - len(text)), other))[
+            : NUM_CHOICES - 1
+        ]
         choices = [right.replace(text, other) for other in nearest]
         gold = random.randrange(len(choices) + 1)
         choices.insert(gold, right)
@@ -178,7 +195,9 @@ def user_cache(kind: str) -> Path:
 
 
 def fetch(cached: Path, target: Path) -> bool:
-    """Copy a cached folder into an existing one; whether all of it was there. A partial copy may be left."""
+    """Copy a cached folder into an existing one; whether all of it was there. A partial copy may be
+    left.
+    """
     try:
         shutil.copytree(cached, target, dirs_exist_ok=True)
     except OSError:  # shutil.Error too

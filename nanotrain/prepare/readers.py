@@ -14,11 +14,19 @@ _ROWS_PER_READ = 256
 _SKIPPED_BYTES = 1 << 16  # at a time
 _BLANK_LINES = 1_000_000  # in a row
 _PARQUET_ROWS = 8  # at a time: a dictionary may hold one long text for all of them
-KINDS = {int: "a number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
+KINDS = {
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
 
 
 class DocumentReader:
-    """Reads the documents of chunks from a column of their rows; keeps a dataset of rows open between its chunks."""
+    """Reads the documents of chunks from a column of their rows; keeps a dataset of rows open
+    between its chunks.
+    """
 
     def __init__(self, column: str, limits: Limits | None = None, *, is_chat: bool = False) -> None:
         self.column, self.limits = column, limits or Limits()
@@ -26,7 +34,8 @@ class DocumentReader:
         self.rows = cache(load_rows)  # of a dataset, loaded on first use
 
     def read(self, chunk: InputChunk) -> Iterator[str]:
-        """The documents of a chunk, in order, without empty ones; lone surrogates become question marks.
+        """The documents of a chunk, in order, without empty ones; lone surrogates become question
+        marks.
 
         Raises:
             DataError: unreadable text, broken JSON, no such column, or more than the limits.
@@ -37,7 +46,9 @@ class DocumentReader:
                 yield text.encode("utf-8", "replace").decode()
 
 
-def pick_text(row: Mapping[str, Any], column: str, *, source: str, columns: Sequence[str] | None = None) -> str:
+def pick_text(
+    row: Mapping[str, Any], column: str, *, source: str, columns: Sequence[str] | None = None
+) -> str:
     """Get the text of a row; empty for null.
 
     Args:
@@ -51,7 +62,9 @@ def pick_text(row: Mapping[str, Any], column: str, *, source: str, columns: Sequ
     names = ", ".join(columns or row)
     if column not in row:
         raise DataError(
-            f"{source} has no column {column}", why=f"its columns are {names}", fix="name one with --text-column"
+            f"{source} has no column {column}",
+            why=f"its columns are {names}",
+            fix="name one with --text-column",
         )
     text = row[column]
     if text is None:
@@ -65,10 +78,16 @@ def pick_text(row: Mapping[str, Any], column: str, *, source: str, columns: Sequ
     return text
 
 
-def pick_messages(row: Mapping[str, Any], column: str, *, source: str, columns: Sequence[str] | None = None) -> str:
+def pick_messages(
+    row: Mapping[str, Any], column: str, *, source: str, columns: Sequence[str] | None = None
+) -> str:
     """Get the messages of a row as JSON; empty for null. Arguments and errors as for `pick_text`."""
     messages = row.get(column)
-    return as_text(messages) if isinstance(messages, list) else pick_text(row, column, source=source, columns=columns)
+    return (
+        as_text(messages)
+        if isinstance(messages, list)
+        else pick_text(row, column, source=source, columns=columns)
+    )
 
 
 def _read_text(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
@@ -79,7 +98,8 @@ def _read_text(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
         limits.check_file(file, len(data), most=most)
         limits.check_document(file, len(data))
         try:
-            yield data.decode("utf-8").removeprefix("\ufeff")  # the mark that some editors write before the text
+            # the mark that some editors write before the text
+            yield data.decode("utf-8").removeprefix("\ufeff")
         except UnicodeDecodeError as error:
             why = f"byte {error.start} is {data[error.start]:#04x}"
             raise DataError(f"{file} is not UTF-8", why=why, fix="convert or remove it") from None
@@ -90,7 +110,8 @@ def _read_lines(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     most, blank_lines = limits.of_file(file), 0
     with open_input(file) as stream:
         if chunk.start:
-            # A line belongs to the chunk it starts in: skip to the first newline from the byte before the chunk on.
+            # A line belongs to the chunk it starts in: skip to the first newline from the byte
+            # before the chunk on.
             stream.seek(chunk.start - 1)
             while (rest := stream.readline(_SKIPPED_BYTES)) and not rest.endswith(b"\n"):
                 limits.check_document(file, stream.tell() - chunk.start)
@@ -104,7 +125,9 @@ def _read_lines(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
             blank_lines = blank_lines + 1 if is_blank else 0
             if blank_lines > _BLANK_LINES:
                 why, fix = "they take the time of documents and hold none", "remove them"
-                raise DataError(f"{file} has more than {_BLANK_LINES:,} blank lines in a row", why=why, fix=fix)
+                raise DataError(
+                    f"{file} has more than {_BLANK_LINES:,} blank lines in a row", why=why, fix=fix
+                )
             if not is_blank:
                 yield _text_of_line(line, reader, file=file, begin=begin)
 
@@ -152,7 +175,9 @@ def _read_rows(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     source = chunk.files[0] if chunk.files else chunk.dataset.name
     if column not in rows.column_names:
         reader.pick(dict.fromkeys(rows.column_names), column, source=source)
-    for batch in rows.select(range(chunk.start, chunk.stop)).select_columns([column]).iter(_ROWS_PER_READ):
+    for batch in (
+        rows.select(range(chunk.start, chunk.stop)).select_columns([column]).iter(_ROWS_PER_READ)
+    ):
         for text in batch[column]:
             yield reader.pick({column: text}, column, source=source, columns=rows.column_names)
 

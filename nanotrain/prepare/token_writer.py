@@ -1,7 +1,7 @@
 """Write Megatron-LM `.bin/.idx` token files, one sequence per document.
 
-Both files are written under temporary names that no other process has, and renamed when they are complete and synced to
-disk. An older pair stays until then.
+Both files are written under temporary names that no other process has, and renamed when they are
+complete and synced to disk. An older pair stays until then.
 """
 
 import os
@@ -16,29 +16,45 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from nanotrain.data.checksums import BlockSums
-from nanotrain.data.token_format import HEADER, IndexHeader, bin_path, idx_path, mask_path, read_header
+from nanotrain.data.token_format import (
+    HEADER,
+    IndexHeader,
+    bin_path,
+    idx_path,
+    mask_path,
+    read_header,
+)
 
 _COPY_BYTES = 1 << 22
 
 
 class TokenWriter(AbstractContextManager["TokenWriter"]):
-    """Writes the pair `prefix`.bin and .idx, as a context manager; after an exception inside, the older pair is left.
+    """Writes the pair `prefix`.bin and .idx, as a context manager; after an exception inside, the
+    older pair is left.
 
     Args:
         prefix: path of the pair without `.bin` and `.idx`; an existing pair is replaced.
         dtype: dtype of the tokens.
-        scratch: folder of the temporary files, on the same file system; a killed writer leaves them there. None for
-            the folder of the pair.
+        scratch: folder of the temporary files, on the same file system; a killed writer leaves them
+            there. None for the folder of the pair.
         has_mask: whether a loss mask is written beside the tokens, `prefix`.mask.
     """
 
     def __init__(
-        self, prefix: Path | str, dtype: np.dtype[Any], *, scratch: Path | None = None, has_mask: bool = False
+        self,
+        prefix: Path | str,
+        dtype: np.dtype[Any],
+        *,
+        scratch: Path | None = None,
+        has_mask: bool = False,
     ) -> None:
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype)
         folder, token = scratch or self.prefix.parent, secrets.token_hex(4)
-        self._partials = [folder / f".{self.prefix.name}.{suffix}.{token}.partial" for suffix in ("bin", "idx", "mask")]
+        self._partials = [
+            folder / f".{self.prefix.name}.{suffix}.{token}.partial"
+            for suffix in ("bin", "idx", "mask")
+        ]
         self._lengths: list[np.ndarray] = []
         self.num_documents = self.num_tokens = 0  # written so far
         self.sums = BlockSums()  # of the tokens written so far
@@ -46,13 +62,21 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         self._mask = self._partials[2].open("xb") if has_mask else None
         self._is_complete = False
 
-    def add_documents(self, documents: Sequence[Sequence[int]], masks: Sequence[np.ndarray] = ()) -> None:
-        """Append documents as token ids, each with its end-of-document token; with a mask also [tokens] uint8 each."""
+    def add_documents(
+        self, documents: Sequence[Sequence[int]], masks: Sequence[np.ndarray] = ()
+    ) -> None:
+        """Append documents as token ids, each with its end-of-document token; with a mask also
+        [tokens] uint8 each.
+        """
         lengths = np.fromiter(map(len, documents), dtype="<i4", count=len(documents))
-        self._write(np.fromiter(chain.from_iterable(documents), dtype=self.dtype, count=lengths.sum()).data)
+        self._write(
+            np.fromiter(chain.from_iterable(documents), dtype=self.dtype, count=lengths.sum()).data
+        )
         self._add_lengths(lengths)
         if self._mask is not None:
-            assert list(map(len, masks)) == lengths.tolist(), "every document has a mask of its length"
+            assert list(map(len, masks)) == lengths.tolist(), (
+                "every document has a mask of its length"
+            )
             self._mask.write(b"".join(mask.astype(np.uint8).data for mask in masks))
 
     def append_pair(self, prefix: Path) -> None:
@@ -79,7 +103,9 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         self.num_tokens += int(lengths.sum(dtype=np.int64))
 
     def complete(self) -> None:
-        """Write the index and sync both files to disk, still under their temporary names; nothing may be added then."""
+        """Write the index and sync both files to disk, still under their temporary names; nothing
+        may be added then.
+        """
         if not self._is_complete:
             _sync(self._file)
             if self._mask is not None:
@@ -95,7 +121,8 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
             if kind is not None:
                 return
             self.complete()
-            idx_path(self.prefix).unlink(missing_ok=True)  # an index never stands beside the tokens of another
+            # an index never stands beside the tokens of another
+            idx_path(self.prefix).unlink(missing_ok=True)
             mask_path(self.prefix).unlink(missing_ok=True)
             os.replace(tokens, bin_path(self.prefix))
             if self._mask is not None:

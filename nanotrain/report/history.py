@@ -1,7 +1,8 @@
 """A run folder as data: metrics by column, configuration, environment, checkpoints and samples.
 
-A report must open whatever a crash left behind, so a missing or damaged file is an empty part and a line that cannot be
-read is skipped. Steps that were repeated after a resume appear once, as the last run of them.
+A report must open whatever a crash left behind, so a missing or damaged file is an empty part and a
+line that cannot be read is skipped. Steps that were repeated after a resume appear once, as the
+last run of them.
 """
 
 import math
@@ -35,7 +36,8 @@ from nanotrain.untrusted import (
     whole_number,
 )
 
-# A run whose metrics have not grown for this long is not running any more, unless one of its steps takes longer.
+# A run whose metrics have not grown for this long is not running any more, unless one of its steps
+# takes longer.
 RUNNING_S = 120.0
 MAX_SETTINGS_BYTES = 1 << 18  # of config.yaml and environment.json, which have 10 and 20 kB
 MAX_RANKS = 200_000
@@ -60,7 +62,8 @@ class Start:
     step: int  # the newest step before it
     time_s: float  # seconds since the epoch
     world_size: int
-    changed: dict[str, Any]  # settings that differ from the start before: key -> (value before, value)
+    # settings that differ from the start before: key -> (value before, value)
+    changed: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class RunHistory:
 
     folder: Path
     columns: dict[str, np.ndarray]  # name -> [steps] fp64, NaN where a step does not have it
-    load: dict[str, np.ndarray]  # router -> [steps, experts] tokens per expert; empty for a dense model
+    # router -> [steps, experts] tokens per expert; empty for a dense model
+    load: dict[str, np.ndarray]
     config: dict[str, Any]  # key "section.name" -> value
     environment: dict[str, Any]
     checkpoints: tuple[Checkpoint, ...]
@@ -94,7 +98,9 @@ class RunHistory:
                 fix="name the folder that a run printed as `run folder`",
             )
         rows, environment = _Rows(run.metrics), _mapping(folder / "environment.json")
-        repeated = (row.get("step_time_s") for row in read_rows(folder / "metrics-superseded.jsonl"))
+        repeated = (
+            row.get("step_time_s") for row in read_rows(folder / "metrics-superseded.jsonl")
+        )
         samples: dict[int, dict[str, Any]] = {}
         for row in read_rows(folder / "samples.jsonl"):
             if _is_step(row.get("step")) and isinstance(row.get("text"), str):
@@ -106,11 +112,19 @@ class RunHistory:
             columns=rows.columns,
             load=rows.load,
             config=_settings(_mapping(folder / "config.yaml")),
-            environment={name: fact for name, fact in environment.items() if name not in FACTS or FACTS[name](fact)},
+            environment={
+                name: fact
+                for name, fact in environment.items()
+                if name not in FACTS or FACTS[name](fact)
+            },
             checkpoints=tuple(_checkpoints(run.checkpoints)),
             samples=tuple(samples.values()),
             starts=tuple(_starts(folder / "starts.jsonl")),
-            repeated_s=tuple(float(seconds or 0) for seconds in repeated if seconds is None or _is_number(seconds)),
+            repeated_s=tuple(
+                float(seconds or 0)
+                for seconds in repeated
+                if seconds is None or _is_number(seconds)
+            ),
             stages=tuple(islice(_stages(rows.stages), MAX_SAMPLES)),
             modified_s=run.metrics.stat().st_mtime if run.metrics.is_file() else 0.0,
         )
@@ -179,15 +193,22 @@ def _starts(path: Path) -> Iterator[Start]:
         with suppress(KeyError, TypeError, ValueError):  # of another version, or damaged
             settings = object_of(_plain(row["changed"]), "changed")
             changed = {key: (before, now) for key, (before, now) in settings.items()}
-            step, size = whole_number(row["step"], "step"), whole_number(row["world_size"], "world_size")
+            step, size = (
+                whole_number(row["step"], "step"),
+                whole_number(row["world_size"], "world_size"),
+            )
             yield Start(step, finite_number(row["time_s"], "time_s"), size, changed)
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """The values of a YAML or JSON file by key, as they can be shown; empty for a file that cannot be read."""
+    """The values of a YAML or JSON file by key, as they can be shown; empty for a file that cannot
+    be read.
+    """
     try:
         content = read_file(path, follows_links=False, most=MAX_SETTINGS_BYTES)
-        read = parse_json(content, allow_nan=True) if path.suffix == ".json" else parse_yaml(content)
+        read = (
+            parse_json(content, allow_nan=True) if path.suffix == ".json" else parse_yaml(content)
+        )
     except (OSError, ValueError):
         return {}
     return _plain(read) if isinstance(read, dict) else {}
@@ -218,7 +239,9 @@ FACTS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("parameters", "active_parameters"), _size),
     "world_size": lambda value: type(value) is int and 1 <= value <= MAX_RANKS,
     "memory": lambda value: isinstance(value, dict) and all(map(_size, value.values())),
-    "origins": lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
+    "origins": lambda value: (
+        isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+    ),
     "packages": lambda value: isinstance(value, dict),
     "command": lambda value: isinstance(value, list),
 }
@@ -248,16 +271,23 @@ class _Rows:
         loads: list[np.ndarray] = []
         routers: list[str] = []
         for count, row in enumerate(row for row in read_rows(path) if _is_step(row.get("step"))):
-            values = {_label(name): value for name, value in unnest(row).items() if _is_number(value)}
+            values = {
+                _label(name): value for name, value in unnest(row).items() if _is_number(value)
+            }
             for name in values if len(columns) < MAX_COLUMNS else ():
                 if name not in columns:
                     columns[name] = array("d", [math.nan]) * count
             for name, column in columns.items():
                 column.append(values.get(name, math.nan))
             stage = row.get("data_stage")
-            stages.append(sys.intern(plain_text(stage[:MAX_NAME])) if isinstance(stage, str) else "")
+            stages.append(
+                sys.intern(plain_text(stage[:MAX_NAME])) if isinstance(stage, str) else ""
+            )
             # none, or not of numbers
-            with np.errstate(over="ignore"), suppress(KeyError, TypeError, AttributeError, ValueError, OverflowError):
+            with (
+                np.errstate(over="ignore"),
+                suppress(KeyError, TypeError, AttributeError, ValueError, OverflowError),
+            ):
                 routers, load = list(row["moe"]["load"]), list(row["moe"]["load"].values())
                 loads.append(np.array(load, dtype=np.float32))
             if (count + 1) * len(columns) > MAX_VALUES:
@@ -268,7 +298,11 @@ class _Rows:
         self.columns = {name: np.array(column)[kept] for name, column in columns.items()}
         self.stages = [(stages[row], int(steps[row])) for row in kept if stages[row]]
         self.load: dict[str, np.ndarray] = {}
-        if 0 < len(loads) == len(steps) and len({load.shape for load in loads}) == 1 and loads[0].ndim == 2:
+        if (
+            0 < len(loads) == len(steps)
+            and len({load.shape for load in loads}) == 1
+            and loads[0].ndim == 2
+        ):
             by_router = np.stack(loads, axis=1)[:, kept]
             if by_router.size and by_router.min() >= 0 and np.isfinite(by_router).all():
                 self.load = dict(zip(map(_label, routers), by_router, strict=True))
@@ -285,4 +319,6 @@ def _checkpoints(folder: Path) -> Iterator[Checkpoint]:
         if path.is_dir() and path.name.removeprefix("step-").isdigit():
             with suppress(FileNotFoundError):  # the run may be deleting it
                 files = [file.stat() for file in path.iterdir() if file.is_file()]
-                yield Checkpoint(path.name, sum(file.st_size for file in files), path.stat().st_mtime)
+                yield Checkpoint(
+                    path.name, sum(file.st_size for file in files), path.stat().st_mtime
+                )

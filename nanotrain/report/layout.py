@@ -1,4 +1,6 @@
-"""The layout of a run as HTML: its ranks as a grid, its groups of several ranks, and its pipeline schedule."""
+"""The layout of a run as HTML: its ranks as a grid, its groups of several ranks, and its pipeline
+schedule.
+"""
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,10 +31,17 @@ NUM_COLORS = 6  # of pipeline stages, in page.css
 
 def layout_html(run: RunHistory) -> str:
     """Grid, groups and schedule; empty where the run folder does not have a layout of this version."""
-    world_size, has_experts = run.environment.get("world_size"), bool(run.config.get("model.moe.num_experts"))
+    world_size, has_experts = (
+        run.environment.get("world_size"),
+        bool(run.config.get("model.moe.num_experts")),
+    )
     if not isinstance(world_size, int):
         return ""
-    known = {key: value for key, value in run.config.items() if key in KEYS and key.startswith(("parallel.", "train."))}
+    known = {
+        key: value
+        for key, value in run.config.items()
+        if key in KEYS and key.startswith(("parallel.", "train."))
+    }
     try:
         config = config_from_dict(nest(known))
         parallel, train = config.parallel, config.train
@@ -41,7 +50,9 @@ def layout_html(run: RunHistory) -> str:
         if has_experts and topology.expert.sizes != topology.dense.sizes:
             html += rank_grid(topology.expert, title="ranks by expert")
         html += groups_table(topology, has_experts=has_experts)
-        num_stages = parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
+        num_stages = (
+            parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
+        )
         is_drawn = parallel.pipeline_model_parallel_size > 1 and num_stages <= MAX_STAGES
         if not is_drawn or parallel.pipeline_schedule not in SCHEDULES:
             return html
@@ -52,10 +63,12 @@ def layout_html(run: RunHistory) -> str:
 
 
 def rank_grid(grid: Grid, *, title: str) -> str:
-    """A table of ranks: a row per pipeline stage and replica, a column per rank of a replica's stage.
+    """A table of ranks: a row per pipeline stage and replica, a column per rank of a replica's
+    stage.
 
-    Where a stage of a replica is one rank, the columns are the replicas. Pipeline stages have colors. Axes of one rank
-    are not named, and only the first and the last ranks of a long axis are drawn.
+    Where a stage of a replica is one rank, the columns are the replicas. Pipeline stages have
+    colors. Axes of one rank are not named, and only the first and the last ranks of a long axis are
+    drawn.
     """
     *across, replica = (axis for axis in grid.axes if axis != "pp")
     down = ["pp", replica]
@@ -98,11 +111,15 @@ def _positions(grid: Grid, axes: Sequence[str]) -> Iterator[dict[str, int | None
 
 def _label(grid: Grid, at: Mapping[str, int | None]) -> str:
     """The coordinates along the axes of several ranks."""
-    return " ".join(GAP if c is None else f"{axis}{c}" for axis, c in at.items() if grid.size(axis) > 1)
+    return " ".join(
+        GAP if c is None else f"{axis}{c}" for axis, c in at.items() if grid.size(axis) > 1
+    )
 
 
 def _schedule(parallel: ParallelConfig, count: int, *, name: str) -> str:
-    shape = PipelineShape.of(parallel, min(count, MICROBATCHES_PER_RANK * parallel.pipeline_model_parallel_size))
+    shape = PipelineShape.of(
+        parallel, min(count, MICROBATCHES_PER_RANK * parallel.pipeline_model_parallel_size)
+    )
     title = f"{parallel.pipeline_schedule}, {shape.num_microbatches} of {count} microbatches"
     picture = BytesIO()
     save_png(simulate(build_schedule(parallel.pipeline_schedule, shape)), picture, title=title)

@@ -21,7 +21,8 @@ from nanotrain.report.tables import headline
 from nanotrain.runs.folder import RunFolder
 from nanotrain.untrusted import open_file
 
-LOCALHOST = "127.0.0.1"  # never another address: a run's configuration and texts are not for everyone
+# never another address: a run's configuration and texts are not for everyone
+LOCALHOST = "127.0.0.1"
 HOSTS = r"(127\.0\.0\.1|localhost)(:\d{1,5})?"
 MAX_THREADS = 32  # of the process, its connections among them
 TIMEOUT_S = 10.0  # of a connection that sends nothing
@@ -44,16 +45,23 @@ def reply(folders: Sequence[Path], path: str) -> tuple[str, bytes] | None:
         return "application/x-ndjson", rows[: rows.rfind(b"\n") + 1]
     if path not in ("/", "/index.html", "/summary"):
         return None
-    sizes = [metrics.stat().st_size if metrics.is_file() else 0 for metrics in (RunFolder(f).metrics for f in folders)]
+    sizes = [
+        metrics.stat().st_size if metrics.is_file() else 0
+        for metrics in (RunFolder(f).metrics for f in folders)
+    ]
     runs = [RunHistory.read(folder) for folder in folders]
     version = [f"{run.state()} {_version(run.folder)}" for run in runs]
     if path == "/summary":
-        return "application/json", json.dumps({"version": version, "headline": headline(runs)}).encode()
+        return "application/json", json.dumps(
+            {"version": version, "headline": headline(runs)}
+        ).encode()
     return "text/html", render(runs, live={"sizes": sizes, "version": version}).encode()
 
 
 def _version(folder: Path) -> str:
-    """Another text after a start, which replaces config.yaml, and after rows were set aside, in a new metrics.jsonl."""
+    """Another text after a start, which replaces config.yaml, and after rows were set aside, in a
+    new metrics.jsonl.
+    """
     files = (folder / "config.yaml", RunFolder(folder).metrics)
     return " ".join(str(path.stat().st_ino) for path in files if path.is_file())
 
@@ -112,4 +120,6 @@ def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
         return _Server((LOCALHOST, port), Handler)
     except OSError as error:
         fix = "choose another --port, or 0 for a free one"
-        raise EnvironmentFault(f"port {port} cannot be opened", why=error.strerror or str(error), fix=fix) from error
+        raise EnvironmentFault(
+            f"port {port} cannot be opened", why=error.strerror or str(error), fix=fix
+        ) from error

@@ -1,4 +1,6 @@
-"""The tables of a report, as HTML: runs, configuration, checkpoints and environment. All text is escaped."""
+"""The tables of a report, as HTML: runs, configuration, checkpoints and environment. All text is
+escaped.
+"""
 
 import json
 import math
@@ -32,7 +34,9 @@ def summary_of(run: RunHistory) -> dict[str, str]:
     return {
         "run": run.name,
         "state": run.state(),
-        "step": f"{run.last_step:,}/{target:,}" if isinstance(target, int) else f"{run.last_step:,}",
+        "step": f"{run.last_step:,}/{target:,}"
+        if isinstance(target, int)
+        else f"{run.last_step:,}",
         "loss": _number(run.last("loss"), ".4f"),
         "validation": _number(run.last("valid_loss"), ".4f"),
         "tokens/s": _number(run.last("tokens_per_second"), ",.0f"),
@@ -44,16 +48,30 @@ def summary_of(run: RunHistory) -> dict[str, str]:
 
 
 def headline_of(run: RunHistory) -> dict[str, tuple[str, str]]:
-    """What one asks first about a run: by label the value, and its unit or a remark; without what is unknown."""
+    """What one asks first about a run: by label the value, and its unit or a remark; without what
+    is unknown.
+    """
     environment, target, last = run.environment, run.config.get("train.train_iters"), run.last
     total, active = (environment.get(name) for name in ("parameters", "active_parameters"))
     valid, hours = last("valid_loss"), run.hours[-1] if run.num_steps else 0.0
-    again = f"{len(run.repeated_s):,} steps again, {sum(run.repeated_s) / 3600:.2f} hours" if run.repeated_s else ""
+    again = (
+        f"{len(run.repeated_s):,} steps again, {sum(run.repeated_s) / 3600:.2f} hours"
+        if run.repeated_s
+        else ""
+    )
     since_h = (run.modified_s - run.starts[0].time_s) / 3600 if run.starts else 0.0
-    tasks = {match[1]: last(name) or 0.0 for name in run.columns if (match := TASKS.fullmatch(name))}
+    tasks = {
+        match[1]: last(name) or 0.0 for name in run.columns if (match := TASKS.fullmatch(name))
+    }
     facts = {
-        "Progress": (f"{run.last_step:,} steps", f"of {target:,}, {run.state()}" if isinstance(target, int) else ""),
-        "Parameters": (_count(total), f"{_count(active)} active per token" if active != total else ""),
+        "Progress": (
+            f"{run.last_step:,} steps",
+            f"of {target:,}, {run.state()}" if isinstance(target, int) else "",
+        ),
+        "Parameters": (
+            _count(total),
+            f"{_count(active)} active per token" if active != total else "",
+        ),
         "Tokens": (_count(last("consumed_tokens")), "read in training"),
         "Device": (f"{run.world_size:,} x {environment.get('device', 'unknown')}", ""),
         "Layout": (str(environment.get("layout", "")).partition(", ")[2] or "-", ""),
@@ -62,9 +80,15 @@ def headline_of(run: RunHistory) -> dict[str, tuple[str, str]]:
         "Perplexity": (_number(valid and math.exp(min(valid, 700)), ",.2f"), "of validation"),
         "Bits per byte": (_number(last("valid_bits_per_byte"), ".4f"), "of validation"),
         **{f"Task {name}": (f"{share:.1%}", "right answers") for name, share in tasks.items()},
-        "Throughput": (_number(run.typical("tokens_per_second", NEWEST_ROWS), ",.0f"), "tokens per second"),
+        "Throughput": (
+            _number(run.typical("tokens_per_second", NEWEST_ROWS), ",.0f"),
+            "tokens per second",
+        ),
         "MFU": (_number(run.typical("mfu", NEWEST_ROWS), ".1%"), "of the device's peak"),
-        "Training time": (f"{hours:,.2f} hours", f"{since_h:,.2f} since the first start" if since_h else ""),
+        "Training time": (
+            f"{hours:,.2f} hours",
+            f"{since_h:,.2f} since the first start" if since_h else "",
+        ),
         "Restarts": (f"{max(0, len(run.starts) - 1):,}", again),
     }
     return {label: fact for label, fact in facts.items() if fact[0] != "-"}
@@ -76,7 +100,10 @@ def headline(runs: Sequence[RunHistory]) -> str:
     labels = dict.fromkeys(label for items in each for label in items)
     rows = {label: [items.get(label, ("-", "")) for items in each] for label in labels}
     if len(runs) > 1:
-        cells = ([label, *(f"{value} {note}".strip() for value, note in row)] for label, row in rows.items())
+        cells = (
+            [label, *(f"{value} {note}".strip() for value, note in row)]
+            for label, row in rows.items()
+        )
         return html_table(["", *(run.name for run in runs)], cells)
     cards = (
         f"<div><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
@@ -86,14 +113,20 @@ def headline(runs: Sequence[RunHistory]) -> str:
 
 
 def config_differences(runs: Sequence[RunHistory]) -> dict[str, list[str]]:
-    """Keys whose values differ between runs, with the value of each run; "" where a run does not have the key."""
+    """Keys whose values differ between runs, with the value of each run; "" where a run does not
+    have the key.
+    """
     keys = dict.fromkeys(key for run in runs for key in run.config)
-    values = {key: [_text(run.config[key]) if key in run.config else "" for run in runs] for key in keys}
+    values = {
+        key: [_text(run.config[key]) if key in run.config else "" for run in runs] for key in keys
+    }
     return {key: row for key, row in values.items() if len(set(row)) > 1}
 
 
 def config_table(runs: Sequence[RunHistory]) -> str:
-    """Every setting, its value per run and where the value comes from; settings that differ are highlighted."""
+    """Every setting, its value per run and where the value comes from; settings that differ are
+    highlighted.
+    """
     keys = dict.fromkeys(key for run in runs for key in run.config)
     differing = frozenset(config_differences(runs))
     header, rows = ["setting"], {key: [key] for key in keys}
@@ -102,13 +135,17 @@ def config_table(runs: Sequence[RunHistory]) -> str:
         for key, row in rows.items():
             row += [_text(run.config.get(key)), run.environment.get("origins", {}).get(key, "")]
 
-    ordered = sorted(rows.values(), key=lambda row: (row[0] not in differing, {*row[2::2]} <= {"", "default"}))
+    ordered = sorted(
+        rows.values(), key=lambda row: (row[0] not in differing, {*row[2::2]} <= {"", "default"})
+    )
     return html_table(header, ordered, marked=differing)
 
 
 def checkpoint_table(run: RunHistory) -> str:
     """Name, size and time of every checkpoint."""
-    rows = [(saved.name, _bytes(saved.num_bytes), _time(saved.modified_s)) for saved in run.checkpoints]
+    rows = [
+        (saved.name, _bytes(saved.num_bytes), _time(saved.modified_s)) for saved in run.checkpoints
+    ]
     return html_table(("checkpoint", "size", "written"), rows) if rows else "<p>none</p>"
 
 
@@ -119,21 +156,35 @@ def stage_table(run: RunHistory) -> str:
 
 
 def starts_table(run: RunHistory) -> str:
-    """Every start of a run: when, on how many ranks, and which settings it changed; empty for a run of one start."""
-    rows = [(f"{each.step:,}", _time(each.time_s), str(each.world_size), changes_text(each)) for each in run.starts]
-    return html_table(("after step", "started", "ranks", "changed settings"), rows) if len(rows) > 1 else ""
+    """Every start of a run: when, on how many ranks, and which settings it changed; empty for a run
+    of one start.
+    """
+    rows = [
+        (f"{each.step:,}", _time(each.time_s), str(each.world_size), changes_text(each))
+        for each in run.starts
+    ]
+    return (
+        html_table(("after step", "started", "ranks", "changed settings"), rows)
+        if len(rows) > 1
+        else ""
+    )
 
 
 def changes_text(start: Start) -> str:
     """The settings that a start changed."""
-    return ", ".join(f"{key} {_text(before)} -> {_text(now)}" for key, (before, now) in start.changed.items())
+    return ", ".join(
+        f"{key} {_text(before)} -> {_text(now)}" for key, (before, now) in start.changed.items()
+    )
 
 
 def environment_table(runs: Sequence[RunHistory]) -> str:
     """Command line, versions, device and revision of each run."""
     flat = [_flat_environment(run.environment) for run in runs]
     keys = dict.fromkeys(key for environment in flat for key in environment)
-    return html_table(["", *(run.name for run in runs)], ([key, *(env.get(key, "") for env in flat)] for key in keys))
+    return html_table(
+        ["", *(run.name for run in runs)],
+        ([key, *(env.get(key, "") for env in flat)] for key in keys),
+    )
 
 
 def _flat_environment(environment: dict[str, Any]) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""Runs in the terminal: a list of them, a comparison of two or more, and the lanes of a profiled step."""
+"""Runs in the terminal: a list of them, a comparison of two or more, and the lanes of a profiled
+step.
+"""
 
 from collections.abc import Sequence
 
@@ -28,7 +30,8 @@ def list_runs(runs: Sequence[RunHistory], *, console: Console) -> None:
         return
     rows = [summary_of(run) for run in runs]
     columns = [name for name in rows[0] if console.width >= WIDE or name not in FOR_WIDE_TERMINALS]
-    header = [*columns[:-1], f"{columns[-1]} (UTC)"]  # in the header, so that a time is one line of 80 columns
+    # in the header, so that a time is one line of 80 columns
+    header = [*columns[:-1], f"{columns[-1]} (UTC)"]
     table = _table(header, [[row[name].removesuffix(" UTC") for name in columns] for row in rows])
     table.columns[0].overflow = "fold"  # a long name takes several lines, the rest of the row one
     for column in table.columns[1:]:
@@ -40,11 +43,15 @@ def compare_runs(runs: Sequence[RunHistory], *, console: Console) -> None:
     """Print the summaries side by side, the settings that differ, and the losses at common steps."""
     rows = [summary_of(run) for run in runs]
     header = ["", *(run.name for run in runs)]
-    console.print(_table(header, [[key, *(row[key] for row in rows)] for key in rows[0] if key != "run"]))
+    console.print(
+        _table(header, [[key, *(row[key] for row in rows)] for key in rows[0] if key != "run"])
+    )
     differences = config_differences(runs)
     ignored = {"train.run_dir"}
     settings = [[key, *values] for key, values in differences.items() if key not in ignored]
-    console.print(_table(["setting", *header[1:]], settings) if settings else "the settings are equal")
+    console.print(
+        _table(["setting", *header[1:]], settings) if settings else "the settings are equal"
+    )
     losses = common_losses(runs)
     if losses:
         console.print(_table(["loss at step", *header[1:]], losses))
@@ -56,20 +63,31 @@ def print_timeline(timeline: Timeline, *, console: Console) -> None:
     header, *rows = rows_of(timeline)
     console.print(_table(header, rows))
     if len(rows) < timeline.num_ranks:
-        console.print(f"{len(rows)} of {timeline.num_ranks} profiled ranks; --ranks 0,1,8 chooses others")
+        console.print(
+            f"{len(rows)} of {timeline.num_ranks} profiled ranks; --ranks 0,1,8 chooses others"
+        )
 
 
 def common_losses(runs: Sequence[RunHistory]) -> list[list[str]]:
     """The loss of every run at evenly spaced steps that all of them have, the last one among them."""
     common = set.intersection(*({int(step) for step in run.column("step")} for run in runs))
     steps = sorted(common)
-    chosen = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, COMPARED_STEPS).astype(int))] if steps else []
-    by_run = [dict(zip(run.column("step").astype(int).tolist(), run.column("loss"), strict=True)) for run in runs]
+    chosen = (
+        [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, COMPARED_STEPS).astype(int))]
+        if steps
+        else []
+    )
+    by_run = [
+        dict(zip(run.column("step").astype(int).tolist(), run.column("loss"), strict=True))
+        for run in runs
+    ]
     return [[f"{step:,}", *(f"{losses[step]:.4f}" for losses in by_run)] for step in chosen]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(*header, box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(
+        *header, box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for row in rows:
         table.add_row(*row)
     return table

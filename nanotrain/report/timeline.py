@@ -1,4 +1,5 @@
-"""The overlap timeline of a profiled step: what every rank does at each moment, as a table, a picture and a chart.
+"""The overlap timeline of a profiled step: what every rank does at each moment, as a table, a
+picture and a chart.
 
 find_traces       the traces of a run folder
 Timeline          a step of several ranks
@@ -27,7 +28,8 @@ from nanotrain.untrusted import parse_json, read_file, whole_number
 
 MAX_TIMELINE_BYTES = 1 << 24  # 8 ranks with 6,000 bars each have 2 MB
 MAX_RANKS = 8  # drawn where --ranks does not choose
-RESOLUTION = 1500  # bars of a lane in a picture, at most; shorter gaps are closed in it, never in the numbers
+# bars of a lane in a picture, at most; shorter gaps are closed in it, never in the numbers
+RESOLUTION = 1500
 COLORS = {"compute": "#4f7cac", "hidden": "#95c9a8", "exposed": "#d1495b", "copies": "#e9b872"}
 LEGEND = {
     "compute": "compute",
@@ -63,13 +65,18 @@ class Timeline:
         """The step, and the share of hidden communication."""
         share = hidden_share(self.ranks)
         step = f"step {self.ranks[0].step}" if self.ranks[0].step else "trace"
-        hidden = "no communication" if share is None else f"{share:.0%} of communication hidden behind compute"
+        hidden = (
+            "no communication"
+            if share is None
+            else f"{share:.0%} of communication hidden behind compute"
+        )
         bound = "" if self.on_device or share is None else " (gloo: at most)"
         return f"{step}: {hidden}{bound}"
 
 
 def find_traces(folder: Path, *, step: int | None = None) -> dict[int, Path]:
-    """The traces of a run folder by rank: of the first profile that ends at `step` or later; None: of the newest.
+    """The traces of a run folder by rank: of the first profile that ends at `step` or later; None:
+    of the newest.
 
     Raises:
         EnvironmentFault: there are none.
@@ -81,7 +88,9 @@ def find_traces(folder: Path, *, step: int | None = None) -> dict[int, Path]:
     if not profiles:
         raise EnvironmentFault(
             f"there is no profile in {folder}",
-            why="there is no such folder" if not folder.is_dir() else "profile/ has no step-NNNNNNNN-rank-NNNNN.json",
+            why="there is no such folder"
+            if not folder.is_dir()
+            else "profile/ has no step-NNNNNNNN-rank-NNNNN.json",
             fix="train with --profile; --profile-step-start and --profile-step-end choose the steps",
         )
     later = [last for last in profiles if step is not None and last >= step]
@@ -97,16 +106,21 @@ def read_timeline(folder: Path, *, step: int | None = None, ranks: Sequence[int]
         ranks: ranks to read; empty: the first MAX_RANKS.
 
     Raises:
-        EnvironmentFault: no traces, a trace that cannot be read, a step or rank that was not profiled.
+        EnvironmentFault: no traces, a trace that cannot be read, a step or rank that was not
+            profiled.
     """
     traces = find_traces(folder, step=step)
     absent = [rank for rank in ranks if rank not in traces]
     if absent:
         there = ", ".join(map(str, sorted(traces)[:16])) + (", ..." if len(traces) > 16 else "")
-        raise EnvironmentFault(f"rank {absent[0]} has no trace", why=f"ranks with one: {there}", fix="change --ranks")
+        raise EnvironmentFault(
+            f"rank {absent[0]} has no trace", why=f"ranks with one: {there}", fix="change --ranks"
+        )
     chosen = sorted(set(ranks)) or sorted(traces)[:MAX_RANKS]
     steps = [read_step(traces[rank], rank=rank, step=step) for rank in chosen]
-    return Timeline(tuple(map(_lanes, steps)), len(traces), on_device=any(each.on_device for each in steps))
+    return Timeline(
+        tuple(map(_lanes, steps)), len(traces), on_device=any(each.on_device for each in steps)
+    )
 
 
 def save(timeline: Timeline, folder: Path) -> None:
@@ -117,7 +131,9 @@ def save(timeline: Timeline, folder: Path) -> None:
     """
     rows = [vars(lanes) for lanes in timeline.ranks]
     content = {"num_ranks": timeline.num_ranks, "on_device": timeline.on_device, "ranks": rows}
-    write_text(folder / "profile" / "timeline.json", json.dumps(content, separators=(",", ":")) + "\n")
+    write_text(
+        folder / "profile" / "timeline.json", json.dumps(content, separators=(",", ":")) + "\n"
+    )
 
 
 def load(folder: Path) -> Timeline | None:
@@ -125,9 +141,12 @@ def load(folder: Path) -> Timeline | None:
     try:
         path = folder / "profile" / "timeline.json"
         content = parse_json(read_file(path, follows_links=False, most=MAX_TIMELINE_BYTES))
-        ranks = tuple(Lanes(whole_number(row.pop("rank"), "rank"), **row) for row in content["ranks"])
+        ranks = tuple(
+            Lanes(whole_number(row.pop("rank"), "rank"), **row) for row in content["ranks"]
+        )
         timeline = Timeline(ranks, int(content["num_ranks"]), bool(content["on_device"]))
-        json.dumps(figure_of(timeline, name=""), allow_nan=False)  # every value that is drawn is there and is a number
+        # every value that is drawn is there and is a number
+        json.dumps(figure_of(timeline, name=""), allow_nan=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
         return None
     return timeline
@@ -142,7 +161,14 @@ def rows_of(timeline: Timeline) -> list[list[str]]:
         communication = total["hidden"] + total["exposed"]
         before = [lanes.duration_ms, total["compute"], communication]
         after = [total["exposed"], total["copies"], total["idle"]]
-        rows.append([str(lanes.rank), *map(_ms, before), "-" if share is None else f"{share:.0%}", *map(_ms, after)])
+        rows.append(
+            [
+                str(lanes.rank),
+                *map(_ms, before),
+                "-" if share is None else f"{share:.0%}",
+                *map(_ms, after),
+            ]
+        )
     return [header, *rows]
 
 
@@ -177,16 +203,28 @@ def save_png(timeline: Timeline, path: Path) -> None:
     axes.set_title(timeline.title, fontsize=10)
     axes.spines[["top", "right", "left"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 0.0), frameon=False, fontsize=8)
+    figure.legend(
+        handles,
+        labels,
+        ncols=4,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.0),
+        frameon=False,
+        fontsize=8,
+    )
     with disk_errors(path, fix="choose another file with --png"):
-        figure.savefig(path, format="png", dpi=130, bbox_inches="tight", metadata={"Software": None})
+        figure.savefig(
+            path, format="png", dpi=130, bbox_inches="tight", metadata={"Software": None}
+        )
 
 
 def figure_of(timeline: Timeline, *, name: str) -> dict[str, Any]:
     """The chart of a report, in plotly's JSON form."""
     data = [_bars(timeline, kind) for kind in LEGEND]
     rows = [f"rank {lanes.rank} {lane}" for lanes in timeline.ranks for lane in LANES]
-    layout = layout_of(f"{name}, {timeline.title}", unit="ms", x_title="ms from the start of the step")
+    layout = layout_of(
+        f"{name}, {timeline.title}", unit="ms", x_title="ms from the start of the step"
+    )
     layout |= {"barmode": "overlay", "bargap": 0.15, "height": 150 + 24 * len(rows)}
     layout["yaxis"] |= {"categoryorder": "array", "categoryarray": rows[::-1]}
     return {"data": data, "layout": layout}
@@ -195,7 +233,11 @@ def figure_of(timeline: Timeline, *, name: str) -> dict[str, Any]:
 def _bars(timeline: Timeline, kind: str) -> dict[str, Any]:
     """The bars of one color."""
     lane = next(lane for lane, kinds in LANES.items() if kind in kinds)
-    bars = [(f"rank {each.rank} {lane}", start, end) for each in timeline.ranks for start, end in each.spans_ms[kind]]
+    bars = [
+        (f"rank {each.rank} {lane}", start, end)
+        for each in timeline.ranks
+        for start, end in each.spans_ms[kind]
+    ]
     return {
         "type": "bar",
         "orientation": "h",
@@ -209,7 +251,9 @@ def _bars(timeline: Timeline, kind: str) -> dict[str, Any]:
 
 def _lanes(step: RankStep) -> Lanes:
     spans = {kind: getattr(step, kind) for kind in LEGEND}
-    total = {kind: length(times) / 1000 for kind, times in spans.items()} | {"idle": step.idle_us / 1000}
+    total = {kind: length(times) / 1000 for kind, times in spans.items()} | {
+        "idle": step.idle_us / 1000
+    }
     drawn = {kind: _drawable(times, step.duration_us / RESOLUTION) for kind, times in spans.items()}
     return Lanes(step.rank, step.step, step.duration_us / 1000, total, drawn)
 
@@ -226,7 +270,9 @@ def _drawable(spans: Spans, gap: float) -> list[list[float]]:
 
 def hidden_share(ranks: Sequence[Lanes]) -> float | None:
     """Share of the communication time of some ranks that compute hides; None without communication."""
-    hidden, exposed = (sum(lanes.total_ms[kind] for lanes in ranks) for kind in ("hidden", "exposed"))
+    hidden, exposed = (
+        sum(lanes.total_ms[kind] for lanes in ranks) for kind in ("hidden", "exposed")
+    )
     return hidden / (hidden + exposed) if hidden + exposed else None
 
 

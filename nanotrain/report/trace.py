@@ -4,10 +4,10 @@
     read_step                    a trace file -> RankStep
     RankStep                     the three lanes of a step, and what follows from them
 
-A trace with GPU kernels is read from its device events: NCCL kernels are communication, other kernels compute, memcpy
-and memset copies. A trace of CPU ranks is read from operators (compute), `copy_` (copies) and gloo's work
-(communication). gloo records a send or receive until it is waited for, so its share of hidden communication is an upper
-bound.
+A trace with GPU kernels is read from its device events: NCCL kernels are communication, other
+kernels compute, memcpy and memset copies. A trace of CPU ranks is read from operators (compute),
+`copy_` (copies) and gloo's work (communication). gloo records a send or receive until it is waited
+for, so its share of hidden communication is an upper bound.
 """
 
 import re
@@ -21,10 +21,14 @@ import numpy as np
 from nanotrain.errors import EnvironmentFault
 from nanotrain.untrusted import LARGEST, parse_json, read_file
 
-STEP = "ProfilerStep#"  # torch's own name, which other tools read too; followed by the number of the step
-_COLLECTIVE_KERNEL = re.compile(r"nccl|rccl|nvshmem|multimem_|(one|two)_shot_all_reduce", re.IGNORECASE)
+# torch's own name, which other tools read too; followed by the number of the step
+STEP = "ProfilerStep#"
+_COLLECTIVE_KERNEL = re.compile(
+    r"nccl|rccl|nvshmem|multimem_|(one|two)_shot_all_reduce", re.IGNORECASE
+)
 _CPU_COLLECTIVE = re.compile(r"gloo:|mpi:")
-_NOT_COMPUTE = ("c10d", "_c10d", "autograd", "torch", "profiler")  # namespaces of operators that wait or call others
+# namespaces of operators that wait or call others
+_NOT_COMPUTE = ("c10d", "_c10d", "autograd", "torch", "profiler")
 _COPIES = ("gpu_memcpy", "gpu_memset")
 
 Spans = np.ndarray  # [n, 2] fp64 (start, end) in microseconds, ascending and disjoint
@@ -99,7 +103,8 @@ def read_step(path: Path, *, rank: int, step: int | None = None) -> RankStep:
     Args:
         path: trace file that torch's profiler exported.
         rank: rank of the trace.
-        step: number of the step; None: the last one that the trace marks, or the whole trace where none is marked.
+        step: number of the step; None: the last one that the trace marks, or the whole trace where
+            none is marked.
 
     Raises:
         EnvironmentFault: the file cannot be read, is no trace, or does not have the step.
@@ -116,7 +121,9 @@ def read_step(path: Path, *, rank: int, step: int | None = None) -> RankStep:
         why, fix = "it has neither kernels nor operators", "profile a run with --profile"
         raise EnvironmentFault(f"{path} shows no work", why=why, fix=fix)
     start, end = float(bounds[:, 0].min()), float(bounds[:, 1].max())
-    compute, communication, copies = (clip(union(spans), start=start, end=end) for spans in lanes.values())
+    compute, communication, copies = (
+        clip(union(spans), start=start, end=end) for spans in lanes.values()
+    )
     if not on_device:  # on a CPU copies are operators too
         compute = without(compute, copies)
     hidden, exposed = overlap(communication, compute), without(communication, compute)
@@ -142,7 +149,9 @@ def _lanes(events: list[dict[str, Any]]) -> tuple[dict[str, np.ndarray], bool]:
 def _computes(name: str) -> bool:
     """Whether an operator of a CPU computes; functions of autograd may wait for a collective."""
     namespace, has_namespace, _ = name.partition("::")
-    return bool(has_namespace) and namespace not in _NOT_COMPUTE and not namespace.startswith("_c10d")
+    return (
+        bool(has_namespace) and namespace not in _NOT_COMPUTE and not namespace.startswith("_c10d")
+    )
 
 
 def _parts(a: Spans, b: Spans, *, wanted: bool) -> Spans:
@@ -161,11 +170,16 @@ def _holds(spans: Spans, times: np.ndarray) -> np.ndarray:
 
 
 def _marked_steps(events: list[dict[str, Any]]) -> dict[int, np.ndarray]:
-    """Times of each marked step: those of its kernels where the trace has them, otherwise those on the host."""
+    """Times of each marked step: those of its kernels where the trace has them, otherwise those on
+    the host.
+    """
     marks = [event for event in events if re.fullmatch(rf"{STEP}\d+", event["name"])]
     chosen = [event for event in marks if event.get("cat") == "gpu_user_annotation"] or marks
     names = {event["name"] for event in chosen}
-    return {int(name.removeprefix(STEP)): _spans(event for event in chosen if event["name"] == name) for name in names}
+    return {
+        int(name.removeprefix(STEP)): _spans(event for event in chosen if event["name"] == name)
+        for name in names
+    }
 
 
 def _spans(events: Iterable[dict[str, Any]]) -> np.ndarray:
@@ -180,12 +194,21 @@ def _is_time(value: Any) -> bool:
 def _events(path: Path) -> list[dict[str, Any]]:
     """Complete events ("ph": "X") that have a name and times."""
     try:
-        trace = parse_json(read_file(path, follows_links=False), allow_nan=True)  # inputs of operators may be NaN
+        # inputs of operators may be NaN
+        trace = parse_json(read_file(path, follows_links=False), allow_nan=True)
         events = trace["traceEvents"]
-        complete = [event for event in events if event.get("ph") == "X" and isinstance(event.get("name"), str)]
-        return [event for event in complete if all(_is_time(event.get(key)) for key in ("ts", "dur"))]
+        complete = [
+            event
+            for event in events
+            if event.get("ph") == "X" and isinstance(event.get("name"), str)
+        ]
+        return [
+            event for event in complete if all(_is_time(event.get(key)) for key in ("ts", "dur"))
+        ]
     except OSError as error:
         reason = error.strerror or str(error)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"it is no trace of torch's profiler ({error})"
-    raise EnvironmentFault(f"{path} cannot be read", why=reason, fix="profile the run again with --profile")
+    raise EnvironmentFault(
+        f"{path} cannot be read", why=reason, fix="profile the run again with --profile"
+    )

@@ -1,4 +1,5 @@
-"""Files that nanotrain writes: complete or absent, with the user's umask, never through a symbolic link.
+"""Files that nanotrain writes: complete or absent, with the user's umask, never through a symbolic
+link.
 
 disk_fault        an OSError as an error that names the path, the free space and the needed space
 write_text        replace a file; a symbolic link is replaced, not followed
@@ -37,7 +38,9 @@ class FolderVanished(StorageFault):
     """A folder that was removed, or whose disk went away, while it was in use."""
 
 
-def disk_fault(error: OSError, path: Path, *, needed: int | None = None, fix: str = OTHER_FOLDER) -> StorageFault:
+def disk_fault(
+    error: OSError, path: Path, *, needed: int | None = None, fix: str = OTHER_FOLDER
+) -> StorageFault:
     """The error of a failed write.
 
     Args:
@@ -55,7 +58,9 @@ def disk_fault(error: OSError, path: Path, *, needed: int | None = None, fix: st
         )
     if error.errno == errno.ELOOP:
         return StorageFault(
-            f"{path} is a symbolic link", why="files are not written through links", fix="remove the link"
+            f"{path} is a symbolic link",
+            why="files are not written through links",
+            fix="remove the link",
         )
     why = reason(error, path, needed=needed)
     cure = f"free space, or {fix}" if error.errno in _NO_SPACE else fix
@@ -63,7 +68,9 @@ def disk_fault(error: OSError, path: Path, *, needed: int | None = None, fix: st
 
 
 @contextmanager
-def disk_errors(path: Path, *, needed: int | None = None, fix: str = OTHER_FOLDER) -> Iterator[None]:
+def disk_errors(
+    path: Path, *, needed: int | None = None, fix: str = OTHER_FOLDER
+) -> Iterator[None]:
     """Raise OSErrors of the block as the error of `disk_fault`."""
     try:
         yield
@@ -75,7 +82,11 @@ def reason(error: OSError, path: Path, *, needed: int | None = None) -> str:
     """Why a write failed; for a full disk or a size limit with the needed and the free bytes."""
     if error.errno not in _NO_SPACE:
         return error.strerror or str(error)
-    limit = " (the limit `ulimit -f` of this shell, or of the file system)" if error.errno == errno.EFBIG else ""
+    limit = (
+        " (the limit `ulimit -f` of this shell, or of the file system)"
+        if error.errno == errno.EFBIG
+        else ""
+    )
     demand = f"{needed:,} bytes needed, " if needed is not None else ""
     return f"{error.strerror}{limit}: {demand}{free_space(path)}"
 
@@ -86,7 +97,9 @@ def free_space(path: Path) -> str:
     try:
         status = os.statvfs(folder)
         if status.f_files and not status.f_favail:
-            return f"no inode free in {folder}, which has {status.f_files:,}: no file can be created"
+            return (
+                f"no inode free in {folder}, which has {status.f_files:,}: no file can be created"
+            )
         return f"{status.f_bavail * status.f_frsize:,} bytes free in {folder}"
     except OSError:
         return f"free space of {folder} unknown"
@@ -117,7 +130,8 @@ def write_bytes(path: Path, data: bytes, *, fix: str = OTHER_FOLDER) -> None:
 
 
 def open_append(path: Path) -> BinaryIO:
-    """Open a file to append bytes, unbuffered, so that a failed write leaves nothing to be written at exit.
+    """Open a file to append bytes, unbuffered, so that a failed write leaves nothing to be written
+    at exit.
 
     Raises:
         EnvironmentFault: it cannot be opened, or is a symbolic link.
@@ -127,7 +141,9 @@ def open_append(path: Path) -> BinaryIO:
 
 
 def write_all(file: BinaryIO, data: bytes) -> None:
-    """Write all bytes to an unbuffered file; on a nearly full disk one `write` may write a part without an error."""
+    """Write all bytes to an unbuffered file; on a nearly full disk one `write` may write a part
+    without an error.
+    """
     written = 0
     while written < len(data):
         written += file.write(data[written:]) or 0
@@ -141,14 +157,17 @@ def make_folder(path: Path, *, fix: str) -> None:
         fix: the cure where the folder has other content.
 
     Raises:
-        EnvironmentFault: the folder is not empty and was not made by nanotrain, or it cannot be made.
+        EnvironmentFault: the folder is not empty and was not made by nanotrain, or it cannot be
+            made.
     """
     with disk_errors(path / MARKER, fix=fix):
         path.mkdir(parents=True, exist_ok=True)
         if not is_own(path):
             if path.is_symlink() or any(path.iterdir()):
                 raise EnvironmentFault(
-                    f"{path} is not a folder of nanotrain", why=f"it has content and no {MARKER} in it", fix=fix
+                    f"{path} is not a folder of nanotrain",
+                    why=f"it has content and no {MARKER} in it",
+                    fix=fix,
                 )
             os.close(os.open(path / MARKER, _NEW_FILE, 0o666))
 

@@ -44,9 +44,23 @@ _PROBE = b"this process can write here"
 _FIX = "choose another folder with --run-dir, or free space"
 _MARKS = (LOCK_NAME, "checkpoints")  # a folder with one of them is a run's
 # Replaced or appended to by a run.
-_ROWS = ("metrics.jsonl", "metrics-superseded.jsonl", "samples.jsonl", "starts.jsonl", "data-order.jsonl")
+_ROWS = (
+    "metrics.jsonl",
+    "metrics-superseded.jsonl",
+    "samples.jsonl",
+    "starts.jsonl",
+    "data-order.jsonl",
+)
 _WRITTEN = ("config.yaml", "environment.json", "report.html", *_ROWS)
-REPORTED_PACKAGES = ("nanotrain", "torch", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
+REPORTED_PACKAGES = (
+    "nanotrain",
+    "torch",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+)
 
 
 class RunFolder:
@@ -68,7 +82,9 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
-        """The folder of a run; for one in object storage below `staging_dir`, under its bucket and name."""
+        """The folder of a run; for one in object storage below `staging_dir`, under its bucket and
+        name.
+        """
         place, staging = str(config.train.run_dir), Path(config.checkpoint.staging_dir or "runs")
         if not is_address(place):
             return cls(Path(place))
@@ -76,7 +92,8 @@ class RunFolder:
         return cls(staging / remote.path, remote)
 
     def check_writable(self, *, probes: bool = True) -> None:
-        """Check that this folder, and that of its checkpoints if there is one, can be written; leaves nothing.
+        """Check that this folder, and that of its checkpoints if there is one, can be written;
+        leaves nothing.
 
         `probes` is as for the function.
 
@@ -98,7 +115,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
 
     def require_own(self) -> None:
-        """Check that the run replaces no foreign file: a folder without a run must have none of its file names.
+        """Check that the run replaces no foreign file: a folder without a run must have none of its
+        file names.
 
         Raises:
             EnvironmentFault: it has one.
@@ -114,7 +132,8 @@ class RunFolder:
                 )
 
     def add_start(self, config_yaml: str, *, step: int, world_size: int) -> None:
-        """Append a line to starts.jsonl; before `write_description`, which replaces the settings of the last start.
+        """Append a line to starts.jsonl; before `write_description`, which replaces the settings of
+        the last start.
 
         Args:
             config_yaml: the text of config.yaml.
@@ -125,16 +144,27 @@ class RunFolder:
             EnvironmentFault: the disk is full or the folder cannot be written.
         """
         before: dict[str, Any] = {}
-        with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):  # the first start, or a damaged file
+        # the first start, or a damaged file
+        with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
             before = unnest(yaml.safe_load(read_file(self.path / "config.yaml")))
         settings = unnest(yaml.safe_load(config_yaml)) if before else {}
-        changed = {key: (before.get(key), value) for key, value in settings.items() if value != before.get(key)}
+        changed = {
+            key: (before.get(key), value)
+            for key, value in settings.items()
+            if value != before.get(key)
+        }
         row = {"step": step, "time_s": time.time(), "world_size": world_size, "changed": changed}
-        with open_append(self.path / "starts.jsonl") as file, disk_errors(self.path / "starts.jsonl"):
+        with (
+            open_append(self.path / "starts.jsonl") as file,
+            disk_errors(self.path / "starts.jsonl"),
+        ):
             write_all(file, json.dumps(row, default=str).encode() + b"\n")
 
-    def write_description(self, config_yaml: str, facts: Mapping[str, Any], *, secret: str | None = None) -> None:
-        """Write config.yaml, and environment.json with `facts` of the live run (device, world size).
+    def write_description(
+        self, config_yaml: str, facts: Mapping[str, Any], *, secret: str | None = None
+    ) -> None:
+        """Write config.yaml, and environment.json with `facts` of the live run (device, world
+        size).
 
         Args:
             config_yaml: the text of config.yaml.
@@ -157,26 +187,31 @@ class RunFolder:
 
 
 def check_writable(path: Path, *, name: str, fix: str, probes: bool = True) -> None:
-    """Check that a folder can be written, or created in the nearest folder that exists; nothing is left behind.
+    """Check that a folder can be written, or created in the nearest folder that exists; nothing is
+    left behind.
 
     Args:
         path: the folder.
         name: description of the folder, for the error.
         fix: the cure where the folder cannot be written.
-        probes: write a file, which also finds a full disk; else only permissions are asked for, as by all ranks of a
-            machine but one: a file system that many share takes seconds for a file of each rank.
+        probes: write a file, which also finds a full disk; else only permissions are asked for, as
+            by all ranks of a machine but one: a file system that many share takes seconds for a
+            file of each rank.
 
     Raises:
         EnvironmentFault: it cannot be created or written.
     """
-    existing = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
+    existing = next(
+        folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder)
+    )
     try:
         if not probes:
             code = errno.EACCES if existing.is_dir() else errno.ENOTDIR
             if code == errno.ENOTDIR or not os.access(existing, os.W_OK | os.X_OK):
                 raise OSError(code, os.strerror(code))
             return
-        with NamedTemporaryFile(dir=existing, prefix=".writable-") as probe:  # a name that no other rank has
+        # a name that no other rank has
+        with NamedTemporaryFile(dir=existing, prefix=".writable-") as probe:
             probe.write(_PROBE)  # on a full disk an empty file can still be created
             probe.flush()
     except OSError as error:
@@ -197,5 +232,10 @@ def _git_revision() -> str | None:
         return None
     command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=40"]
     with suppress(OSError, subprocess.TimeoutExpired):
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip() or None
+        return (
+            subprocess.run(
+                command, capture_output=True, text=True, timeout=10, check=False
+            ).stdout.strip()
+            or None
+        )
     return None

@@ -1,4 +1,5 @@
-"""One job per run folder or corpus: an advisory lock on an open file, which the system releases when the process ends.
+"""One job per run folder or corpus: an advisory lock on an open file, which the system releases
+when the process ends.
 
 lock_run     of a run folder; its file is never removed, as it marks the folder of a run
 hold_lock    of any file, which names the owner for the error of a second job
@@ -36,7 +37,9 @@ def lock_run(folder: Path, *, wait_s: float = WAIT_S) -> AbstractContextManager[
 
 
 @contextmanager
-def hold_lock(path: Path, *, what: str, fix: str, wait_s: float = WAIT_S, is_removed: bool = False) -> Iterator[None]:
+def hold_lock(
+    path: Path, *, what: str, fix: str, wait_s: float = WAIT_S, is_removed: bool = False
+) -> Iterator[None]:
     """Hold a lock; on a file system without locks, only warn.
 
     Args:
@@ -56,7 +59,8 @@ def hold_lock(path: Path, *, what: str, fix: str, wait_s: float = WAIT_S, is_rem
                 _write_owner(file)
         yield
     finally:
-        if is_removed:  # before the release: a job that waits for this file finds that it has no name any more
+        # before the release: a job that waits for this file finds that it has no name any more
+        if is_removed:
             with suppress(OSError):  # the folder may be gone
                 path.unlink()
         os.close(file)  # releases the lock
@@ -70,7 +74,8 @@ def _take(path: Path, *, what: str, fix: str, end: float) -> tuple[int, bool]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in (*_BUSY, errno.ESTALE):  # ESTALE: an owner on another host has removed the file
+            # ESTALE: an owner on another host has removed the file
+            if error.errno not in (*_BUSY, errno.ESTALE):
                 log.warning(
                     "%s cannot be locked (%s): a second job in it would overwrite this one's files",
                     *(what, error.strerror),

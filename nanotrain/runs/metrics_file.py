@@ -1,4 +1,5 @@
-"""metrics.jsonl: one JSON object per step, appended; rows of steps that are repeated are set aside, never erased.
+"""metrics.jsonl: one JSON object per step, appended; rows of steps that are repeated are set aside,
+never erased.
 
 metrics.jsonl               the rows of the run, in order of steps; each ends with a checksum of the rest
 metrics-superseded.jsonl    rows of steps that a later start repeated, in the order in which they were set aside
@@ -79,11 +80,14 @@ class MetricsFile:
 
 def last_step(path: Path) -> int:
     """The highest step with a row in metrics.jsonl; 0 without rows."""
-    return max((int(row["step"]) for row in read_rows(path) if type(row.get("step")) is int), default=0)
+    return max(
+        (int(row["step"]) for row in read_rows(path) if type(row.get("step")) is int), default=0
+    )
 
 
 def set_aside_after(path: Path, step: int) -> None:
-    """Move the rows of steps after `step`, and rows that cannot be read, to metrics-superseded.jsonl.
+    """Move the rows of steps after `step`, and rows that cannot be read, to
+    metrics-superseded.jsonl.
 
     Raises:
         EnvironmentFault: a file cannot be written; metrics.jsonl is then unchanged.
@@ -99,7 +103,11 @@ def set_aside_after(path: Path, step: int) -> None:
     rows = [(line, _step_of(line)) for line in content.splitlines(keepends=True)]
     _warn_of_changes(path, rows, step=step)
     kept = [line for line, number in rows if line.endswith(b"\n") and number <= step]
-    superseded = [line.rstrip(b"\n") + b"\n" for line, number in rows if not line.endswith(b"\n") or number > step]
+    superseded = [
+        line.rstrip(b"\n") + b"\n"
+        for line, number in rows
+        if not line.endswith(b"\n") or number > step
+    ]
     if not superseded:
         return
     aside = path.with_name("metrics-superseded.jsonl")
@@ -110,7 +118,8 @@ def set_aside_after(path: Path, step: int) -> None:
 
 
 def _warn_of_changes(path: Path, rows: Sequence[tuple[bytes, float]], *, step: int) -> None:
-    """Warn once of complete rows that are not as they were written, and of missing ones up to `step`.
+    """Warn once of complete rows that are not as they were written, and of missing ones up to
+    `step`.
 
     Older versions wrote no checksum. A half row at the end is that of a killed writer.
     """
@@ -122,9 +131,21 @@ def _warn_of_changes(path: Path, rows: Sequence[tuple[bytes, float]], *, step: i
             is_whole, has_sums = crc32(row[: found.start()] + b"}") == int(found[1], 16), True
         if row.endswith(b"\n") and not is_whole:
             changed.append(number)
-    missing = [number for number in range(step + 1) if number not in steps and number > min(steps, default=step)]
-    faults = [f"{count_of(len(changed), 'row', verb='is')} not as written, first line {changed[0]}"] if changed else []
-    faults += [f"{count_of(len(missing), 'row', verb='is')} missing, first step {missing[0]}"] if missing else []
+    missing = [
+        number
+        for number in range(step + 1)
+        if number not in steps and number > min(steps, default=step)
+    ]
+    faults = (
+        [f"{count_of(len(changed), 'row', verb='is')} not as written, first line {changed[0]}"]
+        if changed
+        else []
+    )
+    faults += (
+        [f"{count_of(len(missing), 'row', verb='is')} missing, first step {missing[0]}"]
+        if missing
+        else []
+    )
     if faults:
         log.warning("%s was changed: %s", path, "; ".join(faults))
 

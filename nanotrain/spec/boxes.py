@@ -1,7 +1,8 @@
 """Boxes: axis-aligned regions of a tensor, in the coordinates of the global tensor.
 
-Init, clipping, optimizer state, checkpoints and Hugging Face files name a part of a tensor as (name, Box).
-`flat_range_to_boxes` is the only conversion from flat buffers to boxes. Example, elements [2, 11) of a [3, 4] tensor:
+Init, clipping, optimizer state, checkpoints and Hugging Face files name a part of a tensor as
+(name, Box). `flat_range_to_boxes` is the only conversion from flat buffers to boxes. Example,
+elements [2, 11) of a [3, 4] tensor:
 
         . . 0 0         0  (0:1, 2:4)   end of the first row
         1 1 1 1         1  (1:2, 0:4)   full rows
@@ -34,7 +35,9 @@ class Box:
     @property
     def text(self) -> str:
         """The box as text: "0:128,0:64"."""
-        return ",".join(f"{start}:{stop}" for start, stop in zip(self.start, self.stop, strict=True))
+        return ",".join(
+            f"{start}:{stop}" for start, stop in zip(self.start, self.stop, strict=True)
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,14 +55,21 @@ class Box:
 
     def intersect(self, other: "Box") -> "Box | None":
         """The elements in both boxes, or None if there are none."""
-        start, stop = tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop))
+        start, stop = (
+            tuple(map(max, self.start, other.start)),
+            tuple(map(min, self.stop, other.stop)),
+        )
         if any(map(ge, start, stop)):
             return None
         return Box(start, stop)
 
     def within(self, outer: "Box") -> "Box":
-        """This box relative to `outer`, which must contain it: the index into a tensor of outer's shape."""
-        is_inside = all(a <= b for a, b in zip(outer.start + self.stop, self.start + outer.stop, strict=True))
+        """This box relative to `outer`, which must contain it: the index into a tensor of outer's
+        shape.
+        """
+        is_inside = all(
+            a <= b for a, b in zip(outer.start + self.stop, self.start + outer.stop, strict=True)
+        )
         assert is_inside, f"{self} is not inside {outer}: elements outside would be read"
         return self.shifted([-offset for offset in outer.start])
 
@@ -83,17 +93,21 @@ class TensorBox:
 
 
 def flat_range_to_boxes(shape: Sequence[int], *, start: int, stop: int) -> tuple[Box, ...]:
-    """Split elements [start, stop) of a row-major tensor (shape () for a scalar) into boxes, in flat order.
+    """Split elements [start, stop) of a row-major tensor (shape () for a scalar) into boxes, in
+    flat order.
 
     Returns:
-        At most 2*ndim-1 boxes (1 for a scalar), none empty, disjoint; concatenated they are the range.
+        At most 2*ndim-1 boxes (1 for a scalar), none empty, disjoint; concatenated they are the
+        range.
 
     >>> [box.slices() for box in flat_range_to_boxes((4,), start=1, stop=3)]
     [(slice(1, 3, None),)]
     >>> len(flat_range_to_boxes((3, 4), start=2, stop=11))
     3
     """
-    assert 0 <= start <= stop <= prod(shape), f"[{start}, {stop}) is outside a tensor of shape {tuple(shape)}"
+    assert 0 <= start <= stop <= prod(shape), (
+        f"[{start}, {stop}) is outside a tensor of shape {tuple(shape)}"
+    )
     if start == stop:
         return ()
     if not shape:

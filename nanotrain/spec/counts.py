@@ -1,6 +1,8 @@
-"""Parameter counts and FLOPs of a model, and the peak FLOP/s of devices: the parts of MFU (model FLOPs utilization).
+"""Parameter counts and FLOPs of a model, and the peak FLOP/s of devices: the parts of MFU (model
+FLOPs utilization).
 
-Counts come from the declared parameters, without the padding of the vocabulary. Peaks are `peak_flops.yaml`.
+Counts come from the declared parameters, without the padding of the vocabulary. Peaks are
+`peak_flops.yaml`.
 """
 
 import re
@@ -26,7 +28,8 @@ def num_parameters(shape: ModelShape) -> int:
 
 
 def num_active_parameters(shape: ModelShape) -> int:
-    """Elements of the parameters that one token uses; of the routed experts only its top k count, on average.
+    """Elements of the parameters that one token uses; of the routed experts only its top k count,
+    on average.
 
     >>> from nanotrain.config.config import ModelConfig
     >>> shape = ModelShape.of(ModelConfig(vocab_size=10))
@@ -39,10 +42,10 @@ def num_active_parameters(shape: ModelShape) -> int:
 def flops_per_token(shape: ModelShape, seq_length: int) -> int:
     """Floating-point operations of forward and backward per trained token.
 
-    6 per active weight of a matrix product (2 forward, 4 backward), plus what the kinds of layers compute of a sequence
-    without weights, such as causal attention. Multi-token prediction counts with its blocks, projections and uses of
-    the head. As usual, norms (including those of MLA), activations, softmaxes, routers and embedding look-ups are left
-    out.
+    6 per active weight of a matrix product (2 forward, 4 backward), plus what the kinds of layers
+    compute of a sequence without weights, such as causal attention. Multi-token prediction counts
+    with its blocks, projections and uses of the head. As usual, norms (including those of MLA),
+    activations, softmaxes, routers and embedding look-ups are left out.
 
     >>> from nanotrain.config.config import ModelConfig
     >>> llama7b = ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32,
@@ -50,16 +53,25 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> int:
     >>> flops_per_token(ModelShape.of(llama7b), 4096)
     42863689728
     """
-    weights = shape.num_mtp_layers * shape.vocab_size * shape.hidden_size  # each of them uses the head again
+    # each of them uses the head again
+    weights = shape.num_mtp_layers * shape.vocab_size * shape.hidden_size
     weights += sum(_active(spec, shape) for spec in _unpadded(shape) if _is_multiplied(spec, shape))
     layers = range(shape.num_layers + shape.num_mtp_layers)
-    mixers = ((layer, MIXERS[mixer]) for layer in layers for mixer, _ in shape.blocks(layer) if mixer is not None)
-    of_sequence = sum(kind.sequence_flops(shape, layer, seq_length=seq_length) for layer, kind in mixers)
+    mixers = (
+        (layer, MIXERS[mixer])
+        for layer in layers
+        for mixer, _ in shape.blocks(layer)
+        if mixer is not None
+    )
+    of_sequence = sum(
+        kind.sequence_flops(shape, layer, seq_length=seq_length) for layer, kind in mixers
+    )
     return 6 * weights + of_sequence // max(1, seq_length)
 
 
 def layer_weights(shape: ModelShape) -> tuple[int, ...]:
-    """Weights that a token is multiplied with in every layer; the last one has those of what follows the layers too.
+    """Weights that a token is multiplied with in every layer; the last one has those of what
+    follows the layers too.
 
     >>> from nanotrain.config.config import ModelConfig
     >>> layer_weights(ModelShape.of(ModelConfig(hidden_size=8, num_layers=2, vocab_size=10)))
@@ -68,12 +80,15 @@ def layer_weights(shape: ModelShape) -> tuple[int, ...]:
     layers = range(shape.num_layers + shape.num_mtp_layers)
     of_kinds = {
         shape.kinds(index): sum(
-            _active(spec, shape) for spec in layer(Declaration(shape, "fp32"), index) if _is_multiplied(spec, shape)
+            _active(spec, shape)
+            for spec in layer(Declaration(shape, "fp32"), index)
+            if _is_multiplied(spec, shape)
         )
         for index in {shape.kinds(index): index for index in layers}.values()
     }
     weights = [of_kinds[shape.kinds(index)] for index in layers]
-    further = (1 + shape.num_mtp_layers) * shape.vocab_size * shape.hidden_size  # every prediction uses the head
+    # every prediction uses the head
+    further = (1 + shape.num_mtp_layers) * shape.vocab_size * shape.hidden_size
     return (*weights[: shape.num_layers - 1], sum(weights[shape.num_layers - 1 :]) + further)
 
 
@@ -88,14 +103,17 @@ def _active(spec: ParamSpec, shape: ModelShape) -> int:
 
 
 def _is_multiplied(spec: ParamSpec, shape: ModelShape) -> bool:
-    """Whether a parameter is the weight of a counted matrix product; a tied word embedding is the head's."""
+    """Whether a parameter is the weight of a counted matrix product; a tied word embedding is the
+    head's.
+    """
     is_lookup = spec.unit == "embedding" and not (shape.is_tied and spec.is_embedding_or_output)
     is_bias = spec.name.endswith(".bias")
     return len(spec.shape) >= 2 and not is_lookup and not is_bias and ".router." not in spec.name
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """The dense matrix peak of a device in FLOP/s, or None if unknown (CPUs, MIG slices, unlisted cards).
+    """The dense matrix peak of a device in FLOP/s, or None if unknown (CPUs, MIG slices, unlisted
+    cards).
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
     989400000000000.0

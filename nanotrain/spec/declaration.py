@@ -6,10 +6,12 @@
     RankSizes, ContextRank  sizes of a rank, for saved bytes and for bytes sent over cp
     nest, grouped, summed   names, groups and gradient axes of parameters
 
-Weights are [outputs, inputs]. Over tp, column-parallel layers are sharded along their outputs and row-parallel layers
-along their inputs; a bias follows the outputs. Experts are stacked along dim 0, which ep shards.
+Weights are [outputs, inputs]. Over tp, column-parallel layers are sharded along their outputs and
+row-parallel layers along their inputs; a bias follows the outputs. Experts are stacked along dim 0,
+which ep shards.
 
-The gradient of a parameter is summed over tp if each tp rank computes it from its own tokens or heads only.
+The gradient of a parameter is summed over tp if each tp rank computes it from its own tokens or
+heads only.
 """
 
 import math
@@ -32,8 +34,10 @@ class Declaration:
 
     shape: ModelShape  # of the model
     dtype: str  # "fp32", "bf16" or "fp16"
-    tensor_parallel_size: int = 1  # ranks of tp; key and value heads are replicated where they are fewer
-    sequence_parallel: bool = False  # replicated parameters are applied to a sequence shard per tp rank
+    # ranks of tp; key and value heads are replicated where they are fewer
+    tensor_parallel_size: int = 1
+    # replicated parameters are applied to a sequence shard per tp rank
+    sequence_parallel: bool = False
     decays_qk_norm: bool = False  # weight decay applies to the norms of queries and keys
 
     @property
@@ -43,14 +47,18 @@ class Declaration:
 
     @property
     def output_std(self) -> float:
-        """Standard deviation of projections into the residual stream (Radford et al. 2019, section 2.3)."""
+        """Standard deviation of projections into the residual stream (Radford et al. 2019, section
+        2.3).
+        """
         num_blocks = sum(len(self.shape.blocks(layer)) for layer in range(self.shape.num_layers))
         return self.shape.init_std / math.sqrt(2 * num_blocks)
 
     def weight(self, *shape: int, std: float | None = None) -> ParamSpec:
         """A weight with normal initial values, decayed."""
         init = Normal(self.shape.init_std if std is None else std)
-        return ParamSpec("weight", shape, dtype=self.dtype, init=init, weight_decay=True, needs_whole_matrix=True)
+        return ParamSpec(
+            "weight", shape, dtype=self.dtype, init=init, weight_decay=True, needs_whole_matrix=True
+        )
 
     def linear_weight(self, *shape: int, std: float | None = None) -> ParamSpec:
         """A weight of linear layers or experts, whose products may be in fp8."""
@@ -70,8 +78,12 @@ class Declaration:
         return tuple(replace(spec, shards=(Shard(0, "tp"),)) for spec in specs)
 
     def row_linear(self, outputs: int, inputs: int, *, bias: bool = False) -> Specs:
-        """A projection into the residual stream, sharded along its inputs; its bias is added after the reduction."""
-        weight = replace(self.linear_weight(outputs, inputs, std=self.output_std), shards=(Shard(1, "tp"),))
+        """A projection into the residual stream, sharded along its inputs; its bias is added after
+        the reduction.
+        """
+        weight = replace(
+            self.linear_weight(outputs, inputs, std=self.output_std), shards=(Shard(1, "tp"),)
+        )
         return (weight, *summed(self.bias(outputs, exists=bias), self.sequence_axes))
 
     def replicated_linear(self, outputs: int, inputs: int) -> Specs:
@@ -83,7 +95,9 @@ class Declaration:
         return (replace(self.weight(outputs, self.shape.hidden_size), shards=(Shard(0, "tp"),)),)
 
     def convolution(self, channels: int, kernel: int, *, bias: bool = False) -> Specs:
-        """A short convolution of every channel by itself, [channels, kernel], sharded along the channels."""
+        """A short convolution of every channel by itself, [channels, kernel], sharded along the
+        channels.
+        """
         init = Uniform(-(kernel**-0.5), kernel**-0.5)
         weight = replace(self.weight(channels, kernel), needs_whole_matrix=False)
         specs = (weight, *self.bias(channels, exists=bias))
@@ -92,12 +106,16 @@ class Declaration:
     def vocab_parallel(self) -> ParamSpec:
         """A table with one row per token of the padded vocabulary: the word embedding or the head."""
         weight = self.weight(self.shape.padded_vocab_size, self.shape.hidden_size)
-        weight = replace(weight, shards=(Shard(0, "tp"),), needs_whole_matrix=False, is_embedding_or_output=True)
+        weight = replace(
+            weight, shards=(Shard(0, "tp"),), needs_whole_matrix=False, is_embedding_or_output=True
+        )
         return replace(weight, is_shared=self.shape.num_mtp_layers > 0)
 
 
 def norm(declare: Declaration, size: int) -> Specs:
-    """LayerNorm (weight and bias), RMSNorm (weight) or L2Norm (nothing), outside the tensor-parallel region."""
+    """LayerNorm (weight and bias), RMSNorm (weight) or L2Norm (nothing), outside the
+    tensor-parallel region.
+    """
     if declare.shape.normalization == "L2Norm":
         return ()
     weight = declare.vector("weight", size, value=declare.shape.norm_init)
@@ -129,8 +147,8 @@ class RankSizes:
         sizes: ranks of tp, cp, ep and etp.
     """
 
-    # bytes that softmax attention keeps (layer, heads, *, modules), an MLP and a mixture of experts (modules), the
-    # inputs of both included; in the planner also other things about them
+    # bytes that softmax attention keeps (layer, heads, *, modules), an MLP and a mixture of experts
+    # (modules), the inputs of both included; in the planner also other things about them
     core_attention: Callable[..., Any]
     dense: Callable[..., Any]
     experts: Callable[..., Any]
@@ -140,10 +158,14 @@ class RankSizes:
         self.tp, self.cp, self.ep, self.etp = (sizes[axis] for axis in ("tp", "cp", "ep", "etp"))
         self.modules = frozenset(config.memory.recomputed_modules)
         self.cp_comm_type = config.parallel.cp_comm_type if self.cp > 1 else None
-        self.batch_size, self.seq_length = config.train.micro_batch_size, config.data.seq_length // self.cp
+        self.batch_size, self.seq_length = (
+            config.train.micro_batch_size,
+            config.data.seq_length // self.cp,
+        )
         self.tokens = self.batch_size * self.seq_length  # of the rank
         self.sequence_parallel = config.parallel.sequence_parallel and self.tp > 1
-        self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)  # outside of tensor-parallel layers
+        # outside of tensor-parallel layers
+        self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)
         self.itemsize = 4 if config.precision.params_dtype == "fp32" else 2  # of activations
         self.width = shape.hidden_size * self.itemsize  # bytes of a token's hidden state
         self.columns = shape.padded_vocab_size // self.tp  # of the vocabulary
@@ -151,7 +173,9 @@ class RankSizes:
 
 @dataclass(frozen=True)
 class ContextRank:
-    """A rank of a context-parallel group, with two chunks of every sequence (parallel/cp/chunks.py)."""
+    """A rank of a context-parallel group, with two chunks of every sequence
+    (parallel/cp/chunks.py).
+    """
 
     index: int  # in the group
     size: int  # ranks of the group
@@ -170,12 +194,14 @@ class ContextRank:
         num_decays: int = 1,
         output_itemsize: int | None = None,
     ) -> dict[str, tuple[int, int]]:
-        """Bytes sent for a scan, forward and backward, by operation (parallel/cp/linear_attention.py).
+        """Bytes sent for a scan, forward and backward, by operation
+        (parallel/cp/linear_attention.py).
 
         Args:
             keys: heads over tp, and channels, of queries and keys.
             values: the same of values.
-            transition: elements of the map of a state per head: 1, or the squared channels of a key.
+            transition: elements of the map of a state per head: 1, or the squared channels of a
+                key.
             num_decays: decays of a token per head.
             output_itemsize: bytes per element of the output; None for those of the inputs.
         """
@@ -184,7 +210,9 @@ class ContextRank:
             of_keys, of_values = 2 * lcm(key_heads, self.size) * keys[1], value_heads * values[1]
             of_token = (of_keys + of_values) * self.itemsize + (num_decays + 1) * value_heads * FP32
             of_token += of_values * (output_itemsize or self.itemsize)
-            return {"all_to_all": (self.num_positions * of_token * (self.size - 1) // self.size,) * 2}
+            return {
+                "all_to_all": (self.num_positions * of_token * (self.size - 1) // self.size,) * 2
+            }
         elements = 2 * self.num_sequences * value_heads * (transition + keys[1] * values[1])
         num_bytes = (self.size - 1) * elements * FP32
         return {"all_gather": (num_bytes, 0), "reduce_scatter": (0, num_bytes)}
@@ -204,17 +232,21 @@ class LayerKind:
     """A kind of attention, of what is in its place, or of MLP."""
 
     declare: Callable[[Declaration], Specs]  # parameters, named relative to the module
-    # (RankSizes, layer, *, modules): bytes that autograd keeps of a microbatch with these modules recomputed; of
-    # attention without the normalized input, which the block counts
+    # (RankSizes, layer, *, modules): bytes that autograd keeps of a microbatch with these modules
+    # recomputed; of attention without the normalized input, which the block counts
     saved_bytes: Callable[..., int]
-    # (ModelShape, layer, *, seq_length): forward and backward FLOPs of a sequence that are no product with a weight
+    # (ModelShape, layer, *, seq_length): forward and backward FLOPs of a sequence that are no
+    # product with a weight
     sequence_flops: Callable[..., int] = lambda *_, **__: 0
-    # (RankSizes): bytes of the temporaries of its backward, where they may be more than those of an MLP
+    # (RankSizes): bytes of the temporaries of its backward, where they may be more than those of an
+    # MLP
     working_bytes: Callable[[RankSizes], int] = lambda rank: 0
-    parts: tuple[str, ...] = ()  # kinds that a layer has side by side, whose times and sent bytes add up; () for itself
-    has_keys: bool = False  # queries attend to keys: the layer has a mask, a window and a cache of keys and values
-    # of QK-clip: (heads, channels) of the rows of a query or key parameter, head by head, by the parameter's name;
-    # heads are those that scale alike: "query", "key", "both" or "none"
+    # kinds that a layer has side by side, whose times and sent bytes add up; () for itself
+    parts: tuple[str, ...] = ()
+    # queries attend to keys: the layer has a mask, a window and a cache of keys and values
+    has_keys: bool = False
+    # of QK-clip: (heads, channels) of the rows of a query or key parameter, head by head, by the
+    # parameter's name; heads are those that scale alike: "query", "key", "both" or "none"
     clipped_rows: Callable[[ModelShape], Mapping[str, tuple[tuple[str, int], ...]]] | None = None
     # bytes that a rank sends over cp for a microbatch, forward and backward, by operation
     cp_bytes: Callable[[ModelShape, "ContextRank"], Mapping[str, tuple[int, int]]] | None = None

@@ -64,16 +64,22 @@ class ParamSpec:
     weight_decay: bool  # whether weight decay applies
     # the axis that shards each sharded dim; two shards of one dim nest, the first is the outer one
     shards: tuple[Shard, ...] = ()
-    grad_sum_axes: tuple[str, ...] = ()  # axes over which the gradient is summed besides data parallelism
+    # axes over which the gradient is summed besides data parallelism
+    grad_sum_axes: tuple[str, ...] = ()
     stage: int = 0  # pipeline stage
     unit: str = ""  # FSDP unit: "embedding", "layers.3", "head" or "mtp.0"
-    group: str = ""  # of the layers it belongs to: "embedding", "attention", "mlp", "experts", "norms", "head", "mtp"
+    # of the layers it belongs to: "embedding", "attention", "mlp", "experts", "norms", "head",
+    # "mtp"
+    group: str = ""
     is_expert: bool = False  # data-parallel over expert_dp instead of dp_cp
-    # several units read it: a tied word embedding; with multi-token prediction word embedding and head
+    # several units read it: a tied word embedding; with multi-token prediction word embedding and
+    # head
     is_shared: bool = False
-    is_embedding_or_output: bool = False  # the word embedding or the output layer: `--decoupled-lr` applies
+    # the word embedding or the output layer: `--decoupled-lr` applies
+    is_embedding_or_output: bool = False
     in_fp8: bool = False  # a weight whose products are in fp8 if the run and the layer use fp8
-    # a matrix rule (Muon) updates it and needs all of its elements; False for embeddings and the head
+    # a matrix rule (Muon) updates it and needs all of its elements; False for embeddings and the
+    # head
     needs_whole_matrix: bool = False
 
     @property
@@ -87,7 +93,8 @@ class ParamSpec:
         return prod(self.shape)
 
     def box(self, coords: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
-        """The box of one rank, from its coordinate and the number of ranks per axis that shards this parameter.
+        """The box of one rank, from its coordinate and the number of ranks per axis that shards
+        this parameter.
 
         Raises:
             TopologyError: a dim that an axis does not divide.
@@ -110,9 +117,9 @@ class ParamSpec:
 class LocalParam:
     """The part of a parameter that one rank holds.
 
-    `replica_id` numbers the ranks of one data-parallel replica that hold the same box. Replicas come from an axis that
-    does not shard the parameter, and for a word embedding from the last stage. Replica 0 counts in the gradient norm
-    and is saved.
+    `replica_id` numbers the ranks of one data-parallel replica that hold the same box. Replicas
+    come from an axis that does not shard the parameter, and for a word embedding from the last
+    stage. Replica 0 counts in the gradient norm and is saved.
     """
 
     spec: ParamSpec
@@ -126,7 +133,9 @@ class LocalParam:
 
     @property
     def tensor_box(self) -> TensorBox:
-        """The box with the parameter's global name and shape, as checkpoints and Hugging Face files are read by it."""
+        """The box with the parameter's global name and shape, as checkpoints and Hugging Face files
+        are read by it.
+        """
         return TensorBox(self.spec.name, self.spec.shape, self.box)
 
     @classmethod
@@ -136,12 +145,16 @@ class LocalParam:
 
 
 def localize(spec: ParamSpec, *, coords: Mapping[str, int], sizes: Mapping[str, int]) -> LocalParam:
-    """The part of a parameter that a rank of its stage holds, from its coordinate and the number of ranks per axis.
+    """The part of a parameter that a rank of its stage holds, from its coordinate and the number of
+    ranks per axis.
 
     Raises:
         TopologyError: a dim that an axis does not divide.
     """
-    axis = "etp" if spec.is_expert else "tp"  # inside one model replica, this one may leave a parameter unsharded
+    # inside one model replica, this one may leave a parameter unsharded
+    axis = "etp" if spec.is_expert else "tp"
     is_sharded = any(shard.axis == axis for shard in spec.shards)
     index, num_replicas = (0, 1) if is_sharded else (coords[axis], sizes[axis])
-    return LocalParam(spec, spec.box(coords, sizes), index + num_replicas * spec.is_last_stage_replica)
+    return LocalParam(
+        spec, spec.box(coords, sizes), index + num_replicas * spec.is_last_stage_replica
+    )

@@ -1,4 +1,5 @@
-"""The shape of a model: every size that follows from the model section of a configuration, resolved once.
+"""The shape of a model: every size that follows from the model section of a configuration, resolved
+once.
 
 Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them derives one again.
 """
@@ -6,7 +7,13 @@ Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
-from nanotrain.config.layer_kinds import DELTA_RULES, DSAConfig, LinearAttentionConfig, MambaConfig, NormPlacement
+from nanotrain.config.layer_kinds import (
+    DELTA_RULES,
+    DSAConfig,
+    LinearAttentionConfig,
+    MambaConfig,
+    NormPlacement,
+)
 from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig, Normalization
 
 
@@ -28,36 +35,45 @@ class ModelShape:
     activation: str  # of MLPs and experts
     has_linear_bias: bool  # biases on every linear layer but the head
     has_qkv_bias: bool  # biases on query, key and value
-    normalization: Normalization  # norms have a weight, a weight and a bias (LayerNorm), or nothing (L2Norm)
+    # norms have a weight, a weight and a bias (LayerNorm), or nothing (L2Norm)
+    normalization: Normalization
     has_qk_norm: bool  # a norm per query and key head, of the kind of the others
     has_wide_qk_norm: bool  # one RMSNorm over all query heads and one over all key heads
-    qk_l2_norm: bool  # an RMSNorm without weights per query and key head, in layers with rotary positions
+    # an RMSNorm without weights per query and key head, in layers with rotary positions
+    qk_l2_norm: bool
     norm_placement: NormPlacement  # of the inputs of attention and MLP, of their outputs, or both
     norm_init: float  # initial value of norm weights
     has_sink: bool  # a learned score per query head that every query attends to
     is_tied: bool  # the head reads the word embedding
     init_std: float  # standard deviation of the initial weights
-    window_size: int | None = None  # earlier keys that a query attends to, in some layers; None for all
-    attention_chunk_size: int | None = None  # positions of a chunk, to which they attend in place of a window
+    # earlier keys that a query attends to, in some layers; None for all
+    window_size: int | None = None
+    # positions of a chunk, to which they attend in place of a window
+    attention_chunk_size: int | None = None
     window_layers: tuple[bool, ...] = ()  # whether each layer has the window
-    window_query_groups: int | None = None  # key/value heads of these layers; None for those of the others
+    # key/value heads of these layers; None for those of the others
+    window_query_groups: int | None = None
     sinks_in_windows_only: bool = False  # they alone have sinks
     no_rope_layers: tuple[bool, ...] = ()  # whether each layer is without rotary positions
-    mixers: tuple[str | None, ...] = ()  # kind of attention of each layer, or of what is in its place; spec/kinds
+    # kind of attention of each layer, or of what is in its place; spec/kinds
+    mixers: tuple[str | None, ...] = ()
     mlps: tuple[str | None, ...] = ()  # kind of MLP of each layer
     has_output_gate: bool = False  # attention multiplies its output by a sigmoid
     rotary_dim: int = 0  # channels of a head with rotary positions
     mla: MLAConfig | None = None  # sizes of multi-head latent attention (DeepSeek-V2)
     dsa: DSAConfig | None = None  # sizes of the indexer of sparse attention
-    linear_attention: LinearAttentionConfig | None = None  # sizes of layers with linear_attention_type
+    # sizes of layers with linear_attention_type
+    linear_attention: LinearAttentionConfig | None = None
     mamba: MambaConfig = MambaConfig()  # sizes of layers of Mamba-2
     mamba_heads: int = 0  # their heads
     moe: MoEConfig | None = None  # sizes of the mixture-of-experts layers
     moe_layers: tuple[bool, ...] = ()  # whether each layer has experts
     moe_ffn_size: int = 0  # inner width of an expert
     expert_input_size: int = 0  # width of what it reads and writes
-    mtp_kinds: tuple[str | None, str | None] | None = None  # of attention and MLP in multi-token prediction
-    num_mtp_layers: int = 0  # layers of multi-token prediction; in the methods below they follow the model's layers
+    # of attention and MLP in multi-token prediction
+    mtp_kinds: tuple[str | None, str | None] | None = None
+    # layers of multi-token prediction; in the methods below they follow the model's layers
+    num_mtp_layers: int = 0
 
     @classmethod
     def of(cls, model_config: ModelConfig) -> Self:
@@ -71,7 +87,11 @@ class ModelShape:
         """
         has_learned_positions = model_config.position_embedding_type == "learned_absolute"
         # What the configuration itself has under the same name, as a field or a property.
-        shared = {f.name: getattr(model_config, f.name) for f in fields(cls) if hasattr(model_config, f.name)}
+        shared = {
+            f.name: getattr(model_config, f.name)
+            for f in fields(cls)
+            if hasattr(model_config, f.name)
+        }
         return cls(
             **shared,
             num_positions=model_config.max_position_embeddings if has_learned_positions else None,
@@ -96,7 +116,9 @@ class ModelShape:
         return self.mixers[index], self.mlps[index]
 
     def attention_lengths(self, layer: int, *, seq_length: int) -> tuple[tuple[int, int], ...]:
-        """The sequences within which a layer attends, as numbers and lengths: full chunks, and the last one."""
+        """The sequences within which a layer attends, as numbers and lengths: full chunks, and the
+        last one.
+        """
         size = self.attention_chunk_size
         if size is None or size >= seq_length or not self.has_window(layer):
             return ((1, seq_length),)
@@ -104,13 +126,17 @@ class ModelShape:
         return ((full, size), (1, rest)) if rest else ((full, size),)
 
     def blocks(self, layer: int) -> tuple[tuple[str | None, str | None], ...]:
-        """The kinds of attention and MLP of the blocks of a layer, by its index in the model: two with a shortcut."""
+        """The kinds of attention and MLP of the blocks of a layer, by its index in the model: two
+        with a shortcut.
+        """
         mixer, mlp = self.kinds(layer)
         has_shortcut = mlp == "moe" and self.moe is not None and self.moe.shortcut
         return ((mixer, mlp), (mixer, "dense")) if has_shortcut else ((mixer, mlp),)
 
     def of_layer(self, layer: int) -> Self:
-        """The shape with the key/value heads, sinks and norms of heads of a layer, by its index in the model."""
+        """The shape with the key/value heads, sinks and norms of heads of a layer, by its index in
+        the model.
+        """
         has_window = self.has_window(layer)
         has_sink = self.has_sink and (has_window or not self.sinks_in_windows_only)
         groups = (self.window_query_groups if has_window else None) or self.query_groups
@@ -120,9 +146,13 @@ class ModelShape:
         return replace(self, query_groups=groups, has_sink=has_sink, qk_l2_norm=has_l2)
 
     def norms_of(self, layer: int) -> tuple[bool, bool]:
-        """Whether a layer, by its index in the model, has norms of inputs of attention and MLP, and of outputs."""
+        """Whether a layer, by its index in the model, has norms of inputs of attention and MLP, and
+        of outputs.
+        """
         linear = self.linear_attention if self.kinds(layer)[0] in DELTA_RULES else None
-        placement = self.norm_placement if linear is None else linear.norm_placement or self.norm_placement
+        placement = (
+            self.norm_placement if linear is None else linear.norm_placement or self.norm_placement
+        )
         return placement != "post", placement != "pre"
 
     def has_experts(self, layer: int) -> bool:
@@ -144,7 +174,9 @@ class ModelShape:
 
     @property
     def has_embedding_at_end(self) -> bool:
-        """Whether the last stage reads the word embedding: as the head, or for multi-token prediction."""
+        """Whether the last stage reads the word embedding: as the head, or for multi-token
+        prediction.
+        """
         return self.is_tied or self.num_mtp_layers > 0
 
     @property
@@ -153,9 +185,13 @@ class ModelShape:
         return range(self.num_layers, self.num_layers + self.num_mtp_layers)
 
     def _kind_of(self, layer: int) -> int:
-        """The layer of the model whose structure a layer has: itself, or the last one for multi-token prediction."""
+        """The layer of the model whose structure a layer has: itself, or the last one for
+        multi-token prediction.
+        """
         return min(layer, self.num_layers - 1)
 
     def replicates_kv_heads(self, tensor_parallel_size: int) -> bool:
-        """Whether key and value weights are replicated over tp, because there are fewer heads than tp ranks."""
+        """Whether key and value weights are replicated over tp, because there are fewer heads than
+        tp ranks.
+        """
         return self.query_groups % tensor_parallel_size != 0

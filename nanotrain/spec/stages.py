@@ -1,4 +1,6 @@
-"""Pipeline stages: consecutive layers of a model, with the embedding on the first and the head on the last."""
+"""Pipeline stages: consecutive layers of a model, with the embedding on the first and the head on
+the last.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,16 +39,21 @@ def split_layers(
     stages_per_rank: int = 1,
     counted_ends: tuple[int, int] = (0, 0),
 ) -> tuple[StageSpec, ...]:
-    """Split a model into stages of equal length; if the number is not a multiple, the first stages get one more layer.
+    """Split a model into stages of equal length; if the number is not a multiple, the first stages
+    get one more layer.
 
-    The last stage also computes the head and the loss, so it never gets one of the additional layers.
+    The last stage also computes the head and the loss, so it never gets one of the additional
+    layers.
 
     Args:
         num_layers: number of layers of the model.
         num_stages: number of stages of all pipeline ranks.
-        first: layers of the first pipeline rank, which its virtual stages share evenly; None for an equal split.
-        last: layers of the last one of several pipeline ranks. The stages of the other ranks share the rest.
-        stages_per_rank: number of virtual stages per rank; stage s is on rank s % (num_stages / stages_per_rank).
+        first: layers of the first pipeline rank, which its virtual stages share evenly; None for an
+            equal split.
+        last: layers of the last one of several pipeline ranks. The stages of the other ranks share
+            the rest.
+        stages_per_rank: number of virtual stages per rank; stage s is on rank s % (num_stages /
+            stages_per_rank).
         counted_ends: layers that embedding and head count as; only without `first` and `last`.
 
     >>> [(stage.first_layer, stage.last_layer) for stage in split_layers(5, 2)]
@@ -63,12 +70,17 @@ def split_layers(
         shares[0] -= counted_ends[0]
         shares[-1] -= counted_ends[1]  # perhaps the same stage
         return stages_of_lengths(shares)
-    num_ranks, ends = num_stages // stages_per_rank, [size for size in (first, last) if size is not None]
+    num_ranks, ends = (
+        num_stages // stages_per_rank,
+        [size for size in (first, last) if size is not None],
+    )
     num_between, left = (num_ranks - len(ends)) * stages_per_rank, num_layers - sum(ends)
     assert num_layers >= num_stages and not any(size % stages_per_rank for size in ends), (
         "checked by the rules of layouts"
     )
-    assert left >= num_between if num_between > 0 else left == num_between == 0, "checked by the rules of layouts"
+    assert left >= num_between if num_between > 0 else left == num_between == 0, (
+        "checked by the rules of layouts"
+    )
     between = iter(even_shares(left, num_between))
     is_end, lengths = {0: first, num_ranks - 1: last}, []
     for index in range(num_stages):
@@ -107,7 +119,8 @@ def balanced_lengths(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]
     (4, 1, 2)
     """
     sums = [0, *accumulate(costs)]
-    # the highest cost, and the lengths, of the first layers in the first stages, by the number of layers
+    # the highest cost, and the lengths, of the first layers in the first stages, by the number of
+    # layers
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(1, num_stages + 1):
         best = {

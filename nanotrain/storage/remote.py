@@ -6,8 +6,8 @@
     Remote.put, .write     a file in parts, or bytes: whole objects, never half of one
     Remote.delete          in batches
 
-Every request that fails for a reason that may pass is repeated. Credentials are those of the provider's usual places,
-never part of an address.
+Every request that fails for a reason that may pass is repeated. Credentials are those of the
+provider's usual places, never part of an address.
 """
 
 import importlib
@@ -28,13 +28,17 @@ ATTEMPTS, FIRST_PAUSE_S = 6, 0.1  # the pause doubles
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 _SECRETS = re.compile(r"(?<=://)[^/@\s]+@|\?[^\s\"']+")
 _NETWORK = re.compile("connect|resolve|timed? ?out|unreachable|SSL", re.IGNORECASE)
-_DENIED = re.compile("credential|denied|forbidden|signature|token|unauthorized|access key|skew", re.IGNORECASE)
+_DENIED = re.compile(
+    "credential|denied|forbidden|signature|token|unauthorized|access key|skew", re.IGNORECASE
+)
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class _Provider:
-    """How one scheme is spoken: its package, options of its client, and those of an upload by size of the parts."""
+    """How one scheme is spoken: its package, options of its client, and those of an upload by size
+    of the parts.
+    """
 
     package: str
     client: dict[str, Any]
@@ -44,7 +48,13 @@ class _Provider:
 SCHEMES = {
     "s3": _Provider(
         "s3fs",
-        {"config_kwargs": {"retries": {"total_max_attempts": 1}, "connect_timeout": 10, "read_timeout": 60}},
+        {
+            "config_kwargs": {
+                "retries": {"total_max_attempts": 1},
+                "connect_timeout": 10,
+                "read_timeout": 60,
+            }
+        },
         lambda part: {"chunksize": part, "max_concurrency": CONCURRENCY},
     ),
     "gs": _Provider("gcsfs", {}, lambda part: {"chunksize": part}),
@@ -85,8 +95,14 @@ def parse(text: str) -> "Remote":
     known = ", ".join(f"{name}://" for name in SCHEMES)
     if scheme not in SCHEMES:
         why = f"known are {known} and paths on this machine"
-        raise ConfigError(f"{redacted(text)} cannot be reached", why=why, fix="mount it and name the folder")
-    if not path or any(part in ("", ".", "..") for part in path.split("/")) or re.search(r"[@?#*\[\x00-\x20]", path):
+        raise ConfigError(
+            f"{redacted(text)} cannot be reached", why=why, fix="mount it and name the folder"
+        )
+    if (
+        not path
+        or any(part in ("", ".", "..") for part in path.split("/"))
+        or re.search(r"[@?#*\[\x00-\x20]", path)
+    ):
         why = "an address is SCHEME://BUCKET/NAME, without user, password, query, patterns and empty or dotted parts"
         fix = "give credentials in the provider's usual place (docs/remote_storage.md)"
         raise ConfigError(f"{redacted(text)} is no address", why=why, fix=fix)
@@ -134,7 +150,9 @@ class Remote:
 
         def request() -> bytes:
             is_whole = start == 0 and stop is None
-            data: bytes = self._client().cat_file(self.path, start=None if is_whole else start, end=stop)
+            data: bytes = self._client().cat_file(
+                self.path, start=None if is_whole else start, end=stop
+            )
             if stop is not None and len(data) != stop - start:
                 raise EOFError(f"{len(data):,} of {stop - start:,} bytes arrived")
             return data
@@ -148,7 +166,8 @@ class Remote:
                 out.write(self.read(start, min(start + PART_BYTES, size)))
 
     def info(self) -> dict[str, Any]:
-        """What the provider tells of the object: its size in bytes, and what another version of it changes.
+        """What the provider tells of the object: its size in bytes, and what another version of it
+        changes.
 
         Raises:
             MissingObject: there is none.
@@ -165,7 +184,9 @@ class Remote:
         """
         found = self._retried("listed", lambda: self._client().find(self.path, detail=True))
         if not found and "/" in self.path:  # providers answer alike for a bucket that is missing
-            self._retried("listed", lambda: self._client().ls(self.path.partition("/")[0], refresh=True))
+            self._retried(
+                "listed", lambda: self._client().ls(self.path.partition("/")[0], refresh=True)
+            )
         prefix = f"{self.path}/"
         return {
             name.lstrip("/").removeprefix(prefix): Stat(int(entry["size"]), _changed(entry))
@@ -191,7 +212,9 @@ class Remote:
         """Delete objects below this folder; those that are gone already are no error."""
         paths = [f"{self.path}/{name}" for name in names]
         for first in range(0, len(paths), 1000):  # a request of most providers
-            self._retried("deleted", partial(self._client().rm, paths[first : first + 1000]), missing_ok=True)
+            self._retried(
+                "deleted", partial(self._client().rm, paths[first : first + 1000]), missing_ok=True
+            )
 
     def _client(self) -> Any:
         provider = SCHEMES[self.scheme]
@@ -200,10 +223,14 @@ class Remote:
             import fsspec
         except ImportError as error:
             fix = f"pip install {'huggingface_hub fsspec' if self.scheme == 'hf' else f'nanotrain[{self.scheme}]'}"
-            raise ConfigError(f"{self} needs {provider.package}", why=f"no {error.name} here", fix=fix) from None
+            raise ConfigError(
+                f"{self} needs {provider.package}", why=f"no {error.name} here", fix=fix
+            ) from None
         return fsspec.filesystem(self.scheme, use_listings_cache=False, **provider.client)
 
-    def _retried(self, what: str, request: Callable[[], Result], *, missing_ok: bool = False) -> Result | Any:
+    def _retried(
+        self, what: str, request: Callable[[], Result], *, missing_ok: bool = False
+    ) -> Result | Any:
         """Send a request again while its failure may pass; the pauses grow."""
         for attempt in range(ATTEMPTS):
             try:
@@ -215,7 +242,11 @@ class Remote:
                     return None
                 raise self._fault(what, error) from None
             except Exception as error:  # the providers' errors have no class in common
-                if attempt + 1 == ATTEMPTS or isinstance(error, PermissionError) or _DENIED.search(str(error)):
+                if (
+                    attempt + 1 == ATTEMPTS
+                    or isinstance(error, PermissionError)
+                    or _DENIED.search(str(error))
+                ):
                     raise self._fault(what, error) from None
             time.sleep(FIRST_PAUSE_S * 2**attempt)
         raise AssertionError("the last attempt returns or raises")

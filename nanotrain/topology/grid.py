@@ -1,17 +1,20 @@
-"""Grids of ranks with named axes, the fastest-varying first, and their arrangement from the sizes of a configuration.
+"""Grids of ranks with named axes, the fastest-varying first, and their arrangement from the sizes
+of a configuration.
 
     Grid(("tp", "pp"), (2, 2))        pp 0: ranks 0 1
                                       pp 1: ranks 2 3
 
-A rank is the mixed-radix number of its coordinates. The methods about one rank compute with the strides of the axes, so
-their cost does not depend on the number of ranks; `groups` lists all of them.
+A rank is the mixed-radix number of its coordinates. The methods about one rank compute with the
+strides of the axes, so their cost does not depend on the number of ranks; `groups` lists all of
+them.
 
 `arrange` returns a dense and an expert grid, or refuses sizes that do not fit:
 
     dense   tp + TP*(cp + CP*(dp + DP*pp))                        order tp-cp-ep-dp-pp
     expert  etp + ETP*(ep + EP*(expert_dp + EXPERT_DP*pp))
 
-dp and expert_dp are the world size divided by the other axes. `--use-tp-pp-dp-mapping` swaps dp and pp in both grids.
+dp and expert_dp are the world size divided by the other axes. `--use-tp-pp-dp-mapping` swaps dp and
+pp in both grids.
 """
 
 from collections.abc import Mapping
@@ -55,7 +58,9 @@ class Grid:
 
     def coords(self, rank: int) -> dict[str, int]:
         """The coordinate of a rank on every axis."""
-        assert 0 <= rank < self.world_size, f"rank {rank} is outside a grid of {self.world_size} ranks"
+        assert 0 <= rank < self.world_size, (
+            f"rank {rank} is outside a grid of {self.world_size} ranks"
+        )
         return {axis: rank // self.stride(axis) % self.size(axis) for axis in self.axes}
 
     def rank(self, coords: Mapping[str, int]) -> int:
@@ -72,10 +77,14 @@ class Grid:
         return tuple(ranks)
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Every group of ranks that differ along `axes` only, ascending; each rank is in exactly one."""
+        """Every group of ranks that differ along `axes` only, ascending; each rank is in exactly
+        one.
+        """
         others = (axis for axis in self.axes if axis not in axes)
         offsets = self.members(0, *axes)
-        return tuple(tuple(first + offset for offset in offsets) for first in self.members(0, *others))
+        return tuple(
+            tuple(first + offset for offset in offsets) for first in self.members(0, *others)
+        )
 
 
 # the axes that a flag sizes, in the order in which a smaller size is suggested
@@ -88,7 +97,9 @@ FIELDS = {
 }
 
 
-def arrange(parallel: ParallelConfig, world_size: int, *, has_experts: bool = True) -> tuple[Grid, Grid]:
+def arrange(
+    parallel: ParallelConfig, world_size: int, *, has_experts: bool = True
+) -> tuple[Grid, Grid]:
     """Arrange ranks in the dense and the expert grid.
 
     Args:
@@ -104,11 +115,16 @@ def arrange(parallel: ParallelConfig, world_size: int, *, has_experts: bool = Tr
     if not _fits(parallel, world_size):
         raise _misfit(parallel, world_size)
     dense, expert = _sizes(parallel)
-    dense["dp"], expert["expert_dp"] = world_size // prod(dense.values()), world_size // prod(expert.values())
+    dense["dp"], expert["expert_dp"] = (
+        world_size // prod(dense.values()),
+        world_size // prod(expert.values()),
+    )
     ranks = {"dp*cp": dense["dp"] * dense["cp"], "expert_dp": expert["expert_dp"]}
     _check_instances(parallel.num_distributed_optimizer_instances, ranks)
     if not parallel.use_tp_pp_dp_mapping:
-        return _grid(dense, ("tp", "cp", "dp", "pp")), _grid(expert, ("etp", "ep", "expert_dp", "pp"))
+        return _grid(dense, ("tp", "cp", "dp", "pp")), _grid(
+            expert, ("etp", "ep", "expert_dp", "pp")
+        )
     if has_experts:
         _check_same_stages(dense, expert)
     return _grid(dense, ("tp", "cp", "pp", "dp")), _grid(expert, ("etp", "ep", "pp", "expert_dp"))
@@ -117,7 +133,11 @@ def arrange(parallel: ParallelConfig, world_size: int, *, has_experts: bool = Tr
 def _sizes(parallel: ParallelConfig) -> tuple[dict[str, int], dict[str, int]]:
     """The configured sizes of the dense and the expert grid: all but dp."""
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    expert = {"etp": parallel.expert_tensor_parallel_size or tp, "ep": parallel.expert_model_parallel_size, "pp": pp}
+    expert = {
+        "etp": parallel.expert_tensor_parallel_size or tp,
+        "ep": parallel.expert_model_parallel_size,
+        "pp": pp,
+    }
     return {"tp": tp, "cp": parallel.context_parallel_size, "pp": pp}, expert
 
 
@@ -126,16 +146,22 @@ def _grid(sizes: dict[str, int], axes: tuple[str, ...]) -> Grid:
 
 
 def _fits(parallel: ParallelConfig, world_size: int, **changes: Any) -> bool:
-    return all(world_size % prod(sizes.values()) == 0 for sizes in _sizes(replace(parallel, **changes)))
+    return all(
+        world_size % prod(sizes.values()) == 0 for sizes in _sizes(replace(parallel, **changes))
+    )
 
 
 def _misfit(parallel: ParallelConfig, world_size: int) -> TopologyError:
-    """The error for axes whose product does not divide the world size; the fix is one smaller axis, or other ranks."""
+    """The error for axes whose product does not divide the world size; the fix is one smaller axis,
+    or other ranks.
+    """
     dense, expert = _sizes(parallel)
     wrong = dense if world_size % prod(dense.values()) else expert
     current = dense | expert
     candidates = [
-        (field, size) for axis, field in FIELDS.items() for size in range(min(current[axis] - 1, world_size), 0, -1)
+        (field, size)
+        for axis, field in FIELDS.items()
+        for size in range(min(current[axis] - 1, world_size), 0, -1)
     ]
     if wrong is expert:
         candidates.insert(0, ("expert_tensor_parallel_size", 1))  # whole experts, the usual layout
@@ -151,7 +177,9 @@ def _misfit(parallel: ParallelConfig, world_size: int) -> TopologyError:
 
 
 def _check_same_stages(dense: dict[str, int], expert: dict[str, int]) -> None:
-    """With pp before dp, a rank has the same stage in both grids only if pp has the same stride in both."""
+    """With pp before dp, a rank has the same stage in both grids only if pp has the same stride in
+    both.
+    """
     if dense["pp"] == 1 or dense["dp"] == expert["expert_dp"]:
         return
     flag = flag_of("use_tp_pp_dp_mapping")
@@ -164,13 +192,18 @@ def _check_same_stages(dense: dict[str, int], expert: dict[str, int]) -> None:
 
 
 def _check_instances(instances: int, ranks: dict[str, int]) -> None:
-    """The number of optimizer instances must divide the data-parallel ranks of both grids, given by name."""
+    """The number of optimizer instances must divide the data-parallel ranks of both grids, given by
+    name.
+    """
     flag = flag_of("num_distributed_optimizer_instances")
     for name, count in ranks.items():
         if count % instances:
-            fitting = max(n for n in range(1, instances) if all(other % n == 0 for other in ranks.values()))
+            fitting = max(
+                n for n in range(1, instances) if all(other % n == 0 for other in ranks.values())
+            )
             raise TopologyError(
                 f"{instances} optimizer instances cannot share {name} = {count_of(count, 'rank')}",
-                why=f"{flag} must divide " + " and ".join(f"{name} = {count}" for name, count in ranks.items()),
+                why=f"{flag} must divide "
+                + " and ".join(f"{name} = {count}" for name, count in ranks.items()),
                 fix=f"set {flag} {fitting}",
             )

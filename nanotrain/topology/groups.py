@@ -42,7 +42,8 @@ GroupName = Literal[
 ]
 Ranks = tuple[int, ...]
 
-# group name -> the axes of the grid that its ranks differ along; instances of the optimizer then split some of them
+# group name -> the axes of the grid that its ranks differ along; instances of the optimizer then
+# split some of them
 DENSE_GROUPS: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -63,9 +64,12 @@ EXPERT_GROUPS: dict[str, tuple[str, ...]] = {
     "expert_dp_shard": ("expert_dp",),
     "expert_dp_replicate": ("expert_dp",),
 }
-UNCONNECTED: frozenset[str] = frozenset({"model"})  # nothing is sent over them, so they have no process group
+# nothing is sent over them, so they have no process group
+UNCONNECTED: frozenset[str] = frozenset({"model"})
 # the planned groups, in the order in which they are listed and created
-GROUP_NAMES: tuple[GroupName, ...] = tuple(name for name in get_args(GroupName) if name != "control")
+GROUP_NAMES: tuple[GroupName, ...] = tuple(
+    name for name in get_args(GroupName) if name != "control"
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,9 @@ class GroupSpec:
     index: int  # position of this rank in `ranks`
 
     def __post_init__(self) -> None:
-        assert 0 <= self.index < len(self.ranks), "a rank only has specs of groups that it belongs to"
+        assert 0 <= self.index < len(self.ranks), (
+            "a rank only has specs of groups that it belongs to"
+        )
 
     @classmethod
     def single_rank(cls, name: GroupName, rank: int = 0) -> "GroupSpec":

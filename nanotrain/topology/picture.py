@@ -19,10 +19,13 @@ GAP = ".."
 UNSHARDED_NOTE = "\n\n_shard and _replicate as in a sharded strategy; with no_shard every shard group is a single rank"
 
 
-def run_topology(parallel: ParallelConfig, world_size: int, *, as_json: bool, has_experts: bool = True) -> str:
+def run_topology(
+    parallel: ParallelConfig, world_size: int, *, as_json: bool, has_experts: bool = True
+) -> str:
     """The output of `nanotrain topology`; without experts their groups are left out.
 
-    With `no_shard` every shard group is a single rank, so dp_shard and dp_replicate are shown as `optim` forms them.
+    With `no_shard` every shard group is a single rank, so dp_shard and dp_replicate are shown as
+    `optim` forms them.
 
     `as_json` returns an object of group name -> list of rank lists instead of the picture.
 
@@ -59,7 +62,8 @@ def _sizes_line(grid: Grid, *, prefix: str = "") -> str:
 
 
 def _draw(grid: Grid) -> str:
-    """The ranks of a grid: one paragraph per stage, one row per data-parallel rank, the two fastest axes as columns.
+    """The ranks of a grid: one paragraph per stage, one row per data-parallel rank, the two fastest
+    axes as columns.
 
               cp0          cp1
              tp0  tp1     tp0  tp1
@@ -79,10 +83,16 @@ def _draw(grid: Grid) -> str:
         return "".join((GAP if c is None else f"{fast}{c}").rjust(width) for c in columns)
 
     def ranks(coords: dict[str, int], b: int) -> str:
-        cells = (GAP if c is None else str(grid.rank({**coords, block: b, fast: c})) for c in columns)
+        cells = (
+            GAP if c is None else str(grid.rank({**coords, block: b, fast: c})) for c in columns
+        )
         return "".join(cell.rjust(width) for cell in cells)
 
-    lines = [line("", lambda b: f"{block}{b}".center(width * len(columns)))] if grid.size(block) > 1 else []
+    lines = (
+        [line("", lambda b: f"{block}{b}".center(width * len(columns)))]
+        if grid.size(block) > 1
+        else []
+    )
     lines.append(line("", header))
     for stage in shorten(range(grid.size("pp")), MAX_STAGES):
         if stage is None:

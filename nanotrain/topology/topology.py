@@ -4,14 +4,16 @@
     partitions        the sets of groups that a start creates, by one split of the world each
     control_levels    the gloo groups of the `control` tree that a rank is in
 
-Two grids cover the same ranks: `dense` (tp cp dp pp) and `expert` (etp ep expert_dp pp). Expert parallelism divides the
-ranks of dp x cp (x tp) and is not a further factor of the world size. dp and expert_dp follow from the other sizes.
-`groups.py` lists the group names.
+Two grids cover the same ranks: `dense` (tp cp dp pp) and `expert` (etp ep expert_dp pp). Expert
+parallelism divides the ranks of dp x cp (x tp) and is not a further factor of the world size. dp
+and expert_dp follow from the other sizes. `groups.py` lists the group names.
 
-With `no_shard` a shard group is a single rank and the replicate group contains the other data-parallel ranks.
+With `no_shard` a shard group is a single rank and the replicate group contains the other
+data-parallel ranks.
 
-A gloo group connects each rank with every other one, and each rank reads the addresses of all: `n * (154 + 8 * n)`
-bytes per rank of n ranks (measured, torch 2.13). So Python objects travel along a tree of small gloo groups.
+A gloo group connects each rank with every other one, and each rank reads the addresses of all: `n *
+(154 + 8 * n)` bytes per rank of n ranks (measured, torch 2.13). So Python objects travel along a
+tree of small gloo groups.
 """
 
 from dataclasses import dataclass
@@ -19,7 +21,15 @@ from itertools import pairwise
 
 from nanotrain.config.parallel import ParallelConfig
 from nanotrain.topology.grid import Grid, arrange
-from nanotrain.topology.groups import DENSE_GROUPS, EXPERT_GROUPS, GROUP_NAMES, UNCONNECTED, GroupName, GroupSpec, Ranks
+from nanotrain.topology.groups import (
+    DENSE_GROUPS,
+    EXPERT_GROUPS,
+    GROUP_NAMES,
+    UNCONNECTED,
+    GroupName,
+    GroupSpec,
+    Ranks,
+)
 
 
 @dataclass(frozen=True)
@@ -35,20 +45,31 @@ class Topology:
 
     dense: Grid  # the grid of all layers but experts, with the axes tp, cp, dp, pp
     expert: Grid  # the grid of experts over the same ranks, with the axes etp, ep, expert_dp, pp
-    end_ranks: tuple[int, ...]  # pipeline ranks of the first and the last stage; one where it has both
-    num_instances: int = 1  # optimizer instances; state is sharded inside each and replicated across them
+    # pipeline ranks of the first and the last stage; one where it has both
+    end_ranks: tuple[int, ...]
+    # optimizer instances; state is sharded inside each and replicated across them
+    num_instances: int = 1
     is_sharded: bool = True  # False for `no_shard`, where every shard group is a single rank
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, world_size: int, *, has_experts: bool = True) -> "Topology":
-        """The topology of a parallel config on `world_size` ranks; without experts their groups are never used.
+    def of(
+        cls, parallel: ParallelConfig, world_size: int, *, has_experts: bool = True
+    ) -> "Topology":
+        """The topology of a parallel config on `world_size` ranks; without experts their groups are
+        never used.
 
         Raises:
             TopologyError: the ranks cannot form the groups; names the numbers and a fix.
         """
         dense, expert = arrange(parallel, world_size, has_experts=has_experts)
         is_sharded = parallel.data_parallel_sharding_strategy != "no_shard"
-        return cls(dense, expert, parallel.end_ranks, parallel.num_distributed_optimizer_instances, is_sharded)
+        return cls(
+            dense,
+            expert,
+            parallel.end_ranks,
+            parallel.num_distributed_optimizer_instances,
+            is_sharded,
+        )
 
     @property
     def world_size(self) -> int:
@@ -57,19 +78,27 @@ class Topology:
 
     def size(self, name: GroupName) -> int:
         """Ranks per group of this name."""
-        return len(self.members(0, name))  # rank 0 is in a group of every name, and groups of a name have equal sizes
+        # rank 0 is in a group of every name, and groups of a name have equal sizes
+        return len(self.members(0, name))
 
     def coords(self, rank: int) -> dict[str, int]:
         """A rank's coordinate on every axis."""
-        return self.expert.coords(rank) | self.dense.coords(rank)  # without experts the stage is that of the dense grid
+        # without experts the stage is that of the dense grid
+        return self.expert.coords(rank) | self.dense.coords(rank)
 
     def coords_text(self, rank: int) -> str:
         """A rank's coordinates on the dense axes longer than one, for messages: "pp1 dp3 tp0"."""
         coords = self.dense.coords(rank)
-        return " ".join(f"{axis}{coords[axis]}" for axis in reversed(self.dense.axes) if self.dense.size(axis) > 1)
+        return " ".join(
+            f"{axis}{coords[axis]}"
+            for axis in reversed(self.dense.axes)
+            if self.dense.size(axis) > 1
+        )
 
     def members(self, rank: int, name: GroupName) -> Ranks:
-        """The ranks of a rank's group, ascending; empty if it is in none (`embed` on a middle stage)."""
+        """The ranks of a rank's group, ascending; empty if it is in none (`embed` on a middle
+        stage).
+        """
         grid, axes = self._grid_of(name)
         parts = self._split(name, grid.members(rank, *axes))
         return next((part for part in parts if rank in part), ())
@@ -82,16 +111,23 @@ class Topology:
     def groups_of(self, name: GroupName) -> tuple[Ranks, ...]:
         """All groups of one name, ascending."""
         grid, axes = self._grid_of(name)
-        return tuple(sorted(part for ranks in grid.groups(*axes) for part in self._split(name, ranks)))
+        return tuple(
+            sorted(part for ranks in grid.groups(*axes) for part in self._split(name, ranks))
+        )
 
     def _grid_of(self, name: GroupName) -> tuple[Grid, tuple[str, ...]]:
-        return (self.expert, EXPERT_GROUPS[name]) if name in EXPERT_GROUPS else (self.dense, DENSE_GROUPS[name])
+        return (
+            (self.expert, EXPERT_GROUPS[name])
+            if name in EXPERT_GROUPS
+            else (self.dense, DENSE_GROUPS[name])
+        )
 
     def _split(self, name: GroupName, ranks: Ranks) -> list[Ranks]:
         """Split ranks that differ along the axes of `name` into the groups of `name`."""
         if name == "embed":
             return [tuple(ranks[index] for index in self.end_ranks)]
-        # All ranks of data parallelism, or those that share one replica of the optimizer state in an instance.
+        # All ranks of data parallelism, or those that share one replica of the optimizer state in
+        # an instance.
         size = len(ranks) // self.num_instances if self.is_sharded else 1
         if name.endswith("_shard"):
             return [ranks[first : first + size] for first in range(0, len(ranks), size)]
@@ -106,8 +142,8 @@ CONTROL_FAN_OUT = 32  # ranks of a gloo group of the control tree: 13 KB per ran
 def partitions(topology: Topology) -> dict[GroupName, tuple[Ranks, ...]]:
     """The groups to create, by their first name, in an order that is the same on every rank.
 
-    Names with the same groups share process groups. The world is not listed, nor are groups of one rank and names that
-    nothing is sent over.
+    Names with the same groups share process groups. The world is not listed, nor are groups of one
+    rank and names that nothing is sent over.
 
     >>> from nanotrain.config.config import ParallelConfig
     >>> partitions(Topology.of(ParallelConfig(tensor_model_parallel_size=2), 4))
@@ -121,12 +157,14 @@ def partitions(topology: Topology) -> dict[GroupName, tuple[Ranks, ...]]:
     return {name: groups for groups, name in names.items() if name != "world"}
 
 
-def control_levels(rank: int, world_size: int, *, fan_out: int = CONTROL_FAN_OUT) -> tuple[Ranks, ...]:
+def control_levels(
+    rank: int, world_size: int, *, fan_out: int = CONTROL_FAN_OUT
+) -> tuple[Ranks, ...]:
     """The groups of the control tree that a rank is in, from the leaves up.
 
-    The ranks of a level form groups of nearly equal sizes, at least 2 and at most `fan_out`; the first ranks of the
-    groups form the next level, until one group is left. So every member of a group is also in a group of each lower
-    level.
+    The ranks of a level form groups of nearly equal sizes, at least 2 and at most `fan_out`; the
+    first ranks of the groups form the next level, until one group is left. So every member of a
+    group is also in a group of each lower level.
 
     >>> control_levels(0, 7, fan_out=3), control_levels(4, 7, fan_out=3)
     (((0, 1), (0, 2, 4)), ((4, 5, 6), (0, 2, 4)))

@@ -3,9 +3,10 @@
     settings of the command line, ranks, memory of the device --planner.search--> layout
     the same run folder on as many ranks                      --config.yaml-----> layout
 
-Every rank searches on its own: the result follows from the configuration, the number of ranks, and the name and the
-total memory of the device. `require_same_start` compares it. The GPU is a row of the planner by the name that the
-driver reports. Ranks on a CPU share the memory of their machine, and their speed is that of the row `cpu`.
+Every rank searches on its own: the result follows from the configuration, the number of ranks, and
+the name and the total memory of the device. `require_same_start` compares it. The GPU is a row of
+the planner by the name that the driver reports. Ranks on a CPU share the memory of their machine,
+and their speed is that of the row `cpu`.
 """
 
 import json
@@ -40,7 +41,8 @@ LAYOUT = tuple(ENTRIES[name].key for name in NAMES)  # keys of what the search c
 def with_auto_layout(
     config: Config, inputs: RunInputs, *, start: Start, explicit: frozenset[str]
 ) -> tuple[Config, RunInputs]:
-    """The configuration with the layout of the run so far, else with the fastest one that fits, and its origins.
+    """The configuration with the layout of the run so far, else with the fastest one that fits, and
+    its origins.
 
     Args:
         config: the configuration with the vocabulary size set.
@@ -53,31 +55,48 @@ def with_auto_layout(
     """
     world_size = start.launch.world_size
     saved, num_ranks = saved_layout(inputs.folder)
-    chosen = _kept(config, saved, world_size=world_size, explicit=explicit) if num_ranks == world_size else None
+    chosen = (
+        _kept(config, saved, world_size=world_size, explicit=explicit)
+        if num_ranks == world_size
+        else None
+    )
     text = f"keeps that of the run, on {count_of(world_size, 'rank')} as before"
     if chosen is None:
         chosen, text = _searched(config, start, explicit=explicit)
-        text += f"; it replaces that of the run so far, on {count_of(num_ranks, 'rank')}" if saved else ""
+        text += (
+            f"; it replaces that of the run so far, on {count_of(num_ranks, 'rank')}"
+            if saved
+            else ""
+        )
     log.info("--auto-layout %s", text)
     check_table(chosen, "layout", "start", start.device.type)
     changed = [key for key in KEYS if value_of(chosen, key) != value_of(config, key)]
-    return chosen, replace(inputs, origins={**inputs.origins, **dict.fromkeys(changed, "--auto-layout")})
+    return chosen, replace(
+        inputs, origins={**inputs.origins, **dict.fromkeys(changed, "--auto-layout")}
+    )
 
 
 def saved_layout(folder: RunFolder) -> tuple[Mapping[str, Any], int]:
-    """The layout, by key, that the last start of a run chose, and its number of ranks; without one nothing and 0."""
+    """The layout, by key, that the last start of a run chose, and its number of ranks; without one
+    nothing and 0.
+    """
     try:
         values = unnest(yaml.safe_load(read_file(folder.path / "config.yaml")))
         num_ranks = int(json.loads(read_file(folder.path / "environment.json"))["world_size"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):  # the first start, or damaged
+    # the first start, or damaged
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
         return {}, 0
     if not values.get("parallel.auto_layout"):
         return {}, 0
     return {key: values[key] for key in LAYOUT if key in values}, num_ranks
 
 
-def _kept(config: Config, saved: Mapping[str, Any], *, world_size: int, explicit: frozenset[str]) -> Config | None:
-    """The configuration with a saved layout; None where settings that changed since then do not allow it."""
+def _kept(
+    config: Config, saved: Mapping[str, Any], *, world_size: int, explicit: frozenset[str]
+) -> Config | None:
+    """The configuration with a saved layout; None where settings that changed since then do not
+    allow it.
+    """
     if any(value_of(config, key) != saved[key] for key in explicit.intersection(saved)):
         return None
     try:
@@ -92,13 +111,18 @@ def _kept(config: Config, saved: Mapping[str, Any], *, world_size: int, explicit
 def _searched(config: Config, start: Start, *, explicit: frozenset[str]) -> tuple[Config, str]:
     """The configuration with the fastest layout, and a line on it."""
     launch, memory = start.launch, start.available  # of a GPU
-    if start.device.type == "cpu":  # all of it: what is free differs between ranks, and `require_memory` checks that
+    # all of it: what is free differs between ranks, and `require_memory` checks that
+    if start.device.type == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // launch.local_world_size
     known = gpu_of(device_name(start.device))
     gpu = replace(known, memory_bytes=memory or known.memory_bytes)
     max_tp = min(launch.local_world_size, gpu.gpus_per_node)
-    result = search(config, launch.world_size, gpu=gpu, fixed=explicit, max_tensor_parallel_size=max_tp)
+    result = search(
+        config, launch.world_size, gpu=gpu, fixed=explicit, max_tensor_parallel_size=max_tp
+    )
     best, free = result.best[0], frozenset(LAYOUT) - explicit
-    chosen, _ = reset_unused(best.scenario.config, explicit=explicit, errors=ErrorCollector(), defaults=free)
+    chosen, _ = reset_unused(
+        best.scenario.config, explicit=explicit, errors=ErrorCollector(), defaults=free
+    )
     text = f"chooses {layout_text(best)}: {best.time.total:.3g} s per step planned"
     return chosen, f"{text}, the fastest of {result.num_formed:,} layouts for {gpu.name}"

@@ -1,8 +1,8 @@
 """Global batches, with the counts that all ranks agree on before every step.
 
-Before each step one small all-reduce carries the target tokens of every rank's microbatches (the loss is
-divided by the global count), whether a rank requests a stop or a save, and whether its data failed. So all ranks enter
-a step or none does, and an error on one rank is raised on all of them.
+Before each step one small all-reduce carries the target tokens of every rank's microbatches (the
+loss is divided by the global count), whether a rank requests a stop or a save, and whether its data
+failed. So all ranks enter a step or none does, and an error on one rank is raised on all of them.
 """
 
 import time
@@ -30,7 +30,8 @@ class StepSettings:
     num_sequences: int = 0  # sequences of the global batch; more than samples where these are split
     seq_length: int = 0  # tokens per sequence
     hidden_shape: tuple[int, ...] = ()  # [B, S, H] of this rank's hidden states between two stages
-    rates: Mapping[str, Any] = field(default_factory=dict)  # arguments of `DistributedOptimizer.step`
+    # arguments of `DistributedOptimizer.step`
+    rates: Mapping[str, Any] = field(default_factory=dict)
     dropout_seed: int | None = None  # None: nothing is dropped
 
     @classmethod
@@ -60,10 +61,12 @@ class GlobalBatch:
     microbatches: tuple[Batch, ...]  # microbatches of this rank, on its device
     num_target_tokens: int  # unmasked target tokens of the global batch, over all ranks
     wait_s: float  # seconds that this rank waited for data
-    settings: StepSettings = StepSettings()  # settings of the step on this batch; the defaults in evaluation
+    # settings of the step on this batch; the defaults in evaluation
+    settings: StepSettings = StepSettings()
     wants_save: bool = False  # whether a rank requested a save before this batch
     counts: tuple[float, ...] = ()  # numbers that `BatchOptions.counts` returns, over all ranks
-    busy_s: tuple[float, ...] = ()  # by rank: seconds of the previous step in which it did not wait for other ranks
+    # by rank: seconds of the previous step in which it did not wait for other ranks
+    busy_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,19 +86,23 @@ class BatchOptions:
     """How a rank reads global batches."""
 
     readers_per_sample: int = 1  # ranks that read the same sample, so that it is counted once
-    split: Callable[[Batch], Batch] = lambda batch: batch  # the sequence shard of this rank under context parallelism
+    # the sequence shard of this rank under context parallelism
+    split: Callable[[Batch], Batch] = lambda batch: batch
     is_ahead: bool = False  # whether to vote one step ahead
-    prepare: Callable[[Batch], Batch] = lambda batch: batch  # changes a microbatch on the host as it is read
-    counts: Callable[[Sequence[Batch]], list[float]] = lambda batches: []  # further numbers to sum over samples
+    # changes a microbatch on the host as it is read
+    prepare: Callable[[Batch], Batch] = lambda batch: batch
+    # further numbers to sum over samples
+    counts: Callable[[Sequence[Batch]], list[float]] = lambda batches: []
     settings: Callable[[], StepSettings] = StepSettings  # settings of the batch that is read next
 
 
 class BatchIterator:
     """Iterator over the global batches of this rank.
 
-    With `is_ahead` the batch after the returned one is read, and its vote started, before the batch is returned: on a
-    GPU its result is on the host before the device has finished the step, so the host never waits for other ranks.
-    A stop, a request to save or a failure then takes effect one step later.
+    With `is_ahead` the batch after the returned one is read, and its vote started, before the batch
+    is returned: on a GPU its result is on the host before the device has finished the step, so the
+    host never waits for other ranks. A stop, a request to save or a failure then takes effect one
+    step later.
 
     Args:
         batches: this rank's microbatches per global batch.
@@ -133,12 +140,15 @@ class BatchIterator:
             wants_stop: whether this rank received a signal or reached its time limit.
             wants_save: whether this rank received a request to save and continue.
             failure: an error of this rank since the last step.
-            busy_s: seconds of the last step in which this rank did not wait for others; None on every rank if unknown.
+            busy_s: seconds of the last step in which this rank did not wait for others; None on
+                every rank if unknown.
 
         Raises:
             NanotrainError: some rank or its data failed; the same error on every rank.
         """
-        start = partial(self._start, [float(wants_stop), float(wants_save)], failure=failure, busy_s=busy_s)
+        start = partial(
+            self._start, [float(wants_stop), float(wants_save)], failure=failure, busy_s=busy_s
+        )
         vote = self._started or start()
         all_tokens, failures, stops, saves, *others = vote.sums.wait()
         counts, all_busy = others[: vote.num_counts], others[vote.num_counts :]
@@ -160,12 +170,16 @@ class BatchIterator:
         )
 
     def discard(self) -> None:
-        """Drop the batch that was read ahead, if any; all ranks call this. The next call reads a new one."""
+        """Drop the batch that was read ahead, if any; all ranks call this. The next call reads a
+        new one.
+        """
         if self._started is not None:
             self._started.sums.wait()
         self._started = None
 
-    def _start(self, flags: list[float], *, failure: NanotrainError | None, busy_s: float | None) -> _Vote:
+    def _start(
+        self, flags: list[float], *, failure: NanotrainError | None, busy_s: float | None
+    ) -> _Vote:
         """Read a batch and start the vote on it."""
         microbatches: list[Batch] = []
         options, start = self._options, time.perf_counter()
@@ -176,7 +190,10 @@ class BatchIterator:
             failure = failure or error
         wait_s = time.perf_counter() - start
         num_tokens = sum(float(batch.num_target_tokens) for batch in microbatches)
-        tokens, *counts = (count / options.readers_per_sample for count in (num_tokens, *options.counts(microbatches)))
+        tokens, *counts = (
+            count / options.readers_per_sample
+            for count in (num_tokens, *options.counts(microbatches))
+        )
         all_busy = [0.0] * self._group.size if busy_s is not None else []
         if busy_s is not None:
             all_busy[self._group.index] = busy_s

@@ -1,10 +1,12 @@
 """Build a `Run` from a plan, open inputs and process groups: the only file that imports every part.
 
-    stages with storage -> initial weights -> block transforms -> optimizer -> parts -> saved weights -> batches
+    stages with storage -> initial weights -> block transforms -> optimizer -> parts -> saved
+    weights -> batches
 
 A stage with storage is a module on the meta device, then one `DataParallel` per planned buffer.
 
-Initial weights come from the seed; those of a checkpoint or a Hugging Face folder are read into the main params.
+Initial weights come from the seed; those of a checkpoint or a Hugging Face folder are read into the
+main params.
 """
 
 from collections.abc import Iterable
@@ -67,10 +69,13 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         context: this rank's device and process groups.
 
     Raises:
-        NanotrainError: a checkpoint or Hugging Face folder that does not fit the model; on every rank.
+        NanotrainError: a checkpoint or Hugging Face folder that does not fit the model; on every
+            rank.
     """
     config = plan.config
-    assert plan.groups == {name: group.spec for name, group in context.groups.items()}, "planned for other groups"
+    assert plan.groups == {name: group.spec for name, group in context.groups.items()}, (
+        "planned for other groups"
+    )
     built = build_stages(plan, context)
     stages = {index: stage.module for index, stage in built.items()}
     data_parallel = tuple(dp for stage in built.values() for dp in stage.callbacks)
@@ -156,18 +161,23 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
             ),
             options=replace(
                 data_parallel_options(plan, buffer, recompute=parallel.recompute),
-                fp8_amax_groups=_amax_groups(config, buffer, context=context) if buffer.is_fp8 else None,
+                fp8_amax_groups=_amax_groups(config, buffer, context=context)
+                if buffer.is_fp8
+                else None,
             ),
             precision=precision,
             device=context.device,
         )
         for buffer in stage.buffers
     )
-    module.to(context.device)  # moves registered buffers such as router biases; parameters are on the device already
+    # moves registered buffers such as router biases; parameters are on the device already
+    module.to(context.device)
     return BuiltStage(module, data_parallel, wgrad_queue)
 
 
-def _amax_groups(config: Config, buffer: BufferPlan, *, context: ParallelContext) -> tuple[Group, ...]:
+def _amax_groups(
+    config: Config, buffer: BufferPlan, *, context: ParallelContext
+) -> tuple[Group, ...]:
     """Groups, besides the data-parallel ones, whose ranks share the scale of an fp8 weight."""
     fp8 = config.precision.fp8
     if fp8 is None or not RECIPES[fp8.recipe].is_per_tensor:
@@ -175,7 +185,9 @@ def _amax_groups(config: Config, buffer: BufferPlan, *, context: ParallelContext
     return (context.group("etp" if buffer.layout.params[0].spec.is_expert else "tp"),)
 
 
-def data_parallel_options(plan: Plan, buffer: BufferPlan, *, recompute: Recompute) -> DataParallelOptions:
+def data_parallel_options(
+    plan: Plan, buffer: BufferPlan, *, recompute: Recompute
+) -> DataParallelOptions:
     """The options of one buffer's wrapper, in a stage with this recomputation."""
     num_ranks, options = buffer.shard.size * buffer.replicate.size, plan.data_parallel
     return replace(
@@ -186,7 +198,9 @@ def data_parallel_options(plan: Plan, buffer: BufferPlan, *, recompute: Recomput
     )
 
 
-def _model_parallel(plan: Plan, context: ParallelContext, *, wgrad_queue: WgradQueue | None) -> ModelParallel:
+def _model_parallel(
+    plan: Plan, context: ParallelContext, *, wgrad_queue: WgradQueue | None
+) -> ModelParallel:
     """The groups that the layers of a stage communicate over."""
     config, sequence = plan.config, context.group("tp_cp")
     parallel = config.parallel
@@ -202,7 +216,9 @@ def _model_parallel(plan: Plan, context: ParallelContext, *, wgrad_queue: WgradQ
     )
     return ModelParallel(
         tp=TensorParallel(context.group("tp"), parallel.sequence_parallel, wgrad_queue, fp8),
-        core_attention=build_core_attention(parallel.cp_comm_type, context.group("cp"), kernels=attention.kernels()),
+        core_attention=build_core_attention(
+            parallel.cp_comm_type, context.group("cp"), kernels=attention.kernels()
+        ),
         ep=context.group("ep"),
         etp=context.group("etp"),
         dispatch=DispatchOptions.of(config),
@@ -216,7 +232,9 @@ def _model_parallel(plan: Plan, context: ParallelContext, *, wgrad_queue: WgradQ
 
 
 def _transform_blocks(stages: Iterable[Stage], config: Config, *, context: ParallelContext) -> None:
-    """Recomputation, offload and compilation; the saved tensors of multi-token prediction stay on the device."""
+    """Recomputation, offload and compilation; the saved tensors of multi-token prediction stay on
+    the device.
+    """
     resolved = _with_compiler(config, context)
     for stage in stages:
         transform = partial(transform_blocks, config=resolved, recompute=stage.parallel.recompute)
@@ -228,16 +246,26 @@ def _transform_blocks(stages: Iterable[Stage], config: Config, *, context: Paral
 
 
 def _with_compiler(config: Config, context: ParallelContext) -> Config:
-    """Whether blocks are compiled, which needs a compiler on every rank: eager blocks reduce in another order."""
+    """Whether blocks are compiled, which needs a compiler on every rank: eager blocks reduce in
+    another order.
+    """
     device_type, control = context.device.type, context.control
     resolved = with_compile(config, device_type)
-    if resolved.train.torch_compile and (fault := _first_fault(inductor_fault(device_type), control)):
-        log.warning("torch.compile: off, blocks run eagerly, as inductor cannot compile: %s; %s", fault, COMPILER)
+    if resolved.train.torch_compile and (
+        fault := _first_fault(inductor_fault(device_type), control)
+    ):
+        log.warning(
+            "torch.compile: off, blocks run eagerly, as inductor cannot compile: %s; %s",
+            fault,
+            COMPILER,
+        )
         resolved = replace(resolved, train=replace(resolved.train, torch_compile=False))
     elif device_type == "cuda" or config.train.torch_compile is not None:
         log.info("torch.compile: %s", describe_compile(config, device_type))
     if device_type == "cuda" and (fault := triton_fault()):
-        log.warning("the loss runs torch's operators, as Triton cannot compile: %s; %s", fault, COMPILER)
+        log.warning(
+            "the loss runs torch's operators, as Triton cannot compile: %s; %s", fault, COMPILER
+        )
     return resolved
 
 
@@ -264,14 +292,20 @@ def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:
 def build_batch_iterator(
     batches: GlobalBatchLoader, context: ParallelContext, *, options: BatchOptions | None = None
 ) -> BatchIterator:
-    """Global batches for this rank: tp, cp and pp ranks read the same samples, cp ranks keep a sequence shard each."""
+    """Global batches for this rank: tp, cp and pp ranks read the same samples, cp ranks keep a
+    sequence shard each.
+    """
     options = replace(
         options or BatchOptions(),
         readers_per_sample=batches.sampler.readers_per_sample,
         split=partial(split_batch, group=context.group("cp")),
     )
     return BatchIterator(
-        batches, context.group("world"), control=context.control, device=context.device, options=options
+        batches,
+        context.group("world"),
+        control=context.control,
+        device=context.device,
+        options=options,
     )
 
 
@@ -279,16 +313,21 @@ def _build_train_iterator(
     batches: GlobalBatchLoader, parts: StepParts, *, model: BuiltModel, lr_schedule: LRSchedule
 ) -> BatchIterator:
     options = BatchOptions(
-        # Voting one step ahead saves time on a GPU only: on a CPU the host runs the step itself and waits just as long.
+        # Voting one step ahead saves time on a GPU only: on a CPU the host runs the step itself and
+        # waits just as long.
         is_ahead=model.context.device.type != "cpu",
         prepare=parts.prepare,
         counts=parts.counts,
-        settings=lambda: StepSettings.at(batches.consumed_samples, plan=model.plan, lr_schedule=lr_schedule),
+        settings=lambda: StepSettings.at(
+            batches.consumed_samples, plan=model.plan, lr_schedule=lr_schedule
+        ),
     )
     return build_batch_iterator(batches, model.context, options=options)
 
 
-def _build_checkpointer(config: Config, folder: RunFolder, *, context: ParallelContext) -> Checkpointer:
+def _build_checkpointer(
+    config: Config, folder: RunFolder, *, context: ParallelContext
+) -> Checkpointer:
     local = Checkpointer(
         folder.checkpoints,
         group=context.control,
@@ -312,13 +351,23 @@ def _open_batches(model: BuiltModel, *, state: TrainState) -> GlobalBatchLoader:
     )
 
 
-def _load_start(model: BuiltModel, parts: StepParts, *, inputs: RunInputs, checkpointer: Checkpointer) -> TrainState:
-    """Load the checkpoint or the Hugging Face folder that a run starts from, if any; the counters it starts with."""
+def _load_start(
+    model: BuiltModel, parts: StepParts, *, inputs: RunInputs, checkpointer: Checkpointer
+) -> TrainState:
+    """Load the checkpoint or the Hugging Face folder that a run starts from, if any; the counters
+    it starts with.
+    """
     start = inputs.checkpoint or model.config.checkpoint.pretrained_checkpoint
     if start is None:
         return TrainState()
     with progress("loading weights", is_shown=model.context.control.is_first):
         if inputs.checkpoint is not None:
-            return restore(inputs.checkpoint, checkpointer, model=model, parts=parts, may_fall_back=inputs.is_resumed)
+            return restore(
+                inputs.checkpoint,
+                checkpointer,
+                model=model,
+                parts=parts,
+                may_fall_back=inputs.is_resumed,
+            )
         load_pretrained(Path(start), model=model, parts=parts)
     return TrainState()

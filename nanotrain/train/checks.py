@@ -1,7 +1,8 @@
-"""The checks before a run: what can be found wrong without process groups and data, as rows of `CHECKS`.
+"""The checks before a run: what can be found wrong without process groups and data, as rows of
+`CHECKS`.
 
-Every rank runs them on its own and finds the same mistakes. Nothing is written, and only the last group of rows asks
-for the device.
+Every rank runs them on its own and finds the same mistakes. Nothing is written, and only the last
+group of rows asks for the device.
 """
 
 from collections.abc import Callable
@@ -65,16 +66,25 @@ def check(start: Start) -> None:
 
 
 def check_folders(start: Start) -> None:
-    """Every folder that the run writes can be written, by a file of one rank per machine; none is created yet."""
-    train, fallback, folder = start.config.train, start.config.checkpoint.save_fallback_dir, RunFolder.of(start.config)
+    """Every folder that the run writes can be written, by a file of one rank per machine; none is
+    created yet.
+    """
+    train, fallback, folder = (
+        start.config.train,
+        start.config.checkpoint.save_fallback_dir,
+        RunFolder.of(start.config),
+    )
     snapshot, probes = train.memory_snapshot_path, start.launch.local_rank == 0
     folder.check_writable(probes=probes)
     if folder.remote and start.launch.rank == 0:
         require_writable(folder.remote)
     folders = {
         ("the fallback folder", "--save-fallback-dir"): fallback,
-        ("the TensorBoard folder", "--tensorboard-dir"): train.tensorboard_dir if train.tensorboard else None,
-        ("the folder of memory snapshots", "--memory-snapshot-path"): snapshot and Path(snapshot).parent,
+        ("the TensorBoard folder", "--tensorboard-dir"): train.tensorboard_dir
+        if train.tensorboard
+        else None,
+        ("the folder of memory snapshots", "--memory-snapshot-path"): snapshot
+        and Path(snapshot).parent,
     }
     for (name, flag), path in folders.items():
         if path is not None:
@@ -84,7 +94,9 @@ def check_folders(start: Start) -> None:
 
 def check_device(start: Start) -> None:
     """The device is there; GPUs that stay idle are a warning."""
-    if start.device.type == "cpu" and (warning := device.describe_unused_gpus(start.config.train.device)):
+    if start.device.type == "cpu" and (
+        warning := device.describe_unused_gpus(start.config.train.device)
+    ):
         log.warning("%s", warning)
 
 
@@ -97,7 +109,9 @@ def check_attention(start: Start) -> None:
 def check_linear_attention(start: Start) -> None:
     """GPUs have kernels of the gated delta rule; their absence is a warning."""
     if start.device.type == "cuda" and DELTA_RULES & {*start.config.model.mixers} and not has_fla():
-        log.warning("the gated delta rule is computed by torch: pip install flash-linear-attention for its kernels")
+        log.warning(
+            "the gated delta rule is computed by torch: pip install flash-linear-attention for its kernels"
+        )
 
 
 def check_prometheus(start: Start) -> None:
@@ -121,7 +135,9 @@ def check_memory(start: Start) -> None:
     is_chosen = not start.config.parallel.auto_layout
     if is_chosen and start.config.model.vocab_size is not None and start.config.is_model_known:
         world_size = start.launch.world_size
-        require_memory(start.config, world_size, device=start.device.type, available=start.available)
+        require_memory(
+            start.config, world_size, device=start.device.type, available=start.available
+        )
 
 
 def require_fp8(fp8: Fp8Config | None, capability: tuple[int, int] | None) -> None:
@@ -163,7 +179,9 @@ CHECKS: tuple[tuple[Callable[[Start], None], ...], ...] = (
     (check_folders,),
     (
         check_device,
-        lambda start: require_fp8(start.config.precision.fp8, device.compute_capability(start.device)),
+        lambda start: require_fp8(
+            start.config.precision.fp8, device.compute_capability(start.device)
+        ),
         check_attention,
         check_linear_attention,
         check_prometheus,

@@ -34,7 +34,9 @@ def with_compile(config: Config, device_type: str) -> Config:
 
 
 def graph_breaks(config: Config) -> list[str]:
-    """Where the graphs of this configuration's blocks end, with the files; empty where a block is one graph."""
+    """Where the graphs of this configuration's blocks end, with the files; empty where a block is
+    one graph.
+    """
     return [*([DEFERRED] if _defers_wgrad(config.parallel) else []), *_rows(config, "breaks")]
 
 
@@ -45,14 +47,23 @@ def describe_compile(config: Config, device_type: str) -> str:
         unset = f"{device_type}, --torch-compile is unset"
         why = "--no-torch-compile" if config.train.torch_compile is False else unset
         return f"off ({', '.join(unsupported) or why})"
-    why = "--torch-compile" if config.train.torch_compile else "unset on a GPU; --no-torch-compile turns it off"
+    why = (
+        "--torch-compile"
+        if config.train.torch_compile
+        else "unset on a GPU; --no-torch-compile turns it off"
+    )
     breaks = graph_breaks(config)
-    return f"every block ({why})" + (f"; graphs end at {'; '.join(breaks)}" if breaks else "; one graph each")
+    return f"every block ({why})" + (
+        f"; graphs end at {'; '.join(breaks)}" if breaks else "; one graph each"
+    )
 
 
 def _defers_wgrad(parallel: ParallelConfig) -> bool:
     """Whether the pipeline schedule has W actions."""
-    pp, virtual = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    pp, virtual = (
+        parallel.pipeline_model_parallel_size,
+        parallel.num_virtual_stages_per_pipeline_rank,
+    )
     schedule = build_schedule(parallel.pipeline_schedule, PipelineShape(pp, virtual, pp))
     return any(action.kind is ActionKind.backward_weight for action in schedule)
 

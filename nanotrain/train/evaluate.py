@@ -1,10 +1,12 @@
-"""Loss, perplexity and bits per byte in any layout: `nanotrain evaluate`, and validation during training.
+"""Loss, perplexity and bits per byte in any layout: `nanotrain evaluate`, and validation during
+training.
 
-    checkpoint or Hugging Face folder -> Config -> Plan -> stages with storage -> weights of this rank's boxes
-    token files, or text and its tokenizer -> windows of seq_length tokens -> forward passes -> one loss
+    checkpoint or Hugging Face folder -> Config -> Plan -> stages with storage -> weights of this
+    rank's boxes token files, or text and its tokenizer -> windows of seq_length tokens -> forward
+    passes -> one loss
 
-Every token but the first is predicted once, given the tokens before it in its window. `nanotrain evaluate` builds no
-optimizer. Validation is over the same samples each time.
+Every token but the first is predicted once, given the tokens before it in its window. `nanotrain
+evaluate` builds no optimizer. Validation is over the same samples each time.
 """
 
 import math
@@ -61,12 +63,16 @@ class Evaluation:
 
     loss: float  # mean cross-entropy per predicted token, in nats
     tokens: int  # predicted tokens
-    bytes: int | None  # bytes of UTF-8 text in the predicted tokens; None if the tokenizer is unknown
+    # bytes of UTF-8 text in the predicted tokens; None if the tokenizer is unknown
+    bytes: int | None
 
     @classmethod
     def total(cls, parts: Sequence["Evaluation"]) -> "Evaluation":
         """The result on all parts together."""
-        tokens, sizes = sum(part.tokens for part in parts), [part.bytes for part in parts if part.bytes is not None]
+        tokens, sizes = (
+            sum(part.tokens for part in parts),
+            [part.bytes for part in parts if part.bytes is not None],
+        )
         loss = sum(part.loss * part.tokens for part in parts) / max(tokens, 1)
         return cls(loss, tokens, sum(sizes) if len(sizes) == len(parts) else None)
 
@@ -87,13 +93,16 @@ class Evaluation:
     def text(self) -> str:
         """One line."""
         bits = f" | bits per byte {self.bits_per_byte:.4f}" if self.bytes else ""
-        size = count_of(self.tokens, "token") + (f", {count_of(self.bytes, 'byte')}" if self.bytes else "")
+        size = count_of(self.tokens, "token") + (
+            f", {count_of(self.bytes, 'byte')}" if self.bytes else ""
+        )
         return f"loss {self.loss:.4f} | perplexity {self.perplexity:,.2f}{bits} | {size}"
 
 
 @contextmanager
 def open_corpus(source: str, tokenizer: Tokenizer | None) -> Iterator[IndexedTokens]:
-    """Token files by their prefix, or a text file, folder or .jsonl, tokenized into temporary token files.
+    """Token files by their prefix, or a text file, folder or .jsonl, tokenized into temporary token
+    files.
 
     Raises:
         DataError: there is no such corpus, or text without a tokenizer.
@@ -110,7 +119,9 @@ def open_corpus(source: str, tokenizer: Tokenizer | None) -> Iterator[IndexedTok
         )
     if tokenizer is None:
         why = "the model names no tokenizer"
-        raise DataError(f"{source} is text, which cannot be tokenized", why=why, fix="set --tokenizer")
+        raise DataError(
+            f"{source} is text, which cannot be tokenized", why=why, fix="set --tokenizer"
+        )
     with TemporaryDirectory(prefix="nanotrain-evaluate-") as folder:
         written, reader = Path(folder) / "tokens", DocumentReader("text")
         end = [] if tokenizer.eod is None else [tokenizer.eod]
@@ -131,7 +142,9 @@ def windows_of(corpus: IndexedTokens, config: Config) -> AllWindows:
     assert vocab_size is not None, "a model has a vocabulary"
     if corpus.num_tokens < 2:
         what = f"{corpus.prefix} has {count_of(corpus.num_tokens, 'token')}"
-        raise DataError(what, why="a prediction needs a token before it", fix="evaluate on a longer text")
+        raise DataError(
+            what, why="a prediction needs a token before it", fix="evaluate on a longer text"
+        )
     return AllWindows(corpus, 0, corpus.num_tokens, config.data, vocab_size=vocab_size)
 
 
@@ -141,21 +154,30 @@ def load_weights(model: OpenedCheckpoint, stages: Mapping[int, BuiltStage]) -> N
     def fill(params: Sequence[LocalParam], *, module: nn.Module, is_sharded: bool) -> None:
         boxes = {local.tensor_box: module.get_parameter(local.spec.name).data for local in params}
         # files must not be read into the storage of gathered units, which is freed by resizing
-        apart = {box: torch.empty_like(target) for box, target in boxes.items()} if is_sharded else boxes
+        apart = (
+            {box: torch.empty_like(target) for box, target in boxes.items()}
+            if is_sharded
+            else boxes
+        )
         model.read_params(apart)
         if is_sharded:
             torch._foreach_copy_(list(boxes.values()), list(apart.values()))
 
     for stage in stages.values():
         for dp in stage.callbacks:
-            dp.fill_params(partial(fill, module=stage.module, is_sharded=dp.options.strategy.shard_params))
+            dp.fill_params(
+                partial(fill, module=stage.module, is_sharded=dp.options.strategy.shard_params)
+            )
     biases = router_biases({index: stage.module for index, stage in stages.items()})
     if biases:
         model.read_params(biases)
 
 
-def load_stages(model: OpenedCheckpoint, *, plan: Plan, context: ParallelContext) -> dict[int, BuiltStage]:
-    """The stages of a model in the layout of a plan, with their weights gathered for forward passes.
+def load_stages(
+    model: OpenedCheckpoint, *, plan: Plan, context: ParallelContext
+) -> dict[int, BuiltStage]:
+    """The stages of a model in the layout of a plan, with their weights gathered for forward
+    passes.
 
     Args:
         model: checkpoint or Hugging Face folder.
@@ -206,7 +228,9 @@ def evaluate_model(
     stages = load_stages(model, plan=plan, context=context)
     assert plan.config.model.vocab_size is not None, "a model has a vocabulary"
     sizes = None if tokenizer is None else bytes_per_token(tokenizer, plan.config.model.vocab_size)
-    forward = partial(run_forward, plan.valid_schedule, stages, pipeline=build_pipeline(plan, context))
+    forward = partial(
+        run_forward, plan.valid_schedule, stages, pipeline=build_pipeline(plan, context)
+    )
     with open_corpus(source, tokenizer) as corpus:
         windows = windows_of(corpus, plan.config)
         if max_samples is not None:
@@ -214,7 +238,9 @@ def evaluate_model(
             windows = replace(windows, stop=stop)
         num_batches = -(-windows.samples_per_epoch // plan.sampler.global_batch_size)
         with GlobalBatchLoader(windows, sampler=plan.sampler) as batches:
-            evaluation = _evaluate(batches, forward, num_batches=num_batches, sizes=sizes, context=context)
+            evaluation = _evaluate(
+                batches, forward, num_batches=num_batches, sizes=sizes, context=context
+            )
     assert evaluation is not None, "no rank asks to stop"
     return evaluation
 
@@ -232,14 +258,20 @@ class EvaluateHook(Hook):
 
     def before_training(self, run: Run) -> None:
         is_found = self._tokenizer is not None and is_local(self._tokenizer)
-        if all(all_gather_object(is_found, run.context.control)):  # machines may have different files
+        # machines may have different files
+        if all(all_gather_object(is_found, run.context.control)):
             assert self._tokenizer is not None
             assert run.config.model.vocab_size is not None, "set by open_inputs"
-            self._sizes = bytes_per_token(load_tokenizer(self._tokenizer), run.config.model.vocab_size)
+            self._sizes = bytes_per_token(
+                load_tokenizer(self._tokenizer), run.config.model.vocab_size
+            )
         if run.state.step == 0 and run.config.train.train_iters > 0:
             results = validate(run, self._sizes)
             if results:
-                log.info("validation loss before training: %.4f", Evaluation.total(list(results.values())).loss)
+                log.info(
+                    "validation loss before training: %.4f",
+                    Evaluation.total(list(results.values())).loss,
+                )
 
     def after_step(self, run: Run, report: StepReport) -> None:
         train = run.config.train
@@ -252,16 +284,28 @@ class EvaluateHook(Hook):
 
     def _score_tasks(self, run: Run) -> dict[str, float]:
         """The scores of the tasks; not of those that a signal ends."""
-        score_of = partial(score_task, plan=run.plan, stages=run.runnable, pipeline=run.pipeline, context=run.context)
+        score_of = partial(
+            score_task,
+            plan=run.plan,
+            stages=run.runnable,
+            pipeline=run.pipeline,
+            context=run.context,
+        )
         scores = {task.name: score_of(task, stop=run.stop) for task in run.inputs.tasks}
         found = {name: asdict(score) for name, score in scores.items() if score is not None}
-        return {f"task/{task}/{name}": value for task, score in found.items() for name, value in score.items()}
+        return {
+            f"task/{task}/{name}": value
+            for task, score in found.items()
+            for name, value in score.items()
+        }
 
 
 def validate(run: Run, sizes: list[int] | None = None) -> dict[str, Evaluation] | None:
-    """Evaluate the first `eval_iters` global batches of every validation set, by name; "" is that of the split.
+    """Evaluate the first `eval_iters` global batches of every validation set, by name; "" is that
+    of the split.
 
-    None if a rank received a signal during the validation: schedulers kill jobs that do not end soon.
+    None if a rank received a signal during the validation: schedulers kill jobs that do not end
+    soon.
 
     Args:
         run: the run.
@@ -288,11 +332,15 @@ def validate(run: Run, sizes: list[int] | None = None) -> dict[str, Evaluation] 
 
 
 def _by_name(results: Mapping[str, Evaluation]) -> dict[str, float]:
-    """The losses of named validation sets, and their bits per byte where the bytes of tokens are known."""
+    """The losses of named validation sets, and their bits per byte where the bytes of tokens are
+    known.
+    """
     named = {name: result for name, result in results.items() if name}
     losses = {f"valid/{name}/loss": result.loss for name, result in named.items()}
     bits = {name: result.bits_per_byte for name, result in named.items()}
-    return losses | {f"valid/{name}/bits_per_byte": value for name, value in bits.items() if value is not None}
+    return losses | {
+        f"valid/{name}/bits_per_byte": value for name, value in bits.items() if value is not None
+    }
 
 
 @torch.no_grad()
@@ -316,7 +364,8 @@ def _evaluate(
         stop: signals of this rank; None if they are not handled.
     """
     batch_iterator, num_tokens = build_batch_iterator(batches, context), 0
-    loss = torch.zeros((), dtype=torch.float64, device=context.device)  # fp32 rounds the sum of a long corpus
+    # fp32 rounds the sum of a long corpus
+    loss = torch.zeros((), dtype=torch.float64, device=context.device)
     table = None if sizes is None else torch.tensor(list(sizes), device=context.device)
     num_bytes = torch.zeros((), dtype=torch.int64, device=context.device)
     for _ in range(num_batches):
@@ -326,17 +375,27 @@ def _evaluate(
             return None
         num_tokens += batch.num_target_tokens
         if table is not None:
-            num_bytes += sum((table[part.labels] * (part.loss_mask > 0)).sum() for part in batch.microbatches)
+            num_bytes += sum(
+                (table[part.labels] * (part.loss_mask > 0)).sum() for part in batch.microbatches
+            )
         try:
-            loss += forward(microbatches=[BatchContext.of(part, cp=context.group("cp")) for part in batch.microbatches])
+            loss += forward(
+                microbatches=[
+                    BatchContext.of(part, cp=context.group("cp")) for part in batch.microbatches
+                ]
+            )
         except PassStopped:
             return None
     readers = batches.sampler.readers_per_sample
-    total_bytes = None if table is None else _sum_over_samples(num_bytes, context, readers_per_sample=readers)
+    total_bytes = (
+        None if table is None else _sum_over_samples(num_bytes, context, readers_per_sample=readers)
+    )
     return Evaluation(global_loss(loss, context) / max(num_tokens, 1), num_tokens, total_bytes)
 
 
 def _sum_over_samples(local: Tensor, context: ParallelContext, *, readers_per_sample: int) -> int:
-    """The sum of counts of this rank's tokens over all ranks, each token counted once; every rank calls this."""
+    """The sum of counts of this rank's tokens over all ranks, each token counted once; every rank
+    calls this.
+    """
     (total,) = all_reduce_scalars([float(local.item())], context.group("world"))
     return round(total) * context.group("cp").size // readers_per_sample

@@ -1,12 +1,13 @@
 """The training loop: next batch, train step, report, hooks.
 
 A run stops between two steps, on all ranks together: after the last step, at `exit_interval`, after
-`exit_duration_in_mins`, on SIGTERM, SIGINT or SIGHUP. The clock or signal of one rank stops all through the all-reduce
-before the next step. A signal during a long step stops all ranks before the same microbatch (`comm/stop_point.py`), and
-the step is abandoned. The hooks then save and the process exits with 0. SIGUSR1 to one rank saves and goes on.
+`exit_duration_in_mins`, on SIGTERM, SIGINT or SIGHUP. The clock or signal of one rank stops all
+through the all-reduce before the next step. A signal during a long step stops all ranks before the
+same microbatch (`comm/stop_point.py`), and the step is abandoned. The hooks then save and the
+process exits with 0. SIGUSR1 to one rank saves and goes on.
 
-An error of one rank's hook or data is raised on all ranks before the next step; the hooks save the last step
-before that. Hooks are closed after an error too.
+An error of one rank's hook or data is raised on all ranks before the next step; the hooks save the
+last step before that. Hooks are closed after an error too.
 """
 
 import gc
@@ -31,7 +32,13 @@ from nanotrain.train.hooks.hook import Hook, SkippedSteps
 from nanotrain.train.resume.rollback import count_loss, leave_spike
 from nanotrain.train.run import Run
 from nanotrain.train.step import StepOutput, train_step
-from nanotrain.train.step_report import SlowestRank, SpikeScore, StepReport, Throughput, UnreadReports
+from nanotrain.train.step_report import (
+    SlowestRank,
+    SpikeScore,
+    StepReport,
+    Throughput,
+    UnreadReports,
+)
 
 log = get_logger(__name__)
 
@@ -45,11 +52,15 @@ def fit(run: Run, hooks: Sequence[Hook]) -> None:
     """
     failed, loop = True, _Loop(run, [SkippedSteps(), *hooks])
     try:
-        with run.stop.on_signals(run.pipeline.stop_point), manual_gc(run.config.train.manual_gc_interval):
+        with (
+            run.stop.on_signals(run.pipeline.stop_point),
+            manual_gc(run.config.train.manual_gc_interval),
+        ):
             loop.train()
         failed = False
     finally:
-        loop.read(loop.unread.take_ready())  # after a rank is lost the other reports may never be ready
+        # after a rank is lost the other reports may never be ready
+        loop.read(loop.unread.take_ready())
         for hook in reversed(hooks):
             hook.close(failed=failed)
 
@@ -61,11 +72,18 @@ class _Loop:
         self.run, self.hooks = run, hooks
         self.unread = UnreadReports()
         self._failure: NanotrainError | None = None  # error of this rank since the last step
-        self._had_save_request = False  # before the last step: a signal to all ranks may reach some a step later
+        # before the last step: a signal to all ranks may reach some a step later
+        self._had_save_request = False
         self._throughput_of = cache(partial(Throughput.of, run.plan, run.context))
-        self._slowest, self._spikes = SlowestRank(run.context, logs_all=run.config.train.log_straggler), SpikeScore()
+        self._slowest, self._spikes = (
+            SlowestRank(run.context, logs_all=run.config.train.log_straggler),
+            SpikeScore(),
+        )
         self._watch = Stopwatch(run.context.device)  # times this step
-        self._read_last: dict[str, Any] = {"sequences of %s tokens": run.config.data.seq_length, "data stage %s": None}
+        self._read_last: dict[str, Any] = {
+            "sequences of %s tokens": run.config.data.seq_length,
+            "data stage %s": None,
+        }
         self._started, self._first_step = time.monotonic(), run.state.step
 
     def train(self) -> None:
@@ -91,28 +109,35 @@ class _Loop:
         self._call_hooks(partial(_read, run=self.run, reports=reports))
 
     def _next_batch(self) -> GlobalBatch | None:
-        """The next batch; None if the ranks stop instead. Before it the hooks save if a rank requested that."""
+        """The next batch; None if the ranks stop instead. Before it the hooks save if a rank
+        requested that.
+        """
         run = self.run
         self._watch, busy_s = Stopwatch(run.context.device), self._slowest.begin()
         run.context.heartbeat.begin("data", step=run.state.step + 1)
         with self._saving_after_error():
             wants_save, run.stop.wants_save = run.stop.wants_save, False
             batch = run.batch_iterator.next(
-                wants_stop=self._wants_stop(), wants_save=wants_save, failure=self._failure, busy_s=busy_s
+                wants_stop=self._wants_stop(),
+                wants_save=wants_save,
+                failure=self._failure,
+                busy_s=busy_s,
             )
         if batch is None:
             log.info("stopping after step %d: %s", run.state.step, self._reason())
             return None
         if batch.wants_save and not self._had_save_request:
             log.info("saving after step %d: received SIGUSR1", run.state.step)
-            self.read(self.unread.take_all())  # a run resumed from this checkpoint needs the rows before it
+            # a run resumed from this checkpoint needs the rows before it
+            self.read(self.unread.take_all())
             self._call_hooks(lambda hook: hook.save_now(run))
         self._had_save_request = batch.wants_save
         return batch
 
     def _step(self, batch: GlobalBatch) -> None:
         run, interval = self.run, self.run.config.train.manual_gc_interval
-        with record_function(f"ProfilerStep#{run.state.step + 1}"):  # torch's own name for a step, in traces
+        # torch's own name for a step, in traces
+        with record_function(f"ProfilerStep#{run.state.step + 1}"):
             run.context.heartbeat.begin("forward-backward")
             output = train_step(run, batch, is_logged=self._is_logged(run.state.step + 1))
             run.context.heartbeat.begin("hooks")
@@ -120,7 +145,8 @@ class _Loop:
         report = self._report(output, batch)
         ready = self.unread.take(report)
         if not self._rolled_back(report):
-            # each hook reads before the next one, which may save: a run resumed from there needs the rows
+            # each hook reads before the next one, which may save: a run resumed from there needs
+            # the rows
             self._call_hooks(partial(_finish_step, run=run, report=report, ready=ready))
         if interval and run.state.step % interval == 0:
             gc.collect()
@@ -169,11 +195,14 @@ class _Loop:
         return is_back
 
     def _call_hooks(self, call: Callable[[Hook], None]) -> None:
-        """Call every hook; an error of this rank or of all is raised on all ranks before the next step."""
+        """Call every hook; an error of this rank or of all is raised on all ranks before the next
+        step.
+        """
         for hook in self.hooks:
             try:
                 call(hook)
-            except (CommunicationFault, CorruptState):  # raised by all ranks at once: nothing may save a corrupt state
+            # raised by all ranks at once: nothing may save a corrupt state
+            except (CommunicationFault, CorruptState):
                 raise
             except NanotrainError as error:
                 self._failure = self._failure or error
@@ -193,7 +222,9 @@ class _Loop:
             raise
 
     def _abandon_step(self, batch: GlobalBatch, stopped: PassStopped) -> None:
-        """Log the stop and drop the batch that was read ahead; state and data position stay at the last full step."""
+        """Log the stop and drop the batch that was read ahead; state and data position stay at the
+        last full step.
+        """
         step = self.run.state.step
         self.run.batch_iterator.discard()
         log.info(
@@ -202,9 +233,16 @@ class _Loop:
         )
 
     def _is_logged(self, step: int) -> bool:
-        """Whether the host waits for this step: to write a log line, or because a hook needs its numbers anyway."""
+        """Whether the host waits for this step: to write a log line, or because a hook needs its
+        numbers anyway.
+        """
         train, checkpoint = self.run.config.train, self.run.config.checkpoint
-        intervals = (train.log_interval, train.eval_interval, train.report_interval, checkpoint.save_interval)
+        intervals = (
+            train.log_interval,
+            train.eval_interval,
+            train.report_interval,
+            checkpoint.save_interval,
+        )
         if train.rollback_on_spike is not None:  # needs the loss of every step
             return True
         return step == train.train_iters or any(each and step % each == 0 for each in intervals)
@@ -220,7 +258,9 @@ class _Loop:
 
     def _wants_stop(self) -> bool:
         limit = self.run.config.train.exit_duration_in_mins
-        return bool(self.run.stop) or (limit is not None and time.monotonic() - self._started >= limit * 60)
+        return bool(self.run.stop) or (
+            limit is not None and time.monotonic() - self._started >= limit * 60
+        )
 
     def _reason(self) -> str:
         if self.run.stop.signal is not None:
@@ -240,7 +280,9 @@ def _finish_step(hook: Hook, run: Run, *, report: StepReport, ready: Sequence[St
 
 @contextmanager
 def manual_gc(interval: int) -> Iterator[None]:
-    """Disable automatic garbage collection; `fit` collects on all ranks at the same step, so none waits alone."""
+    """Disable automatic garbage collection; `fit` collects on all ranks at the same step, so none
+    waits alone.
+    """
     if interval:
         gc.collect()
     with without_collection() if interval else nullcontext():

@@ -1,14 +1,16 @@
 """Open the inputs of a run on disk: corpora, tokenizer, run folder, checkpoint to start from.
 
-    prepare the quick-start corpus, if used -> tokenizer -> complete the model section -> datasets -> checkpoint
+    prepare the quick-start corpus, if used -> tokenizer -> complete the model section -> datasets
+    -> checkpoint
 
-No device is touched. Every rank opens everything and raises the same errors. The quick-start corpus is written by one
-rank per machine, under a file lock; the others wait for it.
+No device is touched. Every rank opens everything and raises the same errors. The quick-start corpus
+is written by one rank per machine, under a file lock; the others wait for it.
 
-`--use-checkpoint-args` takes the model section from the checkpoint that a run starts from, as in Megatron-LM. Every
-rank reads it, before process groups exist, since their layout and the memory of a rank follow from it: but only the
-first lines of the manifest (`store.saved_config`). All ranks read the same lines. A checkpoint that turns out to be
-damaged when it is loaded is replaced by an older one of the same run, which has the same model.
+`--use-checkpoint-args` takes the model section from the checkpoint that a run starts from, as in
+Megatron-LM. Every rank reads it, before process groups exist, since their layout and the memory of
+a rank follow from it: but only the first lines of the manifest (`store.saved_config`). All ranks
+read the same lines. A checkpoint that turns out to be damaged when it is loaded is replaced by an
+older one of the same run, which has the same model.
 """
 
 import fcntl
@@ -59,12 +61,14 @@ DROPOUT = ("attention_dropout", "hidden_dropout")
 
 
 def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Config, RunInputs]:
-    """Open the inputs of a run, and set the fields that follow from them (vocabulary size, pretrained model).
+    """Open the inputs of a run, and set the fields that follow from them (vocabulary size,
+    pretrained model).
 
     Args:
         loaded: a validated configuration.
-        reads_checkpoint: look for the checkpoint to start from, and write a file to see that the run folder can be
-            written; one rank per machine does, because manifests are long and file systems are shared.
+        reads_checkpoint: look for the checkpoint to start from, and write a file to see that the
+            run folder can be written; one rank per machine does, because manifests are long and
+            file systems are shared.
 
     Returns:
         the configuration with model and vocabulary size set, and the open inputs.
@@ -79,8 +83,11 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     folder.require_writable(probes=reads_checkpoint)
     data = _prepare_quickstart(config.data, folder) if uses_quickstart(config.data) else config.data
     tokenizer = tokenizer_of(data)
-    if tokenizer is not None and (data.tokenizer_model or data.vocab_file or config.train.generate_tokens):
-        load_tokenizer(tokenizer)  # an unreadable tokenizer would otherwise fail at the end of training
+    if tokenizer is not None and (
+        data.tokenizer_model or data.vocab_file or config.train.generate_tokens
+    ):
+        # an unreadable tokenizer would otherwise fail at the end of training
+        load_tokenizer(tokenizer)
     config = _with_vocabulary(config, tokenizer)
     check_model(config)
     check_layout(config)
@@ -115,29 +122,44 @@ def read_tasks(train: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Task, .
     files = read_named(train.eval_tasks)
     if train.eval_tasks and not files:
         why = "scores are logged by name"
-        raise ConfigError(f"the task {train.eval_tasks[0]} has no name", why=why, fix="write NAME=FILE.jsonl")
+        raise ConfigError(
+            f"the task {train.eval_tasks[0]} has no name", why=why, fix="write NAME=FILE.jsonl"
+        )
     if not files:
         return ()
     if tokenizer is None:
         why = "the questions are text, and the model's tokenizer is unknown"
-        raise ConfigError("tasks need a tokenizer", why=why, fix="name it with --tokenizer-model, or --tokenizer")
-    read = partial(read_task, tokenizer=tokenizer, num_fewshot=train.eval_num_fewshot, limit=train.eval_task_limit)
+        raise ConfigError(
+            "tasks need a tokenizer", why=why, fix="name it with --tokenizer-model, or --tokenizer"
+        )
+    read = partial(
+        read_task,
+        tokenizer=tokenizer,
+        num_fewshot=train.eval_num_fewshot,
+        limit=train.eval_task_limit,
+    )
     return tuple(read(name, Path(expanded(file))) for name, file in files.items())
 
 
 def with_known_model(config: Config, explicit: frozenset[str]) -> Config:
-    """The configuration with the model of the Hugging Face folder or the checkpoint that a run begins from, if any.
+    """The configuration with the model of the Hugging Face folder or the checkpoint that a run
+    begins from, if any.
 
     Args:
         config: the configuration; files of a hub that it names are fetched.
         explicit: keys set on the command line.
 
     Raises:
-        NanotrainError: there is no such folder, settings contradict it, or the layout does not fit its model.
+        NanotrainError: there is no such folder, settings contradict it, or the layout does not fit
+            its model.
     """
     if config.is_model_known:
         return config
-    complete = _with_pretrained_model if config.checkpoint.pretrained_checkpoint else _with_checkpoint_model
+    complete = (
+        _with_pretrained_model
+        if config.checkpoint.pretrained_checkpoint
+        else _with_checkpoint_model
+    )
     config = complete(with_local_files(config), explicit)
     check_model(config)
     check_layout(config)
@@ -160,10 +182,12 @@ def _with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
 
 
 def _with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
-    """Replace the model section by the one of the checkpoint to start from; without a checkpoint nothing changes.
+    """Replace the model section by the one of the checkpoint to start from; without a checkpoint
+    nothing changes.
 
-    Model settings of the command line that do not concern the weights stay (loss coefficients, capacity). The others
-    are replaced, and differences are logged. The sequence length is the checkpoint's unless the command line sets it.
+    Model settings of the command line that do not concern the weights stay (loss coefficients,
+    capacity). The others are replaced, and differences are logged. The sequence length is the
+    checkpoint's unless the command line sets it.
 
     Args:
         config: `checkpoint.use_checkpoint_args` is set.
@@ -175,7 +199,9 @@ def _with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
     """
     found = _checkpoint_config(config)
     if found is None:
-        log.info("use_checkpoint_args: there is no checkpoint yet, the model is that of the command line")
+        log.info(
+            "use_checkpoint_args: there is no checkpoint yet, the model is that of the command line"
+        )
         _require_effect(config, explicit)
         return config
     step, settings = found
@@ -190,19 +216,32 @@ def _with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
     for key in sorted(explicit):
         if before[key] != after[key] and key.startswith("model."):
             flag, shown = KEYS[key].flag, as_written(before[key])
-            log.info("use_checkpoint_args: %s is the checkpoint's %s, not %s", flag, as_written(after[key]), shown)
+            log.info(
+                "use_checkpoint_args: %s is the checkpoint's %s, not %s",
+                flag,
+                as_written(after[key]),
+                shown,
+            )
     return completed
 
 
 def _require_effect(config: Config, explicit: frozenset[str]) -> None:
-    """Check the settings without effect on the model of the command line, for which `load` waits for a checkpoint."""
+    """Check the settings without effect on the model of the command line, for which `load` waits
+    for a checkpoint.
+    """
     errors = ErrorCollector()
-    reset_unused(with_values(config, {"checkpoint.use_checkpoint_args": False}), explicit=explicit, errors=errors)
+    reset_unused(
+        with_values(config, {"checkpoint.use_checkpoint_args": False}),
+        explicit=explicit,
+        errors=errors,
+    )
     errors.raise_errors()
 
 
 def _checkpoint_config(config: Config) -> tuple[Path, Mapping[str, Any]] | None:
-    """The checkpoint of `--load`, otherwise the newest of the run folder, and the configuration in it."""
+    """The checkpoint of `--load`, otherwise the newest of the run folder, and the configuration in
+    it.
+    """
     load, folder = _load_path(config), RunFolder.of(config).checkpoints
     if load is None and not config.checkpoint.auto_resume:
         return None
@@ -219,12 +258,15 @@ def _checkpoint_config(config: Config) -> tuple[Path, Mapping[str, Any]] | None:
 
 
 def _prepare_quickstart(data: DataConfig, folder: RunFolder) -> DataConfig:
-    """Put the quick-start corpus and its tokenizer into the run folder; returns a data section that names them.
+    """Put the quick-start corpus and its tokenizer into the run folder; returns a data section that
+    names them.
 
     The saved configuration keeps an empty `data_path`: the corpus belongs to the run folder.
     """
     with _file_lock(folder.path / ".preparing"):
-        prefix = prepare_quickstart(folder.data, data.quickstart_vocab_size, cache=user_cache("quickstart"))
+        prefix = prepare_quickstart(
+            folder.data, data.quickstart_vocab_size, cache=user_cache("quickstart")
+        )
     return replace(data, data_path=[str(prefix)], tokenizer_model=recorded_tokenizer(prefix))
 
 
@@ -233,13 +275,16 @@ def _with_vocabulary(config: Config, tokenizer: str | None) -> Config:
         return config
     if tokenizer is None:
         for entry in parse_data_path(first_blend(config.data)):
-            IndexedTokens(entry.prefix)  # a corpus that does not exist is the likelier mistake, and raises
+            # a corpus that does not exist is the likelier mistake, and raises
+            IndexedTokens(entry.prefix)
         raise ConfigError(
             "the vocabulary size is not set",
             why="neither vocab_size nor a tokenizer is set, and there is no tokenizer beside the data",
             fix="set --vocab-size, or --tokenizer-model NAME_OR_FOLDER",
         )
-    return replace(config, model=replace(config.model, vocab_size=load_tokenizer(tokenizer).vocab_size))
+    return replace(
+        config, model=replace(config.model, vocab_size=load_tokenizer(tokenizer).vocab_size)
+    )
 
 
 def _checkpoint_to_load(config: Config, folder: RunFolder) -> Path | None:
@@ -262,7 +307,9 @@ def _load_base(config: Config) -> Path:
 
 
 def _fetch(config: Config, folder: RunFolder) -> None:
-    """Bring small files of a run in object storage, and of `--load`, to this machine; one rank at a time."""
+    """Bring small files of a run in object storage, and of `--load`, to this machine; one rank at a
+    time.
+    """
     if folder.remote is not None:
         folder.path.mkdir(parents=True, exist_ok=True)
         with _file_lock(folder.path / ".fetching"):
@@ -271,15 +318,21 @@ def _fetch(config: Config, folder: RunFolder) -> None:
 
 
 def with_local_files(config: Config) -> Config:
-    """The configuration with local copies in place of the addresses of a tokenizer and of a Hugging Face folder."""
+    """The configuration with local copies in place of the addresses of a tokenizer and of a Hugging
+    Face folder.
+    """
     tokenizer = _local_copy(config.data.tokenizer_model, config)
     pretrained = _local_copy(config.checkpoint.pretrained_checkpoint, config)
     checkpoint = replace(config.checkpoint, pretrained_checkpoint=pretrained)
-    return replace(config, data=replace(config.data, tokenizer_model=tokenizer), checkpoint=checkpoint)
+    return replace(
+        config, data=replace(config.data, tokenizer_model=tokenizer), checkpoint=checkpoint
+    )
 
 
 def _local_copy(text: str | None, config: Config) -> str | None:
-    """The local path of an address, where its files are brought, one rank at a time; other texts as they are."""
+    """The local path of an address, where its files are brought, one rank at a time; other texts as
+    they are.
+    """
     if text is None or not is_address(text):
         return text
     base = _load_base(config)
@@ -293,7 +346,8 @@ def _file_lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock shared by the ranks of this machine.
 
     Raises:
-        EnvironmentFault: the file system has no locks; the ranks would write the same files at the same time.
+        EnvironmentFault: the file system has no locks; the ranks would write the same files at the
+            same time.
     """
     with open_append(path) as file:  # neither truncated nor followed as a link
         try:

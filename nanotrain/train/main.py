@@ -1,4 +1,5 @@
-"""`main`, `pretrain` and `train`: from a command line or a configuration to the end of training, on one rank.
+"""`main`, `pretrain` and `train`: from a command line or a configuration to the end of training, on
+one rank.
 
     argv -> Loaded      without torch, so that mistakes show at once
          -> RunInputs   datasets, tokenizer, run folder, checkpoint; completes the config
@@ -6,9 +7,9 @@
          -> Run         on the device, with process groups
          -> fit
 
-A user error is one message and exit code 2, without a traceback. Nearly all of them are raised by every rank, so local
-rank 0 prints first and the other ranks wait: torchrun ends them once it has exited. A rank that is still alive after
-the wait is the only one with the error and prints it.
+A user error is one message and exit code 2, without a traceback. Nearly all of them are raised by
+every rank, so local rank 0 prints first and the other ranks wait: torchrun ends them once it has
+exited. A rank that is still alive after the wait is the only one with the error and prints it.
 """
 
 import logging
@@ -24,7 +25,14 @@ from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line, load_object, reply
 from nanotrain.config.rules.check import validate_for_world, validate_start
-from nanotrain.errors import INTERRUPTED, EnvironmentFault, LocalFault, NanotrainError, ReportedFault, report
+from nanotrain.errors import (
+    INTERRUPTED,
+    EnvironmentFault,
+    LocalFault,
+    NanotrainError,
+    ReportedFault,
+    report,
+)
 from nanotrain.log import get_logger, start_logging
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import LOCK_NAME, lock_run
@@ -33,9 +41,9 @@ from nanotrain.system import core_limit, importing_torch, outlive_output, usable
 if TYPE_CHECKING:
     from nanotrain.report.history import RunHistory
 
-# Ranks reach the same error at different times: imports alone differ by a second on a busy machine. If a silent rank
-# exited first, torchrun would end local rank 0 before it prints. When rank 0 has exited, torchrun ends those that wait.
-# 4 s were too short where two worlds shared two cores.
+# Ranks reach the same error at different times: imports alone differ by a second on a busy machine.
+# If a silent rank exited first, torchrun would end local rank 0 before it prints. When rank 0 has
+# exited, torchrun ends those that wait. 4 s were too short where two worlds shared two cores.
 WAIT_FOR_FIRST_RANK_S = 10.0
 
 log = get_logger("nanotrain.train")
@@ -62,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not is_first_local and not isinstance(error, LocalFault | ReportedFault):
             time.sleep(WAIT_FOR_FIRST_RANK_S)
         return report(error)
-    except KeyboardInterrupt:  # before the first step, or the second Ctrl-C: the training handles the first
+    # before the first step, or the second Ctrl-C: the training handles the first
+    except KeyboardInterrupt:
         if is_first_local:
             print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -72,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def pretrain(config: Config) -> "RunHistory":
     """Train with a configuration made in Python, in this process: `nanotrain.pretrain(config)`.
 
-    Under torchrun this process is one rank. The run is that of a command line with the same settings.
+    Under torchrun this process is one rank. The run is that of a command line with the same
+    settings.
 
     Returns:
         What the run wrote into its folder: metrics by column, checkpoints, samples.
@@ -104,7 +114,8 @@ def train(loaded: Loaded) -> None:
 
     launch = Launch.of(os.environ)
     is_first = launch.rank == 0
-    start_logging(is_first=is_first, level=logging.INFO if is_first else logging.ERROR)  # all ranks log the same
+    # all ranks log the same
+    start_logging(is_first=is_first, level=logging.INFO if is_first else logging.ERROR)
     for note in loaded.notes:
         log.info("%s", note)
     start = Start(loaded.config, launch)
@@ -119,11 +130,18 @@ def train(loaded: Loaded) -> None:
 
             config, inputs = with_auto_layout(config, inputs, start=start, explicit=loaded.explicit)
             validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
-        memory = require_memory(config, world_size, device=start.device.type, available=start.available)
-        log.info("%s", memory.table(start.available, pp_size=config.parallel.pipeline_model_parallel_size))
+        memory = require_memory(
+            config, world_size, device=start.device.type, available=start.available
+        )
+        log.info(
+            "%s",
+            memory.table(start.available, pp_size=config.parallel.pipeline_model_parallel_size),
+        )
         plan = plan_run(config, world_size, rank=launch.rank)
         timeout_s = config.parallel.distributed_timeout_minutes * 60
-        with ParallelContext.start(plan.topology, device=config.train.device, timeout_s=timeout_s) as context:
+        with ParallelContext.start(
+            plan.topology, device=config.train.device, timeout_s=timeout_s
+        ) as context:
             start_logging(coordinates=context.coords_text, is_first=is_first)
             with open_run(plan, inputs, context=context, planned=memory) as (run, hooks):
                 fit(run, hooks)
@@ -131,10 +149,12 @@ def train(loaded: Loaded) -> None:
 
 @contextmanager
 def claimed(folder: RunFolder, *, is_first: bool) -> Iterator[None]:
-    """The run folder, made and, by the first rank, locked; an error before the run's first file removes a new one.
+    """The run folder, made and, by the first rank, locked; an error before the run's first file
+    removes a new one.
 
     Raises:
-        EnvironmentFault: it cannot be written, another job has it, or it has files that are not a run's.
+        EnvironmentFault: it cannot be written, another job has it, or it has files that are not a
+            run's.
     """
     is_new = not os.path.lexists(folder.path)
     folder.require_writable(probes=False)  # `check` did
@@ -154,7 +174,9 @@ def claimed(folder: RunFolder, *, is_first: bool) -> Iterator[None]:
 
 def _world_size(text: str) -> int:
     if not re.fullmatch("[0-9]{1,7}", text) or int(text) < 1:
-        raise EnvironmentFault(f"WORLD_SIZE is {text!r}", why="it is the number of ranks", fix="start with torchrun")
+        raise EnvironmentFault(
+            f"WORLD_SIZE is {text!r}", why="it is the number of ranks", fix="start with torchrun"
+        )
     return int(text)
 
 
@@ -162,7 +184,9 @@ def _prepare_environment() -> None:
     """Set variables that libraries read when torch is imported, unless they are set."""
     # Spinning idle OpenMP threads take cores from the other ranks: measured 10x on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if core_limit() is not None:  # OpenMP starts as many threads as the machine has cores; a container may have fewer
+    # OpenMP starts as many threads as the machine has cores; a container may have fewer
+    if core_limit() is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
-    # torch's profiler prints a line for its own tracing tools whenever it starts and stops; its errors are exceptions.
+    # torch's profiler prints a line for its own tracing tools whenever it starts and stops; its
+    # errors are exceptions.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -1,4 +1,6 @@
-"""Open a planned run on this rank: the same start on all ranks, the built run, its header, its hooks, the watchdog."""
+"""Open a planned run on this rank: the same start on all ranks, the built run, its header, its
+hooks, the watchdog.
+"""
 
 import shutil
 import sys
@@ -62,7 +64,11 @@ def open_run(
         context: device and process groups of this rank.
         planned: memory of the worst rank, for the summary.
     """
-    inputs, config, device = require_same_start(plan, inputs, context=context), plan.config, context.device
+    inputs, config, device = (
+        require_same_start(plan, inputs, context=context),
+        plan.config,
+        context.device,
+    )
     coords = f" ({context.coords_text})" if context.coords_text else ""
     with (
         watch_ranks(context, inputs.folder.path, timeout_s=config.train.hang_timeout_s),
@@ -107,23 +113,29 @@ def describe(run: Run, *, planned: MemoryPlan | None) -> None:
     if steps == 0:
         log.info("--train-iters 0: everything is built, nothing is trained")
     elif done >= steps:
-        log.info("nothing to do: step %d of %d is done; a larger --train-iters goes on from there", done, steps)
+        log.info(
+            "nothing to do: step %d of %d is done; a larger --train-iters goes on from there",
+            done,
+            steps,
+        )
 
 
 def keep_tokenizer(inputs: RunInputs, pretrained: str | None) -> None:
-    """Copy the tokenizer into the run folder, where generation, evaluation and exports find it from everywhere.
+    """Copy the tokenizer into the run folder, where generation, evaluation and exports find it from
+    everywhere.
 
     Args:
         inputs: open inputs of the run.
-        pretrained: the Hugging Face folder with the initial weights, whose tokenizer is taken where the run's is the
-            same or unknown.
+        pretrained: the Hugging Face folder with the initial weights, whose tokenizer is taken where
+            the run's is the same or unknown.
 
     Raises:
         EnvironmentFault: the folder cannot be written, or holds files that are not nanotrain's.
     """
     name, folder = inputs.tokenizer, inputs.folder.tokenizer
     if pretrained is not None:
-        from nanotrain.interop.hf.companions import fullest_tokenizer  # few runs need Hugging Face's families
+        # few runs need Hugging Face's families
+        from nanotrain.interop.hf.companions import fullest_tokenizer
 
         name = fullest_tokenizer(name, Path(pretrained))
     if name is None or folder in (Path(name), Path(name).parent):
@@ -142,7 +154,8 @@ def keep_tokenizer(inputs: RunInputs, pretrained: str | None) -> None:
 def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> RunInputs:
     """Check that all ranks have the same configuration and start from the same checkpoint.
 
-    Each machine opens its own inputs; if their files differ, the collectives of the ranks would not match.
+    Each machine opens its own inputs; if their files differ, the collectives of the ranks would not
+    match.
 
     Returns:
         The inputs with the first rank's checkpoint, also on ranks that have not read one.
@@ -154,7 +167,9 @@ def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContex
     start = checkpoint if inputs.reads_checkpoint else None, zlib.crc32(repr(plan.config).encode())
 
     def merge(gathered: list[tuple[str | None, int, Path | None]]) -> Path | None:
-        """The checkpoint of the first rank, after a check that all ranks start from it; runs on the first rank."""
+        """The checkpoint of the first rank, after a check that all ranks start from it; runs on the
+        first rank.
+        """
         (first_name, first_config, first), *_ = gathered
         for rank, (name, config, _) in enumerate(gathered):
             if (name or first_name) != first_name:
@@ -171,18 +186,26 @@ def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContex
                 )
         return first
 
-    # Only the first rank receives the values of all ranks, so the cost of the others does not grow with the world.
+    # Only the first rank receives the values of all ranks, so the cost of the others does not grow
+    # with the world.
     first = run_on_all(context.control, lambda: (*start, inputs.checkpoint), merge=merge)
-    return replace(inputs, checkpoint=first, is_resumed=first is not None and plan.config.checkpoint.load is None)
+    return replace(
+        inputs,
+        checkpoint=first,
+        is_resumed=first is not None and plan.config.checkpoint.load is None,
+    )
 
 
-def choose_hooks(config: Config, tokenizer: str | None, *, planned: PlannedPeak | None = None) -> list[Hook]:
+def choose_hooks(
+    config: Config, tokenizer: str | None, *, planned: PlannedPeak | None = None
+) -> list[Hook]:
     """The hooks of a run in call order; validation comes before logging, which reports its loss."""
     train, later_timeout_s = config.train, config.parallel.distributed_timeout_seconds_after_init
     hooks: list[tuple[bool, Hook]] = [
         (later_timeout_s is not None, TimeoutHook(later_timeout_s or 0.0)),
         (config.evaluates, EvaluateHook(tokenizer)),
-        (train.timing_log_level > 0 or train.profile, TimersHook()),  # before the log, which has the times
+        # before the log, which has the times
+        (train.timing_log_level > 0 or train.profile, TimersHook()),
         (True, LogHook()),
         (not config.data.mock_data, DataOrderHook()),
         (train.debug_nan, DebugNanHook()),
@@ -216,8 +239,13 @@ def explaining_memory_errors(rank_text: str) -> Iterator[None]:
         reason = str(error) or type(error).__name__
         if NOT_DETERMINISTIC in reason:
             what, why = "--deterministic-mode cannot be kept", reason.partition(",")[0]
-            raise EnvironmentFault(what, why=why, fix="leave it out, or what needs this operator") from error
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and HOST_ALLOCATOR not in reason:
+            raise EnvironmentFault(
+                what, why=why, fix="leave it out, or what needs this operator"
+            ) from error
+        if (
+            not isinstance(error, MemoryError | torch.OutOfMemoryError)
+            and HOST_ALLOCATOR not in reason
+        ):
             raise
         raise LocalFault(
             f"{rank_text} ran out of memory",
@@ -227,7 +255,9 @@ def explaining_memory_errors(rank_text: str) -> Iterator[None]:
         ) from error
 
 
-def header(plan: Plan, inputs: RunInputs, *, device: str, attention: str = "", width: int = 1000) -> str:
+def header(
+    plan: Plan, inputs: RunInputs, *, device: str, attention: str = "", width: int = 1000
+) -> str:
     """The lines of the header, each with a label.
 
     Args:
@@ -248,9 +278,13 @@ def header(plan: Plan, inputs: RunInputs, *, device: str, attention: str = "", w
         "memory": describe_activations(plan.config),
         "run folder": str(inputs.folder.path),
     }
-    wrapped = TextWrapper(width, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False)
+    wrapped = TextWrapper(
+        width, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
+    )
     text = [wrapped.fill(f"{label:<10}  {text}") for label, text in lines.items() if text]
-    return "\n".join([*text, *(f"{label:<10}  {command}" for label, command in _commands(plan, inputs).items())])
+    return "\n".join(
+        [*text, *(f"{label:<10}  {command}" for label, command in _commands(plan, inputs).items())]
+    )
 
 
 def _model(plan: Plan) -> str:
@@ -293,8 +327,14 @@ def _ids_outside(plan: Plan) -> list[str]:
 
 
 def _warmup(plan: Plan) -> str:
-    """A remark if the warmup is longer than the run, for example when a recipe is tried for a few steps; else ""."""
-    size, steps, optim = plan.sampler.global_batch_size, plan.config.train.train_iters, plan.config.optim
+    """A remark if the warmup is longer than the run, for example when a recipe is tried for a few
+    steps; else "".
+    """
+    size, steps, optim = (
+        plan.sampler.global_batch_size,
+        plan.config.train.train_iters,
+        plan.config.optim,
+    )
     samples = plan.samples_of(steps)
     schedule = LRSchedule(optim, samples_per_step=size, train_samples=samples)
     if not 0 < samples < schedule.warmup_samples:
@@ -306,7 +346,11 @@ def _warmup(plan: Plan) -> str:
 def _batch(plan: Plan) -> str:
     train, sampler, length = plan.config.train, plan.sampler, plan.config.data.seq_length
     lengths = sampler.lengths.sizes[:-1] if sampler.lengths else ()
-    split = f", split at first into sequences of {', then '.join(f'{size:,}' for size in lengths)}" if lengths else ""
+    split = (
+        f", split at first into sequences of {', then '.join(f'{size:,}' for size in lengths)}"
+        if lengths
+        else ""
+    )
     microbatches = count_of(sampler.num_microbatches, "microbatch")
     parts = f"{sampler.dp_size} data-parallel x {microbatches} x {train.micro_batch_size}"
     size, padded = sampler.global_batch_size, sampler.num_padded
@@ -325,17 +369,29 @@ def _layout(plan: Plan, device: str) -> str:
     shown = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     if topology.size("pp") > 1:
         shown.append(f"schedule {parallel.pipeline_schedule}")
-    if parallel.pipeline_model_parallel_layout and moves_mtp_layers(parallel.pipeline_model_parallel_layout):
-        shown.append("multi-token prediction on the last stage, with the head (m of the layout is before it)")
+    if parallel.pipeline_model_parallel_layout and moves_mtp_layers(
+        parallel.pipeline_model_parallel_layout
+    ):
+        shown.append(
+            "multi-token prediction on the last stage, with the head (m of the layout is before it)"
+        )
     return ", ".join(
-        [f"{count_of(topology.world_size, 'rank')} on {device}", *shown, parallel.data_parallel_sharding_strategy]
+        [
+            f"{count_of(topology.world_size, 'rank')} on {device}",
+            *shown,
+            parallel.data_parallel_sharding_strategy,
+        ]
     )
 
 
 def _precision(plan: Plan) -> str:
     precision = plan.config.precision
     params = precision.params_dtype
-    main, first, second = precision.main_params_dtype, precision.exp_avg_dtype, precision.exp_avg_sq_dtype
+    main, first, second = (
+        precision.main_params_dtype,
+        precision.exp_avg_dtype,
+        precision.exp_avg_sq_dtype,
+    )
     text = "fp32" if params == "fp32" else f"{params}, main params and optimizer in fp32"
     if {main, first, second} != {"fp32"}:
         moments = first if first == second else f"{first} and {second}"

@@ -32,16 +32,19 @@ class TrainState:
     """Counters of a run; with a checkpoint's tensors they are all that a resume needs."""
 
     step: int = 0  # optimizer steps done, skipped steps included
-    consumed_samples: int = 0  # samples read by all ranks together, so the index of the next global batch's first
+    # samples read by all ranks together, so the index of the next global batch's first
+    consumed_samples: int = 0
     consumed_tokens: int = 0  # unmasked target tokens
-    # the global batch size at step 0. It converts the steps of the learning-rate curve to samples, so that the curve
-    # stays the same when a resumed run has another batch size.
+    # the global batch size at step 0. It converts the steps of the learning-rate curve to samples,
+    # so that the curve stays the same when a resumed run has another batch size.
     curve_batch_size: int = 0
     # only in runs with rollback_on_spike:
-    skipped_samples: int = 0  # left out after spikes; the index of the next sample is consumed + skipped samples
+    # left out after spikes; the index of the next sample is consumed + skipped samples
+    skipped_samples: int = 0
     spike_step: int = 0  # the highest step that was rolled back
     rollback_step: int = 0  # the step that the last rollback returned to
-    recent_losses: list[float] = field(default_factory=list)  # losses of the last steps, oldest first
+    # losses of the last steps, oldest first
+    recent_losses: list[float] = field(default_factory=list)
 
     def advance(self, *, samples: int, tokens: int) -> None:
         """Count one step."""
@@ -52,11 +55,15 @@ class TrainState:
     def to_dict(self) -> dict[str, Any]:
         """The counters as JSON values; counters of rollbacks only if a rollback has happened."""
         rollbacks = ("skipped_samples", "spike_step", "rollback_step", "recent_losses")
-        return {name: value for name, value in asdict(self).items() if value or name not in rollbacks}
+        return {
+            name: value for name, value in asdict(self).items() if value or name not in rollbacks
+        }
 
 
 class StepSchedules:
-    """The pipeline schedule of each training step; planned again only when the number of microbatches changes."""
+    """The pipeline schedule of each training step; planned again only when the number of
+    microbatches changes.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._last = plan, plan.train_schedule
@@ -64,7 +71,9 @@ class StepSchedules:
     def of(self, num_microbatches: int) -> RankPlan:
         """The actions and transfers of this rank in a step of `num_microbatches`."""
         if self._last.num_microbatches != num_microbatches:
-            self._last = plan_train_schedule(self._plan.config, self._plan.groups, num_microbatches=num_microbatches)
+            self._last = plan_train_schedule(
+                self._plan.config, self._plan.groups, num_microbatches=num_microbatches
+            )
         return self._last
 
 
@@ -82,11 +91,13 @@ class StopRequest:
     def on_signals(self, stop_point: StopPoint | None) -> Iterator[None]:
         """SIGTERM, SIGHUP or SIGINT ends the run, a second SIGINT (Ctrl-C) at once; SIGUSR1 saves.
 
-        A second SIGTERM is ignored: schedulers send one to every process, and torchrun sends another to its ranks.
-        Only the main thread can handle signals; in any other thread the handlers stay as they are.
+        A second SIGTERM is ignored: schedulers send one to every process, and torchrun sends
+        another to its ranks. Only the main thread can handle signals; in any other thread the
+        handlers stay as they are.
 
         Args:
-            stop_point: place where all ranks stop during a step; None if they stop between steps only.
+            stop_point: place where all ranks stop during a step; None if they stop between steps
+                only.
         """
         in_main = threading.current_thread() is threading.main_thread()
         numbers = (*stop_signals(), signal.SIGUSR1) if in_main else ()
@@ -119,11 +130,14 @@ class RunInputs:
 
     folder: RunFolder  # the run folder; it exists and is writable
     datasets: DatasetSplits  # samples by split
-    tokenizer: str | None = None  # name or path as `load_tokenizer` takes it; None without a tokenizer
+    # name or path as `load_tokenizer` takes it; None without a tokenizer
+    tokenizer: str | None = None
     checkpoint: Path | None = None  # the step folder to start from; None for a new run
     is_resumed: bool = False  # whether `checkpoint` is in the folder of this run
-    origins: Mapping[str, str] = field(default_factory=dict)  # key of the configuration -> source of its value
-    reads_checkpoint: bool = True  # False: another rank looks for it, and `require_same_start` sets it
+    # key of the configuration -> source of its value
+    origins: Mapping[str, str] = field(default_factory=dict)
+    # False: another rank looks for it, and `require_same_start` sets it
+    reads_checkpoint: bool = True
     tasks: tuple[Task, ...] = ()  # scored at every validation
 
 
@@ -154,7 +168,9 @@ class Run(BuiltModel):
 
     @property
     def loss_scale(self) -> float | Tensor:
-        """Factor of the summed loss; gradient averaging divides by its second factor, the optimizer by the first."""
+        """Factor of the summed loss; gradient averaging divides by its second factor, the optimizer
+        by the first.
+        """
         return self.optimizer.loss_scale.scale * self.plan.num_averaged_ranks
 
     def data_stage_at(self, consumed_samples: int) -> str | None:

@@ -1,7 +1,8 @@
 """The train step: forward and backward of every microbatch, gradient reduction, parameter update.
 
-The host queues the work of a step and waits for nothing (law L10): loss, gradient norm and whether the step was skipped
-stay on the device until they are read from `StepOutput`, which is done for the log.
+The host queues the work of a step and waits for nothing (law L10): loss, gradient norm and whether
+the step was skipped stay on the device until they are read from `StepOutput`, which is done for the
+log.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,9 @@ from nanotrain.train.run import Run
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The outcome of one step, equal on every rank; its numbers are read from the device when they are first used."""
+    """The outcome of one step, equal on every rank; its numbers are read from the device when they
+    are first used.
+    """
 
     copy: HostCopy  # the numbers of the step in one tensor
     sizes: Mapping[str, int]  # numbers of each part among them, after the five of every step
@@ -39,12 +42,25 @@ class StepOutput:
 
     @classmethod
     def of(
-        cls, run: Run, batch: GlobalBatch, *, update: Update, numbers: Mapping[str, Tensor], local_loss: Tensor
+        cls,
+        run: Run,
+        batch: GlobalBatch,
+        *,
+        update: Update,
+        numbers: Mapping[str, Tensor],
+        local_loss: Tensor,
     ) -> Self:
-        """Start to copy the numbers of the step that `run` has just done, before its counters advance."""
+        """Start to copy the numbers of the step that `run` has just done, before its counters
+        advance.
+        """
         loss = update.sums[:1]
         local_fault = torch.where(local_loss.isfinite(), ~update.local_finite, 2)
-        always = (loss, update.grad_norm[None], update.skipped[None], torch.ones_like(loss) * update.loss_scale)
+        always = (
+            loss,
+            update.grad_norm[None],
+            update.skipped[None],
+            torch.ones_like(loss) * update.loss_scale,
+        )
         return cls(
             HostCopy(torch.cat([*always, local_fault[None], *numbers.values()])),
             {name: len(own) for name, own in numbers.items()},
@@ -85,14 +101,18 @@ class StepOutput:
 
     @property
     def local_fault(self) -> int:
-        """2 if the loss of this rank is not finite, 1 if only its shards of the reduced gradients are not, else 0."""
+        """2 if the loss of this rank is not finite, 1 if only its shards of the reduced gradients
+        are not, else 0.
+        """
         return int(self.numbers[4])
 
     @cached_property
     def metrics(self) -> dict[str, Any]:
         """What the parts report."""
         numbers = iter(self.numbers[5:])
-        return self.parts.metrics({name: list(islice(numbers, size)) for name, size in self.sizes.items()})
+        return self.parts.metrics(
+            {name: list(islice(numbers, size)) for name, size in self.sizes.items()}
+        )
 
 
 def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepOutput:
@@ -104,14 +124,20 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
         is_logged: whether to measure what is measured for the log only.
 
     Raises:
-        PassStopped: a rank received a signal between microbatches. Weights and counters are those before the step, on
-            every rank; the statistics of the step are not reset, as the run ends.
+        PassStopped: a rank received a signal between microbatches. Weights and counters are those
+            before the step, on every rank; the statistics of the step are not reset, as the run
+            ends.
     """
     settings, scale = batch.settings, run.loss_scale / max(batch.num_target_tokens, 1)
-    schedule, microbatches = run.schedules.of(len(batch.microbatches)), contexts(run, batch, loss_scale=scale)
+    schedule, microbatches = (
+        run.schedules.of(len(batch.microbatches)),
+        contexts(run, batch, loss_scale=scale),
+    )
     pipeline = replace(run.pipeline, hidden_shape=settings.hidden_shape)
     with reduced_grads(run):
-        loss_sum = run_schedule(schedule, run.runnable, microbatches=microbatches, grad_scale=scale, pipeline=pipeline)
+        loss_sum = run_schedule(
+            schedule, run.runnable, microbatches=microbatches, grad_scale=scale, pipeline=pipeline
+        )
     update = run.optimizer.step(**settings.rates, sums=sums_of(run, loss_sum, is_logged=is_logged))
     numbers = run.parts.after_update(update, update.sums[1:], is_logged=is_logged)
     run.start_param_gather()
@@ -122,7 +148,9 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
 
 @contextmanager
 def reduced_grads(run: Run) -> Iterator[None]:
-    """Start the reduction of gradients; after the block this rank's shard of their sums over ranks is complete."""
+    """Start the reduction of gradients; after the block this rank's shard of their sums over ranks
+    is complete.
+    """
     for dp in run.data_parallel:
         dp.begin_step()
     try:
@@ -140,30 +168,41 @@ def reduced_grads(run: Run) -> Iterator[None]:
 
 def contexts(run: Run, batch: GlobalBatch, *, loss_scale: float | Tensor) -> list[BatchContext]:
     """The microbatches of the next step with loss scales, dropout seed and the fields of the parts."""
-    cp, fields, seed = run.context.groups["cp"], run.parts.context(batch), batch.settings.dropout_seed
+    cp, fields, seed = (
+        run.context.groups["cp"],
+        run.parts.context(batch),
+        batch.settings.dropout_seed,
+    )
     fields |= {"aux_loss_scale": run.loss_scale / batch.settings.num_sequences}
-    if not run.config.parallel.overlap_moe_expert_parallel_comm:  # no backward runs while the loss adds gradients
+    # no backward runs while the loss adds gradients
+    if not run.config.parallel.overlap_moe_expert_parallel_comm:
         fields |= {"loss_scale": loss_scale}
-    return [BatchContext.of(part, cp=cp, dropout_seed=seed, **fields) for part in batch.microbatches]
+    return [
+        BatchContext.of(part, cp=cp, dropout_seed=seed, **fields) for part in batch.microbatches
+    ]
 
 
 def sums_of(run: Run, loss_sum: Tensor, *, is_logged: bool) -> Tensor:
-    """[n] fp64, what joins the all-reduce of the gradient norm: the loss, and the sums of the parts.
+    """[n] fp64, what joins the all-reduce of the gradient norm: the loss, and the sums of the
+    parts.
 
     One all-reduce for all, before the all-gathers of parameters are queued behind it.
     """
-    return torch.cat([_once_per_tp_group(loss_sum, run.context), run.parts.sums(is_logged=is_logged)])
+    return torch.cat(
+        [_once_per_tp_group(loss_sum, run.context), run.parts.sums(is_logged=is_logged)]
+    )
 
 
 def finalize_grads(data_parallel: Sequence[DataParallel], context: ParallelContext) -> None:
-    """All-reduce, in place, the gradients that need a sum over further axes after the data-parallel reduction.
+    """All-reduce, in place, the gradients that need a sum over further axes after the data-parallel
+    reduction.
 
         tp      parameters used on sequence shards or on some heads only: norms under sequence parallel, q/k norms,
                 routers, replicated key and value projections
         embed   the tied embedding: embedding of the first stage, output layer of the last; perhaps on the same rank
 
-    Source: Megatron-LM, `finalize_model_grads.py`. There the sums run before the reduce-scatter, over full gradients;
-    here they run after it, over 1/d of the bytes.
+    Source: Megatron-LM, `finalize_model_grads.py`. There the sums run before the reduce-scatter,
+    over full gradients; here they run after it, over 1/d of the bytes.
 
     Args:
         data_parallel: wrappers of this rank, whose gradient shards are reduced.
@@ -173,7 +212,9 @@ def finalize_grads(data_parallel: Sequence[DataParallel], context: ParallelConte
     all_reduce_coalesced(tp, context.group("tp"))
     if (embed := context.groups.get("embed")) is not None:
         # by stage of this rank: one, or both ends of a V, whose replicas are summed here
-        first, *others = [grads for dp in data_parallel if (grads := dp.grads_summed_over("embed"))] or [[]]
+        first, *others = [
+            grads for dp in data_parallel if (grads := dp.grads_summed_over("embed"))
+        ] or [[]]
         for grad, *replicas in zip(first, *others, strict=True):
             for replica in replicas:
                 replica.copy_(grad.add_(replica))
@@ -193,6 +234,8 @@ def global_loss(loss_sum: Tensor, context: ParallelContext) -> float:
 
 
 def _once_per_tp_group(loss_sum: Tensor, context: ParallelContext) -> Tensor:
-    """[1] fp64, a loss that is equal on all ranks of a tp group: zero on all but the first, so that it counts once."""
+    """[1] fp64, a loss that is equal on all ranks of a tp group: zero on all but the first, so that
+    it counts once.
+    """
     loss = loss_sum.double()[None]
     return loss if context.groups["tp"].is_first else torch.zeros_like(loss)

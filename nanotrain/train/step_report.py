@@ -5,8 +5,8 @@ SpikeScore      deviation of a loss from the previous ones
 SlowestRank     the rank that the others wait for
 UnreadReports   reports whose numbers are still on the device
 
-On a GPU the numbers of a step are read at logged steps, or once they are on the host anyway (`UnreadReports`): waiting
-for them earlier would leave the device without work.
+On a GPU the numbers of a step are read at logged steps, or once they are on the host anyway
+(`UnreadReports`): waiting for them earlier would leave the device without work.
 """
 
 import math
@@ -25,13 +25,44 @@ from nanotrain.train.plans.plan import Plan
 from nanotrain.train.step import StepOutput
 
 FIELDS = (
-    *("step", "loss", "grad_norm", "lr", "step_time_s", "tokens_per_second", "mfu", "peak_memory_bytes"),
-    *("global_batch_size", "consumed_samples", "consumed_tokens", "skipped", "data_wait_s", "loss_scale"),
+    *(
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "step_time_s",
+        "tokens_per_second",
+        "mfu",
+        "peak_memory_bytes",
+    ),
+    *(
+        "global_batch_size",
+        "consumed_samples",
+        "consumed_tokens",
+        "skipped",
+        "data_wait_s",
+        "loss_scale",
+    ),
 )
 OF_OUTPUT = ("loss", "grad_norm", "skipped", "loss_scale")  # numbers on the device among them
 OPTIONAL = (
-    *("valid_loss", "valid_bits_per_byte", "evaluation", "decoupled_lr", "data_stage", "seq_length", "skipped_on"),
-    *("loss_deviation", "spike_score", "save_stall_s", "failed_saves", "slowest_rank", "wait_for_slowest"),
+    *(
+        "valid_loss",
+        "valid_bits_per_byte",
+        "evaluation",
+        "decoupled_lr",
+        "data_stage",
+        "seq_length",
+        "skipped_on",
+    ),
+    *(
+        "loss_deviation",
+        "spike_score",
+        "save_stall_s",
+        "failed_saves",
+        "slowest_rank",
+        "wait_for_slowest",
+    ),
     *("busy_s", "timers"),
 )
 
@@ -49,9 +80,12 @@ class Throughput:
 
     @classmethod
     def of(cls, plan: Plan, context: ParallelContext, *, seq_length: int) -> "Throughput":
-        """The rates of a planned run on this device; samples may be split into sequences of `seq_length`."""
+        """The rates of a planned run on this device; samples may be split into sequences of
+        `seq_length`.
+        """
         precision = plan.config.precision
-        # With fp8 a lower bound: attention, embedding, head and router are not in fp8 and counted against its peak.
+        # With fp8 a lower bound: attention, embedding, head and router are not in fp8 and counted
+        # against its peak.
         dtype = precision.params_dtype if precision.fp8 is None else "fp8"
         peak = peak_flops(device_name(context.device), dtype)
         return cls(
@@ -66,19 +100,22 @@ class Throughput:
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOPs utilization: achieved FLOPs relative to the peak."""
-        return tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
+        return (
+            tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
+        )
 
 
 class SpikeScore:
-    """The deviation of a loss from the previous ones, and the share of a run's steps that were spikes.
+    """The deviation of a loss from the previous ones, and the share of a run's steps that were
+    spikes.
 
         deviation      (loss - mean) / standard deviation of the last WINDOW losses, in standard deviations
         spike score    share of the steps, after the first MIN_STEPS, that deviate by SPIKE or more
 
     Losses are added in order; the count starts at 0 in every process.
 
-    Source: OLMo Team 2024, "2 OLMo 2 Furious", section 3.1: values at least seven standard deviations away from a
-    rolling average of the last 1000.
+    Source: OLMo Team 2024, "2 OLMo 2 Furious", section 3.1: values at least seven standard
+    deviations away from a rolling average of the last 1000.
     """
 
     def __init__(self) -> None:
@@ -86,7 +123,8 @@ class SpikeScore:
         self._num_steps = self._num_spikes = 0
 
     def add(self, loss: float) -> tuple[float, float] | None:
-        """Add the loss of a step; returns its deviation and the spike score so far, None for the first steps.
+        """Add the loss of a step; returns its deviation and the spike score so far, None for the
+        first steps.
 
         A loss that is not finite has an infinite deviation and does not enter later windows.
         """
@@ -104,15 +142,21 @@ class SpikeScore:
             return math.inf
         window = np.fromiter(self._losses, dtype=float)
         mean, spread = float(window.mean()), float(window.std())
-        return (loss - mean) / spread if spread else 0.0 if loss == mean else math.copysign(math.inf, loss - mean)
+        return (
+            (loss - mean) / spread
+            if spread
+            else 0.0
+            if loss == mean
+            else math.copysign(math.inf, loss - mean)
+        )
 
 
 @dataclass
 class StepReport:
     """One line of metrics.jsonl; the evaluation hook sets `valid_loss`.
 
-    The numbers of `output` and the times are read from the device when they are first used, which waits for the end of
-    the step unless `is_ready`.
+    The numbers of `output` and the times are read from the device when they are first used, which
+    waits for the end of the step unless `is_ready`.
     """
 
     step: int
@@ -121,28 +165,37 @@ class StepReport:
     data_wait_s: float  # part of it spent waiting for data
     throughput: Throughput
     lr: float
-    peak_memory_bytes: int  # peak of this rank so far (allocated tensors on a GPU, the process on a CPU)
+    # peak of this rank so far (allocated tensors on a GPU, the process on a CPU)
+    peak_memory_bytes: int
     global_batch_size: int  # samples of this step
     consumed_samples: int
     consumed_tokens: int
     is_logged: bool = True  # whether the host may wait for this step
-    decoupled_lr: float | None = None  # learning rate of the embedding and the output layer; None where it is `lr`
+    # learning rate of the embedding and the output layer; None where it is `lr`
+    decoupled_lr: float | None = None
     seq_length: int | None = None  # tokens per sequence; None without a schedule of lengths
     data_stage: str | None = None  # name of the stage of its data; None without data stages
     valid_loss: float | None = None  # set on steps that end with a validation
     valid_bits_per_byte: float | None = None  # the same in bits per byte; None if bytes are unknown
-    # of named validation sets and tasks: "valid/NAME/loss", "task/NAME/accuracy", ...; None without one
+    # of named validation sets and tasks: "valid/NAME/loss", "task/NAME/accuracy", ...; None without
+    # one
     evaluation: dict[str, float] | None = None
-    # of the previous step: the rank that waited least for others, and how much longer the others waited on average, as
-    # a share of the step time. None on one rank and on GPUs, where the host does not wait
+    # of the previous step: the rank that waited least for others, and how much longer the others
+    # waited on average, as a share of the step time. None on one rank and on GPUs, where the host
+    # does not wait
     slowest_rank: int | None = None
     wait_for_slowest: float | None = None
-    busy_s: Sequence[float] | None = None  # with log_straggler: seconds of each rank in it without waits for others
-    save_stall_s: float | None = None  # seconds for which saves blocked this rank since the last row; None without one
+    # with log_straggler: seconds of each rank in it without waits for others
+    busy_s: Sequence[float] | None = None
+    # seconds for which saves blocked this rank since the last row; None without one
+    save_stall_s: float | None = None
     spikes: SpikeScore | None = None  # losses of the run so far; reports are read in order
-    skipped_on: str | None = None  # ranks on which steps since the last logged one were not finite; None if none was
-    failed_saves: int | None = None  # checkpoints of the run that could not be written so far; None if there are none
-    # the phases that have ended since the last report, each as often as it ran; none without --timing-log-level
+    # ranks on which steps since the last logged one were not finite; None if none was
+    skipped_on: str | None = None
+    # checkpoints of the run that could not be written so far; None if there are none
+    failed_saves: int | None = None
+    # the phases that have ended since the last report, each as often as it ran; none without
+    # --timing-log-level
     phases: Sequence[tuple[str, Stopwatch]] = ()
 
     @property
@@ -156,7 +209,9 @@ class StepReport:
 
     @property
     def loss_deviation(self) -> float | None:
-        """The loss relative to the losses before it, in their standard deviations; None for the first steps."""
+        """The loss relative to the losses before it, in their standard deviations; None for the
+        first steps.
+        """
         return None if self._spike is None else self._spike[0]
 
     @property
@@ -171,7 +226,9 @@ class StepReport:
 
     @cached_property
     def timers(self) -> dict[str, float] | None:
-        """Seconds of every phase of this rank since the last report; None without --timing-log-level."""
+        """Seconds of every phase of this rank since the last report; None without
+        --timing-log-level.
+        """
         seconds = dict.fromkeys((name for name, _ in self.phases), 0.0)
         for name, watch in self.phases:
             seconds[name] += watch.seconds()
@@ -188,14 +245,22 @@ class StepReport:
         return self.throughput.mfu(self.tokens_per_second)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON; numbers that are not finite become null, unset ones of `OPTIONAL` are left out."""
-        always = {name: getattr(self.output if name in OF_OUTPUT else self, name) for name in FIELDS}
+        """The fields as JSON; numbers that are not finite become null, unset ones of `OPTIONAL` are
+        left out.
+        """
+        always = {
+            name: getattr(self.output if name in OF_OUTPUT else self, name) for name in FIELDS
+        }
         optional = {name: value for name in OPTIONAL if (value := getattr(self, name)) is not None}
-        return {name: _finite(value) for name, value in (always | optional | self.output.metrics).items()}
+        return {
+            name: _finite(value)
+            for name, value in (always | optional | self.output.metrics).items()
+        }
 
 
 class SlowestRank:
-    """Finds the rank that the others wait for, from the times that ranks exchange before a step; on CPUs only.
+    """Finds the rank that the others wait for, from the times that ranks exchange before a step; on
+    CPUs only.
 
     On a GPU the device waits, not the host.
 
@@ -210,12 +275,16 @@ class SlowestRank:
         self._waited_before_s = self._busy_s = self._step_time_s = 0.0  # of the last step
 
     def begin(self) -> float | None:
-        """Begin a step; returns the seconds of the last one in which this rank did not wait for others."""
+        """Begin a step; returns the seconds of the last one in which this rank did not wait for
+        others.
+        """
         self._waited_before_s = self._heartbeat.waited_s
         return self._busy_s if self._is_measured else None
 
     def finish(self, report: StepReport, busy_s: Sequence[float]) -> None:
-        """Report the slowest rank of the previous step, and keep this step's busy time for the next report."""
+        """Report the slowest rank of the previous step, and keep this step's busy time for the next
+        report.
+        """
         if len(busy_s) > 1 and self._step_time_s:
             report.busy_s = busy_s if self._logs_all else None
             slowest = max(range(len(busy_s)), key=busy_s.__getitem__)
@@ -223,7 +292,10 @@ class SlowestRank:
             report.slowest_rank = slowest
             report.wait_for_slowest = min(1.0, (busy_s[slowest] - others_s) / self._step_time_s)
         waited_s = self._heartbeat.waited_s - self._waited_before_s
-        self._busy_s, self._step_time_s = max(0.0, report.step_time_s - waited_s), report.step_time_s
+        self._busy_s, self._step_time_s = (
+            max(0.0, report.step_time_s - waited_s),
+            report.step_time_s,
+        )
 
 
 class UnreadReports:
@@ -233,7 +305,9 @@ class UnreadReports:
         self._reports: list[StepReport] = []
 
     def take(self, report: StepReport) -> list[StepReport]:
-        """Add a report, then remove and return those to read: all at a logged step, else those that are ready."""
+        """Add a report, then remove and return those to read: all at a logged step, else those that
+        are ready.
+        """
         self._reports.append(report)
         return self.take_all() if report.is_logged else self.take_ready()
 

@@ -1,9 +1,11 @@
-"""Score a task in the layout of the training: no second copy of the model, any tp, pp, cp, ep and sharding strategy.
+"""Score a task in the layout of the training: no second copy of the model, any tp, pp, cp, ep and
+sharding strategy.
 
-    rows of the task -> samples of S tokens, several rows each -> forward passes -> one sum of losses per row
+    rows of the task -> samples of S tokens, several rows each -> forward passes -> one sum of
+    losses per row
 
-Each row of the task is a group of tokens, whose losses the output layer sums separately (`parallel/tp/loss.py`). One
-all-reduce at the end gives every rank the log-likelihoods of all rows.
+Each row of the task is a group of tokens, whose losses the output layer sums separately
+(`parallel/tp/loss.py`). One all-reduce at the end gives every rank the log-likelihoods of all rows.
 """
 
 from collections.abc import Mapping
@@ -51,11 +53,19 @@ def score_task(
     """
     seq_length = plan.config.data.seq_length
     length = row_length(task, seq_length, multiple=2 * plan.num_sequence_shards)
-    dataset, parts = TaskDataset(task, seq_length=seq_length, row_length=length), seq_length // length
+    dataset, parts = (
+        TaskDataset(task, seq_length=seq_length, row_length=length),
+        seq_length // length,
+    )
     sampler = replace(plan.sampler, schedule=None, lengths=Steps(((0, length),)))
     pipeline = replace(pipeline, hidden_shape=plan.hidden_shape_of(length))
-    sums = torch.zeros(2, len(task.rows) + 1, dtype=torch.float64, device=context.device)  # the last one of padding
-    heads = [head for stage in stages.values() if (head := getattr(stage.module, "head", None)) is not None]
+    # the last one of padding
+    sums = torch.zeros(2, len(task.rows) + 1, dtype=torch.float64, device=context.device)
+    heads = [
+        head
+        for stage in stages.values()
+        if (head := getattr(stage.module, "head", None)) is not None
+    ]
     for head in heads:
         head.row_sums = sums
     try:
@@ -66,7 +76,10 @@ def score_task(
                 batch = batch_iterator.next(wants_stop=bool(stop))
                 if batch is None:
                     return None
-                rows = [_with_row_numbers(part, parts=parts, num_rows=len(task.rows)) for part in batch.microbatches]
+                rows = [
+                    _with_row_numbers(part, parts=parts, num_rows=len(task.rows))
+                    for part in batch.microbatches
+                ]
                 contexts = [BatchContext.of(part, cp=context.group("cp")) for part in rows]
                 run_forward(plan.valid_schedule, stages, microbatches=contexts, pipeline=pipeline)
     except PassStopped:

@@ -36,11 +36,20 @@ class RankProcess:
         """This process."""
         boot = _read(Path("/proc/sys/kernel/random/boot_id"))
         pid = os.getpid()
-        return cls(rank, platform.node(), pid, start_time(pid), f"{platform.node()} {boot} {_pid_namespace()}")
+        return cls(
+            rank,
+            platform.node(),
+            pid,
+            start_time(pid),
+            f"{platform.node()} {boot} {_pid_namespace()}",
+        )
 
 
-def share_heartbeats(heartbeat: Heartbeat, control: Group) -> tuple[list[RankProcess], dict[int, memoryview]]:
-    """Move the heartbeat of this rank to memory that the ranks of this machine share. Every rank calls this.
+def share_heartbeats(
+    heartbeat: Heartbeat, control: Group
+) -> tuple[list[RankProcess], dict[int, memoryview]]:
+    """Move the heartbeat of this rank to memory that the ranks of this machine share. Every rank
+    calls this.
 
     Args:
         heartbeat: heartbeat of this rank.
@@ -65,7 +74,9 @@ def share_heartbeats(heartbeat: Heartbeat, control: Group) -> tuple[list[RankPro
 
 
 def state_of(process: RankProcess) -> str:
-    """The state of a local process: R running, S waiting, D waiting for a disk, T stopped; "" if it ended."""
+    """The state of a local process: R running, S waiting, D waiting for a disk, T stopped; "" if it
+    ended.
+    """
     fields = _stat(process.pid)
     if not fields or process.started not in (0, int(fields[19])) or fields[0] in "ZX":
         return ""
@@ -73,16 +84,24 @@ def state_of(process: RankProcess) -> str:
 
 
 def start_time(pid: int) -> int:
-    """The start time of a process in ticks since boot; 0 if unknown. A later process with its id has another."""
+    """The start time of a process in ticks since boot; 0 if unknown. A later process with its id
+    has another.
+    """
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def tcp_ports() -> list[int]:
-    """The local ports of this process's TCP sockets, by which other ranks name them in their errors."""
+    """The local ports of this process's TCP sockets, by which other ranks name them in their
+    errors.
+    """
     links = (os.path.realpath(path) for path in Path("/proc/self/fd").glob("*"))
     sockets = {link.rpartition("socket:[")[2][:-1] for link in links}
-    rows = [line.split() for name in ("tcp", "tcp6") for line in _read(Path("/proc/self/net", name)).splitlines()[1:]]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in _read(Path("/proc/self/net", name)).splitlines()[1:]
+    ]
     return sorted({int(row[1].rpartition(":")[2], 16) for row in rows if row[9] in sockets})
 
 
@@ -114,13 +133,18 @@ def _create(num_ranks: int) -> str | None:
 
 
 def _map(path: str | None, ranks: Sequence[int]) -> dict[int, memoryview]:
-    """The records of ranks in a file; none if it cannot be mapped, as in containers that share only a host name."""
+    """The records of ranks in a file; none if it cannot be mapped, as in containers that share only
+    a host name.
+    """
     try:
         with open(path or "", "r+b") as file:
             memory = memoryview(mmap.mmap(file.fileno(), len(ranks) * RECORD_BYTES)).cast("q")
     except (OSError, ValueError):
         return {}
-    return {rank: memory[index * NUM_FIELDS : (index + 1) * NUM_FIELDS] for index, rank in enumerate(ranks)}
+    return {
+        rank: memory[index * NUM_FIELDS : (index + 1) * NUM_FIELDS]
+        for index, rank in enumerate(ranks)
+    }
 
 
 def _pid_namespace() -> str:
@@ -132,7 +156,9 @@ def _pid_namespace() -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the command, which may contain blanks; empty if there are none."""
+    """The fields of /proc/PID/stat after the command, which may contain blanks; empty if there are
+    none.
+    """
     return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 

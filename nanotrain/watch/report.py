@@ -1,10 +1,12 @@
-"""hang-report.txt: the ranks that the others wait for, the collective, and the state of every rank. Pure.
+"""hang-report.txt: the ranks that the others wait for, the collective, and the state of every rank.
+Pure.
 
-A rank that waits for a collective waits for the ranks of the group that have not started it; a rank that waits for a
-message waits for its sender. Ranks that others wait for, and that wait for none themselves, are behind.
+A rank that waits for a collective waits for the ranks of the group that have not started it; a rank
+that waits for a message waits for its sender. Ranks that others wait for, and that wait for none
+themselves, are behind.
 
-The heartbeats have what the hosts queued. torch's flight recorders, where they can be read, also have what the devices
-began: `unmatched_collectives` compares them.
+The heartbeats have what the hosts queued. torch's flight recorders, where they can be read, also
+have what the devices began: `unmatched_collectives` compares them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +19,31 @@ from nanotrain.quantities import named_ranks, ranks_text, table_lines
 from nanotrain.topology.groups import GroupName, Ranks
 from nanotrain.topology.topology import Topology
 
-STATES = {"T": "stopped", "R": "running", "S": "sleeping", "D": "waiting for a disk", "": "lost", "?": "no reply"}
+STATES = {
+    "T": "stopped",
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting for a disk",
+    "": "lost",
+    "?": "no reply",
+}
 CAUSES = {  # by state, the likeliest first
     "": "ended without an error message: it was killed, or its machine ran out of memory",
     "T": "is stopped (SIGSTOP, a debugger, or a suspended container)",
     "?": "did not reply: its machine, its network or the shared file system is gone",
 }
-COLUMNS = ("rank", "coordinates", "host", "pid", "state", "step", "phase", "action", "waits for", "last collectives")
+COLUMNS = (
+    "rank",
+    "coordinates",
+    "host",
+    "pid",
+    "state",
+    "step",
+    "phase",
+    "action",
+    "waits for",
+    "last collectives",
+)
 MAX_ROWS = 64  # ranks that the table lists; those that are behind come first
 
 
@@ -40,7 +60,9 @@ class RankView:
     def describe(self, topology: Topology) -> str:
         """The rank with its coordinates and process."""
         coords = topology.coords_text(self.rank)
-        return f"rank {self.rank} ({f'{coords}, ' if coords else ''}host {self.host}, pid {self.pid})"
+        return (
+            f"rank {self.rank} ({f'{coords}, ' if coords else ''}host {self.host}, pid {self.pid})"
+        )
 
     @property
     def is_done(self) -> bool:
@@ -53,7 +75,9 @@ class RankView:
         if (beat := self.beat) is None:
             return "its place is unknown"
         action = f", action {beat.action}" if beat.action else ""
-        waiting = f", waiting for {beat.waiting.op} of group {beat.waiting.group}" if beat.waiting else ""
+        waiting = (
+            f", waiting for {beat.waiting.op} of group {beat.waiting.group}" if beat.waiting else ""
+        )
         return f"it was in step {beat.step}, phase {beat.phase}{action}{waiting}"
 
     def sequence(self, group: str) -> int:
@@ -71,7 +95,9 @@ class Diagnosis:
     details: tuple[str, ...] = ()  # collectives in which the ranks differ
 
 
-def diagnose(views: Mapping[int, RankView], topology: Topology, *, cut: Mapping[int, int] | None = None) -> Diagnosis:
+def diagnose(
+    views: Mapping[int, RankView], topology: Topology, *, cut: Mapping[int, int] | None = None
+) -> Diagnosis:
     """Find the ranks that the others wait for.
 
     Args:
@@ -83,17 +109,24 @@ def diagnose(views: Mapping[int, RankView], topology: Topology, *, cut: Mapping[
 
     def name(ranks: Sequence[int], texts: Sequence[str]) -> Diagnosis:
         pairs = zip(ranks, texts, strict=True)
-        lines = [f"{views[rank].describe(topology)} {text}; {views[rank].position}" for rank, text in pairs]
+        lines = [
+            f"{views[rank].describe(topology)} {text}; {views[rank].position}"
+            for rank, text in pairs
+        ]
         return Diagnosis(tuple(ranks), "\n".join(lines), details)
 
     for state, text in CAUSES.items():
-        if found := [rank for rank, view in views.items() if view.state == state and not view.is_done]:
+        if found := [
+            rank for rank, view in views.items() if view.state == state and not view.is_done
+        ]:
             return name(found, [text] * len(found))
     if cut:  # all ranks run: if all these connections have one rank in common, it is the one
         ends = [{rank, peer} for rank, peer in cut.items()]
         found = sorted(set.intersection(*ends)) or sorted(set.union(*ends))
         pairs = ", ".join(f"{rank} to {peer}" for rank, peer in sorted(cut.items())[:MAX_ROWS])
-        return name(found, [f"runs, but connections of it were closed (from rank {pairs})"] * len(found))
+        return name(
+            found, [f"runs, but connections of it were closed (from rank {pairs})"] * len(found)
+        )
     waits = {rank: _waits_for(view, views, topology=topology) for rank, view in views.items()}
     if behind := sorted({peer for peers in waits.values() for peer in peers if not waits[peer]}):
         waiting = [[other for other, peers in waits.items() if rank in peers] for rank in behind]
@@ -101,17 +134,22 @@ def diagnose(views: Mapping[int, RankView], topology: Topology, *, cut: Mapping[
     if blocked := sorted(rank for rank, peers in waits.items() if peers):
         text = f"ranks {ranks_text(blocked)} wait for each other: they started their collectives in different orders"
         return Diagnosis(tuple(blocked), text, details)
-    # A host that blocks where it queues an operation, as with a full queue of a GPU, records nothing that it waits for.
+    # A host that blocks where it queues an operation, as with a full queue of a GPU, records
+    # nothing that it waits for.
     fewer = {rank: _started_fewer(view, views, topology=topology) for rank, view in views.items()}
     if behind := sorted({peer for peers in fewer.values() for peer in peers if not fewer[peer]}):
-        text = f"started fewer collectives than {named_ranks([rank for rank in fewer if fewer[rank]])}"
+        text = (
+            f"started fewer collectives than {named_ranks([rank for rank in fewer if fewer[rank]])}"
+        )
         return name(behind, [text] * len(behind))
     if details:
         return Diagnosis((), "the ranks of a group started different collectives", details)
     idle = [view for view in views.values() if view.beat is None or view.beat.waiting is None]
     lines = [f"{view.describe(topology)}: {view.position}" for view in idle[:MAX_ROWS]]
     text = "\n".join(["no rank waits for another one; look at the stacks:", *lines])
-    return Diagnosis((), text if idle else "all ranks wait for a collective that all of them started", details)
+    return Diagnosis(
+        (), text if idle else "all ranks wait for a collective that all of them started", details
+    )
 
 
 def report_text(
@@ -138,7 +176,12 @@ def report_text(
         "Where the ranks of a group differ:": diagnosis.details,
         "In torch's flight recorders, numbered per process group:": recorded,
     }
-    texts = [line for head, lines in sections.items() if lines for line in ("", head, *(f"  {each}" for each in lines))]
+    texts = [
+        line
+        for head, lines in sections.items()
+        if lines
+        for line in ("", head, *(f"  {each}" for each in lines))
+    ]
     return "\n".join([*title, "", diagnosis.headline, *texts, "", *table_lines(rows), *more, ""])
 
 
@@ -161,10 +204,16 @@ def _waits_for(view: RankView, views: Mapping[int, RankView], *, topology: Topol
     if waiting.op == "p2p":
         return {waiting.peer} & views.keys() if waiting.peer is not None else set()
     members = _members(topology, waiting.group, rank=view.rank)
-    return {rank for rank in members if rank in views and views[rank].sequence(waiting.group) < waiting.sequence}
+    return {
+        rank
+        for rank in members
+        if rank in views and views[rank].sequence(waiting.group) < waiting.sequence
+    }
 
 
-def _started_fewer(view: RankView, views: Mapping[int, RankView], *, topology: Topology) -> set[int]:
+def _started_fewer(
+    view: RankView, views: Mapping[int, RankView], *, topology: Topology
+) -> set[int]:
     """The ranks that started fewer collectives than this one over a group of both."""
     return {
         rank
@@ -209,7 +258,8 @@ def _last_started(view: RankView | None, group: str) -> str:
         return "unknown"
     if (collective := view.beat.collectives.get(group)) is None:
         return "nothing"
-    size = "" if collective.op == "all_to_all" else f" of {collective.num_bytes:,} bytes"  # its sizes differ
+    # its sizes differ
+    size = "" if collective.op == "all_to_all" else f" of {collective.num_bytes:,} bytes"
     return f"#{collective.sequence} {collective.op}{size}"
 
 
@@ -220,13 +270,21 @@ def _row(view: RankView, topology: Topology) -> tuple[str, ...]:
         return (*who, *("?",) * 5)
     waiting = ""
     if beat.waiting is not None:
-        source = f" from rank {beat.waiting.peer}" if beat.waiting.peer is not None else f" #{beat.waiting.sequence}"
+        source = (
+            f" from rank {beat.waiting.peer}"
+            if beat.waiting.peer is not None
+            else f" #{beat.waiting.sequence}"
+        )
         waiting = f"{beat.waiting.group} {beat.waiting.op}{source}"
-    last = ", ".join(f"{group} #{each.sequence} {each.op}" for group, each in beat.collectives.items())
+    last = ", ".join(
+        f"{group} #{each.sequence} {each.op}" for group, each in beat.collectives.items()
+    )
     return (*who, str(beat.step), beat.phase, beat.action, waiting, last)
 
 
-def unmatched_collectives(recorded: Mapping[int, Sequence[RecordedCollective]], topology: Topology) -> tuple[str, ...]:
+def unmatched_collectives(
+    recorded: Mapping[int, Sequence[RecordedCollective]], topology: Topology
+) -> tuple[str, ...]:
     """One line per process group in which a rank waits on the device, or has not arrived.
 
     Args:
@@ -238,22 +296,36 @@ def unmatched_collectives(recorded: Mapping[int, Sequence[RecordedCollective]], 
         for each in collectives:
             members = each.ranks or _members(topology, each.group, rank=rank)
             groups.setdefault((each.group, members), {})[rank] = each
-    lines = [_unmatched(name, ranks, by_rank=by_rank, known=set(recorded)) for (name, ranks), by_rank in groups.items()]
+    lines = [
+        _unmatched(name, ranks, by_rank=by_rank, known=set(recorded))
+        for (name, ranks), by_rank in groups.items()
+    ]
     return tuple(sorted(line for line in lines if line))
 
 
-def _unmatched(name: str, ranks: Ranks, *, by_rank: Mapping[int, RecordedCollective], known: set[int]) -> str:
-    """The collective that a process group waits for, and the ranks that have not arrived; "" if none waits."""
+def _unmatched(
+    name: str, ranks: Ranks, *, by_rank: Mapping[int, RecordedCollective], known: set[int]
+) -> str:
+    """The collective that a process group waits for, and the ranks that have not arrived; "" if
+    none waits.
+    """
     order = attrgetter("sequence")
-    # A rank whose newest collective is complete has arrived at all up to that number; a waiting rank at its own.
-    oldest = min((each for each in by_rank.values() if each.state != "completed"), key=order, default=None)
-    if oldest is None:  # gloo: a failed collective is no longer active, so the newest one of all ranks is compared
+    # A rank whose newest collective is complete has arrived at all up to that number; a waiting
+    # rank at its own.
+    oldest = min(
+        (each for each in by_rank.values() if each.state != "completed"), key=order, default=None
+    )
+    # gloo: a failed collective is no longer active, so the newest one of all ranks is compared
+    if oldest is None:
         oldest = max(by_rank.values(), key=order)
     arrived = [rank for rank, each in by_rank.items() if each.sequence >= oldest.sequence]
     absent = [rank for rank in ranks if rank in known and rank not in arrived]
     if not absent and all(each.state == "completed" for each in by_rank.values()):
         return ""
-    sizes = ", ".join(f"{list(size)} {dtype}" for size, dtype in zip(oldest.input_sizes, oldest.dtypes, strict=False))
+    sizes = ", ".join(
+        f"{list(size)} {dtype}"
+        for size, dtype in zip(oldest.input_sizes, oldest.dtypes, strict=False)
+    )
     unknown = [rank for rank in ranks if rank not in known]
     states = sorted({by_rank[rank].state for rank in arrived})
     text = f"group {name} (ranks {ranks_text(ranks)}): {oldest.op} #{oldest.sequence} of {sizes or 'unknown sizes'}: "

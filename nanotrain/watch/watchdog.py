@@ -6,8 +6,9 @@
                                                    one rank, after GRACE_S:      hang-report.txt, a message
                                                    every rank:                   exit code 2
 
-A frozen rank cannot report, but its record is in shared memory, so other ranks report it. The ranks of every machine
-write files into the run folder, from which the ranks of other machines read; no network is used.
+A frozen rank cannot report, but its record is in shared memory, so other ranks report it. The ranks
+of every machine write files into the run folder, from which the ranks of other machines read; no
+network is used.
 """
 
 import faulthandler
@@ -39,13 +40,18 @@ from nanotrain.watch.report import Diagnosis, RankView, diagnose, report_text, u
 
 REPORT, WRITTEN = "hang-report.txt", "written"
 MAX_POLL_S = 1.0
-POLL_S = 0.05, 0.5  # between two looks for files of others, the first and the longest: thousands of ranks look
-ALARM = "another rank of this machine gave an alarm"  # a reason that leaves the cause to the diagnosis
+# between two looks for files of others, the first and the longest: thousands of ranks look
+POLL_S = 0.05, 0.5
+# a reason that leaves the cause to the diagnosis
+ALARM = "another rank of this machine gave an alarm"
 MAX_LINES = 4  # process groups whose collectives the message lists; the report lists all
-GRACE_S = 3.0  # from the first alarm to the report, so that the other ranks can notice it and write their files
-LOST_S = 2.0  # from the end of a rank to the alarm; a failed collective usually ends this rank before
+# from the first alarm to the report, so that the other ranks can notice it and write their files
+GRACE_S = 3.0
+# from the end of a rank to the alarm; a failed collective usually ends this rank before
+LOST_S = 2.0
 UNTIMED_PHASES = ("start", "checkpoint")  # their duration depends on the disk
-SHARE_OF_TIMEOUT = 0.9  # of the timeout of collectives, after which torch would end the run without a report
+# of the timeout of collectives, after which torch would end the run without a report
+SHARE_OF_TIMEOUT = 0.9
 
 
 class Watchdog:
@@ -54,18 +60,33 @@ class Watchdog:
     Args:
         context: device and process groups of this rank.
         folder: run folder, for the report.
-        timeout_s: seconds in which a rank begins something unless it hangs; 0 watches only for lost ranks; None: a
-            share of the timeout of collectives, which may be lowered during the run.
+        timeout_s: seconds in which a rank begins something unless it hangs; 0 watches only for lost
+            ranks; None: a share of the timeout of collectives, which may be lowered during the run.
         end: function that ends this process; replaced in tests.
     """
 
     def __init__(
-        self, context: ParallelContext, folder: Path, *, timeout_s: float | None, end: Callable[[int], Any] = os._exit
+        self,
+        context: ParallelContext,
+        folder: Path,
+        *,
+        timeout_s: float | None,
+        end: Callable[[int], Any] = os._exit,
     ) -> None:
-        self._topology, self._rank, self._heartbeat = context.topology, context.rank, context.heartbeat
-        self._context, self._folder, self._hang_timeout_s, self._end = context, folder, timeout_s, end
+        self._topology, self._rank, self._heartbeat = (
+            context.topology,
+            context.rank,
+            context.heartbeat,
+        )
+        self._context, self._folder, self._hang_timeout_s, self._end = (
+            context,
+            folder,
+            timeout_s,
+            end,
+        )
         self._processes, self._records = share_heartbeats(context.heartbeat, context.control)
-        self._local = [process for process in self._processes if process.rank in self._records]  # of this machine
+        # of this machine
+        self._local = [process for process in self._processes if process.rank in self._records]
         now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         self._hang_folder = folder / f"hang-{all_gather_object(now, context.control)[0]}"
         self._stopped, self._reporting = threading.Event(), threading.Lock()
@@ -85,7 +106,9 @@ class Watchdog:
         self._thread.join()
 
     def explain(self, fault: CommunicationFault) -> EnvironmentFault:
-        """Report a failed collective with the rank that was lost; the fault itself if no report can be written."""
+        """Report a failed collective with the rank that was lost; the fault itself if no report can
+        be written.
+        """
         self._stopped.set()
         _wait_until(self._lost, GRACE_S)  # a killed process ends a moment later than its sockets
         with self._reporting:
@@ -94,7 +117,8 @@ class Watchdog:
 
     @contextmanager
     def reporting_before_sigterm(self) -> Iterator[None]:
-        """Ignore SIGTERM once a rank is lost: torchrun sends it immediately, but the report takes a moment.
+        """Ignore SIGTERM once a rank is lost: torchrun sends it immediately, but the report takes a
+        moment.
 
         Without effect outside the main thread, because other threads cannot handle signals.
         """
@@ -122,8 +146,9 @@ class Watchdog:
         while not self._stopped.wait(min(MAX_POLL_S, self._timeout_s / 10 or MAX_POLL_S)):
             reason = self.reason_to_end(time.monotonic())
             if reason:
-                # The lock is held until the process ends: killing a frozen rank fails the collective that the main
-                # thread waits for, which would begin a second report and overwrite the stacks of this one.
+                # The lock is held until the process ends: killing a frozen rank fails the
+                # collective that the main thread waits for, which would begin a second report and
+                # overwrite the stacks of this one.
                 with self._reporting:
                     if self._stopped.is_set():  # the main thread reported meanwhile
                         return
@@ -136,7 +161,8 @@ class Watchdog:
     def reason_to_end(self, now: float) -> str:
         """Why the run has to end; "" if it may continue. `now` is in seconds and never decreases."""
         is_slow_by_nature = read_record(self._records[self._rank]).phase in UNTIMED_PHASES
-        is_slow_by_nature &= all(state_of(process) != "T" for process in self._local)  # stopped: no disk is that slow
+        # stopped: no disk is that slow
+        is_slow_by_nature &= all(state_of(process) != "T" for process in self._local)
         if self._heartbeat.beats != self._beats or is_slow_by_nature:
             self._beats, self._moved = self._heartbeat.beats, now
         lost, still_s = self._lost(), now - self._moved
@@ -145,14 +171,19 @@ class Watchdog:
             return f"rank {self._rank} began nothing for {still_s:.0f} s (--hang-timeout-s {self._timeout_s:g})"
         if self._lost_since is not None and now - self._lost_since >= LOST_S:
             return f"rank {lost[0].rank} ended"
-        return ALARM if any(read_record(record).is_alarmed for record in self._records.values()) else ""
+        return (
+            ALARM
+            if any(read_record(record).is_alarmed for record in self._records.values())
+            else ""
+        )
 
     def _lost(self) -> list[RankProcess]:
         """The ranks of this machine whose process ended before the run did."""
         return [
             process
             for process in self._local
-            if not state_of(process) and read_record(self._records[process.rank]).phase not in ("finished", "failed")
+            if not state_of(process)
+            and read_record(self._records[process.rank]).phase not in ("finished", "failed")
         ]
 
     def _report(self, reason: str) -> str | None:
@@ -166,11 +197,14 @@ class Watchdog:
             with (self._hang_folder / f"rank-{self._rank:05d}.txt").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
             self._write_records()
-            write_text(self._file("connections"), json.dumps({"ports": self._ports, "reason": reason}))
+            write_text(
+                self._file("connections"), json.dumps({"ports": self._ports, "reason": reason})
+            )
             collectives = [asdict(each) for each in recorded_collectives()]
             write_text(self._file("collectives"), json.dumps(collectives))
             if not self._is_writer():  # which alone lists and reads the files of all
-                written = self._hang_folder / WRITTEN  # awaited: torchrun ends all ranks as soon as one has ended
+                # awaited: torchrun ends all ranks as soon as one has ended
+                written = self._hang_folder / WRITTEN
                 _wait_until(written.exists, GRACE_S / 3)
                 self._write_records()
                 _wait_until(written.exists, 2 * GRACE_S)
@@ -182,13 +216,20 @@ class Watchdog:
             self._write_report(reason, diagnosis, views=views)
             return diagnosis.headline
         except (OSError, EnvironmentFault) as error:
-            print(f"error: {reason}; no report: {self._folder} cannot be written: {error}", file=sys.stderr, flush=True)
+            print(
+                f"error: {reason}; no report: {self._folder} cannot be written: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
             return None
 
     def _write_records(self) -> None:
         """The records of all ranks of this machine; each of its ranks writes the same."""
         records = {
-            process.rank: {"state": state_of(process), "record": self._records[process.rank].tolist()}
+            process.rank: {
+                "state": state_of(process),
+                "record": self._records[process.rank].tolist(),
+            }
             for process in self._local
         }
         write_text(self._hang_folder / f"host-of-rank-{min(records):05d}.json", json.dumps(records))
@@ -197,28 +238,43 @@ class Watchdog:
         return self._hang_folder / f"{name}-{self._rank:05d}.json"
 
     def _cut(self) -> dict[int, int]:
-        """The rank at the other end of a connection that a rank lost, by rank, where the error names its port."""
-        files = {int(path.stem[-5:]): json.loads(path.read_text()) for path in self._hang_folder.glob("connections-*")}
+        """The rank at the other end of a connection that a rank lost, by rank, where the error
+        names its port.
+        """
+        files = {
+            int(path.stem[-5:]): json.loads(path.read_text())
+            for path in self._hang_folder.glob("connections-*")
+        }
         owners = {port: rank for rank, each in files.items() for port in each["ports"]}
         ends = {rank: lost_port(each["reason"]) for rank, each in files.items()}
-        return {rank: owners[port] for rank, port in ends.items() if port in owners and owners[port] != rank}
+        return {
+            rank: owners[port]
+            for rank, port in ends.items()
+            if port in owners and owners[port] != rank
+        }
 
     def _recorded(self) -> dict[int, list[RecordedCollective]]:
         """The collectives in the flight recorders of all ranks that could write theirs."""
         return {
-            int(path.stem.removeprefix("collectives-")): [_collective_of(each) for each in json.loads(path.read_text())]
+            int(path.stem.removeprefix("collectives-")): [
+                _collective_of(each) for each in json.loads(path.read_text())
+            ]
             for path in sorted(self._hang_folder.glob("collectives-*.json"))
         }
 
     def _all_have_written(self) -> bool:
-        """Whether all ranks have written their stacks and collectives, and all machines their records."""
+        """Whether all ranks have written their stacks and collectives, and all machines their
+        records.
+        """
         names = ("rank-*.txt", "collectives-*.json", "host-of-rank-*.json")
         stacks, collectives, hosts = (len(list(self._hang_folder.glob(name))) for name in names)
         machines = {process.machine for process in self._processes}
         return stacks == collectives == len(self._processes) and hosts >= len(machines)
 
     def _views(self) -> dict[int, RankView]:
-        views = {each.rank: RankView(each.rank, each.host, each.pid, "?") for each in self._processes}
+        views = {
+            each.rank: RankView(each.rank, each.host, each.pid, "?") for each in self._processes
+        }
         for path in sorted(self._hang_folder.glob("host-of-rank-*.json")):
             for rank, entry in json.loads(path.read_text()).items():
                 beat = read_record(memoryview(array("q", entry["record"])))
@@ -228,12 +284,16 @@ class Watchdog:
     def _is_writer(self) -> bool:
         """Whether this rank writes the report: the first rank that calls this does."""
         try:
-            os.close(os.open(self._hang_folder / "writer", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            os.close(
+                os.open(self._hang_folder / "writer", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+            )
         except FileExistsError:
             return False
         return True
 
-    def _write_report(self, reason: str, diagnosis: Diagnosis, *, views: Mapping[int, RankView]) -> None:
+    def _write_report(
+        self, reason: str, diagnosis: Diagnosis, *, views: Mapping[int, RankView]
+    ) -> None:
         title = [
             f"nanotrain hang report, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
             f"run folder {self._folder}, {count_of(len(views), 'rank')}",
@@ -242,14 +302,20 @@ class Watchdog:
         ]
         path = self._folder / REPORT
         recorded = unmatched_collectives(self._recorded(), self._topology)
-        write_text(path, report_text(diagnosis, views, topology=self._topology, title=title, recorded=recorded))
-        facts = [diagnosis.headline] if reason == ALARM else [reason, diagnosis.headline]  # an alarm explains nothing
+        write_text(
+            path,
+            report_text(diagnosis, views, topology=self._topology, title=title, recorded=recorded),
+        )
+        # an alarm explains nothing
+        facts = [diagnosis.headline] if reason == ALARM else [reason, diagnosis.headline]
         lines = [f"error: {facts[0]}", *facts[1:], *recorded[:MAX_LINES], f"see {path}"]
         print("\n".join(lines), file=sys.stderr, flush=True)
         write_text(self._hang_folder / WRITTEN, diagnosis.headline)
 
     def _end_frozen(self) -> None:
-        """Kill stopped ranks of this machine: they cannot handle torchrun's SIGTERM, and it would wait for 30 s."""
+        """Kill stopped ranks of this machine: they cannot handle torchrun's SIGTERM, and it would
+        wait for 30 s.
+        """
         for process in self._local:
             if process.rank != self._rank and state_of(process) == "T":
                 with suppress(OSError):
@@ -265,13 +331,18 @@ def _wait_until(is_done: Callable[[], object], timeout_s: float) -> None:
 
 
 def timeout_of(hang_timeout_s: float | None, distributed_timeout_s: float) -> float:
-    """The timeout of the watchdog: as set, else shorter than that of collectives, so that the report comes first."""
+    """The timeout of the watchdog: as set, else shorter than that of collectives, so that the
+    report comes first.
+    """
     return distributed_timeout_s * SHARE_OF_TIMEOUT if hang_timeout_s is None else hang_timeout_s
 
 
 @contextmanager
-def watch_ranks(context: ParallelContext, folder: Path, *, timeout_s: float | None) -> Iterator[None]:
-    """Watch the ranks while the block runs; a collective that fails in it is reported with the lost rank.
+def watch_ranks(
+    context: ParallelContext, folder: Path, *, timeout_s: float | None
+) -> Iterator[None]:
+    """Watch the ranks while the block runs; a collective that fails in it is reported with the lost
+    rank.
 
     `timeout_s` is as for `Watchdog`.
     """

@@ -1,4 +1,6 @@
-"""The choice of attention backends, for GPUs that are not at hand; every row; the messages; the table in the docs."""
+"""The choice of attention backends, for GPUs that are not at hand; every row; the messages; the
+table in the docs.
+"""
 
 from pathlib import Path
 
@@ -58,7 +60,9 @@ AUTOMATIC = [
 
 
 @pytest.mark.parametrize(("device", "wanted", "name"), AUTOMATIC)
-def test_the_backend_that_is_chosen(device: AttentionDevice, wanted: AttentionNeed, name: str) -> None:
+def test_the_backend_that_is_chosen(
+    device: AttentionDevice, wanted: AttentionNeed, name: str
+) -> None:
     assert choose_backend("auto", wanted, device=device).name == name
 
 
@@ -88,17 +92,25 @@ def test_the_backend_that_is_asked_for(flag: str, wanted: AttentionNeed, name: s
 
 
 def test_a_backend_that_cannot_says_what_it_lacks() -> None:
-    with pytest.raises(ConfigError, match="sdpa flash has no documents, dropout; varlen flash has no dropout; leave"):
+    with pytest.raises(
+        ConfigError,
+        match="sdpa flash has no documents, dropout; varlen flash has no dropout; leave",
+    ):
         choose_backend("flash", need("documents", "dropout"), device=H100)
     with pytest.raises(
-        ConfigError, match="cudnn has no ring cp, takes bf16 and fp16, not fp32, takes heads of up to 128 channels"
+        ConfigError,
+        match="cudnn has no ring cp, takes bf16 and fp16, not fp32, takes heads of up to 128 channels",
     ):
         choose_backend("fused", need("ring cp", dtype="fp32", dims=(192, 192)), device=H100)
     with pytest.raises(ConfigError, match="flex runs on cuda only; leave --attention-backend out"):
         choose_backend("flex", need(), device=CPU)
     flex = lacks(BACKENDS["flex"], need("softcap", dims=(24, 12)), device=H100)
     assert flex == ["takes heads of at least 16 channels, not 12"]
-    varlen = lacks(BACKENDS["varlen flash"], need(dims=(100, 60)), device=AttentionDevice("cuda", (7, 0), (2, 12)))
+    varlen = lacks(
+        BACKENDS["varlen flash"],
+        need(dims=(100, 60)),
+        device=AttentionDevice("cuda", (7, 0), (2, 12)),
+    )
     assert varlen == [
         "needs torch 2.13 or newer, not 2.12",
         "needs compute capability 8.0, not 7.0",
@@ -116,8 +128,13 @@ def test_the_choice_of_a_configuration() -> None:
     windows = "--bf16 --window-size 4 --window-attn-skip-freq 2"
     assert choice(windows, H100) == "sdpa flash (bf16); varlen flash (bf16, window)"
     assert choice("--context-parallel-size 2 --cp-comm-type a2a", CPU) == "sdpa flash (fp32)"
-    assert choice("--context-parallel-size 2 --softmax-type learnable", CPU) == "tiles (fp32, sinks, ring cp)"
-    assert choice("--attention-backend unfused --attention-dropout 0.1", CPU) == "math (fp32, dropout)"
+    assert (
+        choice("--context-parallel-size 2 --softmax-type learnable", CPU)
+        == "tiles (fp32, sinks, ring cp)"
+    )
+    assert (
+        choice("--attention-backend unfused --attention-dropout 0.1", CPU) == "math (fp32, dropout)"
+    )
 
 
 def test_a_script_for_another_device_runs_with_a_warning() -> None:
@@ -125,13 +142,23 @@ def test_a_script_for_another_device_runs_with_a_warning() -> None:
     config = load(f"{model} --attention-backend fused".split()).config
     chosen = AttentionChoice.of(config, CPU)
     assert str(chosen) == "sdpa flash (fp32)" and not chosen.is_forced
-    assert "--attention-backend fused cannot compute" in chosen.warning and "cudnn runs on cuda only" in chosen.warning
+    assert (
+        "--attention-backend fused cannot compute" in chosen.warning
+        and "cudnn runs on cuda only" in chosen.warning
+    )
     assert not AttentionChoice.of(config, H100).warning
 
 
 def backend_table() -> str:
     """BACKENDS in markdown, in the order of preference."""
-    columns = ["backend", "`--attention-backend`", "on GPUs", "on CPUs", "heads on GPUs", "GPU, torch"]
+    columns = [
+        "backend",
+        "`--attention-backend`",
+        "on GPUs",
+        "on CPUs",
+        "heads on GPUs",
+        "GPU, torch",
+    ]
     columns += ["deterministic on GPUs", "in graphs"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in BACKENDS.values():

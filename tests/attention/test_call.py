@@ -1,4 +1,6 @@
-"""A call is the same under every kernel that runs on a CPU, shows its tiles to an observer, and falls back to tiles."""
+"""A call is the same under every kernel that runs on a CPU, shows its tiles to an observer, and
+falls back to tiles.
+"""
 
 import pytest
 import torch
@@ -28,7 +30,9 @@ def test_kernels_agree_on_a_chunk_of_queries(segment_ids, monkeypatch):
     sink = ScoreOptions(torch.linspace(-1, 2, SHAPE.heads).double())
     for scores in (None, sink):
         results = [
-            call_of(kernel, segment_ids)(inputs.query[:, 12:], key=inputs.key, value=inputs.value, scores=scores)
+            call_of(kernel, segment_ids)(
+                inputs.query[:, 12:], key=inputs.key, value=inputs.value, scores=scores
+            )
             for kernel in (DenseKernel(), TileKernel(), SdpaKernel())
         ]
         assert call_of(TileKernel(), segment_ids).is_causal == (segment_ids is None)
@@ -53,9 +57,14 @@ BATCH, HEADS, GROUPS, LENGTH, HEAD_DIM = 2, 8, 4, 16, 6
 
 
 def draw(seed: int = 0) -> list[torch.Tensor]:
-    """Query, key and value [B, S, heads, D]; the largest of all scores is that of a query and a later key."""
+    """Query, key and value [B, S, heads, D]; the largest of all scores is that of a query and a
+    later key.
+    """
     generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randn(BATCH, LENGTH, n, HEAD_DIM, generator=generator) for n in (HEADS, GROUPS, GROUPS)]
+    drawn = [
+        torch.randn(BATCH, LENGTH, n, HEAD_DIM, generator=generator)
+        for n in (HEADS, GROUPS, GROUPS)
+    ]
     drawn[0][0, 0], drawn[1][0, -1] = 9.0, 9.0
     return drawn
 
@@ -75,12 +84,16 @@ def test_masked_scores_do_not_count(window: int | None, block_numel: int) -> Non
     chunk = AttentionChunk(*turned, mask if window else None, window is None, scale=HEAD_DIM**-0.5)
     actual = largest_logits(chunk, block_numel=block_numel)
     torch.testing.assert_close(actual, expected(query, key, mask))
-    assert actual.max() < expected(query, key, torch.ones_like(mask)).max() / 2, "the later key would have shown"
+    assert actual.max() < expected(query, key, torch.ones_like(mask)).max() / 2, (
+        "the later key would have shown"
+    )
 
 
 def test_a_head_that_attends_to_nothing_has_no_logit() -> None:
     query, key, value = (x.transpose(1, 2) for x in draw())
-    chunk = AttentionChunk(query, key, value, torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool), False, scale=1.0)
+    chunk = AttentionChunk(
+        query, key, value, torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool), False, scale=1.0
+    )
     assert largest_logits(chunk).tolist() == [-torch.inf] * HEADS
 
 

@@ -1,4 +1,6 @@
-"""Merged chunks of attention are attention to all keys, by torch's fused operator and by the eager form."""
+"""Merged chunks of attention are attention to all keys, by torch's fused operator and by the eager
+form.
+"""
 
 from dataclasses import replace
 
@@ -47,7 +49,10 @@ def random_chunk(
 def random_mask(*, keys: int, seed: int) -> torch.Tensor:
     """Some rows allow all keys, some none."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(2, 1, 5, keys, generator=generator) < torch.rand(2, 1, 5, 1, generator=generator).round()
+    return (
+        torch.rand(2, 1, 5, keys, generator=generator)
+        < torch.rand(2, 1, 5, 1, generator=generator).round()
+    )
 
 
 @given(st.integers(1, 7), st.integers(0, 100))
@@ -60,19 +65,32 @@ def test_the_fused_operator_equals_the_eager_form(keys, seed):
         torch.testing.assert_close(fused.lse, eager.lse)
         # merged with further keys, a chunk's rows have a larger log-sum-exp
         merged = AttentionResult(eager.out, eager.lse.clamp(min=0) + 1)
-        gradients = (ops.backward(chunk, merged, grad=torch.ones_like(eager.out)) for ops in (FUSED_CPU, EAGER))
-        for gradient, reference in zip(*(vars(result).values() for result in gradients), strict=True):
+        gradients = (
+            ops.backward(chunk, merged, grad=torch.ones_like(eager.out))
+            for ops in (FUSED_CPU, EAGER)
+        )
+        for gradient, reference in zip(
+            *(vars(result).values() for result in gradients), strict=True
+        ):
             torch.testing.assert_close(gradient, reference)
 
 
 @pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
 def test_merged_chunks_are_attention_to_all_keys(ops: AttentionOps):
-    # Given keys in three chunks, of which the second is masked for every query and the third for some
+    # Given keys in three chunks, of which the second is masked for every query and the third for
+    # some
     full = random_chunk(keys=9, mask=torch.ones(2, 1, 5, 9, dtype=torch.bool))
     full.mask[..., 3:6] = False
     full.mask[:, :, 2:, 6:] = False
     chunks = [
-        AttentionChunk(full.query, full.key[:, :, keys], full.value[:, :, keys], full.mask[..., keys], False, 0.3)
+        AttentionChunk(
+            full.query,
+            full.key[:, :, keys],
+            full.value[:, :, keys],
+            full.mask[..., keys],
+            False,
+            0.3,
+        )
         for keys in (slice(0, 3), slice(3, 6), slice(6, 9))
     ]
     # when they are merged one after the other
@@ -97,7 +115,9 @@ def test_a_merge_of_some_queries_leaves_the_others_as_they_are():
 
     merge_log_sum_exp(total.queries(slice(2, 5)), second.queries(slice(2, 5)))
 
-    assert torch.equal(total.out[:, :, :2], first.out[:, :, :2]) and torch.equal(total.lse[..., :2], first.lse[..., :2])
+    assert torch.equal(total.out[:, :, :2], first.out[:, :, :2]) and torch.equal(
+        total.lse[..., :2], first.lse[..., :2]
+    )
     assert (total.lse[..., 2:] > first.lse[..., 2:]).all()
 
 
@@ -115,13 +135,17 @@ def test_gradients_are_those_of_autograd(value_head_dim):
     result = chunk_forward(grouped)
     torch.testing.assert_close(result.out, out.detach())
     gradients = chunk_backward(grouped, result, grad=grad)
-    for gradient, reference in zip((gradients.query, gradients.key, gradients.value), expected, strict=True):
+    for gradient, reference in zip(
+        (gradients.query, gradients.key, gradients.value), expected, strict=True
+    ):
         torch.testing.assert_close(gradient, reference)
 
 
 def test_gradients_of_shared_heads_are_summed_in_fp32():
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, heads, 5, 8, generator=generator).bfloat16() for heads in (4, 2, 2))
+    query, key, value = (
+        torch.randn(1, heads, 5, 8, generator=generator).bfloat16() for heads in (4, 2, 2)
+    )
     chunk = AttentionChunk(query, key, value, None, is_causal=False, scale=0.3)
     gradients = chunk_backward(chunk, chunk_forward(chunk), grad=torch.ones_like(query))
     assert gradients.key.dtype is gradients.value.dtype is torch.float32
@@ -129,7 +153,9 @@ def test_gradients_of_shared_heads_are_summed_in_fp32():
 
 SHAPE = Shape(heads=4, groups=2, length=16)
 WORDS = sample_words(3, torch.arange(SHAPE.batch))
-ALL = ScoreOptions(torch.linspace(-1, 2, SHAPE.heads).double(), 1.5, WeightDropout(WORDS, 0.3, first_head=8))
+ALL = ScoreOptions(
+    torch.linspace(-1, 2, SHAPE.heads).double(), 1.5, WeightDropout(WORDS, 0.3, first_head=8)
+)
 CASES = {
     "sink": ScoreOptions(ALL.sink),
     "bound": ScoreOptions(softcap=1.5),
@@ -138,7 +164,9 @@ CASES = {
 }
 
 
-def formula(inputs: list[Tensor], mask: Tensor, options: ScoreOptions, sink: Tensor | None) -> Tensor:
+def formula(
+    inputs: list[Tensor], mask: Tensor, options: ScoreOptions, sink: Tensor | None
+) -> Tensor:
     query, key, value = (x.transpose(1, 2) for x in inputs)
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.mT * query.shape[-1] ** -0.5
@@ -156,19 +184,28 @@ def formula(inputs: list[Tensor], mask: Tensor, options: ScoreOptions, sink: Ten
     return (weights @ value).transpose(1, 2)
 
 
-def run_both(core, options: ScoreOptions, *, ids: Tensor | None, window: int | None, shard) -> list[tuple]:
+def run_both(
+    core, options: ScoreOptions, *, ids: Tensor | None, window: int | None, shard
+) -> list[tuple]:
     """Output and gradients of a core attention on a shard, and those of the formula."""
     inputs = random_inputs(SHAPE, dtype=torch.float64)
     full = [x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
     local = [shard(x).clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
-    sinks = [None if options.sink is None else options.sink.clone().requires_grad_() for _ in range(2)]
+    sinks = [
+        None if options.sink is None else options.sink.clone().requires_grad_() for _ in range(2)
+    ]
     mask = full_mask(ids, length=SHAPE.length, window=window)
     expected = formula(full, mask, options, sinks[0])
     expected.backward(inputs.out)
     planned = core.plan_mask(ids, tokens=local[0][..., 0, 0], window=window)
-    out = core(local[0], key=local[1], value=local[2], mask=planned, scores=replace(options, sink=sinks[1]))
+    out = core(
+        local[0], key=local[1], value=local[2], mask=planned, scores=replace(options, sink=sinks[1])
+    )
     out.backward(shard(inputs.out))
-    pairs = [(out, shard(expected)), *((a.grad, shard(b.grad)) for a, b in zip(local, full, strict=True))]
+    pairs = [
+        (out, shard(expected)),
+        *((a.grad, shard(b.grad)) for a, b in zip(local, full, strict=True)),
+    ]
     return pairs + ([] if options.sink is None else [(sinks[1].grad, sinks[0].grad)])
 
 
@@ -176,7 +213,9 @@ def run_both(core, options: ScoreOptions, *, ids: Tensor | None, window: int | N
 def test_one_rank_computes_the_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "EAGER_SCORES", 300)  # a few queries at a time
     for ids, window in ((None, None), (segments(SHAPE), 5)):
-        for actual, expected in run_both(SDPAttention(), CASES[name], ids=ids, window=window, shard=lambda x: x):
+        for actual, expected in run_both(
+            SDPAttention(), CASES[name], ids=ids, window=window, shard=lambda x: x
+        ):
             torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -197,14 +236,23 @@ def test_every_core_attention_computes_the_same(ctx) -> None:
                 if options.sink is not None:  # each rank has the part of its queries or heads
                     torch.distributed.all_reduce(pairs[-1][0])
                 for actual, expected in pairs:
-                    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, msg=f"{comm_type} {name}")
+                    torch.testing.assert_close(
+                        actual, expected, rtol=1e-9, atol=1e-9, msg=f"{comm_type} {name}"
+                    )
 
 
 def test_keys_and_values_are_not_repeated_for_the_flash_operator_of_gpus():
-    query, key = (torch.empty(1, heads, 16, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 2))
+    query, key = (
+        torch.empty(1, heads, 16, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 2)
+    )
     chunk = AttentionChunk(query, key, key, None, is_causal=True, scale=0.1)
     with Recorder() as recorder:
         result = chunk_forward(chunk)
-        assert recorder.allocated < 2 * query.nbytes, "the output and the log-sum-exp; repeated keys would be two more"
+        assert recorder.allocated < 2 * query.nbytes, (
+            "the output and the log-sum-exp; repeated keys would be two more"
+        )
         gradients = chunk_backward(chunk, result, grad=torch.empty_like(query))
-    assert gradients.query.shape == query.shape and gradients.key.shape == gradients.value.shape == key.shape
+    assert (
+        gradients.query.shape == query.shape
+        and gradients.key.shape == gradients.value.shape == key.shape
+    )

@@ -1,4 +1,6 @@
-"""The chunked gated delta rule is the recurrence, whatever the chunks, documents and decays, in both directions."""
+"""The chunked gated delta rule is the recurrence, whatever the chunks, documents and decays, in
+both directions.
+"""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -25,11 +27,15 @@ KINDS = pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by
 def gradients(outputs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Of a sum with fixed random weights."""
     draw = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.dtype) for x in outputs]
+    weights = [
+        torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.dtype) for x in outputs
+    ]
     return torch.autograd.grad(outputs, inputs, weights)
 
 
-def assert_close(computed: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float = 1e-10) -> None:
+def assert_close(
+    computed: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float = 1e-10
+) -> None:
     for ours, theirs in zip(computed, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=tolerance, atol=tolerance)
 
@@ -37,12 +43,19 @@ def assert_close(computed: tuple[Tensor, ...], expected: tuple[Tensor, ...], tol
 @KINDS
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("chunk_size", [1, 4, 16, 64])
-def test_chunks_are_the_recurrence_in_both_directions(chunk_size: int, documents: bool, by_channel: bool) -> None:
+def test_chunks_are_the_recurrence_in_both_directions(
+    chunk_size: int, documents: bool, by_channel: bool
+) -> None:
     inputs = random_inputs(45, by_channel=by_channel, documents=documents)
     heads = inputs.value.shape[2]
-    initial = torch.randn(BATCH, heads, KEY_DIM, inputs.value.shape[3], dtype=torch.float64, requires_grad=True)
+    initial = torch.randn(
+        BATCH, heads, KEY_DIM, inputs.value.shape[3], dtype=torch.float64, requires_grad=True
+    )
     variables = (*tensors(inputs), initial)
-    expected, computed = recurrence(inputs, initial), delta_rule(inputs, initial, chunk_size=chunk_size)
+    expected, computed = (
+        recurrence(inputs, initial),
+        delta_rule(inputs, initial, chunk_size=chunk_size),
+    )
     assert_close(computed, expected)
     assert_close(gradients(computed, variables), gradients(expected, variables))
 
@@ -50,13 +63,17 @@ def test_chunks_are_the_recurrence_in_both_directions(chunk_size: int, documents
 @KINDS
 def test_a_span_is_an_affine_map_of_the_state(by_channel: bool) -> None:
     inputs = random_inputs(21, by_channel=by_channel)
-    states = torch.randn(3, BATCH, inputs.value.shape[2], KEY_DIM, inputs.value.shape[3], dtype=torch.float64)
+    states = torch.randn(
+        3, BATCH, inputs.value.shape[2], KEY_DIM, inputs.value.shape[3], dtype=torch.float64
+    )
     transition, offset = span_map(inputs, chunk_size=8)
     for state in states:
         assert_close((transition @ state + offset,), (recurrence(inputs, state)[1],))
     variables = tensors(inputs)[1:]  # a state does not depend on queries
     expected = recurrence(inputs, states[0])[1]
-    assert_close(gradients((transition @ states[0] + offset,), variables), gradients((expected,), variables))
+    assert_close(
+        gradients((transition @ states[0] + offset,), variables), gradients((expected,), variables)
+    )
     inputs = DeltaInputs(*tensors(inputs), torch.arange(21).expand(BATCH, -1) == 13)
     assert not span_map(inputs, chunk_size=8)[0].any(), "no state crosses the start of a document"
 
@@ -71,7 +88,9 @@ def test_the_rule_and_its_gradients_are_those_of_transformers(
     }[by_channel]
     theirs = getattr(modeling_in_fp64(family, monkeypatch), function)
     inputs = random_inputs(100, by_channel=by_channel)
-    initial = torch.randn(BATCH, inputs.value.shape[2], KEY_DIM, inputs.value.shape[3], dtype=torch.float64)
+    initial = torch.randn(
+        BATCH, inputs.value.shape[2], KEY_DIM, inputs.value.shape[3], dtype=torch.float64
+    )
     variables = (*tensors(inputs), initial.requires_grad_())
     decay = inputs.decay if by_channel else inputs.decay[..., 0]
     expected = getattr(theirs, "__wrapped__", theirs)(
@@ -92,7 +111,9 @@ def test_decays_of_any_strength_overflow_nowhere(by_channel: bool) -> None:
         exact.decay.mul_(torch.logspace(-6, 4, 70, dtype=torch.float64)[None, :, None, None])
         exact.key[:, 10:40] = exact.key[:, 10:11]  # equal keys: a system far from the identity
         exact.beta[:, 10:40] = 1.0
-    rounded = exact.map(lambda x: x.detach().float().requires_grad_() if x.is_floating_point() else x)
+    rounded = exact.map(
+        lambda x: x.detach().float().requires_grad_() if x.is_floating_point() else x
+    )
     computed, expected = delta_rule(rounded), recurrence(exact)
     assert_close(computed, expected, tolerance=2e-5)
     grads = gradients(computed, tensors(rounded))
@@ -114,7 +135,9 @@ def test_kernels_get_packed_documents_with_their_states(
     documents: bool, by_channel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = random_inputs(30, by_channel=by_channel, documents=documents)
-    initial = torch.randn(BATCH, inputs.value.shape[2], KEY_DIM, inputs.value.shape[3], dtype=torch.float64)
+    initial = torch.randn(
+        BATCH, inputs.value.shape[2], KEY_DIM, inputs.value.shape[3], dtype=torch.float64
+    )
     monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
     monkeypatch.setitem(sys.modules, "fla.ops", ModuleType("fla.ops"))
     for module, name in (("kda", "chunk_kda"), ("gated_delta_rule", "chunk_gated_delta_rule")):
@@ -133,7 +156,10 @@ def kernel(*tensors: Tensor, initial_state: Tensor, **options: Any) -> tuple[Ten
     borders = options["cu_seqlens"].tolist()
     assert borders == options["cu_seqlens_cpu"].tolist()
     parts = [
-        recurrence(inputs.map(lambda x, document=slice(*borders[i : i + 2]): x[:, document]), initial_state[i : i + 1])
+        recurrence(
+            inputs.map(lambda x, document=slice(*borders[i : i + 2]): x[:, document]),
+            initial_state[i : i + 1],
+        )
         for i in range(len(borders) - 1)
     ]
     return torch.cat([out for out, _ in parts], dim=1), torch.cat([state for _, state in parts])
@@ -142,16 +168,27 @@ def kernel(*tensors: Tensor, initial_state: Tensor, **options: Any) -> tuple[Ten
 @pytest.mark.parametrize("kind", ["gated_delta_net", "kda"])
 def test_the_backward_allocates_what_the_plan_says(kind: str) -> None:
     length, groups, heads, key, value = 512, 4, 4, 64, 32
-    sizes = LinearAttentionConfig(key_head_dim=key, value_head_dim=value, num_key_heads=groups, num_value_heads=heads)
+    sizes = LinearAttentionConfig(
+        key_head_dim=key, value_head_dim=value, num_key_heads=groups, num_value_heads=heads
+    )
     model = ModelConfig(vocab_size=128, linear_attention_type=kind, linear_attention=sizes)
     rank = SimpleNamespace(shape=ModelShape.of(model), tokens=length, tp=1)
-    widths = {"query": (groups, key), "key": (groups, key), "value": (heads, value), "beta": (heads, 1)}
+    widths = {
+        "query": (groups, key),
+        "key": (groups, key),
+        "value": (heads, value),
+        "beta": (heads, 1),
+    }
     widths["decay"] = (heads, key if kind == "kda" else 1)
     drawn = {name: -torch.rand(1, length, *shape) for name, shape in widths.items()}
     inputs = DeltaInputs(**{name: x.bfloat16().requires_grad_() for name, x in drawn.items()})
     out, _ = delta_rule(inputs)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         out.sum().backward()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    events = [
+        event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    held = np.cumsum(
+        [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    )
     assert max(held) == pytest.approx(MIXERS[kind].working_bytes(rank), rel=0.06)

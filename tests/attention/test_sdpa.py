@@ -11,7 +11,10 @@ from nanotrain.attention.sdpa import attend
 def test_attend_is_softmax_of_the_causal_scores(groups: int, value_head_dim: int) -> None:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 10, 6, 8, generator=generator)
-    key, value = (torch.randn(2, 10, groups, head_dim, generator=generator) for head_dim in (8, value_head_dim))
+    key, value = (
+        torch.randn(2, 10, groups, head_dim, generator=generator)
+        for head_dim in (8, value_head_dim)
+    )
     out = attend(query, key=key, value=value)
     for head in range(6):
         group = head // (6 // groups)
@@ -21,7 +24,9 @@ def test_attend_is_softmax_of_the_causal_scores(groups: int, value_head_dim: int
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
-def test_gradients_of_grouped_heads_are_added_up_in_fp32(dtype: torch.dtype, tolerance: float) -> None:
+def test_gradients_of_grouped_heads_are_added_up_in_fp32(
+    dtype: torch.dtype, tolerance: float
+) -> None:
     """torch's grouped kernel adds those of six queries with an error of 7.0e-3 in bf16."""
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(1, 129, heads, 40, generator=generator).to(dtype) for heads in (6, 1, 1)]

@@ -10,7 +10,15 @@ from transformers.models.mamba2 import modeling_mamba2
 
 from nanotrain.attention.delta_rule import DeltaInputs
 from nanotrain.attention.ssd import span_map, ssd
-from tests.attention.delta_inputs import BATCH, GROUPS, HEADS, KEY_DIM, VALUE_DIM, random_inputs, tensors
+from tests.attention.delta_inputs import (
+    BATCH,
+    GROUPS,
+    HEADS,
+    KEY_DIM,
+    VALUE_DIM,
+    random_inputs,
+    tensors,
+)
 
 
 def recurrence(inputs: DeltaInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -27,11 +35,15 @@ def recurrence(inputs: DeltaInputs, state: Tensor | None = None) -> tuple[Tensor
     return torch.stack(outputs, dim=1), state
 
 
-def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], of: tuple[Tensor, ...], what: str) -> None:
+def assert_same(
+    found: tuple[Tensor, ...], expected: tuple[Tensor, ...], of: tuple[Tensor, ...], what: str
+) -> None:
     """Assert that tensors and their gradients are the same."""
     draw = torch.Generator().manual_seed(9)
     weights = [torch.randn(x.shape, dtype=torch.float64, generator=draw) for x in expected]
-    grads = [torch.autograd.grad(side, of, weights, retain_graph=True) for side in (found, expected)]
+    grads = [
+        torch.autograd.grad(side, of, weights, retain_graph=True) for side in (found, expected)
+    ]
     for a, b in zip((*found, *grads[0]), (*expected, *grads[1]), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")
 
@@ -43,7 +55,12 @@ def test_any_chunks_are_the_recurrence(has_documents: bool) -> None:
         inputs = random_inputs(length, by_channel=False, documents=has_documents)
         for state in (None, start):
             of = tensors(inputs) + (() if state is None else (state,))
-            assert_same(ssd(inputs, state, chunk_size=size), recurrence(inputs, state), of, f"{length} by {size}")
+            assert_same(
+                ssd(inputs, state, chunk_size=size),
+                recurrence(inputs, state),
+                of,
+                f"{length} by {size}",
+            )
 
 
 @pytest.mark.parametrize("has_documents", [False, True])

@@ -1,4 +1,6 @@
-"""Tiles cover what queries attend to, each pair once; no mask is larger than documents and windows need."""
+"""Tiles cover what queries attend to, each pair once; no mask is larger than documents and windows
+need.
+"""
 
 from dataclasses import replace
 
@@ -55,7 +57,9 @@ def test_chunks_begin_with_segments_and_need_no_window(borders, size):
 )
 def test_every_pair_is_in_one_tile(borders, window, queries_per_mask, chunks):
     positions = np.arange(16)
-    ids = torch.from_numpy(np.stack([np.searchsorted(np.unique(row), positions, side="right") for row in borders]))
+    ids = torch.from_numpy(
+        np.stack([np.searchsorted(np.unique(row), positions, side="right") for row in borders])
+    )
     full = full_mask(ids, length=16, window=window)[:, 0].long()
     spans, size = Spans.of(ids, length=16, window=window), 16 // chunks
     all_positions = torch.arange(16)
@@ -64,7 +68,9 @@ def test_every_pair_is_in_one_tile(borders, window, queries_per_mask, chunks):
         for c in range(chunks):
             queries, keys = range(c * size, (c + 1) * size), range((c + 1) * size)
             at = {"queries": all_positions[c * size : (c + 1) * size]}
-            whole = plan_chunks(spans, [(LocalChunk(queries), LocalChunk(keys), True)], keys=all_positions, **at)
+            whole = plan_chunks(
+                spans, [(LocalChunk(queries), LocalChunk(keys), True)], keys=all_positions, **at
+            )
             # keys of a chunk at a time, as in a ring
             pairs = [
                 (LocalChunk(queries), LocalChunk(range(k * size, (k + 1) * size), k * size), k == c)
@@ -91,7 +97,9 @@ def test_documents_have_no_masks_and_windows_small_ones():
     masks = [window.mask(tile).numel() for tile in window.tiles if tile.is_masked]
     assert sum(masks) <= 1024 * (200 + 2 * tiles.QUERIES_PER_MASK)
     # many short documents share tiles
-    short = plan_chunks(Spans.of(torch.arange(1024)[None] // 10, length=1024), pair, queries=queries, keys=keys)
+    short = plan_chunks(
+        Spans.of(torch.arange(1024)[None] // 10, length=1024), pair, queries=queries, keys=keys
+    )
     assert len(short.tiles) == 8 and all(window.mask(tile).numel() < 140**2 for tile in short.tiles)
 
 
@@ -114,10 +122,13 @@ def test_output_and_gradients_are_those_of_the_formula(queries_per_mask, window,
     monkeypatch.setattr(tiles, "QUERIES_PER_MASK", queries_per_mask)
     for shape in (Shape(heads=4, groups=2, batch=3), Shape(head_dim=12, value_head_dim=8)):
         expected = run_dense(
-            random_inputs(shape, dtype=torch.float64), full_mask(segments(shape), length=shape.length, window=window)
+            random_inputs(shape, dtype=torch.float64),
+            full_mask(segments(shape), length=shape.length, window=window),
         )
         for dtype, bound in BOUNDS.items():
-            actual = run(SDPAttention(), random_inputs(shape, dtype=dtype), segments(shape), window=window)
+            actual = run(
+                SDPAttention(), random_inputs(shape, dtype=dtype), segments(shape), window=window
+            )
             for ours, theirs in zip(actual, expected, strict=True):
                 assert (ours.double() - theirs).abs().max() <= bound * theirs.abs().max(), dtype
 
@@ -132,7 +143,9 @@ def kept(core, *, window=None) -> int:
         storages[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    query, key, value = (x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value))
+    query, key, value = (
+        x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)
+    )
     mask = core.plan_mask(ids, tokens=query[..., 0, 0], window=window)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         out = core(query, key=key, value=value, mask=mask, scores=None)
@@ -144,17 +157,24 @@ def test_no_tensor_of_queries_by_keys_is_kept():
     tensor = 1024 * 8 * 4
     linear = 4 * tensor + 1024 * 4  # query, key, value, output; log-sum-exp
     assert kept(SDPAttention()) == kept(SDPAttention(), window=100) == linear
-    assert kept(SDPAttention(LayerKernels(DenseKernel()))) >= linear + 1024 * 1024, "a dense mask is kept"
+    assert kept(SDPAttention(LayerKernels(DenseKernel()))) >= linear + 1024 * 1024, (
+        "a dense mask is kept"
+    )
 
 
 @pytest.mark.parametrize("groups", [4, 2])
 def test_what_several_tiles_contribute_to_is_accumulated_in_fp32(groups):
     given = random_inputs(Shape(groups=groups), dtype=torch.bfloat16)
-    query, key, value, grad = (x.transpose(1, 2) for x in (given.query, given.key, given.value, given.out))
+    query, key, value, grad = (
+        x.transpose(1, 2) for x in (given.query, given.key, given.value, given.out)
+    )
     positions, spans = torch.arange(24), Spans.of(None, length=24)
     # the second half of the queries: keys before them, and their own
     pairs = [(LocalChunk(range(12, 24)), LocalChunk(range(24)), True)]
-    plan, inputs = plan_chunks(spans, pairs, queries=positions[12:], keys=positions), (query[:, :, 12:], key, value)
+    plan, inputs = (
+        plan_chunks(spans, pairs, queries=positions[12:], keys=positions),
+        (query[:, :, 12:], key, value),
+    )
     merged = forward_tiles(plan, inputs, scores=None)
     assert merged.out.dtype is merged.lse.dtype is torch.float32
     merged = replace(merged, out=merged.out.bfloat16())
@@ -165,10 +185,16 @@ def test_what_several_tiles_contribute_to_is_accumulated_in_fp32(groups):
 def test_a_sink_is_added_before_the_output_is_rounded():
     given, sink = random_inputs(Shape(), dtype=torch.bfloat16), torch.tensor([0.3, -1.0, 2.0, 0.7])
     positions, chunk = torch.arange(24), LocalChunk(range(24))
-    plan = plan_chunks(Spans.of(None, length=24), [(chunk, chunk, True)], queries=positions, keys=positions)
-    total = forward_tiles(plan, tuple(x.transpose(1, 2) for x in (given.query, given.key, given.value)), scores=None)
+    plan = plan_chunks(
+        Spans.of(None, length=24), [(chunk, chunk, True)], queries=positions, keys=positions
+    )
+    total = forward_tiles(
+        plan, tuple(x.transpose(1, 2) for x in (given.query, given.key, given.value)), scores=None
+    )
     lse = torch.logaddexp(total.lse, sink[:, None])
     expected = (total.out.float() * (total.lse - lse).exp()[..., None]).bfloat16()
-    out = attend_tiles(given.query, key=given.key, value=given.value, plan=plan, scores=ScoreOptions(sink))
+    out = attend_tiles(
+        given.query, key=given.key, value=given.value, plan=plan, scores=ScoreOptions(sink)
+    )
     assert torch.equal(out.transpose(1, 2), expected)
     assert not torch.equal(add_sink(total, sink).out, expected), "rounding before would differ"

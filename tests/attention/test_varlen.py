@@ -1,4 +1,6 @@
-"""Packed documents: lengths, windows and chunks, with torch's operator replaced by what its documentation says."""
+"""Packed documents: lengths, windows and chunks, with torch's operator replaced by what its
+documentation says.
+"""
 
 import pytest
 import torch
@@ -15,17 +17,26 @@ from tests.parallel.cp.sequences import Shape, full_mask, random_inputs, run, ru
 SHAPE = Shape(heads=4, groups=2, batch=2)
 
 
-def documented(query: Tensor, key: Tensor, value: Tensor, *rest, window_size, enable_gqa, **options) -> Tensor:
+def documented(
+    query: Tensor, key: Tensor, value: Tensor, *rest, window_size, enable_gqa, **options
+) -> Tensor:
     """`varlen_attn`: per document, aligned to its last key; the window is (left, right)."""
     cu_queries, cu_keys, max_queries, max_keys = rest
-    assert not options and cu_queries.dtype == cu_keys.dtype == torch.int32 and len(cu_queries) == len(cu_keys)
+    assert (
+        not options
+        and cu_queries.dtype == cu_keys.dtype == torch.int32
+        and len(cu_queries) == len(cu_keys)
+    )
     assert enable_gqa == (query.shape[1] != key.shape[1]) and window_size[1] == 0
     assert cu_queries[-1] == len(query) and cu_keys[-1] == len(key) == len(value)
     assert cu_queries.diff().max() == max_queries and cu_keys.diff().max() == max_keys
     outputs = []
     for i in range(len(cu_queries) - 1):
         q = query[cu_queries[i] : cu_queries[i + 1]].transpose(0, 1)
-        k, v = (x[cu_keys[i] : cu_keys[i + 1]].repeat_interleave(2, 1).transpose(0, 1) for x in (key, value))
+        k, v = (
+            x[cu_keys[i] : cu_keys[i + 1]].repeat_interleave(2, 1).transpose(0, 1)
+            for x in (key, value)
+        )
         positions = torch.arange(k.shape[1])
         rows = positions[k.shape[1] - q.shape[1] :, None]
         left = k.shape[1] if window_size[0] < 0 else window_size[0]
@@ -66,7 +77,9 @@ def test_a_chunk_of_queries_has_the_keys_of_its_documents(window):
     assert lengths.first_keys == (17, 12)
 
 
-@pytest.mark.skipif(installed_torch() < BACKENDS["varlen flash"].torch_version, reason="not with this torch")
+@pytest.mark.skipif(
+    installed_torch() < BACKENDS["varlen flash"].torch_version, reason="not with this torch"
+)
 def test_the_operator_takes_the_arguments():
     """Its signature, by the registered function for fake tensors."""
     op = torch.ops.torch_attn._varlen_attn

@@ -26,11 +26,24 @@ def test_the_stall_table_is_measured_in_the_folder_and_printed_whole(
     monkeypatch.setattr(benchmark, "rows_of", lambda times, **_: ["a row"])
     monkeypatch.setattr(benchmark.mp, "spawn", lambda *_, **__: None)
     monkeypatch.setattr(benchmark.torch, "load", lambda _: None)
-    line = ["checkpoint.py", "--ranks", "2", "--mib", "1", "--rounds", "3", "--folder", str(tmp_path)]
+    line = [
+        "checkpoint.py",
+        "--ranks",
+        "2",
+        "--mib",
+        "1",
+        "--rounds",
+        "3",
+        "--folder",
+        str(tmp_path),
+    ]
     monkeypatch.setattr(sys, "argv", [*line, "--write", str(tmp_path / "table.md")])
     benchmark.main()
     assert arguments == [3, tmp_path]
     printed = capsys.readouterr().out
     for text in (printed, (tmp_path / "table.md").read_text()):
-        assert text.count("stall row") == 20 and text.count("## Time for which a save stops training") == 1
+        assert (
+            text.count("stall row") == 20
+            and text.count("## Time for which a save stops training") == 1
+        )
     assert printed.count("a row") == 1

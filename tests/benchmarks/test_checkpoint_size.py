@@ -16,7 +16,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "checkpoint.md"
 
 
 def saved_and_planned(ctx: ParallelContext, folder: Path, flags: str) -> tuple[int, int]:
-    """The chunks that this rank would write, equal to the planned ones, and those planned for all ranks."""
+    """The chunks that this rank would write, equal to the planned ones, and those planned for all
+    ranks.
+    """
     with small_run(folder / str(ctx.rank), *flags.split(), context=ctx) as run:
         written = plan_writes(run.optimizer.tensors_to_save())
         planned = sizes.planned_shard(plan_run(run.config, ctx.topology.world_size, rank=ctx.rank))
@@ -25,12 +27,19 @@ def saved_and_planned(ctx: ParallelContext, folder: Path, flags: str) -> tuple[i
             for name, entry in planned.tensors.items()
             for chunk in entry.chunks
         }
-        assert entries == {(one.source.name, one.box, one.dtype, one.key, one.nbytes) for one in written}
-        assert len({bucket.stop for buffer in run.plan.buffers for bucket in buffer.layout.buckets}) > 1
+        assert entries == {
+            (one.source.name, one.box, one.dtype, one.key, one.nbytes) for one in written
+        }
+        assert (
+            len({bucket.stop for buffer in run.plan.buffers for bucket in buffer.layout.buckets})
+            > 1
+        )
         return len(entries), sizes.metadata_size(run.config, ctx.topology.world_size).num_chunks
 
 
-@pytest.mark.parametrize("flags", ["no_shard --bf16 --ema-decay 0.9", "optim_grads --exp-avg-dtype fp16"])
+@pytest.mark.parametrize(
+    "flags", ["no_shard --bf16 --ema-decay 0.9", "optim_grads --exp-avg-dtype fp16"]
+)
 def test_every_rank_saves_the_planned_chunks(tmp_path: Path, flags: str) -> None:
     flags = f"--tensor-model-parallel-size 2 --data-parallel-sharding-strategy {flags}"
     if "exp-avg" in flags:

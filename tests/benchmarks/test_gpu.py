@@ -1,4 +1,6 @@
-"""The GPU benchmark: its exit code without a GPU, its classes of kernels, and the command lines that it launches."""
+"""The GPU benchmark: its exit code without a GPU, its classes of kernels, and the command lines
+that it launches.
+"""
 
 import sys
 from dataclasses import replace
@@ -28,7 +30,9 @@ def gpu() -> ModuleType:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_exits_with_2(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so_and_exits_with_2(
+    gpu: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert gpu.main([]) == 2
     assert "no GPU here" in capsys.readouterr().out
 
@@ -57,14 +61,20 @@ def test_the_table_has_the_ratio_to_the_rival_and_the_utilization(gpu: ModuleTyp
 
 
 @pytest.mark.parametrize(("name", "num_microbatches"), [("llama1b", 8), ("moe4", 1)])
-def test_the_command_lines_of_nanotrain_load(gpu: ModuleType, name: str, num_microbatches: int, tmp_path: Path) -> None:
+def test_the_command_lines_of_nanotrain_load(
+    gpu: ModuleType, name: str, num_microbatches: int, tmp_path: Path
+) -> None:
     shape, contenders, _ = gpu.MODELS[name]
     job = gpu.Job(shape, "bf16", 1, 1, device="cpu", num_microbatches=num_microbatches)
-    commands = [one.command(job, tmp_path) for one in contenders if one.name.startswith("nanotrain")]
+    commands = [
+        one.command(job, tmp_path) for one in contenders if one.name.startswith("nanotrain")
+    ]
     for command in commands:
         config = load(command[1:]).config
         assert plan_run(config, 1, rank=0).num_microbatches == num_microbatches
-        assert (config.model.moe and config.model.moe.num_experts) == (4 if name == "moe4" else None)
+        assert (config.model.moe and config.model.moe.num_experts) == (
+            4 if name == "moe4" else None
+        )
 
 
 @pytest.mark.skipif(installed_torch() < (2, 11), reason="torch 2.10: as in test_roofline.py")
@@ -72,11 +82,15 @@ def test_the_budget_stands_beside_the_measurement(gpu: ModuleType) -> None:
     job = gpu.Job("smoke", "bf16", 1, 1, device="cpu")
     planned = gpu.budget_here(job, (), card="H100")
     assert planned.keys() == gpu.KERNELS.keys() and planned["communication"] == 0
-    assert all(planned[name] > 0 for name in ("GEMM", "attention", "loss", "elementwise", "optimizer"))
+    assert all(
+        planned[name] > 0 for name in ("GEMM", "attention", "loss", "elementwise", "optimizer")
+    )
     assert gpu.card_here("cpu") is None
 
 
-def test_plain_torch_adds_the_gradients_of_microbatches_to_those_of_their_batch(gpu: ModuleType) -> None:
+def test_plain_torch_adds_the_gradients_of_microbatches_to_those_of_their_batch(
+    gpu: ModuleType,
+) -> None:
     baselines = sys.modules["baselines"]
     shape = replace(baselines.SHAPES["smoke"], layers=1)
     tokens = torch.arange(2 * 2 * 33).view(2, 2, 33) % shape.vocab
@@ -93,7 +107,8 @@ def test_plain_torch_adds_the_gradients_of_microbatches_to_those_of_their_batch(
 def test_what_does_not_fit_or_fails_is_named_with_the_command_for_it(
     gpu: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = iter([0.0, 0.0, 90.0, 90.0, 130.0, 150.0])  # start; begin and end of two launches; begin of a third
+    # start; begin and end of two launches; begin of a third
+    seconds = iter([0.0, 0.0, 90.0, 90.0, 130.0, 150.0])
     monkeypatch.setattr(gpu.time, "monotonic", lambda: next(seconds))
 
     def fail(timeout_s: float) -> None:
@@ -106,15 +121,22 @@ def test_what_does_not_fit_or_fails_is_named_with_the_command_for_it(
     assert launches.report() == 1
     printed = capsys.readouterr().out
     assert "124m  nanotrain: out of memory" in printed
-    assert "left out, as the time was up: moe4 profile" in printed and "benchmarks/gpu.py --model moe4\n" in printed
+    assert (
+        "left out, as the time was up: moe4 profile" in printed
+        and "benchmarks/gpu.py --model moe4\n" in printed
+    )
     assert "failed: 124m nanotrain" in printed and "benchmarks/gpu.py --model 124m\n" in printed
     assert (
-        gpu.table(gpu.MIXTURE, {contender.name: [] for contender in gpu.MIXTURE}, flops=None, peak=None).count("\n")
+        gpu.table(
+            gpu.MIXTURE, {contender.name: [] for contender in gpu.MIXTURE}, flops=None, peak=None
+        ).count("\n")
         == 1
     )
 
 
-def test_a_launch_that_hangs_is_ended_and_a_failed_one_shows_the_end_of_its_output(gpu: ModuleType) -> None:
+def test_a_launch_that_hangs_is_ended_and_a_failed_one_shows_the_end_of_its_output(
+    gpu: ModuleType,
+) -> None:
     finished = sys.modules[gpu.launch.__module__].finished
     hangs = "import time; print('x', flush=True); time.sleep(300)"
     with pytest.raises(SystemExit, match="torch had not ended after 1 s"):
@@ -126,13 +148,26 @@ def test_a_launch_that_hangs_is_ended_and_a_failed_one_shows_the_end_of_its_outp
     assert finished([sys.executable, "-c", "print(1)"], {}, names="torch", timeout_s=None) == "1\n"
 
 
-def test_what_answers_most_is_launched_first(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_answers_most_is_launched_first(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched: list[tuple[str, str]] = []
-    monkeypatch.setattr(gpu.Launches, "run", lambda self, model, part, function: launched.append((model, part)))
-    assert gpu.main(["--device", "cpu", "--model", "llama1b", "moe4", "--rounds", "1"]) == 0
-    first, loss_too = ("nanotrain, compiled, round 1", "profile"), "torch, compiled, loss too, round 1"
-    expected = [*(("llama1b", part) for part in (*first, loss_too)), *(("moe4", part) for part in first)]
-    assert launched[:5] == expected and launched[-1] == ("llama1b", "torch FSDP2, one rank, round 1")
-    assert sorted(part.removesuffix(", round 1") for model, part in launched if model == "llama1b") == sorted(
-        [contender.name for contender in gpu.MODELS["llama1b"][1]] + ["profile"]
+    monkeypatch.setattr(
+        gpu.Launches, "run", lambda self, model, part, function: launched.append((model, part))
     )
+    assert gpu.main(["--device", "cpu", "--model", "llama1b", "moe4", "--rounds", "1"]) == 0
+    first, loss_too = (
+        ("nanotrain, compiled, round 1", "profile"),
+        "torch, compiled, loss too, round 1",
+    )
+    expected = [
+        *(("llama1b", part) for part in (*first, loss_too)),
+        *(("moe4", part) for part in first),
+    ]
+    assert launched[:5] == expected and launched[-1] == (
+        "llama1b",
+        "torch FSDP2, one rank, round 1",
+    )
+    assert sorted(
+        part.removesuffix(", round 1") for model, part in launched if model == "llama1b"
+    ) == sorted([contender.name for contender in gpu.MODELS["llama1b"][1]] + ["profile"])

@@ -1,4 +1,6 @@
-"""The memory benchmark finds the bytes of its table: two buckets and more, with padding, and gathered units."""
+"""The memory benchmark finds the bytes of its table: two buckets and more, with padding, and
+gathered units.
+"""
 
 import sys
 from pathlib import Path
@@ -13,7 +15,9 @@ def measure(ctx, cases):
 
     import memory
 
-    memory.MODEL = replace(memory.MODEL, num_layers=2, hidden_size=39, ffn_hidden_size=53, vocab_size=61)
+    memory.MODEL = replace(
+        memory.MODEL, num_layers=2, hidden_size=39, ffn_hidden_size=53, vocab_size=61
+    )
     memory.BUCKET_SIZE = 9000
     return [asdict(memory.measure(ctx, memory.Case(*case))) for case in cases]
 

@@ -10,7 +10,13 @@ from nanotrain.planner.rows import RowPrediction, read_table
 
 def run(measured: float, predicted: float, *, fits: str = "yes", **cells: str) -> Run:
     prediction = RowPrediction("1", fits, "10", "1", str(predicted), str(predicted / 10_000))
-    cells = {"source": "a/b@1 x", "metric": "tokens_per_s_per_gpu", "value": str(measured), "gpus": "8", **cells}
+    cells = {
+        "source": "a/b@1 x",
+        "metric": "tokens_per_s_per_gpu",
+        "value": str(measured),
+        "gpus": "8",
+        **cells,
+    }
     return Run(cells, prediction)
 
 
@@ -38,7 +44,9 @@ def test_the_sample_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[s
     rows = read_table(SAMPLE)
     assert SAMPLE.stat().st_size <= 120_000 and all(row["source"] for row in rows)
     lines, part = SAMPLE.read_text().splitlines(), tmp_path / "part.tsv"
-    stated = [line for line in lines[1:] if "not stated" not in line and "not in the table" not in line]
+    stated = [
+        line for line in lines[1:] if "not stated" not in line and "not in the table" not in line
+    ]
     part.write_text("\n".join([lines[0], *stated[::3]]) + "\n")
     assert main([str(part)]) == 0
     assert "regret of the layout" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""An error on any rank is raised on every rank: same type and text for ours, a RuntimeError for unexpected ones."""
+"""An error on any rank is raised on every rank: same type and text for ours, a RuntimeError for
+unexpected ones.
+"""
 
 import errno
 import os
@@ -72,15 +74,25 @@ DISK = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/step")
 @pytest.mark.parametrize(
     ("errors", "kind", "text"),
     [
-        ({1: CheckpointError("a", why="b", fix="c")}, "CheckpointError", "a (on rank 1 of 3): b; c"),
+        (
+            {1: CheckpointError("a", why="b", fix="c")},
+            "CheckpointError",
+            "a (on rank 1 of 3): b; c",
+        ),
         ({2: NewerFormat("a", why="b")}, "NewerFormat", "a (on rank 2 of 3): b"),
         ({1: DataError("a"), 2: DataError("z")}, "DataError", "a (on rank 1, 2 of 3) [rank 2: z]"),
         ({0: DataError("a"), 1: DataError("a"), 2: DataError("a")}, "DataError", "a"),
-        ({1: DISK}, "StorageFault", "/data/step cannot be written (on rank 1 of 3): No space left on device"),
+        (
+            {1: DISK},
+            "StorageFault",
+            "/data/step cannot be written (on rank 1 of 3): No space left on device",
+        ),
     ],
     ids=str,
 )
-def test_a_known_error_is_the_same_on_every_rank(errors: dict[int, Exception], kind: str, text: str) -> None:
+def test_a_known_error_is_the_same_on_every_rank(
+    errors: dict[int, Exception], kind: str, text: str
+) -> None:
     by_rank = run_ranks(3, errors_of, errors)
 
     for raised in zip(*by_rank, strict=True):

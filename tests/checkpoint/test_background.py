@@ -71,7 +71,9 @@ def test_giving_up_waits_no_longer_than_its_timeout_and_cancels() -> None:
 A, B = TensorBox("model/a", (8, 4), Box((2, 0), (6, 4))), TensorBox.full("model/b", (3,))
 
 
-def test_copies_do_not_change_with_the_tensors_and_their_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_do_not_change_with_the_tensors_and_their_memory_is_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(background, "synchronize", waited.append)
     monkeypatch.setattr(background.split_box, "__kwdefaults__", {"limit": 16})  # a row of A
@@ -81,12 +83,18 @@ def test_copies_do_not_change_with_the_tensors_and_their_memory_is_used_again(mo
     tensor.zero_()
     assert torch.equal(first[A], expected) and first[A].is_contiguous()
     assert waited == [torch.device("cpu")], "copies from a device are complete on return"
-    assert staging.copy({A: tensor, B: torch.ones(3)})[A].data_ptr() == pointer and first[A].count_nonzero() == 0
+    assert (
+        staging.copy({A: tensor, B: torch.ones(3)})[A].data_ptr() == pointer
+        and first[A].count_nonzero() == 0
+    )
 
 
 def test_memory_of_another_dtype_or_of_a_tensor_that_is_gone_is_released() -> None:
     staging = StagingBuffers()
-    held = [weakref.ref(tensor) for tensor in staging.copy({A: torch.ones(4, 4), B: torch.ones(3)}).values()]
+    held = [
+        weakref.ref(tensor)
+        for tensor in staging.copy({A: torch.ones(4, 4), B: torch.ones(3)}).values()
+    ]
     copies = staging.copy({B: torch.ones(3, dtype=torch.bfloat16)})
     assert copies[B].dtype is torch.bfloat16
     assert [reference() for reference in held] == [None, None]
@@ -120,7 +128,9 @@ def test_a_process_of_its_own_merges_as_a_thread_does_and_raises_its_errors(tmp_
         merge_apart(tmp_path, 2, manifest=MANIFEST, is_cancelled=lambda: True)
 
 
-def test_the_failure_of_a_rank_and_a_rank_that_never_reports_are_errors_with_its_number(tmp_path: Path) -> None:
+def test_the_failure_of_a_rank_and_a_rank_that_never_reports_are_errors_with_its_number(
+    tmp_path: Path,
+) -> None:
     write_failure(tmp_path, OSError(28, "No space left on device"), index=1)
     with pytest.raises(OSError, match="rank 1 could not write: .*No space left"):
         wait_for_reports(tmp_path, 2, timeout_s=30, is_cancelled=lambda: False)

@@ -72,8 +72,14 @@ def test_targets_are_filled_in_place_even_strided_views(tmp_path: Path) -> None:
 
 def test_scalars_and_empty_tensors_and_every_dtype_come_back(tmp_path: Path) -> None:
     dtypes = (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
-    saved = {full(f"model/{dtype}".replace("torch.", ""), 3): torch.tensor([0, 1, 1]).to(dtype) for dtype in dtypes}
-    saved |= {full("model/scalar"): torch.tensor(1.5), full("model/nothing", 0, 4): torch.empty(0, 4)}
+    saved = {
+        full(f"model/{dtype}".replace("torch.", ""), 3): torch.tensor([0, 1, 1]).to(dtype)
+        for dtype in dtypes
+    }
+    saved |= {
+        full("model/scalar"): torch.tensor(1.5),
+        full("model/nothing", 0, 4): torch.empty(0, 4),
+    }
     path = checkpointer(tmp_path).save(1, saved, objects={}, config={}, topology={})
     targets = {box: torch.zeros_like(tensor) for box, tensor in saved.items()}
 
@@ -96,12 +102,16 @@ def test_float_tensors_are_cast_on_loading_moments_included(tmp_path: Path) -> N
         checkpointer(tmp_path).restore(path, {full(MOMENT, 8, 6): moment.to(torch.int8)})
 
 
-def test_a_checkpoint_of_another_model_names_both_shapes_and_the_options_that_differ(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_names_both_shapes_and_the_options_that_differ(
+    tmp_path: Path,
+) -> None:
     path = save(tmp_path, 7)
     targets = {full(WEIGHT, 8, 5): torch.zeros(8, 5), full("model/extra", 2): torch.zeros(2)}
 
     with pytest.raises(CheckpointError) as caught:
-        checkpointer(tmp_path).restore(path, targets, config={"model": {"hidden_size": 5, "num_layers": 1}})
+        checkpointer(tmp_path).restore(
+            path, targets, config={"model": {"hidden_size": 5, "num_layers": 1}}
+        )
 
     text = str(caught.value)
     assert "model/mlp.up.weight is [8, 6] there, [8, 5] here" in text
@@ -114,7 +124,10 @@ def test_a_larger_models_checkpoint_is_not_loaded_in_part(tmp_path: Path) -> Non
     saved = state() | {full("model/layers.1.weight", 2): torch.ones(2)}
     path = checkpointer(tmp_path).save(1, saved, objects={}, config=CONFIG, topology={})
 
-    with pytest.raises(CheckpointError, match=r"1 tensor differs: model/layers.1.weight is \[2\] there, missing here"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"1 tensor differs: model/layers.1.weight is \[2\] there, missing here",
+    ):
         checkpointer(tmp_path).restore(path, empty())
 
 
@@ -188,7 +201,9 @@ def test_latest_returns_the_newest_complete_one(tmp_path: Path) -> None:
     assert checkpointer(tmp_path).latest() == path
 
 
-def test_a_save_in_the_background_holds_what_the_tensors_were_when_it_started(tmp_path: Path) -> None:
+def test_a_save_in_the_background_holds_what_the_tensors_were_when_it_started(
+    tmp_path: Path,
+) -> None:
     writer, tensors, targets = checkpointer(tmp_path), state(4), empty()
     strided = {full("model/strided", 6, 8): torch.arange(48.0).view(8, 6).t()}
     tensors |= strided
@@ -208,7 +223,9 @@ def test_a_save_in_the_background_holds_what_the_tensors_were_when_it_started(tm
     assert writer.wait() is None and writer.take_stall_s() > 0 and writer.take_stall_s() == 0.0
 
 
-def test_polling_never_waits_for_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polling_never_waits_for_the_save_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     may_write, waits = threading.Event(), []
 
     def write(*args: Any, **options: Any) -> Any:
@@ -236,7 +253,9 @@ def test_the_next_save_waits_for_the_one_in_flight_and_raises_its_error(
     assert store.complete_checkpoints(tmp_path / "checkpoints")[0].name == "step-00000001"
     writer.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        patch.setattr(
+            os, "pwrite", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full"))
+        )
         writer.start_save(3, state(3), **options)
         with pytest.raises(EnvironmentFault, match="full"):
             writer.start_save(4, state(4), **options)
@@ -246,7 +265,9 @@ def test_the_next_save_waits_for_the_one_in_flight_and_raises_its_error(
 
 
 def test_the_same_checkpointer_in_another_folder_keeps_its_settings(tmp_path: Path) -> None:
-    writer = checkpointer(tmp_path, keep_last=1, keep_every=2, timeout_s=7).in_folder(tmp_path / "other")
+    writer = checkpointer(tmp_path, keep_last=1, keep_every=2, timeout_s=7).in_folder(
+        tmp_path / "other"
+    )
     for step in (1, 2, 3, 4):
         writer.save(step, state(step), objects={}, config={}, topology={})
     assert sorted(path.name[-1] for path in (tmp_path / "other").iterdir()) == ["2", "4"]

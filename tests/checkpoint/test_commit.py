@@ -19,7 +19,11 @@ def shards(folder: Path, size: int = 2) -> list[Manifest]:
     """One row of a tensor per rank, written."""
     boxes = [TensorBox("model/w", (size, 4), Box((rank, 0), (rank + 1, 4))) for rank in range(size)]
     return [
-        write_shard(folder / shard_name(rank, size), {box: torch.full((1, 4), float(rank))}, manifest=MANIFEST)
+        write_shard(
+            folder / shard_name(rank, size),
+            {box: torch.full((1, 4), float(rank))},
+            manifest=MANIFEST,
+        )
         for rank, box in enumerate(boxes)
     ]
 
@@ -28,7 +32,10 @@ def test_the_merged_manifest_has_the_files_and_chunks_of_all_ranks(tmp_path: Pat
     nothing = {TensorBox("model/w", (2, 4), Box((2, 0), (2, 4))): torch.empty(0, 4)}
     empty = write_shard(tmp_path / "of a third rank", nothing, manifest=MANIFEST)
     merged = merge_shards(MANIFEST, [*shards(tmp_path), empty])
-    assert [chunk.file for chunk in merged.tensors["model/w"].chunks] == [shard_name(0, 2), shard_name(1, 2)]
+    assert [chunk.file for chunk in merged.tensors["model/w"].chunks] == [
+        shard_name(0, 2),
+        shard_name(1, 2),
+    ]
     assert dict(merged.files) == {path.name: path.stat().st_size for path in tmp_path.iterdir()}
 
 

@@ -1,7 +1,9 @@
-"""Checkpoints of format 1 load: two that commit 0b608be wrote on two ranks with ZeRO, dense and MLA with experts.
+"""Checkpoints of format 1 load: two that commit 0b608be wrote on two ranks with ZeRO, dense and MLA
+with experts.
 
-They were written by `nanotrain.train` with the arguments below and `--exit-interval 2`; `LOSSES` are those of the same
-commit resumed on one rank. Model keys in their manifests are flat (`model.moe_router_topk`).
+They were written by `nanotrain.train` with the arguments below and `--exit-interval 2`; `LOSSES`
+are those of the same commit resumed on one rank. Model keys in their manifests are flat
+(`model.moe_router_topk`).
 """
 
 import json
@@ -29,7 +31,10 @@ MODELS = {
         --qk-pos-emb-head-dim 2 --v-head-dim 4 --num-experts 2 --moe-layer-freq [1] --moe-ffn-hidden-size 4
         --moe-router-topk 1 --moe-router-score-function sigmoid --moe-router-enable-expert-bias""",
 }
-LOSSES = {"dense": [4.1693830490112305, 4.174344539642334], "moe": [4.164868354797363, 4.15546989440918]}
+LOSSES = {
+    "dense": [4.1693830490112305, 4.174344539642334],
+    "moe": [4.164868354797363, 4.15546989440918],
+}
 
 
 def global_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -51,12 +56,16 @@ def restore(ctx: ParallelContext, folder: Path) -> bool:
         TensorBox(name, tuple(tensor.shape), box): torch.full(box.shape, float("nan"))
         for name, tensor in expected.items()
         for box in flat_range_to_boxes(
-            tensor.shape, start=tensor.numel() * ctx.rank // size, stop=tensor.numel() * (ctx.rank + 1) // size
+            tensor.shape,
+            start=tensor.numel() * ctx.rank // size,
+            stop=tensor.numel() * (ctx.rank + 1) // size,
         )
     }
     manifest = Checkpointer(folder.parent, group=ctx.control).restore(folder, targets)
     assert manifest.step == 2
-    return all(torch.equal(tensor, expected[box.name][box.box.slices()]) for box, tensor in targets.items())
+    return all(
+        torch.equal(tensor, expected[box.name][box.box.slices()]) for box, tensor in targets.items()
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -67,8 +76,12 @@ def test_its_tensors_are_read_on_any_number_of_ranks(model: str, num_ranks: int)
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("model", MODELS)
-def test_training_resumes_from_it_with_the_losses_of_its_writer(model: str, num_ranks: int, tmp_path: Path) -> None:
-    expert_parallel = f"--expert-model-parallel-size {num_ranks}" if model == "moe" and num_ranks > 1 else ""
+def test_training_resumes_from_it_with_the_losses_of_its_writer(
+    model: str, num_ranks: int, tmp_path: Path
+) -> None:
+    expert_parallel = (
+        f"--expert-model-parallel-size {num_ranks}" if model == "moe" and num_ranks > 1 else ""
+    )
     line = f"{TRAIN} {MODELS[model]} {expert_parallel} --load {FORMAT_1 / model} train.run_dir={tmp_path / 'run'}"
 
     run_ranks(num_ranks, run_command_lines, line.split(), strategy="optim")

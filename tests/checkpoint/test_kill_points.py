@@ -1,4 +1,6 @@
-"""A writer that is killed at any system call of a save leaves the older checkpoint or the new one, whole."""
+"""A writer that is killed at any system call of a save leaves the older checkpoint or the new one,
+whole.
+"""
 
 import errno
 import os
@@ -36,7 +38,8 @@ class Disk:
         error: BaseException | type[BaseException] = Killed,
     ) -> None:
         self.limit, self.count, self.is_killed, self.error = limit, 0, False, error
-        self._others = set(threading.enumerate()) - {threading.current_thread()}  # left by other tests
+        # left by other tests
+        self._others = set(threading.enumerate()) - {threading.current_thread()}
         for name in calls:
             monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
 
@@ -71,7 +74,9 @@ def save_until(folder: Path, limit: int, *, step: int = 3, is_async: bool) -> bo
         return disk.is_killed
 
 
-@pytest.mark.parametrize(("step", "is_async"), [(3, False), (3, True), (2, False)], ids=["save", "start_save", "again"])
+@pytest.mark.parametrize(
+    ("step", "is_async"), [(3, False), (3, True), (2, False)], ids=["save", "start_save", "again"]
+)
 def test_a_kill_at_any_call_leaves_a_whole_checkpoint_and_the_next_save_cleans_up(
     tmp_path: Path, step: int, is_async: bool
 ) -> None:
@@ -85,12 +90,16 @@ def test_a_kill_at_any_call_leaves_a_whole_checkpoint_and_the_next_save_cleans_u
         assert resumed_from is not None, f"after {instants} calls no checkpoint is left"
         values.append(value(folder, resumed_from))
         save(folder, 4, keep_last=1)
-        assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000004"], instants
+        assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000004"], (
+            instants
+        )
         if not was_killed:
             break
         instants += 1
     assert instants >= MIN_INSTANTS
-    assert values == sorted(values) and set(values) == {2.0, 3.0}, "from one call on it is the new checkpoint"
+    assert values == sorted(values) and set(values) == {2.0, 3.0}, (
+        "from one call on it is the new checkpoint"
+    )
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["save", "start_save"])
@@ -117,9 +126,14 @@ def test_a_disk_that_is_full_from_any_call_on_is_a_storage_fault_after_which_tra
                 assert "No space left on device" in str(error) and "bytes free in" in str(error)
                 assert disk.is_killed and writer.num_failed == 1
             is_full = disk.is_killed
-        assert store.complete_checkpoints(folder / "checkpoints")[:2] == [older, older.with_name("step-00000002")]
+        assert store.complete_checkpoints(folder / "checkpoints")[:2] == [
+            older,
+            older.with_name("step-00000002"),
+        ]
         writer.save(4, {BOX: torch.full((64,), 4.0)}, **content)
         names = {path.name for path in (folder / "checkpoints").iterdir()}
-        assert names <= {f"step-{step:08d}" for step in (1, 2, 3, 4)} and "step-00000004" in names, names
+        assert (
+            names <= {f"step-{step:08d}" for step in (1, 2, 3, 4)} and "step-00000004" in names
+        ), names
         instants += 1
     assert instants > 5

@@ -32,12 +32,15 @@ from tests.harness import HANG_S, forkserver
 
 SIZE = 2
 INSTANTS = 0.0, 0.5, 1.0  # of each rank, as shares of its calls
-TENSORS = {"model/first": 90, "model/second": 7}  # rows, of which the second rank has the larger part
+# rows, of which the second rank has the larger part
+TENSORS = {"model/first": 90, "model/second": 7}
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Which rank kills at which of its calls; None: it counts them. `run` is the address where there is one."""
+    """Which rank kills at which of its calls; None: it counts them. `run` is the address where
+    there is one.
+    """
 
     folder: Path
     is_async: bool
@@ -52,7 +55,9 @@ class Kill:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["save", "start_save"])
-def test_a_kill_of_one_or_both_ranks_leaves_a_whole_checkpoint(tmp_path: Path, is_async: bool) -> None:
+def test_a_kill_of_one_or_both_ranks_leaves_a_whole_checkpoint(
+    tmp_path: Path, is_async: bool
+) -> None:
     """The ranks are forked from a process without threads, which this one is not."""
     process = forkserver().Process(target=kill_at_all_instants, args=(tmp_path, is_async))
     process.start()
@@ -67,7 +72,9 @@ def kill_at_all_instants(folder: Path, is_async: bool) -> None:
         counted = Kill(folder / "counted", is_async)
         assert save_on_two_ranks(counted) == [0, 0]
         steps = [check(kill) for kill in sampled(counted)]
-        assert set(steps) == {2, 3}, "the first instants are before the new checkpoint, the last behind it"
+        assert set(steps) == {2, 3}, (
+            "the first instants are before the new checkpoint, the last behind it"
+        )
     except BaseException:
         (folder / "error").write_text(traceback.format_exc())
         raise
@@ -81,7 +88,9 @@ def sampled(counted: Kill, instants: Sequence[float] = INSTANTS) -> Iterator[Kil
         for number, share in enumerate(instants):
             name, instant = f"{rank}-{number}", int(share * (calls - 1))
             kill = replace(counted, rank=rank, instant=instant, kills_both=number % 2 == 0)
-            kill = replace(kill, folder=counted.folder.parent / name, run=kill.run and kill.run.parent / name)
+            kill = replace(
+                kill, folder=counted.folder.parent / name, run=kill.run and kill.run.parent / name
+            )
             codes = save_on_two_ranks(kill)
             assert codes[kill.rank] == -signal.SIGKILL, (kill, codes)
             yield kill
@@ -93,14 +102,19 @@ def check(kill: Kill) -> int:
     assert resumed_from is not None, f"{kill}: no checkpoint is left"
     step = store.read_manifest(resumed_from).step
     tensors = dict(read_global_tensors(resumed_from, list(TENSORS)))  # compares checksums
-    assert all((tensors[name] == step).all() and len(tensors[name]) == rows for name, rows in TENSORS.items()), kill
+    assert all(
+        (tensors[name] == step).all() and len(tensors[name]) == rows
+        for name, rows in TENSORS.items()
+    ), kill
     save(kill.folder, 4, keep_last=1)
     assert [path.name for path in kill.checkpoints.iterdir()] == ["step-00000004"], kill
     return step
 
 
 def save_on_two_ranks(kill: Kill) -> list[int]:
-    """Save steps 2 and 3 on two forked ranks, the latter with a kill; their exit codes, minus the signal."""
+    """Save steps 2 and 3 on two forked ranks, the latter with a kill; their exit codes, minus the
+    signal.
+    """
     kill.folder.mkdir()
     pids = []
     for rank in range(SIZE):
@@ -148,9 +162,13 @@ def write(writer: Checkpointer, step: int, *, is_async: bool = False) -> None:
     for name, rows in TENSORS.items():
         ends = [0, rows] if writer.group.size == 1 else [0, rows // 3, rows]
         begin, end = ends[writer.group.index :][:2]
-        tensors[TensorBox(name, (rows,), Box((begin,), (end,)))] = torch.full((end - begin,), float(step))
+        tensors[TensorBox(name, (rows,), Box((begin,), (end,)))] = torch.full(
+            (end - begin,), float(step)
+        )
     content: dict[str, Any] = {"objects": {}, "config": {}, "topology": {}}
-    writer.start_save(step, tensors, **content) if is_async else writer.save(step, tensors, **content)
+    writer.start_save(step, tensors, **content) if is_async else writer.save(
+        step, tensors, **content
+    )
 
 
 def count_calls(kill: Kill, rank: int) -> "itertools.count[int]":
@@ -177,7 +195,9 @@ def count_calls(kill: Kill, rank: int) -> "itertools.count[int]":
 
 
 def in_parts(real: Any, count: Any) -> Any:
-    """A function that sends, which counts every 64 KiB; the number of calls depends on how busy the machine is."""
+    """A function that sends, which counts every 64 KiB; the number of calls depends on how busy the
+    machine is.
+    """
     sent = 0
 
     def call(*args: Any) -> Any:

@@ -1,7 +1,8 @@
-"""SIGKILL of ranks during an upload: the bucket has the last committed checkpoint, whole, and the run goes on.
+"""SIGKILL of ranks during an upload: the bucket has the last committed checkpoint, whole, and the
+run goes on.
 
-Ranks are killed between two calls of the disk, two requests or two parts of a shard, and by the server when a request
-has arrived. `scripts/kill_drill` with an address kills whole runs.
+Ranks are killed between two calls of the disk, two requests or two parts of a shard, and by the
+server when a request has arrived. `scripts/kill_drill` with an address kills whole runs.
 """
 
 import os
@@ -27,7 +28,8 @@ from tests.checkpoint import test_killed_ranks as ranks
 from tests.harness import HANG_S, forkserver
 
 INSTANTS = 0.4, 0.8  # shares of the calls, most of which send a part of a shard
-ROWS = 2_400_000  # of the first tensor: a request for the shard of rank 0, and two parts of that of rank 1
+# of the first tensor: a request for the shard of rank 0, and two parts of that of rank 1
+ROWS = 2_400_000
 PART_BYTES = 5 * 2**20  # the least that a provider takes
 
 
@@ -41,10 +43,16 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ranks.TENSORS, "model/first", ROWS)
 
 
-def test_a_kill_of_one_or_both_ranks_leaves_a_whole_checkpoint_in_the_bucket(run: Remote, tmp_path: Path) -> None:
+def test_a_kill_of_one_or_both_ranks_leaves_a_whole_checkpoint_in_the_bucket(
+    run: Remote, tmp_path: Path
+) -> None:
     counted = ranks.Kill(tmp_path / "counted", True, run / "counted")
     in_a_process(kill_at_instants, counted, folder=tmp_path)
-    kills = [tmp_path / f"{rank}-{number}" for rank in range(ranks.SIZE) for number in range(len(INSTANTS))]
+    kills = [
+        tmp_path / f"{rank}-{number}"
+        for rank in range(ranks.SIZE)
+        for number in range(len(INSTANTS))
+    ]
     steps = [check(run / folder.name, folder) for folder in kills]
     assert 2 in steps and set(steps) <= {2, 3}, "most instants are before the new manifest"
 
@@ -58,9 +66,16 @@ def test_a_kill_by_the_server_at_each_request_leaves_a_whole_checkpoint(
     while codes == [-signal.SIGKILL]:
         folder, calls = tmp_path / f"{number}", iter(range(10**6))
         folder.mkdir()
-        process = forkserver().Process(target=save_alone, args=(environment(), run / f"alone-{number}", folder))
+        process = forkserver().Process(
+            target=save_alone, args=(environment(), run / f"alone-{number}", folder)
+        )
 
-        def kill(request: s3_server.Request, calls: Any = calls, number: int = number, process: Any = process) -> Any:
+        def kill(
+            request: s3_server.Request,
+            calls: Any = calls,
+            number: int = number,
+            process: Any = process,
+        ) -> Any:
             is_counted = "/checkpoints/step-00000003" in request.path or request.query == "delete"
             if is_counted and next(calls) == number:
                 os.kill(process.pid, signal.SIGKILL)
@@ -77,7 +92,9 @@ def test_a_kill_by_the_server_at_each_request_leaves_a_whole_checkpoint(
 
 
 def check(run: Remote, folder: Path) -> int:
-    """The step of the checkpoint in the bucket; the run goes on from it, or on the same machine from a newer one."""
+    """The step of the checkpoint in the bucket; the run goes on from it, or on the same machine
+    from a newer one.
+    """
     steps, other = [], folder / "other"
     for machine in (other, folder):
         mirror(run, machine / run.path)
@@ -93,7 +110,9 @@ def check(run: Remote, folder: Path) -> int:
 
 
 def write_alone(run: Remote, machine: Path, *, step: int) -> None:
-    local = Checkpointer(machine / run.path / "checkpoints", group=Group.single_rank("world"), keep_last=1)
+    local = Checkpointer(
+        machine / run.path / "checkpoints", group=Group.single_rank("world"), keep_last=1
+    )
     ranks.write(RemoteCheckpointer(local, run, store=HashStore()), step)
 
 

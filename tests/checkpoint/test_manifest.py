@@ -1,4 +1,6 @@
-"""The manifest and the files have the format of docs/checkpoint.md, whose reader and safetensors read them."""
+"""The manifest and the files have the format of docs/checkpoint.md, whose reader and safetensors
+read them.
+"""
 
 import hashlib
 import json
@@ -27,17 +29,24 @@ def save(folder: Path) -> Path:
     tensors = {TensorBox("model/a.weight", SHAPE, box): tensor[box.slices()] for box in boxes}
     tensors[TensorBox.full("model/scalar", ())] = torch.tensor(2.5)
     checkpointer = Checkpointer(folder, group=Group.single_rank("world"))
-    return checkpointer.save(5, tensors, objects={"seen": (1, 2)}, config={"grün": 0.1}, topology={})
+    return checkpointer.save(
+        5, tensors, objects={"seen": (1, 2)}, config={"grün": 0.1}, topology={}
+    )
 
 
 def test_the_reader_in_docs_checkpoint_reads_what_is_written(tmp_path: Path) -> None:
-    match = re.search(r"<!-- reader -->\n```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+    match = re.search(
+        r"<!-- reader -->\n```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL
+    )
     assert match is not None
     reader: dict[str, Any] = {}
     exec(match.group(1), reader)
     path = save(tmp_path)
 
-    assert reader["read_tensor"](path, "model/a.weight").tolist() == torch.arange(20.0).reshape(SHAPE).tolist()
+    assert (
+        reader["read_tensor"](path, "model/a.weight").tolist()
+        == torch.arange(20.0).reshape(SHAPE).tolist()
+    )
     assert reader["read_tensor"](path, "model/scalar") == 2.5
 
 
@@ -49,7 +58,12 @@ def test_shards_are_ordinary_safetensors_with_aligned_bytes(tmp_path: Path) -> N
         keys = set(shard.keys())
         chunk = shard.get_tensor("model/a.weight@2:5,1:4")
 
-    assert keys == {"model/a.weight@0:2,0:4", "model/a.weight@2:5,0:1", "model/a.weight@2:5,1:4", "model/scalar@"}
+    assert keys == {
+        "model/a.weight@0:2,0:4",
+        "model/a.weight@2:5,0:1",
+        "model/a.weight@2:5,1:4",
+        "model/scalar@",
+    }
     assert torch.equal(chunk, torch.arange(20.0).reshape(SHAPE)[2:, 1:])
     assert int.from_bytes((path / file).read_bytes()[:8], "little") % 8 == 0
 
@@ -84,7 +98,9 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, change: Any, message: str
 def test_a_later_format_is_named_with_both_versions(tmp_path: Path) -> None:
     text = signed(json.loads(to_json(read_manifest(save(tmp_path)))) | {"version": 3})
 
-    with pytest.raises(NewerFormat, match="format version 3: this nanotrain reads versions up to 2"):
+    with pytest.raises(
+        NewerFormat, match="format version 3: this nanotrain reads versions up to 2"
+    ):
         from_json(text)
 
 
@@ -103,15 +119,32 @@ def change_piece(body: dict[str, Any], **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda body: change_piece(body, nbytes=33), "nbytes is 33, its box has 8 elements of 4 bytes"),
-        (lambda body: change_piece(body, box=[[3, 0], [2, 4]]), "which is no box of a tensor of shape"),
-        (lambda body: body["tensors"]["model/a.weight"].update(shape=[1] * 17), "has 17 dims, at most 16"),
-        (lambda body: body["tensors"]["model/a.weight"]["pieces"].pop(), "has 20 elements, its pieces hold 11"),
-        (lambda body: body["files"].update({next(iter(body["files"])): 83}), "is 83 bytes, its chunks need 84"),
+        (
+            lambda body: change_piece(body, nbytes=33),
+            "nbytes is 33, its box has 8 elements of 4 bytes",
+        ),
+        (
+            lambda body: change_piece(body, box=[[3, 0], [2, 4]]),
+            "which is no box of a tensor of shape",
+        ),
+        (
+            lambda body: body["tensors"]["model/a.weight"].update(shape=[1] * 17),
+            "has 17 dims, at most 16",
+        ),
+        (
+            lambda body: body["tensors"]["model/a.weight"]["pieces"].pop(),
+            "has 20 elements, its pieces hold 11",
+        ),
+        (
+            lambda body: body["files"].update({next(iter(body["files"])): 83}),
+            "is 83 bytes, its chunks need 84",
+        ),
         (lambda body: change_piece(body, file="other.safetensors"), "which files does not list"),
     ],
 )
-def test_sizes_that_do_not_fit_together_are_refused(tmp_path: Path, change: Any, message: str) -> None:
+def test_sizes_that_do_not_fit_together_are_refused(
+    tmp_path: Path, change: Any, message: str
+) -> None:
     body = json.loads(to_json(read_manifest(save(tmp_path))))
     change(body)
     with pytest.raises(DamagedCheckpoint, match=message):
@@ -128,10 +161,19 @@ def test_a_tensor_that_is_covered_twice_is_refused(tmp_path: Path) -> None:
 
 def test_a_flat_model_section_of_format_1_is_nested(tmp_path: Path) -> None:
     manifest = read_manifest(save(tmp_path))
-    flat = {"model": {"num_layers": 2, "num_experts": 4, "moe_router_topk": 2, "kv_lora_rank": 8}, "train": {}}
-    text = signed(json.loads(to_json(type(manifest)(**(vars(manifest) | {"config": flat})))) | {"version": 1})
+    flat = {
+        "model": {"num_layers": 2, "num_experts": 4, "moe_router_topk": 2, "kv_lora_rank": 8},
+        "train": {},
+    }
+    text = signed(
+        json.loads(to_json(type(manifest)(**(vars(manifest) | {"config": flat})))) | {"version": 1}
+    )
 
-    model = {"num_layers": 2, "moe": {"num_experts": 4, "router_topk": 2}, "mla": {"kv_lora_rank": 8}}
+    model = {
+        "num_layers": 2,
+        "moe": {"num_experts": 4, "router_topk": 2},
+        "mla": {"kv_lora_rank": 8},
+    }
     assert from_json(text).config == {"model": model, "train": {}}
 
 

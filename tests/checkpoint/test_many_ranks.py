@@ -1,4 +1,6 @@
-"""Many ranks: any number of ranks reads what any other wrote; an error on one rank is raised on all, and none hangs."""
+"""Many ranks: any number of ranks reads what any other wrote; an error on one rank is raised on
+all, and none hangs.
+"""
 
 import errno
 import json
@@ -20,7 +22,12 @@ from nanotrain.errors import NanotrainError, StorageFault
 from nanotrain.spec.boxes import Box, TensorBox, flat_range_to_boxes
 from tests.harness import ranks, run_ranks
 
-SHAPES = {"model/up": (7, 5), "optimizer/exp_avg/up": (7, 5), "model/norm": (3,), "model/deep": (2, 3, 4)}
+SHAPES = {
+    "model/up": (7, 5),
+    "optimizer/exp_avg/up": (7, 5),
+    "model/norm": (3,),
+    "model/deep": (2, 3, 4),
+}
 
 
 def truth(name: str) -> torch.Tensor:
@@ -28,7 +35,9 @@ def truth(name: str) -> torch.Tensor:
 
 
 def shares(rank: int, size: int) -> dict[TensorBox, torch.Tensor]:
-    """Shards as of ZeRO: a flat range of every tensor per rank, up to five boxes; the last ranks may get none."""
+    """Shards as of ZeRO: a flat range of every tensor per rank, up to five boxes; the last ranks
+    may get none.
+    """
     boxes = {}
     for name, shape in SHAPES.items():
         tensor = truth(name)
@@ -45,7 +54,9 @@ def checkpointer(ctx: ParallelContext, folder: str) -> Checkpointer:
 
 def save(ctx: ParallelContext, folder: str, step: int) -> str:
     mine = shares(ctx.rank, ctx.topology.world_size)
-    return str(checkpointer(ctx, folder).save(step, mine, objects={"step": step}, config={}, topology={}))
+    return str(
+        checkpointer(ctx, folder).save(step, mine, objects={"step": step}, config={}, topology={})
+    )
 
 
 def load_and_save(ctx: ParallelContext, folder: str, step: int) -> bool:
@@ -102,7 +113,9 @@ def fail_on_one(ctx: ParallelContext, folder: str, what: str) -> str:
     if ctx.rank == 1 and what == "twice":
         mine[TensorBox("model/norm", (3,), Box((0,), (1,)))] = torch.zeros(1)
     if ctx.rank == 1 and what == "other objects":
-        own.save = lambda *args, **options: Checkpointer.save(own, *args, **(options | {"objects": {"a": 1}}))  # type: ignore
+        own.save = lambda *args, **options: Checkpointer.save(
+            own, *args, **(options | {"objects": {"a": 1}})
+        )  # type: ignore
     if ctx.rank == 1 and what == "other shape":
         targets[TensorBox.full("model/norm", (4,))] = torch.zeros(4)
     if ctx.rank == 1 and what == "bug":
@@ -121,7 +134,9 @@ def fail_on_one(ctx: ParallelContext, folder: str, what: str) -> str:
 
 
 def _write_nothing_of_rank_1(ctx: ParallelContext) -> None:
-    """Rank 1 can write neither its shard nor, at its end, why; ranks are threads, so the first one patches for both."""
+    """Rank 1 can write neither its shard nor, at its end, why; ranks are threads, so the first one
+    patches for both.
+    """
     real = checkpointer_module.write_shard
 
     def write_shard(path: Path, *args: Any, **options: Any) -> Any:

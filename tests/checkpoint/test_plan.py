@@ -1,4 +1,6 @@
-"""Plans: chunks of bounded size, exact covers told from others, and any sharding read into any other."""
+"""Plans: chunks of bounded size, exact covers told from others, and any sharding read into any
+other.
+"""
 
 import time
 from dataclasses import replace
@@ -18,7 +20,9 @@ shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 
 @st.composite
 def covers(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """A random exact cover: the tensor split in two, a part of it split in two, and so on; in random order."""
+    """A random exact cover: the tensor split in two, a part of it split in two, and so on; in
+    random order.
+    """
     boxes = [Box.full(shape)]
     for _ in range(draw(st.integers(0, 8))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -34,7 +38,10 @@ def covers(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 
 
 def manifest_of(shape: tuple[int, ...], boxes: list[Box]) -> Manifest:
-    chunks = tuple(ChunkEntry(box, f"file-{i % 3}", f"t@{i}", "0", 4 * box.numel) for i, box in enumerate(boxes))
+    chunks = tuple(
+        ChunkEntry(box, f"file-{i % 3}", f"t@{i}", "0", 4 * box.numel)
+        for i, box in enumerate(boxes)
+    )
     return Manifest(1, {}, {"t": TensorEntry(shape, "fp32", chunks)}, {}, {}, {})
 
 
@@ -75,8 +82,12 @@ def test_a_box_outside_the_tensor_or_of_other_dims_is_found() -> None:
 
 
 @given(st.data(), shapes)
-def test_any_sharding_is_read_into_any_other_bit_for_bit(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    """Given a tensor saved in one sharding, the copies into another rebuild it and read each chunk once."""
+def test_any_sharding_is_read_into_any_other_bit_for_bit(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
+    """Given a tensor saved in one sharding, the copies into another rebuild it and read each chunk
+    once.
+    """
     saved, targets = data.draw(covers(shape)), data.draw(covers(shape))
     manifest = manifest_of(shape, saved)
     tensor = torch.randn(shape)
@@ -96,7 +107,9 @@ def test_any_sharding_is_read_into_any_other_bit_for_bit(data: st.DataObject, sh
 
 
 @given(st.data(), shapes)
-def test_only_chunks_that_share_an_element_are_read(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_only_chunks_that_share_an_element_are_read(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
     saved = data.draw(covers(shape))
     targets = data.draw(st.sampled_from(data.draw(covers(shape))))
 
@@ -109,7 +122,9 @@ def test_only_chunks_that_share_an_element_are_read(data: st.DataObject, shape: 
 def test_an_element_in_no_chunk_is_an_error_with_the_numbers() -> None:
     manifest = manifest_of((4, 2), [Box((0, 0), (3, 2))])
 
-    with pytest.raises(CheckpointError, match=r"does not cover t exactly once: \[3:4,0:2\] is written by no rank"):
+    with pytest.raises(
+        CheckpointError, match=r"does not cover t exactly once: \[3:4,0:2\] is written by no rank"
+    ):
         plan_reads(manifest, [TensorBox("t", (4, 2), Box((2, 0), (4, 2)))])
 
 
@@ -121,13 +136,24 @@ def test_thousands_of_chunks_are_checked_and_planned_in_seconds(layout: str) -> 
     step = side * side // num
     boxes = {
         "flat ranges": [
-            box for i in range(num) for box in flat_range_to_boxes(shape, start=i * step, stop=(i + 1) * step)
+            box
+            for i in range(num)
+            for box in flat_range_to_boxes(shape, start=i * step, stop=(i + 1) * step)
         ],
-        "grid": [Box((i, j), (i + 20, j + 10)) for i in range(0, side, 20) for j in range(0, side, 10)],
-        "columns": [Box((i, j), (i + side // 5, j + 1)) for i in range(0, side, side // 5) for j in range(side)],
+        "grid": [
+            Box((i, j), (i + 20, j + 10)) for i in range(0, side, 20) for j in range(0, side, 10)
+        ],
+        "columns": [
+            Box((i, j), (i + side // 5, j + 1))
+            for i in range(0, side, side // 5)
+            for j in range(side)
+        ],
     }[layout]
     manifest = manifest_of(shape, boxes)
-    targets = [TensorBox("t", shape, box) for box in flat_range_to_boxes(shape, start=side * 7 + 5, stop=side * 9 + 5)]
+    targets = [
+        TensorBox("t", shape, box)
+        for box in flat_range_to_boxes(shape, start=side * 7 + 5, stop=side * 9 + 5)
+    ]
 
     start = time.process_time()
     assert coverage_fault(shape, boxes) is None

@@ -1,4 +1,6 @@
-"""Through real files: what any ranks wrote in any sharding, any other ranks read in any other, to the bit."""
+"""Through real files: what any ranks wrote in any sharding, any other ranks read in any other, to
+the bit.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -40,22 +42,31 @@ def write(folder: Path, step: int, *, shares: Shares) -> Path:
     temporary = commit.start_writing(folder, step)
     none = Manifest(step, {}, {}, objects={}, config={}, topology={})
     names = [temporary / shard_name(index, len(shares)) for index in range(len(shares))]
-    shards = [write_shard(name, share, manifest=none) for name, share in zip(names, shares, strict=True)]
+    shards = [
+        write_shard(name, share, manifest=none) for name, share in zip(names, shares, strict=True)
+    ]
     return commit.commit(folder, step, text=to_json(commit.merge_shards(none, shards)))
 
 
 @settings(max_examples=40)
 @given(st.data())
 def test_save_on_t1_load_on_t2_save_gives_the_same_global_tensors(data: st.DataObject) -> None:
-    dtypes = data.draw(st.lists(st.sampled_from(list(TORCH_DTYPES.values())), min_size=1, max_size=4))
-    truth = {f"model/{i}": (torch.randn(data.draw(shapes)) * 50).to(dtype) for i, dtype in enumerate(dtypes)}
+    dtypes = data.draw(
+        st.lists(st.sampled_from(list(TORCH_DTYPES.values())), min_size=1, max_size=4)
+    )
+    truth = {
+        f"model/{i}": (torch.randn(data.draw(shapes)) * 50).to(dtype)
+        for i, dtype in enumerate(dtypes)
+    }
     first = random_shares(data, truth, size=data.draw(st.integers(1, 4)))
     second = random_shares(data, truth, size=data.draw(st.integers(1, 4)))
 
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder), 1, shares=first)
         manifest = store.require_complete(path)
-        loaded = [{box: torch.zeros_like(tensor) for box, tensor in share.items()} for share in second]
+        loaded = [
+            {box: torch.zeros_like(tensor) for box, tensor in share.items()} for share in second
+        ]
         for share in loaded:
             read_chunks(path, plan_reads(manifest, share), targets=share)
         again = write(Path(folder), 2, shares=loaded)
@@ -67,7 +78,9 @@ def test_save_on_t1_load_on_t2_save_gives_the_same_global_tensors(data: st.DataO
             assert torch.equal(tensor, truth[name])
 
 
-def test_a_file_is_opened_once_for_all_its_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_opened_once_for_all_its_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     share = {TensorBox.full(f"model/{i}", (4,)): torch.ones(4) for i in range(9)}
     path = write(tmp_path, 1, shares=[share, {TensorBox.full("model/other", (4,)): torch.ones(4)}])
     manifest = store.read_manifest(path)
@@ -79,7 +92,9 @@ def test_a_file_is_opened_once_for_all_its_chunks(tmp_path: Path, monkeypatch: p
     assert opened == ["shard-00000-of-00002.safetensors"]
 
 
-def test_a_header_is_read_once_for_all_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_is_read_once_for_all_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     share = {TensorBox.full(f"model/{i}", (1,)): torch.full((1,), float(i)) for i in range(9)}
     path, read = write(tmp_path, 1, shares=[share]), Mock(side_effect=parse_json)
     monkeypatch.setattr("nanotrain.checkpoint.read.parse_json", read)
@@ -87,7 +102,9 @@ def test_a_header_is_read_once_for_all_tensors(tmp_path: Path, monkeypatch: pyte
     assert [tensor.item() for _, tensor in tensors] == list(range(9)) and read.call_count == 1
 
 
-def test_chunks_are_read_in_the_order_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_read_in_the_order_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     share = {TensorBox.full(f"model/{i}", (4,)): torch.full((4,), float(i)) for i in range(9)}
     path = write(tmp_path, 1, shares=[share])
     loaded = {box: torch.zeros(4) for box in reversed(share)}
@@ -119,7 +136,9 @@ def test_targets_that_overlap_are_all_filled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_chunks_are_cast_to_the_dtype_of_their_target(tmp_path: Path, dtype: torch.dtype) -> None:
     box = TensorBox.full("model/a", (4,))
-    path = write(tmp_path, 1, shares=[{box: torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.bfloat16)}])
+    path = write(
+        tmp_path, 1, shares=[{box: torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.bfloat16)}]
+    )
     targets = {box: torch.zeros(4, dtype=dtype)}
     read_chunks(path, plan_reads(store.read_manifest(path), targets), targets=targets)
     assert targets[box].tolist() == [0.5, 1.0, 2.0, 3.0]
@@ -135,7 +154,9 @@ def _counting(opened: list[str]) -> Callable[..., None]:
     return count
 
 
-def test_every_byte_of_a_chunk_read_in_pieces_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_byte_of_a_chunk_read_in_pieces_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("nanotrain.checkpoint.read._LocalSource.max_bytes", 16)
     share = {TensorBox.full("model/a", (11,)): torch.randn(11)}  # 44 bytes: pieces of 16, 16 and 12
     path = write(tmp_path, 1, shares=[share])
@@ -150,11 +171,15 @@ def test_every_byte_of_a_chunk_read_in_pieces_is_checked(tmp_path: Path, monkeyp
         damaged = bytearray(sound)
         damaged[byte] ^= 1
         file.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match="chunk model/a@0:11 is damaged: its bytes in .* have crc32"):
+        with pytest.raises(
+            CheckpointError, match="chunk model/a@0:11 is damaged: its bytes in .* have crc32"
+        ):
             read_chunks(path, plan_reads(manifest, loaded), targets=loaded)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_shrinks_while_it_is_read_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("nanotrain.checkpoint.read._LocalSource.max_bytes", 16)
     share = {TensorBox.full("model/a", (11,)): torch.randn(11)}
     path = write(tmp_path, 1, shares=[share])
@@ -170,5 +195,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path, monkeyp
 def test_an_unknown_name_is_an_error_with_the_command_that_lists_them(tmp_path: Path) -> None:
     path = write(tmp_path, 1, shares=[{TensorBox.full("model/a", (2,)): torch.ones(2)}])
 
-    with pytest.raises(CheckpointError, match="holds no tensor model/b: it holds 1 others, the first is model/a"):
+    with pytest.raises(
+        CheckpointError, match="holds no tensor model/b: it holds 1 others, the first is model/a"
+    ):
         list(read_global_tensors(path, ["model/b"]))

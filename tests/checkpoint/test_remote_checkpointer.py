@@ -1,4 +1,6 @@
-"""Checkpoints in an S3 bucket: the same tensors as on a disk; faults lose nothing. Kills: test_killed_uploads.py."""
+"""Checkpoints in an S3 bucket: the same tensors as on a disk; faults lose nothing. Kills:
+test_killed_uploads.py.
+"""
 
 import os
 import random
@@ -61,7 +63,9 @@ class OneRank:
         self.folder, self.run = machine / run.path, run
         self.folder.mkdir(parents=True, exist_ok=True)
         mirror(run, self.folder)
-        local = Checkpointer(self.folder / "checkpoints", group=Group.single_rank("world"), keep_last=keep_last)
+        local = Checkpointer(
+            self.folder / "checkpoints", group=Group.single_rank("world"), keep_last=keep_last
+        )
         self.checkpointer = RemoteCheckpointer(local, run, store=HashStore())
 
     def save(self, *steps: int) -> None:
@@ -75,7 +79,9 @@ class OneRank:
             return None
         target = {BOX: torch.zeros(50, 40)}
         step = self.checkpointer.restore(newest, target).step
-        assert torch.equal(target[BOX], state(step)[BOX]), "half of a checkpoint was taken for the whole"
+        assert torch.equal(target[BOX], state(step)[BOX]), (
+            "half of a checkpoint was taken for the whole"
+        )
         return step
 
 
@@ -97,22 +103,31 @@ def test_another_machine_resumes_from_the_newest_checkpoint_and_old_ones_are_del
     assert other.restored() == 3 and first.restored() == 3
     assert (other.folder / "metrics.jsonl").read_text() == "{}\n"
     other.save(4)
-    assert names(run) == ["step-00000003", "step-00000004"] and OneRank(run, tmp_path / "first").restored() == 4
+    assert (
+        names(run) == ["step-00000003", "step-00000004"]
+        and OneRank(run, tmp_path / "first").restored() == 4
+    )
 
 
-def test_a_step_that_is_saved_again_replaces_the_old_one_when_it_is_complete(run: Remote, tmp_path: Path) -> None:
+def test_a_step_that_is_saved_again_replaces_the_old_one_when_it_is_complete(
+    run: Remote, tmp_path: Path
+) -> None:
     one = OneRank(run, tmp_path)
     one.save(1, 2)
     with s3_server.server().counted() as requests:
         one.save(2)
     assert names(run) == ["step-00000001", "step-00000002.2"]
-    commit = next(i for i, each in enumerate(requests) if each.path.endswith("00002.2/manifest.json"))
+    commit = next(
+        i for i, each in enumerate(requests) if each.path.endswith("00002.2/manifest.json")
+    )
     deletions = [i for i, each in enumerate(requests) if each.query == "delete"]
     assert deletions and min(deletions) > commit, "the old one goes when the new one is there"
     assert OneRank(run, tmp_path / "other").restored() == 2 and one.restored() == 2
 
 
-def test_steps_that_the_run_went_back_from_stay_and_are_not_chosen(run: Remote, tmp_path: Path) -> None:
+def test_steps_that_the_run_went_back_from_stay_and_are_not_chosen(
+    run: Remote, tmp_path: Path
+) -> None:
     one = OneRank(run, tmp_path, keep_last=0)
     one.save(1, 2, 3)
     assert [path.name for path in one.checkpointer.set_aside_after(1)] == [
@@ -125,13 +140,21 @@ def test_steps_that_the_run_went_back_from_stay_and_are_not_chosen(run: Remote, 
     assert OneRank(run, tmp_path / "other").restored() == 2
 
 
-def test_a_save_and_a_load_make_as_many_requests_as_the_formula_says(run: Remote, tmp_path: Path) -> None:
+def test_a_save_and_a_load_make_as_many_requests_as_the_formula_says(
+    run: Remote, tmp_path: Path
+) -> None:
     """The table of docs/remote_storage.md."""
     one = OneRank(run, tmp_path)
     one.save(1, 2)
     with s3_server.server().counted() as saved:
         one.save(3)
-    assert kinds(saved) == {"LIST": 1, "PUT shard": 1, "GET shard": 1, "PUT manifest": 1, "DELETE": 2}
+    assert kinds(saved) == {
+        "LIST": 1,
+        "PUT shard": 1,
+        "GET shard": 1,
+        "PUT manifest": 1,
+        "DELETE": 2,
+    }
     with s3_server.server().counted() as loaded:
         assert OneRank(run, tmp_path / "other").restored() == 3
     assert kinds(loaded) == {"LIST": 1, "GET manifest": 2, "GET shard": 1}
@@ -149,14 +172,18 @@ def kinds(requests: list[s3_server.Request]) -> Counter[str]:
 
 def test_the_chunks_of_a_large_shard_are_one_request_each(run: Remote, tmp_path: Path) -> None:
     one = OneRank(run, tmp_path)
-    tensors = {TensorBox.full(f"model/{index}", (1 << 15,)): torch.zeros(1 << 15) for index in range(3)}
+    tensors = {
+        TensorBox.full(f"model/{index}", (1 << 15,)): torch.zeros(1 << 15) for index in range(3)
+    }
     one.checkpointer.save(1, tensors, **CONTENT)
     other = OneRank(run, tmp_path / "other")
     newest = checkpoint_to_resume(other.folder / "checkpoints")
     assert newest is not None
     with s3_server.server().counted() as loaded:
         tensor = read_box(newest, read_manifest(newest), box=TensorBox.full("model/1", (1 << 15,)))
-    assert not tensor.any() and len(loaded) == 2, "the head of the file, and the box that was wanted"
+    assert not tensor.any() and len(loaded) == 2, (
+        "the head of the file, and the box that was wanted"
+    )
 
 
 def test_a_save_blocks_for_the_copy_alone(run: Remote, tmp_path: Path) -> None:
@@ -174,15 +201,21 @@ def test_a_save_blocks_for_the_copy_alone(run: Remote, tmp_path: Path) -> None:
     assert one.restored() == 1
 
 
-def test_the_calls_of_the_training_thread_are_those_of_a_save_on_a_disk(run: Remote, tmp_path: Path) -> None:
-    """Recorded by the interpreter: every Python function and every built-in one, from the call to the next step."""
+def test_the_calls_of_the_training_thread_are_those_of_a_save_on_a_disk(
+    run: Remote, tmp_path: Path
+) -> None:
+    """Recorded by the interpreter: every Python function and every built-in one, from the call to
+    the next step.
+    """
     one, recorded = OneRank(run, tmp_path), []
     disk = Checkpointer(tmp_path / "disk", group=Group.single_rank("world"), keep_last=2)
     for checkpointer in (disk, one.checkpointer):
         checkpointer.start_save(1, state(1), **CONTENT)  # the first one allocates the copies
         checkpointer.wait()
         calls: list[str] = []
-        record(calls, lambda checkpointer=checkpointer: checkpointer.start_save(2, state(2), **CONTENT))
+        record(
+            calls, lambda checkpointer=checkpointer: checkpointer.start_save(2, state(2), **CONTENT)
+        )
         checkpointer.wait()
         recorded.append(calls)
     assert recorded[0] == recorded[1] and len(recorded[0]) > 100
@@ -221,18 +254,24 @@ def test_what_arrives_damaged_is_uploaded_again_and_then_refused(
     one.save(2, 3)
     with pytest.raises(StorageFault, match="uploaded 3 times, it differs.*crc32"):
         one.save(4)
-    assert OneRank(run, tmp_path / "third").restored() == 3 and one.restored() == 4, "the folder has it"
+    assert OneRank(run, tmp_path / "third").restored() == 3 and one.restored() == 4, (
+        "the folder has it"
+    )
 
 
 @pytest.mark.parametrize("shares_disk", [True, False], ids=["one-machine", "machine-per-rank"])
-def test_any_number_of_ranks_loads_what_four_have_saved(run: Remote, tmp_path: Path, shares_disk: bool) -> None:
+def test_any_number_of_ranks_loads_what_four_have_saved(
+    run: Remote, tmp_path: Path, shares_disk: bool
+) -> None:
     run = run / str(shares_disk)
     run_ranks(4, save_twice, run, tmp_path, shares_disk)
     assert run_ranks(3, load_elsewhere, run, tmp_path / "other") == [1, 1, 1]
 
 
 def remote_checkpointer(ctx: ParallelContext, run: Remote, machine: Path) -> RemoteCheckpointer:
-    local = Checkpointer(machine / run.path / "checkpoints", group=ctx.control, keep_last=1, timeout_s=60.0)
+    local = Checkpointer(
+        machine / run.path / "checkpoints", group=ctx.control, keep_last=1, timeout_s=60.0
+    )
     return RemoteCheckpointer(local, run, store=ctx.store)
 
 
@@ -277,7 +316,9 @@ def fail_to_save(ctx: ParallelContext, run: Remote, folder: Path) -> str:
 
 
 def test_what_the_folder_alone_has_is_uploaded_at_the_end(run: Remote, tmp_path: Path) -> None:
-    """As after a kill between the commit in the folder and that in the bucket, or a network that was away."""
+    """As after a kill between the commit in the folder and that in the bucket, or a network that
+    was away.
+    """
     one = OneRank(run, tmp_path / "one")
     one.save(1, 2)
     with s3_server.server().faults(lambda each: "denied"), suppress(StorageFault):
@@ -285,7 +326,10 @@ def test_what_the_folder_alone_has_is_uploaded_at_the_end(run: Remote, tmp_path:
     (one.folder / "metrics.jsonl").write_text("{}\n")
     same = OneRank(run, tmp_path / "one")
     same.checkpointer.finish()
-    assert names(run) == ["step-00000002", "step-00000003"] and OneRank(run, tmp_path / "two").restored() == 3
+    assert (
+        names(run) == ["step-00000002", "step-00000003"]
+        and OneRank(run, tmp_path / "two").restored() == 3
+    )
     with s3_server.server().counted() as more:
         same.checkpointer.finish()
     assert not more
@@ -302,7 +346,9 @@ def test_random_faults_in_saves_lose_nothing_and_are_named(run: Remote, tmp_path
 
 
 def storm(run: Remote, folder: Path, *, num_faults: int, seed: int) -> int:
-    """Save among faults, on machines that are lost now and then; the number of saves that were refused."""
+    """Save among faults, on machines that are lost now and then; the number of saves that were
+    refused.
+    """
     draw, faults, refused, step, committed, machine = random.Random(seed), 0, 0, 0, None, 0
     one = OneRank(run, folder / "0")
 

@@ -32,7 +32,9 @@ def test_odd_neighbours_never_stop_a_save_and_are_warned_of_once(
     writer = checkpointer(tmp_path, keep_last=1)
     with caplog.at_level(logging.WARNING, logger="nanotrain"):
         for step in (2, 3, 4, 5):
-            writer.save(step, {BOX: torch.full((64,), float(step))}, objects={}, config={}, topology={})
+            writer.save(
+                step, {BOX: torch.full((64,), float(step))}, objects={}, config={}, topology={}
+            )
 
     kept = ["step-00000002.deleted", "step-00000003.deleted", "step-00000005"]
     assert sorted(path.name for path in folder.iterdir()) == kept
@@ -43,7 +45,9 @@ def test_odd_neighbours_never_stop_a_save_and_are_warned_of_once(
     assert "step-00000002.deleted: it is a file that nanotrain did not write" in second
 
 
-def test_retention_reads_each_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retention_reads_each_manifest_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads: list[str] = []
     real = store.read_manifest
     monkeypatch.setattr(store, "read_manifest", lambda path: reads.append(path.name) or real(path))
@@ -90,13 +94,25 @@ def test_a_file_that_a_user_put_into_a_checkpoint_is_never_deleted(
     writer = checkpointer(tmp_path, keep_last=1)
     with caplog.at_level(logging.WARNING, logger="nanotrain"):
         for step in (3, 4):
-            writer.save(step, {BOX: torch.full((64,), float(step))}, objects={}, config={}, topology={})
+            writer.save(
+                step, {BOX: torch.full((64,), float(step))}, objects={}, config={}, topology={}
+            )
 
     assert unfinished.is_dir()
-    notes = {path.parent.name: path.read_text() for path in tmp_path.glob("checkpoints/*/notes.txt")}
+    notes = {
+        path.parent.name: path.read_text() for path in tmp_path.glob("checkpoints/*/notes.txt")
+    }
     assert notes == {"step-00000001.deleted": "mine", "step-00000002.deleted": "mine"}
-    assert not list(tmp_path.glob("checkpoints/*.deleted/*.safetensors")), "what nanotrain wrote is gone"
-    assert sum("it holds notes.txt, which nanotrain did not write" in message for message in caplog.messages) == 2
+    assert not list(tmp_path.glob("checkpoints/*.deleted/*.safetensors")), (
+        "what nanotrain wrote is gone"
+    )
+    assert (
+        sum(
+            "it holds notes.txt, which nanotrain did not write" in message
+            for message in caplog.messages
+        )
+        == 2
+    )
     assert len(caplog.messages) == 3, "one warning each"
 
 
@@ -112,5 +128,8 @@ def test_a_leftover_with_a_file_of_a_user_never_stops_a_save_of_its_step(
     tensors = {BOX: torch.full((64,), 7.0)}
     saved = checkpointer(tmp_path).save(2, tensors, objects={}, config={}, topology={})
     assert value(tmp_path, saved) == 7.0
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000002.deleted"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step-00000002",
+        "step-00000002.deleted",
+    ]
     assert (folder / "step-00000002.deleted" / "notes.txt").read_text() == "mine"

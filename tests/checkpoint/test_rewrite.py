@@ -27,17 +27,23 @@ def save(folder: Path, step: int, *, rows: int = 6) -> Path:
 
 
 @pytest.mark.parametrize("decay", [None, 0.5])
-def test_the_average_is_that_of_a_direct_computation_and_sound(tmp_path: Path, decay: float | None) -> None:
+def test_the_average_is_that_of_a_direct_computation_and_sound(
+    tmp_path: Path, decay: float | None
+) -> None:
     paths = [save(tmp_path, step) for step in (1, 2, 3)]
     weights = [1.0, 1.0, 1.0] if decay is None else [0.25, 0.5, 1.0]
     values = [dict(read_global_tensors(path, ["model/a"]))["model/a"].double() for path in paths]
-    expected = sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
+    expected = sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(
+        weights
+    )
 
     output = average(paths, tmp_path / "averaged", decay=decay)
 
     result = dict(read_global_tensors(output, ["model/a", "model/steps", "router/expert_bias"]))
     torch.testing.assert_close(result["model/a"], expected.float(), rtol=2e-7, atol=1e-8)
-    assert result["router/expert_bias"].tolist() == pytest.approx([2.0 if decay is None else 17 / 7] * 3)
+    assert result["router/expert_bias"].tolist() == pytest.approx(
+        [2.0 if decay is None else 17 / 7] * 3
+    )
     assert result["model/steps"].tolist() == [3, 1], "whole numbers are those of the last"
     assert verify(output).is_sound and verify(output).num_chunks >= 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["averaged", "checkpoints"]
@@ -47,6 +53,8 @@ def test_checkpoints_of_another_model_and_existing_folders_are_refused(tmp_path:
     paths = [save(tmp_path, 1), save(tmp_path, 2, rows=7)]
     with pytest.raises(CheckpointError, match=r"model/a is fp32 \[6, 4\] in .* and fp32 \[7, 4\]"):
         average(paths, tmp_path / "averaged")
-    with pytest.raises(CheckpointError, match="checkpoints is not empty: it contains step-00000001"):
+    with pytest.raises(
+        CheckpointError, match="checkpoints is not empty: it contains step-00000001"
+    ):
         average(paths[:1], tmp_path / "checkpoints")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

@@ -1,4 +1,6 @@
-"""The configuration is read from the first lines of a manifest, and from nothing that could be wrong."""
+"""The configuration is read from the first lines of a manifest, and from nothing that could be
+wrong.
+"""
 
 import json
 import re
@@ -17,10 +19,14 @@ CONFIG = {"model": {"hidden_size": 8, "name": f"x,\n{MARK}" + "é"}, "train": {"
 
 def written(folder: Path, *, config=CONFIG, num_chunks: int = 2000) -> Path:
     """A step folder with a manifest alone."""
-    chunks = tuple(ChunkEntry(Box((i,), (i + 1,)), "s", f"k{i}", "00000000", 4) for i in range(num_chunks))
+    chunks = tuple(
+        ChunkEntry(Box((i,), (i + 1,)), "s", f"k{i}", "00000000", 4) for i in range(num_chunks)
+    )
     tensors = {"model/a": TensorEntry((num_chunks,), "fp32", chunks)}
     folder.mkdir(exist_ok=True)
-    text = to_json(Manifest(5, {"s": 4 * num_chunks}, tensors, objects={}, config=config, topology={}))
+    text = to_json(
+        Manifest(5, {"s": 4 * num_chunks}, tensors, objects={}, config=config, topology={})
+    )
     (folder / "manifest.json").write_text(text)
     return folder
 
@@ -29,11 +35,16 @@ def written(folder: Path, *, config=CONFIG, num_chunks: int = 2000) -> Path:
 def test_it_is_the_configuration_and_the_records_are_not_read(tmp_path, monkeypatch, size):
     config = CONFIG | {"padding": "p" * size}
     path = written(tmp_path, config=config, num_chunks=3 + 5 * BLOCK_BYTES // 80)
-    head, whole = (path / "manifest.json").read_text().rindex(MARK), (path / "manifest.json").stat().st_size
+    head, whole = (
+        (path / "manifest.json").read_text().rindex(MARK),
+        (path / "manifest.json").stat().st_size,
+    )
 
     assert saved_config(path) == config
     # what is behind the first lines may be anything
-    (path / "manifest.json").write_text(json.dumps(json.loads((path / "manifest.json").read_text()), indent=2))
+    (path / "manifest.json").write_text(
+        json.dumps(json.loads((path / "manifest.json").read_text()), indent=2)
+    )
     assert saved_config(path) == config, "other spaces are the same manifest"
     written(path, config=config)
     with open(path / "manifest.json", "r+") as file:
@@ -52,7 +63,9 @@ def test_the_end_of_the_first_lines_may_lie_across_two_blocks(tmp_path, shift):
     with open(path / "manifest.json", "ab") as file:
         file.write(bytes(4 * BLOCK_BYTES))
     mark = re.compile(re.escape(MARK).encode())
-    assert len(read_file(path / "manifest.json", until=mark)) <= 2 * BLOCK_BYTES, "the records are not read"
+    assert len(read_file(path / "manifest.json", until=mark)) <= 2 * BLOCK_BYTES, (
+        "the records are not read"
+    )
 
 
 def change(path: Path, name: str) -> None:
@@ -69,7 +82,9 @@ def change(path: Path, name: str) -> None:
     elif name == "cut":
         manifest.write_text(text[:100])
     elif name == "list":
-        manifest.write_text(text.replace('"config": {', '"config": [{').replace("}},\n", "}}],\n", 1))
+        manifest.write_text(
+            text.replace('"config": {', '"config": [{').replace("}},\n", "}}],\n", 1)
+        )
     elif name == "link":
         manifest.rename(path / "other")
         manifest.symlink_to(path / "other")

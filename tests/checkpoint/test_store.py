@@ -27,7 +27,9 @@ BOX = TensorBox.full("model/weight", (64,))
 
 
 def checkpointer(folder: Path, keep_last: int = 0) -> Checkpointer:
-    return Checkpointer(folder / "checkpoints", group=Group.single_rank("world"), keep_last=keep_last)
+    return Checkpointer(
+        folder / "checkpoints", group=Group.single_rank("world"), keep_last=keep_last
+    )
 
 
 def save(folder: Path, step: int, keep_last: int = 0) -> Path:
@@ -61,10 +63,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing shard": (lambda path: shard(path).unlink(), "is missing"),
     "missing manifest": (lambda path: (path / "manifest.json").unlink(), "does not exist"),
     "half a manifest": (lambda path: os.truncate(path / "manifest.json", 100), "no JSON"),
-    "binary manifest": (lambda path: (path / "manifest.json").write_bytes(b"\xff\x00"), "cannot be read"),
+    "binary manifest": (
+        lambda path: (path / "manifest.json").write_bytes(b"\xff\x00"),
+        "cannot be read",
+    ),
     "a pipe": (lambda path: replace_manifest(path, os.mkfifo), "it is no regular file"),
     "a huge manifest": (lambda path: os.truncate(path / "manifest.json", 2**40), "are read"),
-    "a linked manifest": (lambda path: replace_manifest(path, lambda file: file.symlink_to("m")), "a symbolic link"),
+    "a linked manifest": (
+        lambda path: replace_manifest(path, lambda file: file.symlink_to("m")),
+        "a symbolic link",
+    ),
     "unfinished": (lambda path: path.rename(path.with_suffix(".tmp")) and None, "never finished"),
 }
 
@@ -95,7 +103,8 @@ def test_an_incomplete_checkpoint_given_by_path_is_an_error(tmp_path: Path, dama
 
     with pytest.raises(CheckpointError):
         store.find_checkpoint(newer)
-    if damage != "unfinished":  # nor is the older one taken in its place where the run folder is named
+    # nor is the older one taken in its place where the run folder is named
+    if damage != "unfinished":
         with pytest.raises(DamagedCheckpoint, match=f"--load and a step folder of {newer.parent}"):
             store.find_checkpoint(tmp_path)
     if damage == "unfinished":
@@ -110,7 +119,8 @@ def test_one_bit_flipped_is_found_and_named_with_both_checksums(tmp_path: Path) 
     shard(path).write_bytes(content)
 
     with pytest.raises(
-        CheckpointError, match=r"model/weight@0:64 is damaged.*shard-00000.*crc32 \w{8}, the manifest has \w{8}"
+        CheckpointError,
+        match=r"model/weight@0:64 is damaged.*shard-00000.*crc32 \w{8}, the manifest has \w{8}",
     ):
         value(tmp_path, path)
 
@@ -137,11 +147,15 @@ def test_a_checkpoint_of_a_later_format_is_never_skipped_for_an_older_one(tmp_pa
 
 
 @pytest.mark.parametrize("damage", ["missing shard", "half a manifest"])
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_in_silence(tmp_path: Path, damage: str) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_in_silence(
+    tmp_path: Path, damage: str
+) -> None:
     for step in (1, 2):
         DAMAGES[damage][0](save(tmp_path, step))
 
-    with pytest.raises(DamagedCheckpoint, match=r"step-00000001 \(.*step-00000002 \(.*--no-auto-resume") as caught:
+    with pytest.raises(
+        DamagedCheckpoint, match=r"step-00000001 \(.*step-00000002 \(.*--no-auto-resume"
+    ) as caught:
         store.checkpoint_to_resume(tmp_path / "checkpoints")
     assert DAMAGES[damage][1] in str(caught.value)
 
@@ -162,14 +176,18 @@ def test_a_checkpoint_in_the_folder_of_another_step_is_damaged(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("odd", ["a link to the file", "a pipe", "a folder"])
-def test_a_shard_that_is_no_file_of_the_folder_is_refused_before_it_is_opened(tmp_path: Path, odd: str) -> None:
+def test_a_shard_that_is_no_file_of_the_folder_is_refused_before_it_is_opened(
+    tmp_path: Path, odd: str
+) -> None:
     path = save(tmp_path, 1)
     outside = tmp_path / "outside.safetensors"
     file = shard(path)
     file.rename(outside)
-    {"a link to the file": lambda: file.symlink_to(outside), "a pipe": lambda: os.mkfifo(file), "a folder": file.mkdir}[
-        odd
-    ]()
+    {
+        "a link to the file": lambda: file.symlink_to(outside),
+        "a pipe": lambda: os.mkfifo(file),
+        "a folder": file.mkdir,
+    }[odd]()
 
     with pytest.raises(DamagedCheckpoint, match="is a symbolic link|is no regular file"):
         store.require_complete(path)
@@ -192,7 +210,9 @@ def test_steps_are_ordered_as_numbers_and_foreign_folders_are_left_alone(tmp_pat
 
 
 @pytest.mark.parametrize("place", ["", "runs/tiny", "checkpoints"])
-def test_no_complete_checkpoint_is_an_error_that_says_what_to_name(tmp_path: Path, place: str) -> None:
+def test_no_complete_checkpoint_is_an_error_that_says_what_to_name(
+    tmp_path: Path, place: str
+) -> None:
     (tmp_path / "checkpoints").mkdir()
 
     with pytest.raises(CheckpointError, match="name a run folder"):
@@ -236,7 +256,9 @@ def save_and_be_killed(folder: Path, how: str, call: str, times: int) -> None:
 def test_a_kill_at_any_point_leaves_a_complete_checkpoint_and_the_next_save_cleans_up(
     tmp_path: Path, how: str, call: str, times: int, survives: bool
 ) -> None:
-    """Given steps 1 and 2, when the writer of step 3 is killed with SIGKILL, then 2 or 3 is complete."""
+    """Given steps 1 and 2, when the writer of step 3 is killed with SIGKILL, then 2 or 3 is
+    complete.
+    """
     save(tmp_path, 1)
     save(tmp_path, 2)
 
@@ -253,7 +275,9 @@ def test_a_kill_at_any_point_leaves_a_complete_checkpoint_and_the_next_save_clea
     assert left == [f"step-{step:08d}" for step in ((3, 4) if survives else (2, 4))]
 
 
-def test_what_a_rename_relies_on_is_on_the_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rename_relies_on_is_on_the_disk_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls, fsync, rename = [], os.fsync, os.rename
 
     def noted_fsync(handle: int) -> None:
@@ -283,7 +307,9 @@ class Killed(BaseException):
 def test_a_step_that_is_saved_again_exists_at_every_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_swap: bool, num_calls: int
 ) -> None:
-    """Killed before the n-th rename of a second save of step 2, the older or the newer save of it is found."""
+    """Killed before the n-th rename of a second save of step 2, the older or the newer save of it
+    is found.
+    """
     save(tmp_path, 1)
     save(tmp_path, 2)
     left, calls = num_calls, []
@@ -334,4 +360,6 @@ def test_a_run_that_goes_back_sets_later_checkpoints_aside(tmp_path: Path) -> No
     assert [path.name for path in aside] == ["step-00000030.superseded-1"]
     assert store.newest_complete(folder) == kept
     save(tmp_path, 30)
-    assert [path.name for path in commit.set_aside_after(folder, 20)] == ["step-00000030.superseded-2"]
+    assert [path.name for path in commit.set_aside_after(folder, 20)] == [
+        "step-00000030.superseded-2"
+    ]

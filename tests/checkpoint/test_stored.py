@@ -1,4 +1,6 @@
-"""Local folders of runs in object storage: what comes from a listing, and what a strange bucket cannot do."""
+"""Local folders of runs in object storage: what comes from a listing, and what a strange bucket
+cannot do.
+"""
 
 from pathlib import Path
 
@@ -45,7 +47,9 @@ def files(folder: Path) -> list[str]:
 
 
 def test_the_record_of_a_folder_comes_back_and_a_damaged_one_is_none(tmp_path: Path) -> None:
-    stored = Stored(parse("s3://b/run/checkpoints/step-00000001"), {"shard-00000-of-00001.safetensors": 7})
+    stored = Stored(
+        parse("s3://b/run/checkpoints/step-00000001"), {"shard-00000-of-00001.safetensors": 7}
+    )
     folder = tmp_path / stored.remote.path
     mark(folder, stored)
     assert stored_at(folder) == stored and stored_at(tmp_path) is None
@@ -65,8 +69,12 @@ def test_the_record_of_a_folder_comes_back_and_a_damaged_one_is_none(tmp_path: P
         assert stored_at(folder) is None
 
 
-def test_a_record_of_a_stranger_names_no_other_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A checkpoint from elsewhere is read and pruned with the credentials of the user, who named a folder alone."""
+def test_a_record_of_a_stranger_names_no_other_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint from elsewhere is read and pruned with the credentials of the user, who named a
+    folder alone.
+    """
     folder = tmp_path / "downloads/run/checkpoints/step-00000001"
     step = "checkpoints/step-00000001"
     for path in (f"private/run/{step}", "run/checkpoints/step-00000002", step, "step-00000001"):
@@ -82,7 +90,9 @@ def test_the_highest_generation_is_the_last_one() -> None:
     assert [save.number for save in saves["checkpoints/step-00000004"]] == [1, 2, 10]
 
 
-def test_a_folder_gets_small_files_and_committed_steps_without_shards(run: Remote, tmp_path: Path) -> None:
+def test_a_folder_gets_small_files_and_committed_steps_without_shards(
+    run: Remote, tmp_path: Path
+) -> None:
     folder = tmp_path / run.path
     shard = "shard-00000-of-00001.safetensors"
     write(run, "config.yaml", "tokenizer/tokenizer.json", f"checkpoints/step-00000001/{shard}")
@@ -90,7 +100,12 @@ def test_a_folder_gets_small_files_and_committed_steps_without_shards(run: Remot
     write(run, "checkpoints/step-00000003/manifest.json", "checkpoints/step-00000003/superseded")
     mirror(run, folder)
     step = "checkpoints/step-00000001"
-    assert files(folder) == [f"{step}/manifest.json", f"{step}/{MARKER}", "config.yaml", "tokenizer/tokenizer.json"]
+    assert files(folder) == [
+        f"{step}/manifest.json",
+        f"{step}/{MARKER}",
+        "config.yaml",
+        "tokenizer/tokenizer.json",
+    ]
     (folder / "config.yaml").write_text("newer, not uploaded")
     run.delete([f"{step}/manifest.json"])
     mirror(run, folder)
@@ -112,7 +127,16 @@ def test_a_local_copy_of_what_was_deleted_there_stays(run: Remote, tmp_path: Pat
 def test_names_that_lead_out_of_the_folder_are_left_out(
     run: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ["../a", "a/../../b", "/c", "d//e", "f/.", "ok", "g\\h", "step-00000001/../../manifest.json"]
+    names = [
+        "../a",
+        "a/../../b",
+        "/c",
+        "d//e",
+        "f/.",
+        "ok",
+        "g\\h",
+        "step-00000001/../../manifest.json",
+    ]
     monkeypatch.setattr(Remote, "sizes", lambda self: dict.fromkeys(names, Stat(1, 1.0)))
     monkeypatch.setattr(Remote, "download", lambda self, file, size: file.write_text("x"))
     mirror(run, tmp_path / "run")
@@ -130,7 +154,13 @@ def test_a_command_gets_a_run_a_step_or_one_error(run: Remote, tmp_path: Path) -
 
 
 def test_files_that_have_not_changed_are_not_uploaded_again(run: Remote, tmp_path: Path) -> None:
-    for name in ("metrics.jsonl", "run.lock", ".hidden.txt", "tokenizer/tokenizer.json", "profile/trace.json"):
+    for name in (
+        "metrics.jsonl",
+        "run.lock",
+        ".hidden.txt",
+        "tokenizer/tokenizer.json",
+        "profile/trace.json",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     uploads = FileUploads(tmp_path, run)
@@ -145,7 +175,9 @@ def test_files_that_have_not_changed_are_not_uploaded_again(run: Remote, tmp_pat
 def test_what_would_fail_at_the_first_save_fails_at_the_start(bucket: str, run: Remote) -> None:
     require_writable(run)
     assert run.sizes() == {}
-    with pytest.raises(MissingObject, match=r"no-such-bucket.*make the bucket, or name another place"):
+    with pytest.raises(
+        MissingObject, match=r"no-such-bucket.*make the bucket, or name another place"
+    ):
         require_writable(parse("s3://no-such-bucket/run"))
     with (
         s3_server.server().faults(lambda request: "denied" if request.method == "PUT" else None),

@@ -35,16 +35,24 @@ def test_any_dtype_and_strides_are_written_as_safetensors_reads_them(tmp_path: P
 
 def test_the_checksum_covers_all_bytes_of_a_large_chunk(tmp_path: Path) -> None:
     tensor = torch.arange(100_000)
-    shard = write_shard(tmp_path / "a.safetensors", {TensorBox.full("model/a", (100_000,)): tensor}, manifest=MANIFEST)
+    shard = write_shard(
+        tmp_path / "a.safetensors",
+        {TensorBox.full("model/a", (100_000,)): tensor},
+        manifest=MANIFEST,
+    )
 
     (chunk,) = shard.tensors["model/a"].chunks
     assert chunk.crc32 == f"{zlib.crc32(tensor.numpy().tobytes()):08x}"
 
 
-def test_the_bytes_begin_at_a_multiple_of_eight_after_a_header_of_any_length(tmp_path: Path) -> None:
+def test_the_bytes_begin_at_a_multiple_of_eight_after_a_header_of_any_length(
+    tmp_path: Path,
+) -> None:
     for length in range(1, 9):
         path = tmp_path / f"{length}.safetensors"
-        write_shard(path, {TensorBox.full("model/" + "a" * length, (1,)): torch.ones(1)}, manifest=MANIFEST)
+        write_shard(
+            path, {TensorBox.full("model/" + "a" * length, (1,)): torch.ones(1)}, manifest=MANIFEST
+        )
         assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
 
 
@@ -56,13 +64,17 @@ def test_a_write_that_stops_short_goes_on_and_the_whole_file_is_synced(
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
     tensor = torch.arange(40)
 
-    shard = write_shard(tmp_path / "a.safetensors", {TensorBox.full("model/a", (40,)): tensor}, manifest=MANIFEST)
+    shard = write_shard(
+        tmp_path / "a.safetensors", {TensorBox.full("model/a", (40,)): tensor}, manifest=MANIFEST
+    )
 
     assert synced == [shard.files["a.safetensors"]]
     assert torch.equal(load_file(tmp_path / "a.safetensors")["model/a@0:40"], tensor)
 
 
-def test_large_boxes_are_split_and_keys_name_global_coordinates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_boxes_are_split_and_keys_name_global_coordinates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(plan.split_box, "__kwdefaults__", {"limit": 16})
     box = TensorBox("model/a", (8, 4), Box((4, 2), (8, 4)))
 
@@ -76,18 +88,26 @@ def test_large_boxes_are_split_and_keys_name_global_coordinates(monkeypatch: pyt
 
 def test_a_rank_without_elements_makes_no_file_and_lists_its_tensors(tmp_path: Path) -> None:
     shard = write_shard(
-        tmp_path / "a.safetensors", {TensorBox.full("model/empty", (0, 4)): torch.empty(0, 4)}, manifest=MANIFEST
+        tmp_path / "a.safetensors",
+        {TensorBox.full("model/empty", (0, 4)): torch.empty(0, 4)},
+        manifest=MANIFEST,
     )
 
     assert not shard.files and not list(tmp_path.iterdir())
-    assert shard.tensors["model/empty"].shape == (0, 4) and shard.tensors["model/empty"].chunks == ()
+    assert (
+        shard.tensors["model/empty"].shape == (0, 4) and shard.tensors["model/empty"].chunks == ()
+    )
 
 
 def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"x")
 
     with pytest.raises(FileExistsError):
-        write_shard(tmp_path / "a.safetensors", {TensorBox.full("model/a", (1,)): torch.ones(1)}, manifest=MANIFEST)
+        write_shard(
+            tmp_path / "a.safetensors",
+            {TensorBox.full("model/a", (1,)): torch.ones(1)},
+            manifest=MANIFEST,
+        )
 
 
 def test_the_checksum_is_zlibs():

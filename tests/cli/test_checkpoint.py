@@ -40,7 +40,14 @@ def test_diff_average_and_verify(run_dir, tmp_path, capsys):
     assert main(["checkpoint", "diff", step(run_dir, 3), str(run_dir)]) == 0
     assert main(["checkpoint", "diff", step(run_dir, 1), step(run_dir, 2)]) == 2
     assert "weight: largest difference" in capsys.readouterr().out
-    average = ["checkpoint", "average", step(run_dir, 1), step(run_dir, 3), "--output", str(tmp_path / "mean")]
+    average = [
+        "checkpoint",
+        "average",
+        step(run_dir, 1),
+        step(run_dir, 3),
+        "--output",
+        str(tmp_path / "mean"),
+    ]
     assert main(average) == 0 and main(["checkpoint", "verify", str(tmp_path / "mean")]) == 0
     assert main(average) == 2 and "is not empty" in capsys.readouterr().err
     assert main([*average[:3], *average[4:-1], str(tmp_path / "one")]) == 0
@@ -53,9 +60,15 @@ def test_diff_average_and_verify(run_dir, tmp_path, capsys):
 
 def test_hugging_face_out_and_in_is_the_same_model(run_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert main(["checkpoint", "export-hf", str(run_dir), str(tmp_path / "hf"), "--push", "me/model"]) == 0
+    assert (
+        main(["checkpoint", "export-hf", str(run_dir), str(tmp_path / "hf"), "--push", "me/model"])
+        == 0
+    )
     assert "later: hf upload me/model" in capsys.readouterr().out
-    assert 'AutoModelForCausalLM.from_pretrained("me/model")' in (tmp_path / "hf" / "README.md").read_text()
+    assert (
+        'AutoModelForCausalLM.from_pretrained("me/model")'
+        in (tmp_path / "hf" / "README.md").read_text()
+    )
     assert main(["checkpoint", "import-hf", str(tmp_path / "hf"), str(tmp_path / "back")]) == 0
     names = [line.split()[0] for line in _tensors(run_dir, capsys) if line.startswith("model/")]
     for name in names:
@@ -83,7 +96,11 @@ def test_export_dcp_export_megatron_and_prune(run_dir, tmp_path, capsys, monkeyp
     assert main([*prune, "--dry-run"]) == 0
     assert capsys.readouterr().out.count("would delete") == 2 and Path(step(copy, 1)).is_dir()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system")))
+        patch.setattr(
+            os,
+            "rename",
+            lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system")),
+        )
         assert main(prune) == 2
     error = capsys.readouterr().err
     assert "step-00000001, step-00000002 could not be deleted" in error and "deleted: none" in error

@@ -32,27 +32,46 @@ SAMPLINGS = (Sampling(temperature=0), Sampling(temperature=0.9, top_k=50, top_p=
 
 
 def config_of(*flags: str, model: ModelConfig = DENSE, world_size: int = 1) -> Config:
-    return generation_config(Config(model=model), load_line(parse(flags), to_train=False), world_size=world_size)
+    return generation_config(
+        Config(model=model), load_line(parse(flags), to_train=False), world_size=world_size
+    )
 
 
 def test_sizes_of_the_shards_device_and_dtype_are_the_command_lines() -> None:
-    flags = ("--tensor-model-parallel-size", "2", "--bf16", "--device", "cpu", "--pipeline-model-parallel-size", "1")
+    flags = (
+        "--tensor-model-parallel-size",
+        "2",
+        "--bf16",
+        "--device",
+        "cpu",
+        "--pipeline-model-parallel-size",
+        "1",
+    )
     config = config_of(*flags, world_size=2)
     assert (config.precision.params_dtype, config.train.device) == ("bf16", "cpu")
     expert = ("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1")
-    assert config_of("--tensor-model-parallel-size", "4", *expert, model=MOE, world_size=4).model == MOE
+    assert (
+        config_of("--tensor-model-parallel-size", "4", *expert, model=MOE, world_size=4).model
+        == MOE
+    )
 
 
 def test_pipeline_and_context_parallelism_are_refused_with_the_size_to_set() -> None:
     flags = ("--pipeline-model-parallel-size", "2", "--context-parallel-size", "2")
-    with pytest.raises(ConfigError, match=r"pp=2 and cp=2(.|\n)*set --tensor-model-parallel-size 4 instead"):
+    with pytest.raises(
+        ConfigError, match=r"pp=2 and cp=2(.|\n)*set --tensor-model-parallel-size 4 instead"
+    ):
         config_of(*flags, world_size=4)
 
 
 def test_ranks_beyond_the_shards_or_too_few_are_refused() -> None:
-    with pytest.raises(TopologyError, match=r"on 2 ranks with tp=1(.|\n)*set --tensor-model-parallel-size 2"):
+    with pytest.raises(
+        TopologyError, match=r"on 2 ranks with tp=1(.|\n)*set --tensor-model-parallel-size 2"
+    ):
         config_of(world_size=2)
-    with pytest.raises(TopologyError, match=r"on 1 rank with tp=1 and ep=2(.|\n)*generate --nproc-per-node 2"):
+    with pytest.raises(
+        TopologyError, match=r"on 1 rank with tp=1 and ep=2(.|\n)*generate --nproc-per-node 2"
+    ):
         config_of("--expert-model-parallel-size", "2", model=MOE)
 
 
@@ -62,7 +81,9 @@ def test_settings_of_training_are_refused(flags: list[str]) -> None:
         config_of(*flags)
 
 
-@pytest.mark.parametrize("flag", ["--max-new-tokens", "--max_new_tokens", "--generate-tokens", "--max-tokens"])
+@pytest.mark.parametrize(
+    "flag", ["--max-new-tokens", "--max_new_tokens", "--generate-tokens", "--max-tokens"]
+)
 def test_names_of_the_number_of_tokens_elsewhere_lead_to_its_flag(flag: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown {flag} .write --num-tokens."):
         generate(["runs/a", flag, "5"])
@@ -99,13 +120,18 @@ def test_more_ranks_than_the_padding_was_made_for_share_the_vocabulary(tmp_path:
 
 
 def texts_here(ctx: ParallelContext, path: Path) -> tuple[Tensor, list[str]]:
-    """The logits of a batch; greedy and sampled texts of two prompts with and without the cache, one with a stop."""
+    """The logits of a batch; greedy and sampled texts of two prompts with and without the cache,
+    one with a stop.
+    """
     model = load_model(open_model(path), context=ctx)
     logits, texts = model.model.logits(torch.arange(14).view(2, 7)).detach(), []
     for sampling in SAMPLINGS:
-        sampling = replace(sampling, seed=sampling.seed + ctx.rank)  # another draw, but the first rank's tokens count
+        # another draw, but the first rank's tokens count
+        sampling = replace(sampling, seed=sampling.seed + ctx.rank)
         for use_cache in (True, False):
-            pieces = list(model.stream(PROMPTS, num_tokens=6, sampling=sampling, use_cache=use_cache))
+            pieces = list(
+                model.stream(PROMPTS, num_tokens=6, sampling=sampling, use_cache=use_cache)
+            )
             texts += ["".join(piece for row, piece in pieces if row == index) for index in range(2)]
     texts.append(model.generate("abc", num_tokens=6, sampling=SAMPLINGS[1], stops=[texts[4][2:4]]))
     with pytest.raises(DataError, match="positions"):
@@ -115,20 +141,42 @@ def texts_here(ctx: ParallelContext, path: Path) -> tuple[Tensor, list[str]]:
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("dense", {"tp": 2}), ("moe", {"ep": 2}), ("moe", {"tp": 2}), ("moe", {"tp": 2, "ep": 2, "etp": 1})],
+    [
+        ("dense", {"tp": 2}),
+        ("moe", {"ep": 2}),
+        ("moe", {"tp": 2}),
+        ("moe", {"tp": 2, "ep": 2, "etp": 1}),
+    ],
 )
-def test_every_rank_of_the_shards_writes_the_text_of_one_rank(folder: Path, name: str, sizes: dict[str, int]) -> None:
-    logits, expected = texts_here(ParallelContext.attach(Topology.of(ParallelConfig(), 1)), folder / name)
+def test_every_rank_of_the_shards_writes_the_text_of_one_rank(
+    folder: Path, name: str, sizes: dict[str, int]
+) -> None:
+    logits, expected = texts_here(
+        ParallelContext.attach(Topology.of(ParallelConfig(), 1)), folder / name
+    )
     assert expected[:2] == expected[2:4] != expected[4:6] and len(set(expected)) > 3
     for sharded_logits, texts in run_ranks(2, texts_here, folder / name, **sizes):
         torch.testing.assert_close(sharded_logits, logits, rtol=1e-5, atol=2e-5)
         assert texts == expected
 
 
-def test_the_command_writes_the_text_of_the_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["generate", str(folder / "dense"), "--prompt", "abc", "--num-tokens", "5", "--device", "cpu"]
+def test_the_command_writes_the_text_of_the_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [
+        "generate",
+        str(folder / "dense"),
+        "--prompt",
+        "abc",
+        "--num-tokens",
+        "5",
+        "--device",
+        "cpu",
+    ]
     assert main([*line, "--temperature", "0"]) == 0
-    expected = load_checkpoint(folder / "dense").generate("abc", num_tokens=5, sampling=SAMPLINGS[0])
+    expected = load_checkpoint(folder / "dense").generate(
+        "abc", num_tokens=5, sampling=SAMPLINGS[0]
+    )
     assert capsys.readouterr().out == expected + "\n"
 
 
@@ -137,7 +185,9 @@ def test_with_ranks_the_command_is_checked_once_and_started_on_all(
 ) -> None:
     started: list[Any] = []
 
-    def start(program: list[str], *, options: list[str], environment: Any, check: Callable[[int], object]) -> int:
+    def start(
+        program: list[str], *, options: list[str], environment: Any, check: Callable[[int], object]
+    ) -> int:
         check(int(options[0].partition("=")[2]))
         started.append(program)
         return 0
@@ -150,10 +200,18 @@ def test_with_ranks_the_command_is_checked_once_and_started_on_all(
     assert main(line) == 2 and "generation on 2 ranks with tp=1" in capsys.readouterr().err
     evaluation = ["evaluate", "--nproc-per-node", "2", str(folder / "dense"), "--data", "corpus"]
     assert main([*evaluation, "--pipeline-model-parallel-size", "2"]) == 0
-    assert started[1] == ["nanotrain", "evaluate", *evaluation[3:], "--pipeline-model-parallel-size", "2"]
+    assert started[1] == [
+        "nanotrain",
+        "evaluate",
+        *evaluation[3:],
+        "--pipeline-model-parallel-size",
+        "2",
+    ]
     assert main([*evaluation, "--tensor-model-parallel-size", "3"]) == 2
     assert "tp=3" in capsys.readouterr().err and len(started) == 2
-    assert main([*evaluation[:4], "--tasks", "x"]) == 2 and "with --tasks" in capsys.readouterr().err
+    assert (
+        main([*evaluation[:4], "--tasks", "x"]) == 2 and "with --tasks" in capsys.readouterr().err
+    )
 
 
 def test_only_the_first_rank_prints_and_a_closed_pipe_holds_up_no_rank(

@@ -14,7 +14,15 @@ from nanotrain.train import main as entry
 
 
 def test_the_options_are_found_anywhere_and_in_both_spellings():
-    argv = ["+config=tiny", "--nproc_per_node", "2", "--lr=1e-3", "--standalone", "--max-restarts=3", "train.seed=1"]
+    argv = [
+        "+config=tiny",
+        "--nproc_per_node",
+        "2",
+        "--lr=1e-3",
+        "--standalone",
+        "--max-restarts=3",
+        "train.seed=1",
+    ]
     options, rest = split_arguments(argv)
     assert options == ["--nproc-per-node=2", "--standalone", "--max-restarts=3"]
     assert rest == ["+config=tiny", "--lr=1e-3", "train.seed=1"]
@@ -46,7 +54,9 @@ def test_a_misspelled_option_is_named(argument, meant):
             split_arguments(argv)
 
 
-@pytest.mark.parametrize("command", [["evaluate", "run", "--data", "x"], ["generate", "run", "--prompt", "x"]])
+@pytest.mark.parametrize(
+    "command", [["evaluate", "run", "--data", "x"], ["generate", "run", "--prompt", "x"]]
+)
 def test_other_commands_name_a_misspelled_option_too(command, capsys):
     assert main([*command, "--nproc-per-nod", "2"]) == 2
     assert "did you mean --nproc-per-node?" in capsys.readouterr().err
@@ -56,11 +66,20 @@ def test_other_commands_name_a_misspelled_option_too(command, capsys):
 def test_an_option_does_not_take_the_next_argument_as_its_value(following):
     with pytest.raises(ConfigError, match="--rdzv-id has no value"):
         split_arguments(["--rdzv-id", *following])
-    assert split_arguments(["--rdzv-conf", "timeout=9,is_host=1"])[0] == ["--rdzv-conf=timeout=9,is_host=1"]
+    assert split_arguments(["--rdzv-conf", "timeout=9,is_host=1"])[0] == [
+        "--rdzv-conf=timeout=9,is_host=1"
+    ]
 
 
 def test_no_option_is_a_flag_of_the_configuration():
-    assert not {*OPTIONS, *SWITCHES} & {*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *CONFIG_SWITCHES, *megatron().flags}
+    assert not {*OPTIONS, *SWITCHES} & {
+        *FLAGS,
+        *NEGATIONS,
+        *ALIASES,
+        *OWN_FLAGS,
+        *CONFIG_SWITCHES,
+        *megatron().flags,
+    }
 
 
 def test_every_option_is_one_of_torchruns():
@@ -80,7 +99,9 @@ def test_with_one_the_ranks_get_the_other_arguments(monkeypatch):
     monkeypatch.setattr(
         start_ranks,
         "start_ranks",
-        lambda program, *, options, environment, check: seen.extend([options, program]) or check(2) or 7,
+        lambda program, *, options, environment, check: (
+            seen.extend([options, program]) or check(2) or 7
+        ),
     )
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert main(["train", "--nproc-per-node", "2", "+config=tiny", "--lr", "1e-3"]) == 7

@@ -15,7 +15,9 @@ from nanotrain.config.load import load_config, to_yaml
 
 def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "nanotrain", *argv]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | environment, check=False
+    )
 
 
 def test_help_answers_within_a_second():
@@ -24,7 +26,10 @@ def test_help_answers_within_a_second():
     ended = os.times()
     assert done.returncode == 0 and "--train-iters N" in done.stdout and done.stderr == ""
     # Processor time of the child: a busy machine does not stretch it.
-    assert ended.children_user + ended.children_system - began.children_user - began.children_system < 1
+    assert (
+        ended.children_user + ended.children_system - began.children_user - began.children_system
+        < 1
+    )
 
 
 def test_a_mistake_is_one_line_and_exit_code_2():
@@ -56,18 +61,42 @@ def test_only_the_first_of_many_ranks_prints_the_error():
         (["trian"], "; did you mean nanotrain train?"),
         (["sing"], "; nanotrain --help lists them"),
         (["checkpoint", "export"], "error: unknown command 'export'"),
-        (["checkpoint", "inspect"], "error: nanotrain checkpoint inspect: the following arguments are required: path"),
+        (
+            ["checkpoint", "inspect"],
+            "error: nanotrain checkpoint inspect: the following arguments are required: path",
+        ),
         (["topology"], "give --world-size N, --schedule NAME or both"),
-        (["topology", "--world-size", "x"], "argument --world-size: 'x' is no whole number of at least 1"),
-        (["topology", "--world-size", "6", "--tensor-model-parallel-size", "4"], "6 ranks cannot form tp=4"),
-        (["topology", "--schedule", "2f2b"], "parallel.pipeline_schedule is '2f2b': the known names are"),
+        (
+            ["topology", "--world-size", "x"],
+            "argument --world-size: 'x' is no whole number of at least 1",
+        ),
+        (
+            ["topology", "--world-size", "6", "--tensor-model-parallel-size", "4"],
+            "6 ranks cannot form tp=4",
+        ),
+        (
+            ["topology", "--schedule", "2f2b"],
+            "parallel.pipeline_schedule is '2f2b': the known names are",
+        ),
         (["topology", "--schedule", "1f1b", "--json"], "--json prints groups"),
-        (["topology", "--schedule", "1f1b", "--num-microbatches", "100000000"], "x 100,000,000 microbatches cannot be"),
+        (
+            ["topology", "--schedule", "1f1b", "--num-microbatches", "100000000"],
+            "x 100,000,000 microbatches cannot be",
+        ),
         (["topology", "--schedule", "gpipe", "--pipeline-schedule", "1f1b"], "are both given"),
-        (["topology", "--schedule", "1f1b", "--png", "notes.txt"], "argument --png: 'notes.txt' does not end in .png"),
+        (
+            ["topology", "--schedule", "1f1b", "--png", "notes.txt"],
+            "argument --png: 'notes.txt' does not end in .png",
+        ),
         (["runs", "/nowhere"], "error: there is no folder /nowhere"),
-        (["topology", "--world-size", "2", "--png", "a.png"], "--num-microbatches and --png belong to --schedule"),
-        (["generate", "runs/x", "--temperature", "-1"], "argument --temperature: '-1' is no number of at least 0"),
+        (
+            ["topology", "--world-size", "2", "--png", "a.png"],
+            "--num-microbatches and --png belong to --schedule",
+        ),
+        (
+            ["generate", "runs/x", "--temperature", "-1"],
+            "argument --temperature: '-1' is no number of at least 0",
+        ),
         (["generate", "/nowhere"], "error: /nowhere is not a checkpoint"),
         (["checkpoint", "verify", "/nowhere"], "error: /nowhere is not a checkpoint"),
         (["prepare", "--input", "a"], "--output"),
@@ -86,7 +115,9 @@ def test_the_version_is_that_of_the_package(capsys):
 
 
 def test_the_package_is_a_program():
-    done = subprocess.run([sys.executable, "-m", "nanotrain", "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "nanotrain", "--version"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("nanotrain ")
 
 
@@ -110,7 +141,19 @@ def test_topology_prints_the_groups_as_json(capsys):
 
 
 def test_topology_shows_optimizer_instances_without_a_strategy(capsys):
-    assert main(["topology", "--world-size", "8", "--num-distributed-optimizer-instances", "2", "--json"]) == 0
+    assert (
+        main(
+            [
+                "topology",
+                "--world-size",
+                "8",
+                "--num-distributed-optimizer-instances",
+                "2",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["dp_shard"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
@@ -160,15 +203,33 @@ def test_a_reader_that_has_gone_is_no_mistake(argv):
     os.close(reader)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-m", "nanotrain", *argv]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, check=False
+    )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_groups_and_schedule_can_be_asked_for_together(capsys):
-    assert main(["topology", "--world-size", "2", "--pipeline-model-parallel-size", "2", "--schedule", "gpipe"]) == 0
+    assert (
+        main(
+            [
+                "topology",
+                "--world-size",
+                "2",
+                "--pipeline-model-parallel-size",
+                "2",
+                "--schedule",
+                "gpipe",
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
-    assert "2 ranks = tp 1 x cp 1 x dp 1 x pp 2" in printed and "gpipe: 2 ranks, 2 stages, 4 microbatches" in printed
+    assert (
+        "2 ranks = tp 1 x cp 1 x dp 1 x pp 2" in printed
+        and "gpipe: 2 ranks, 2 stages, 4 microbatches" in printed
+    )
 
 
 def test_the_help_of_config_names_its_own_usage(capsys):
@@ -176,7 +237,8 @@ def test_the_help_of_config_names_its_own_usage(capsys):
     assert capsys.readouterr().out.startswith("usage: nanotrain config [--explain] ")
 
 
-# a line as typed up to the cursor, as bash divides it | completions that must be there | that must not
+# a line as typed up to the cursor, as bash divides it | completions that must be there | that must
+# not
 TYPED = [
     (["nanotrain", "tra"], {"train"}, {"compare"}),
     (["nanotrain", "checkpoint", "in"], {"inspect"}, {"train"}),
@@ -200,7 +262,9 @@ def test_bash_completes_commands_flags_and_recipes(capsys):
             f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; COMP_LINE='{text}'; COMP_POINT={len(text)}; "
             '_nanotrain; echo "${COMPREPLY[*]}"'
         )
-    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True
+    )
     assert done.stderr == ""
     for (words, has, has_not), reply in zip(TYPED, done.stdout.splitlines(), strict=True):
         assert has <= set(reply.split()) and not has_not & set(reply.split()), words
@@ -209,4 +273,8 @@ def test_bash_completes_commands_flags_and_recipes(capsys):
 def test_zsh_loads_the_functions_of_bash_first(capsys):
     assert main(["completion", "zsh"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("autoload") and "bashcompinit" in out.splitlines()[0] and " ".join(COMMANDS) in out
+    assert (
+        out.startswith("autoload")
+        and "bashcompinit" in out.splitlines()[0]
+        and " ".join(COMMANDS) in out
+    )

@@ -59,7 +59,9 @@ def test_a_misspelled_flag_of_the_command_is_named_before_what_is_missing():
     parser = CommandParser("x", command)
     parser.add_argument("--prompt", required=True)
     for wrong in ("--promt", "--prompts=hi"):
-        with pytest.raises(ConfigError, match=rf"unknown {wrong.partition('=')[0]} \(write --prompt\)"):
+        with pytest.raises(
+            ConfigError, match=rf"unknown {wrong.partition('=')[0]} \(write --prompt\)"
+        ):
             parser.parse_known_args([wrong])
     for flag in ("--lr", "--seq-lenght"):  # of a training, or misspelled so
         assert parser.parse_known_args(["--prompt", "a", flag])[1] == [flag], flag
@@ -100,7 +102,9 @@ prog COMMAND --help lists its arguments, nanotrain --version prints the version"
 @pytest.mark.parametrize("width", SCREENS)
 def test_the_list_of_commands_at_the_width_of_the_terminal(width):
     def sing(argv):
-        """Sing a song of sixpence, a pocket full of rye, four and twenty blackbirds, baked in a pie."""
+        """Sing a song of sixpence, a pocket full of rye, four and twenty blackbirds, baked in a
+        pie.
+        """
 
     def hum(argv):
         """Hum."""
@@ -114,7 +118,8 @@ def test_the_commands_of_nanotrain_fit(width):
 
 
 @pytest.mark.parametrize(
-    "argv", [["--output-prefix", "a", "--json-keys=text"], ["--json-key=text", "--output-prefix", "a"]]
+    "argv",
+    [["--output-prefix", "a", "--json-keys=text"], ["--json-key=text", "--output-prefix", "a"]],
 )
 def test_flags_of_other_programs_are_one_error_that_says_what_to_write(argv):
     parser = CommandParser("prepare", len)
@@ -122,10 +127,14 @@ def test_flags_of_other_programs_are_one_error_that_says_what_to_write(argv):
         parser.parse_args(argv)
     assert "--output-prefix (write --output PREFIX)" in str(caught.value)
     assert "(write --text-column NAME)" in str(caught.value)
-    assert parser.parse_args(["--input", "b", "--output", "a", "--tokenizer", "bytes"]).output == "a"
+    assert (
+        parser.parse_args(["--input", "b", "--output", "a", "--tokenizer", "bytes"]).output == "a"
+    )
 
 
-@pytest.mark.parametrize("flags", [["--seq-length", "8"], ["--bf16"], ["--num-layers=2"], ["train.seed=1"]])
+@pytest.mark.parametrize(
+    "flags", [["--seq-length", "8"], ["--bf16"], ["--num-layers=2"], ["train.seed=1"]]
+)
 def test_settings_may_stand_before_the_arguments_of_a_command(flags):
     def command(argv):
         """Do something."""
@@ -137,9 +146,19 @@ def test_settings_may_stand_before_the_arguments_of_a_command(flags):
     words = ["lr=1,seed=2", "--prompt", "train.seed=3", "--seed=4"]
     for argv in ([*flags, *words], [*words, *flags]):
         args, rest = parser.parse_known_args(argv)
-        assert (args.path, args.prompt, args.seed, rest) == ("lr=1,seed=2", "train.seed=3", "4", flags), argv
+        assert (args.path, args.prompt, args.seed, rest) == (
+            "lr=1,seed=2",
+            "train.seed=3",
+            "4",
+            flags,
+        ), argv
 
 
 def test_a_value_of_a_flag_that_takes_none_stays_behind_it():
     line = ["--bf16", "true", "--lr", "1e-3", "--qk-layernorm"]
-    assert CommandParser("parity", COMMANDS["parity"]).parse_known_args([*line, "--world-size", "2"])[1] == line
+    assert (
+        CommandParser("parity", COMMANDS["parity"]).parse_known_args([*line, "--world-size", "2"])[
+            1
+        ]
+        == line
+    )

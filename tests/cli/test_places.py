@@ -43,18 +43,26 @@ def test_what_a_command_has_written_is_uploaded_in_its_order(bucket: str, tmp_pa
         written_path(f"{bucket}/out/", suffix="/a")
 
 
-def test_a_command_that_fails_uploads_nothing_and_leaves_nothing(bucket: str, tmp_path: Path) -> None:
+def test_a_command_that_fails_uploads_nothing_and_leaves_nothing(
+    bucket: str, tmp_path: Path
+) -> None:
     with pytest.raises(ZeroDivisionError), transfers():
         written_path(f"{bucket}/failed").write_text("half")
         raise ZeroDivisionError
     assert parse(f"{bucket}/failed").sizes() == {} and not any(tmp_path.iterdir())
 
 
-def test_what_is_read_is_in_a_folder_of_this_user(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_is_in_a_folder_of_this_user(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (parse(bucket) / "run/config.yaml").write(b"x")
     with transfers():
         path = read_path(f"{bucket}/run")
-        assert (path / "config.yaml").read_text() == "x" and is_fetched(path) and not is_fetched(tmp_path)
+        assert (
+            (path / "config.yaml").read_text() == "x"
+            and is_fetched(path)
+            and not is_fetched(tmp_path)
+        )
         monkeypatch.setattr("os.getuid", lambda: 12345)
         (tmp_path / f"nanotrain-12345-{os.getpid()}").mkdir()
         with pytest.raises(EnvironmentFault, match="another user"):

@@ -19,7 +19,14 @@ def test_one_screen_a_picture_and_json(capsys, tmp_path):
     assert main(["plan", *RUN, "--train-tokens", "1e11", "--png", str(picture)]) == 0
     text = capsys.readouterr().out
     assert indent(text, "    ") in PAGE.read_text(), "the page shows what the command prints"
-    for part in ("8 GPUs h100, engine nanotrain", "memory", "tokens/s per GPU", "GPU-hours", "bound by", "next change"):
+    for part in (
+        "8 GPUs h100, engine nanotrain",
+        "memory",
+        "tokens/s per GPU",
+        "GPU-hours",
+        "bound by",
+        "next change",
+    ):
         assert part in text
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert main(["plan", *RUN, "--json", "--engine", "megatron"]) == 0
@@ -34,15 +41,33 @@ def test_a_search_prints_the_command_line_of_the_fastest(capsys):
 
 
 def test_the_model_of_a_hugging_face_folder_is_planned(capsys, tmp_path):
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64, "vocab_size": 512}
-    layers = {"num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 4, "intermediate_size": 96}
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "vocab_size": 512,
+    }
+    layers = {
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "intermediate_size": 96,
+    }
     MixtralConfig(**sizes, **layers).save_pretrained(tmp_path)
     layout = ["--world-size", "4", "--expert-model-parallel-size", "2", "--seq-length", "64"]
     assert main(["plan", *layout, "--json", "--pretrained-checkpoint", str(tmp_path)]) == 0
     planned = json.loads(capsys.readouterr().out)["memory_bytes"]
     experts = "--num-experts 4 --num-layers 2 --ffn-hidden-size 96 --group-query-attention --num-query-groups 2"
-    shape = [word for key, value in sizes.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    alike = ["--untie-embeddings-and-output-weights", "--moe-router-topk", "2", *experts.split(), *shape]
+    shape = [
+        word for key, value in sizes.items() for word in (f"--{key.replace('_', '-')}", str(value))
+    ]
+    alike = [
+        "--untie-embeddings-and-output-weights",
+        "--moe-router-topk",
+        "2",
+        *experts.split(),
+        *shape,
+    ]
     assert main(["plan", *layout, "--json", *alike]) == 0
     assert json.loads(capsys.readouterr().out)["memory_bytes"] == planned
     assert main(["dry-run", *layout, "--pretrained-checkpoint", str(tmp_path)]) == 0
@@ -69,7 +94,9 @@ def test_calibrated_on_a_run_the_plan_of_that_run_is_its_step(capsys, tmp_path):
     loaded = load([*RUN[:2], "--global-batch-size=64"])
     (tmp_path / "config.yaml").write_text(to_yaml(loaded.config))
     (tmp_path / "starts.jsonl").write_text('{"step": 0, "world_size": 8}\n')
-    rows = [f'{{"step": {step}, "step_time_s": {2.5 if step > 3 else 60}}}\n' for step in range(1, 9)]
+    rows = [
+        f'{{"step": {step}, "step_time_s": {2.5 if step > 3 else 60}}}\n' for step in range(1, 9)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(rows))
     flags = ["--json", "--global-batch-size", "64"]
     assert main(["plan", *RUN, *flags, "--calibrate", str(tmp_path)]) == 0

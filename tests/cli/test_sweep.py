@@ -31,7 +31,17 @@ def stub(tmp_path, monkeypatch):
 
 
 def test_every_combination_is_started_with_its_values_and_folder(stub, tmp_path, capfd):
-    words = ["--over", "lr=1e-3,2", "--over", "train.seed=5,6", "--run-dir", "runs/a", "+config=tiny", "--nnodes", "2"]
+    words = [
+        "--over",
+        "lr=1e-3,2",
+        "--over",
+        "train.seed=5,6",
+        "--run-dir",
+        "runs/a",
+        "+config=tiny",
+        "--nnodes",
+        "2",
+    ]
     assert main(["sweep", *stub(RECORD), *words]) == 3
     shared = "first word --nnodes=2 --run-dir runs/a +config=tiny"
     assert (tmp_path / "log").read_text().splitlines() == [
@@ -41,29 +51,55 @@ def test_every_combination_is_started_with_its_values_and_folder(stub, tmp_path,
     ]
     captured = capfd.readouterr()
     assert "run 1 of 4: lr=1e-3,seed=5" in captured.out
-    assert captured.err.splitlines() == [f"error: run lr=2,seed={seed} ended with exit code 3" for seed in (5, 6)]
+    assert captured.err.splitlines() == [
+        f"error: run lr=2,seed={seed} ended with exit code 3" for seed in (5, 6)
+    ]
 
 
 def test_commands_are_printed_as_a_shell_reads_them(capsys):
-    words = ["--over", "split=969,30,1 9,1,0", "--print", "--nproc-per-node", "2", "+config=tiny", "--train-iters", "7"]
+    words = [
+        "--over",
+        "split=969,30,1 9,1,0",
+        "--print",
+        "--nproc-per-node",
+        "2",
+        "+config=tiny",
+        "--train-iters",
+        "7",
+    ]
     assert main(["sweep", *words]) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert [line[-2:] for line in lines] == [
-        [f"--split={split}", f"--run-dir=runs/tiny-sweep/split={split}"] for split in ("969,30,1", "9,1,0")
+        [f"--split={split}", f"--run-dir=runs/tiny-sweep/split={split}"]
+        for split in ("969,30,1", "9,1,0")
     ]
-    assert lines[0][:5] == ["nanotrain", "train", "--nproc-per-node=2", "+config=tiny", "--train-iters"]
+    assert lines[0][:5] == [
+        "nanotrain",
+        "train",
+        "--nproc-per-node=2",
+        "+config=tiny",
+        "--train-iters",
+    ]
 
 
-def test_finished_runs_are_not_run_again_and_the_best_is_listed_first(stub, tmp_path, monkeypatch, capfd):
+def test_finished_runs_are_not_run_again_and_the_best_is_listed_first(
+    stub, tmp_path, monkeypatch, capfd
+):
     stub(RECORD)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "stub"))
     saved = {"train": {"train_iters": 40}}
     losses = {"loss": lambda step: 3.0, "valid_loss": lambda step: 5.0}
     write_run(tmp_path / "s" / "lr=1", config=saved | {"optim": {"lr": 1.0}}, **losses)  # finished
     write_run(
-        tmp_path / "s" / "lr=4", config=saved | {"optim": {"lr": 4.0}}, steps=30, loss=lambda step: 4.0
+        tmp_path / "s" / "lr=4",
+        config=saved | {"optim": {"lr": 4.0}},
+        steps=30,
+        loss=lambda step: 4.0,
     )  # stopped
-    assert main(["sweep", "--over", "lr=1,4", "--run-dir", "s", "+config=tiny", "--train-iters=40"]) == 0
+    assert (
+        main(["sweep", "--over", "lr=1,4", "--run-dir", "s", "+config=tiny", "--train-iters=40"])
+        == 0
+    )
     words = "--run-dir s +config=tiny --train-iters=40 --lr=4 --run-dir=s/lr=4"
     assert (tmp_path / "log").read_text() == f"-m nanotrain train {words}\n"
     out = capfd.readouterr().out
@@ -72,10 +108,15 @@ def test_finished_runs_are_not_run_again_and_the_best_is_listed_first(stub, tmp_
     assert "nanotrain compare s/lr=4 s/lr=1" in out
 
 
-def test_a_run_of_fewer_steps_goes_on_and_one_of_other_settings_is_an_error(stub, tmp_path, monkeypatch, capsys):
+def test_a_run_of_fewer_steps_goes_on_and_one_of_other_settings_is_an_error(
+    stub, tmp_path, monkeypatch, capsys
+):
     stub(RECORD)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "stub"))
-    saved = {"train": {"train_iters": 40, "global_batch_size": 16}, "optim": {"lr": 1.0, "weight_decay": 0.1}}
+    saved = {
+        "train": {"train_iters": 40, "global_batch_size": 16},
+        "optim": {"lr": 1.0, "weight_decay": 0.1},
+    }
     write_run(tmp_path / "s" / "lr=1", config=saved)
     words = ["sweep", "--over", "lr=1", "--run-dir", "s", "+config=tiny"]
     assert main([*words, "--train-iters", "40"]) == 0
@@ -83,7 +124,10 @@ def test_a_run_of_fewer_steps_goes_on_and_one_of_other_settings_is_an_error(stub
     assert main([*words, "--train-iters", "60"]) == 0
     assert (tmp_path / "log").exists()
     assert main([*words, "--weight-decay", "0.3"]) == 2
-    assert "run folder s/lr=1 is not of these settings: it was trained with others" in capsys.readouterr().err
+    assert (
+        "run folder s/lr=1 is not of these settings: it was trained with others"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_file_of_a_section_is_a_value(capsys):
@@ -104,10 +148,19 @@ def test_a_stop_lets_the_current_run_save_and_ends_the_sweep(stub, tmp_path):
     ("words", "message"),
     [
         ("+config=tiny", "the following arguments are required: --over"),
-        ("--over lr +config=tiny", "--over lr: it takes a setting and its values; --over lr=1e-3,3e-4"),
+        (
+            "--over lr +config=tiny",
+            "--over lr: it takes a setting and its values; --over lr=1e-3,3e-4",
+        ),
         ("--over lr=1,,2 +config=tiny", "--over lr=1,,2 has an empty value"),
-        ("--over lr=1 --over lr=2 +config=tiny", "--over lr is given twice; --over lr=V1,V2,... with all its values"),
-        ("--over lr=1,1 +config=tiny", "two runs of the sweep would be in a folder lr=1; give each value once"),
+        (
+            "--over lr=1 --over lr=2 +config=tiny",
+            "--over lr is given twice; --over lr=V1,V2,... with all its values",
+        ),
+        (
+            "--over lr=1,1 +config=tiny",
+            "two runs of the sweep would be in a folder lr=1; give each value once",
+        ),
         ("--over run-dir=a,b +config=tiny", "a sweep names the run folders itself"),
         ("--over lr=1e-3,x +config=tiny", "run lr=x: optim.lr is 'x': it takes a number"),
         (
@@ -116,7 +169,10 @@ def test_a_stop_lets_the_current_run_save_and_ends_the_sweep(stub, tmp_path):
         ),
         ("--over lr=1,2 +config=tyni", "run lr=1: there is no recipe 'tyni'"),
         ("--over tp=1,3 --nproc-per-node 2 +config=tiny", "--tensor-model-parallel-size"),
-        ("--over tensor_model_parallel_size=1,3 --nproc-per-node 2 +config=tiny", "run tensor_model_parallel_size=3: "),
+        (
+            "--over tensor_model_parallel_size=1,3 --nproc-per-node 2 +config=tiny",
+            "run tensor_model_parallel_size=3: ",
+        ),
         ("--over lr=1,2 --nnodes 2 +config=tiny", "a sweep on several machines"),
         (
             "--over lr=1,2 --launch-with /absent/x +config=tiny",
@@ -124,11 +180,17 @@ def test_a_stop_lets_the_current_run_save_and_ends_the_sweep(stub, tmp_path):
         ),
     ],
 )
-def test_a_mistake_is_one_message_before_anything_runs(tmp_path, monkeypatch, capfd, words, message):
+def test_a_mistake_is_one_message_before_anything_runs(
+    tmp_path, monkeypatch, capfd, words, message
+):
     monkeypatch.chdir(tmp_path)
     assert main(["sweep", *words.split()]) == 2
     captured = capfd.readouterr()
-    assert message in captured.err and captured.err.startswith("error: ") and "Traceback" not in captured.err
+    assert (
+        message in captured.err
+        and captured.err.startswith("error: ")
+        and "Traceback" not in captured.err
+    )
     assert not list(Path().iterdir())
 
 

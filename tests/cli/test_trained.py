@@ -14,12 +14,19 @@ from nanotrain.errors import ConfigError
 
 
 def config_of(*flags: str, world_size: int = 1) -> Config:
-    trained = Config(model=ModelConfig(vocab_size=257), data=DataConfig(seq_length=64, eod_mask_loss=True))
-    return evaluation_config(trained, load_line(parse(flags), to_train=False), world_size=world_size)
+    trained = Config(
+        model=ModelConfig(vocab_size=257), data=DataConfig(seq_length=64, eod_mask_loss=True)
+    )
+    return evaluation_config(
+        trained, load_line(parse(flags), to_train=False), world_size=world_size
+    )
 
 
 def test_length_and_masks_are_the_runs_unless_set() -> None:
-    assert (config_of().data.seq_length, config_of("--seq-length", "32").data.seq_length) == (64, 32)
+    assert (config_of().data.seq_length, config_of("--seq-length", "32").data.seq_length) == (
+        64,
+        32,
+    )
     assert config_of().data.eod_mask_loss
 
 
@@ -33,7 +40,9 @@ def test_settings_of_training_are_refused() -> None:
         config_of("--lr", "1", "--bf16")
 
 
-@pytest.mark.parametrize("flags", [["--overlap-grad-reduce"], ["--ddp-bucket-size", "100"], ["--force-all-reduce"]])
+@pytest.mark.parametrize(
+    "flags", [["--overlap-grad-reduce"], ["--ddp-bucket-size", "100"], ["--force-all-reduce"]]
+)
 def test_settings_of_gradients_are_refused(flags) -> None:
     with pytest.raises(ConfigError, match=f"{flags[0]} has no effect|force_all_reduce"):
         config_of(*flags)

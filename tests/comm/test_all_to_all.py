@@ -25,7 +25,10 @@ def send_both_ways(ctx, dtype):
     back = [rows_of(source, rank, size=size, dtype=dtype) for source in range(size)]
     sent, expected = torch.cat(out), torch.cat(back)
     received = torch.empty_like(expected)
-    splits = {"input_splits": [len(rows) for rows in out], "output_splits": [len(rows) for rows in back]}
+    splits = {
+        "input_splits": [len(rows) for rows in out],
+        "output_splits": [len(rows) for rows in back],
+    }
     start_all_to_all(received, sent, group=group, **splits).wait()
     assert torch.equal(received, expected)
     num_sent = sum(len(rows) for target, rows in enumerate(out) if target != rank)
@@ -45,9 +48,13 @@ def test_the_gradient_of_a_row_returns_to_its_source(ctx):
     x = torch.arange(sum(send) * WIDTH, dtype=torch.float32).view(-1, WIDTH).requires_grad_()
     received = all_to_all(x, group, input_splits=send, output_splits=receive)
     (received * (rank + 1)).sum().backward()  # a factor that depends on the receiver
-    factors = torch.tensor([float(target + 1) for target, count in enumerate(send) for _ in range(count)])
+    factors = torch.tensor(
+        [float(target + 1) for target, count in enumerate(send) for _ in range(count)]
+    )
     assert torch.equal(x.grad, factors[:, None].expand(-1, WIDTH))
-    received = start_differentiable_all_to_all(x, group, input_splits=send, output_splits=receive).wait()
+    received = start_differentiable_all_to_all(
+        x, group, input_splits=send, output_splits=receive
+    ).wait()
     (gradient,) = torch.autograd.grad(received.sum(), x)
     assert torch.equal(gradient, torch.ones_like(x)), "an expanded gradient is sent too"
 
@@ -56,7 +63,12 @@ def test_in_a_group_of_one_the_output_is_the_input():
     single, x = Group.single_rank("ep"), torch.ones(3, 2, requires_grad=True)
     assert all_to_all(x, single, input_splits=[3], output_splits=[3]) is x
     output = torch.zeros(3, 2)
-    assert start_all_to_all(output, x.detach(), input_splits=[3], output_splits=[3], group=single).wait() is output
+    assert (
+        start_all_to_all(
+            output, x.detach(), input_splits=[3], output_splits=[3], group=single
+        ).wait()
+        is output
+    )
     assert torch.equal(output, torch.ones(3, 2))
     assert single.traffic.calls() == 0
 
@@ -65,9 +77,13 @@ def test_in_a_group_of_one_the_output_is_the_input():
 def test_wrong_split_sizes_raise_before_anything_is_sent(ctx):
     group, x = ctx.group("world"), torch.ones(3, 2)
     with pytest.raises(AssertionError, match="wrong rank"):
-        start_all_to_all(torch.empty(2, 2), x, input_splits=[1, 1], output_splits=[1, 1], group=group)
+        start_all_to_all(
+            torch.empty(2, 2), x, input_splits=[1, 1], output_splits=[1, 1], group=group
+        )
     with pytest.raises(AssertionError, match="one split size"):
         start_all_to_all(torch.empty(3, 2), x, input_splits=[3], output_splits=[3], group=group)
     with pytest.raises(AssertionError, match="not by strides"):
-        start_all_to_all(torch.empty(2, 3).t(), x, input_splits=[1, 2], output_splits=[1, 2], group=group)
+        start_all_to_all(
+            torch.empty(2, 3).t(), x, input_splits=[1, 2], output_splits=[1, 2], group=group
+        )
     assert ctx.traffic.calls() == 0

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanotrain.comm.autograd import concat_along, copy_to, eager, gather_along, reduce_from, scatter_along, split_along
+from nanotrain.comm.autograd import (
+    concat_along,
+    copy_to,
+    eager,
+    gather_along,
+    reduce_from,
+    scatter_along,
+    split_along,
+)
 from nanotrain.comm.group import Group
 from tests.harness import ranks
 
@@ -86,7 +94,9 @@ def test_tensors_may_have_any_strides(ctx):
     for function in (copy_to, reduce_from):
         assert torch.equal(function(x, group), function(dense, group)), function.__name__
     for function in ALONG:
-        assert torch.equal(function(x, group, dim=1), function(dense, group, dim=1)), function.__name__
+        assert torch.equal(function(x, group, dim=1), function(dense, group, dim=1)), (
+            function.__name__
+        )
 
 
 @ranks(4, tp=4)
@@ -119,7 +129,11 @@ def test_forward_and_backward_send_the_bytes_of_one_all_reduce(ctx):
     for function, x in ((gather_along, slice_of(full, group, 1)), (scatter_along, full)):
         traffic.reset()
         function(x.clone().requires_grad_(), group, dim=1).sum().backward()
-        assert traffic.bytes("tp", "all_gather") == traffic.bytes("tp", "reduce_scatter") == one_all_reduce // 2
+        assert (
+            traffic.bytes("tp", "all_gather")
+            == traffic.bytes("tp", "reduce_scatter")
+            == one_all_reduce // 2
+        )
 
 
 def test_in_a_group_of_one_the_output_is_the_input_without_a_graph_node():
@@ -149,7 +163,8 @@ def double(x: Tensor) -> Tensor:
 
 
 def test_runs_between_two_graphs_without_compiling_again() -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend  # half a second, which no rank above should pay
+    # half a second, which no rank above should pay
+    from torch._dynamo.testing import CompileCounterWithBackend
 
     def function(x: Tensor) -> Tensor:
         return double(x.relu()).sigmoid()

@@ -49,7 +49,9 @@ def test_host_numbers_and_objects_are_communicated(ctx):
     world = ctx.group("world")
     assert all_reduce_scalars([1, 0.1 * ctx.rank], world) == pytest.approx([3.0, 0.3], rel=1e-15)
     assert all_reduce_scalars([ctx.rank], world, op="max") == [2.0]
-    assert all_gather_object({"rank": ctx.rank}, ctx.control) == [{"rank": rank} for rank in range(3)]
+    assert all_gather_object({"rank": ctx.rank}, ctx.control) == [
+        {"rank": rank} for rank in range(3)
+    ]
     barrier(ctx.control)
 
 
@@ -96,7 +98,9 @@ def test_a_group_of_one_in_place_copies_nothing(start):
 @ranks(2, threads=False)
 def test_wrong_slices_raise_before_anything_is_sent(ctx):
     with pytest.raises(AssertionError, match="would be read as"):
-        start_reduce_scatter_into(torch.empty(2), torch.empty(4, dtype=torch.bfloat16), group=ctx.group("world"))
+        start_reduce_scatter_into(
+            torch.empty(2), torch.empty(4, dtype=torch.bfloat16), group=ctx.group("world")
+        )
     with pytest.raises(AssertionError, match="not by strides"):
         start_all_gather_into(torch.empty(8)[::2], torch.empty(2), group=ctx.group("world"))
     with pytest.raises(AssertionError, match="unequal slices"):
@@ -143,7 +147,9 @@ def test_traffic_agrees_with_the_bytes_written_to_sockets(ctx):
         collective()
         barrier(ctx.control)
         written, counted = written_bytes() - before, ctx.traffic.bytes("world", op)
-        assert written == pytest.approx(counted, rel=0.005), f"{op}: {written} bytes written, {counted} counted"
+        assert written == pytest.approx(counted, rel=0.005), (
+            f"{op}: {written} bytes written, {counted} counted"
+        )
 
 
 @ranks(2, threads=False)
@@ -170,7 +176,9 @@ def send_all_sizes(ctx, fan_out):
         message = bytes([ctx.rank]) * size
         assert broadcast_object(message, control) == bytes(size)
         gathered = gather_object(message, control)
-        assert gathered == ([bytes([rank]) * size for rank in range(control.size)] if ctx.rank == 0 else None)
+        assert gathered == (
+            [bytes([rank]) * size for rank in range(control.size)] if ctx.rank == 0 else None
+        )
         # one rank's alone is large
         gathered = gather_object(message if ctx.rank == 1 else ctx.rank, control)
         assert gathered is None or gathered == [0, bytes([1]) * size, *range(2, control.size)]

@@ -56,7 +56,9 @@ def test_a_rank_that_slurm_shows_one_gpu_takes_it(monkeypatch):
         devices.pick_device("cuda", 3, environment=own | {"SLURM_LOCALID": "0"})
 
 
-def test_segments_of_the_allocator_grow_and_streams_have_queues_unless_the_environment_has_other_settings(monkeypatch):
+def test_segments_of_the_allocator_grow_and_streams_have_queues_unless_the_environment_has_other_settings(
+    monkeypatch,
+):
     gpus(monkeypatch, 1)
     environment: dict[str, str] = {}
     devices.pick_device("cuda", 0, environment=environment)
@@ -79,22 +81,33 @@ def test_the_queues_are_set_before_cuda_is_asked_for_anything(monkeypatch):
 
 def test_more_local_ranks_than_gpus_is_an_error_with_the_numbers(monkeypatch):
     gpus(monkeypatch, 2)
-    with pytest.raises(EnvironmentFault, match=r"local rank 2 has no GPU: 2 visible.*--nproc-per-node 2"):
+    with pytest.raises(
+        EnvironmentFault, match=r"local rank 2 has no GPU: 2 visible.*--nproc-per-node 2"
+    ):
         devices.pick_device("cuda", 2, environment={})
 
 
 def test_auto_is_the_cpu_of_one_machine_with_fewer_gpus_than_ranks(monkeypatch):
     made_current = gpus(monkeypatch, 1)
     two = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
-    assert [devices.pick_device("auto", rank, environment=dict(two)) for rank in (0, 1)] == [CPU, CPU]
-    assert "2 ranks and 1 GPU on this machine" in devices.describe_unused_gpus("auto", environment=two)
+    assert [devices.pick_device("auto", rank, environment=dict(two)) for rank in (0, 1)] == [
+        CPU,
+        CPU,
+    ]
+    assert "2 ranks and 1 GPU on this machine" in devices.describe_unused_gpus(
+        "auto", environment=two
+    )
     assert made_current == []
     # the GPU where it is set, on several machines, alone, or one per rank
     own = {"LOCAL_RANK": "1", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "1"}
     assert devices.pick_device("auto", 1, environment=two | own) == torch.device("cuda", 0)
     assert devices.describe_unused_gpus("auto", environment=two | own) == ""
-    one_task = two | {"TORCHELASTIC_RUN_ID": "1", "SLURM_LOCALID": "0", "CUDA_VISIBLE_DEVICES": "0"}  # torchrun in it
-    picked = [devices.pick_device("auto", rank, environment=one_task | {"LOCAL_RANK": str(rank)}) for rank in (0, 1)]
+    # torchrun in it
+    one_task = two | {"TORCHELASTIC_RUN_ID": "1", "SLURM_LOCALID": "0", "CUDA_VISIBLE_DEVICES": "0"}
+    picked = [
+        devices.pick_device("auto", rank, environment=one_task | {"LOCAL_RANK": str(rank)})
+        for rank in (0, 1)
+    ]
     assert picked == [CPU, CPU]
     for kind, world in (
         ("cuda", two),
@@ -102,7 +115,10 @@ def test_auto_is_the_cpu_of_one_machine_with_fewer_gpus_than_ranks(monkeypatch):
         ("auto", {}),
         ("auto", {"WORLD_SIZE": "1"}),
     ):
-        assert devices.pick_device(kind, 0, environment=dict(world)) == torch.device("cuda", 0), (kind, world)
+        assert devices.pick_device(kind, 0, environment=dict(world)) == torch.device("cuda", 0), (
+            kind,
+            world,
+        )
         assert devices.describe_unused_gpus(kind, environment=world) == "", (kind, world)
 
 
@@ -111,7 +127,8 @@ def test_everything_works_on_a_cpu():
     assert devices.device_name(CPU) == "cpu"
 
 
-@ranks(1)  # a process of its own: in this one an earlier test may have set glibc to keep freed memory
+# a process of its own: in this one an earlier test may have set glibc to keep freed memory
+@ranks(1)
 def test_peak_memory_of_a_cpu_counts_from_its_reset(ctx):
     if devices.peak_memory(CPU) == 0:
         pytest.skip("not supported by this system")
@@ -145,7 +162,11 @@ def test_copies_after_collectives_share_one_stream_and_on_a_cpu_have_none(monkey
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     waits: list[int] = []
     work = SimpleNamespace(wait=lambda: waits.append(1))
-    assert devices.HostCopy.after(work, torch.tensor([2.0])).read() == [2.0] and waits == [1] and not streams
+    assert (
+        devices.HostCopy.after(work, torch.tensor([2.0])).read() == [2.0]
+        and waits == [1]
+        and not streams
+    )
     tensor = SimpleNamespace(device=torch.device("cuda", 0), record_stream=lambda stream: None)
     devices._side_stream.cache_clear()
     monkeypatch.setattr(devices.HostCopy, "__init__", lambda self, tensor: None)
@@ -156,7 +177,10 @@ def test_copies_after_collectives_share_one_stream_and_on_a_cpu_have_none(monkey
 
 
 def test_buffers_are_copied_at_once_on_a_cpu() -> None:
-    copies, target = devices.HostTransfer(CPU), devices.host_zeros(4, dtype=torch.float32, device=CPU)
+    copies, target = (
+        devices.HostTransfer(CPU),
+        devices.host_zeros(4, dtype=torch.float32, device=CPU),
+    )
     copies.wait_for_device()
     copies.start(target, torch.ones(4)).wait_on_host()
     copies.finish()
@@ -176,7 +200,9 @@ def test_the_history_of_memory_is_recorded_until_it_is_written(monkeypatch, tmp_
         calls.append(bound.arguments["enabled"])
 
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"history"))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"history")
+    )
     devices.start_memory_history(CPU)
     devices.write_memory_history(tmp_path / "m.pickle")
     assert (tmp_path / "m.pickle").read_bytes() == b"history" and calls == ["all", None]

@@ -9,9 +9,7 @@ from nanotrain.comm import device
 from nanotrain.comm.driver import driver_version, hides_gpus, unseen_gpu_reason
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)  Sun Jul 27"
-OLD = (
-    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  gcc 12.3.0"
-)
+OLD = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  gcc 12.3.0"
 
 
 def machine(root: Path, driver: str | None, *, has_device: bool = True) -> Path:
@@ -33,7 +31,12 @@ def machine(root: Path, driver: str | None, *, has_device: bool = True) -> Path:
         (None, False, "13.0", "no NVIDIA driver is loaded"),
         (OPEN, True, None, f"torch {torch.__version__} is built without CUDA"),
         (OPEN, False, "13.0", "this container was given no device; start it with --gpus all"),
-        (OLD, True, "13.0", "driver 535.104.05 is too old for CUDA 13.0 of torch, which needs 580.65.06"),
+        (
+            OLD,
+            True,
+            "13.0",
+            "driver 535.104.05 is too old for CUDA 13.0 of torch, which needs 580.65.06",
+        ),
         (OLD, True, "12.8", "CUDA does not start"),
         (OPEN, True, "13.0", "CUDA does not start"),
     ],
@@ -47,7 +50,9 @@ def test_a_machine_without_a_device_has_no_reason(tmp_path: Path) -> None:
     assert unseen_gpu_reason(tmp_path) == "" and driver_version(tmp_path) is None
 
 
-def test_auto_on_the_cpu_of_a_machine_with_a_gpu_is_a_line_unless_the_gpus_are_hidden(monkeypatch) -> None:
+def test_auto_on_the_cpu_of_a_machine_with_a_gpu_is_a_line_unless_the_gpus_are_hidden(
+    monkeypatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device, "unseen_gpu_reason", lambda: "driver 535 is too old")
     line = "training on the CPU of a machine with an NVIDIA GPU: driver 535 is too old"
@@ -56,4 +61,6 @@ def test_auto_on_the_cpu_of_a_machine_with_a_gpu_is_a_line_unless_the_gpus_are_h
     assert device.describe_unused_gpus("cpu", environment={}) == ""
     monkeypatch.setattr(device, "unseen_gpu_reason", str)
     assert device.describe_unused_gpus("auto", environment={}) == ""
-    assert hides_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) and not hides_gpus({"CUDA_VISIBLE_DEVICES": "0"})
+    assert hides_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) and not hides_gpus(
+        {"CUDA_VISIBLE_DEVICES": "0"}
+    )

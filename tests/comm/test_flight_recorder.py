@@ -1,6 +1,11 @@
 """The flight recorder's dump as one collective per process group, and its settings."""
 
-from nanotrain.comm.flight_recorder import SETTINGS, RecordedCollective, newest_collectives, switch_on
+from nanotrain.comm.flight_recorder import (
+    SETTINGS,
+    RecordedCollective,
+    newest_collectives,
+    switch_on,
+)
 
 
 def entry(name: str, sequence: int, state: str, *, op: str = "nccl:all_reduce", **more):
@@ -28,7 +33,9 @@ def test_of_each_process_group_the_oldest_incomplete_collective_or_the_newest_on
     ]
     dump = {"entries": entries, "pg_config": {"1": {"ranks": "[0, 2]"}, "0": {"ranks": "[]"}}}
     assert newest_collectives(dump) == [
-        RecordedCollective("tp", (0, 2), 2, "_reduce_scatter_base", ((3, 2),), ("Float",), "started"),
+        RecordedCollective(
+            "tp", (0, 2), 2, "_reduce_scatter_base", ((3, 2),), ("Float",), "started"
+        ),
         RecordedCollective("world", (), 4, "all_reduce", ((3, 2),), ("Float",), "completed"),
         RecordedCollective("dp", (), 1, "all_reduce", ((3, 2),), ("Float",), "completed"),
     ]

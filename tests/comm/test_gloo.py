@@ -27,12 +27,17 @@ def expected_slice(rank: int, size: int, dtype: torch.dtype, *, divisor: int = 1
 
 
 def scatter_into_a_separate_output(group, dtype):
-    tensor, output = version_of(group.index, group.size, dtype), torch.full((_SLICE,), torch.nan, dtype=dtype)
+    tensor, output = (
+        version_of(group.index, group.size, dtype),
+        torch.full((_SLICE,), torch.nan, dtype=dtype),
+    )
     start_reduce_scatter_into(output, tensor, group=group).wait()
     assert torch.equal(output, expected_slice(group.index, group.size, dtype))
     start_reduce_scatter_into(output, tensor, group=group, op="avg").wait()
     assert torch.equal(output, expected_slice(group.index, group.size, dtype, divisor=group.size))
-    assert torch.equal(tensor, version_of(group.index, group.size, dtype)), "the input must not change"
+    assert torch.equal(tensor, version_of(group.index, group.size, dtype)), (
+        "the input must not change"
+    )
 
 
 def scatter_into_the_local_slice(group, dtype):
@@ -47,7 +52,8 @@ def scatter_into_the_local_slice(group, dtype):
 def scatter_every_way(ctx):
     gloo._CHUNK = 8
     for scatter, dtype in product(
-        (scatter_into_a_separate_output, scatter_into_the_local_slice), (torch.float32, torch.bfloat16)
+        (scatter_into_a_separate_output, scatter_into_the_local_slice),
+        (torch.float32, torch.bfloat16),
     ):
         scatter(ctx.group("world"), dtype)
 
@@ -63,7 +69,8 @@ def reduce_many_at_once(ctx):
     tensors = [torch.arange(4.0 * size) + ctx.rank for size in (50, 3, 0, 200)]
     outputs = [torch.empty(tensor.numel() // 4) for tensor in tensors]
     works = [
-        start_reduce_scatter_into(output, tensor, group=group) for output, tensor in zip(outputs, tensors, strict=True)
+        start_reduce_scatter_into(output, tensor, group=group)
+        for output, tensor in zip(outputs, tensors, strict=True)
     ]
     for work in reversed(works):
         work.wait()
@@ -79,7 +86,10 @@ def test_reductions_in_flight_together_do_not_mix_and_may_be_waited_for_in_any_o
 def gather_both_ways(group, dtype):
     local = torch.arange(5).to(dtype) + 10 * group.index
     full = torch.cat([torch.arange(5).to(dtype) + 10 * rank for rank in range(group.size)])
-    separate, in_place = torch.empty(5 * group.size, dtype=dtype), torch.empty(5 * group.size, dtype=dtype)
+    separate, in_place = (
+        torch.empty(5 * group.size, dtype=dtype),
+        torch.empty(5 * group.size, dtype=dtype),
+    )
     slot = in_place.view(group.size, 5)[group.index]
     slot.copy_(local)
     into_separate = start_all_gather_into(separate, local, group=group)

@@ -14,7 +14,13 @@ def any_backend(monkeypatch):
 def test_a_group_has_the_ranks_of_its_spec():
     spec = GroupSpec("dp", ranks=(1, 5, 9), index=2)
     group = Group(spec, process_group=object())
-    assert (group.name, group.ranks, group.index, group.size, group.rank) == ("dp", (1, 5, 9), 2, 3, 9)
+    assert (group.name, group.ranks, group.index, group.size, group.rank) == (
+        "dp",
+        (1, 5, 9),
+        2,
+        3,
+        9,
+    )
     assert not group.is_first
 
 

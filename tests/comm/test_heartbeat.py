@@ -1,11 +1,18 @@
-"""What a rank records: phases, actions, collectives and what it waits for, also in memory of other processes."""
+"""What a rank records: phases, actions, collectives and what it waits for, also in memory of other
+processes.
+"""
 
 import timeit
 
 import pytest
 import torch
 
-from nanotrain.comm.collectives import all_gather_object, all_reduce, all_reduce_scalars, start_all_reduce
+from nanotrain.comm.collectives import (
+    all_gather_object,
+    all_reduce,
+    all_reduce_scalars,
+    start_all_reduce,
+)
 from nanotrain.comm.group import Group
 from nanotrain.comm.heartbeat import RECORD_BYTES, Collective, Heartbeat, Waiting, read_record
 from nanotrain.comm.send_recv import start_ring_send_recv
@@ -21,7 +28,10 @@ def test_phases_actions_and_collectives_are_read_back():
     heartbeat.started("no such group", "no such op", num_bytes=1)
     beat = heartbeat.read()
     assert (beat.step, beat.phase, beat.action) == (3, "step", "B1.5")
-    assert beat.collectives == {"dp": Collective(1, "all_reduce", 64), "?": Collective(1, "no such op", 1)}
+    assert beat.collectives == {
+        "dp": Collective(1, "all_reduce", 64),
+        "?": Collective(1, "no such op", 1),
+    }
     assert beat.waiting is None and beat.beats == 4 and not beat.is_alarmed
 
 

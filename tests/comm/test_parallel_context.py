@@ -25,7 +25,13 @@ from nanotrain.topology.topology import Topology
 from tests.fake_world import HAS_META_COLLECTIVES, fake_context
 from tests.harness import HANG_S, parallel_config, ranks, run_ranks
 
-LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+LAUNCHED = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 
 
 def topology(world_size: int, **options) -> Topology:
@@ -78,7 +84,9 @@ def test_one_process_without_torchrun_is_a_world_of_one_without_process_groups(n
 
 def test_a_topology_of_another_world_size_is_an_error(no_torchrun):
     with (
-        pytest.raises(EnvironmentFault, match="1 rank was launched for a topology of 4.*launch 4 ranks"),
+        pytest.raises(
+            EnvironmentFault, match="1 rank was launched for a topology of 4.*launch 4 ranks"
+        ),
         ParallelContext.start(topology(4), device="cpu"),
     ):
         pass
@@ -107,9 +115,15 @@ def test_process_groups_are_destroyed_after_success_and_left_after_an_error(monk
         ({"RANK": "0"}, "RANK set but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT in"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK, WORLD_SIZE set but not LOCAL_RANK, MASTER_ADDR"),
         (LAUNCHED | {"MASTER_ADDR": ""}, "set but not MASTER_ADDR in the environment"),
-        (LAUNCHED | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' .* from 1 to 10000000; start with torchrun, or unset"),
+        (
+            LAUNCHED | {"WORLD_SIZE": "two"},
+            "WORLD_SIZE is 'two' .* from 1 to 10000000; start with torchrun, or unset",
+        ),
         (LAUNCHED | {"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
-        (LAUNCHED | {"RANK": "2"}, "RANK is '2' in the environment: it must be a whole number from 0 to 1"),
+        (
+            LAUNCHED | {"RANK": "2"},
+            "RANK is '2' in the environment: it must be a whole number from 0 to 1",
+        ),
         (LAUNCHED | {"RANK": "9" * 5000}, "RANK is '999"),
         (LAUNCHED | {"RANK": "-1"}, "RANK is '-1'"),
         (LAUNCHED | {"LOCAL_RANK": "7"}, "LOCAL_RANK is '7'"),
@@ -152,9 +166,15 @@ def wait_after_lowering(ctx, op):
     if ctx.rank == 1:
         ctx.set_timeout(HANG_S)
         return 0.0
-    work = start_reduce_scatter_into(torch.zeros(2), torch.ones(4), group=group) if op == "messages" else None
+    work = (
+        start_reduce_scatter_into(torch.zeros(2), torch.ones(4), group=group)
+        if op == "messages"
+        else None
+    )
     started = time.monotonic()
-    with pytest.raises(CommunicationFault, match="#2 of [0-9]+ bytes over group world .* failed on rank 0"):
+    with pytest.raises(
+        CommunicationFault, match="#2 of [0-9]+ bytes over group world .* failed on rank 0"
+    ):
         work.wait() if work else all_reduce(torch.ones(4), group)
     seconds = time.monotonic() - started
     ctx.set_timeout(HANG_S)  # the ranks meet at the end of the test
@@ -169,11 +189,16 @@ def test_a_timeout_is_lowered_for_gloo_s_collectives_and_messages(op):
 def test_the_timeout_of_every_group_that_communicates_is_set(monkeypatch):
     given = {}
     monkeypatch.setattr(
-        group_module, "_set_timeout", lambda process_group, timeout: given.update({process_group: timeout})
+        group_module,
+        "_set_timeout",
+        lambda process_group, timeout: given.update({process_group: timeout}),
     )
     with fake_context(topology(8, tp=2), 0) as ctx:
         ctx.set_timeout(7.0)
         groups = [group for group in (*ctx.groups.values(), ctx.control) if group.size > 1]
         connected = [group for group in groups if group.process_group is not None]
-        assert given == {group.process_group: timedelta(seconds=7) for group in connected} and len(given) == 4
+        assert (
+            given == {group.process_group: timedelta(seconds=7) for group in connected}
+            and len(given) == 4
+        )
         assert ctx.timeout_s == 7.0

@@ -1,4 +1,6 @@
-"""Process groups by splits of the world on NCCL, which a stand-in records, and objects along a tree of gloo groups."""
+"""Process groups by splits of the world on NCCL, which a stand-in records, and objects along a tree
+of gloo groups.
+"""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,13 @@ from nanotrain.comm.collectives import (
     gather_object,
 )
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.comm.process_groups import create_control, create_groups, join_world, require_host, store_of_attempt
+from nanotrain.comm.process_groups import (
+    create_control,
+    create_groups,
+    join_world,
+    require_host,
+    store_of_attempt,
+)
 from nanotrain.errors import EnvironmentFault
 from nanotrain.topology.topology import Topology, partitions
 from tests.harness import HANG_S, parallel_config, ranks
@@ -33,15 +41,21 @@ class Splits:
     def __init__(self, monkeypatch, *, is_bound=True, excess=0):
         self.calls = []
         backend = SimpleNamespace(supports_splitting=True)
-        world = SimpleNamespace(bound_device_id=0 if is_bound else None, _get_backend=lambda device: backend)
+        world = SimpleNamespace(
+            bound_device_id=0 if is_bound else None, _get_backend=lambda device: backend
+        )
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
         monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
         monkeypatch.setattr(dist, "split_group", self.split)
-        monkeypatch.setattr(process_groups, "process_group_device", lambda group: torch.device("cpu"))
+        monkeypatch.setattr(
+            process_groups, "process_group_device", lambda group: torch.device("cpu")
+        )
         monkeypatch.setattr(
             dist,
             "all_reduce",
-            lambda tensor, group: tensor.fill_(group.size + excess if hasattr(group, "size") else 16),
+            lambda tensor, group: tensor.fill_(
+                group.size + excess if hasattr(group, "size") else 16
+            ),
         )
 
     def split(self, *, split_ranks, timeout, group_desc):
@@ -55,7 +69,11 @@ class Splits:
         return create_groups(topology, rank, timeout=TIMEOUT)
 
 
-LAYOUTS = [{"tp": 2, "pp": 4}, {"tp": 2, "cp": 2, "strategy": "optim", "instances": 2}, {"ep": 4, "tp": 2, "pp": 2}]
+LAYOUTS = [
+    {"tp": 2, "pp": 4},
+    {"tp": 2, "cp": 2, "strategy": "optim", "instances": 2},
+    {"ep": 4, "tp": 2, "pp": 2},
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -66,7 +84,11 @@ def test_every_rank_takes_part_in_the_same_splits_and_gets_its_own_groups(monkey
         groups = splits.create(topology, rank)
         first = first or splits.calls
         assert splits.calls == first  # same order, same arguments
-        needed = {spec.ranks for name, spec in topology.group_specs(rank).items() if spec.size > 1 and name != "model"}
+        needed = {
+            spec.ranks
+            for name, spec in topology.group_specs(rank).items()
+            if spec.size > 1 and name != "model"
+        }
         assert needed == groups.keys()
         assert all(group.ranks == ranks for ranks, group in groups.items() if len(ranks) < 16)
     for _, parts in first:
@@ -76,20 +98,26 @@ def test_every_rank_takes_part_in_the_same_splits_and_gets_its_own_groups(monkey
 
 
 def test_parts_that_torch_gave_the_same_number_are_found(monkeypatch):
-    with pytest.raises(EnvironmentFault, match=r"a group of 2 ranks \(first 0, last 1\) has 4 members"):
+    with pytest.raises(
+        EnvironmentFault, match=r"a group of 2 ranks \(first 0, last 1\) has 4 members"
+    ):
         Splits(monkeypatch, excess=2).create(Topology.of(parallel_config(tp=2), 16), 0)
 
 
 def test_a_world_without_a_device_has_groups_of_its_members_alone(monkeypatch):
     splits, created = Splits(monkeypatch, is_bound=False), []
-    monkeypatch.setattr(process_groups, "_new_group", lambda name, ranks, timeout: created.append((name, ranks)))
+    monkeypatch.setattr(
+        process_groups, "_new_group", lambda name, ranks, timeout: created.append((name, ranks))
+    )
     splits.create(Topology.of(parallel_config(tp=2), 16), 3)
     assert splits.calls == [] and created == [("tp", (2, 3)), ("dp", tuple(range(1, 16, 2)))]
 
 
 def test_nccl_groups_have_streams_of_high_priority(monkeypatch):
     # given NCCL's options, which a CPU build of torch lacks
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    monkeypatch.setattr(
+        dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False
+    )
     given = {}
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: given.update(options))
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
@@ -100,12 +128,17 @@ def test_nccl_groups_have_streams_of_high_priority(monkeypatch):
     assert given["pg_options"] is None
     # the world is bound to its device, so that groups can be split from it
     monkeypatch.setattr(process_groups, "meet", lambda *_, **__: dist.HashStore())
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **options: given.update(options)
+    )
     backend = SimpleNamespace(options=SimpleNamespace())
     world = SimpleNamespace(_get_backend=lambda device: backend)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
     process_groups.join_world(0, 2, device=torch.device("cuda", 1), timeout=TIMEOUT)
-    assert given["device_id"] == torch.device("cuda", 1) and given["pg_options"].is_high_priority_stream
+    assert (
+        given["device_id"] == torch.device("cuda", 1)
+        and given["pg_options"].is_high_priority_stream
+    )
     assert backend.options.global_ranks_in_group == [0, 1]
     process_groups.join_world(0, 2, device=torch.device("cpu"), timeout=TIMEOUT)
     assert given["device_id"] is None
@@ -144,9 +177,13 @@ def test_objects_travel_along_a_tree_in_the_order_of_ranks(ctx):
     assert ctx.control.levels == ()  # a small world has no tree
 
 
-def meet(store: dist.Store, world_size: int, *, first: int = 0, timeout_s: float = HANG_S) -> list[dist.Store]:
+def meet(
+    store: dist.Store, world_size: int, *, first: int = 0, timeout_s: float = HANG_S
+) -> list[dist.Store]:
     def join(rank: int) -> dist.Store:
-        return store_of_attempt(store, rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
+        return store_of_attempt(
+            store, rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+        )
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(join, reversed(range(first, world_size))))  # rank 0 comes last
@@ -155,7 +192,8 @@ def meet(store: dist.Store, world_size: int, *, first: int = 0, timeout_s: float
 def test_every_attempt_has_an_empty_store_that_all_its_ranks_share():
     store = dist.HashStore()
     store.add("nanotrain-attempts/count", 2)
-    store.set("nanotrain-attempts/drawn-2", "of a rank that has ended")  # and the first ended before it published
+    # and the first ended before it published
+    store.set("nanotrain-attempts/drawn-2", "of a rank that has ended")
     for world_size in (4, 4, 3, 1, 5):
         stores = meet(store, world_size)
         assert not any(each.check(["address"]) for each in stores)
@@ -174,7 +212,8 @@ def test_a_store_that_cannot_be_reached_is_one_error_without_stacks(monkeypatch,
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     with pytest.raises(
-        EnvironmentFault, match=f"127.0.0.1:{port} accepts no connection: Connection refused, for 0.2 s"
+        EnvironmentFault,
+        match=f"127.0.0.1:{port} accepts no connection: Connection refused, for 0.2 s",
     ):
         join_world(1, 2, device=torch.device("cpu"), timeout=timedelta(seconds=0.2))
     assert capfd.readouterr().err == ""
@@ -186,7 +225,10 @@ def test_a_meeting_point_without_an_address_is_one_error_that_names_it(monkeypat
 
     require_host("127.0.0.1")
     with pytest.raises(EnvironmentFault, match=r"MASTER_ADDR 'a\.b.*x' has no address"):
-        require_host("a." + "b" * 99 + ".x", timeout_s=0.0)  # no name: a part has at most 63 characters
+        # no name: a part has at most 63 characters
+        require_host("a." + "b" * 99 + ".x", timeout_s=0.0)
     monkeypatch.setattr(process_groups.socket, "getaddrinfo", unknown)
-    with pytest.raises(EnvironmentFault, match="'node7' has no address: Name or service not known; set MASTER_ADDR"):
+    with pytest.raises(
+        EnvironmentFault, match="'node7' has no address: Name or service not known; set MASTER_ADDR"
+    ):
         require_host("node7", timeout_s=0.0)

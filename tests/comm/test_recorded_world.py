@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from nanotrain.comm.all_to_all import all_to_all
-from nanotrain.comm.collectives import all_reduce_scalars, start_all_gather, start_all_reduce, start_reduce_scatter
+from nanotrain.comm.collectives import (
+    all_reduce_scalars,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from nanotrain.comm.recorded_world import recorded_world
 from nanotrain.comm.recorder import Race, Recorder
 from nanotrain.comm.send_recv import start_ring_send_recv
@@ -34,12 +39,19 @@ def test_the_calls_of_a_rank_of_a_large_world() -> None:
         ("all_reduce", "2 float64 sum", None),
     ]
     assert recorder.calls[3].splits == ((2,) * 8, (3,) * 8)
-    assert {call.ranks for call in recorder.calls} == {tp.ranks, pp.ranks, context.group("world").ranks}
+    assert {call.ranks for call in recorder.calls} == {
+        tp.ranks,
+        pp.ranks,
+        context.group("world").ranks,
+    }
 
 
 def test_an_input_inside_of_the_output_may_be_read_in_flight() -> None:
     recorder = Recorder()
-    with recorded_world(Topology.of(parallel_config(tp=2), 2), 1, recorder=recorder) as context, recorder:
+    with (
+        recorded_world(Topology.of(parallel_config(tp=2), 2), 1, recorder=recorder) as context,
+        recorder,
+    ):
         from nanotrain.comm.collectives import start_all_gather_into
 
         full = torch.empty(8, device="meta")

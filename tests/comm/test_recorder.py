@@ -27,7 +27,13 @@ def test_a_resized_storage_has_its_new_size() -> None:
 
 
 @pytest.mark.parametrize(
-    "use", [lambda x: x + 1, lambda x: x.mul_(2), lambda x: x[:, 1].sum(), lambda x: x.untyped_storage().resize_(0)]
+    "use",
+    [
+        lambda x: x + 1,
+        lambda x: x.mul_(2),
+        lambda x: x[:, 1].sum(),
+        lambda x: x.untyped_storage().resize_(0),
+    ],
 )
 def test_an_output_in_flight_is_not_used(use: object) -> None:
     with Recorder() as recorder:
@@ -64,7 +70,10 @@ def test_a_buffer_freed_in_flight_is_found() -> None:
 
 
 def test_known_shapes_give_the_same_results() -> None:
-    x, out = torch.empty(4, 6, device="meta", dtype=torch.bfloat16), torch.empty(4, 4, device="meta")
+    x, out = (
+        torch.empty(4, 6, device="meta", dtype=torch.bfloat16),
+        torch.empty(4, 4, device="meta"),
+    )
     shapes: dict[object, object] = {}
     for _ in range(2):
         with Recorder(shapes) as recorder:

@@ -28,7 +28,9 @@ def test_two_ranks_send_to_each_other_at_once(ctx):
 def test_messages_of_a_pair_arrive_in_the_order_in_which_they_were_sent(ctx):
     group, peer = ctx.group("pp"), 1 - ctx.rank
     if ctx.rank == 0:
-        sends = [start_send_recv([Message(torch.tensor([n]), peer)], [], group=group) for n in range(20)]
+        sends = [
+            start_send_recv([Message(torch.tensor([n]), peer)], [], group=group) for n in range(20)
+        ]
         for started in sends:
             started.sent.wait()
         return
@@ -64,7 +66,8 @@ def test_a_batch_has_several_peers(ctx):
 
 @ranks(3, threads=False, pp=3)
 def test_a_receive_completes_before_the_sends_of_its_batch(ctx):
-    # given: rank 2 receives from rank 0 only after rank 0 has replied to rank 1; gloo waits one by one
+    # given: rank 2 receives from rank 0 only after rank 0 has replied to rank 1; gloo waits one by
+    # one
     group, large, small = ctx.group("pp"), torch.zeros(LARGE), torch.ones(1)
     if ctx.rank == 0:
         started = start_send_recv([Message(large, 2)], [Message(small, 1)], group=group)
@@ -112,7 +115,10 @@ def test_a_ring_stays_inside_its_group_also_of_two(ctx):
 
 @ranks(2, threads=False)
 def test_ring_messages_in_flight_together_arrive_in_order(ctx):
-    first, second = (start_ring_send_recv([torch.tensor([10 * n + ctx.rank])], ctx.group("world")) for n in (1, 2))
+    first, second = (
+        start_ring_send_recv([torch.tensor([10 * n + ctx.rank])], ctx.group("world"))
+        for n in (1, 2)
+    )
     assert second.wait()[0].item() == 20 + 1 - ctx.rank
     assert first.wait()[0].item() == 10 + 1 - ctx.rank
 

@@ -32,7 +32,9 @@ def until(condition) -> None:
 
 
 def run_at_random_speed(ctx: ParallelContext, seed: int) -> tuple[int, int]:
-    """Passes until the stop, in which ranks do not wait for each other; returns the pass and its microbatches."""
+    """Passes until the stop, in which ranks do not wait for each other; returns the pass and its
+    microbatches.
+    """
     speed, wants_stop = random.Random(f"{seed} {ctx.rank}"), False
     point = StopPoint(ctx.store, ctx.control, timeout_s=HANG_S)
     point.poll_s = 0.005 * speed.random()

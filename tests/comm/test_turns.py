@@ -54,6 +54,11 @@ def test_a_backward_in_turns_has_its_own_gradient_mode_and_the_modes_of_the_call
             return function(*args, **(kwargs or {}))
 
     with Mode(), torch.no_grad():
-        turns.run([lambda: turns.hand_over(), lambda: seen.append((torch.is_grad_enabled(), torch.ones(2).sum()))])
+        turns.run(
+            [
+                lambda: turns.hand_over(),
+                lambda: seen.append((torch.is_grad_enabled(), torch.ones(2).sum())),
+            ]
+        )
     assert any(name == "sum.default" and thread.startswith("turns") for name, thread in seen[:-1])
     assert seen[-1][0] is True

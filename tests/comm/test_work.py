@@ -65,10 +65,14 @@ def lose_a_rank(ctx, op, folder):
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_a_lost_rank_raises_at_once_with_group_and_rank(op, tmp_path):
-    with pytest.raises(pytest.fail.Exception, match="rank [23] of 4: exited with code 3 and sent no reply"):
+    with pytest.raises(
+        pytest.fail.Exception, match="rank [23] of 4: exited with code 3 and sent no reply"
+    ):
         run_ranks(4, lose_a_rank, op, tmp_path, tp=2, threads=False)
     for rank in range(2):
-        message = rf"{op} #[12] of [0-9]+ bytes over group dp \(ranks .*\) failed on rank {rank} \(dp0 tp"
+        message = (
+            rf"{op} #[12] of [0-9]+ bytes over group dp \(ranks .*\) failed on rank {rank} \(dp0 tp"
+        )
         assert re.search(message, (tmp_path / f"rank {rank}").read_text())
 
 
@@ -89,5 +93,8 @@ def start_late(ctx, op):
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_a_late_rank_raises_after_the_timeout(op):
     message = run_ranks(2, start_late, op, threads=False)[0]
-    assert re.search(rf"{op} #1 of [0-9]+ bytes over group control \(ranks 0-1\) failed on rank 0 \(dp0\)", message)
+    assert re.search(
+        rf"{op} #1 of [0-9]+ bytes over group control \(ranks 0-1\) failed on rank 0 \(dp0\)",
+        message,
+    )
     assert "--distributed-timeout-minutes" in message

@@ -1,4 +1,6 @@
-"""docs/megatron.md, made from published launch scripts: `python -m tests.config.launch_table > docs/megatron.md`."""
+"""docs/megatron.md, made from published launch scripts: `python -m tests.config.launch_table >
+docs/megatron.md`.
+"""
 
 import shlex
 from collections import Counter
@@ -28,11 +30,20 @@ SAME = "same name"
 def page() -> str:
     """The page: one row per flag, the most used first."""
     uses = Counter(flag for _, line in SCRIPTS.values() for flag in flags_of(line))
-    rows = [(flag, count, *became(flag)) for flag, count in sorted(uses.items(), key=lambda use: (-use[1], use[0]))]
+    rows = [
+        (flag, count, *became(flag))
+        for flag, count in sorted(uses.items(), key=lambda use: (-use[1], use[0]))
+    ]
     kinds = Counter(kind for _, _, kind, _ in rows)
-    summary = f"{len(rows)} flags: " + ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()) + "."
+    summary = (
+        f"{len(rows)} flags: "
+        + ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        + "."
+    )
     lines = [TITLE.format(scripts=len(SCRIPTS), summary=summary)]
-    lines += [table_row(f"`{flag}`", str(count), kind, meaning) for flag, count, kind, meaning in rows]
+    lines += [
+        table_row(f"`{flag}`", str(count), kind, meaning) for flag, count, kind, meaning in rows
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,9 @@
-"""Further launch scripts: of forks, fine-tuning and reinforcement learning, and of ModelOpt's models.
+"""Further launch scripts: of forks, fine-tuning and reinforcement learning, and of ModelOpt's
+models.
 
-As tests/config/launch_scripts.py. slime sets the lengths of sequences itself, and has flags that are not Megatron-LM's,
-which are left out; the other examples have no flags of the run, which are added at the end.
+As tests/config/launch_scripts.py. slime sets the lengths of sequences itself, and has flags that
+are not Megatron-LM's, which are left out; the other examples have no flags of the run, which are
+added at the end.
 """
 
 MORE_SCRIPTS: dict[str, tuple[int, str]] = {

@@ -1,4 +1,6 @@
-"""The tables of arguments agree with the fields and with the parser; every wrong word is named with its cure."""
+"""The tables of arguments agree with the fields and with the parser; every wrong word is named with
+its cure.
+"""
 
 import pytest
 
@@ -40,9 +42,13 @@ def test_other_spellings_lead_to_values_of_their_field() -> None:
         ("--learning-rat 1", "unknown flag --learning-rat; did you mean --lr?"),
         ("optim.learning_rat=1", "unknown key optim.learning_rat; did you mean optim.lr?"),
         ("--learning-rate 1", "unknown flag --learning-rate; did you mean --lr?"),
-        ("--s3-path x", "unknown flag --s3-path; nanotrain train --help=all lists the flags"),  # no refused flag
+        # no refused flag
+        ("--s3-path x", "unknown flag --s3-path; nanotrain train --help=all lists the flags"),
         ("--no-shufle", "did you mean --no-shuffle?"),
-        ("model.hybrid_override_pattern=M", "model.hybrid_override_pattern; write --hybrid-override-pattern"),
+        (
+            "model.hybrid_override_pattern=M",
+            "model.hybrid_override_pattern; write --hybrid-override-pattern",
+        ),
         ("trian.lr=3", "unknown key trian.lr; did you mean"),
         ("optim.lrr=3", "unknown key optim.lrr; did you mean optim.lr?"),
         ("lr=3", "unknown key lr: a key names its section; did you mean optim.lr?"),
@@ -57,17 +63,29 @@ def test_other_spellings_lead_to_values_of_their_field() -> None:
         ("--data-path --bf16", "--data-path has no value"),
         ("--config-dir", "--config-dir has no value: it takes one; write --config-dir DIR"),
         ("--cfg", "--cfg has no value: it takes one; write --cfg job"),
-        ("--shuffle true", "unexpected argument 'true': --shuffle takes no value; write --shuffle=true"),
+        (
+            "--shuffle true",
+            "unexpected argument 'true': --shuffle takes no value; write --shuffle=true",
+        ),
         ("tiny", "unexpected argument 'tiny': it is neither a flag nor key=value"),
-        ("--num-layers 2 \\", "unexpected argument '\\\\': a backslash goes on to the next line only at the end"),
+        (
+            "--num-layers 2 \\",
+            "unexpected argument '\\\\': a backslash goes on to the next line only at the end",
+        ),
         (
             "\u2014lr 1e-3",
             "a typographic dash in place of hyphens, as some programs write it; write --lr",
         ),
         ("--LR 1e-3", "unknown flag --LR; did you mean --lr?"),
-        ("$GPT_MODEL_ARGS", "unexpected argument '$GPT_MODEL_ARGS': the shell has not replaced the variable"),
+        (
+            "$GPT_MODEL_ARGS",
+            "unexpected argument '$GPT_MODEL_ARGS': the shell has not replaced the variable",
+        ),
         ("optim.lr = 1e-3", "a key, = and its value are one argument; write optim.lr=1e-3"),
-        ("optim.lr 1e-3 --bf16", "unexpected argument 'optim.lr 1e-3': a key, = and its value are one argument"),
+        (
+            "optim.lr 1e-3 --bf16",
+            "unexpected argument 'optim.lr 1e-3': a key, = and its value are one argument",
+        ),
         (
             "+config tiny",
             "unexpected argument '+config tiny': a key, = and its value are one argument; write +config=tiny",
@@ -77,7 +95,10 @@ def test_other_spellings_lead_to_values_of_their_field() -> None:
             "--lr 1e-3 3e-4",
             "unexpected argument '3e-4': --lr takes one value; leave it out; nanotrain sweep --over lr=V1",
         ),
-        ("--lr 1e-3 tiny", "unexpected argument 'tiny': it is neither a flag nor key=value; write +config=tiny"),
+        (
+            "--lr 1e-3 tiny",
+            "unexpected argument 'tiny': it is neither a flag nor key=value; write +config=tiny",
+        ),
         ("--betas 0.9 0.95", "write --adam-beta1 0.9 --adam-beta2 0.95"),
         ("-x", "unknown flag -x"),
         ("--data-parallel-size two", "--data-parallel-size is 'two'"),
@@ -85,10 +106,16 @@ def test_other_spellings_lead_to_values_of_their_field() -> None:
         ("++config=tiny", "write +config=NAME"),
         ("-lr 3", "did you mean --lr?"),
         ("---lr 3", "did you mean --lr?"),
-        ("--master-port 1", "write it before -m nanotrain.train, where it is an option of torchrun"),
+        (
+            "--master-port 1",
+            "write it before -m nanotrain.train, where it is an option of torchrun",
+        ),
         ("--cfg hydra", "write --cfg job"),
         ("--bf16 --params-dtype fp32", "--bf16 contradicts --params-dtype fp32"),
-        ("--bf16 --fp16", "--fp16 contradicts --bf16: --fp16 means precision.params_dtype=fp16; leave one of them out"),
+        (
+            "--bf16 --fp16",
+            "--fp16 contradicts --bf16: --fp16 means precision.params_dtype=fp16; leave one of them out",
+        ),
         ("train_gpt.py", "leave it out: the program is python -m nanotrain.train"),
         ("llama.toml", "write its settings into a YAML file, and +config=FILE.yaml"),
         ("my.yaml", "write +config=my.yaml"),

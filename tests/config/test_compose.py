@@ -1,4 +1,6 @@
-"""Composition of YAML files: bad files by name, shadowed files, files by path, the folder of recipes."""
+"""Composition of YAML files: bad files by name, shadowed files, files by path, the folder of
+recipes.
+"""
 
 from pathlib import Path
 
@@ -22,7 +24,9 @@ def write(path: Path, text: str) -> Path:
 def test_nested_sections_are_composed_with_their_file():
     values, files = compose_files(parse(["model=deepseek_v3"]))
     assert values["model.moe.router_topk"] == 8
-    assert files["model.moe.router_topk"] == files["model.mla.q_lora_rank"] == "model/deepseek_v3.yaml"
+    assert (
+        files["model.moe.router_topk"] == files["model.mla.q_lora_rank"] == "model/deepseek_v3.yaml"
+    )
 
 
 def test_settings_are_merged_over_the_files_in_order():
@@ -34,7 +38,8 @@ def test_settings_are_merged_over_the_files_in_order():
 
 def test_the_sections_of_an_old_run_are_read_and_a_flag_overrides_them(tmp_path):
     path = write(
-        tmp_path / "config.yaml", "model:\n  moe_router_topk: 2\n  num_experts: 4\n  moe_aux_loss_coeff: 0.1\n"
+        tmp_path / "config.yaml",
+        "model:\n  moe_router_topk: 2\n  num_experts: 4\n  moe_aux_loss_coeff: 0.1\n",
     )
     config = load_config([f"+config={path}", "--moe-router-topk", "3"])
     assert (config.model.moe.router_topk, config.model.moe.aux_loss_coeff) == (3, [0.1])
@@ -52,22 +57,40 @@ def test_the_recipes_are_found():
         ("# @package _global_\noptim:\n  lrr: 1\n", "unknown key optim.lrr in {path}"),
         ("# @package _global_\noptm:\n  lr: 1\n", "unknown section optm in {path}"),
         ("optim:\n  lr: 1\n", "begin it with the line: # @package _global_"),
-        ("# @package _global_\noptim: [\n", "cannot be read: line 3: while parsing a flow node, expected the node"),
+        (
+            "# @package _global_\noptim: [\n",
+            "cannot be read: line 3: while parsing a flow node, expected the node",
+        ),
         (
             "# @package _global_\ndefaults: [tinyy, _self_]\n",
             "there is no config/tinyy.yaml: a defaults list names it; ",
         ),
         ("# @package _global_\ndefaults: [tinyy, _self_]\n", "; did you mean tiny?"),
-        ("# @package _global_\noptim:\n  lrr: 1\n  mrr: 2\n", "2 mistakes:\n  - unknown key optim.lrr in {path}; "),
-        ("# @package _global_\noptim:\n  lr: fast\n", "optim.lr is 'fast' in {path}: it takes a number"),
+        (
+            "# @package _global_\noptim:\n  lrr: 1\n  mrr: 2\n",
+            "2 mistakes:\n  - unknown key optim.lrr in {path}; ",
+        ),
+        (
+            "# @package _global_\noptim:\n  lr: fast\n",
+            "optim.lr is 'fast' in {path}: it takes a number",
+        ),
         (
             "# @package _global_\noptim:\n  lr: ${\n",
             "optim.lr in {path} has a ${{...}} that cannot be read: a reference is",
         ),
-        ("# @package _global_\noptim:\n  lr: '${oc.create:{a: 1}}'\n", "lr in {path} refers to ${{oc.create:"),
-        ("# @package _global_\noptim:\n\tlr: 1\n", "it is indented with spaces, and each key is set once"),
+        (
+            "# @package _global_\noptim:\n  lr: '${oc.create:{a: 1}}'\n",
+            "lr in {path} refers to ${{oc.create:",
+        ),
+        (
+            "# @package _global_\noptim:\n\tlr: 1\n",
+            "it is indented with spaces, and each key is set once",
+        ),
         ("# @package _global_\noptim: {lr: 1\n", "line 3: while parsing a flow mapping"),
-        ("# @package _global_\nOptim:\n  lr: 1\n", "unknown key Optim in {path}; did you mean optim?"),
+        (
+            "# @package _global_\nOptim:\n  lr: 1\n",
+            "unknown key Optim in {path}; did you mean optim?",
+        ),
         (
             "# @package _global_\noptim:\n  lr: ${optim.min_lr}\n  min_lr: ${optim.lr}\n",
             "the value of optim.lr refers to itself: ${{...}} of several fields lead back to it; give one of",
@@ -88,8 +111,14 @@ def test_a_bad_recipe_is_named(text, message, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["+config=tiny.yaml"], "there is no file tiny.yaml: +config=tiny.yaml names one; did you mean +config=tiny,"),
-        (["+config=no/where.yaml"], "there is no file no/where.yaml: +config=no/where.yaml names one; check the path"),
+        (
+            ["+config=tiny.yaml"],
+            "there is no file tiny.yaml: +config=tiny.yaml names one; did you mean +config=tiny,",
+        ),
+        (
+            ["+config=no/where.yaml"],
+            "there is no file no/where.yaml: +config=no/where.yaml names one; check the path",
+        ),
         (["+config=tini"], "did you mean +config=tiny?"),
         (["--config-dir", ""], "--config-dir is empty: it takes a folder"),
         (["--config-dir", __file__], "cannot be read: it is a file"),
@@ -107,17 +136,25 @@ def test_what_names_no_file_is_one_error(arguments, message):
 def test_a_recipe_that_sets_nothing_or_is_elsewhere_is_one_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "none.yaml", "# nothing yet\n")
-    with pytest.raises(ConfigError, match=r"none.yaml sets nothing: it is empty, or has comments alone"):
+    with pytest.raises(
+        ConfigError, match=r"none.yaml sets nothing: it is empty, or has comments alone"
+    ):
         load_config(["+config=none.yaml"])
-    with pytest.raises(ConfigError, match=r"there is no recipe 'none'.*write \+config=none.yaml for the file"):
+    with pytest.raises(
+        ConfigError, match=r"there is no recipe 'none'.*write \+config=none.yaml for the file"
+    ):
         load_config(["+config=none"])
-    with pytest.raises(ConfigError, match=rf"write \+config={tmp_path}/none.yaml for the file of that name"):
+    with pytest.raises(
+        ConfigError, match=rf"write \+config={tmp_path}/none.yaml for the file of that name"
+    ):
         load_config(["+config=none", "--config-dir", str(tmp_path)])
 
 
 def test_a_key_that_is_set_twice_is_named_with_its_line(tmp_path):
     path = write(tmp_path / "my.yaml", "optim:\n  lr: 1\n  clip_grad: 1\n  lr: 2\n")
-    with pytest.raises(ConfigError, match="line 4: .*found duplicate key lr; .*each key is set once"):
+    with pytest.raises(
+        ConfigError, match="line 4: .*found duplicate key lr; .*each key is set once"
+    ):
         load_config([f"+config={path}"])
 
 
@@ -151,12 +188,17 @@ def test_files_that_are_written_again_are_read_again(tmp_path, monkeypatch):
             tmp_path / "config" / "mine.yaml",
             f"# @package _global_\ndefaults: [{size}, _self_]\ntrain: {{seed: {seed}}}\n",
         )
-        write(tmp_path / "config" / f"{size}.yaml", f"# @package _global_\ntrain: {{run_dir: {size}}}\n")
+        write(
+            tmp_path / "config" / f"{size}.yaml",
+            f"# @package _global_\ntrain: {{run_dir: {size}}}\n",
+        )
         train = load_config(["+config=mine"]).train
         assert (train.seed, train.run_dir) == (seed, size)
 
 
-@pytest.mark.parametrize("words", [["+config=tiny_moe"], ["+config=llama7b", "parallel=zero2"], []], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["+config=tiny_moe"], ["+config=llama7b", "parallel=zero2"], []], ids=" ".join
+)
 def test_files_are_merged_as_hydra_merges_them(words):
     line = parse(words)
     overrides = [f"{group}={name}" for group, name in line.choices.items()]
@@ -175,7 +217,9 @@ def test_files_are_merged_as_hydra_merges_them(words):
         (b"- {a: 1}\n- {b: 1, b: 2}\n", "found duplicate key b"),
     ],
 )
-@pytest.mark.parametrize("argument", ["+config=r", "+config=through", "+config=FOLDER/config/r.yaml"])
+@pytest.mark.parametrize(
+    "argument", ["+config=r", "+config=through", "+config=FOLDER/config/r.yaml"]
+)
 def test_a_file_that_is_no_yaml_is_named_with_the_line(content, message, argument, tmp_path):
     write(tmp_path / "config" / "r.yaml", "").write_bytes(content)
     write(tmp_path / "config" / "through.yaml", "# @package _global_\ndefaults: [r]\n")
@@ -183,7 +227,9 @@ def test_a_file_that_is_no_yaml_is_named_with_the_line(content, message, argumen
         load_config(["--config-dir", str(tmp_path), argument.replace("FOLDER", str(tmp_path))])
 
 
-@pytest.mark.parametrize("content", ["a: {b: 1}\nc: {b: 1}\n", "x: &x {b: 1}\na: *x\nc: {<<: *x, b: 2}\n"])
+@pytest.mark.parametrize(
+    "content", ["a: {b: 1}\nc: {b: 1}\n", "x: &x {b: 1}\na: *x\nc: {<<: *x, b: 2}\n"]
+)
 def test_one_key_in_two_sections_is_no_duplicate(content, tmp_path):
     assert read_yaml(write(tmp_path / "r.yaml", content))["c"]["b"] in (1, 2)
 

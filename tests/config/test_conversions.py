@@ -23,15 +23,25 @@ from tests.config.asking import config_of
 
 def test_samples_become_steps_rounded_down_and_the_length_of_the_schedule():
     config = config_of(global_batch_size=128)
-    assert train_samples(config, "1953125000") == {"train_iters": 15258789, "lr_decay_samples": 1953125000}
-    assert train_samples(config_of(global_batch_size=128, lr_decay_samples=5), "256") == {"train_iters": 2}
-    assert train_samples(config_of(global_batch_size=10, lr_decay_samples=5), "1e9") == {"train_iters": 10**8}
+    assert train_samples(config, "1953125000") == {
+        "train_iters": 15258789,
+        "lr_decay_samples": 1953125000,
+    }
+    assert train_samples(config_of(global_batch_size=128, lr_decay_samples=5), "256") == {
+        "train_iters": 2
+    }
+    assert train_samples(config_of(global_batch_size=10, lr_decay_samples=5), "1e9") == {
+        "train_iters": 10**8
+    }
 
 
 def test_a_constant_learning_rate_has_a_schedule_only_for_a_warmup_that_is_a_fraction_of_it():
     constant = {"global_batch_size": 128, "lr_decay_style": "constant"}
     assert train_samples(config_of(**constant), "256") == {"train_iters": 2}
-    assert train_samples(config_of(**constant, lr_warmup_fraction=0.1), "256")["lr_decay_samples"] == 256
+    assert (
+        train_samples(config_of(**constant, lr_warmup_fraction=0.1), "256")["lr_decay_samples"]
+        == 256
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,11 +50,15 @@ def test_a_constant_learning_rate_has_a_schedule_only_for_a_warmup_that_is_a_fra
 )
 def test_layers_per_virtual_stage_become_virtual_stages(fields, layers, stages):
     config = config_of(num_layers=fields[0], pipeline_model_parallel_size=fields[1])
-    assert layers_per_virtual_stage(config, layers) == {"num_virtual_stages_per_pipeline_rank": stages}
+    assert layers_per_virtual_stage(config, layers) == {
+        "num_virtual_stages_per_pipeline_rank": stages
+    }
 
 
 def test_a_padded_vocabulary_is_padded_to_that_size():
-    assert padded_vocab_size(config_of(vocab_size=50257), "51200") == {"make_vocab_size_divisible_by": 51200}
+    assert padded_vocab_size(config_of(vocab_size=50257), "51200") == {
+        "make_vocab_size_divisible_by": 51200
+    }
 
 
 def test_grouped_queries_without_a_number_share_one_head():
@@ -58,15 +72,24 @@ def test_the_step_of_a_checkpoint_is_a_folder_of_the_run_to_load(folder):
 
 
 def test_the_step_of_a_checkpoint_needs_a_run_to_load():
-    with pytest.raises(ConfigError, match="--ckpt-step 4 without --load: .* set --load RUN, also for the run's own"):
+    with pytest.raises(
+        ConfigError, match="--ckpt-step 4 without --load: .* set --load RUN, also for the run's own"
+    ):
         ckpt_step(config_of(), "4")
-    with pytest.raises(ConfigError, match="step-00000002 is the checkpoint of one step; leave --ckpt-step out"):
+    with pytest.raises(
+        ConfigError, match="step-00000002 is the checkpoint of one step; leave --ckpt-step out"
+    ):
         ckpt_step(config_of(load="a/step-00000002"), "4")
 
 
 def test_a_run_goes_back_to_a_step_of_its_own_folder():
-    config = load(["--mock-data", "--save", "runs/a", "--load", "runs/a", "--ckpt-step", "400"]).config
-    assert (config.train.run_dir, config.checkpoint.load) == ("runs/a", "runs/a/checkpoints/step-00000400")
+    config = load(
+        ["--mock-data", "--save", "runs/a", "--load", "runs/a", "--ckpt-step", "400"]
+    ).config
+    assert (config.train.run_dir, config.checkpoint.load) == (
+        "runs/a",
+        "runs/a/checkpoints/step-00000400",
+    )
 
 
 def test_no_position_embedding_is_accepted_with_rope():
@@ -80,7 +103,10 @@ def test_the_dtypes_of_megatron_fsdp_become_those_of_gradients():
     assert grads.values(config_of(), "auto") == comm.values(config_of(), "fp32") == {}
     assert grads.values(config_of(), "bf16") == {"main_grads_dtype": "bf16"}
     assert comm.values(config_of(), "bf16") == {"grad_reduce_in_bf16": True}
-    with pytest.raises(ConfigError, match="--megatron-fsdp-grad-comm-dtype is 'fp16': it takes auto or fp32 or bf16"):
+    with pytest.raises(
+        ConfigError,
+        match="--megatron-fsdp-grad-comm-dtype is 'fp16': it takes auto or fp32 or bf16",
+    ):
         load(["--megatron-fsdp-grad-comm-dtype", "fp16"])
 
 
@@ -106,7 +132,11 @@ def test_recomputing_moe_layers_adds_to_what_is_recomputed():
         ),
         (
             layers_per_virtual_stage,
-            {"num_layers": 8, "pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 2},
+            {
+                "num_layers": 8,
+                "pipeline_model_parallel_size": 2,
+                "decoder_last_pipeline_num_layers": 2,
+            },
             "1",
             "set --num-virtual-stages-per-pipeline-rank",
         ),
@@ -121,15 +151,23 @@ def test_what_has_no_exact_value_is_an_error(convert, fields, text, message):
 
 def test_a_file_holds_the_words_of_data_path(tmp_path):
     (file := tmp_path / "blend.txt").write_text("0.7 data/a\n0.3 data/b\n")
-    assert data_args_path(config_of(), str(file)) == {"data_path": ["0.7", "data/a", "0.3", "data/b"]}
+    assert data_args_path(config_of(), str(file)) == {
+        "data_path": ["0.7", "data/a", "0.3", "data/b"]
+    }
     file.write_text("\n")
-    for path, why in ((file, "the file is empty"), (tmp_path / "none", "it does not exist"), (tmp_path, "directory")):
+    for path, why in (
+        (file, "the file is empty"),
+        (tmp_path / "none", "it does not exist"),
+        (tmp_path, "directory"),
+    ):
         with pytest.raises(ConfigError, match=why):
             data_args_path(config_of(), str(path))
 
 
 def test_a_json_file_holds_the_words_of_each_split_as_a_text_or_a_list(tmp_path):
-    (file := tmp_path / "blend.json").write_text(json.dumps({"train": "0.7 a 0.3 b", "valid": [1, "c"], "test": None}))
+    (file := tmp_path / "blend.json").write_text(
+        json.dumps({"train": "0.7 a 0.3 b", "valid": [1, "c"], "test": None})
+    )
     expected = {"train_data_path": ["0.7", "a", "0.3", "b"], "valid_data_path": ["1", "c"]}
     assert per_split_data_args_path(config_of(), str(file)) == expected
     bad = {

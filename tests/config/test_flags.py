@@ -81,8 +81,14 @@ def test_data_parallel_size_sets_nothing():
     ("words", "strategy"),
     [
         ("--use-distributed-optimizer", "optim"),
-        ("--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads", "optim_grads"),
-        ("--data-parallel-sharding-strategy optim_grads --use-distributed-optimizer", "optim_grads"),
+        (
+            "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads",
+            "optim_grads",
+        ),
+        (
+            "--data-parallel-sharding-strategy optim_grads --use-distributed-optimizer",
+            "optim_grads",
+        ),
     ],
 )
 def test_use_distributed_optimizer_means_at_least_optim(words, strategy):
@@ -93,7 +99,10 @@ def test_use_distributed_optimizer_means_at_least_optim(words, strategy):
     ("words", "message"),
     [
         ("--data-path web -lr 3", "unknown flag -lr; did you mean --lr?"),
-        ("--data-path web tensor_model_parallel_size=2", "did you mean parallel.tensor_model_parallel_size?"),
+        (
+            "--data-path web tensor_model_parallel_size=2",
+            "did you mean parallel.tensor_model_parallel_size?",
+        ),
         ("--lr -infinity", "optim.lr"),
     ],
 )
@@ -133,11 +142,17 @@ def test_a_topic_of_help_may_be_a_word_of_its_own(words):
 
 
 def test_torchrun_hands_every_flag_through():
-    """A word that abbreviates several options of torchrun is a mistake to it, even behind the module's name."""
+    """A word that abbreviates several options of torchrun is a mistake to it, even behind the
+    module's name.
+    """
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    words = [f"{flag}=1" for flag in [*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS]] + [*SWITCHES, *FLAGS, *ALIASES]
+    words = [f"{flag}=1" for flag in [*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS]] + [
+        *SWITCHES,
+        *FLAGS,
+        *ALIASES,
+    ]
     for word in words:
         parsed = parser.parse_args(["--nproc-per-node", "2", "-m", "nanotrain.train", word])
         assert parsed.training_script_args == [word]

@@ -1,4 +1,6 @@
-"""The texts of --help: every flag once, with its default, wrapped at words; and the tables of docs/config.md."""
+"""The texts of --help: every flag once, with its default, wrapped at words; and the tables of
+docs/config.md.
+"""
 
 import re
 from collections import Counter
@@ -29,7 +31,9 @@ def test_every_flag_is_listed_once():
 def test_the_short_help_has_the_options_used_most_and_leads_to_the_others():
     text = help_text()
     assert len(HELP["common"].split()) == 25 and len(text.splitlines()) < 120
-    listed = set(re.findall(r"^│ (--[a-z][\w-]*)", text.replace("--[no-]", "--"), flags=re.MULTILINE))
+    listed = set(
+        re.findall(r"^│ (--[a-z][\w-]*)", text.replace("--[no-]", "--"), flags=re.MULTILINE)
+    )
     assert {ENTRIES[name].flag for name in HELP["common"].split()} <= listed
     assert "--help=all" in text and "--help=megatron" in text and "model.moe" in text
 
@@ -76,7 +80,9 @@ def test_the_width_is_that_of_the_terminal(monkeypatch):
 def test_a_topic_is_named_behind_an_equals_sign():
     assert reply(parse(["--help=optim"])) == help_text("optim")
     assert reply(parse(["-h"])) == reply(parse(["--help"])) == help_text()
-    with pytest.raises(ConfigError, match=r"there is no help on 'megatrn'.*did you mean --help=megatron\?"):
+    with pytest.raises(
+        ConfigError, match=r"there is no help on 'megatrn'.*did you mean --help=megatron\?"
+    ):
         help_text("megatrn")
 
 
@@ -86,7 +92,11 @@ def test_a_topic_is_named_behind_an_equals_sign():
         ("clip", ["--clip-grad", "--[no-]qk-clip", "optim"], ["--lr "]),
         ("clip_grad", ["--clip-grad"], ["qk-clip"]),
         ("Weights & Biases", ["--wandb-entity", "--[no-]wandb"], ["--prometheus-port"]),
-        ("timing", ["--timing-log-level", "--timing-log-option", "accepted without effect"], ["--wandb"]),
+        (
+            "timing",
+            ["--timing-log-level", "--timing-log-option", "accepted without effect"],
+            ["--wandb"],
+        ),
     ],
 )
 def test_a_word_lists_the_flags_whose_name_or_meaning_has_it(word, listed, not_listed):
@@ -100,12 +110,24 @@ def test_a_section_is_found_by_its_last_word():
 
 
 def test_a_default_is_written_as_it_is_typed():
-    texts = {name: typed(ENTRIES[name].default) for name in ("shuffle", "num_experts", "data_path", "lr", "device")}
-    assert texts == {"shuffle": "true", "num_experts": "unset", "data_path": "empty", "lr": "0.0003", "device": "auto"}
+    texts = {
+        name: typed(ENTRIES[name].default)
+        for name in ("shuffle", "num_experts", "data_path", "lr", "device")
+    }
+    assert texts == {
+        "shuffle": "true",
+        "num_experts": "unset",
+        "data_path": "empty",
+        "lr": "0.0003",
+        "device": "auto",
+    }
 
 
 def test_a_flag_is_described_by_its_meaning():
-    assert describe(ENTRIES["moe_router_topk"]) == ("--moe-router-topk N", "experts per token (default: 2)")
+    assert describe(ENTRIES["moe_router_topk"]) == (
+        "--moe-router-topk N",
+        "experts per token (default: 2)",
+    )
 
 
 def test_the_page_is_current():
@@ -125,4 +147,7 @@ def test_help_and_page_name_every_flag_with_its_meaning():
     for entry in ENTRIES.values():
         flag = f"--[no-]{entry.flag[2:]}" if entry.kind is bool else entry.flag
         assert f"{flag} " in text and f"| `{entry.flag}` |" in page
-        assert entry.field.metadata["meaning"] in text and entry.field.metadata["meaning"].replace("|", r"\|") in page
+        assert (
+            entry.field.metadata["meaning"] in text
+            and entry.field.metadata["meaning"].replace("|", r"\|") in page
+        )

@@ -13,8 +13,8 @@ from nanotrain.config.schema import value_of
 from tests.config.launch_scripts import SCRIPTS
 
 GOAL, ACCEPTED = 145, 150  # of the 150 flags used most
-# By how many of 231 GPT and MoE command lines of Megatron-LM's examples and functional tests use them (August 2026),
-# without the flags of torchrun; dashes left out.
+# By how many of 231 GPT and MoE command lines of Megatron-LM's examples and functional tests use
+# them (August 2026), without the flags of torchrun; dashes left out.
 MOST_USED = """
 eval-iters eval-interval tensorboard-dir split clip-grad lr num-layers num-attention-heads micro-batch-size
 log-interval max-position-embeddings seq-length hidden-size save-interval data-path tensor-model-parallel-size
@@ -75,7 +75,9 @@ def test_every_flag_of_a_script_becomes_something(name):
 def test_the_goal_of_accepted_flags_is_met():
     flags, table = [f"--{name}" for name in MOST_USED.split()], megatron().flags
     assert len(set(flags)) == 150
-    unknown = [flag for flag in flags if flag not in {*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *table}]
+    unknown = [
+        flag for flag in flags if flag not in {*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *table}
+    ]
     missing = [flag for flag in flags if flag in table and table[flag].kind == "not yet"]
     assert not unknown and 150 - len(missing) == ACCEPTED >= GOAL, missing
 
@@ -123,7 +125,14 @@ def test_the_goal_of_accepted_flags_is_met():
                 "model.window_size": 127,
             },
         ),
-        ("qwen3_30b_a3b", {"model.moe.ffn_hidden_size": 768, "model.qk_layernorm": True, "model.moe.num_experts": 128}),
+        (
+            "qwen3_30b_a3b",
+            {
+                "model.moe.ffn_hidden_size": 768,
+                "model.qk_layernorm": True,
+                "model.moe.num_experts": 128,
+            },
+        ),
         (
             "qwen3_235b_mxfp8",
             {

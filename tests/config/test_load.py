@@ -44,7 +44,11 @@ def test_the_promised_command_line_works_as_written():
     )
     loaded = load(words.split())
     config = loaded.config
-    assert (config.train.train_iters, config.train.micro_batch_size, config.train.run_dir) == (50, 4, "runs/tiny")
+    assert (config.train.train_iters, config.train.micro_batch_size, config.train.run_dir) == (
+        50,
+        4,
+        "runs/tiny",
+    )
     assert config.parallel.data_parallel_sharding_strategy == "optim_grads"
     assert config.parallel.ddp_bucket_size == 500_000 and config.precision.params_dtype == "bf16"
     assert loaded.recipe == "tiny" and "parallel.ddp_bucket_size" in loaded.explicit
@@ -60,7 +64,11 @@ def test_the_fixed_order_run_from_hugging_face_weights_works_as_written():
         "train.run_dir=OUT"
     )
     config = load_config(words.split())
-    assert config.data.data_path == ["PREFIX"] and config.data.split == "1,0,0" and not config.data.shuffle
+    assert (
+        config.data.data_path == ["PREFIX"]
+        and config.data.split == "1,0,0"
+        and not config.data.shuffle
+    )
     assert config.optim.lr_decay_style == "constant" and config.optim.lr == 1e-2
     assert config.train.run_dir == "OUT" and config.train.eval_interval == 0
 
@@ -81,7 +89,12 @@ def test_the_command_line_beats_the_recipe_beats_the_group_beats_the_default(tmp
     loaded = load(["--lr", "4e-3", "+config=my", "--config-dir", str(tmp_path)])
     # then each layer wins over the one below, and is named
     optim = loaded.config.optim
-    assert (optim.lr, optim.clip_grad, optim.weight_decay, optim.adam_beta1) == (4e-3, 3.0, 0.3, 0.9)
+    assert (optim.lr, optim.clip_grad, optim.weight_decay, optim.adam_beta1) == (
+        4e-3,
+        3.0,
+        0.3,
+        0.9,
+    )
     assert loaded.origins["optim.lr"] == "command line: --lr 4e-3"
     assert loaded.origins["optim.clip_grad"] == str(tmp_path / "config" / "my.yaml")
     assert loaded.origins["optim.weight_decay"] == str(tmp_path / "optim" / "mine.yaml")
@@ -94,7 +107,10 @@ def test_a_chosen_group_replaces_the_one_of_the_recipe():
 
 
 def test_a_recipe_may_start_from_another(tmp_path):
-    write(tmp_path / "config" / "big.yaml", "# @package _global_\ndefaults:\n  - tiny\n  - _self_\ntrain:\n  seed: 5\n")
+    write(
+        tmp_path / "config" / "big.yaml",
+        "# @package _global_\ndefaults:\n  - tiny\n  - _self_\ntrain:\n  seed: 5\n",
+    )
     config = load_config(["+config=big", f"hydra.searchpath=[file://{tmp_path}]"])
     tiny = load_config(["+config=tiny"])
     assert config == replace(tiny, train=replace(tiny.train, seed=5, run_dir="runs/big"))
@@ -113,16 +129,25 @@ def test_a_group_of_ones_own_needs_no_plus(tmp_path):
 
 def test_a_value_may_refer_to_another(tmp_path):
     write(tmp_path / "config" / "ref.yaml", "# @package _global_\noptim:\n  min_lr: ${optim.lr}\n")
-    assert load_config(["+config=ref", "--config-dir", str(tmp_path), "--lr", "2e-4"]).optim.min_lr == 2e-4
+    assert (
+        load_config(["+config=ref", "--config-dir", str(tmp_path), "--lr", "2e-4"]).optim.min_lr
+        == 2e-4
+    )
 
 
-@pytest.mark.parametrize("words", [["--data-path", "0.7", "a", "0.3", "b"], ["data.data_path=[0.7,a,0.3,b]"]])
+@pytest.mark.parametrize(
+    "words", [["--data-path", "0.7", "a", "0.3", "b"], ["data.data_path=[0.7,a,0.3,b]"]]
+)
 def test_a_list_is_said_by_flag_or_in_hydras_form(words):
     assert load_config(words).data.data_path == ["0.7", "a", "0.3", "b"]
 
 
 def test_text_with_commas_needs_no_quotes():
-    assert load_config(["data.split=1,2,3"]).data.split == load_config(["--split", "1,2,3"]).data.split == "1,2,3"
+    assert (
+        load_config(["data.split=1,2,3"]).data.split
+        == load_config(["--split", "1,2,3"]).data.split
+        == "1,2,3"
+    )
     assert load_config(["data.split='1,2,3'"]).data.split == "1,2,3"
 
 
@@ -147,7 +172,9 @@ def test_the_yaml_of_a_run_is_a_valid_input_and_gives_the_same_run(words, tmp_pa
 
 
 def test_explain_names_the_origin_of_every_value():
-    lines = explain("+config=tiny", "--no-shuffle", "--data-parallel-sharding-strategy", "no_shard").splitlines()
+    lines = explain(
+        "+config=tiny", "--no-shuffle", "--data-parallel-sharding-strategy", "no_shard"
+    ).splitlines()
     reply = {line.split()[0]: line for line in lines}
     assert set(reply) == set(KEYS) and len(lines) == len(KEYS)
     is_default = [line.endswith(" default") for line in lines]
@@ -179,7 +206,13 @@ def test_all_mistakes_of_a_command_line_are_in_one_error():
         load(line.split())
     text = str(caught.value)
     assert text.startswith("5 mistakes") and len(caught.value.errors) == 5
-    for what in ("--hiden-size", "--layers", "optim.lrr", "optim.lr is 'fast'", "data.seq_length is 0"):
+    for what in (
+        "--hiden-size",
+        "--layers",
+        "optim.lrr",
+        "optim.lr is 'fast'",
+        "data.seq_length is 0",
+    ):
         assert what in text
     assert "did you mean --hidden-size?" in text and "'64'" not in text
 
@@ -200,7 +233,14 @@ def test_all_broken_rules_of_a_command_line_are_in_one_error():
 
 def test_an_override_of_a_nested_section_is_no_value_of_a_flag():
     config = load_config(
-        ["--data-path", "a", "b", "model.moe.router_topk=1", "model.moe.num_experts=2", "--moe-router-pre-softmax"]
+        [
+            "--data-path",
+            "a",
+            "b",
+            "model.moe.router_topk=1",
+            "model.moe.num_experts=2",
+            "--moe-router-pre-softmax",
+        ]
     )
     assert config.data.data_path == ["a", "b"] and config.model.moe.router_topk == 1
 
@@ -215,7 +255,10 @@ def test_planning_takes_layouts_that_training_refuses():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("+config=tinny", "there is no recipe 'tinny': there are deepseek_v3, deepseek_v32, gpt2_124m"),
+        (
+            "+config=tinny",
+            "there is no recipe 'tinny': there are deepseek_v3, deepseek_v32, gpt2_124m",
+        ),
         ("+config=tinny", "did you mean +config=tiny?"),
         ("modle=tiny", "did you mean model?"),
         ("+optm=x", "unknown key optm"),
@@ -224,8 +267,14 @@ def test_planning_takes_layouts_that_training_refuses():
         ("+config=/nowhere/config.yaml", "there is no file /nowhere/config.yaml"),
         ("data.data_path=[a,", "data.data_path=[a, cannot be read"),
         ("optim.lr=", "optim.lr= has no value"),
-        ("optim.min_lr=${optim.lrr}", "optim.min_lr=${optim.lrr} refers to a value that cannot be found"),
-        ("+config=tiny --overlap-param-gather --data-parallel-sharding-strategy no_shard", "has no effect"),
+        (
+            "optim.min_lr=${optim.lrr}",
+            "optim.min_lr=${optim.lrr} refers to a value that cannot be found",
+        ),
+        (
+            "+config=tiny --overlap-param-gather --data-parallel-sharding-strategy no_shard",
+            "has no effect",
+        ),
         ("--lr-wsd-decay-iters 5", "optim.lr_wsd_decay_iters = 5 has no effect"),
     ],
 )
@@ -246,10 +295,16 @@ def test_configure_takes_flags_for_one_value():
 
 def test_synthetic_tokens_have_the_vocabulary_of_the_recipes_tokenizer():
     loaded = load(["+config=tiny", "--mock-data"])
-    assert loaded.config.model.vocab_size == 2048 and "quickstart_vocab_size" in loaded.origins["model.vocab_size"]
+    assert (
+        loaded.config.model.vocab_size == 2048
+        and "quickstart_vocab_size" in loaded.origins["model.vocab_size"]
+    )
     assert load(["+config=tiny", "--mock-data", "--vocab-size=64"]).config.model.vocab_size == 64
     assert load(["+config=tiny"]).config.model.vocab_size is None
-    assert load(["+config=tiny", "--mock-data", "--tokenizer-model=bytes"]).config.model.vocab_size is None
+    assert (
+        load(["+config=tiny", "--mock-data", "--tokenizer-model=bytes"]).config.model.vocab_size
+        is None
+    )
 
 
 def test_a_quick_start_recipe_on_an_own_corpus_has_no_prompt_of_python():

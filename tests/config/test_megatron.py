@@ -28,22 +28,34 @@ def test_no_row_replaces_another():
     text = (Path(tables.__file__).parent / "megatron.yaml").read_text()
     rows = re.findall(r'^ +"?(--[^\s:"]+)', text, re.MULTILINE)
     assert sorted(rows) == sorted([*FLAGS_THERE, *PATTERNS])
-    assert all("*" in pattern for pattern in PATTERNS) and not any("*" in flag for flag in FLAGS_THERE)
+    assert all("*" in pattern for pattern in PATTERNS) and not any(
+        "*" in flag for flag in FLAGS_THERE
+    )
 
 
 def test_every_row_is_complete():
     for flag, row in (FLAGS_THERE | PATTERNS).items():
-        assert flag.startswith("--") and row.meaning and row.meaning == row.meaning.strip().rstrip("."), flag
+        assert (
+            flag.startswith("--") and row.meaning and row.meaning == row.meaning.strip().rstrip(".")
+        ), flag
         assert row.arity in (MANY, 0, 1) and (not row.accepts or row.arity), flag
-        is_rename = row.sets or row.to or row.choices or row.convert or row.overrules or row.is_check
+        is_rename = (
+            row.sets or row.to or row.choices or row.convert or row.overrules or row.is_check
+        )
         assert row.kind == "rename" or not is_rename, flag
         assert sum(map(bool, (row.sets, row.to, row.choices, row.convert))) <= 1 and (
             not row.convert or hasattr(conversions, row.convert)
         ), flag
-        assert {*row.sets} <= ENTRIES.keys() and row.to in {"", *ENTRIES} and (not row.to or row.arity == 1), flag
+        assert (
+            {*row.sets} <= ENTRIES.keys()
+            and row.to in {"", *ENTRIES}
+            and (not row.to or row.arity == 1)
+        ), flag
         assert not row.saves or row.kind == "no effect", flag
         for values in (row.sets, *row.choices.values()):
-            assert all(convert(ENTRIES[name], value) is not None for name, value in values.items()), flag
+            assert all(
+                convert(ENTRIES[name], value) is not None for name, value in values.items()
+            ), flag
 
 
 def test_every_default_of_megatron_is_a_value_of_its_field_and_differs_from_ours():
@@ -60,14 +72,18 @@ def test_a_row_takes_its_values_and_leaves_the_next_flag(flag):
     values = ["1", "2"] if arity == MANY else ["1"] * arity
     line = parse([flag, *values, "--lr", "1e-3"])
     assert not line.errors.errors
-    assert [(argument.flag, argument.value) for argument in line.megatron] == [(flag, " ".join(values))]
+    assert [(argument.flag, argument.value) for argument in line.megatron] == [
+        (flag, " ".join(values))
+    ]
     assert [setting.key for setting in line.settings] == ["optim.lr"]
 
 
 def test_a_value_may_follow_an_equals_sign():
     assert parse(["--transformer-impl=local"]).megatron[0].value == "local"
     assert "gives --manual-gc a value" in str(parse(["--manual-gc=1"]).errors.errors[0])
-    assert "--train-samples has no value" in str(parse(["--train-samples", "--bf16"]).errors.errors[0])
+    assert "--train-samples has no value" in str(
+        parse(["--train-samples", "--bf16"]).errors.errors[0]
+    )
 
 
 SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
@@ -81,18 +97,27 @@ def test_a_script_of_an_earlier_version_loads_with_its_values():
     loaded = load(line.split())
     config = loaded.config
     assert config.model.norm_epsilon == 1e-6 and config.precision.fp8.format == "hybrid"
-    assert (config.memory.recompute_granularity, config.memory.recompute_method) == ("full", "block")
+    assert (config.memory.recompute_granularity, config.memory.recompute_method) == (
+        "full",
+        "block",
+    )
     assert config.memory.recompute_num_layers == 2
-    assert config.precision.initial_loss_scale == 2.0**32, "bf16 has no loss scale, in Megatron-LM neither"
+    assert config.precision.initial_loss_scale == 2.0**32, (
+        "bf16 has no loss scale, in Megatron-LM neither"
+    )
     assert any("initial_loss_scale: default" in note for note in loaded.notes)
 
 
 def test_token_files_of_the_formats_before_are_an_error():
-    with pytest.raises(ConfigError, match=r"--data-impl lazy contradicts .* PREFIX.bin and PREFIX.idx"):
+    with pytest.raises(
+        ConfigError, match=r"--data-impl lazy contradicts .* PREFIX.bin and PREFIX.idx"
+    ):
         load([*SIZES.split(), "--data-impl", "lazy"])
 
 
-@pytest.mark.parametrize(("flags", "method"), [("", "uniform"), ("--checkpoint-method block ", "block")])
+@pytest.mark.parametrize(
+    ("flags", "method"), [("", "uniform"), ("--checkpoint-method block ", "block")]
+)
 def test_recomputation_of_earlier_versions_is_full(flags, method):
     line = f"{SIZES} {flags}--checkpoint-activations --checkpoint-num-layers 1 --tokenizer-name-or-path gpt2"
     config = load(line.split()).config
@@ -102,11 +127,16 @@ def test_recomputation_of_earlier_versions_is_full(flags, method):
 
 
 def test_muon_with_a_sharded_state_has_no_name_of_its_own():
-    assert load(f"{SIZES} --optimizer dist_muon --muon-momentum 0.8".split()).config.optim.optimizer == "muon"
+    assert (
+        load(f"{SIZES} --optimizer dist_muon --muon-momentum 0.8".split()).config.optim.optimizer
+        == "muon"
+    )
 
 
 def test_a_flag_of_a_pattern_takes_its_values_and_leaves_the_next_flag():
-    line = parse(["--gdp-head-dim", "64", "--rl-profile", "--lr", "1e-3", "--no-tp-comm-split-ag", "--bf16"])
+    line = parse(
+        ["--gdp-head-dim", "64", "--rl-profile", "--lr", "1e-3", "--no-tp-comm-split-ag", "--bf16"]
+    )
     assert not line.errors.errors
     assert [argument.text for argument in line.megatron] == [
         "--gdp-head-dim 64",
@@ -134,7 +164,11 @@ def test_flags_with_one_cure_are_named_together():
             "yarn.original_max_position_embeddings",
             512,
         ),
-        ("--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-beta-fast 16", "yarn.beta_fast", 16.0),
+        (
+            "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-beta-fast 16",
+            "yarn.beta_fast",
+            16.0,
+        ),
         ("--multi-latent-attention --qk-nope-head-dim 32", "mla.qk_head_dim", 32),
     ],
 )
@@ -144,7 +178,14 @@ def test_other_spellings_set_the_field(arguments, key, value):
 
 
 def test_the_padded_vocabulary_overrules_its_multiple():
-    line = ["--vocab-size", "1000", "--padded-vocab-size", "1016", "--make-vocab-size-divisible-by", "128"]
+    line = [
+        "--vocab-size",
+        "1000",
+        "--padded-vocab-size",
+        "1016",
+        "--make-vocab-size-divisible-by",
+        "128",
+    ]
     assert load(line).config.model.make_vocab_size_divisible_by == 1016
     line = ["--vocab-size", "1000", "--make-vocab-size-divisible-by", "128", "--no-pad-vocab-size"]
     assert load(line).config.model.make_vocab_size_divisible_by == 1
@@ -154,11 +195,17 @@ def test_muon_has_the_names_and_the_momentum_of_megatron():
     sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
     line = f"{sizes} --megatron-defaults --optimizer muon --muon-nesterov --muon-tp-mode duplicated"
     optim = load([*line.split(), "--tensor-model-parallel-size", "2"]).config.optim
-    assert (optim.muon_momentum, optim.muon_use_nesterov, optim.muon_tp_mode) == (0.9, True, "distributed")
+    assert (optim.muon_momentum, optim.muon_use_nesterov, optim.muon_tp_mode) == (
+        0.9,
+        True,
+        "distributed",
+    )
 
 
 def test_every_command_that_a_cure_names_exists():
     named = {
-        word for row in (FLAGS_THERE | PATTERNS).values() for word in re.findall(r"nanotrain ([a-z]+) ", row.meaning)
+        word
+        for row in (FLAGS_THERE | PATTERNS).values()
+        for word in re.findall(r"nanotrain ([a-z]+) ", row.meaning)
     }
     assert named <= COMMANDS.keys() and {"generate", "topology", "checkpoint"} <= named

@@ -12,7 +12,9 @@ from nanotrain.errors import ConfigError
 
 @given(st.integers(1, 300_000), st.sampled_from([1, 64, 128]))
 def test_the_padded_vocabulary_is_the_next_multiple(vocab_size, multiple):
-    padded = ModelConfig(vocab_size=vocab_size, make_vocab_size_divisible_by=multiple).padded_vocab_size
+    padded = ModelConfig(
+        vocab_size=vocab_size, make_vocab_size_divisible_by=multiple
+    ).padded_vocab_size
     assert padded % multiple == 0 and vocab_size <= padded < vocab_size + multiple
 
 
@@ -28,8 +30,12 @@ def test_what_is_set_beats_what_follows():
 
 @given(st.integers(1, 12), st.integers(1, 12))
 def test_every_nth_layer_from_the_first_has_experts(num_layers, every):
-    layers = ModelConfig(num_layers=num_layers, moe=MoEConfig(num_experts=2, layer_freq=str(every))).moe_layers
-    assert [index for index, has_experts in enumerate(layers) if has_experts] == list(range(0, num_layers, every))
+    layers = ModelConfig(
+        num_layers=num_layers, moe=MoEConfig(num_experts=2, layer_freq=str(every))
+    ).moe_layers
+    assert [index for index, has_experts in enumerate(layers) if has_experts] == list(
+        range(0, num_layers, every)
+    )
 
 
 def test_a_pattern_has_an_entry_per_layer():

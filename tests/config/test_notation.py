@@ -19,7 +19,9 @@ from nanotrain.errors import ConfigError
 
 @given(st.lists(st.booleans(), min_size=1, max_size=80))
 def test_what_is_written_reads_back(layers):
-    assert read_layer_pattern("moe_layer_freq", write_pattern(tuple(layers)), num_layers=len(layers)) == tuple(layers)
+    assert read_layer_pattern(
+        "moe_layer_freq", write_pattern(tuple(layers)), num_layers=len(layers)
+    ) == tuple(layers)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,9 @@ def test_what_is_written_reads_back(layers):
     ],
 )
 def test_a_pattern_is_lists_joined_and_repeated(text, layers):
-    assert read_layer_pattern("moe_layer_freq", text, num_layers=len(layers)) == tuple(map(bool, layers))
+    assert read_layer_pattern("moe_layer_freq", text, num_layers=len(layers)) == tuple(
+        map(bool, layers)
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +80,8 @@ def test_a_layout_that_is_written_reads_back(first: int, between: list[int], las
         ("Et|t,m*2 L", (1, 1)),
         ("E|t|tL", (0, 1, 1)),
         ("Et*3|(tt|)*29,t|L", (3, *[2] * 29, 1, 0)),
-        ("Et*3|(tt|)*29,m|L", (3, *[2] * 29, 0, 0)),  # the layout of Megatron-LM's example for DeepSeek-V3
+        # the layout of Megatron-LM's example for DeepSeek-V3
+        ("Et*3|(tt|)*29,m|L", (3, *[2] * 29, 0, 0)),
         ("Et|tm|L", (1, 1, 0)),
         ("E t | ((t|)*2 tt|)*2 t L", (1, 1, 1, 2, 1, 1, 2, 1)),
     ],
@@ -109,19 +114,30 @@ def test_another_text_is_an_error(text: str, named: str) -> None:
 
 def test_layers_of_multi_token_prediction_before_the_last_stage_are_noted() -> None:
     """They run on the stage of the head; the header of a run says so (docs/from_megatron.md)."""
-    moved = {layout: moves_mtp_layers(layout) for layout in ("Et|tt|m|L", "Et|t|tmL", "Et|tm*2|L", "Ett|t|tL")}
+    moved = {
+        layout: moves_mtp_layers(layout)
+        for layout in ("Et|tt|m|L", "Et|t|tmL", "Et|tm*2|L", "Ett|t|tL")
+    }
     assert moved == {"Et|tt|m|L": True, "Et|t|tmL": False, "Et|tm*2|L": True, "Ett|t|tL": False}
     assert read_pipeline_layout("Et|tt|m|L") == (1, 2, 0, 0)
 
 
 def test_starts_are_steps_or_samples_and_are_converted_by_the_schedule_of_batches():
-    stages = read_stages(["warm@0: web", "main@10: 0.7 web 0.3 code", "end@1.5K: a path with blanks"])
+    stages = read_stages(
+        ["warm@0: web", "main@10: 0.7 web 0.3 code", "end@1.5K: a path with blanks"]
+    )
     assert [stage.blend for stage in stages] == ["web", "0.7 web 0.3 code", "a path with blanks"]
     assert stage_bounds(stages, lambda steps: 8 * steps) == ((0, None), (80, None), (12_000, None))
-    assert stage_bounds(read_stages(["a@0: x", "b@100samples: y"]), lambda n: 8 * n) == ((0, None), (100, None))
+    assert stage_bounds(read_stages(["a@0: x", "b@100samples: y"]), lambda n: 8 * n) == (
+        (0, None),
+        (100, None),
+    )
     changing = read_stages(["a@0: x", "b@1K..1.5K: y"])
     assert stage_bounds(changing, lambda steps: 8 * steps) == ((0, None), (8000, 12_000))
-    assert stage_bounds(read_stages(["a@0: x", "b@5..9samples: y"]), lambda n: 8 * n) == ((0, None), (5, 9))
+    assert stage_bounds(read_stages(["a@0: x", "b@5..9samples: y"]), lambda n: 8 * n) == (
+        (0, None),
+        (5, 9),
+    )
 
 
 def test_all_mistakes_of_the_stages_are_one_error():

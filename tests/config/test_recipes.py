@@ -12,7 +12,8 @@ from nanotrain.spec.counts import num_active_parameters, num_parameters
 from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.topology import Topology
 
-# Published numbers of parameters; for mixtures also those a token meets, and the fewest ranks the layout needs.
+# Published numbers of parameters; for mixtures also those a token meets, and the fewest ranks the
+# layout needs.
 PUBLISHED = {
     "gpt2_124m": 124_439_808,
     "llama1b": 1_235_814_400,
@@ -26,15 +27,24 @@ MIXTURES = {
     "mixtral_8x7b": (46_702_792_704, 12_879_925_248, 16),
     "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704, 16),
     "deepseek_v3": (671_026_404_352, 37_552_282_624, 128),  # without multi-token prediction
-    "deepseek_v32": (671_877_929_216, 38_403_807_488, 128),  # an indexer of 13,960,448 in each of 61 layers
+    # an indexer of 13,960,448 in each of 61 layers
+    "deepseek_v32": (671_877_929_216, 38_403_807_488, 128),
     "nemotron3_nano_30b_a3b": (31_577_937_344, 3_580_073_408, 32),
-    "qwen3_next_80b_a3b": (79_674_391_296, 3_874_929_408, 1),  # these without multi-token prediction
+    # these without multi-token prediction
+    "qwen3_next_80b_a3b": (79_674_391_296, 3_874_929_408, 1),
     "qwen3_5_35b_a3b": (34_660_610_688, 3_454_988_928, 1),
     "kimi_linear_48b_a3b": (49_122_675_072, 3_484_453_248, 1),
 }
 SMALL = ("tiny", "tiny_moe")
 # layouts for more GPUs
-LARGER = ("llama3_8b_64", "llama70b_512", "mixtral_8x7b_512", "qwen3_30b_a3b_64", "qwen3_30b_a3b_512", "qwen3_8b_64")
+LARGER = (
+    "llama3_8b_64",
+    "llama70b_512",
+    "mixtral_8x7b_512",
+    "qwen3_30b_a3b_64",
+    "qwen3_30b_a3b_512",
+    "qwen3_8b_64",
+)
 RECIPES = (*PUBLISHED, *MIXTURES, *LARGER, *SMALL)
 
 
@@ -66,24 +76,42 @@ def test_a_mixture_has_the_size_of_the_published_model_and_fills_its_ranks(recip
 
 @pytest.mark.parametrize("recipe", LARGER)
 def test_a_recipe_for_more_gpus_differs_in_layout_alone(recipe):
-    larger, base = (load([f"+config={name}"], to_train=False).config for name in (recipe, recipe.rpartition("_")[0]))
-    assert larger.model == base.model and larger.optim == base.optim and larger.precision == base.precision
+    larger, base = (
+        load([f"+config={name}"], to_train=False).config
+        for name in (recipe, recipe.rpartition("_")[0])
+    )
+    assert (
+        larger.model == base.model
+        and larger.optim == base.optim
+        and larger.precision == base.precision
+    )
     assert larger.train.global_batch_size == base.train.global_batch_size
     assert larger.parallel != base.parallel
 
 
 def test_deepseek_routes_as_published():
-    """Three dense layers, 256 sigmoid experts in 8 groups of which 4, one shared, weights scaled by 2.5."""
+    """Three dense layers, 256 sigmoid experts in 8 groups of which 4, one shared, weights scaled by
+    2.5.
+    """
     model = load(["+config=deepseek_v3"], to_train=False).config.model
-    assert [index for index, has_experts in enumerate(model.moe_layers) if not has_experts] == [0, 1, 2]
+    assert [index for index, has_experts in enumerate(model.moe_layers) if not has_experts] == [
+        0,
+        1,
+        2,
+    ]
     assert model.head_dim == 192
-    assert (model.moe.num_experts, model.moe.router_topk, model.moe.router_topk_scaling_factor) == (256, 8, 2.5)
+    assert (model.moe.num_experts, model.moe.router_topk, model.moe.router_topk_scaling_factor) == (
+        256,
+        8,
+        2.5,
+    )
     assert (model.moe.router_num_groups, model.moe.router_group_topk) == (8, 4)
     assert model.moe.router_score_function == "sigmoid" and model.moe.router_enable_expert_bias
 
 
 def test_a_recipe_says_only_what_differs():
-    """Only a model names its whole shape, defaults or not; elsewhere a field set to its default says nothing.
+    """Only a model names its whole shape, defaults or not; elsewhere a field set to its default
+    says nothing.
 
     A layout for more GPUs sets what differs from the recipe that it starts from.
     """

@@ -55,7 +55,13 @@ def plain_values(draw: st.DrawFn) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key in draw(st.lists(st.sampled_from(sorted(KEYS)), unique=True, max_size=12)):
         entry = KEYS[key]
-        one = st.sampled_from(entry.choices) if entry.choices else PATHS if entry.is_path else KINDS[entry.item]
+        one = (
+            st.sampled_from(entry.choices)
+            if entry.choices
+            else PATHS
+            if entry.is_path
+            else KINDS[entry.item]
+        )
         value = draw(st.lists(one, max_size=4) if entry.kind is list else one)
         check, items = entry.field.metadata["check"], value if entry.kind is list else [value]
         if "" in items and entry.default != "":  # an error
@@ -96,7 +102,11 @@ def test_text_means_what_the_type_of_its_field_says(name, text, value):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("train.train_iters", "ten", "train.train_iters is 'ten': it takes a whole number; --train-iters is optimizer"),
+        (
+            "train.train_iters",
+            "ten",
+            "train.train_iters is 'ten': it takes a whole number; --train-iters is optimizer",
+        ),
         ("train.train_iters", 1.5, "train.train_iters is 1.5: it takes a whole number"),
         ("train.train_iters", True, "train.train_iters is True: it takes a whole number"),
         ("train.train_iters", None, "train.train_iters is 'null': it takes a whole number"),
@@ -107,7 +117,11 @@ def test_text_means_what_the_type_of_its_field_says(name, text, value):
         ("data.shuffle", "maybe", "data.shuffle is 'maybe': it takes true or false"),
         ("data.split", [1], "data.split is [1]: it takes text"),
         ("precision.params_dtype", "bf61", "did you mean --params-dtype bf16?"),
-        ("optim.lr_wsd_decay_style", "minus-sqrt", "one of linear, cosine, exponential, minus_sqrt"),
+        (
+            "optim.lr_wsd_decay_style",
+            "minus-sqrt",
+            "one of linear, cosine, exponential, minus_sqrt",
+        ),
         ("optim.learning_rate", 1, "unknown key optim.learning_rate; did you mean"),
         ("optm.lr", 1, "unknown section optm; did you mean optim?"),
     ],
@@ -126,17 +140,28 @@ def test_a_section_holds_fields():
 
 
 def test_fields_of_nested_sections_have_a_key_and_a_flag():
-    config = config_from_dict({"model": {"moe": {"router_topk": 4, "num_experts": 8}, "mla": {"v_head_dim": 16}}})
+    config = config_from_dict(
+        {"model": {"moe": {"router_topk": 4, "num_experts": 8}, "mla": {"v_head_dim": 16}}}
+    )
     assert (config.model.moe.router_topk, config.model.mla.v_head_dim) == (4, 16)
-    flags = {key: KEYS[key].flag for key in ("model.moe.router_topk", "model.moe.num_experts", "model.mla.v_head_dim")}
+    flags = {
+        key: KEYS[key].flag
+        for key in ("model.moe.router_topk", "model.moe.num_experts", "model.mla.v_head_dim")
+    }
     assert list(flags.values()) == ["--moe-router-topk", "--num-experts", "--v-head-dim"]
     changed = with_values(config, {"model.moe.router_topk": 2})
     assert changed.model.moe.router_topk == 2 and changed.model.moe.num_experts == 8
 
 
 def test_keys_of_files_written_before_a_nested_section_existed_are_read():
-    before = {"model": {"moe_router_topk": 4, "num_experts": 8}, "precision": {"fp8_format": "e4m3"}}
-    now = {"model": {"moe": {"router_topk": 4, "num_experts": 8}}, "precision": {"fp8": {"format": "e4m3"}}}
+    before = {
+        "model": {"moe_router_topk": 4, "num_experts": 8},
+        "precision": {"fp8_format": "e4m3"},
+    }
+    now = {
+        "model": {"moe": {"router_topk": 4, "num_experts": 8}},
+        "precision": {"fp8": {"format": "e4m3"}},
+    }
     assert config_from_dict(before) == config_from_dict(now) and with_current_keys(before) == now
 
 
@@ -155,6 +180,19 @@ def test_a_name_that_no_table_holds_is_refused_with_the_nearest():
 
 
 def test_an_entry_has_the_kind_of_its_field():
-    kinds = {name: ENTRIES[name].kind for name in ("exit_interval", "data_path", "shuffle", "run_dir", "lr")}
-    assert kinds == {"exit_interval": int, "data_path": list, "shuffle": bool, "run_dir": str, "lr": float}
-    assert isinstance(ENTRIES["lr"], Entry) and ENTRIES["run_dir"].is_optional and not ENTRIES["lr"].is_optional
+    kinds = {
+        name: ENTRIES[name].kind
+        for name in ("exit_interval", "data_path", "shuffle", "run_dir", "lr")
+    }
+    assert kinds == {
+        "exit_interval": int,
+        "data_path": list,
+        "shuffle": bool,
+        "run_dir": str,
+        "lr": float,
+    }
+    assert (
+        isinstance(ENTRIES["lr"], Entry)
+        and ENTRIES["run_dir"].is_optional
+        and not ENTRIES["lr"].is_optional
+    )

@@ -1,4 +1,6 @@
-"""What was probably meant: by meaning and by spelling, never a far guess, an opposite or another quantity."""
+"""What was probably meant: by meaning and by spelling, never a far guess, an opposite or another
+quantity.
+"""
 
 import re
 from pathlib import Path
@@ -47,7 +49,11 @@ MESSAGES = [
     ("optim.learning_rate=1", "did you mean optim.lr?", "clip_grad"),
     ("--tp 2", "did you mean --tensor-model-parallel-size?", "--help"),
     ("--pp 2", "did you mean --pipeline-model-parallel-size?", "--help"),
-    ("--batch-size 8", "--micro-batch-size (samples per rank and microbatch) or --global-batch-size", "did you mean"),
+    (
+        "--batch-size 8",
+        "--micro-batch-size (samples per rank and microbatch) or --global-batch-size",
+        "did you mean",
+    ),
     ("--num-train-epochs 3", "write --train-iters: steps = epochs x samples", "--help"),
     ("--max-steps 10", "did you mean --train-iters?", "--help"),
     ("--num-heads 4", "did you mean --num-attention-heads?", "--num-experts"),
@@ -65,7 +71,11 @@ MESSAGES = [
     ("--output-dir x", "did you mean --run-dir?", "--help"),
     ("--nproc-per-node 2", "nanotrain train --nproc-per-node N", "did you mean"),
     ("--zero-stage 2", "optim_grads (ZeRO-2)", "--help"),
-    ("--data-parallel-sharding-strategy zero2", "write --data-parallel-sharding-strategy optim_grads", "no_shard?"),
+    (
+        "--data-parallel-sharding-strategy zero2",
+        "write --data-parallel-sharding-strategy optim_grads",
+        "no_shard?",
+    ),
     ("--dropout 0.1", "--hidden-dropout", "did you mean"),
     ("--dtype bf16", "--params-dtype bf16, fp16 or fp32", "did you mean"),
     ("--params-dtype bfloat16", "write --params-dtype bf16", "--help"),
@@ -90,7 +100,11 @@ MESSAGES = [
     ("--checkpoint.interval 5", "did you mean --save-interval?", "--help"),
     ("--deepspeed_config ds.json", "leave it out: what that file sets are flags here", "--help"),
     ("--use-fused-rmsnorm", "leave it out: fused kernels are chosen by torch", "write"),
-    ("--ds-sequence-parallel-size 2", "write --context-parallel-size N --cp-comm-type a2a", "--help"),
+    (
+        "--ds-sequence-parallel-size 2",
+        "write --context-parallel-size N --cp-comm-type a2a",
+        "--help",
+    ),
     ("--activation_checkpoint.mode full", "write --recompute-granularity full", "--help"),
     ("--activation geglu", "it takes one of", "write --activation swiglu"),
     ("zzz=1", "it is neither section.field nor a group", "did you mean"),
@@ -116,10 +130,23 @@ def test_one_rank_is_told_how_to_start_more():
 
 def test_mistaken_arguments_and_broken_rules_are_one_message():
     with pytest.raises(ConfigError) as caught:
-        load(["--train-itres=5", "--min-lr=1", "--hidden-size=100", "--num-attention-heads=3", "--seed=fast"])
+        load(
+            [
+                "--train-itres=5",
+                "--min-lr=1",
+                "--hidden-size=100",
+                "--num-attention-heads=3",
+                "--seed=fast",
+            ]
+        )
     text = str(caught.value)
     assert text.startswith("4 mistakes")
-    for part in ("--train-itres", "min_lr 1 is above lr", "hidden_size 100 cannot be split", "train.seed is 'fast'"):
+    for part in (
+        "--train-itres",
+        "min_lr 1 is above lr",
+        "hidden_size 100 cannot be split",
+        "train.seed is 'fast'",
+    ):
         assert part in text
 
 
@@ -142,11 +169,17 @@ def test_one_slip_in_a_flag_is_found(flag, data):
 
 
 def test_numbers_opposites_and_extra_words_are_never_guessed():
-    assert by_spelling("--fp8", ["--fp16"]) is None and by_spelling("--adam-beta3", ["--adam-beta1"]) is None
+    assert (
+        by_spelling("--fp8", ["--fp16"]) is None
+        and by_spelling("--adam-beta3", ["--adam-beta1"]) is None
+    )
     assert by_words("--disable-bias-linear", ["--add-bias-linear"]) is None
     assert by_words("--mtp-num-layers", ["--num-layers"]) is None
     assert by_words("--bias", ["--add-bias-linear"]) is None
-    assert by_words("--grad-reduce", ["--overlap-grad-reduce", "--no-overlap-grad-reduce"]) == "--overlap-grad-reduce"
+    assert (
+        by_words("--grad-reduce", ["--overlap-grad-reduce", "--no-overlap-grad-reduce"])
+        == "--overlap-grad-reduce"
+    )
     assert by_meaning("--lr") is None and by_meaning("TP") == "--tensor-model-parallel-size"
 
 
@@ -177,10 +210,12 @@ def test_settings_of_other_frameworks_are_one_error_that_says_what_to_write():
     ("flag", "cure"),
     [
         ("--validation.steps", "--eval-iters"),  # training.steps are --train-iters
-        ("--training.dataset", "--data-path PREFIX"),  # --dataset is a flag of a fork of Megatron-LM
+        # --dataset is a flag of a fork of Megatron-LM
+        ("--training.dataset", "--data-path PREFIX"),
         ("--moe-loss-coeff", "--moe-aux-loss-coeff"),  # of DeepSpeed, near --moe-z-loss-coeff
         ("--training.seq-length", "--seq-length"),
-        ("--dist-url", "--master-addr and --master-port of torchrun"),  # no option of torchrun itself
+        # no option of torchrun itself
+        ("--dist-url", "--master-addr and --master-port of torchrun"),
     ],
 )
 def test_a_meaning_goes_before_a_spelling_and_before_the_name_without_its_section(flag, cure):
@@ -192,7 +227,12 @@ def test_every_cure_by_meaning_names_flags_that_exist_and_no_name_is_a_flag():
     table = read_table("other_frameworks")
     for cure in table["cures"]:
         flag = cure.split()[0].rstrip(",:")
-        assert not flag.startswith("--") or flag in {*KNOWN, *SWITCHES, "--data-parallel-size", "--config-dir"}, cure
+        assert not flag.startswith("--") or flag in {
+            *KNOWN,
+            *SWITCHES,
+            "--data-parallel-size",
+            "--config-dir",
+        }, cure
     names = " ".join(table["cures"].values()).split()
     assert len(names) == len(set(names)), "a name has one meaning"
     assert not {name for name in names if f"--{name.replace('_', '-')}" in KNOWN}
@@ -201,7 +241,9 @@ def test_every_cure_by_meaning_names_flags_that_exist_and_no_name_is_a_flag():
 def test_every_other_value_leads_to_one_of_its_field():
     for name, values in read_table("other_frameworks")["values"].items():
         choices = ENTRIES[name].choices
-        assert not {*values} & {*choices} and (not choices or {*values.values()} <= {*choices}), name
+        assert not {*values} & {*choices} and (not choices or {*values.values()} <= {*choices}), (
+            name
+        )
 
 
 def test_no_cure_replaces_another():

@@ -11,7 +11,9 @@ from nanotrain.data.batch import Batch, Sample, collate
 def _sample(value: int, *, documents: bool) -> Sample:
     ids = np.full(4, value)
     mask = np.array([1, 1, 0, 1], dtype=np.float32)
-    return Sample(ids, ids + 1, mask, segment_ids=np.zeros(4, dtype=np.int32) if documents else None)
+    return Sample(
+        ids, ids + 1, mask, segment_ids=np.zeros(4, dtype=np.int32) if documents else None
+    )
 
 
 def test_fields_keep_their_dtype_and_rows_their_order() -> None:
@@ -40,8 +42,15 @@ def test_sequences_further_on_end_with_the_sequence_or_the_document() -> None:
     tokens = torch.arange(6)[None]
     batch = Batch(tokens, tokens + 1, torch.tensor([[1.0, 1, 0, 1, 1, 1]]))
     shifted_by_1, shifted_by_2 = batch.with_mtp(2).mtp
-    assert shifted_by_1.tokens.tolist() == [[1, 2, 3, 4, 5, 0]] and shifted_by_2.labels.tolist() == [[3, 4, 5, 6, 0, 0]]
+    assert shifted_by_1.tokens.tolist() == [
+        [1, 2, 3, 4, 5, 0]
+    ] and shifted_by_2.labels.tolist() == [[3, 4, 5, 6, 0, 0]]
     assert shifted_by_1.loss_mask.tolist() == [[1, 0, 1, 1, 1, 0]]
-    documents = replace(batch, segment_ids=torch.tensor([[0, 0, 0, 0, 1, 1]], dtype=torch.int32)).with_mtp(2)
-    assert [each.loss_mask.tolist() for each in documents.mtp] == [[[1, 0, 1, 0, 1, 0]], [[0, 1, 0, 0, 0, 0]]]
+    documents = replace(
+        batch, segment_ids=torch.tensor([[0, 0, 0, 0, 1, 1]], dtype=torch.int32)
+    ).with_mtp(2)
+    assert [each.loss_mask.tolist() for each in documents.mtp] == [
+        [[1, 0, 1, 0, 1, 0]],
+        [[0, 1, 0, 0, 0, 0]],
+    ]
     assert documents.to("meta").mtp[1].labels.device.type == "meta"

@@ -17,7 +17,9 @@ from nanotrain.errors import ConfigError
 from tests.data.conftest import WriteCorpus
 
 WEIGHTS = st.lists(
-    st.fractions(min_value=Fraction(1, 1000), max_value=1000, max_denominator=1000), min_size=1, max_size=9
+    st.fractions(min_value=Fraction(1, 1000), max_value=1000, max_denominator=1000),
+    min_size=1,
+    max_size=9,
 )
 
 
@@ -76,7 +78,8 @@ def staged(*starts: int) -> BlendedDataset:
     weights = ((3, 1), (1, 1), (2,), (1, 2))
     sources = ((0, 1), (1, 2), (0,), (2, 0))
     stages = [
-        StageBlend(f"stage {k}", start, sources[k], tuple(map(Fraction, weights[k]))) for k, start in enumerate(starts)
+        StageBlend(f"stage {k}", start, sources[k], tuple(map(Fraction, weights[k])))
+        for k, start in enumerate(starts)
     ]
     return BlendedDataset([Numbered(), Numbered(), Numbered()], stages)
 
@@ -87,7 +90,11 @@ def test_each_source_goes_on_where_it_stopped_and_each_stage_has_its_proportions
     for source in range(3):
         samples = [sample for place, sample in read if place == source]
         assert samples == list(range(len(samples))), "every sample once, in order"
-    for first, last, shares in ((0, 41, {0: 0.75, 1: 0.25}), (41, 100, {1: 0.5, 2: 0.5}), (131, 300, {2: 1 / 3})):
+    for first, last, shares in (
+        (0, 41, {0: 0.75, 1: 0.25}),
+        (41, 100, {1: 0.5, 2: 0.5}),
+        (131, 300, {2: 1 / 3}),
+    ):
         counts = Counter(place for place, _ in read[first:last])
         for source, share in shares.items():
             assert abs(counts[source] - share * (last - first)) <= 1
@@ -110,7 +117,9 @@ def test_weights_change_linearly_from_one_stage_to_the_next() -> None:
         counts = Counter(place for place, _ in read[start : start + 400])
         for source, share in enumerate((1 - done, 0.75 * done, 0.25 * done)):
             assert abs(counts[source] - 400 * share) <= 22, (start, source)
-    assert {place for place, _ in read[:1000]} == {0} and 0 not in {place for place, _ in read[5000:]}
+    assert {place for place, _ in read[:1000]} == {0} and 0 not in {
+        place for place, _ in read[5000:]
+    }
     assert dataset.stage_at(999).name == "first" and dataset.stage_at(1000).name == "second"
     short = dataset.starting_at([(0, None), (3, 8)])  # fewer samples than parts of the change
     assert [short.locate(index)[0] for index in range(3)] == [0, 0, 0] and short.locate(8)[0] != 0
@@ -121,26 +130,45 @@ def test_other_starts_are_other_stages_with_the_same_law() -> None:
         staged(0, 5, 6, 7).starting_at([(start, None) for start in (0, 41, 100, 131)]),
         staged(0, 41, 100, 131),
     )
-    assert [moved.locate(index) for index in range(200)] == [same.locate(index) for index in range(200)]
+    assert [moved.locate(index) for index in range(200)] == [
+        same.locate(index) for index in range(200)
+    ]
 
 
-def test_the_data_section_builds_stages_over_corpora_that_are_open_once(write_corpus: WriteCorpus) -> None:
-    web, math = (write_corpus([np.arange(start, start + 20) for _ in range(30)], name=name) for name, start in names())
+def test_the_data_section_builds_stages_over_corpora_that_are_open_once(
+    write_corpus: WriteCorpus,
+) -> None:
+    web, math = (
+        write_corpus([np.arange(start, start + 20) for _ in range(30)], name=name)
+        for name, start in names()
+    )
     data = DataConfig(
-        stages=[f"a@0: {web}", f"b@12samples: 1 {web} 1 {math}", f"c@30samples: {math}"], split="8,2,0", seq_length=8
+        stages=[f"a@0: {web}", f"b@12samples: 1 {web} 1 {math}", f"c@30samples: {math}"],
+        split="8,2,0",
+        seq_length=8,
     )
     assert first_blend(data) == [str(web)]
     built = build_data(data, vocab_size=100, seed=1)
     train = built.train
     assert isinstance(train, BlendedDataset) and len(train.datasets) == 2
     kinds = ["web" if train[index].tokens.max() < 40 else "math" for index in range(60)]
-    assert kinds[:12] == ["web"] * 12 and kinds[30:] == ["math"] * 30 and Counter(kinds[12:30])["web"] == 9
-    assert train.samples_per_epoch == 2 * (24 * 20 - 1) // 8 - 1
-    assert built.valid.samples_per_epoch == 28, "validation reads the corpora of all stages, by size"
-    splits = build_data(
-        DataConfig(stages=[f"a@0: {web}"], valid_data_path=[str(math)], seq_length=8), vocab_size=100, seed=1
+    assert (
+        kinds[:12] == ["web"] * 12
+        and kinds[30:] == ["math"] * 30
+        and Counter(kinds[12:30])["web"] == 9
     )
-    assert splits.train.samples_per_epoch == (30 * 20 - 1) // 8 and splits.valid[0].tokens.min() >= 50
+    assert train.samples_per_epoch == 2 * (24 * 20 - 1) // 8 - 1
+    assert built.valid.samples_per_epoch == 28, (
+        "validation reads the corpora of all stages, by size"
+    )
+    splits = build_data(
+        DataConfig(stages=[f"a@0: {web}"], valid_data_path=[str(math)], seq_length=8),
+        vocab_size=100,
+        seed=1,
+    )
+    assert (
+        splits.train.samples_per_epoch == (30 * 20 - 1) // 8 and splits.valid[0].tokens.min() >= 50
+    )
 
 
 def test_mistakes_in_the_blends_of_several_stages_are_one_error(write_corpus: WriteCorpus) -> None:

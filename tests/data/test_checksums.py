@@ -20,7 +20,19 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A corpus of 10 blocks of 64 bytes."""
     monkeypatch.setattr(checksums, "BLOCK_BYTES", 64)
     (tmp_path / "text.txt").write_text("x" * 300)
-    assert main(["prepare", "--input", str(tmp_path / "text.txt"), "--output", str(tmp_path / "corpus"), *LINE]) == 0
+    assert (
+        main(
+            [
+                "prepare",
+                "--input",
+                str(tmp_path / "text.txt"),
+                "--output",
+                str(tmp_path / "corpus"),
+                *LINE,
+            ]
+        )
+        == 0
+    )
     return tmp_path / "corpus"
 
 
@@ -44,26 +56,38 @@ def test_a_corpus_whose_tokens_changed_is_refused_when_it_is_opened(corpus: Path
     assert IndexedTokens(corpus).num_tokens == 301
     assert check_blocks(corpus) == 10
     flip(bin_path(corpus), *range(0, 602, 2))
-    with pytest.raises(DataError, match="3 of 3 checked blocks differ from corpus.bin.crc32, the first from byte 0 on"):
+    with pytest.raises(
+        DataError,
+        match="3 of 3 checked blocks differ from corpus.bin.crc32, the first from byte 0 on",
+    ):
         IndexedTokens(corpus)
 
 
-def test_one_changed_byte_is_found_by_verify(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_changed_byte_is_found_by_verify(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main(["prepare", "--verify", str(corpus)])
     assert end.value.code == 0
     flip(bin_path(corpus), 100)
     IndexedTokens(corpus)  # blocks 0, 4 and 9
     assert main(["prepare", "--verify", f"{corpus}.bin"]) == 2
-    assert "1 of 10 checked blocks differ from corpus.bin.crc32, the first from byte 64 on" in capsys.readouterr().err
+    assert (
+        "1 of 10 checked blocks differ from corpus.bin.crc32, the first from byte 64 on"
+        in capsys.readouterr().err
+    )
 
 
-def test_a_corpus_without_checksums_is_read_as_before(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corpus_without_checksums_is_read_as_before(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sums_path(corpus).unlink()
     flip(bin_path(corpus), 0)
     assert IndexedTokens(corpus).num_tokens == 301
     assert main(["prepare", "--verify", str(corpus)]) == 2
-    assert "has no checksums: an older version or another program wrote it" in capsys.readouterr().err
+    assert (
+        "has no checksums: an older version or another program wrote it" in capsys.readouterr().err
+    )
 
 
 def test_checksums_of_another_length_are_one_error(corpus: Path) -> None:
@@ -76,7 +100,9 @@ def test_every_block_is_checked_when_it_is_first_read(corpus: Path) -> None:
     flip(bin_path(corpus), 100)
     tokens = IndexedTokens(corpus)
     assert len(tokens.read(0, 32)) == 32  # block 0
-    with pytest.raises(DataError, match="block from byte 64 on differs from its checksum; document 0 is read there"):
+    with pytest.raises(
+        DataError, match="block from byte 64 on differs from its checksum; document 0 is read there"
+    ):
         tokens.read(20, 40)
     flip(bin_path(corpus), 100)
     assert len(tokens.read(20, 40)) == 20

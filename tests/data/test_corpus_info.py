@@ -46,13 +46,17 @@ def test_a_record_that_cannot_be_read_is_an_error_with_a_cure(tmp_path: Path) ->
 def write_tokenizer(prefix: Path, *, vocab: dict[str, int], decoder: str | None = None) -> None:
     folder = tokenizer_path(prefix)
     folder.mkdir()
-    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "decoder": decoder}))
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": vocab}, "decoder": decoder})
+    )
     write_info(prefix, CorpusInfo(folder.name, len(vocab)))
 
 
 @pytest.fixture
 def corpora(write_corpus: WriteCorpus) -> dict[str, str]:
-    """Prefixes of corpora: of two vocabularies, of the first one again, of bytes, and without a record."""
+    """Prefixes of corpora: of two vocabularies, of the first one again, of bytes, and without a
+    record.
+    """
     names = ("ab", "ba", "same_ids", "bytes", "unknown")
     prefixes = {name: write_corpus([np.full(161, 1)], name=name) for name in names}
     write_tokenizer(prefixes["ab"], vocab={"a": 0, "b": 1})
@@ -63,12 +67,17 @@ def corpora(write_corpus: WriteCorpus) -> dict[str, str]:
 
 
 def build(**paths: list[str]) -> None:
-    build_data(DataConfig(seq_length=16, split="1", **paths), vocab_size=10, seed=1, required=["train"])
+    build_data(
+        DataConfig(seq_length=16, split="1", **paths), vocab_size=10, seed=1, required=["train"]
+    )
 
 
 def test_different_tokenizers_are_an_error(corpora: dict[str, str]) -> None:
     ab, ba, letters = corpora["ab"], corpora["ba"], corpora["bytes"]
-    with pytest.raises(ConfigError, match=f"{ab} and {ba} were prepared with different tokenizers: .*; .* {ba} with"):
+    with pytest.raises(
+        ConfigError,
+        match=f"{ab} and {ba} were prepared with different tokenizers: .*; .* {ba} with",
+    ):
         build(data_path=["0.5", ab, "0.5", ba])
     with pytest.raises(ConfigError, match=f"those are {ab}.tokenizer and bytes, in which"):
         build(data_path=[ab, letters])
@@ -81,7 +90,8 @@ def test_different_tokenizers_are_an_error(corpora: dict[str, str]) -> None:
 def test_what_is_the_same_or_not_known_is_read_together(corpora: dict[str, str]) -> None:
     build(data_path=[corpora["ab"], corpora["unknown"], corpora["same_ids"], corpora["ab"]])
     build(data_path=[corpora["unknown"], corpora["bytes"]])
-    (tokenizer_path(Path(corpora["ba"])) / "tokenizer.json").unlink()  # as vocab.json with merges.txt
+    # as vocab.json with merges.txt
+    (tokenizer_path(Path(corpora["ba"])) / "tokenizer.json").unlink()
     build(data_path=[corpora["ab"], corpora["ba"]])
 
 
@@ -104,5 +114,7 @@ def test_a_model_is_evaluated_on_token_files_of_its_tokenizer(corpora: dict[str,
         require_tokenizer_of(model, corpora[name])
     require_tokenizer_of(None, corpora["ba"])
     for name in ("ba", "bytes"):
-        with pytest.raises(ConfigError, match=f"another tokenizer than the model's.*--tokenizer {model}"):
+        with pytest.raises(
+            ConfigError, match=f"another tokenizer than the model's.*--tokenizer {model}"
+        ):
             require_tokenizer_of(model, corpora[name] + ".bin")

@@ -31,7 +31,9 @@ def test_a_prefix_that_looks_like_a_number_is_a_prefix_where_its_files_are(
     assert parse_data_path(["1", "2024"]) == (WeightedPrefix(Path("2024"), Fraction(1)),)
 
 
-@pytest.mark.parametrize("entries", [["0.7", "a", "b"], ["a", "0.3", "b"], ["0.5"], ["0", "a"], ["-1", "a"]])
+@pytest.mark.parametrize(
+    "entries", [["0.7", "a", "b"], ["a", "0.3", "b"], ["0.5"], ["0", "a"], ["-1", "a"]]
+)
 def test_weights_without_sense_are_refused(entries: list[str]) -> None:
     with pytest.raises(ConfigError, match="--data-path"):
         parse_data_path(entries)
@@ -43,7 +45,10 @@ def test_a_folder_without_a_name_has_one(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @settings(deadline=None)
-@given(count=st.integers(0, 10**9), parts=st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any))
+@given(
+    count=st.integers(0, 10**9),
+    parts=st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any),
+)
 def test_splits_tile_the_documents(count: int, parts: list[int]) -> None:
     ranges = split_documents(count, ",".join(map(str, parts)))
     assert ranges[0].start == 0

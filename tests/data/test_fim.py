@@ -1,4 +1,6 @@
-"""Gaps in documents: where they are, that a sample keeps its length and documents, and which settings are errors."""
+"""Gaps in documents: where they are, that a sample keeps its length and documents, and which
+settings are errors.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,9 @@ IDS = {"fim_prefix_token": "97", "fim_suffix_token": "98", "fim_middle_token": "
 
 
 def samples(prefix: Path, *, number: int = 40, **options: object) -> list[Sample]:
-    data = DataConfig(train_data_path=[str(prefix)], seq_length=16, **{"fim_data": True, **IDS, **options})
+    data = DataConfig(
+        train_data_path=[str(prefix)], seq_length=16, **{"fim_data": True, **IDS, **options}
+    )
     train = build_data(data, vocab_size=100, seed=5, required=("train",)).train
     assert train is not None
     return [train[index] for index in range(number)]
@@ -33,11 +37,18 @@ def test_rates_are_shares_and_all_gaps_occur() -> None:
     rewritten = [FIM.rewritten(ids, key=str(key)).tolist() for key in range(4000)]
     with_gap = [tokens for tokens in rewritten if tokens != ids.tolist()]
     assert 0.47 < len(with_gap) / 4000 < 0.53
-    assert 0.58 < sum(tokens[:2] == [PREFIX, SUFFIX] for tokens in with_gap) / len(with_gap) < 0.66  # or no prefix
+    # or no prefix
+    assert 0.58 < sum(tokens[:2] == [PREFIX, SUFFIX] for tokens in with_gap) / len(with_gap) < 0.66
     for tokens in with_gap:
         before, after, middle = map(tokens.index, (PREFIX, SUFFIX, MIDDLE))
-        prefix, suffix, gap = tokens[before + 1 : after], tokens[after + 1 : middle], tokens[middle + 1 :]
-        assert sorted(prefix + suffix + gap) == list(range(7)) and prefix + gap == sorted(prefix + gap)
+        prefix, suffix, gap = (
+            tokens[before + 1 : after],
+            tokens[after + 1 : middle],
+            tokens[middle + 1 :],
+        )
+        assert sorted(prefix + suffix + gap) == list(range(7)) and prefix + gap == sorted(
+            prefix + gap
+        )
         gaps.add((len(suffix), len(prefix)))
     assert {size for size, _ in gaps} == set(range(8)), "a suffix may be empty or everything"
     assert {len(FIM.rewritten(ids[:n], key="1")) for n in range(10)} == set(range(10))
@@ -45,7 +56,9 @@ def test_rates_are_shares_and_all_gaps_occur() -> None:
     assert replace(FIM, rate=1.0, spm_rate=0.0).rewritten(ids, key="0")[0] == PREFIX
 
 
-def test_samples_are_a_function_of_seed_and_epoch_and_keep_their_documents(write_corpus: WriteCorpus) -> None:
+def test_samples_are_a_function_of_seed_and_epoch_and_keep_their_documents(
+    write_corpus: WriteCorpus,
+) -> None:
     prefix = write_corpus(random_documents([7, 30, 1, 50, 3, 12, 60, 2], vocab_size=97))
     common = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
     num_cut = 0
@@ -54,27 +67,45 @@ def test_samples_are_a_function_of_seed_and_epoch_and_keep_their_documents(write
         once, again = (samples(prefix, packing=packing, fim_rate=1.0, **common) for _ in range(2))
         changed = 0
         for before, sample, same in zip(plain, once, again, strict=True):
-            assert np.array_equal(sample.tokens, same.tokens) and np.array_equal(sample.loss_mask, same.loss_mask)
-            assert np.array_equal(sample.labels[:-1], sample.tokens[1:]) and sample.labels[-1] == before.labels[-1]
+            assert np.array_equal(sample.tokens, same.tokens) and np.array_equal(
+                sample.loss_mask, same.loss_mask
+            )
+            assert (
+                np.array_equal(sample.labels[:-1], sample.tokens[1:])
+                and sample.labels[-1] == before.labels[-1]
+            )
             assert np.array_equal(sample.position_ids, before.position_ids)
             assert np.array_equal(sample.segment_ids, before.segment_ids)
             assert np.array_equal(sample.loss_mask[:-1], before.loss_mask[:-1])
             num_cut += sample.loss_mask[-1] < before.loss_mask[-1]
             ends = np.flatnonzero(np.diff(before.segment_ids))
-            assert np.array_equal(sample.tokens[ends], before.tokens[ends]), "a document ends with its last token"
+            assert np.array_equal(sample.tokens[ends], before.tokens[ends]), (
+                "a document ends with its last token"
+            )
             changed += not np.array_equal(sample.tokens, before.tokens)
         assert changed > 30
-    assert num_cut > 5, "after the gap of a document that goes on in another sample, the next label is no target"
-    first, second = samples(prefix, shuffle=False, number=10), samples(prefix, shuffle=False, number=20)[10:]
+    assert num_cut > 5, (
+        "after the gap of a document that goes on in another sample, the next label is no target"
+    )
+    first, second = (
+        samples(prefix, shuffle=False, number=10),
+        samples(prefix, shuffle=False, number=20)[10:],
+    )
     assert any(not np.array_equal(a.tokens, b.tokens) for a, b in zip(first, second, strict=True))
 
 
-def test_validation_and_corpora_with_a_loss_mask_are_left_as_they_are(write_corpus: WriteCorpus) -> None:
+def test_validation_and_corpora_with_a_loss_mask_are_left_as_they_are(
+    write_corpus: WriteCorpus,
+) -> None:
     prefix = write_corpus(random_documents([40] * 20, vocab_size=97))
-    data = DataConfig(data_path=[str(prefix)], split="1,1", seq_length=16, fim_data=True, fim_rate=1.0, **IDS)
+    data = DataConfig(
+        data_path=[str(prefix)], split="1,1", seq_length=16, fim_data=True, fim_rate=1.0, **IDS
+    )
     built = build_data(data, vocab_size=100, seed=5)
     assert built.train is not None and PREFIX in built.train[0].tokens
-    assert built.valid is not None and not any(PREFIX in built.valid[index].tokens for index in range(20))
+    assert built.valid is not None and not any(
+        PREFIX in built.valid[index].tokens for index in range(20)
+    )
     mask_path(prefix).write_bytes(bytes(800))
     assert not any(PREFIX in sample.tokens for sample in samples(prefix, fim_rate=1.0))
 
@@ -83,7 +114,9 @@ def test_sentinels_are_tokens_of_the_tokenizer_or_ids(tmp_path: Path) -> None:
     tokenizer = ByteTokenizer().as_fast()
     tokenizer.backend.add_special_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
     tokenizer.save(tmp_path)
-    fim = FillInTheMiddle.of(DataConfig(fim_suffix_token="7"), tokenizer=str(tmp_path), vocab_size=300, seed=0)
+    fim = FillInTheMiddle.of(
+        DataConfig(fim_suffix_token="7"), tokenizer=str(tmp_path), vocab_size=300, seed=0
+    )
     assert fim.sentinels == (257, 7, 259)
     for name, size in (("bytes", 300), (None, 300), (str(tmp_path), 258)):
         with pytest.raises(ConfigError, match=r"--fim-middle-token <fim_middle>: no token"):

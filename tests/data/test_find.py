@@ -21,7 +21,9 @@ def order(tmp_path: Path) -> DataOrder:
     prefix = write_documents(tmp_path / "tales", documents)
     data = DataConfig(train_data_path=[str(prefix)], seq_length=8, tokenizer_model="bytes")
     train = TrainConfig(global_batch_size=2)
-    return DataOrder([OrderStart(0, 0, 0, 2, vocab_size=257, config=Config(data=data, train=train))])
+    return DataOrder(
+        [OrderStart(0, 0, 0, 2, vocab_size=257, config=Config(data=data, train=train))]
+    )
 
 
 @pytest.mark.parametrize("block", [3, 16, 1000])
@@ -31,7 +33,9 @@ def test_every_document_with_the_text_is_found(
     monkeypatch.setattr(find, "_BLOCK_TOKENS", block)
     for text in ("the frog", " frog sang", "frogs", "the frog sang", "g sang the f"):
         documents = [number for _, number in find.documents_with(text, order, run=tmp_path)]
-        assert sorted(documents) == [number for number, each in enumerate(TEXTS) if text in each], text
+        assert sorted(documents) == [number for number, each in enumerate(TEXTS) if text in each], (
+            text
+        )
 
 
 def test_a_short_text_and_an_unknown_tokenizer_are_errors(order: DataOrder, tmp_path: Path) -> None:

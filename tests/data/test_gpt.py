@@ -17,19 +17,37 @@ from tests.data.conftest import WriteCorpus, random_documents
 
 
 def _samples(
-    prefix: Path, *, vocab_size: int, start: int = 0, stop: int | None = None, seed: int = 0, **options: Any
+    prefix: Path,
+    *,
+    vocab_size: int,
+    start: int = 0,
+    stop: int | None = None,
+    seed: int = 0,
+    **options: Any,
 ) -> GPTDataset:
     corpus, config = IndexedTokens(prefix), DataConfig(**options)
     return GPTDataset(
-        corpus, start, corpus.num_tokens if stop is None else stop, config, vocab_size=vocab_size, seed=seed
+        corpus,
+        start,
+        corpus.num_tokens if stop is None else stop,
+        config,
+        vocab_size=vocab_size,
+        seed=seed,
     )
 
 
 @settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=60, deadline=None
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=60,
+    deadline=None,
 )
-@given(lengths=st.lists(st.integers(0, 12), min_size=2, max_size=12).filter(lambda x: sum(x) > 8), data=st.data())
-def test_windows_are_slices_of_the_stream(write_corpus: WriteCorpus, lengths: list[int], data: st.DataObject) -> None:
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=2, max_size=12).filter(lambda x: sum(x) > 8),
+    data=st.data(),
+)
+def test_windows_are_slices_of_the_stream(
+    write_corpus: WriteCorpus, lengths: list[int], data: st.DataObject
+) -> None:
     seq_length = data.draw(st.integers(1, 7))
     start = data.draw(st.integers(0, sum(lengths) - seq_length - 1))
     stop = data.draw(st.integers(start + seq_length + 1, sum(lengths)))
@@ -53,10 +71,14 @@ def test_windows_are_slices_of_the_stream(write_corpus: WriteCorpus, lengths: li
         assert sample.position_ids.tolist() == (np.arange(seq_length) - first).tolist()
 
 
-def test_every_epoch_reads_every_window_once_in_a_different_order(write_corpus: WriteCorpus) -> None:
+def test_every_epoch_reads_every_window_once_in_a_different_order(
+    write_corpus: WriteCorpus,
+) -> None:
     samples = _samples(write_corpus([np.arange(100)]), seq_length=7, vocab_size=100, seed=3)
     count = samples.samples_per_epoch
-    epochs = [[int(samples[epoch * count + i].tokens[0]) for i in range(count)] for epoch in range(3)]
+    epochs = [
+        [int(samples[epoch * count + i].tokens[0]) for i in range(count)] for epoch in range(3)
+    ]
     assert all(sorted(epoch) == list(range(0, 7 * count, 7)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
 
@@ -82,7 +104,9 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_position_and_file(
     ids[37] = bad
     samples = _samples(write_corpus([ids], dtype=dtype), seq_length=8, vocab_size=64, shuffle=False)
     assert samples[3].tokens[-1] == 31
-    with pytest.raises(DataError, match=rf"token id {bad} at position 37 of .*corpus\.bin.*ids 0 to 63"):
+    with pytest.raises(
+        DataError, match=rf"token id {bad} at position 37 of .*corpus\.bin.*ids 0 to 63"
+    ):
         samples[4]
 
 
@@ -90,7 +114,9 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_position_and_file(
 def test_every_token_but_the_first_is_a_label_once(tmp_path: Path, length: int) -> None:
     with TokenWriter(tmp_path / "tokens", np.dtype(np.int32)) as writer:
         writer.add_documents([range(length)])
-    windows = AllWindows(IndexedTokens(tmp_path / "tokens"), 0, length, DataConfig(seq_length=4), vocab_size=50)
+    windows = AllWindows(
+        IndexedTokens(tmp_path / "tokens"), 0, length, DataConfig(seq_length=4), vocab_size=50
+    )
     assert windows.samples_per_epoch == {2: 1, 5: 1, 9: 2, 10: 3}[length]
     samples = [windows[index] for index in range(windows.samples_per_epoch + 2)]
     labels = [sample.labels[sample.loss_mask > 0].tolist() for sample in samples]
@@ -115,12 +141,16 @@ KEYS = st.integers(0, 2**64 - 1)
 @settings(deadline=None)
 @given(size=st.integers(1, 400), seed=KEYS, epoch=st.integers(0, 1000))
 def test_every_size_and_key_gives_a_bijection(size: int, seed: int, epoch: int) -> None:
-    assert sorted(permuted(index, size, seed=seed, epoch=epoch) for index in range(size)) == list(range(size))
+    assert sorted(permuted(index, size, seed=seed, epoch=epoch) for index in range(size)) == list(
+        range(size)
+    )
 
 
 @settings(deadline=None)
 @given(size=st.integers(2**30, 2**60), data=st.data(), seed=KEYS)
-def test_huge_sizes_stay_in_range_and_never_collide(size: int, data: st.DataObject, seed: int) -> None:
+def test_huge_sizes_stay_in_range_and_never_collide(
+    size: int, data: st.DataObject, seed: int
+) -> None:
     indices = data.draw(st.sets(st.integers(0, size - 1), max_size=20))
     images = {permuted(index, size, seed=seed, epoch=0) for index in indices}
     assert len(images) == len(indices)
@@ -138,13 +168,22 @@ def test_epochs_and_seeds_have_different_orders() -> None:
 
 def test_the_order_does_not_change_between_versions() -> None:
     # A run that resumes under a newer nanotrain must go on with the same data.
-    assert [permuted(index, 1000, seed=1234, epoch=3) for index in range(6)] == [529, 905, 47, 504, 990, 313]
+    assert [permuted(index, 1000, seed=1234, epoch=3) for index in range(6)] == [
+        529,
+        905,
+        47,
+        504,
+        990,
+        313,
+    ]
 
 
 def test_images_are_spread_evenly() -> None:
     # Mean image of each tenth of the indices, against the standard error of a random order.
     size = 10_000
-    images = np.array([permuted(index, size, seed=5, epoch=0) for index in range(size)]).reshape(10, -1)
+    images = np.array([permuted(index, size, seed=5, epoch=0) for index in range(size)]).reshape(
+        10, -1
+    )
     standard_error = size / np.sqrt(12) / np.sqrt(size / 10)
     assert np.all(np.abs(images.mean(axis=1) - size / 2) < 4 * standard_error)
     correlation = np.corrcoef(images.ravel()[:-1], images.ravel()[1:])[0, 1]

@@ -1,4 +1,6 @@
-"""Token files read back what was written, in stream offsets, and damaged ones are refused with a reason."""
+"""Token files read back what was written, in stream offsets, and damaged ones are refused with a
+reason.
+"""
 
 import os
 import pickle
@@ -18,7 +20,9 @@ from tests.data.conftest import WriteCorpus, random_documents
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
 INTEGERS = [dtype.name for dtype in DTYPES.values() if dtype.kind != "f"]
-SAME_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+SAME_FOLDER = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
+)
 
 
 def _write_pair(
@@ -33,8 +37,14 @@ def _write_pair(
     prefix.with_suffix(".bin").write_bytes(tokens.astype("<u2").tobytes())
     documents = range(len(lengths) + 1) if documents is None else documents
     header = IndexHeader(np.dtype("<u2"), len(lengths), len(documents)).pack()
-    columns = (np.asarray(lengths, "<i4"), np.asarray(pointers, "<i8"), np.asarray(documents, "<i8"))
-    prefix.with_suffix(".idx").write_bytes(header + b"".join(column.tobytes() for column in columns))
+    columns = (
+        np.asarray(lengths, "<i4"),
+        np.asarray(pointers, "<i8"),
+        np.asarray(documents, "<i8"),
+    )
+    prefix.with_suffix(".idx").write_bytes(
+        header + b"".join(column.tobytes() for column in columns)
+    )
     return prefix
 
 
@@ -53,7 +63,10 @@ def test_any_range_reads_as_the_concatenation(
     assert corpus.read(start, stop).dtype == np.dtype(dtype)
     assert corpus.read(start, stop).tolist() == stream[start:stop].tolist()
     starts = np.unique(np.cumsum([0, *lengths[:-1]]))
-    assert corpus.document_starts(start, stop).tolist() == starts[(starts >= start) & (starts < stop)].tolist()
+    assert (
+        corpus.document_starts(start, stop).tolist()
+        == starts[(starts >= start) & (starts < stop)].tolist()
+    )
 
 
 @SAME_FOLDER
@@ -69,7 +82,9 @@ def test_sequences_stored_in_any_order_read_in_the_order_of_the_index(
         pointers[document], begin = 2 * begin, begin + lengths[document]
     tokens = np.concatenate([documents[document] for document in stored])
     # when
-    corpus = IndexedTokens(_write_pair(tmp_path / "odd", tokens, lengths=lengths, pointers=pointers))
+    corpus = IndexedTokens(
+        _write_pair(tmp_path / "odd", tokens, lengths=lengths, pointers=pointers)
+    )
     # then
     stream = np.concatenate(documents)
     assert corpus.num_tokens == len(stream)
@@ -109,10 +124,20 @@ def _damage(file: Path, offset: int, data: bytes) -> None:
         (".idx", 18, b"\x05", r"has 82 bytes where its header asks for 118"),
         (".idx", 34 + 24 + 16, b"\x01", r"document indices run over \[0, 1\]"),
         (".idx", 34, b"\xff" * 4, "sequence 0 has length -1 and pointer 0: neither is negative"),
-        (".idx", 34 + 8 + 8, b"\x29", "sequence 1 has length 30 and pointer 41: .*multiples of 2 bytes"),
+        (
+            ".idx",
+            34 + 8 + 8,
+            b"\x29",
+            "sequence 1 has length 30 and pointer 41: .*multiples of 2 bytes",
+        ),
         (".idx", 34 + 8 + 8, b"\xff" * 8, "sequence 1 has length 30 and pointer -1"),
         (".idx", 34 + 8 + 8, b"\x2a", "its sequences overlap or leave gaps at sequence 1"),
-        (".idx", 34 + 24 + 8, b"\x03", "document 1 begins with sequence 3: the next one begins with sequence 2"),
+        (
+            ".idx",
+            34 + 24 + 8,
+            b"\x03",
+            "document 1 begins with sequence 3: the next one begins with sequence 2",
+        ),
     ],
 )
 def test_a_damaged_index_is_refused_with_the_reason(
@@ -125,7 +150,9 @@ def test_a_damaged_index_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("missing", [1, 2, 50])
-def test_a_truncated_bin_is_refused_with_both_sizes(write_corpus: WriteCorpus, missing: int) -> None:
+def test_a_truncated_bin_is_refused_with_both_sizes(
+    write_corpus: WriteCorpus, missing: int
+) -> None:
     prefix = write_corpus(random_documents([20, 30]))
     content = prefix.with_suffix(".bin").read_bytes()
     prefix.with_suffix(".bin").write_bytes(content[:-missing])
@@ -149,7 +176,9 @@ def test_half_a_pair_is_refused(write_corpus: WriteCorpus, suffix: str) -> None:
         IndexedTokens(prefix)
 
 
-def test_a_path_that_is_no_prefix_says_what_it_is(write_corpus: WriteCorpus, tmp_path: Path) -> None:
+def test_a_path_that_is_no_prefix_says_what_it_is(
+    write_corpus: WriteCorpus, tmp_path: Path
+) -> None:
     prefix = write_corpus(random_documents([20]))
     text = tmp_path / "texts" / "story.txt"
     text.parent.mkdir()
@@ -158,7 +187,9 @@ def test_a_path_that_is_no_prefix_says_what_it_is(write_corpus: WriteCorpus, tmp
         text: f"story.txt is a file; make token files: nanotrain prepare --input {text} --output .*texts/story ",
         text.parent: f"nanotrain prepare --input {text.parent} --output .*texts-tokens ",
         prefix.parent: f"the folder .* has {prefix}; write for example --data-path {prefix}$",
-        prefix.with_name("corpse"): f"the folder .* has {prefix}; write for example --data-path {prefix}$",
+        prefix.with_name(
+            "corpse"
+        ): f"the folder .* has {prefix}; write for example --data-path {prefix}$",
         tmp_path / "nowhere" / "corpus": "missing too; check the path",
     }
     for path, cure in cures.items():
@@ -172,7 +203,9 @@ def test_an_empty_corpus_is_refused(write_corpus: WriteCorpus) -> None:
 
 
 @pytest.mark.parametrize("window", [(-1, 3), (4, 4), (45, 51), (50, 60)])
-def test_a_range_outside_the_stream_is_an_error(write_corpus: WriteCorpus, window: tuple[int, int]) -> None:
+def test_a_range_outside_the_stream_is_an_error(
+    write_corpus: WriteCorpus, window: tuple[int, int]
+) -> None:
     corpus = IndexedTokens(write_corpus(random_documents([20, 30])))
     with pytest.raises(DataError, match=r"corpus cannot be read: the corpus has tokens \[0, 50\)"):
         corpus.read(*window)
@@ -189,19 +222,28 @@ def test_an_index_that_skips_the_first_tokens_is_refused(
     tmp_path: Path, lengths: list[int], pointers: list[int], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        IndexedTokens(_write_pair(tmp_path / "odd", np.arange(50), lengths=lengths, pointers=pointers))
+        IndexedTokens(
+            _write_pair(tmp_path / "odd", np.arange(50), lengths=lengths, pointers=pointers)
+        )
 
 
 def test_a_document_may_have_no_sequence(tmp_path: Path) -> None:
-    prefix = _write_pair(tmp_path / "odd", np.arange(5), lengths=[2, 3], pointers=[0, 4], documents=[0, 1, 1, 2])
+    prefix = _write_pair(
+        tmp_path / "odd", np.arange(5), lengths=[2, 3], pointers=[0, 4], documents=[0, 1, 1, 2]
+    )
     assert IndexedTokens(prefix).document_starts(0, 5).tolist() == [0, 2]
 
 
-LARGE = {"_CHECK_ALL": 3, "_CHECK_SOME": 4}  # of ten sequences the pointers of 0, 2, 5 and 8 are checked on opening
+# of ten sequences the pointers of 0, 2, 5 and 8 are checked on opening
+LARGE = {"_CHECK_ALL": 3, "_CHECK_SOME": 4}
 
 
-def _large_corpus(folder: Path, monkeypatch: pytest.MonkeyPatch, stored: Sequence[int]) -> IndexedTokens:
-    """Ten sequences of two tokens, stored in this order, which are taken for more than can be checked on opening."""
+def _large_corpus(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stored: Sequence[int]
+) -> IndexedTokens:
+    """Ten sequences of two tokens, stored in this order, which are taken for more than can be
+    checked on opening.
+    """
     for name, number in LARGE.items():
         monkeypatch.setattr(indexed, name, number)
     pointers = [4 * stored.index(sequence) for sequence in range(10)]
@@ -209,8 +251,11 @@ def _large_corpus(folder: Path, monkeypatch: pytest.MonkeyPatch, stored: Sequenc
     return IndexedTokens(_write_pair(folder / "large", tokens, lengths=[2] * 10, pointers=pointers))
 
 
-def test_disorder_that_the_checked_pointers_show_is_read_through_a_table(tmp_path, monkeypatch) -> None:
-    corpus = _large_corpus(tmp_path, monkeypatch, [0, 1, 5, 6, 4, 7, 2, 3, 8, 9])  # each is followed by its next one
+def test_disorder_that_the_checked_pointers_show_is_read_through_a_table(
+    tmp_path, monkeypatch
+) -> None:
+    # each is followed by its next one
+    corpus = _large_corpus(tmp_path, monkeypatch, [0, 1, 5, 6, 4, 7, 2, 3, 8, 9])
     assert corpus.read(0, 20).tolist() == list(range(20))
 
 
@@ -229,14 +274,21 @@ def test_documents_out_of_order_are_found_when_they_are_read(tmp_path, monkeypat
     corpus = IndexedTokens(_write_pair(tmp_path / "large", np.arange(20), **pair))
     assert corpus.document_starts(12, 20).tolist() == [12, 14, 16, 18]
     for start in (6, 8):
-        with pytest.raises(DataError, match="document 4 begins with sequence 5: the next one begins with sequence 4"):
+        with pytest.raises(
+            DataError,
+            match="document 4 begins with sequence 5: the next one begins with sequence 4",
+        ):
             corpus.document_starts(start, start + 2)
 
 
-def test_short_reads_are_continued_and_a_file_cut_off_later_is_an_error(write_corpus, monkeypatch) -> None:
+def test_short_reads_are_continued_and_a_file_cut_off_later_is_an_error(
+    write_corpus, monkeypatch
+) -> None:
     documents = random_documents([20, 30])
     corpus, pread = IndexedTokens(write_corpus(documents)), os.pread
-    monkeypatch.setattr(remote.os, "pread", lambda handle, count, offset: pread(handle, min(count, 6), offset))
+    monkeypatch.setattr(
+        remote.os, "pread", lambda handle, count, offset: pread(handle, min(count, 6), offset)
+    )
     assert corpus.read(0, 50).tolist() == np.concatenate(documents).tolist()
     os.truncate(corpus.bin_file, 70)
     with pytest.raises(DataError, match="ended at byte 70: it had 100 bytes when it was opened"):

@@ -1,4 +1,6 @@
-"""Workers change time, never values; interrupts do not reach them; a dead one is an error, not a hang."""
+"""Workers change time, never values; interrupts do not reach them; a dead one is an error, not a
+hang.
+"""
 
 import errno
 import multiprocessing.synchronize
@@ -45,7 +47,9 @@ def _worker_ids(batches: GlobalBatchLoader) -> list[int]:
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process runs; one that ended may stay in the table if the first process of a container reaps none."""
+    """Whether a process runs; one that ended may stay in the table if the first process of a
+    container reaps none.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -80,14 +84,21 @@ def test_padding_has_no_target_tokens_and_says_that_it_is_padding() -> None:
 
 
 def test_skipped_samples_move_samples_padding_and_their_corpora_alike() -> None:
-    blend = BlendedDataset.by_weight([SAMPLES, SyntheticDataset(1000, 8, seed=2)], [Fraction(2), Fraction(1)])
+    blend = BlendedDataset.by_weight(
+        [SAMPLES, SyntheticDataset(1000, 8, seed=2)], [Fraction(2), Fraction(1)]
+    )
     sampler = SamplerConfig(dp_rank=0, dp_size=1, micro_batch_size=2, global_batch_size=3)
-    with GlobalBatchLoader(blend, sampler=sampler, consumed_samples=6, skipped_samples=5) as batches:
+    with GlobalBatchLoader(
+        blend, sampler=sampler, consumed_samples=6, skipped_samples=5
+    ) as batches:
         microbatches = next(batches)
-    for batch, places in zip(microbatches, ((11, 12), (13, 11)), strict=True):  # the last one is padding
+    # the last one is padding
+    for batch, places in zip(microbatches, ((11, 12), (13, 11)), strict=True):
         assert batch.tokens.tolist() == [blend[place].tokens.tolist() for place in places]
         assert batch.source_ids.tolist() == [blend.locate(place)[0] for place in places]
-    assert [batch.is_padding for batch in microbatches] == [False, False], "one of the last two samples is none"
+    assert [batch.is_padding for batch in microbatches] == [False, False], (
+        "one of the last two samples is none"
+    )
     assert microbatches[1].loss_mask.sum(1).tolist() == [8, 0]
 
 
@@ -95,7 +106,9 @@ def test_skipped_samples_move_samples_padding_and_their_corpora_alike() -> None:
 def test_workers_give_the_same_batches_and_end_when_closed(num_workers: int) -> None:
     with (
         GlobalBatchLoader(SAMPLES, sampler=SAMPLER, consumed_samples=12) as inline,
-        GlobalBatchLoader(SAMPLES, sampler=SAMPLER, consumed_samples=12, num_workers=num_workers) as batches,
+        GlobalBatchLoader(
+            SAMPLES, sampler=SAMPLER, consumed_samples=12, num_workers=num_workers
+        ) as batches,
     ):
         workers = _worker_ids(batches)
         assert len(workers) == num_workers
@@ -109,18 +122,25 @@ def test_workers_give_the_same_batches_and_end_when_closed(num_workers: int) -> 
 
 def test_a_rank_that_needs_no_tokens_reads_none_and_starts_no_workers() -> None:
     sampler = replace(SAMPLER, unread_length=8)
-    with GlobalBatchLoader(_BrokenFrom(0), sampler=sampler, consumed_samples=12, num_workers=2) as batches:
+    with GlobalBatchLoader(
+        _BrokenFrom(0), sampler=sampler, consumed_samples=12, num_workers=2
+    ) as batches:
         unread = next(batches)
     with GlobalBatchLoader(SAMPLES, sampler=SAMPLER, consumed_samples=12) as batches:
         for batch, read in zip(unread, next(batches), strict=True):
             assert batch.tokens.shape == read.tokens.shape and not batch.num_target_tokens
-            assert torch.equal(batch.sample_ids, read.sample_ids) and batch.is_padding == read.is_padding
+            assert (
+                torch.equal(batch.sample_ids, read.sample_ids)
+                and batch.is_padding == read.is_padding
+            )
 
 
 def test_interrupts_leave_workers_at_work_and_their_parent_unmasked() -> None:
     with GlobalBatchLoader(SAMPLES, sampler=SAMPLER, num_workers=1) as batches:
         assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}
-        next(batches)  # the fork server of these tests was started elsewhere, so the mask stands once a worker works
+        # the fork server of these tests was started elsewhere, so the mask stands once a worker
+        # works
+        next(batches)
         for worker in _worker_ids(batches):
             os.kill(worker, signal.SIGTERM)
             os.kill(worker, signal.SIGINT)
@@ -154,19 +174,28 @@ if __name__ == "__main__":
 
 def test_workers_do_not_outlive_a_killed_trainer(tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text(KILLED)
-    done = subprocess.run([sys.executable, tmp_path / "killed.py"], stdout=subprocess.PIPE, timeout=HANG_S, check=False)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "killed.py"],
+        stdout=subprocess.PIPE,
+        timeout=HANG_S,
+        check=False,
+    )
     workers = [int(word) for word in done.stdout.split()]
     assert len(workers) == 2
     assert _wait_for_end(workers)
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # no half-made iterator prints one
+# no half-made iterator prints one
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_workers_without_shared_memory_are_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", refuse)
-    with pytest.raises(LocalFault, match="2 data workers could not be started: No space left on device; .*--shm-size"):
+    with pytest.raises(
+        LocalFault,
+        match="2 data workers could not be started: No space left on device; .*--shm-size",
+    ):
         GlobalBatchLoader(SAMPLES, sampler=SAMPLER, num_workers=2)
 
 
@@ -189,8 +218,13 @@ class _WithoutSharedMemory(SyntheticDataset):
 
 def test_full_shared_memory_is_one_error_not_a_hang() -> None:
     with (
-        GlobalBatchLoader(_WithoutSharedMemory(10, 8, 1), sampler=SAMPLER, num_workers=1) as batches,
-        pytest.raises(EnvironmentFault, match="no shared memory for a batch: .* bytes free in .*--num-workers 0"),
+        GlobalBatchLoader(
+            _WithoutSharedMemory(10, 8, 1), sampler=SAMPLER, num_workers=1
+        ) as batches,
+        pytest.raises(
+            EnvironmentFault,
+            match="no shared memory for a batch: .* bytes free in .*--num-workers 0",
+        ),
     ):
         next(batches)
 
@@ -213,7 +247,9 @@ def test_all_ranks_together_read_every_token_once_through_a_change_of_length() -
         loader = GlobalBatchLoader(Places(), sampler=sampler)
         for microbatches in (next(loader) for _ in range(4)):
             for batch in microbatches:
-                assert torch.equal(batch.labels, batch.tokens + 1), "a sequence ends with the first token of the next"
+                assert torch.equal(batch.labels, batch.tokens + 1), (
+                    "a sequence ends with the first token of the next"
+                )
                 tokens += batch.tokens.flatten().tolist()
             shapes.append(tuple(microbatches[0].tokens.shape))
     assert sorted(tokens) == [*range(4 * 6 * 8)]
@@ -224,9 +260,15 @@ def test_positions_restart_with_a_sequence_and_with_a_document() -> None:
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4, 0, 1]])
     segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 2, 2]], dtype=torch.int32)
     numbers = torch.arange(16).reshape(2, 8)
-    batch = Batch(numbers, numbers, numbers.float(), positions.clone(), segments, torch.tensor([3, ~3]))
+    batch = Batch(
+        numbers, numbers, numbers.float(), positions.clone(), segments, torch.tensor([3, ~3])
+    )
     split = split_sequences(batch, 4)
-    assert split.position_ids is not None and split.segment_ids is not None and split.sample_ids is not None
+    assert (
+        split.position_ids is not None
+        and split.segment_ids is not None
+        and split.sample_ids is not None
+    )
     assert split.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 0], [0, 0, 1, 2], [0, 1, 0, 1]]
     assert split.segment_ids.tolist() == [[0, 0, 0, 0], [1, 1, 1, 2], [0, 1, 1, 1], [1, 1, 2, 2]]
     assert len(set(split.sample_ids.tolist())) == 4, "each sequence has dropout of its own"

@@ -28,32 +28,50 @@ def test_each_reason_is_named(write_corpus: WriteCorpus, tmp_path: Path) -> None
     web, math = (GPTDataset(c, 0, c.num_tokens, DataConfig(), vocab_size=100) for c in corpora)
     blend = BlendedDataset.by_weight([web, math], [Fraction(1), Fraction(1)])
     changing = with_mix(blend, ["1", "math"], sample=10).starting_at([(0, None), (10, 30)])
-    with pytest.raises(DataError, match="books is no corpus of the run: the corpora of the run are .*web, .*math"):
+    with pytest.raises(
+        DataError, match="books is no corpus of the run: the corpora of the run are .*web, .*math"
+    ):
         with_mix(blend, ["1", "books"], sample=9)
     with pytest.raises(DataError, match="the run has one corpus"):
         with_mix(web, ["1", "web"], sample=9)
     with pytest.raises(DataError, match="the weights change until sample 30"):
         with_mix(changing, ["1", "web"], sample=20)
-    assert [stage.start for stage in with_mix(changing, ["1", "web"], sample=40).stages] == [0, 10, 40]
+    assert [stage.start for stage in with_mix(changing, ["1", "web"], sample=40).stages] == [
+        0,
+        10,
+        40,
+    ]
     with pytest.raises(ConfigError, match="every corpus has a weight before it"):
         request_mix(tmp_path, ["web"], step=None)
     assert take_request(tmp_path) is None
     (tmp_path / REQUEST).write_text('{"weights": [1]}')
-    with pytest.raises(DataError, match="data-mix.request cannot be read: weights is 1, it must be text"):
+    with pytest.raises(
+        DataError, match="data-mix.request cannot be read: weights is 1, it must be text"
+    ):
         take_request(tmp_path)
     assert not (tmp_path / REQUEST).exists()
 
 
-def test_the_last_change_that_was_recorded_counts(write_corpus: WriteCorpus, tmp_path: Path) -> None:
+def test_the_last_change_that_was_recorded_counts(
+    write_corpus: WriteCorpus, tmp_path: Path
+) -> None:
     corpora = [IndexedTokens(write_corpus([np.arange(99)], name=name)) for name in ("web", "math")]
     parts = [GPTDataset(c, 0, c.num_tokens, DataConfig(), vocab_size=100) for c in corpora]
-    mixed = with_mix(BlendedDataset.by_weight(parts, [Fraction(1, 3), Fraction(2)]), ["1", "math"], sample=10)
+    mixed = with_mix(
+        BlendedDataset.by_weight(parts, [Fraction(1, 3), Fraction(2)]), ["1", "math"], sample=10
+    )
     plain = DataConfig(train_data_path=["a", "b"])
     assert with_recorded_mix(plain, tmp_path) is plain
     record_mix(tmp_path, ["a@0samples: 1 x"], step=2)
     record_mix(tmp_path, stages_of(mixed), step=5)
     data = with_recorded_mix(plain, tmp_path)
     prefixes = [corpus.prefix for corpus in corpora]
-    expected = [f"start@0samples: 1/3 {prefixes[0]} 2 {prefixes[1]}", f"mix-1@10samples: 1 {prefixes[1]}"]
+    expected = [
+        f"start@0samples: 1/3 {prefixes[0]} 2 {prefixes[1]}",
+        f"mix-1@10samples: 1 {prefixes[1]}",
+    ]
     assert data.stages == expected and not data.train_data_path
-    assert data.split == "1" and with_recorded_mix(DataConfig(data_path=["a"]), tmp_path).split == DataConfig().split
+    assert (
+        data.split == "1"
+        and with_recorded_mix(DataConfig(data_path=["a"]), tmp_path).split == DataConfig().split
+    )

@@ -29,14 +29,19 @@ def prefixes(tmp_path_factory) -> list[Path]:
     return [
         write_documents(
             folder / f"c{i}",
-            [document + 1 for document in random_documents(lengths, vocab_size=SENTINELS[0] - 1, seed=i)],
+            [
+                document + 1
+                for document in random_documents(lengths, vocab_size=SENTINELS[0] - 1, seed=i)
+            ],
         )
         for i, lengths in enumerate(LENGTHS)
     ]
 
 
 def random_config(draw: random.Random, prefixes: list[Path], *, consumed: int) -> Config:
-    """A blend by weight or size, or stages; a constant batch, a ramp-up or steps; with or without shuffle."""
+    """A blend by weight or size, or stages; a constant batch, a ramp-up or steps; with or without
+    shuffle.
+    """
     chosen = draw.sample(prefixes, draw.randint(1, 3))
     blend = " ".join(f"{draw.randint(1, 9)} {prefix}" for prefix in chosen)
     data: dict[str, object] = {"train_data_path": [blend]}
@@ -46,7 +51,9 @@ def random_config(draw: random.Random, prefixes: list[Path], *, consumed: int) -
         starts = draw.choice([draw.randint(1, 6), f"{draw.randint(1, 3)}..{draw.randint(4, 9)}"])
         data = {"stages": [f"a@0: {blend}", f"b@{starts}: {draw.choice(prefixes)}"]}
     seq_length, size = draw.choice([4, 8]), draw.randint(2, 6)
-    train = TrainConfig(global_batch_size=size, micro_batch_size=1, seed=draw.randint(0, 9), train_iters=12)
+    train = TrainConfig(
+        global_batch_size=size, micro_batch_size=1, seed=draw.randint(0, 9), train_iters=12
+    )
     kind = draw.random()
     if kind < 0.3:
         train = replace(train, rampup_batch_size=[2, 2, 9], global_batch_size=6)
@@ -64,7 +71,9 @@ def random_config(draw: random.Random, prefixes: list[Path], *, consumed: int) -
 def tokens_read(start: OrderStart, *, dp_size: int, num_steps: int) -> list[dict[int, list[int]]]:
     """By step, the tokens of every sample that the data-parallel ranks of a run read after a start."""
     config, data = start.config, start.config.data
-    samples = build_data(data, vocab_size=VOCAB_SIZE, seed=config.train.seed, required=("train",)).train
+    samples = build_data(
+        data, vocab_size=VOCAB_SIZE, seed=config.train.seed, required=("train",)
+    ).train
     assert samples is not None
     samples = starting_stages(samples, data, samples_of=lambda steps: stage_start(start, steps))
     by_step: list[dict[int, list[int]]] = [{} for _ in range(num_steps)]
@@ -81,13 +90,20 @@ def tokens_read(start: OrderStart, *, dp_size: int, num_steps: int) -> list[dict
             for tokens in by_step:
                 for batch in (batch for batch in next(loader) if not batch.is_padding):
                     assert batch.sample_ids is not None
-                    rows = zip((batch.sample_ids + start.skipped_samples).tolist(), batch.tokens.tolist(), strict=True)
-                    tokens |= {sample: [token for token in row if token] for sample, row in rows}  # no padding
+                    rows = zip(
+                        (batch.sample_ids + start.skipped_samples).tolist(),
+                        batch.tokens.tolist(),
+                        strict=True,
+                    )
+                    # no padding
+                    tokens |= {sample: [token for token in row if token] for sample, row in rows}
     return by_step
 
 
 def without_gap(tokens: list[int], part: list[int], *, is_end: bool) -> list[int]:
-    """The tokens of a part of a document as they are stored; what sentinels replaced is taken from the corpus."""
+    """The tokens of a part of a document as they are stored; what sentinels replaced is taken from
+    the corpus.
+    """
     if SENTINELS[0] not in tokens:
         return tokens
     before, after, middle = map(tokens.index, SENTINELS)
@@ -105,13 +121,16 @@ def stage_start(start: OrderStart, steps: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_documents_of_a_step_are_those_that_its_ranks_read(seed: int, prefixes: list[Path], tmp_path: Path) -> None:
+def test_the_documents_of_a_step_are_those_that_its_ranks_read(
+    seed: int, prefixes: list[Path], tmp_path: Path
+) -> None:
     num_rewritten = 0
     for case in range(15):
         draw = random.Random(f"{seed} {case}")
         folder = tmp_path / str(case)
         folder.mkdir()
-        # given a run that starts, and starts again with other settings, on other ranks, after a spike
+        # given a run that starts, and starts again with other settings, on other ranks, after a
+        # spike
         expected: dict[int, dict[int, list[int]]] = {}
         step = consumed = skipped = curve = 0
         for _ in range(draw.randint(1, 3)):
@@ -137,26 +156,39 @@ def test_the_documents_of_a_step_are_those_that_its_ranks_read(seed: int, prefix
                 part = stored[use.first_byte // size : use.last_byte // size].tolist()
                 assert len(part) == use.tokens > 0
                 is_end = use.last_byte == use.corpus.document_start(use.document + 1) * size
-                read, samples[use.sample] = samples[use.sample][: len(part)], samples[use.sample][len(part) :]
+                read, samples[use.sample] = (
+                    samples[use.sample][: len(part)],
+                    samples[use.sample][len(part) :],
+                )
                 num_rewritten += SENTINELS[0] in read
                 assert without_gap(read, part, is_end=is_end) == part, (case, number)
             assert not any(samples.values()), (case, number)
     assert num_rewritten > 12
 
 
-def test_a_document_is_found_in_every_step_that_reads_it(prefixes: list[Path], tmp_path: Path) -> None:
+def test_a_document_is_found_in_every_step_that_reads_it(
+    prefixes: list[Path], tmp_path: Path
+) -> None:
     draw, found = random.Random(1), 0
     for case in range(40):
         start = OrderStart(0, 0, 0, 4, VOCAB_SIZE, random_config(draw, prefixes, consumed=0))
-        second = replace(start, step=4, consumed_samples=start.samples(4).stop + 1, skipped_samples=3)
+        second = replace(
+            start, step=4, consumed_samples=start.samples(4).stop + 1, skipped_samples=3
+        )
         order = DataOrder([start, second])
         uses = Counter(
-            (use.corpus.prefix, use.document, step, use.sample) for step in range(1, 9) for use in order.documents(step)
+            (use.corpus.prefix, use.document, step, use.sample)
+            for step in range(1, 9)
+            for use in order.documents(step)
         )
         for prefix in prefixes:
             for document in range(len(LENGTHS[int(prefix.name[1:])])):
                 named = {key[2:] for key in uses if key[:2] == (prefix, document)}
-                assert set(order.samples_of(prefix, document, last_step=8)) == named, (case, prefix, document)
+                assert set(order.samples_of(prefix, document, last_step=8)) == named, (
+                    case,
+                    prefix,
+                    document,
+                )
                 found += len(named)
         counted = order.tokens_by_corpus(8)
         read = Counter()
@@ -167,7 +199,9 @@ def test_a_document_is_found_in_every_step_that_reads_it(prefixes: list[Path], t
     assert found > 500
 
 
-def test_a_folder_without_an_order_a_step_before_it_and_random_tokens_are_errors(tmp_path: Path) -> None:
+def test_a_folder_without_an_order_a_step_before_it_and_random_tokens_are_errors(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(EnvironmentFault, match="does not exist"):
         DataOrder.read(tmp_path)
     config = Config(data=DataConfig(mock_data=True), train=TrainConfig(global_batch_size=2))
@@ -182,7 +216,9 @@ def test_a_folder_without_an_order_a_step_before_it_and_random_tokens_are_errors
         DataOrder.read(tmp_path)
 
 
-def test_excluded_documents_are_neither_read_nor_listed(prefixes: list[Path], tmp_path: Path) -> None:
+def test_excluded_documents_are_neither_read_nor_listed(
+    prefixes: list[Path], tmp_path: Path
+) -> None:
     # given a file with one document as it is written and one as `data find --json` prints it
     file = tmp_path / "excluded"
     file.write_text(f'{prefixes[0]}:1\n\n{{"corpus": "{prefixes[0]}", "document": 4, "step": 2}}\n')
@@ -202,7 +238,9 @@ def test_excluded_documents_are_neither_read_nor_listed(prefixes: list[Path], tm
         for place in range(9):
             document, *_ = next(corpus.documents_in(first + place, first + place + 1))
             ids = [np.append(sample.tokens, sample.labels[-1])[place] for sample in (before, after)]
-            last = corpus.read(corpus.document_start(document + 1) - 1, corpus.document_start(document + 1))[0]
+            last = corpus.read(
+                corpus.document_start(document + 1) - 1, corpus.document_start(document + 1)
+            )[0]
             assert ids[1] == (last if document in (1, 4) else ids[0])
             if place > 0:
                 assert after.loss_mask[place - 1] == (document not in (1, 4))
@@ -222,6 +260,10 @@ def test_a_document_is_named_by_the_end_of_its_prefix(prefixes: list[Path]) -> N
     config = Config(data=DataConfig(train_data_path=[str(prefixes[1])], seq_length=8))
     order = DataOrder([OrderStart(0, 0, 0, 2, VOCAB_SIZE, config)])
     assert order.document("c1:2") == order.document(f"{prefixes[1]}:2") == (prefixes[1], 2)
-    for text, why in (("c1:3", "has 3 documents"), ("c0:1", "the corpora are"), ("c1", "PREFIX:INDEX")):
+    for text, why in (
+        ("c1:3", "has 3 documents"),
+        ("c0:1", "the corpora are"),
+        ("c1", "PREFIX:INDEX"),
+    ):
         with pytest.raises(DataError, match=why):
             order.document(text)

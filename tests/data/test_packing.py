@@ -1,4 +1,6 @@
-"""Every token but the first of a document is a target once per epoch, and no document is read beside another."""
+"""Every token but the first of a document is a target once per epoch, and no document is read
+beside another.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -21,7 +23,9 @@ VOCAB_SIZE = 9000
 
 
 @pytest.fixture(scope="module", params=[4, 8, 64])
-def dataset(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
+def dataset(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> PackedDataset:
     # given tokens that are all different, so that each can be counted
     tokens, documents = iter(np.random.default_rng(0).permutation(VOCAB_SIZE)), []
     for length in LENGTHS:
@@ -69,7 +73,8 @@ def test_an_excluded_document_is_masked(dataset: PackedDataset) -> None:
         before, after = dataset[index], without[index]
         assert not hidden.intersection(after.tokens.tolist())
         kept = ~np.isin(
-            before.labels, [*hidden, corpus.read(corpus.document_start(5) - 1, corpus.document_start(5))[0]]
+            before.labels,
+            [*hidden, corpus.read(corpus.document_start(5) - 1, corpus.document_start(5))[0]],
         )
         assert (after.loss_mask == before.loss_mask * kept).all()
 

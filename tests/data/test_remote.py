@@ -1,4 +1,6 @@
-"""Token files in object storage: the same samples as from a disk, one request per chunk and host, a bounded cache."""
+"""Token files in object storage: the same samples as from a disk, one request per chunk and host, a
+bounded cache.
+"""
 
 import os
 import sys
@@ -35,7 +37,9 @@ LENGTHS = [300, 1, 700, 40, 900, 60] * 4
 
 
 class Store:
-    """A pair on the disk and the same in the memory file system, whose ranged requests are counted, and may fail."""
+    """A pair on the disk and the same in the memory file system, whose ranged requests are counted,
+    and may fail.
+    """
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self.local, self.cache = folder / "web", cache
@@ -75,7 +79,9 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     monkeypatch.setitem(storage.SCHEMES, "memory", storage._Provider("fsspec", {}, lambda part: {}))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of the default cache
     store = Store(tmp_path, tmp_path / "cache")
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *args, **range: store.read(*args, **range))
+    monkeypatch.setattr(
+        MemoryFileSystem, "cat_file", lambda *args, **range: store.read(*args, **range)
+    )
     return store
 
 
@@ -90,16 +96,24 @@ def chunks(store: Store) -> list[Path]:
     return [path for path in store.cache.glob("objects/*/*") if path.name.isdigit()]
 
 
-def test_samples_are_those_of_the_files_and_a_chunk_is_requested_once_per_host(store: Store) -> None:
+def test_samples_are_those_of_the_files_and_a_chunk_is_requested_once_per_host(
+    store: Store,
+) -> None:
     expected = samples(store.config(is_remote=False))
     with ThreadPoolExecutor(6) as ranks:  # each opens the corpus by itself
         for read in ranks.map(samples, [store.config()] * 6):
             assert read == expected
-    num_chunks = sum(-(-file.stat().st_size // CHUNK) for file in (bin_path(store.local), mask_path(store.local)))
+    num_chunks = sum(
+        -(-file.stat().st_size // CHUNK) for file in (bin_path(store.local), mask_path(store.local))
+    )
     assert len(chunks(store)) == num_chunks
-    assert set(store.requests.values()) == {1} and len(store.requests) == num_chunks + 2, "index and checksums"
+    assert set(store.requests.values()) == {1} and len(store.requests) == num_chunks + 2, (
+        "index and checksums"
+    )
     store.requests.clear()
-    assert samples(store.config()) == expected and not store.requests, "another start of the same host"
+    assert samples(store.config()) == expected and not store.requests, (
+        "another start of the same host"
+    )
     local, far = (
         build_data(store.config(is_remote=far), vocab_size=100, seed=5, required=("train",)).train
         for far in (False, True)
@@ -110,7 +124,9 @@ def test_samples_are_those_of_the_files_and_a_chunk_is_requested_once_per_host(s
 
 def test_opening_takes_as_many_requests_for_any_size(store: Store) -> None:
     corpus = store.corpus()
-    assert len(store.requests) == 2 + 3, "index, checksums, and the three blocks that are checked on opening"
+    assert len(store.requests) == 2 + 3, (
+        "index, checksums, and the three blocks that are checked on opening"
+    )
     assert corpus.num_tokens == sum(LENGTHS)
 
 
@@ -181,11 +197,15 @@ def test_a_damaged_chunk_is_fetched_again_and_a_damaged_object_is_an_error(store
     content = bytearray(bin_path(store.local).read_bytes())
     content[5 * CHUNK + 3] ^= 1
     store.files.pipe_file(f"{store.name}.bin", bytes(content))
-    with pytest.raises(DataError, match=rf"memory:/{store.name}.bin is not as it was written.*from byte 1,280 on"):
+    with pytest.raises(
+        DataError, match=rf"memory:/{store.name}.bin is not as it was written.*from byte 1,280 on"
+    ):
         samples(store.config())
 
 
-def test_requests_that_fail_or_are_cut_off_are_tried_again_then_one_error_names_the_object(store: Store) -> None:
+def test_requests_that_fail_or_are_cut_off_are_tried_again_then_one_error_names_the_object(
+    store: Store,
+) -> None:
     expected, number = samples(store.config(is_remote=False)), 0
 
     def sometimes(data: bytes) -> bytes:
@@ -204,7 +224,9 @@ def test_requests_that_fail_or_are_cut_off_are_tried_again_then_one_error_names_
     store.reply, corpus = never, store.corpus()
     for path in chunks(store):
         path.unlink()
-    with pytest.raises(EnvironmentFault, match=r"web.bin cannot be read: service unavailable; .*--data-path"):
+    with pytest.raises(
+        EnvironmentFault, match=r"web.bin cannot be read: service unavailable; .*--data-path"
+    ):
         corpus.read(0, 1500)
     store.reply = lambda data: data[1:]
     with pytest.raises(EnvironmentFault, match="255 of 256 bytes arrived"):
@@ -223,7 +245,9 @@ def test_an_object_that_was_replaced_is_read_anew(store: Store) -> None:
     assert after == samples(store.config(is_remote=False)) != before
 
 
-def test_samples_of_the_next_steps_are_read_ahead_in_their_order(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_the_next_steps_are_read_ahead_in_their_order(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loader, "_THREADS_AHEAD", 1)
     train = build_data(store.config(), vocab_size=100, seed=5, required=("train",)).train
     assert train is not None
@@ -240,10 +264,17 @@ def test_samples_of_the_next_steps_are_read_ahead_in_their_order(store: Store, m
     assert any("_read_all" in thread.name for thread in threading.enumerate())
     batches.close()
     del batches
-    while any("_read_all" in thread.name for thread in threading.enumerate()) and time.monotonic() < deadline:
+    while (
+        any("_read_all" in thread.name for thread in threading.enumerate())
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
-    assert not any("_read_all" in thread.name for thread in threading.enumerate()), "they end with the loader"
-    unread = GlobalBatchLoader(train, sampler=replace(sampler, unread_length=16), consumed_samples=24)
+    assert not any("_read_all" in thread.name for thread in threading.enumerate()), (
+        "they end with the loader"
+    )
+    unread = GlobalBatchLoader(
+        train, sampler=replace(sampler, unread_length=16), consumed_samples=24
+    )
     order.clear()
     next(unread)
     assert not order
@@ -258,10 +289,14 @@ def test_a_missing_object_and_the_tokenizer_beside_the_tokens(store: Store) -> N
     for file in store.local.with_name("tokenizer").iterdir():
         store.files.pipe_file(f"{store.name}.tokenizer/{file.name}", file.read_bytes())
     for _ in range(2):
-        assert load_tokenizer(str(tokenizer_of(store.config()))).encode("hé") == ByteTokenizer().encode("hé")
+        assert load_tokenizer(str(tokenizer_of(store.config()))).encode(
+            "hé"
+        ) == ByteTokenizer().encode("hé")
 
 
-def test_an_unknown_scheme_and_a_missing_package_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_scheme_and_a_missing_package_are_one_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ConfigError, match=r"ftp://host/web.idx cannot be reached: known are s3://"):
         open_file(Address("ftp://host/web.idx"))
     monkeypatch.setitem(sys.modules, "gcsfs", None)

@@ -13,7 +13,9 @@ SIZES = st.integers(1, 6)
 
 @settings(deadline=None)
 @given(dp_size=SIZES, micro=SIZES, microbatches=SIZES, consumed=st.integers(0, 10**12))
-def test_ranks_together_read_the_global_batch_once(dp_size: int, micro: int, microbatches: int, consumed: int) -> None:
+def test_ranks_together_read_the_global_batch_once(
+    dp_size: int, micro: int, microbatches: int, consumed: int
+) -> None:
     size = dp_size * micro * microbatches
     read: list[int] = []
     for rank in range(dp_size):
@@ -35,9 +37,13 @@ def test_a_global_batch_that_does_not_divide_is_read_once_and_padded(
         for microbatch in range(config.num_microbatches)
     ]
     samples = [index for microbatch in read for index in microbatch]
-    assert sorted(index for index in samples if index >= 0) == list(range(consumed, consumed + size))
+    assert sorted(index for index in samples if index >= 0) == list(
+        range(consumed, consumed + size)
+    )
     assert [index for index in samples if index < 0] == [~consumed] * configs[0].num_padded
-    assert {len(microbatch) for microbatch in read} == {micro} and configs[0].num_padded < dp_size * micro
+    assert {len(microbatch) for microbatch in read} == {micro} and configs[
+        0
+    ].num_padded < dp_size * micro
 
 
 @settings(deadline=None)
@@ -70,5 +76,7 @@ def test_microbatches_interleave_the_ranks() -> None:
 
 
 def test_ranks_without_a_sample_are_an_error_with_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"5 samples.*micro_batch_size 2 x data-parallel size 3 = 6.*at least 6"):
+    with pytest.raises(
+        ConfigError, match=r"5 samples.*micro_batch_size 2 x data-parallel size 3 = 6.*at least 6"
+    ):
         SamplerConfig(0, 3, 2, 5)

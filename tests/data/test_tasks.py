@@ -69,7 +69,9 @@ def test_the_score_counts_answers_by_sum_by_byte_and_by_greedy_tokens(tmp_path: 
     score = task.score([-2.0, -3.0, -1.0, -0.5, -4.0], [0, 0, 0, 0, 5])
     assert (score.questions, score.accuracy, score.accuracy_per_byte) == (3, 2 / 3, 1 / 3)
     assert score.bits_per_byte == pytest.approx((2 + 1 + 4) / math.log(2) / (1 + 6 + 4))
-    assert task.score([-2.0, -3.0, -1.0, -0.5, -4.0], [0, 0, 0, 0, 4]).accuracy == 1 / 3, "one token was not greedy"
+    assert task.score([-2.0, -3.0, -1.0, -0.5, -4.0], [0, 0, 0, 0, 4]).accuracy == 1 / 3, (
+        "one token was not greedy"
+    )
 
 
 def test_samples_hold_rows_of_one_length_whose_answers_are_unmasked(tmp_path: Path) -> None:
@@ -83,14 +85,21 @@ def test_samples_hold_rows_of_one_length_whose_answers_are_unmasked(tmp_path: Pa
         assert sample.tokens.shape == sample.labels.shape == sample.loss_mask.shape == (128,)
         for row in range(4):
             part = slice(row * length, (row + 1) * length)
-            seen.append(bytes(sample.labels[part][sample.loss_mask[part] > 0].astype(np.uint8).tolist()).decode())
+            seen.append(
+                bytes(
+                    sample.labels[part][sample.loss_mask[part] > 0].astype(np.uint8).tolist()
+                ).decode()
+            )
     assert seen == [" 4", " five", " sleeps", " sleeps", " door", *[""] * 7]
 
 
 def test_of_a_longer_row_the_end_is_kept(tmp_path: Path) -> None:
     task = task_of(tmp_path, CLOZE | {"context": "x" * 100})
     sample = TaskDataset(task, seq_length=8, row_length=8)[0]
-    assert bytes(sample.tokens.astype(np.uint8).tolist()) == b"xxxx doo" and sample.loss_mask.sum() == 5
+    assert (
+        bytes(sample.tokens.astype(np.uint8).tolist()) == b"xxxx doo"
+        and sample.loss_mask.sum() == 5
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,23 @@ def byte_level() -> FastTokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet
+    )
     backend.train_from_iterator([TEXT] * 3, trainer)
     return FastTokenizer(backend)
 
 
 def metaspace() -> FastTokenizer:
     fallback = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    vocabulary = fallback | {text: 256 + number for number, text in enumerate(["▁", "ö", "é", "a", "n", "d", "an"])}
+    vocabulary = fallback | {
+        text: 256 + number for number, text in enumerate(["▁", "ö", "é", "a", "n", "d", "an"])
+    }
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("a", "n")], byte_fallback=True))
     backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return FastTokenizer(backend)
 
 

@@ -61,7 +61,11 @@ def test_a_saved_tokenizer_loads_from_its_folder_its_file_and_transformers(tmp_p
     text = "größer als 日本語"
     for name in ("kept", "kept/tokenizer.json"):
         loaded = load_tokenizer(str(tmp_path / name))
-        assert (loaded.encode(text), loaded.eod, loaded.vocab_size) == (TRAINED.encode(text), TRAINED.eod, 290)
+        assert (loaded.encode(text), loaded.eod, loaded.vocab_size) == (
+            TRAINED.encode(text),
+            TRAINED.eod,
+            290,
+        )
     theirs = AutoTokenizer.from_pretrained(tmp_path / "kept")
     assert isinstance(theirs, PreTrainedTokenizerFast)
     assert (theirs.encode(text), theirs.eos_token_id) == (TRAINED.encode(text), TRAINED.eod)
@@ -71,7 +75,9 @@ def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Pat
     from transformers import PreTrainedTokenizerFast
 
     TRAINED.save(tmp_path / "kept")
-    PreTrainedTokenizerFast(tokenizer_object=TRAINED.backend, eos_token=EOD_TEXT).save_pretrained(tmp_path / "theirs")
+    PreTrainedTokenizerFast(tokenizer_object=TRAINED.backend, eos_token=EOD_TEXT).save_pretrained(
+        tmp_path / "theirs"
+    )
     loaded = load_tokenizer(str(tmp_path / "theirs"))
     assert isinstance(loaded, FastTokenizer)
     assert loaded.eod == TRAINED.eod
@@ -80,7 +86,12 @@ def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Pat
 def test_stored_truncation_and_padding_are_ignored(tmp_path: Path) -> None:
     TRAINED.save(tmp_path / "kept")
     settings = json.loads((tmp_path / "kept" / "tokenizer.json").read_text())
-    settings["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    settings["truncation"] = {
+        "direction": "Right",
+        "max_length": 3,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     settings["padding"] = {
         "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
         "pad_token": "!",
@@ -121,7 +132,9 @@ def test_huge_files_and_devices_are_not_read(tmp_path: Path) -> None:
     huge = tmp_path / "tokenizer.json"
     huge.touch()
     os.truncate(huge, MAX_TOKENIZER_BYTES + 1)  # takes no space
-    with pytest.raises(DataError, match="it has 268,435,457 bytes, and at most 268,435,456 are read"):
+    with pytest.raises(
+        DataError, match="it has 268,435,457 bytes, and at most 268,435,456 are read"
+    ):
         load_tokenizer(str(tmp_path))
     with pytest.raises(DataError, match="are no tokenizer: it has 268,435,457 bytes"):
         load_tokenizer(f"{huge},/dev/zero")
@@ -129,14 +142,24 @@ def test_huge_files_and_devices_are_not_read(tmp_path: Path) -> None:
         load_tokenizer(f"/dev/zero,{huge}")
 
 
-def test_an_unknown_name_without_a_network_is_refused_with_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_name_without_a_network_is_refused_with_a_cure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"tokenizer no/such cannot be loaded.*bytes"):
         load_tokenizer("no/such")
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff", b"[1]", b"{", b'{"eos_token": 3}', b'{"eos_token": {"content": [1]}}', b"[" * 100_000]
+    "content",
+    [
+        b"\xff",
+        b"[1]",
+        b"{",
+        b'{"eos_token": 3}',
+        b'{"eos_token": {"content": [1]}}',
+        b"[" * 100_000,
+    ],
 )
 def test_odd_settings_are_one_error(tmp_path: Path, content: bytes) -> None:
     train_bpe(["some text"], 270).save(tmp_path)
@@ -149,7 +172,10 @@ def test_gpt2_s_two_files_make_the_same_tokenizer(tmp_path: Path) -> None:
     TRAINED.backend.model.save(str(tmp_path))
     loaded = load_tokenizer(f"{tmp_path}/vocab.json,{tmp_path}/merges.txt")
     for text in ("def f(x):\n    return x + 1\n", " größer – 日本語"):
-        assert loaded.encode(text) == TRAINED.encode(text) and loaded.decode(loaded.encode(text)) == text
+        assert (
+            loaded.encode(text) == TRAINED.encode(text)
+            and loaded.decode(loaded.encode(text)) == text
+        )
     assert (loaded.vocab_size, loaded.eod) == (TRAINED.vocab_size, TRAINED.eod)
     with pytest.raises(DataError, match="are no tokenizer"):
         load_tokenizer(f"{tmp_path}/vocab.json,{tmp_path}/none.txt")
@@ -174,7 +200,9 @@ def test_a_refused_connection_switches_the_client_offline(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("online")
 def test_behind_a_proxy_the_client_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": "http://proxy"})
-    monkeypatch.setattr(socket, "create_connection", lambda *a, **k: pytest.fail("no direct connection"))
+    monkeypatch.setattr(
+        socket, "create_connection", lambda *a, **k: pytest.fail("no direct connection")
+    )
     go_offline_if_unreachable()
     assert not constants.HF_HUB_OFFLINE
 

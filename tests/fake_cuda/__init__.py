@@ -1,4 +1,5 @@
-"""CUDA and NCCL without a GPU: libraries in place of NVIDIA's, and torch's CUDA kernels computed on the CPU.
+"""CUDA and NCCL without a GPU: libraries in place of NVIDIA's, and torch's CUDA kernels computed on
+the CPU.
 
     runtime.cpp   CUDA's runtime and driver, and cuBLAS: device memory is host memory, kernels do nothing
     nccl.cpp      NCCL between the processes of a machine, over shared memory
@@ -7,5 +8,6 @@
     attention     the operators of attention that CPUs lack, written out
     startup/      makes a Python process install them
 
-`scripts/without_gpu` runs a command with them; docs/gpu.md tells what that shows and what it cannot.
+`scripts/without_gpu` runs a command with them; docs/gpu.md tells what that shows and what it
+cannot.
 """

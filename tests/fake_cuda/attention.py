@@ -18,7 +18,8 @@ from torch import Tensor
 from tests.fake_cuda.memory import on_cpu, to_device
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value
-Bounds = tuple[Tensor | None, Tensor | None]  # first tokens of sequences of varying length, of queries and of keys
+# first tokens of sequences of varying length, of queries and of keys
+Bounds = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Options:
 
     scale: float
     is_causal: bool
-    window: tuple[int | None, int | None] = (None, None)  # keys to the left and to the right; None or -1 for all
+    # keys to the left and to the right; None or -1 for all
+    window: tuple[int | None, int | None] = (None, None)
 
     def hidden(self, num_queries: int, num_keys: int) -> Tensor:
         """[S, T] bool: the keys that a query does not see; the last query is at the last key."""
@@ -43,7 +45,9 @@ class Options:
 
 
 def flash(inputs: Inputs, bounds: Bounds, options: Options) -> tuple[Tensor, Tensor]:
-    """[B, S, N, D] or [tokens, N, D], on the device -> output, log-sum-exp [B, N, S] or [N, tokens] in fp32."""
+    """[B, S, N, D] or [tokens, N, D], on the device -> output, log-sum-exp [B, N, S] or [N, tokens]
+    in fp32.
+    """
     q, _, v = inputs
     out = torch.zeros(*q.shape[:-1], v.shape[-1])
     lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
@@ -71,7 +75,9 @@ def flash_backward(
 def _forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """[N, S, D], [G, T, D], [G, T, D] in fp32 -> output [N, S, D], log-sum-exp [N, S]."""
     q, k, v = _repeated(inputs)
-    scores = (q @ k.mT * options.scale).masked_fill(options.hidden(q.shape[1], k.shape[1]), -math.inf)
+    scores = (q @ k.mT * options.scale).masked_fill(
+        options.hidden(q.shape[1], k.shape[1]), -math.inf
+    )
     lse = scores.logsumexp(-1)
     return (scores - lse.masked_fill(lse.isinf(), 0)[..., None]).exp() @ v, lse
 
@@ -79,10 +85,16 @@ def _forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
 def _backward(inputs: Inputs, given: tuple[Tensor, Tensor, Tensor], options: Options) -> Inputs:
     """The gradients of `_forward`, given that of the output, the output and the log-sum-exp."""
     (q, k, v), (grad, out, lse) = _repeated(inputs), given
-    p = (q @ k.mT * options.scale - lse[..., None]).exp().masked_fill(options.hidden(q.shape[1], k.shape[1]), 0)
+    p = (
+        (q @ k.mT * options.scale - lse[..., None])
+        .exp()
+        .masked_fill(options.hidden(q.shape[1], k.shape[1]), 0)
+    )
     grad_scores = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * options.scale
     repeats = len(q) // len(inputs[1])
-    grad_k, grad_v = (x.unflatten(0, (-1, repeats)).sum(1) for x in (grad_scores.mT @ q, p.mT @ grad))
+    grad_k, grad_v = (
+        x.unflatten(0, (-1, repeats)).sum(1) for x in (grad_scores.mT @ q, p.mT @ grad)
+    )
     return grad_scores @ k, grad_k, grad_v
 
 
@@ -94,13 +106,17 @@ def _repeated(inputs: Inputs) -> Inputs:
 
 
 def _sequences(inputs: Inputs, bounds: Bounds) -> Iterator[tuple[tuple[Any, Any, Any], Inputs]]:
-    """The index of each sequence in query, key and value, and the three at it: [heads, tokens, D] in fp32."""
+    """The index of each sequence in query, key and value, and the three at it: [heads, tokens, D]
+    in fp32.
+    """
     q, k, v = (on_cpu(x).float() for x in inputs)
     if bounds[0] is None or bounds[1] is None:
         places = [(sample, sample) for sample in range(len(q))]
     else:
         starts_q, starts_k = (on_cpu(x).tolist() for x in bounds if x is not None)
-        spans = ([slice(*pair) for pair in zip(s[:-1], s[1:], strict=True)] for s in (starts_q, starts_k))
+        spans = (
+            [slice(*pair) for pair in zip(s[:-1], s[1:], strict=True)] for s in (starts_q, starts_k)
+        )
         places = list(zip(*spans, strict=True))
     for rows, columns in places:
         yield (

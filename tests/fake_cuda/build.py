@@ -15,10 +15,12 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent
-# Prefixes of the functions of NVIDIA's libraries for which stubs are made; the others are loaded as they are.
+# Prefixes of the functions of NVIDIA's libraries for which stubs are made; the others are loaded as
+# they are.
 STUBBED = r"(?:__cuda|cuda|cublas|cudnn|cupti|nccl|cusolver)\w+"
 PRELOADED = "libfake_cuda.so"
-# What is loaded by these names while running: the driver, by Triton too, and the library that tells of NVLink.
+# What is loaded by these names while running: the driver, by Triton too, and the library that tells
+# of NVLink.
 DRIVER, MANAGEMENT = "libcuda.so.1", "libnvidia-ml.so.1"
 
 
@@ -32,9 +34,13 @@ def is_possible() -> str:
 
 
 def build(folder: Path) -> Path:
-    """Compile the libraries into a folder below `folder`, named by what they are made of; returns that folder."""
+    """Compile the libraries into a folder below `folder`, named by what they are made of; returns
+    that folder.
+    """
     sources = [SOURCES / "runtime.cpp", SOURCES / "nccl.cpp", Path(__file__)]
-    digest = hashlib.sha256(torch.__version__.encode() + b"".join(source.read_bytes() for source in sources))
+    digest = hashlib.sha256(
+        torch.__version__.encode() + b"".join(source.read_bytes() for source in sources)
+    )
     made = folder / f"fake-cuda-{digest.hexdigest()[:16]}"
     if (made / DRIVER).exists():
         return made
@@ -58,7 +64,9 @@ def _libraries() -> list[Path]:
 
 
 def _imported() -> set[str]:
-    """The functions that torch's libraries import from NVIDIA's, and all of the driver's, which are found by name."""
+    """The functions that torch's libraries import from NVIDIA's, and all of the driver's, which are
+    found by name.
+    """
     names = {name for library in _libraries() for name in _symbols(library, "U")}
     header = (_headers() / "cuda.h").read_text()
     driver = re.findall(r"CUresult\s+CUDAAPI\s+(cu\w+)\s*\(", header) + re.findall(
@@ -73,21 +81,29 @@ def _defined(objects: Iterable[Path]) -> set[str]:
 
 def _symbols(library: Path, kind: str) -> list[str]:
     dynamic = ["-D"] if library.suffix == ".so" else []
-    listed = subprocess.run(["nm", *dynamic, str(library)], check=True, capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["nm", *dynamic, str(library)], check=True, capture_output=True, text=True
+    ).stdout
     return re.findall(rf" {kind} (\w+)", listed)
 
 
 def _management() -> set[str]:
     """The functions of NVIDIA's management library, which torch looks up by name."""
-    found = re.findall(rb"\0(nvml[A-Z]\w+)\0", (Path(torch.__file__).parent / "lib/libc10_cuda.so").read_bytes())
+    found = re.findall(
+        rb"\0(nvml[A-Z]\w+)\0", (Path(torch.__file__).parent / "lib/libc10_cuda.so").read_bytes()
+    )
     return {name.decode() for name in found}
 
 
 def _stubs(source: Path, names: Iterable[str]) -> Path:
-    """Write functions that return success, whatever their arguments, or the version that torch was compiled with."""
+    """Write functions that return success, whatever their arguments, or the version that torch was
+    compiled with.
+    """
     major, minor, patch = torch._C._cudnn.getCompileVersion()
     values = {"cudnnGetVersion": 10_000 * major + 100 * minor + patch}
-    lines = (f'extern "C" long {name}() {{ return {values.get(name, 0)}; }}\n' for name in sorted(names))
+    lines = (
+        f'extern "C" long {name}() {{ return {values.get(name, 0)}; }}\n' for name in sorted(names)
+    )
     source.write_text("".join(lines))
     return source
 
@@ -95,7 +111,9 @@ def _stubs(source: Path, names: Iterable[str]) -> Path:
 def _compiled(source: Path, folder: Path) -> Path:
     compiled = folder / f"{source.stem}.o"
     includes = [f"-I{path}" for path in (_headers(), SOURCES / "include")]
-    subprocess.run(["g++", "-O1", "-fPIC", "-w", *includes, "-c", source, "-o", compiled], check=True)
+    subprocess.run(
+        ["g++", "-O1", "-fPIC", "-w", *includes, "-c", source, "-o", compiled], check=True
+    )
     return compiled
 
 

@@ -1,4 +1,5 @@
-"""Values of torch's operators on a fake GPU: each CUDA kernel is replaced by the CPU's, over the same memory.
+"""Values of torch's operators on a fake GPU: each CUDA kernel is replaced by the CPU's, over the
+same memory.
 
 Views and allocation stay those of torch, as does what it checks before a kernel.
 """
@@ -26,7 +27,8 @@ REFUSED = (
     "linalg", "_linalg", "lu_", "_lu", "_fft", "cudnn", "_cudnn", "miopen", "_thnn", "_sparse", "sparse", "_nested",
     "_to_sparse", "_coalesce", "_transform_bias", "_flash", "_efficient", "_scaled", "_triton",
 )  # fmt: skip
-# Those of the same beginnings that have a kernel, and those whose kernel torch does not register as one of CUDA's
+# Those of the same beginnings that have a kernel, and those whose kernel torch does not register as
+# one of CUDA's
 REPLACED = ("linalg_vector_norm", "copy_")
 UNREGISTERED = ("aten::copy_", "aten::ldexp.Tensor", "aten::ldexp.out", "aten::ldexp_")
 
@@ -41,12 +43,19 @@ def install() -> None:
     for name in [*torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"), *UNREGISTERED]:
         namespace, _, operator = name.partition("::")
         base, _, overload = operator.partition(".")
-        if namespace != "aten" or (base not in REPLACED and base not in SPECIAL and base.startswith(KEPT)):
+        if namespace != "aten" or (
+            base not in REPLACED and base not in SPECIAL and base.startswith(KEPT)
+        ):
             continue
         original = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
         if original is None or (base in SPECIAL and overload):
             continue
-        LIBRARY.impl(operator, functools.partial(_kernel(base, overload), original), "CUDA", allow_override=True)
+        LIBRARY.impl(
+            operator,
+            functools.partial(_kernel(base, overload), original),
+            "CUDA",
+            allow_override=True,
+        )
 
 
 def _kernel(base: str, overload: str) -> Callable[..., Any]:
@@ -88,8 +97,12 @@ def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
     cpu_args, cpu_kwargs = tree_map(as_cpu, args), tree_map(as_cpu, kwargs)
     parameters = zip(cpu_args, operator._schema.arguments, strict=False)
-    if any(isinstance(value, int | float) and "Tensor" in str(parameter.type) for value, parameter in parameters):
-        operator = operator.overloadpacket  # a number in place of a tensor: another overload on the way here
+    if any(
+        isinstance(value, int | float) and "Tensor" in str(parameter.type)
+        for value, parameter in parameters
+    ):
+        # a number in place of a tensor: another overload on the way here
+        operator = operator.overloadpacket
     return tree_map(as_cuda, operator(*cpu_args, **cpu_kwargs))
 
 
@@ -131,7 +144,10 @@ def _rms_norm(given: SimpleNamespace) -> tuple[Tensor, Tensor]:
 def _rms_norm_backward(given: SimpleNamespace) -> tuple[Tensor, Tensor | None]:
     x, weight = given.input, given.weight
     grad, inverse = on_cpu(given.grad_out).float(), on_cpu(given.rstd).float()
-    normed, scaled = on_cpu(x).float() * inverse, grad * (1 if weight is None else on_cpu(weight).float())
+    normed, scaled = (
+        on_cpu(x).float() * inverse,
+        grad * (1 if weight is None else on_cpu(weight).float()),
+    )
     grad_x = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
     grad_weight = None
     if weight is not None:
@@ -142,7 +158,9 @@ def _rms_norm_backward(given: SimpleNamespace) -> tuple[Tensor, Tensor | None]:
 def _options(given: SimpleNamespace) -> attention.Options:
     assert not given.dropout_p, "no dropout of attention on a fake GPU; set --attention-dropout 0"
     window = (getattr(given, "window_size_left", None), getattr(given, "window_size_right", None))
-    is_causal = given.is_causal if hasattr(given, "is_causal") else given.custom_mask_type == LOWER_RIGHT
+    is_causal = (
+        given.is_causal if hasattr(given, "is_causal") else given.custom_mask_type == LOWER_RIGHT
+    )
     return attention.Options(given.scale or given.query.shape[-1] ** -0.5, is_causal, window)
 
 
@@ -159,7 +177,10 @@ def _sdpa(given: SimpleNamespace) -> tuple[Tensor, Tensor]:
 
 
 def _sdpa_flash(given: SimpleNamespace) -> tuple[Any, ...]:
-    q, random = given.query, (_empty(given.query, torch.uint64, 2), _empty(given.query, torch.uint64, 0))
+    q, random = (
+        given.query,
+        (_empty(given.query, torch.uint64, 2), _empty(given.query, torch.uint64, 0)),
+    )
     return *_sdpa(given), None, None, q.shape[2], given.key.shape[2], *random, _empty(q, q.dtype, 0)
 
 
@@ -180,8 +201,12 @@ def _sdpa_efficient(given: SimpleNamespace) -> tuple[Any, ...]:
 
 def _sdpa_backward(given: SimpleNamespace) -> tuple[Tensor, ...]:
     grad = given.grad_out if hasattr(given, "grad_out") else given.grad_out_
-    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, given.query, given.key, given.value, given.out))
-    grads = attention.flash_backward(grad, (q, k, v), (out, given.logsumexp), (None, None), _options(given))
+    grad, q, k, v, out = (
+        x.transpose(1, 2) for x in (grad, given.query, given.key, given.value, given.out)
+    )
+    grads = attention.flash_backward(
+        grad, (q, k, v), (out, given.logsumexp), (None, None), _options(given)
+    )
     return tuple(x.transpose(1, 2) for x in grads)
 
 
@@ -193,24 +218,36 @@ def _efficient(given: SimpleNamespace) -> tuple[Any, ...]:
     assert given.bias is None and given.custom_mask_type in (0, LOWER_RIGHT), "a mask on a fake GPU"
     inputs, bounds = (given.query, given.key, given.value), (given.cu_seqlens_q, given.cu_seqlens_k)
     random = (_empty(given.query, torch.int64), _empty(given.query, torch.int64))
-    return *attention.flash(inputs, bounds, _options(given)), *random, given.query.shape[1], given.key.shape[1]
+    return (
+        *attention.flash(inputs, bounds, _options(given)),
+        *random,
+        given.query.shape[1],
+        given.key.shape[1],
+    )
 
 
 def _efficient_backward(given: SimpleNamespace) -> tuple[Tensor | None, ...]:
     inputs, bounds = (given.query, given.key, given.value), (given.cu_seqlens_q, given.cu_seqlens_k)
-    grads = attention.flash_backward(given.grad_out_, inputs, (given.out, given.logsumexp), bounds, _options(given))
+    grads = attention.flash_backward(
+        given.grad_out_, inputs, (given.out, given.logsumexp), bounds, _options(given)
+    )
     return *grads, None
 
 
 def _flash(given: SimpleNamespace) -> tuple[Tensor, ...]:
     inputs, bounds = (given.query, given.key, given.value), (given.cum_seq_q, given.cum_seq_k)
-    q, random = given.query, (_empty(given.query, torch.uint64, 2), _empty(given.query, torch.uint64, 0))
+    q, random = (
+        given.query,
+        (_empty(given.query, torch.uint64, 2), _empty(given.query, torch.uint64, 0)),
+    )
     return *attention.flash(inputs, bounds, _options(given)), *random, _empty(q, q.dtype, 0)
 
 
 def _flash_backward(given: SimpleNamespace) -> tuple[Tensor, ...]:
     inputs, bounds = (given.query, given.key, given.value), (given.cum_seq_q, given.cum_seq_k)
-    return attention.flash_backward(given.grad_out, inputs, (given.out, given.logsumexp), bounds, _options(given))
+    return attention.flash_backward(
+        given.grad_out, inputs, (given.out, given.logsumexp), bounds, _options(given)
+    )
 
 
 # operators that CPUs lack or have in another form: functions of their arguments by name

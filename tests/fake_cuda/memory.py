@@ -13,7 +13,11 @@ def on_cpu(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     count = numel * tensor.element_size()
     memory = (ctypes.c_char * count).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    return (
+        torch.frombuffer(memory, dtype=torch.uint8)
+        .view(tensor.dtype)
+        .as_strided(tensor.shape, tensor.stride())
+    )
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -30,5 +34,7 @@ def overwrite(target: Tensor, source: Tensor) -> None:
 
 def _spanned(tensor: Tensor) -> int:
     """Elements from the first to the last."""
-    extents = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    extents = (
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return 0 if tensor.numel() == 0 else 1 + sum(extents)

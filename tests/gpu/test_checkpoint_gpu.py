@@ -10,7 +10,10 @@ from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.comm.group import Group
 from nanotrain.spec.boxes import TensorBox
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def test_a_staged_copy_is_pinned_complete_and_used_again() -> None:
@@ -25,7 +28,10 @@ def test_a_staged_copy_is_pinned_complete_and_used_again() -> None:
 
 def test_a_save_in_the_background_from_a_gpu_is_read_back(tmp_path: Path) -> None:
     writer = Checkpointer(tmp_path, group=Group.single_rank("world"))
-    tensors = {TensorBox.full(f"model/{i}", (512, 512)): torch.randn(512, 512, device="cuda") for i in range(8)}
+    tensors = {
+        TensorBox.full(f"model/{i}", (512, 512)): torch.randn(512, 512, device="cuda")
+        for i in range(8)
+    }
     expected = {box: tensor.clone() for box, tensor in tensors.items()}
     writer.start_save(1, tensors, objects={}, config={}, topology={})
     for tensor in tensors.values():

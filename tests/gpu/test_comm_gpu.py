@@ -24,10 +24,18 @@ pytestmark = [
 @pytest.fixture
 def nccl_world(monkeypatch, tmp_path):
     """The context of a torchrun job of one rank on a GPU."""
-    with_torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with_torchrun = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     for name, value in with_torchrun.items():
         monkeypatch.setitem(os.environ, name, value)
-    with ParallelContext.start(Topology.of(parallel_config(), 1), device="cuda", timeout_s=60) as ctx:
+    with ParallelContext.start(
+        Topology.of(parallel_config(), 1), device="cuda", timeout_s=60
+    ) as ctx:
         yield ctx
 
 
@@ -42,7 +50,10 @@ def test_the_context_takes_the_gpu_and_joins_over_nccl(nccl_world):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nccl_runs_the_collectives_under_the_names_this_torch_has(nccl_world, dtype):
     group = Group(GroupSpec.single_rank("world"), dist.group.WORLD)
-    full, part = torch.arange(8, device="cuda").to(dtype), torch.empty(8, device="cuda", dtype=dtype)
+    full, part = (
+        torch.arange(8, device="cuda").to(dtype),
+        torch.empty(8, device="cuda", dtype=dtype),
+    )
     scatter = collectives._reduce_scatter_flat(part, full, group=dist.group.WORLD, async_op=True)
     Work(lambda: None, op="reduce_scatter", group=group, handles=[scatter]).wait()
     gathered = torch.empty_like(part)

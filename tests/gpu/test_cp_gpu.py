@@ -1,4 +1,6 @@
-"""Attention on a CUDA device: merged chunks, and values that are narrower than keys, against the eager form."""
+"""Attention on a CUDA device: merged chunks, and values that are narrower than keys, against the
+eager form.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,10 @@ from nanotrain.attention.chunks import (
     merge_log_sum_exp,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 FUSED_CUDA = FUSED["cuda"]
 
@@ -22,8 +27,12 @@ def distance(tensor: torch.Tensor, expected: torch.Tensor) -> float:
     return ((tensor.float() - expected.float()).abs().max() / expected.float().abs().max()).item()
 
 
-def in_two_chunks(ops: AttentionOps, full: AttentionChunk, grad: torch.Tensor) -> list[torch.Tensor]:
-    """Output and gradients of the second half of causal queries, whose first half of keys is merged last."""
+def in_two_chunks(
+    ops: AttentionOps, full: AttentionChunk, grad: torch.Tensor
+) -> list[torch.Tensor]:
+    """Output and gradients of the second half of causal queries, whose first half of keys is merged
+    last.
+    """
     half = full.query.shape[2] // 2
     first, second = slice(0, half), slice(half, None)
 
@@ -42,7 +51,9 @@ def in_two_chunks(ops: AttentionOps, full: AttentionChunk, grad: torch.Tensor) -
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_fused_operator_on_cuda_equals_the_eager_form(head_dim: int) -> None:
     torch.manual_seed(0)
-    query, key, value = (torch.randn(2, 4, 256, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    query, key, value = (
+        torch.randn(2, 4, 256, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    )
     grad = torch.randn(2, 4, 128, head_dim, device="cuda", dtype=torch.bfloat16)
     full = AttentionChunk(query, key, value, None, True, scale=head_dim**-0.5)
     fused, eager = (in_two_chunks(ops, full, grad) for ops in (FUSED_CUDA, EAGER))
@@ -62,5 +73,8 @@ def test_flash_attention_to_values_narrower_than_keys_equals_fp64(keys: int) -> 
     found = kernel.attend(inputs[0], key=inputs[1], value=inputs[2])
     found.backward(grad)
     expected.backward(grad.double().transpose(1, 2))
-    pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(inputs, (query, key, value), strict=True))]
+    pairs = [
+        (found, expected),
+        *((x.grad, y.grad) for x, y in zip(inputs, (query, key, value), strict=True)),
+    ]
     assert max(distance(one, other.transpose(1, 2)) for one, other in pairs) < 2e-2

@@ -1,4 +1,6 @@
-"""fp8 products on a CUDA device: torch's kernels against the emulation, for the recipes that the GPU has."""
+"""fp8 products on a CUDA device: torch's kernels against the emulation, for the recipes that the
+GPU has.
+"""
 
 from dataclasses import replace
 
@@ -17,12 +19,21 @@ from nanotrain.kernels.linear import Linear
 from nanotrain.precision.fp8 import FP8_FORMATS, GROUPED_CAPABILITY, RECIPES
 from nanotrain.train.checks import require_fp8
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
-CASES = [(r, f) for r, row in RECIPES.items() for f in FP8_FORMATS if not (row.e4m3_only and f == "hybrid")]
+CASES = [
+    (r, f)
+    for r, row in RECIPES.items()
+    for f in FP8_FORMATS
+    if not (row.e4m3_only and f == "hybrid")
+]
 BF16_ROUNDING = 2.0**-8
 IS_FUSED = [False] if not torch.cuda.is_available() or triton_fault() else [False, True]
-FORMS = pytest.mark.parametrize("is_fused", IS_FUSED)  # casts by torch's operators, and by Triton kernels
+# casts by torch's operators, and by Triton kernels
+FORMS = pytest.mark.parametrize("is_fused", IS_FUSED)
 
 
 def skip_without_kernels(recipe: str, name: str) -> None:
@@ -46,17 +57,29 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize(("recipe", "name"), CASES)
 @pytest.mark.parametrize("tokens", [256, 200, 24])
 @FORMS
-def test_the_products_are_those_of_the_emulation(is_fused: bool, recipe: str, name: str, tokens: int) -> None:
+def test_the_products_are_those_of_the_emulation(
+    is_fused: bool, recipe: str, name: str, tokens: int
+) -> None:
     skip_without_kernels(recipe, name)
     weight, x, grad = draw(384, 256, seed=1), draw(tokens, 256, seed=2), draw(tokens, 384, seed=3)
     results = []
     for device in ("cpu", "cuda"):
-        options = Fp8Options(RECIPES[recipe], FP8_FORMATS[name], is_fused=is_fused and device == "cuda")
+        options = Fp8Options(
+            RECIPES[recipe], FP8_FORMATS[name], is_fused=is_fused and device == "cuda"
+        )
         layer = Fp8Layer(options).to(device)
-        products = Fp8Linears([Linear(nn.Parameter(weight.to(device)), None, fp8=layer)], records=True)
+        products = Fp8Linears(
+            [Linear(nn.Parameter(weight.to(device)), None, fp8=layer)], records=True
+        )
         with torch.no_grad():
             dy = grad.to(device)
-            results.append([*products.fprop(x.to(device)), products.dgrad([dy]), *products.wgrad([dy], x.to(device))])
+            results.append(
+                [
+                    *products.fprop(x.to(device)),
+                    products.dgrad([dy]),
+                    *products.wgrad([dy], x.to(device)),
+                ]
+            )
     for found, expected in zip(results[1], results[0], strict=True):
         assert_near(found, expected)
 
@@ -71,7 +94,10 @@ def test_experts_are_those_of_the_emulation(is_fused: bool, recipe: str, name: s
         options = Fp8Options(RECIPES[recipe], FP8_FORMATS[name], has_grouped_mm=has_grouped_mm)
         options = replace(options, is_fused=is_fused and device == "cuda")
         layer = Fp8Layer(options, ExpertRange(0, 3, 3)).to(device)
-        weight, x = nn.Parameter(draw(3, 256, 128, seed=1).to(device)), draw(sum(counts), 128, seed=2).to(device)
+        weight, x = (
+            nn.Parameter(draw(3, 256, 128, seed=1).to(device)),
+            draw(sum(counts), 128, seed=2).to(device),
+        )
         x.requires_grad_()
         offs = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
         out = grouped_linear(x, weight, offs=offs, options=GroupedOptions(select_fp8_gemm(layer)))

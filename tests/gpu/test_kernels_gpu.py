@@ -6,7 +6,10 @@ import torch
 from nanotrain.kernels.linear import wgrad
 from tests.kernels.writing_network import Network, step, wrap
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -20,15 +23,27 @@ def test_weight_gradients_are_added_in_fp32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-def test_compiled_and_eager_products_write_the_gradients_that_autograd_returns(strategy: str) -> None:
+def test_compiled_and_eager_products_write_the_gradients_that_autograd_returns(
+    strategy: str,
+) -> None:
     found = []
     for writes, compiles in ((False, False), (True, False), (True, True)):
         torch._dynamo.reset()
         network = Network()
-        parallel = wrap(network, writes=writes, dtype=torch.bfloat16, strategy=strategy, device=torch.device("cuda"))
-        block = torch.compile(network.short_block, fullgraph=True) if compiles else network.short_block
+        parallel = wrap(
+            network,
+            writes=writes,
+            dtype=torch.bfloat16,
+            strategy=strategy,
+            device=torch.device("cuda"),
+        )
+        block = (
+            torch.compile(network.short_block, fullgraph=True) if compiles else network.short_block
+        )
         network.block = block  # type: ignore[method-assign]
         step(network, parallel)  # the second step overwrites what the first left behind
         found.append(step(network, parallel))
     for written in found[1:]:
-        torch.testing.assert_close(written, found[0], rtol=3e-2, atol=3e-2 * found[0].abs().max().item())
+        torch.testing.assert_close(
+            written, found[0], rtol=3e-2, atol=3e-2 * found[0].abs().max().item()
+        )

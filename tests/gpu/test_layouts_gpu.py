@@ -1,4 +1,5 @@
-"""Laws L1 and L3 over NCCL on 2 to 8 GPUs: every layout trains as one rank does, and a resumed run as a whole one.
+"""Laws L1 and L3 over NCCL on 2 to 8 GPUs: every layout trains as one rank does, and a resumed run
+as a whole one.
 
 LAYOUTS_ON=cpu pytest -m gpu tests/gpu/test_layouts_gpu.py                       # the same over gloo, on 4 ranks
 scripts/without_gpu --gpus 4 pytest -m gpu tests/gpu/test_layouts_gpu.py         # over the stand-in of NCCL
@@ -41,15 +42,25 @@ LAYOUTS = {
 }
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cuda" and NUM_DEVICES < 2, reason=f"needs 2 GPUs, of {NUM_DEVICES}"),
+    pytest.mark.skipif(
+        DEVICE == "cuda" and NUM_DEVICES < 2, reason=f"needs 2 GPUs, of {NUM_DEVICES}"
+    ),
 ]
 
 
 def train(folder: Path, num_ranks: int, *flags: str) -> Path:
     """Train under torchrun; the run folder."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={num_ranks}",
+    ]
     command = [*launcher, "-m", "nanotrain.train", *arguments(folder, HOW, *flags)]
-    finished = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANG_S)
+    finished = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANG_S
+    )
     assert finished.returncode == 0, finished.stdout
     return folder
 

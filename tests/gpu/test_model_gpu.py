@@ -8,7 +8,10 @@ from nanotrain.model.context import BatchContext
 from nanotrain.model.transformer import Stage
 from tests.model.building import MODELS, build, random_batch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 NAMES = ["llama3", "qwen3-untied", "qwen2", "gpt2"]
 
@@ -23,12 +26,16 @@ def passed(stage: Stage, *, device: str) -> tuple[float, dict[str, torch.Tensor]
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest difference of a gradient, relative to its norm, or to 1 % of the largest where it is small.
+    """The largest difference of a gradient, relative to its norm, or to 1 % of the largest where it
+    is small.
 
     GPT-2's key bias moves all scores of a query alike: its gradient is zero but for rounding.
     """
     floor = 0.01 * max(value.norm().item() for value in expected.values())
-    return max((found[key] - value).norm().item() / max(value.norm().item(), floor) for key, value in expected.items())
+    return max(
+        (found[key] - value).norm().item() / max(value.norm().item(), floor)
+        for key, value in expected.items()
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,5 +67,8 @@ def test_a_compiled_block_computes_what_it_computed_before(name: str) -> None:
 
 def test_text_is_the_same_for_a_seed_on_either_device() -> None:
     on_cpu, on_cuda = build(MODELS["llama"]), build(MODELS["llama"]).to("cuda")
-    texts = [generate(stage, [1, 2], num_tokens=12, sampling=Sampling(seed=3)) for stage in (on_cpu, on_cuda)]
+    texts = [
+        generate(stage, [1, 2], num_tokens=12, sampling=Sampling(seed=3))
+        for stage in (on_cpu, on_cuda)
+    ]
     assert texts[0] == texts[1]

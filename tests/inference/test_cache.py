@@ -1,4 +1,6 @@
-"""With a cache the logits are those without one, for every kind of attention and for prompts of different lengths."""
+"""With a cache the logits are those without one, for every kind of attention and for prompts of
+different lengths.
+"""
 
 from dataclasses import replace
 
@@ -11,15 +13,26 @@ from nanotrain.inference.cache import KVCache
 from nanotrain.model.transformer import Stage
 from tests.model.building import GPT2, LLAMA, QWEN3, VOCAB, build, randomize
 
-LINEAR = {"linear_attention_type": "short_conv", "linear_attention": LinearAttentionConfig(conv_kernel_dim=3)}
-SIZES = LinearAttentionConfig(4, key_head_dim=8, value_head_dim=6, num_key_heads=4, num_value_heads=4)
+LINEAR = {
+    "linear_attention_type": "short_conv",
+    "linear_attention": LinearAttentionConfig(conv_kernel_dim=3),
+}
+SIZES = LinearAttentionConfig(
+    4, key_head_dim=8, value_head_dim=6, num_key_heads=4, num_value_heads=4
+)
 DELTA = replace(LLAMA, linear_attention=SIZES, linear_attention_freq="2")
-MLA_SIZES = MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=12, qk_pos_emb_head_dim=8, v_head_dim=10)
+MLA_SIZES = MLAConfig(
+    q_lora_rank=24, kv_lora_rank=16, qk_head_dim=12, qk_pos_emb_head_dim=8, v_head_dim=10
+)
 MODELS = {
     "short convolutions": replace(LLAMA, **LINEAR, linear_attention_freq="2"),
-    "attention beside Mamba-2": replace(LLAMA, linear_attention_type="attention_mamba2", mamba=MambaConfig(6, 8, 2)),
+    "attention beside Mamba-2": replace(
+        LLAMA, linear_attention_type="attention_mamba2", mamba=MambaConfig(6, 8, 2)
+    ),
     "Mamba-2": replace(LLAMA, num_layers=3, hybrid_layer_pattern="M*M", mamba=MambaConfig(6, 8, 2)),
-    "half layers": replace(LLAMA, **LINEAR, num_layers=4, hybrid_layer_pattern="G-*-", attention_output_gate=True),
+    "half layers": replace(
+        LLAMA, **LINEAR, num_layers=4, hybrid_layer_pattern="G-*-", attention_output_gate=True
+    ),
     "learned positions": GPT2,
     "grouped queries, windows": replace(LLAMA, window_size=3, window_attn_skip_freq="2"),
     "more heads, sinks and narrow values in windows": replace(
@@ -34,7 +47,13 @@ MODELS = {
     "experts": replace(QWEN3, moe=MoEConfig(num_experts=4, ffn_hidden_size=16)),
     "shortcuts": replace(
         QWEN3,
-        moe=MoEConfig(4, num_zero_experts=2, ffn_hidden_size=16, shortcut=True, shared_expert_intermediate_size=24),
+        moe=MoEConfig(
+            4,
+            num_zero_experts=2,
+            ffn_hidden_size=16,
+            shortcut=True,
+            shared_expert_intermediate_size=24,
+        ),
     ),
     "factors by position, norms after rotation": replace(
         QWEN3,
@@ -43,7 +62,12 @@ MODELS = {
         yarn=YarnConfig(2.0, original_max_position_embeddings=4, query_scaling_beta=0.7),
     ),
     "chunks, factors of queries": replace(
-        LLAMA, attention_chunk_size=4, window_attn_skip_freq="2", no_rope_freq="2", attn_scale=0.8, floor_scale=3
+        LLAMA,
+        attention_chunk_size=4,
+        window_attn_skip_freq="2",
+        no_rope_freq="2",
+        attn_scale=0.8,
+        floor_scale=3,
     ),
     "learned activation": replace(LLAMA, activation="xielu"),
     "norms without weights": replace(
@@ -65,7 +89,11 @@ MODELS = {
 
 def functions_of(model: Stage) -> list[object]:
     """The functions that a cache replaces."""
-    named = ((module, name) for module in model.modules() for name in ("core_attention", "extend", "scan"))
+    named = (
+        (module, name)
+        for module in model.modules()
+        for name in ("core_attention", "extend", "scan")
+    )
     return [getattr(module, name) for module, name in named if hasattr(module, name)]
 
 

@@ -30,9 +30,15 @@ EXPERTS = {"num_experts": 4, "ffn_hidden_size": 16, "router_score_function": "si
 
 
 def write_run(
-    folder: Path, *, tokenizer: str | None = "bytes", moe: dict[str, object] | None = None, **options: object
+    folder: Path,
+    *,
+    tokenizer: str | None = "bytes",
+    moe: dict[str, object] | None = None,
+    **options: object,
 ) -> Stage:
-    """The folder of a run that has saved once, and the model it saved; `options` of its configuration."""
+    """The folder of a run that has saved once, and the model it saved; `options` of its
+    configuration.
+    """
     model = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -47,12 +53,15 @@ def write_run(
     initialize(stage, stage.params, seed=1)
     weights = dict(stage.named_parameters())
     tensors = {
-        TensorBox(f"model/{spec.name}", spec.shape, Box.full(spec.shape)): weights[spec.name].data for spec in specs
+        TensorBox(f"model/{spec.name}", spec.shape, Box.full(spec.shape)): weights[spec.name].data
+        for spec in specs
     }
     for index, (name, bias) in enumerate(expert_biases(stage).items()):
         bias.copy_(torch.tensor([9.0, -9.0, 0.0, 3.0 * index]))
         tensors[TensorBox.full(name, bias.shape)] = bias
-    checkpointer = Checkpointer(folder / "checkpoints", group=Group.single_rank("world"), keep_last=0)
+    checkpointer = Checkpointer(
+        folder / "checkpoints", group=Group.single_rank("world"), keep_last=0
+    )
     checkpointer.save(3, tensors, objects={}, config=to_dict(config), topology={})
     return stage
 
@@ -69,7 +78,10 @@ def test_expert_biases_come_back(tmp_path):
     loaded = load_stage(open_checkpoint(tmp_path))
     tokens = torch.arange(12).reshape(2, 6)
     assert torch.equal(loaded.logits(tokens), saved.logits(tokens))
-    assert [bias.tolist() for bias in expert_biases(loaded).values()] == [[9, -9, 0, 0], [9, -9, 0, 3]]
+    assert [bias.tolist() for bias in expert_biases(loaded).values()] == [
+        [9, -9, 0, 0],
+        [9, -9, 0, 3],
+    ]
 
 
 def test_a_checkpoint_without_a_tensor_of_its_model_is_one_error(tmp_path):
@@ -77,14 +89,17 @@ def test_a_checkpoint_without_a_tensor_of_its_model_is_one_error(tmp_path):
     opened = open_checkpoint(tmp_path)
     moe = replace(opened.config.model.moe, router_enable_expert_bias=True)
     config = replace(opened.config, model=replace(opened.config.model, moe=moe))
-    with pytest.raises(CheckpointError, match=r"holds no tensor router/layers\.0\.mlp\.router\.expert_bias"):
+    with pytest.raises(
+        CheckpointError, match=r"holds no tensor router/layers\.0\.mlp\.router\.expert_bias"
+    ):
         load_stage(replace(opened, config=config))
 
 
 def test_the_same_seed_writes_the_same_text(tmp_path):
     write_run(tmp_path)
     texts = [
-        load_checkpoint(tmp_path).generate("abc", num_tokens=8, sampling=Sampling(seed=seed)) for seed in (1, 1, 2)
+        load_checkpoint(tmp_path).generate("abc", num_tokens=8, sampling=Sampling(seed=seed))
+        for seed in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]
     assert all(text.startswith("abc") for text in texts)
@@ -93,15 +108,25 @@ def test_the_same_seed_writes_the_same_text(tmp_path):
 
 def test_a_run_without_a_tokenizer_writes_no_text_unless_given_one(tmp_path):
     write_run(tmp_path, tokenizer=None)
-    with pytest.raises(DataError, match="holds none, and the corpus text of the training is not in .*--tokenizer"):
+    with pytest.raises(
+        DataError, match="holds none, and the corpus text of the training is not in .*--tokenizer"
+    ):
         load_checkpoint(tmp_path)
-    assert "; without a tokenizer: the run folder" in export_checkpoint(tmp_path, tmp_path / "hf", dtype="fp32")
-    with pytest.raises(DataError, match="none of tokenizer.json, tokenizer.model, vocab.json in the folder"):
+    assert "; without a tokenizer: the run folder" in export_checkpoint(
+        tmp_path, tmp_path / "hf", dtype="fp32"
+    )
+    with pytest.raises(
+        DataError, match="none of tokenizer.json, tokenizer.model, vocab.json in the folder"
+    ):
         load_checkpoint(tmp_path / "hf")
     (tmp_path / "hf" / "vocab.json").write_text("{}")
     with pytest.raises(DataError, match="cannot be loaded"):
         load_checkpoint(tmp_path / "hf")
-    assert load_checkpoint(str(tmp_path), tokenizer="bytes").generate("abc", num_tokens=2).startswith("abc")
+    assert (
+        load_checkpoint(str(tmp_path), tokenizer="bytes")
+        .generate("abc", num_tokens=2)
+        .startswith("abc")
+    )
 
 
 def test_an_average_keeps_the_tokenizer_of_its_run(tmp_path):

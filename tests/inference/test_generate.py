@@ -29,7 +29,10 @@ def model() -> torch.nn.Module:
 
 
 def test_text_depends_on_the_seed(model: torch.nn.Module) -> None:
-    texts = [generate(model, [1, 2, 3], num_tokens=20, sampling=Sampling(seed=seed)) for seed in (0, 0, 1)]
+    texts = [
+        generate(model, [1, 2, 3], num_tokens=20, sampling=Sampling(seed=seed))
+        for seed in (0, 0, 1)
+    ]
     assert texts[0] == texts[1] != texts[2]
     assert len(texts[0]) == 20
     assert all(0 <= token < VOCAB for token in texts[0])
@@ -52,8 +55,12 @@ def test_temperature_zero_is_greedy(model: torch.nn.Module) -> None:
 
 def test_a_temperature_divides_the_logits() -> None:
     draw, logits = torch.Generator().manual_seed(1), torch.tensor([0.0, 1.0])
-    counts = [sum(sample_token(logits, Sampling(t), generator=draw) for _ in range(300)) for t in (0.1, 1.0, 10.0)]
-    assert counts[0] == 300 and 190 < counts[1] < 250 and 130 < counts[2] < 185  # of 300, 219 and 157 are expected
+    counts = [
+        sum(sample_token(logits, Sampling(t), generator=draw) for _ in range(300))
+        for t in (0.1, 1.0, 10.0)
+    ]
+    # of 300, 219 and 157 are expected
+    assert counts[0] == 300 and 190 < counts[1] < 250 and 130 < counts[2] < 185
 
 
 def test_top_k_of_one_is_greedy(model: torch.nn.Module) -> None:
@@ -63,7 +70,10 @@ def test_top_k_of_one_is_greedy(model: torch.nn.Module) -> None:
 
 def test_top_k_leaves_out_all_others(model: torch.nn.Module) -> None:
     allowed = set(model.logits(torch.tensor([[7]]))[0, -1].topk(3).indices.tolist())
-    sampled = {generate(model, [7], num_tokens=1, sampling=Sampling(top_k=3, seed=seed))[0] for seed in range(60)}
+    sampled = {
+        generate(model, [7], num_tokens=1, sampling=Sampling(top_k=3, seed=seed))[0]
+        for seed in range(60)
+    }
     assert sampled == allowed
 
 
@@ -86,16 +96,27 @@ def test_text_longer_than_the_positions_goes_on_in_a_window(config: object) -> N
 def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     draw = torch.Generator().manual_seed(1)
-    for top_p, allowed in ((0.4, {0}), (0.5, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
+    for top_p, allowed in (
+        (0.4, {0}),
+        (0.5, {0}),
+        (0.6, {0, 1}),
+        (0.9, {0, 1, 2}),
+        (1.0, {0, 1, 2, 3}),
+    ):
         sampled = {sample_token(logits, Sampling(top_p=top_p), generator=draw) for _ in range(200)}
         assert sampled == allowed, top_p
 
 
 def test_prompts_that_end_leave_the_others_as_they_are(model: torch.nn.Module) -> None:
     prompts, greedy = [[1, 2, 3], [4]], Sampling(temperature=0)
-    single = [generate(model, prompt, num_tokens=12, sampling=greedy, use_cache=False) for prompt in prompts]
+    single = [
+        generate(model, prompt, num_tokens=12, sampling=greedy, use_cache=False)
+        for prompt in prompts
+    ]
     stop = next(token for token in single[0] if token not in single[1])
-    generation = Generation(model, prompts, num_tokens=12, sampling=Sampling(temperature=0, stop=stop))
+    generation = Generation(
+        model, prompts, num_tokens=12, sampling=Sampling(temperature=0, stop=stop)
+    )
     steps = [generation.step() for _ in range(12)]
     assert [step[0] for step in steps if 0 in step] == single[0][: single[0].index(stop) + 1]
     assert [step[1] for step in steps] == single[1]
@@ -103,18 +124,27 @@ def test_prompts_that_end_leave_the_others_as_they_are(model: torch.nn.Module) -
 
 def test_the_cache_changes_no_text_also_where_it_ends(model: torch.nn.Module) -> None:
     for prompt in ([1, 2, 3], list(range(60))):
-        texts = [generate(model, prompt, num_tokens=10, use_cache=use_cache) for use_cache in (True, False)]
+        texts = [
+            generate(model, prompt, num_tokens=10, use_cache=use_cache)
+            for use_cache in (True, False)
+        ]
         assert texts[0] == texts[1]
 
 
-def test_a_long_prompt_that_ends_leaves_no_more_positions_to_the_others(model: torch.nn.Module) -> None:
+def test_a_long_prompt_that_ends_leaves_no_more_positions_to_the_others(
+    model: torch.nn.Module,
+) -> None:
     prompts, greedy = [list(range(60)), [4]], Sampling(temperature=0)
     (stop,) = generate(model, prompts[0], num_tokens=1, sampling=greedy)
     expected = generate(model, prompts[1], num_tokens=8, sampling=greedy, use_cache=False)
     assert stop not in expected
-    generation = Generation(model, prompts, num_tokens=8, sampling=Sampling(temperature=0, stop=stop))
+    generation = Generation(
+        model, prompts, num_tokens=8, sampling=Sampling(temperature=0, stop=stop)
+    )
     steps = [generation.step() for _ in range(8)]  # the cache has 64 positions
-    assert [step[1] for step in steps] == expected and [len(step) for step in steps] == [2] + [1] * 7
+    assert [step[1] for step in steps] == expected and [len(step) for step in steps] == [2] + [
+        1
+    ] * 7
 
 
 def test_experts_with_a_capacity_have_no_cache(model: torch.nn.Module) -> None:
@@ -146,12 +176,16 @@ def test_a_character_is_shown_once_it_is_complete() -> None:
 
 def test_a_text_ends_before_the_first_stop_string() -> None:
     assert pieces_of("one##two", "##", "tw") == ["o", "n", "e", "", "", ""]
-    assert "".join(pieces_of("one#two", "##")) == "one#two", "the beginning of a stop string is shown in the end"
+    assert "".join(pieces_of("one#two", "##")) == "one#two", (
+        "the beginning of a stop string is shown in the end"
+    )
 
 
 def test_a_prompt_that_is_too_long_is_named() -> None:
     assert encode_prompts(["ab", ""], BYTES, max_tokens=2) == [[97, 98], [256]]
-    with pytest.raises(DataError, match=r"prompt 2 of 2 has 5 tokens.*2 positions.*at least 3 tokens"):
+    with pytest.raises(
+        DataError, match=r"prompt 2 of 2 has 5 tokens.*2 positions.*at least 3 tokens"
+    ):
         encode_prompts(["ab", "abcde"], BYTES, max_tokens=2)
 
 
@@ -162,7 +196,9 @@ def test_an_empty_prompt_needs_a_token_before_a_document() -> None:
 
     assert encode_prompts(["one three"], WordTokenizer(eod=None), max_tokens=2) == [[3, 5]]
     for prompt in ("", " "):
-        with pytest.raises(DataError, match="an empty prompt has no tokens: .*; give a prompt with text"):
+        with pytest.raises(
+            DataError, match="an empty prompt has no tokens: .*; give a prompt with text"
+        ):
             encode_prompts(["one", prompt], WordTokenizer(eod=None), max_tokens=2)
 
 
@@ -170,7 +206,9 @@ def test_texts_of_a_batch_are_those_of_single_prompts(capsys) -> None:
     model, prompts = randomize(build(LLAMA)), [[3, 4, 5], [6], [7, 8]]
     single = []
     for row, prompt in enumerate(prompts):
-        generation = Generation(model, [prompt], num_tokens=9, sampling=Sampling(seed=5 + row, top_p=0.9))
+        generation = Generation(
+            model, [prompt], num_tokens=9, sampling=Sampling(seed=5 + row, top_p=0.9)
+        )
         single.append("".join(piece for _, piece in stream_texts(generation, BYTES, num_tokens=9)))
     together = Generation(model, prompts, num_tokens=9, sampling=Sampling(seed=5, top_p=0.9))
     print_texts(["a", "b", "c"], stream_texts(together, BYTES, num_tokens=9))

@@ -16,7 +16,9 @@ from nanotrain.inference.lm_eval import NanotrainLM
 from tests.inference.test_checkpoint import write_run
 
 ANSWERS = [" two", " many", " none"]
-QUESTIONS = [{"question": f"{n} and {n} make", "choices": ANSWERS, "answer": n % 3} for n in range(4)]
+QUESTIONS = [
+    {"question": f"{n} and {n} make", "choices": ANSWERS, "answer": n % 3} for n in range(4)
+]
 TASK = """\
 task: {name}
 dataset_path: json
@@ -40,21 +42,36 @@ def request(*arguments) -> Instance:
 
 def test_the_class_scores_and_generates_as_the_model_does(tmp_path):
     write_run(tmp_path)
-    model, loaded = NanotrainLM(str(tmp_path), max_length=16, batch_size="3"), load_checkpoint(tmp_path)
+    model, loaded = (
+        NanotrainLM(str(tmp_path), max_length=16, batch_size="3"),
+        load_checkpoint(tmp_path),
+    )
     pairs = [("a cat ", "sat"), ("", "b"), ("a cat", " sat")]
     scores = model.loglikelihood([request(*pair) for pair in pairs])
     assert scores[0] == scores[2], "blanks at the end of a context belong to the continuation"
     assert all(score < 0 for score, _ in scores)
     text = "a text that is longer than sixteen tokens"
     (whole,) = model.loglikelihood_rolling([request(text)])
-    assert whole == pytest.approx(-math.log(257) * len(text), rel=0.5), "a model that was not trained knows nothing"
+    assert whole == pytest.approx(-math.log(257) * len(text), rel=0.5), (
+        "a model that was not trained knows nothing"
+    )
     (made,) = model.generate_until([request("ab", {"until": [], "max_gen_toks": 5})])
-    new = generate(loaded.model, loaded.tokenizer.encode("ab"), num_tokens=5, sampling=Sampling(temperature=0.0))
+    new = generate(
+        loaded.model,
+        loaded.tokenizer.encode("ab"),
+        num_tokens=5,
+        sampling=Sampling(temperature=0.0),
+    )
     assert made == loaded.tokenizer.decode(new)
-    assert model.max_length == 16 and NanotrainLM(str(tmp_path)).max_length == loaded.config.data.seq_length
+    assert (
+        model.max_length == 16
+        and NanotrainLM(str(tmp_path)).max_length == loaded.config.data.seq_length
+    )
     (long,) = model.generate_until([request("many words " * 9, {"until": [], "max_gen_toks": 99})])
     assert len(loaded.tokenizer.encode(long)) <= 8, "half of the input is the context"
-    (cut,) = model.generate_until([request("ab", {"until": [made[1]], "max_gen_toks": 5, "do_sample": False})])
+    (cut,) = model.generate_until(
+        [request("ab", {"until": [made[1]], "max_gen_toks": 5, "do_sample": False})]
+    )
     assert cut == made[: made.index(made[1])]
 
 
@@ -67,9 +84,22 @@ def test_a_local_task_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
     write_run(tmp_path / "run")
     file = tmp_path / "questions.jsonl"
     file.write_text("\n".join(map(json.dumps, QUESTIONS)))
-    for name, kind, more in (("pick", "multiple_choice", CHOICES), ("read", "loglikelihood_rolling", TEXTS)):
-        (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, file=file, kind=kind, more=more))
-    line = ["evaluate", str(tmp_path / "run"), "--tasks", "pick,read", "--include-path", str(tmp_path), "--json"]
+    for name, kind, more in (
+        ("pick", "multiple_choice", CHOICES),
+        ("read", "loglikelihood_rolling", TEXTS),
+    ):
+        (tmp_path / f"{name}.yaml").write_text(
+            TASK.format(name=name, file=file, kind=kind, more=more)
+        )
+    line = [
+        "evaluate",
+        str(tmp_path / "run"),
+        "--tasks",
+        "pick,read",
+        "--include-path",
+        str(tmp_path),
+        "--json",
+    ]
     assert main(line) == 0
     metrics = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert main([*line[:3], "pick,unknown_task", *line[4:]]) == 2
@@ -77,15 +107,22 @@ def test_a_local_task_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
 
     model = NanotrainLM(str(tmp_path / "run"))
     scores = [
-        [model.loglikelihood([request(each["question"], choice)])[0][0] for choice in each["choices"]]
+        [
+            model.loglikelihood([request(each["question"], choice)])[0][0]
+            for choice in each["choices"]
+        ]
         for each in QUESTIONS
     ]
-    right = [row.index(max(row)) == each["answer"] for row, each in zip(scores, QUESTIONS, strict=True)]
+    right = [
+        row.index(max(row)) == each["answer"] for row, each in zip(scores, QUESTIONS, strict=True)
+    ]
     assert metrics["pick"]["acc,none"] == sum(right) / len(right)
     texts = [each["question"] for each in QUESTIONS]
     words = sum(len(text.split()) for text in texts)
     total = sum(model.loglikelihood_rolling([request(text)])[0] for text in texts)
-    assert metrics["read"]["word_perplexity,none"] == pytest.approx(math.exp(-total / words), rel=1e-6)
+    assert metrics["read"]["word_perplexity,none"] == pytest.approx(
+        math.exp(-total / words), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("num_fewshot", [0, 2])
@@ -96,17 +133,36 @@ def test_our_own_tasks_give_the_numbers_of_lm_eval(tmp_path, capsys, monkeypatch
     write_run(tmp_path / "run")
     questions, task = tmp_path / "questions.jsonl", tmp_path / "task.jsonl"
     ours = [
-        {"query": each["question"], "choices": [c.strip() for c in each["choices"]], "gold": each["answer"]}
+        {
+            "query": each["question"],
+            "choices": [c.strip() for c in each["choices"]],
+            "gold": each["answer"],
+        }
         for each in QUESTIONS
     ]
     questions.write_text(
-        "\n".join(json.dumps(each | {"choices": [c.strip() for c in each["choices"]]}) for each in QUESTIONS)
+        "\n".join(
+            json.dumps(each | {"choices": [c.strip() for c in each["choices"]]})
+            for each in QUESTIONS
+        )
     )
     task.write_text("\n".join(map(json.dumps, ours)))
-    (tmp_path / "pick.yaml").write_text(TASK.format(name="pick", file=questions, kind="multiple_choice", more=CHOICES))
-    line = ["evaluate", str(tmp_path / "run"), "--num-fewshot", str(num_fewshot), "--json", "--tasks"]
+    (tmp_path / "pick.yaml").write_text(
+        TASK.format(name="pick", file=questions, kind="multiple_choice", more=CHOICES)
+    )
+    line = [
+        "evaluate",
+        str(tmp_path / "run"),
+        "--num-fewshot",
+        str(num_fewshot),
+        "--json",
+        "--tasks",
+    ]
     assert main([*line, "pick", "--include-path", str(tmp_path)]) == 0
     theirs = json.loads(capsys.readouterr().out.splitlines()[-1])["pick"]
     assert main([*line, f"pick={task}"]) == 0
     score = json.loads(capsys.readouterr().out.splitlines()[-1])["pick"]
-    assert score["accuracy"] == theirs["acc,none"] and score["accuracy_per_byte"] == theirs["acc_bytes,none"]
+    assert (
+        score["accuracy"] == theirs["acc,none"]
+        and score["accuracy_per_byte"] == theirs["acc_bytes,none"]
+    )

@@ -13,9 +13,17 @@ from nanotrain.spec.boxes import TensorBox
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.shape import ModelShape
 
-SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 40, "max_position_embeddings": 12}
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "vocab_size": 40,
+    "max_position_embeddings": 12,
+}
 SIZES |= {"make_vocab_size_divisible_by": 1, "ffn_hidden_size": 32}
-LLAMA = ModelConfig(**SIZES, num_query_groups=2, qk_layernorm=True, untie_embeddings_and_output_weights=True)
+LLAMA = ModelConfig(
+    **SIZES, num_query_groups=2, qk_layernorm=True, untie_embeddings_and_output_weights=True
+)
 GPT2 = ModelConfig(
     **SIZES,
     normalization="LayerNorm",
@@ -23,7 +31,12 @@ GPT2 = ModelConfig(
     add_bias_linear=True,
     position_embedding_type="learned_absolute",
 )
-EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24, "shared_expert_intermediate_size": 12, "shared_expert_gate": True}
+EXPERTS = {
+    "num_experts": 4,
+    "ffn_hidden_size": 24,
+    "shared_expert_intermediate_size": 12,
+    "shared_expert_gate": True,
+}
 ROUTER = {"router_enable_expert_bias": True, "router_score_function": "sigmoid"}
 MOE = ModelConfig(
     **{**SIZES, "ffn_hidden_size": None},
@@ -34,13 +47,18 @@ MOE = ModelConfig(
 MIXED = ModelConfig(**SIZES, num_query_groups=2, moe=MoEConfig(**EXPERTS, layer_freq="[0,1]"))
 
 
-def write_checkpoint(folder: Path, model_config: ModelConfig, *, step: int = 3) -> dict[str, torch.Tensor]:
+def write_checkpoint(
+    folder: Path, model_config: ModelConfig, *, step: int = 3
+) -> dict[str, torch.Tensor]:
     """Save random weights as a checkpoint of a run; returns them by their names in the model."""
     generator = torch.Generator().manual_seed(7)
     shape = ModelShape.of(model_config)
     sizes = {f"model/{spec.name}": spec.shape for spec in declare_model(shape)}
     if model_config.moe and model_config.moe.router_enable_expert_bias:
-        sizes |= {f"router/layers.{layer}.mlp.router.expert_bias": (4,) for layer in range(shape.num_layers)}
+        sizes |= {
+            f"router/layers.{layer}.mlp.router.expert_bias": (4,)
+            for layer in range(shape.num_layers)
+        }
     values = {name: torch.randn(size, generator=generator) * 0.3 for name, size in sizes.items()}
     boxes = {TensorBox.full(name, value.shape): value for name, value in values.items()}
     config = to_dict(Config(model=model_config, data=DataConfig(data_path=["none"])))

@@ -19,18 +19,29 @@ from tests.runs.test_metrics_file import file_size_limit
 
 
 def test_torch_reads_the_same_values(tmp_path: Path) -> None:
-    values = {"model/a": torch.randn(6, 4), "model/s": torch.tensor(2.5), "optimizer/exp_avg/a": torch.randn(6, 4)}
+    values = {
+        "model/a": torch.randn(6, 4),
+        "model/s": torch.tensor(2.5),
+        "optimizer/exp_avg/a": torch.randn(6, 4),
+    }
     values["model/b"] = torch.randn(5).to(torch.bfloat16)
     writer = Checkpointer(tmp_path / "checkpoints", group=Group.single_rank("world"))
     boxes = {TensorBox.full(name, tuple(value.shape)): value for name, value in values.items()}
-    writer.save(3, boxes, objects={"train": {"step": 3}}, config={"model": {"num_layers": 2}}, topology={})
+    writer.save(
+        3, boxes, objects={"train": {"step": 3}}, config={"model": {"num_layers": 2}}, topology={}
+    )
 
     assert "4 tensors of step 3" in export_dcp(tmp_path, tmp_path / "dcp")
 
-    state = {name: torch.zeros_like(value) for name, value in values.items()} | {"objects": None, "config": None}
+    state = {name: torch.zeros_like(value) for name, value in values.items()} | {
+        "objects": None,
+        "config": None,
+    }
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert all(torch.equal(state[name], value) for name, value in values.items())
-    assert state["objects"] == {"train": {"step": 3}} and state["config"] == {"model": {"num_layers": 2}}
+    assert state["objects"] == {"train": {"step": 3}} and state["config"] == {
+        "model": {"num_layers": 2}
+    }
     with pytest.raises(CheckpointError, match="is not empty"):
         export_dcp(tmp_path, tmp_path / "dcp")
 
@@ -48,7 +59,9 @@ def write_archive(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, saved: Path, exists: bool) -> None:
+def test_a_full_disk_is_one_error_and_leaves_nothing(
+    tmp_path: Path, saved: Path, exists: bool
+) -> None:
     output = tmp_path / "out" / "dcp"
     if exists:
         output.mkdir(parents=True)
@@ -59,10 +72,16 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, saved: Path
 
     exports: tuple[Callable[[], object], ...] = (lambda: export_dcp(saved, output), export_archive)
     for export in exports:
-        with file_size_limit(5000), pytest.raises(EnvironmentFault, match="dcp cannot be written.*bytes free"):
+        with (
+            file_size_limit(5000),
+            pytest.raises(EnvironmentFault, match="dcp cannot be written.*bytes free"),
+        ):
             export()
         assert [path.name for path in (tmp_path / "out").rglob("*")] == (["dcp"] if exists else [])
-    with pytest.raises(EnvironmentFault, match="No space left.*bytes free"), export_folder(output, nbytes=2**62):
+    with (
+        pytest.raises(EnvironmentFault, match="No space left.*bytes free"),
+        export_folder(output, nbytes=2**62),
+    ):
         pass
     export_archive()
     assert [path.name for path in sorted(output.rglob("*"))] == ["sub", "common.pt"]
@@ -82,12 +101,17 @@ def test_a_damaged_chunk_is_named(tmp_path: Path, saved: Path) -> None:
 def test_files_of_others_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for output in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(NanotrainError, match="is not empty|is a file"), export_folder(output, nbytes=1):
+        with (
+            pytest.raises(NanotrainError, match="is not empty|is a file"),
+            export_folder(output, nbytes=1),
+        ):
             pass
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_files_appear_in_the_order_in_which_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_appear_in_the_order_in_which_they_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order = ["__2.distcp", "__0.distcp", "__1.distcp", ".metadata", "tracker.txt"]
     times, renamed = [1, 2, 3, 3, 4], []
     real = os.rename

@@ -1,4 +1,6 @@
-"""torch.distributed.checkpoint reads what is exported for Megatron-LM, in the arrangement of its documentation."""
+"""torch.distributed.checkpoint reads what is exported for Megatron-LM, in the arrangement of its
+documentation.
+"""
 
 import json
 from collections import Counter
@@ -29,7 +31,11 @@ def exported(tmp_path: Path, model_config: ModelConfig, **options: str):
     folder = tmp_path / "megatron" / "iter_0000003"
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     others = {name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata)}
-    state = {n: torch.zeros(e.size, dtype=e.properties.dtype) for n, e in entries.items() if n not in others}
+    state = {
+        n: torch.zeros(e.size, dtype=e.properties.dtype)
+        for n, e in entries.items()
+        if n not in others
+    }
     objects = dict.fromkeys(others)
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     dcp.load(objects, checkpoint_id=folder, no_dist=True)
@@ -37,14 +43,20 @@ def exported(tmp_path: Path, model_config: ModelConfig, **options: str):
     return ours, state, others
 
 
-def fused_qkv(ours: dict[str, torch.Tensor], layer: int, *, leaf: str = "weight", groups: int = 2) -> torch.Tensor:
+def fused_qkv(
+    ours: dict[str, torch.Tensor], layer: int, *, leaf: str = "weight", groups: int = 2
+) -> torch.Tensor:
     """Per group: its query heads of width 4, its key head, its value head."""
     rows, per_group = [], 4 // groups
     for group in range(groups):
         for head in range(group * per_group, (group + 1) * per_group):
-            rows += [ours[f"layers.{layer}.attention.query.{leaf}"][4 * head + row] for row in range(4)]
+            rows += [
+                ours[f"layers.{layer}.attention.query.{leaf}"][4 * head + row] for row in range(4)
+            ]
         for name in ("key", "value"):
-            rows += [ours[f"layers.{layer}.attention.{name}.{leaf}"][4 * group + row] for row in range(4)]
+            rows += [
+                ours[f"layers.{layer}.attention.{name}.{leaf}"][4 * group + row] for row in range(4)
+            ]
     return torch.stack(rows)
 
 
@@ -58,8 +70,12 @@ def test_llama(tmp_path: Path) -> None:
         "embedding.word_embeddings.weight": ours["embedding.word.weight"],
         "output_layer.weight": ours["head.weight"],
         "decoder.final_layernorm.weight": ours["final_norm.weight"],
-        f"{STACK}self_attention.linear_qkv.weight": torch.stack([fused_qkv(ours, 0), fused_qkv(ours, 1)]),
-        f"{STACK}self_attention.linear_qkv.layer_norm_weight": stacked(ours, "attention_norm.weight"),
+        f"{STACK}self_attention.linear_qkv.weight": torch.stack(
+            [fused_qkv(ours, 0), fused_qkv(ours, 1)]
+        ),
+        f"{STACK}self_attention.linear_qkv.layer_norm_weight": stacked(
+            ours, "attention_norm.weight"
+        ),
         f"{STACK}self_attention.q_layernorm.weight": stacked(ours, "attention.query_norm.weight"),
         f"{STACK}self_attention.k_layernorm.weight": stacked(ours, "attention.key_norm.weight"),
         f"{STACK}self_attention.linear_proj.weight": stacked(ours, "attention.output.weight"),
@@ -96,24 +112,32 @@ def test_step_0_is_a_release(tmp_path: Path) -> None:
 def test_gpt2_has_biases_and_positions_and_no_head(tmp_path: Path) -> None:
     ours, state, _ = exported(tmp_path, GPT2)
     assert "output_layer.weight" not in state
-    assert torch.equal(state["embedding.position_embeddings.weight"], ours["embedding.position.weight"])
+    assert torch.equal(
+        state["embedding.position_embeddings.weight"], ours["embedding.position.weight"]
+    )
     bias = torch.stack([fused_qkv(ours, layer, leaf="bias", groups=4) for layer in range(2)])
     assert torch.equal(state[f"{STACK}self_attention.linear_qkv.bias"], bias)
     assert torch.equal(state[f"{STACK}mlp.linear_fc1.bias"], stacked(ours, "mlp.up.bias"))
-    assert torch.equal(state[f"{STACK}mlp.linear_fc1.layer_norm_bias"], stacked(ours, "mlp_norm.bias"))
+    assert torch.equal(
+        state[f"{STACK}mlp.linear_fc1.layer_norm_bias"], stacked(ours, "mlp_norm.bias")
+    )
     assert torch.equal(state["decoder.final_layernorm.bias"], ours["final_norm.bias"])
 
 
 def test_experts_are_stacked_behind_layers(tmp_path: Path) -> None:
     ours, state, others = exported(tmp_path, MOE, dtype="bf16")
     fc1, fc2 = (state[f"{STACK}mlp.experts.experts.linear_fc{number}.weight"] for number in (1, 2))
-    assert fc1.shape == (2, 4, 48, 16) and fc2.shape == (2, 4, 16, 24) and fc1.dtype == torch.bfloat16
+    assert (
+        fc1.shape == (2, 4, 48, 16) and fc2.shape == (2, 4, 16, 24) and fc1.dtype == torch.bfloat16
+    )
     assert torch.equal(fc1[1, 2, :24], ours["layers.1.mlp.experts.gate.weight"][2].bfloat16())
     assert torch.equal(fc1[0, 3, 24:], ours["layers.0.mlp.experts.up.weight"][3].bfloat16())
     assert torch.equal(fc2[1], ours["layers.1.mlp.experts.down.weight"].bfloat16())
     shared = state[f"{STACK}mlp.shared_experts.linear_fc1.weight"]
     assert torch.equal(shared[1, 12:], ours["layers.1.mlp.shared.up.weight"].bfloat16())
-    biases = torch.stack([ours[f"router/layers.{layer}.mlp.router.expert_bias"] for layer in range(2)])
+    biases = torch.stack(
+        [ours[f"router/layers.{layer}.mlp.router.expert_bias"] for layer in range(2)]
+    )
     assert torch.equal(state[f"{STACK}mlp.router.expert_bias"], biases)  # fp32
     norms = stacked(ours, "mlp_norm.weight").bfloat16()
     assert torch.equal(state[f"{STACK}pre_mlp_layernorm.weight"], norms)
@@ -147,11 +171,20 @@ def test_every_weight_is_read_and_every_tensor_is_full(model_config) -> None:
         is_copy = chunk.key.endswith("pre_mlp_layernorm.weight")  # of the norm before experts
         read.update({} if is_copy else {source.name: source.box.numel for source in chunk.sources})
     assert filled == sizes
-    declared = {f"model/{spec.name}": prod(spec.shape) for spec in declare_model(ModelShape.of(model_config))}
-    assert {name: count for name, count in read.items() if not name.startswith("router/")} == declared
+    declared = {
+        f"model/{spec.name}": prod(spec.shape)
+        for spec in declare_model(ModelShape.of(model_config))
+    }
+    assert {
+        name: count for name, count in read.items() if not name.startswith("router/")
+    } == declared
 
 
 def test_all_obstacles_are_one_error() -> None:
-    model_config = replace(LLAMA, mtp=MTPConfig(num_layers=1), scale_embeddings=True, final_logit_softcapping=30.0)
-    with pytest.raises(CheckpointError, match="mtp_num_layers, scale_embeddings, final_logit_softcapping"):
+    model_config = replace(
+        LLAMA, mtp=MTPConfig(num_layers=1), scale_embeddings=True, final_logit_softcapping=30.0
+    )
+    with pytest.raises(
+        CheckpointError, match="mtp_num_layers, scale_embeddings, final_logit_softcapping"
+    ):
         check_model(model_config)

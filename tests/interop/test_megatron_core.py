@@ -1,4 +1,6 @@
-"""megatron-core itself loads an exported checkpoint, and its GPT computes our logits (pip install megatron-core)."""
+"""megatron-core itself loads an exported checkpoint, and its GPT computes our logits (pip install
+megatron-core).
+"""
 
 import contextlib
 from importlib.util import find_spec
@@ -21,13 +23,26 @@ if find_spec("megatron") is None:  # only the rank below imports it, which takes
 MODELS = {"llama": LLAMA, "gpt2": GPT2, "moe": MOE}
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 32}
 ROPE = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
-LEARNED = {"position_embedding_type": "learned_absolute", "share_embeddings_and_output_weights": True}
-SWIGLU = {"gated_linear_unit": True, "activation_func": silu, "normalization": "RMSNorm", "add_bias_linear": False}
+LEARNED = {
+    "position_embedding_type": "learned_absolute",
+    "share_embeddings_and_output_weights": True,
+}
+SWIGLU = {
+    "gated_linear_unit": True,
+    "activation_func": silu,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+}
 SWIGLU |= {"num_query_groups": 2}
-EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 12}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 12,
+}
 EXPERTS |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 EXPERTS |= {"moe_shared_expert_gate": True}
-THEIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of the transformer, and of the model
+# settings of the transformer, and of the model
+THEIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (SWIGLU | {"qk_layernorm": True}, ROPE),
     "gpt2": ({}, LEARNED),
     "moe": (SWIGLU | EXPERTS, ROPE),
@@ -44,19 +59,31 @@ def logits_of_megatron(ctx: ParallelContext, root: Path) -> dict[str, torch.Tens
     from megatron.core.transformer.moe import moe_utils
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # Megatron moves its tables there
-    random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()  # without dropout nothing is drawn
-    moe_utils.te_general_gemm = None  # 0.16.1 leaves it undefined where transformer-engine is not installed
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    # without dropout nothing is drawn
+    random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    # 0.16.1 leaves it undefined where transformer-engine is not installed
+    moe_utils.te_general_gemm = None
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     parallel_state.initialize_model_parallel()
     tokens, mask = torch.arange(12).reshape(1, 12), torch.ones(1, 1, 12, 12).triu(1).bool()
     logits = {}
     for name, (settings, model_settings) in THEIRS.items():
-        settings = SIZES | settings | {"use_cpu_initialization": True, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+        settings = (
+            SIZES
+            | settings
+            | {"use_cpu_initialization": True, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+        )
         config = TransformerConfig(**settings)
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-        model = GPTModel(config, spec, vocab_size=40, max_sequence_length=12, **model_settings).eval()
+        model = GPTModel(
+            config, spec, vocab_size=40, max_sequence_length=12, **model_settings
+        ).eval()
         folder = root / name / "megatron" / "iter_0000003"
-        model.load_state_dict(dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))["model"])
+        model.load_state_dict(
+            dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))["model"]
+        )
         with torch.no_grad():
             logits[name] = model(tokens, tokens, mask)
     return logits
@@ -67,5 +94,7 @@ def test_megatron_core_computes_our_logits(tmp_path: Path) -> None:
         write_checkpoint(tmp_path / name, model_config)
         export_megatron(tmp_path / name, tmp_path / name / "megatron")
     for name, logits in run_ranks(1, logits_of_megatron, tmp_path)[0].items():
-        expected = load_stage(open_checkpoint(tmp_path / name)).logits(torch.arange(12).reshape(1, 12))
+        expected = load_stage(open_checkpoint(tmp_path / name)).logits(
+            torch.arange(12).reshape(1, 12)
+        )
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5, msg=name)

@@ -20,7 +20,10 @@ def test_a_failed_command_is_a_reason_of_one_short_line(monkeypatch: pytest.Monk
     monkeypatch.setattr(compiler.torch, "ones", lambda *size, device: None)
     monkeypatch.setattr(triton_softmax, "row_logsumexp", fail)
     reason = triton_fault.__wrapped__()
-    assert reason.startswith("CalledProcessError: Command '['/bin/false', 'cuda_utils.c'") and len(reason) == MAX_REASON
+    assert (
+        reason.startswith("CalledProcessError: Command '['/bin/false', 'cuda_utils.c'")
+        and len(reason) == MAX_REASON
+    )
     monkeypatch.setattr(triton_softmax, "row_logsumexp", torch.zeros)
     monkeypatch.setattr(compiler.torch, "ones", lambda *size, device: 1)
     assert triton_fault.__wrapped__() == ""
@@ -28,7 +31,9 @@ def test_a_failed_command_is_a_reason_of_one_short_line(monkeypatch: pytest.Monk
     assert triton_fault.__wrapped__() == "the package triton is not installed"
 
 
-def test_the_loss_takes_torch_s_operators_where_triton_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_takes_torch_s_operators_where_triton_cannot_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     logits: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
     for name in ("_by_torch", "_by_triton"):
         monkeypatch.setattr(loss, name, lambda logits, name=name, **_: name)
@@ -37,7 +42,9 @@ def test_the_loss_takes_torch_s_operators_where_triton_cannot_compile(monkeypatc
         assert loss.softmax_gradient(logits, column=None, is_local=None, combine=None) == expected
 
 
-def test_inductor_names_the_compiler_that_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_inductor_names_the_compiler_that_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

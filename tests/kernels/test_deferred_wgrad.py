@@ -32,7 +32,9 @@ def watch(network: nn.Module) -> list[str]:
 
 def defer_and_compare(ctx, sequence_parallel: bool, num_groups: int) -> None:
     queue = WgradQueue()
-    now = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel, WgradQueue()), num_groups)
+    now = ShardedNetwork(
+        TensorParallel(ctx.group("tp"), sequence_parallel, WgradQueue()), num_groups
+    )
     later = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel, queue), num_groups)
     expected, received = sharded_pass(now), watch(later)
     for _ in range(2):
@@ -53,7 +55,9 @@ def defer_and_compare(ctx, sequence_parallel: bool, num_groups: int) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize(("tp", "num_groups"), [(1, 4), (2, 2), (4, 1)])
-def test_deferred_gradients_are_bit_equal_and_every_hook_fires_once(tp, num_groups, sequence_parallel):
+def test_deferred_gradients_are_bit_equal_and_every_hook_fires_once(
+    tp, num_groups, sequence_parallel
+):
     run_ranks(tp, defer_and_compare, sequence_parallel, num_groups, tp=tp)
 
 
@@ -72,7 +76,9 @@ def test_gradients_of_two_microbatches_add_up_in_the_order_they_are_run(ctx):
         actual = parameter.grad / 2
         if name in network.partial_names():
             all_reduce(actual, ctx.group("tp"))
-        torch.testing.assert_close(actual, network.shard(name, reference_pass(2).grads[name]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            actual, network.shard(name, reference_pass(2).grads[name]), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_gradients_that_are_ready_are_accumulated_with_their_hooks():

@@ -1,4 +1,6 @@
-"""Dropout: the share that is dropped, masks that do not repeat, and a backward with the mask of the forward."""
+"""Dropout: the share that is dropped, masks that do not repeat, and a backward with the mask of the
+forward.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ def test_the_share_that_is_dropped_is_the_rate(rate: float) -> None:
     factors = keep_factors(words, rate, dtype=torch.float32)
     torch.testing.assert_close(factors.unique(), torch.tensor([0, 1 / (1 - rate)]))
     dropped = factors == 0
-    assert dropped.float().mean().item() == pytest.approx(rate, abs=0.005)  # 200,000 draws: five standard deviations
+    # 200,000 draws: five standard deviations
+    assert dropped.float().mean().item() == pytest.approx(rate, abs=0.005)
     for dim in (0, 1):  # neither samples nor positions repeat, and neighbours are independent
         shifted = dropped.roll(1, dim)
         assert (dropped & shifted).float().mean().item() == pytest.approx(rate**2, abs=0.006)

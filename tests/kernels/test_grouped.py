@@ -8,7 +8,13 @@ from torch import nn
 
 from nanotrain.kernels import grouped
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
-from nanotrain.kernels.grouped import GroupedMM, GroupedOptions, LoopedMM, grouped_linear, select_gemm
+from nanotrain.kernels.grouped import (
+    GroupedMM,
+    GroupedOptions,
+    LoopedMM,
+    grouped_linear,
+    select_gemm,
+)
 
 INPUTS, OUTPUTS = 16, 24
 COUNTS = [[3, 0, 5, 1], [0, 0, 0, 0], [0, 7, 0, 0], [1, 1, 1, 1]]
@@ -54,8 +60,12 @@ class UnwrittenMM(GroupedMM):
         return out
 
 
-@pytest.mark.parametrize(("capability", "is_zeroed"), [((9, 0), False), ((10, 0), True), ((12, 0), True)])
-def test_weight_gradients_without_tokens_are_zero_where_torch_leaves_memory(capability, is_zeroed, monkeypatch):
+@pytest.mark.parametrize(
+    ("capability", "is_zeroed"), [((9, 0), False), ((10, 0), True), ((12, 0), True)]
+)
+def test_weight_gradients_without_tokens_are_zero_where_torch_leaves_memory(
+    capability, is_zeroed, monkeypatch
+):
     monkeypatch.setattr(grouped, "compute_capability", lambda _: capability)
     rows, weight, grad, offs = parts([3, 0, 5, 0], 0)
     out = grouped_linear(rows, weight, offs=offs, options=GroupedOptions(UnwrittenMM()))
@@ -74,7 +84,9 @@ def test_every_gemm_multiplies_each_token_by_its_expert(gemm, counts, tail):
     expected = by_hand(rows, weight, counts)
     torch.testing.assert_close(out, expected)
     actual = torch.autograd.grad(out, (rows, weight), grad)
-    for value, reference in zip(actual, torch.autograd.grad(expected, (rows, weight), grad), strict=True):
+    for value, reference in zip(
+        actual, torch.autograd.grad(expected, (rows, weight), grad), strict=True
+    ):
         torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-5)
     assert (actual[0][sum(counts) :] == 0).all()
 
@@ -95,7 +107,9 @@ def test_a_queue_that_defers_accumulates_the_weight_gradient_later(defers):
     (expected,) = torch.autograd.grad(by_hand(rows, weight, COUNTS[0]), weight, grad)
     queue, fired = WgradQueue(), []
     weight.register_post_accumulate_grad_hook(lambda parameter: fired.append(parameter.grad))
-    out = grouped_linear(rows, weight, offs=offs, options=GroupedOptions(GroupedMM(), wgrad_queue=queue))
+    out = grouped_linear(
+        rows, weight, offs=offs, options=GroupedOptions(GroupedMM(), wgrad_queue=queue)
+    )
     with queue.defer() if defers else nullcontext():
         out.backward(grad)
     assert rows.grad is not None
@@ -131,14 +145,22 @@ def test_without_tokens_torch_is_not_called(monkeypatch):
 def test_16_bit_products_on_a_cpu_are_over_multiples_of_64_tokens(gemm, monkeypatch):
     shapes = []
     real = torch.Tensor.__matmul__
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: shapes.append((a.shape, b.shape)) or real(a, b))
+    monkeypatch.setattr(
+        torch.Tensor, "__matmul__", lambda a, b: shapes.append((a.shape, b.shape)) or real(a, b)
+    )
     counts = [70, 0, 3, 64]
     rows, weight, grad, offs = parts(counts, 2, dtype=torch.bfloat16)
     out = grouped_linear(rows, weight, offs=offs, options=GroupedOptions(gemm, may_drop=True))
     actual = torch.autograd.grad(out, (rows, weight), grad)
-    assert {a[0] for a, b in shapes[:8]} == {128, 0, 64} and {b[0] for a, b in shapes[8:]} == {128, 0, 64}
+    assert {a[0] for a, b in shapes[:8]} == {128, 0, 64} and {b[0] for a, b in shapes[8:]} == {
+        128,
+        0,
+        64,
+    }
     monkeypatch.undo()
     expected = by_hand(rows.float(), weight.float(), counts)
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
-    for value, reference in zip(actual, torch.autograd.grad(expected, (rows, weight), grad.float()), strict=True):
+    for value, reference in zip(
+        actual, torch.autograd.grad(expected, (rows, weight), grad.float()), strict=True
+    ):
         torch.testing.assert_close(value, reference, rtol=2e-2, atol=1e-1)

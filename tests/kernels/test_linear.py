@@ -34,7 +34,9 @@ def test_the_products_of_a_layer_are_those_of_autograd(has_bias: bool, is_frozen
 def test_the_input_gradients_of_several_layers_add_up() -> None:
     first, second = (Linear(nn.Parameter(draw(O, I) * factor), None) for factor in (1, 2))
     grad = draw(T, O)
-    torch.testing.assert_close(Linears([first, second]).dgrad([grad, grad]), 3 * grad @ first.weight.detach())
+    torch.testing.assert_close(
+        Linears([first, second]).dgrad([grad, grad]), 3 * grad @ first.weight.detach()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -45,9 +47,13 @@ def test_a_weight_gradient_accumulates_into_fp32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(total, 1 + wgrad(grad, x).float(), rtol=1e-2, atol=1e-2)
 
 
-def test_where_cublas_adds_in_fp32_the_product_is_added_where_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_cublas_adds_in_fp32_the_product_is_added_where_it_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(linear_module, "adds_wider", lambda device_type: True)
-    grad, x = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((T, O), (T, I)))
+    grad, x = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((T, O), (T, I))
+    )
     total = torch.empty(O, I, device="meta")
     called = []
 
@@ -64,7 +70,9 @@ def test_where_cublas_adds_in_fp32_the_product_is_added_where_it_is_computed(mon
     assert not adds_wider("cpu")
 
 
-def test_16_bit_products_are_added_to_fp32_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_16_bit_products_are_added_to_fp32_some_rows_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(linear_module, "CAST_ELEMENTS", 24)
     grad, x, total = torch.randn(9, 10).bfloat16(), torch.randn(9, 8).bfloat16(), torch.randn(10, 8)
     expected, cast = total + grad.t() @ x, []

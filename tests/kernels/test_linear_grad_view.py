@@ -1,4 +1,6 @@
-"""Weight gradients that products write into the gradient buffer equal those that a hook copies there."""
+"""Weight gradients that products write into the gradient buffer equal those that a hook copies
+there.
+"""
 
 import pytest
 import torch
@@ -25,13 +27,18 @@ def test_written_gradients_are_those_that_autograd_returns(
         assert (grad_view_of(network.last.weight) is not None) == writes
         # A weight of several units would hold full-size storage from its first use to its last.
         assert (grad_view_of(network.head) is not None) == (writes and not is_sharded)
-        step(network, parallel, queue=queue)  # the second step overwrites what the first left behind
+        # the second step overwrites what the first left behind
+        step(network, parallel, queue=queue)
         results.append(step(network, parallel, queue=queue))
     tolerance = 1e-5 if dtype is torch.float32 else 3e-2
-    torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance * results[0].abs().max().item())
+    torch.testing.assert_close(
+        results[1], results[0], rtol=tolerance, atol=tolerance * results[0].abs().max().item()
+    )
 
 
-def test_the_next_two_buckets_borrow_memory_and_gradients_of_later_ones_are_kept_until_their_turn() -> None:
+def test_the_next_two_buckets_borrow_memory_and_gradients_of_later_ones_are_kept_until_their_turn() -> (
+    None
+):
     parallel = wrap(Network(), writes=True, strategy="optim_grads")
     first, second, *later = [bucket.layout.params[0].name for bucket in parallel.buckets]
     for _ in range(2):
@@ -41,23 +48,33 @@ def test_the_next_two_buckets_borrow_memory_and_gradients_of_later_ones_are_kept
         assert not any(parallel._start_write(name) for name in later)
         for added in (False, True):  # used twice in a graph
             for name in later:
-                view, has_grads = parallel._start_write(name, in_graph=True) or (torch.empty(0), None)
+                view, has_grads = parallel._start_write(name, in_graph=True) or (
+                    torch.empty(0),
+                    None,
+                )
                 assert has_grads is added
                 view.copy_(view + 1 if added else torch.ones_like(view))
         for name in later:  # and once outside of it
-            parallel._bucket_of[name].keep_grad(name, torch.ones(parallel._views[name][1].shape).bfloat16())
+            parallel._bucket_of[name].keep_grad(
+                name, torch.ones(parallel._views[name][1].shape).bfloat16()
+            )
         parallel.backward_ended()
         parallel.finish_grad_reduce()
         assert all(
-            parallel._bucket_of[name].view(name, parallel._bucket_of[name].grads.main).eq(3).all() for name in later
+            parallel._bucket_of[name].view(name, parallel._bucket_of[name].grads.main).eq(3).all()
+            for name in later
         )
 
 
-def test_a_bucket_is_reduced_after_the_last_use_of_its_weights_and_before_the_backward_ends() -> None:
+def test_a_bucket_is_reduced_after_the_last_use_of_its_weights_and_before_the_backward_ends() -> (
+    None
+):
     network = Network()
     parallel = wrap(network, writes=True)
     events: list[str] = []
-    (bucket,) = (b for b in parallel.buckets if any(entry.name == "last.weight" for entry in b.layout.params))
+    (bucket,) = (
+        b for b in parallel.buckets if any(entry.name == "last.weight" for entry in b.layout.params)
+    )
     start, write = bucket.start_reduce, bucket.start_write
 
     def record_start(*, is_last: bool) -> None:
@@ -85,7 +102,9 @@ def test_second_derivatives_are_refused_where_products_write_gradients() -> None
     network = Network()
     wrap(network, writes=True)
     with pytest.raises(RuntimeError, match="--no-gradient-accumulation-fusion"):
-        torch.autograd.grad(network.last(draw("hidden", T, O)).sum(), [network.last.weight], create_graph=True)
+        torch.autograd.grad(
+            network.last(draw("hidden", T, O)).sum(), [network.last.weight], create_graph=True
+        )
 
 
 def test_fp32_products_write_without_a_gradient_beside_the_buffer() -> None:
@@ -98,7 +117,9 @@ def test_fp32_products_write_without_a_gradient_beside_the_buffer() -> None:
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             if isinstance(out, Tensor) and tuple(out.shape) in sizes and not func.is_view:
-                buffers = [bucket.grads.full().untyped_storage().data_ptr() for bucket in parallel.buckets]
+                buffers = [
+                    bucket.grads.full().untyped_storage().data_ptr() for bucket in parallel.buckets
+                ]
                 outputs.append((str(func), out.untyped_storage().data_ptr() in buffers))
             return out
 
@@ -108,12 +129,18 @@ def test_fp32_products_write_without_a_gradient_beside_the_buffer() -> None:
     with Record():
         loss.backward()
     names = {name for name, _ in outputs}
-    assert names == {"aten.mm.out", "aten.addmm_.default"} and all(is_written for _, is_written in outputs)
+    assert names == {"aten.mm.out", "aten.addmm_.default"} and all(
+        is_written for _, is_written in outputs
+    )
 
 
-def test_where_cublas_adds_in_fp32_the_first_product_is_written_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_cublas_adds_in_fp32_the_first_product_is_written_in_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(linear_module, "adds_wider", lambda device_type: True)
-    grad, x = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((T, O), (T, I)))
+    grad, x = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((T, O), (T, I))
+    )
     buffer, called = torch.empty(O, I, device="meta"), []
 
     class Record(TorchDispatchMode):

@@ -1,4 +1,6 @@
-"""Compiled graphs write weight gradients to the gradient buffer, to the bit as autograd returns them."""
+"""Compiled graphs write weight gradients to the gradient buffer, to the bit as autograd returns
+them.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,14 +26,17 @@ def compiled(
     parallel = wrap(network, writes=writes, dtype=torch.bfloat16, strategy=strategy, **options)
     network.block = torch.compile(network.short_block, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
 
-    def record(name: str, start: Callable[[], tuple[Tensor, bool] | None]) -> tuple[Tensor, bool] | None:
+    def record(
+        name: str, start: Callable[[], tuple[Tensor, bool] | None]
+    ) -> tuple[Tensor, bool] | None:
         written.append(name)
         return start()
 
     for name, param in network.named_parameters():
         view = grad_view_of(param)
         for field in ("start_write", "start_write_in_graph"):
-            if view is not None and getattr(view, field) is not None:  # the same object is found from the storage
+            # the same object is found from the storage
+            if view is not None and getattr(view, field) is not None:
                 object.__setattr__(view, field, partial(record, name, getattr(view, field)))
     return network, parallel, written
 
@@ -42,13 +47,16 @@ def test_graphs_write_to_the_bit_what_autograd_returns(monkeypatch: pytest.Monke
     step(network, parallel)  # the second step overwrites what the first left behind
     written.clear()
     eager = step(network, parallel)
-    assert sorted(written) == sorted(2 * ["head", "first.weight", "second.weight", "last.weight"]), "per microbatch"
+    assert sorted(written) == sorted(
+        2 * ["head", "first.weight", "second.weight", "last.weight"]
+    ), "per microbatch"
     # Recomputation gives the backward other tensors of the weights.
     block = network.block
     network.block = partial(checkpoint, block, use_reentrant=False)  # type: ignore[method-assign]
     assert torch.equal(step(network, parallel), eager)
     network.block = block  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="--no-gradient-accumulation-fusion"):  # outside of a step
+    # outside of a step
+    with pytest.raises(RuntimeError, match="--no-gradient-accumulation-fusion"):
         network.block(draw("hidden", 2, 5, 8).bfloat16().requires_grad_()).sum().backward()
     # where this torch cannot declare the effect
     monkeypatch.setattr(linear, "CAN_TRACE", False)
@@ -58,13 +66,17 @@ def test_graphs_write_to_the_bit_what_autograd_returns(monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(not linear.CAN_TRACE, reason="graphs write none with torch 2.10")
-def test_graphs_write_to_storage_that_a_bucket_borrows_where_it_is_the_only_one_of_the_unit() -> None:
+def test_graphs_write_to_storage_that_a_bucket_borrows_where_it_is_the_only_one_of_the_unit() -> (
+    None
+):
     rules, results = LayoutRules(bucket_size=10_000, gathers_by_unit=True), []
     for writes in (False, True):
         network, parallel, written = compiled(writes=writes, strategy="optim_grads", rules=rules)
         step(network, parallel)
         results.append(step(network, parallel))
-        assert set(written) == ({"first.weight", "second.weight", "last.weight"} if writes else set())
+        assert set(written) == (
+            {"first.weight", "second.weight", "last.weight"} if writes else set()
+        )
     assert torch.equal(*results)
 
 

@@ -14,7 +14,13 @@ H = 5
 def routings(draw):
     """[T, K] experts with E in place of dropped ones, and E."""
     num_experts, topk = draw(st.integers(1, 6)), draw(st.integers(1, 3))
-    rows = draw(st.lists(st.lists(st.integers(0, num_experts), min_size=topk, max_size=topk), min_size=1, max_size=12))
+    rows = draw(
+        st.lists(
+            st.lists(st.integers(0, num_experts), min_size=topk, max_size=topk),
+            min_size=1,
+            max_size=12,
+        )
+    )
     return torch.tensor(rows), num_experts
 
 
@@ -25,7 +31,9 @@ def test_permuted_tokens_are_sorted_by_expert_and_every_pair_has_its_position(dr
     in_rows = experts.flatten()[plan.order]
     assert in_rows.tolist() == sorted(experts.flatten().tolist())
     assert torch.equal(plan.order[plan.inverse.flatten()], torch.arange(experts.numel()))
-    assert plan.tokens_per_expert.tolist() == [(experts == expert).sum().item() for expert in range(num_experts)]
+    assert plan.tokens_per_expert.tolist() == [
+        (experts == expert).sum().item() for expert in range(num_experts)
+    ]
 
 
 @given(routings(), st.booleans())
@@ -38,7 +46,9 @@ def test_permute_and_unpermute_have_the_gradients_of_plain_indexing(drawn, omits
     num_rows = kept if omits_dropped else experts.numel()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(num_tokens, H, generator=generator, dtype=torch.float64).requires_grad_()
-    weights = torch.rand(num_tokens, topk, generator=generator, dtype=torch.float64).requires_grad_()
+    weights = torch.rand(
+        num_tokens, topk, generator=generator, dtype=torch.float64
+    ).requires_grad_()
     grad = torch.randn(num_tokens, H, generator=generator, dtype=torch.float64)
     is_kept = (experts < num_experts).double()[..., None]
     factor = (experts + 1).double()[..., None]  # what "expert e" does: times e + 1
@@ -53,7 +63,9 @@ def test_permute_and_unpermute_have_the_gradients_of_plain_indexing(drawn, omits
     # then
     expected = (x[:, None] * factor * is_kept * weights[..., None]).sum(1)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
-    for value, reference in zip(actual, torch.autograd.grad(expected, (x, weights), grad), strict=True):
+    for value, reference in zip(
+        actual, torch.autograd.grad(expected, (x, weights), grad), strict=True
+    ):
         torch.testing.assert_close(value, reference, rtol=1e-6, atol=1e-6)
 
 
@@ -71,7 +83,8 @@ def test_reorder_is_undone_by_the_inverse(numbers):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_tokens_are_summed_in_fp32(dtype):
     plan = plan_permutation(torch.tensor([[0, 1, 2]]), 3)
-    rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=dtype)  # one by one, bf16 would lose both ones
+    # one by one, bf16 would lose both ones
+    rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=dtype)
     out = unpermute(rows, plan, topk_weights=torch.ones(1, 3))
     assert out.dtype == dtype
     assert out.item() == 258.0
@@ -83,14 +96,21 @@ def test_a_gradient_in_bf16_is_summed_over_the_experts_in_fp32_and_rounded_once(
     x = torch.randn(40, 16, dtype=torch.bfloat16, requires_grad=True)
     out_grad = torch.randn(160, 16, dtype=torch.bfloat16)
     (grad,) = torch.autograd.grad(permute(x, permutation, num_permuted=160), x, out_grad)
-    assert torch.equal(grad, sum(out_grad[permutation.inverse[:, k]].float() for k in range(4)).bfloat16())
+    assert torch.equal(
+        grad, sum(out_grad[permutation.inverse[:, k]].float() for k in range(4)).bfloat16()
+    )
 
 
 def test_gradients_of_the_weights_are_products_in_fp32() -> None:
     torch.manual_seed(0)
     permutation = plan_permutation(torch.rand(20, 6).topk(3).indices, 6)
-    rows, out_grad = torch.randn(60, 16, dtype=torch.bfloat16), torch.randn(20, 16, dtype=torch.bfloat16)
+    rows, out_grad = (
+        torch.randn(60, 16, dtype=torch.bfloat16),
+        torch.randn(20, 16, dtype=torch.bfloat16),
+    )
     weights = torch.rand(20, 3, requires_grad=True)
-    (grad,) = torch.autograd.grad(unpermute(rows, permutation, topk_weights=weights), weights, out_grad)
+    (grad,) = torch.autograd.grad(
+        unpermute(rows, permutation, topk_weights=weights), weights, out_grad
+    )
     expected = (rows.double()[permutation.inverse] * out_grad.double()[:, None]).sum(-1)
     torch.testing.assert_close(grad, expected.float())

@@ -1,6 +1,8 @@
-"""Every Triton kernel compiles for Ampere, Hopper and Blackwell, with the arguments that its function passes.
+"""Every Triton kernel compiles for Ampere, Hopper and Blackwell, with the arguments that its
+function passes.
 
-Needs no GPU: Triton brings the assembler. Run with `pip install nanotrain[triton]` and without `TRITON_INTERPRET`.
+Needs no GPU: Triton brings the assembler. Run with `pip install nanotrain[triton]` and without
+`TRITON_INTERPRET`.
 """
 
 import os
@@ -23,7 +25,9 @@ class Card:
     """What a launch asks a driver before it compiles."""
 
     def __init__(self, capability: int) -> None:
-        self._target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", capability, 32)
+        self._target = pytest.importorskip("triton.backends.compiler").GPUTarget(
+            "cuda", capability, 32
+        )
 
     def get_current_target(self):
         return self._target
@@ -63,7 +67,9 @@ def test_every_kernel_compiles(compiled: set[str], dtype: torch.dtype) -> None:
     logits, column = torch.randn(5, 1000).to(dtype), torch.zeros(5, 1, dtype=torch.int64)
     lse = triton_softmax.row_logsumexp(logits)
     ones = torch.ones(5, 1)
-    triton_softmax.softmax_gradient_(logits, logsumexp=lse, column=column, is_local=ones, scale=ones)
+    triton_softmax.softmax_gradient_(
+        logits, logsumexp=lse, column=column, is_local=ones, scale=ones
+    )
     plan, rows = plan_permutation(torch.tensor([[0, 1], [1, 2]]), 3), torch.randn(4, 1000).to(dtype)
     triton_permute.spread(rows[:2], plan.order, inverse=plan.inverse)
     triton_permute.combine(rows, plan.inverse, weights=None)
@@ -71,7 +77,9 @@ def test_every_kernel_compiles(compiled: set[str], dtype: torch.dtype) -> None:
     triton_permute.combine_backward(rows[:2], rows, **given)
     triton_swiglu.swiglu_backward(rows, gate=rows, up=triton_swiglu.swiglu(rows, rows))
     kernels = {**vars(triton_softmax), **vars(triton_permute), **vars(triton_swiglu)}
-    assert compiled == {name for name, value in kernels.items() if isinstance(value, triton.JITFunction)}
+    assert compiled == {
+        name for name, value in kernels.items() if isinstance(value, triton.JITFunction)
+    }
 
 
 E4M3 = torch.float8_e4m3fn
@@ -94,11 +102,25 @@ PRODUCTS = [(90, (None, None), torch.float8_e5m2), (90, (1, 128), E4M3), (100, (
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("compiled", "block", "dtype"), PRODUCTS, indirect=["compiled"])
 @pytest.mark.parametrize("sums", [False, True])
-def test_products_of_experts_compile(compiled: set[str], block: Block, dtype: torch.dtype, sums: bool) -> None:
+def test_products_of_experts_compile(
+    compiled: set[str], block: Block, dtype: torch.dtype, sums: bool
+) -> None:
     offs, is_mx = torch.tensor([128, 256], dtype=torch.int32), block == (1, 32)
-    blocks = [size or 0 for size in (*block, *((128, 128) if block == (1, 128) and not sums else block))]
-    scales = torch.ones(2, 1) if block == (None, None) else torch.ones(256, 8, dtype=torch.uint8 if is_mx else None)
-    operands = [torch.empty(256, 256, dtype=dtype), scales, torch.empty(256, 256, dtype=E4M3), scales, offs]
+    blocks = [
+        size or 0 for size in (*block, *((128, 128) if block == (1, 128) and not sums else block))
+    ]
+    scales = (
+        torch.ones(2, 1)
+        if block == (None, None)
+        else torch.ones(256, 8, dtype=torch.uint8 if is_mx else None)
+    )
+    operands = [
+        torch.empty(256, 256, dtype=dtype),
+        scales,
+        torch.empty(256, 256, dtype=E4M3),
+        scales,
+        offs,
+    ]
     out = torch.empty(2, 256, 256) if sums else torch.empty(256, 128).bfloat16()
     triton_grouped.write_grouped_mm(operands, blocks, out=out, adds=sums)
     assert compiled == {"_multiply"}
@@ -108,5 +130,7 @@ def test_products_of_experts_compile(compiled: set[str], block: Block, dtype: to
 @pytest.mark.parametrize("compiled", [80], indirect=True)
 def test_a_card_without_fp8_has_no_casts(compiled: set[str]) -> None:
     with pytest.raises(Exception, match="fp8e4nv not supported"):
-        triton_cast.cast(torch.randn(64, 256), Cast((128, 128), torch.float8_e4m3fn, power_of_two=True))
+        triton_cast.cast(
+            torch.randn(64, 256), Cast((128, 128), torch.float8_e4m3fn, power_of_two=True)
+        )
     assert not compiled

@@ -1,4 +1,6 @@
-"""The Triton kernels of permute and unpermute against fp64, in Triton's interpreter; the bytes they move."""
+"""The Triton kernels of permute and unpermute against fp64, in Triton's interpreter; the bytes they
+move.
+"""
 
 import os
 
@@ -32,13 +34,22 @@ def test_every_kernel_equals_torch_in_fp64(form, dtype, omits_dropped) -> None:
     x, grad, rows = (torch.randn(size, H).to(dtype) for size in (T, T, len(order)))
     weights, close = torch.rand(T, K), {"rtol": ROUNDING[dtype], "atol": ROUNDING[dtype]}
 
-    assert torch.equal(form.spread(x, order, inverse=plan.inverse), TORCH_FORM.spread(x, order, inverse=plan.inverse))
+    assert torch.equal(
+        form.spread(x, order, inverse=plan.inverse),
+        TORCH_FORM.spread(x, order, inverse=plan.inverse),
+    )
     for each in (None, weights):
-        exact = TORCH_FORM.combine(rows.double(), plan.inverse, weights=None if each is None else each.double())
-        torch.testing.assert_close(form.combine(rows, plan.inverse, weights=each).double(), exact.double(), **close)
+        exact = TORCH_FORM.combine(
+            rows.double(), plan.inverse, weights=None if each is None else each.double()
+        )
+        torch.testing.assert_close(
+            form.combine(rows, plan.inverse, weights=each).double(), exact.double(), **close
+        )
     given = {"order": order, "inverse": plan.inverse}
     found = form.combine_backward(grad, rows, weights=weights, **given)
-    wanted = TORCH_FORM.combine_backward(grad.double(), rows.double(), weights=weights.double(), **given)
+    wanted = TORCH_FORM.combine_backward(
+        grad.double(), rows.double(), weights=weights.double(), **given
+    )
     for actual, expected in zip(found, wanted, strict=True):
         torch.testing.assert_close(actual.double(), expected.double(), **close)
 

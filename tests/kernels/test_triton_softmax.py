@@ -1,6 +1,7 @@
 """The Triton kernels against fp64, in Triton's interpreter.
 
-Run with `pip install nanotrain[triton]` and `TRITON_INTERPRET=1`, which Triton reads when it is first imported.
+Run with `pip install nanotrain[triton]` and `TRITON_INTERPRET=1`, which Triton reads when it is
+first imported.
 """
 
 import os
@@ -29,7 +30,8 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_loss_and_gradient_of_two_shards_equal_fp64(interpreted, dtype):
     torch.manual_seed(1)
-    full = (4 * torch.randn(5, 74)).to(dtype)  # 37 columns per shard: three blocks, the last one not full
+    # 37 columns per shard: three blocks, the last one not full
+    full = (4 * torch.randn(5, 74)).to(dtype)
     labels, exact = torch.tensor([0, 36, 37, 73, 40]), full.double().requires_grad_()
     log_probs = exact.log_softmax(1).gather(1, labels[:, None])[:, 0]
     (-log_probs.sum()).backward()
@@ -40,10 +42,14 @@ def test_loss_and_gradient_of_two_shards_equal_fp64(interpreted, dtype):
         column = labels[:, None] - 37 * index
         is_local = ((column >= 0) & (column < 37)).float()
         actual.append(
-            loss.softmax_gradient(shard, column=column.clamp(0, 36), is_local=is_local, combine=lambda _: total)
+            loss.softmax_gradient(
+                shard, column=column.clamp(0, 36), is_local=is_local, combine=lambda _: total
+            )
         )
         assert actual[-1][1].data_ptr() == shard.data_ptr(), "in place"
-    torch.testing.assert_close(actual[0][0] + actual[1][0], log_probs.detach().float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        actual[0][0] + actual[1][0], log_probs.detach().float(), rtol=1e-5, atol=1e-5
+    )
     gradient = torch.cat([part for _, part in actual], dim=1)
     torch.testing.assert_close(gradient.double(), exact.grad, rtol=TOLERANCE[dtype], atol=1e-6)
 

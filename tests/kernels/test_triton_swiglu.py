@@ -18,7 +18,8 @@ def test_output_and_gradients_equal_fp64(monkeypatch: pytest.MonkeyPatch, dtype,
     monkeypatch.setattr(triton_swiglu, "BLOCK", 16)
     monkeypatch.setattr(activations, "runs_triton", lambda x: x.dtype is not torch.float64)
     torch.manual_seed(0)
-    inputs = [torch.randn(3, 7).to(dtype).requires_grad_() for _ in range(2)]  # the last block is not full
+    # the last block is not full
+    inputs = [torch.randn(3, 7).to(dtype).requires_grad_() for _ in range(2)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     grad, results = torch.randn(3, 7).to(dtype), []
     for gate, up in (inputs, exact):

@@ -11,7 +11,12 @@ from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
-from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
+from nanotrain.parallel.tp.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    column_parallel,
+)
 from nanotrain.parallel.tp.loss import Targets, Vocabulary, vocab_parallel_cross_entropy
 from nanotrain.precision.dtypes import Precision
 from tests.parallel.dp.toys import local_params
@@ -24,16 +29,24 @@ GROUPS = ReduceGroups(Group.single_rank("dp_shard"), Group.single_rank("dp_repli
 
 
 class Network(nn.Module):
-    """first and second read one input; last's weight is used twice, and head's also by an embedding."""
+    """first and second read one input; last's weight is used twice, and head's also by an
+    embedding.
+    """
 
     def __init__(self, queue: WgradQueue | None = None) -> None:
         super().__init__()
         parallel = TensorParallel(SINGLE, wgrad_queue=queue)
         self.first, self.second = (
-            ColumnParallelLinear(nn.Parameter(draw(name, O, I)), nn.Parameter(draw(name, O)), tensor_parallel=parallel)
+            ColumnParallelLinear(
+                nn.Parameter(draw(name, O, I)),
+                nn.Parameter(draw(name, O)),
+                tensor_parallel=parallel,
+            )
             for name in ("first", "second")
         )
-        self.last = RowParallelLinear(nn.Parameter(draw("last", I, O)), None, tensor_parallel=parallel)
+        self.last = RowParallelLinear(
+            nn.Parameter(draw("last", I, O)), None, tensor_parallel=parallel
+        )
         self.head = nn.Parameter(draw("head", V, I))
 
     def block(self, hidden: Tensor) -> Tensor:
@@ -65,17 +78,28 @@ def wrap(
     device: torch.device | None = None,
     rules: LayoutRules = SMALL_BUCKETS,
 ) -> DataParallel:
-    """The network on a device, by default the CPU, in buckets of a parameter or two; all but the head are one unit."""
+    """The network on a device, by default the CPU, in buckets of a parameter or two; all but the
+    head are one unit.
+    """
     weights = {name: param.detach().clone() for name, param in network.named_parameters()}
-    options = DataParallelOptions(STRATEGIES[strategy], overlap_grad_reduce=True, writes_wgrads=writes)
+    options = DataParallelOptions(
+        STRATEGIES[strategy], overlap_grad_reduce=True, writes_wgrads=writes
+    )
     params = [
-        replace(local, spec=replace(local.spec, unit="head" if local.spec.name == "head" else "block"))
+        replace(
+            local, spec=replace(local.spec, unit="head" if local.spec.name == "head" else "block")
+        )
         for local in local_params(network, tied=["head"])
     ]
     layout = plan_layout(params, rules)
     device = device or torch.device("cpu")
     parallel = DataParallel(
-        network, layout, groups=GROUPS, options=options, precision=Precision(params=dtype), device=device
+        network,
+        layout,
+        groups=GROUPS,
+        options=options,
+        precision=Precision(params=dtype),
+        device=device,
     )
     assert len(parallel.buckets) >= (2 if rules.gathers_by_unit else 3) and any(
         b.layout.stop > b.layout.params[-1].stop for b in parallel.buckets
@@ -101,13 +125,19 @@ def step(network: nn.Module, parallel: DataParallel, *, queue: WgradQueue | None
             loss.backward(torch.tensor(3.0, device=device))
         else:
             with queue.defer():
-                grads = torch.autograd.grad(loss, params, torch.tensor(3.0, device=device), allow_unused=True)
-            ready = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
+                grads = torch.autograd.grad(
+                    loss, params, torch.tensor(3.0, device=device), allow_unused=True
+                )
+            ready = [
+                (param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None
+            ]
             parallel.backward_begins(is_last=seed == 1)
             accumulate_wgrads(queue.take(), ready=ready)
         assert all(param.grad is None for param in params)
         if seed == 1:
-            assert all(bucket.is_ready for bucket in parallel.buckets), "their reduction overlaps the backward"
+            assert all(bucket.is_ready for bucket in parallel.buckets), (
+                "their reduction overlaps the backward"
+            )
         parallel.backward_ended()
     parallel.finish_grad_reduce()
     return torch.cat([bucket.grads.main for bucket in parallel.buckets])

@@ -1,4 +1,6 @@
-"""The launcher of ranks: torchrun's options, exit codes, signals. The ranks here are programs of a few lines."""
+"""The launcher of ranks: torchrun's options, exit codes, signals. The ranks here are programs of a
+few lines.
+"""
 
 import os
 import signal
@@ -9,7 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 from torch.distributed.run import get_args_parser
 
 from nanotrain.cli.launch import launch
@@ -51,15 +57,22 @@ def start(tmp_path, monkeypatch):
     return start
 
 
-def test_more_processes_than_fit_into_memory_are_refused_before_one_starts(start, tmp_path, monkeypatch):
+def test_more_processes_than_fit_into_memory_are_refused_before_one_starts(
+    start, tmp_path, monkeypatch
+):
     program = "Path(sys.argv[1], 'started').touch()"
-    monkeypatch.setattr(launcher, "memory_per_rank", lambda device, num_ranks: 290_000_000 // num_ranks)
+    monkeypatch.setattr(
+        launcher, "memory_per_rank", lambda device, num_ranks: 290_000_000 // num_ranks
+    )
     with pytest.raises(
-        EnvironmentFault, match=r"2 ranks .* each has 145.0 MB .* takes 150.0 MB; start at most 1 on it"
+        EnvironmentFault,
+        match=r"2 ranks .* each has 145.0 MB .* takes 150.0 MB; start at most 1 on it",
     ):
         start(program)
     assert not (tmp_path / "started").exists()
-    monkeypatch.setattr(launcher, "memory_per_rank", lambda device, num_ranks: 300_000_000 // num_ranks)
+    monkeypatch.setattr(
+        launcher, "memory_per_rank", lambda device, num_ranks: 300_000_000 // num_ranks
+    )
     assert start(program) == 0 and (tmp_path / "started").exists()
 
 
@@ -77,7 +90,9 @@ time.sleep(300)
 
 def test_ranks_find_each_other_and_their_threads_and_nothing_is_printed(start, tmp_path, capfd):
     program = "names = ('WORLD_SIZE', 'LOCAL_RANK', 'OMP_NUM_THREADS', 'TORCHELASTIC_RUN_ID')\n"
-    program += "Path(sys.argv[1], f'rank {rank}').write_text(' '.join(os.environ[name] for name in names))"
+    program += (
+        "Path(sys.argv[1], f'rank {rank}').write_text(' '.join(os.environ[name] for name in names))"
+    )
     assert start(program) == 0
     threads = str(launcher.cores_per_rank(2))
     written = [(tmp_path / f"rank {rank}").read_text().split() for rank in (0, 1)]
@@ -104,7 +119,9 @@ def test_a_stop_is_passed_on_and_ends_with_zero(start, tmp_path, capfd, number):
     thread.start()
     assert start(WAITS, "--max-restarts=2") == 0
     thread.join()
-    assert sorted(path.name for path in tmp_path.glob("saved *")) == [f"saved {r} {number.name}" for r in (0, 1)]
+    assert sorted(path.name for path in tmp_path.glob("saved *")) == [
+        f"saved {r} {number.name}" for r in (0, 1)
+    ]
     assert len(list(tmp_path.glob("kept *"))) == 2
     assert signal.getsignal(number) == before and capfd.readouterr() == ("", "")
 
@@ -116,7 +133,10 @@ def test_the_code_is_that_of_the_rank_that_failed_and_its_message_the_only_one(s
 
 
 def test_a_rank_that_was_killed_is_named(start, capfd):
-    assert start("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(300)") == 128 + signal.SIGKILL
+    assert (
+        start("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(300)")
+        == 128 + signal.SIGKILL
+    )
     assert capfd.readouterr().err.startswith("error: rank 1 was ended by SIGKILL")
 
 
@@ -161,14 +181,25 @@ def test_one_machine_takes_a_free_port_and_several_meet_where_they_are_told(port
     assert read_options(["--master-port=1234"], ["nanotrain"]).rdzv_endpoint == "127.0.0.1:1234"
     assert read_options(["--nproc-per-node=2", "--local-addr=a"], ["nanotrain"]).local_addr == "a"
     assert one_machine.log_dir == os.devnull and one_machine.training_script_args == ["--save", "x"]
-    many = read_options(["--nnodes=2", "--node-rank=1", "--master-addr=host", "--tee=3"], ["nanotrain"])
-    assert (many.rdzv_backend, many.rdzv_endpoint, many.master_addr, many.log_dir) == ("static", "", "host", None)
+    many = read_options(
+        ["--nnodes=2", "--node-rank=1", "--master-addr=host", "--tee=3"], ["nanotrain"]
+    )
+    assert (many.rdzv_backend, many.rdzv_endpoint, many.master_addr, many.log_dir) == (
+        "static",
+        "",
+        "host",
+        None,
+    )
     assert many.local_addr is None
 
 
 def listening() -> set[str]:
     """Addresses of all listening TCP sockets of this network, as the kernel writes them."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]
+    ]
     return {row[1] for row in rows if row[3] == "0A"}
 
 
@@ -177,7 +208,9 @@ def test_the_ranks_of_one_machine_meet_where_no_other_machine_can_connect():
     meeting = LocalRendezvous(RendezvousParameters(LOCAL_BACKEND, "127.0.0.1:0", "local", 1, 1))
     info = meeting.next_rendezvous()
     new = {
-        address for address in listening() - before if address.endswith(f"{info.bootstrap_store_info.master_port:X}")
+        address
+        for address in listening() - before
+        if address.endswith(f"{info.bootstrap_store_info.master_port:X}")
     }
     assert {address.partition(":")[0] for address in new} == {"0100007F"}  # 127.0.0.1
     info.store.set("key", "value")
@@ -186,12 +219,16 @@ def test_the_ranks_of_one_machine_meet_where_no_other_machine_can_connect():
 
 def failed(**codes: int) -> dict[int, SimpleNamespace]:
     """Failures of ranks (`r0`, `r1`, ...) that ended with these codes, in this order."""
-    return {int(name[1:]): SimpleNamespace(exitcode=code, timestamp=i) for i, (name, code) in enumerate(codes.items())}
+    return {
+        int(name[1:]): SimpleNamespace(exitcode=code, timestamp=i)
+        for i, (name, code) in enumerate(codes.items())
+    }
 
 
 def test_exit_codes(capfd):
     assert exit_code(failed(r3=1, r0=2), is_stopped=False) == 1
-    assert exit_code(failed(r3=-9, r0=2), is_stopped=False) == 2  # a rank that lost rank 3 reported it
+    # a rank that lost rank 3 reported it
+    assert exit_code(failed(r3=-9, r0=2), is_stopped=False) == 2
     assert exit_code(failed(r3=-15), is_stopped=True) == 143  # before it could save
     assert capfd.readouterr().err == ""
 
@@ -201,7 +238,9 @@ def launching(start, monkeypatch):
     """Start ranks with another `elastic_launch`, which is called without arguments."""
 
     def launching(run):
-        monkeypatch.setattr(launcher, "elastic_launch", lambda config, entrypoint: lambda *arguments: run())
+        monkeypatch.setattr(
+            launcher, "elastic_launch", lambda config, entrypoint: lambda *arguments: run()
+        )
         return start("")
 
     return launching
@@ -260,7 +299,10 @@ def test_a_closed_terminal_is_passed_on_as_a_stop_but_not_under_nohup(monkeypatc
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (RendezvousTimeoutError(), "did not meet: RendezvousTimeoutError; give all machines the same"),
+        (
+            RendezvousTimeoutError(),
+            "did not meet: RendezvousTimeoutError; give all machines the same",
+        ),
         (
             RendezvousConnectionError("The connection to the C10d store has failed."),
             "did not meet: RendezvousConnectionError: The connection .* check that",
@@ -278,10 +320,15 @@ def test_machines_that_do_not_meet_are_a_fault(launching, error, message):
 def test_a_port_that_another_program_uses_is_one_error(start):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(EnvironmentFault, match=rf"did not meet: .* port: {port}, .*leave --master-port out"):
+        with pytest.raises(
+            EnvironmentFault, match=rf"did not meet: .* port: {port}, .*leave --master-port out"
+        ):
             start("", f"--master-port={port}")
 
 
 def test_a_wrong_meeting_point_is_one_error(start):
-    with pytest.raises(EnvironmentFault, match="did not meet: ValueError: .*; give all .* --rdzv-endpoint HOST:PORT"):
+    with pytest.raises(
+        EnvironmentFault,
+        match="did not meet: ValueError: .*; give all .* --rdzv-endpoint HOST:PORT",
+    ):
         start("", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=host:port")

@@ -50,12 +50,18 @@ QUIET = "--num-workers 0 --eval-interval 0 --generate-tokens 0 --no-report --spl
 
 
 def arguments(run_dir: Path, *more: str) -> list[str]:
-    """A command line; later arguments win. The token file is beside the run folder, made when missing."""
+    """A command line; later arguments win. The token file is beside the run folder, made when
+    missing.
+    """
     prefix = run_dir.parent / "tokens"
     if not prefix.with_suffix(".idx").exists():
         write_tokens(prefix, random_tokens())
     folders = ["--data-path", str(prefix), f"train.run_dir={run_dir}"]
-    return [*f"+config=tiny {SIZES} {QUIET}".split(), *folders, *(word for text in more for word in text.split())]
+    return [
+        *f"+config=tiny {SIZES} {QUIET}".split(),
+        *folders,
+        *(word for text in more for word in text.split()),
+    ]
 
 
 def random_tokens() -> np.ndarray:
@@ -63,19 +69,30 @@ def random_tokens() -> np.ndarray:
 
 
 def train_under_torchrun(line: Sequence[str], folder: Path) -> None:
-    """Train on two ranks, forked with their imports done, under torchrun's agent, which is this process.
+    """Train on two ranks, forked with their imports done, under torchrun's agent, which is this
+    process.
 
     Args:
         line: arguments of the program.
-        folder: for the files of standard output and standard error, `std*.log` of ranks and `agent` of the agent.
+        folder: for the files of standard output and standard error, `std*.log` of ranks and `agent`
+            of the agent.
     """
     folder.mkdir()
     with (folder / "agent").open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     logs = DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL)
-    standalone = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    standalone = {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "localhost:0",
+    }
     config = LaunchConfig(
-        **standalone, nproc_per_node=2, start_method="forkserver", run_id="standalone", logs_specs=logs
+        **standalone,
+        nproc_per_node=2,
+        start_method="forkserver",
+        run_id="standalone",
+        logs_specs=logs,
     )
     elastic_launch(config, _train_and_end)(line)
 
@@ -106,20 +123,30 @@ class ForkedRanks:
     Args:
         line: arguments of the program.
         num_ranks: how many.
-        folder: for the file of standard output and standard error; the working directory of `program`.
+        folder: for the file of standard output and standard error; the working directory of
+            `program`.
         program: a file that is run instead, as its main module; one rank of it has no torchrun.
     """
 
-    def __init__(self, line: Sequence[str], *, folder: Path, num_ranks: int = 2, program: Path | None = None) -> None:
+    def __init__(
+        self, line: Sequence[str], *, folder: Path, num_ranks: int = 2, program: Path | None = None
+    ) -> None:
         self._output = folder / "output"
-        # As torchrun's agent, this process serves the store: a port that was only looked up may be taken meanwhile.
+        # As torchrun's agent, this process serves the store: a port that was only looked up may be
+        # taken meanwhile.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "WORLD_SIZE": str(num_ranks)}
+        world = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "WORLD_SIZE": str(num_ranks),
+        }
         world |= {"LOCAL_WORLD_SIZE": str(num_ranks)}
         world |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         world = {} if program and num_ranks == 1 else world
         self.processes = [
-            forkserver().Process(target=_run_program, args=(line, world, rank, self._output, program))
+            forkserver().Process(
+                target=_run_program, args=(line, world, rank, self._output, program)
+            )
             for rank in range(num_ranks)
         ]
         for process in self.processes:
@@ -137,12 +164,18 @@ class ForkedRanks:
         """
         deadline, failed = time.monotonic() + timeout_s, 0
         while any(process.is_alive() for process in self.processes):
-            failed = failed or next((process.exitcode for process in self.processes if process.exitcode), 0)
+            failed = failed or next(
+                (process.exitcode for process in self.processes if process.exitcode), 0
+            )
             if failed or time.monotonic() > deadline:
                 self.end()
             time.sleep(0.02)
-        assert time.monotonic() < deadline, f"did not end within {timeout_s} s:\n{self._output.read_text()}"
-        failed = failed or next((process.exitcode for process in self.processes if process.exitcode), 0)
+        assert time.monotonic() < deadline, (
+            f"did not end within {timeout_s} s:\n{self._output.read_text()}"
+        )
+        failed = failed or next(
+            (process.exitcode for process in self.processes if process.exitcode), 0
+        )
         return Finished(failed, self._output.read_text())
 
     def end(self) -> None:
@@ -151,13 +184,16 @@ class ForkedRanks:
             process.kill()
 
 
-def _run_program(line: Sequence[str], world: dict[str, str], rank: int, output: Path, program: Path | None) -> None:
+def _run_program(
+    line: Sequence[str], world: dict[str, str], rank: int, output: Path, program: Path | None
+) -> None:
     os.environ |= {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world else {}
     with output.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     os.chdir(output.parent if program else ".")
-    entry.WAIT_FOR_FIRST_RANK_S = HANG_S  # `wait` ends this rank once the first one has ended, however late that is
+    # `wait` ends this rank once the first one has ended, however late that is
+    entry.WAIT_FOR_FIRST_RANK_S = HANG_S
     exit_code = entry.main(line) if program is None else _run_file(program, line)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -182,16 +218,22 @@ def run_command_lines(ctx: ParallelContext, *lines: Sequence[str]) -> None:
     world_size = ctx.topology.world_size
     with contextlib.redirect_stdout(io.StringIO()):
         for number, line in enumerate(lines):
-            loaded = _load_once(number, (*line, "--num-workers", "0"))  # the harness's ranks may have no children
+            # the harness's ranks may have no children
+            loaded = _load_once(number, (*line, "--num-workers", "0"))
             validate_for_world(loaded.config, world_size)
             config, inputs = open_inputs(loaded)
             plan = plan_run(config, world_size, rank=ctx.rank)
-            with open_run(plan, inputs, context=ParallelContext.attach(plan.topology)) as (run, hooks):
+            with open_run(plan, inputs, context=ParallelContext.attach(plan.topology)) as (
+                run,
+                hooks,
+            ):
                 fit(run, hooks)
 
 
 def _load_once(number: int, line: tuple[str, ...]) -> Loaded:
-    """What the ranks of a process load for their `number`-th line: ranks that are threads load it together."""
+    """What the ranks of a process load for their `number`-th line: ranks that are threads load it
+    together.
+    """
     with _LOADING:
         if (number, line) not in _LOADED:
             _LOADED[number, line] = load(line)
@@ -201,7 +243,16 @@ def _load_once(number: int, line: tuple[str, ...]) -> Loaded:
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, without times and memory."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    kept = ("step", "loss", "grad_norm", "lr", "consumed_samples", "consumed_tokens", "skipped", "loss_scale")
+    kept = (
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "consumed_samples",
+        "consumed_tokens",
+        "skipped",
+        "loss_scale",
+    )
     return [{name: line[name] for name in kept} for line in lines]
 
 

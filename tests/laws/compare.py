@@ -1,10 +1,11 @@
 """Law L1: compare a world of many ranks with one rank.
 
-Tolerances, fp32. Losses and norms are sums whose order differs between layouts: 1e-5 relative is a hundred roundings.
-Norms get ten times that, for tokens whose top-k experts are so near a tie that rounding decides.
-Weights go through Adam, whose step is lr * m / (sqrt(v) + eps). Where a gradient is near zero, its relative error and
-that of the step are unbounded, but a step is at most 2 * lr. A wrong divisor, a lost microbatch or a shard updated
-twice exceeds the bound of 1 % of lr by orders of magnitude.
+Tolerances, fp32. Losses and norms are sums whose order differs between layouts: 1e-5 relative is a
+hundred roundings. Norms get ten times that, for tokens whose top-k experts are so near a tie that
+rounding decides. Weights go through Adam, whose step is lr * m / (sqrt(v) + eps). Where a gradient
+is near zero, its relative error and that of the step are unbounded, but a step is at most 2 * lr. A
+wrong divisor, a lost microbatch or a shard updated twice exceeds the bound of 1 % of lr by orders
+of magnitude.
 """
 
 import json
@@ -20,7 +21,8 @@ LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
 WEIGHT_TOLERANCE_OF_LR = 1e-2
 
 
-Row = tuple[str, int, dict[str, Any], dict[str, Any]]  # model, ranks, strategy and sizes of axes, options
+# model, ranks, strategy and sizes of axes, options
+Row = tuple[str, int, dict[str, Any], dict[str, Any]]
 STEPS, OPTIM = 2, {"lr": 3e-3, "adam_eps": 1e-5}
 
 
@@ -37,7 +39,9 @@ def assert_row_trains_as_one_rank(
     model, num_ranks, sizes, options = row
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
     train = {"micro_batch_size": micro_batch_size(num_ranks, sizes)}
-    case = Case(STEPS).but(train=train, optim=OPTIM, parallel=parallel, model=models[model], data=data or {})
+    case = Case(STEPS).but(
+        train=train, optim=OPTIM, parallel=parallel, model=models[model], data=data or {}
+    )
     outcomes = run_ranks(num_ranks, train_here, case, **sizes, shares=True)
     assert_alike(
         outcomes,
@@ -51,11 +55,15 @@ def assert_row_trains_as_one_rank(
 def _single_rank(fields: str) -> list[Outcome]:
     """One rank's outcome; the fields of model and data are JSON, as the key of the cache."""
     model, data = json.loads(fields)
-    case = Case(STEPS).but(train={"micro_batch_size": GLOBAL_BATCH}, optim=OPTIM, model=model, data=data)
+    case = Case(STEPS).but(
+        train={"micro_batch_size": GLOBAL_BATCH}, optim=OPTIM, model=model, data=data
+    )
     return run_ranks(1, train_here, case, shares=True)
 
 
-def assert_alike(outcomes: list[Outcome], reference: list[Outcome], *, row: str, lr: float, **batch: int) -> None:
+def assert_alike(
+    outcomes: list[Outcome], reference: list[Outcome], *, row: str, lr: float, **batch: int
+) -> None:
     """Assert the losses, gradient norms and weights of one rank, with bit-equal replicas.
 
     Args:
@@ -67,8 +75,12 @@ def assert_alike(outcomes: list[Outcome], reference: list[Outcome], *, row: str,
     """
     (single,) = reference
     for rank, outcome in enumerate(outcomes):
-        assert outcome.losses == outcomes[0].losses, f"{row}: rank {rank} reports another loss than rank 0"
-        assert outcome.grad_norms == outcomes[0].grad_norms, f"{row}: rank {rank} reports another norm than rank 0"
+        assert outcome.losses == outcomes[0].losses, (
+            f"{row}: rank {rank} reports another loss than rank 0"
+        )
+        assert outcome.grad_norms == outcomes[0].grad_norms, (
+            f"{row}: rank {rank} reports another norm than rank 0"
+        )
     assert outcomes[0].losses == pytest.approx(single.losses, rel=LOSS_TOLERANCE), row
     assert outcomes[0].grad_norms == pytest.approx(single.grad_norms, rel=NORM_TOLERANCE), row
     for losses, of_one_rank in zip(outcomes[0].mtp_losses, single.mtp_losses, strict=True):
@@ -84,10 +96,11 @@ def assert_alike(outcomes: list[Outcome], reference: list[Outcome], *, row: str,
 def assert_read_once(
     outcomes: list[Outcome], *, row: str, global_batch: int = GLOBAL_BATCH, num_padded: int = 0
 ) -> None:
-    """Assert that the data-parallel ranks together read every sample of every global batch exactly once.
+    """Assert that the data-parallel ranks together read every sample of every global batch exactly
+    once.
 
-    `num_padded` samples of a global batch, over all ranks, are padding, which reads its first sample again. A stage of
-    layers alone may read none.
+    `num_padded` samples of a global batch, over all ranks, are padding, which reads its first
+    sample again. A stage of layers alone may read none.
     """
     by_dp = {outcome.dp: outcome.reads for outcome in outcomes if outcome.reads}
     for outcome in outcomes:
@@ -97,4 +110,6 @@ def assert_read_once(
     read = sorted(number for reads in by_dp.values() for number in reads)
     num_samples = global_batch * len(outcomes[0].losses)
     padding = [first for first in range(0, num_samples, global_batch) for _ in range(num_padded)]
-    assert read == sorted([*range(num_samples), *padding]), f"{row}: samples were read twice or skipped"
+    assert read == sorted([*range(num_samples), *padding]), (
+        f"{row}: samples were read twice or skipped"
+    )

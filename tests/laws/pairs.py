@@ -1,11 +1,13 @@
-"""A covering array: a table of runs in which every pair of settings that may be combined appears in some row.
+"""A covering array: a table of runs in which every pair of settings that may be combined appears in
+some row.
 
     FACTORS        the settings of each factor, and what each of them is in the configuration
     ONLY_WITH      the combinations that are left out, nearly all of which the configuration refuses
     make_rows()    the rows, by a greedy search that always finds the same ones
     Row            one run: its `case`, the same without what may change no bit (`quiet`, `plain`), and one rank's
 
-A fault that needs two settings to appear is in the array by construction, however far apart their code lies.
+A fault that needs two settings to appear is in the array by construction, however far apart their
+code lies.
 """
 
 from collections.abc import Iterator
@@ -23,15 +25,26 @@ STEPS, LR = 2, 3e-3
 SP, EP = {"sequence_parallel": True}, {"ep": 2}
 FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
-# the sizes are multiples of 16 per rank, as fp8 needs them; vocabulary and biases give buckets padding
+# the sizes are multiples of 16 per rank, as fp8 needs them; vocabulary and biases give buckets
+# padding
 SIZES = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "kv_channels": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": test_every_axis.MODELS["gpt2"] | {"hidden_dropout": 0.1},
     "mla": DIRECT
-    | {"kv_channels": None, "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 16},
+    | {
+        "kv_channels": None,
+        "kv_lora_rank": 32,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 16,
+        "v_head_dim": 16,
+    },
     "experts": test_every_axis.BIASED
-    | {"moe_layer_freq": "[0]*1+[1]*3", "moe_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 32},
+    | {
+        "moe_layer_freq": "[0]*1+[1]*3",
+        "moe_ffn_hidden_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+    },
 }
 # name -> data-parallel ranks without instances, sizes of the other axes, options
 LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
@@ -53,7 +66,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 WITH_EXPERTS = ("ep", "etp", "tp, ep", "pp, ep")
 FP8 = {
     "fp8 tensorwise": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
-    "fp8 delayed": {"fp8_format": "e4m3", "fp8_amax_history_len": 2, "fp8_amax_compute_algo": "max"},
+    "fp8 delayed": {
+        "fp8_format": "e4m3",
+        "fp8_amax_history_len": 2,
+        "fp8_amax_compute_algo": "max",
+    },
     "fp8 rowwise": {"fp8_format": "hybrid", "fp8_recipe": "rowwise"},
     "fp8 blockwise": {"fp8_format": "e4m3", "fp8_recipe": "blockwise"},
 }
@@ -126,7 +143,12 @@ ONLY_WITH: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...] = (
     ("gather", ("fp8",), "params", ("fp8 tensorwise", "fp8 delayed", "fp8 blockwise")),
     ("activations", ("on host",), "recompute", ("none",)),
     ("recompute", ("mla_up_proj",), "model", ("mla",)),
-    ("recompute", ("mla_up_proj",), "layout", tuple(name for name in LAYOUTS if name not in WITH_EXPERTS)),
+    (
+        "recompute",
+        ("mla_up_proj",),
+        "layout",
+        tuple(name for name in LAYOUTS if name not in WITH_EXPERTS),
+    ),
     ("recompute", ("moe", "moe_act"), "model", ("experts",)),
     ("layout", WITH_EXPERTS, "model", ("experts",)),
 )
@@ -149,7 +171,9 @@ class Row:
     def but(self, **changes: str) -> "Row":
         """With other values; a factor's name has an underscore for a space or a hyphen."""
         named = {name.replace(" ", "_").replace("-", "_"): name for name in FACTORS}
-        return Row(tuple((self.choice | {named[key]: value for key, value in changes.items()}).items()))
+        return Row(
+            tuple((self.choice | {named[key]: value for key, value in changes.items()}).items())
+        )
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -159,7 +183,9 @@ class Row:
 
     @property
     def num_data_parallel(self) -> int:
-        """Data-parallel ranks, for two instances twice as many; of experts alone, whose shards are then one rank's."""
+        """Data-parallel ranks, for two instances twice as many; of experts alone, whose shards are
+        then one rank's.
+        """
         ranks, sizes, _ = LAYOUTS[self.choice["layout"]]
         return 2 * ranks if self.choice["instances"] == "2" and sizes != EP else ranks
 
@@ -182,7 +208,9 @@ class Row:
     def quiet(self) -> "Row":
         """Without what changes time and memory only (L7)."""
         activations = {"recompute": "none", "activations": "on device"}
-        offload = self.choice["offload"] if self.choice["offload"] == "0.5" and self.has_blocks else "0"
+        offload = (
+            self.choice["offload"] if self.choice["offload"] == "0.5" and self.has_blocks else "0"
+        )
         return self.but(**activations, offload=offload, overlap="off", units="freed")
 
     @property
@@ -198,15 +226,18 @@ class Row:
     @property
     def least_sharded(self) -> str:
         """The first strategy that the other settings allow."""
-        needs_shards = self.choice["instances"] == "2" or self.choice["reduction"] == "low, summed in fp32"
+        needs_shards = (
+            self.choice["instances"] == "2" or self.choice["reduction"] == "low, summed in fp32"
+        )
         return "optim" if needs_shards else "no_shard"
 
     @property
     def sums_as_plain(self) -> bool:
         """Whether `plain` adds up the same numbers in the same order.
 
-        Sharded gradients are reduced every microbatch, and products do not write all of them. The norm, by which
-        gradients are clipped, is a sum over shards. A mean of three ranks is not taken by a power of two.
+        Sharded gradients are reduced every microbatch, and products do not write all of them. The
+        norm, by which gradients are clipped, is a sum over shards. A mean of three ranks is not
+        taken by a power of two.
         """
         is_rounded = self.choice["fusion"] == "on" and self.choice["params"] != "fp32"
         grads = self.has_whole_grads or (self.num_microbatches == 1 and not is_rounded)
@@ -215,13 +246,25 @@ class Row:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether state is stored in blocks with one scale; they begin where a shard, or its part on the host, does."""
+        """Whether state is stored in blocks with one scale; they begin where a shard, or its part
+        on the host, does.
+        """
         return "fp16" in (self.choice[name] for name in ("main params", "exp_avg", "exp_avg_sq"))
 
     @property
     def single(self) -> Case:
-        """The same model, precision and update rule on one rank, in one microbatch, with fp32 gradients."""
-        keys = ("model", "embeddings", "optimizer", "params", "main params", "exp_avg", "exp_avg_sq")
+        """The same model, precision and update rule on one rank, in one microbatch, with fp32
+        gradients.
+        """
+        keys = (
+            "model",
+            "embeddings",
+            "optimizer",
+            "params",
+            "main params",
+            "exp_avg",
+            "exp_avg_sq",
+        )
         same = {key: self.choice[key] for key in (*keys, "clipping", "qk-clip")}
         row = Row(tuple((DEFAULTS | same).items()))
         return row._case(num_layers=self.num_layers, parallel={}, micro_batch_size=GLOBAL_BATCH)
@@ -235,9 +278,15 @@ class Row:
     def case(self) -> Case:
         """What is trained."""
         options = LAYOUTS[self.choice["layout"]][2]
-        parallel = {SHORT_NAMES[name]: size for name, size in self.sizes.items()} | options | self._parallel()
+        parallel = (
+            {SHORT_NAMES[name]: size for name, size in self.sizes.items()}
+            | options
+            | self._parallel()
+        )
         micro_batch_size = GLOBAL_BATCH // self.num_data_parallel // self.num_microbatches
-        return self._case(num_layers=self.num_layers, parallel=parallel, micro_batch_size=micro_batch_size)
+        return self._case(
+            num_layers=self.num_layers, parallel=parallel, micro_batch_size=micro_batch_size
+        )
 
     def _parallel(self) -> dict[str, Any]:
         choice, options = self.choice, dict(UNITS[self.choice["units"]])
@@ -247,26 +296,45 @@ class Row:
         options |= {"overlap_param_gather": overlap and is_sharded}
         options |= {"ddp_average_in_collective": choice["collective"] == "mean"}
         options |= {"force_all_reduce": choice["collective"] == "all-reduce" and is_sharded}
-        options |= {"reduce_scatter_with_fp32_accumulation": choice["reduction"] == "low, summed in fp32"}
-        if choice["strategy"] == "optim_grads_params" and overlap and choice["units"] == "in fixed memory":
+        options |= {
+            "reduce_scatter_with_fp32_accumulation": choice["reduction"] == "low, summed in fp32"
+        }
+        if (
+            choice["strategy"] == "optim_grads_params"
+            and overlap
+            and choice["units"] == "in fixed memory"
+        ):
             options |= {"fsdp_prefetch_depth": 2}
         return options
 
     def _case(self, *, num_layers: int, parallel: dict[str, Any], micro_batch_size: int) -> Case:
-        choice, dtype = self.choice, self.choice["params"] if self.choice["params"] in DTYPES else "bf16"
-        precision = {"params_dtype": dtype, "main_grads_dtype": choice["main grads"]} | FP8.get(choice["params"], {})
+        choice, dtype = (
+            self.choice,
+            self.choice["params"] if self.choice["params"] in DTYPES else "bf16",
+        )
+        precision = {"params_dtype": dtype, "main_grads_dtype": choice["main grads"]} | FP8.get(
+            choice["params"], {}
+        )
         precision |= {"fp8_param_gather": True} if choice["gather"] == "fp8" else {}
         if dtype != "fp32":
             precision |= {"accumulate_allreduce_grads_in_fp32": choice["reduction"] == "fp32"}
         precision |= {"initial_loss_scale": 2.0**10} if dtype == "fp16" else {}
-        states = {f"{name}_dtype".replace(" ", "_"): choice[name] for name in ("main params", "exp_avg", "exp_avg_sq")}
+        states = {
+            f"{name}_dtype".replace(" ", "_"): choice[name]
+            for name in ("main params", "exp_avg", "exp_avg_sq")
+        }
         is_aware = any(value != "fp32" for value in states.values())
         precision |= states | {"use_precision_aware_optimizer": is_aware}
-        optim = {"lr": LR, "clip_grad": 0.2 if choice["clipping"] == "on" else 0.0} | OPTIMIZERS[choice["optimizer"]]
+        optim = {"lr": LR, "clip_grad": 0.2 if choice["clipping"] == "on" else 0.0} | OPTIMIZERS[
+            choice["optimizer"]
+        ]
         optim |= {"optimizer": choice["optimizer"], "qk_clip": choice["qk-clip"] == "on"}
         optim |= {"qk_clip_threshold": 0.02} if choice["qk-clip"] == "on" else {}
         if choice["offload"] != "0":
-            optim |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": float(choice["offload"])}
+            optim |= {
+                "optimizer_cpu_offload": True,
+                "optimizer_offload_fraction": float(choice["offload"]),
+            }
         model = SIZES | MODELS[choice["model"]] | {"num_layers": num_layers}
         model |= {"untie_embeddings_and_output_weights": choice["embeddings"] == "untied"}
         if choice["embeddings"] == "untied":
@@ -304,18 +372,25 @@ def pairs_to_cover() -> frozenset[Pair]:
     """Every two values of two factors that may be combined, in the order of the factors."""
     pairs = set()
     for one, two in combinations(FACTORS, 2):
-        values = product(((one, value) for value in FACTORS[one]), ((two, value) for value in FACTORS[two]))
+        values = product(
+            ((one, value) for value in FACTORS[one]), ((two, value) for value in FACTORS[two])
+        )
         pairs |= {(first, second) for first, second in values if not refused(first, second)}
     return frozenset(pairs)
 
 
 @cache
 def make_rows() -> tuple[Row, ...]:
-    """The covering array: every row begins with a pair that none has yet and takes as many others as it can."""
+    """The covering array: every row begins with a pair that none has yet and takes as many others
+    as it can.
+    """
     rows, missing, order = [], set(pairs_to_cover()), list(FACTORS)
     number = {(name, value): i for name in FACTORS for i, value in enumerate(FACTORS[name])}
     while missing:
-        start = min(missing, key=lambda pair: [(order.index(name), number[name, value]) for name, value in pair])
+        start = min(
+            missing,
+            key=lambda pair: [(order.index(name), number[name, value]) for name, value in pair],
+        )
         chosen = dict(start)
         for name in sorted(FACTORS, key=lambda name: -len(FACTORS[name])):
             if name not in chosen:
@@ -328,9 +403,14 @@ def make_rows() -> tuple[Row, ...]:
 
 def _best_value(name: str, chosen: dict[str, str], missing: set[Pair]) -> str:
     """The value that adds most missing pairs to those chosen, of equal ones the first."""
-    allowed = [v for v in FACTORS[name] if not any(refused((name, v), other) for other in chosen.items())]
+    allowed = [
+        v for v in FACTORS[name] if not any(refused((name, v), other) for other in chosen.items())
+    ]
     assert allowed, f"no value of {name} goes with {chosen}"
-    return max(allowed, key=lambda v: sum(_ordered((name, v), other) in missing for other in chosen.items()))
+    return max(
+        allowed,
+        key=lambda v: sum(_ordered((name, v), other) in missing for other in chosen.items()),
+    )
 
 
 def pairs_of(row: Row) -> Iterator[Pair]:

@@ -1,4 +1,6 @@
-"""Laws L3 and L4 over all axes: every topology loads, to the bit, what any other saved, and resumes with its losses."""
+"""Laws L3 and L4 over all axes: every topology loads, to the bit, what any other saved, and resumes
+with its losses.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -32,15 +34,27 @@ SAVED = Path("checkpoints", "step-00000002")
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one": (1, {"strategy": "no_shard"}, {}),
     "dp4 ep2": (4, {"strategy": "optim_grads", "ep": 2}, {}),
-    "dp4 ep2, two instances": (4, {"strategy": "optim_grads", "ep": 2, "instances": 2}, {"overlap_grad_reduce": True}),
-    "dp4 ep2, sharded parameters": (4, {"strategy": "optim_grads_params", "ep": 2}, {"overlap_param_gather": True}),
+    "dp4 ep2, two instances": (
+        4,
+        {"strategy": "optim_grads", "ep": 2, "instances": 2},
+        {"overlap_grad_reduce": True},
+    ),
+    "dp4 ep2, sharded parameters": (
+        4,
+        {"strategy": "optim_grads_params", "ep": 2},
+        {"overlap_param_gather": True},
+    ),
     "dp4 ep2, sharded across instances": (
         4,
         {"strategy": "optim_grads_params", "ep": 2, "instances": 2},
         {"outer_dp_sharding_strategy": "optim"},
     ),
     "tp2 pp2": (4, {"strategy": "optim", "tp": 2, "pp": 2, "etp": 2}, SP),
-    "tp2 pp2 dp2 ep2": (8, {"strategy": "optim", "tp": 2, "pp": 2, "etp": 1, "ep": 2}, {"ddp_bucket_size": 5000}),
+    "tp2 pp2 dp2 ep2": (
+        8,
+        {"strategy": "optim", "tp": 2, "pp": 2, "etp": 1, "ep": 2},
+        {"ddp_bucket_size": 5000},
+    ),
     "pp2 vpp2 cp2": (
         4,
         {"strategy": "no_shard", "pp": 2, "cp": 2},
@@ -63,7 +77,9 @@ State = dict[TensorBox, torch.Tensor]
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint after two steps: its global tensors, what else is in it, and the loss of the step after it."""
+    """A checkpoint after two steps: its global tensors, what else is in it, and the loss of the
+    step after it.
+    """
 
     folder: Path
     tensors: dict[str, torch.Tensor]
@@ -74,7 +90,10 @@ class Saved:
 def case_of(name: str) -> Case:
     num_ranks, sizes, options = TOPOLOGIES[name]
     parallel = {SHORT_NAMES[key]: value for key, value in sizes.items()} | options
-    train = {"micro_batch_size": 1 if num_ranks == 8 or "ep" in sizes else 2, "global_batch_size": 4}
+    train = {
+        "micro_batch_size": 1 if num_ranks == 8 or "ep" in sizes else 2,
+        "global_batch_size": 4,
+    }
     return Case().but(train=train, parallel=parallel, model=MODEL)
 
 
@@ -92,7 +111,9 @@ def train(run: Run, steps: int) -> list[float]:
     return losses
 
 
-def save(ctx: ParallelContext, case: Case, folder: Path) -> tuple[State, dict[str, Any], list[float]]:
+def save(
+    ctx: ParallelContext, case: Case, folder: Path
+) -> tuple[State, dict[str, Any], list[float]]:
     """Two steps, a checkpoint, another step."""
     run = build_here(ctx, case, folder=folder)
     train(run, 2)
@@ -119,7 +140,8 @@ def save_step(ctx: ParallelContext, run: Run) -> None:
 def load(
     ctx: ParallelContext, case: Case, folders: dict[str, Path], trained: list[str]
 ) -> list[tuple[State, dict[str, Any], list[float]]]:
-    """The state and the objects that each checkpoint gives, and the loss of a step from those to be trained.
+    """The state and the objects that each checkpoint gives, and the loss of a step from those to be
+    trained.
 
     The others are loaded into the run that is there.
     """
@@ -129,7 +151,9 @@ def load(
         if name in trained:
             run = build_here(ctx, case, checkpoint=folder / SAVED, folder=folder)
         else:
-            loaded = restore(folder / SAVED, run.checkpointer, model=run, parts=run.parts, may_fall_back=False)
+            loaded = restore(
+                folder / SAVED, run.checkpointer, model=run, parts=run.parts, may_fall_back=False
+            )
             run = replace(run, state=loaded)
         results.append((state_of(run), objects_of(run), train(run, 1 if name in trained else 0)))
     return results
@@ -164,19 +188,25 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_any_topology_loads_what_any_other_saved(saved: dict[str, Saved], topology: str) -> None:
-    """Every pair has the state and the objects; with them equal, a step from two other writers shows that they do."""
+    """Every pair has the state and the objects; with them equal, a step from two other writers
+    shows that they do.
+    """
     ranks, sizes, _ = TOPOLOGIES[topology]
     names = list(TOPOLOGIES)
     number = names.index(topology)
     trained = [topology, names[number - 1], names[number - 3]]
     folders = {name: one.folder for name, one in saved.items()}
     by_rank = run_ranks(ranks, load, case_of(topology), folders, trained, **sizes, shares=True)
-    for (writer, checkpoint), results in zip(saved.items(), zip(*by_rank, strict=True), strict=True):
+    for (writer, checkpoint), results in zip(
+        saved.items(), zip(*by_rank, strict=True), strict=True
+    ):
         tensors = global_tensors(state for state, _, _ in results)
         assert tensors.keys() == checkpoint.tensors.keys()
         for name, tensor in checkpoint.tensors.items():
             assert torch.equal(tensors[name], tensor), f"{writer} -> {topology}: {name}"
-        assert all(objects == checkpoint.objects for _, objects, _ in results), f"{writer} -> {topology}"
+        assert all(objects == checkpoint.objects for _, objects, _ in results), (
+            f"{writer} -> {topology}"
+        )
         losses = results[0][2]
         if topology == writer:
             assert losses == checkpoint.losses, "the same topology resumes to the bit"
@@ -185,8 +215,12 @@ def test_any_topology_loads_what_any_other_saved(saved: dict[str, Saved], topolo
 
 
 def test_another_batch_size_continues_the_same_learning_rate_schedule(tmp_path: Path) -> None:
-    case = case_of("one").but(train={"global_batch_size": 12}, optim={"lr_warmup_iters": 2, "lr_decay_iters": 4})
+    case = case_of("one").but(
+        train={"global_batch_size": 12}, optim={"lr_warmup_iters": 2, "lr_decay_iters": 4}
+    )
     run_ranks(1, save, case, tmp_path, shares=True)
     smaller = case.but(train={"global_batch_size": 6})
-    before, after = (run_ranks(1, learning_rates, one, tmp_path, shares=True)[0] for one in (case, smaller))
+    before, after = (
+        run_ranks(1, learning_rates, one, tmp_path, shares=True)[0] for one in (case, smaller)
+    )
     assert before == after and len(set(before)) > 5

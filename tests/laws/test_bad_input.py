@@ -1,7 +1,8 @@
-"""Every mistake a user can make is one message: what, why and how to fix it; once over all ranks, exit code 2, soon.
+"""Every mistake a user can make is one message: what, why and how to fix it; once over all ranks,
+exit code 2, soon.
 
-Nearly all are tried on one rank through `main`, which is what every rank runs; on processes stand those where ranks
-meet a mistake apart from each other, or where a rank could be left waiting.
+Nearly all are tried on one rank through `main`, which is what every rank runs; on processes stand
+those where ranks meet a mistake apart from each other, or where a rank could be left waiting.
 """
 
 import re
@@ -79,9 +80,13 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mistake", MISTAKEN_WORDS)
-def test_mistaken_words_are_one_message(tmp_path: Path, capfd: pytest.CaptureFixture[str], mistake: str) -> None:
+def test_mistaken_words_are_one_message(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], mistake: str
+) -> None:
     message = refused(arguments(tmp_path / "run", "--num-workers 0", mistake), capfd)
-    assert re.search(MISTAKEN_WORDS[mistake], message) or MISTAKEN_WORDS[mistake] in message, message
+    assert re.search(MISTAKEN_WORDS[mistake], message) or MISTAKEN_WORDS[mistake] in message, (
+        message
+    )
 
 
 def cut_bin(prefix: Path) -> None:
@@ -109,12 +114,16 @@ def remove_bin(prefix: Path) -> None:
 
 
 def write_text_into_idx(prefix: Path) -> None:
-    prefix.with_suffix(".idx").write_text("once upon a time there was a text that was no index at all")
+    prefix.with_suffix(".idx").write_text(
+        "once upon a time there was a text that was no index at all"
+    )
 
 
 def empty_it(prefix: Path) -> None:
     prefix.with_suffix(".bin").write_bytes(b"")
-    prefix.with_suffix(".idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQq", 1, 8, 0, 1, 0))
+    prefix.with_suffix(".idx").write_bytes(
+        b"MMIDIDX\x00\x00" + struct.pack("<QBQQq", 1, 8, 0, 1, 0)
+    )
 
 
 def shorten(prefix: Path) -> None:
@@ -135,15 +144,33 @@ def name_floats(prefix: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "stated"),
     [
-        (cut_bin, "tokens.bin has 2900 bytes where its index asks for 3000.*copy or prepare the corpus again"),
-        (cut_idx, "tokens.idx has .* bytes where its header asks for .*copy or prepare the corpus again"),
-        (swap_idx, "tokens.bin has 3000 bytes where its index asks for 1800.*the .idx belongs to another .bin"),
+        (
+            cut_bin,
+            "tokens.bin has 2900 bytes where its index asks for 3000.*copy or prepare the corpus again",
+        ),
+        (
+            cut_idx,
+            "tokens.idx has .* bytes where its header asks for .*copy or prepare the corpus again",
+        ),
+        (
+            swap_idx,
+            "tokens.bin has 3000 bytes where its index asks for 1800.*the .idx belongs to another .bin",
+        ),
         (remove_idx, "tokens.idx does not exist.*tokens.bin is there; check the path"),
         (remove_bin, "tokens.bin does not exist.*tokens.idx is there; check the path"),
         (write_text_into_idx, "tokens.idx is no Megatron-LM index"),
-        (empty_it, "tokens is an empty corpus: it has 0 sequences.*prepare it from files that contain text"),
-        (shorten, "the train split of .*tokens has 16 tokens, too few for one sample.*seq_length \\+ 1 = 17"),
-        (put_a_large_id_first, "token id 100 at position 3 of .*tokens.bin: the model's vocabulary has ids 0 to 99"),
+        (
+            empty_it,
+            "tokens is an empty corpus: it has 0 sequences.*prepare it from files that contain text",
+        ),
+        (
+            shorten,
+            "the train split of .*tokens has 16 tokens, too few for one sample.*seq_length \\+ 1 = 17",
+        ),
+        (
+            put_a_large_id_first,
+            "token id 100 at position 3 of .*tokens.bin: the model's vocabulary has ids 0 to 99",
+        ),
         (name_floats, "tokens.idx has tokens of dtype code 6 .float64."),
     ],
 )
@@ -163,14 +190,20 @@ def test_a_run_folder_that_cannot_be_written_is_one_message(
     (tmp_path / "taken").write_text("")
     folder = tmp_path / "taken" / "run" if place == "below a file" else tmp_path / "taken"
     message = refused([*arguments(tmp_path / "run"), f"train.run_dir={folder}"], capfd)
-    assert re.search("the run folder .*taken.* cannot be written.*choose another folder with --run-dir", message)
+    assert re.search(
+        "the run folder .*taken.* cannot be written.*choose another folder with --run-dir", message
+    )
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps with checkpoints of steps 2, 4 and 6."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
-    run_ranks(2, run_command_lines, arguments(run_dir, "--train-iters 6 --save-interval 2 --micro-batch-size 2"))
+    run_ranks(
+        2,
+        run_command_lines,
+        arguments(run_dir, "--train-iters 6 --save-interval 2 --micro-batch-size 2"),
+    )
     return run_dir
 
 
@@ -228,12 +261,22 @@ def test_a_flipped_bit_is_noticed_and_the_older_checkpoint_taken(
     content = bytearray(shard.read_bytes())
     content[-3] ^= 1
     shard.write_bytes(bytes(content))
-    message = refused(arguments(run_dir, "--num-workers 0 --train-iters 8 --load", str(checkpoint(run_dir, 6))), capfd)
-    assert re.search("is damaged.*shard-00000-of-00002.safetensors have crc32 .*load an older checkpoint", message)
+    message = refused(
+        arguments(run_dir, "--num-workers 0 --train-iters 8 --load", str(checkpoint(run_dir, 6))),
+        capfd,
+    )
+    assert re.search(
+        "is damaged.*shard-00000-of-00002.safetensors have crc32 .*load an older checkpoint",
+        message,
+    )
 
-    ended = ForkedRanks(arguments(run_dir, "--train-iters 5 --micro-batch-size 2"), folder=run_dir.parent).wait()
+    ended = ForkedRanks(
+        arguments(run_dir, "--train-iters 5 --micro-batch-size 2"), folder=run_dir.parent
+    ).wait()
     assert ended.exit_code == 0, ended.output
-    line = "step-00000006 cannot be loaded and will be renamed .*crc32.*; resuming from step-00000004$"
+    line = (
+        "step-00000006 cannot be loaded and will be renamed .*crc32.*; resuming from step-00000004$"
+    )
     assert len(re.findall(line, ended.output, re.M)) == 1, ended.output
     assert (run_dir / "checkpoints" / "step-00000006.superseded-1").is_dir()
     assert [step["step"] for step in steps_of(run_dir)] == [1, 2, 3, 4, 5]
@@ -252,7 +295,9 @@ def test_a_checkpoint_of_another_model_is_one_message(
     run_dir: Path, capfd: pytest.CaptureFixture[str], model: str, stated: str
 ) -> None:
     message = refused(arguments(run_dir, "--num-workers 0 --train-iters 8", model), capfd)
-    assert re.search(f"the checkpoint of step 6 is of another model, .*{stated}.*or another --load", message), message
+    assert re.search(
+        f"the checkpoint of step 6 is of another model, .*{stated}.*or another --load", message
+    ), message
 
 
 def late_large_id(prefix: Path, *, step: int) -> int:
@@ -264,8 +309,13 @@ def late_large_id(prefix: Path, *, step: int) -> int:
     return place
 
 
-def test_a_large_token_id_that_one_rank_meets_late_ends_all_with_one_message(tmp_path: Path) -> None:
-    line = arguments(tmp_path / "run", "data.shuffle=false --train-iters 9 --micro-batch-size 2 --save-interval 3")
+def test_a_large_token_id_that_one_rank_meets_late_ends_all_with_one_message(
+    tmp_path: Path,
+) -> None:
+    line = arguments(
+        tmp_path / "run",
+        "data.shuffle=false --train-iters 9 --micro-batch-size 2 --save-interval 3",
+    )
     place = late_large_id(tmp_path / "tokens", step=5)
 
     output = refused_by_all(line, tmp_path)
@@ -278,8 +328,12 @@ def test_a_large_token_id_that_one_rank_meets_late_ends_all_with_one_message(tmp
     assert checkpoint(tmp_path / "run", 3).exists()
 
 
-def test_words_that_are_wrong_only_for_the_world_are_one_message_of_all_ranks(tmp_path: Path) -> None:
-    ended = ForkedRanks(arguments(tmp_path / "run", "--micro-batch-size 12"), folder=tmp_path).wait()
+def test_words_that_are_wrong_only_for_the_world_are_one_message_of_all_ranks(
+    tmp_path: Path,
+) -> None:
+    ended = ForkedRanks(
+        arguments(tmp_path / "run", "--micro-batch-size 12"), folder=tmp_path
+    ).wait()
     assert ended.exit_code == 2 and "Traceback" not in ended.output
     assert MESSAGE.findall(ended.output) == [
         "a global batch of 12 samples has less than one microbatch per rank: micro_batch_size 12 x data-parallel size "
@@ -289,19 +343,25 @@ def test_words_that_are_wrong_only_for_the_world_are_one_message_of_all_ranks(tm
 
 def test_all_ranks_together_warn_once_of_a_checkpoint_they_pass_over(run_dir: Path) -> None:
     cut_shard(checkpoint(run_dir, 6))
-    ended = ForkedRanks(arguments(run_dir, "--train-iters 5 --micro-batch-size 2"), folder=run_dir.parent).wait()
+    ended = ForkedRanks(
+        arguments(run_dir, "--train-iters 5 --micro-batch-size 2"), folder=run_dir.parent
+    ).wait()
     assert ended.exit_code == 0, ended.output
     assert ended.output.count("skipped unusable checkpoints") == 1
     assert "step 5/5" in ended.output
 
 
 @ranks(2, threads=False)
-def test_ranks_that_would_start_from_different_checkpoints_say_so(ctx: ParallelContext, run_dir: Path) -> None:
+def test_ranks_that_would_start_from_different_checkpoints_say_so(
+    ctx: ParallelContext, run_dir: Path
+) -> None:
     if ctx.rank == 1:  # a machine without the folder of the others
         run_dir = run_dir.with_name("elsewhere")
     line = [*arguments(run_dir), f"--data-path={run_dir.parent / 'tokens'}", "--num-workers", "0"]
     config, inputs = open_inputs(load(line))
-    with pytest.raises(EnvironmentFault, match="rank 0 starts from step-00000006, rank 1 from no checkpoint"):
+    with pytest.raises(
+        EnvironmentFault, match="rank 0 starts from step-00000006, rank 1 from no checkpoint"
+    ):
         require_same_start(plan_run(config, 2, rank=ctx.rank), inputs, context=ctx)
 
 

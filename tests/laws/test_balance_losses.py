@@ -1,10 +1,13 @@
-"""Law L1 for the load-balancing losses: their sums over ranks and microbatches are those of one rank.
+"""Law L1 for the load-balancing losses: their sums over ranks and microbatches are those of one
+rank.
 
-The loss of a microbatch depends on how many samples it has, and the one over all ranks on how many microbatches precede
-it. One rank with the same microbatches is the reference: `micro_batch_size` of the row, or times its dp.
+The loss of a microbatch depends on how many samples it has, and the one over all ranks on how many
+microbatches precede it. One rank with the same microbatches is the reference: `micro_batch_size` of
+the row, or times its dp.
 
-What one rank shares with every layout: losses that are not scaled with the model's in fp16. There fp32 is the
-reference, where nothing is scaled; two initial scales give the same gradients but for rounding.
+What one rank shares with every layout: losses that are not scaled with the model's in fp16. There
+fp32 is the reference, where nothing is scaled; two initial scales give the same gradients but for
+rounding.
 """
 
 from typing import Any
@@ -33,13 +36,22 @@ SP = {"sequence_parallel": True}
 ROWS: list[tuple[dict[str, Any], int, dict[str, Any], dict[str, Any], int, int]] = [
     (ALL, 4, {"tp": 2, "cp": 2, "etp": 1, "ep": 2}, SP, 3, 3),
     (ALL, 4, {"tp": 2, "pp": 2, "etp": 1, "strategy": "optim"}, {}, 2, 2),
-    (MICROBATCH, 4, {"cp": 2, "ep": 2, "strategy": "optim_grads"}, {"overlap_grad_reduce": True}, 3, 3),
+    (
+        MICROBATCH,
+        4,
+        {"cp": 2, "ep": 2, "strategy": "optim_grads"},
+        {"overlap_grad_reduce": True},
+        3,
+        3,
+    ),
     (GLOBAL, 4, {"pp": 2, "ep": 2, "strategy": "optim"}, {"pipeline_schedule": "zb-h1"}, 2, 4),
     (DIVIDED, 4, {"tp": 2, "etp": 1, "ep": 2, "strategy": "optim_grads_params"}, SP, 1, 2),
 ]
 
 
-@pytest.mark.parametrize(("losses", "num_ranks", "sizes", "options", "micro_batch", "reference"), ROWS, ids=str)
+@pytest.mark.parametrize(
+    ("losses", "num_ranks", "sizes", "options", "micro_batch", "reference"), ROWS, ids=str
+)
 def test_load_balancing_losses_are_those_of_one_rank(
     losses: dict[str, Any],
     num_ranks: int,
@@ -48,8 +60,13 @@ def test_load_balancing_losses_are_those_of_one_rank(
     micro_batch: int,
     reference: int,
 ) -> None:
-    case = Case(STEPS).but(model=EXPERTS | losses, optim=OPTIM, train={"micro_batch_size": reference})
-    single = run_ranks(1, train_here, case.but(model=GLOBAL) if losses is DIVIDED else case, shares=True)  # by 2 ranks
+    case = Case(STEPS).but(
+        model=EXPERTS | losses, optim=OPTIM, train={"micro_batch_size": reference}
+    )
+    # by 2 ranks
+    single = run_ranks(
+        1, train_here, case.but(model=GLOBAL) if losses is DIVIDED else case, shares=True
+    )
     parallel = {SHORT_NAMES[name]: value for name, value in sizes.items()} | options
     case = case.but(train={"micro_batch_size": micro_batch}, parallel=parallel)
     outcomes = run_ranks(num_ranks, train_here, case, **sizes, shares=True)
@@ -64,14 +81,18 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def gradients(ctx: ParallelContext, cases: list[Case]) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
+def gradients(
+    ctx: ParallelContext, cases: list[Case]
+) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
     """The gradient of every parameter in the first step of each case, and what it reports."""
     found = []
     for case in cases:
         run = build_here(ctx, case)
         (result,) = train_steps(run, 1)
         assert not result.skipped
-        numbers = {"loss": result.loss, "grad_norm": result.grad_norm} | result.metrics["norms"]["grad"]
+        numbers = {"loss": result.loss, "grad_norm": result.grad_norm} | result.metrics["norms"][
+            "grad"
+        ]
         grads = {box.name: grad.clone() for box, grad in run.optimizer.grad_tensors().items()}
         found.append((grads, numbers | {"mtp_loss": result.metrics["mtp_losses"][0]}))
     return found

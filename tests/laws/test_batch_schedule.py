@@ -1,4 +1,6 @@
-"""A batch that grows: the same samples and losses in every layout, and a stop in the middle changes nothing."""
+"""A batch that grows: the same samples and losses in every layout, and a stop in the middle changes
+nothing.
+"""
 
 import math
 from pathlib import Path
@@ -33,15 +35,28 @@ def test_a_ramp_up_resumes_in_the_middle_on_the_same_and_on_other_ranks(tmp_path
         strategy="optim_grads",
     )
     run_ranks(1, run_command_lines, arguments(other, RAMP))
-    run_ranks(2, run_command_lines, arguments(piped, RAMP, "--pipeline-model-parallel-size 2"), pp=2)
+    run_ranks(
+        2, run_command_lines, arguments(piped, RAMP, "--pipeline-model-parallel-size 2"), pp=2
+    )
 
     assert_same_to_the_bit(halves, full)
     expected = steps_of(full)
-    assert [step["consumed_samples"] for step in expected] == [sum(SIZES[: n + 1]) for n in range(8)]
+    assert [step["consumed_samples"] for step in expected] == [
+        sum(SIZES[: n + 1]) for n in range(8)
+    ]
     rates = [lr_after(sum(SIZES[:n])) for n in range(8)]
-    assert [step["lr"] for step in expected] == pytest.approx(rates, rel=1e-9), "of the samples before each step"
+    assert [step["lr"] for step in expected] == pytest.approx(rates, rel=1e-9), (
+        "of the samples before each step"
+    )
     for folder in (other, piped):
         for row, reference in zip(steps_of(folder), expected, strict=True):
             for name in ("loss", "grad_norm"):
-                assert row[name] == pytest.approx(reference[name], rel=1e-5), (folder.name, row["step"], name)
-            assert (row["lr"], row["consumed_tokens"]) == (reference["lr"], reference["consumed_tokens"])
+                assert row[name] == pytest.approx(reference[name], rel=1e-5), (
+                    folder.name,
+                    row["step"],
+                    name,
+                )
+            assert (row["lr"], row["consumed_tokens"]) == (
+                reference["lr"],
+                reference["consumed_tokens"],
+            )

@@ -1,7 +1,9 @@
-"""Law L1 from outside: ten steps of AdamW on imported weights, beside transformers and torch's AdamW in fp64.
+"""Law L1 from outside: ten steps of AdamW on imported weights, beside transformers and torch's
+AdamW in fp64.
 
-The models are those of `CONFIGS` in tests/interop/hf/reference.py by name, so a family is one row of `ROWS` here; its
-package of transformers is in `IN_FP64` there. One world of each size trains all of them, in several layouts.
+The models are those of `CONFIGS` in tests/interop/hf/reference.py by name, so a family is one row
+of `ROWS` here; its package of transformers is in `IN_FP64` there. One world of each size trains all
+of them, in several layouts.
 """
 
 from dataclasses import asdict
@@ -24,7 +26,11 @@ STEPS, BATCH, WITHIN = 10, 4, 5e-7  # the last relative
 LAYOUTS: dict[int, list[dict[str, Any]]] = {  # by number of ranks
     1: [{}],
     2: [
-        {"tensor_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads", "sequence_parallel": True},
+        {
+            "tensor_model_parallel_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads",
+            "sequence_parallel": True,
+        },
         {"context_parallel_size": 2, "data_parallel_sharding_strategy": "optim"},
     ],
 }
@@ -37,7 +43,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("beside-transformers")
     for name in ROWS:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(CONFIGS, name, (CONFIGS[name][0], CONFIGS[name][1] | {"vocab_size": VOCAB_SIZE}))
+            patch.setitem(
+                CONFIGS, name, (CONFIGS[name][0], CONFIGS[name][1] | {"vocab_size": VOCAB_SIZE})
+            )
             reference(name).save_pretrained(root / name)
     return {name: root / name for name in ROWS}
 
@@ -53,12 +61,20 @@ def losses_of_transformers(folder: Path, package: str) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         modeling = modeling_in_fp64(package, patch)
         [name] = [each for each in modeling.__all__ if each.endswith("ForCausalLM")]
-        model = getattr(modeling, name).from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+        model = getattr(modeling, name).from_pretrained(
+            folder, dtype=torch.float64, experts_implementation="eager"
+        )
         decays = {True: [], False: []}
         for key, parameter in model.named_parameters():
             decays[parameter.ndim >= 2 and not key.endswith("A_log")].append(parameter)
-        groups = [{"params": params, "weight_decay": decay * 0.1} for decay, params in decays.items()]
-        optimizer, source, losses = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8), UnevenDataset(), []
+        groups = [
+            {"params": params, "weight_decay": decay * 0.1} for decay, params in decays.items()
+        ]
+        optimizer, source, losses = (
+            torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8),
+            UnevenDataset(),
+            [],
+        )
         for step in range(STEPS):
             samples = [source[step * BATCH + row] for row in range(BATCH)]
             tokens, labels, mask = (
@@ -83,7 +99,9 @@ def test_ten_steps_of_adamw_have_the_losses_of_transformers(
     for outcomes in run_ranks(num_ranks, train_layouts, cases, shares=True):
         for run, outcome in zip(runs, outcomes, strict=True):
             assert outcome.losses == pytest.approx(expected[run[0]], rel=WITHIN), run
-            assert abs(outcome.losses[-1] - outcome.losses[0]) > 1e-3, "the weights must have changed"
+            assert abs(outcome.losses[-1] - outcome.losses[0]) > 1e-3, (
+                "the weights must have changed"
+            )
 
 
 def case_of(folder: Path, parallel: dict[str, Any]) -> Case:
@@ -95,5 +113,7 @@ def case_of(folder: Path, parallel: dict[str, Any]) -> Case:
         model = with_values(model, {"dsa.loss_coeff": 0.0})
         parallel = parallel | {"cp_comm_type": "allgather"}
     optim = ADAMW | {"lr_decay_style": "constant", "clip_grad": 0.0}
-    case = Case(STEPS).but(model=asdict(model), checkpoint={"pretrained_checkpoint": str(folder)}, parallel=parallel)
+    case = Case(STEPS).but(
+        model=asdict(model), checkpoint={"pretrained_checkpoint": str(folder)}, parallel=parallel
+    )
     return case.but(optim=optim, train={"micro_batch_size": BATCH, "global_batch_size": BATCH})

@@ -1,4 +1,6 @@
-"""Law L5: the resident and the sent bytes of data parallelism are the planned ones and those of the closed form."""
+"""Law L5: the resident and the sent bytes of data parallelism are the planned ones and those of the
+closed form.
+"""
 
 import re
 from dataclasses import dataclass
@@ -24,7 +26,9 @@ OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
 
 def measure(ctx: ParallelContext, case: Case) -> dict[str, int]:
-    """Elements with padding, resident bytes and bytes sent in one step, of this rank: measured and planned."""
+    """Elements with padding, resident bytes and bytes sent in one step, of this rank: measured and
+    planned.
+    """
     run = build_here(ctx, case)
     buckets = [bucket for dp in run.data_parallel for bucket in dp.buckets]
     resident = resident_bytes(run)
@@ -38,21 +42,31 @@ def measure(ctx: ParallelContext, case: Case) -> dict[str, int]:
     return {
         "elements": sum(bucket.layout.numel for bucket in buckets if not is_expert(bucket)),
         "expert elements": sum(bucket.layout.numel for bucket in buckets if is_expert(bucket)),
-        "once": sum(bucket.layout.numel for bucket in buckets if bucket.layout.units & {"embedding", "head"}),
+        "once": sum(
+            bucket.layout.numel for bucket in buckets if bucket.layout.units & {"embedding", "head"}
+        ),
         "resident": resident,
         "sent": sent,
         "planned resident": planned_resident_bytes(run),
-        "planned sent": sum(count for (group, _), count in sent_bytes(run.plan).items() if group in GROUPS),
+        "planned sent": sum(
+            count for (group, _), count in sent_bytes(run.plan).items() if group in GROUPS
+        ),
     }
 
 
 def resident_bytes(run: Run) -> int:
     """Bytes that are allocated for parameters, gradients and optimizer state between steps."""
     buckets = [bucket for dp in run.data_parallel for bucket in dp.buckets]
-    held = [tensor for bucket in buckets for tensor in (bucket.params.full, bucket.params.shard, bucket.grads.shard)]
+    held = [
+        tensor
+        for bucket in buckets
+        for tensor in (bucket.params.full, bucket.params.shard, bucket.grads.shard)
+    ]
     held += [bucket.grads.main for bucket in buckets]
     held += run.optimizer.allocated_tensors
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held
+    }
     return sum(storages.values())
 
 
@@ -74,7 +88,9 @@ def is_expert(bucket: Bucket) -> bool:
 @pytest.mark.parametrize("d", SIZES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-def test_resident_and_sent_bytes_are_planned_and_the_closed_form(strategy: str, dtype: str, d: int) -> None:
+def test_resident_and_sent_bytes_are_planned_and_the_closed_form(
+    strategy: str, dtype: str, d: int
+) -> None:
     microbatches = 2
     case = Case(steps=1).but(
         train={"micro_batch_size": 1, "global_batch_size": microbatches * d},
@@ -92,7 +108,8 @@ def test_resident_and_sent_bytes_are_planned_and_the_closed_form(strategy: str, 
 @pytest.mark.parametrize(("ranks", "ep", "instances"), [(4, 1, 2), (4, 1, 4), (8, 2, 2)])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 def test_bytes_of_optimizer_instances(strategy: str, ranks: int, ep: int, instances: int) -> None:
-    """HSDP: the closed form with the ranks of one instance, and once per step a reduction of the shard.
+    """HSDP: the closed form with the ranks of one instance, and once per step a reduction of the
+    shard.
 
     With 1 and 2 microbatches, and with optimizer state that is sharded across instances too.
     """
@@ -112,8 +129,14 @@ def test_bytes_of_optimizer_instances(strategy: str, ranks: int, ep: int, instan
         for measured, (m, outer) in zip(by_case, variants, strict=True):
             num_outer = instances if outer == "optim" else 1
             resident = moved = 0
-            for name, num_ranks, once in (("elements", ranks, measured["once"]), ("expert elements", ranks // ep, 0)):
-                d, instanced = num_ranks // instances, {"n": instances, "outer": num_outer, "once": once}
+            for name, num_ranks, once in (
+                ("elements", ranks, measured["once"]),
+                ("expert elements", ranks // ep, 0),
+            ):
+                d, instanced = (
+                    num_ranks // instances,
+                    {"n": instances, "outer": num_outer, "once": once},
+                )
                 form = Form(strategy, "bf16", measured[name], d, **instanced)
                 resident += form.resident
                 moved += form.moved(m)
@@ -130,7 +153,10 @@ def test_bytes_of_low_precision_gradients(strategy: str, instances: int) -> None
     sizes = {"strategy": strategy, "instances": instances}
     outer = {"outer_dp_sharding_strategy": "optim"} if instances > 1 else {}
     to_all = {"reduce_scatter_with_fp32_accumulation": strategy != "no_shard"}
-    variants = [(m, main, options) for m, main, options in ((1, 4, outer), (2, 2, {}), (2, 4, to_all | outer))]
+    variants = [
+        (m, main, options)
+        for m, main, options in ((1, 4, outer), (2, 2, {}), (2, 4, to_all | outer))
+    ]
     cases = [
         Case(steps=1).but(
             train={"micro_batch_size": 1, "global_batch_size": m * 4},
@@ -163,7 +189,9 @@ def test_bytes_of_low_precision_gradients(strategy: str, instances: int) -> None
 
 
 def test_bytes_of_gradients_that_every_rank_gets_in_full() -> None:
-    """All-reduced inside an instance and across, whether or not optimizer state is sharded across instances."""
+    """All-reduced inside an instance and across, whether or not optimizer state is sharded across
+    instances.
+    """
     sizes = {"strategy": "optim", "instances": 2}
     cases = [
         Case(steps=1).but(
@@ -175,7 +203,11 @@ def test_bytes_of_gradients_that_every_rank_gets_in_full() -> None:
     ]
     for by_case in run_ranks(4, measure_all, cases, **sizes, shares=True):
         for measured, params in zip(by_case, (4 / 2, 4 / 2 + 4 / 4), strict=True):
-            assert measured["sent"] == measured["planned sent"] == measured["elements"] * (4 + 4 + params)
+            assert (
+                measured["sent"]
+                == measured["planned sent"]
+                == measured["elements"] * (4 + 4 + params)
+            )
 
 
 DOCUMENTED = [("no_shard", 1), *product(("optim", "optim_grads", "optim_grads_params"), (1, 2))]
@@ -196,17 +228,32 @@ def test_the_plan_has_the_bytes_of_the_documented_tables(strategy: str, instance
     buckets = [bucket for buffer in plan.buffers for bucket in buffer.layout.buckets]
     once = sum(bucket.numel for bucket in buckets if bucket.units & {"embedding", "head"})
     sizes = {"P": elements, "E": once, "d": ranks // instances, "m": microbatches, "n": instances}
-    resident, *sent = (round(value_of_cell(cell, sizes)) for cell in documented(strategy)[instances - 1])
-    assert plan.resident_bytes.total - plan.resident_bytes.grad_buckets - plan.resident_bytes.units == resident
+    resident, *sent = (
+        round(value_of_cell(cell, sizes)) for cell in documented(strategy)[instances - 1]
+    )
+    assert (
+        plan.resident_bytes.total - plan.resident_bytes.grad_buckets - plan.resident_bytes.units
+        == resident
+    )
     planned = sent_bytes(plan)
-    moved = [sum(planned.get((group, op), 0) for op in OPS) for group in ("dp_shard", "dp_replicate")]
+    moved = [
+        sum(planned.get((group, op), 0) for op in OPS) for group in ("dp_shard", "dp_replicate")
+    ]
     assert sent == (moved if instances > 1 else [sum(moved)])
 
 
 def documented(strategy: str) -> list[list[str]]:
     """The cells of a strategy in each of the tables of bytes: without and with instances."""
-    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    return [[cell.strip() for cell in cells] for name, *cells in rows if f"`{strategy}`" in name and " P" in cells[0]]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    return [
+        [cell.strip() for cell in cells]
+        for name, *cells in rows
+        if f"`{strategy}`" in name and " P" in cells[0]
+    ]
 
 
 def value_of_cell(cell: str, sizes: dict[str, int]) -> float:
@@ -221,13 +268,17 @@ def test_a_tied_embedding_is_gathered_for_both_ends_of_the_model() -> None:
     case = Case(steps=1).but(
         train={"micro_batch_size": 1, "global_batch_size": 4},
         parallel={"data_parallel_sharding_strategy": strategy, "overlap_param_gather": True},
-        model={"position_embedding_type": "learned_absolute"},  # in the same unit, but not read by the head
+        # in the same unit, but not read by the head
+        model={"position_embedding_type": "learned_absolute"},
     )
     for measured in run_ranks(2, measure, case, strategy=strategy, shares=True):
         assert measured["sent"] == measured["planned sent"]
 
 
-FULL, AHEAD = {"recompute_granularity": "full", "recompute_method": "uniform"}, {"overlap_param_gather": True}
+FULL, AHEAD = (
+    {"recompute_granularity": "full", "recompute_method": "uniform"},
+    {"overlap_param_gather": True},
+)
 # options of recomputation and of gathers; five layers, so the last group may be smaller
 RECOMPUTED = [
     ({"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}, AHEAD),
@@ -242,9 +293,13 @@ RECOMPUTED = [
 
 @pytest.mark.parametrize("model", ["untied", "experts"])
 def test_gathers_of_recomputed_layers_are_planned(model: str) -> None:
-    """ZeRO-3: without groups as without recomputation; the layers of a group are gathered for their second run too."""
+    """ZeRO-3: without groups as without recomputation; the layers of a group are gathered for their
+    second run too.
+    """
     experts = {"num_experts": 2, "moe_layer_freq": "[1]*2+[0]*2+[1]*1"}
-    sizes = {"num_layers": 5} | ({"untie_embeddings_and_output_weights": True} if model == "untied" else experts)
+    sizes = {"num_layers": 5} | (
+        {"untie_embeddings_and_output_weights": True} if model == "untied" else experts
+    )
     strategy = {"data_parallel_sharding_strategy": "optim_grads_params"}
     train = {"micro_batch_size": 1, "global_batch_size": 4}
     cases = [
@@ -255,7 +310,9 @@ def test_gathers_of_recomputed_layers_are_planned(model: str) -> None:
         for measured, (memory, options) in zip(by_case, RECOMPUTED, strict=True):
             assert measured["sent"] == measured["planned sent"], (memory, options)
             if model == "untied" and "recompute_num_layers" not in memory:
-                form = Form("optim_grads_params", "fp32", measured["elements"], d=2, once=measured["once"])
+                form = Form(
+                    "optim_grads_params", "fp32", measured["elements"], d=2, once=measured["once"]
+                )
                 assert measured["sent"] == form.moved(2)
 
 
@@ -271,7 +328,8 @@ class Form:
     outer: int = 1  # instances that optimizer state is sharded over
     grad: int = 4  # bytes of a gradient as it is reduced
     main: int = 4  # bytes of a gradient as the optimizer reads it
-    once: int = 0  # elements that are gathered for the forward only: of the embedding, and of final norm and head
+    # elements that are gathered for the forward only: of the embedding, and of final norm and head
+    once: int = 0
 
     @property
     def resident(self) -> int:
@@ -284,7 +342,11 @@ class Form:
             grads = self.grad * self.elements
             grads += self.main * self.elements // update_shards if self.main != self.grad else 0
         param_shards = self.d if self.strategy == "optim_grads_params" else 1
-        return param * self.elements // param_shards + grads + (main_param + 8) * self.elements // update_shards
+        return (
+            param * self.elements // param_shards
+            + grads
+            + (main_param + 8) * self.elements // update_shards
+        )
 
     def moved(self, m: int) -> int:
         """Sent per rank and step of `m` microbatches: inside the instance and across."""

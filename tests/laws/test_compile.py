@@ -1,6 +1,8 @@
-"""Law L7 for `--torch-compile`: compiled blocks train as eager ones do, and a dense block is one graph.
+"""Law L7 for `--torch-compile`: compiled blocks train as eager ones do, and a dense block is one
+graph.
 
-The backends trace graphs and run them as they are: no code is generated, which takes minutes on a CPU.
+The backends trace graphs and run them as they are: no code is generated, which takes minutes on a
+CPU.
 """
 
 from functools import partial
@@ -20,14 +22,24 @@ from tests.harness import SHORT_NAMES, parallel_config, run_ranks
 from tests.laws.worlds import SEQ_LENGTH, Case, Outcome, config_of, train_here
 from tests.model.building import MODELS, build, random_batch
 
-SHORTCUT = {"moe_shortcut": True, "moe_shared_expert_intermediate_size": 32, "moe_num_zero_experts": 2}
+SHORTCUT = {
+    "moe_shortcut": True,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_num_zero_experts": 2,
+}
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
 SMALL = Case(2).but(model={"num_layers": 1}, train={"global_batch_size": 4, "micro_batch_size": 2})
-# Of two ranks, with the backend. Every graph of a block with many breaks is traced: there the backend only runs what
-# was traced, in half the time of differentiating it too.
+# Of two ranks, with the backend. Every graph of a block with many breaks is traced: there the
+# backend only runs what was traced, in half the time of differentiating it too.
 ROWS: dict[str, tuple[Case, str]] = {
     "tp": (
-        SMALL.but(parallel={SHORT_NAMES["strategy"]: "optim", SHORT_NAMES["tp"]: 2, "sequence_parallel": True}),
+        SMALL.but(
+            parallel={
+                SHORT_NAMES["strategy"]: "optim",
+                SHORT_NAMES["tp"]: 2,
+                "sequence_parallel": True,
+            }
+        ),
         "aot_eager",
     ),
     "ring with experts, lengths that vary": (
@@ -36,7 +48,10 @@ ROWS: dict[str, tuple[Case, str]] = {
             model=EXPERTS,
             train={
                 "global_batch_size": 2,
-                "step_seq_length_schedule": [f"0:{SEQ_LENGTH // 2}", f"{2 * SEQ_LENGTH}:{SEQ_LENGTH}"],
+                "step_seq_length_schedule": [
+                    f"0:{SEQ_LENGTH // 2}",
+                    f"{2 * SEQ_LENGTH}:{SEQ_LENGTH}",
+                ],
             },
         ),
         "eager",
@@ -44,8 +59,12 @@ ROWS: dict[str, tuple[Case, str]] = {
 }
 
 
-def train_compiled(ctx: ParallelContext, case: Case, backend_name: str) -> tuple[Outcome, Outcome, int, int]:
-    """The eager and the compiled outcome, the number of graphs, and of weight gradients that graphs wrote."""
+def train_compiled(
+    ctx: ParallelContext, case: Case, backend_name: str
+) -> tuple[Outcome, Outcome, int, int]:
+    """The eager and the compiled outcome, the number of graphs, and of weight gradients that graphs
+    wrote.
+    """
     from torch._dynamo import lookup_backend
 
     graphs: list[Any] = []
@@ -68,9 +87,15 @@ def train_compiled(ctx: ParallelContext, case: Case, backend_name: str) -> tuple
     return eager, compiled, len(graphs), len(views)
 
 
-def train_rows(ctx: ParallelContext, rows: list[tuple[Case, str]]) -> list[tuple[Outcome, Outcome, int, int]]:
-    """`train_compiled` of several layouts in one process: the imports of the compiler take longer than most rows."""
-    topologies = [Topology.of(config_of(case).parallel, ctx.topology.world_size) for case, _ in rows]
+def train_rows(
+    ctx: ParallelContext, rows: list[tuple[Case, str]]
+) -> list[tuple[Outcome, Outcome, int, int]]:
+    """`train_compiled` of several layouts in one process: the imports of the compiler take longer
+    than most rows.
+    """
+    topologies = [
+        Topology.of(config_of(case).parallel, ctx.topology.world_size) for case, _ in rows
+    ]
     return [
         train_compiled(ParallelContext.attach(topology), case, backend)
         for topology, (case, backend) in zip(topologies, rows, strict=True)
@@ -86,11 +111,14 @@ def on_two_ranks() -> dict[str, list[tuple[Outcome, Outcome, int, int]]]:
 
 def test_compiled_blocks_train_as_eager_ones_do() -> None:
     case = SMALL.but(parallel={SHORT_NAMES["strategy"]: "no_shard"})
-    assert_alike([train_compiled(one_rank(), case, "aot_eager")], num_products=7, num_microbatches=2)
+    assert_alike(
+        [train_compiled(one_rank(), case, "aot_eager")], num_products=7, num_microbatches=2
+    )
 
 
 @pytest.mark.parametrize(
-    ("row", "num_products", "num_microbatches"), [("tp", 7, 2), ("ring with experts, lengths that vary", 4, 1)]
+    ("row", "num_products", "num_microbatches"),
+    [("tp", 7, 2), ("ring with experts, lengths that vary", 4, 1)],
 )
 def test_compiled_blocks_of_two_ranks_train_as_eager_ones_do(
     on_two_ranks, row: str, num_products: int, num_microbatches: int
@@ -105,8 +133,8 @@ def assert_alike(
 
     Args:
         outcomes: of `train_compiled`, by rank.
-        num_products: linear layers in graphs: query, key, value, output, and gate, up, down of a dense MLP. Experts are
-            outside of graphs, with torch 2.10 all layers are.
+        num_products: linear layers in graphs: query, key, value, output, and gate, up, down of a
+            dense MLP. Experts are outside of graphs, with torch 2.10 all layers are.
         num_microbatches: per rank and step.
     """
     for eager, compiled, num_graphs, num_writes in outcomes:
@@ -140,7 +168,8 @@ def test_a_block_with_a_shortcut_is_computed_between_graphs() -> None:
     )
     assert num_graphs > 1 and compiled.losses == pytest.approx(eager.losses, rel=1e-5)
     assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)
-    # query, key, value and output twice, and gate, up, down of the shared expert and of the second MLP
+    # query, key, value and output twice, and gate, up, down of the shared expert and of the second
+    # MLP
     assert num_writes == 2 * 2 * 14 * linear.CAN_TRACE
 
 
@@ -152,7 +181,9 @@ def test_linear_attention_is_computed_between_graphs() -> None:
         "linear_value_head_dim": 8,
     }
     model = {"linear_attention_type": "gated_delta_net"} | sizes
-    eager, compiled, num_graphs, num_writes = train_compiled(one_rank(), SMALL.but(model=model), "eager")
+    eager, compiled, num_graphs, num_writes = train_compiled(
+        one_rank(), SMALL.but(model=model), "eager"
+    )
     assert num_graphs > 1 and compiled.losses == pytest.approx(eager.losses, rel=1e-5)
     assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)
     # query, key, value, gate, step, beta, output, and gate, up, down of the MLP

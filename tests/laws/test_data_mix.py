@@ -1,4 +1,6 @@
-"""A blend that is changed while a run trains: the same samples in every layout, and after a resume to the bit."""
+"""A blend that is changed while a run trains: the same samples in every layout, and after a resume
+to the bit.
+"""
 
 from pathlib import Path
 
@@ -19,7 +21,9 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("mix")
     prefixes = [folder / name for name in ("web", "math")]
     for seed, prefix in enumerate(prefixes):
-        tokens = np.random.default_rng(seed).integers(0, VOCAB_SIZE // 2, 3000) + seed * (VOCAB_SIZE // 2)
+        tokens = np.random.default_rng(seed).integers(0, VOCAB_SIZE // 2, 3000) + seed * (
+            VOCAB_SIZE // 2
+        )
         write_tokens(prefix, tokens.astype(np.uint16))
     return prefixes
 
@@ -40,7 +44,9 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in steps_of(folder)]
 
 
-def test_a_change_is_the_same_in_every_layout_and_after_a_resume(corpora: list[Path], tmp_path: Path) -> None:
+def test_a_change_is_the_same_in_every_layout_and_after_a_resume(
+    corpora: list[Path], tmp_path: Path
+) -> None:
     one, two, plain = tmp_path / "one", tmp_path / "two", tmp_path / "plain"
     for folder in (one, two):
         ask(folder, corpora)
@@ -60,7 +66,11 @@ def test_a_change_is_the_same_in_every_layout_and_after_a_resume(corpora: list[P
             for use in order.documents(step):
                 tokens[use.corpus.prefix == corpora[1]] += use.tokens
             share[step] = tokens[True] / sum(tokens.values())
-        assert share[4] <= 2 / GLOBAL_BATCH and share[5] >= 8 / GLOBAL_BATCH and share[8] >= 8 / GLOBAL_BATCH
+        assert (
+            share[4] <= 2 / GLOBAL_BATCH
+            and share[5] >= 8 / GLOBAL_BATCH
+            and share[8] >= 8 / GLOBAL_BATCH
+        )
     # and a run that goes on from there has the bits of one that never stopped
     three = tmp_path / "three"
     ask(three, corpora)
@@ -68,12 +78,24 @@ def test_a_change_is_the_same_in_every_layout_and_after_a_resume(corpora: list[P
     assert losses(three) == losses(one)
 
 
-def test_a_run_goes_on_with_its_blend_where_it_cannot_be_changed(corpora: list[Path], tmp_path: Path) -> None:
+def test_a_run_goes_on_with_its_blend_where_it_cannot_be_changed(
+    corpora: list[Path], tmp_path: Path
+) -> None:
     unknown, single, damaged = tmp_path / "unknown", tmp_path / "single", tmp_path / "damaged"
     for folder in (unknown, single, damaged):
         folder.mkdir()
         request_mix(folder, ["1", "books"], step=None)
     (damaged / REQUEST).write_text("{")
-    run_ranks(1, run_command_lines, line(unknown, corpora), arguments(single, EIGHT), line(damaged, corpora))
+    run_ranks(
+        1,
+        run_command_lines,
+        line(unknown, corpora),
+        arguments(single, EIGHT),
+        line(damaged, corpora),
+    )
     for folder in (unknown, single, damaged):
-        assert len(losses(folder)) == 8 and not (folder / REQUEST).exists() and not (folder / DONE).exists()
+        assert (
+            len(losses(folder)) == 8
+            and not (folder / REQUEST).exists()
+            and not (folder / DONE).exists()
+        )

@@ -1,4 +1,6 @@
-"""Law L1 for attention inside documents: every form of context parallelism computes what one rank computes."""
+"""Law L1 for attention inside documents: every form of context parallelism computes what one rank
+computes.
+"""
 
 from typing import Any
 
@@ -37,6 +39,8 @@ def losses(ctx, case: Case, queries_per_mask: int) -> list[float]:
 def test_borders_matter_and_tiles_of_any_size_give_the_same_losses() -> None:
     case = Case(2)
     (crossing,) = run_ranks(1, losses, case, 128)
-    (masked,), (unmasked,) = (run_ranks(1, losses, case.but(data=DOCUMENTS), size) for size in (128, 1))
+    (masked,), (unmasked,) = (
+        run_ranks(1, losses, case.but(data=DOCUMENTS), size) for size in (128, 1)
+    )
     assert masked == pytest.approx(unmasked, rel=1e-6)
     assert abs(masked[0] - crossing[0]) > 1e-4 * crossing[0], "attention crosses documents"

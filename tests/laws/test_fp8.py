@@ -1,13 +1,14 @@
 """Laws L1 and L4 with fp8 products: a layout has the scales, and so the products, of one rank.
 
-Parameters are fp32, so layouts differ by the order of fp32 sums, as without fp8. Where that moves a value across the
-border between two fp8 numbers, it changes by up to 6 % (e4m3), for about one value in 2^20. The first step has the
-tolerances of all other layouts. A scale of a shard in place of that of the tensor exceeds them: it changes every value,
-measured 4e-4 to 9e-4 of the first gradient norm. Later steps, with some values rounded otherwise, get 1e-3 of the loss
-and 1e-2 of the norm; measured up to 8e-5 and 3e-3.
+Parameters are fp32, so layouts differ by the order of fp32 sums, as without fp8. Where that moves a
+value across the border between two fp8 numbers, it changes by up to 6 % (e4m3), for about one value
+in 2^20. The first step has the tolerances of all other layouts. A scale of a shard in place of that
+of the tensor exceeds them: it changes every value, measured 4e-4 to 9e-4 of the first gradient
+norm. Later steps, with some values rounded otherwise, get 1e-3 of the loss and 1e-2 of the norm;
+measured up to 8e-5 and 3e-3.
 
-Rows rounded by power-of-two scales (rowwise, blockwise, mxfp8) need no scale in common: values above the underflow are
-the same for every scale.
+Rows rounded by power-of-two scales (rowwise, blockwise, mxfp8) need no scale in common: values
+above the underflow are the same for every scale.
 """
 
 from collections.abc import Iterable
@@ -35,9 +36,17 @@ STEPS = 2
 LATER_LOSS, LATER_NORM = 1e-3, 1e-2
 HISTORY_TOLERANCE = 1e-3  # a value rounded otherwise changes what depends on it
 MODEL = {"hidden_size": 64, "ffn_hidden_size": 96, "kv_channels": 16}
-EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 1e-2}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_aux_loss_coeff": 1e-2,
+}
 SP, ZB = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}
-GATHER, OVERLAP = {"cp_comm_type": "allgather"}, {"overlap_grad_reduce": True, "overlap_param_gather": True}
+GATHER, OVERLAP = (
+    {"cp_comm_type": "allgather"},
+    {"overlap_grad_reduce": True, "overlap_param_gather": True},
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,9 @@ class Row:
 
     def __str__(self) -> str:
         sizes = [f"{axis}{size}" for axis, size in self.sizes.items()]
-        return " ".join([self.recipe, self.model, f"{self.ranks} ranks", self.strategy, *sizes, *self.options])
+        return " ".join(
+            [self.recipe, self.model, f"{self.ranks} ranks", self.strategy, *sizes, *self.options]
+        )
 
 
 ROWS = [
@@ -78,7 +89,10 @@ class Trained:
 
 
 def case_of(row: Row) -> Case:
-    formats = {"fp8_format": "e4m3" if row.recipe == "mxfp8" else "hybrid", "fp8_recipe": row.recipe}
+    formats = {
+        "fp8_format": "e4m3" if row.recipe == "mxfp8" else "hybrid",
+        "fp8_recipe": row.recipe,
+    }
     if row.recipe == "delayed":
         formats |= {"fp8_amax_history_len": 2, "fp8_amax_compute_algo": "max"}
     parallel = {SHORT_NAMES[axis]: size for axis, size in row.sizes.items()} | row.options
@@ -101,7 +115,9 @@ def train_fp8(ctx: ParallelContext, case: Case) -> Trained:
         trained.losses.append(result.loss)
         trained.grad_norms.append(result.grad_norm)
         layers = [layer for stage in run.stages.values() for layer in fp8_layers(stage).items()]
-        trained.histories.append({name: layer.history.clone() for name, layer in layers if layer.history is not None})
+        trained.histories.append(
+            {name: layer.history.clone() for name, layer in layers if layer.history is not None}
+        )
     return trained
 
 
@@ -115,7 +131,13 @@ def on_one_rank(recipe: str, model: str) -> Trained:
 def test_a_layout_has_the_scales_of_one_rank(row: Row) -> None:
     expected = on_one_rank(row.recipe, row.model)
     replies = run_ranks(
-        row.ranks, train_fp8, case_of(row), strategy=row.strategy, **row.sizes, **row.options, shares=True
+        row.ranks,
+        train_fp8,
+        case_of(row),
+        strategy=row.strategy,
+        **row.sizes,
+        **row.options,
+        shares=True,
     )
     for found in replies:
         assert found.losses == replies[0].losses and found.grad_norms == replies[0].grad_norms
@@ -127,15 +149,23 @@ def test_a_layout_has_the_scales_of_one_rank(row: Row) -> None:
     merged: dict[str, torch.Tensor] = {}
     for found in replies:
         for name, history in found.histories[-1].items():
-            assert torch.equal(merged.setdefault(name, history), history), f"{name} differs between ranks"
+            assert torch.equal(merged.setdefault(name, history), history), (
+                f"{name} differs between ranks"
+            )
     assert merged.keys() == expected.histories[-1].keys()
-    after_first = {name: history for found in replies for name, history in found.histories[0].items()}
+    after_first = {
+        name: history for found in replies for name, history in found.histories[0].items()
+    }
     for name, history in after_first.items():
         reference = expected.histories[0][name]
-        torch.testing.assert_close(history, reference, rtol=HISTORY_TOLERANCE, atol=0, msg=f"{row}: {name}")
+        torch.testing.assert_close(
+            history, reference, rtol=HISTORY_TOLERANCE, atol=0, msg=f"{row}: {name}"
+        )
 
 
-def save_and_load(ctx: ParallelContext, case: Case, folder: Path, checkpoint: Path | None) -> dict[str, torch.Tensor]:
+def save_and_load(
+    ctx: ParallelContext, case: Case, folder: Path, checkpoint: Path | None
+) -> dict[str, torch.Tensor]:
     """The histories after a step that was saved, or after that checkpoint was loaded."""
     run = build_here(ctx, case, folder=folder, checkpoint=checkpoint)
     if checkpoint is None:
@@ -152,7 +182,15 @@ def test_any_layout_loads_the_history_of_any_other(tmp_path: Path) -> None:
     """Law L4."""
     row = Row("delayed", "experts", 2, "optim", {"tp": 2, "etp": 1, "ep": 2}, SP)
     saved = run_ranks(
-        2, save_and_load, case_of(row), tmp_path, None, strategy="optim", **row.sizes, **row.options, shares=True
+        2,
+        save_and_load,
+        case_of(row),
+        tmp_path,
+        None,
+        strategy="optim",
+        **row.sizes,
+        **row.options,
+        shares=True,
     )[0]
     (checkpoint,) = (tmp_path / "checkpoints").glob("step-*")
     other = Row("delayed", "experts", 2, "no_shard", {"pp": 2})
@@ -200,7 +238,11 @@ def _train_steps(run: Run, steps: int) -> tuple[list[float], list[float]]:
 def _train_gathered(ctx: ParallelContext, case: Case, folder: Path) -> Gathered:
     run = build_here(ctx, case, folder=folder)
     losses, norms = _train_steps(run, case.steps)
-    keys = [(group, op) for group in ("dp_shard", "expert_dp_shard") for op in ("all_gather", "all_reduce")]
+    keys = [
+        (group, op)
+        for group in ("dp_shard", "expert_dp_shard")
+        for op in ("all_gather", "all_reduce")
+    ]
     sent, planned = {key: ctx.traffic.bytes(*key) for key in keys}, sent_bytes(run.plan)
     updates = [dp.update_buffer for dp in run.data_parallel if dp.update_buffer is not None]
     CheckpointHook().after_training(run)
@@ -208,13 +250,18 @@ def _train_gathered(ctx: ParallelContext, case: Case, folder: Path) -> Gathered:
 
     def gathered(buffers: Iterable[BufferPlan]) -> int:  # embedding and head for the forward only
         buckets = [bucket for buffer in buffers for bucket in buffer.layout.buckets]
-        return sum(each.numel * (1 + (gathers_again and not each.units & {"embedding", "head"})) for each in buckets)
+        return sum(
+            each.numel * (1 + (gathers_again and not each.units & {"embedding", "head"}))
+            for each in buckets
+        )
 
     return Gathered(
         losses,
         norms,
         held_weights(run),
-        resident=sum(tensor.nbytes for tensor in (*(dp.param_buffer for dp in run.data_parallel), *updates)),
+        resident=sum(
+            tensor.nbytes for tensor in (*(dp.param_buffer for dp in run.data_parallel), *updates)
+        ),
         planned_resident=run.plan.resident_bytes.params,
         sent=sent,
         planned_sent={key: planned.get(key, 0) for key in keys},
@@ -230,7 +277,8 @@ GATHER_ROWS = [
 
 @pytest.mark.parametrize("row", GATHER_ROWS, ids=str)
 def test_a_gather_of_fp8_weights_changes_no_bit_and_sends_half(row: Row, tmp_path: Path) -> None:
-    """Losses, weights and checkpoints of runs with and without `--fp8-param-gather`, and bytes as planned (L5).
+    """Losses, weights and checkpoints of runs with and without `--fp8-param-gather`, and bytes as
+    planned (L5).
 
     Without clipping: the norm is a sum over buckets, which the flag divides otherwise.
     """
@@ -239,7 +287,9 @@ def test_a_gather_of_fp8_weights_changes_no_bit_and_sends_half(row: Row, tmp_pat
     plain = case_of(row).but(model=untied, optim={"clip_grad": 0.0}, precision=formats)
     cases = [plain, plain.but(precision={"fp8_param_gather": True})]
     options = {"strategy": row.strategy} | row.sizes | row.options
-    for without, fp8 in run_ranks(row.ranks, train_gathered, cases, tmp_path, **options, shares=True):
+    for without, fp8 in run_ranks(
+        row.ranks, train_gathered, cases, tmp_path, **options, shares=True
+    ):
         assert fp8.losses == without.losses and fp8.resumed == without.resumed
         assert fp8.norms == pytest.approx(without.norms, rel=1e-6)
         assert all(torch.equal(fp8.weights[box], weight) for box, weight in without.weights.items())
@@ -247,6 +297,7 @@ def test_a_gather_of_fp8_weights_changes_no_bit_and_sends_half(row: Row, tmp_pat
         for run in (without, fp8):
             assert run.resident == run.planned_resident and run.sent == run.planned_sent
         gathered, in_bf16 = (
-            sum(count for (_, op), count in run.sent.items() if op == "all_gather") for run in (fp8, without)
+            sum(count for (_, op), count in run.sent.items() if op == "all_gather")
+            for run in (fp8, without)
         )
         assert gathered == pytest.approx((1 - fp8.fp8_share / 2) * in_bf16, rel=0.03)  # padding

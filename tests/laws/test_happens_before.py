@@ -1,7 +1,9 @@
-"""Law L9: every use of a buffer is after the work that produces it and before the work that reuses it.
+"""Law L9: every use of a buffer is after the work that produces it and before the work that reuses
+it.
 
-Each row trains two steps of one rank of a world, in this process, with every operation in flight until it is waited
-for. The planted bugs show that the recorder finds a missing wait, an early reuse and a freed buffer.
+Each row trains two steps of one rank of a world, in this process, with every operation in flight
+until it is waited for. The planted bugs show that the recorder finds a missing wait, an early reuse
+and a freed buffer.
 """
 
 from collections.abc import Callable
@@ -35,12 +37,24 @@ from tests.happens_before import RecordedCopies, RecordedTransfer, Recorder, rec
 from tests.harness import SHORT_NAMES, parallel_config
 from tests.laws.worlds import Case, build_here
 
-EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 22, "moe_aux_loss_coeff": 1e-2}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 22,
+    "moe_aux_loss_coeff": 1e-2,
+}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 SP = {"sequence_parallel": True}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
-ZB, GATHER, HEADS = {"pipeline_schedule": "zb-h1"}, {"cp_comm_type": "allgather"}, {"cp_comm_type": "a2a"}
-OUTER, BLOCKS = {"outer_dp_sharding_strategy": "optim"}, {"fsdp_double_buffer": True, "fsdp_prefetch_depth": 2}
+ZB, GATHER, HEADS = (
+    {"pipeline_schedule": "zb-h1"},
+    {"cp_comm_type": "allgather"},
+    {"cp_comm_type": "a2a"},
+)
+OUTER, BLOCKS = (
+    {"outer_dp_sharding_strategy": "optim"},
+    {"fsdp_double_buffer": True, "fsdp_prefetch_depth": 2},
+)
 NODES, TURNS = {"moe_hierarchical_dispatch": 1}, {"overlap_moe_expert_parallel_comm": True}
 BF16 = {"params_dtype": "bf16"}
 
@@ -69,10 +83,17 @@ class Row:
     @property
     def case(self) -> Case:
         """Two steps of two microbatches."""
-        parallel = {SHORT_NAMES[name]: value for name, value in (self.sizes | {"strategy": self.strategy}).items()}
+        parallel = {
+            SHORT_NAMES[name]: value
+            for name, value in (self.sizes | {"strategy": self.strategy}).items()
+        }
         inside = [self.sizes.get(axis, 1) for axis in ("tp", "pp", "cp")]
         num_samples = 2 * self.ranks // (inside[0] * inside[1] * inside[2])
-        layers = 4 if self.options.get("num_virtual_stages_per_pipeline_rank") or "vpp" in self.sizes else 2
+        layers = (
+            4
+            if self.options.get("num_virtual_stages_per_pipeline_rank") or "vpp" in self.sizes
+            else 2
+        )
         case = Case(2).but(
             train={"micro_batch_size": 1, "global_batch_size": num_samples},
             parallel={"ddp_bucket_size": 5000} | parallel | self.options,
@@ -89,13 +110,20 @@ class Row:
 def evaluates(run: Run, folder: Path) -> None:
     batch = run.batch_iterator.next()
     assert batch is not None
-    microbatches = [BatchContext.of(part, cp=run.context.group("cp")) for part in batch.microbatches]
-    run_forward(run.plan.valid_schedule, run.runnable, microbatches=microbatches, pipeline=run.pipeline)
+    microbatches = [
+        BatchContext.of(part, cp=run.context.group("cp")) for part in batch.microbatches
+    ]
+    run_forward(
+        run.plan.valid_schedule, run.runnable, microbatches=microbatches, pipeline=run.pipeline
+    )
 
 
 def saves(run: Run, folder: Path) -> None:
-    if run.state.step == 1:  # no other rank reports its shard, so a second save would wait for the first one
-        run.checkpointer.start_save(1, run.optimizer.tensors_to_save(), objects={}, config={}, topology={})
+    # no other rank reports its shard, so a second save would wait for the first one
+    if run.state.step == 1:
+        run.checkpointer.start_save(
+            1, run.optimizer.tensors_to_save(), objects={}, config={}, topology={}
+        )
 
 
 def trains(row: Row, folder: Path) -> Recorder:
@@ -137,7 +165,13 @@ ROWS = [
     Row(4, "optim_grads_params", {"tp": 2}, OVERLAP | SP, rank=1, backend="gloo"),
     Row(4, "optim", {"pp": 2}, OVERLAP),
     Row(4, "optim_grads", {"pp": 2}, OVERLAP | ZB, rank=3),
-    Row(4, "optim", {"pp": 2}, OVERLAP | VPP, sections={"memory": {"recompute_granularity": "selective"}}),
+    Row(
+        4,
+        "optim",
+        {"pp": 2},
+        OVERLAP | VPP,
+        sections={"memory": {"recompute_granularity": "selective"}},
+    ),
     Row(2, "no_shard", {"cp": 2}),
     Row(4, "optim_grads", {"cp": 2}, OVERLAP | GATHER),
     Row(4, "optim", {"cp": 2}, OVERLAP | HEADS, rank=1),
@@ -150,11 +184,22 @@ ROWS = [
     ),
     Row(4, "optim_grads", {"tp": 2, "etp": 2, "ep": 2}, OVERLAP | NODES, sections=MOE, rank=2),
     Row(8, "optim_grads", {"tp": 2, "pp": 2, "cp": 2}, SP | ZB, rank=5),
-    Row(2, "optim", options=OVERLAP, sections={"memory": {"cpu_offloading": True, "cpu_offloading_num_layers": 1}}),
+    Row(
+        2,
+        "optim",
+        options=OVERLAP,
+        sections={"memory": {"cpu_offloading": True, "cpu_offloading_num_layers": 1}},
+    ),
     Row(2, "optim", options=OVERLAP, sections={"optim": {"optimizer_cpu_offload": True}}),
     Row(2, "optim", options=OVERLAP, sections={"optim": {"optimizer": "muon"}}),
     Row(2, "optim", options=OVERLAP, between=evaluates),
-    Row(4, "optim_grads_params", {"pp": 2, "vpp": 2, "schedule": "dualpipev"}, OVERLAP, between=evaluates),
+    Row(
+        4,
+        "optim_grads_params",
+        {"pp": 2, "vpp": 2, "schedule": "dualpipev"},
+        OVERLAP,
+        between=evaluates,
+    ),
     Row(2, "optim", options=OVERLAP, between=saves),
     Row(2, "optim_grads_params", options=OVERLAP, between=saves),
 ]
@@ -163,7 +208,9 @@ ROWS = [
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_no_buffer_is_used_while_it_is_in_flight(row: Row, tmp_path: Path) -> None:
     recorder = trains(row, tmp_path)
-    assert recorder.num_started > 10 and recorder.num_operators > 10, "hardly anything was in flight"
+    assert recorder.num_started > 10 and recorder.num_operators > 10, (
+        "hardly anything was in flight"
+    )
 
 
 @needs_effects
@@ -171,7 +218,9 @@ def test_weight_gradients_that_graphs_write_are_written_before_their_reduction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(block_transforms.torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(
+        block_transforms.torch, "compile", partial(torch.compile, backend="aot_eager")
+    )
     # as in a model of billions every unit has a bucket, which borrows its memory
     monkeypatch.setattr(layout, "MIN_DEFAULT_BUCKET_SIZE", 1)
     monkeypatch.setattr(layout, "DEFAULT_BUCKET_SIZE_PER_SHARD", 1)
@@ -186,7 +235,9 @@ def test_weight_gradients_that_graphs_write_are_written_before_their_reduction(
 
     monkeypatch.setattr(DataParallel, "_start_write", written)
     recorder = trains(row, tmp_path)
-    assert sum("layers.0." in name for name in writes) == 2 * 2 * 7, "steps x microbatches x linear layers"
+    assert sum("layers.0." in name for name in writes) == 2 * 2 * 7, (
+        "steps x microbatches x linear layers"
+    )
     hidden_by = [products for op, products in recorder.hidden_by if op == "reduce_scatter"]
     assert len(hidden_by) == 2 * 2 * 6, "steps x microbatches x units"
     for of_step in (hidden_by[:12], hidden_by[12:]):
@@ -209,10 +260,13 @@ def test_products_hide_every_transfer_of_the_backward_of_layers_over_tp(
     compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(block_transforms.torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(
+        block_transforms.torch, "compile", partial(torch.compile, backend="aot_eager")
+    )
     row = Row(2, "no_shard", {"tp": 2}, SP, sections={"train": {"torch_compile": compiles}})
     hidden = [op for op, products in trains(row, tmp_path).hidden_by if products]
-    # leave: gathers the gradient; enter: gathers the input again, reduce-scatters its gradient; attention and MLP
+    # leave: gathers the gradient; enter: gathers the input again, reduce-scatters its gradient;
+    # attention and MLP
     of_block = ["all_gather", "all_gather", "reduce_scatter"] * 2
     assert hidden == of_block * (2 * 2 * 2), "steps x microbatches x layers"
 
@@ -221,7 +275,12 @@ def test_the_rows_have_every_axis_strategy_and_backend() -> None:
     assert len(ROWS) >= 20
     sizes = {name for row in ROWS for name in row.sizes}
     assert sizes == {"tp", "pp", "cp", "ep", "etp", "instances", "schedule", "vpp"}
-    assert {row.strategy for row in ROWS} == {"no_shard", "optim", "optim_grads", "optim_grads_params"}
+    assert {row.strategy for row in ROWS} == {
+        "no_shard",
+        "optim",
+        "optim_grads",
+        "optim_grads_params",
+    }
 
 
 def _no_wait_for_params(patch: pytest.MonkeyPatch) -> None:
@@ -245,7 +304,9 @@ def _no_wait_for_messages(patch: pytest.MonkeyPatch) -> None:
     def started(sends: Any, receives: Any, *, group: Any) -> Any:
         batch = start(sends, receives, group=group)
         patch.setattr(executor, "kept", [*getattr(executor, "kept", []), batch], raising=False)
-        return type(batch)(batch.sent, tuple(Work.completed(message.tensor) for message in receives))
+        return type(batch)(
+            batch.sent, tuple(Work.completed(message.tensor) for message in receives)
+        )
 
     patch.setattr(executor, "start_send_recv", started)
 
@@ -263,12 +324,28 @@ def _inputs_not_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED = [
-    (_no_wait_for_params, Row(2, "optim", options=OVERLAP), "reads an output in flight: all_gather"),
+    (
+        _no_wait_for_params,
+        Row(2, "optim", options=OVERLAP),
+        "reads an output in flight: all_gather",
+    ),
     (_no_wait_for_params, Row(2, "optim_grads_params", options=OVERLAP), "in flight: all_gather"),
     (_no_wait_for_grads, Row(2, "optim", options=OVERLAP), "in flight: reduce_scatter"),
-    (_no_wait_for_grads, Row(2, "optim_grads", options=OVERLAP), "reads an output in flight: reduce_scatter"),
-    (_no_wait_for_messages, Row(2, "optim", {"pp": 2}, rank=1), "reads an output in flight: receive"),
-    (_borrowed_grads_taken_early, Row(2, "optim_grads", options=OVERLAP), "in flight: reduce_scatter"),
+    (
+        _no_wait_for_grads,
+        Row(2, "optim_grads", options=OVERLAP),
+        "reads an output in flight: reduce_scatter",
+    ),
+    (
+        _no_wait_for_messages,
+        Row(2, "optim", {"pp": 2}, rank=1),
+        "reads an output in flight: receive",
+    ),
+    (
+        _borrowed_grads_taken_early,
+        Row(2, "optim_grads", options=OVERLAP),
+        "in flight: reduce_scatter",
+    ),
     (
         _inputs_not_kept,  # with two samples the input is a copy, which nothing else keeps
         Row(2, "optim", {"tp": 2}, SP, sections={"train": {"micro_batch_size": 2}}),
@@ -277,9 +354,15 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize(("plant", "row", "message"), PLANTED, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(
+    ("plant", "row", "message"), PLANTED, ids=lambda value: getattr(value, "__name__", None)
+)
 def test_a_planted_bug_is_found(
-    plant: Callable[[pytest.MonkeyPatch], None], row: Row, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plant: Callable[[pytest.MonkeyPatch], None],
+    row: Row,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plant(monkeypatch)
     with pytest.raises(Race, match=message):

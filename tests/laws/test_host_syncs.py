@@ -1,6 +1,7 @@
 """Law L10: in a step that is not logged the host waits for nothing, whatever the layout.
 
-Every layout is one rank of a fake world in this process: collectives send nothing, and the operators are the same.
+Every layout is one rank of a fake world in this process: collectives send nothing, and the
+operators are the same.
 """
 
 import pytest
@@ -20,7 +21,12 @@ from tests.host_syncs import HostSyncs
 from tests.laws.worlds import Case, build_here
 from tests.train.small_run import metrics_of, small_run
 
-MOE = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_router_bias_update_rate": 1e-3}
+MOE = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_router_bias_update_rate": 1e-3,
+}
 DSA = {
     "num_query_groups": None,
     "multi_latent_attention": True,
@@ -33,7 +39,11 @@ LAYOUTS = {
     "one rank": (1, {}, {}),
     "dp, optim": (4, {"strategy": "optim"}, {}),
     "dp, optim_grads": (4, {"strategy": "optim_grads", "instances": 2}, {}),
-    "dp, optim_grads_params": (4, {"strategy": "optim_grads_params", "overlap_param_gather": True}, {}),
+    "dp, optim_grads_params": (
+        4,
+        {"strategy": "optim_grads_params", "overlap_param_gather": True},
+        {},
+    ),
     "tp and sp": (4, {"tp": 2, "sequence_parallel": True, "strategy": "optim"}, {}),
     "pp": (4, {"pp": 2, "strategy": "optim", "overlap_grad_reduce": True}, {}),
     "cp": (4, {"cp": 2, "strategy": "optim"}, {}),
@@ -42,13 +52,29 @@ LAYOUTS = {
     "lion": (2, {"strategy": "optim"}, {"optim": {"optimizer": "lion"}}),
     "muon": (2, {"strategy": "optim"}, {"optim": {"optimizer": "muon"}}),
     "documents": (2, {"strategy": "optim"}, {"data": {"reset_attention_mask": True}}),
-    "documents and cp": (4, {"cp": 2, "strategy": "optim"}, {"data": {"reset_attention_mask": True}}),
-    "qk clip": (2, {"tp": 2}, {"optim": {"qk_clip": True}, "train": {"log_max_attention_logit": True}}),
+    "documents and cp": (
+        4,
+        {"cp": 2, "strategy": "optim"},
+        {"data": {"reset_attention_mask": True}},
+    ),
+    "qk clip": (
+        2,
+        {"tp": 2},
+        {"optim": {"qk_clip": True}, "train": {"log_max_attention_logit": True}},
+    ),
     "moe": (2, {"strategy": "optim"}, {"model": MOE}),
     "moe, etp": (2, {"tp": 2, "etp": 2}, {"model": MOE}),
     "moe, padded": (4, {"ep": 2, "strategy": "optim"} | PADDED, {"model": MOE}),
-    "moe, padded, etp and turns": (4, {"tp": 2, "etp": 2, "ep": 2} | PADDED | TURNS, {"model": MOE}),
-    "moe, padded, recomputed": (4, {"ep": 4} | PADDED, {"model": MOE, "memory": {"recompute_granularity": "full"}}),
+    "moe, padded, etp and turns": (
+        4,
+        {"tp": 2, "etp": 2, "ep": 2} | PADDED | TURNS,
+        {"model": MOE},
+    ),
+    "moe, padded, recomputed": (
+        4,
+        {"ep": 4} | PADDED,
+        {"model": MOE, "memory": {"recompute_granularity": "full"}},
+    ),
     "sparse attention": (4, {"tp": 2, "cp": 2, "cp_comm_type": "allgather"}, {"model": DSA}),
     "average and norms": (
         2,
@@ -84,8 +110,9 @@ def test_a_step_that_is_not_logged_waits_for_nothing(name):
 
 @pytest.mark.parametrize("name", WAITING)
 def test_experts_on_several_ranks_wait_for_a_copy_of_the_counts_alone(name):
-    # All-to-alls of uneven sizes need the sizes on the host: once per layer and microbatch, not where it is recomputed.
-    # The host waits for the copy of the counts, made on a side stream, not for what the device was given meanwhile.
+    # All-to-alls of uneven sizes need the sizes on the host: once per layer and microbatch, not
+    # where it is recomputed. The host waits for the copy of the counts, made on a side stream, not
+    # for what the device was given meanwhile.
     places = syncs_of_a_step(name)
     num_layers, num_microbatches = 2, 4
     assert len(places) == num_layers * num_microbatches
@@ -106,7 +133,16 @@ def test_between_two_logged_steps_no_hook_reads_what_is_on_the_device(tmp_path, 
 
     times: list[int] = []  # the steps at which the time of a phase was read
     original = HostCopy.read
-    flags = ("--train-iters", "8", "--log-interval", "3", "--save-interval", "6", "--report-interval", "0")
+    flags = (
+        "--train-iters",
+        "8",
+        "--log-interval",
+        "3",
+        "--save-interval",
+        "6",
+        "--report-interval",
+        "0",
+    )
     flags += ("--timing-log-level", "2")
     with small_run(tmp_path, *flags) as run, monkeypatch.context() as patch:
         # Nothing is ready before it is waited for, as on a busy GPU.

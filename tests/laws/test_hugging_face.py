@@ -1,9 +1,11 @@
-"""Law L1 from outside: Hugging Face's Llama and Mixtral trained with torch's AdamW have the same losses.
+"""Law L1 from outside: Hugging Face's Llama and Mixtral trained with torch's AdamW have the same
+losses.
 
-The references are the models of transformers and the optimizer of torch, with the same weights and token file and
-without nanotrain; learning rates and weight decay of every step, and the balance loss, are written out. On random
-tokens rounding grows tenfold every other step at a learning rate of 1e-2, so the bound is the reference itself: our
-fp32 run may be at most twice as far from fp64 as the reference's own fp32 run.
+The references are the models of transformers and the optimizer of torch, with the same weights and
+token file and without nanotrain; learning rates and weight decay of every step, and the balance
+loss, are written out. On random tokens rounding grows tenfold every other step at a learning rate
+of 1e-2, so the bound is the reference itself: our fp32 run may be at most twice as far from fp64 as
+the reference's own fp32 run.
 """
 
 import json
@@ -30,7 +32,8 @@ from nanotrain.train.main import main
 from tests.laws.megatron_file import write_tokens
 
 STEPS, BATCH, SEQ_LENGTH, VOCAB_SIZE, CLIP = 10, 8, 64, 1000, 0.5
-WARMUP, WEIGHT_DECAY = 3, (1.0, 5.0)  # steps; at the first step and at the end of the run, so high that losses show it
+# steps; at the first step and at the end of the run, so high that losses show it
+WARMUP, WEIGHT_DECAY = 3, (1.0, 5.0)
 BALANCE, TOPK = 0.1, 2  # coefficient of Mixtral's balance loss, experts per token
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 128}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE}
@@ -51,7 +54,9 @@ class Row:
         torch.manual_seed(0)
         if self.name == "mixtral":
             experts = {"num_local_experts": 4, "num_experts_per_tok": TOPK}
-            MixtralForCausalLM(MixtralConfig(num_hidden_layers=1, **SHAPE, **experts)).save_pretrained(folder)
+            MixtralForCausalLM(
+                MixtralConfig(num_hidden_layers=1, **SHAPE, **experts)
+            ).save_pretrained(folder)
             return
         shape = SHAPE | {"num_hidden_layers": 2, "tie_word_embeddings": self.tied}
         if self.name == "qwen3":
@@ -82,12 +87,18 @@ def rate_of(step: int, *, peak: float, lowest: float) -> float:
     """The learning rate of a step, from 0: a linear warmup, then a cosine to the end of the run."""
     if step <= WARMUP:
         return peak * step / WARMUP
-    return lowest + (peak - lowest) * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))) / 2
+    return (
+        lowest + (peak - lowest) * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))) / 2
+    )
 
 
-def reference_losses(folder: Path, tokens: np.ndarray, row: Row, *, dtype: torch.dtype) -> list[float]:
+def reference_losses(
+    folder: Path, tokens: np.ndarray, row: Row, *, dtype: torch.dtype
+) -> list[float]:
     """Losses of ten steps over the token stream in order."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, experts_implementation="eager"
+    )
     named, ends = dict(model.named_parameters()), ("model.embed_tokens.weight", "lm_head.weight")
     groups = [
         {
@@ -95,23 +106,39 @@ def reference_losses(folder: Path, tokens: np.ndarray, row: Row, *, dtype: torch
             "peak": row.lr,
             "decays": True,
         },
-        {"params": [named[name] for name in ends if name in named], "peak": row.decoupled_lr, "decays": True},
-        {"params": [p for name, p in named.items() if not row.decays(name, p)], "peak": row.lr, "decays": False},
+        {
+            "params": [named[name] for name in ends if name in named],
+            "peak": row.decoupled_lr,
+            "decays": True,
+        },
+        {
+            "params": [p for name, p in named.items() if not row.decays(name, p)],
+            "peak": row.lr,
+            "decays": False,
+        },
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     losses = []
     for step in range(STEPS):
         starts = [(step * BATCH + i) * SEQ_LENGTH for i in range(BATCH)]
-        rows = torch.tensor(np.stack([tokens[s : s + SEQ_LENGTH + 1].astype(np.int64) for s in starts]))
-        outputs = model(rows[:, :-1], **({"output_router_logits": True} if row.name == "mixtral" else {}))
-        loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), rows[:, 1:].flatten())
+        rows = torch.tensor(
+            np.stack([tokens[s : s + SEQ_LENGTH + 1].astype(np.int64) for s in starts])
+        )
+        outputs = model(
+            rows[:, :-1], **({"output_router_logits": True} if row.name == "mixtral" else {})
+        )
+        loss = torch.nn.functional.cross_entropy(
+            outputs.logits.flatten(0, 1), rows[:, 1:].flatten()
+        )
         optimizer.zero_grad()
         (loss + BALANCE * outputs.aux_loss if row.name == "mixtral" else loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         first, last = WEIGHT_DECAY
         for group in optimizer.param_groups:
             group["lr"] = rate_of(step, peak=group["peak"], lowest=row.lr / 10)
-            group["weight_decay"] = first + (last - first) * step / STEPS if group["decays"] else 0.0
+            group["weight_decay"] = (
+                first + (last - first) * step / STEPS if group["decays"] else 0.0
+            )
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -134,15 +161,23 @@ def test_a_hugging_face_model_has_the_same_losses(tmp_path: Path, row: Row) -> N
 
     assert main(line.split()) == 0
 
-    steps = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [step["loss"] for step in steps]
     rates = [rate_of(step, peak=row.lr, lowest=row.lr / 10) for step in range(STEPS)]
     assert [step["lr"] for step in steps] == pytest.approx(rates, rel=1e-9)
     fp32, fp64 = (
-        reference_losses(tmp_path / "theirs", tokens, row, dtype=dtype) for dtype in (torch.float32, torch.float64)
+        reference_losses(tmp_path / "theirs", tokens, row, dtype=dtype)
+        for dtype in (torch.float32, torch.float64)
     )
-    bounds = [max(1e-5 * exact, 2 * abs(rounded - exact)) for rounded, exact in zip(fp32, fp64, strict=True)]
-    assert all(abs(loss - exact) <= bound for loss, exact, bound in zip(losses, fp64, bounds, strict=True)), (
+    bounds = [
+        max(1e-5 * exact, 2 * abs(rounded - exact))
+        for rounded, exact in zip(fp32, fp64, strict=True)
+    ]
+    assert all(
+        abs(loss - exact) <= bound for loss, exact, bound in zip(losses, fp64, bounds, strict=True)
+    ), (
         losses,
         fp64,
     )

@@ -12,20 +12,32 @@ from tests.laws.worlds import Case, assemble, build_here, train_here
 def initial_weights(ctx: ParallelContext, case: Case) -> dict[str, torch.Tensor]:
     run = build_here(ctx, case)
     with gathered(run.data_parallel):
-        return {name: parameter.detach().clone() for name, parameter in run.stages[0].named_parameters()}
+        return {
+            name: parameter.detach().clone() for name, parameter in run.stages[0].named_parameters()
+        }
 
 
 def test_initial_weights_do_not_depend_on_data_parallelism() -> None:
     single = run_ranks(1, initial_weights, Case(), shares=True)[0]
-    for dp, strategy in ((2, "optim"), (3, "optim_grads"), (4, "no_shard"), (2, "optim_grads_params")):
-        case = Case().but(parallel={"data_parallel_sharding_strategy": strategy, "ddp_bucket_size": 1000 * dp})
+    for dp, strategy in (
+        (2, "optim"),
+        (3, "optim_grads"),
+        (4, "no_shard"),
+        (2, "optim_grads_params"),
+    ):
+        case = Case().but(
+            parallel={"data_parallel_sharding_strategy": strategy, "ddp_bucket_size": 1000 * dp}
+        )
         for values in run_ranks(dp, initial_weights, case, strategy=strategy, shares=True):
             assert values.keys() == single.keys()
             assert all(torch.equal(values[name], single[name]) for name in single)
 
 
 def test_another_seed_gives_other_initial_weights() -> None:
-    single, other = (run_ranks(1, initial_weights, Case().but(train={"seed": seed}), shares=True)[0] for seed in (1, 2))
+    single, other = (
+        run_ranks(1, initial_weights, Case().but(train={"seed": seed}), shares=True)[0]
+        for seed in (1, 2)
+    )
     assert not torch.equal(single["layers.0.mlp.up.weight"], other["layers.0.mlp.up.weight"])
 
 
@@ -34,7 +46,11 @@ def test_another_seed_gives_other_initial_weights() -> None:
     [
         (4, {"tp": 2, "etp": 1, "ep": 2}, {"sequence_parallel": True}),
         (4, {"pp": 2, "tp": 2, "etp": 2}, {}),
-        (4, {"pp": 2, "cp": 2}, {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}),
+        (
+            4,
+            {"pp": 2, "cp": 2},
+            {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2},
+        ),
     ],
 )
 def test_initial_weights_of_every_axis_are_shards_of_the_same_tensors(

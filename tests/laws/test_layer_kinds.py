@@ -1,7 +1,8 @@
-"""Laws L1 to L7 for kinds of layers other than softmax attention with an MLP, and for chunks, in every layout.
+"""Laws L1 to L7 for kinds of layers other than softmax attention with an MLP, and for chunks, in
+every layout.
 
-As in test_model_features.py one world of each layout trains every model in every way. Documents begin inside of chunks
-and at their borders.
+As in test_model_features.py one world of each layout trains every model in every way. Documents
+begin inside of chunks and at their borders.
 """
 
 from dataclasses import replace
@@ -90,7 +91,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "dsa_indexer_head_dim": 8,
         "dsa_indexer_topk": 4,
         "dsa_indexer_loss_coeff": 1.0,
-        "init_method_std": 0.2,  # smaller weights attend to all keys alike, and leave nothing to learn
+        # smaller weights attend to all keys alike, and leave nothing to learn
+        "init_method_std": 0.2,
         "moe_layer_freq": "2",
         "mtp_num_layers": 1,
         "attention_dropout": 0.2,
@@ -156,11 +158,17 @@ class KindLayout(Layout):
 
     def case(self, model: str) -> Case:
         case = super().case(model).but(model=ALL[model], data=DOCUMENTS)
-        return case.but(parallel=GATHER) if model == "sparse attention" and self.sizes.get("cp", 1) > 1 else case
+        return (
+            case.but(parallel=GATHER)
+            if model == "sparse attention" and self.sizes.get("cp", 1) > 1
+            else case
+        )
 
 
 def row(num_ranks: int, sizes: dict[str, Any], options: dict[str, Any], *args: Any) -> KindLayout:
-    return KindLayout(num_ranks, sizes, options, *args, models=tuple(DEEP if "pp" in sizes else MODELS), **BATCH)
+    return KindLayout(
+        num_ranks, sizes, options, *args, models=tuple(DEEP if "pp" in sizes else MODELS), **BATCH
+    )
 
 
 def name_of(layout: KindLayout) -> str:
@@ -201,7 +209,9 @@ def test_a_layout_keeps_the_laws_with_every_kind(
     layout: KindLayout, one_rank: tuple[Path, dict[str, Trained]], tmp_path: Path
 ) -> None:
     folder, single = one_rank
-    by_rank = run_ranks(layout.num_ranks, train_in_every_way, layout, tmp_path, folder, **layout.sizes, shares=True)
+    by_rank = run_ranks(
+        layout.num_ranks, train_in_every_way, layout, tmp_path, folder, **layout.sizes, shares=True
+    )
     assert_equal_to_one_rank(by_rank, single, layout)
 
 

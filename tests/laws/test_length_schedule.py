@@ -1,4 +1,6 @@
-"""A sequence length that grows: the same in every layout, after a stop at any step, and as a run of that length."""
+"""A sequence length that grows: the same in every layout, after a stop at any step, and as a run of
+that length.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,9 @@ def test_every_layout_trains_as_one_rank_through_changes_of_the_length(
 STAGES = "--step-seq-length-schedule 0:4 500:8 1000:16 --train-iters 7 --micro-batch-size 2"
 
 
-def test_a_run_resumes_at_and_between_changes_on_the_same_and_on_other_ranks(tmp_path: Path) -> None:
+def test_a_run_resumes_at_and_between_changes_on_the_same_and_on_other_ranks(
+    tmp_path: Path,
+) -> None:
     full, halves, other = (tmp_path / name for name in ("full", "halves", "other"))
     run_ranks(
         2,
@@ -74,15 +78,21 @@ def test_a_run_resumes_at_and_between_changes_on_the_same_and_on_other_ranks(tmp
 
 
 def test_a_shorter_length_is_a_run_of_that_length_with_as_many_tokens(tmp_path: Path) -> None:
-    """In file order the sequences of a sample are consecutive windows, so the batches hold the same sequences."""
+    """In file order the sequences of a sample are consecutive windows, so the batches hold the same
+    sequences.
+    """
     flags = "--train-iters 3 --no-shuffle --lr-decay-style constant --lr-warmup-iters 0"
     documents = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
-    experts = "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.5"
+    experts = (
+        "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.5"
+    )
     split = "--step-seq-length-schedule 0:8 100000:16 --micro-batch-size 2 --global-batch-size 6"
     short = "--seq-length 8 --micro-batch-size 4 --global-batch-size 12"
     runs = {tmp_path / "split": split, tmp_path / "short": short}
     run_ranks(
-        1, run_command_lines, *(arguments(folder, flags, documents, experts, text) for folder, text in runs.items())
+        1,
+        run_command_lines,
+        *(arguments(folder, flags, documents, experts, text) for folder, text in runs.items()),
     )
     rows, expected = (steps_of(folder) for folder in runs)
     for row, reference in zip(rows, expected, strict=True):

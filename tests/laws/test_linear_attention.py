@@ -7,8 +7,18 @@ from tests.laws.test_layer_kinds import A2A, DOCUMENTS, MODELS
 from tests.laws.test_model_features import SP, ZERO3
 
 LAYOUTS: list[Row] = [
-    ("half layers, kda", 8, {"strategy": "optim", "tp": 2, "cp": 2, "pp": 2, "etp": 1, "ep": 2}, SP),
-    ("half layers, gated delta net", 8, ZERO3 | {"tp": 2, "cp": 2, "etp": 1, "ep": 2, "instances": 2}, SP | A2A),
+    (
+        "half layers, kda",
+        8,
+        {"strategy": "optim", "tp": 2, "cp": 2, "pp": 2, "etp": 1, "ep": 2},
+        SP,
+    ),
+    (
+        "half layers, gated delta net",
+        8,
+        ZERO3 | {"tp": 2, "cp": 2, "etp": 1, "ep": 2, "instances": 2},
+        SP | A2A,
+    ),
 ]
 
 

@@ -1,4 +1,6 @@
-"""Law L1 for a model shaped like DeepSeek-V3: MLA, a dense first layer, expert bias, group-limited top-k."""
+"""Law L1 for a model shaped like DeepSeek-V3: MLA, a dense first layer, expert bias, group-limited
+top-k.
+"""
 
 import pytest
 
@@ -29,7 +31,9 @@ DEEPSEEK = MLA | {
     "moe_aux_loss_coeff": 1e-2,
 }
 # Dense, without q_lora_rank, with LayerNorms of the compressed keys and values.
-DIRECT = {name: value for name, value in DEEPSEEK.items() if not name.startswith(("num_experts", "moe_"))} | {
+DIRECT = {
+    name: value for name, value in DEEPSEEK.items() if not name.startswith(("num_experts", "moe_"))
+} | {
     "q_lora_rank": None,
     "normalization": "LayerNorm",
     "untie_embeddings_and_output_weights": False,
@@ -46,7 +50,12 @@ LAYOUTS: list[Row] = [
     ("deepseek", 4, {"strategy": "optim", "tp": 4, "etp": 1, "ep": 4}, SP),
     ("direct", 4, {"strategy": "optim", "tp": 2, "cp": 2}, SP | {"cp_comm_type": "a2a"}),
     ("deepseek", 4, {"strategy": "optim", "tp": 2, "pp": 2, "etp": 2}, SP | ZB),
-    ("deepseek", 4, {"strategy": "optim_grads", "tp": 2, "etp": 1, "ep": 2}, {"overlap_grad_reduce": True}),
+    (
+        "deepseek",
+        4,
+        {"strategy": "optim_grads", "tp": 2, "etp": 1, "ep": 2},
+        {"overlap_grad_reduce": True},
+    ),
 ]
 
 

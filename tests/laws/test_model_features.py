@@ -1,4 +1,5 @@
-"""Laws L1 to L7 for features of the model: one world of each layout trains every model in every way.
+"""Laws L1 to L7 for features of the model: one world of each layout trains every model in every
+way.
 
 L1  two steps: losses, norms and weights of one rank         L5  resident and sent bytes are the planned ones
 L2  initial weights of one rank, to the bit                  L6  stages of every length, every schedule
@@ -118,12 +119,21 @@ MODELS: dict[str, dict[str, Any]] = {
     # for stages of any lengths
     "four layers": DROPOUT
     | WINDOWS
-    | {"num_layers": 4, "no_rope_freq": "[0]*3+[1]", "mtp_num_layers": 2, "untie_embeddings_and_output_weights": True}
+    | {
+        "num_layers": 4,
+        "no_rope_freq": "[0]*3+[1]",
+        "mtp_num_layers": 2,
+        "untie_embeddings_and_output_weights": True,
+    }
     | {"softmax_type": "learnable", "sinks_in_windows_only": True},
 }
 FEATURES = [name for name in MODELS if name != "four layers"]
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
-SP, ZB, GPIPE = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}, {"pipeline_schedule": "gpipe"}
+SP, ZB, GPIPE = (
+    {"sequence_parallel": True},
+    {"pipeline_schedule": "zb-h1"},
+    {"pipeline_schedule": "gpipe"},
+)
 ZERO3 = {"strategy": "optim_grads_params"}
 
 
@@ -133,7 +143,9 @@ def stages(layout: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks, sharding strategy and sizes of axes, options; `models` are trained in it, on few samples."""
+    """Ranks, sharding strategy and sizes of axes, options; `models` are trained in it, on few
+    samples.
+    """
 
     num_ranks: int
     sizes: dict[str, Any]
@@ -146,22 +158,38 @@ class Layout:
     def case(self, model: str) -> Case:
         parallel = {SHORT_NAMES[name]: size for name, size in self.sizes.items()} | self.options
         batch = self.global_batch
-        micro_batch = micro_batch_size(self.num_ranks, self.sizes, self.num_microbatches, global_batch=batch)
+        micro_batch = micro_batch_size(
+            self.num_ranks, self.sizes, self.num_microbatches, global_batch=batch
+        )
         train = {"micro_batch_size": micro_batch, "global_batch_size": batch}
-        return Case(STEPS).but(train=train, optim=OPTIM, parallel=parallel, model=MODELS.get(model, {}))
+        return Case(STEPS).but(
+            train=train, optim=OPTIM, parallel=parallel, model=MODELS.get(model, {})
+        )
 
     def recomputed(self, model: str) -> Case:
         """The same with recomputation and overlap."""
         overlap = {"overlap_grad_reduce": True}
-        overlap |= {"overlap_param_gather": True} if self.sizes.get("strategy") != "no_shard" else {}
+        overlap |= (
+            {"overlap_param_gather": True} if self.sizes.get("strategy") != "no_shard" else {}
+        )
         return self.case(model).but(parallel=overlap, memory=RECOMPUTED[self.recompute])
 
 
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full"},
-    "groups": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
-    "modules": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp", "moe"]},
-    "outputs": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"]},
+    "groups": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 2,
+    },
+    "modules": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "layernorm", "mlp", "moe"],
+    },
+    "outputs": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"],
+    },
 }
 MIXED = ("four layers",)
 LAYOUTS = [
@@ -182,7 +210,9 @@ LAYOUTS = [
 
 @dataclass(frozen=True)
 class Trained:
-    """A model on one rank: initial weights, state after a step, both steps, and what another one saved."""
+    """A model on one rank: initial weights, state after a step, both steps, and what another one
+    saved.
+    """
 
     initial: dict[Any, torch.Tensor]
     saved: State
@@ -190,20 +220,29 @@ class Trained:
     loaded: State
 
 
-def train_in_every_way(ctx: ParallelContext, layout: Layout, own: Path, other: Path | None) -> dict[str, Trained]:
+def train_in_every_way(
+    ctx: ParallelContext, layout: Layout, own: Path, other: Path | None
+) -> dict[str, Trained]:
     """Every model of the layout by name: saved in `own`, loaded from `other` and `own`."""
-    return {name: train_model(ctx, layout, name, own=own / name, other=(other or own) / name) for name in layout.models}
+    return {
+        name: train_model(ctx, layout, name, own=own / name, other=(other or own) / name)
+        for name in layout.models
+    }
 
 
 def numbers_of(results: list[StepOutput]) -> list[tuple[Any, ...]]:
     return [(result.loss, result.grad_norm, result.metrics) for result in results]
 
 
-def train_model(ctx: ParallelContext, layout: Layout, name: str, *, own: Path, other: Path) -> Trained:
+def train_model(
+    ctx: ParallelContext, layout: Layout, name: str, *, own: Path, other: Path
+) -> Trained:
     """Train a model; asserts what needs no other rank."""
     run = build_here(ctx, layout.case(name), folder=own)
     initial = held_weights(run)
-    assert resident_bytes(run) == planned_resident_bytes(run), f"{name}: allocated bytes are not the planned ones"
+    assert resident_bytes(run) == planned_resident_bytes(run), (
+        f"{name}: allocated bytes are not the planned ones"
+    )
     ctx.traffic.reset()
     first = train_steps(run, 1)
     assert_sent_as_planned(run, name=name)
@@ -214,14 +253,18 @@ def train_model(ctx: ParallelContext, layout: Layout, name: str, *, own: Path, o
 
     resumed = build_here(ctx, layout.recomputed(name), checkpoint=own / SAVED, folder=own)
     assert_same_bits(state_of(resumed), saved, f"{name}: resumed")
-    assert numbers_of(train_steps(resumed, 1)) == numbers_of(results[1:]), f"{name}: resumed, recomputed, overlapped"
+    assert numbers_of(train_steps(resumed, 1)) == numbers_of(results[1:]), (
+        f"{name}: resumed, recomputed, overlapped"
+    )
     assert_same_bits(state_of(resumed), state_of(run), f"{name}: after the step after the resume")
 
     roll_back(resumed, other / SAVED)
     return Trained(initial, saved, outcome, loaded=state_of(resumed))
 
 
-def assert_same_bits(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor], what: str) -> None:
+def assert_same_bits(
+    found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor], what: str
+) -> None:
     """Assert that two sets of tensors are equal to the bit."""
     assert found.keys() == expected.keys(), what
     different = [box.name for box in found if not torch.equal(found[box], expected[box])]
@@ -229,7 +272,9 @@ def assert_same_bits(found: dict[Any, torch.Tensor], expected: dict[Any, torch.T
 
 
 def assert_sent_as_planned(run: Run, *, name: str) -> None:
-    """Assert the bytes of a step in every group that the plan counts; those of experts where routers are balanced."""
+    """Assert the bytes of a step in every group that the plan counts; those of experts where
+    routers are balanced.
+    """
     for dp in run.data_parallel:
         dp.wait_for_params()
     for (group, operation), planned in sent_bytes(run.plan).items():
@@ -237,7 +282,9 @@ def assert_sent_as_planned(run: Run, *, name: str) -> None:
         if group in ("ep", "etp") and not (moe and moe.router_force_load_balancing):
             continue
         sent = run.context.traffic.bytes(group, operation)
-        assert sent == planned, f"{name}: {sent} bytes in {group} {operation}, {planned} are planned"
+        assert sent == planned, (
+            f"{name}: {sent} bytes in {group} {operation}, {planned} are planned"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -248,21 +295,29 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, run_ranks(1, train_in_every_way, single, folder, None, shares=True)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.num_ranks} {layout.sizes} {layout.options}")
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda layout: f"{layout.num_ranks} {layout.sizes} {layout.options}"
+)
 def test_a_layout_keeps_the_laws_with_every_feature(
     layout: Layout, one_rank: tuple[Path, dict[str, Trained]], tmp_path: Path
 ) -> None:
     folder, single = one_rank
-    by_rank = run_ranks(layout.num_ranks, train_in_every_way, layout, tmp_path, folder, **layout.sizes, shares=True)
+    by_rank = run_ranks(
+        layout.num_ranks, train_in_every_way, layout, tmp_path, folder, **layout.sizes, shares=True
+    )
     assert_equal_to_one_rank(by_rank, single, layout)
     for name in layout.models:
         saved = global_tensors(ranks[name].saved for ranks in by_rank)
         stored = dict(read_global_tensors(tmp_path / name / SAVED, saved))
         assert_same_named(stored, saved, f"{name}: the checkpoint of {layout}")
     if layout.num_ranks == 4:
-        (losses,) = run_ranks(1, losses_after_load, Layout(1, {}, {}, models=layout.models), tmp_path, shares=True)
+        (losses,) = run_ranks(
+            1, losses_after_load, Layout(1, {}, {}, models=layout.models), tmp_path, shares=True
+        )
         for name in layout.models:
-            assert losses[name] == pytest.approx(by_rank[0][name].outcome.losses[1], rel=LOSS_TOLERANCE), name
+            assert losses[name] == pytest.approx(
+                by_rank[0][name].outcome.losses[1], rel=LOSS_TOLERANCE
+            ), name
 
 
 def one_sgd_step(ctx: ParallelContext, case: Case) -> tuple[Outcome, Outcome]:
@@ -273,28 +328,41 @@ def one_sgd_step(ctx: ParallelContext, case: Case) -> tuple[Outcome, Outcome]:
     return replace(outcome, weights=initial), outcome
 
 
-def gradients(sizes: dict[str, Any], options: dict[str, Any], *, model: dict[str, Any]) -> dict[str, torch.Tensor]:
+def gradients(
+    sizes: dict[str, Any], options: dict[str, Any], *, model: dict[str, Any]
+) -> dict[str, torch.Tensor]:
     """The gradient of every parameter, as the step of a unit learning rate."""
     parallel = {SHORT_NAMES[name]: size for name, size in sizes.items()} | options
     num_ranks = math.prod(size for size in sizes.values() if isinstance(size, int))
-    train, optim = {"micro_batch_size": GLOBAL_BATCH}, {"optimizer": "sgd", "lr": 1.0, "clip_grad": 0.0}
-    case = Case(1).but(train=train, optim=optim | {"weight_decay": 0.0}, parallel=parallel, model=model)
-    before, after = zip(*run_ranks(num_ranks, one_sgd_step, case, **sizes, shares=True), strict=True)
+    train, optim = (
+        {"micro_batch_size": GLOBAL_BATCH},
+        {"optimizer": "sgd", "lr": 1.0, "clip_grad": 0.0},
+    )
+    case = Case(1).but(
+        train=train, optim=optim | {"weight_decay": 0.0}, parallel=parallel, model=model
+    )
+    before, after = zip(
+        *run_ranks(num_ranks, one_sgd_step, case, **sizes, shares=True), strict=True
+    )
     initial, weights = assemble(list(before)), assemble(list(after))
     return {name: initial[name] - weight for name, weight in weights.items()}
 
 
 def test_gradients_of_experts_of_a_compressed_width_are_those_of_one_rank() -> None:
-    """Theirs are 1e-4, as small as the epsilon of Adam, whose step then shows their rounding: up to 2e-5 of a weight.
+    """Theirs are 1e-4, as small as the epsilon of Adam, whose step then shows their rounding: up to
+    2e-5 of a weight.
 
-    Computed in fp64 throughout, weights after two steps of Adam differ by 2e-16 between these layouts.
+    Computed in fp64 throughout, weights after two steps of Adam differ by 2e-16 between these
+    layouts.
     """
     model = MODELS["sinks, norms after, clamped experts"] | {"moe_latent_size": 16}
     single = gradients({}, {}, model=model)
     for sizes, options in (({"tp": 2}, {}), ({"cp": 2}, {}), ({"pp": 2}, ZB)):
         for name, found in gradients(sizes, options, model=model).items():
             off, largest = (found - single[name]).abs().max(), single[name].abs().max()
-            assert off <= 1e-4 * largest, f"{name} in {sizes} {options}: off by {off:.1e} of {largest:.1e}"
+            assert off <= 1e-4 * largest, (
+                f"{name} in {sizes} {options}: off by {off:.1e} of {largest:.1e}"
+            )
 
 
 def test_every_feature_is_drawn_with_and_without_sequence_parallelism() -> None:
@@ -312,19 +380,33 @@ def losses_after_load(ctx: ParallelContext, layout: Layout, folder: Path) -> dic
     return {name: train_steps(run, 1)[0].loss for name, run in runs.items()}
 
 
-def assert_equal_to_one_rank(by_rank: list[dict[str, Trained]], single: dict[str, Trained], layout: Layout) -> None:
+def assert_equal_to_one_rank(
+    by_rank: list[dict[str, Trained]], single: dict[str, Trained], layout: Layout
+) -> None:
     """L1, L2 and the first half of L4."""
     for name in layout.models:
-        row, ranks, expected = f"{name} {layout.sizes} {layout.options}", [each[name] for each in by_rank], single[name]
+        row, ranks, expected = (
+            f"{name} {layout.sizes} {layout.options}",
+            [each[name] for each in by_rank],
+            single[name],
+        )
         outcomes = [rank.outcome for rank in ranks]
-        assert_alike(outcomes, [expected.outcome], row=row, lr=OPTIM["lr"], global_batch=layout.global_batch)
+        assert_alike(
+            outcomes, [expected.outcome], row=row, lr=OPTIM["lr"], global_batch=layout.global_batch
+        )
         initial = [replace(rank.outcome, weights=rank.initial) for rank in ranks]
-        assert_same_named(assemble(initial), assemble([replace(expected.outcome, weights=expected.initial)]), row)
+        assert_same_named(
+            assemble(initial), assemble([replace(expected.outcome, weights=expected.initial)]), row
+        )
         loaded = global_tensors(rank.loaded for rank in ranks)
-        assert_same_named(loaded, global_tensors([expected.saved]), f"{row}: loads what one rank saved")
+        assert_same_named(
+            loaded, global_tensors([expected.saved]), f"{row}: loads what one rank saved"
+        )
 
 
-def assert_same_named(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
+def assert_same_named(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str
+) -> None:
     """Assert that global tensors are equal to the bit."""
     assert found.keys() == expected.keys(), what
     different = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]

@@ -1,4 +1,6 @@
-"""Law L1 for multi-token prediction: every layout computes what one rank computes, in the model and in its layers."""
+"""Law L1 for multi-token prediction: every layout computes what one rank computes, in the model and
+in its layers.
+"""
 
 import pytest
 
@@ -26,7 +28,11 @@ MODELS = {
         "mamba_num_groups": 4,
     },
 }
-SP, ZB, ZERO3 = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}, {"strategy": "optim_grads_params"}
+SP, ZB, ZERO3 = (
+    {"sequence_parallel": True},
+    {"pipeline_schedule": "zb-h1"},
+    {"strategy": "optim_grads_params"},
+)
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 LAYOUTS: list[Row] = [
     ("untied", 2, {"strategy": "optim_grads", "tp": 2}, {}),
@@ -34,7 +40,12 @@ LAYOUTS: list[Row] = [
     ("untied", 2, ZERO3, {"reshard_after_forward": False}),
     ("untied", 4, ZERO3 | {"pp": 2}, ZB),
     ("tied", 2, ZERO3, {"overlap_param_gather": True, "ddp_average_in_collective": True}),
-    ("tied", 2, {"strategy": "no_shard", "pp": 2}, VPP | {"pipeline_model_parallel_layout": "Et|tt|m*2|L"}),
+    (
+        "tied",
+        2,
+        {"strategy": "no_shard", "pp": 2},
+        VPP | {"pipeline_model_parallel_layout": "Et|tt|m*2|L"},
+    ),
     ("tied", 4, {"strategy": "optim", "tp": 2, "pp": 2}, ZB | SP),
     (
         "tied",
@@ -71,10 +82,15 @@ def test_gathers_of_multi_token_prediction_are_planned() -> None:
     strategy = {"data_parallel_sharding_strategy": "optim_grads_params"}
     train = {"micro_batch_size": 1, "global_batch_size": 4}
     cases = [
-        Case(steps=1).but(train=train, model=models[model], parallel=strategy | options, memory=memory)
+        Case(steps=1).but(
+            train=train, model=models[model], parallel=strategy | options, memory=memory
+        )
         for model, options, memory in GATHERED
     ]
     for by_case in run_ranks(2, measure_all, cases, strategy="optim_grads_params", shares=True):
         for measured, row in zip(by_case, GATHERED, strict=True):
-            assert "fsdp_double_buffer" in row[1] or measured["resident"] == measured["planned resident"], row
+            assert (
+                "fsdp_double_buffer" in row[1]
+                or measured["resident"] == measured["planned resident"]
+            ), row
             assert measured["sent"] == measured["planned sent"], row

@@ -1,4 +1,5 @@
-"""Nothing is planned or hashed inside a step: schedules, layouts and groups are the plan's, made before the first step.
+"""Nothing is planned or hashed inside a step: schedules, layouts and groups are the plan's, made
+before the first step.
 
 A rank of each layout in a fake world; every call in the package is recorded.
 """

@@ -1,4 +1,6 @@
-"""Law L1 from Hugging Face MoE weights: the first loss is that of transformers, all losses are those of one rank."""
+"""Law L1 from Hugging Face MoE weights: the first loss is that of transformers, all losses are
+those of one rank.
+"""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -22,10 +24,17 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 FAMILIES: dict[str, Any] = {
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, intermediate_size=48, num_local_experts=4)),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(**SHAPE, intermediate_size=48, num_local_experts=4)
+    ),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            **SHAPE, head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
+            **SHAPE,
+            head_dim=16,
+            moe_intermediate_size=24,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
         )
     ),
 }
@@ -55,9 +64,13 @@ def test_pretrained_experts_train_alike_in_every_layout(family: str, tmp_path: P
     reference = FAMILIES[family]().float()
     reference.save_pretrained(tmp_path)
     case = Case(2).but(
-        model=asdict(model_from_hf(tmp_path)), checkpoint={"pretrained_checkpoint": str(tmp_path)}, optim={"lr": 1e-3}
+        model=asdict(model_from_hf(tmp_path)),
+        checkpoint={"pretrained_checkpoint": str(tmp_path)},
+        optim={"lr": 1e-3},
     )
-    single = run_ranks(1, train_here, case.but(train={"micro_batch_size": GLOBAL_BATCH}), shares=True)[0]
+    single = run_ranks(
+        1, train_here, case.but(train={"micro_batch_size": GLOBAL_BATCH}), shares=True
+    )[0]
     assert single.losses[0] == pytest.approx(first_loss(reference), rel=1e-5)
     for ranks, sizes, options in LAYOUTS:
         parallel = {SHORT_NAMES[name]: size for name, size in sizes.items()} | options

@@ -1,6 +1,8 @@
-"""Law L1 for gradient groups: the gradient of rank r is 2**r, so the reduced sum identifies the ranks in it.
+"""Law L1 for gradient groups: the gradient of rank r is 2**r, so the reduced sum identifies the
+ranks in it.
 
-No model runs. A sum of distinct powers of two shows exactly which ranks were summed, and which of them twice.
+No model runs. A sum of distinct powers of two shows exactly which ranks were summed, and which of
+them twice.
 """
 
 from dataclasses import dataclass
@@ -38,7 +40,11 @@ class ReducedGradient:
 def probe(ctx: ParallelContext, case: Case) -> list[ReducedGradient]:
     """Reduce the gradient 2**rank of every parameter."""
     run = build_here(ctx, case)
-    named = {name: parameter for stage in run.stages.values() for name, parameter in stage.named_parameters()}
+    named = {
+        name: parameter
+        for stage in run.stages.values()
+        for name, parameter in stage.named_parameters()
+    }
     for layer in run.data_parallel:
         layer.begin_step()
         layer.backward_begins(is_last=True)
@@ -65,7 +71,9 @@ def expected_sum(topology: Topology, rank: int, spec: ParamSpec) -> float:
     """The sum over all ranks with a gradient of the same elements."""
     members = set(topology.members(rank, "expert_dp" if spec.is_expert else "dp_cp"))
     for axis in spec.grad_sum_axes:
-        members = {other for member in members for other in (topology.members(member, axis) or (member,))}
+        members = {
+            other for member in members for other in (topology.members(member, axis) or (member,))
+        }
     return sum(2.0**member for member in members)
 
 
@@ -85,17 +93,25 @@ def test_every_gradient_is_summed_over_exactly_its_ranks(
 ) -> None:
     short = sizes | {"strategy": strategy}
     parallel = {SHORT_NAMES[name]: value for name, value in short.items()} | options
-    case = Case().but(train={"micro_batch_size": 1, "global_batch_size": 8}, parallel=parallel, model=MODEL)
+    case = Case().but(
+        train={"micro_batch_size": 1, "global_batch_size": 8}, parallel=parallel, model=MODEL
+    )
     for rank, found in enumerate(run_ranks(ranks, probe, case, **short, shares=True)):
         topology = topology_of(ranks, case)
         assert {one.spec.weight_decay for one in found} == {True, False} or strategy != "no_shard"
         for one in found:
             expected = expected_sum(topology, rank, one.spec)
-            assert one.values == {expected}, f"rank {rank}: {one.spec.name} has {one.values}, not {expected}"
+            assert one.values == {expected}, (
+                f"rank {rank}: {one.spec.name} has {one.values}, not {expected}"
+            )
 
 
 def topology_of(ranks: int, case: Case) -> Topology:
     from tests.harness import parallel_config
 
-    options = {name: value for name, value in case.overrides["parallel"].items() if name != "overlap_grad_reduce"}
+    options = {
+        name: value
+        for name, value in case.overrides["parallel"].items()
+        if name != "overlap_grad_reduce"
+    }
     return Topology.of(parallel_config(**options), ranks)

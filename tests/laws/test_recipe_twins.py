@@ -1,4 +1,6 @@
-"""Law L1 for recipes with several kinds of layers: shrunk as `nanotrain parity` does, they train as on one rank."""
+"""Law L1 for recipes with several kinds of layers: shrunk as `nanotrain parity` does, they train as
+on one rank.
+"""
 
 import pytest
 
@@ -18,16 +20,23 @@ def record(ctx: ParallelContext, configs: list[Config]) -> list[Record]:
     """What this rank sees of every configuration, one after the other."""
     world = ctx.topology.world_size
     contexts = [ParallelContext.attach(Topology.of(config.parallel, world)) for config in configs]
-    return [record_steps(context, config) for context, config in zip(contexts, configs, strict=True)]
+    return [
+        record_steps(context, config) for context, config in zip(contexts, configs, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
 def records() -> dict[str, tuple[Config, Record, list[Record]]]:
     """Of every recipe the small configuration, the record of one rank, and those of two."""
-    small = [shrink(load([f"+config={name}"], to_train=False).config, 2, num_steps=2) for name in RECIPES]
+    small = [
+        shrink(load([f"+config={name}"], to_train=False).config, 2, num_steps=2) for name in RECIPES
+    ]
     [single] = run_ranks(1, record, [on_one_rank(config) for config in small])
     double = run_ranks(2, record, small)
-    return {name: (small[i], single[i], [of_rank[i] for of_rank in double]) for i, name in enumerate(RECIPES)}
+    return {
+        name: (small[i], single[i], [of_rank[i] for of_rank in double])
+        for i, name in enumerate(RECIPES)
+    }
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -35,6 +44,8 @@ def test_a_small_twin_trains_as_on_one_rank(
     recipe: str, records: dict[str, tuple[Config, Record, list[Record]]]
 ) -> None:
     config, single, double = records[recipe]
-    assert {*config.model.mixers} == {*load([f"+config={recipe}"], to_train=False).config.model.mixers}
+    assert {*config.model.mixers} == {
+        *load([f"+config={recipe}"], to_train=False).config.model.mixers
+    }
     report = compare(single, double, config=config, tolerance=TOLERANCE)
     assert report.holds, report.complaints

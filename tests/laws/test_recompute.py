@@ -1,4 +1,6 @@
-"""Law L7: recomputation and offloading change no bit of losses, gradient norms, weights and router statistics."""
+"""Law L7: recomputation and offloading change no bit of losses, gradient norms, weights and router
+statistics.
+"""
 
 from typing import Any
 
@@ -17,9 +19,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "uniform 2": FULL | {"recompute_method": "uniform", "recompute_num_layers": 2},
     "block 1": FULL | {"recompute_method": "block", "recompute_num_layers": 1},
     "core_attn": {"recompute_granularity": "selective"},
-    "modules": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp", "moe"]},
-    "offload": {"cpu_offloading": True, "cpu_offloading_num_layers": 3},  # forced: a user's run on a CPU is refused
-    "outputs": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"]},
+    "modules": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "layernorm", "mlp", "moe"],
+    },
+    # forced: a user's run on a CPU is refused
+    "offload": {"cpu_offloading": True, "cpu_offloading_num_layers": 3},
+    "outputs": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"],
+    },
 }
 WITH_MTP = DEEPSEEK | {"mtp_num_layers": 1}
 DROPOUT = {"gpt2": {"attention_dropout": 0.1, "hidden_dropout": 0.1}}
@@ -30,9 +39,23 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 ROWS: list[tuple[str, str, int, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     ("deepseek", "fp32", 1, {}, {}, ("full", "block 1", "modules", "outputs", "offload")),
     ("gpt2", "bf16", 1, {}, {}, ("uniform 2", "core_attn")),
-    ("deepseek", "fp32", 2, {"strategy": "optim", "pp": 2}, ZB, ("uniform 2", "outputs", "offload")),
+    (
+        "deepseek",
+        "fp32",
+        2,
+        {"strategy": "optim", "pp": 2},
+        ZB,
+        ("uniform 2", "outputs", "offload"),
+    ),
     ("llama", "bf16", 2, {"strategy": "optim_grads", "pp": 2}, VPP, ("full", "outputs")),
-    ("gpt2", "bf16", 2, {"strategy": "optim_grads", "tp": 2}, SP | OVERLAP, ("uniform 3", "modules")),
+    (
+        "gpt2",
+        "bf16",
+        2,
+        {"strategy": "optim_grads", "tp": 2},
+        SP | OVERLAP,
+        ("uniform 3", "modules"),
+    ),
     ("llama", "fp32", 2, {"cp": 2}, {}, ("full", "core_attn")),
     ("gpt2", "bf16", 2, {"cp": 2}, {"cp_comm_type": "a2a"}, ("core_attn",)),
     ("llama", "fp8", 1, {}, {}, ("uniform 2",)),
@@ -45,11 +68,20 @@ ROWS: list[tuple[str, str, int, dict[str, Any], dict[str, Any], tuple[str, ...]]
         OVERLAP,
         ("uniform 3", "offload"),
     ),
-    ("biased", "fp32", 4, {"strategy": "optim_grads_params", "tp": 2, "pp": 2, "etp": 2}, SP | ZB, ("uniform 2",)),
+    (
+        "biased",
+        "fp32",
+        4,
+        {"strategy": "optim_grads_params", "tp": 2, "pp": 2, "etp": 2},
+        SP | ZB,
+        ("uniform 2",),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("model", "dtype", "num_ranks", "sizes", "options", "settings"), ROWS, ids=str)
+@pytest.mark.parametrize(
+    ("model", "dtype", "num_ranks", "sizes", "options", "settings"), ROWS, ids=str
+)
 def test_recomputation_changes_no_bit(
     model: str,
     dtype: str,
@@ -60,7 +92,10 @@ def test_recomputation_changes_no_bit(
 ) -> None:
     fp8 = {"fp8_format": "hybrid"} if dtype == "fp8" else {}
     plain = Case(2).but(
-        train={"micro_batch_size": micro_batch_size(num_ranks, sizes, 2, global_batch=4), "global_batch_size": 4},
+        train={
+            "micro_batch_size": micro_batch_size(num_ranks, sizes, 2, global_batch=4),
+            "global_batch_size": 4,
+        },
         model={"num_layers": 4}
         | (MODELS | {"deepseek": DEEPSEEK | {"mtp_num_layers": 1}})[model]
         | DROPOUT.get(model, {}),
@@ -73,5 +108,9 @@ def test_recomputation_changes_no_bit(
             assert outcome.losses == kept.losses and outcome.grad_norms == kept.grad_norms, name
             assert outcome.mtp_losses == kept.mtp_losses, name
             assert outcome.moe == kept.moe, f"{name}: routers count a batch twice"
-            different = [box.name for box in kept.weights if not torch.equal(kept.weights[box], outcome.weights[box])]
+            different = [
+                box.name
+                for box in kept.weights
+                if not torch.equal(kept.weights[box], outcome.weights[box])
+            ]
             assert not different, name

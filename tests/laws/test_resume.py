@@ -1,7 +1,8 @@
 """Law L3: a stopped and resumed run equals an uninterrupted run, to the bit.
 
-With the real command line under torchrun's agent where processes, signals and data workers matter, else on the ranks
-of the test harness. Another layout sums in another order, so its losses agree to 1e-5.
+With the real command line under torchrun's agent where processes, signals and data workers matter,
+else on the ranks of the test harness. Another layout sums in another order, so its losses agree to
+1e-5.
 """
 
 import os
@@ -36,7 +37,8 @@ from tests.laws.megatron_file import write_tokens
 
 TEN = "--train-iters 10 --micro-batch-size 6"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-# Every strategy with main params of their own, the fewest and the most sharded without, and with a loss scale.
+# Every strategy with main params of their own, the fewest and the most sharded without, and with a
+# loss scale.
 PRECISIONS = [
     *((strategy, "bf16") for strategy in STRATEGIES),
     *((strategy, "fp32") for strategy in ("no_shard", "optim_grads")),
@@ -80,7 +82,10 @@ def test_a_killed_run_repeats_the_steps_after_its_last_checkpoint(tmp_path: Path
     run_ranks(2, run_command_lines, arguments(killed, TEN))
 
     assert_same_to_the_bit(killed, full)
-    assert sorted(path.name for path in saved.parent.iterdir()) == ["step-00000004", "step-00000010"]
+    assert sorted(path.name for path in saved.parent.iterdir()) == [
+        "step-00000004",
+        "step-00000010",
+    ]
 
 
 LAYOUTS = {  # ranks and arguments of the last two of six steps
@@ -89,11 +94,20 @@ LAYOUTS = {  # ranks and arguments of the last two of six steps
     "four ranks, another micro batch": (4, "--micro-batch-size 1"),
     "no_shard": (2, "--data-parallel-sharding-strategy no_shard"),
     "optim_grads": (2, "--data-parallel-sharding-strategy optim_grads"),
-    "two instances of two ranks": (4, "--num-distributed-optimizer-instances 2 --micro-batch-size 1"),
+    "two instances of two ranks": (
+        4,
+        "--num-distributed-optimizer-instances 2 --micro-batch-size 1",
+    ),
     "optim_grads_params": (2, "--data-parallel-sharding-strategy optim_grads_params"),
     "another bucket size": (2, "--ddp-bucket-size 1000"),
-    "no overlap, other padding": (2, "--no-overlap-param-gather --ddp-pad-buckets-for-high-nccl-busbw"),
-    "all of it": (3, "--data-parallel-sharding-strategy optim_grads --ddp-bucket-size 700 --micro-batch-size 1"),
+    "no overlap, other padding": (
+        2,
+        "--no-overlap-param-gather --ddp-pad-buckets-for-high-nccl-busbw",
+    ),
+    "all of it": (
+        3,
+        "--data-parallel-sharding-strategy optim_grads --ddp-bucket-size 700 --micro-batch-size 1",
+    ),
 }
 
 
@@ -102,7 +116,13 @@ def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two runs on two ranks: `half`, stopped after four of six steps, and `full`."""
     folder = tmp_path_factory.mktemp("layouts")
     stopping = arguments(folder / "half", TEN, "--train-iters 6 --exit-interval 4")
-    run_ranks(2, run_command_lines, arguments(folder / "full", TEN, "--train-iters 6"), stopping, strategy="optim")
+    run_ranks(
+        2,
+        run_command_lines,
+        arguments(folder / "full", TEN, "--train-iters 6"),
+        stopping,
+        strategy="optim",
+    )
     return folder
 
 
@@ -116,16 +136,27 @@ def test_a_run_resumes_in_another_layout(tmp_path: Path, half_done: Path, layout
     resumed, full = steps_of(tmp_path / "run"), steps_of(half_done / "full")[4:]
     assert [step["step"] for step in resumed] == [5, 6]
     for name in ("loss", "grad_norm"):
-        assert [step[name] for step in resumed] == pytest.approx([step[name] for step in full], rel=1e-5)
-    assert [step["consumed_samples"] for step in resumed] == [step["consumed_samples"] for step in full]
+        assert [step[name] for step in resumed] == pytest.approx(
+            [step[name] for step in full], rel=1e-5
+        )
+    assert [step["consumed_samples"] for step in resumed] == [
+        step["consumed_samples"] for step in full
+    ]
 
 
 def test_a_run_from_hugging_face_weights_resumes(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    shape = {"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80, "max_position_embeddings": 128}
+    shape = {
+        "num_hidden_layers": 2,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "max_position_embeddings": 128,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500}
     LlamaForCausalLM(LlamaConfig(**shape, **heads)).save_pretrained(tmp_path / "llama")
-    write_tokens(tmp_path / "tokens", np.random.default_rng(0).integers(0, 500, 7000).astype(np.uint16))
+    write_tokens(
+        tmp_path / "tokens", np.random.default_rng(0).integers(0, 500, 7000).astype(np.uint16)
+    )
     line = f"""+config=tiny --pretrained-checkpoint {tmp_path / "llama"} --data-path {tmp_path / "tokens"}
         --split 1,0,0 data.shuffle=false --seq-length 64 --micro-batch-size 4 --global-batch-size 8 --train-iters 3
         --lr 1e-2 --lr-decay-style constant --lr-warmup-iters 0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
@@ -138,7 +169,8 @@ def test_a_run_from_hugging_face_weights_resumes(tmp_path: Path) -> None:
 
     run_ranks(2, run_command_lines, *lines, strategy="optim_grads")
 
-    # The second run starts from the checkpoint: from the Hugging Face weights its steps 4 to 6 would be others.
+    # The second run starts from the checkpoint: from the Hugging Face weights its steps 4 to 6
+    # would be others.
     assert [step["step"] for step in steps_of(tmp_path / "out")] == list(range(1, 7))
     assert_same_to_the_bit(tmp_path / "out", tmp_path / "full")
 
@@ -150,12 +182,16 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path: Path, by_scheduler: bool
     endless = f"--train-iters 100000 --micro-batch-size 6 --lr-decay-style constant --save-interval 100000 {how}"
     if by_scheduler:  # torchrun forwards the SIGTERM to its ranks and exits with 1
         logs = tmp_path / "logs"
-        torchrun = forkserver().Process(target=train_under_torchrun, args=(arguments(stopped, endless), logs))
+        torchrun = forkserver().Process(
+            target=train_under_torchrun, args=(arguments(stopped, endless), logs)
+        )
         torchrun.start()
         await_step(stopped, 4, is_running=torchrun.is_alive)
         torchrun.terminate()
         torchrun.join(HANG_S)
-        ended = Finished(torchrun.exitcode, "".join(file.read_text() for file in sorted(logs.rglob("std*.log"))))
+        ended = Finished(
+            torchrun.exitcode, "".join(file.read_text() for file in sorted(logs.rglob("std*.log")))
+        )
     else:  # Ctrl-C on one rank; the others stop with it through the flag that every step reduces
         ranks = ForkedRanks(arguments(stopped, endless), folder=tmp_path)
         await_step(stopped, 4, is_running=lambda: ranks.is_running)
@@ -164,10 +200,13 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path: Path, by_scheduler: bool
 
     assert ended.exit_code == by_scheduler, ended.output
     last = steps_of(stopped)[-1]["step"]
-    assert re.search(rf"stopping after step {last}: (received SIGTERM|another rank stops)", ended.output)
+    assert re.search(
+        rf"stopping after step {last}: (received SIGTERM|another rank stops)", ended.output
+    )
     assert (stopped / "checkpoints" / f"step-{last:08d}" / "manifest.json").exists()
     continued = endless.replace("100000", str(last + 3), 1)
-    run_ranks(2, run_command_lines, arguments(full, continued), strategy="optim")  # without data workers
+    # without data workers
+    run_ranks(2, run_command_lines, arguments(full, continued), strategy="optim")
     if by_scheduler:
         resumed = ForkedRanks(arguments(stopped, continued), folder=tmp_path).wait()
         assert resumed.exit_code == 0, resumed.output
@@ -180,7 +219,9 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path: Path, by_scheduler: bool
     ]
 
 
-def test_a_run_stops_at_its_time_limit_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_stops_at_its_time_limit_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full, timed = tmp_path / "full", tmp_path / "timed"
     endless = "--train-iters 100000 --lr-decay-style constant --num-workers 0"
 

@@ -1,4 +1,6 @@
-"""Laws of sparse attention that test_layer_kinds.py does not draw: its log, QK-clip, fp16, compilation, learning."""
+"""Laws of sparse attention that test_layer_kinds.py does not draw: its log, QK-clip, fp16,
+compilation, learning.
+"""
 
 from typing import Any
 
@@ -13,7 +15,9 @@ from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, build_here, outcome_o
 
 LR = 3e-3
 DSA = {
-    name: value for name, value in MODELS["sparse attention"].items() if not name.startswith(("num_exp", "moe", "mtp"))
+    name: value
+    for name, value in MODELS["sparse attention"].items()
+    if not name.startswith(("num_exp", "moe", "mtp"))
 } | {"num_layers": 2, "attention_dropout": 0.0}
 MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest", "muon_extra_scale_factor": 0.2}
 CLIP = {"qk_clip": True, "qk_clip_threshold": 0.02, "lr": LR, "adam_eps": 1e-5}
@@ -27,14 +31,26 @@ def train(ctx: ParallelContext, case: Case) -> tuple[Outcome, list[float]]:
     return outcome_of(run, results), [result.metrics["dsa_indexer_loss"] for result in results]
 
 
-@pytest.mark.parametrize("loss", [{}, {"dsa_indexer_use_sparse_loss": True}], ids=["all keys", "selected keys"])
-def test_muon_and_qk_clip_and_the_logged_divergence_are_those_of_one_rank(loss: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "loss", [{}, {"dsa_indexer_use_sparse_loss": True}], ids=["all keys", "selected keys"]
+)
+def test_muon_and_qk_clip_and_the_logged_divergence_are_those_of_one_rank(
+    loss: dict[str, Any],
+) -> None:
     case = CASE.but(model=loss)
-    ((single, expected),) = run_ranks(1, train, case.but(train={"micro_batch_size": GLOBAL_BATCH}), shares=True)
+    ((single, expected),) = run_ranks(
+        1, train, case.but(train={"micro_batch_size": GLOBAL_BATCH}), shares=True
+    )
     assert all(0.01 < divergence < 1 for divergence in expected), expected
     sizes = {"tp": 2, "cp": 2, "strategy": "optim"}
-    parallel = {SHORT_NAMES[name]: size for name, size in sizes.items()} | GATHER | {"sequence_parallel": True}
-    found = run_ranks(4, train, case.but(parallel=parallel, train={"micro_batch_size": 4}), **sizes, shares=True)
+    parallel = (
+        {SHORT_NAMES[name]: size for name, size in sizes.items()}
+        | GATHER
+        | {"sequence_parallel": True}
+    )
+    found = run_ranks(
+        4, train, case.but(parallel=parallel, train={"micro_batch_size": 4}), **sizes, shares=True
+    )
     assert_alike([outcome for outcome, _ in found], [single], row=str(sizes), lr=LR)
     for _, divergences in found:
         assert divergences == pytest.approx(expected, rel=1e-4)
@@ -50,7 +66,9 @@ def test_the_gradient_of_the_indexer_does_not_depend_on_the_loss_scale() -> None
     case = Case(1).but(model=DSA | {"dsa_indexer_loss_coeff": 1e3}, train={"micro_batch_size": 4})
     case = case.but(train={"log_norms_by_group": True}, optim={"clip_grad": 0.0})
     scales = ({}, *({"params_dtype": "fp16", "initial_loss_scale": 2.0**power} for power in (2, 5)))
-    ((single, *others),) = run_ranks(1, norms, [case.but(precision=scale) for scale in scales], shares=True)
+    ((single, *others),) = run_ranks(
+        1, norms, [case.but(precision=scale) for scale in scales], shares=True
+    )
     frozen = case.but(model={"dsa_indexer_loss_coeff": 0.0})
     ((without,),) = run_ranks(1, norms, [frozen], shares=True)
     assert single["attention"] > 10 * without["attention"]
@@ -59,7 +77,9 @@ def test_the_gradient_of_the_indexer_does_not_depend_on_the_loss_scale() -> None
 
 
 def test_a_compiled_block_trains_as_an_eager_one() -> None:
-    case = Case(2).but(model=DSA | {"num_layers": 1}, train={"global_batch_size": 4, "micro_batch_size": 2})
+    case = Case(2).but(
+        model=DSA | {"num_layers": 1}, train={"global_batch_size": 4, "micro_batch_size": 2}
+    )
     eager, compiled, num_graphs, _ = train_compiled(one_rank(), case, "eager")
     assert num_graphs > 0 and compiled.losses == pytest.approx(eager.losses, rel=1e-5)
     assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)

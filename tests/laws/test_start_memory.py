@@ -1,6 +1,8 @@
-"""Law L5 at the start: initial weights, Hugging Face weights and checkpoints never bring a full model onto a rank.
+"""Law L5 at the start: initial weights, Hugging Face weights and checkpoints never bring a full
+model onto a rank.
 
-Every tensor that an operation reads or writes is counted while it is alive, over the planned resident bytes.
+Every tensor that an operation reads or writes is counted while it is alive, over the planned
+resident bytes.
 """
 
 import weakref
@@ -52,12 +54,17 @@ class LiveBytes(TorchDispatchMode):
         """Count a tensor, and all others again if it is new and large and no view of one of them."""
         num_bytes, address = tensor.untyped_storage().nbytes(), tensor.untyped_storage().data_ptr()
         seen = self._seen.get(id(tensor))
-        if num_bytes < SMALL or (seen is not None and seen() is tensor):  # a later tensor may have the id of a dead one
+        # a later tensor may have the id of a dead one
+        if num_bytes < SMALL or (seen is not None and seen() is tensor):
             return
         self._seen[id(tensor)] = weakref.ref(tensor)
         if self._sizes.get(address) == num_bytes:
             return
-        alive = {key: tensor for key, reference in self._seen.items() if (tensor := reference()) is not None}
+        alive = {
+            key: tensor
+            for key, reference in self._seen.items()
+            if (tensor := reference()) is not None
+        }
         self._seen = {key: self._seen[key] for key in alive}
         storages = (tensor.untyped_storage() for tensor in alive.values())
         self._sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -65,7 +72,9 @@ class LiveBytes(TorchDispatchMode):
         self.largest = max(self.largest, num_bytes)
 
 
-def measure_starts(ctx: ParallelContext, case: Case, weights: Path, folder: Path) -> dict[str, dict[str, int]]:
+def measure_starts(
+    ctx: ParallelContext, case: Case, weights: Path, folder: Path
+) -> dict[str, dict[str, int]]:
     """Bytes while a run starts from a seed, from Hugging Face weights and from a checkpoint."""
     save(ctx, case, folder)
     starts: dict[str, dict[str, Any]] = {
@@ -76,9 +85,16 @@ def measure_starts(ctx: ParallelContext, case: Case, weights: Path, folder: Path
     found = {}
     for name, arguments in starts.items():
         with LiveBytes() as live:
-            started = case.but(checkpoint={"pretrained_checkpoint": str(weights)}) if name == "weights" else case
+            started = (
+                case.but(checkpoint={"pretrained_checkpoint": str(weights)})
+                if name == "weights"
+                else case
+            )
             run = build_here(ctx, started, **arguments)
-        planned, buckets = run.plan.resident_bytes, [bucket for dp in run.data_parallel for bucket in dp.buckets]
+        planned, buckets = (
+            run.plan.resident_bytes,
+            [bucket for dp in run.data_parallel for bucket in dp.buckets],
+        )
         found[name] = {
             "full": sum(bucket.layout.numel for bucket in buckets) * 4,
             "bucket": max(bucket.layout.numel for bucket in buckets) * 4,
@@ -97,9 +113,13 @@ def test_no_start_holds_the_full_model_on_a_rank(tmp_path: Path) -> None:
         parallel={"data_parallel_sharding_strategy": STRATEGY, "ddp_bucket_size": 5000},
         train={"micro_batch_size": 1, "global_batch_size": 4},
     )
-    for found in run_ranks(4, measure_starts, case, tmp_path / "weights", tmp_path, threads=False, strategy=STRATEGY):
+    for found in run_ranks(
+        4, measure_starts, case, tmp_path / "weights", tmp_path, threads=False, strategy=STRATEGY
+    ):
         for name, sizes in found.items():
             print(name, sizes)
-            assert sizes["resident"] == sizes["full"], "with d = 4 the four shards are the size of one model"
+            assert sizes["resident"] == sizes["full"], (
+                "with d = 4 the four shards are the size of one model"
+            )
             assert sizes["most"] <= sizes["resident"] + 3 * sizes["bucket"] // 2, name
             assert sizes["largest"] <= sizes["full"] // 4, name

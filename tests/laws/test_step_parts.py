@@ -1,7 +1,8 @@
 """The parts of a step together, against closed forms of the weights before and after it.
 
-Law L1 does not see what one rank shares with every layout: the order of the parts, and what one adds to the numbers of
-another. Here a step has all parts that go together, and every number is written out.
+Law L1 does not see what one rank shares with every layout: the order of the parts, and what one
+adds to the numbers of another. Here a step has all parts that go together, and every number is
+written out.
 """
 
 from typing import Any
@@ -24,18 +25,31 @@ from tests.train.parts.test_losses import DATA, by_hand, read_blend
 
 DECAY, RATE = 0.8, 0.01
 CASE = Case(3).but(
-    model=BIASED | {"moe_router_bias_update_rate": RATE, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.8},
-    optim={"lr": 3e-3, "adam_eps": 1e-5, "qk_clip": True, "qk_clip_threshold": 0.02, "ema_decay": DECAY},
+    model=BIASED
+    | {"moe_router_bias_update_rate": RATE, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.8},
+    optim={
+        "lr": 3e-3,
+        "adam_eps": 1e-5,
+        "qk_clip": True,
+        "qk_clip_threshold": 0.02,
+        "ema_decay": DECAY,
+    },
     train={"micro_batch_size": 4, "log_norms_by_group": True, "log_params_norm": True},
 )
 
 
 def weights_of(run: Run) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in run.stages[0].named_parameters()}
+    return {
+        name: parameter.detach().clone() for name, parameter in run.stages[0].named_parameters()
+    }
 
 
 def norm_of(weights: dict[str, Tensor], of: str = "") -> float:
-    return torch.cat([weight.flatten().double() for name, weight in weights.items() if of in name]).norm().item()
+    return (
+        torch.cat([weight.flatten().double() for name, weight in weights.items() if of in name])
+        .norm()
+        .item()
+    )
 
 
 def further_loss(stage: Any, samples: range) -> float:
@@ -52,7 +66,11 @@ def further_loss(stage: Any, samples: range) -> float:
 def train(ctx: ParallelContext) -> None:
     run = build_here(ctx, CASE)
     read_blend(ctx, run)
-    (stage,), scale_rows, unclipped = run.stages.values(), run.optimizer.scale_rows, dict[str, Tensor]()
+    (stage,), scale_rows, unclipped = (
+        run.stages.values(),
+        run.optimizer.scale_rows,
+        dict[str, Tensor](),
+    )
     factors: dict[str, Tensor] = {}
 
     def clip(of_rows: dict[str, Tensor]) -> None:
@@ -61,7 +79,10 @@ def train(ctx: ParallelContext) -> None:
         scale_rows(of_rows)
 
     run.optimizer.scale_rows = clip  # type: ignore[method-assign]
-    average, biases = weights_of(run), {name: torch.zeros_like(bias) for name, bias in expert_biases(stage).items()}
+    average, biases = (
+        weights_of(run),
+        {name: torch.zeros_like(bias) for name, bias in expert_biases(stage).items()},
+    )
     losses = torch.zeros(2, 2, dtype=torch.float64)
     for step in range(CASE.steps):
         is_logged, samples = step != 1, range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
@@ -77,13 +98,21 @@ def train(ctx: ParallelContext) -> None:
         assert output.loss == pytest.approx(loss / tokens, rel=1e-5)
         for name, weight in after.items():
             rows = factors.get(name, torch.ones(len(weight)))
-            torch.testing.assert_close(weight, unclipped[name] * rows.view(-1, *[1] * (weight.ndim - 1)))
-        average = {name: DECAY * weight + (1 - DECAY) * after[name] for name, weight in average.items()}
-        stored = {box.name: tensor for box, tensor in run.optimizer.tensors_to_save(only="ema").items()}
+            torch.testing.assert_close(
+                weight, unclipped[name] * rows.view(-1, *[1] * (weight.ndim - 1))
+            )
+        average = {
+            name: DECAY * weight + (1 - DECAY) * after[name] for name, weight in average.items()
+        }
+        stored = {
+            box.name: tensor for box, tensor in run.optimizer.tensors_to_save(only="ema").items()
+        }
         for name, weight in average.items():
             torch.testing.assert_close(stored[f"ema/{name}"], weight, msg=f"the average of {name}")
         for name, bias in expert_biases(stage).items():
-            load = torch.tensor(metrics["moe"]["load"][name.removeprefix("router/").removesuffix(".expert_bias")])
+            load = torch.tensor(
+                metrics["moe"]["load"][name.removeprefix("router/").removesuffix(".expert_bias")]
+            )
             biases[name] += RATE * (load.mean() - load).sign()
             torch.testing.assert_close(bias, biases[name])
         assert metrics["mtp_losses"] == pytest.approx([further], rel=1e-5)
@@ -91,16 +120,22 @@ def train(ctx: ParallelContext) -> None:
             assert not {"norms", "params_norm", "source_losses"} & metrics.keys()
             continue
         means = (losses[0] / losses[1]).tolist()
-        assert metrics["source_losses"] == pytest.approx(dict(zip(source_names(DATA), means, strict=True)), rel=1e-5)
+        assert metrics["source_losses"] == pytest.approx(
+            dict(zip(source_names(DATA), means, strict=True)), rel=1e-5
+        )
         losses.zero_()
         change = {name: weight - before[name] for name, weight in after.items()}
         norms = metrics["norms"]
-        assert norm_of(after, ".attention.") < 0.99 * norm_of(unclipped, ".attention."), "QK-clip changes the norms"
+        assert norm_of(after, ".attention.") < 0.99 * norm_of(unclipped, ".attention."), (
+            "QK-clip changes the norms"
+        )
         assert total(norms["grad"]) == pytest.approx(output.grad_norm, rel=1e-6)
         assert metrics["params_norm"] == pytest.approx(norm_of(after), rel=1e-6)
         for kind, weights in (("param", after), ("update", change)):
             assert total(norms[kind]) == pytest.approx(norm_of(weights), rel=1e-6), kind
-            assert norms[kind]["attention"] == pytest.approx(norm_of(weights, ".attention."), rel=1e-6), kind
+            assert norms[kind]["attention"] == pytest.approx(
+                norm_of(weights, ".attention."), rel=1e-6
+            ), kind
 
 
 def total(norms: dict[str, float]) -> float:

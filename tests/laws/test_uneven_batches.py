@@ -1,7 +1,9 @@
-"""Law L1 where the ranks do not divide the microbatches: padding counts neither in the loss nor in a router.
+"""Law L1 where the ranks do not divide the microbatches: padding counts neither in the loss nor in
+a router.
 
-A global batch of 12 samples on 3 data-parallel ranks, 3 samples per microbatch: in the second microbatch one rank has
-samples and two have padding. With experts on all ranks the three exchange tokens in it.
+A global batch of 12 samples on 3 data-parallel ranks, 3 samples per microbatch: in the second
+microbatch one rank has samples and two have padding. With experts on all ranks the three exchange
+tokens in it.
 """
 
 from typing import Any
@@ -13,7 +15,8 @@ from tests.laws.compare import assert_alike
 from tests.laws.worlds import GLOBAL_BATCH, Case, Outcome, train_here
 
 STEPS, OPTIM, MICRO_BATCH = 2, {"lr": 3e-3, "adam_eps": 1e-5}, 3
-# Every term of a router: expert bias, two balance losses that do not depend on the ranks, z-loss and capacity.
+# Every term of a router: expert bias, two balance losses that do not depend on the ranks, z-loss
+# and capacity.
 EXPERTS = {
     "num_experts": 6,
     "moe_router_topk": 2,
@@ -36,7 +39,9 @@ ROWS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 
 
 def case_of(options: dict[str, Any]) -> Case:
-    return Case(STEPS).but(model=EXPERTS, optim=OPTIM, train={"micro_batch_size": MICRO_BATCH}, parallel=options)
+    return Case(STEPS).but(
+        model=EXPERTS, optim=OPTIM, train={"micro_batch_size": MICRO_BATCH}, parallel=options
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
-"""Laws L1 and L5 over CUDA and NCCL: ranks on fake GPUs compute the losses of one process in the planned memory.
+"""Laws L1 and L5 over CUDA and NCCL: ranks on fake GPUs compute the losses of one process in the
+planned memory.
 
-The runs take the paths of GPUs: streams, pinned memory, caching allocator, ProcessGroupNCCL, attention on the device.
-Only the kernels are the CPU's (tests/fake_cuda). It needs a CUDA build of torch, and no GPU.
+The runs take the paths of GPUs: streams, pinned memory, caching allocator, ProcessGroupNCCL,
+attention on the device. Only the kernels are the CPU's (tests/fake_cuda). It needs a CUDA build of
+torch, and no GPU.
 """
 
 import json
@@ -66,7 +68,9 @@ NUMBER = r"([\d.]+) (MB|GB)"
 def run(command: list[str]) -> str:
     """Run a command; what it prints."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -79,13 +83,35 @@ def rows(command: list[str], folder: Path) -> list[dict[str, float]]:
 
 def on_fake_gpus(num_ranks: int, train: list[str], *flags: str) -> list[str]:
     """The command of a run on fake GPUs, with flags of `scripts/without_gpu`."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return [*fake_gpus(num_ranks, *flags), *torchrun, *train, "--device", "cuda", "--no-torch-compile"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+    ]
+    return [
+        *fake_gpus(num_ranks, *flags),
+        *torchrun,
+        *train,
+        "--device",
+        "cuda",
+        "--no-torch-compile",
+    ]
 
 
 def fake_gpus(number: int, *flags: str) -> list[str]:
     """What comes before a command that runs on fake GPUs."""
-    fake = [sys.executable, ROOT / "scripts/without_gpu", "--gpus", number, "--build-in", ROOT / "build", *flags]
+    fake = [
+        sys.executable,
+        ROOT / "scripts/without_gpu",
+        "--gpus",
+        number,
+        "--build-in",
+        ROOT / "build",
+        *flags,
+    ]
     return list(map(str, fake))
 
 
@@ -96,7 +122,9 @@ def test_ranks_on_fake_gpus_train_as_one_process_on_the_cpu(name, tmp_path):
     found = rows(on_fake_gpus(num_ranks, [*train, *layout.split()]), tmp_path / "gpus")
     expected = rows([sys.executable, *train, "--device", "cpu"], tmp_path / "cpu")
     for key, tolerance in (("loss", 1e-6), ("grad_norm", 1e-4)):
-        assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=tolerance)
+        assert [row[key] for row in found] == pytest.approx(
+            [row[key] for row in expected], rel=tolerance
+        )
 
 
 TWO_RUNS = """
@@ -109,12 +137,28 @@ for folder in ("first", "second"):
 
 
 def test_a_program_trains_twice(tmp_path):
-    words = [*MODEL.format(recipe="tiny").split(), "--tensor-model-parallel-size", "2", "--device", "cuda"]
+    words = [
+        *MODEL.format(recipe="tiny").split(),
+        "--tensor-model-parallel-size",
+        "2",
+        "--device",
+        "cuda",
+    ]
     program = tmp_path / "program.py"
     program.write_text(TWO_RUNS.format(words=[*words, "--no-torch-compile"]))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(program)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        str(program),
+    ]
     run([*fake_gpus(4), "env", "--chdir", str(tmp_path), *torchrun])
-    first, second = ((tmp_path / folder / "metrics.jsonl").read_text() for folder in ("first", "second"))
+    first, second = (
+        (tmp_path / folder / "metrics.jsonl").read_text() for folder in ("first", "second")
+    )
     assert [json.loads(row)["loss"] for row in first.splitlines()] == [
         json.loads(row)["loss"] for row in second.splitlines()
     ]
@@ -144,6 +188,16 @@ def test_the_peak_of_the_allocator_is_planned(flags, tmp_path):
 
 @pytest.mark.parametrize("major", [9, 10])
 def test_the_tests_marked_gpu_pass_with_the_values_of_the_cpu(major):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        "tests/gpu",
+    ]
     printed = run([*fake_gpus(1, "--major", str(major)), *command])
     assert "CUDA device" not in printed, "some were skipped, as if there were no GPU"

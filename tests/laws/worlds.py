@@ -1,6 +1,8 @@
-"""A small model trained for a few steps on this rank, through the same build and step that the command line uses.
+"""A small model trained for a few steps on this rank, through the same build and step that the
+command line uses.
 
-`train_here(ctx, case)` is what law tests run on every rank; `Outcome` is what they compare between worlds.
+`train_here(ctx, case)` is what law tests run on every rank; `Outcome` is what they compare between
+worlds.
 """
 
 import json
@@ -34,7 +36,12 @@ from nanotrain.train.step import StepOutput, train_step
 VOCAB_SIZE = 300  # no multiple of 128: padding takes part
 SEQ_LENGTH = 24
 MODEL = ModelConfig(
-    num_layers=2, hidden_size=40, ffn_hidden_size=56, num_attention_heads=4, num_query_groups=2, vocab_size=VOCAB_SIZE
+    num_layers=2,
+    hidden_size=40,
+    ffn_hidden_size=56,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=VOCAB_SIZE,
 )
 GLOBAL_BATCH, LR = 12, 1e-2
 # Several buckets, none of them a multiple of any rank count used here.
@@ -45,9 +52,11 @@ NOT_WRITTEN = Path("/dev/null/run")  # the folder of runs that save nothing
 
 @dataclass(frozen=True)
 class UnevenDataset:
-    """Random tokens of which each sample masks another share, so ranks and microbatches count differently many.
+    """Random tokens of which each sample masks another share, so ranks and microbatches count
+    differently many.
 
-    `reads` are the numbers of the samples that were read, in order. With documents each sample has other borders.
+    `reads` are the numbers of the samples that were read, in order. With documents each sample has
+    other borders.
     """
 
     samples_per_epoch: int = 1000
@@ -59,7 +68,11 @@ class UnevenDataset:
         draw = np.random.default_rng(sample_number)
         stream = draw.integers(0, VOCAB_SIZE, SEQ_LENGTH + 1)
         mask = (draw.random(SEQ_LENGTH) < draw.random()).astype(np.float32)
-        documents = np.cumsum(draw.random(SEQ_LENGTH) < 0.15, dtype=np.int32) if self.has_documents else None
+        documents = (
+            np.cumsum(draw.random(SEQ_LENGTH) < 0.15, dtype=np.int32)
+            if self.has_documents
+            else None
+        )
         return Sample(tokens=stream[:-1], labels=stream[1:], loss_mask=mask, segment_ids=documents)
 
 
@@ -72,7 +85,10 @@ class Case:
 
     def but(self, **sections: dict[str, Any]) -> "Case":
         """This case with further overrides."""
-        merged = {name: self.overrides.get(name, {}) | sections.get(name, {}) for name in {*self.overrides, *sections}}
+        merged = {
+            name: self.overrides.get(name, {}) | sections.get(name, {})
+            for name in {*self.overrides, *sections}
+        }
         return replace(self, overrides=merged)
 
 
@@ -101,7 +117,11 @@ class Outcome:
 
 
 def micro_batch_size(
-    num_ranks: int, sizes: Mapping[str, Any], microbatches: int = 3, *, global_batch: int = GLOBAL_BATCH
+    num_ranks: int,
+    sizes: Mapping[str, Any],
+    microbatches: int = 3,
+    *,
+    global_batch: int = GLOBAL_BATCH,
 ) -> int:
     """Of so many microbatches on each rank; `sizes` are those of the axes by short name."""
     num_data_parallel = num_ranks // math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "cp"))
@@ -123,14 +143,18 @@ BASE = Config(
 def config_of(case: Case) -> Config:
     """The configuration of a case; its parallel section must describe the topology that it runs on."""
     errors = ErrorCollector()
-    overrides = {key: convert(KEYS[key], value) for key, value in flatten(case.overrides, errors=errors)}
+    overrides = {
+        key: convert(KEYS[key], value) for key, value in flatten(case.overrides, errors=errors)
+    }
     errors.raise_errors()
     return with_values(BASE, {"train.train_iters": case.steps} | overrides)
 
 
 @cache
 def _plan_of(overrides: str, steps: int, world_size: int, rank: int) -> Plan:
-    """The plan of a case, made once for all runs of it in this process; the overrides are JSON, as a key."""
+    """The plan of a case, made once for all runs of it in this process; the overrides are JSON, as
+    a key.
+    """
     return plan_run(_config_of(overrides, steps), world_size, rank=rank)
 
 
@@ -139,7 +163,9 @@ def _config_of(overrides: str, steps: int) -> Config:
     return config_of(Case(steps, json.loads(overrides)))
 
 
-def build_here(ctx: ParallelContext, case: Case, *, checkpoint: Path | None = None, folder: Path | None = None) -> Run:
+def build_here(
+    ctx: ParallelContext, case: Case, *, checkpoint: Path | None = None, folder: Path | None = None
+) -> Run:
     """Build the case's run on this rank."""
     key = json.dumps(case.overrides, sort_keys=True)
     with _PLANNING:
@@ -223,5 +249,6 @@ def train_layouts(ctx: ParallelContext, cases: list[Case]) -> list[Outcome]:
     """Cases of several layouts one after the other on the ranks of one world."""
     topologies = [Topology.of(config_of(case).parallel, ctx.topology.world_size) for case in cases]
     return [
-        train_here(ParallelContext.attach(topology), case) for topology, case in zip(topologies, cases, strict=True)
+        train_here(ParallelContext.attach(topology), case)
+        for topology, case in zip(topologies, cases, strict=True)
     ]

@@ -41,7 +41,9 @@ class Block(nn.Module):
 def wrap(name: str, calls: list[str]) -> BlockTransform:
     """A transform that notes when its wrapper is entered."""
 
-    def apply(blocks: Sequence[Callable], *, config: Config, recompute: Recompute) -> list[Callable]:
+    def apply(
+        blocks: Sequence[Callable], *, config: Config, recompute: Recompute
+    ) -> list[Callable]:
         def wrapped(block: Callable) -> Callable:
             return lambda x: calls.append(name) or block(x)
 
@@ -81,7 +83,9 @@ def test_ten_kinds_of_blocks_are_ten_graphs(monkeypatch):
         return graph
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    blocks = compile_blocks([Scaled(factor) for factor in range(10)], config=Config(), recompute=Recompute())
+    blocks = compile_blocks(
+        [Scaled(factor) for factor in range(10)], config=Config(), recompute=Recompute()
+    )
     assert [float(block(torch.ones(()))) for block in blocks * 2] == [*range(10)] * 2
     assert len(compiled) == 10
 
@@ -98,7 +102,10 @@ def test_reductions_that_an_old_torch_gets_wrong_are_off(version, is_on, monkeyp
 
 
 def test_a_stage_without_blocks_is_left_as_it_is():
-    for memory in ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, {"recompute_granularity": "full"}):
+    for memory in (
+        {"cpu_offloading": True, "cpu_offloading_num_layers": 1},
+        {"recompute_granularity": "full"},
+    ):
         assert transform_blocks([], config_of(**memory), recompute=Recompute()) == []
 
 
@@ -122,10 +129,18 @@ def test_an_added_transform_runs_in_its_place_in_the_list():
 
 @pytest.mark.parametrize(
     ("method", "size", "num_functions", "calls_after_backward"),
-    [(None, None, 5, [2, 2, 2, 2, 2]), ("uniform", 2, 3, [2, 2, 2, 2, 2]), ("block", 2, 5, [2, 2, 1, 1, 1])],
+    [
+        (None, None, 5, [2, 2, 2, 2, 2]),
+        ("uniform", 2, 3, [2, 2, 2, 2, 2]),
+        ("block", 2, 5, [2, 2, 1, 1, 1]),
+    ],
 )
-def test_recomputed_blocks_run_again_in_the_backward(method, size, num_functions, calls_after_backward):
-    config = config_of(recompute_granularity="full", recompute_method=method, recompute_num_layers=size)
+def test_recomputed_blocks_run_again_in_the_backward(
+    method, size, num_functions, calls_after_backward
+):
+    config = config_of(
+        recompute_granularity="full", recompute_method=method, recompute_num_layers=size
+    )
     blocks = [Block() for _ in range(5)]
     functions = transform_blocks(blocks, config, recompute=Recompute())
     assert len(functions) == num_functions
@@ -139,13 +154,25 @@ def test_recomputed_blocks_run_again_in_the_backward(method, size, num_functions
 
 
 def test_what_is_recomputed_is_described_with_its_defaults():
-    full, both = {"recompute_granularity": "full"}, "--recompute-method and --recompute-num-layers unset"
-    assert describe_activations(config_of(**full)) == f"recompute full: uniform, groups of 1 layer ({both})"
+    full, both = (
+        {"recompute_granularity": "full"},
+        "--recompute-method and --recompute-num-layers unset",
+    )
+    assert (
+        describe_activations(config_of(**full))
+        == f"recompute full: uniform, groups of 1 layer ({both})"
+    )
     block = describe_activations(config_of(**full, recompute_method="block"))
-    assert block == "recompute full: block, the first layer of each stage (--recompute-num-layers unset)"
+    assert (
+        block
+        == "recompute full: block, the first layer of each stage (--recompute-num-layers unset)"
+    )
     complete = config_of(**full, recompute_method="uniform", recompute_num_layers=2)
     assert describe_activations(complete) == "recompute full: uniform, groups of 2 layers"
-    assert describe_activations(config_of(recompute_granularity="selective")) == "recompute selective: core_attn"
+    assert (
+        describe_activations(config_of(recompute_granularity="selective"))
+        == "recompute selective: core_attn"
+    )
     offload = describe_activations(config_of(cpu_offloading=True, cpu_offloading_num_layers=3))
     assert offload == "saved tensors of the first 3 layers of each stage in host memory"
     assert not describe_activations(Config())

@@ -1,4 +1,6 @@
-"""Offloaded blocks have the same gradients, and nothing of theirs stays on the device between forward and backward."""
+"""Offloaded blocks have the same gradients, and nothing of theirs stays on the device between
+forward and backward.
+"""
 
 import pytest
 import torch
@@ -48,15 +50,21 @@ def gradients(functions, blocks: list[Block]) -> list[Tensor]:
     table = torch.full((N, N), 0.5)
     for function in functions:
         hidden = function(hidden, table)
-    return [hidden.detach(), *torch.autograd.grad(hidden.square().sum(), [inputs, *(b.weight for b in blocks)])]
+    return [
+        hidden.detach(),
+        *torch.autograd.grad(hidden.square().sum(), [inputs, *(b.weight for b in blocks)]),
+    ]
 
 
 def test_values_and_gradients_are_the_same_and_each_storage_is_copied_once(calls):
     blocks = [Block(seed) for seed in range(3)]
     expected = gradients(blocks, blocks)
     actual = gradients([*offloaded(blocks[:2]), blocks[2]], blocks)
-    assert all(torch.equal(value, reference) for value, reference in zip(expected, actual, strict=True))
-    # Per block its input and the product; not the parameter and the table. The one of block 0 returns beside block 1's.
+    assert all(
+        torch.equal(value, reference) for value, reference in zip(expected, actual, strict=True)
+    )
+    # Per block its input and the product; not the parameter and the table. The one of block 0
+    # returns beside block 1's.
     assert calls == ["to host"] * 4 + ["return"] * 4
 
 

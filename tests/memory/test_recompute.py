@@ -1,4 +1,6 @@
-"""Recomputed functions return the same values and gradients, and keep only their inputs, or discard their outputs."""
+"""Recomputed functions return the same values and gradients, and keep only their inputs, or discard
+their outputs.
+"""
 
 from dataclasses import replace
 
@@ -35,7 +37,9 @@ def test_a_checkpointed_function_keeps_its_inputs_only():
     plain, values = kept_and_gradients(chained_products, *inputs())
     kept, again = kept_and_gradients(recompute.checkpointed(chained_products), *inputs())
     assert (plain, kept) == (3 * N * N * 4, 0)
-    assert all(torch.equal(value, reference) for value, reference in zip(values, again, strict=True))
+    assert all(
+        torch.equal(value, reference) for value, reference in zip(values, again, strict=True)
+    )
 
 
 def test_the_second_run_is_marked_also_when_it_stops_early():
@@ -85,9 +89,17 @@ def test_modules_of_a_block_are_recomputed_under_their_names_and_absent_ones_lef
     config = replace(LLAMA, norm_placement="post")
     stage, recompute = build(config), Recompute()
     block, names = stage.layers["0"], [name for name, _ in stage.named_parameters()]
-    recompute_modules(block, ["core_attn", "mlp", "moe", "layernorm", "mla_up_proj", "moe_act"], recompute=recompute)
-    assert "forward" in vars(block.mlp) and "forward" not in vars(block.mlp_norm), "a norm before it is not declared"
-    assert [name for name, _ in stage.named_parameters()] == names and list(stage.state_dict()) == names
+    recompute_modules(
+        block,
+        ["core_attn", "mlp", "moe", "layernorm", "mla_up_proj", "moe_act"],
+        recompute=recompute,
+    )
+    assert "forward" in vars(block.mlp) and "forward" not in vars(block.mlp_norm), (
+        "a norm before it is not declared"
+    )
+    assert [name for name, _ in stage.named_parameters()] == names and list(
+        stage.state_dict()
+    ) == names
 
 
 def weights(count: int) -> list[Tensor]:
@@ -113,7 +125,9 @@ def test_an_output_that_is_saved_several_times_is_recomputed_once():
         out = chain(x, matrices=matrices)
     assert saved.num_bytes == 0 and len(runs) == 1
     gradients = torch.autograd.grad(out.sum(), [x, *matrices])
-    expected = torch.autograd.grad(products(scaled_sine(x), matrices=matrices).sum(), [x, *matrices])
+    expected = torch.autograd.grad(
+        products(scaled_sine(x), matrices=matrices).sum(), [x, *matrices]
+    )
     assert len(runs) == 2 and all(map(torch.equal, gradients, expected))
 
 
@@ -128,8 +142,12 @@ def test_several_outputs_one_a_view_and_one_empty():
         return (low * high).sum() + (high @ weight).sum() + (nothing * nothing).sum()
 
     chain = chained(first, second)
-    gradients, expected = (torch.autograd.grad(function, [x, weight]) for function in (chain(x), second(*first(x))))
-    assert all(torch.equal(value, reference) for value, reference in zip(gradients, expected, strict=True))
+    gradients, expected = (
+        torch.autograd.grad(function, [x, weight]) for function in (chain(x), second(*first(x)))
+    )
+    assert all(
+        torch.equal(value, reference) for value, reference in zip(gradients, expected, strict=True)
+    )
 
 
 def test_a_recomputed_second_function_reads_a_discarded_output():
@@ -146,11 +164,15 @@ def test_a_recomputed_second_function_reads_a_discarded_output():
     assert saved.num_bytes == 0
     gradients = torch.autograd.grad(out.sum(), [x, weight])
     expected = torch.autograd.grad(second(scaled_sine(x)).sum(), [x, weight])
-    assert all(torch.equal(value, reference) for value, reference in zip(gradients, expected, strict=True))
+    assert all(
+        torch.equal(value, reference) for value, reference in zip(gradients, expected, strict=True)
+    )
 
 
 def test_a_frozen_input_is_passed_through():
     x, weight = weights(2)
     chain = chained(scaled_sine, lambda y: y @ weight)
     (grad,) = torch.autograd.grad(chain(x.detach()).sum(), [weight])
-    assert torch.equal(grad, torch.autograd.grad((scaled_sine(x.detach()) @ weight).sum(), [weight])[0])
+    assert torch.equal(
+        grad, torch.autograd.grad((scaled_sine(x.detach()) @ weight).sum(), [weight])[0]
+    )

@@ -25,7 +25,11 @@ LLAMA = ModelConfig(
     norm_epsilon=1e-6,
 )
 LLAMA3 = replace(
-    LLAMA, rotary_base=500000.0, use_rope_scaling=True, rope_original_max_positions=16, rope_scaling_factor=4.0
+    LLAMA,
+    rotary_base=500000.0,
+    use_rope_scaling=True,
+    rope_original_max_positions=16,
+    rope_scaling_factor=4.0,
 )
 YARN = replace(
     LLAMA,
@@ -48,7 +52,8 @@ GPT2 = ModelConfig(
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "llama3": LLAMA3, "qwen2": QWEN2, "qwen3": QWEN3}
 # Every family with tied and with untied embeddings.
 MODELS = FAMILIES | {
-    f"{name}-untied": replace(model, untie_embeddings_and_output_weights=True) for name, model in FAMILIES.items()
+    f"{name}-untied": replace(model, untie_embeddings_and_output_weights=True)
+    for name, model in FAMILIES.items()
 }
 
 
@@ -62,7 +67,11 @@ def give_storage(stage: Stage, *, device: str = "cpu") -> Stage:
 
 
 def build(
-    model: ModelConfig, *, spec: StageSpec | None = None, dtype: torch.dtype = torch.float32, seed: int = 1
+    model: ModelConfig,
+    *,
+    spec: StageSpec | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 1,
 ) -> Stage:
     """A stage with initial weights; the full model where no spec is given."""
     name = next(name for name, torch_dtype in TORCH_DTYPES.items() if torch_dtype is dtype)

@@ -21,7 +21,9 @@ def random_mixer(model_config: ModelConfig, *, std: float = 0.3) -> Any:
     assert kind is not None
     specs = MIXERS[kind].declare(Declaration(shape, "fp32"))
     weights = {spec.name: torch.empty(spec.shape, dtype=torch.float64) for spec in specs}
-    params = Parameters({name: nn.Parameter(x.normal_(0, std, generator=draw)) for name, x in weights.items()})
+    params = Parameters(
+        {name: nn.Parameter(x.normal_(0, std, generator=draw)) for name, x in weights.items()}
+    )
     return build_mixer(model_config, params, parallel=ModelParallel.single_rank(), layer=0)
 
 
@@ -32,7 +34,9 @@ def random_hidden(batch: int, length: int, width: int) -> Tensor:
 
 
 def backward(out: Tensor, hidden: Tensor, module: nn.Module) -> list[Tensor]:
-    """The output, and the gradients of the input and of the parameters in order for a random gradient of the output."""
+    """The output, and the gradients of the input and of the parameters in order for a random
+    gradient of the output.
+    """
     grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(7))
     return [out, *torch.autograd.grad(out, [hidden, *module.parameters()], grad)]
 

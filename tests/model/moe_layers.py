@@ -1,4 +1,5 @@
-"""Mixture-of-experts layers for tests: the layer on one rank, and the shard of any rank in any layout.
+"""Mixture-of-experts layers for tests: the layer on one rank, and the shard of any rank in any
+layout.
 
 B sequences   S tokens of a sequence   H hidden
 """
@@ -22,10 +23,18 @@ from nanotrain.spec.shape import ModelShape
 
 B, S, H, E = 4, 32, 16, 8
 
-DROPLESS = ModelConfig(hidden_size=H, vocab_size=8, moe=MoEConfig(num_experts=E, router_topk=2, ffn_hidden_size=24))
+DROPLESS = ModelConfig(
+    hidden_size=H, vocab_size=8, moe=MoEConfig(num_experts=E, router_topk=2, ffn_hidden_size=24)
+)
 CAPACITY = replace(
     DROPLESS,
-    moe=replace(DROPLESS.moe, router_topk=3, router_pre_softmax=True, aux_loss_coeff=[0.7], expert_capacity_factor=0.8),
+    moe=replace(
+        DROPLESS.moe,
+        router_topk=3,
+        router_pre_softmax=True,
+        aux_loss_coeff=[0.7],
+        expert_capacity_factor=0.8,
+    ),
 )
 DEEPSEEK = replace(
     DROPLESS,
@@ -103,7 +112,9 @@ def full_weights(model: ModelConfig) -> dict[str, Tensor]:
     return {spec.name: random(*spec.shape, seed=i, std=0.5) for i, spec in enumerate(specs)}
 
 
-def build_layer(model: ModelConfig, weights: dict[str, Tensor], *, parallel: ModelParallel | None = None) -> MoELayer:
+def build_layer(
+    model: ModelConfig, weights: dict[str, Tensor], *, parallel: ModelParallel | None = None
+) -> MoELayer:
     """The layer with these weights, and an expert bias that keeps some experts idle."""
     params = Parameters({name: nn.Parameter(weight.clone()) for name, weight in weights.items()})
     layer = build_mlp(model, params, parallel=parallel or ModelParallel.single_rank())
@@ -123,7 +134,9 @@ def run(layer: MoELayer, x: Tensor, grad: Tensor, *, positions: Tensor | None = 
     x = x.clone().requires_grad_()
     output = layer(x, LayerContext(sequence_positions=positions, aux_loss_scale=1 / B))
     output.backward(grad)
-    return Outcome(output.detach(), x.grad, {name: param.grad for name, param in layer.named_parameters()})
+    return Outcome(
+        output.detach(), x.grad, {name: param.grad for name, param in layer.named_parameters()}
+    )
 
 
 @dataclass(frozen=True)
@@ -189,7 +202,11 @@ def shards_of(name: str) -> list[tuple[int, str]]:
 
 
 def close(actual: Tensor, expected: Tensor, *, what: str = "") -> None:
-    """Equal within the rounding of fp32 sums: the largest difference relative to the largest number."""
+    """Equal within the rounding of fp32 sums: the largest difference relative to the largest
+    number.
+    """
     assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
     difference, largest = (actual - expected).abs().max().item(), expected.abs().max().item()
-    assert difference <= 2e-6 * largest, f"{what}: differs by {difference:.1e} in numbers up to {largest:.1e}"
+    assert difference <= 2e-6 * largest, (
+        f"{what}: differs by {difference:.1e} in numbers up to {largest:.1e}"
+    )

@@ -50,22 +50,33 @@ def test_swiglu_is_that_of_autograd_and_keeps_two_tensors(dtype: torch.dtype) ->
     assert [x.data_ptr() for x in kept] == [gate.data_ptr(), up.data_ptr()]
     assert torch.equal(out, expected)
     for computed, autograds in zip(
-        torch.autograd.grad(out, (gate, up), grad), torch.autograd.grad(expected, (gate, up), grad), strict=True
+        torch.autograd.grad(out, (gate, up), grad),
+        torch.autograd.grad(expected, (gate, up), grad),
+        strict=True,
     ):
         assert torch.equal(computed, autograds)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_xielu_is_that_of_transformers_with_its_gradients_and_keeps_its_input(dtype: torch.dtype) -> None:
+def test_xielu_is_that_of_transformers_with_its_gradients_and_keeps_its_input(
+    dtype: torch.dtype,
+) -> None:
     torch.manual_seed(2)
     theirs = transformers.activations.XIELUActivation(0.6, 0.9, dtype=torch.float64)
     ours = XIELU(
-        Parameters({name: nn.Parameter(weight.detach().to(dtype)) for name, weight in theirs.named_parameters()})
+        Parameters(
+            {
+                name: nn.Parameter(weight.detach().to(dtype))
+                for name, weight in theirs.named_parameters()
+            }
+        )
     )
     x = torch.randn(64, 32, dtype=dtype, requires_grad=True)
     exact, grad = x.detach().double().requires_grad_(), torch.randn(64, 32, dtype=dtype)
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         out = ours(x)
     assert sum(tensor.numel() for tensor in kept) == x.numel() + 2
     expected = theirs(exact)

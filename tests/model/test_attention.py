@@ -24,8 +24,12 @@ from tests.model.building import LLAMA, build, give_storage, random_batch, rando
 from tests.model.mixers import assert_near, backward, random_hidden, random_mixer
 
 
-@pytest.mark.parametrize(("heads", "expected"), [(4, [(0, 8), (8, 16), (16, 24), (24, 32)]), (2, [(0, 8)] * 2)])
-def test_ranks_compute_their_heads_or_share_one(heads: int, expected: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "expected"), [(4, [(0, 8), (8, 16), (16, 24), (24, 32)]), (2, [(0, 8)] * 2)]
+)
+def test_ranks_compute_their_heads_or_share_one(
+    heads: int, expected: list[tuple[int, int]]
+) -> None:
     for index, (start, stop) in enumerate(expected):
         tensor_parallel = SimpleNamespace(group=GroupSpec("tp", (0, 1, 2, 3), index))
         rows = _rows(ModelShape.of(LLAMA), heads, tensor_parallel=tensor_parallel)
@@ -34,7 +38,9 @@ def test_ranks_compute_their_heads_or_share_one(heads: int, expected: list[tuple
 
 def test_the_scale_of_the_scores_is_that_of_the_width_by_default() -> None:
     tokens = random_batch().tokens
-    plain, same, steep = (build(replace(LLAMA, softmax_scale=scale)).logits(tokens) for scale in (None, 8**-0.5, 20.0))
+    plain, same, steep = (
+        build(replace(LLAMA, softmax_scale=scale)).logits(tokens) for scale in (None, 8**-0.5, 20.0)
+    )
     torch.testing.assert_close(plain, same)
     assert not torch.allclose(plain, steep, atol=1e-3)
 
@@ -61,7 +67,9 @@ def test_evaluation_and_recomputation_do_not_count() -> None:
     assert logits.largest.isfinite().all()
     logits.largest.fill_(-torch.inf)
     loss.backward()
-    assert (logits.largest == -torch.inf).all(), "the backward ran core attention again and counted it"
+    assert (logits.largest == -torch.inf).all(), (
+        "the backward ran core attention again and counted it"
+    )
 
 
 def test_a_run_without_the_option_keeps_nothing() -> None:
@@ -75,10 +83,16 @@ def test_a_run_without_the_option_keeps_nothing() -> None:
 
 
 def test_a_gated_output_is_that_of_qwen3_next() -> None:
-    """With half of the channels rotated; without norms of heads, which transformers computes in fp32."""
+    """With half of the channels rotated; without norms of heads, which transformers computes in
+    fp32.
+    """
     ours = random_mixer(replace(LLAMA, attention_output_gate=True))
     config = Qwen3NextConfig(
-        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, attn_implementation="sdpa"
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attn_implementation="sdpa",
     )
     theirs = Qwen3NextAttention(config, 0).double()
     pairs = {"k_proj": ours.key, "v_proj": ours.value, "o_proj": ours.output}
@@ -100,4 +114,6 @@ def test_a_gated_output_is_that_of_qwen3_next() -> None:
     assert_near(found[:2], expected[:2])
     grads = dict(zip([name for name, _ in ours.named_parameters()], found[2:], strict=True))
     query, gate = expected[2].view(4, 2, 8, 32).unbind(1)
-    assert_near([grads["query.weight"], grads["gate.weight"]], [query.flatten(0, 1), gate.flatten(0, 1)])
+    assert_near(
+        [grads["query.weight"], grads["gate.weight"]], [query.flatten(0, 1), gate.flatten(0, 1)]
+    )

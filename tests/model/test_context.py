@@ -36,8 +36,13 @@ def test_the_words_of_one_layer_are_those_of_all() -> None:
 
 
 def test_tokens_are_dropped_by_their_position_and_evaluation_drops_nothing() -> None:
-    drop, x = HiddenDropout(0.5, 2, DropoutPlace.mlp, TensorParallel.single_rank()), torch.ones(2, 8, 6)
+    drop, x = (
+        HiddenDropout(0.5, 2, DropoutPlace.mlp, TensorParallel.single_rank()),
+        torch.ones(2, 8, 6),
+    )
     full = drop(x, DropoutContext(sample_words(0, torch.tensor([7, 9])), torch.arange(8)))
-    part = drop(x[1:, :3], DropoutContext(sample_words(0, torch.tensor([9])), torch.tensor([6, 1, 4])))
+    part = drop(
+        x[1:, :3], DropoutContext(sample_words(0, torch.tensor([9])), torch.tensor([6, 1, 4]))
+    )
     assert torch.equal(part, full[1:, [6, 1, 4]])
     assert drop(x, None) is x

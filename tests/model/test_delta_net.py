@@ -25,7 +25,9 @@ FAMILIES = {"gated_delta_net": "qwen3_next", "kda": "kimi_linear"}
 
 def model_of(kind: str) -> ModelConfig:
     keys, values = HEADS[kind]
-    sizes = LinearAttentionConfig(KERNEL, KEY_DIM, VALUE_DIM, num_key_heads=keys, num_value_heads=values)
+    sizes = LinearAttentionConfig(
+        KERNEL, KEY_DIM, VALUE_DIM, num_key_heads=keys, num_value_heads=values
+    )
     return replace(LLAMA, linear_attention_type=kind, linear_attention=sizes)
 
 
@@ -33,13 +35,20 @@ def layer_of(kind: str) -> nn.Module:
     """A layer in fp64, with random parameters."""
     model, draw = model_of(kind), torch.Generator().manual_seed(0)
     specs = MIXERS[kind].declare(Declaration(ModelShape.of(model), "fp32"))
-    values = {spec.name: torch.randn(spec.shape, generator=draw, dtype=torch.float64) * 0.3 for spec in specs}
+    values = {
+        spec.name: torch.randn(spec.shape, generator=draw, dtype=torch.float64) * 0.3
+        for spec in specs
+    }
     params = Parameters({name: nn.Parameter(value) for name, value in values.items()})
     return build_mixer(model, params, parallel=ModelParallel.single_rank(), layer=0)
 
 
-def of_transformers(kind: str, ours: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Its layer with our parameters, and its parameters by our names, as views through which gradients flow."""
+def of_transformers(
+    kind: str, ours: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Its layer with our parameters, and its parameters by our names, as views through which
+    gradients flow.
+    """
     p = {name: value.detach().clone().requires_grad_() for name, value in ours.named_parameters()}
     conv = torch.cat([p[f"{name}_conv.weight"] for name in ("query", "key", "value")])[:, None]
     keys, values = HEADS[kind]
@@ -47,20 +56,38 @@ def of_transformers(kind: str, ours: nn.Module, monkeypatch: pytest.MonkeyPatch)
     if kind == "gated_delta_net":
 
         def by_group(*names: str) -> Tensor:
-            return torch.cat([p[f"{name}.weight"].unflatten(0, (keys, -1)) for name in names], dim=1).flatten(0, 1)
+            return torch.cat(
+                [p[f"{name}.weight"].unflatten(0, (keys, -1)) for name in names], dim=1
+            ).flatten(0, 1)
 
         named |= {"in_proj_qkvz.weight": by_group("query", "key", "value", "gate")}
         named |= {"in_proj_ba.weight": by_group("beta", "step")}
         named |= {"norm.weight": p["norm.weight"], "out_proj.weight": p["output.weight"]}
     else:
-        named = {"conv1d.weight": conv} | {f"forget_gate.{name}": value for name, value in named.items() if "_" in name}
+        named = {"conv1d.weight": conv} | {
+            f"forget_gate.{name}": value for name, value in named.items() if "_" in name
+        }
         named["forget_gate.A_log"] = named["forget_gate.A_log"].view(1, 1, -1, 1)
-        names = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "b_proj": "beta", "o_norm": "norm"}
+        names = {
+            "q_proj": "query",
+            "k_proj": "key",
+            "v_proj": "value",
+            "b_proj": "beta",
+            "o_norm": "norm",
+        }
         names |= {"o_proj": "output", "g_a_proj": "gate_down", "g_b_proj": "gate_up"}
         names |= {"forget_gate.f_a_proj": "step_down", "forget_gate.f_b_proj": "step_up"}
         named |= {f"{theirs}.weight": p[f"{ours}.weight"] for theirs, ours in names.items()}
-    sizes = {"linear_num_key_heads": keys, "linear_num_value_heads": values, "linear_num_heads": values}
-    dims = {"linear_key_head_dim": KEY_DIM, "linear_value_head_dim": VALUE_DIM, "linear_head_dim": KEY_DIM}
+    sizes = {
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": values,
+        "linear_num_heads": values,
+    }
+    dims = {
+        "linear_key_head_dim": KEY_DIM,
+        "linear_value_head_dim": VALUE_DIM,
+        "linear_head_dim": KEY_DIM,
+    }
     config = SimpleNamespace(
         **sizes, **dims, linear_conv_kernel_dim=KERNEL, hidden_size=LLAMA.hidden_size, hidden_act="silu",
         rms_norm_eps=LLAMA.norm_epsilon, layer_types=["linear_attention"],
@@ -73,7 +100,9 @@ def of_transformers(kind: str, ours: nn.Module, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_outputs_and_gradients_are_those_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_and_gradients_are_those_of_transformers(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours = layer_of(kind)
     theirs, params = of_transformers(kind, ours, monkeypatch)
     named = params.pop("")

@@ -1,4 +1,6 @@
-"""DeepSeek Sparse Attention is that of transformers, and its loss that of Megatron-LM, differentiated by autograd."""
+"""DeepSeek Sparse Attention is that of transformers, and its loss that of Megatron-LM,
+differentiated by autograd.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +24,9 @@ MODEL = replace(
     LLAMA,
     num_query_groups=None,
     multi_latent_attention=True,
-    mla=MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
+    mla=MLAConfig(
+        q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6
+    ),
     sparse_attention_type="dsa",
     # so many index heads that no score is exactly 0, among which the order is a matter of taste
     dsa=DSAConfig(n_heads=16, head_dim=8, topk=TOPK, loss_coeff=0.5),
@@ -43,7 +47,9 @@ THEIRS = {
 SEGMENTS = torch.tensor([[0] * 7 + [1] * 17, [0] * 12 + [1] * 3 + [2] * 9])
 
 
-def context_of(model: ModelConfig, hidden: Tensor, segment_ids: Tensor | None = None) -> LayerContext:
+def context_of(
+    model: ModelConfig, hidden: Tensor, segment_ids: Tensor | None = None
+) -> LayerContext:
     """The context of a microbatch of two sequences, of which the loss is the mean over all tokens."""
     rotary = RotaryTables(model).at(S, like=hidden)
     mask = SDPAttention().plan_mask(segment_ids, tokens=hidden[..., 0])
@@ -60,7 +66,9 @@ def gradients(model: ModelConfig, segment_ids: Tensor | None = None) -> tuple[An
 
 
 def neighbours(weight: Tensor, *, heads: int, is_first: bool) -> Tensor:
-    """Rows of rotary channels of each head, the first or the last ones, from pairs (i, i + R/2) to neighbours."""
+    """Rows of rotary channels of each head, the first or the last ones, from pairs (i, i + R/2) to
+    neighbours.
+    """
     rotary, parts = MODEL.mla.qk_pos_emb_head_dim, weight.unflatten(0, (heads, -1))
     order = torch.arange(rotary).view(2, -1).T.flatten()
     if is_first:
@@ -69,7 +77,9 @@ def neighbours(weight: Tensor, *, heads: int, is_first: bool) -> Tensor:
 
 
 def as_theirs(name: str, value: Tensor, *, family: str) -> Tensor:
-    """A parameter of ours in the order of the files; in DeepSeek-V3.2 the channels of the indexer are halves."""
+    """A parameter of ours in the order of the files; in DeepSeek-V3.2 the channels of the indexer
+    are halves.
+    """
     if name in ("query_up.weight", "kv_down.weight"):
         return neighbours(value, heads=N if name == "query_up.weight" else 1, is_first=False)
     if family == "glm_moe_dsa" and name.startswith(("indexer.query", "indexer.key")):
@@ -78,10 +88,15 @@ def as_theirs(name: str, value: Tensor, *, family: str) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_outputs_and_gradients_are_those_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    modeling = modeling_in_fp64(family, monkeypatch)  # first: it changes the precision of our rotary angles too
+def test_outputs_and_gradients_are_those_of_transformers(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # first: it changes the precision of our rotary angles too
+    modeling = modeling_in_fp64(family, monkeypatch)
     model, (layer, ours) = MODEL, gradients(MODEL)
-    params = {name: value.detach().clone().requires_grad_() for name, value in layer.named_parameters()}
+    params = {
+        name: value.detach().clone().requires_grad_() for name, value in layer.named_parameters()
+    }
     prefix = {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa"}[family]
     config = getattr(modeling, f"{prefix}Config")(
         hidden_size=H, num_attention_heads=N, num_key_value_heads=N, q_lora_rank=24, kv_lora_rank=16,
@@ -114,13 +129,17 @@ def test_outputs_and_gradients_are_those_of_transformers(family: str, monkeypatc
 
 
 def reference(layer: Any, model: ModelConfig, segment_ids: Tensor | None) -> list[Tensor]:
-    """The output and gradients of the layer, with the scores of all pairs and a loss that autograd differentiates."""
+    """The output and gradients of the layer, with the scores of all pairs and a loss that autograd
+    differentiates.
+    """
     hidden, dsa = random_hidden(B, S, H), model.dsa
     rotary, positions = RotaryTables(model).at(S, like=hidden), torch.arange(S)
     query, compressed = layer._compress(hidden)
     compressed_kv, shared = compressed.split(layer.compressed_sizes, dim=-1)
     latent = layer.query_latent_norm(query)
-    query, key, value = layer.up_project(latent, layer.kv_latent_norm(compressed_kv), shared_key=shared, rotary=rotary)
+    query, key, value = layer.up_project(
+        latent, layer.kv_latent_norm(compressed_kv), shared_key=shared, rotary=rotary
+    )
     may_attend = (positions <= positions[:, None]).expand(B, S, S)
     if segment_ids is not None:
         may_attend = may_attend & (segment_ids[:, :, None] == segment_ids[:, None])
@@ -129,7 +148,10 @@ def reference(layer: Any, model: ModelConfig, segment_ids: Tensor | None) -> lis
     index_query = indexer.query(latent.detach()).unflatten(-1, (dsa.n_heads, -1))
     index_key = indexer.key_norm(indexer.key(hidden.detach()))[:, :, None]
     index_query, index_key = apply_rotary(index_query, rotary), apply_rotary(index_key, rotary)
-    dots = torch.einsum("bqie,bkie->bqki", index_query, index_key.expand_as(index_query)) * dsa.head_dim**-0.5
+    dots = (
+        torch.einsum("bqie,bkie->bqki", index_query, index_key.expand_as(index_query))
+        * dsa.head_dim**-0.5
+    )
     weights = indexer.head_weight(hidden.detach()) * dsa.n_heads**-0.5
     index_scores = (dots.relu() * weights[:, :, None]).sum(-1).masked_fill(~may_attend, -torch.inf)
     chosen = torch.zeros(B, S, S, dtype=torch.bool)
@@ -146,7 +168,9 @@ def reference(layer: Any, model: ModelConfig, segment_ids: Tensor | None) -> lis
     log_probs = index_scores.masked_fill(~seen, -torch.inf).log_softmax(-1).masked_fill(~seen, 0.0)
     divergence = (torch.xlogy(target, target) - target * log_probs).sum(-1)
     loss = dsa.loss_coeff * divergence.mean()
-    assert layer.divergence.sums.tolist() == pytest.approx([divergence.sum().item(), B * S], rel=1e-10)
+    assert layer.divergence.sums.tolist() == pytest.approx(
+        [divergence.sum().item(), B * S], rel=1e-10
+    )
     out = layer.output(out.transpose(1, 2).flatten(2))
     grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(7))
     total = (out * grad).sum() + loss
@@ -158,7 +182,8 @@ def reference(layer: Any, model: ModelConfig, segment_ids: Tensor | None) -> lis
 def test_the_indexer_learns_the_attention_of_all_heads(
     has_documents: bool, is_sparse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = replace(MODEL, dsa=replace(MODEL.dsa, use_sparse_loss=is_sparse, n_heads=2))  # scores of 0 are equal
+    # scores of 0 are equal
+    model = replace(MODEL, dsa=replace(MODEL.dsa, use_sparse_loss=is_sparse, n_heads=2))
     segment_ids = SEGMENTS if has_documents else None
     layer, found = gradients(model, segment_ids)
     assert_near(found, reference(layer, model, segment_ids))
@@ -170,7 +195,9 @@ def test_a_loss_that_nobody_reads_is_not_computed() -> None:
     frozen = replace(MODEL, dsa=replace(MODEL.dsa, loss_coeff=0.0))
     layer, found = gradients(frozen)
     names = [name for name, _ in layer.named_parameters()]
-    of_indexer = [grad for name, grad in zip(names, found[2:], strict=True) if name.startswith("indexer")]
+    of_indexer = [
+        grad for name, grad in zip(names, found[2:], strict=True) if name.startswith("indexer")
+    ]
     assert not any(grad.any() for grad in of_indexer) and not layer.divergence.sums.any()
     with torch.no_grad():
         layer, hidden = random_mixer(MODEL), random_hidden(B, S, H)
@@ -182,4 +209,8 @@ def test_padding_trains_nothing() -> None:
     layer, hidden = random_mixer(MODEL), random_hidden(B, S, H)
     context = replace(context_of(MODEL, hidden), is_padding=True)
     found = backward(layer(hidden, context), hidden, layer)
-    assert not layer.divergence.sums.any() and not any(grad.any() for grad in found[-5:]) and found[2].any()
+    assert (
+        not layer.divergence.sums.any()
+        and not any(grad.any() for grad in found[-5:])
+        and found[2].any()
+    )

@@ -52,7 +52,9 @@ def test_a_layer_is_that_of_transformers(chunk_size: int, in_64_bits: None) -> N
     params = dict(theirs.named_parameters())
     with torch.no_grad():
         for name, modules in joined.items():
-            params[name].copy_(torch.cat([module.weight for module in modules]).view_as(params[name]))
+            params[name].copy_(
+                torch.cat([module.weight for module in modules]).view_as(params[name])
+            )
         params["conv1d.bias"].copy_(torch.cat([getattr(ours, name).bias for name in CONVOLVED]))
         for name, own in pairs.items():
             params[name].copy_(ours.get_parameter(own))
@@ -66,8 +68,12 @@ def test_a_layer_is_that_of_transformers(chunk_size: int, in_64_bits: None) -> N
     assert_near(found[:2], expected[:2])
     for name, own in pairs.items():
         assert_near([grads[own]], [of_theirs[name]])
-    projections = torch.cat([grads[f"{name}.weight"] for name in ("gate", "value", "key", "query", "step")])
-    weights, biases = (torch.cat([grads[f"{name}.{leaf}"] for name in CONVOLVED]) for leaf in ("weight", "bias"))
+    projections = torch.cat(
+        [grads[f"{name}.weight"] for name in ("gate", "value", "key", "query", "step")]
+    )
+    weights, biases = (
+        torch.cat([grads[f"{name}.{leaf}"] for name in CONVOLVED]) for leaf in ("weight", "bias")
+    )
     convolutions = of_theirs["conv1d.weight"].squeeze(1), of_theirs["conv1d.bias"]
     assert_near([projections, weights, biases], [of_theirs["in_proj.weight"], *convolutions])
 

@@ -1,4 +1,6 @@
-"""Multi-head latent attention equals that of transformers' DeepSeek-V3, and itself on any number of ranks."""
+"""Multi-head latent attention equals that of transformers' DeepSeek-V3, and itself on any number of
+ranks.
+"""
 
 from dataclasses import replace
 
@@ -40,7 +42,9 @@ LATENT = replace(
     num_layers=1,
     num_query_groups=None,
     multi_latent_attention=True,
-    mla=MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
+    mla=MLAConfig(
+        q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6
+    ),
 )
 SCALED = replace(LATENT, mla=replace(LATENT.mla, scale_lora=True))
 DIRECT = replace(LATENT, mla=replace(LATENT.mla, q_lora_rank=None))
@@ -70,7 +74,9 @@ def draw(*shape: int, seed: int, std: float = 1.0) -> Tensor:
 def close(actual: Tensor, expected: Tensor, *, what: str) -> None:
     assert actual.shape == expected.shape, what
     difference, largest = (actual - expected).abs().max().item(), expected.abs().max().item()
-    assert difference <= 1e-5 * largest, f"{what}: differs by {difference:.1e} in numbers up to {largest:.1e}"
+    assert difference <= 1e-5 * largest, (
+        f"{what}: differs by {difference:.1e} in numbers up to {largest:.1e}"
+    )
 
 
 def layer_of(
@@ -80,7 +86,9 @@ def layer_of(
     tp, sequence_parallel = parallel.tp.group.size, parallel.tp.sequence_parallel
     specs = mla(Declaration(ModelShape.of(model), "fp32", tp, sequence_parallel))
     local = {spec.name: localize(spec, coords=coords, sizes={"tp": tp}) for spec in specs}
-    weights = {name: full_weight(param.spec)[param.box.slices()].clone() for name, param in local.items()}
+    weights = {
+        name: full_weight(param.spec)[param.box.slices()].clone() for name, param in local.items()
+    }
     params = Parameters({name: nn.Parameter(weight) for name, weight in weights.items()})
     return MultiLatentAttention(model, params, parallel=parallel, layer=0), local
 
@@ -94,23 +102,36 @@ def full_layer(model: ModelConfig) -> MultiLatentAttention:
 
 
 def apply(
-    layer: MultiLatentAttention, model: ModelConfig, hidden: Tensor, *, grad: Tensor, positions: Tensor | None = None
+    layer: MultiLatentAttention,
+    model: ModelConfig,
+    hidden: Tensor,
+    *,
+    grad: Tensor,
+    positions: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Output, and the gradients of input and parameters."""
     hidden = hidden.clone().requires_grad_()
     tokens = torch.empty(B, S if positions is None else len(positions))
-    rotary = RotaryTables(model).at(S if positions is None else positions.expand(B, -1), like=hidden)
+    rotary = RotaryTables(model).at(
+        S if positions is None else positions.expand(B, -1), like=hidden
+    )
     mask = layer.core_attention.plan_mask(None, tokens=tokens)
     output = layer(hidden, LayerContext((rotary, None), (mask, None)))
     output.backward(grad)
     assert hidden.grad is not None
     actual = {"output of the layer": output.detach(), "input": hidden.grad}
-    return actual | {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
+    return actual | {
+        name: parameter.grad
+        for name, parameter in layer.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def test_without_rotary_positions_all_tokens_are_at_position_0() -> None:
     layer, hidden = full_layer(LATENT), draw(B, S, H, seed=1)
-    expected = apply(layer, LATENT, hidden, grad=hidden, positions=torch.zeros(S))["output of the layer"]
+    expected = apply(layer, LATENT, hidden, grad=hidden, positions=torch.zeros(S))[
+        "output of the layer"
+    ]
     mask = layer.core_attention.plan_mask(None, tokens=hidden[..., 0])
     close(layer(hidden, LayerContext(masks=(mask, None))), expected, what="Kimi Linear")
 
@@ -131,7 +152,9 @@ def neighbours_apart(model: ModelConfig, name: str, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("pairs_neighbours", [False, True])
 @pytest.mark.parametrize("model", [LATENT, DIRECT, SCALED], ids=["latent", "direct", "longcat"])
-def test_it_is_the_attention_of_deepseek_v3_and_longcat(model: ModelConfig, pairs_neighbours: bool) -> None:
+def test_it_is_the_attention_of_deepseek_v3_and_longcat(
+    model: ModelConfig, pairs_neighbours: bool
+) -> None:
     # Given transformers' layer with random weights, and ours with the same ones in our order,
     is_scaled = model.mla.scale_lora
     pairs_neighbours |= is_scaled  # always in LongCat-Flash
@@ -155,7 +178,9 @@ def test_it_is_the_attention_of_deepseek_v3_and_longcat(model: ModelConfig, pair
         layer = name.removesuffix(".weight")
         source = theirs.get_submodule(THEIRS[layer]).weight
         source.data.copy_(draw(*source.shape, seed=sum(name.encode()), std=0.5) + ("norm" in name))
-        parameter.data.copy_(neighbours_apart(model, layer, source.data) if pairs_neighbours else source.data)
+        parameter.data.copy_(
+            neighbours_apart(model, layer, source.data) if pairs_neighbours else source.data
+        )
     # when both attend causally,
     hidden, grad = draw(B, S, H, seed=1), draw(B, S, H, seed=2)
     actual = apply(ours, model, hidden, grad=grad)
@@ -184,7 +209,9 @@ def every_shape_on_this_rank(ctx, sequence_parallel, comm_type):
     tp, cp = ctx.group("tp"), ctx.group("cp")
     tensor_parallel = TensorParallel(tp, sequence_parallel=sequence_parallel)
     parallel = replace(
-        ModelParallel.single_rank(), tp=tensor_parallel, core_attention=build_core_attention(comm_type, cp)
+        ModelParallel.single_rank(),
+        tp=tensor_parallel,
+        core_attention=build_core_attention(comm_type, cp),
     )
     hidden, grad = draw(B, S, H, seed=1), draw(B, S, H, seed=2)
     chunks = torch.arange(S).chunk(2 * cp.size)
@@ -196,7 +223,13 @@ def every_shape_on_this_rank(ctx, sequence_parallel, comm_type):
     for shape, model in SHAPES.items():
         full = apply(full_layer(model), model, hidden, grad=grad)
         layer, params = layer_of(model, parallel, coords=ctx.coords)
-        actual = apply(layer, model, local(hidden), grad=local(grad), positions=None if cp.size == 1 else positions)
+        actual = apply(
+            layer,
+            model,
+            local(hidden),
+            grad=local(grad),
+            positions=None if cp.size == 1 else positions,
+        )
         for name in ("output of the layer", "input"):
             close(actual.pop(name), local(full.pop(name)), what=f"{shape}: {name}")
         assert actual.keys() == full.keys()
@@ -226,14 +259,22 @@ def test_weight_gradients_that_are_deferred_are_the_same(model: ModelConfig) -> 
     hidden, grad = draw(B, S, H, seed=1), draw(B, S, H, seed=2)
     expected = apply(full_layer(model), model, hidden, grad=grad)
     queue = WgradQueue()
-    parallel = replace(ModelParallel.single_rank(), tp=replace(TensorParallel.single_rank(), wgrad_queue=queue))
+    parallel = replace(
+        ModelParallel.single_rank(), tp=replace(TensorParallel.single_rank(), wgrad_queue=queue)
+    )
     layer, params = layer_of(model, parallel, coords={"tp": 0})
     with queue.defer():
         actual = apply(layer, model, hidden, grad=grad)
     norms = {name for name in params if "norm" in name}
-    assert actual.keys() == {"output of the layer", "input", *norms}, "the linear layers have no weight gradient yet"
+    assert actual.keys() == {"output of the layer", "input", *norms}, (
+        "the linear layers have no weight gradient yet"
+    )
     accumulate_wgrads(queue.take())
-    actual |= {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
+    actual |= {
+        name: parameter.grad
+        for name, parameter in layer.named_parameters()
+        if parameter.grad is not None
+    }
     assert actual.keys() == {"output of the layer", "input", *params}
     for name, value in actual.items():
         close(value, expected[name], what=name)
@@ -249,4 +290,6 @@ def test_two_tp_ranks_shard_the_heads_and_replicate_what_is_compressed(model: Mo
 def test_deepseek_v3_has_the_published_number_of_parameters() -> None:
     shape = ModelShape.of(load_config(["+config=deepseek_v3"]).model)
     # Its vocabulary needs no padding.
-    assert sum(spec.numel for spec in declare_model(shape)) == num_parameters(shape) == 671_026_404_352
+    assert (
+        sum(spec.numel for spec in declare_model(shape)) == num_parameters(shape) == 671_026_404_352
+    )

@@ -99,7 +99,9 @@ def test_the_input_of_an_expert_is_weighted_and_its_output_is_not():
     layer, x = build_full(replace(LLAMA4, moe=moe)), random(B, S, H, seed=7)
     weights = dict(layer.named_parameters())
     probs, ids = (x @ weights["router.weight"].T).sigmoid().max(dim=-1, keepdim=True)
-    gate, up, down = (weights[f"experts.{name}.weight"][ids[..., 0]] for name in ("gate", "up", "down"))
+    gate, up, down = (
+        weights[f"experts.{name}.weight"][ids[..., 0]] for name in ("gate", "up", "down")
+    )
     scaled = (probs * x)[..., None]
     expected = down @ (F.silu(gate @ scaled) * (up @ scaled))
     close(layer(x, LayerContext()), expected[..., 0])
@@ -132,10 +134,15 @@ def test_a_batch_of_one_token_and_no_gradient_pass():
 def test_bf16_stays_near_fp32():
     model = MODELS["deepseek"]
     exact = build_full(model)
-    narrow = build_layer(model, {name: weight.bfloat16() for name, weight in full_weights(model).items()})
+    narrow = build_layer(
+        model, {name: weight.bfloat16() for name, weight in full_weights(model).items()}
+    )
     x = random(1, 4, H, seed=5).bfloat16()
     with torch.no_grad():
-        out, expected = (layer(x.to(t), LayerContext()) for layer, t in ((narrow, x.dtype), (exact, torch.float32)))
+        out, expected = (
+            layer(x.to(t), LayerContext())
+            for layer, t in ((narrow, x.dtype), (exact, torch.float32))
+        )
     assert out.dtype == torch.bfloat16
     assert (out.float() - expected).norm() < 0.02 * expected.norm()
 
@@ -146,7 +153,10 @@ def test_router_state_keeps_its_dtype_and_values_when_the_module_is_moved():
     bias, sums = layer.router.expert_bias.clone(), layer.router.stats.sums()
     layer.to(torch.bfloat16).to_empty(device="cpu")
     assert layer.router.weight.dtype == torch.bfloat16
-    assert torch.equal(layer.router.expert_bias, bias) and layer.router.expert_bias.dtype == torch.float32
+    assert (
+        torch.equal(layer.router.expert_bias, bias)
+        and layer.router.expert_bias.dtype == torch.float32
+    )
     assert torch.equal(layer.router.stats.sums(), sums) and sums.dtype == torch.float64
     assert {name for name, _ in layer.router.named_buffers()} == {
         "expert_bias",
@@ -156,10 +166,15 @@ def test_router_state_keeps_its_dtype_and_values_when_the_module_is_moved():
 
 
 def order_of_events(ctx):
-    """What a rank does in forward and backward, by the record of its all-to-alls and of the shared expert."""
+    """What a rank does in forward and backward, by the record of its all-to-alls and of the shared
+    expert.
+    """
     part, events = Part(ctx, sequence_parallel=False), []
     mine = {name: part.of_weight(name, weight) for name, weight in full_weights(DEEPSEEK).items()}
-    layer, heartbeat = build_layer(DEEPSEEK, mine, parallel=part.parallel), ctx.group("ep").heartbeat
+    layer, heartbeat = (
+        build_layer(DEEPSEEK, mine, parallel=part.parallel),
+        ctx.group("ep").heartbeat,
+    )
     started, waits = heartbeat.started, heartbeat.wait_begins
     heartbeat.started = lambda *args, **sent: events.append("send") or started(*args, **sent)
     heartbeat.wait_begins = lambda *args, **sent: events.append("wait") or waits(*args, **sent)

@@ -1,11 +1,16 @@
-"""The mixture-of-experts layer gives what that of transformers gives: Mixtral, Qwen, DeepSeek-V3, LongCat-Flash."""
+"""The mixture-of-experts layer gives what that of transformers gives: Mixtral, Qwen, DeepSeek-V3,
+LongCat-Flash.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
-from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashConfig, LongcatFlashMoE
+from transformers.models.longcat_flash.modeling_longcat_flash import (
+    LongcatFlashConfig,
+    LongcatFlashMoE,
+)
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
@@ -46,23 +51,33 @@ def check_against(block, model):
     close(outcome.grad_input, theirs.grad)
     close(outcome.grads["router.weight"], block.gate.weight.grad)
     experts = block.experts
-    gate_up = torch.cat([outcome.grads["experts.gate.weight"], outcome.grads["experts.up.weight"]], dim=1)
+    gate_up = torch.cat(
+        [outcome.grads["experts.gate.weight"], outcome.grads["experts.up.weight"]], dim=1
+    )
     close(gate_up, experts.gate_up_proj.grad)
     close(outcome.grads["experts.down.weight"], experts.down_proj.grad)
     return outcome.grads
 
 
 def test_mixtral_block_gives_the_same():
-    config = MixtralConfig(hidden_size=H, intermediate_size=24, num_local_experts=E, num_experts_per_tok=2)
+    config = MixtralConfig(
+        hidden_size=H, intermediate_size=24, num_local_experts=E, num_experts_per_tok=2
+    )
     config._experts_implementation = "eager"
     check_against(load_experts(MixtralSparseMoeBlock(config), full_weights(DROPLESS)), DROPLESS)
 
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 def test_qwen3_moe_block_gives_the_same(norm_topk_prob):
-    model = replace(DROPLESS, moe=replace(DROPLESS.moe, router_topk=3, router_pre_softmax=not norm_topk_prob))
+    model = replace(
+        DROPLESS, moe=replace(DROPLESS.moe, router_topk=3, router_pre_softmax=not norm_topk_prob)
+    )
     config = Qwen3MoeConfig(
-        hidden_size=H, moe_intermediate_size=24, num_experts=E, num_experts_per_tok=3, norm_topk_prob=norm_topk_prob
+        hidden_size=H,
+        moe_intermediate_size=24,
+        num_experts=E,
+        num_experts_per_tok=3,
+        norm_topk_prob=norm_topk_prob,
     )
     config._experts_implementation = "eager"
     check_against(load_experts(Qwen3MoeSparseMoeBlock(config), full_weights(model)), model)
@@ -75,7 +90,12 @@ def load_shared(shared, weights):
 
 
 def test_qwen2_moe_block_with_its_gate_of_the_shared_expert_gives_the_same():
-    moe = replace(DROPLESS.moe, router_pre_softmax=True, shared_expert_intermediate_size=40, shared_expert_gate=True)
+    moe = replace(
+        DROPLESS.moe,
+        router_pre_softmax=True,
+        shared_expert_intermediate_size=40,
+        shared_expert_gate=True,
+    )
     model = replace(DROPLESS, moe=moe)
     config = Qwen2MoeConfig(
         hidden_size=H,
@@ -95,12 +115,26 @@ def test_qwen2_moe_block_with_its_gate_of_the_shared_expert_gives_the_same():
 
 
 def test_deepseek_block_gives_the_same():
-    # Theirs counts a group's best two experts, ours topk // group_topk: the same in DeepSeek-V3 (8 // 4) and here.
+    # Theirs counts a group's best two experts, ours topk // group_topk: the same in DeepSeek-V3 (8
+    # // 4) and here.
     model = replace(
-        DEEPSEEK, moe=replace(DEEPSEEK.moe, router_topk=4, router_group_topk=2, aux_loss_coeff=[0.0], z_loss_coeff=0.0)
+        DEEPSEEK,
+        moe=replace(
+            DEEPSEEK.moe, router_topk=4, router_group_topk=2, aux_loss_coeff=[0.0], z_loss_coeff=0.0
+        ),
     )
-    sizes = {"hidden_size": H, "moe_intermediate_size": 20, "n_routed_experts": E, "num_local_experts": E}
-    routing = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+    sizes = {
+        "hidden_size": H,
+        "moe_intermediate_size": 20,
+        "n_routed_experts": E,
+        "num_local_experts": E,
+    }
+    routing = {
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+    }
     model = replace(model, moe=replace(model.moe, ffn_hidden_size=20))
     config = DeepseekV3Config(**sizes, **routing, n_shared_experts=2, norm_topk_prob=True)
     config._experts_implementation = "eager"

@@ -1,4 +1,6 @@
-"""Multi-token prediction of one rank, against the equations of DeepSeek-V3 written out without shifted sequences."""
+"""Multi-token prediction of one rank, against the equations of DeepSeek-V3 written out without
+shifted sequences.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -38,7 +40,9 @@ def written_out(stage: Stage, batch: Batch) -> list[Tensor]:
         context = LayerContext((rotary.at(length, like=hidden), None, None), (mask, None))
         hidden = layer.final_norm(layer.block(joined @ layer.eh_proj.weight.T, context))
         logits = hidden @ stage.head.weight[:VOCAB].T
-        each = F.cross_entropy(logits.flatten(0, 1), batch.labels[:, depth:].flatten(), reduction="none")
+        each = F.cross_entropy(
+            logits.flatten(0, 1), batch.labels[:, depth:].flatten(), reduction="none"
+        )
         losses.append((each * batch.loss_mask[:, depth:].flatten()).sum())
     return losses
 
@@ -74,14 +78,18 @@ def test_the_gradient_of_the_loss_scales_both():
     for factor in (1.0, 0.125):
         stage.zero_grad()
         stage(None, BatchContext(batch, mtp_scales=SCALES)).backward(torch.tensor(factor))
-        grads.append({name: parameter.grad / factor for name, parameter in stage.named_parameters()})
+        grads.append(
+            {name: parameter.grad / factor for name, parameter in stage.named_parameters()}
+        )
     assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
 
 
 def test_the_scales_make_means_of_sums():
     config = replace(MTP, mtp=MTPConfig(num_layers=2, loss_scaling_factor=0.3))
     context = SimpleNamespace(groups={"tp": Group.single_rank("tp")}, device=torch.device("cpu"))
-    part = MTPLosses(SimpleNamespace(config=SimpleNamespace(model=config), context=context, stages={}))
+    part = MTPLosses(
+        SimpleNamespace(config=SimpleNamespace(model=config), context=context, stages={})
+    )
     context = part.context(GlobalBatch((), 200, wait_s=0.0), counts=(100.0, 50.0))
     assert context["mtp_scales"] == pytest.approx((0.15 * 200 / 100, 0.15 * 200 / 50))
     assert part.sums(is_logged=True).tolist() == [0.0, 0.0], "as on a rank without the last stage"
@@ -97,15 +105,21 @@ def test_evaluation_and_logits_leave_the_layers_out():
 
 
 def test_a_layer_reads_and_predicts_nothing_of_another_document():
-    """Other tokens in the second document change no loss of the first, whose last predictions are not counted."""
+    """Other tokens in the second document change no loss of the first, whose last predictions are
+    not counted.
+    """
     stage = randomize(build(replace(QWEN3, mtp=MTPConfig(num_layers=2))))
     batch = random_batch(batch=1)
     segments = torch.cat([torch.zeros(1, 10), torch.ones(1, 14)], dim=1).int()
     mask = (segments == 0).float()
     sums = []
     for tokens in (batch.tokens, torch.where(segments == 0, batch.tokens, 7)):
-        labels = torch.cat([tokens[:, 1:10], torch.zeros(1, 1, dtype=tokens.dtype), tokens[:, 10:]], dim=1)
-        packed = replace(batch, tokens=tokens, labels=labels, loss_mask=mask, segment_ids=segments).with_mtp(2)
+        labels = torch.cat(
+            [tokens[:, 1:10], torch.zeros(1, 1, dtype=tokens.dtype), tokens[:, 10:]], dim=1
+        )
+        packed = replace(
+            batch, tokens=tokens, labels=labels, loss_mask=mask, segment_ids=segments
+        ).with_mtp(2)
         assert [each.num_target_tokens.item() for each in packed.mtp] == [9, 8]
         stage(None, BatchContext(packed, mtp_scales=SCALES))
         sums.append(loss_sums(stage))

@@ -28,7 +28,9 @@ def test_a_norm_scales_to_unit_size(kind: Normalization) -> None:
     x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
     centred = x - x.mean(-1, keepdim=True) if kind == "LayerNorm" else x
     expected = (
-        centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (1 if kind == "L2Norm" else norm.weight)
+        centred
+        / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+        * (1 if kind == "L2Norm" else norm.weight)
     )
     if kind == "LayerNorm":
         expected = expected + norm.bias
@@ -52,19 +54,29 @@ def test_bf16_is_computed_in_fp32_and_rounded_once(kind: Normalization) -> None:
 def test_norms_of_heads_are_of_the_kind_of_the_others(kind: Normalization) -> None:
     """As in Megatron-LM, whose --qk-layernorm takes --normalization for the heads too."""
     like, tp = norm_of(kind, 8, eps=1e-3, dtype=torch.float64), Group.single_rank("tp")
-    params = Parameters({f"query_norm.{name}": parameter for name, parameter in like.named_parameters()})
+    params = Parameters(
+        {f"query_norm.{name}": parameter for name, parameter in like.named_parameters()}
+    )
     model_config = ModelConfig(normalization=kind, norm_epsilon=1e-3, qk_layernorm=True)
-    of_heads = build_head_norm(model_config, params.submodule("query_norm"), heads=slice(0, 24), group=tp)
+    of_heads = build_head_norm(
+        model_config, params.submodule("query_norm"), heads=slice(0, 24), group=tp
+    )
     with torch.no_grad():
         for parameter in like.parameters():
             parameter.copy_(torch.randn(8))
     heads = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     assert torch.equal(of_heads(heads), like(heads))
     model_config = replace(model_config, qk_layernorm=kind != "L2Norm")
-    absent = build_head_norm(model_config, params.submodule("key_norm"), heads=slice(0, 24), group=tp)
+    absent = build_head_norm(
+        model_config, params.submodule("key_norm"), heads=slice(0, 24), group=tp
+    )
     assert isinstance(absent, nn.Identity)
     l2_norm = build_head_norm(
-        replace(model_config, qk_layernorm=False), Parameters({}), heads=slice(0, 24), group=tp, is_l2=True
+        replace(model_config, qk_layernorm=False),
+        Parameters({}),
+        heads=slice(0, 24),
+        group=tp,
+        is_l2=True,
     )
     assert torch.equal(l2_norm(heads), norm_of("L2Norm", 8, eps=1e-3, dtype=torch.float64)(heads))
 
@@ -73,9 +85,14 @@ def test_norms_of_heads_are_of_the_kind_of_the_others(kind: Normalization) -> No
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 )
-def test_rms_norm_and_its_gradients_equal_fp64(dtype: torch.dtype, tolerance: float, is_offset: bool) -> None:
+def test_rms_norm_and_its_gradients_equal_fp64(
+    dtype: torch.dtype, tolerance: float, is_offset: bool
+) -> None:
     torch.manual_seed(1)
-    x, weight = torch.randn(3, 5, 16).to(dtype).requires_grad_(), nn.Parameter(torch.randn(16).to(dtype))
+    x, weight = (
+        torch.randn(3, 5, 16).to(dtype).requires_grad_(),
+        nn.Parameter(torch.randn(16).to(dtype)),
+    )
     exact_x, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
     grad = torch.randn(3, 5, 16).to(dtype)
     scale = (exact_x.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
@@ -84,5 +101,9 @@ def test_rms_norm_and_its_gradients_equal_fp64(dtype: torch.dtype, tolerance: fl
     out = RMSNorm(weight, eps=1e-3, is_offset=is_offset)(x)
     out.backward(grad)
     assert out.dtype is dtype
-    for computed, exact in ((out, expected.detach()), (x.grad, exact_x.grad), (weight.grad, exact_weight.grad)):
+    for computed, exact in (
+        (out, expected.detach()),
+        (x.grad, exact_x.grad),
+        (weight.grad, exact_weight.grad),
+    ):
         torch.testing.assert_close(computed.double(), exact, rtol=tolerance, atol=tolerance)

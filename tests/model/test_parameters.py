@@ -17,7 +17,12 @@ from tests.model.building import LLAMA, MODELS, build
 
 def declared() -> list[LocalParam]:
     weight = ParamSpec(
-        "mlp.up.weight", (8, 4), dtype="bf16", init=Normal(0.02), weight_decay=True, shards=(Shard(0, "tp"),)
+        "mlp.up.weight",
+        (8, 4),
+        dtype="bf16",
+        init=Normal(0.02),
+        weight_decay=True,
+        shards=(Shard(0, "tp"),),
     )
     bias = ParamSpec("mlp.up.bias", (8,), dtype="bf16", init=Constant(0.0), weight_decay=False)
     return [localize(spec, coords={"tp": 1}, sizes={"tp": 2}) for spec in (weight, bias)]
@@ -42,7 +47,9 @@ def test_what_is_not_declared_is_none_or_an_error() -> None:
         params["mlp.down.weight"]
 
 
-HUGE = ParamSpec("layers.0.mlp.up.weight", (5000, 700), dtype="fp32", init=Normal(0.02), weight_decay=True)
+HUGE = ParamSpec(
+    "layers.0.mlp.up.weight", (5000, 700), dtype="fp32", init=Normal(0.02), weight_decay=True
+)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2-untied"])
@@ -57,7 +64,10 @@ def test_a_stage_has_the_initial_bits_of_the_full_model(name: str) -> None:
 
 
 def test_another_seed_layer_or_name_gives_other_values() -> None:
-    first, second = dict(build(LLAMA, seed=1).named_parameters()), dict(build(LLAMA, seed=2).named_parameters())
+    first, second = (
+        dict(build(LLAMA, seed=1).named_parameters()),
+        dict(build(LLAMA, seed=2).named_parameters()),
+    )
     gate = "layers.0.mlp.gate.weight"
     assert not torch.equal(first[gate], second[gate])
     assert not torch.equal(first[gate], first["layers.1.mlp.gate.weight"])
@@ -69,7 +79,9 @@ def test_matrices_are_normal_and_output_projections_narrower() -> None:
     parameters = dict(build(model).named_parameters())
     assert parameters["layers.3.mlp.up.weight"].std().item() == pytest.approx(0.05, rel=0.02)
     assert parameters["layers.3.mlp.down.weight"].std().item() == pytest.approx(0.05 / 4, rel=0.02)
-    assert parameters["layers.3.attention.output.weight"].std().item() == pytest.approx(0.05 / 4, rel=0.02)
+    assert parameters["layers.3.attention.output.weight"].std().item() == pytest.approx(
+        0.05 / 4, rel=0.02
+    )
     assert torch.equal(parameters["final_norm.weight"], torch.ones(256))
     assert parameters["embedding.word.weight"][131:].std().item() == pytest.approx(0.05, rel=0.05)
 

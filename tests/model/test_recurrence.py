@@ -1,4 +1,6 @@
-"""Short convolutions equal those of transformers, inside documents and with the tokens before them from a cache."""
+"""Short convolutions equal those of transformers, inside documents and with the tokens before them
+from a cache.
+"""
 
 from dataclasses import replace
 
@@ -28,7 +30,9 @@ def test_a_gated_short_convolution_is_that_of_transformers(has_biases: bool) -> 
     with torch.no_grad():
         for leaf in ("weight", "bias")[: 1 + has_biases]:
             getattr(theirs.in_proj, leaf).copy_(torch.cat([getattr(each, leaf) for each in inputs]))
-            getattr(theirs.conv, leaf).copy_(getattr(ours.conv, leaf).view_as(getattr(theirs.conv, leaf)))
+            getattr(theirs.conv, leaf).copy_(
+                getattr(ours.conv, leaf).view_as(getattr(theirs.conv, leaf))
+            )
             getattr(theirs.out_proj, leaf).copy_(getattr(ours.output, leaf))
     hidden = random_hidden(2, 9, 32)
 
@@ -37,7 +41,9 @@ def test_a_gated_short_convolution_is_that_of_transformers(has_biases: bool) -> 
 
     names = [name for name, _ in ours.named_parameters()]
     by_name = dict(zip(names, found[2:], strict=True))
-    of_theirs = dict(zip([name for name, _ in theirs.named_parameters()], expected[2:], strict=True))
+    of_theirs = dict(
+        zip([name for name, _ in theirs.named_parameters()], expected[2:], strict=True)
+    )
     assert_near(found[:2], expected[:2])
     for leaf in ("weight", "bias")[: 1 + has_biases]:
         joined = torch.cat([by_name[f"{name}.{leaf}"] for name in ("gate_in", "gate_out", "value")])
@@ -53,5 +59,7 @@ def test_documents_are_convolved_as_if_alone() -> None:
 
     found = module(hidden, LayerContext(segment_ids=segment_ids))
 
-    apart = torch.cat([module(part, LayerContext()) for part in hidden[:1].split((5, 1, 6), dim=1)], dim=1)
+    apart = torch.cat(
+        [module(part, LayerContext()) for part in hidden[:1].split((5, 1, 6), dim=1)], dim=1
+    )
     assert_near([found], [torch.cat((apart, module(hidden[1:], LayerContext())))])

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanotrain.config.model import MLAConfig, ModelConfig, YarnConfig
-from nanotrain.model.rope import Rotary, RotaryTables, apply_rotary, inverse_frequencies, layer_tables, scale_query
+from nanotrain.model.rope import (
+    Rotary,
+    RotaryTables,
+    apply_rotary,
+    inverse_frequencies,
+    layer_tables,
+    scale_query,
+)
 from tests.model.building import LLAMA, LLAMA3, YARN
 
 
@@ -33,7 +40,9 @@ def by_complex_numbers(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor
 
 def test_every_pair_is_rotated_by_position_times_frequency() -> None:
     x = heads()
-    torch.testing.assert_close(apply_rotary(x, rotary(12)), by_complex_numbers(x, torch.arange(12)), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        apply_rotary(x, rotary(12)), by_complex_numbers(x, torch.arange(12)), atol=1e-6, rtol=0
+    )
 
 
 def test_the_gradient_is_that_of_the_formula() -> None:
@@ -80,7 +89,8 @@ def test_llama3_scaling_keeps_short_waves_and_divides_long_ones() -> None:
     base = 500000.0 ** -(torch.arange(0, 8, 2) / 8)
     wavelength = 2 * torch.pi / base
     assert not torch.equal(unscaled, scaled)
-    # original 16, low 1, high 4: waves shorter than 4 are kept, longer than 16 divided by the factor 4.
+    # original 16, low 1, high 4: waves shorter than 4 are kept, longer than 16 divided by the
+    # factor 4.
     torch.testing.assert_close(scaled[wavelength > 16], base[wavelength > 16] / 4)
     between = (wavelength >= 4) & (wavelength <= 16)
     assert between.any()
@@ -101,7 +111,9 @@ def test_yarn_is_that_of_transformers(width: int, mscale: float, mscale_all_dim:
     }
     if mscale_all_dim:
         rope |= {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
-    config = transformers.LlamaConfig(head_dim=width, max_position_embeddings=4096, rope_parameters=rope)
+    config = transformers.LlamaConfig(
+        head_dim=width, max_position_embeddings=4096, rope_parameters=rope
+    )
     expected, length = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     ours = replace(
         YARN,
@@ -127,7 +139,9 @@ def test_a_share_of_the_channels_is_rotated_and_the_rest_stays() -> None:
     tables, x = RotaryTables(half).at(12, like=torch.empty(0, dtype=torch.float64)), heads()
     rotated = apply_rotary(x, tables)
     assert tables.cos.shape[-1] == 2 and torch.equal(rotated[..., 4:], x[..., 4:])
-    narrow = RotaryTables(replace(LLAMA, kv_channels=4)).at(12, like=torch.empty(0, dtype=torch.float64))
+    narrow = RotaryTables(replace(LLAMA, kv_channels=4)).at(
+        12, like=torch.empty(0, dtype=torch.float64)
+    )
     torch.testing.assert_close(rotated[..., :4], apply_rotary(x[..., :4].contiguous(), narrow))
     torch.autograd.gradcheck(lambda x: apply_rotary(x, tables), x.requires_grad_())
     latent = replace(half, multi_latent_attention=True, mla=MLAConfig(qk_pos_emb_head_dim=6))
@@ -135,14 +149,20 @@ def test_a_share_of_the_channels_is_rotated_and_the_rest_stays() -> None:
 
 
 def test_interleaved_pairs_are_the_same_scores_with_the_channels_in_another_order():
-    """Megatron-LM's --rotary-interleaved pairs channels 2i and 2i + 1; the first R channels of a head rotate."""
+    """Megatron-LM's --rotary-interleaved pairs channels 2i and 2i + 1; the first R channels of a
+    head rotate.
+    """
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 5, 2, 12, generator=generator, dtype=torch.float64)
-    rotary = RotaryTables(ModelConfig(hidden_size=24, num_attention_heads=2, rotary_percent=2 / 3)).at(5, like=query)
+    rotary = RotaryTables(
+        ModelConfig(hidden_size=24, num_attention_heads=2, rotary_percent=2 / 3)
+    ).at(5, like=query)
 
     def interleaved(x: torch.Tensor) -> torch.Tensor:
         even, odd = x[..., 0:8:2], x[..., 1:8:2]
-        pairs = torch.stack((even * rotary.cos - odd * rotary.sin, odd * rotary.cos + even * rotary.sin), dim=-1)
+        pairs = torch.stack(
+            (even * rotary.cos - odd * rotary.sin, odd * rotary.cos + even * rotary.sin), dim=-1
+        )
         return torch.cat((pairs.flatten(-2), x[..., 8:]), dim=-1)
 
     def scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -166,8 +186,12 @@ def test_queries_of_layers_without_rotary_positions_have_the_factors_of_llama4()
 
 
 def test_queries_of_later_contexts_are_longer() -> None:
-    yarn = YarnConfig(rotary_scaling_factor=4.0, original_max_position_embeddings=8, query_scaling_beta=0.5)
-    model = ModelConfig(hidden_size=16, num_attention_heads=2, position_embedding_type="yarn", yarn=yarn)
+    yarn = YarnConfig(
+        rotary_scaling_factor=4.0, original_max_position_embeddings=8, query_scaling_beta=0.5
+    )
+    model = ModelConfig(
+        hidden_size=16, num_attention_heads=2, position_embedding_type="yarn", yarn=yarn
+    )
     query, tables = torch.ones(1, 20, 2, 8), RotaryTables(model)
     expected = torch.tensor([1 + 0.5 * math.log(1 + position // 8) for position in range(20)])
     torch.testing.assert_close(scale_query(query, tables.at(20, like=query))[0, :, 1, 3], expected)

@@ -22,7 +22,9 @@ SIGMOID = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_score_function="sigmo
 def build_router(model, *, bias=None):
     """A router whose weight is the identity, so that its input is its logits."""
     weight = torch.nn.Parameter(torch.eye(E))
-    router = Router(model.moe, Parameters({"router.weight": weight}), parallel=ModelParallel.single_rank())
+    router = Router(
+        model.moe, Parameters({"router.weight": weight}), parallel=ModelParallel.single_rank()
+    )
     if bias is not None:
         router.expert_bias.copy_(torch.tensor(bias))
     return router
@@ -30,7 +32,9 @@ def build_router(model, *, bias=None):
 
 def route(model, logits, *, bias=None, context=None, router=None):
     router = router or build_router(model, bias=bias)
-    return router(logits, context or LayerContext(), positions=lambda: torch.arange(logits.shape[1]))
+    return router(
+        logits, context or LayerContext(), positions=lambda: torch.arange(logits.shape[1])
+    )
 
 
 def one_token(*logits):
@@ -51,7 +55,9 @@ def test_softmax_over_the_chosen_or_before_the_routing():
 
 
 def test_sigmoid_scores_are_normalized_over_the_chosen_and_scaled():
-    routing = route(replace(SIGMOID, moe=replace(SIGMOID.moe, router_topk_scaling_factor=2.5)), TOKEN)
+    routing = route(
+        replace(SIGMOID, moe=replace(SIGMOID.moe, router_topk_scaling_factor=2.5)), TOKEN
+    )
     scores = torch.tensor([[3.0, 2.0]]).sigmoid()
     torch.testing.assert_close(routing.topk_weights, 2.5 * scores / scores.sum())
     padded = route(replace(SIGMOID, moe=replace(SIGMOID.moe, router_norm_epsilon=0.5)), TOKEN)
@@ -70,7 +76,8 @@ def test_the_bias_moves_the_routing_and_never_the_weights():
 
 def test_a_bias_is_added_to_softmax_scores_and_not_to_their_logits():
     biased = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_enable_expert_bias=True))
-    routing = route(biased, TOKEN, bias=[0.0, 0.0, 0.5, 0.0, 0, 0, 0, 0])  # its logit of 1 would stay below 2
+    # its logit of 1 would stay below 2
+    routing = route(biased, TOKEN, bias=[0.0, 0.0, 0.5, 0.0, 0, 0, 0, 0])
     assert 2 in routing.topk_ids[0].tolist()
     chosen = TOKEN[0].gather(-1, routing.topk_ids)
     torch.testing.assert_close(routing.topk_weights, chosen.softmax(-1))
@@ -85,8 +92,11 @@ def test_only_the_best_groups_are_chosen_from():
 
 
 def test_the_bias_moves_the_choice_of_groups_too():
-    # DeepSeek-V3 ranks groups by biased scores, so that the bias moves tokens between groups as well
-    moe = replace(SIGMOID.moe, router_num_groups=4, router_group_topk=1, router_enable_expert_bias=True)
+    # DeepSeek-V3 ranks groups by biased scores, so that the bias moves tokens between groups as
+    # well
+    moe = replace(
+        SIGMOID.moe, router_num_groups=4, router_group_topk=1, router_enable_expert_bias=True
+    )
     token = one_token(2.0, 2.0, 1.0, 1.0, -1.0, -2.0, 0.5, -3.0)
     assert sorted(route(replace(SIGMOID, moe=moe), token).topk_ids[0].tolist()) == [0, 1]
     biased = route(replace(SIGMOID, moe=moe), token, bias=[0.0, 0, 0.5, 0, 0, 0, 0, 0])
@@ -94,7 +104,8 @@ def test_the_bias_moves_the_choice_of_groups_too():
 
 
 def test_groups_are_ranked_by_logits_unless_the_softmax_comes_first():
-    # Megatron-LM's topk_routing_with_score_function: sums of 3 - 10 and 1 + 0.9, or of their probabilities
+    # Megatron-LM's topk_routing_with_score_function: sums of 3 - 10 and 1 + 0.9, or of their
+    # probabilities
     model = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_num_groups=4, router_group_topk=1))
     token = one_token(3.0, -10.0, 1.0, 0.9, -8.0, -8.0, -9.0, -9.0)
     assert route(model, token).topk_ids.tolist() == [[2, 3]]
@@ -141,11 +152,17 @@ def gradient_of(model, logits, scale, *, bias=None, router=None, context=None):
 def test_the_aux_loss_is_that_of_each_sequence_written_out(model):
     logits = batch_of_logits().requires_grad_()
     experts = route(model, logits.detach()).topk_ids.view(3, S, K)
-    scores = logits.softmax(-1) if model is SOFTMAX else logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+    scores = (
+        logits.softmax(-1)
+        if model is SOFTMAX
+        else logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+    )
     fractions = torch.nn.functional.one_hot(experts, E).sum(2).float().mean(1) * E / K
     loss = (fractions * scores.mean(1)).sum()  # over experts and sequences
     (expected,) = torch.autograd.grad(loss * 0.3 / 16, logits)
-    actual = gradient_of(replace(model, moe=replace(model.moe, aux_loss_coeff=[0.3])), logits.detach(), 1 / 16)
+    actual = gradient_of(
+        replace(model, moe=replace(model.moe, aux_loss_coeff=[0.3])), logits.detach(), 1 / 16
+    )
     torch.testing.assert_close(actual, expected)
 
 
@@ -153,7 +170,10 @@ def test_the_aux_loss_is_that_of_each_sequence_written_out(model):
 def test_several_losses_are_each_that_of_its_scope_written_out(model):
     first, second = batch_of_logits(1), batch_of_logits(2)
     kinds = ["global_aux_loss", "seq_aux_loss", "aux_loss"]
-    model = replace(model, moe=replace(model.moe, router_load_balancing_type=kinds, aux_loss_coeff=[0.3, 0.2, 0.1]))
+    model = replace(
+        model,
+        moe=replace(model.moe, router_load_balancing_type=kinds, aux_loss_coeff=[0.3, 0.2, 0.1]),
+    )
     router = build_router(model)
 
     def scores_and_choices(logits):
@@ -162,14 +182,17 @@ def test_several_losses_are_each_that_of_its_scope_written_out(model):
             scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
         return scores, torch.nn.functional.one_hot(scores.topk(K, dim=-1).indices, E).sum(2).float()
 
-    def loss_of(scores, choices):  # choices: those of the tokens, or the mean of several microbatches
+    # choices: those of the tokens, or the mean of several microbatches
+    def loss_of(scores, choices):
         return (choices.mean((0, 1)) * scores.mean((0, 1))).sum() * E / K
 
     _, choices_before = scores_and_choices(first)
     for logits, before in ((first, []), (second, [choices_before])):
         leaf = logits.clone().requires_grad_()
         scores, choices = scores_and_choices(leaf)
-        expected = 0.3 * loss_of(scores, torch.cat([*before, choices])) + 0.1 * loss_of(scores, choices)
+        expected = 0.3 * loss_of(scores, torch.cat([*before, choices])) + 0.1 * loss_of(
+            scores, choices
+        )
         expected = 3 * expected + 0.2 * sum(map(loss_of, scores.unsqueeze(1), choices.unsqueeze(1)))
         (gradient,) = torch.autograd.grad(expected / 16, leaf)
         torch.testing.assert_close(gradient_of(model, logits, 1 / 16, router=router), gradient)
@@ -191,7 +214,11 @@ GLOBAL = replace(
 def gradients_with_padding(ctx):
     """Two microbatches of a sequence per rank, of which the second is padding on rank 1."""
     parallel = replace(ModelParallel.single_rank(), dp=ctx.group("dp"))
-    router = Router(GLOBAL.moe, Parameters({"router.weight": torch.nn.Parameter(torch.eye(E))}), parallel=parallel)
+    router = Router(
+        GLOBAL.moe,
+        Parameters({"router.weight": torch.nn.Parameter(torch.eye(E))}),
+        parallel=parallel,
+    )
     gradients = []
     for sequence, is_padding in ((ctx.rank, False), (2 - 2 * ctx.rank, ctx.rank == 1)):
         context = LayerContext(aux_loss_scale=1.0, is_padding=is_padding)
@@ -202,7 +229,10 @@ def gradients_with_padding(ctx):
 
 def test_padding_takes_part_in_the_loss_over_all_ranks_and_counts_nothing():
     router = build_router(GLOBAL)
-    expected = [gradient_of(GLOBAL, logits, 1.0, router=router) for logits in batch_of_logits().split([2, 1])]
+    expected = [
+        gradient_of(GLOBAL, logits, 1.0, router=router)
+        for logits in batch_of_logits().split([2, 1])
+    ]
     (first, first_sums), (second, second_sums) = run_ranks(2, gradients_with_padding)
     torch.testing.assert_close(torch.cat([first[0], second[0]]), expected[0])
     torch.testing.assert_close(first[1], expected[1])
@@ -212,7 +242,9 @@ def test_padding_takes_part_in_the_loss_over_all_ranks_and_counts_nothing():
 
 def test_a_recomputed_forward_compares_with_the_tokens_of_its_first_run():
     kinds = ["global_aux_loss"]
-    model = replace(SOFTMAX, moe=replace(SOFTMAX.moe, router_load_balancing_type=kinds, aux_loss_coeff=[0.3]))
+    model = replace(
+        SOFTMAX, moe=replace(SOFTMAX.moe, router_load_balancing_type=kinds, aux_loss_coeff=[0.3])
+    )
     router, context = build_router(model), LayerContext(aux_loss_scale=1.0)
     expected = gradient_of(model, batch_of_logits(1), 1.0, router=router, context=context)
     gradient_of(model, batch_of_logits(2), 1.0, router=router)
@@ -245,7 +277,10 @@ def test_the_aux_loss_counts_the_best_scores_whatever_bias_and_groups_choose():
 
 def test_the_aux_loss_counts_the_best_scores_where_experts_are_taken_in_turn():
     in_turn, free = (
-        replace(SOFTMAX, moe=replace(SOFTMAX.moe, aux_loss_coeff=[0.3], router_force_load_balancing=forced))
+        replace(
+            SOFTMAX,
+            moe=replace(SOFTMAX.moe, aux_loss_coeff=[0.3], router_force_load_balancing=forced),
+        )
         for forced in (True, False)
     )
     assert torch.equal(*(gradient_of(model, batch_of_logits(), 1.0) for model in (in_turn, free)))
@@ -255,18 +290,25 @@ def test_the_z_loss_is_a_mean_over_the_tokens_of_the_global_batch():
     logits = batch_of_logits().requires_grad_()
     (expected,) = torch.autograd.grad(logits.logsumexp(-1).square().sum() / (16 * S) * 0.3, logits)
     torch.testing.assert_close(
-        gradient_of(replace(SOFTMAX, moe=replace(SOFTMAX.moe, z_loss_coeff=0.3)), logits.detach(), 1 / 16), expected
+        gradient_of(
+            replace(SOFTMAX, moe=replace(SOFTMAX.moe, z_loss_coeff=0.3)), logits.detach(), 1 / 16
+        ),
+        expected,
     )
 
 
 def test_without_load_balancing_there_is_no_aux_loss():
-    off = replace(SOFTMAX, moe=replace(SOFTMAX.moe, aux_loss_coeff=[0.3], router_load_balancing_type=["none"]))
+    off = replace(
+        SOFTMAX, moe=replace(SOFTMAX.moe, aux_loss_coeff=[0.3], router_load_balancing_type=["none"])
+    )
     assert (gradient_of(off, batch_of_logits(), 1.0) == 0).all()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in get_args(LoadBalancing) if kind != "none"])
 def test_the_metrics_of_the_losses_are_means_and_one_is_perfect_balance(kind):
-    moe = replace(SOFTMAX.moe, aux_loss_coeff=[0.3], z_loss_coeff=0.3, router_load_balancing_type=[kind])
+    moe = replace(
+        SOFTMAX.moe, aux_loss_coeff=[0.3], z_loss_coeff=0.3, router_load_balancing_type=[kind]
+    )
     router = build_router(replace(SOFTMAX, moe=moe))
     for batch_size in (2, 3):  # equal probabilities
         route(SOFTMAX, torch.zeros(batch_size, S, E, requires_grad=True), router=router)

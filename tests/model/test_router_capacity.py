@@ -56,12 +56,16 @@ def test_the_order_of_the_tokens_of_a_rank_does_not_matter(order):
     options = {"num_experts": E, "capacity": 2, "sequence": Group.single_rank("tp_cp")}
     straight = drop_over_capacity(Routing(experts, weights), positions=torch.arange(6), **options)
     positions = torch.tensor(order)
-    mixed = drop_over_capacity(Routing(experts[:, positions], weights[:, positions]), positions=positions, **options)
+    mixed = drop_over_capacity(
+        Routing(experts[:, positions], weights[:, positions]), positions=positions, **options
+    )
     assert torch.equal(mixed, straight[:, positions])
 
 
 def test_every_sequence_has_a_capacity_of_its_own():
-    """Over the microbatch of 8 tokens, as Megatron-LM counts, a capacity of 4 would drop the second sequence."""
+    """Over the microbatch of 8 tokens, as Megatron-LM counts, a capacity of 4 would drop the second
+    sequence.
+    """
     experts = torch.zeros(2, 4, 1, dtype=torch.int64)
     weights = torch.tensor([[0.9, 0.8, 0.7, 0.6], [0.4, 0.1, 0.3, 0.2]])[..., None]
     actual = drop_over_capacity(

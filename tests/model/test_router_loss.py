@@ -21,7 +21,9 @@ def written_out(probabilities: torch.Tensor, topk_ids: torch.Tensor) -> torch.Te
     return total
 
 
-def seq_aux_loss(probabilities: torch.Tensor, topk_ids: torch.Tensor, *, sequence: Group) -> torch.Tensor:
+def seq_aux_loss(
+    probabilities: torch.Tensor, topk_ids: torch.Tensor, *, sequence: Group
+) -> torch.Tensor:
     tokens = count_tokens(topk_ids, num_experts=probabilities.shape[-1], sequence=sequence)
     length = probabilities.shape[1] * sequence.size
     return balance_loss(probabilities, tokens, topk=topk_ids.shape[-1], num_tokens=length)
@@ -36,12 +38,16 @@ def random_routing() -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_auxiliary_loss_is_the_formula() -> None:
     probabilities, topk_ids = random_routing()
     torch.testing.assert_close(
-        seq_aux_loss(probabilities, topk_ids, sequence=SEQUENCE), written_out(probabilities, topk_ids)
+        seq_aux_loss(probabilities, topk_ids, sequence=SEQUENCE),
+        written_out(probabilities, topk_ids),
     )
 
 
 def test_perfect_balance_is_one_per_sequence() -> None:
-    probabilities, topk_ids = torch.full((2, 4, 4), 0.25), torch.arange(4).repeat(2, 2).view(2, 4, 2)
+    probabilities, topk_ids = (
+        torch.full((2, 4, 4), 0.25),
+        torch.arange(4).repeat(2, 2).view(2, 4, 2),
+    )
     assert seq_aux_loss(probabilities, topk_ids, sequence=SEQUENCE).item() == pytest.approx(2.0)
 
 

@@ -1,4 +1,6 @@
-"""What a router counts, the metrics that follow from it, and how the expert bias moves against the imbalance."""
+"""What a router counts, the metrics that follow from it, and how the expert bias moves against the
+imbalance.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,11 @@ def count(router, experts, *, kept=None):
     experts = torch.tensor(experts)
     probabilities = torch.full((*experts.shape[:-1], E), 1 / E)
     num_dropped = None if kept is None else (torch.tensor(kept) == E).sum()
-    router.stats.count(experts.flatten().bincount(minlength=E), num_dropped=num_dropped, probabilities=probabilities)
+    router.stats.count(
+        experts.flatten().bincount(minlength=E),
+        num_dropped=num_dropped,
+        probabilities=probabilities,
+    )
 
 
 def test_metrics_are_ratios_of_what_was_counted():
@@ -32,7 +38,13 @@ def test_metrics_are_ratios_of_what_was_counted():
     router.stats.z_loss += torch.tensor(2.0)
     metrics = router_metrics(router.stats.sums().tolist())
     assert metrics.pop("entropy") == pytest.approx(torch.tensor(4.0).log().item())
-    assert metrics == {"load": [4, 2, 2, 0], "max_load": 2.0, "dropped": 1 / 8, "balance_loss": 1.5, "z_loss": 0.5}
+    assert metrics == {
+        "load": [4, 2, 2, 0],
+        "max_load": 2.0,
+        "dropped": 1 / 8,
+        "balance_loss": 1.5,
+        "z_loss": 0.5,
+    }
 
 
 def test_routers_are_found_by_name_and_count_anew_after_a_reset():
@@ -47,7 +59,9 @@ def test_routers_are_found_by_name_and_count_anew_after_a_reset():
     assert router_metrics(first.stats.sums().tolist())["load"] == [0, 2, 0, 0]
 
 
-@pytest.mark.parametrize(("tokens", "bias"), [([5, 1, 1, 1], [-0.5, 0.5, 0.5, 0.5]), ([2, 2, 2, 2], [0.0] * E)])
+@pytest.mark.parametrize(
+    ("tokens", "bias"), [([5, 1, 1, 1], [-0.5, 0.5, 0.5, 0.5]), ([2, 2, 2, 2], [0.0] * E)]
+)
 def test_the_bias_moves_by_the_rate_and_an_even_load_leaves_it_alone(tokens, bias):
     router = ToyRouter()
     update_expert_bias(router, torch.tensor(tokens, dtype=torch.float64), rate=0.5)

@@ -1,4 +1,6 @@
-"""A stage: its loss, its logits, its parameters, unpacked and in a pipeline; attention on a shard of the heads."""
+"""A stage: its loss, its logits, its parameters, unpacked and in a pipeline; attention on a shard
+of the heads.
+"""
 
 from dataclasses import replace
 
@@ -14,7 +16,16 @@ from nanotrain.model.context import BatchContext, LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.transformer import Attention, Stage, build_stage
 from nanotrain.spec.stages import StageSpec, split_layers
-from tests.model.building import GPT2, LLAMA, MODELS, VOCAB, build, give_storage, random_batch, randomize
+from tests.model.building import (
+    GPT2,
+    LLAMA,
+    MODELS,
+    VOCAB,
+    build,
+    give_storage,
+    random_batch,
+    randomize,
+)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -23,7 +34,9 @@ def test_the_loss_is_the_masked_sum_of_cross_entropies_over_the_real_vocabulary(
     logits = model.logits(batch.tokens)
     each = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
     assert logits.shape[-1] == VOCAB
-    torch.testing.assert_close(model(None, BatchContext(batch)), (each * batch.loss_mask.flatten()).sum())
+    torch.testing.assert_close(
+        model(None, BatchContext(batch)), (each * batch.loss_mask.flatten()).sum()
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama-untied"])
@@ -42,7 +55,9 @@ def test_padded_rows_of_the_vocabulary_change_neither_loss_nor_get_a_gradient(na
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", [LLAMA, GPT2])
-def test_a_pipeline_of_stages_computes_the_model(family: ModelConfig, tied: bool, num_stages: int) -> None:
+def test_a_pipeline_of_stages_computes_the_model(
+    family: ModelConfig, tied: bool, num_stages: int
+) -> None:
     model = replace(family, num_layers=3, untie_embeddings_and_output_weights=not tied)
     whole, batch = build(model), random_batch()
     stages = [build(model, spec=spec) for spec in split_layers(3, num_stages)]
@@ -92,12 +107,18 @@ def test_documents_in_one_sample_are_the_documents_on_their_own(name: str) -> No
     lengths = (7, 1, 12, 4)
     whole = random_batch(batch=1, length=sum(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    documents = torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(lengths)])[None]
-    packed = model(None, BatchContext(Batch(whole.tokens, whole.labels, whole.loss_mask, positions, documents)))
+    documents = torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(lengths)])[
+        None
+    ]
+    packed = model(
+        None, BatchContext(Batch(whole.tokens, whole.labels, whole.loss_mask, positions, documents))
+    )
     unpacked, start = torch.zeros(()), 0
     for length in lengths:
         part = slice(start, start + length)
-        document = Batch(whole.tokens[:, part], whole.labels[:, part], whole.loss_mask[:, part], None, None)
+        document = Batch(
+            whole.tokens[:, part], whole.labels[:, part], whole.loss_mask[:, part], None, None
+        )
         unpacked = unpacked + model(None, BatchContext(document))
         start += length
     torch.testing.assert_close(packed, unpacked)
@@ -106,7 +127,9 @@ def test_documents_in_one_sample_are_the_documents_on_their_own(name: str) -> No
 def test_a_stage_runs_on_the_meta_device() -> None:
     stage = build_stage(LLAMA, dtype="bf16")
     batch = random_batch()
-    on_meta = Batch(*(x.to("meta") for x in (batch.tokens, batch.labels, batch.loss_mask)), None, None)
+    on_meta = Batch(
+        *(x.to("meta") for x in (batch.tokens, batch.labels, batch.loss_mask)), None, None
+    )
     loss = stage(None, BatchContext(on_meta))
     loss.backward()
     assert loss.device.type == "meta"
@@ -122,7 +145,8 @@ def test_bf16_follows_fp32() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_a_block_is_traced_in_one_graph_that_computes_the_same(name: str) -> None:
-    # The tracer without code generation: what takes long in torch.compile is the compiler behind it.
+    # The tracer without code generation: what takes long in torch.compile is the compiler behind
+    # it.
     model, batch = randomize(build(MODELS[name])), random_batch()
     expected = model(None, BatchContext(batch))
     expected.backward()
@@ -141,7 +165,9 @@ def test_a_block_is_traced_in_one_graph_that_computes_the_same(name: str) -> Non
 def test_a_stage_registers_the_declared_parameters_on_the_meta_device(name: str) -> None:
     for spec in split_layers(2, 2):
         stage = build_stage(MODELS[name], spec, dtype="bf16")
-        registered = [(name, tuple(parameter.shape)) for name, parameter in stage.named_parameters()]
+        registered = [
+            (name, tuple(parameter.shape)) for name, parameter in stage.named_parameters()
+        ]
         assert registered == [(local.spec.name, local.spec.shape) for local in stage.params]
         assert all(p.is_meta and p.dtype is torch.bfloat16 for p in stage.parameters())
 
@@ -149,7 +175,9 @@ def test_a_stage_registers_the_declared_parameters_on_the_meta_device(name: str)
 def test_parameters_other_than_declared_are_refused() -> None:
     declared = build_stage(LLAMA).params
     with pytest.raises(AssertionError, match="declared"):
-        Stage(LLAMA, StageSpec.single(2), params=declared[::-1], parallel=ModelParallel.single_rank())
+        Stage(
+            LLAMA, StageSpec.single(2), params=declared[::-1], parallel=ModelParallel.single_rank()
+        )
 
 
 def test_one_segment_is_causal_attention_without_segments() -> None:
@@ -168,7 +196,9 @@ def test_a_layer_with_half_of_the_heads_computes_those_heads() -> None:
         shards = {}
         for name in ("query", "key", "value", "output"):
             weight = getattr(full, name).weight.detach()
-            shards[f"{name}.weight"] = nn.Parameter(weight.chunk(2, dim=1 if name == "output" else 0)[rank])
+            shards[f"{name}.weight"] = nn.Parameter(
+                weight.chunk(2, dim=1 if name == "output" else 0)[rank]
+            )
         half = Attention(LLAMA, Parameters(shards), parallel=ModelParallel.single_rank(), layer=0)
         # when each runs, then their outputs add up.
         total = total + half(hidden, LayerContext())

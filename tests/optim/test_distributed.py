@@ -1,4 +1,6 @@
-"""The distributed optimizer against torch AdamW on global tensors, skipped steps, and the tensors of a checkpoint."""
+"""The distributed optimizer against torch AdamW on global tensors, skipped steps, and the tensors
+of a checkpoint.
+"""
 
 import json
 import math
@@ -35,9 +37,15 @@ class Trainee:
     def __init__(self, ctx: ParallelContext, strategy: str, **options) -> None:
         dtype, config = options.pop("dtype", torch.float32), options.pop("config", CONFIG)
         precision = options.pop("precision", None)
-        precision_config = PrecisionConfig(params_dtype=DTYPE_NAMES[dtype], initial_loss_scale=1024.0, hysteresis=1)
-        self.stage = Toy(dtype=dtype, shapes=options.pop("shapes", SHAPES)).to(options.pop("device", "cpu"))
-        self.parallel: DataParallel = wrap(ctx, self.stage, strategy=strategy, dtype=dtype, **options)
+        precision_config = PrecisionConfig(
+            params_dtype=DTYPE_NAMES[dtype], initial_loss_scale=1024.0, hysteresis=1
+        )
+        self.stage = Toy(dtype=dtype, shapes=options.pop("shapes", SHAPES)).to(
+            options.pop("device", "cpu")
+        )
+        self.parallel: DataParallel = wrap(
+            ctx, self.stage, strategy=strategy, dtype=dtype, **options
+        )
         for index, param in enumerate(self.stage.parameters()):
             param.data.copy_(noise(param.shape, seed=index))
         self.optimizer = DistributedOptimizer(
@@ -71,7 +79,9 @@ def noise(shape: tuple[int, ...], *, seed: int) -> Tensor:
 
 def grads_of(rank: int, step: int, *, shapes=SHAPES) -> dict[str, Tensor]:
     return {
-        f"units.{i}.weight": (noise(shape, seed=1000 * step + 10 * rank + i) / 20).bfloat16().float()
+        f"units.{i}.weight": (noise(shape, seed=1000 * step + 10 * rank + i) / 20)
+        .bfloat16()
+        .float()
         for i, shape in enumerate(shapes)
     }
 
@@ -80,12 +90,19 @@ class Reference:
     """torch AdamW on global fp32 tensors, with torch's clipping."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
-        self.params = {name: torch.nn.Parameter(weight.float().clone()) for name, weight in weights.items()}
+        self.params = {
+            name: torch.nn.Parameter(weight.float().clone()) for name, weight in weights.items()
+        }
         groups = [
-            {"params": [p for p in self.params.values() if p.ndim >= 2], "weight_decay": CONFIG.weight_decay},
+            {
+                "params": [p for p in self.params.values() if p.ndim >= 2],
+                "weight_decay": CONFIG.weight_decay,
+            },
             {"params": [p for p in self.params.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
-        self.adamw = torch.optim.AdamW(groups, lr=LR, betas=(CONFIG.adam_beta1, CONFIG.adam_beta2), eps=CONFIG.adam_eps)
+        self.adamw = torch.optim.AdamW(
+            groups, lr=LR, betas=(CONFIG.adam_beta1, CONFIG.adam_beta2), eps=CONFIG.adam_eps
+        )
 
     def step(self, grads: list[dict[str, Tensor]], *, lr: float = LR) -> float:
         for name, param in self.params.items():
@@ -113,7 +130,11 @@ def follow_the_reference(ctx):
             assert all(view.dtype is torch.float32 for view in main.values())
             for name, weight in trainee.weights().items():
                 expected = reference.params[name].detach()
-                tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 2**-8, "atol": 1e-5}
+                tolerance = (
+                    {"rtol": 1e-5, "atol": 1e-6}
+                    if dtype is torch.float32
+                    else {"rtol": 2**-8, "atol": 1e-5}
+                )
                 torch.testing.assert_close(weight.float(), expected, **tolerance)
 
 
@@ -144,7 +165,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(ctx):
             update = trainee.step(grads)
             # then nobody has moved,
             assert update.skipped and not math.isfinite(update.grad_norm)
-            assert all(torch.equal(weight, before[name]) for name, weight in trainee.weights().items())
+            assert all(
+                torch.equal(weight, before[name]) for name, weight in trainee.weights().items()
+            )
             views = trainee.optimizer.state_tensors().values()
             assert all(torch.equal(view, old) for view, old in zip(views, moments, strict=True))
             assert trainee.optimizer.num_updates == 1
@@ -164,7 +187,9 @@ def test_a_loss_scale_changes_no_update_and_halves_at_an_overflow(ctx):
     unscaled_update, scaled_update = plain.step(grads), scaled.step(grads)
     assert unscaled_update.grad_norm == scaled_update.grad_norm
     for mine, theirs in zip(
-        plain.optimizer.state_tensors().values(), scaled.optimizer.state_tensors().values(), strict=True
+        plain.optimizer.state_tensors().values(),
+        scaled.optimizer.state_tensors().values(),
+        strict=True,
     ):
         torch.testing.assert_close(mine, theirs)
     # when an element overflows under the scale,
@@ -185,7 +210,9 @@ def test_a_rank_whose_shards_are_padding_only_takes_part(ctx):
             trainee.step(grads_of(ctx.rank, step, shapes=((3,),)))
             reference.step([grads_of(rank, step, shapes=((3,),)) for rank in range(4)])
         trainee.optimizer.load_state_dict(trainee.optimizer.state_dict())
-        torch.testing.assert_close(trainee.weights()["units.0.weight"], reference.params["units.0.weight"].detach())
+        torch.testing.assert_close(
+            trainee.weights()["units.0.weight"], reference.params["units.0.weight"].detach()
+        )
 
 
 @ranks(1, shares=True)
@@ -196,10 +223,16 @@ def test_gaps_and_padding_stay_zero(ctx):
     used = sum(math.prod(shape) for shape in SHAPES)
     for state in trainee.optimizer._states:
         (part,) = state.parts
-        for flat in (part.main.values, *(stored.values for stored in part.state.values()), state.bucket.params.full):
+        for flat in (
+            part.main.values,
+            *(stored.values for stored in part.state.values()),
+            state.bucket.params.full,
+        ):
             used_here = sum(part.numel for part in state.bucket.update_ranges)
             assert int((flat != 0).sum()) == used_here < flat.numel()
-    assert used == sum(part.numel for state in trainee.optimizer._states for part in state.bucket.update_ranges)
+    assert used == sum(
+        part.numel for state in trainee.optimizer._states for part in state.bucket.update_ranges
+    )
 
 
 def parts_to_save(ctx, strategy: str):
@@ -214,7 +247,9 @@ def parts_to_save(ctx, strategy: str):
 
 
 def mean_grads(ctx, step: int) -> dict[str, Tensor]:
-    """Gradients whose sum is equal in every world, exactly: they are zero on all ranks but the first."""
+    """Gradients whose sum is equal in every world, exactly: they are zero on all ranks but the
+    first.
+    """
     return {name: grad * (ctx.rank == 0) for name, grad in grads_of(0, step).items()}
 
 
@@ -247,13 +282,17 @@ def test_saved_boxes_cover_every_element_once_and_load_in_another_layout(strateg
     saved = run_ranks(3, parts_to_save, strategy, strategy="optim", shares=True)
     merged = merge([tensors for tensors, _, _ in saved])
     assert set(merged) == {
-        f"{kind}/{name}" for kind in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq") for name in NAMES
+        f"{kind}/{name}"
+        for kind in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
+        for name in NAMES
     }
     _, state, after_third = saved[0]
     assert all(state_of_rank == state for _, state_of_rank, _ in saved)
     # when two ranks in another strategy, with other buckets, read it and take the third step,
     for other_strategy in RESIDENT_STRATEGIES:
-        resumed = run_ranks(2, go_on_from, other_strategy, merged, state, 1000, strategy="optim", shares=True)
+        resumed = run_ranks(
+            2, go_on_from, other_strategy, merged, state, 1000, strategy="optim", shares=True
+        )
         # then their weights are those of the run that never stopped, to the bit.
         for weights in resumed:
             assert all(torch.equal(weights[name], after_third[name]) for name in NAMES)
@@ -274,7 +313,8 @@ def test_fp32_parameters_are_their_own_main_weights():
 
 def reduced_grads(ctx, strategy: str):
     trainee = Trainee(ctx, strategy)
-    trainee.optimizer._config = replace(CONFIG, clip_grad=0.0)  # otherwise the step scales the gradients
+    # otherwise the step scales the gradients
+    trainee.optimizer._config = replace(CONFIG, clip_grad=0.0)
     trainee.step(grads_of(ctx.rank, 0))
     return {box: view.clone() for box, view in trainee.optimizer.grad_tensors().items()}
 
@@ -319,11 +359,15 @@ def test_the_norm_of_shards_is_the_global_norm_and_equal_on_every_rank():
 def test_one_element_that_is_not_finite_shows_on_every_rank(bad):
     vector = torch.ones(3 * 7001)
     vector[15000] = bad
-    assert not any(math.isfinite(norm) for norm in run_ranks(3, norm_of_shards, vector, strategy="optim", shares=True))
+    assert not any(
+        math.isfinite(norm)
+        for norm in run_ranks(3, norm_of_shards, vector, strategy="optim", shares=True)
+    )
 
 
 def test_the_norm_of_a_long_shard_keeps_its_digits():
-    # torch's own fp32 norm is off by 4e-4 here; a topology with shorter shards would clip otherwise.
+    # torch's own fp32 norm is off by 4e-4 here; a topology with shorter shards would clip
+    # otherwise.
     long = torch.randn(10_000_000, generator=torch.Generator().manual_seed(0))
     assert global_norm([long]) == pytest.approx(long.double().norm().item(), rel=1e-7)
 

@@ -18,14 +18,18 @@ ADAM_CONFIG = OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta1=0.8, adam_beta2=
 
 def test_ranges_follow_torch_with_and_without_weight_decay_and_with_a_decoupled_lr():
     follow_torch(
-        ADAM, ADAM_CONFIG, lambda param, **group: torch.optim.AdamW([param], betas=(0.8, 0.9), eps=1e-6, **group)
+        ADAM,
+        ADAM_CONFIG,
+        lambda param, **group: torch.optim.AdamW([param], betas=(0.8, 0.9), eps=1e-6, **group),
     )
 
 
 def test_bias_correction_continues_from_the_number_of_the_update():
     # Given one range that took a step and one whose state was copied,
     names = ADAM.state_names(ADAM_CONFIG)
-    first, second = (param_range(torch.ones(5), names, grad=torch.full((5,), 2.0)) for _ in range(2))
+    first, second = (
+        param_range(torch.ones(5), names, grad=torch.full((5,), 2.0)) for _ in range(2)
+    )
     update_adam([first], step_of(ADAM_CONFIG, 1))
     second.main_param.copy_(first.main_param)
     for name in names:
@@ -61,7 +65,9 @@ class Lion(torch.optim.Optimizer):
         (param,) = group["params"]
         old = self.state[param].get("exp_avg", torch.zeros_like(param))
         weights, momenta = [], []
-        for weight, grad, momentum in zip(param.tolist(), param.grad.tolist(), old.tolist(), strict=True):
+        for weight, grad, momentum in zip(
+            param.tolist(), param.grad.tolist(), old.tolist(), strict=True
+        ):
             sign = math.copysign(1.0, 0.8 * momentum + 0.2 * grad)
             weights.append(weight - group["lr"] * (sign + group["weight_decay"] * weight))
             momenta.append(0.9 * momentum + 0.1 * grad)
@@ -94,13 +100,17 @@ def test_shards_follow_full_tensors_in_every_strategy(ctx):
                 full[name].grad.copy_(grad.flatten())
             LION.update(list(full.values()), step_of(config, step + 1))
         for name, weight in trainee.weights().items():
-            torch.testing.assert_close(weight.flatten(), full[name].main_param, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                weight.flatten(), full[name].main_param, rtol=1e-6, atol=1e-6
+            )
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.7])
 def test_ranges_follow_torch(momentum):
     config = OptimConfig(optimizer="sgd", weight_decay=0.1, sgd_momentum=momentum)
-    follow_torch(SGD, config, lambda param, **group: torch.optim.SGD([param], momentum=momentum, **group))
+    follow_torch(
+        SGD, config, lambda param, **group: torch.optim.SGD([param], momentum=momentum, **group)
+    )
 
 
 def test_without_momentum_there_is_no_state():

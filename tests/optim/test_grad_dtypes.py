@@ -1,6 +1,8 @@
-"""Gradients in low precision, averaged, all-reduced or sharded across instances are those of plain fp32 to the bit.
+"""Gradients in low precision, averaged, all-reduced or sharded across instances are those of plain
+fp32 to the bit.
 
-Gradients are small integers times powers of two, so that every dtype and order of summation is exact.
+Gradients are small integers times powers of two, so that every dtype and order of summation is
+exact.
 """
 
 from itertools import product
@@ -31,8 +33,12 @@ OPTIONS = (
 )
 
 
-def train(ctx: ParallelContext, strategy: str, *, precision: Precision, outer: bool, options: dict) -> list:
-    """Gradients, main params and moments, and weights of this rank after two steps of three microbatches."""
+def train(
+    ctx: ParallelContext, strategy: str, *, precision: Precision, outer: bool, options: dict
+) -> list:
+    """Gradients, main params and moments, and weights of this rank after two steps of three
+    microbatches.
+    """
     groups = groups_of(ctx, strategy)
     groups = ReduceGroups(groups.shard, groups.replicate, shards_across=outer)
     stage = Toy(dtype=precision.params, shapes=SHAPES[:4])
@@ -49,7 +55,9 @@ def train(ctx: ParallelContext, strategy: str, *, precision: Precision, outer: b
         param.data.copy_(torch.linspace(-1, 1, param.numel()).view(param.shape))
     config = OptimConfig(lr=0.01, clip_grad=0.0, weight_decay=0.1)
     scale = LossScale(PrecisionConfig())
-    optimizer = DistributedOptimizer([parallel], config, precision=precision, loss_scale=scale, groups=ctx.groups)
+    optimizer = DistributedOptimizer(
+        [parallel], config, precision=precision, loss_scale=scale, groups=ctx.groups
+    )
     num_ranks = ctx.topology.world_size if options.get("averages") else 1
     for step in (1, 2):
         parallel.begin_step()
@@ -62,7 +70,10 @@ def train(ctx: ParallelContext, strategy: str, *, precision: Precision, outer: b
         parallel.wait_for_params()
     weights = {name: param.detach().float().clone() for name, param in stage.named_parameters()}
     results = (optimizer.grad_tensors(), optimizer.state_tensors())
-    return [*({box: view.float().clone() for box, view in tensors.items()} for tensors in results), weights]
+    return [
+        *({box: view.float().clone() for box, view in tensors.items()} for tensors in results),
+        weights,
+    ]
 
 
 def variants_on_rank(ctx, params, num_instances):
@@ -76,7 +87,12 @@ def variants_on_rank(ctx, params, num_instances):
     for strategy, precision, outer, options in product(
         ("no_shard", "optim", "optim_grads"), dtypes, (False, True)[:num_instances], OPTIONS
     ):
-        if outer and strategy == "no_shard" or options.get("keeps_full_grads") and strategy != "optim":
+        if (
+            outer
+            and strategy == "no_shard"
+            or options.get("keeps_full_grads")
+            and strategy != "optim"
+        ):
             continue
         key = f"{strategy} {precision.grads} {precision.main_grads} outer={outer} {options}"
         results[key] = train(ctx, strategy, precision=precision, outer=outer, options=options)
@@ -98,7 +114,13 @@ def assembled(states: list[dict]) -> State:
 @pytest.mark.parametrize(("num_ranks", "instances"), [(2, 1), (4, 2)])
 def test_exact_sums_are_the_same_in_every_precision_and_form(params, num_ranks, instances):
     by_rank = run_ranks(
-        num_ranks, variants_on_rank, params, instances, strategy="optim", instances=instances, shares=True
+        num_ranks,
+        variants_on_rank,
+        params,
+        instances,
+        strategy="optim",
+        instances=instances,
+        shares=True,
     )
     reference = None
     for key in by_rank[0]:
@@ -108,7 +130,11 @@ def test_exact_sums_are_the_same_in_every_precision_and_form(params, num_ranks, 
             assert torch.equal(grad, reference[0][name]), f"{key}: {name}"
         # AdamW rounds the ends of a range, which differ between layouts, in another order
         for name, tensor in state.items():
-            torch.testing.assert_close(tensor, reference[1][name], rtol=1e-6, atol=1e-7, msg=f"{key}: {name}")
+            torch.testing.assert_close(
+                tensor, reference[1][name], rtol=1e-6, atol=1e-7, msg=f"{key}: {name}"
+            )
         for results in by_rank:  # every rank has gathered the updated parameters
             for name, weight in results[key][2].items():
-                assert torch.equal(weight, state[f"model/{name}"].to(params).float()), f"{key}: {name}"
+                assert torch.equal(weight, state[f"model/{name}"].to(params).float()), (
+                    f"{key}: {name}"
+                )

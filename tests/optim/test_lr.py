@@ -15,9 +15,16 @@ BATCH, WARMUP, TOTAL, WSD_LENGTH = 8, 10, 100, 20  # BATCH in samples per step, 
 
 
 def curve(style: str, *, batch: int = BATCH, train_iters: int = TOTAL, **optim) -> LRSchedule:
-    fields = {"lr": LR, "min_lr": MIN_LR, "lr_warmup_init": INIT_LR, "lr_warmup_iters": WARMUP} | optim
+    fields = {
+        "lr": LR,
+        "min_lr": MIN_LR,
+        "lr_warmup_init": INIT_LR,
+        "lr_warmup_iters": WARMUP,
+    } | optim
     return LRSchedule(
-        OptimConfig(lr_decay_style=style, **fields), samples_per_step=batch, train_samples=train_iters * batch
+        OptimConfig(lr_decay_style=style, **fields),
+        samples_per_step=batch,
+        train_samples=train_iters * batch,
     )
 
 
@@ -36,7 +43,9 @@ def test_warmup_rises_in_a_straight_line_from_its_start_to_the_peak():
     for style in LR_DECAYS:
         schedule = curve(style, lr_wsd_decay_iters=WSD_LENGTH)
         for step in range(WARMUP + 1):
-            assert schedule.lr_at(step * BATCH) == pytest.approx(INIT_LR + (LR - INIT_LR) * step / WARMUP)
+            assert schedule.lr_at(step * BATCH) == pytest.approx(
+                INIT_LR + (LR - INIT_LR) * step / WARMUP
+            )
 
 
 def test_without_warmup_the_first_step_has_the_peak():
@@ -139,7 +148,9 @@ def test_warmup_and_decay_of_equal_length_do_not_divide_by_zero():
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "inverse-square-root"])
 def test_samples_and_steps_mean_the_same_schedule(style):
-    in_samples = curve(style, lr_warmup_iters=0, lr_warmup_samples=WARMUP * BATCH, lr_decay_samples=TOTAL * BATCH)
+    in_samples = curve(
+        style, lr_warmup_iters=0, lr_warmup_samples=WARMUP * BATCH, lr_decay_samples=TOTAL * BATCH
+    )
     in_fraction = curve(style, lr_warmup_iters=0, lr_warmup_fraction=WARMUP / TOTAL)
     for consumed in range(0, TOTAL * BATCH, 7):
         expected = pytest.approx(curve(style).lr_at(consumed))
@@ -147,15 +158,23 @@ def test_samples_and_steps_mean_the_same_schedule(style):
 
 
 def test_a_warmup_need_not_be_a_whole_number_of_steps():
-    schedule = curve("cosine", batch=128, lr_warmup_iters=0, lr_warmup_samples=3906252, lr_warmup_init=0.0)
+    schedule = curve(
+        "cosine", batch=128, lr_warmup_iters=0, lr_warmup_samples=3906252, lr_warmup_init=0.0
+    )
     assert schedule.lr_at(30517 * 128) == pytest.approx(LR * 30517 * 128 / 3906252)
 
 
 @pytest.mark.parametrize(
     ("style", "expected"),  # at 0, a quarter, a half, all and more of the samples of the run
-    [("constant", [0.1] * 5), ("linear", [0.2, 0.25, 0.3, 0.4, 0.4]), ("cosine", [0.2, 0.22929, 0.3, 0.4, 0.4])],
+    [
+        ("constant", [0.1] * 5),
+        ("linear", [0.2, 0.25, 0.3, 0.4, 0.4]),
+        ("cosine", [0.2, 0.22929, 0.3, 0.4, 0.4]),
+    ],
 )
-def test_weight_decay_grows_over_the_run_whatever_the_schedule_of_the_learning_rate(style, expected):
+def test_weight_decay_grows_over_the_run_whatever_the_schedule_of_the_learning_rate(
+    style, expected
+):
     schedule = curve(
         "linear",
         lr_decay_iters=TOTAL // 2,
@@ -164,4 +183,6 @@ def test_weight_decay_grows_over_the_run_whatever_the_schedule_of_the_learning_r
         end_weight_decay=0.4,
     )
     steps = (0, TOTAL // 4, TOTAL // 2, TOTAL, 2 * TOTAL)
-    assert [schedule.weight_decay_at(step * BATCH) for step in steps] == pytest.approx(expected, rel=1e-4)
+    assert [schedule.weight_decay_at(step * BATCH) for step in steps] == pytest.approx(
+        expected, rel=1e-4
+    )

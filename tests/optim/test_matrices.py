@@ -9,9 +9,16 @@ from nanotrain.optim.matrices import Coordinate, Placed, assign, describe, matri
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.spec.params import LocalParam, Normal, ParamSpec, Shard, localize
 
-SPEC = ParamSpec("up", (8, 6), dtype="fp32", init=Normal(1.0), weight_decay=True, needs_whole_matrix=True)
-COLUMN, ROW = replace(SPEC, shards=(Shard(0, "tp"),)), replace(SPEC, name="down", shards=(Shard(1, "tp"),))
-EXPERTS = replace(SPEC, name="experts", shape=(4, 8, 6), shards=(Shard(0, "ep"), Shard(1, "etp")), is_expert=True)
+SPEC = ParamSpec(
+    "up", (8, 6), dtype="fp32", init=Normal(1.0), weight_decay=True, needs_whole_matrix=True
+)
+COLUMN, ROW = (
+    replace(SPEC, shards=(Shard(0, "tp"),)),
+    replace(SPEC, name="down", shards=(Shard(1, "tp"),)),
+)
+EXPERTS = replace(
+    SPEC, name="experts", shape=(4, 8, 6), shards=(Shard(0, "ep"), Shard(1, "etp")), is_expert=True
+)
 SIZES = {"tp": 2, "ep": 2, "etp": 2}
 
 
@@ -24,10 +31,16 @@ def local(spec: ParamSpec) -> LocalParam:
 
 
 def test_a_sharded_matrix_has_its_full_shape_and_a_replicated_one_no_dim():
-    column, row, replicated = (matrices_of(local(s), splits_tensors=True)[0] for s in (COLUMN, ROW, SPEC))
+    column, row, replicated = (
+        matrices_of(local(s), splits_tensors=True)[0] for s in (COLUMN, ROW, SPEC)
+    )
     assert (column.local_shape, column.sharded_dim, column.shape) == ((4, 6), 0, (8, 6))
     assert (row.local_shape, row.sharded_dim, row.shape) == ((8, 3), 1, (8, 6))
-    assert (replicated.local_shape, replicated.sharded_dim, replicated.shape) == ((8, 6), None, (8, 6))
+    assert (replicated.local_shape, replicated.sharded_dim, replicated.shape) == (
+        (8, 6),
+        None,
+        (8, 6),
+    )
 
 
 def test_every_local_expert_is_a_matrix_over_expert_tensor_parallel_ranks():
@@ -55,7 +68,9 @@ def test_no_rank_has_more_than_the_mean_and_one_matrix(flops, sizes):
     for owner, cost in zip(owners, flops, strict=True):
         work[owner] += cost
     assert max(work.values()) <= sum(flops) / num_ranks + max(flops)
-    report = describe([placed(owner, cost) for owner, cost in zip(owners, flops, strict=True)], grid)
+    report = describe(
+        [placed(owner, cost) for owner, cost in zip(owners, flops, strict=True)], grid
+    )
     assert report.endswith(f" {max(work.values()) * num_ranks / sum(flops):.2f} times the mean")
     fewest = 0 if len(flops) < num_ranks else min(owners.count(owner) for owner in work)
     assert report.startswith(f"{len(flops)} matrices over ") and f", {fewest} to " in report
@@ -64,12 +79,18 @@ def test_no_rank_has_more_than_the_mean_and_one_matrix(flops, sizes):
 def test_equal_matrices_are_divided_evenly():
     sizes = Coordinate(2, 2, 2)
     report = describe([placed(owner, 7) for owner in assign([7] * 16, sizes)], sizes)
-    assert report == "16 matrices over 8 ranks, 2 to 2 per rank, FLOPs of the busiest rank 1.00 times the mean"
+    assert (
+        report
+        == "16 matrices over 8 ranks, 2 to 2 per rank, FLOPs of the busiest rank 1.00 times the mean"
+    )
 
 
 @given(st.integers(1, 5), st.integers(1, 400))
 def test_pieces_are_the_param_ranges_of_the_shards(num_shards, bucket_size):
-    params = [local(spec) for spec in (COLUMN, replace(SPEC, name="norm", needs_whole_matrix=False), EXPERTS, ROW)]
+    params = [
+        local(spec)
+        for spec in (COLUMN, replace(SPEC, name="norm", needs_whole_matrix=False), EXPERTS, ROW)
+    ]
     layout = plan_layout(params, LayoutRules(num_shards=num_shards, bucket_size=bucket_size))
     sizes = Coordinate(1, num_shards, 2)
     everything = place([layout, layout], sizes=sizes, flops_of=lambda shape: 1, splits_tensors=True)
@@ -80,7 +101,9 @@ def test_pieces_are_the_param_ranges_of_the_shards(num_shards, bucket_size):
         assert sum(piece.numel for piece in each.pieces.values()) == each.matrix.local_numel
         begin = each.matrix.index * each.matrix.local_numel
         for shard, piece in each.pieces.items():
-            (part,) = [p for p in bucket.update_ranges(shard) if p.name == each.matrix.param.spec.name]
+            (part,) = [
+                p for p in bucket.update_ranges(shard) if p.name == each.matrix.param.spec.name
+            ]
             assert part.param_start - part.start + piece.start == begin
             assert part.start <= piece.start and piece.start + piece.numel <= part.elements.stop
             begin += piece.numel

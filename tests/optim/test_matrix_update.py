@@ -24,7 +24,9 @@ SHAPES = ((70, 40), (13,), (50, 60))
 
 
 def weights_after(ctx, precision: Precision | None) -> dict[str, torch.Tensor]:
-    trainee = Trainee(ctx, "optim", config=CONFIG, shapes=SHAPES, precision=precision, bucket_size=10**6)
+    trainee = Trainee(
+        ctx, "optim", config=CONFIG, shapes=SHAPES, precision=precision, bucket_size=10**6
+    )
     for step in range(3):
         trainee.step(grads_of(ctx.rank, step, shapes=SHAPES))
     return trainee.weights()
@@ -47,7 +49,10 @@ def test_a_momentum_in_bf16_and_chunks_change_values_by_rounding(ctx):
 def test_in_blockwise_mode_the_grid_ends_at_a_tensor_parallel_rank(ctx):
     reduce = groups_of(ctx, "optim")
     groups = {"groups": ctx.groups, "shards_across": False}
-    assert grid_groups(reduce.shard, reduce.replicate, config=OptimConfig(), **groups).sizes.tensor == 2
+    assert (
+        grid_groups(reduce.shard, reduce.replicate, config=OptimConfig(), **groups).sizes.tensor
+        == 2
+    )
     config = replace(CONFIG, muon_tp_mode="blockwise")
     blockwise = grid_groups(reduce.shard, reduce.replicate, config=config, **groups)
     assert blockwise.sizes.tensor == 1 and blockwise.rank.tensor == 0
@@ -56,11 +61,22 @@ def test_in_blockwise_mode_the_grid_ends_at_a_tensor_parallel_rank(ctx):
 def spec(name: str, *shape: int, dim: int | None) -> ParamSpec:
     shards = () if dim is None else (Shard(dim, "tp"),)
     return ParamSpec(
-        name, shape, dtype="fp32", init=Normal(1.0), weight_decay=True, needs_whole_matrix=True, shards=shards
+        name,
+        shape,
+        dtype="fp32",
+        init=Normal(1.0),
+        weight_decay=True,
+        needs_whole_matrix=True,
+        shards=shards,
     )
 
 
-SPECS = [spec("a", 14, 9, dim=0), spec("b", 11, 26, dim=1), spec("c", 5, 7, dim=None), spec("d", 6, 8, dim=0)]
+SPECS = [
+    spec("a", 14, 9, dim=0),
+    spec("b", 11, 26, dim=1),
+    spec("c", 5, 7, dim=None),
+    spec("d", 6, 8, dim=0),
+]
 
 
 def full_matrix(number: int) -> torch.Tensor:
@@ -78,9 +94,13 @@ def test_every_matrix_is_transformed_once_in_full_and_all_pieces_return(ctx):
 
 @ranks(8, tp=2, instances=2, strategy="optim")
 def test_pieces_of_state_that_is_sharded_across_instances_are_not_in_the_order_of_their_ranks(ctx):
-    groups = GridGroups(Group.single_rank("dp_replicate", ctx.rank), ctx.group("dp_cp"), ctx.group("tp"))
+    groups = GridGroups(
+        Group.single_rank("dp_replicate", ctx.rank), ctx.group("dp_cp"), ctx.group("tp")
+    )
     assert groups.sizes == Coordinate(1, 4, 2)
-    placed = transform_all(ctx, groups, LayoutRules(num_shards=2, num_outer_shards=2, bucket_size=150))
+    placed = transform_all(
+        ctx, groups, LayoutRules(num_shards=2, num_outer_shards=2, bucket_size=150)
+    )
     assert [2, 1] in [list(each.pieces) for each in placed]
 
 
@@ -106,7 +126,9 @@ def transform_all(ctx, groups, rules):
     ctx.traffic.reset()
     results = whole.run(lambda n: local(n)[elements(n)], like=torch.zeros(0), transform=transform)
     assert seen == [number for number, each in enumerate(placed) if each.owner == groups.rank]
-    assert {number for number, _ in results} == {n for n in range(4) if groups.shard.index in placed[n].pieces}
+    assert {number for number, _ in results} == {
+        n for n in range(4) if groups.shard.index in placed[n].pieces
+    }
     for number, values in results:
         assert torch.equal(values, -local(number)[elements(number)])
     for axis, numel in whole.sent_numel().items():

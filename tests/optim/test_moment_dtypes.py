@@ -1,4 +1,5 @@
-"""`--exp-avg-dtype`, `--exp-avg-sq-dtype`, `--main-params-dtype`: the error of each, its bytes, its resume.
+"""`--exp-avg-dtype`, `--exp-avg-sq-dtype`, `--main-params-dtype`: the error of each, its bytes, its
+resume.
 
 `python -m tests.optim.test_moment_dtypes` prints the table of docs/optimizers.md.
 """
@@ -28,7 +29,8 @@ from tests.parallel.dp.toys import RESIDENT_STRATEGIES
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 NUMEL, STEPS, LR = 4 * SCALE_BLOCK, 40, 1e-3
-# main params, exp_avg, exp_avg_sq -> largest error of the change of the weights in `STEPS` steps, relative
+# main params, exp_avg, exp_avg_sq -> largest error of the change of the weights in `STEPS` steps,
+# relative
 ERRORS = {
     (FP32, BF16, FP32): 4e-3,
     (FP32, FP16, FP32): 5e-4,
@@ -41,8 +43,12 @@ ERRORS = {
 }
 
 
-def change_of_weights(main: torch.dtype, exp_avg: torch.dtype, exp_avg_sq: torch.dtype, *, steps: int) -> Tensor:
-    """The change of weights near 0.02 by AdamW; gradients have a mean, noise, and magnitudes from 1e-6 to 1e-2."""
+def change_of_weights(
+    main: torch.dtype, exp_avg: torch.dtype, exp_avg_sq: torch.dtype, *, steps: int
+) -> Tensor:
+    """The change of weights near 0.02 by AdamW; gradients have a mean, noise, and magnitudes from
+    1e-6 to 1e-2.
+    """
     draw = torch.Generator().manual_seed(0)
     start = 0.02 * torch.randn(NUMEL, generator=draw)
     size = 10 ** (-6 + 4 * torch.rand(NUMEL, generator=draw))
@@ -68,7 +74,12 @@ def change_of_weights(main: torch.dtype, exp_avg: torch.dtype, exp_avg_sq: torch
             ADAM.update(
                 ranges,
                 UpdateStep(
-                    config, torch.tensor(float(number)), LR, LR, config.weight_decay, found_inf=torch.tensor(0.0)
+                    config,
+                    torch.tensor(float(number)),
+                    LR,
+                    LR,
+                    config.weight_decay,
+                    found_inf=torch.tensor(0.0),
                 ),
             )
     return state.main.read() - start
@@ -104,7 +115,9 @@ def train_sharded(ctx: ParallelContext, precision: Precision) -> dict[str, dict[
         sizes = [precision.main.itemsize * precision.has_separate_main_params]
         sizes += [precision.exp_avg.itemsize, precision.exp_avg_sq.itemsize]
         for state in trainee.optimizer._states:
-            num_scales = 4 * sum(dtype is FP16 for dtype in (precision.exp_avg, precision.exp_avg_sq))
+            num_scales = 4 * sum(
+                dtype is FP16 for dtype in (precision.exp_avg, precision.exp_avg_sq)
+            )
             main_is_view = not precision.has_separate_main_params
             numel = state.bucket.layout.update_numel
             allocated -= numel * (sum(sizes) + main_is_view * precision.main.itemsize) + num_scales
@@ -123,7 +136,9 @@ def train_sharded(ctx: ParallelContext, precision: Precision) -> dict[str, dict[
 )
 def test_every_strategy_trains_alike_and_allocates_what_is_planned(precision):
     weights_of = run_ranks(2, train_sharded, precision, strategy="optim", shares=True)[0]
-    exact = run_ranks(2, train_sharded, Precision(precision.params), strategy="optim", shares=True)[0]
+    exact = run_ranks(2, train_sharded, Precision(precision.params), strategy="optim", shares=True)[
+        0
+    ]
     for strategy, weights in weights_of.items():
         for name, weight in weights.items():
             # scales are per block of a shard, so shards of another size round moments otherwise
@@ -140,9 +155,15 @@ def test_a_checkpoint_of_one_dtype_loads_in_another_and_resumes_to_the_bit_in_it
         trainee.step(grads_of(ctx.rank, step))
     checkpointer = Checkpointer(Path(folder), group=ctx.control)
     objects = {"optimizer": trainee.optimizer.state_dict()}
-    path = checkpointer.save(2, trainee.optimizer.tensors_to_save(), objects=objects, config={}, topology={})
+    path = checkpointer.save(
+        2, trainee.optimizer.tensors_to_save(), objects=objects, config={}, topology={}
+    )
     trainee.step(grads_of(ctx.rank, 2))
-    for precision in (low, Precision(BF16), Precision(BF16, main=BF16, exp_avg=BF16, exp_avg_sq=FP16)):
+    for precision in (
+        low,
+        Precision(BF16),
+        Precision(BF16, main=BF16, exp_avg=BF16, exp_avg_sq=FP16),
+    ):
         resumed = Trainee(ctx, "optim", dtype=BF16, precision=precision)
         checkpointer.restore(path, resumed.optimizer.state_tensors())
         resumed.optimizer.load_state_dict(objects["optimizer"])
@@ -151,7 +172,9 @@ def test_a_checkpoint_of_one_dtype_loads_in_another_and_resumes_to_the_bit_in_it
         for name, weight in trainee.weights().items():
             if precision is low:
                 assert torch.equal(resumed.weights()[name], weight)
-            torch.testing.assert_close(resumed.weights()[name], weight, rtol=2**-7, atol=2 * CONFIG.lr)
+            torch.testing.assert_close(
+                resumed.weights()[name], weight, rtol=2**-7, atol=2 * CONFIG.lr
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""`--optimizer muon` is torch.optim.Muon on full matrices and AdamW on the rest, to the bit, however it is sharded."""
+"""`--optimizer muon` is torch.optim.Muon on full matrices and AdamW on the rest, to the bit,
+however it is sharded.
+"""
 
 from dataclasses import replace
 
@@ -34,10 +36,17 @@ class Reference:
                 leaf = torch.nn.Parameter(weight if index is None else weight[index])
                 if weight.ndim == 1:
                     betas = CONFIG.adam_beta1, CONFIG.adam_beta2
-                    optimizer = torch.optim.AdamW([leaf], lr=LR, betas=betas, eps=1e-8, weight_decay=0, fused=True)
+                    optimizer = torch.optim.AdamW(
+                        [leaf], lr=LR, betas=betas, eps=1e-8, weight_decay=0, fused=True
+                    )
                 else:
                     optimizer = torch.optim.Muon(
-                        [leaf], lr=LR, weight_decay=0.2, momentum=0.9, nesterov=nesterov, adjust_lr_fn=scale
+                        [leaf],
+                        lr=LR,
+                        weight_decay=0.2,
+                        momentum=0.9,
+                        nesterov=nesterov,
+                        adjust_lr_fn=scale,
                     )
                 self.leaves.append((name, index, optimizer))
 
@@ -63,7 +72,9 @@ def follow_torch(ctx, config: OptimConfig, nesterov: bool, *more) -> None:
             reference.step(sum_of_grads(ctx.topology.world_size, step))
         for name, weight in trainee.weights().items():
             expected = reference.weights[name].to(dtype)
-            assert torch.equal(weight, expected), f"{strategy}: {name} is off by {(weight - expected).abs().max()}"
+            assert torch.equal(weight, expected), (
+                f"{strategy}: {name} is off by {(weight - expected).abs().max()}"
+            )
 
 
 def initial_weights() -> dict[str, Tensor]:
@@ -72,12 +83,33 @@ def initial_weights() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), [(1, {}), (3, {}), (4, {"instances": 2})], ids=str)
 def test_sharded_matrices_follow_torch_to_the_bit(num_ranks, sizes):
-    run_ranks(num_ranks, follow_torch, CONFIG, False, "original", torch.float32, strategy="optim", **sizes, shares=True)
+    run_ranks(
+        num_ranks,
+        follow_torch,
+        CONFIG,
+        False,
+        "original",
+        torch.float32,
+        strategy="optim",
+        **sizes,
+        shares=True,
+    )
 
 
 def test_nesterov_and_the_scale_of_adam_follow_torch():
-    config = replace(CONFIG, muon_use_nesterov=True, muon_scale_mode="spectral", muon_extra_scale_factor=0.2)
-    run_ranks(2, follow_torch, config, True, "match_rms_adamw", torch.float32, strategy="optim", shares=True)
+    config = replace(
+        CONFIG, muon_use_nesterov=True, muon_scale_mode="spectral", muon_extra_scale_factor=0.2
+    )
+    run_ranks(
+        2,
+        follow_torch,
+        config,
+        True,
+        "match_rms_adamw",
+        torch.float32,
+        strategy="optim",
+        shares=True,
+    )
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (24, 8), (8, 24)])
@@ -86,7 +118,9 @@ def test_newton_schulz_is_torchs_in_bf16_and_orthogonalizes_in_fp32(shape):
 
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     ours = newton_schulz(matrix.bfloat16(), OptimConfig())
-    assert torch.equal(ours, _zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7))
+    assert torch.equal(
+        ours, _zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    )
     values = torch.linalg.svdvals(newton_schulz(matrix, OptimConfig()))
     assert values.min() > 0.5 and values.max() < 1.3
     assert torch.linalg.svdvals(matrix).max() > 2
@@ -121,4 +155,7 @@ def test_state_is_allocated_by_kind_and_saved_by_name(ctx):
         kinds.setdefault(name, set()).add(prefix.removeprefix("optimizer/"))
     for name, prefixes in kinds.items():
         is_matrix = name in (*MATRICES, STACK)
-        assert prefixes == {"model", *(["momentum_buffer"] if is_matrix else ["exp_avg", "exp_avg_sq"])}
+        assert prefixes == {
+            "model",
+            *(["momentum_buffer"] if is_matrix else ["exp_avg", "exp_avg_sq"]),
+        }

@@ -1,4 +1,6 @@
-"""`--optimizer-cpu-offload` changes no bit (law L7), also where copies complete as late as they may."""
+"""`--optimizer-cpu-offload` changes no bit (law L7), also where copies complete as late as they
+may.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +27,8 @@ VARIANTS = [
     (CONFIG, Precision(BF16)),
     (CONFIG, Precision(BF16, exp_avg=BF16, exp_avg_sq=BF16)),
     (CONFIG, Precision(BF16, grads=BF16, main_grads=BF16)),
-    (CONFIG, Precision(torch.float16, main=torch.float16, exp_avg=torch.float16)),  # model params have no scales
+    # model params have no scales
+    (CONFIG, Precision(torch.float16, main=torch.float16, exp_avg=torch.float16)),
     (MUON, Precision(BF16)),
 ]
 
@@ -61,7 +64,9 @@ class LateCopies:
                 self._copies._run(self._copy)
 
 
-def train(ctx: ParallelContext, strategy: str, config: OptimConfig, *more: Precision) -> dict[str, Tensor]:
+def train(
+    ctx: ParallelContext, strategy: str, config: OptimConfig, *more: Precision
+) -> dict[str, Tensor]:
     (precision,) = more
     trainee = Trainee(ctx, strategy, config=config, dtype=precision.params, precision=precision)
     has_host = [part.host is not None for part in trainee.optimizer._parts]
@@ -75,7 +80,9 @@ def train(ctx: ParallelContext, strategy: str, config: OptimConfig, *more: Preci
 
 
 def copies_of(ctx: ParallelContext, kind: Any) -> None:
-    """Choose the copies of all ranks, which are threads of one process, between what they do before and after."""
+    """Choose the copies of all ranks, which are threads of one process, between what they do before
+    and after.
+    """
     barrier(ctx.control)
     offload.HostTransfer = kind
     barrier(ctx.control)
@@ -97,16 +104,23 @@ def test_state_on_the_host_gives_the_same_bits_and_a_part_of_it_the_same_values(
             is_rounded = precision != Precision(torch.float32)
             for name, tensor in on_device.items():
                 assert torch.equal(full[name], tensor), f"{strategy} {precision}: {name}"
-                # AdamW rounds the ends of a range in another order, which may round what is stored in bf16 otherwise
-                tolerance = {"rtol": 2**-6, "atol": 1e-3} if is_rounded else {"rtol": 1e-5, "atol": 1e-7}
+                # AdamW rounds the ends of a range in another order, which may round what is stored
+                # in bf16 otherwise
+                tolerance = (
+                    {"rtol": 2**-6, "atol": 1e-3} if is_rounded else {"rtol": 1e-5, "atol": 1e-7}
+                )
                 torch.testing.assert_close(part[name], tensor, **tolerance)
 
 
 def test_the_host_waits_for_the_device_before_updates_are_queued_on_it():
     calls: list[str] = []
-    host = SimpleNamespace(start_grads=lambda: calls.append("copy"), run=lambda rule, step: calls.append("host"))
+    host = SimpleNamespace(
+        start_grads=lambda: calls.append("copy"), run=lambda rule, step: calls.append("host")
+    )
     rule = SimpleNamespace(update=lambda ranges, step: calls.append("device"))
-    optimizer = SimpleNamespace(_host=host, _rule=rule, _matrix_updates=[], _ranges=[1], _converted=[], _parts=[])
+    optimizer = SimpleNamespace(
+        _host=host, _rule=rule, _matrix_updates=[], _ranges=[1], _converted=[], _parts=[]
+    )
     step = SimpleNamespace(on_host=lambda: calls.append("wait") or "numbers on the host")
     DistributedOptimizer._run_rules(optimizer, step)  # type: ignore[arg-type]
     assert calls == ["copy", "wait", "device", "host"]

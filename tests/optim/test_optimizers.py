@@ -40,8 +40,11 @@ CENTERED = UpdateRule(
 
 
 def optimize(ctx, rule: UpdateRule, *, strategy: str = "optim") -> tuple[Toy, DistributedOptimizer]:
-    """Two steps of a rule with lr 1, without weight decay and clipping; gradients are `pattern_of` times the ranks."""
-    OPTIMIZERS["from_outside"] = rule  # never taken back: the other ranks are threads of this process
+    """Two steps of a rule with lr 1, without weight decay and clipping; gradients are `pattern_of`
+    times the ranks.
+    """
+    # never taken back: the other ranks are threads of this process
+    OPTIMIZERS["from_outside"] = rule
     stage = Toy()
     parallel = wrap(ctx, stage, strategy=strategy)
     optimizer = DistributedOptimizer(
@@ -67,7 +70,10 @@ def test_a_rule_from_outside_the_package_trains_and_its_state_is_saved(ctx):
     for param in stage.parameters():
         assert torch.equal(param, -2.5 * 2 * pattern_of(param))
     # and the state tensors of the rule are those of a checkpoint.
-    prefixes = {box.name.removesuffix(".weight").rpartition("/units.")[0] for box in optimizer.state_tensors()}
+    prefixes = {
+        box.name.removesuffix(".weight").rpartition("/units.")[0]
+        for box in optimizer.state_tensors()
+    }
     assert prefixes == {"model", "optimizer/momentum_buffer"}
 
 
@@ -80,5 +86,9 @@ def test_a_rule_for_matrices_gets_every_matrix_in_its_shape_on_one_rank(ctx):
         for param in stage.parameters():
             # scale 2, two steps, three ranks; the stack has one mean per matrix
             pattern = 3 * pattern_of(param)
-            expected = -2 * 2 * (pattern - pattern.mean(dim=(-2, -1), keepdim=True)) if param.ndim > 1 else 0 * pattern
+            expected = (
+                -2 * 2 * (pattern - pattern.mean(dim=(-2, -1), keepdim=True))
+                if param.ndim > 1
+                else 0 * pattern
+            )
             torch.testing.assert_close(param.detach(), expected, rtol=1e-5, atol=1e-4)

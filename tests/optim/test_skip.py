@@ -1,4 +1,6 @@
-"""A step with a gradient that is not finite changes no bit of the state, under every update rule, on the device."""
+"""A step with a gradient that is not finite changes no bit of the state, under every update rule,
+on the device.
+"""
 
 import pytest
 import torch
@@ -28,13 +30,17 @@ CASES = {
 
 
 def state_of(run) -> list[torch.Tensor]:
-    params = [param.detach().clone() for stage in run.stages.values() for param in stage.parameters()]
+    params = [
+        param.detach().clone() for stage in run.stages.values() for param in stage.parameters()
+    ]
     return params + [tensor.clone() for tensor in run.optimizer.state_tensors().values()]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_skipped_step_changes_no_bit(name):
-    run = build_here(ParallelContext.attach(Topology.of(ParallelConfig(), 1)), Case(steps=2).but(**CASES[name]))
+    run = build_here(
+        ParallelContext.attach(Topology.of(ParallelConfig(), 1)), Case(steps=2).but(**CASES[name])
+    )
     train_step(run, run.batch_iterator.next())
     before = state_of(run)
     bucket = run.data_parallel[0].buckets[-1]
@@ -45,4 +51,6 @@ def test_a_skipped_step_changes_no_bit(name):
         assert torch.equal(old, new), "a tensor changed"
     bucket.grads.main[bucket.update_ranges[0].elements.start + 5] = 0.0
     assert not run.optimizer.step(1e-2).skipped and run.optimizer.num_updates == 2
-    assert all(tensor.isfinite().all() for tensor in state_of(run)), "gaps or padding hold what the skipped step left"
+    assert all(tensor.isfinite().all() for tensor in state_of(run)), (
+        "gaps or padding hold what the skipped step left"
+    )

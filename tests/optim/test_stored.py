@@ -33,7 +33,8 @@ def test_elements_are_rounded_once_and_read_back_to_the_bit(dtype):
 
 
 def test_a_largest_element_that_rounds_up_keeps_its_scale():
-    # 2 - 2^-13 becomes 2 in fp16, which has another exponent; the scale must not change when it is read and written.
+    # 2 - 2^-13 becomes 2 in fp16, which has another exponent; the scale must not change when it is
+    # read and written.
     values = torch.full((SCALE_BLOCK,), 2.0 - 2.0**-13)
     values[1:] = torch.logspace(-30, 0, SCALE_BLOCK - 1, base=2.0)
     stored = StoredTensor.zeros(SCALE_BLOCK, torch.float16, device=CPU)
@@ -51,13 +52,18 @@ def test_a_chunk_is_written_without_a_change_of_the_others():
     after = stored.read()
     assert torch.equal(after[:SCALE_BLOCK], before[:SCALE_BLOCK])
     assert torch.equal(after[2 * SCALE_BLOCK :], before[2 * SCALE_BLOCK :])
-    assert torch.equal(after[SCALE_BLOCK : 2 * SCALE_BLOCK], stored.read(SCALE_BLOCK, 2 * SCALE_BLOCK))
+    assert torch.equal(
+        after[SCALE_BLOCK : 2 * SCALE_BLOCK], stored.read(SCALE_BLOCK, 2 * SCALE_BLOCK)
+    )
     assert not torch.equal(after, before)
 
 
 def test_a_second_moment_is_never_rounded_to_zero():
     values = torch.tensor([1.0, 1e-30, 0.0])
-    plain, square = (StoredTensor.zeros(3, torch.float16, device=CPU, is_square=is_square) for is_square in (0, 1))
+    plain, square = (
+        StoredTensor.zeros(3, torch.float16, device=CPU, is_square=is_square)
+        for is_square in (0, 1)
+    )
     plain.write(values)
     square.write(values)
     assert plain.read()[1] == 0.0

@@ -1,4 +1,6 @@
-"""`nanotrain parity` finds layouts equal to one rank, and names what is wrong where something was made wrong."""
+"""`nanotrain parity` finds layouts equal to one rank, and names what is wrong where something was
+made wrong.
+"""
 
 import json
 import os
@@ -118,7 +120,10 @@ def test_a_right_layout_is_equal(tensor_parallel: ParityReport) -> None:
     assert tensor_parallel.holds, tensor_parallel.text()
     assert tensor_parallel.verdict == "equal: 4 ranks train as one does, within 1e-05"
     shards = {row.name: row.sharding for row in tensor_parallel.parameters}
-    assert shards["layers.0.mlp.down.weight"] == "dim 1 by tp=2, shards 2" and shards["final_norm.weight"] == "shards 2"
+    assert (
+        shards["layers.0.mlp.down.weight"] == "dim 1 by tp=2, shards 2"
+        and shards["final_norm.weight"] == "shards 2"
+    )
     worst = [row.relative for row in tensor_parallel.parameters]
     assert worst == sorted(worst, reverse=True) and len(worst) == len(shards) == 20
 
@@ -155,11 +160,20 @@ def test_weights_without_weight_decay_are_found_though_losses_agree() -> None:
 
 
 def test_a_router_bias_that_drifts_on_one_rank_is_found() -> None:
-    arguments = ("+config=tiny_moe", "--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid")
+    arguments = (
+        "+config=tiny_moe",
+        "--moe-router-enable-expert-bias",
+        "--moe-router-score-function",
+        "sigmoid",
+    )
     losses = "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.5"
-    config = small_config(*arguments, *losses.split(), "--moe-divide-global-aux-loss-by-dp", world=2)
+    config = small_config(
+        *arguments, *losses.split(), "--moe-divide-global-aux-loss-by-dp", world=2
+    )
     healthy = report_of(config, 2)
-    assert healthy.holds and "layers.1.mlp.router.expert_bias" in {row.name for row in healthy.buffers}
+    assert healthy.holds and "layers.1.mlp.router.expert_bias" in {
+        row.name for row in healthy.buffers
+    }
     report = report_of(config, 2, work=with_another_router_bias_on_rank_1)
     assert report.unequal_replicas == ("layers.1.mlp.router.expert_bias",)
     assert report.wrong_state[0].name == "layers.1.mlp.router.expert_bias"
@@ -170,21 +184,33 @@ def test_samples_read_twice_or_by_half_a_replica_are_found() -> None:
     assert config.train.global_batch_size == 8
     right = {0: [[0, 1, 4, 5], [8, 9, 12, 13]], 1: [[2, 3, 6, 7], [10, 11, 14, 15]]}
     twice = {0: right[0], 1: [right[1][0], [8, 11, 14, 15]]}
-    check = partial(compare, Record(0, losses=[1.0], grad_norms=[1.0], grads=grads()), config=config, tolerance=1e-5)
+    check = partial(
+        compare,
+        Record(0, losses=[1.0], grad_norms=[1.0], grads=grads()),
+        config=config,
+        tolerance=1e-5,
+    )
     for reads_by_dp, is_right in ((right, True), (twice, False)):
         records = [
-            Record(dp, losses=[1.0], grad_norms=[1.0], grads=grads(), reads=reads) for dp, reads in reads_by_dp.items()
+            Record(dp, losses=[1.0], grad_norms=[1.0], grads=grads(), reads=reads)
+            for dp, reads in reads_by_dp.items()
         ]
         assert check(records).samples_read_once is is_right, reads_by_dp
         if is_right:
-            other_samples, none = (replace(records[0], reads=reads) for reads in (right[1], [[], []]))
-            assert not check([*records, other_samples]).samples_read_once  # two ranks of a replica read different ones
-            assert check([*records, none]).samples_read_once  # a stage between the first and the last
+            other_samples, none = (
+                replace(records[0], reads=reads) for reads in (right[1], [[], []])
+            )
+            # two ranks of a replica read different ones
+            assert not check([*records, other_samples]).samples_read_once
+            # a stage between the first and the last
+            assert check([*records, none]).samples_read_once
             assert not check([none, records[1]]).samples_read_once
 
 
 def test_stages_between_the_first_and_the_last_are_compared_too() -> None:
-    config = small_config("+config=tiny", "--pipeline-model-parallel-size", "3", "--num-layers", "3", world=3)
+    config = small_config(
+        "+config=tiny", "--pipeline-model-parallel-size", "3", "--num-layers", "3", world=3
+    )
     report = report_of(config, 3, pp=3, strategy="no_shard")
     assert report.holds, report.verdict
 
@@ -192,16 +218,40 @@ def test_stages_between_the_first_and_the_last_are_compared_too() -> None:
 # of the model, the batches and recomputation; each is in the small run of two ranks
 FEATURES = (
     *("+config=tiny", "--rampup-batch-size", "8", "8", "100", "--global-batch-size", "64"),
-    *("--step-seq-length-schedule", "0:32", "1M:128", "--attention-dropout", "0.1", "--hidden-dropout", "0.2"),
+    *(
+        "--step-seq-length-schedule",
+        "0:32",
+        "1M:128",
+        "--attention-dropout",
+        "0.1",
+        "--hidden-dropout",
+        "0.2",
+    ),
     *("--window-size", "16", "--softmax-type", "learnable", "--position-embedding-type", "yarn"),
-    *("--rotary-scaling-factor", "4", "--original-max-position-embeddings", "16", "--rotary-percent", "0.5"),
-    *("--mtp-num-layers", "1", "--apply-layernorm-1p", "--squared-relu", "--final-logit-softcapping", "30"),
+    *(
+        "--rotary-scaling-factor",
+        "4",
+        "--original-max-position-embeddings",
+        "16",
+        "--rotary-percent",
+        "0.5",
+    ),
+    *(
+        "--mtp-num-layers",
+        "1",
+        "--apply-layernorm-1p",
+        "--squared-relu",
+        "--final-logit-softcapping",
+        "30",
+    ),
     *("--recompute-granularity", "full", "--decoupled-lr", "2e-3", "--lr", "1e-3", "--qk-clip"),
 )
 
 
 def test_schedules_and_features_of_the_model_are_compared() -> None:
-    config = small_config(*FEATURES, "--tensor-model-parallel-size", "2", "--sequence-parallel", world=2)
+    config = small_config(
+        *FEATURES, "--tensor-model-parallel-size", "2", "--sequence-parallel", world=2
+    )
     model = config.model
     assert model.hidden_dropout == 0.2 and model.window_size == 8 and model.mtp.num_layers == 1
     report = report_of(config, 2, tp=2)
@@ -235,7 +285,10 @@ def test_the_rank_that_differs_most_is_reported() -> None:
     config = small_config("+config=tiny", world=1)
     losses, norms = [1.0, 1.5], [2.0, 1.0]
     reference = Record(0, losses=[1.0], grad_norms=[2.0], grads=grads())
-    records = [Record(0, [loss], [norm], grads(), reads=[[]]) for loss, norm in zip(losses, norms, strict=True)]
+    records = [
+        Record(0, [loss], [norm], grads(), reads=[[]])
+        for loss, norm in zip(losses, norms, strict=True)
+    ]
     (step,) = compare(reference, records, config=config, tolerance=1e-5).steps
     assert (step.loss, step.grad_norm) == (1.5, 1.0)
 
@@ -244,7 +297,9 @@ def test_samples_have_documents_where_the_configuration_asks_for_them() -> None:
     config = small_config("+config=tiny", "--reset-position-ids", "--reset-attention-mask", world=1)
     samples = RandomDataset(config)
     sample = samples[5]
-    assert samples.reads == [5] and sample.segment_ids is not None and sample.position_ids is not None
+    assert (
+        samples.reads == [5] and sample.segment_ids is not None and sample.position_ids is not None
+    )
     changes = sample.segment_ids[1:] != sample.segment_ids[:-1]
     assert (sample.position_ids[1:][changes] == 0).all() and sample.position_ids[0] == 0
     assert (sample.position_ids[1:][~changes] == sample.position_ids[:-1][~changes] + 1).all()
@@ -252,21 +307,36 @@ def test_samples_have_documents_where_the_configuration_asks_for_them() -> None:
 
 
 def test_the_command_checks_experts_and_says_so_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["+config=tiny_moe", "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
+    words = [
+        "+config=tiny_moe",
+        "--expert-model-parallel-size",
+        "2",
+        "--expert-tensor-parallel-size",
+        "1",
+    ]
     code = main(["parity", "--world-size", "2", "--steps", "2", "--json", *words])
     written = json.loads(capsys.readouterr().out)
-    assert code == 0 and written["equal"] and written["complaints"] == [] and len(written["steps"]) == 2
+    assert (
+        code == 0
+        and written["equal"]
+        and written["complaints"] == []
+        and len(written["steps"]) == 2
+    )
     assert written["samples_read_once"] and not written["unequal_replicas"]
     assert written["config"]["parallel"]["expert_model_parallel_size"] == 2
 
 
-def test_a_tolerance_that_nothing_meets_ends_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tolerance_that_nothing_meets_ends_with_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["parity", "--world-size", "2", "--steps", "1", "--tolerance", "1e-12", *TP_SP]
     assert main(words) == 2
     assert "NOT EQUAL: 2 ranks" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_ranks_that_do_not_fit_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_do_not_fit_are_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["parity", "--world-size", "3", *TP_SP]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: 3 ranks cannot form tp=2")

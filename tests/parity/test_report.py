@@ -12,7 +12,9 @@ STEP = StepDifference(1, loss=2.0, loss_on_one_rank=2.0, grad_norm=0.5, grad_nor
 
 
 def row(name: str, difference: float) -> TensorDifference:
-    return TensorDifference(name, (4, 2), sharding="dim 0 by tp=2", absolute=difference, relative=difference)
+    return TensorDifference(
+        name, (4, 2), sharding="dim 0 by tp=2", absolute=difference, relative=difference
+    )
 
 
 GOOD = ParityReport(
@@ -39,7 +41,10 @@ def test_differences_within_tolerance_hold():
         ({"steps": (replace(STEP, grad_norm=float("nan")),)}, "gradient norms differ by inf"),
         ({"parameters": (row("a.weight", 2e-4),)}, "1 of 1 gradients differ, a.weight most"),
         ({"weights": (row("a.weight", 0.2),)}, "1 of 2 weights and buffers differ, a.weight most"),
-        ({"buffers": (row("router.expert_bias", 1.0),)}, "1 of 2 weights and buffers differ, router.expert_bias most"),
+        (
+            {"buffers": (row("router.expert_bias", 1.0),)},
+            "1 of 2 weights and buffers differ, router.expert_bias most",
+        ),
         ({"unequal_replicas": ("a.weight",)}, "replicas of a.weight are not equal"),
         ({"samples_read_once": False}, "samples were left out or read twice"),
     ],
@@ -63,4 +68,9 @@ def test_json_has_all_tables_and_no_numbers_that_are_not_finite():
 
 
 def test_relative_difference_of_a_number_that_is_not_finite_is_infinite():
-    assert relative(float("nan"), 1.0) == relative(1.0, float("inf")) == relative(1.0, 0.0) == float("inf")
+    assert (
+        relative(float("nan"), 1.0)
+        == relative(1.0, float("inf"))
+        == relative(1.0, 0.0)
+        == float("inf")
+    )

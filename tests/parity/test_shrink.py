@@ -17,7 +17,15 @@ from nanotrain.config.schema import KEYS, flat_values, value_of, with_values
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.parallel.cp import CORE_ATTENTIONS
 from nanotrain.parallel.pp.schedules import SCHEDULES
-from nanotrain.parity.shrink import LEFT_OUT, MAX_ATTENTION_LOGIT, MIN_ADAM_EPS, divide, left_out, on_one_rank, shrink
+from nanotrain.parity.shrink import (
+    LEFT_OUT,
+    MAX_ATTENTION_LOGIT,
+    MIN_ADAM_EPS,
+    divide,
+    left_out,
+    on_one_rank,
+    shrink,
+)
 from nanotrain.spec.counts import num_parameters
 from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.topology import Topology
@@ -28,9 +36,19 @@ RECIPES = sorted(path.stem for path in (config_dir() / "config").glob("*.yaml"))
 UNCHANGED = (
     *("position_embedding_type", "rotary_base", "use_rope_scaling", "normalization", "activation"),
     *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
-    *("multi_latent_attention", "moe.router_topk", "moe.router_score_function", "moe.router_pre_softmax"),
+    *(
+        "multi_latent_attention",
+        "moe.router_topk",
+        "moe.router_score_function",
+        "moe.router_pre_softmax",
+    ),
     *("moe.router_topk_scaling_factor", "moe.router_num_groups", "moe.router_group_topk"),
-    *("moe.router_load_balancing_type", "moe.aux_loss_coeff", "moe.z_loss_coeff", "moe.router_enable_expert_bias"),
+    *(
+        "moe.router_load_balancing_type",
+        "moe.aux_loss_coeff",
+        "moe.z_loss_coeff",
+        "moe.router_enable_expert_bias",
+    ),
     "moe.expert_capacity_factor",
 )
 
@@ -52,14 +70,25 @@ def assert_valid_and_alike(config: Config, world: int) -> None:
     has_delta_rule = {"gated_delta_net", "kda"} & set(before.mixers)
     assert after.norm_epsilon == (1e-2 if has_delta_rule else before.norm_epsilon)
     if not before.multi_latent_attention:
-        assert before.num_attention_heads * after.query_groups == after.num_attention_heads * before.query_groups
+        assert (
+            before.num_attention_heads * after.query_groups
+            == after.num_attention_heads * before.query_groups
+        )
     assert set(before.moe_layers) == set(after.moe_layers)
     assert (before.moe is None) == (after.moe is None)
-    dp = world // (Topology.of(small.parallel, world).size("model") * small.parallel.context_parallel_size)
+    dp = world // (
+        Topology.of(small.parallel, world).size("model") * small.parallel.context_parallel_size
+    )
     assert num_microbatches(small.train, dp) >= 2
     assert small.precision.params_dtype == "fp32"
-    assert after.vocab_size is not None and after.vocab_size % 128 and after.padded_vocab_size <= 512
-    assert after.head_dim <= 16 and after.hidden_size <= 512 and after.hidden_size <= 12 * after.num_attention_heads * 4
+    assert (
+        after.vocab_size is not None and after.vocab_size % 128 and after.padded_vocab_size <= 512
+    )
+    assert (
+        after.head_dim <= 16
+        and after.hidden_size <= 512
+        and after.hidden_size <= 12 * after.num_attention_heads * 4
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -67,7 +96,9 @@ def test_every_recipe_shrinks_for_its_own_layout(name: str) -> None:
     parallel = recipe(name).parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     experts = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or tp)
-    assert_valid_and_alike(recipe(name), lcm(8, tp * parallel.context_parallel_size * pp, experts * pp))
+    assert_valid_and_alike(
+        recipe(name), lcm(8, tp * parallel.context_parallel_size * pp, experts * pp)
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,9 +109,13 @@ def test_every_recipe_shrinks_for_its_own_layout(name: str) -> None:
     ],
 )
 def test_models_of_several_kinds_of_layers_shrink(flags: str) -> None:
-    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2"
+    layout = (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2"
+    )
     for way in ("p2p", "a2a"):
-        words = f"{layout} --cp-comm-type {way} --hidden-size 1024 --num-attention-heads 8 --mock-data"
+        words = (
+            f"{layout} --cp-comm-type {way} --hidden-size 1024 --num-attention-heads 8 --mock-data"
+        )
         config = load([*words.split(), *flags.split(), "--vocab-size", "512"]).config
         assert_valid_and_alike(config, 16)
         small = shrink(config, 16, num_steps=3).model
@@ -89,7 +124,10 @@ def test_models_of_several_kinds_of_layers_shrink(flags: str) -> None:
 
 def layouts(draw: st.DrawFn, config: Config) -> Config:
     """The recipe with another layout, which may be invalid."""
-    tp, pp, cp, ep = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 3, 4, 8), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8)))
+    tp, pp, cp, ep = (
+        draw(st.sampled_from(sizes))
+        for sizes in ((1, 2, 3, 4, 8), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8))
+    )
     has_experts = config.model.moe is not None
     schedule = draw(st.sampled_from(sorted(SCHEDULES.keys() - {"one_stage"}))) if pp > 1 else "1f1b"
     is_interleaved = schedule == "interleaved"
@@ -104,7 +142,9 @@ def layouts(draw: st.DrawFn, config: Config) -> Config:
         decoder_first_pipeline_num_layers=draw(ends),
         decoder_last_pipeline_num_layers=draw(ends),
         context_parallel_size=cp,
-        cp_comm_type=draw(st.sampled_from(sorted(CORE_ATTENTIONS))) if cp > 1 else config.parallel.cp_comm_type,
+        cp_comm_type=draw(st.sampled_from(sorted(CORE_ATTENTIONS)))
+        if cp > 1
+        else config.parallel.cp_comm_type,
         expert_model_parallel_size=ep if has_experts else 1,
         expert_tensor_parallel_size=draw(st.sampled_from((None, 1, 2))) if has_experts else None,
     )
@@ -134,11 +174,19 @@ def test_both_kinds_of_layers_remain() -> None:
     model = replace(recipe("deepseek_v3").model, num_layers=61)
     config = replace(recipe("deepseek_v3"), model=model, parallel=recipe("tiny").parallel)
     small = shrink(config, 1, num_steps=1)
-    assert set(small.model.moe_layers) == {False, True} and num_parameters(ModelShape.of(small.model)) < 1_000_000
+    assert (
+        set(small.model.moe_layers) == {False, True}
+        and num_parameters(ModelShape.of(small.model)) < 1_000_000
+    )
 
 
 def test_patterns_of_layers_are_sampled() -> None:
-    line = ["+config=tiny", "--num-layers=12", "--window-size=16", "--window-attn-skip-freq=[1]*9+[0]*3"]
+    line = [
+        "+config=tiny",
+        "--num-layers=12",
+        "--window-size=16",
+        "--window-attn-skip-freq=[1]*9+[0]*3",
+    ]
     config = load([*line, "--no-rope-freq=[0]*9+[1]*3"], to_train=False).config
     small = shrink(config, 1, num_steps=1).model
     assert (small.window_layers, small.no_rope_layers) == ((True, False), (False, True))
@@ -147,13 +195,39 @@ def test_patterns_of_layers_are_sampled() -> None:
 
 def test_ends_of_a_pipeline_stay_uneven() -> None:
     parallel = shrink(recipe("deepseek_v3"), 1024, num_steps=1).parallel
-    assert (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers) == (3, 2)
+    assert (
+        parallel.decoder_first_pipeline_num_layers,
+        parallel.decoder_last_pipeline_num_layers,
+    ) == (3, 2)
 
 
 SCHEDULED = (
-    *("--micro-batch-size", "4", "--global-batch-size", "64", "--rampup-batch-size", "16", "16", "1000"),
-    *("--step-seq-length-schedule", "0:32", "1M:128", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
-    *("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "4"),
+    *(
+        "--micro-batch-size",
+        "4",
+        "--global-batch-size",
+        "64",
+        "--rampup-batch-size",
+        "16",
+        "16",
+        "1000",
+    ),
+    *(
+        "--step-seq-length-schedule",
+        "0:32",
+        "1M:128",
+        "--tensor-model-parallel-size",
+        "2",
+        "--sequence-parallel",
+    ),
+    *(
+        "--recompute-granularity",
+        "full",
+        "--recompute-method",
+        "block",
+        "--recompute-num-layers",
+        "4",
+    ),
     *("--lr", "1e-4", "--decoupled-lr", "3e-4"),
 )
 
@@ -162,30 +236,60 @@ def test_schedules_change_after_the_first_step_and_recomputation_stays() -> None
     config = load(["+config=tiny", *SCHEDULED], to_train=False).config
     small = shrink(config, 4, num_steps=3)
     train, data = small.train, small.data
-    assert train.rampup_batch_size == [4, 4, 4] and (train.micro_batch_size, train.global_batch_size) == (2, 8)
-    assert train.step_seq_length_schedule == [f"0:{data.seq_length // 2}", f"{4 * data.seq_length}:{data.seq_length}"]
+    assert train.rampup_batch_size == [4, 4, 4] and (
+        train.micro_batch_size,
+        train.global_batch_size,
+    ) == (2, 8)
+    assert train.step_seq_length_schedule == [
+        f"0:{data.seq_length // 2}",
+        f"{4 * data.seq_length}:{data.seq_length}",
+    ]
     assert small.memory == replace(config.memory, recompute_num_layers=2)
     assert small.optim.decoupled_lr == pytest.approx(3 * small.optim.lr)
     assert on_one_rank(small).memory.recompute_granularity is None
     assert_valid_and_alike(config, 4)
     steps = ["--step-batch-size-schedule", "0:8 1M:24"]
-    small = shrink(load(["+config=tiny", "--micro-batch-size", "1", *steps], to_train=False).config, 2, num_steps=3)
+    small = shrink(
+        load(["+config=tiny", "--micro-batch-size", "1", *steps], to_train=False).config,
+        2,
+        num_steps=3,
+    )
     assert small.train.step_batch_size_schedule == ["0:2", f"{2 * small.data.seq_length}:4"]
 
 
 @pytest.mark.parametrize(("threshold", "expected"), [("100", MAX_ATTENTION_LOGIT), ("0.5", 0.5)])
 def test_qk_clip_acts_on_the_logits_of_a_small_model(threshold: str, expected: float) -> None:
-    config = load(["+config=tiny", "--qk-clip", "--qk-clip-threshold", threshold], to_train=False).config
+    config = load(
+        ["+config=tiny", "--qk-clip", "--qk-clip-threshold", threshold], to_train=False
+    ).config
     assert shrink(config, 1, num_steps=2).optim.qk_clip_threshold == expected
 
 
-# Fields of data and train that every small run has as they are, and those that have no part in a training step.
-CARRIED = {"data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss", "train.seed"}
+# Fields of data and train that every small run has as they are, and those that have no part in a
+# training step.
+CARRIED = {
+    "data.reset_position_ids",
+    "data.reset_attention_mask",
+    "data.eod_mask_loss",
+    "train.seed",
+}
 SHRUNK = {
     *("data.seq_length", "train.train_iters", "train.micro_batch_size", "train.global_batch_size"),
-    *("train.rampup_batch_size", "train.step_batch_size_schedule", "train.step_seq_length_schedule"),
+    *(
+        "train.rampup_batch_size",
+        "train.step_batch_size_schedule",
+        "train.step_seq_length_schedule",
+    ),
 }
-OF_FILES = ("data.data_path", "data.valid", "data.test", "data.split", "data.token", "data.vocab", "data.merge")
+OF_FILES = (
+    "data.data_path",
+    "data.valid",
+    "data.test",
+    "data.split",
+    "data.token",
+    "data.vocab",
+    "data.merge",
+)
 OF_RUNS = (
     *(
         "data.mock_data",
@@ -196,9 +300,28 @@ OF_RUNS = (
         "train.device",
         "train.log_",
     ),
-    *("train.eval_", "train.exit_", "train.hang_", "train.max_consecutive", "train.rollback", "train.debug_nan"),
-    *("train.check_weight_hash", "train.manual_gc", "train.profile", "train.tensorboard", "train.wandb"),
-    *("train.prometheus", "train.notify", "train.report", "train.generate", "train.deterministic_mode"),
+    *(
+        "train.eval_",
+        "train.exit_",
+        "train.hang_",
+        "train.max_consecutive",
+        "train.rollback",
+        "train.debug_nan",
+    ),
+    *(
+        "train.check_weight_hash",
+        "train.manual_gc",
+        "train.profile",
+        "train.tensorboard",
+        "train.wandb",
+    ),
+    *(
+        "train.prometheus",
+        "train.notify",
+        "train.report",
+        "train.generate",
+        "train.deterministic_mode",
+    ),
     *("train.timing_log_level", "train.memory_snapshot_path"),
 )
 
@@ -208,35 +331,63 @@ def test_every_field_is_carried_shrunk_or_left_out_for_a_reason() -> None:
     left = {key for keys in LEFT_OUT.values() for key in keys}
     for key in KEYS:
         if key.startswith(("data.", "train.")):
-            ways = [key in CARRIED, key in SHRUNK, key in left, key.startswith((*OF_FILES, *OF_RUNS))]
+            ways = [
+                key in CARRIED,
+                key in SHRUNK,
+                key in left,
+                key.startswith((*OF_FILES, *OF_RUNS)),
+            ]
             assert sum(ways) == 1, key
         assert not key.startswith("precision.") or key in left
-    config = with_values(recipe("tiny"), {"data.reset_position_ids": True, "model.hidden_dropout": 0.1})
-    carried = {key: value for key, value in flat_values(shrink(config, 1, num_steps=3)).items() if key in CARRIED}
+    config = with_values(
+        recipe("tiny"), {"data.reset_position_ids": True, "model.hidden_dropout": 0.1}
+    )
+    carried = {
+        key: value
+        for key, value in flat_values(shrink(config, 1, num_steps=3)).items()
+        if key in CARRIED
+    }
     assert carried == {key: value for key, value in flat_values(config).items() if key in CARRIED}
 
 
 def test_what_is_left_out_is_named_with_its_reason() -> None:
     arguments = ["+config=tiny", "--bf16", "--lr-decay-style", "constant", "--lr-warmup-iters", "0"]
-    lines = left_out(load([*arguments, "--clip-grad", "0.5", "--no-shuffle"], to_train=False).config)
+    lines = left_out(
+        load([*arguments, "--clip-grad", "0.5", "--no-shuffle"], to_train=False).config
+    )
     names = {line.partition(":")[0] for line in lines}
     assert "params_dtype" in names and "shuffle" in names
     assert any(name.endswith("clip_grad") for name in names)
 
 
-@pytest.mark.parametrize("flags", ["--optimizer lion", "--optimizer muon --muon-scalar-optimizer lion"])
+@pytest.mark.parametrize(
+    "flags", ["--optimizer lion", "--optimizer muon --muon-scalar-optimizer lion"]
+)
 def test_adam_is_in_place_of_the_sign_of_lion(flags: str) -> None:
     config = load(["+config=tiny", *flags.split()], to_train=False).config
     optim = shrink(config, 1, num_steps=1).optim
-    assert "lion" not in (optim.optimizer, optim.muon_scalar_optimizer) and optim.adam_eps >= MIN_ADAM_EPS
+    assert (
+        "lion" not in (optim.optimizer, optim.muon_scalar_optimizer)
+        and optim.adam_eps >= MIN_ADAM_EPS
+    )
     assert any(line.startswith("lion: ") for line in left_out(config))
 
 
 def test_of_losses_over_two_kinds_of_microbatches_one_is_left_out() -> None:
-    losses = ["--moe-router-load-balancing-type", "aux_loss", "global_aux_loss", "--moe-aux-loss-coeff", "0.1", "0.2"]
+    losses = [
+        "--moe-router-load-balancing-type",
+        "aux_loss",
+        "global_aux_loss",
+        "--moe-aux-loss-coeff",
+        "0.1",
+        "0.2",
+    ]
     config = load(["+config=tiny_moe", *losses], to_train=False).config
     moe = shrink(config, 2, num_steps=1).model.moe
-    assert moe is not None and (moe.router_load_balancing_type, moe.aux_loss_coeff) == (["global_aux_loss"], [0.2])
+    assert moe is not None and (moe.router_load_balancing_type, moe.aux_loss_coeff) == (
+        ["global_aux_loss"],
+        [0.2],
+    )
     assert any(line.startswith("aux_loss: ") for line in left_out(config))
 
 
@@ -246,7 +397,12 @@ def test_ranks_that_do_not_fit_the_layout_are_a_topology_error() -> None:
 
 
 def test_sizes_are_divided_by_one_number_as_far_as_the_rules_allow() -> None:
-    line = ["+config=tiny", "--num-attention-heads=96", "--hidden-size=768", "--num-query-groups=48"]
+    line = [
+        "+config=tiny",
+        "--num-attention-heads=96",
+        "--hidden-size=768",
+        "--num-query-groups=48",
+    ]
     config = load([*line, "--tensor-model-parallel-size=4"], to_train=False).config
     names = ("num_attention_heads", "num_query_groups")
     small = divide(config, names).model

@@ -19,11 +19,18 @@ NAMES = {
 
 
 def llama(
-    world_size: int = 8, *, gpu: Any = "h100", engine: str = "megatron", options: Any = None, **values: Any
+    world_size: int = 8,
+    *,
+    gpu: Any = "h100",
+    engine: str = "megatron",
+    options: Any = None,
+    **values: Any,
 ) -> Scenario:
     """An 8B model; `values` are fields, some by short names."""
     named = {NAMES.get(name, name): value for name, value in values.items()}
     named.setdefault("sequence_parallel", named.get("tensor_model_parallel_size", 1) > 1)
-    config = configure(**{name: value for name, value in (LLAMA | named).items() if value is not None})
+    config = configure(
+        **{name: value for name, value in (LLAMA | named).items() if value is not None}
+    )
     gpu = gpu_of(gpu) if isinstance(gpu, str) else gpu
     return scenario_of(config, world_size, gpu=gpu, engine=engine, **options or {})

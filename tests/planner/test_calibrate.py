@@ -1,4 +1,6 @@
-"""Calibration: runs that were measured are predicted, planted slowdowns found, and another layout keeps them."""
+"""Calibration: runs that were measured are predicted, planted slowdowns found, and another layout
+keeps them.
+"""
 
 import json
 from dataclasses import replace
@@ -23,9 +25,13 @@ def run_on(machine: Calibration, scenario: Scenario, *, has_timers: bool = False
 
 
 def run_folder(folder: Path, scenario: Scenario, times: list[float], **more: object) -> Path:
-    rows = [{"step": step, "step_time_s": seconds} | more for step, seconds in enumerate(times, start=1)]
+    rows = [
+        {"step": step, "step_time_s": seconds} | more for step, seconds in enumerate(times, start=1)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "starts.jsonl").write_text(json.dumps({"step": 0, "world_size": scenario.world_size}) + "\n")
+    (folder / "starts.jsonl").write_text(
+        json.dumps({"step": 0, "world_size": scenario.world_size}) + "\n"
+    )
     (folder / "config.yaml").write_text(to_yaml(scenario.config))
     return folder
 
@@ -40,9 +46,14 @@ def test_one_run_is_predicted_and_its_factor_recovered() -> None:
 
 def test_timers_or_a_second_run_tell_collectives_apart_and_another_layout_keeps_both() -> None:
     plain, split = llama(64, gbs=128), llama(64, gbs=128, tp=8)
-    for runs in ([run_on(SLOW, plain, has_timers=True)], [run_on(SLOW, each) for each in (plain, split)]):
+    for runs in (
+        [run_on(SLOW, plain, has_timers=True)],
+        [run_on(SLOW, each) for each in (plain, split)],
+    ):
         found = calibrate(runs)
-        assert (found.compute, found.network) == pytest.approx((SLOW.compute, SLOW.network), rel=0.02)
+        assert (found.compute, found.network) == pytest.approx(
+            (SLOW.compute, SLOW.network), rel=0.02
+        )
         other = llama(128, gbs=256, pp=4, mbs=2)
         time, truth = (predict_step(calibrated(other, each)) for each in (found, SLOW))
         assert time.total == pytest.approx(truth.total, rel=0.01)
@@ -50,7 +61,10 @@ def test_timers_or_a_second_run_tell_collectives_apart_and_another_layout_keeps_
 
 def test_utilization_stays_relative_to_the_data_sheet() -> None:
     scenario = llama(8, gbs=64)
-    fast, slow = (predict_step(calibrated(scenario, each)) for each in (Calibration(), Calibration(compute=2.0)))
+    fast, slow = (
+        predict_step(calibrated(scenario, each))
+        for each in (Calibration(), Calibration(compute=2.0))
+    )
     assert slow.mfu == pytest.approx(fast.mfu * fast.total / slow.total)
     assert slow.compute > 1.9 * fast.compute
 
@@ -74,7 +88,12 @@ def test_a_folder_without_steps_and_an_impossible_time_are_errors(tmp_path: Path
 
 def test_a_core_computes_and_launches_in_turn() -> None:
     small = {"hidden_size": 256, "num_attention_heads": 8, "ffn_hidden_size": 768, "num_layers": 8}
-    small |= {"vocab_size": 4096, "seq_length": 256, "max_position_embeddings": 256, "engine": "nanotrain"}
+    small |= {
+        "vocab_size": 4096,
+        "seq_length": 256,
+        "max_position_embeddings": 256,
+        "engine": "nanotrain",
+    }
     one, two, reduced = (
         predict_step(llama(ranks, gpu="cpu", gbs=8, mbs=4, **small, bf16=is_bf16))
         for ranks, is_bf16 in ((1, None), (2, None), (1, True))

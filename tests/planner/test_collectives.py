@@ -45,13 +45,17 @@ def test_places_of_groups() -> None:
 
 
 def test_measured_bandwidth_inside_a_node_is_met() -> None:
-    """nccl-tests of 8 H100, aiconfigurator 095f58a5: an all-reduce of 512 MiB at 430 GB/s of bus bandwidth."""
+    """nccl-tests of 8 H100, aiconfigurator 095f58a5: an all-reduce of 512 MiB at 430 GB/s of bus
+    bandwidth.
+    """
     seconds = collective_s(gpu_of("h100"), "all_reduce", num_bytes=512 * MIB, ranks=range(8))
     assert 2 * 7 / 8 * 512 * MIB / seconds == pytest.approx(470e9, rel=0.1)
 
 
 def test_measured_bandwidth_across_nodes_is_met() -> None:
-    """32 B200 on 4 nodes with 400 Gb/s of EFA each, stas00/ml-engineering network/README.md: 377 GB/s."""
+    """32 B200 on 4 nodes with 400 Gb/s of EFA each, stas00/ml-engineering network/README.md: 377
+    GB/s.
+    """
     seconds = collective_s(gpu_of("b200"), "all_reduce", num_bytes=4096 * MIB, ranks=range(32))
     assert 2 * 31 / 32 * 4096 * MIB / seconds == pytest.approx(377e9, rel=0.15)
 

@@ -20,7 +20,10 @@ def explained(*flags: str) -> tuple[str, float]:
 
 def test_a_product_has_its_sizes_and_a_rate_below_the_peak() -> None:
     text, _ = explained("+config=llama1b")
-    rates = re.findall(r"product ([\d,]+) x ([\d,]+) x ([\d,]+): ([\d,.]+) GFLOP, [\d,]+ TFLOP/s, (\d+)% of 989", text)
+    rates = re.findall(
+        r"product ([\d,]+) x ([\d,]+) x ([\d,]+): ([\d,.]+) GFLOP, [\d,]+ TFLOP/s, (\d+)% of 989",
+        text,
+    )
     assert len(rates) == 5  # qkv, out, two of the MLP, head
     for *sizes, flops, percent in rates:
         m, n, k = (int(size.replace(",", "")) for size in sizes)
@@ -29,7 +32,9 @@ def test_a_product_has_its_sizes_and_a_rate_below_the_peak() -> None:
 
 
 def test_the_formulas_have_the_numbers_of_the_prediction() -> None:
-    text, tokens = explained("+config=tiny_moe", "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    text, tokens = explained(
+        "+config=tiny_moe", "--tensor-model-parallel-size", "2", "--sequence-parallel"
+    )
     assert f"= {tokens:,.0f}\n" in text
     assert "tp collectives" in text and "range" in text
     assert text.count("those like it") == 3  # embedding, one kind of layer, head

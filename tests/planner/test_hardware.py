@@ -31,7 +31,9 @@ def test_a_gpu_is_found_by_the_names_of_tools_and_tables(name: str, row: str) ->
 def test_an_unknown_gpu_is_one_error_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown GPU H1000: .*; did you mean h100"):
         gpu_of("H1000")
-    with pytest.raises(ConfigError, match=r"unknown GPU abacus: the planner has v100, .*; name the nearest of them"):
+    with pytest.raises(
+        ConfigError, match=r"unknown GPU abacus: the planner has v100, .*; name the nearest of them"
+    ):
         gpu_of("abacus")
 
 
@@ -40,7 +42,9 @@ def test_every_row_is_complete_and_plausible() -> None:
         assert set(gpu.reachable) == {"bf16", *gpu.peak_flops}  # bf16 scales the measured attention
         assert all(0.3 < share < 1 for share in gpu.reachable.values())
         assert gpu.memory_bytes < 310e9 and gpu.memory_bandwidth < 10e12
-        assert gpu.network.bandwidth <= gpu.node.bandwidth and gpu.node.latency <= gpu.network.latency
+        assert (
+            gpu.network.bandwidth <= gpu.node.bandwidth and gpu.node.latency <= gpu.network.latency
+        )
         assert gpu.kernels in gpus() and gpu.collectives in gpus()
 
 

@@ -1,4 +1,6 @@
-"""Times of kernels: measured products are met, peaks are never passed, more work never takes less time."""
+"""Times of kernels: measured products are met, peaks are never passed, more work never takes less
+time.
+"""
 
 import csv
 from dataclasses import replace
@@ -21,7 +23,8 @@ from nanotrain.planner.kernels import (
 )
 
 SIZES = st.integers(min_value=1, max_value=1 << 17)
-# of products on the machine that was measured; the planner's times are those of its `reachable` throughput
+# of products on the machine that was measured; the planner's times are those of its `reachable`
+# throughput
 MEDIAN_ERROR, LARGEST_ERROR = 0.05, 0.6
 
 
@@ -75,15 +78,22 @@ def test_faster_memory_is_faster() -> None:
     h100 = gpu_of("h100")
     faster = replace(h100, memory_bandwidth=2 * h100.memory_bandwidth)
     assert memory_s(faster, 1e9) < memory_s(h100, 1e9)
-    assert matmul_s(faster, (64, 8192, 8192), dtype="bf16") < matmul_s(h100, (64, 8192, 8192), dtype="bf16")
+    assert matmul_s(faster, (64, 8192, 8192), dtype="bf16") < matmul_s(
+        h100, (64, 8192, 8192), dtype="bf16"
+    )
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_experts_compute_no_faster_than_one_product_of_their_tokens(accumulate: bool) -> None:
     gpu, shape = gpu_of("h100"), (8192, 2048, 7168)
     whole = (2048, 7168, 8192) if accumulate else shape
-    times = [grouped_matmul_s(gpu, shape, num_experts=n, dtype="bf16", accumulate=accumulate) for n in (1, 8, 64)]
-    assert times[0] == pytest.approx(1.2 * matmul_s(gpu, whole, dtype="bf16", accumulate=accumulate), rel=0.01)
+    times = [
+        grouped_matmul_s(gpu, shape, num_experts=n, dtype="bf16", accumulate=accumulate)
+        for n in (1, 8, 64)
+    ]
+    assert times[0] == pytest.approx(
+        1.2 * matmul_s(gpu, whole, dtype="bf16", accumulate=accumulate), rel=0.01
+    )
     assert times == sorted(times)
 
 

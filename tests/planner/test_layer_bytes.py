@@ -1,4 +1,6 @@
-"""Bytes per operator in closed form: Korthikanti et al. (2022), section 4, where their terms are the same."""
+"""Bytes per operator in closed form: Korthikanti et al. (2022), section 4, where their terms are
+the same.
+"""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -23,7 +25,8 @@ def kept(layer: int = 0, **values: Any) -> int:
 def test_a_dense_block_keeps_what_its_operators_read() -> None:
     tokens, statistics = S * B, S * B * 4
     norms = 2 * (2 * tokens * H * 2 + statistics)  # input and output of both
-    attention = tokens * (H + 2 * H // 4 + H) * 2 + statistics * 32  # queries, keys, values, output, log-sum-exp
+    # queries, keys, values, output, log-sum-exp
+    attention = tokens * (H + 2 * H // 4 + H) * 2 + statistics * 32
     mlp = tokens * 3 * F * 2  # gate and up, and their product
     assert kept() == norms + attention + mlp
 
@@ -76,10 +79,14 @@ def test_the_backward_frees_what_it_has_read() -> None:
 
 
 def test_unfused_weight_gradients_are_tensors() -> None:
-    fused, unfused = (LayerBytes(llama(8, gradient_accumulation_fusion=fusion)) for fusion in (None, False))
+    fused, unfused = (
+        LayerBytes(llama(8, gradient_accumulation_fusion=fusion)) for fusion in (None, False)
+    )
     ops = fused.block(0)
     weights = max(out * inputs for op in ops for out, inputs in op.weights)
-    assert 0 < unfused.peak_of_backward(ops).beside - fused.peak_of_backward(ops).beside <= weights * 2
+    assert (
+        0 < unfused.peak_of_backward(ops).beside - fused.peak_of_backward(ops).beside <= weights * 2
+    )
 
 
 def test_experts_keep_evenly_routed_tokens() -> None:
@@ -87,7 +94,10 @@ def test_experts_keep_evenly_routed_tokens() -> None:
     layers = LayerBytes(llama(8, **values))
     pairs = 2 * S * B
     assert sum(op.saved for op in layers.block(0)) > pairs * (H + 3 * F) * 2
-    assert LayerBytes(replace(layers.scenario, imbalance=1.5)).block(0)[4].saved == layers.block(0)[4].saved
+    assert (
+        LayerBytes(replace(layers.scenario, imbalance=1.5)).block(0)[4].saved
+        == layers.block(0)[4].saved
+    )
     more = sum(op.saved for op in LayerBytes(replace(layers.scenario, imbalance=1.5)).block(0))
     assert more - sum(op.saved for op in layers.block(0)) == pairs // 2 * (H + 3 * F) * 2
     padded = LayerBytes(llama(8, moe_expert_rank_capacity_factor=1.5, **values))
@@ -104,10 +114,14 @@ def test_a_fused_loss_keeps_low_precision_logits() -> None:
     scenario = llama(8)
     logits = S * B * 128256
     assert LayerBytes(scenario).head()[-1] == Op(logits * 4, logits * 2)
-    assert LayerBytes(replace(scenario, features=frozenset({"fused loss"}))).head()[-1] == Op(logits * 2, 0)
+    assert LayerBytes(replace(scenario, features=frozenset({"fused loss"}))).head()[-1] == Op(
+        logits * 2, 0
+    )
 
 
-@pytest.mark.parametrize("kind", ["gated_delta_net", "kda", "mamba2", "attention_mamba2", "short_conv"])
+@pytest.mark.parametrize(
+    "kind", ["gated_delta_net", "kda", "mamba2", "attention_mamba2", "short_conv"]
+)
 def test_layers_of_other_kinds_are_estimated_for_every_engine(kind: str) -> None:
     of_kind = {"linear_attention_type": kind, "linear_attention_freq": "2"}
     of_kind |= {"linear_num_key_heads": 32} if kind == "kda" else {}
@@ -117,7 +131,8 @@ def test_layers_of_other_kinds_are_estimated_for_every_engine(kind: str) -> None
         assert bytes_of[0] / 8 < bytes_of[1] < bytes_of[0] / 3
         flops = [sum(part.flops for part in Layers(each).block(0)) for each in (one, four)]
         assert flops[0] == pytest.approx(4 * flops[1], rel=0.15)
-        assert flops[0] == pytest.approx(2 * layer_weights(one.shape)[0] * 2048, rel=0.4)  # of the tokens of a rank
+        # of the tokens of a rank
+        assert flops[0] == pytest.approx(2 * layer_weights(one.shape)[0] * 2048, rel=0.4)
         assert estimate_memory(one).activations > 0
 
 

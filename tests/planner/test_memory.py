@@ -16,7 +16,9 @@ from nanotrain.planner.stage_time import Stages
 from nanotrain.train.plans.memory_plan import worst_memory
 from tests.planner.scenarios import llama
 
-MEASURED = list(csv.DictReader(Path(__file__).with_name("measured_peaks.tsv").open(), delimiter="\t"))
+MEASURED = list(
+    csv.DictReader(Path(__file__).with_name("measured_peaks.tsv").open(), delimiter="\t")
+)
 GIB = 2**30
 
 
@@ -34,27 +36,42 @@ GIB = 2**30
 def test_nanotrains_bytes_are_those_that_the_run_plans(values: dict[str, Any]) -> None:
     scenario = llama(16, engine="nanotrain", **values)
     estimate, plan = estimate_memory(scenario), worst_memory(scenario.config, 16, device="cuda")
-    assert (estimate.pp_rank, estimate.rows(), estimate.total) == (plan.pp_rank, plan.rows(), plan.total)
+    assert (estimate.pp_rank, estimate.rows(), estimate.total) == (
+        plan.pp_rank,
+        plan.rows(),
+        plan.total,
+    )
 
 
 def test_megatrons_peak_is_what_runs_reported() -> None:
-    """SimuMax reports the rank with the most, Megatron-LM's functional tests the last one, of a run on each GPU."""
+    """SimuMax reports the rank with the most, Megatron-LM's functional tests the last one, of a run
+    on each GPU.
+    """
     errors: dict[bool, list[float]] = {True: [], False: []}
     for cells in MEASURED:
         if Row(cells).choice("not modelled", "flags"):
             continue
         scenario, has_flags = scenario_of_row(Row(cells), engine="megatron"), bool(cells["flags"])
-        estimate = memory_of_rank(scenario, scenario.sizes["pp"] - 1) if has_flags else estimate_memory(scenario)
+        estimate = (
+            memory_of_rank(scenario, scenario.sizes["pp"] - 1)
+            if has_flags
+            else estimate_memory(scenario)
+        )
         errors[has_flags].append(abs(estimate.total / int(cells["peak_bytes"]) - 1))
     assert max(errors[False]) < 0.01
-    # the rest: golden values of other programs than ran since, and smaller workspaces of torch on Blackwell
+    # the rest: golden values of other programs than ran since, and smaller workspaces of torch on
+    # Blackwell
     assert sum(error < 0.02 for error in errors[True]) > 0.88 * len(errors[True])
     assert median(errors[True]) < 0.008
 
 
 @pytest.mark.parametrize(("feature", "streams"), [("grouped products", 4), ("overlapped tp", 3)])
-def test_transformer_engine_has_a_workspace_per_stream_of_products(feature: str, streams: int) -> None:
-    one, several = (estimate_memory(llama(options={"features": frozenset(names)})) for names in ((), (feature,)))
+def test_transformer_engine_has_a_workspace_per_stream_of_products(
+    feature: str, streams: int
+) -> None:
+    one, several = (
+        estimate_memory(llama(options={"features": frozenset(names)})) for names in ((), (feature,))
+    )
     assert several.total - one.total == streams * 32 * 2**20
 
 
@@ -78,9 +95,16 @@ def test_settings_that_save_memory_save_it(engine: str) -> None:
 
 
 def test_what_does_not_fit_has_no_headroom() -> None:
-    small, large = (predict(llama(8, gpu=gpu, strategy="optim", mbs=4, gbs=64)) for gpu in ("b300", "a100-40gb"))
+    small, large = (
+        predict(llama(8, gpu=gpu, strategy="optim", mbs=4, gbs=64)) for gpu in ("b300", "a100-40gb")
+    )
     memory = small.memory
-    assert small.headroom == small.scenario.gpu.memory_bytes - memory.total - memory.overhead > 0 > large.headroom
+    assert (
+        small.headroom
+        == small.scenario.gpu.memory_bytes - memory.total - memory.overhead
+        > 0
+        > large.headroom
+    )
     assert memory.overhead > GIB
 
 
@@ -93,17 +117,29 @@ def test_the_heaviest_rank_is_found_among_unequal_stages() -> None:
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipev"])
 @pytest.mark.parametrize("recompute", [None, "full"])
-def test_the_heaviest_rank_is_found_where_weight_gradients_are_deferred(name: str, recompute: str | None) -> None:
-    """What a full recomputation has computed again for an I is kept until its W: on the last ranks the longest."""
-    values = {"pipeline_schedule": name, "recompute_granularity": recompute, "v": 1 if name == "zb-h1" else 2}
+def test_the_heaviest_rank_is_found_where_weight_gradients_are_deferred(
+    name: str, recompute: str | None
+) -> None:
+    """What a full recomputation has computed again for an I is kept until its W: on the last ranks
+    the longest.
+    """
+    values = {
+        "pipeline_schedule": name,
+        "recompute_granularity": recompute,
+        "v": 1 if name == "zb-h1" else 2,
+    }
     scenario = llama(16, engine="nanotrain", pp=8, gbs=64, strategy="optim", **values)
-    assert estimate_memory(scenario).total == max(memory_of_rank(scenario, rank).total for rank in range(8))
+    assert estimate_memory(scenario).total == max(
+        memory_of_rank(scenario, rank).total for rank in range(8)
+    )
 
 
 def test_in_flight_bytes_do_not_depend_on_the_number_of_microbatches() -> None:
     few, many = (estimate_memory(llama(16, pp=4, gbs=size)) for size in (64, 512))
     assert few.activations == many.activations
-    gpipe = [estimate_memory(llama(16, pp=4, gbs=size, pipeline_schedule="gpipe")) for size in (64, 512)]
+    gpipe = [
+        estimate_memory(llama(16, pp=4, gbs=size, pipeline_schedule="gpipe")) for size in (64, 512)
+    ]
     assert gpipe[1].activations == 8 * gpipe[0].activations
 
 

@@ -1,4 +1,6 @@
-"""What layers run: parallelism, recomputation, experts and 8 bits change the operators as they should."""
+"""What layers run: parallelism, recomputation, experts and 8 bits change the operators as they
+should.
+"""
 
 import csv
 from dataclasses import replace
@@ -16,7 +18,9 @@ from nanotrain.planner.parts import Streams
 from nanotrain.planner.scenario import engine_of
 from tests.planner.scenarios import llama
 
-MEASURED = list(csv.DictReader(Path(__file__).with_name("measured_moe_layers.tsv").open(), delimiter="\t"))
+MEASURED = list(
+    csv.DictReader(Path(__file__).with_name("measured_moe_layers.tsv").open(), delimiter="\t")
+)
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"hidden_size": 4096, "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 14336},
     "deepseek": {
@@ -62,7 +66,12 @@ def test_tensor_parallelism_splits_the_products_and_communicates() -> None:
 @pytest.mark.parametrize("comm_type", ["p2p", "a2a", "allgather"])
 def test_context_parallelism_splits_the_tokens(comm_type: str) -> None:
     one, _ = passes(Layers(llama(8, seq_length=16384, max_position_embeddings=16384)))
-    values = {"seq_length": 16384, "max_position_embeddings": 16384, "cp": 4, "cp_comm_type": comm_type}
+    values = {
+        "seq_length": 16384,
+        "max_position_embeddings": 16384,
+        "cp": 4,
+        "cp_comm_type": comm_type,
+    }
     four, _ = passes(Layers(llama(8, **values)))
     assert one.compute / 4.5 < four.compute < one.compute / 3
     assert (four.exposed["cp"] > 0) == (comm_type != "p2p")
@@ -88,7 +97,9 @@ def test_a_node_gets_every_token_once_with_a_flexible_dispatcher() -> None:
 def test_group_limited_routing_reaches_fewer_nodes() -> None:
     limited = {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
     anywhere, grouped = (
-        passes(Layers(llama(64, ep=64, options={"dispatcher": "flex"}, **MOE, **groups)))[0].exposed["ep"]
+        passes(Layers(llama(64, ep=64, options={"dispatcher": "flex"}, **MOE, **groups)))[
+            0
+        ].exposed["ep"]
         for groups in ({}, limited)
     )
     # 8 nodes: 8 experts in any of them are on 5.25 on average, in those of 4 groups on 3.6
@@ -107,7 +118,9 @@ def test_latent_attention_and_windows() -> None:
     forward, _ = passes(Layers(latent))
     assert forward.compute > 0
     full, window = (
-        Layers(llama(8, seq_length=16384, max_position_embeddings=16384, **more)).core_attention(0, (32, 8)).forward
+        Layers(llama(8, seq_length=16384, max_position_embeddings=16384, **more))
+        .core_attention(0, (32, 8))
+        .forward
         for more in ({}, {"window_size": 1024})
     )
     assert window < 0.4 * full
@@ -146,13 +159,16 @@ def test_sparse_attention_is_bound_by_the_scores_of_all_pairs() -> None:
 
 def test_attention_that_writes_its_scores_takes_longer() -> None:
     flash, written = (
-        Layers(llama(8, attention_backend=name)).core_attention(0, (32, 8)).forward for name in ("flash", "unfused")
+        Layers(llama(8, attention_backend=name)).core_attention(0, (32, 8)).forward
+        for name in ("flash", "unfused")
     )
     assert written > 2 * flash
 
 
 def test_layers_with_experts_take_as_long_as_measured() -> None:
-    """Forward and backward on 8 H100, whose router's launches are hidden behind a product before it."""
+    """Forward and backward on 8 H100, whose router's launches are hidden behind a product before
+    it.
+    """
     engine, errors = replace(engine_of("megatron"), launch_s=0.0), []
     for row in MEASURED:
         scenario = llama(
@@ -171,7 +187,9 @@ def test_layers_with_experts_take_as_long_as_measured() -> None:
 
 
 @pytest.mark.parametrize(("backend", "is_slow"), [("unfused", True), ("flash", False)])
-def test_heads_of_odd_widths_are_slow_where_scores_are_written_out(backend: str, is_slow: bool) -> None:
+def test_heads_of_odd_widths_are_slow_where_scores_are_written_out(
+    backend: str, is_slow: bool
+) -> None:
     def seconds(head_dim: int) -> float:
         layers = Layers(llama(8, kv_channels=head_dim, attention_backend=backend))
         return next(part.forward for part in layers.block(0) if part.name == "core_attn")
@@ -182,7 +200,13 @@ def test_heads_of_odd_widths_are_slow_where_scores_are_written_out(backend: str,
 @pytest.mark.parametrize("cp", [1, 2])
 @pytest.mark.parametrize("engine", ["megatron", "nanotrain"])
 def test_layers_with_a_window_have_key_heads_of_their_own(engine: str, cp: int) -> None:
-    window = {"engine": engine, "tp": 2, "cp": cp, "window_size": 1024, "window_attn_skip_freq": "2"}
+    window = {
+        "engine": engine,
+        "tp": 2,
+        "cp": cp,
+        "window_size": 1024,
+        "window_attn_skip_freq": "2",
+    }
     mixed, wide, narrow = (
         llama(8, **window, num_query_groups=groups, window_query_groups=of_window)
         for groups, of_window in ((4, 8), (8, None), (4, None))

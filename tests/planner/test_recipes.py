@@ -24,9 +24,13 @@ def machines_of(path: Path) -> list[int]:
 
 
 RECIPES = {
-    path.stem: machines_of(path) for path in sorted((config_dir() / "config").glob("*.yaml")) if path.stem not in SMALL
+    path.stem: machines_of(path)
+    for path in sorted((config_dir() / "config").glob("*.yaml"))
+    if path.stem not in SMALL
 }
-CASES = [(recipe, world_size) for recipe, world_sizes in RECIPES.items() for world_size in world_sizes]
+CASES = [
+    (recipe, world_size) for recipe, world_sizes in RECIPES.items() for world_size in world_sizes
+]
 
 
 @pytest.mark.parametrize(("recipe", "world_size"), CASES)

@@ -21,10 +21,17 @@ def test_columns_become_settings() -> None:
     scenario = scenario_of_row(row)
     model, parallel = scenario.config.model, scenario.config.parallel
     assert (model.num_layers, model.query_groups, model.activation) == (32, 8, "swiglu")
-    assert (parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank) == ("interleaved", 2)
+    assert (parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank) == (
+        "interleaved",
+        2,
+    )
     assert (parallel.data_parallel_sharding_strategy, parallel.sequence_parallel) == ("optim", True)
     assert (scenario.sizes["dp"], scenario.pipeline.num_microbatches) == (8, 32)
-    assert (scenario.engine.name, scenario.matmul_dtype, scenario.gpu.name) == ("megatron", "bf16", "h100")
+    assert (scenario.engine.name, scenario.matmul_dtype, scenario.gpu.name) == (
+        "megatron",
+        "bf16",
+        "h100",
+    )
     assert row.assumed == ["overlap of tp not stated: piece by piece"]
 
 
@@ -41,7 +48,10 @@ def test_columns_become_settings() -> None:
 )
 def test_the_engine_is_what_only_its_runs_say(cells: dict[str, str], engine: str) -> None:
     assert scenario_of_row(Row(DENSE | {"vp": "1"} | cells)).engine.name == engine
-    assert scenario_of_row(Row(DENSE | {"vp": "1"} | cells), engine="nanotrain").engine.name == "nanotrain"
+    assert (
+        scenario_of_row(Row(DENSE | {"vp": "1"} | cells), engine="nanotrain").engine.name
+        == "nanotrain"
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,7 +63,9 @@ def test_the_engine_is_what_only_its_runs_say(cells: dict[str, str], engine: str
     ],
 )  # fmt: skip
 def test_precisions_as_people_write_them(text: str, matmul: str) -> None:
-    assert scenario_of_row(Row(DENSE | {"precision": text, "hardware": "B200"})).matmul_dtype == matmul
+    assert (
+        scenario_of_row(Row(DENSE | {"precision": text, "hardware": "B200"})).matmul_dtype == matmul
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,12 +73,22 @@ def test_precisions_as_people_write_them(text: str, matmul: str) -> None:
     [
         ("full", "full", []),
         ("none", None, []),
-        ("recompute_granularity = None; recompute_method = None; recompute_num_layers = None", None, []),
-        ('recompute_granularity = "selective"; recompute_modules = ["mla_up_proj"]', "selective", ["mla_up_proj"]),
+        (
+            "recompute_granularity = None; recompute_method = None; recompute_num_layers = None",
+            None,
+            [],
+        ),
+        (
+            'recompute_granularity = "selective"; recompute_modules = ["mla_up_proj"]',
+            "selective",
+            ["mla_up_proj"],
+        ),
         ("selective", "selective", []),
     ],
 )
-def test_recomputation_as_people_write_it(text: str, granularity: str | None, modules: list[str]) -> None:
+def test_recomputation_as_people_write_it(
+    text: str, granularity: str | None, modules: list[str]
+) -> None:
     memory = scenario_of_row(Row(DENSE | {"recompute": text})).config.memory
     assert (memory.recompute_granularity, memory.recompute_modules) == (granularity, modules)
 
@@ -93,13 +115,20 @@ def test_a_compiled_model_runs_fused_operators() -> None:
         ({"hardware": "GB200"}, "alltoall"),
     ],
 )
-def test_a_dispatcher_that_is_not_stated_saves_the_network(cells: dict[str, str], dispatcher: str) -> None:
+def test_a_dispatcher_that_is_not_stated_saves_the_network(
+    cells: dict[str, str], dispatcher: str
+) -> None:
     assert scenario_of_row(Row(EXPERTS | cells)).dispatcher == dispatcher
 
 
-@pytest.mark.parametrize(("precision", "backend"), [("fp16", "unfused"), ("bf16/fp16", "unfused"), ("bf16", "auto")])
+@pytest.mark.parametrize(
+    ("precision", "backend"), [("fp16", "unfused"), ("bf16/fp16", "unfused"), ("bf16", "auto")]
+)
 def test_attention_of_the_years_of_fp16_is_not_fused(precision: str, backend: str) -> None:
-    assert scenario_of_row(Row(DENSE | {"precision": precision})).config.train.attention_backend == backend
+    assert (
+        scenario_of_row(Row(DENSE | {"precision": precision})).config.train.attention_backend
+        == backend
+    )
     stated = DENSE | {"precision": precision, "overlap_flags": "attn=flash"}
     assert scenario_of_row(Row(stated)).config.train.attention_backend == "auto"
 
@@ -117,7 +146,14 @@ def test_what_a_published_model_has_is_found_by_its_sizes() -> None:
 
 
 def test_head_channels_of_a_published_model_are_its_own() -> None:
-    cells = {"layers": "48", "hidden": "2048", "heads": "32", "kv_heads": "4", "ffn": "768", "experts": "128"}
+    cells = {
+        "layers": "48",
+        "hidden": "2048",
+        "heads": "32",
+        "kv_heads": "4",
+        "ffn": "768",
+        "experts": "128",
+    }
     shape = scenario_of_row(Row(EXPERTS | cells | {"pp": "1"})).shape
     assert (shape.head_dim, shape.has_qk_norm) == (128, True)
 
@@ -127,7 +163,16 @@ def test_flags_of_megatron_are_read_with_its_defaults() -> None:
         "tensor-model-parallel-size=2 pipeline-model-parallel-size=2 swiglu disable-bias-linear bf16 "
         "attention-backend=unfused recompute-granularity=selective recompute-modules=[layernorm mlp] deterministic-mode"
     )
-    cells = {**DENSE, "flags": flags, "vp": "", "tp": "2", "pp": "2", "vocab": "", "ffn": "1024", "recompute": ""}
+    cells = {
+        **DENSE,
+        "flags": flags,
+        "vp": "",
+        "tp": "2",
+        "pp": "2",
+        "vocab": "",
+        "ffn": "1024",
+        "recompute": "",
+    }
     row = Row(cells)
     config = scenario_of_row(row).config
     assert config.model.attention_dropout == 0.1
@@ -138,7 +183,13 @@ def test_flags_of_megatron_are_read_with_its_defaults() -> None:
 
 
 def test_what_is_assumed_is_said() -> None:
-    row = Row({key: text for key, text in DENSE.items() if key not in ("vocab", "ffn", "kv_heads", "precision")})
+    row = Row(
+        {
+            key: text
+            for key, text in DENSE.items()
+            if key not in ("vocab", "ffn", "kv_heads", "precision")
+        }
+    )
     scenario_of_row(row)
     for word in ("vocabulary", "ffn", "precision"):
         assert any(word in text for text in row.assumed), word

@@ -12,14 +12,23 @@ from tests.planner.test_row_config import DENSE, EXPERTS
 
 def table(path: Path, rows: list[dict[str, str]], columns: list[str] | None = None) -> Path:
     columns = columns or list(rows[0])
-    lines = ["\t".join(columns), *("\t".join(row.get(column, "") for column in columns) for row in rows)]
+    lines = [
+        "\t".join(columns),
+        *("\t".join(row.get(column, "") for column in columns) for row in rows),
+    ]
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
 def test_names_have_no_influence() -> None:
-    rows = [DENSE | {"id": "1", "model": "llama", "source": "A", "value": "1"}, EXPERTS | {"id": "2", "model": "x"}]
-    other = [row | {"model": "nanotron-qwen", "source": "mosaicml deepseek", "value": "9"} for row in rows]
+    rows = [
+        DENSE | {"id": "1", "model": "llama", "source": "A", "value": "1"},
+        EXPERTS | {"id": "2", "model": "x"},
+    ]
+    other = [
+        row | {"model": "nanotron-qwen", "source": "mosaicml deepseek", "value": "9"}
+        for row in rows
+    ]
     assert [*map(predict_row, rows)] == [*map(predict_row, other)]
 
 
@@ -33,14 +42,22 @@ def test_order_of_columns_and_empty_ones_have_no_influence(tmp_path: Path) -> No
 def test_odd_text_is_read(tmp_path: Path) -> None:
     path = table(tmp_path / "a.tsv", [DENSE])
     text = path.read_text()
-    odd = "\ufeff" + text.replace("hidden", " Hidden ").replace("4096\t", "4,096\t").replace("\n", "\r\n") + "\r\n\r\n"
+    odd = (
+        "\ufeff"
+        + text.replace("hidden", " Hidden ").replace("4096\t", "4,096\t").replace("\n", "\r\n")
+        + "\r\n\r\n"
+    )
     path.write_text(odd, newline="")
     (row,) = read_table(path)
     assert predict_row(row).memory_gib == predict_row(DENSE | {"id": "1"}).memory_gib
 
 
 def test_the_output_has_a_line_per_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [DENSE | {"id": "good"}, DENSE | {"id": "bad", "layers": ""}, DENSE | {"id": "big", "mbs": "32"}]
+    rows = [
+        DENSE | {"id": "good"},
+        DENSE | {"id": "bad", "layers": ""},
+        DENSE | {"id": "big", "mbs": "32"},
+    ]
     source, output = table(tmp_path / "in.tsv", rows), tmp_path / "out.tsv"
     assert main(["plan", "--rows", str(source), "--output", str(output)]) == 0
     assert "2 of 3 rows predicted" in capsys.readouterr().out
@@ -48,7 +65,9 @@ def test_the_output_has_a_line_per_row(tmp_path: Path, capsys: pytest.CaptureFix
     assert tuple(lines[0]) == COLUMNS
     good, bad, big = (dict(zip(COLUMNS, line, strict=True)) for line in lines[1:])
     assert (good["fits"], big["fits"], bad["fits"]) == ("yes", "no", "")
-    assert float(good["tokens_per_s_per_gpu"]) == pytest.approx(256 * 8192 / 64 / float(good["step_time_s"]), rel=1e-4)
+    assert float(good["tokens_per_s_per_gpu"]) == pytest.approx(
+        256 * 8192 / 64 / float(good["step_time_s"]), rel=1e-4
+    )
     assert 0.1 < float(good["mfu"]) < 0.8
     assert bad["note"] == "not modelled: layers is not stated" and not bad["step_time_s"]
     assert "engine megatron" in good["note"]
@@ -57,7 +76,9 @@ def test_the_output_has_a_line_per_row(tmp_path: Path, capsys: pytest.CaptureFix
 def test_open_cells_get_the_best_choice_that_fits() -> None:
     cells = DENSE | {"id": "1", "mbs": "", "recompute": ""}
     best = predict_row(cells)
-    stated = [predict_row(cells | {"mbs": str(2**power), "recompute": "none"}) for power in range(4)]
+    stated = [
+        predict_row(cells | {"mbs": str(2**power), "recompute": "none"}) for power in range(4)
+    ]
     assert best.fits == "yes"
     fitting = [float(row.tokens_per_s_per_gpu) for row in stated if row.fits == "yes"]
     assert float(best.tokens_per_s_per_gpu) == max(fitting)
@@ -81,12 +102,17 @@ def test_open_cells_get_the_best_choice_that_fits() -> None:
 
 
 def test_flags_mean_the_last_rank() -> None:
-    flags = "tensor-model-parallel-size=1 pipeline-model-parallel-size=4 bf16 use-distributed-optimizer"
+    flags = (
+        "tensor-model-parallel-size=1 pipeline-model-parallel-size=4 bf16 use-distributed-optimizer"
+    )
     cells = DENSE | {"id": "1", "tp": "1", "vp": "", "flags": flags}
     row = predict_row(cells)
     assert "last pipeline rank" in row.note
     unknown = predict_row(cells | {"flags": flags + " perform-rl-step"})
-    assert unknown.note == "not modelled: reinforcement-learning has no model" and not unknown.memory_gib
+    assert (
+        unknown.note == "not modelled: reinforcement-learning has no model"
+        and not unknown.memory_gib
+    )
 
 
 @pytest.mark.parametrize(

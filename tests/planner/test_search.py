@@ -36,7 +36,11 @@ def test_the_fastest_comes_first_fits_and_can_be_run_by_its_settings(result):
 
 def test_no_layout_of_the_search_is_slower_than_one_by_hand(result):
     gpu, best = gpu_of("h100"), result.best[0].time.total
-    for flags in (["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"], []):
+    for flags in (
+        ["--tensor-model-parallel-size", "2"],
+        ["--pipeline-model-parallel-size", "2"],
+        [],
+    ):
         by_hand = predict(scenario_of(load([*SMALL, *flags]).config, 8, gpu=gpu))
         assert by_hand.headroom < 0 or best <= by_hand.time.total * 1.001
 
@@ -57,7 +61,9 @@ def test_a_model_that_fits_nowhere_is_an_error_with_the_least_bytes():
 
 def test_a_batch_that_no_layout_can_share_is_an_error():
     config = load([*SMALL[:2], "--global-batch-size", "2"]).config
-    fixed = frozenset(f"parallel.{axis}_parallel_size" for axis in ("tensor_model", "context", "pipeline_model"))
+    fixed = frozenset(
+        f"parallel.{axis}_parallel_size" for axis in ("tensor_model", "context", "pipeline_model")
+    )
     with pytest.raises(ConfigError, match="no layout of 8 GPUs can be formed"):
         search(config, 8, gpu=gpu_of("h100"), fixed=fixed)
 
@@ -84,7 +90,9 @@ def test_the_flags_of_a_change_give_its_configuration():
     changes = list(space.changes(config))
     assert len(changes) > 6
     for change in changes:
-        loaded = load([*SMALL, *recompute, *flags_of(change.scenario.config, config).split()]).config
+        loaded = load(
+            [*SMALL, *recompute, *flags_of(change.scenario.config, config).split()]
+        ).config
         assert loaded == change.scenario.config, flags_of(change.scenario.config, config)
 
 
@@ -95,7 +103,10 @@ def space_of(flags, world_size):
 
 def test_layouts_of_short_sequences_are_changed_too():
     short = [*SMALL, "--seq-length", "512"]
-    sizes = {change.scenario.config.train.micro_batch_size for change in space_of(short, 8).changes(load(short).config)}
+    sizes = {
+        change.scenario.config.train.micro_batch_size
+        for change in space_of(short, 8).changes(load(short).config)
+    }
     assert sizes == {1, 2, 4}, "twice and half of 2"
 
 
@@ -111,7 +122,10 @@ def test_a_layout_is_timed_only_if_its_first_pipeline_rank_fits(flags, world_siz
 
 
 def test_a_layout_whose_last_pipeline_rank_is_too_large_is_not_chosen():
-    values = layout_of(load(SMALL).config) | {"pipeline_model_parallel_size": 4, "pipeline_schedule": "gpipe"}
+    values = layout_of(load(SMALL).config) | {
+        "pipeline_model_parallel_size": 4,
+        "pipeline_schedule": "gpipe",
+    }
     space = space_of(SMALL, 8)
     candidate = space.candidate(values)
     assert candidate is not None

@@ -13,14 +13,18 @@ FORWARD, BACKWARD = ActionKind.forward, ActionKind.full_backward
 
 def times(stages: Stages) -> dict[tuple[int, ActionKind], Streams]:
     """The streams of the actions of the first stage."""
-    return {(0, kind): stages.streams(stages.scenario.stages[0][0], kind) for kind in (FORWARD, BACKWARD)}
+    return {
+        (0, kind): stages.streams(stages.scenario.stages[0][0], kind)
+        for kind in (FORWARD, BACKWARD)
+    }
 
 
 TIED = {"untie_embeddings_and_output_weights": False}
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"tp": 2}, {"pp": 2, "gbs": 8, "mtp_num_layers": 1}, {"num_experts": 8, "ep": 4}, TIED]
+    "values",
+    [{}, {"tp": 2}, {"pp": 2, "gbs": 8, "mtp_num_layers": 1}, {"num_experts": 8, "ep": 4}, TIED],
 )
 def test_parameters_are_those_of_the_plan(values: dict[str, object]) -> None:
     scenario = llama(8, **values)
@@ -30,12 +34,16 @@ def test_parameters_are_those_of_the_plan(values: dict[str, object]) -> None:
         for spec, stage in zip(specs, plan.stages, strict=True):
             numel = stages.numel([spec])
             assert numel.dense + numel.expert == sum(param.box.numel for param in stage.params)
-            assert numel.expert == sum(param.box.numel for param in stage.params if param.spec.is_expert)
+            assert numel.expert == sum(
+                param.box.numel for param in stage.params if param.spec.is_expert
+            )
             assert numel.tensors == len(stage.params)
 
 
 def test_full_recomputation_adds_a_forward_of_the_layers() -> None:
-    plain, full = (times(Stages(llama(8, **more))) for more in ({}, {"recompute_granularity": "full"}))
+    plain, full = (
+        times(Stages(llama(8, **more))) for more in ({}, {"recompute_granularity": "full"})
+    )
     assert full[0, FORWARD].compute == plain[0, FORWARD].compute
     added = full[0, BACKWARD].compute - plain[0, BACKWARD].compute
     assert 0.8 * plain[0, FORWARD].compute < added < plain[0, FORWARD].compute
@@ -61,7 +69,8 @@ def test_sharded_parameters_are_gathered_beside_the_unit_before() -> None:
     assert hidden[0, BACKWARD].exposed["dp"] < 0.7 * exposed[0, BACKWARD].exposed["dp"]
     kept = times(Stages(llama(64, reshard_after_forward=False, **values)))
     assert kept[0, FORWARD].exposed["dp"] == exposed[0, FORWARD].exposed["dp"]
-    assert kept[0, BACKWARD].exposed["dp"] < 0.9 * exposed[0, BACKWARD].exposed["dp"]  # gathered once, not again
+    # gathered once, not again
+    assert kept[0, BACKWARD].exposed["dp"] < 0.9 * exposed[0, BACKWARD].exposed["dp"]
 
 
 def test_small_layers_wait_for_the_host() -> None:

@@ -1,4 +1,6 @@
-"""The clock of a step: bubbles, overlap and the parts of the total, in closed form where there is one."""
+"""The clock of a step: bubbles, overlap and the parts of the total, in closed form where there is
+one.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -59,7 +61,14 @@ def test_the_clock_agrees_with_the_simulator_of_schedules(name: str) -> None:
 )
 def test_the_parts_add_up_to_the_total(values: dict[str, object]) -> None:
     time = predict_step(llama(16, **{"gbs": 32, **values}))
-    parts = (time.compute, time.bubble, time.optimizer, time.data, time.host, *time.exposed.values())
+    parts = (
+        time.compute,
+        time.bubble,
+        time.optimizer,
+        time.data,
+        time.host,
+        *time.exposed.values(),
+    )
     assert all(part >= 0 for part in parts)
     assert time.total == pytest.approx(sum(parts))
     assert time.likely[0] < time.total < time.likely[1]
@@ -73,14 +82,18 @@ def test_the_parts_add_up_to_the_total(values: dict[str, object]) -> None:
 def test_more_bandwidth_is_never_slower(field: str) -> None:
     slow = llama(64, tp=2, pp=2, gbs=128, strategy="optim")
     value = getattr(slow.gpu, field)
-    faster = 1.5 * value if isinstance(value, float) else replace(value, bandwidth=1.5 * value.bandwidth)
+    faster = (
+        1.5 * value if isinstance(value, float) else replace(value, bandwidth=1.5 * value.bandwidth)
+    )
     fast = replace(slow, gpu=replace(slow.gpu, **{field: faster}))
     assert predict_step(fast).total <= predict_step(slow).total
 
 
 def test_overlap_hides_reductions_and_gathers() -> None:
     exposed = predict_step(llama(64, strategy="optim", gbs=128))
-    hidden = predict_step(llama(64, strategy="optim", gbs=128, overlap_grad_reduce=True, overlap_param_gather=True))
+    hidden = predict_step(
+        llama(64, strategy="optim", gbs=128, overlap_grad_reduce=True, overlap_param_gather=True)
+    )
     assert hidden.exposed["dp"] < 0.3 * exposed.exposed["dp"]
     assert hidden.compute == exposed.compute
 
@@ -104,20 +117,26 @@ def test_names_change_nothing() -> None:
 
 
 def test_an_update_on_the_host_takes_longer() -> None:
-    plain, offloaded = (llama(8, gbs=8, strategy="optim", **more) for more in ({}, {"optimizer_cpu_offload": True}))
+    plain, offloaded = (
+        llama(8, gbs=8, strategy="optim", **more) for more in ({}, {"optimizer_cpu_offload": True})
+    )
     assert predict_step(offloaded).optimizer > 2 * predict_step(plain).optimizer
 
 
 def test_a_pipeline_of_many_nodes_or_little_memory_can_wait_for_its_transfers() -> None:
     fast, wide = (llama(size, engine="nanotron", pp=2, gbs=512) for size in (128, 512))
     assert predict_step(wide).exposed["pp"] > 20 * predict_step(fast).exposed["pp"]
-    assert predict_step(fast, memory_share=0.9).exposed["pp"] > 20 * predict_step(fast).exposed["pp"]
+    assert (
+        predict_step(fast, memory_share=0.9).exposed["pp"] > 20 * predict_step(fast).exposed["pp"]
+    )
     inside = llama(8, engine="nanotron", pp=2, gbs=512)
     assert predict_step(inside, memory_share=0.9).total == predict_step(inside).total
 
 
 def test_without_a_pipeline_steps_on_many_nodes_lose_time_and_their_hosts_too() -> None:
-    few, many = (predict_step(llama(size, engine="nanotron", tp=8, gbs=size)) for size in (256, 512))
+    few, many = (
+        predict_step(llama(size, engine="nanotron", tp=8, gbs=size)) for size in (256, 512)
+    )
     assert (few.data, many.data) == (0.0, 0.7)
     assert many.host > few.host
 
@@ -125,7 +144,9 @@ def test_without_a_pipeline_steps_on_many_nodes_lose_time_and_their_hosts_too() 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_instances_sum_their_gradient_shards_once_per_step(strategy: str) -> None:
     clocks = (
-        StepClock(llama(512, strategy=strategy, gbs=2048, num_distributed_optimizer_instances=number))
+        StepClock(
+            llama(512, strategy=strategy, gbs=2048, num_distributed_optimizer_instances=number)
+        )
         for number in (1, 64)
     )
     runs = [(clock, clock.run(clock.shape.num_microbatches)) for clock in clocks]
@@ -139,21 +160,28 @@ def test_instances_sum_their_gradient_shards_once_per_step(strategy: str) -> Non
 def test_few_microbatches_extend_to_many_of_unequal_stages(name: str, number: int) -> None:
     v = 2 if name in ("interleaved", "zb-v", "dualpipev") else 1
     clock = equal_stages(StepClock(llama(4, pp=4, v=v, gbs=number, pipeline_schedule=name)))
-    clock.durations = {key: seconds * (1 + 0.1 * (key[0] % 3)) for key, seconds in clock.durations.items()}
+    clock.durations = {
+        key: seconds * (1 + 0.1 * (key[0] % 3)) for key, seconds in clock.durations.items()
+    }
     lengths, runs = clock.lengths, [clock.run(length) for length in clock.lengths]
     extended = runs[0].duration + (number - lengths[0]) * clock.per_microbatch(runs)
     assert extended == pytest.approx(clock.run(clock.shape.num_microbatches).duration, rel=0.02)
 
 
 def exposed_experts(*flags: str) -> tuple[float, float]:
-    """The share of a step of `deepseek_v3` on 2,048 GPUs in which nothing hides tokens on their way; its seconds."""
+    """The share of a step of `deepseek_v3` on 2,048 GPUs in which nothing hides tokens on their
+    way; its seconds.
+    """
     loaded = load(["+config=deepseek_v3", *flags], to_train=False)
     time = predict_step(scenario_of(loaded.config, 2048, gpu=gpu_of("h100")))
     return time.exposed.get("ep", 0.0) / time.total, time.total
 
 
 def test_turns_hide_half_of_the_transfers_of_deepseek_v3() -> None:
-    (before, plain), (after, total) = exposed_experts(), exposed_experts("--overlap-moe-expert-parallel-comm")
+    (before, plain), (after, total) = (
+        exposed_experts(),
+        exposed_experts("--overlap-moe-expert-parallel-comm"),
+    )
     print(f"exposed expert traffic {before:.1%} of the step, in turns {after:.1%}")
     assert after < 0.6 * before < 0.1 and total < plain
 
@@ -163,7 +191,8 @@ def test_pairs_end_together_on_the_clock() -> None:
     clock = StepClock(scenario_of(loaded.config, 2048, gpu=gpu_of("h100")))
     run, longer, more = map(clock.run, (40, 56, 72))
     steady, later = clock.hidden_s([run, longer])[3], clock.hidden_s([longer, more])[3]
-    assert steady == pytest.approx(later) and steady > run.hidden[3] / 40  # none in warmup and cooldown
+    # none in warmup and cooldown
+    assert steady == pytest.approx(later) and steady > run.hidden[3] / 40
     pairs = [step for step in run.steps if len(step.actions) == 2]
     assert pairs and all(len(step.received) + step.num_sent > 0 for step in pairs)
     drawn = [span for of_rank in clock.timeline().spans for span in of_rank]

@@ -17,7 +17,9 @@ def test_every_dtype_of_the_configuration_is_in_the_table():
 
 
 def test_names_and_torch_dtypes_are_one_to_one():
-    assert {name: DTYPE_NAMES[dtype] for name, dtype in TORCH_DTYPES.items()} == {name: name for name in TORCH_DTYPES}
+    assert {name: DTYPE_NAMES[dtype] for name, dtype in TORCH_DTYPES.items()} == {
+        name: name for name in TORCH_DTYPES
+    }
 
 
 @pytest.mark.parametrize("name", TORCH_DTYPES)

@@ -11,5 +11,8 @@ def test_weights_and_activations_are_e4m3_in_both_formats() -> None:
 
 
 def test_recipes_with_one_scale_per_tensor() -> None:
-    assert [name for name, recipe in RECIPES.items() if recipe.is_per_tensor] == ["tensorwise", "delayed"]
+    assert [name for name, recipe in RECIPES.items() if recipe.is_per_tensor] == [
+        "tensorwise",
+        "delayed",
+    ]
     assert [name for name, recipe in RECIPES.items() if recipe.has_history] == ["delayed"]

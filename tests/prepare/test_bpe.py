@@ -7,7 +7,9 @@ from nanotrain.prepare.bpe import split_runs, train_bpe
 
 
 def test_an_unbroken_run_of_characters_is_trained_on_in_parts():
-    """The trainer compares all pairs within a word: 80,000 letters in one took 1.2 s, four times those of 40,000."""
+    """The trainer compares all pairs within a word: 80,000 letters in one took 1.2 s, four times
+    those of 40,000.
+    """
     text = "def f():\n" + "ab" * 50_000 + " \n" + " " * 3_000 + "end"
     parts = split_runs(text)
     assert "".join(parts) == text and max(map(len, parts)) <= 1000 + len("def f():\n")

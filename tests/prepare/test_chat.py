@@ -1,4 +1,6 @@
-"""Conversations become the tokens of transformers' chat template, and only the assistant's are targets."""
+"""Conversations become the tokens of transformers' chat template, and only the assistant's are
+targets.
+"""
 
 import json
 from pathlib import Path
@@ -28,19 +30,26 @@ MARKED = (
     + PROMPT
 )
 # as of models that think: what they thought in earlier turns is left out
-FORGETS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else '' }}<|im_end|>\n{% endfor %}"
-)
+FORGETS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else '' }}<|im_end|>\n{% endfor %}"
 FORGETS += PROMPT
 REFUSES = "{{ raise_exception('roles must alternate') }}"
 TALKS = [
-    [("system", "be kind"), ("user", "2 + 2?"), ("assistant", "it is 4"), ("user", "sure?"), ("assistant", "yes é日")],
+    [
+        ("system", "be kind"),
+        ("user", "2 + 2?"),
+        ("assistant", "it is 4"),
+        ("user", "sure?"),
+        ("assistant", "yes é日"),
+    ],
     [("user", "hello"), ("assistant", "hi")],
 ]
 
 
 def save_tokenizer(folder: Path, template: str | None) -> str:
-    vocabulary = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        character: number
+        for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     backend = Tokenizer(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -56,12 +65,19 @@ def messages(talk: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(("template", "end"), [(PLAIN, "<|im_end|>\n"), (MARKED, "<|im_end|>")])
-def test_only_what_the_assistant_writes_is_a_target(tmp_path: Path, template: str, end: str) -> None:
+def test_only_what_the_assistant_writes_is_a_target(
+    tmp_path: Path, template: str, end: str
+) -> None:
     folder = save_tokenizer(tmp_path, template)
     chat, tokenizer = ChatTemplate(folder), AutoTokenizer.from_pretrained(folder)
     for talk in TALKS:
         ids, mask = chat.encode(json.dumps(messages(talk)))
-        assert ids == tokenizer.apply_chat_template(messages(talk), tokenize=True, return_dict=True)["input_ids"]
+        assert (
+            ids
+            == tokenizer.apply_chat_template(messages(talk), tokenize=True, return_dict=True)[
+                "input_ids"
+            ]
+        )
         assert mask.shape == (len(ids),) and mask.dtype == np.uint8
         targets = tokenizer.decode(np.array(ids)[mask == 1].tolist())
         assert targets == "".join(content + end for role, content in talk if role == "assistant")
@@ -77,18 +93,25 @@ def test_prepared_conversations_train_on_replies_beside_plain_text(
     (tmp_path / "plain.txt").write_text("plain text " * 20)
     common = ["--tokenizer", folder, "--workers", "1"]
     talks, plain = tmp_path / "talks", tmp_path / "plain"
-    assert main(["prepare", "--input", str(rows), "--output", str(talks), "--format", "chat", *common]) == 0
+    assert (
+        main(["prepare", "--input", str(rows), "--output", str(talks), "--format", "chat", *common])
+        == 0
+    )
     assert main(["prepare", "--input", f"{plain}.txt", "--output", str(plain), *common]) == 0
-    # then the mask has a byte per token, also in the parts of another division, and documents end with the eod
+    # then the mask has a byte per token, also in the parts of another division, and documents end
+    # with the eod
     corpus, chat = IndexedTokens(talks), ChatTemplate(folder)
     assert corpus.num_documents == 10
     for document in range(2):
         start, stop = corpus.document_start(document), corpus.document_start(document + 1)
         ids, mask = chat.encode(json.dumps(messages(TALKS[document])))
         assert corpus.read(start, stop).tolist()[:-1] == ids
-        assert corpus.read_mask(start, stop).tolist() == [*mask, 1]  # the model learns to end its reply
+        # the model learns to end its reply
+        assert corpus.read_mask(start, stop).tolist() == [*mask, 1]
     # and samples of a blend have the mask of their labels
-    data = DataConfig(train_data_path=[str(talks), str(plain)], seq_length=16, shuffle=False, eod_mask_loss=False)
+    data = DataConfig(
+        train_data_path=[str(talks), str(plain)], seq_length=16, shuffle=False, eod_mask_loss=False
+    )
     blend = build_data(data, vocab_size=300, seed=0, required=("train",)).train
     assert blend is not None
     for index in range(blend.samples_per_epoch):
@@ -102,7 +125,10 @@ def test_prepared_conversations_train_on_replies_beside_plain_text(
     with pytest.raises(DataError, match=r"talks.mask does not match: it has 1 bytes"):
         IndexedTokens(talks)
     # and a text replaces it
-    assert main(["prepare", "--input", f"{plain}.txt", "--output", str(talks), "--overwrite", *common]) == 0
+    assert (
+        main(["prepare", "--input", f"{plain}.txt", "--output", str(talks), "--overwrite", *common])
+        == 0
+    )
     assert not (tmp_path / "talks.mask").exists()
 
 
@@ -117,7 +143,9 @@ def test_prepared_conversations_train_on_replies_beside_plain_text(
         (PLAIN, {"role": "user"}, "messages is an object, it must be a list"),
     ],
 )
-def test_what_cannot_be_used_is_one_message(tmp_path: Path, template: str | None, talk: object, message: str) -> None:
+def test_what_cannot_be_used_is_one_message(
+    tmp_path: Path, template: str | None, talk: object, message: str
+) -> None:
     folder = save_tokenizer(tmp_path, template)
     with pytest.raises(DataError, match=message):
         ChatTemplate(folder).encode(json.dumps(talk))
@@ -126,18 +154,36 @@ def test_what_cannot_be_used_is_one_message(tmp_path: Path, template: str | None
 def test_rows_hold_messages_or_their_json(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     talk = messages(TALKS[1])
-    rows.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (talk, json.dumps(talk), None)))
+    rows.write_text(
+        "".join(json.dumps({"messages": each}) + "\n" for each in (talk, json.dumps(talk), None))
+    )
     (chunk,) = plan_chunks([str(rows)], subset=None, split="train")
     reader = DocumentReader("messages", is_chat=True)
     assert [json.loads(text) for text in reader.read(chunk)] == [talk, talk]
-    for row, message in (({"messages": {"role": "user"}}, "holds no text"), ({"text": "a"}, "no column messages")):
+    for row, message in (
+        ({"messages": {"role": "user"}}, "holds no text"),
+        ({"text": "a"}, "no column messages"),
+    ):
         rows.write_text(json.dumps(row) + "\n")
         with pytest.raises(DataError, match=message):
             list(reader.read(chunk))
 
 
-def test_a_tokenizer_that_is_trained_has_no_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["prepare", "--input", "rows.jsonl", "--output", str(tmp_path / "out"), "--format", "chat"]
+def test_a_tokenizer_that_is_trained_has_no_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [
+        "prepare",
+        "--input",
+        "rows.jsonl",
+        "--output",
+        str(tmp_path / "out"),
+        "--format",
+        "chat",
+    ]
     for name in ("bytes", "bpe:300"):
         assert main([*line, "--tokenizer", name]) == 2
-        assert "the chat template of a tokenizer turns conversations into text" in capsys.readouterr().err
+        assert (
+            "the chat template of a tokenizer turns conversations into text"
+            in capsys.readouterr().err
+        )

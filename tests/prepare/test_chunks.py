@@ -28,7 +28,9 @@ def _read(*inputs: Path, column: str = "text") -> list[str]:
 
 
 def _write_lines(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts)))
+    path.write_text(
+        "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts))
+    )
     return path
 
 
@@ -38,8 +40,13 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_MIN_BYTES", 100)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
-@given(texts=st.lists(st.text(min_size=1), max_size=12), edges=st.lists(st.integers(0, 600), max_size=8))
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None
+)
+@given(
+    texts=st.lists(st.text(min_size=1), max_size=12),
+    edges=st.lists(st.integers(0, 600), max_size=8),
+)
 def test_ranges_of_bytes_share_the_lines_of_a_file_without_loss(
     tmp_path: Path, texts: list[str], edges: list[int]
 ) -> None:
@@ -48,7 +55,10 @@ def test_ranges_of_bytes_share_the_lines_of_a_file_without_loss(
     file.write_bytes("".join(rows).encode("utf-8", "replace"))
     size = file.stat().st_size
     shards = sorted({0, size, *(edge for edge in edges if edge < size)})
-    split = [InputChunk("lines", (str(file),), start, stop) for start, stop in zip(shards, shards[1:], strict=False)]
+    split = [
+        InputChunk("lines", (str(file),), start, stop)
+        for start, stop in zip(shards, shards[1:], strict=False)
+    ]
     expected = [text.encode("utf-8", "replace").decode() for text in texts]
     assert [text for chunk in split for text in DocumentReader("text").read(chunk)] == expected
 
@@ -82,7 +92,9 @@ def test_a_folder_gives_compressed_files_and_leaves_hidden_ones_out(tmp_path: Pa
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("hidden")
     _write_lines(tmp_path / "0.jsonl", TEXTS[:2])
-    (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(_write_lines(tmp_path / ".d", TEXTS[2:5]).read_bytes()))
+    (tmp_path / "1.jsonl.gz").write_bytes(
+        gzip.compress(_write_lines(tmp_path / ".d", TEXTS[2:5]).read_bytes())
+    )
     (tmp_path / "2.txt.bz2").write_bytes(bz2.compress(TEXTS[5].encode()))
     (tmp_path / "3.TXT.XZ").write_bytes(lzma.compress(TEXTS[6].encode()))
     (tmp_path / "4.MD").write_text(TEXTS[7])

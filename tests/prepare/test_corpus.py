@@ -106,13 +106,26 @@ def test_a_lone_surrogate_does_not_stop_the_training_of_a_tokenizer(tmp_path: Pa
     assert tokenizer.decode(tokens.read(0, tokens.document_start(1)).tolist()) == "some text ?"
 
 
-def test_killed_and_started_again_gives_the_bytes_of_a_run_undisturbed(corpus: Path, tmp_path: Path) -> None:
+def test_killed_and_started_again_gives_the_bytes_of_a_run_undisturbed(
+    corpus: Path, tmp_path: Path
+) -> None:
     # given: a run killed once some parts are there
     _prepare(corpus, tmp_path / "undisturbed", "--tokenizer", "bpe:280", "--workers", "2")
     (tmp_path / "driver.py").write_text(DRIVER)
-    options = ["--input", str(corpus), "--output", str(tmp_path / "again"), "--tokenizer", "bpe:280", "--workers", "1"]
+    options = [
+        "--input",
+        str(corpus),
+        "--output",
+        str(tmp_path / "again"),
+        "--tokenizer",
+        "bpe:280",
+        "--workers",
+        "1",
+    ]
     command = [sys.executable, str(tmp_path / "driver.py"), *options]
-    killed = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    killed = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
+    )
     assert killed.returncode == -signal.SIGKILL
     kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "again.parts").glob("*.idx")}
     # when
@@ -121,7 +134,9 @@ def test_killed_and_started_again_gives_the_bytes_of_a_run_undisturbed(corpus: P
 
     def note(self: parts.TokenWriter, prefix: Path) -> None:
         written.append(prefix.with_suffix(".idx"))
-        assert kept.get(written[-1], 0) in (0, written[-1].stat().st_mtime_ns), "a finished part was done again"
+        assert kept.get(written[-1], 0) in (0, written[-1].stat().st_mtime_ns), (
+            "a finished part was done again"
+        )
         append(self, prefix)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -170,10 +185,14 @@ def test_an_input_without_text_is_refused(tmp_path: Path) -> None:
         _prepare(tmp_path / "in.jsonl", tmp_path / "out", "--workers", "1")
 
 
-def test_files_and_folders_of_others_are_neither_removed_nor_replaced(corpus: Path, tmp_path: Path) -> None:
+def test_files_and_folders_of_others_are_neither_removed_nor_replaced(
+    corpus: Path, tmp_path: Path
+) -> None:
     (tmp_path / "out.parts").mkdir()
     (tmp_path / "out.parts" / "thesis.txt").write_text("years of work")
-    with pytest.raises(EnvironmentFault, match="out.parts is not a folder of nanotrain.*choose another --output"):
+    with pytest.raises(
+        EnvironmentFault, match="out.parts is not a folder of nanotrain.*choose another --output"
+    ):
         _prepare(corpus, tmp_path / "out", "--workers", "1")
     assert (tmp_path / "out.parts" / "thesis.txt").read_text() == "years of work"
     for name in ("other.bin", "other.idx", "other.tokenizer"):
@@ -184,11 +203,15 @@ def test_files_and_folders_of_others_are_neither_removed_nor_replaced(corpus: Pa
         (tmp_path / name).unlink()
 
 
-def test_a_full_disk_while_merging_is_one_error_and_the_parts_stay(corpus: Path, tmp_path: Path) -> None:
+def test_a_full_disk_while_merging_is_one_error_and_the_parts_stay(
+    corpus: Path, tmp_path: Path
+) -> None:
     _prepare(corpus, tmp_path / "fits", "--workers", "1")
     with file_size_limit(20_000), pytest.raises(EnvironmentFault) as error:
         _prepare(corpus, tmp_path / "out", "--workers", "1")
-    assert "out.bin cannot be written: File too large" in str(error.value) and "bytes free in" in str(error.value)
+    assert "out.bin cannot be written: File too large" in str(
+        error.value
+    ) and "bytes free in" in str(error.value)
     assert int(error.value.why.split(" bytes needed")[0].split()[-1].replace(",", "")) > 20_000
     assert {path.name for path in tmp_path.glob("out*")} == {"out.parts"}
     _prepare(corpus, tmp_path / "out", "--workers", "1")  # there is space again
@@ -212,13 +235,17 @@ def test_an_older_pair_never_stands_beside_the_plan_of_another(
 
     with monkeypatch.context() as patch:
         if point == "index":  # the tokens of the part are there, those of the merge too
-            patch.setattr(prepare, "TokenWriter", FullWriter := type("FullWriter", (prepare.TokenWriter,), {}))
+            patch.setattr(
+                prepare, "TokenWriter", FullWriter := type("FullWriter", (prepare.TokenWriter,), {})
+            )
             patch.setattr(FullWriter, "_write_index", fail)
         else:
             patch.setattr(prepare, "write_info", write_and_fail)
         with pytest.raises(EnvironmentFault, match="No space left"):
             _prepare(corpus, tmp_path / "out", "--workers", "1", "--overwrite")
-    assert (tmp_path / "out.idx").exists() == (point == "index"), "the older corpus is whole until the info is new"
+    assert (tmp_path / "out.idx").exists() == (point == "index"), (
+        "the older corpus is whole until the info is new"
+    )
     if point == "index":
         assert _bytes(tmp_path / "out") == older
     _prepare(corpus, tmp_path / "out", "--workers", "1", "--overwrite")
@@ -244,7 +271,10 @@ def test_of_two_processes_that_prepare_one_corpus_the_second_is_refused(
         assert is_inside.wait(300)
         with pytest.raises(EnvironmentFault) as error:
             _prepare(corpus, tmp_path / "out", "--workers", "1")
-        assert f"out is in use: process {os.getpid()} on" in str(error.value) and "--output" in error.value.fix
+        assert (
+            f"out is in use: process {os.getpid()} on" in str(error.value)
+            and "--output" in error.value.fix
+        )
     finally:
         may_go_on.set()
         first.join()
@@ -253,7 +283,10 @@ def test_of_two_processes_that_prepare_one_corpus_the_second_is_refused(
 
 
 def test_a_prepared_corpus_in_a_read_only_folder_is_prepared(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     _prepare(corpus, tmp_path / "out", "--workers", "1")
     monkeypatch.setattr(prepare, "hold_lock", None)  # root may write to read-only folders

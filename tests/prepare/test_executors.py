@@ -1,4 +1,6 @@
-"""A corpus has the same bytes whoever writes its parts: one process, shares by hand, a Slurm array, a Ray cluster."""
+"""A corpus has the same bytes whoever writes its parts: one process, shares by hand, a Slurm array,
+a Ray cluster.
+"""
 
 import hashlib
 import json
@@ -22,7 +24,8 @@ from nanotrain.prepare import executors
 from tests.harness import HANG_S
 
 TEXTS = [f"document {i} {'word ' * (i % 50)}" for i in range(400)]
-# Slurm as far as an array needs it: sbatch runs the script from its input once per index, squeue lists what runs.
+# Slurm as far as an array needs it: sbatch runs the script from its input once per index, squeue
+# lists what runs.
 SBATCH = """#!{python}
 import os, re, subprocess, sys
 script, options = sys.stdin.read(), " ".join(sys.argv[1:])
@@ -97,10 +100,16 @@ def test_shares_on_several_machines_join_to_the_same_bytes(
     assert "already prepared" in capsys.readouterr().out
 
 
-def test_shares_that_start_at_once_train_one_tokenizer(source: Path, tmp_path: Path, expected: list[bytes]) -> None:
+def test_shares_that_start_at_once_train_one_tokenizer(
+    source: Path, tmp_path: Path, expected: list[bytes]
+) -> None:
     codes: list[int] = []
     threads = [
-        threading.Thread(target=lambda share=share: codes.append(main(line(source, tmp_path / "two", "--part", share))))
+        threading.Thread(
+            target=lambda share=share: codes.append(
+                main(line(source, tmp_path / "two", "--part", share))
+            )
+        )
         for share in ("1/2", "2/2")
     ]
     for thread in threads:
@@ -126,10 +135,14 @@ def slurm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slurm_array_writes_the_same_bytes(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     slurm(tmp_path, monkeypatch)
-    small = source.with_name("small.jsonl")  # of one part: other processes divide with other bounds than this test
+    # of one part: other processes divide with other bounds than this test
+    small = source.with_name("small.jsonl")
     small.write_text(source.read_text()[:3000].rpartition("\n")[0] + "\n")
     assert main(line(small, tmp_path / "one")) == 0
     monkeypatch.setattr("nanotrain.prepare.chunks._MIN_BYTES", 1 << 20)
@@ -146,7 +159,9 @@ def test_a_slurm_array_writes_the_same_bytes(
     assert content(tmp_path / "lost") == content(tmp_path / "one")
 
 
-def test_a_ray_cluster_writes_the_same_bytes(source: Path, tmp_path: Path, expected: list[bytes]) -> None:
+def test_a_ray_cluster_writes_the_same_bytes(
+    source: Path, tmp_path: Path, expected: list[bytes]
+) -> None:
     ray = pytest.importorskip("ray")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
@@ -181,14 +196,23 @@ def test_a_worker_killed_twenty_times_changes_no_byte(source: Path, tmp_path: Pa
     rows.write_text(source.read_text() * 200)
     assert main(line(rows, tmp_path / "one")) == 0
     draw, kills = random.Random(0), 0
-    command = [sys.executable, "-m", "nanotrain", *line(rows, tmp_path / "killed", "--workers", "2")]
+    command = [
+        sys.executable,
+        "-m",
+        "nanotrain",
+        *line(rows, tmp_path / "killed", "--workers", "2"),
+    ]
     while True:
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
             if kills < 20:
                 workers: list[int] = []
                 while not workers and process.poll() is None:  # until the tokenizer is trained
                     time.sleep(0.1)
-                    workers = [worker for child in children(process.pid) for worker in children(child)]
+                    workers = [
+                        worker for child in children(process.pid) for worker in children(child)
+                    ]
                 time.sleep(draw.uniform(0.0, 3.0))
                 if process.poll() is None:
                     with suppress(ProcessLookupError):
@@ -200,7 +224,9 @@ def test_a_worker_killed_twenty_times_changes_no_byte(source: Path, tmp_path: Pa
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started; of the trainer a fork server, whose children are the workers."""
+    """Processes that a process has started; of the trainer a fork server, whose children are the
+    workers.
+    """
     try:
         return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
     except OSError:

@@ -20,7 +20,11 @@ def _read(file: Path) -> bytes:
 
 def test_a_damaged_compressed_file_is_named(tmp_path: Path) -> None:
     complete = gzip.compress(b'{"text": "a"}\n' * 1000)
-    for name, data in (("cut.jsonl.gz", complete[:-20]), ("other.jsonl.gz", b"no gzip"), ("other.txt.xz", b"no xz")):
+    for name, data in (
+        ("cut.jsonl.gz", complete[:-20]),
+        ("other.jsonl.gz", b"no gzip"),
+        ("other.txt.xz", b"no xz"),
+    ):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(DataError, match=f"{name} cannot be read"):
             _read(tmp_path / name)
@@ -46,7 +50,9 @@ def test_a_cut_zst_is_named(tmp_path: Path) -> None:
 
 def test_zst_is_read_over_all_its_frames(tmp_path: Path) -> None:
     compress = zstandard.compress
-    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(compress(b'{"text": "%d"}\n' % i) for i in range(3)))
+    (tmp_path / "a.jsonl.zst").write_bytes(
+        b"".join(compress(b'{"text": "%d"}\n' % i) for i in range(3))
+    )
     assert _read(tmp_path / "a.jsonl.zst") == b'{"text": "0"}\n{"text": "1"}\n{"text": "2"}\n'
 
 
@@ -66,30 +72,46 @@ def test_an_unknown_dataset_is_one_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_pickles_in_a_tar_file_are_left_as_bytes(tmp_path: Path, streaming: bool, monkeypatch) -> None:
+def test_pickles_in_a_tar_file_are_left_as_bytes(
+    tmp_path: Path, streaming: bool, monkeypatch
+) -> None:
     monkeypatch.setattr("torch.load", None)
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name, data in (("0.txt", b"hello"), ("0.pth", b"a pickle")):
             entry = tarfile.TarInfo(name)
             entry.size = len(data)
             tar.addfile(entry, io.BytesIO(data))
-    rows = load_rows(HubDataset("webdataset", None, "train", (str(tmp_path / "a.tar"),)), streaming=streaming)
+    rows = load_rows(
+        HubDataset("webdataset", None, "train", (str(tmp_path / "a.tar"),)), streaming=streaming
+    )
     assert [(row["txt"], row["pth"]) for row in rows] == [("hello", b"a pickle")]
 
 
 def test_a_dataset_that_was_saved_to_disk(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
-    train, test = datasets.Dataset.from_dict({"text": ["a", "b"]}), datasets.Dataset.from_dict({"text": ["c"]})
+    train, test = (
+        datasets.Dataset.from_dict({"text": ["a", "b"]}),
+        datasets.Dataset.from_dict({"text": ["c"]}),
+    )
     train.save_to_disk(tmp_path / "train")
     datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "both")
     assert load_rows(HubDataset(str(tmp_path / "train"), None, "train"))["text"][:] == ["a", "b"]
     assert load_rows(HubDataset(str(tmp_path / "both"), None, "test"))["text"][:] == ["c"]
-    assert [row["text"] for row in load_rows(HubDataset(str(tmp_path / "train"), None, "train"), streaming=True)] == [
+    assert [
+        row["text"]
+        for row in load_rows(HubDataset(str(tmp_path / "train"), None, "train"), streaming=True)
+    ] == [
         "a",
         "b",
     ]
-    with pytest.raises(DataError, match="has no split valid: it is one dataset without splits; leave --split-name out"):
+    with pytest.raises(
+        DataError,
+        match="has no split valid: it is one dataset without splits; leave --split-name out",
+    ):
         load_rows(HubDataset(str(tmp_path / "train"), None, "valid"))
-    with pytest.raises(DataError, match="has no split valid: its splits are train, test; name one with --split-name"):
+    with pytest.raises(
+        DataError,
+        match="has no split valid: its splits are train, test; name one with --split-name",
+    ):
         load_rows(HubDataset(str(tmp_path / "both"), None, "valid"))

@@ -1,4 +1,6 @@
-"""Small files that hold more than the memory: one error that names the limit and the flag that raises it."""
+"""Small files that hold more than the memory: one error that names the limit and the flag that
+raises it.
+"""
 
 import bz2
 import gzip
@@ -36,12 +38,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read(file: Path, **limits: int) -> list[str]:
     reader = DocumentReader("text", Limits(**limits))
-    return [text for chunk in plan_chunks([str(file)], subset=None, split="train") for text in reader.read(chunk)]
+    return [
+        text
+        for chunk in plan_chunks([str(file)], subset=None, split="train")
+        for text in reader.read(chunk)
+    ]
 
 
 @pytest.mark.parametrize("ending", COMPRESSORS)
 @pytest.mark.parametrize(("name", "byte"), [("a.txt", b"a"), ("a.jsonl", b" ")])
-def test_a_compressed_file_holds_a_multiple_of_its_size(tmp_path: Path, ending: str, name: str, byte: bytes) -> None:
+def test_a_compressed_file_holds_a_multiple_of_its_size(
+    tmp_path: Path, ending: str, name: str, byte: bytes
+) -> None:
     file = tmp_path / f"{name}{ending}"
     file.write_bytes(COMPRESSORS[ending](byte * INFLATED))
     with pytest.raises(DataError, match=f"{name}.* holds more than .* raise --max-inflation"):
@@ -67,7 +75,9 @@ def test_a_document_has_a_limit(tmp_path: Path, name: str) -> None:
     else:
         text = row["text"].encode() if name == "a.txt" else json.dumps(row).encode()
         file.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
-    with pytest.raises(DataError, match="a document of .* has more than 999 bytes: .* raise --max-document-bytes"):
+    with pytest.raises(
+        DataError, match="a document of .* has more than 999 bytes: .* raise --max-document-bytes"
+    ):
         read(file, document_bytes=999)
     assert read(file, document_bytes=1012) == [row["text"]]
 
@@ -100,7 +110,17 @@ def test_the_flags_raise_the_limits(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.txt.gz").write_bytes(gzip.compress(b"a" * (24 << 20)))  # a worker has the real limit
-    line = ["prepare", "--input", "a.txt.gz", "--output", "c", "--tokenizer", "bytes", "--workers", "1"]
+    line = [
+        "prepare",
+        "--input",
+        "a.txt.gz",
+        "--output",
+        "c",
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "1",
+    ]
     assert main(line) == 2 and "raise --max-inflation" in capfd.readouterr().err
     assert main([*line, "--max-inflation", "0"]) == 2 and "at least 1" in capfd.readouterr().err
     assert main([*line, "--max-inflation", "2000", "--max-document-bytes", "99"]) == 2

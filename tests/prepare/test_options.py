@@ -29,7 +29,9 @@ def test_every_argument_reaches_its_field() -> None:
 
 
 def test_a_file_of_the_pair_names_its_prefix() -> None:
-    assert _parse("--input", "a", "--output", "corpus.bin", "--tokenizer", "gpt2").output == Path("corpus")
+    assert _parse("--input", "a", "--output", "corpus.bin", "--tokenizer", "gpt2").output == Path(
+        "corpus"
+    )
 
 
 def test_a_tokenizer_with_a_name_is_not_trained() -> None:
@@ -50,7 +52,9 @@ def test_invalid_options_are_refused(options: dict[str, object], message: str) -
         PrepareOptions(**values | options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("flag", ["--workers", "--max-documents", "--max-document-bytes", "--max-inflation"])
+@pytest.mark.parametrize(
+    "flag", ["--workers", "--max-documents", "--max-document-bytes", "--max-inflation"]
+)
 def test_numbers_are_at_least_1(flag: str) -> None:
     with pytest.raises(ConfigError, match=f"{flag}: '0' is no whole number of at least 1"):
         _parse("--input", "a", "--output", "b", "--tokenizer", "bytes", flag, "0")

@@ -1,4 +1,6 @@
-"""Part files: kept for the same plan, deleted for another, and written by workers whose end is an error."""
+"""Part files: kept for the same plan, deleted for another, and written by workers whose end is an
+error.
+"""
 
 import multiprocessing
 import os
@@ -12,7 +14,14 @@ from nanotrain.data.indexed import IndexedTokens
 from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.prepare.chunks import InputChunk
 from nanotrain.prepare.options import PrepareOptions
-from nanotrain.prepare.parts import PartJob, PartWriter, is_complete, open_parts, part_prefix, write_parts
+from nanotrain.prepare.parts import (
+    PartJob,
+    PartWriter,
+    is_complete,
+    open_parts,
+    part_prefix,
+    write_parts,
+)
 from nanotrain.runs import files
 from tests.runs.test_metrics_file import file_size_limit
 
@@ -32,7 +41,9 @@ def test_parts_of_another_plan_are_deleted(tmp_path: Path) -> None:
     assert is_complete(tmp_path / "p.parts", 0)
     index, kept = tmp_path / "p.parts" / "000000.idx", tmp_path / "kept"
     index.rename(kept)
-    assert not is_complete(tmp_path / "p.parts", 0), "tokens without their index are those of a killed writer"
+    assert not is_complete(tmp_path / "p.parts", 0), (
+        "tokens without their index are those of a killed writer"
+    )
     kept.rename(index)
     open_parts(tmp_path / "p.parts", {"inputs": 2})
     assert not is_complete(tmp_path / "p.parts", 0)
@@ -40,7 +51,10 @@ def test_parts_of_another_plan_are_deleted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_chunk_becomes_its_part(tmp_path: Path, workers: int) -> None:
-    chunks = [(number, InputChunk("texts", texts=("a" * number, "b"), num_bytes=number)) for number in range(7)]
+    chunks = [
+        (number, InputChunk("texts", texts=("a" * number, "b"), num_bytes=number))
+        for number in range(7)
+    ]
     assert sorted(write_parts(_job(tmp_path / "p"), chunks, workers=workers)) == list(range(7))
     for number in range(7):
         corpus = IndexedTokens(part_prefix(tmp_path / "p.parts", number))
@@ -53,12 +67,17 @@ def test_an_error_of_a_worker_arrives_as_it_was_raised(tmp_path: Path) -> None:
     chunk = InputChunk("text", (str(tmp_path / "bad.txt"),))
     with pytest.raises(DataError) as caught:
         list(write_parts(_job(tmp_path / "p"), [(0, chunk)], workers=2))
-    assert str(caught.value) == f"{tmp_path / 'bad.txt'} is not UTF-8: byte 2 is 0xff; convert or remove it"
+    assert (
+        str(caught.value)
+        == f"{tmp_path / 'bad.txt'} is not UTF-8: byte 2 is 0xff; convert or remove it"
+    )
     assert caught.value.__cause__ is None, "no traceback of the worker"
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    job = PartJob(PrepareOptions(("a",), tmp_path / "missing", "bytes"), tokenizer="bytes", dtype="uint16")
+    job = PartJob(
+        PrepareOptions(("a",), tmp_path / "missing", "bytes"), tokenizer="bytes", dtype="uint16"
+    )
     with pytest.raises(EnvironmentFault, match=r"missing\.parts does not exist any more"):
         list(write_parts(job, [(0, InputChunk("texts", texts=("a",)))], workers=1))
 
@@ -67,7 +86,8 @@ def test_a_part_that_does_not_fit_is_an_error_with_its_bytes(tmp_path: Path) -> 
     """Raised while the part still takes its space: the free bytes are those that were too few."""
     writer, chunk = PartWriter(_job(tmp_path / "p")), InputChunk("texts", texts=("abcd" * 100,))
     larger = InputChunk("texts", texts=("abcd" * 5000,))
-    for full, needed in ((chunk, 822), (larger, 40002)):  # with its index, and before all is encoded
+    # with its index, and before all is encoded
+    for full, needed in ((chunk, 822), (larger, 40002)):
         taken: list[str] = []
 
         def no_space(path: Path, names: list[str] = taken) -> str:
@@ -76,7 +96,9 @@ def test_a_part_that_does_not_fit_is_an_error_with_its_bytes(tmp_path: Path) -> 
 
         with file_size_limit(500), pytest.MonkeyPatch.context() as patch:
             patch.setattr(files, "free_space", no_space)
-            with pytest.raises(EnvironmentFault, match=f"000000.bin cannot .* {needed:,} bytes needed, none free"):
+            with pytest.raises(
+                EnvironmentFault, match=f"000000.bin cannot .* {needed:,} bytes needed, none free"
+            ):
                 writer.write(0, full)
         assert taken and not list((tmp_path / "p.parts").iterdir())
     writer.write(0, chunk)

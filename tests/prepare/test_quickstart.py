@@ -12,7 +12,13 @@ from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import DataError, EnvironmentFault
 from nanotrain.prepare import quickstart
-from nanotrain.prepare.quickstart import fetch, keep, library_sources, prepare_quickstart, user_cache
+from nanotrain.prepare.quickstart import (
+    fetch,
+    keep,
+    library_sources,
+    prepare_quickstart,
+    user_cache,
+)
 from nanotrain.runs.files import MARKER
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}\n" for i in range(40)]
@@ -57,7 +63,9 @@ def test_one_document_a_file_ended_by_eod_and_read_by_the_trainer(tmp_path: Path
 
 
 @pytest.mark.usefixtures("small_library")
-def test_it_is_built_once_and_again_for_another_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_built_once_and_again_for_another_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = prepare_quickstart(tmp_path, 300)
     assert "training a BPE" in capsys.readouterr().err
     assert prepare_quickstart(tmp_path, 300) == first
@@ -67,7 +75,9 @@ def test_it_is_built_once_and_again_for_another_vocabulary(tmp_path: Path, capsy
 
 
 @pytest.mark.usefixtures("small_library")
-def test_two_that_build_at_once_leave_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_that_build_at_once_leave_one_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # given: while this process builds, another one finishes
     build = quickstart._build
     theirs: list[Path] = []
@@ -140,7 +150,9 @@ def test_the_corpus_is_built_once_for_two_runs(
 ) -> None:
     texts = [f"def function_{i}(x):\n    return x + {i}\n" for i in range(40)]
     monkeypatch.setattr(quickstart, "library_sources", lambda: iter(texts))
-    first, second = (prepare_quickstart(tmp_path / run, 300, cache=tmp_path / "cache") for run in "ab")
+    first, second = (
+        prepare_quickstart(tmp_path / run, 300, cache=tmp_path / "cache") for run in "ab"
+    )
     assert capsys.readouterr().err.count("training a BPE") == 1
     for suffix in (".bin", ".idx"):
         assert first.with_suffix(suffix).read_bytes() == second.with_suffix(suffix).read_bytes()

@@ -15,7 +15,11 @@ from nanotrain.prepare.readers import DocumentReader
 
 def _read(path: Path, *, column: str = "text") -> list[str]:
     reader = DocumentReader(column)
-    return [text for chunk in plan_chunks([str(path)], subset=None, split="train") for text in reader.read(chunk)]
+    return [
+        text
+        for chunk in plan_chunks([str(path)], subset=None, split="train")
+        for text in reader.read(chunk)
+    ]
 
 
 def test_rows_without_text_are_left_out(tmp_path: Path) -> None:
@@ -29,7 +33,10 @@ def test_rows_without_text_are_left_out(tmp_path: Path) -> None:
     [
         ('{"text": "a"', r"a\.jsonl line 3 is no JSON"),
         ("[1]", r"line 3 is no JSON object.*a list"),
-        ('{"body": "a", "id": 1}', r"line 3 has no column text: its columns are body, id; name one with --text-column"),
+        (
+            '{"body": "a", "id": 1}',
+            r"line 3 has no column text: its columns are body, id; name one with --text-column",
+        ),
         ('{"text": 5}', r"line 3 holds no text in column text: it holds a number"),
     ],
 )
@@ -44,7 +51,9 @@ def test_a_column_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None
     pq.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "b.parquet")
     with pytest.raises(DataError, match="no column text: its columns are body, n"):
         _read(tmp_path / "b.parquet")
-    with pytest.raises(DataError, match="no text in column n: it holds a number; the columns are body, n"):
+    with pytest.raises(
+        DataError, match="no text in column n: it holds a number; the columns are body, n"
+    ):
         _read(tmp_path / "b.parquet", column="n")
 
 

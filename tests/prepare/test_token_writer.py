@@ -34,12 +34,18 @@ def test_the_files_are_megatrons_byte_for_byte(tmp_path: Path) -> None:
 def test_pointers_lie_beyond_what_32_bits_hold(tmp_path: Path) -> None:
     with TokenWriter(tmp_path / "corpus", np.dtype("uint16")) as writer:
         writer._lengths = [np.full(3, 2**30, dtype="<i4")]  # of tokens that are not there
-    pointers = np.frombuffer((tmp_path / "corpus.idx").read_bytes(), dtype="<i8", count=3, offset=HEADER.size + 12)
+    pointers = np.frombuffer(
+        (tmp_path / "corpus.idx").read_bytes(), dtype="<i8", count=3, offset=HEADER.size + 12
+    )
     assert pointers.tolist() == [0, 2**31, 2**32]
 
 
 def test_pairs_are_appended_in_order(tmp_path: Path) -> None:
-    parts = [_write(tmp_path / "0", [1, 2], [3]), _write(tmp_path / "1"), _write(tmp_path / "2", [4, 5, 6])]
+    parts = [
+        _write(tmp_path / "0", [1, 2], [3]),
+        _write(tmp_path / "1"),
+        _write(tmp_path / "2", [4, 5, 6]),
+    ]
     with TokenWriter(tmp_path / "all", np.dtype("uint16")) as writer:
         for part in parts:
             writer.append_pair(part)
@@ -57,12 +63,19 @@ def test_an_exception_while_writing_leaves_no_pair(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_older_pair_stays_until_the_new_one_is_complete_and_files_of_others_always(tmp_path: Path) -> None:
+def test_an_older_pair_stays_until_the_new_one_is_complete_and_files_of_others_always(
+    tmp_path: Path,
+) -> None:
     prefix, scratch = _write(tmp_path / "corpus", [1, 2, 3]), tmp_path / "scratch"
     scratch.mkdir()
-    before = {path: path.read_bytes() for path in (prefix.with_suffix(".bin"), prefix.with_suffix(".idx"))}
+    before = {
+        path: path.read_bytes() for path in (prefix.with_suffix(".bin"), prefix.with_suffix(".idx"))
+    }
     (foreign := tmp_path / "corpus.bin.partial").write_text("mine")
-    with pytest.raises(RuntimeError), TokenWriter(prefix, np.dtype("uint16"), scratch=scratch) as writer:
+    with (
+        pytest.raises(RuntimeError),
+        TokenWriter(prefix, np.dtype("uint16"), scratch=scratch) as writer,
+    ):
         writer.add_documents([[4]])
         assert [path.parent for path in tmp_path.rglob("*.partial") if path != foreign] == [scratch]
         raise RuntimeError

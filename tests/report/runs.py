@@ -7,8 +7,12 @@ from typing import Any
 import yaml
 
 
-def write_run(folder: Path, *, steps: int = 40, config: dict[str, Any] | None = None, **metrics: Any) -> Path:
-    """A run folder of `steps` steps; `metrics` are functions of the step that replace or add a metric."""
+def write_run(
+    folder: Path, *, steps: int = 40, config: dict[str, Any] | None = None, **metrics: Any
+) -> Path:
+    """A run folder of `steps` steps; `metrics` are functions of the step that replace or add a
+    metric.
+    """
     folder.mkdir(parents=True)
     sections = {"train": {"train_iters": 40, "seed": 1}, "parallel": {}, "optim": {"lr": 0.1}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config or sections))
@@ -35,11 +39,20 @@ def write_run(folder: Path, *, steps: int = 40, config: dict[str, Any] | None = 
                 "skipped": False,
                 "loss_scale": 1.0,
             }
-            file.write(json.dumps(row | {name: value(step) for name, value in metrics.items()}) + "\n")
+            file.write(
+                json.dumps(row | {name: value(step) for name, value in metrics.items()}) + "\n"
+            )
     return folder
 
 
 def expert_load(step: int) -> dict[str, Any]:
     """Router metrics of a model with two routers of three experts."""
     load = {"layers.0": [step, 2 * step, 3 * step], "layers.1": [6 * step, 0, 0]}
-    return {"load": load, "max_load": 2.0, "dropped": 0.0, "entropy": 1.0, "balance_loss": 1.0, "z_loss": 0.1}
+    return {
+        "load": load,
+        "max_load": 2.0,
+        "dropped": 0.0,
+        "entropy": 1.0,
+        "balance_loss": 1.0,
+        "z_loss": 0.1,
+    }

@@ -18,8 +18,13 @@ from tests.report.runs import expert_load, write_run
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunHistory]:
     folder = tmp_path_factory.mktemp("runs")
     valid = lambda step: 3.0 if step % 10 == 0 else None  # noqa: E731
-    first = write_run(folder / "first", moe=expert_load, valid_loss=valid, stall_s=lambda step: step / 7)
-    return [RunHistory.read(first), RunHistory.read(write_run(folder / "second", steps=2000, mfu=lambda _: 0.4))]
+    first = write_run(
+        folder / "first", moe=expert_load, valid_loss=valid, stall_s=lambda step: step / 7
+    )
+    return [
+        RunHistory.read(first),
+        RunHistory.read(write_run(folder / "second", steps=2000, mfu=lambda _: 0.4)),
+    ]
 
 
 def by_title(runs: list[RunHistory]) -> dict[str, figures.Figure]:
@@ -33,46 +38,89 @@ def test_every_figure_is_valid_plotly_and_has_a_title_and_a_unit(runs: list[RunH
     for figure in [*by_title(runs).values(), *figures.expert_figures(runs[0]), memory]:
         go.Figure(figure)  # raises on an unknown property
         assert figure["layout"]["meta"]["title"] and figure["layout"]["meta"]["unit"]
-    assert all(chart.title and chart.unit and chart.idle in figures.IDLE for each in CHARTS.values() for chart in each)
+    assert all(
+        chart.title and chart.unit and chart.idle in figures.IDLE
+        for each in CHARTS.values()
+        for chart in each
+    )
 
 
 def test_charts_come_in_the_order_in_which_people_look_at_them(runs: list[RunHistory]) -> None:
-    first = ["Training loss", "Validation loss", "Throughput", "Model FLOPs utilization (MFU)", "Learning rate"]
-    assert list(by_title(runs))[:7] == [*first, "Gradient norm before clipping", "Peak memory of rank 0"]
+    first = [
+        "Training loss",
+        "Validation loss",
+        "Throughput",
+        "Model FLOPs utilization (MFU)",
+        "Learning rate",
+    ]
+    assert list(by_title(runs))[:7] == [
+        *first,
+        "Gradient norm before clipping",
+        "Peak memory of rank 0",
+    ]
 
 
-def test_the_loss_has_a_line_per_run_with_means_to_smooth_and_validation_as_markers(runs: list[RunHistory]) -> None:
+def test_the_loss_has_a_line_per_run_with_means_to_smooth_and_validation_as_markers(
+    runs: list[RunHistory],
+) -> None:
     figure = by_title(runs)["Training loss"]
     assert [trace["name"] for trace in figure["data"]] == ["first", "second", "first validation"]
     first, second, valid = figure["data"]
-    assert valid["x"] == [10, 20, 30, 40] and valid["mode"] == "markers" and valid["meta"]["means"] is None
-    assert len(second["y"]) <= figures.MAX_POINTS and 300 < len(second["meta"]["means"][0]) <= figures.MAX_MEANS
+    assert (
+        valid["x"] == [10, 20, 30, 40]
+        and valid["mode"] == "markers"
+        and valid["meta"]["means"] is None
+    )
+    assert (
+        len(second["y"]) <= figures.MAX_POINTS
+        and 300 < len(second["meta"]["means"][0]) <= figures.MAX_MEANS
+    )
     axes = figures.axes_of(runs[0])
-    assert axes["tokens"][9::10] == [640, 1280, 1920, 2560] and axes["hours"][-1] == pytest.approx(0.4)
+    assert axes["tokens"][9::10] == [640, 1280, 1920, 2560] and axes["hours"][-1] == pytest.approx(
+        0.4
+    )
 
 
 def test_evaluations_have_a_line_per_name(tmp_path: Path) -> None:
     def evaluation(step: int) -> dict[str, float]:
-        sets = {f"valid/{name}/{kind}": 2.0 for name in ("web", "math") for kind in ("loss", "bits_per_byte")}
+        sets = {
+            f"valid/{name}/{kind}": 2.0
+            for name in ("web", "math")
+            for kind in ("loss", "bits_per_byte")
+        }
         return sets | {"task/next-line/accuracy": step / 80, "task/next-line/questions": 64}
 
-    folders = [write_run(tmp_path / name, evaluation=evaluation, valid_loss=lambda _: 2.5) for name in "ab"]
+    folders = [
+        write_run(tmp_path / name, evaluation=evaluation, valid_loss=lambda _: 2.5) for name in "ab"
+    ]
     one, two = ([RunHistory.read(folder) for folder in some] for some in (folders[:1], folders))
-    names = {title: [trace["name"] for trace in figure["data"]] for title, figure in by_title(one).items()}
+    names = {
+        title: [trace["name"] for trace in figure["data"]]
+        for title, figure in by_title(one).items()
+    }
     assert names["Validation loss"] == ["all", "web", "math"]
     assert (
         names["Tasks: right answers"] == ["next-line"]
         and by_title(one)["Tasks: right answers"]["data"][0]["y"][-1] == 50
     )
     assert "Tasks: size" not in names, "it never changes"
-    assert [trace["name"] for trace in by_title(two)["Tasks: right answers"]["data"]] == ["a next-line", "b next-line"]
+    assert [trace["name"] for trace in by_title(two)["Tasks: right answers"]["data"]] == [
+        "a next-line",
+        "b next-line",
+    ]
 
 
 @pytest.mark.parametrize(("world_size", "is_drawn"), [(3, False), (4, True)])
-def test_the_slowest_rank_means_something_from_four_ranks_on(tmp_path: Path, world_size: int, is_drawn: bool) -> None:
-    folder = write_run(tmp_path / "a", slowest_rank=lambda step: step % 2, wait_for_slowest=lambda _: 0.1)
+def test_the_slowest_rank_means_something_from_four_ranks_on(
+    tmp_path: Path, world_size: int, is_drawn: bool
+) -> None:
+    folder = write_run(
+        tmp_path / "a", slowest_rank=lambda step: step % 2, wait_for_slowest=lambda _: 0.1
+    )
     environment = (folder / "environment.json").read_text()
-    (folder / "environment.json").write_text(environment.replace('"world_size": 4', f'"world_size": {world_size}'))
+    (folder / "environment.json").write_text(
+        environment.replace('"world_size": 4', f'"world_size": {world_size}')
+    )
     titles = by_title([RunHistory.read(folder)])
     assert ("Slowest rank" in titles, "Wait for the slowest rank" in titles) == (is_drawn, is_drawn)
 
@@ -87,16 +135,23 @@ def test_idle_charts_are_left_out_and_other_metrics_are_drawn_by_group(tmp_path:
 
 def test_expert_heat_maps_are_relative_to_the_mean(runs: list[RunHistory]) -> None:
     over_time, per_router = figures.expert_figures(runs[0])
-    # layers.0 gives shares of 1/6, 2/6, 3/6; layers.1 gives everything to the first of three experts.
+    # layers.0 gives shares of 1/6, 2/6, 3/6; layers.1 gives everything to the first of three
+    # experts.
     assert [row[0] for row in over_time["data"][0]["z"]] == pytest.approx([1.75, 0.5, 0.75])
-    assert per_router["data"][0]["z"][1] == [3, 0, 0] and per_router["data"][0]["y"] == ["layers.0", "layers.1"]
+    assert per_router["data"][0]["z"][1] == [3, 0, 0] and per_router["data"][0]["y"] == [
+        "layers.0",
+        "layers.1",
+    ]
     assert figures.expert_figures(runs[1]) == []
 
 
 def test_memory_is_a_bar_per_run_with_a_plan(runs: list[RunHistory]) -> None:
     figure = figures.memory_figure(runs)
     assert figure is not None
-    assert [(bar["name"], bar["x"]) for bar in figure["data"][:2]] == [("params", [1, 1]), ("grads", [2, 2])]
+    assert [(bar["name"], bar["x"]) for bar in figure["data"][:2]] == [
+        ("params", [1, 1]),
+        ("grads", [2, 2]),
+    ]
 
 
 NUMBERS = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), max_size=300)

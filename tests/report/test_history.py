@@ -23,7 +23,8 @@ def test_columns_hold_every_number_and_gaps_are_nan(tmp_path: Path) -> None:
 
 
 def test_repeated_and_damaged_lines(tmp_path: Path) -> None:
-    # Given steps 39 and 40 repeated after a resume, a line of another kind and a line truncated by a crash,
+    # Given steps 39 and 40 repeated after a resume, a line of another kind and a line truncated by
+    # a crash,
     folder = write_run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("ab") as file:
         for step in (39, 40):
@@ -32,29 +33,49 @@ def test_repeated_and_damaged_lines(tmp_path: Path) -> None:
     # when the run is read, then each step appears once, as it was repeated.
     run = RunHistory.read(folder)
     assert run.num_steps == 40
-    assert (run.last("loss"), run.last("lr"), run.last("mfu")) == (0.5, 0.1, None), "the repeated steps have no rate"
+    assert (run.last("loss"), run.last("lr"), run.last("mfu")) == (0.5, 0.1, None), (
+        "the repeated steps have no rate"
+    )
     assert run.column("loss")[-3:].tolist() == [8.0 / 38, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("step", 10**400), ("step", -1), ("loss", 10**400), ("moe", {"load": []}), ("moe", {"load": {"layers.0": "x"}})],
+    [
+        ("step", 10**400),
+        ("step", -1),
+        ("loss", 10**400),
+        ("moe", {"load": []}),
+        ("moe", {"load": {"layers.0": "x"}}),
+    ],
 )
-def test_numbers_that_no_float_holds_and_wrong_types_are_left_out(tmp_path: Path, field: str, value: object) -> None:
+def test_numbers_that_no_float_holds_and_wrong_types_are_left_out(
+    tmp_path: Path, field: str, value: object
+) -> None:
     (tmp_path / "config.yaml").touch()
     row = {"step": 1, "loss": 2.0, "moe": {"load": {"layers.0": [1, 2]}}} | {field: value}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     run = RunHistory.read(tmp_path)
-    assert run.num_steps == (field != "step") and (field != "loss" or np.isnan(run.column("loss")).all())
+    assert run.num_steps == (field != "step") and (
+        field != "loss" or np.isnan(run.column("loss")).all()
+    )
     assert (run.load == {}) == (field != "loss")
 
 
-def test_a_folder_without_metrics_or_with_damaged_files_is_a_run_of_no_steps(tmp_path: Path) -> None:
+def test_a_folder_without_metrics_or_with_damaged_files_is_a_run_of_no_steps(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.yaml").write_bytes(b"\xff{")
     (tmp_path / "a" / "environment.json").write_text("[1]")
     run = RunHistory.read(tmp_path / "a")
-    assert (run.num_steps, run.last_step, run.config, run.environment, run.last("loss")) == (0, 0, {}, {}, None)
+    assert (run.num_steps, run.last_step, run.config, run.environment, run.last("loss")) == (
+        0,
+        0,
+        {},
+        {},
+        None,
+    )
 
 
 def test_what_is_not_a_run_folder_is_an_error(tmp_path: Path) -> None:
@@ -63,7 +84,10 @@ def test_what_is_not_a_run_folder_is_an_error(tmp_path: Path) -> None:
 
 
 def test_state(tmp_path: Path) -> None:
-    finished, short = RunHistory.read(write_run(tmp_path / "a")), RunHistory.read(write_run(tmp_path / "b", steps=3))
+    finished, short = (
+        RunHistory.read(write_run(tmp_path / "a")),
+        RunHistory.read(write_run(tmp_path / "b", steps=3)),
+    )
     assert finished.state() == "finished"
     assert short.state() == "running"
     # One step takes 36 s, so that three minutes without a new one are still normal.
@@ -76,7 +100,9 @@ def test_checkpoints_are_step_folders_only(tmp_path: Path) -> None:
     for name in ("step-00000010", "step-00000020.tmp", "other"):
         (folder / "checkpoints" / name).mkdir(parents=True)
         (folder / "checkpoints" / name / "shard").write_bytes(bytes(7))
-    assert [(saved.name, saved.num_bytes) for saved in RunHistory.read(folder).checkpoints] == [("step-00000010", 7)]
+    assert [(saved.name, saved.num_bytes) for saved in RunHistory.read(folder).checkpoints] == [
+        ("step-00000010", 7)
+    ]
 
 
 def test_find_runs_lists_the_newest_first(tmp_path: Path) -> None:

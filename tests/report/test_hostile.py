@@ -1,4 +1,6 @@
-"""Run folders of others: whatever is in their files, reports, lists and comparisons open at once, and show no more."""
+"""Run folders of others: whatever is in their files, reports, lists and comparisons open at once,
+and show no more.
+"""
 
 import io
 import json
@@ -22,11 +24,33 @@ from nanotrain.report.timeline import read_timeline, save
 from tests.report.runs import expert_load, write_run
 from tests.report.traces import gpu_events, write_trace
 
-FILES = ("config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "starts.jsonl", "profile/timeline.json")
+FILES = (
+    "config.yaml",
+    "environment.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "starts.jsonl",
+    "profile/timeline.json",
+)
 SCRIPT = "<script>alert(1)</script><img src=x onerror=alert(1)>"
-ODD: tuple[Any, ...] = (-1, 0, 10**18, 10**400, 1e308, float("nan"), "x", SCRIPT, [1], {"a": [1]}, None, True, [[]])
+ODD: tuple[Any, ...] = (
+    -1,
+    0,
+    10**18,
+    10**400,
+    1e308,
+    float("nan"),
+    "x",
+    SCRIPT,
+    [1],
+    {"a": [1]},
+    None,
+    True,
+    [[]],
+)
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"
+    for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
@@ -39,7 +63,9 @@ def facts(**values: Any) -> str:
 
 
 def rows(*values: Any) -> str:
-    return "".join(json.dumps({"step": step, "loss": 1.0} | value) + "\n" for step, value in enumerate(values))
+    return "".join(
+        json.dumps({"step": step, "loss": 1.0} | value) + "\n" for step, value in enumerate(values)
+    )
 
 
 def loads(*values: Any) -> str:
@@ -51,12 +77,21 @@ HOSTILE: dict[str, tuple[str, str | bytes]] = {
     "deep yaml": ("config.yaml", "[" * 500),
     "tags": ("config.yaml", "a: !!python/object/apply:os.system [id]"),
     "dates": ("config.yaml", "train: {train_iters: 2026-01-01, seed: 0x" + "f" * 9000 + "}"),
-    "a section and a value": ("config.yaml", "model: 5\nmodel.hidden_size: 6\ntrain: {a.b: 1, a: 2}"),
+    "a section and a value": (
+        "config.yaml",
+        "model: 5\nmodel.hidden_size: 6\ntrain: {a.b: 1, a: 2}",
+    ),
     "keys": ("config.yaml", "{1: 2, [1]: 3, null: {2: 1}}"),
     "huge config": ("config.yaml", "a: " + "x" * (1 << 20)),
     "deep json": ("environment.json", "[" * 100_000),
-    "pipeline of 100,000": ("config.yaml", config(parallel={"pipeline_model_parallel_size": 100_000})),
-    "batches": ("config.yaml", config(train={"global_batch_size": 10**7, "rampup_batch_size": [1, 1, 10**18]})),
+    "pipeline of 100,000": (
+        "config.yaml",
+        config(parallel={"pipeline_model_parallel_size": 100_000}),
+    ),
+    "batches": (
+        "config.yaml",
+        config(train={"global_batch_size": 10**7, "rampup_batch_size": [1, 1, 10**18]}),
+    ),
     "a row of 100,000": ("metrics.jsonl", rows({str(number): 1.0 for number in range(100_000)})),
     "columns": ("metrics.jsonl", rows(*({f"m{step}": 1.0} for step in range(1200)))),
     "bytes": ("metrics.jsonl", b"\xff\xfe\x00" * 1000),
@@ -67,13 +102,31 @@ HOSTILE: dict[str, tuple[str, str | bytes]] = {
     "stages": ("metrics.jsonl", rows(*({"data_stage": f"{SCRIPT}{step}"} for step in range(2000)))),
     "a column of script": ("metrics.jsonl", rows({SCRIPT: 1.0}, {SCRIPT: 2.0})),
     "a sample's step": ("samples.jsonl", json.dumps({"step": SCRIPT, "text": "a"}) + "\n"),
-    "a sample's text": ("samples.jsonl", json.dumps({"step": 1, "text": SCRIPT + "\ud800\x1b[2J"}) + "\n"),
-    "samples": ("samples.jsonl", "".join(json.dumps({"step": n, "text": "a" * 9999}) + "\n" for n in range(3000))),
+    "a sample's text": (
+        "samples.jsonl",
+        json.dumps({"step": 1, "text": SCRIPT + "\ud800\x1b[2J"}) + "\n",
+    ),
+    "samples": (
+        "samples.jsonl",
+        "".join(json.dumps({"step": n, "text": "a" * 9999}) + "\n" for n in range(3000)),
+    ),
     **{f"world size {shown!r:.20}": ("environment.json", facts(world_size=shown)) for shown in ODD},
-    **{f"memory {shown!r:.20}": ("environment.json", facts(memory={"params": shown}, origins=shown)) for shown in ODD},
-    **{f"tp {shown!r:.20}": ("config.yaml", config(parallel={"tensor_model_parallel_size": shown})) for shown in ODD},
+    **{
+        f"memory {shown!r:.20}": (
+            "environment.json",
+            facts(memory={"params": shown}, origins=shown),
+        )
+        for shown in ODD
+    },
+    **{
+        f"tp {shown!r:.20}": ("config.yaml", config(parallel={"tensor_model_parallel_size": shown}))
+        for shown in ODD
+    },
     **{f"load {shown!r:.20}": ("metrics.jsonl", loads(*[{"a": [1, shown]}] * 3)) for shown in ODD},
-    **{f"start {shown!r:.20}": ("starts.jsonl", rows({"time_s": shown, "changed": shown})) for shown in ODD},
+    **{
+        f"start {shown!r:.20}": ("starts.jsonl", rows({"time_s": shown, "changed": shown}))
+        for shown in ODD
+    },
 }
 KINDS = ("pipe", "endless", "link", "folder")
 
@@ -102,7 +155,9 @@ def run_folder(folder: Path) -> Path:
     write_run(folder, steps=5, moe=expert_load)
     (folder / "samples.jsonl").write_text('{"step": 5, "text": "a"}\n')
     start = {"step": 0, "time_s": 1.0, "world_size": 4, "changed": {}}
-    (folder / "starts.jsonl").write_text(json.dumps(start) + "\n" + json.dumps(start | {"step": 3}) + "\n")
+    (folder / "starts.jsonl").write_text(
+        json.dumps(start) + "\n" + json.dumps(start | {"step": 3}) + "\n"
+    )
     write_trace(folder, gpu_events())
     save(read_timeline(folder), folder)
     return folder
@@ -111,9 +166,13 @@ def run_folder(folder: Path) -> Path:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_file_is_read_in_part_or_not(name: str, tmp_path: Path, soon: None) -> None:
     folder, (file, content) = run_folder(tmp_path / "a"), HOSTILE[name]
-    (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
+    (folder / file).write_bytes(
+        content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
+    )
     page = opened(folder)
-    assert "<img src=x" not in page and not re.search("<[^>]*onerror", re.sub("(?s)<script.*?</script>", "", page))
+    assert "<img src=x" not in page and not re.search(
+        "<[^>]*onerror", re.sub("(?s)<script.*?</script>", "", page)
+    )
     assert page.count("<script") == 3 and "\ud800" not in page
 
 

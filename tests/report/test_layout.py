@@ -35,7 +35,9 @@ def test_a_replica_is_a_row_and_its_ranks_are_columns(tmp_path: Path) -> None:
     assert html.count('class="stage1"') == 4 and "<img " in html
 
 
-def test_replicas_are_columns_where_each_is_one_rank_and_equal_groups_are_one_row(tmp_path: Path) -> None:
+def test_replicas_are_columns_where_each_is_one_rank_and_equal_groups_are_one_row(
+    tmp_path: Path,
+) -> None:
     assert rows_of(html_of(tmp_path, 3)) == [
         ["ranks", "dp0", "dp1", "dp2"],
         ["", "0", "1", "2"],

@@ -21,12 +21,18 @@ from tests.harness import HANG_S
 from tests.report.runs import expert_load, write_run
 
 PIPELINE = {"pipeline_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim"}
-CONFIG = {"train": {"train_iters": 40, "seed": 2, "global_batch_size": 8}, "parallel": PIPELINE, "optim": {"lr": 0.1}}
+CONFIG = {
+    "train": {"train_iters": 40, "seed": 2, "global_batch_size": 8},
+    "parallel": PIPELINE,
+    "optim": {"lr": 0.1},
+}
 
 
 def attributes(page: str, name: str) -> list[str]:
     """The values of an attribute of all elements; scripts and texts are not elements."""
-    bare = re.sub(r"(<(?:script|pre|td)[^>]*>).*?</(?:script|pre|td)>", r"\1", page, flags=re.DOTALL)
+    bare = re.sub(
+        r"(<(?:script|pre|td)[^>]*>).*?</(?:script|pre|td)>", r"\1", page, flags=re.DOTALL
+    )
     return re.findall(rf'<[a-z0-9]+ (?:[^>]*\s)?{name}="([^"]*)"', bare)
 
 
@@ -34,8 +40,12 @@ def attributes(page: str, name: str) -> list[str]:
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("runs")
     first = write_run(folder / "first", moe=expert_load)
-    (first / "samples.jsonl").write_text('{"step": 40, "text": "</script><script>alert(1)</script>"}\n')
-    second = RunHistory.read(write_run(folder / "a<b", steps=1000, config=CONFIG, **{"</script>": lambda step: step}))
+    (first / "samples.jsonl").write_text(
+        '{"step": 40, "text": "</script><script>alert(1)</script>"}\n'
+    )
+    second = RunHistory.read(
+        write_run(folder / "a<b", steps=1000, config=CONFIG, **{"</script>": lambda step: step})
+    )
     columns = {name: np.repeat(values, 100) for name, values in second.columns.items()}
     second = replace(second, columns=columns | {"step": np.arange(1.0, 100_001)})
     return render([RunHistory.read(first), second])
@@ -43,7 +53,17 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_every_section_and_chart_is_there(page: str) -> None:
     ids = attributes(page, "id")
-    first = ["summary", "loss", "training", "more", "experts", "other", "memory", "layout", "samples"]
+    first = [
+        "summary",
+        "loss",
+        "training",
+        "more",
+        "experts",
+        "other",
+        "memory",
+        "layout",
+        "samples",
+    ]
     sections = [*first, "settings", "checkpoints", "environment"]
     assert [name for name in ids if name in sections] == sections
     assert sum(name.startswith("chart-") for name in ids) == page.count('class="chart"') >= 8
@@ -52,7 +72,9 @@ def test_every_section_and_chart_is_there(page: str) -> None:
 
 def test_nothing_is_loaded_from_elsewhere(page: str) -> None:
     references = [*attributes(page, "src"), *attributes(page, "href")]
-    assert references and all(reference.startswith(("#", "data:image/png;base64,")) for reference in references)
+    assert references and all(
+        reference.startswith(("#", "data:image/png;base64,")) for reference in references
+    )
     assert "default-src 'none'" in page
 
 
@@ -87,7 +109,9 @@ def test_the_page_unpacks_plotly(page: str, tmp_path: Path) -> None:
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
     new Response(stream).text().then(text => {{ new Function(text); console.log(text.slice(0, 200)); }});
     """
-    done = subprocess.run([node, "-e", program], capture_output=True, text=True, timeout=HANG_S, check=True)
+    done = subprocess.run(
+        [node, "-e", program], capture_output=True, text=True, timeout=HANG_S, check=True
+    )
     assert "plotly.js" in done.stdout
 
 
@@ -95,13 +119,17 @@ def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     run = RunHistory.read(write_run(tmp_path / "a"))
     with pytest.raises(EnvironmentFault, match="does not exist any more|cannot be written"):
         write_report([run], tmp_path / "absent" / "report.html")
-    with pytest.raises(EnvironmentFault, match="a cannot be written: Is a directory; choose another file"):
+    with pytest.raises(
+        EnvironmentFault, match="a cannot be written: Is a directory; choose another file"
+    ):
         write_report([run], tmp_path / "a", fix="choose another file with --output")
 
 
 def test_a_report_replaces_no_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}")
-    with pytest.raises(EnvironmentFault, match=r"metrics\.jsonl would be replaced: it is no \.html file"):
+    with pytest.raises(
+        EnvironmentFault, match=r"metrics\.jsonl would be replaced: it is no \.html file"
+    ):
         require_html(tmp_path / "metrics.jsonl")
     with pytest.raises(EnvironmentFault, match="there is no folder"):
         require_html(tmp_path / "none" / "a.html")
@@ -115,21 +143,30 @@ def test_a_text_that_was_written_again_at_the_same_step_is_shown_once(tmp_path: 
         "".join(f'{{"step": {step}, "text": "t{n}"}}\n' for n, step in enumerate((3, 4, 4)))
     )
     shown = render([RunHistory.read(folder)])
-    assert shown.count("<p>step 4</p>") == 1 and "<pre>t0</pre>" in shown and "<pre>t2</pre>" in shown
+    assert (
+        shown.count("<p>step 4</p>") == 1 and "<pre>t0</pre>" in shown and "<pre>t2</pre>" in shown
+    )
 
 
 def test_restarts_are_marked_with_what_changed(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     starts = [{"step": 0, "time_s": 1.0, "world_size": 2, "changed": {}}]
-    starts += [{"step": 20, "time_s": 9.0, "world_size": 3, "changed": {"train.train_iters": [20, 40]}}, {"step": "x"}]
+    starts += [
+        {"step": 20, "time_s": 9.0, "world_size": 3, "changed": {"train.train_iters": [20, 40]}},
+        {"step": "x"},
+    ]
     (folder / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
     (folder / "metrics-superseded.jsonl").write_text('{"step": 21, "step_time_s": 1800}\n')
     page = render([RunHistory.read(folder)])
-    assert '{"step":20,"time_s":9.0,"world_size":3,"changed":{"train.train_iters":[20,40]}}]]' in page
+    assert (
+        '{"step":20,"time_s":9.0,"world_size":3,"changed":{"train.train_iters":[20,40]}}]]' in page
+    )
     assert "train.train_iters 20 -&gt; 40" in page and "1 steps again, 0.50 hours" in page
 
 
-@pytest.mark.parametrize(("of", "expected"), [("x => 3 * x + 1", 1e-9), ("x => 4 + 6 * Math.pow(x, -0.5)", 0.03)])
+@pytest.mark.parametrize(
+    ("of", "expected"), [("x => 3 * x + 1", 1e-9), ("x => 4 + 6 * Math.pow(x, -0.5)", 0.03)]
+)
 def test_smoothing_is_centred(tmp_path: Path, of: str, expected: float) -> None:
     """A line stays the line, at its ends too, and the steep beginning of a loss is not flattened."""
     node = shutil.which("node")
@@ -141,7 +178,9 @@ def test_smoothing_is_centred(tmp_path: Path, of: str, expected: float) -> None:
     console.log(Math.max(...smoothed(x, y, 200).map((value, i) => Math.abs(value - y[i]))));
     """
     (tmp_path / "program.js").write_text(program)
-    done = subprocess.run([node, tmp_path / "program.js"], capture_output=True, text=True, timeout=HANG_S, check=True)
+    done = subprocess.run(
+        [node, tmp_path / "program.js"], capture_output=True, text=True, timeout=HANG_S, check=True
+    )
     assert float(done.stdout) < expected
 
 
@@ -151,6 +190,10 @@ def test_the_policy_allows_the_two_programs_of_the_page_alone(page: str) -> None
     packed = re.search(r'<script id="plotly"[^>]*>(.*?)</script>', page)
     assert policy is not None and packed is not None and len(programs) == 1
     texts = (programs[0].encode(), gzip.decompress(base64.b64decode(packed[1])))
-    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in texts)
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in texts
+    )
     assert f"script-src {hashes};" in policy[1] and policy[1].startswith("default-src 'none'")
-    assert not re.search(r"<[a-z][^>]*\son[a-z]+=", re.sub(r"(?s)<script.*?</script>", "", page)), "no inline handlers"
+    assert not re.search(r"<[a-z][^>]*\son[a-z]+=", re.sub(r"(?s)<script.*?</script>", "", page)), (
+        "no inline handlers"
+    )

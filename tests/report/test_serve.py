@@ -43,19 +43,29 @@ def test_every_visit_shows_the_run_as_it_is_then(folder: Path, get: Callable[[st
     append(folder, '{"step": 4, "loss": 1.0}\n')
     page = get("/")
     assert "<dd>4 steps" in page and "connect-src 'self'" in page
-    for path in ("/config.yaml", "/rows/1?from=0", "/rows/0", "/rows/0?from=-1", "/../environment.json"):
+    for path in (
+        "/config.yaml",
+        "/rows/1?from=0",
+        "/rows/0",
+        "/rows/0?from=-1",
+        "/../environment.json",
+    ):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             get(path)
 
 
-def test_a_page_gets_new_rows_only_and_complete_ones(folder: Path, get: Callable[[str], str]) -> None:
+def test_a_page_gets_new_rows_only_and_complete_ones(
+    folder: Path, get: Callable[[str], str]
+) -> None:
     size = (folder / "metrics.jsonl").stat().st_size
     assert f'"sizes":[{size}]' in get("/") and get(f"/rows/0?from={size}") == ""
     append(folder, '{"step": 4, "loss": 1.0}\n{"step": 5, "lo')
     assert get(f"/rows/0?from={size}") == '{"step": 4, "loss": 1.0}\n'
 
 
-def test_a_start_and_rows_that_are_set_aside_are_another_version(folder: Path, get: Callable[[str], str]) -> None:
+def test_a_start_and_rows_that_are_set_aside_are_another_version(
+    folder: Path, get: Callable[[str], str]
+) -> None:
     versions = []
     for name in (None, "metrics.jsonl", "config.yaml"):
         if name:
@@ -71,13 +81,17 @@ def test_a_start_and_rows_that_are_set_aside_are_another_version(folder: Path, g
 def test_errors_come_before_the_server(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault, match="is not a run folder"):
         open_server([tmp_path], 0)
-    with open_server([folder], 0) as server, pytest.raises(EnvironmentFault, match="cannot be opened"):
+    with (
+        open_server([folder], 0) as server,
+        pytest.raises(EnvironmentFault, match="cannot be opened"),
+    ):
         open_server([folder], server.server_address[1])
 
 
 @pytest.fixture
 def port(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(serve, "MAX_THREADS", threading.active_count() + 1 + 4)  # the server, and four connections
+    # the server, and four connections
+    monkeypatch.setattr(serve, "MAX_THREADS", threading.active_count() + 1 + 4)
     monkeypatch.setattr(serve, "TIMEOUT_S", 1.0)
     with open_server([folder], 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -93,7 +107,9 @@ def ask(port: int, host: str | None) -> bytes:
 
 
 def ask_until_answered(port: int, host: str | None) -> bytes:
-    """The status line; a connection is closed without one while threads of earlier connections have not ended."""
+    """The status line; a connection is closed without one while threads of earlier connections have
+    not ended.
+    """
     while True:
         try:
             if line := ask(port, host):
@@ -105,21 +121,33 @@ def ask_until_answered(port: int, host: str | None) -> bytes:
 def test_a_name_that_is_not_of_this_machine_is_refused(port: int) -> None:
     for host in (f"{LOCALHOST}:{port}", f"localhost:{port}", "localhost", "127.0.0.1:9999"):
         assert b" 200 " in ask_until_answered(port, host)
-    for other in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "[::1", "", None, "localhost:x"):
+    for other in (
+        "evil.example",
+        f"evil.example:{port}",
+        "127.0.0.1.evil.example",
+        "[::1",
+        "",
+        None,
+        "localhost:x",
+    ):
         assert b" 421 " in ask_until_answered(port, other), other
 
 
 def test_idle_connections_are_bounded_and_end(port: int, capfd: pytest.CaptureFixture[str]) -> None:
     before = threading.active_count()
     idle = [socket.create_connection((LOCALHOST, port), timeout=60) for _ in range(4)]
-    for _ in range(40):  # one by one: a connection that the system's queue does not take is tried again after a second
+    # one by one: a connection that the system's queue does not take is tried again after a second
+    for _ in range(40):
         with socket.create_connection((LOCALHOST, port), timeout=60) as client:
             assert client.recv(1) == b"", "closed at once"
     assert threading.active_count() <= before + 4
     assert all(client.recv(1) == b"" for client in idle), "closed after the timeout"
     for client in idle:
         client.close()
-    assert b" 200 " in ask_until_answered(port, "localhost") and "Traceback" not in capfd.readouterr().err
+    assert (
+        b" 200 " in ask_until_answered(port, "localhost")
+        and "Traceback" not in capfd.readouterr().err
+    )
 
 
 def test_a_client_that_leaves_is_no_traceback(port: int, capfd: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,9 @@ def test_a_list_of_runs_has_one_line_per_run(runs: list[RunHistory], width: int)
     assert all(len(line) <= width for line in lines) and not any("…" in line for line in lines)
     (first,) = [line for line in lines if "tiny-a[1]" in line]
     assert "finished" in first and "40/40" in first and "0.2000" in first
-    assert re.search(r" \d{4}-\d\d-\d\d \d\d:\d\d *$", first) and any("last change (UTC)" in line for line in lines)
+    assert re.search(r" \d{4}-\d\d-\d\d \d\d:\d\d *$", first) and any(
+        "last change (UTC)" in line for line in lines
+    )
     assert ("hours" in "\n".join(lines)) is (width >= 110)
 
 

@@ -1,4 +1,6 @@
-"""The timeline of several ranks: which traces, the numbers, the picture, the chart of the report, the command."""
+"""The timeline of several ranks: which traces, the numbers, the picture, the chart of the report,
+the command.
+"""
 
 import json
 
@@ -15,23 +17,30 @@ from tests.report.traces import event, gpu_events, write_trace
 
 @pytest.fixture
 def run(tmp_path):
-    """A run with two profiled ranks; the second one communicates for 300 us more, 100 of them in the step."""
+    """A run with two profiled ranks; the second one communicates for 300 us more, 100 of them in
+    the step.
+    """
     folder = write_run(tmp_path / "run", steps=5)
     write_trace(folder, [event("kernel", "gemm", 0, 10)], last_step=3)
     write_trace(folder, gpu_events())
-    write_trace(folder, [*gpu_events(), event("kernel", "ncclDevKernel_SendRecv", 1900, 2200)], rank=1)
+    write_trace(
+        folder, [*gpu_events(), event("kernel", "ncclDevKernel_SendRecv", 1900, 2200)], rank=1
+    )
     return folder
 
 
 def test_the_newest_profile_is_read_and_an_older_one_by_its_step(run):
     assert sorted(timeline.find_traces(run)) == [0, 1]
-    assert [path.name for path in timeline.find_traces(run, step=2).values()] == ["step-00000003-rank-00000.json"]
+    assert [path.name for path in timeline.find_traces(run, step=2).values()] == [
+        "step-00000003-rank-00000.json"
+    ]
     assert len(timeline.find_traces(run, step=4)) == 2
 
 
 def test_shares_are_of_all_ranks_and_of_each(run):
     read = timeline.read_timeline(run)
-    assert [timeline.hidden_share([lanes]) for lanes in read.ranks] == [0.5, 200 / 500]  # 100 us of the step
+    # 100 us of the step
+    assert [timeline.hidden_share([lanes]) for lanes in read.ranks] == [0.5, 200 / 500]
     assert timeline.hidden_share(read.ranks) == pytest.approx(400 / 900)
     assert read.title == "step 5: 44% of communication hidden behind compute"
     header, first, second = timeline.rows_of(read)
@@ -41,7 +50,9 @@ def test_shares_are_of_all_ranks_and_of_each(run):
 
 def test_ranks_are_chosen(run):
     assert [lanes.rank for lanes in timeline.read_timeline(run, ranks=[1]).ranks] == [1]
-    with pytest.raises(EnvironmentFault, match="rank 7 has no trace: ranks with one: 0, 1; change --ranks"):
+    with pytest.raises(
+        EnvironmentFault, match="rank 7 has no trace: ranks with one: 0, 1; change --ranks"
+    ):
         timeline.read_timeline(run, ranks=[0, 7])
 
 

@@ -10,7 +10,9 @@ from nanotrain.report.trace import length, overlap, read_step, union, without
 from tests.report.traces import STEP, event, gpu_events, write_trace
 
 sets_of_times = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=8).map(
-    lambda pairs: np.array([(start, start + size) for start, size in pairs], dtype=float).reshape(-1, 2)
+    lambda pairs: np.array([(start, start + size) for start, size in pairs], dtype=float).reshape(
+        -1, 2
+    )
 )
 
 
@@ -65,7 +67,12 @@ def test_a_cpu_step_is_read_from_operators_and_gloo(tmp_path):
 def test_a_trace_without_marks_is_one_step(tmp_path):
     events = [event("kernel", "gemm", 50, 60), event("kernel", "ncclKernel_AllReduce", 55, 70)]
     step = read_step(write_trace(tmp_path, events), rank=0)
-    assert (step.step, step.duration_us, length(step.hidden), length(step.exposed)) == (0, 20, 5, 10)
+    assert (step.step, step.duration_us, length(step.hidden), length(step.exposed)) == (
+        0,
+        20,
+        5,
+        10,
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,21 @@ STEP = "ProfilerStep#"
 
 def event(cat: str, name: str, start: float, end: float, **more: Any) -> dict[str, Any]:
     """A complete event, in microseconds."""
-    return {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": 7, "ts": start, "dur": end - start, **more}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "pid": 0,
+        "tid": 7,
+        "ts": start,
+        "dur": end - start,
+        **more,
+    }
 
 
-def write_trace(folder: Path, events: list[dict[str, Any]], *, rank: int = 0, last_step: int = 5) -> Path:
+def write_trace(
+    folder: Path, events: list[dict[str, Any]], *, rank: int = 0, last_step: int = 5
+) -> Path:
     """A trace in the run folder, under the name that a run gives it."""
     (folder / "profile").mkdir(parents=True, exist_ok=True)
     path = folder / "profile" / f"step-{last_step:08d}-rank-{rank:05d}.json"
@@ -29,7 +40,8 @@ def gpu_events() -> list[dict[str, Any]]:
     """
     host = [
         event("user_annotation", f"{STEP}4", 0, 900),
-        event("user_annotation", f"{STEP}5", 900, 1100),  # the host queues the step before the GPU runs it
+        # the host queues the step before the GPU runs it
+        event("user_annotation", f"{STEP}5", 900, 1100),
         event("cpu_op", "aten::mm", 910, 930),
         event("cuda_runtime", "cudaLaunchKernel", 931, 932),
         event("user_annotation", "nccl:all_reduce", 940, 950),
@@ -44,8 +56,20 @@ def gpu_events() -> list[dict[str, Any]]:
         event("kernel", "sm90_xmma_gemm_bf16bf16_bf16f32", 1000, 1250),
         event("kernel", "flash_fwd_kernel", 1250, 1400),
         event("kernel", "void at::native::vectorized_elementwise_kernel", 1500, 1700),
-        event("kernel", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage)", 1300, 1600, tid=20),
-        event("kernel", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage)", 1800, 1900, tid=20),
+        event(
+            "kernel",
+            "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage)",
+            1300,
+            1600,
+            tid=20,
+        ),
+        event(
+            "kernel",
+            "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage)",
+            1800,
+            1900,
+            tid=20,
+        ),
         event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 1720, 1730),
         event("gpu_memset", "Memset (Device)", 1730, 1740),
     ]

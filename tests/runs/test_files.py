@@ -43,7 +43,10 @@ def test_a_link_is_replaced_by_a_new_file(tmp_path):
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     write_text(tmp_path / "text", "old")
-    with file_size_limit(10), pytest.raises(EnvironmentFault, match=r"text cannot be written.*100 bytes needed"):
+    with (
+        file_size_limit(10),
+        pytest.raises(EnvironmentFault, match=r"text cannot be written.*100 bytes needed"),
+    ):
         write_text(tmp_path / "text", "x" * 100)
     assert (tmp_path / "text").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
@@ -51,7 +54,10 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 @pytest.mark.parametrize(
     ("number", "says"),
     [
-        (errno.ENOSPC, "No space left on device: 7 bytes needed, .* bytes free in .*free space, or choose"),
+        (
+            errno.ENOSPC,
+            "No space left on device: 7 bytes needed, .* bytes free in .*free space, or choose",
+        ),
         (errno.EDQUOT, "quota.*7 bytes needed"),
         (errno.EROFS, "cannot be written: Read-only file system; choose another folder"),
     ],
@@ -63,7 +69,9 @@ def test_disk_errors_have_the_numbers(tmp_path, number, says):
 
 
 def test_a_vanished_folder_has_a_type_of_its_own(tmp_path):
-    assert isinstance(disk_fault(OSError(errno.ENOENT, ""), tmp_path / "gone" / "file"), FolderVanished)
+    assert isinstance(
+        disk_fault(OSError(errno.ENOENT, ""), tmp_path / "gone" / "file"), FolderVanished
+    )
 
 
 def test_own_folders_are_removed_and_those_of_others_refused(tmp_path):
@@ -76,7 +84,10 @@ def test_own_folders_are_removed_and_those_of_others_refused(tmp_path):
     assert not own.exists()
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("years of work")
-    with pytest.raises(EnvironmentFault, match=rf"foreign is not a folder of nanotrain.*{MARKER}.*; another --output"):
+    with pytest.raises(
+        EnvironmentFault,
+        match=rf"foreign is not a folder of nanotrain.*{MARKER}.*; another --output",
+    ):
         make_folder(foreign, fix="another --output")
     remove_folder(foreign)
     assert (foreign / "thesis.txt").exists() and not is_own(foreign)
@@ -120,12 +131,19 @@ def test_a_disk_without_inodes_is_not_said_to_have_space(tmp_path, monkeypatch):
         f_files, f_favail, f_bavail, f_frsize = 100, 0, 16_375, 4096
 
     monkeypatch.setattr(os, "statvfs", lambda _path: Status)
-    text = str(disk_fault(OSError(errno.ENOSPC, "No space left on device"), tmp_path / "a", needed=8))
-    assert f"8 bytes needed, no inode free in {tmp_path}, which has 100" in text and "bytes free" not in text
+    text = str(
+        disk_fault(OSError(errno.ENOSPC, "No space left on device"), tmp_path / "a", needed=8)
+    )
+    assert (
+        f"8 bytes needed, no inode free in {tmp_path}, which has 100" in text
+        and "bytes free" not in text
+    )
 
 
 def test_a_file_that_is_appended_to_is_no_link(tmp_path):
     (tmp_path / "link").symlink_to("target")
-    with pytest.raises(StorageFault, match="link is a symbolic link: files are not written through links"):
+    with pytest.raises(
+        StorageFault, match="link is a symbolic link: files are not written through links"
+    ):
         open_append(tmp_path / "link")
     assert not (tmp_path / "target").exists()

@@ -35,7 +35,9 @@ def test_files_of_others_are_refused_and_those_of_a_run_are_not(tmp_path, name):
     (tmp_path / "notes.txt").write_text("mine")
     RunFolder(tmp_path).require_own()
     (tmp_path / name).write_text("mine")
-    with pytest.raises(EnvironmentFault, match=f"{name} exists and was not written by nanotrain.*--run-dir"):
+    with pytest.raises(
+        EnvironmentFault, match=f"{name} exists and was not written by nanotrain.*--run-dir"
+    ):
         RunFolder(tmp_path).require_own()
     with lock_run(tmp_path):
         RunFolder(tmp_path).require_own()
@@ -73,7 +75,10 @@ def test_the_description_holds_configuration_and_environment(tmp_path):
 
 
 def test_a_start_is_a_line_with_the_settings_that_changed(tmp_path):
-    folder, texts = RunFolder(tmp_path), ["a: {b: 1, c: 2020-01-01}\n", "a: {b: 2, c: 2020-01-01}\n"]
+    folder, texts = (
+        RunFolder(tmp_path),
+        ["a: {b: 1, c: 2020-01-01}\n", "a: {b: 2, c: 2020-01-01}\n"],
+    )
     for step, text in enumerate([texts[0], *texts]):
         folder.add_start(text, step=step, world_size=2)
         folder.write_description(text, {})
@@ -81,4 +86,9 @@ def test_a_start_is_a_line_with_the_settings_that_changed(tmp_path):
     folder.add_start(texts[0], step=3, world_size=1)
     starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
     assert [start["changed"] for start in starts] == [{}, {}, {"a.b": [1, 2]}, {}]
-    assert [(start["step"], start["world_size"]) for start in starts] == [(0, 2), (1, 2), (2, 2), (3, 1)]
+    assert [(start["step"], start["world_size"]) for start in starts] == [
+        (0, 2),
+        (1, 2),
+        (2, 2),
+        (3, 1),
+    ]

@@ -1,4 +1,6 @@
-"""One job per run folder: the second is refused with the owner's name, and a killed owner's lock is free."""
+"""One job per run folder: the second is refused with the owner's name, and a killed owner's lock is
+free.
+"""
 
 import errno
 import fcntl
@@ -26,7 +28,9 @@ with lock_run(pathlib.Path(sys.argv[1])):
 
 
 def test_a_second_job_is_refused_and_a_killed_owner_frees_the_folder(tmp_path):
-    owner = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert owner.stdout.readline() == "locked\n"
         with pytest.raises(EnvironmentFault) as error, lock_run(tmp_path, wait_s=0.0):
@@ -68,7 +72,10 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, logged)
 def test_an_unreadable_owner_is_another_process(tmp_path):
     with lock_run(tmp_path):
         (tmp_path / LOCK_NAME).write_bytes(b"\xff{")
-        with pytest.raises(EnvironmentFault, match="another process holds its lock"), lock_run(tmp_path, wait_s=0.0):
+        with (
+            pytest.raises(EnvironmentFault, match="another process holds its lock"),
+            lock_run(tmp_path, wait_s=0.0),
+        ):
             pass
 
 
@@ -85,7 +92,9 @@ def hold(path, wait_s=0.0):
 
 
 def test_a_removed_lock_file_is_no_lock(tmp_path, monkeypatch):
-    """A job that opened the file of an owner which then ended would lock a file that no other job finds."""
+    """A job that opened the file of an owner which then ended would lock a file that no other job
+    finds.
+    """
     path, real = tmp_path / "lock", fcntl.flock
     stale = []
 
@@ -99,13 +108,20 @@ def test_a_removed_lock_file_is_no_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", end_the_owner_first)
     with hold(path, wait_s=30.0):
         assert json.loads(path.read_text())["pid"] == os.getpid() and path.stat().st_ino != stale[0]
-        with pytest.raises(EnvironmentFault, match=f"the corpus c is in use: process {os.getpid()} on"), hold(path):
+        with (
+            pytest.raises(
+                EnvironmentFault, match=f"the corpus c is in use: process {os.getpid()} on"
+            ),
+            hold(path),
+        ):
             pass
     assert not path.exists()
 
 
 @pytest.mark.parametrize("function", ["flock", "fstat"])
-def test_a_file_that_an_owner_on_another_host_removed_is_opened_again(tmp_path, monkeypatch, function):
+def test_a_file_that_an_owner_on_another_host_removed_is_opened_again(
+    tmp_path, monkeypatch, function
+):
     module, calls = fcntl if function == "flock" else os, []
     real = getattr(module, function)
 
@@ -118,7 +134,10 @@ def test_a_file_that_an_owner_on_another_host_removed_is_opened_again(tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(module, function, fail_first)
         with hold(tmp_path / "lock", wait_s=30.0):
-            assert len(calls) == 2 and json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+            assert (
+                len(calls) == 2
+                and json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+            )
 
 
 def test_a_lock_in_a_folder_that_vanished_ends_as_its_owner_does(tmp_path):

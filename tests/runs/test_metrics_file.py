@@ -1,4 +1,6 @@
-"""metrics.jsonl: rows survive every start, and a full disk, a removed folder or another writer is one error."""
+"""metrics.jsonl: rows survive every start, and a full disk, a removed folder or another writer is
+one error.
+"""
 
 import json
 import os
@@ -37,7 +39,9 @@ def test_rows_of_repeated_steps_are_set_aside(tmp_path):
     assert path.read_text() == "" and aside.read_text() == lines(3, 4, 1, 2)
 
 
-@pytest.mark.parametrize("row", [b'{"step": 3, "lo', b"\xff\xfe\n", b'{"step": "x"}\n', b"3\n", b"[" * 100_000 + b"\n"])
+@pytest.mark.parametrize(
+    "row", [b'{"step": 3, "lo', b"\xff\xfe\n", b'{"step": "x"}\n', b"3\n", b"[" * 100_000 + b"\n"]
+)
 def test_a_row_that_cannot_be_read_is_set_aside(tmp_path, row):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(lines(1, 2).encode() + row)
@@ -131,7 +135,9 @@ def test_rows_that_cannot_be_set_aside_stay_where_they_are(tmp_path):
 
 def test_a_pipe_in_the_place_of_the_metrics_is_an_error_and_no_wait(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(EnvironmentFault, match="metrics.jsonl cannot be read: it is no regular file"):
+    with pytest.raises(
+        EnvironmentFault, match="metrics.jsonl cannot be read: it is no regular file"
+    ):
         MetricsFile(tmp_path / "metrics.jsonl", step=0)
     with pytest.raises(EnvironmentFault, match="No such device"):
         open_append(tmp_path / "metrics.jsonl")

@@ -13,7 +13,9 @@ shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 def boxes_of(shape: tuple[int, ...]) -> st.SearchStrategy[Box]:
     pairs = [st.tuples(st.integers(0, size), st.integers(0, size)).map(sorted) for size in shape]
-    return st.tuples(*pairs).map(lambda ends: Box(tuple(a for a, _ in ends), tuple(b for _, b in ends)))
+    return st.tuples(*pairs).map(
+        lambda ends: Box(tuple(a for a, _ in ends), tuple(b for _, b in ends))
+    )
 
 
 def elements(shape: tuple[int, ...], box: Box) -> np.ndarray:
@@ -21,7 +23,9 @@ def elements(shape: tuple[int, ...], box: Box) -> np.ndarray:
 
 
 @given(shapes, st.data())
-def test_a_flat_range_is_the_concatenation_of_its_boxes(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_a_flat_range_is_the_concatenation_of_its_boxes(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     # given
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, prod(shape))] * 2)))
 
@@ -51,7 +55,9 @@ def test_nothing_and_tensors_without_elements_have_no_boxes() -> None:
 
 
 @given(shapes, st.data())
-def test_an_intersection_has_the_elements_of_both_boxes(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_an_intersection_has_the_elements_of_both_boxes(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     # given
     a, b = data.draw(boxes_of(shape)), data.draw(boxes_of(shape))
 
@@ -66,7 +72,9 @@ def test_an_intersection_has_the_elements_of_both_boxes(shape: tuple[int, ...], 
 
 
 @given(shapes, st.data())
-def test_a_box_within_another_indexes_its_tensor(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_a_box_within_another_indexes_its_tensor(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     # given: a box and its intersection with another
     outer, box = data.draw(boxes_of(shape)), data.draw(boxes_of(shape))
     shared = outer.intersect(box)

@@ -11,7 +11,9 @@ from tests.model.building import GPT2, LLAMA
 
 SMALL = ModelConfig(num_layers=4, hidden_size=8, num_attention_heads=1, vocab_size=10)
 # An expert has three matrices of 8 x 16, the router 6 rows of 8.
-EXPERTS = replace(SMALL, moe=MoEConfig(num_experts=6, router_topk=2, ffn_hidden_size=16, layer_freq="[0]+[1]*3"))
+EXPERTS = replace(
+    SMALL, moe=MoEConfig(num_experts=6, router_topk=2, ffn_hidden_size=16, layer_freq="[0]+[1]*3")
+)
 EXPERT, ROUTER, DENSE = 3 * 8 * 16, 6 * 8, 3 * 8 * 64
 
 
@@ -28,7 +30,9 @@ def flops(model: ModelConfig, seq_length: int) -> int:
 
 
 def test_biases_are_counted_where_they_are():
-    """Per block: qkv biases 3 x 8; with add_bias_linear also the output's 8, gate's and up's 64 each, and down's 8."""
+    """Per block: qkv biases 3 x 8; with add_bias_linear also the output's 8, gate's and up's 64
+    each, and down's 8.
+    """
     plain = count(SMALL)
     assert count(replace(SMALL, add_qkv_bias=True)) - plain == 4 * 24
     assert count(replace(SMALL, add_bias_linear=True)) - plain == 4 * (24 + 8 + 64 + 64 + 8)
@@ -48,14 +52,18 @@ def test_a_token_meets_its_experts_and_everything_else():
 def test_latent_attention_has_matrices_down_and_up_and_a_norm_at_each_latent():
     plain = count(SMALL) - 4 * 4 * 8 * 8
     sizes = {"kv_lora_rank": 5, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
-    latent = replace(SMALL, multi_latent_attention=True, num_attention_heads=2, mla=MLAConfig(**sizes))
+    latent = replace(
+        SMALL, multi_latent_attention=True, num_attention_heads=2, mla=MLAConfig(**sizes)
+    )
     keys_and_output = 8 * (5 + 2) + 5 + 5 * 2 * (4 + 3) + 2 * 3 * 8
     assert count(latent) - plain == 4 * (keys_and_output + 8 * 2 * 6)
     with_query_latent = replace(latent, mla=replace(latent.mla, q_lora_rank=7))
     assert count(with_query_latent) - plain == 4 * (keys_and_output + 8 * 7 + 7 + 7 * 2 * 6)
 
 
-LLAMA_7B = ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, vocab_size=32000)
+LLAMA_7B = ModelConfig(
+    num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, vocab_size=32000
+)
 
 
 def test_llama_7b_costs_what_is_known() -> None:
@@ -82,7 +90,9 @@ def test_an_mlp_without_gate_has_two_matrices_and_tying_saves_nothing() -> None:
     assert flops(replace(GPT2, untie_embeddings_and_output_weights=True), 0) == 6 * matrices
 
 
-MIXTRAL_8X7B = replace(LLAMA_7B, ffn_hidden_size=14336, num_query_groups=8, moe=MoEConfig(num_experts=8, router_topk=2))
+MIXTRAL_8X7B = replace(
+    LLAMA_7B, ffn_hidden_size=14336, num_query_groups=8, moe=MoEConfig(num_experts=8, router_topk=2)
+)
 
 
 def test_a_mixture_costs_what_its_active_experts_cost() -> None:
@@ -94,7 +104,10 @@ def test_a_mixture_costs_what_its_active_experts_cost() -> None:
 
 
 def test_dense_layers_among_those_with_experts_and_the_shared_expert_count() -> None:
-    mixed = replace(LLAMA, moe=MoEConfig(num_experts=8, layer_freq="[0]*1+[1]*1", router_topk=3, ffn_hidden_size=20))
+    mixed = replace(
+        LLAMA,
+        moe=MoEConfig(num_experts=8, layer_freq="[0]*1+[1]*1", router_topk=3, ffn_hidden_size=20),
+    )
     shared = replace(mixed, moe=replace(mixed.moe, shared_expert_intermediate_size=12))
     attention = 32 * (32 + 2 * 16) + 32 * 32
     assert flops(mixed, 0) == 6 * (2 * attention + 3 * 32 * 48 + 3 * 3 * 32 * 20 + 32 * 131)
@@ -107,7 +120,9 @@ def test_latent_attention_counts_its_two_steps_and_its_own_widths() -> None:
         LLAMA,
         num_query_groups=None,
         multi_latent_attention=True,
-        mla=MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
+        mla=MLAConfig(
+            q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6
+        ),
     )
     query, keys_and_values, out = 24 * (32 + 4 * 12), 32 * (16 + 4) + 16 * 4 * (8 + 6), 4 * 6 * 32
     matrices = 2 * (query + keys_and_values + out + 3 * 32 * 48) + 32 * 131
@@ -121,10 +136,13 @@ def test_a_window_leaves_out_the_pairs_before_it() -> None:
     plain = ModelConfig(num_layers=4, vocab_size=10)
     window = replace(plain, window_size=8, window_attn_skip_freq="2")
     seq_length = 32
-    pairs = sum(min(query, 8) for query in range(seq_length))  # before each query; its own counts half, as in S^2 / 2
+    # before each query; its own counts half, as in S^2 / 2
+    pairs = sum(min(query, 8) for query in range(seq_length))
     expected = 2 * (seq_length**2 - 2 * pairs - 8)
     width = 3 * 2 * plain.hidden_size
-    difference = flops_per_token(ModelShape.of(plain), seq_length) - flops_per_token(ModelShape.of(window), seq_length)
+    difference = flops_per_token(ModelShape.of(plain), seq_length) - flops_per_token(
+        ModelShape.of(window), seq_length
+    )
     assert difference == width * expected // seq_length
 
 
@@ -145,7 +163,9 @@ def test_a_window_leaves_out_the_pairs_before_it() -> None:
         ("Tesla V100-SXM2-32GB", "fp16", 125e12),
     ],
 )
-def test_a_known_card_has_the_peak_of_its_data_sheet(device_name: str, dtype: str, peak: float) -> None:
+def test_a_known_card_has_the_peak_of_its_data_sheet(
+    device_name: str, dtype: str, peak: float
+) -> None:
     assert peak_flops(device_name, dtype) == peak
 
 

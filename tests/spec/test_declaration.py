@@ -1,4 +1,6 @@
-"""What kinds of layers declare: convolutions, halos; and every kind has a module, and a name in the configuration."""
+"""What kinds of layers declare: convolutions, halos; and every kind has a module, and a name in the
+configuration.
+"""
 
 from typing import get_args
 
@@ -12,7 +14,9 @@ from nanotrain.spec.shape import ModelShape
 
 
 def test_convolutions_are_sharded_by_channels_and_not_updated_as_matrices() -> None:
-    weight, bias = Declaration(ModelShape.of(ModelConfig(vocab_size=8)), "bf16").convolution(6, 4, bias=True)
+    weight, bias = Declaration(ModelShape.of(ModelConfig(vocab_size=8)), "bf16").convolution(
+        6, 4, bias=True
+    )
     assert (weight.shape, bias.shape) == ((6, 4), (6,))
     for spec in (weight, bias):
         assert spec.shards == (Shard(0, "tp"),) and spec.init == Uniform(-0.5, 0.5)

@@ -1,4 +1,6 @@
-"""Declared parameters: names, order, shapes, shards and gradient axes, and what modules allocate from them."""
+"""Declared parameters: names, order, shapes, shards and gradient axes, and what modules allocate
+from them.
+"""
 
 from dataclasses import replace
 
@@ -13,20 +15,29 @@ from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec, split_layers
 from tests.model.building import GPT2, LLAMA, MODELS, QWEN3
 
-MOE = replace(LLAMA, moe=MoEConfig(num_experts=8, layer_freq="[0]*1+[1]*1", shared_expert_intermediate_size=16))
+MOE = replace(
+    LLAMA,
+    moe=MoEConfig(num_experts=8, layer_freq="[0]*1+[1]*1", shared_expert_intermediate_size=16),
+)
 MLA = replace(
     LLAMA,
     num_query_groups=None,
     multi_latent_attention=True,
-    mla=MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
+    mla=MLAConfig(
+        q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6
+    ),
 )
 
 
-def declared(model: ModelConfig, *, stages: int = 1, tp: int = 1, sequence_parallel: bool = False) -> list[ParamSpec]:
+def declared(
+    model: ModelConfig, *, stages: int = 1, tp: int = 1, sequence_parallel: bool = False
+) -> list[ParamSpec]:
     return [
         spec
         for stage in split_layers(model.num_layers, stages)
-        for spec in declare_stage(Declaration(ModelShape.of(model), "bf16", tp, sequence_parallel), stage)
+        for spec in declare_stage(
+            Declaration(ModelShape.of(model), "bf16", tp, sequence_parallel), stage
+        )
     ]
 
 
@@ -35,8 +46,21 @@ def by_name(model: ModelConfig, **options: object) -> dict[str, ParamSpec]:
 
 
 def test_parameters_are_named_globally_and_in_registration_order() -> None:
-    layer = ["attention_norm", "attention.query", "attention.key", "attention.value", "attention.query_norm"]
-    layer += ["attention.key_norm", "attention.output", "mlp_norm", "mlp.gate", "mlp.up", "mlp.down"]
+    layer = [
+        "attention_norm",
+        "attention.query",
+        "attention.key",
+        "attention.value",
+        "attention.query_norm",
+    ]
+    layer += [
+        "attention.key_norm",
+        "attention.output",
+        "mlp_norm",
+        "mlp.gate",
+        "mlp.up",
+        "mlp.down",
+    ]
     expected = ["embedding.word.weight"]
     expected += [f"layers.{i}.{name}.weight" for i in range(2) for name in layer]
     expected += ["final_norm.weight", "head.weight"]
@@ -47,7 +71,11 @@ def test_parameters_are_named_globally_and_in_registration_order() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_padding_of_the_vocabulary_is_declared_and_not_counted(name: str) -> None:
     shape = ModelShape.of(MODELS[name])
-    padding = (shape.padded_vocab_size - shape.vocab_size) * shape.hidden_size * (1 if shape.is_tied else 2)
+    padding = (
+        (shape.padded_vocab_size - shape.vocab_size)
+        * shape.hidden_size
+        * (1 if shape.is_tied else 2)
+    )
     assert sum(spec.numel for spec in declare_model(shape)) == num_parameters(shape) + padding
 
 
@@ -83,9 +111,15 @@ def test_sequence_parallelism_sums_the_gradients_of_replicated_parameters_over_t
     model = replace(GPT2, qk_layernorm=True)
     apart, together = by_name(model, tp=2, sequence_parallel=True), by_name(model, tp=2)
     changed = {name.removeprefix("layers.0.") for name in apart if apart[name] != together[name]}
-    norms = {f"{norm}.{part}" for norm in ("attention_norm", "mlp_norm", "final_norm") for part in ("weight", "bias")}
+    norms = {
+        f"{norm}.{part}"
+        for norm in ("attention_norm", "mlp_norm", "final_norm")
+        for part in ("weight", "bias")
+    }
     biases = {"attention.output.bias", "mlp.down.bias"}
-    assert {name for name in changed if "layers.1" not in name} == norms | biases | {"embedding.position.weight"}
+    assert {name for name in changed if "layers.1" not in name} == norms | biases | {
+        "embedding.position.weight"
+    }
     assert together["layers.0.attention.query_norm.weight"].grad_sum_axes == ("tp",)
 
 
@@ -105,7 +139,11 @@ def test_experts_are_stacked_and_sharded_over_ep_and_etp() -> None:
 
 def test_latent_attention_replicates_what_lies_before_the_heads() -> None:
     specs = by_name(MLA, tp=2, sequence_parallel=True)
-    attention = {name.split(".", 3)[3]: spec for name, spec in specs.items() if name.startswith("layers.0.attention.")}
+    attention = {
+        name.split(".", 3)[3]: spec
+        for name, spec in specs.items()
+        if name.startswith("layers.0.attention.")
+    }
     assert {name: spec.shape for name, spec in attention.items()} == {
         "query_down.weight": (24, 32),
         "query_latent_norm.weight": (24,),
@@ -118,14 +156,19 @@ def test_latent_attention_replicates_what_lies_before_the_heads() -> None:
     replicated = {name for name, spec in attention.items() if not spec.shards}
     assert replicated == {name for name, spec in attention.items() if spec.grad_sum_axes == ("tp",)}
     assert replicated == {
-        f"{layer}.weight" for layer in ("query_down", "query_latent_norm", "kv_down", "kv_latent_norm")
+        f"{layer}.weight"
+        for layer in ("query_down", "query_latent_norm", "kv_down", "kv_latent_norm")
     }
 
 
 def test_initial_values_and_weight_decay_follow_what_a_parameter_is_for() -> None:
     specs = by_name(MODELS["gpt2-untied"])
     assert specs["layers.0.attention.query.weight"].init == Normal(0.02)
-    assert specs["layers.1.mlp.down.weight"].init == specs["layers.0.attention.output.weight"].init == Normal(0.01)
+    assert (
+        specs["layers.1.mlp.down.weight"].init
+        == specs["layers.0.attention.output.weight"].init
+        == Normal(0.01)
+    )
     assert specs["layers.1.mlp.up.bias"].init == specs["final_norm.bias"].init == Constant(0.0)
     assert specs["final_norm.weight"].init == Constant(1.0)
     assert all(spec.weight_decay is (len(spec.shape) > 1) for spec in specs.values())
@@ -161,7 +204,9 @@ def test_layers_of_multi_token_prediction_are_on_the_last_stage_and_like_the_las
     units = {spec.unit for spec in specs if spec.stage == 1}
     assert units == {"embedding", "layers.1", "head", "mtp.0", "mtp.1"}
     assert not [spec for spec in specs if spec.stage == 0 and spec.unit.startswith("mtp")]
-    like = {spec.name.removeprefix("layers.1."): spec.shape for spec in specs if spec.unit == "layers.1"}
+    like = {
+        spec.name.removeprefix("layers.1."): spec.shape for spec in specs if spec.unit == "layers.1"
+    }
     of_block = [spec for spec in specs if spec.name.startswith("mtp.1.block.")]
     assert {spec.name.removeprefix("mtp.1.block."): spec.shape for spec in of_block} == like
     (projection,) = (spec for spec in specs if spec.name == "mtp.1.eh_proj.weight")
@@ -170,6 +215,9 @@ def test_layers_of_multi_token_prediction_are_on_the_last_stage_and_like_the_las
 
 def test_a_middle_stage_has_neither_end() -> None:
     names = [
-        spec.unit for spec in declare_stage(Declaration(ModelShape.of(LLAMA), "fp32"), StageSpec(1, 1, 2, False, False))
+        spec.unit
+        for spec in declare_stage(
+            Declaration(ModelShape.of(LLAMA), "fp32"), StageSpec(1, 1, 2, False, False)
+        )
     ]
     assert set(names) == {"layers.1"}

@@ -13,7 +13,14 @@ from nanotrain.spec.params import LocalParam, Normal, ParamSpec, Shard, localize
 
 
 def spec_of(shape: tuple[int, ...], *shards: Shard) -> ParamSpec:
-    return ParamSpec("layers.0.mlp.up.weight", shape, dtype="fp32", init=Normal(0.02), weight_decay=True, shards=shards)
+    return ParamSpec(
+        "layers.0.mlp.up.weight",
+        shape,
+        dtype="fp32",
+        init=Normal(0.02),
+        weight_decay=True,
+        shards=shards,
+    )
 
 
 @given(
@@ -34,7 +41,11 @@ def test_the_boxes_of_all_ranks_tile_the_parameter(
     # when
     count = np.zeros(shape, int)
     for tp_index, ep_index in product(range(tp), range(ep)):
-        count[spec.box({"tp": tp_index, "ep": ep_index, "pp": 0}, {"tp": tp, "ep": ep, "pp": 1}).slices()] += 1
+        count[
+            spec.box(
+                {"tp": tp_index, "ep": ep_index, "pp": 0}, {"tp": tp, "ep": ep, "pp": 1}
+            ).slices()
+        ] += 1
 
     # then
     assert (count == 1).all()
@@ -62,7 +73,9 @@ def test_replicas_are_numbered_over_an_axis_that_does_not_shard() -> None:
     coords, sizes = {"tp": 1, "etp": 0}, {"tp": 2, "etp": 1}
     assert localize(spec_of((4, 6), Shard(0, "tp")), coords=coords, sizes=sizes).replica_id == 0
     assert localize(spec_of((4, 6)), coords=coords, sizes=sizes).replica_id == 1
-    assert localize(replace(spec_of((4, 6)), is_expert=True), coords=coords, sizes=sizes).is_first_replica
+    assert localize(
+        replace(spec_of((4, 6)), is_expert=True), coords=coords, sizes=sizes
+    ).is_first_replica
 
 
 def test_a_tied_embedding_on_the_last_stage_is_a_further_replica() -> None:

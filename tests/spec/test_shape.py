@@ -31,12 +31,16 @@ def test_latent_attention_has_two_head_widths() -> None:
     )
     shape = ModelShape.of(replace(model, mla=replace(model.mla, v_head_dim=6)))
     assert (shape.head_dim, shape.value_head_dim) == (12, 6)
-    assert shape.mla == MLAConfig(kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6)
+    assert shape.mla == MLAConfig(
+        kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6
+    )
     assert ModelShape.of(LLAMA).mla is None
 
 
 def test_layers_with_experts_are_resolved_per_layer() -> None:
-    shape = ModelShape.of(replace(LLAMA, num_layers=4, moe=MoEConfig(num_experts=8, layer_freq="[0]+[1]*3")))
+    shape = ModelShape.of(
+        replace(LLAMA, num_layers=4, moe=MoEConfig(num_experts=8, layer_freq="[0]+[1]*3"))
+    )
     assert [shape.has_experts(layer) for layer in range(4)] == [False, True, True, True]
     assert shape.moe_ffn_size == 48
     assert not ModelShape.of(LLAMA).has_experts(0)
@@ -57,9 +61,18 @@ def test_an_unknown_vocabulary_is_an_error() -> None:
         ModelShape.of(ModelConfig(activation="gelu"))
 
 
-def test_layers_of_multi_token_prediction_have_the_kinds_of_the_pattern_else_of_the_last_layer() -> None:
-    config = ModelConfig(num_layers=3, vocab_size=8, hybrid_layer_pattern="M-*/*-/*-", mtp=MTPConfig(num_layers=2))
+def test_layers_of_multi_token_prediction_have_the_kinds_of_the_pattern_else_of_the_last_layer() -> (
+    None
+):
+    config = ModelConfig(
+        num_layers=3, vocab_size=8, hybrid_layer_pattern="M-*/*-/*-", mtp=MTPConfig(num_layers=2)
+    )
     shape = ModelShape.of(config)
-    assert [shape.kinds(layer) for layer in range(2, 5)] == [("attention", None), *[("attention", "dense")] * 2]
-    last = ModelShape.of(replace(config, hybrid_layer_pattern=None, linear_attention_type="short_conv"))
+    assert [shape.kinds(layer) for layer in range(2, 5)] == [
+        ("attention", None),
+        *[("attention", "dense")] * 2,
+    ]
+    last = ModelShape.of(
+        replace(config, hybrid_layer_pattern=None, linear_attention_type="short_conv")
+    )
     assert last.kinds(3) == last.kinds(2) == ("short_conv", "dense")

@@ -33,8 +33,15 @@ def test_tokens_enter_the_first_stage_and_the_loss_leaves_the_last(num_stages: i
     assert [stage.index for stage in stages if stage.has_head] == [num_stages - 1]
 
 
-@given(stages=st.integers(2, 10), more=st.integers(0, 30), first=st.integers(1, 9), last=st.integers(1, 9))
-def test_the_ends_have_the_lengths_that_were_asked_for(stages: int, more: int, first: int, last: int) -> None:
+@given(
+    stages=st.integers(2, 10),
+    more=st.integers(0, 30),
+    first=st.integers(1, 9),
+    last=st.integers(1, 9),
+)
+def test_the_ends_have_the_lengths_that_were_asked_for(
+    stages: int, more: int, first: int, last: int
+) -> None:
     between = stages - 2
     total = first + last + (between + more if between else 0)
     lengths = [len(stage.layers) for stage in split_layers(total, stages, first=first, last=last)]
@@ -47,10 +54,17 @@ def test_ends_that_count_as_layers_leave_a_single_stage_all_layers() -> None:
     assert [len(stage.layers) for stage in split_layers(4, 1, counted_ends=(1, 1))] == [4]
 
 
-@given(stages=st.integers(2, 10), more=st.integers(0, 30), length=st.integers(1, 9), is_first=st.booleans())
+@given(
+    stages=st.integers(2, 10),
+    more=st.integers(0, 30),
+    length=st.integers(1, 9),
+    is_first=st.booleans(),
+)
 def test_one_end_alone_may_be_given(stages: int, more: int, length: int, is_first: bool) -> None:
     total = length + stages - 1 + more
-    split = split_layers(total, stages, first=length if is_first else None, last=None if is_first else length)
+    split = split_layers(
+        total, stages, first=length if is_first else None, last=None if is_first else length
+    )
 
     assert len(split[0 if is_first else -1].layers) == length
     assert [layer for stage in split for layer in stage.layers] == list(range(total))
@@ -65,14 +79,18 @@ def test_one_end_alone_may_be_given(stages: int, more: int, length: int, is_firs
         (12, 4, {"first": 4, "last": 8}, [2, 4, 2, 4]),
     ],
 )
-def test_virtual_stages_share_the_layers_of_their_rank(num_layers, num_stages, ends, lengths) -> None:
+def test_virtual_stages_share_the_layers_of_their_rank(
+    num_layers, num_stages, ends, lengths
+) -> None:
     stages = split_layers(num_layers, num_stages, **ends, stages_per_rank=2)
     assert [len(stage.layers) for stage in stages] == lengths
     assert [layer for stage in stages for layer in stage.layers] == list(range(num_layers))
 
 
 @given(costs=st.lists(st.integers(1, 9), min_size=2, max_size=9), data=st.data())
-def test_balanced_stages_have_the_least_maximum_of_all_splits(costs: list[int], data: st.DataObject) -> None:
+def test_balanced_stages_have_the_least_maximum_of_all_splits(
+    costs: list[int], data: st.DataObject
+) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))
 
     def most(ends: tuple[int, ...]) -> int:

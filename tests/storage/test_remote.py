@@ -1,4 +1,6 @@
-"""Objects of a real S3 server: ranges, listings; faults are repeated or named; nothing is half written."""
+"""Objects of a real S3 server: ranges, listings; faults are repeated or named; nothing is half
+written.
+"""
 
 import os
 import random
@@ -53,7 +55,8 @@ def test_a_large_file_is_sent_in_parts_of_which_few_are_in_memory(
     file.write_bytes(random.Random(0).randbytes(16 * 2**20))
     with s3_server.server().counted() as requests:
         (parse(bucket) / "large").put(file)
-    assert sum("partNumber" in request.query for request in requests) == 4  # and one to start, one to complete
+    # and one to start, one to complete
+    assert sum("partNumber" in request.query for request in requests) == 4
     assert len(requests) == 6
     (parse(bucket) / "large").download(tmp_path / "back", file.stat().st_size)
     assert (tmp_path / "back").read_bytes() == file.read_bytes()
@@ -63,7 +66,9 @@ def test_a_large_file_is_sent_in_parts_of_which_few_are_in_memory(
 def test_a_fault_that_passes_is_not_seen(bucket: str, fault: str) -> None:
     once = iter([fault])
     (parse(bucket) / "x").write(b"0123456789" * 100)
-    with s3_server.server().faults(lambda request: next(once, None) if request.method == "GET" else None):
+    with s3_server.server().faults(
+        lambda request: next(once, None) if request.method == "GET" else None
+    ):
         assert (parse(bucket) / "x").read(0, 1000) == b"0123456789" * 100
 
 
@@ -75,18 +80,30 @@ def test_an_object_that_is_shorter_than_what_is_read_is_named(bucket: str) -> No
 
 @pytest.mark.parametrize(
     ("fault", "reason", "fix"),
-    [("denied", "Access Denied", "credentials"), ("skewed", "time", "clock"), ("500", "planted", "try again")],
+    [
+        ("denied", "Access Denied", "credentials"),
+        ("skewed", "time", "clock"),
+        ("500", "planted", "try again"),
+    ],
 )
 def test_a_fault_that_stays_is_one_error_with_the_providers_reason(
     bucket: str, fault: str, reason: str, fix: str
 ) -> None:
     with s3_server.server().faults(lambda request: fault), pytest.raises(StorageFault) as caught:
         (parse(bucket) / "y").write(b"1")
-    assert reason in caught.value.why and fix in caught.value.fix and "test-secret" not in str(caught.value)
+    assert (
+        reason in caught.value.why
+        and fix in caught.value.fix
+        and "test-secret" not in str(caught.value)
+    )
 
 
-def test_a_missing_bucket_and_a_dead_network_are_named(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MissingObject, match="no-such-bucket.*bucket does not exist.*make the bucket"):
+def test_a_missing_bucket_and_a_dead_network_are_named(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        MissingObject, match="no-such-bucket.*bucket does not exist.*make the bucket"
+    ):
         parse("s3://no-such-bucket/run").sizes()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setattr("s3fs.S3FileSystem.cachable", False)
@@ -105,7 +122,9 @@ def test_a_password_in_the_text_of_a_provider_is_not_shown(monkeypatch: pytest.M
     assert "hidden" not in str(caught.value)
 
 
-def test_a_missing_bucket_is_named_where_a_provider_lists_it_as_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_bucket_is_named_where_a_provider_lists_it_as_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Provider:
         def find(self, path: str, **options: object) -> dict[str, object]:
             return {}
@@ -147,7 +166,9 @@ def test_a_missing_package_is_one_line_with_the_command(
     scheme: str, package: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"{scheme}://b/run needs {package}.*pip install {command}"):
+    with pytest.raises(
+        ConfigError, match=rf"{scheme}://b/run needs {package}.*pip install {command}"
+    ):
         parse(f"{scheme}://b/run").sizes()
 
 

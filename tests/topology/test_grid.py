@@ -22,14 +22,18 @@ axis_subsets = st.sets(st.sampled_from(AXES)).map(tuple)
 
 @given(grids)
 def test_coordinates_and_ranks_are_inverse(grid: Grid) -> None:
-    assert [grid.rank(grid.coords(rank)) for rank in range(grid.world_size)] == list(range(grid.world_size))
+    assert [grid.rank(grid.coords(rank)) for rank in range(grid.world_size)] == list(
+        range(grid.world_size)
+    )
 
 
 @given(grids)
 def test_the_first_axis_varies_fastest(grid: Grid) -> None:
     # given: the ranks arranged by einops, without strides
     ranks = rearrange(
-        arange(grid.world_size), "(pp dp cp tp) -> tp cp dp pp", **dict(zip(AXES, grid.sizes, strict=True))
+        arange(grid.world_size),
+        "(pp dp cp tp) -> tp cp dp pp",
+        **dict(zip(AXES, grid.sizes, strict=True)),
     )
 
     # then
@@ -51,7 +55,9 @@ def test_groups_are_a_partition_of_the_ranks(grid: Grid, axes: tuple[str, ...]) 
 @given(grids, axis_subsets)
 def test_members_of_a_group_differ_along_its_axes_only(grid: Grid, axes: tuple[str, ...]) -> None:
     for group in grid.groups(*axes):
-        fixed = {tuple(grid.coords(rank)[axis] for axis in AXES if axis not in axes) for rank in group}
+        fixed = {
+            tuple(grid.coords(rank)[axis] for axis in AXES if axis not in axes) for rank in group
+        }
         assert len(fixed) == 1
 
 
@@ -86,7 +92,9 @@ def test_expert_axes_that_do_not_fit_are_named() -> None:
 
 
 @given(world_size=st.integers(1, 40), tp=sizes, cp=sizes, pp=sizes, ep=sizes, etp=st.none() | sizes)
-def test_every_suggested_fix_works(world_size: int, tp: int, cp: int, pp: int, ep: int, etp: int | None) -> None:
+def test_every_suggested_fix_works(
+    world_size: int, tp: int, cp: int, pp: int, ep: int, etp: int | None
+) -> None:
     # given
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp,
@@ -110,14 +118,18 @@ def test_every_suggested_fix_works(world_size: int, tp: int, cp: int, pp: int, e
 
 
 def test_pp_before_dp_raises_if_a_rank_would_have_two_stages() -> None:
-    message = message_of(8, use_tp_pp_dp_mapping=True, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
+    message = message_of(
+        8, use_tp_pp_dp_mapping=True, pipeline_model_parallel_size=2, expert_model_parallel_size=2
+    )
 
     assert "dp=4 and expert_dp=2 with pp=2" in message
     assert "drop --use-tp-pp-dp-mapping" in message
 
 
 @given(world_size=st.integers(1, 32), tp=sizes, cp=sizes, pp=sizes, ep=sizes, before=st.booleans())
-def test_a_rank_has_one_stage_in_both_grids(world_size: int, tp: int, cp: int, pp: int, ep: int, before: bool) -> None:
+def test_a_rank_has_one_stage_in_both_grids(
+    world_size: int, tp: int, cp: int, pp: int, ep: int, before: bool
+) -> None:
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp,
         context_parallel_size=cp,
@@ -135,7 +147,9 @@ def test_a_rank_has_one_stage_in_both_grids(world_size: int, tp: int, cp: int, p
 
 
 def test_pp_before_dp_needs_no_expert_grid_without_experts() -> None:
-    parallel = ParallelConfig(use_tp_pp_dp_mapping=True, pipeline_model_parallel_size=2, context_parallel_size=2)
+    parallel = ParallelConfig(
+        use_tp_pp_dp_mapping=True, pipeline_model_parallel_size=2, context_parallel_size=2
+    )
     with pytest.raises(TopologyError, match="drop --use-tp-pp-dp-mapping"):
         arrange(parallel, 8)
 
@@ -144,12 +158,22 @@ def test_pp_before_dp_needs_no_expert_grid_without_experts() -> None:
     assert dense.axes == ("tp", "cp", "pp", "dp") and dense.sizes == (1, 2, 2, 2)
     topology = Topology.of(parallel, 8, has_experts=False)
     for rank in range(8):
-        assert topology.coords(rank)["pp"] == topology.group_specs(rank)["pp"].index == dense.coords(rank)["pp"]
+        assert (
+            topology.coords(rank)["pp"]
+            == topology.group_specs(rank)["pp"].index
+            == dense.coords(rank)["pp"]
+        )
 
 
 def test_whole_experts_are_suggested_first() -> None:
-    sizes = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 16, "expert_model_parallel_size": 32}
-    assert message_of(1024, **sizes).endswith("set --expert-tensor-parallel-size 1 or run on 4,096 ranks")
+    sizes = {
+        "tensor_model_parallel_size": 8,
+        "pipeline_model_parallel_size": 16,
+        "expert_model_parallel_size": 32,
+    }
+    assert message_of(1024, **sizes).endswith(
+        "set --expert-tensor-parallel-size 1 or run on 4,096 ranks"
+    )
 
 
 def test_instances_must_divide_the_data_parallel_ranks() -> None:

@@ -30,7 +30,11 @@ def topologies(draw: st.DrawFn) -> Topology:
     world_size = tp * cp * dp * pp
     expert_ranks = world_size // pp
     etp = draw(st.sampled_from([n for n in (1, tp) if expert_ranks % n == 0]))
-    ep = draw(st.sampled_from([n for n in range(1, expert_ranks // etp + 1) if expert_ranks // etp % n == 0]))
+    ep = draw(
+        st.sampled_from(
+            [n for n in range(1, expert_ranks // etp + 1) if expert_ranks // etp % n == 0]
+        )
+    )
     expert_dp = expert_ranks // etp // ep
     strategy = draw(st.sampled_from(["no_shard", "optim", "optim_grads"]))
     fitting = [n for n in range(1, 5) if dp * cp % n == 0 and expert_dp % n == 0]
@@ -42,14 +46,18 @@ def topologies(draw: st.DrawFn) -> Topology:
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
-        num_distributed_optimizer_instances=1 if strategy == "no_shard" else draw(st.sampled_from(fitting)),
+        num_distributed_optimizer_instances=1
+        if strategy == "no_shard"
+        else draw(st.sampled_from(fitting)),
         use_tp_pp_dp_mapping=draw(st.booleans()) and (pp == 1 or dp == expert_dp),
     )
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 def test_worked_example_of_eight_ranks_tp2_pp2(strategy: str) -> None:
-    topology = topology_of(8, strategy=strategy, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    topology = topology_of(
+        8, strategy=strategy, tensor_model_parallel_size=2, pipeline_model_parallel_size=2
+    )
 
     assert topology.groups_of("tp") == ranks("01 23 45 67")
     assert topology.groups_of("pp") == ranks("04 15 26 37")
@@ -59,7 +67,9 @@ def test_worked_example_of_eight_ranks_tp2_pp2(strategy: str) -> None:
 
 
 def test_worked_example_of_eight_ranks_tp2_pp2_with_pp_before_dp() -> None:
-    topology = topology_of(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, use_tp_pp_dp_mapping=True)
+    topology = topology_of(
+        8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, use_tp_pp_dp_mapping=True
+    )
 
     assert topology.groups_of("tp") == ranks("01 23 45 67")
     assert topology.groups_of("pp") == ranks("02 13 46 57")
@@ -73,7 +83,8 @@ def test_without_experts_the_stage_of_a_rank_is_that_of_its_dense_group() -> Non
         pipeline_model_parallel_size=2,
         use_tp_pp_dp_mapping=True,
     )
-    topology = Topology.of(parallel, 8, has_experts=False)  # the expert grid has rank 1 on another stage
+    # the expert grid has rank 1 on another stage
+    topology = Topology.of(parallel, 8, has_experts=False)
 
     assert [topology.coords(rank)["pp"] for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
 
@@ -150,9 +161,14 @@ def test_coordinates_are_indices_in_the_groups(topology: Topology, data: st.Data
 @given(topologies())
 def test_shards_and_replicas_together_are_data_parallelism(topology: Topology) -> None:
     for prefix, both in (("dp", "dp_cp"), ("expert_dp", "expert_dp")):
-        assert topology.size(f"{prefix}_shard") * topology.size(f"{prefix}_replicate") == topology.size(both)
+        assert topology.size(f"{prefix}_shard") * topology.size(
+            f"{prefix}_replicate"
+        ) == topology.size(both)
         for rank in range(topology.world_size):
-            shard, replicate = topology.members(rank, f"{prefix}_shard"), topology.members(rank, f"{prefix}_replicate")
+            shard, replicate = (
+                topology.members(rank, f"{prefix}_shard"),
+                topology.members(rank, f"{prefix}_replicate"),
+            )
             assert set(shard) & set(replicate) == {rank}
             assert set(shard) | set(replicate) <= set(topology.members(rank, both))
 
@@ -168,7 +184,11 @@ def test_planning_sixteen_thousand_ranks_is_not_quadratic() -> None:
     groups = {name: topology.groups_of(name) for name in GROUP_NAMES}
     specs = topology.group_specs(9_999)
 
-    assert {name: len(groups[name]) for name in ("tp", "dp", "pp")} == {"tp": 2048, "dp": 128, "pp": 1024}
+    assert {name: len(groups[name]) for name in ("tp", "dp", "pp")} == {
+        "tp": 2048,
+        "dp": 128,
+        "pp": 1024,
+    }
     assert all(specs[name].rank == 9_999 and specs[name].ranks in groups[name] for name in specs)
     assert "embed" not in specs
 
@@ -190,20 +210,27 @@ def test_groups_with_the_same_ranks_share_one_process_group():
     assert "embed" not in partitions(Topology.of(parallel_config(pp=2), 4))
 
 
-@pytest.mark.parametrize(("size", "fan_out"), [(1, 3), (2, 3), (7, 3), (32, 32), (33, 32), (100, 3)])
+@pytest.mark.parametrize(
+    ("size", "fan_out"), [(1, 3), (2, 3), (7, 3), (32, 32), (33, 32), (100, 3)]
+)
 def test_the_control_tree_connects_every_rank_once(size, fan_out):
-    groups = {ranks for rank in range(size) for ranks in control_levels(rank, size, fan_out=fan_out)}
+    groups = {
+        ranks for rank in range(size) for ranks in control_levels(rank, size, fan_out=fan_out)
+    }
     assert all(1 < len(ranks) <= fan_out for ranks in groups)
-    assert sorted(rank for ranks in groups for rank in ranks[1:]) == list(range(1, size))  # one parent each
+    # one parent each
+    assert sorted(rank for ranks in groups for rank in ranks[1:]) == list(range(1, size))
     for rank in range(size):
         levels = control_levels(rank, size, fan_out=fan_out)
         assert all(rank in ranks for ranks in levels)
-        assert all(ranks[0] == rank for ranks in levels[:-1])  # only the first rank goes on to the next level
+        # only the first rank goes on to the next level
+        assert all(ranks[0] == rank for ranks in levels[:-1])
     assert CONTROL_FAN_OUT == 32
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "layout"), [(1024, "tp 8, pp 4"), (1024, "tp 8, pp 16, cp 2"), (16384, "tp 8, pp 16, cp 2")]
+    ("num_ranks", "layout"),
+    [(1024, "tp 8, pp 4"), (1024, "tp 8, pp 16, cp 2"), (16384, "tp 8, pp 16, cp 2")],
 )
 def test_the_table_of_the_page_is_computed(num_ranks, layout):
     topology = Topology.of(parallel_config(**LAYOUTS[layout]), num_ranks)
@@ -213,7 +240,11 @@ def test_the_table_of_the_page_is_computed(num_ranks, layout):
     sockets = [sum(size - 1 for size in of_rank) for of_rank in sizes]
     stored = [sum(size * (154 + 8 * size) for size in of_rank) / 1e3 for of_rank in sizes]
     # levels above the leaves have the same groups for their first ranks only
-    levels = {ranks for rank in range(0, num_ranks, CONTROL_FAN_OUT) for ranks in control_levels(rank, num_ranks)}
+    levels = {
+        ranks
+        for rank in range(0, num_ranks, CONTROL_FAN_OUT)
+        for ranks in control_levels(rank, num_ranks)
+    }
     total = sum(len(ranks) * len(ranks) * (154 + 8 * len(ranks)) for ranks in levels)
     row = (
         f"| {num_ranks:,} | {layout} | {len(partitions(topology))} | {len(groups) + 1} | "

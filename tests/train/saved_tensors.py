@@ -1,4 +1,6 @@
-"""Bytes that autograd keeps of blocks: counted with saved-tensor hooks, or as live storages, in a real world."""
+"""Bytes that autograd keeps of blocks: counted with saved-tensor hooks, or as live storages, in a
+real world.
+"""
 
 import gc
 import time
@@ -63,7 +65,9 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.set_.source_Storage:
             return func(*args)  # a view of storage that exists: a receive buffer of collectives
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
@@ -73,7 +77,9 @@ class LiveStorages(TorchDispatchMode):
 
     @property
     def num_bytes(self) -> int:
-        self._storages = {key: value for key, value in self._storages.items() if not value[0].expired()}
+        self._storages = {
+            key: value for key, value in self._storages.items() if not value[0].expired()
+        }
         return sum(num_bytes for _, num_bytes in self._storages.values())
 
 
@@ -106,7 +112,9 @@ def _documents(config: Config, batch_size: int) -> Tensor | None:
         return None
     length = config.data.seq_length
     borders = torch.tensor([[length // 3 + row, length // 2 + row] for row in range(batch_size)])
-    return torch.searchsorted(borders, torch.arange(length).expand(batch_size, -1).contiguous(), right=True)
+    return torch.searchsorted(
+        borders, torch.arange(length).expand(batch_size, -1).contiguous(), right=True
+    )
 
 
 @cache
@@ -128,7 +136,9 @@ def microbatch(ctx: ParallelContext, config: Config) -> Microbatch:
     generator = torch.Generator().manual_seed(0)  # ranks may be threads, which share torch's own
     for param in stage.parameters():
         nn.init.normal_(param, std=0.02, generator=generator)
-    tokens = torch.zeros(plan.hidden_shape[0], config.data.seq_length // ctx.group("cp").size, dtype=torch.int64)
+    tokens = torch.zeros(
+        plan.hidden_shape[0], config.data.seq_length // ctx.group("cp").size, dtype=torch.int64
+    )
     dtype = Precision.of(config.precision).params
     hidden = torch.randn(*plan.hidden_shape, dtype=dtype, generator=generator, requires_grad=True)
     context = BatchContext.of(Batch.of_tokens(tokens), cp=ctx.group("cp"), aux_loss_scale=1.0)
@@ -138,7 +148,10 @@ def microbatch(ctx: ParallelContext, config: Config) -> Microbatch:
     if chunk is not None:
         chunks = chunk_segments(documents, length=config.data.seq_length, size=chunk)
     layer_context = LayerContext(
-        rotary=tuple(None if each is None else each.at(tokens.shape[1], like=hidden) for each in stage._rotary),
+        rotary=tuple(
+            None if each is None else each.at(tokens.shape[1], like=hidden)
+            for each in stage._rotary
+        ),
         masks=(plan_mask(documents), plan_mask(chunks, window=chunk)),
         sequence_positions=context.sequence_positions,
         aux_loss_scale=1.0,
@@ -159,7 +172,9 @@ def kept_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
 
 
 def live_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
-    """Bytes that the blocks of a stage keep of a microbatch, recomputation included: live, and by the formula."""
+    """Bytes that the blocks of a stage keep of a microbatch, recomputation included: live, and by
+    the formula.
+    """
     case = microbatch(ctx, config)
 
     def forward() -> Tensor:
@@ -183,7 +198,9 @@ def live_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
 
 
 def stage_kept_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
-    """Bytes that a stage with both ends of the model keeps of a microbatch: counted, and by the formula."""
+    """Bytes that a stage with both ends of the model keeps of a microbatch: counted, and by the
+    formula.
+    """
     case = microbatch(ctx, config)
     tokens = torch.zeros(case.hidden.shape[:2], dtype=torch.int64)
     depth = len(case.stage.mtp_layers)
@@ -196,7 +213,9 @@ def stage_kept_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, i
 
 
 def peak_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
-    """Peak bytes of a forward and backward of a stage with both ends: counted, and as planned without the process."""
+    """Peak bytes of a forward and backward of a stage with both ends: counted, and as planned
+    without the process.
+    """
     case = microbatch(ctx, config)
     tokens = torch.zeros(case.hidden.shape[:2], dtype=torch.int64)
     batch = Batch(tokens, tokens, torch.ones(tokens.shape))
@@ -204,5 +223,7 @@ def peak_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
     with PeakStorages() as live:
         case.stage(None, BatchContext.of(batch, cp=ctx.group("cp"), aux_loss_scale=1.0)).backward()
-    peak = peak_of(case.plan, Activations(case.plan, "cpu"), schedule=train_schedule(case.plan.config, 1))
+    peak = peak_of(
+        case.plan, Activations(case.plan, "cpu"), schedule=train_schedule(case.plan.config, 1)
+    )
     return live.peak, peak.total

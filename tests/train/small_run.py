@@ -1,4 +1,6 @@
-"""A small run in this process, built the way the command line builds it: Config -> RunInputs -> Plan -> Run."""
+"""A small run in this process, built the way the command line builds it: Config -> RunInputs ->
+Plan -> Run.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -41,7 +43,9 @@ def inputs_of(folder: Path, *more: str) -> RunInputs:
 def small_run(folder: Path, *more: str, context: ParallelContext | None = None) -> Iterator[Run]:
     """A built run, its loader closed afterwards."""
     config, inputs = open_inputs(load(arguments(folder, *more)))
-    plan = plan_run(config, context.topology.world_size if context else 1, rank=context.rank if context else 0)
+    plan = plan_run(
+        config, context.topology.world_size if context else 1, rank=context.rank if context else 0
+    )
     run = build_run(plan, inputs, context=context or ParallelContext.attach(plan.topology))
     try:
         yield run
@@ -115,7 +119,9 @@ def report_of(step: int = 1, **fields: Any) -> StepReport:
     def take(**defaults: Any) -> dict[str, Any]:
         return {name: fields.pop(name, value) for name, value in defaults.items()}
 
-    output = KnownOutput(**take(loss=2.5, grad_norm=0.75, skipped=False, loss_scale=1.0, metrics={}))
+    output = KnownOutput(
+        **take(loss=2.5, grad_norm=0.75, skipped=False, loss_scale=1.0, metrics={})
+    )
     clock = take(step_time_s=0.5, data_wait_s=0.05)
     rates = take(tokens_per_second=1000.0, mfu=None)
     tokens = round(rates["tokens_per_second"] * clock["step_time_s"]) // 4

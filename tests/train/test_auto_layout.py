@@ -1,4 +1,6 @@
-"""`--auto-layout`: a searched layout on every rank, which the run folder keeps and the command line limits."""
+"""`--auto-layout`: a searched layout on every rank, which the run folder keeps and the command line
+limits.
+"""
 
 import json
 from typing import Any
@@ -33,14 +35,18 @@ def choose(line: list[str], rank: int, world_size: int) -> Any:
 
 
 def train_starts(ctx: ParallelContext, *lines: list[str]) -> list[tuple[str, str]]:
-    """Train with command lines, one after the other; the layout of each, and the origin of the micro-batch size."""
+    """Train with command lines, one after the other; the layout of each, and the origin of the
+    micro-batch size.
+    """
     layouts = []
     for line in lines:
         config, inputs = choose(line, ctx.rank, ctx.topology.world_size)
         plan = plan_run(config, ctx.topology.world_size, rank=ctx.rank)
         with open_run(plan, inputs, context=ParallelContext.attach(plan.topology)) as (run, hooks):
             fit(run, hooks)
-        layouts.append((str(config.parallel) + str(config.train), inputs.origins["train.micro_batch_size"]))
+        layouts.append(
+            (str(config.parallel) + str(config.train), inputs.origins["train.micro_batch_size"])
+        )
     return layouts
 
 
@@ -51,18 +57,27 @@ def test_all_ranks_train_with_the_layout_and_a_resume_keeps_it_on_as_many_ranks(
     assert by_rank[0] == by_rank[1]
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert saved["train"]["micro_batch_size"] == 2, "the search alone would take a larger one"
-    assert [origin for _, origin in by_rank[0]] == ["command line: --micro-batch-size 2", "--auto-layout"]
+    assert [origin for _, origin in by_rank[0]] == [
+        "command line: --micro-batch-size 2",
+        "--auto-layout",
+    ]
     capfd.readouterr()
     assert main(third) == 0
     err = capfd.readouterr().err
     assert "--auto-layout chooses dp 1" in err
-    assert "it replaces that of the run so far, on 2 ranks" in err and "step 4, 32 samples consumed" in err
+    assert (
+        "it replaces that of the run so far, on 2 ranks" in err
+        and "step 4, 32 samples consumed" in err
+    )
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["train"]["micro_batch_size"] == 8
     assert (
-        json.loads((tmp_path / "environment.json").read_text())["origins"]["train.micro_batch_size"] == "--auto-layout"
+        json.loads((tmp_path / "environment.json").read_text())["origins"]["train.micro_batch_size"]
+        == "--auto-layout"
     )
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    assert load([f"+config={tmp_path / 'config.yaml'}"]).config.parallel.auto_layout, "it is a valid input"
+    assert load([f"+config={tmp_path / 'config.yaml'}"]).config.parallel.auto_layout, (
+        "it is a valid input"
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,12 +104,18 @@ def test_a_layout_that_changed_settings_forbid_is_searched_anew(tmp_path):
     keep = auto_layout._kept
     assert keep(config, saved, world_size=2, explicit=frozenset({"model.num_layers"})) == config
     larger = saved | {"train.micro_batch_size": 8}
-    assert keep(config, larger, world_size=2, explicit=frozenset()) is None, "2 ranks x 8 samples are no batch of 8"
-    assert keep(config, larger, world_size=1, explicit=frozenset({"train.micro_batch_size"})) is None
+    assert keep(config, larger, world_size=2, explicit=frozenset()) is None, (
+        "2 ranks x 8 samples are no batch of 8"
+    )
+    assert (
+        keep(config, larger, world_size=1, explicit=frozenset({"train.micro_batch_size"})) is None
+    )
 
 
 def test_it_needs_a_global_batch_and_a_gpu_of_the_planner(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"auto_layout has no global_batch_size: .*; set --global-batch-size"):
+    with pytest.raises(
+        ConfigError, match=r"auto_layout has no global_batch_size: .*; set --global-batch-size"
+    ):
         load(arguments(tmp_path, "--auto-layout"))
     monkeypatch.setattr(auto_layout, "device_name", lambda device: "Abacus 9000")
     with pytest.raises(ConfigError, match="unknown GPU Abacus 9000"):

@@ -21,7 +21,9 @@ def microbatch(num_targets: int) -> Batch:
 
 
 def together(ctx, batches, options: BatchOptions | None = None) -> BatchIterator:
-    return BatchIterator(batches, ctx.group("world"), control=ctx.control, device=CPU, options=options)
+    return BatchIterator(
+        batches, ctx.group("world"), control=ctx.control, device=CPU, options=options
+    )
 
 
 def on_one_rank(batches, options: BatchOptions | None = None) -> BatchIterator:
@@ -59,12 +61,18 @@ def test_one_rank_that_wants_to_stop_stops_all(ctx):
 @ranks(3)
 def test_one_rank_that_is_asked_to_save_saves_on_all(ctx):
     batch_iterator = together(ctx, iter([[microbatch(1)], [microbatch(1)]]))
-    assert [batch_iterator.next(wants_save=ctx.rank == rank).wants_save for rank in (1, None)] == [True, False]
+    assert [batch_iterator.next(wants_save=ctx.rank == rank).wants_save for rank in (1, None)] == [
+        True,
+        False,
+    ]
 
 
 @ranks(3)
 def test_data_that_fails_on_one_rank_is_the_same_error_on_all(ctx):
-    for error in (DataError("sample 7", why="is broken", fix="mend it"), EnvironmentFault("a worker", why="died")):
+    for error in (
+        DataError("sample 7", why="is broken", fix="mend it"),
+        EnvironmentFault("a worker", why="died"),
+    ):
         batch_iterator = BatchIterator(
             failing(error) if ctx.rank == 1 else iter([[microbatch(1)]]),
             ctx.group("world"),
@@ -73,7 +81,11 @@ def test_data_that_fails_on_one_rank_is_the_same_error_on_all(ctx):
         )
         with pytest.raises(type(error)) as caught:
             batch_iterator.next(wants_stop=ctx.rank == 0)
-        assert (caught.value.what, caught.value.why, caught.value.fix) == (error.what, error.why, error.fix)
+        assert (caught.value.what, caught.value.why, caught.value.fix) == (
+            error.what,
+            error.why,
+            error.fix,
+        )
 
 
 @ranks(2)
@@ -120,10 +132,13 @@ def test_a_vote_ahead_counts_the_same_and_takes_effect_one_step_later(ctx):
         1 + ctx.rank + n for n in range(3)
     ]
     assert source.num_read == 4, "the batch after the returned one is read and voted on"
-    assert [batch.wants_save for batch in batches] == [False, False, True], "asked for in the second call"
+    assert [batch.wants_save for batch in batches] == [False, False, True], (
+        "asked for in the second call"
+    )
     assert ahead.next(wants_stop=ctx.rank == 0) is not None and ahead.next() is None
 
-    # Data that fails is an error before its own step; another failure one step later. Both on all ranks.
+    # Data that fails is an error before its own step; another failure one step later. Both on all
+    # ranks.
     ahead = together(ctx, Source(1, fails_at=2 if ctx.rank == 1 else None), AHEAD)
     assert ahead.next() is not None and ahead.next() is not None
     with pytest.raises(DataError, match="sample 7"):
@@ -131,7 +146,9 @@ def test_a_vote_ahead_counts_the_same_and_takes_effect_one_step_later(ctx):
     ahead = together(ctx, Source(1), AHEAD)
     first = ahead.next()
     ahead.discard()
-    assert (first.num_target_tokens, ahead.next().num_target_tokens) == (2, 6), "the second batch is not used"
+    assert (first.num_target_tokens, ahead.next().num_target_tokens) == (2, 6), (
+        "the second batch is not used"
+    )
     ahead = together(ctx, Source(1), AHEAD)
     own = DataError("a hook broke") if ctx.rank == 0 else None
     assert ahead.next() is not None and ahead.next(failure=own) is not None

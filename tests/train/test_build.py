@@ -16,7 +16,9 @@ from tests.train.small_run import arguments, small_run
 def test_the_built_parts_are_those_of_the_plan(tmp_path):
     with small_run(tmp_path, "--num-layers", "2") as run:
         assert list(run.stages) == [stage.spec.index for stage in run.plan.stages]
-        assert [dp.layout for dp in run.data_parallel] == [buffer.layout for buffer in run.plan.buffers]
+        assert [dp.layout for dp in run.data_parallel] == [
+            buffer.layout for buffer in run.plan.buffers
+        ]
         assert run.pipeline.hidden_shape == run.plan.hidden_shape == (1, 16, 32)
         assert run.state.curve_batch_size == run.plan.sampler.global_batch_size
 
@@ -25,13 +27,17 @@ def test_a_plan_for_other_groups_is_not_built(tmp_path):
     config, inputs = open_inputs(load(arguments(tmp_path)))
     plan = plan_run(config, 2, rank=0)
     with pytest.raises(AssertionError, match="other groups"):
-        build_run(plan, inputs, context=ParallelContext.attach(plan_run(config, 1, rank=0).topology))
+        build_run(
+            plan, inputs, context=ParallelContext.attach(plan_run(config, 1, rank=0).topology)
+        )
 
 
 def test_initial_weights_depend_on_the_seed_only(tmp_path):
     def weights(*more: str) -> dict[str, torch.Tensor]:
         with small_run(tmp_path, *more) as run:
-            return {name: weight.detach().clone() for name, weight in run.stages[0].named_parameters()}
+            return {
+                name: weight.detach().clone() for name, weight in run.stages[0].named_parameters()
+            }
 
     first, again, other = weights(), weights("--ddp-bucket-size", "100"), weights("--seed", "3")
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -43,7 +49,9 @@ def test_parameters_are_views_of_one_buffer_per_kind(tmp_path):
     with small_run(tmp_path, *moe) as run:
         stages = build_stages(run.plan, run.context)
         dense, experts = (dp for stage in stages.values() for dp in stage.callbacks)
-        assert dense.params.keys() | experts.params.keys() == {p.spec.name for p in stages[0].module.params}
+        assert dense.params.keys() | experts.params.keys() == {
+            p.spec.name for p in stages[0].module.params
+        }
         assert all(".experts." in name for name in experts.params)
         for dp in (dense, experts):
             buffer = dp.param_buffer.untyped_storage().data_ptr()

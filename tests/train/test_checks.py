@@ -28,13 +28,17 @@ def test_all_mistakes_of_a_group_are_one_message(tmp_path) -> None:
     given = "--optimizer-cpu-offload --num-layers 2 --cpu-offloading --cpu-offloading-num-layers 1"
     flags = [*given.split(), "--run-dir", str(tmp_path / "run")]
     offload = "no effect: --optimizer-cpu-offload and --cpu-offloading"
-    with pytest.raises(ConfigError, match=f"(?s)2 mistakes:.*there is no corpus to train on.*{offload}"):
+    with pytest.raises(
+        ConfigError, match=f"(?s)2 mistakes:.*there is no corpus to train on.*{offload}"
+    ):
         check(start_of(*flags))
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
 def test_only_the_last_group_asks_for_the_device(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(checks.device, "pick_device", lambda *_: pytest.fail("a device was touched"))
+    monkeypatch.setattr(
+        checks.device, "pick_device", lambda *_: pytest.fail("a device was touched")
+    )
     start = start_of("--mock-data", "--run-dir", str(tmp_path))
     for row in (row for group in CHECKS[:-1] for row in group):
         row(start)
@@ -49,7 +53,9 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch):
         check_prometheus(start)
 
 
-def test_a_gpu_without_kernels_of_the_gated_delta_rule_says_so_in_one_line(monkeypatch, caplog) -> None:
+def test_a_gpu_without_kernels_of_the_gated_delta_rule_says_so_in_one_line(
+    monkeypatch, caplog
+) -> None:
     linear = ["--mock-data", "--linear-attention-type", "gated_delta_net"]
     for kind, is_installed, flags, count in (
         ("cuda", False, linear, 1), ("cuda", True, linear, 0), ("cpu", False, linear, 0), ("cuda", False, linear[:1], 0)
@@ -69,7 +75,11 @@ def test_a_gpu_without_kernels_of_the_gated_delta_rule_says_so_in_one_line(monke
             "cpu",
             "m.pickle on a CPU: torch records",
         ),
-        (["--log-straggler"], "cuda", "--log-straggler on a GPU: the host does not wait for other ranks there"),
+        (
+            ["--log-straggler"],
+            "cuda",
+            "--log-straggler on a GPU: the host does not wait for other ranks there",
+        ),
     ],
 )
 def test_what_a_device_cannot_record_is_refused(monkeypatch, flags, kind, message) -> None:
@@ -93,14 +103,19 @@ def precision(recipe: str, name: Fp8Format = "e4m3") -> Fp8Config:
         ("mxfp8", (9, 0), "set --fp8-recipe tensorwise or delayed or rowwise or blockwise"),
     ],
 )
-def test_a_gpu_without_the_products_is_an_error(recipe: str, capability: tuple[int, int], cure: str) -> None:
-    with pytest.raises(EnvironmentFault, match=f"compute capability {capability[0]}.{capability[1]}") as caught:
+def test_a_gpu_without_the_products_is_an_error(
+    recipe: str, capability: tuple[int, int], cure: str
+) -> None:
+    with pytest.raises(
+        EnvironmentFault, match=f"compute capability {capability[0]}.{capability[1]}"
+    ) as caught:
         require_fp8(precision(recipe), capability)
     assert caught.value.fix == cure
 
 
 @pytest.mark.parametrize(
-    ("recipe", "capability"), [("delayed", (8, 9)), ("blockwise", (9, 0)), ("mxfp8", (12, 0)), ("mxfp8", None)]
+    ("recipe", "capability"),
+    [("delayed", (8, 9)), ("blockwise", (9, 0)), ("mxfp8", (12, 0)), ("mxfp8", None)],
 )
 def test_other_devices_pass(recipe: str, capability: tuple[int, int] | None) -> None:
     require_fp8(precision(recipe), capability)

@@ -24,7 +24,17 @@ class Recording(BlendedDataset):
 
 def run_stages(folder, *more, stages):
     """Train to the end or the stop: what was read, and the losses."""
-    fixed = ("--no-mock-data", "--train-iters", "6", "--global-batch-size", "4", "--save-interval", "0", "--split", "1")
+    fixed = (
+        "--no-mock-data",
+        "--train-iters",
+        "6",
+        "--global-batch-size",
+        "4",
+        "--save-interval",
+        "0",
+        "--split",
+        "1",
+    )
     with small_run(folder, *fixed, "--data-stages", *stages, *more) as run:
         assert "b from step 2: 1 " in header(run.plan, run.inputs, device="cpu")
         dataset, spy = run.batches.dataset, Spy()
@@ -45,14 +55,30 @@ def test_stages_change_at_their_steps_and_a_stop_in_the_middle_changes_nothing(t
 
     read, losses = run_stages(tmp_path / "run", stages=stages)
     sources = [source for source, _ in read]
-    assert sources[:8] == [0] * 8 and sorted(sources[8:20]) == [0] * 6 + [1] * 6 and sources[20:24] == [1] * 4
+    assert (
+        sources[:8] == [0] * 8
+        and sorted(sources[8:20]) == [0] * 6 + [1] * 6
+        and sources[20:24] == [1] * 4
+    )
     assert len(set(read)) == len(read), "no sample of a source is read twice"
-    assert [row["data_stage"] for row in metrics_of(tmp_path / "run")] == ["a", "a", "b", "b", "b", "c"]
+    assert [row["data_stage"] for row in metrics_of(tmp_path / "run")] == [
+        "a",
+        "a",
+        "b",
+        "b",
+        "b",
+        "c",
+    ]
     assert [line for line in logged if line.startswith("data stage b from step 3 on")]
     history = RunHistory.read(tmp_path / "run")
-    assert history.stages == (("a", 1, 2), ("b", 3, 5), ("c", 6, 6)) and "3 to 5" in stage_table(history)
+    assert history.stages == (("a", 1, 2), ("b", 3, 5), ("c", 6, 6)) and "3 to 5" in stage_table(
+        history
+    )
 
-    halves = [run_stages(tmp_path / "cut", *stop, stages=stages) for stop in (["--exit-interval", "3"], [])]
+    halves = [
+        run_stages(tmp_path / "cut", *stop, stages=stages)
+        for stop in (["--exit-interval", "3"], [])
+    ]
     assert halves[0][0] + halves[1][0] == read and halves[0][1] + halves[1][1] == losses
 
     # another batch size from step 3 on: the stages start at the same samples as before

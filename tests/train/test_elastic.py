@@ -1,4 +1,6 @@
-"""Restarts on other numbers of ranks: the same global batches in the same order, so the same losses."""
+"""Restarts on other numbers of ranks: the same global batches in the same order, so the same
+losses.
+"""
 
 from pathlib import Path
 
@@ -23,7 +25,9 @@ def train_part(ctx: ParallelContext | None, folder: str, *flags: str) -> list[tu
     with small_run(Path(folder), *BATCH, *flags, context=ctx) as run:
         train(run, CheckpointHook(), spy)
         assert run.state.consumed_samples == 8 * run.state.step
-        assert len(spy.reports) == 3 and {report.consumed_tokens % 128 for report in spy.reports} == {0}
+        assert len(spy.reports) == 3 and {
+            report.consumed_tokens % 128 for report in spy.reports
+        } == {0}
     return results_of(spy)
 
 

@@ -1,4 +1,6 @@
-"""An evaluation equals the mean loss by hand, in every layout, of checkpoints and of Hugging Face folders."""
+"""An evaluation equals the mean loss by hand, in every layout, of checkpoints and of Hugging Face
+folders.
+"""
 
 import json
 import math
@@ -34,14 +36,18 @@ FLAGS = "--seq-length 16 --micro-batch-size 2"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a mixture of experts, a dense run and its Hugging Face folder, a text and its token files."""
+    """A run of a mixture of experts, a dense run and its Hugging Face folder, a text and its token
+    files.
+    """
     folder = tmp_path_factory.mktemp("evaluate")
     write_run(folder / "moe", moe=EXPERTS | {"router_enable_expert_bias": True})
     write_run(folder / "dense")
     write_run(folder / "unpadded", make_vocab_size_divisible_by=1)
     export_checkpoint(folder / "dense", folder / "hf")
     (folder / "text.txt").write_text(TEXT)
-    (folder / "lines.jsonl").write_text(json.dumps({"text": TEXT[:40]}) + "\n" + json.dumps({"text": TEXT[40:]}))
+    (folder / "lines.jsonl").write_text(
+        json.dumps({"text": TEXT[:40]}) + "\n" + json.dumps({"text": TEXT[40:]})
+    )
     with TokenWriter(folder / "tokens", np.dtype(np.uint16)) as writer:
         writer.add_documents([[*TEXT.encode(), 256]])
     return folder
@@ -72,9 +78,12 @@ def by_hand(path: Path) -> float:
 def test_one_process_gives_the_mean_loss_and_bits_per_byte(folder: Path, name: str) -> None:
     (result,) = run_ranks(1, evaluate_here, folder / name, str(folder / "text.txt"))
     num_bytes = len(TEXT.encode())
-    assert (result.tokens, result.bytes) == (num_bytes, num_bytes - 1)  # the last token is no text, the first no label
+    # the last token is no text, the first no label
+    assert (result.tokens, result.bytes) == (num_bytes, num_bytes - 1)
     assert result.loss == pytest.approx(by_hand(folder / name), rel=1e-6)
-    assert result.bits_per_byte == pytest.approx(result.loss * result.tokens / math.log(2) / result.bytes)
+    assert result.bits_per_byte == pytest.approx(
+        result.loss * result.tokens / math.log(2) / result.bytes
+    )
 
 
 def test_layouts_agree(folder: Path) -> None:
@@ -100,13 +109,17 @@ def test_layouts_agree(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["unpadded", "hf"])
-def test_more_ranks_than_the_padding_was_made_for_share_the_vocabulary(folder: Path, name: str) -> None:
+def test_more_ranks_than_the_padding_was_made_for_share_the_vocabulary(
+    folder: Path, name: str
+) -> None:
     (expected,) = run_ranks(1, evaluate_here, folder / name, str(folder / "tokens"))
     for result in run_ranks(2, evaluate_here, folder / name, str(folder / "tokens"), TP_2, tp=2):
         assert result.loss == pytest.approx(expected.loss, rel=1e-6)
 
 
-def test_the_command_evaluates_a_hugging_face_folder_as_its_checkpoint(folder: Path, capsys) -> None:
+def test_the_command_evaluates_a_hugging_face_folder_as_its_checkpoint(
+    folder: Path, capsys
+) -> None:
     flags = ["--seq-length", "16", "--json"]
     for path in ("dense", "hf"):
         data = ["--data", str(folder / "text.txt"), "--tokenizer", "bytes"]
@@ -115,8 +128,12 @@ def test_the_command_evaluates_a_hugging_face_folder_as_its_checkpoint(folder: P
     assert first == second and first["perplexity"] == pytest.approx(math.exp(first["loss"]))
 
 
-def test_the_sum_over_a_long_corpus_is_not_rounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of fp32 losses, as the sum of a schedule is; added in fp32, a small one would be lost beside the first."""
+def test_the_sum_over_a_long_corpus_is_not_rounded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of fp32 losses, as the sum of a schedule is; added in fp32, a small one would be lost beside
+    the first.
+    """
     losses = [2.0**26]
 
     def forward(*_: object, **__: object) -> torch.Tensor:
@@ -133,7 +150,10 @@ def test_the_sum_over_a_long_corpus_is_not_rounded(folder: Path, monkeypatch: py
 def test_lines_are_documents_and_text_needs_a_tokenizer(folder: Path) -> None:
     with open_corpus(str(folder / "lines.jsonl"), ByteTokenizer()) as corpus:
         assert (corpus.num_documents, corpus.num_tokens) == (2, len(TEXT.encode()) + 2)
-    with pytest.raises(DataError, match="set --tokenizer"), open_corpus(str(folder / "text.txt"), None):
+    with (
+        pytest.raises(DataError, match="set --tokenizer"),
+        open_corpus(str(folder / "text.txt"), None),
+    ):
         pass
 
 
@@ -155,7 +175,8 @@ def test_the_loss_is_the_mean_over_the_first_batches_of_the_validation_split(tmp
         (stage,) = run.stages.values()
         by_hand = [
             torch.nn.functional.cross_entropy(
-                stage.logits(torch.from_numpy(sample.tokens)[None])[0].detach().float(), torch.from_numpy(sample.labels)
+                stage.logits(torch.from_numpy(sample.tokens)[None])[0].detach().float(),
+                torch.from_numpy(sample.labels),
             ).item()
             for sample in samples
         ]
@@ -165,7 +186,9 @@ def test_the_loss_is_the_mean_over_the_first_batches_of_the_validation_split(tmp
 
 def test_the_sum_over_many_batches_is_not_rounded(tmp_path, monkeypatch):
     losses = iter([2.0**26, 1.0, 1.0])
-    monkeypatch.setattr("nanotrain.train.evaluate.run_forward", lambda *_, **__: torch.tensor(next(losses)))
+    monkeypatch.setattr(
+        "nanotrain.train.evaluate.run_forward", lambda *_, **__: torch.tensor(next(losses))
+    )
     with small_run(tmp_path, *EVERY_TWO) as run:
         num_tokens = 3 * run.config.train.global_batch_size * run.config.data.seq_length
         assert validate(run)[""].loss == (2.0**26 + 2) / num_tokens
@@ -193,9 +216,12 @@ def test_bits_per_byte_follow_from_the_loss_where_the_tokenizer_is_local(tmp_pat
         train(run, EvaluateHook("bytes"), spy)
         samples = [run.inputs.datasets.valid[number] for number in range(3)]
     labels = torch.cat([torch.from_numpy(sample.labels) for sample in samples])
-    report, num_bytes = spy.reports[-1], int((labels < 256).sum())  # the vocabulary of 260 has four other tokens
+    # the vocabulary of 260 has four other tokens
+    report, num_bytes = spy.reports[-1], int((labels < 256).sum())
     assert 0 < num_bytes < len(labels)
-    assert report.valid_bits_per_byte == pytest.approx(report.valid_loss * len(labels) / math.log(2) / num_bytes)
+    assert report.valid_bits_per_byte == pytest.approx(
+        report.valid_loss * len(labels) / math.log(2) / num_bytes
+    )
 
 
 def test_named_validation_sets_have_a_loss_each_and_one_together(tmp_path):
@@ -203,10 +229,20 @@ def test_named_validation_sets_have_a_loss_each_and_one_together(tmp_path):
     write_tokens(tmp_path / "b", np.full(900, 7, dtype=np.uint16))
     sets = [f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}"]
     spy = Spy()
-    flags = ("--no-mock-data", "--data-path", str(tmp_path / "a"), "--valid-data-path", *sets, "--split", "1,0,0")
+    flags = (
+        "--no-mock-data",
+        "--data-path",
+        str(tmp_path / "a"),
+        "--valid-data-path",
+        *sets,
+        "--split",
+        "1,0,0",
+    )
     with small_run(tmp_path / "run", "--train-iters", "4", *EVERY_TWO, *flags) as run:
         train(run, EvaluateHook("bytes"), spy)
     evaluation, report = spy.reports[-1].evaluation, spy.reports[-1]
-    assert set(evaluation) == {f"valid/{name}/{kind}" for name in "ab" for kind in ("loss", "bits_per_byte")}
+    assert set(evaluation) == {
+        f"valid/{name}/{kind}" for name in "ab" for kind in ("loss", "bits_per_byte")
+    }
     losses = [evaluation[f"valid/{name}/loss"] for name in "ab"]
     assert losses[0] > losses[1] and report.valid_loss == pytest.approx(sum(losses) / 2)

@@ -37,7 +37,10 @@ class Signalling(Hook):
 
 
 def handlers() -> list:
-    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)]
+    return [
+        signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    ]
 
 
 def test_hooks_are_called_around_the_steps(tmp_path):
@@ -98,7 +101,8 @@ def test_a_second_sigterm_does_not_keep_the_run_from_saving(tmp_path):
 
 
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path):
-    ours = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background without it
+    # a shell starts jobs in the background without it
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
     spy, before = Spy(), handlers()
     with small_run(tmp_path, "--train-iters", "9") as run, pytest.raises(KeyboardInterrupt):
         train(run, Signalling(2, signal.SIGINT, signal.SIGINT), spy)
@@ -111,7 +115,9 @@ def test_sigusr1_saves_and_training_goes_on(tmp_path, logged):
     spy, before = Spy(), handlers()
     with small_run(tmp_path, "--train-iters", "5", "--keep-last", "0") as run:
         # A signal that is sent to all ranks may reach some of them a step later.
-        train(run, Signalling(2, signal.SIGUSR1), Signalling(3, signal.SIGUSR1), CheckpointHook(), spy)
+        train(
+            run, Signalling(2, signal.SIGUSR1), Signalling(3, signal.SIGUSR1), CheckpointHook(), spy
+        )
         assert [path.name for path in complete_checkpoints(run.checkpointer.folder)] == [
             "step-00000002",
             "step-00000005",
@@ -125,9 +131,12 @@ def test_sigusr1_saves_and_training_goes_on(tmp_path, logged):
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(ctx, tmp_path):
     spy = Spy()
     with small_run(tmp_path, "--train-iters", "9", context=ctx) as run:
-        train(run, *([Signalling(3, signal.SIGTERM)] if ctx.rank == 1 else []), CheckpointHook(), spy)
+        train(
+            run, *([Signalling(3, signal.SIGTERM)] if ctx.rank == 1 else []), CheckpointHook(), spy
+        )
         stopped = all_gather_object(run.state.step, ctx.control)
-        # Python runs a signal handler between two instructions of its own, on a busy machine one step later.
+        # Python runs a signal handler between two instructions of its own, on a busy machine one
+        # step later.
         assert stopped in ([3, 3], [4, 4])
         assert run.checkpointer.latest().name == f"step-{stopped[0]:08d}"
     assert spy.calls[-2:] == ["after", "closed"]
@@ -135,7 +144,10 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(ctx, tmp_path):
 
 def test_an_error_closes_every_hook_and_is_passed_on(tmp_path):
     first, last, before = Spy(), Spy(), handlers()
-    with small_run(tmp_path, "--train-iters", "5") as run, pytest.raises(RuntimeError, match="a hook broke"):
+    with (
+        small_run(tmp_path, "--train-iters", "5") as run,
+        pytest.raises(RuntimeError, match="a hook broke"),
+    ):
         train(run, first, Failing(2), last)
     assert first.calls == ["before", "step 1", "step 2", "closed after an error"]
     assert last.calls == ["before", "step 1", "closed after an error"]
@@ -228,7 +240,9 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_state_saved(ctx, t
     flags = ("--train-iters", "9", "--max-consecutive-skips", "2", "--log-interval", "1")
     spy = Spy()
     with small_run(tmp_path, *flags, context=ctx) as run:
-        with pytest.raises(TrainingFault, match="2 steps in a row without an update, the last is step 4") as error:
+        with pytest.raises(
+            TrainingFault, match="2 steps in a row without an update, the last is step 4"
+        ) as error:
             train(run, *hooks, CheckpointHook(), spy)
         assert [report.skipped_on for report in spy.reports] == [None, None, "rank 1", "rank 1"]
         assert error.value.why == "their gradients are not finite on rank 1"
@@ -244,7 +258,9 @@ def test_fp16_at_its_minimal_scale_says_so(tmp_path, logged):
 
 
 class Slow(Hook):
-    """Makes the forward of this rank take 0.2 s longer than the other rank, a thread of this process, takes."""
+    """Makes the forward of this rank take 0.2 s longer than the other rank, a thread of this
+    process, takes.
+    """
 
     other: Heartbeat
 
@@ -253,7 +269,11 @@ class Slow(Hook):
         stage.register_forward_hook(lambda *_: self.wait())
 
     def wait(self) -> None:
-        while (beat := self.other.read()).phase in ("start", "data", "hooks") or beat.waiting is None:
+        while (beat := self.other.read()).phase in (
+            "start",
+            "data",
+            "hooks",
+        ) or beat.waiting is None:
             time.sleep(0.005)
         time.sleep(0.25)
 
@@ -272,9 +292,12 @@ def test_the_slowest_rank_is_reported(ctx, tmp_path):
     assert all(each[1] >= 0.2 for each in busy_s)
     if ctx.rank == 0:
         steps_s = [report.step_time_s for report in spy.reports]
-        assert all(each[0] <= step_s - 0.1 for each, step_s in zip(busy_s, steps_s, strict=False)), (
-            "waiting is not busy"
-        )
+        assert all(
+            each[0] <= step_s - 0.1 for each, step_s in zip(busy_s, steps_s, strict=False)
+        ), "waiting is not busy"
     assert [report.busy_s for report in spy.reports] == [None, *busy_s]
-    assert [report.slowest_rank for report in spy.reports] == [None, *(each.index(max(each)) for each in busy_s)]
+    assert [report.slowest_rank for report in spy.reports] == [
+        None,
+        *(each.index(max(each)) for each in busy_s),
+    ]
     assert all(0 < report.wait_for_slowest <= 1.0 for report in spy.reports[1:])

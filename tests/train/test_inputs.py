@@ -18,7 +18,13 @@ from nanotrain.config.load import load
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.data.corpus_info import CorpusInfo, write_info
 from nanotrain.data.tokenizer import ByteTokenizer
-from nanotrain.errors import CheckpointError, ConfigError, DataError, EnvironmentFault, ErrorCollector
+from nanotrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EnvironmentFault,
+    ErrorCollector,
+)
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.train import inputs as inputs_module
 from nanotrain.train.hooks.checkpoint import CheckpointHook
@@ -37,7 +43,15 @@ def write_corpus(prefix, *, num_documents: int = 40, largest_id: int = 255):
 
 
 def open_on(folder, prefix, *more: str) -> tuple[Config, RunInputs]:
-    arguments = ["--data-path", str(prefix), "--seq-length", str(SEQ_LENGTH), "--run-dir", str(folder), *more]
+    arguments = [
+        "--data-path",
+        str(prefix),
+        "--seq-length",
+        str(SEQ_LENGTH),
+        "--run-dir",
+        str(folder),
+        *more,
+    ]
     return open_inputs(load(arguments))
 
 
@@ -75,11 +89,27 @@ def test_a_corpus_that_does_not_exist_is_named_before_its_vocabulary(tmp_path):
 
 def test_each_split_may_have_its_own_corpora(tmp_path):
     first, second = write_corpus(tmp_path / "a"), write_corpus(tmp_path / "b", num_documents=20)
-    common = ["--seq-length", str(SEQ_LENGTH), "--run-dir", str(tmp_path / "run"), "--vocab-size", "300"]
+    common = [
+        "--seq-length",
+        str(SEQ_LENGTH),
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--vocab-size",
+        "300",
+    ]
     paths = ["--train-data-path", str(first), "--valid-data-path", str(second), "--split", "1,1,1"]
     _, inputs = open_inputs(load([*common, *paths]))
     whole, half = (
-        open_on(tmp_path / "run", prefix, "--vocab-size", "300", "--split", "1,0,0", "--eval-interval", "0")
+        open_on(
+            tmp_path / "run",
+            prefix,
+            "--vocab-size",
+            "300",
+            "--split",
+            "1,0,0",
+            "--eval-interval",
+            "0",
+        )
         for prefix in (first, second)
     )
     for own, other in ((inputs.datasets.train, whole), (inputs.datasets.valid, half)):
@@ -94,12 +124,15 @@ def test_each_split_may_have_its_own_corpora(tmp_path):
 
 def test_a_validation_split_is_required_only_where_there_is_validation(tmp_path):
     prefix = write_corpus(tmp_path / "text")
-    few = ("--vocab-size", "256", "--split", "999,1")  # of so few documents none is left for validation
+    # of so few documents none is left for validation
+    few = ("--vocab-size", "256", "--split", "999,1")
     assert open_on(tmp_path / "run", prefix, *few, "--eval-interval", "0")[1].datasets.valid is None
     with pytest.raises(DataError, match="eval-interval 0"):
         open_on(tmp_path / "run", prefix, *few, "--eval-interval", "5")
     none = ("--vocab-size", "256", "--split", "1,0,0")
-    assert open_on(tmp_path / "run", prefix, *none, "--eval-interval", "5")[1].datasets.valid is None
+    assert (
+        open_on(tmp_path / "run", prefix, *none, "--eval-interval", "5")[1].datasets.valid is None
+    )
 
 
 def test_a_run_folder_that_cannot_be_written_is_an_error(tmp_path):
@@ -126,7 +159,9 @@ def test_a_named_checkpoint_comes_before_the_runs_own(tmp_path):
         inputs_of(tmp_path / "other", "--load", str(tmp_path / "nowhere"))
 
 
-def test_the_quick_start_corpus_lies_in_the_run_folder_and_the_configuration_stays_as_asked(tmp_path, monkeypatch):
+def test_the_quick_start_corpus_lies_in_the_run_folder_and_the_configuration_stays_as_asked(
+    tmp_path, monkeypatch
+):
     calls = []
 
     def prepare(folder, vocab_size, *, cache):
@@ -147,7 +182,9 @@ def test_a_file_system_without_locks_is_one_error(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(EnvironmentFault, match=r"\.preparing cannot be locked: No locks available: .*--run-dir"):
+    with pytest.raises(
+        EnvironmentFault, match=r"\.preparing cannot be locked: No locks available: .*--run-dir"
+    ):
         open_inputs(load(["+config=tiny", "--run-dir", str(tmp_path / "run")]))
 
 
@@ -181,7 +218,15 @@ def test_names_and_schedules_are_checked_by_the_plan(arguments, message):
         plan_run(load(line.split()).config, 2, rank=0)
 
 
-MODEL = ("--num-query-groups", "1", "--no-rope-freq", "[0]", "--hidden-dropout", "0.25", "--qk-layernorm")
+MODEL = (
+    "--num-query-groups",
+    "1",
+    "--no-rope-freq",
+    "[0]",
+    "--hidden-dropout",
+    "0.25",
+    "--qk-layernorm",
+)
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +248,9 @@ def test_the_model_and_the_sequence_length_are_those_of_the_checkpoint(saved, tm
     config, inputs = opened("--load", str(folder), "--run-dir", str(tmp_path / "run"))
     assert config.model == model and config.data.seq_length == SEQ_LENGTH
     assert inputs.checkpoint == folder / "checkpoints" / "step-00000001"
-    config, _ = opened("--load", str(folder), "--run-dir", str(tmp_path / "run"), "--seq-length", "8")
+    config, _ = opened(
+        "--load", str(folder), "--run-dir", str(tmp_path / "run"), "--seq-length", "8"
+    )
     assert config.data.seq_length == 8
 
 
@@ -213,15 +260,22 @@ def test_a_run_folder_has_its_own_checkpoint_and_megatron_needs_no_sizes(saved):
     assert config.model == model and inputs.is_resumed
 
 
-def test_a_rank_that_does_not_load_the_checkpoint_reads_no_record_of_a_chunk(saved, tmp_path, monkeypatch):
+def test_a_rank_that_does_not_load_the_checkpoint_reads_no_record_of_a_chunk(
+    saved, tmp_path, monkeypatch
+):
     folder, model = saved
 
     def read_manifest(path):
         raise AssertionError(f"the whole manifest of {path} was read")
 
     monkeypatch.setattr(store, "read_manifest", read_manifest)
-    for line in (["--load", str(folder), "--run-dir", str(tmp_path / "run")], ["--run-dir", str(folder)]):
-        config, _ = open_inputs(load([*QUIET, "--use-checkpoint-args", *line]), reads_checkpoint=False)
+    for line in (
+        ["--load", str(folder), "--run-dir", str(tmp_path / "run")],
+        ["--run-dir", str(folder)],
+    ):
+        config, _ = open_inputs(
+            load([*QUIET, "--use-checkpoint-args", *line]), reads_checkpoint=False
+        )
         assert config.model == model
 
 
@@ -253,13 +307,19 @@ def test_the_checkpoint_overrules_the_command_line_and_says_so(saved, tmp_path, 
         config, _ = opened("--load", str(folder), "--run-dir", str(tmp_path / "run"), *line)
     assert config.model == replace(model, make_vocab_size_divisible_by=64)
     assert "--hidden-size is the checkpoint's 32, not 64" in caplog.text
-    assert "--hidden-dropout is the checkpoint's 0.25, not 0.5" in caplog.text and "add-bias" not in caplog.text
+    assert (
+        "--hidden-dropout is the checkpoint's 0.25, not 0.5" in caplog.text
+        and "add-bias" not in caplog.text
+    )
 
 
 def test_without_a_checkpoint_the_command_line_has_the_model(tmp_path):
     sizes = ("--num-layers", "2", "--vocab-size", "100")
     config, inputs = opened("--run-dir", str(tmp_path / "run"), *sizes)
-    assert (config.model.num_layers, config.model.vocab_size) == (2, 100) and inputs.checkpoint is None
+    assert (config.model.num_layers, config.model.vocab_size) == (
+        2,
+        100,
+    ) and inputs.checkpoint is None
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         opened("--load", str(tmp_path / "none"), "--run-dir", str(tmp_path / "run"), *sizes)
 
@@ -267,7 +327,9 @@ def test_without_a_checkpoint_the_command_line_has_the_model(tmp_path):
 def test_settings_of_experts_wait_for_the_checkpoint_and_pretrained_weights_have_a_model_of_their_own():
     errors = ErrorCollector()
     config, _ = reset_unused(
-        config_of(moe_aux_loss_coeff=0.01, use_checkpoint_args=True), explicit=frozenset(), errors=errors
+        config_of(moe_aux_loss_coeff=0.01, use_checkpoint_args=True),
+        explicit=frozenset(),
+        errors=errors,
     )
     assert config.model.moe.aux_loss_coeff == [0.01] and not errors.errors
     line = ["--use-checkpoint-args", "--pretrained-checkpoint", "folder"]
@@ -277,7 +339,9 @@ def test_settings_of_experts_wait_for_the_checkpoint_and_pretrained_weights_have
 def test_without_a_checkpoint_settings_without_effect_are_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"moe.router_bias_update_rate = 0.01 has no effect"):
         opened("--run-dir", str(tmp_path / "run"), "--moe-router-bias-update-rate", "0.01")
-    opened("--run-dir", str(tmp_path / "run"), "--mtp-loss-scaling-factor", "0.3", "--vocab-size", "64")
+    opened(
+        "--run-dir", str(tmp_path / "run"), "--mtp-loss-scaling-factor", "0.3", "--vocab-size", "64"
+    )
 
 
 def test_a_task_is_a_file_of_this_machine():

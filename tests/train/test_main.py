@@ -14,7 +14,13 @@ from nanotrain.train import main as entry
 from nanotrain.train.main import INTERRUPTED, WAIT_FOR_FIRST_RANK_S, main
 from tests.train.small_run import arguments, metrics_of
 
-LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+LAUNCHED = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 
 pytestmark = pytest.mark.usefixtures("logging_as_before")
 
@@ -39,10 +45,17 @@ def test_a_run_trains_and_leaves_everything_in_its_folder(tmp_path, capfd):
         "starts.jsonl",
     }
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3]
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000002", "step-00000003"}
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        "step-00000002",
+        "step-00000003",
+    }
     assert json.loads((tmp_path / "environment.json").read_text())["world_size"] == 1
     out, err = capfd.readouterr()
-    assert [line.split(" | ")[0] for line in out.splitlines() if " | " in line] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert [line.split(" | ")[0] for line in out.splitlines() if " | " in line] == [
+        "step 1/3",
+        "step 2/3",
+        "step 3/3",
+    ]
     assert "layout      1 rank on cpu, no_shard\nprecision   fp32\n" in err
     assert "planned memory per rank:" in err
     assert re.search(r"^memory        planned \d+\.\d MB per rank; measured at most \d", out, re.M)
@@ -53,14 +66,20 @@ def test_the_configuration_it_writes_is_a_valid_input_for_the_same_run(tmp_path)
     assert main(arguments(tmp_path / "one", "--train-iters", "2")) == 0
     written = tmp_path / "one" / "config.yaml"
     again = load([f"+config={written}"])
-    given = load(arguments(tmp_path / "one", "--train-iters", "2", "--global-batch-size", "1")).config
-    assert again.config == given, "the batch that the number of ranks gave is written, so that a resume keeps it"
+    given = load(
+        arguments(tmp_path / "one", "--train-iters", "2", "--global-batch-size", "1")
+    ).config
+    assert again.config == given, (
+        "the batch that the number of ranks gave is written, so that a resume keeps it"
+    )
     assert main([f"+config={written}", "--run-dir", str(tmp_path / "two")]) == 0
     losses = [[line["loss"] for line in metrics_of(tmp_path / name)] for name in ("one", "two")]
     assert losses[0] == losses[1]
 
 
-def test_the_same_command_with_more_steps_resumes_and_with_the_same_has_nothing_to_do(tmp_path, capfd):
+def test_the_same_command_with_more_steps_resumes_and_with_the_same_has_nothing_to_do(
+    tmp_path, capfd
+):
     assert main(arguments(tmp_path, "--train-iters", "2")) == 0
     capfd.readouterr()
     assert main(arguments(tmp_path, "--train-iters", "4")) == 0
@@ -69,7 +88,10 @@ def test_the_same_command_with_more_steps_resumes_and_with_the_same_has_nothing_
     assert "step-00000002: step 2, 2 samples consumed" in err
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
     assert main(arguments(tmp_path, "--train-iters", "4")) == 0
-    assert "nothing to do: step 4 of 4 is done; a larger --train-iters goes on" in capfd.readouterr().err
+    assert (
+        "nothing to do: step 4 of 4 is done; a larger --train-iters goes on"
+        in capfd.readouterr().err
+    )
     assert main(arguments(tmp_path, "--train-iters", "0")) == 0
     assert "--train-iters 0: everything is built, nothing is trained" in capfd.readouterr().err
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
@@ -77,7 +99,11 @@ def test_the_same_command_with_more_steps_resumes_and_with_the_same_has_nothing_
 
 def test_deterministic_mode_is_on_while_a_run_trains(tmp_path, monkeypatch):
     seen, train = [], fit.fit
-    cudnn, matmul, fill = torch.backends.cudnn, torch.backends.cuda.matmul, torch.utils.deterministic
+    cudnn, matmul, fill = (
+        torch.backends.cudnn,
+        torch.backends.cuda.matmul,
+        torch.utils.deterministic,
+    )
     reduces = matmul.allow_bf16_reduced_precision_reduction
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
@@ -85,7 +111,13 @@ def test_deterministic_mode_is_on_while_a_run_trains(tmp_path, monkeypatch):
 
     def note(run, hooks):
         train(run, hooks)
-        seen.append((torch.get_deterministic_debug_mode(), cudnn.deterministic, fill.fill_uninitialized_memory))
+        seen.append(
+            (
+                torch.get_deterministic_debug_mode(),
+                cudnn.deterministic,
+                fill.fill_uninitialized_memory,
+            )
+        )
         seen.append((os.environ["NCCL_ALGO"], os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
         seen.append((matmul.allow_bf16_reduced_precision_reduction,))
 
@@ -110,8 +142,11 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path, capfd, naps):
     assert naps == []
 
 
-def test_a_rank_that_is_not_the_first_of_its_machine_waits_for_that_one_to_print(tmp_path, capfd, naps, monkeypatch):
-    # torchrun ends it while it waits; if it is still alive, it is the only rank with the error and prints it.
+def test_a_rank_that_is_not_the_first_of_its_machine_waits_for_that_one_to_print(
+    tmp_path, capfd, naps, monkeypatch
+):
+    # torchrun ends it while it waits; if it is still alive, it is the only rank with the error and
+    # prints it.
     monkeypatch.setenv("LOCAL_RANK", "1")
     (tmp_path / "file").touch()
     assert main(arguments(tmp_path / "file" / "run")) == 2
@@ -135,13 +170,17 @@ def test_folders_that_a_run_writes_are_tried_before_a_device_is_on_every_rank(
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     (tmp_path / "run").mkdir()
     (tmp_path / "file").touch()
-    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / ("file" if flag == "--run-dir" else "other"))
+    (tmp_path / "run" / "checkpoints").symlink_to(
+        tmp_path / ("file" if flag == "--run-dir" else "other")
+    )
     (tmp_path / "other").mkdir()
     flag_of_folder = "--save-fallback-dir" if flag == "--run-dir" else flag
     assert main(arguments(tmp_path / "run", flag_of_folder, str(tmp_path / "file" / "sub"))) == 2
     error = capfd.readouterr().err
     assert error.count("error: ") == 1 and f"choose another folder with {flag}" in error
-    assert re.search("(run/checkpoints|file/sub) cannot be written: (File exists|Not a directory)", error), error
+    assert re.search(
+        "(run/checkpoints|file/sub) cannot be written: (File exists|Not a directory)", error
+    ), error
     assert not list((tmp_path / "other").iterdir())
 
 
@@ -150,7 +189,9 @@ def test_a_port_that_is_no_number_is_one_error(tmp_path, capfd, monkeypatch):
         monkeypatch.setenv(name, value)
     assert main(arguments(tmp_path)) == 2
     error = capfd.readouterr().err
-    assert error.startswith("error: MASTER_PORT is 'abc' in the environment: it must be a whole number")
+    assert error.startswith(
+        "error: MASTER_PORT is 'abc' in the environment: it must be a whole number"
+    )
     assert error.count("\n") == 1
 
 
@@ -161,7 +202,9 @@ def test_a_world_size_that_is_no_number_of_ranks_is_a_mistake(tmp_path, capfd, m
     assert f"WORLD_SIZE is {size!r}" in capfd.readouterr().err
 
 
-def test_an_interrupt_before_the_first_step_is_reported_without_a_traceback(tmp_path, capfd, monkeypatch):
+def test_an_interrupt_before_the_first_step_is_reported_without_a_traceback(
+    tmp_path, capfd, monkeypatch
+):
     def interrupted(loaded):
         raise KeyboardInterrupt
 
@@ -180,7 +223,9 @@ def test_an_error_of_our_own_keeps_its_traceback(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("question", ["--help", "--cfg job"])
-def test_a_request_for_text_is_printed_by_one_rank_and_nothing_is_trained(tmp_path, capfd, monkeypatch, question):
+def test_a_request_for_text_is_printed_by_one_rank_and_nothing_is_trained(
+    tmp_path, capfd, monkeypatch, question
+):
     for local_rank, is_answered in (("0", True), ("1", False)):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         assert main([*arguments(tmp_path / "run"), *question.split()]) == 0
@@ -193,6 +238,18 @@ def test_a_refused_run_leaves_no_folder(tmp_path, capfd, existed):
     folder = tmp_path / "a"
     if existed:
         folder.mkdir()
-    assert main(["--data-path", str(tmp_path / "nowhere"), "--vocab-size", "64", "--run-dir", str(folder)]) == 2
+    assert (
+        main(
+            [
+                "--data-path",
+                str(tmp_path / "nowhere"),
+                "--vocab-size",
+                "64",
+                "--run-dir",
+                str(folder),
+            ]
+        )
+        == 2
+    )
     assert "nowhere.idx does not exist" in capfd.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == (["a", "run.lock"] if existed else [])

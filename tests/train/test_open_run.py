@@ -29,7 +29,17 @@ def names_of(*more: str) -> list[str]:
 
 def test_validation_comes_before_the_log_that_reports_it():
     names = names_of("--eval-interval", "5", "--generate-tokens", "3", "--profile")
-    hooks = ["Evaluate", "Timers", "Log", "DataOrder", "Checkpoint", "Profile", "Sample", "Report", "Summary"]
+    hooks = [
+        "Evaluate",
+        "Timers",
+        "Log",
+        "DataOrder",
+        "Checkpoint",
+        "Profile",
+        "Sample",
+        "Report",
+        "Summary",
+    ]
     assert names == [f"{name}Hook" for name in hooks]
 
 
@@ -47,16 +57,22 @@ def test_a_hook_that_is_switched_off_is_left_out(flags, hook):
 
 
 def test_a_run_writes_its_configuration_environment_and_tokenizer(tmp_path):
-    config, inputs = open_inputs(load(arguments(tmp_path, "--train-iters", "1", "--generate-tokens", "0")))
+    config, inputs = open_inputs(
+        load(arguments(tmp_path, "--train-iters", "1", "--generate-tokens", "0"))
+    )
     inputs = replace(inputs, tokenizer="bytes")
     plan = plan_run(config, 1, rank=0)
     with open_run(plan, inputs, context=ParallelContext.attach(plan.topology)) as (run, hooks):
         train(run, *hooks)
     environment = json.loads((tmp_path / "environment.json").read_text())
-    assert environment["world_size"] == 1 and environment["origins"]["train.train_iters"] != "default"
+    assert (
+        environment["world_size"] == 1 and environment["origins"]["train.train_iters"] != "default"
+    )
     assert load([f"+config={tmp_path / 'config.yaml'}"]).config.train.train_iters == 1
     assert [line["step"] for line in metrics_of(tmp_path)] == [1]
-    assert load_tokenizer(str(tmp_path / "tokenizer")).encode("<|endoftext|>é") == [*"<|endoftext|>é".encode()]
+    assert load_tokenizer(str(tmp_path / "tokenizer")).encode("<|endoftext|>é") == [
+        *"<|endoftext|>é".encode()
+    ]
 
 
 def allocate_too_much(*_args: object, **_options: object) -> None:
@@ -64,7 +80,9 @@ def allocate_too_much(*_args: object, **_options: object) -> None:
 
 
 def raise_on_a_gpu() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +95,10 @@ def raise_on_a_gpu() -> None:
 )
 def test_the_allocators_of_host_and_gpu_and_of_python(fail, why):
     expected = f"^rank 3 .dp3. ran out of memory: .*{why}.*--micro-batch-size"
-    with pytest.raises(LocalFault, match=expected) as raised, explaining_memory_errors("rank 3 (dp3)"):
+    with (
+        pytest.raises(LocalFault, match=expected) as raised,
+        explaining_memory_errors("rank 3 (dp3)"),
+    ):
         fail()
     assert "\n" not in str(raised.value)
 
@@ -90,7 +111,10 @@ def test_an_operator_without_a_deterministic_algorithm_is_one_message():
 
 
 def test_another_error_keeps_its_traceback():
-    with pytest.raises(RuntimeError, match="sizes differ") as raised, explaining_memory_errors("rank 0"):
+    with (
+        pytest.raises(RuntimeError, match="sizes differ") as raised,
+        explaining_memory_errors("rank 0"),
+    ):
         raise RuntimeError("sizes differ")
     assert not isinstance(raised.value, LocalFault)
 
@@ -107,7 +131,9 @@ def test_a_rank_that_is_not_the_first_prints_it_without_waiting(tmp_path, capfd,
         raise LocalFault("rank 1 ran out of memory")
 
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(entry.time, "sleep", lambda seconds: pytest.fail(f"it waits for {seconds} s"))
+    monkeypatch.setattr(
+        entry.time, "sleep", lambda seconds: pytest.fail(f"it waits for {seconds} s")
+    )
     monkeypatch.setattr(entry, "train", fail)
     assert entry.main(arguments(tmp_path)) == 2
     assert capfd.readouterr().err == "error: rank 1 ran out of memory\n"
@@ -120,11 +146,15 @@ def lines_of(folder, *more: str, world_size: int = 1) -> dict[str, str]:
 
 
 def test_a_run_on_one_rank(tmp_path):
-    lines = lines_of(tmp_path, "--train-iters", "500", "--global-batch-size", "6", "--micro-batch-size", "2")
+    lines = lines_of(
+        tmp_path, "--train-iters", "500", "--global-batch-size", "6", "--micro-batch-size", "2"
+    )
     assert list(lines) == ["model", "data", "batch", "layout", "precision", "run folder", "watch"]
     assert lines["model"].endswith("1 layer, hidden size 32, vocabulary 260")
     assert lines["data"] == f"synthetic, {500 * 6 * SEQ_LENGTH / 1000:.3g} k tokens in 500 steps"
-    assert lines["batch"].startswith(f"6 samples of {SEQ_LENGTH} tokens = 1 data-parallel x 3 microbatches x 2; ")
+    assert lines["batch"].startswith(
+        f"6 samples of {SEQ_LENGTH} tokens = 1 data-parallel x 3 microbatches x 2; "
+    )
     assert (lines["layout"], lines["precision"]) == ("1 rank on cpu, no_shard", "fp32")
     assert lines["run folder"] == str(tmp_path) and lines["watch"] == f"nanotrain watch {tmp_path}"
 
@@ -143,8 +173,17 @@ def test_layout_experts_and_mixed_precision(tmp_path):
 
 
 def test_precision_of_the_optimizer(tmp_path):
-    aware = ["--bf16", "--use-precision-aware-optimizer", "--use-distributed-optimizer", "--exp-avg-dtype", "bf16"]
-    assert lines_of(tmp_path, *aware)["precision"] == "bf16, main params in fp32, moments in bf16 and fp32"
+    aware = [
+        "--bf16",
+        "--use-precision-aware-optimizer",
+        "--use-distributed-optimizer",
+        "--exp-avg-dtype",
+        "bf16",
+    ]
+    assert (
+        lines_of(tmp_path, *aware)["precision"]
+        == "bf16, main params in fp32, moments in bf16 and fp32"
+    )
     both = lines_of(tmp_path, *aware, "--exp-avg-sq-dtype", "bf16", "--main-grads-dtype", "bf16")
     assert both["precision"] == "bf16, main params in fp32, moments in bf16, main grads in bf16"
 
@@ -155,23 +194,33 @@ def test_a_warmup_longer_than_the_run(tmp_path):
     assert lines_of(tmp_path, *schedule, "12")["lr"] == remark
     assert "lr" not in lines_of(tmp_path, *schedule, "31")
     grows = ["--rampup-batch-size", "4", "4", "4000", "--global-batch-size", "400"]
-    assert lines_of(tmp_path, *schedule, "3", *grows)["lr"].startswith("at most 6")  # before the third step: 8 samples
+    # before the third step: 8 samples
+    assert lines_of(tmp_path, *schedule, "3", *grows)["lr"].startswith("at most 6")
 
 
 def test_attention_has_a_line_of_its_own(tmp_path):
     config, inputs = open_inputs(load(arguments(tmp_path)))
-    text = header(plan_run(config, 1, rank=0), inputs, device="cpu", attention="varlen flash (bf16, documents)")
+    text = header(
+        plan_run(config, 1, rank=0),
+        inputs,
+        device="cpu",
+        attention="varlen flash (bf16, documents)",
+    )
     assert "attention   varlen flash (bf16, documents)\n" in text
 
 
 def test_recomputation_has_a_line_of_its_own(tmp_path):
     lines = lines_of(tmp_path, "--recompute-granularity", "full")
-    assert lines["memory"].startswith("recompute full: uniform, groups of 1 layer (--recompute-method")
+    assert lines["memory"].startswith(
+        "recompute full: uniform, groups of 1 layer (--recompute-method"
+    )
 
 
 def test_epochs_of_a_corpus(tmp_path):
     prefix = write_corpus(tmp_path / "text")
-    config, inputs = open_inputs(load([*arguments(tmp_path / "run"), "--no-mock-data", "--data-path", str(prefix)]))
+    config, inputs = open_inputs(
+        load([*arguments(tmp_path / "run"), "--no-mock-data", "--data-path", str(prefix)])
+    )
     samples = inputs.datasets.train.samples_per_epoch
     text = header(plan_run(config, 1, rank=0), inputs, device="cpu")
     assert f"{config.train.train_iters / samples:.2f} epochs" in text
@@ -184,7 +233,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path):
         write_info(prefix, CorpusInfo(None, size))
         config, inputs = open_inputs(load(line))
         text = header(plan_run(config, 1, rank=0), inputs, device="cpu")
-        assert (f"the tokenizer of {prefix} has {size} tokens, the model 260: a higher id" in text) == is_named
+        assert (
+            f"the tokenizer of {prefix} has {size} tokens, the model 260: a higher id" in text
+        ) == is_named
 
 
 SCREENS = {
@@ -229,8 +280,14 @@ def test_the_header_at_the_width_of_the_terminal(tmp_path, monkeypatch, width):
 
 
 def test_a_split_without_validation_documents_needs_no_other_flag(tmp_path):
-    # Launch scripts of Megatron-LM say --split 100,0,0 and leave the interval of validations at its default.
-    line = [*arguments(tmp_path / "run"), "--no-mock-data", "--data-path", str(write_corpus(tmp_path / "text"))]
+    # Launch scripts of Megatron-LM say --split 100,0,0 and leave the interval of validations at its
+    # default.
+    line = [
+        *arguments(tmp_path / "run"),
+        "--no-mock-data",
+        "--data-path",
+        str(write_corpus(tmp_path / "text")),
+    ]
     config, inputs = open_inputs(load([*line, "--eval-interval", "5", "--split", "100,0,0"]))
     text = header(plan_run(config, 1, rank=0), inputs, device="cpu", width=200)
     assert "; no validation, --split 100,0,0 leaves no documents for it\n" in text

@@ -24,7 +24,11 @@ def train_mortally(line: list[str]) -> None:
     train_step = trainer.train_step
 
     def die_in_step_6(run: Any, batch: Any, **options: Any) -> Any:
-        if run.context.rank == 1 and run.state.step == 5 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if (
+            run.context.rank == 1
+            and run.state.step == 5
+            and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
         return train_step(run, batch, **options)
 
@@ -34,18 +38,31 @@ def train_mortally(line: list[str]) -> None:
 
 
 def train_with_restarts(line: list[str], folder: Path) -> str:
-    """Train on two ranks under torchrun's agent, which starts them again once; the output of both lives.
+    """Train on two ranks under torchrun's agent, which starts them again once; the output of both
+    lives.
 
-    The agent is in this process and the ranks are forked with their imports done: an eighth of torchrun's CPU time.
+    The agent is in this process and the ranks are forked with their imports done: an eighth of
+    torchrun's CPU time.
     """
     forkserver()
     logs = DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL)
-    standalone = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    standalone = {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "localhost:0",
+    }
     config = LaunchConfig(
-        **standalone, nproc_per_node=2, max_restarts=1, start_method="forkserver", run_id="restart", logs_specs=logs
+        **standalone,
+        nproc_per_node=2,
+        max_restarts=1,
+        start_method="forkserver",
+        run_id="restart",
+        logs_specs=logs,
     )
     handlers = {
-        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     }
     try:
         elastic_launch(config, train_mortally)(line)

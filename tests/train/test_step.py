@@ -20,12 +20,18 @@ PACKAGE = Path(nanotrain.__file__).parent
 
 def step_here(ctx: ParallelContext, case: Case):
     run = build_here(ctx, case)
-    before = {name: p.detach().clone() for stage in run.stages.values() for name, p in stage.named_parameters()}
+    before = {
+        name: p.detach().clone()
+        for stage in run.stages.values()
+        for name, p in stage.named_parameters()
+    }
     batch = run.batch_iterator.next()
     result = train_step(run, batch)
     for dp in run.data_parallel:
         with dp.gathered():
-            named = {name: p for stage in run.stages.values() for name, p in stage.named_parameters()}
+            named = {
+                name: p for stage in run.stages.values() for name, p in stage.named_parameters()
+            }
             changed = all(not torch.equal(named[name], before[name]) for name in dp.params)
     return (result.loss, result.grad_norm, result.skipped), run.state.to_dict(), changed
 
@@ -39,7 +45,11 @@ def test_all_ranks_return_one_result_and_count_the_same_samples():
     loss, grad_norm, skipped = result
     assert all((other, counters) == (result, state) for other, counters, _ in outcomes)
     assert all(changed for _, _, changed in outcomes), "every parameter is trained"
-    assert state["step"] == 1 and state["consumed_samples"] == 12 and 0 < state["consumed_tokens"] < 12 * 24
+    assert (
+        state["step"] == 1
+        and state["consumed_samples"] == 12
+        and 0 < state["consumed_tokens"] < 12 * 24
+    )
     assert math.isfinite(loss) and grad_norm > 0 and not skipped
 
 
@@ -60,14 +70,30 @@ def test_the_page_of_one_step_lists_the_files_that_a_step_enters(tmp_path):
             train_step(run, batch)
         finally:
             sys.setprofile(None)
-    text = (PACKAGE.parent / "docs/one_step.md").read_text().partition("enters ")[2].partition("**Saving")[0]
-    groups = [group.strip().rpartition(": ") for group in re.split("[;\n]", text.partition("\n")[2])]
+    text = (
+        (PACKAGE.parent / "docs/one_step.md")
+        .read_text()
+        .partition("enters ")[2]
+        .partition("**Saving")[0]
+    )
+    groups = [
+        group.strip().rpartition(": ") for group in re.split("[;\n]", text.partition("\n")[2])
+    ]
     names = {folder + name for folder, _, listed in groups for name in listed.split(", ") if name}
     assert names == files and len(files) == int(text.split()[0]) <= 35
 
 
 def test_auxiliary_losses_are_means_over_the_sequences_of_the_global_batch(tmp_path):
-    flags = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.1", "--micro-batch-size", "2", "--global-batch-size", "6")
+    flags = (
+        "--num-experts",
+        "4",
+        "--moe-aux-loss-coeff",
+        "0.1",
+        "--micro-batch-size",
+        "2",
+        "--global-batch-size",
+        "6",
+    )
     with small_run(tmp_path, *flags) as run:
         seen = []
         router = run.stages[0].get_submodule("layers.0.mlp.router")
@@ -84,16 +110,26 @@ def test_a_gradient_that_is_not_finite_skips_the_update(tmp_path):
         result = train_step(run, batch)
         after = run.optimizer.state_tensors().values()
         assert result.skipped and run.state.step == 1
-        # its samples count for the schedule: the next learning rate is that of a run without skipped steps
+        # its samples count for the schedule: the next learning rate is that of a run without
+        # skipped steps
         assert run.state.consumed_samples == result.settings.num_samples > 0
         assert all(torch.equal(a, b, ) or a.isnan().any() for a, b in zip(before, after, strict=True))  # fmt: skip
 
 
 def test_a_step_decays_weights_by_the_value_of_its_place_in_the_run(tmp_path):
     weights = []
-    grown = ("--weight-decay-incr-style", "linear", "--start-weight-decay", "0.25", "--end-weight-decay", "0.75")
+    grown = (
+        "--weight-decay-incr-style",
+        "linear",
+        "--start-weight-decay",
+        "0.25",
+        "--end-weight-decay",
+        "0.75",
+    )
     for number, decay in enumerate((grown, ("--weight-decay", "0.5"), ("--weight-decay", "0.25"))):
-        with small_run(tmp_path / str(number), "--lr", "1e-2", "--lr-decay-style", "constant", *decay) as run:
+        with small_run(
+            tmp_path / str(number), "--lr", "1e-2", "--lr-decay-style", "constant", *decay
+        ) as run:
             run.batches.consumed_samples = run.lr_schedule.train_samples // 2
             train_step(run, run.batch_iterator.next())
             weights.append(max(run.stages[0].parameters(), key=torch.numel).detach().clone())
@@ -112,7 +148,11 @@ def test_the_losses_of_data_parallel_ranks_are_summed(ctx):
 
 @ranks(2, tp=2, strategy="optim")
 def test_gradients_with_a_further_axis_are_summed_over_it_and_no_others(ctx):
-    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim"}
+    parallel = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "data_parallel_sharding_strategy": "optim",
+    }
     run = build_here(ctx, Case().but(parallel=parallel))
     (dp,) = run.data_parallel
     for bucket in dp.buckets:

@@ -20,8 +20,24 @@ from nanotrain.train.step_report import MIN_STEPS, WINDOW, SpikeScore, Throughpu
 from tests.train.small_run import KnownOutput, metrics_of, report_of, small_run, train
 
 FIELDS = [
-    *("step", "loss", "grad_norm", "lr", "step_time_s", "tokens_per_second", "mfu", "peak_memory_bytes"),
-    *("global_batch_size", "consumed_samples", "consumed_tokens", "skipped", "data_wait_s", "loss_scale"),
+    *(
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "step_time_s",
+        "tokens_per_second",
+        "mfu",
+        "peak_memory_bytes",
+    ),
+    *(
+        "global_batch_size",
+        "consumed_samples",
+        "consumed_tokens",
+        "skipped",
+        "data_wait_s",
+        "loss_scale",
+    ),
 ]
 
 
@@ -36,11 +52,15 @@ def test_losses_of_multi_token_prediction_are_in_metrics_jsonl(tmp_path):
         train(run, LogHook())
     rows = metrics_of(tmp_path)
     assert [len(row["mtp_losses"]) for row in rows] == [2, 2]
-    assert all(4 < loss < 8 for row in rows for loss in row["mtp_losses"]), "near ln 260 at the start"
+    assert all(4 < loss < 8 for row in rows for loss in row["mtp_losses"]), (
+        "near ln 260 at the start"
+    )
 
 
 def test_numbers_that_are_not_finite_are_null():
-    line = json.dumps(report_of(loss=math.nan, grad_norm=math.inf, skipped=True).to_json(), allow_nan=False)
+    line = json.dumps(
+        report_of(loss=math.nan, grad_norm=math.inf, skipped=True).to_json(), allow_nan=False
+    )
     assert json.loads(line)["loss"] is None and json.loads(line)["grad_norm"] is None
 
 
@@ -53,7 +73,8 @@ def test_rates_count_all_tokens_of_the_global_batch_and_all_devices(tmp_path):
 
 
 def test_mfu_of_a_known_case():
-    # LLaMA-7B at 4096 tokens needs 42,863,689,728 FLOPs a token; an H100 does 989.4e12 a second in bf16.
+    # LLaMA-7B at 4096 tokens needs 42,863,689,728 FLOPs a token; an H100 does 989.4e12 a second in
+    # bf16.
     llama = ModelConfig(
         num_layers=32,
         hidden_size=4096,
@@ -88,7 +109,14 @@ def test_a_report_reads_its_step_once_and_when_it_is_used():
     assert not reads
     row = report.to_json()
     assert len(reads) == 1 and row["count"] == 6.0
-    expected = {"step": 7, "loss": 1.5, "grad_norm": 0.5, "skipped": True, "loss_scale": 8.0, "mfu": 0.5}
+    expected = {
+        "step": 7,
+        "loss": 1.5,
+        "grad_norm": 0.5,
+        "skipped": True,
+        "loss_scale": 8.0,
+        "mfu": 0.5,
+    }
     assert {name: row[name] for name in expected} == expected
     assert row["tokens_per_second"] == 400.0
 
@@ -96,8 +124,12 @@ def test_a_report_reads_its_step_once_and_when_it_is_used():
 def test_reports_that_are_not_ready_are_read_at_a_logged_step_only_and_in_order():
     unread = UnreadReports()
     outputs = [KnownOutput(is_ready=ready) for ready in (False, True, False)]
-    reports = [report_of(step, output=output, is_logged=False) for step, output in enumerate(outputs)]
-    assert [unread.take(report) for report in reports] == [[], [], []], "the second waits for the first"
+    reports = [
+        report_of(step, output=output, is_logged=False) for step, output in enumerate(outputs)
+    ]
+    assert [unread.take(report) for report in reports] == [[], [], []], (
+        "the second waits for the first"
+    )
     outputs[0].is_ready = True
     assert unread.take_ready() == reports[:2]
     last = report_of(4)
@@ -113,7 +145,9 @@ def test_deviations_and_spikes_are_those_by_hand():
     assert scores[:MIN_STEPS] == [None] * MIN_STEPS and scores[MIN_STEPS] is not None
     for step in (MIN_STEPS, 300, WINDOW + 100, WINDOW + 150):
         window = losses[max(0, step - WINDOW) : step]
-        assert scores[step][0] == pytest.approx((losses[step] - np.mean(window)) / np.std(window), rel=1e-9)
+        assert scores[step][0] == pytest.approx(
+            (losses[step] - np.mean(window)) / np.std(window), rel=1e-9
+        )
     assert scores[WINDOW + 149][1] == 0.0
     assert scores[WINDOW + 150][0] > 7 and scores[-1][1] == 1 / (len(losses) - MIN_STEPS)
 
@@ -127,7 +161,9 @@ def test_a_loss_that_is_not_finite_is_a_spike_and_changes_no_window():
 
 def test_a_row_has_both_after_the_first_steps_however_often_it_is_read():
     spikes = SpikeScore()
-    reports = [report_of(step, loss=2.0 + step % 2, spikes=spikes) for step in range(1, MIN_STEPS + 3)]
+    reports = [
+        report_of(step, loss=2.0 + step % 2, spikes=spikes) for step in range(1, MIN_STEPS + 3)
+    ]
     rows = [report.to_json() for report in reports]
     assert [report.to_json() for report in reports] == rows
     assert "spike_score" not in rows[MIN_STEPS - 1] and rows[-1]["spike_score"] == 0.0

@@ -1,4 +1,6 @@
-"""A signal between the microbatches of a step or of a validation batch: all ranks stop at once, nothing is lost."""
+"""A signal between the microbatches of a step or of a validation batch: all ranks stop at once,
+nothing is lost.
+"""
 
 import signal
 import time
@@ -22,7 +24,16 @@ from tests.harness import HANG_S, run_ranks
 from tests.train.small_run import Spy, arguments, small_run, train
 
 BATCH = 8
-FLAGS = ("--global-batch-size", str(BATCH), "--train-iters", "2", "--seed", "3", "--num-layers", "2")
+FLAGS = (
+    "--global-batch-size",
+    str(BATCH),
+    "--train-iters",
+    "2",
+    "--seed",
+    "3",
+    "--num-layers",
+    "2",
+)
 MOE = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32"),
     *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
@@ -38,8 +49,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 class SignalInStep(Hook):
     """The last rank of the first stage receives a signal in its n-th forward pass.
 
-    The stage stays there until all ranks have agreed: what a rank of the next stage begins before it holds would depend
-    on the clock.
+    The stage stays there until all ranks have agreed: what a rank of the next stage begins before
+    it holds would depend on the clock.
     """
 
     def __init__(self, forward: int) -> None:
@@ -53,11 +64,17 @@ class SignalInStep(Hook):
 
     def delay(self, run: Run) -> None:
         self.count += 1
-        is_last = run.context.rank == run.context.group("world").size // run.context.group("pp").size - 1
+        is_last = (
+            run.context.rank == run.context.group("world").size // run.context.group("pp").size - 1
+        )
         if self.count == self.forward and is_last:
             run.stop.signal = signal.SIGTERM
         deadline = time.monotonic() + HANG_S
-        while self.count == self.forward and run.pipeline.stop_point._decision is None and time.monotonic() < deadline:
+        while (
+            self.count == self.forward
+            and run.pipeline.stop_point._decision is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
 
 
@@ -73,10 +90,15 @@ def run_of(loaded: Loaded, context: ParallelContext) -> Iterator[Run]:
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
-    return {box.name + str(box.box): tensor.clone() for box, tensor in run.optimizer.tensors_to_save().items()}
+    return {
+        box.name + str(box.box): tensor.clone()
+        for box, tensor in run.optimizer.tensors_to_save().items()
+    }
 
 
-def stop_and_resume(ctx: ParallelContext, whole: Loaded, stopped: Loaded, forward: int) -> list[Any]:
+def stop_and_resume(
+    ctx: ParallelContext, whole: Loaded, stopped: Loaded, forward: int
+) -> list[Any]:
     with run_of(whole, ctx) as run:
         expected = weights(train(run))
     spy = Spy()
@@ -88,12 +110,16 @@ def stop_and_resume(ctx: ParallelContext, whole: Loaded, stopped: Loaded, forwar
     with run_of(stopped, ctx) as run:
         resumed = weights(train(run))
     assert resumed.keys() == expected.keys()
-    assert all(torch.equal(resumed[name], expected[name]) for name in expected), "resume = never stopped"
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected), (
+        "resume = never stopped"
+    )
     return [stopped_after, spy.calls[-1]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_signal_between_microbatches_stops_all_ranks_and_the_resume_is_exact(tmp_path, logged, layout):
+def test_a_signal_between_microbatches_stops_all_ranks_and_the_resume_is_exact(
+    tmp_path, logged, layout
+):
     groups, flags = LAYOUTS[layout]
     num_ranks = 4 if "pp" in groups else 2
     per_step = BATCH // (1 if layout == "tp2" else 2)  # microbatches of a rank
@@ -101,7 +127,9 @@ def test_a_signal_between_microbatches_stops_all_ranks_and_the_resume_is_exact(t
              "ep": "--expert-model-parallel-size", "strategy": "--data-parallel-sharding-strategy"}  # fmt: skip
     given = tuple(text for name, value in groups.items() for text in (names[name], str(value)))
     # Hydra composes in one thread only.
-    configs = [load(arguments(tmp_path / name, *FLAGS, *given, *flags)) for name in ("whole", "stopped")]
+    configs = [
+        load(arguments(tmp_path / name, *FLAGS, *given, *flags)) for name in ("whole", "stopped")
+    ]
     replies = run_ranks(num_ranks, stop_and_resume, *configs, per_step + 3, threads=True, **groups)
     assert replies == [[1, "closed"]] * num_ranks
 

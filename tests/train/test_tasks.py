@@ -19,7 +19,10 @@ FLAGS = """--tokenizer-model bytes --vocab-size 260 --seq-length 64 --num-layers
     --eval-interval 1 --eval-iters 1 --lr-warmup-iters 0 --lr 1e-4 --adam-eps 1e-5 --micro-batch-size 1
     --global-batch-size 4 --init-method-std 0.3"""
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24"
-TP, PP, CP, EP = (f"--{axis}-parallel-size" for axis in ("tensor-model", "pipeline-model", "context", "expert-model"))
+TP, PP, CP, EP = (
+    f"--{axis}-parallel-size"
+    for axis in ("tensor-model", "pipeline-model", "context", "expert-model")
+)
 SHARDING, VIRTUAL = "--data-parallel-sharding-strategy", "--num-virtual-stages-per-pipeline-rank 2"
 DEEP = "--num-layers 4"
 LAYOUTS = {
@@ -30,7 +33,11 @@ LAYOUTS = {
     "cp tp": f"{CP} 2 {TP} 2",
     "cp pp": f"{CP} 2 {PP} 2 {SHARDING} optim",
 }
-OF_EXPERTS = {"ep": f"{EP} 4", "ep tp": f"{EP} 2 {TP} 2", "ep pp": f"{EP} 2 {PP} 2 {SHARDING} optim_grads"}
+OF_EXPERTS = {
+    "ep": f"{EP} 4",
+    "ep tp": f"{EP} 2 {TP} 2",
+    "ep pp": f"{EP} 2 {PP} 2 {SHARDING} optim_grads",
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +46,11 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("task") / "words.jsonl"
     lines = []
     for start in range(2):
-        context, right, wrong = " ".join(WORDS[start : start + 5]), WORDS[start + 5], WORDS[start + 3]
+        context, right, wrong = (
+            " ".join(WORDS[start : start + 5]),
+            WORDS[start + 5],
+            WORDS[start + 3],
+        )
         lines += [
             {"query": context, "choices": [wrong, right, "x"], "gold": 1},
             {"context_options": [context, wrong], "continuation": right, "gold": 0},
@@ -50,15 +61,25 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lines_of(folder: Path, task: Path, *more: str) -> list[str]:
-    return [*arguments(folder, FLAGS, *more), "--eval-tasks", f"words={task}", "--eval-num-fewshot", "1"]
+    return [
+        *arguments(folder, FLAGS, *more),
+        "--eval-tasks",
+        f"words={task}",
+        "--eval-num-fewshot",
+        "1",
+    ]
 
 
 def evaluations_of(folder: Path) -> list[dict[str, float]]:
     return [row["evaluation"] for row in metrics_of(folder)]
 
 
-@pytest.mark.parametrize(("layouts", "model"), [(LAYOUTS, ""), (OF_EXPERTS, EXPERTS)], ids=["dense", "experts"])
-def test_every_layout_gives_the_scores_of_one_rank(tmp_path: Path, task: Path, layouts, model: str) -> None:
+@pytest.mark.parametrize(
+    ("layouts", "model"), [(LAYOUTS, ""), (OF_EXPERTS, EXPERTS)], ids=["dense", "experts"]
+)
+def test_every_layout_gives_the_scores_of_one_rank(
+    tmp_path: Path, task: Path, layouts, model: str
+) -> None:
     for depth in {DEEP if DEEP in flags else "" for flags in layouts.values()}:
         run_ranks(1, run_command_lines, lines_of(tmp_path / f"single{depth}", task, model, depth))
     for name, flags in layouts.items():
@@ -73,9 +94,14 @@ def test_the_scores_are_those_of_the_saved_model_on_one_device(tmp_path: Path, t
     run_ranks(1, run_command_lines, lines_of(tmp_path / "run", task))
     stage = load_stage(open_checkpoint(tmp_path / "run"))
     questions = read_task("words", task, tokenizer=ByteTokenizer(), num_fewshot=1)
-    requests = [(row.tokens[: -row.num_scored], row.tokens[-row.num_scored :]) for row in questions.rows]
+    requests = [
+        (row.tokens[: -row.num_scored], row.tokens[-row.num_scored :]) for row in questions.rows
+    ]
     scored = log_likelihoods(stage, requests, batch_size=4, max_length=64)
-    greedy = [len(continuation) * one.is_greedy for one, (_, continuation) in zip(scored, requests, strict=True)]
+    greedy = [
+        len(continuation) * one.is_greedy
+        for one, (_, continuation) in zip(scored, requests, strict=True)
+    ]
     expected = questions.score([one.log_likelihood for one in scored], greedy)
     last = evaluations_of(tmp_path / "run")[-1]
     assert last["task/words/accuracy"] == expected.accuracy

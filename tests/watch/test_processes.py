@@ -46,7 +46,9 @@ def test_states_of_a_process_until_its_end():
     child = subprocess.Popen(["sleep", "60"])
     process = RankProcess(0, "host", child.pid, start_time(child.pid), "machine")
     assert state_of(process) in ("S", "R", "D")  # it may still be read from the disk
-    assert state_of(replace(process, started=process.started + 1)) == "", "a later process with its id"
+    assert state_of(replace(process, started=process.started + 1)) == "", (
+        "a later process with its id"
+    )
     child.send_signal(signal.SIGSTOP)
     end = time.monotonic() + HANG_S
     while state_of(process) != "T" and time.monotonic() < end:

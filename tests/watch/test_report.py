@@ -1,4 +1,6 @@
-"""The diagnosis of hung ranks from their heartbeats: who is behind, in which collective, and where ranks differ."""
+"""The diagnosis of hung ranks from their heartbeats: who is behind, in which collective, and where
+ranks differ.
+"""
 
 import pytest
 
@@ -12,15 +14,28 @@ DATA_PARALLEL = Topology.of(parallel_config(), 4)
 PIPELINE = Topology.of(parallel_config(pp=4), 4)
 
 
-def view(rank: int, *, state: str = "S", last: Collective | None = None, group: str = "world", **fields) -> RankView:
+def view(
+    rank: int, *, state: str = "S", last: Collective | None = None, group: str = "world", **fields
+) -> RankView:
     values = {"beats": 9, "is_alarmed": False, "step": 7, "phase": "step"}
     collectives = {group: last} if last else {}
     return RankView(
-        rank, "node", 100 + rank, state, Beat(**(values | {"action": "", "collectives": collectives} | fields))
+        rank,
+        "node",
+        100 + rank,
+        state,
+        Beat(**(values | {"action": "", "collectives": collectives} | fields)),
     )
 
 
-def waits(rank: int, *, sequence: int = 12, op: str = "all_reduce", num_bytes: int = 64, group: str = "world"):
+def waits(
+    rank: int,
+    *,
+    sequence: int = 12,
+    op: str = "all_reduce",
+    num_bytes: int = 64,
+    group: str = "world",
+):
     waiting = Waiting(group, op, sequence)
     return view(rank, last=Collective(sequence, op, num_bytes), group=group, waiting=waiting)
 
@@ -44,16 +59,23 @@ def test_a_rank_that_did_not_start_a_collective_is_behind():
 
 
 @pytest.mark.parametrize(
-    ("state", "cause"), [("T", "is stopped"), ("", "ended without an error message"), ("?", "did not reply")]
+    ("state", "cause"),
+    [("T", "is stopped"), ("", "ended without an error message"), ("?", "did not reply")],
 )
 def test_a_frozen_lost_or_silent_rank_is_named_first(state, cause):
-    frozen = view(1, state=state, last=Collective(11, "all_reduce", 64)) if state != "?" else RankView(1, "b", 5, "?")
+    frozen = (
+        view(1, state=state, last=Collective(11, "all_reduce", 64))
+        if state != "?"
+        else RankView(1, "b", 5, "?")
+    )
     diagnosis = diagnose(by_rank(waits(0), frozen, view(2), waits(3)), DATA_PARALLEL)
     assert diagnosis.ranks == (1,) and cause in diagnosis.headline
 
 
 def test_a_rank_that_finished_is_not_lost():
-    diagnosis = diagnose(by_rank(view(0, state="", phase="finished"), view(1), view(2), view(3)), DATA_PARALLEL)
+    diagnosis = diagnose(
+        by_rank(view(0, state="", phase="finished"), view(1), view(2), view(3)), DATA_PARALLEL
+    )
     assert diagnosis.ranks == () and "no rank waits for another one" in diagnosis.headline
 
 
@@ -61,14 +83,26 @@ def test_the_end_of_a_chain_of_pipeline_stages_is_behind_not_those_that_wait_for
     def stage(rank: int, source: int) -> RankView:
         return view(rank, waiting=Waiting("pp", "p2p", 3, peer=source), action=f"F{rank}.0")
 
-    diagnosis = diagnose(by_rank(view(0, action="F0.0"), stage(1, 0), stage(2, 1), stage(3, 2)), PIPELINE)
-    assert diagnosis.ranks == (0,) and "rank 1 waits for a message of group pp" in diagnosis.headline
+    diagnosis = diagnose(
+        by_rank(view(0, action="F0.0"), stage(1, 0), stage(2, 1), stage(3, 2)), PIPELINE
+    )
+    assert (
+        diagnosis.ranks == (0,) and "rank 1 waits for a message of group pp" in diagnosis.headline
+    )
 
 
 def test_ranks_in_different_collectives_wait_for_each_other():
     topology = Topology.of(parallel_config(tp=2), 2)
-    first = view(0, waiting=Waiting("tp", "all_reduce", 2), collectives={"tp": Collective(2, "all_reduce", 8)})
-    second = view(1, waiting=Waiting("world", "all_reduce", 1), collectives={"world": Collective(1, "all_reduce", 8)})
+    first = view(
+        0,
+        waiting=Waiting("tp", "all_reduce", 2),
+        collectives={"tp": Collective(2, "all_reduce", 8)},
+    )
+    second = view(
+        1,
+        waiting=Waiting("world", "all_reduce", 1),
+        collectives={"world": Collective(1, "all_reduce", 8)},
+    )
     diagnosis = diagnose(by_rank(first, second), topology)
     assert (
         diagnosis.ranks == (0, 1)
@@ -80,7 +114,9 @@ def test_where_no_rank_waits_those_that_started_fewer_collectives_are_named():
     def at(rank: int, sequence: int, **fields) -> RankView:
         return view(rank, last=Collective(sequence, "all_reduce", 64), **fields)
 
-    diagnosis = diagnose(by_rank(at(0, 12), at(1, 13), at(2, 11, phase="hooks"), at(3, 13)), DATA_PARALLEL)
+    diagnosis = diagnose(
+        by_rank(at(0, 12), at(1, 13), at(2, 11, phase="hooks"), at(3, 13)), DATA_PARALLEL
+    )
     assert diagnosis.ranks == (2,)
     assert diagnosis.headline == (
         "rank 2 (dp2, host node, pid 102) started fewer collectives than ranks 0-1, 3; it was in step 7, phase hooks"
@@ -98,9 +134,13 @@ def test_different_sizes_of_the_same_collective_are_where_ranks_differ():
 
 def test_the_report_lists_the_ranks_behind_first():
     views = by_rank(waits(0), waits(1), waits(2), view(3, state="T"))
-    text = report_text(diagnose(views, DATA_PARALLEL), views, topology=DATA_PARALLEL, title=["reason: x"])
+    text = report_text(
+        diagnose(views, DATA_PARALLEL), views, topology=DATA_PARALLEL, title=["reason: x"]
+    )
     lines = text.splitlines()
-    header = next(number for number, line in enumerate(lines) if line.startswith("rank  coordinates"))
+    header = next(
+        number for number, line in enumerate(lines) if line.startswith("rank  coordinates")
+    )
     assert lines[header + 1].split()[:5] == ["3", "dp3", "node", "103", "stopped"]
     assert "world all_reduce #12" in lines[header + 2]
 
@@ -108,7 +148,9 @@ def test_the_report_lists_the_ranks_behind_first():
 WORLD = Topology.of(parallel_config(tp=2), 4)
 
 
-def at(sequence: int, state: str, *, group: str = "world", op: str = "all_reduce") -> RecordedCollective:
+def at(
+    sequence: int, state: str, *, group: str = "world", op: str = "all_reduce"
+) -> RecordedCollective:
     return RecordedCollective(group, (), sequence, op, ((8, 2),), ("Float",), state)
 
 
@@ -128,7 +170,9 @@ def test_disjoint_groups_of_one_name_are_compared_apart():
     recorded = {0: [at(9, "scheduled", group="tp")], 1: [at(8, "completed", group="tp")]}
     recorded |= {2: [at(3, "completed", group="tp")], 3: [at(3, "completed", group="tp")]}
     (line,) = unmatched_collectives(recorded, WORLD)
-    assert line.startswith("group tp (ranks 0-1): all_reduce #9") and line.endswith(", rank 1 did not")
+    assert line.startswith("group tp (ranks 0-1): all_reduce #9") and line.endswith(
+        ", rank 1 did not"
+    )
 
 
 def test_a_failed_collective_of_gloo_is_complete_and_still_found():

@@ -34,7 +34,9 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_run_with_a_stopped_rank_ends_and_names_it(tmp_path: Path) -> None:
-    line = arguments(tmp_path / "run", "--train-iters 100000 --micro-batch-size 2 --num-workers 0 --no-save")
+    line = arguments(
+        tmp_path / "run", "--train-iters 100000 --micro-batch-size 2 --num-workers 0 --no-save"
+    )
     program = tmp_path / "impatient.py"
     program.write_text(IMPATIENT)
     forked = ForkedRanks([*line, "--hang-timeout-s", "5"], folder=tmp_path, program=program)
@@ -44,15 +46,16 @@ def test_a_run_with_a_stopped_rank_ends_and_names_it(tmp_path: Path) -> None:
     forked.processes[0].join(HANG_S)  # it kills rank 1 and ends; `wait` could kill it in between
     finished = forked.wait()
     assert forked.processes[0].exitcode == 2, finished.output
-    assert re.search(rf"error: .*rank 1 \(dp1, host \S+, pid {rank}\) is stopped", finished.output, re.S), (
-        finished.output
-    )
+    assert re.search(
+        rf"error: .*rank 1 \(dp1, host \S+, pid {rank}\) is stopped", finished.output, re.S
+    ), finished.output
     report = (tmp_path / "run" / REPORT).read_text()
     assert f"rank 1 (dp1, host {os.uname().nodename}, pid {rank}) is stopped" in report
     assert re.search(r"^0 +dp0 .* sleeping|^0 +dp0 .* running", report, re.M), report
     (folder,) = (tmp_path / "run").glob("hang-2*")
     assert [path.name for path in folder.glob("rank-*.txt")] == ["rank-00000.txt"]
-    recorded = json.loads((folder / "collectives-00000.json").read_text())  # of gloo's collectives, by torch
+    # of gloo's collectives, by torch
+    recorded = json.loads((folder / "collectives-00000.json").read_text())
     assert {"world", "control"} <= {each["group"] for each in recorded}
     assert all(each["input_sizes"] for each in recorded)
     assert "nanotrain/comm/work.py" in (folder / "rank-00000.txt").read_text()
@@ -76,7 +79,9 @@ def is_there(pid: int) -> bool:
     return True
 
 
-def test_one_rank_that_begins_nothing_ends_with_its_stacks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_that_begins_nothing_ends_with_its_stacks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     context, ended = ParallelContext.attach(Topology.of(parallel_config(), 1)), []
     watchdog = Watchdog(context, tmp_path, timeout_s=0.3, end=ended.append)
     context.heartbeat.begin("data", step=5)
@@ -88,13 +93,18 @@ def test_one_rank_that_begins_nothing_ends_with_its_stacks(tmp_path: Path, capfd
     watchdog.stop(phase="failed")
     assert ended == [2]
     report = (tmp_path / REPORT).read_text()
-    assert "rank 0 began nothing for" in report and "no rank waits for another one; look at the stacks" in report
+    assert (
+        "rank 0 began nothing for" in report
+        and "no rank waits for another one; look at the stacks" in report
+    )
     assert "in step 5, phase step" in capfd.readouterr().err
     (folder,) = tmp_path.glob("hang-2*")
     assert "test_one_rank_that_begins_nothing" in (folder / "rank-00000.txt").read_text()
 
 
-def test_a_rank_that_moves_slowly_and_a_checkpoint_that_takes_long_are_no_reason(tmp_path: Path) -> None:
+def test_a_rank_that_moves_slowly_and_a_checkpoint_that_takes_long_are_no_reason(
+    tmp_path: Path,
+) -> None:
     context = ParallelContext.attach(Topology.of(parallel_config(), 1))
     watchdog = Watchdog(context, tmp_path, timeout_s=10.0)
     for now in (0.0, 9.0, 18.0, 27.0):
@@ -128,14 +138,25 @@ def test_a_rank_that_is_stopped_inside_a_save_is_a_reason(tmp_path: Path) -> Non
         watchdog._local.append(process)
         watchdog._records[1] = memoryview(bytearray(RECORD_BYTES)).cast("q")
         assert not watchdog.reason_to_end(409.0)
-        assert watchdog.reason_to_end(410.0) == "rank 0 began nothing for 10 s (--hang-timeout-s 10)"
+        assert (
+            watchdog.reason_to_end(410.0) == "rank 0 began nothing for 10 s (--hang-timeout-s 10)"
+        )
 
 
-def test_a_rank_whose_connections_were_cut_is_named_by_the_ports_in_the_errors_of_the_others(tmp_path: Path) -> None:
-    watchdog = Watchdog(ParallelContext.attach(Topology.of(parallel_config(), 1)), tmp_path, timeout_s=10.0)
+def test_a_rank_whose_connections_were_cut_is_named_by_the_ports_in_the_errors_of_the_others(
+    tmp_path: Path,
+) -> None:
+    watchdog = Watchdog(
+        ParallelContext.attach(Topology.of(parallel_config(), 1)), tmp_path, timeout_s=10.0
+    )
     watchdog._hang_folder.mkdir()
     closed = "all_reduce #3 failed: gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:12673. GLHF!"
-    written = [([36531], closed), ([33073, 33906], ALARM), ([36457], closed), ([1], "[10.0.0.2]:12673 timed out")]
+    written = [
+        ([36531], closed),
+        ([33073, 33906], ALARM),
+        ([36457], closed),
+        ([1], "[10.0.0.2]:12673 timed out"),
+    ]
     for rank, (ports, reason) in enumerate(written):
         text = json.dumps({"ports": ports, "reason": reason})
         (watchdog._hang_folder / f"connections-{rank:05d}.json").write_text(text)
@@ -145,7 +166,9 @@ def test_a_rank_whose_connections_were_cut_is_named_by_the_ports_in_the_errors_o
 def test_only_the_rank_that_writes_the_report_reads_the_files_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watchdog = Watchdog(ParallelContext.attach(Topology.of(parallel_config(), 1)), tmp_path, timeout_s=10.0)
+    watchdog = Watchdog(
+        ParallelContext.attach(Topology.of(parallel_config(), 1)), tmp_path, timeout_s=10.0
+    )
     watchdog._hang_folder.mkdir()
     (watchdog._hang_folder / "writer").touch()
     (watchdog._hang_folder / "written").write_text("rank 1 was killed")
@@ -159,7 +182,10 @@ def test_the_message_begins_with_the_cause_where_another_rank_gave_the_alarm(
     context = ParallelContext.attach(Topology.of(parallel_config(), 1))
     watchdog = Watchdog(context, tmp_path, timeout_s=100.0)
     lost = Diagnosis((), "rank 3 was killed")
-    for reason, message in (("rank 0 began nothing", "error: rank 0 began nothing\nrank 3"), (ALARM, "error: rank 3")):
+    for reason, message in (
+        ("rank 0 began nothing", "error: rank 0 began nothing\nrank 3"),
+        (ALARM, "error: rank 3"),
+    ):
         watchdog._hang_folder.mkdir(exist_ok=True)
         watchdog._write_report(reason, lost, views={})
         assert capfd.readouterr().err.startswith(f"{message} was killed\nsee "), reason

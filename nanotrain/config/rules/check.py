@@ -9,23 +9,47 @@ validate_for_world    the rules that need the world size; validate_start: unless
 from nanotrain.config.config import Config
 from nanotrain.config.notation import read_stages
 from nanotrain.config.rules.rule import check_rules, contradictions
-from nanotrain.config.schedules import batch_schedule, global_batch_size, length_schedule, num_microbatches
+from nanotrain.config.schedules import (
+    batch_schedule,
+    global_batch_size,
+    length_schedule,
+    num_microbatches,
+)
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.quantities import count_of
 
-# Fields that name a row of a table of implementations. The tables import torch, so `plan.check_names` checks the names.
+# Fields that name a row of a table of implementations. The tables import torch, so
+# `plan.check_names` checks the names.
 OPEN_NAMES = (
-    *("pipeline_schedule", "cp_comm_type", "attention_backend", "optimizer", "muon_scalar_optimizer"),
+    *(
+        "pipeline_schedule",
+        "cp_comm_type",
+        "attention_backend",
+        "optimizer",
+        "muon_scalar_optimizer",
+    ),
     *("lr_decay_style", "fp8_recipe"),
 )
-BATCH_FIELDS = ("micro_batch_size", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "seq_length")
-MAX_MICROBATCHES = 1 << 16  # per rank and step; a rank plans the order of all of them, 65,536 in a few seconds
+BATCH_FIELDS = (
+    "micro_batch_size",
+    "global_batch_size",
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+    "seq_length",
+)
+# per rank and step; a rank plans the order of all of them, 65,536 in a few seconds
+MAX_MICROBATCHES = 1 << 16
 
 
 def collect_errors(
-    config: Config, *, to_train: bool, errors: ErrorCollector, unreadable: frozenset[str] = frozenset()
+    config: Config,
+    *,
+    to_train: bool,
+    errors: ErrorCollector,
+    unreadable: frozenset[str] = frozenset(),
 ) -> None:
-    """Check every rule that needs no world size; `to_train` also checks that the layout fits the model.
+    """Check every rule that needs no world size; `to_train` also checks that the layout fits the
+    model.
 
     Rules on the fields `unreadable`, by unique name, are left out.
     """
@@ -51,7 +75,9 @@ def check_model(config: Config) -> None:
 
 
 def check_layout(config: Config) -> None:
-    """Check that the parallel layout and recomputation fit the model; raises all broken rules in one ConfigError."""
+    """Check that the parallel layout and recomputation fit the model; raises all broken rules in
+    one ConfigError.
+    """
     check_table(config, "layout")
 
 
@@ -64,7 +90,9 @@ def check_table(config: Config, *groups: str) -> None:
 
 
 def validate_start(config: Config, world_size: int, *, expected_dp: int | None = None) -> None:
-    """`validate_for_world` before a run starts, where `--auto-layout` has not chosen the layout yet."""
+    """`validate_for_world` before a run starts, where `--auto-layout` has not chosen the layout
+    yet.
+    """
     if not config.parallel.auto_layout:
         validate_for_world(config, world_size, expected_dp=expected_dp)
 
@@ -83,7 +111,10 @@ def validate_for_world(config: Config, world_size: int, *, expected_dp: int | No
     dp = config.parallel.data_parallel_size(world_size)
     check_data_parallel_size(dp, expected_dp, world_size=world_size)
     if absent := [rank for rank in config.train.profile_ranks if rank >= world_size]:
-        why, fix = f"the run has {count_of(world_size, 'rank')}, from 0", "leave it out of --profile-ranks"
+        why, fix = (
+            f"the run has {count_of(world_size, 'rank')}, from 0",
+            "leave it out of --profile-ranks",
+        )
         raise ConfigError(f"profile_ranks has rank {absent[0]}", why=why, fix=fix)
     check_batches(config, dp)
     count, batch_size = num_microbatches(config.train, dp), global_batch_size(config.train, dp)
@@ -120,7 +151,11 @@ def check_batches(config: Config, dp: int) -> None:
     micro_batch_size = config.train.micro_batch_size
     for size in schedule.sizes if schedule else ():
         if size % micro_batch_size or size < micro_batch_size * dp:
-            flag = "--step-batch-size-schedule" if config.train.step_batch_size_schedule else "--rampup-batch-size"
+            flag = (
+                "--step-batch-size-schedule"
+                if config.train.step_batch_size_schedule
+                else "--rampup-batch-size"
+            )
             raise ConfigError(
                 f"a global batch of {count_of(size, 'sample')} of {flag} cannot be split into microbatches",
                 why=f"micro_batch_size {micro_batch_size} must divide it, and each of dp={dp} ranks needs a microbatch",

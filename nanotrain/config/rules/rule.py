@@ -18,7 +18,9 @@ from nanotrain.quantities import count_of, round_up
 
 @dataclass(frozen=True)
 class Rule:
-    """Values that are an error together; config/tables/contradictions.yaml describes the form of the texts."""
+    """Values that are an error together; config/tables/contradictions.yaml describes the form of
+    the texts.
+    """
 
     where: str  # the condition
     what: str  # the fact
@@ -28,7 +30,9 @@ class Rule:
 
 def holds(values: Values, where: str) -> bool:
     """Whether a condition of a table holds."""
-    return any(all(_is_met(values, term) for term in terms.split(" and ")) for terms in where.split(" or "))
+    return any(
+        all(_is_met(values, term) for term in terms.split(" and ")) for terms in where.split(" or ")
+    )
 
 
 def _is_met(values: Values, term: str) -> bool:
@@ -54,7 +58,8 @@ COMPARISONS = {"above ": gt, "below ": lt, "a multiple of ": lambda value, unit:
 
 
 class Text(Formatter):
-    """A text of a rule with its values: as they are typed, as a count (`# layer|is`) or as the next multiple.
+    """A text of a rule with its values: as they are typed, as a count (`# layer|is`) or as the next
+    multiple.
 
     >>> Text().vformat("{num_layers:# layer|has} {seq_length:multiple of 100}", (), Values(Config()))
     '4 layers have 300'
@@ -76,12 +81,21 @@ def contradictions(group: str) -> tuple[Rule, ...]:
 
 
 def check_rules(
-    config: Config, rules: Iterable[Rule], *, errors: ErrorCollector, unreadable: frozenset[str] = frozenset()
+    config: Config,
+    rules: Iterable[Rule],
+    *,
+    errors: ErrorCollector,
+    unreadable: frozenset[str] = frozenset(),
 ) -> None:
-    """Check every rule of a table, but those on fields that could not be read; errors are collected."""
+    """Check every rule of a table, but those on fields that could not be read; errors are
+    collected.
+    """
     values: Any = Values(config, unreadable)  # which the formatter takes for a mapping
     for rule in rules:
-        with errors, suppress(Unreadable):  # a condition or a text may itself find a pattern of layers invalid
+        # a condition or a text may itself find a pattern of layers invalid
+        with errors, suppress(Unreadable):
             if holds(values, rule.where):
-                what, why, fix = (Text().vformat(text, (), values) for text in (rule.what, rule.why, rule.fix))
+                what, why, fix = (
+                    Text().vformat(text, (), values) for text in (rule.what, rule.why, rule.fix)
+                )
                 raise ConfigError(what, why=why, fix=fix)

@@ -1,10 +1,11 @@
 """Settings without effect: which fields another field switches off, and what happens to them.
 
-The rows are `config/tables/unused.yaml`, and one per section that a model may not have, for the fields of its switch.
-Such a setting is an error, with two exceptions. Where the command line changes the cause, a setting of a YAML file
-returns to its default (`+config=tiny --data-parallel-sharding-strategy no_shard`, where tiny overlaps the parameter
-gather). What published scripts of Megatron-LM set without effect (`is_harmless`) returns to its default in any case.
-`nanotrain config --explain` names the reason.
+The rows are `config/tables/unused.yaml`, and one per section that a model may not have, for the
+fields of its switch. Such a setting is an error, with two exceptions. Where the command line
+changes the cause, a setting of a YAML file returns to its default (`+config=tiny
+--data-parallel-sharding-strategy no_shard`, where tiny overlaps the parameter gather). What
+published scripts of Megatron-LM set without effect (`is_harmless`) returns to its default in any
+case. `nanotrain config --explain` names the reason.
 """
 
 import re
@@ -32,7 +33,12 @@ from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError, ErrorCollector
 
 # fields of absent sections that published scripts of Megatron-LM set
-HARMLESS = {"rotary_scaling_factor", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"}
+HARMLESS = {
+    "rotary_scaling_factor",
+    "yarn_correction_range_round_to_int",
+    "mscale",
+    "mscale_all_dim",
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,8 @@ class Unused:
     causes: tuple[str, ...]  # unique names of the fields that decide
     why: str  # the reason
     fix: str = ""  # how the fields get an effect; empty: change the causes
-    is_harmless: bool = False  # published scripts of Megatron-LM set the fields all the same: reset, not refused
+    # published scripts of Megatron-LM set the fields all the same: reset, not refused
+    is_harmless: bool = False
 
 
 @cache
@@ -56,7 +63,9 @@ def unused() -> tuple[Unused, ...]:
 def of_table() -> Iterator[Unused]:
     """The rows of unused.yaml."""
     for row in read_table("unused"):
-        causes = row["causes"].split() if "causes" in row else re.findall(r"(\w+) is ", row["where"])
+        causes = (
+            row["causes"].split() if "causes" in row else re.findall(r"(\w+) is ", row["where"])
+        )
         lists = {"fields": tuple(row["fields"].split()), "causes": tuple(dict.fromkeys(causes))}
         yield Unused(**(row | lists))
 
@@ -75,7 +84,8 @@ def of_absent_sections() -> Iterator[Unused]:
                 fields=tuple(name for name in names if (name in HARMLESS) is is_harmless),
                 where=f"{switch.name} is {off}",
                 causes=(switch.name,),
-                why=f"it belongs to {switch.name} {value}".rstrip() + ", which is unset" * switch.is_optional,
+                why=f"it belongs to {switch.name} {value}".rstrip()
+                + ", which is unset" * switch.is_optional,
                 fix=f"set {switch.flag} {value}".rstrip(),
                 is_harmless=is_harmless,
             )
@@ -94,22 +104,31 @@ def reset_unused(
     Args:
         config: the composed configuration.
         explicit: keys set on the command line.
-        errors: collects a ConfigError per setting without effect that the command line did not switch off.
-        defaults: keys whose value is a default of Megatron-LM, which no one set; they are reset too.
-        unreadable: unique names of fields whose value could not be read; rules with such a cause are left out.
+        errors: collects a ConfigError per setting without effect that the command line did not
+            switch off.
+        defaults: keys whose value is a default of Megatron-LM, which no one set; they are reset
+            too.
+        unreadable: unique names of fields whose value could not be read; rules with such a cause
+            are left out.
 
     Returns:
         The configuration, and the origin of each value that was reset.
     """
     values, origins = flat_values(config), dict[str, str]()
-    changed = {name: values[entry.key] for name, entry in ENTRIES.items() if values[entry.key] != entry.default}
+    changed = {
+        name: values[entry.key]
+        for name, entry in ENTRIES.items()
+        if values[entry.key] != entry.default
+    }
     for rule in unused():
-        if changed.keys().isdisjoint(rule.fields):  # of most rules: conditions take several times as long
+        # of most rules: conditions take several times as long
+        if changed.keys().isdisjoint(rule.fields):
             continue
         causes = [ENTRIES[name] for name in rule.causes]
         if not unreadable.isdisjoint(cause.name for cause in causes):
             continue
-        # The model section may be read later, from a checkpoint or from config.json of pretrained weights.
+        # The model section may be read later, from a checkpoint or from config.json of pretrained
+        # weights.
         if not config.is_model_known and any(cause.key.startswith("model.") for cause in causes):
             continue
         with errors:
@@ -117,14 +136,20 @@ def reset_unused(
                 continue
         is_overruled = any(cause.key in explicit for cause in causes)
         for entry in [ENTRIES[name] for name in rule.fields if name in changed]:
-            is_reset = rule.is_harmless or entry.key in defaults or (is_overruled and entry.key not in explicit)
+            is_reset = (
+                rule.is_harmless
+                or entry.key in defaults
+                or (is_overruled and entry.key not in explicit)
+            )
             if not is_reset:
                 errors.errors.append(without_effect(config, entry, rule=rule))
                 continue
             config = with_values(config, {entry.key: entry.default})
             source = "the command line" if entry.key in explicit else "the YAML"
             source = "Megatron-LM" if entry.key in defaults else source
-            origins[entry.key] = f"default, not {source}'s {typed(changed.pop(entry.name))}: {rule.why}"
+            origins[entry.key] = (
+                f"default, not {source}'s {typed(changed.pop(entry.name))}: {rule.why}"
+            )
     return without_absent(config) if config.is_model_known else config, origins
 
 

@@ -1,4 +1,5 @@
-"""Tables as YAML files: Megatron-LM's flags, names of other frameworks, contradictions, settings without effect, peaks.
+"""Tables as YAML files: Megatron-LM's flags, names of other frameworks, contradictions, settings
+without effect, peaks.
 
 It does not hold conversions of values: rows name functions of `config/conversions.py`.
 """
@@ -11,6 +12,9 @@ from typing import Any
 @cache
 def read_table(name: str, *, folder: Path = Path(__file__).parent) -> Any:
     """The content of a YAML file, of this folder or of another package's."""
-    import yaml  # 10 ms, and 10 more for the larger table: both only for a command line that needs it
+    # 10 ms, and 10 more for the larger table: both only for a command line that needs it
+    import yaml
 
-    return yaml.load((folder / f"{name}.yaml").read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return yaml.load(
+        (folder / f"{name}.yaml").read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    )

@@ -1,4 +1,5 @@
-"""Hugging Face folders: config.json to and from a model configuration, weights to and from parameters.
+"""Hugging Face folders: config.json to and from a model configuration, weights to and from
+parameters.
 
 Not here: tokenizers (data/) and checkpoints of training runs (checkpoint/).
 """

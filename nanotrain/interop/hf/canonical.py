@@ -1,4 +1,6 @@
-"""Model sections that describe the same model: `canonical` makes them equal, `resolved` sets derived sizes."""
+"""Model sections that describe the same model: `canonical` makes them equal, `resolved` sets
+derived sizes.
+"""
 
 import math
 from dataclasses import replace
@@ -17,7 +19,10 @@ def free_keys(model_config: ModelConfig) -> tuple[str, ...]:
     """Keys of the model section that do not depend on the weights."""
     tables = read_tables()
     of_sections = {"free_expert_keys": model_config.moe, "free_dsa_keys": model_config.dsa}
-    return (*tables["free_keys"], *(key for name, section in of_sections.items() if section for key in tables[name]))
+    return (
+        *tables["free_keys"],
+        *(key for name, section in of_sections.items() if section for key in tables[name]),
+    )
 
 
 def resolved(model_config: ModelConfig) -> ModelConfig:
@@ -34,22 +39,35 @@ def resolved(model_config: ModelConfig) -> ModelConfig:
 
 
 def canonical(model_config: ModelConfig) -> ModelConfig:
-    """The same model with derived sizes resolved and fields without effect (`unused.yaml`) at their defaults."""
-    config, errors = Config(model=model_config), ErrorCollector()  # what is wrong in itself keeps its value
+    """The same model with derived sizes resolved and fields without effect (`unused.yaml`) at their
+    defaults.
+    """
+    # what is wrong in itself keeps its value
+    config, errors = Config(model=model_config), ErrorCollector()
     config, _ = reset_unused(config, explicit=frozenset(), errors=errors, defaults=frozenset(KEYS))
     model_config = resolved(config.model)
     shape = ModelShape.of(model_config)
     moe = shape.moe if any(shape.moe_layers) else None
     if moe is not None:
-        moe = replace(moe, ffn_hidden_size=shape.moe_ffn_size, layer_freq=write_pattern(shape.moe_layers))
+        moe = replace(
+            moe, ffn_hidden_size=shape.moe_ffn_size, layer_freq=write_pattern(shape.moe_layers)
+        )
     scale, local = model_config.softmax_scale, model_config.rotary_base_local
     is_usual = scale is not None and math.isclose(scale, shape.head_dim**-0.5)
-    is_scaled = model_config.use_rope_scaling or model_config.rotary_seq_len_interpolation_factor != 1
+    is_scaled = (
+        model_config.use_rope_scaling or model_config.rotary_seq_len_interpolation_factor != 1
+    )
     is_shared = local == model_config.rotary_base and not is_scaled and model_config.yarn is None
     without, windows = model_config.no_rope_layers, model_config.window_layers
-    linear = tuple(mixer is not None and mixer == model_config.linear_attention_type for mixer in shape.mixers)
+    linear = tuple(
+        mixer is not None and mixer == model_config.linear_attention_type for mixer in shape.mixers
+    )
     is_mixed = any(linear) and not all(linear) and model_config.hybrid_layer_pattern is None
-    epsilon, mla, linear_sizes = model_config.norm_epsilon, model_config.mla, model_config.linear_attention
+    epsilon, mla, linear_sizes = (
+        model_config.norm_epsilon,
+        model_config.mla,
+        model_config.linear_attention,
+    )
     if mla is not None and mla.compressed_norm_epsilon == epsilon:
         mla = replace(mla, compressed_norm_epsilon=None)
     if linear_sizes is not None and linear_sizes.norm_epsilon == epsilon:

@@ -1,13 +1,15 @@
-"""Files that travel with the weights: tokenizer, generation_config.json, and config.json of the model's origin.
+"""Files that travel with the weights: tokenizer, generation_config.json, and config.json of the
+model's origin.
 
-The origin of a model is the Hugging Face folder that its weights were imported from. Where the exported model is the
-one that this folder's config.json describes, config.json is written as it is there, with entries that nanotrain does
-not read; so import and export are the identity. Another model gets its own config.json with the special tokens of the
-origin.
+The origin of a model is the Hugging Face folder that its weights were imported from. Where the
+exported model is the one that this folder's config.json describes, config.json is written as it is
+there, with entries that nanotrain does not read; so import and export are the identity. Another
+model gets its own config.json with the special tokens of the origin.
 
-A tokenizer is exported only as transformers' AutoTokenizer loads it alike: with equal ids, and the same end-of-document
-token. AutoTokenizer builds the tokenizers of some families from the vocabulary alone, whatever else tokenizer.json
-holds; where that gives other ids, the settings are those of any class.
+A tokenizer is exported only as transformers' AutoTokenizer loads it alike: with equal ids, and the
+same end-of-document token. AutoTokenizer builds the tokenizers of some families from the vocabulary
+alone, whatever else tokenizer.json holds; where that gives other ids, the settings are those of any
+class.
 """
 
 import json
@@ -20,16 +22,28 @@ from typing import Any
 from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import value_of, with_values
 from nanotrain.data.corpus_info import is_same_tokenizer
-from nanotrain.data.tokenizer import VOCABULARY_FILES, FastTokenizer, SlowTokenizer, first_line, load_with_files
+from nanotrain.data.tokenizer import (
+    VOCABULARY_FILES,
+    FastTokenizer,
+    SlowTokenizer,
+    first_line,
+    load_with_files,
+)
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical, free_keys
-from nanotrain.interop.hf.families import MAX_CONFIG_BYTES, model_from_hf, read_config, read_full_config
+from nanotrain.interop.hf.families import (
+    MAX_CONFIG_BYTES,
+    model_from_hf,
+    read_config,
+    read_full_config,
+)
 from nanotrain.runs.files import write_bytes, write_text
 from nanotrain.untrusted import own_file, read_file
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Entries that do not hold for what is exported: the weights are dequantized, and no code of the folder is copied.
+# Entries that do not hold for what is exported: the weights are dequantized, and no code of the
+# folder is copied.
 _NOT_EXPORTED = ("quantization_config", "auto_map")
 # Texts whose ids are compared, beside all special tokens and texts of the whole vocabulary.
 _TEXTS = (
@@ -43,9 +57,8 @@ _IDS_PER_TEXT = 64
 class Companions:
     """Where files beside the weights are copied from.
 
-    Attributes:
-        tokenizer: the tokenizer, as `load_tokenizer` takes it; None for none.
-        origin: the Hugging Face folder that the model was imported from, if it is known and still there.
+    Attributes: tokenizer: the tokenizer, as `load_tokenizer` takes it; None for none. origin: the
+        Hugging Face folder that the model was imported from, if it is known and still there.
     """
 
     tokenizer: str | None = None
@@ -56,7 +69,9 @@ class Companions:
         """Whether the special tokens of the origin are those of the tokenizer."""
         if self.origin is None or self.tokenizer is None:
             return self.origin is not None
-        return self.tokenizer == str(self.origin) or bool(is_same_tokenizer(self.tokenizer, str(self.origin)))
+        return self.tokenizer == str(self.origin) or bool(
+            is_same_tokenizer(self.tokenizer, str(self.origin))
+        )
 
     @cached_property
     def origin_config(self) -> dict[str, Any]:
@@ -66,7 +81,9 @@ class Companions:
         except HuggingFaceError:
             return {}
 
-    def config(self, model_config: ModelConfig, written: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
+    def config(
+        self, model_config: ModelConfig, written: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], Path | None]:
         """The config.json of an export without its dtype, and the file that already is this one.
 
         Args:
@@ -77,17 +94,22 @@ class Companions:
         if self.origin is None:
             return dict(written), None
         if raw.get("model_type") == written["model_type"] and _describes(self.origin, model_config):
-            left_out = _NOT_EXPORTED if self.has_own_tokenizer else (*_NOT_EXPORTED, *SPECIAL_TOKENS)
+            left_out = (
+                _NOT_EXPORTED if self.has_own_tokenizer else (*_NOT_EXPORTED, *SPECIAL_TOKENS)
+            )
             kept = {key: value for key, value in raw.items() if key not in left_out}
             for name in ("dtype", "torch_dtype"):
                 if name in kept or (name == "torch_dtype" and "dtype" not in kept):
                     kept[name] = written["torch_dtype"]
-            return kept, self.origin / CONFIG_FILE if kept == read_full_config(self.origin) else None
+            return kept, self.origin / CONFIG_FILE if kept == read_full_config(
+                self.origin
+            ) else None
         tokens = {name: raw[name] for name in SPECIAL_TOKENS if name in raw}
         return {**written, **(tokens if self.has_own_tokenizer else {})}, None
 
     def write_tokenizer(self, folder: Path) -> dict[str, Any]:
-        """Write the tokenizer beside config.json; returns the entries of config.json that name its special tokens.
+        """Write the tokenizer beside config.json; returns the entries of config.json that name its
+        special tokens.
 
         Raises:
             DataError: it cannot be loaded.
@@ -111,31 +133,42 @@ class Companions:
         return {f"{role}_token_id": getattr(loaded, f"{role}_token_id") for role in roles}
 
     def write_generation_config(self, folder: Path, tokens: Mapping[str, Any]) -> None:
-        """Keep generation_config.json of the tokenizer, else copy that of an origin with this tokenizer.
+        """Keep generation_config.json of the tokenizer, else copy that of an origin with this
+        tokenizer.
 
         Without either one is written from `tokens`, the ids of the special tokens.
         """
         target = folder / GENERATION_FILE
         if target.is_file():
             return
-        if self.origin is not None and self.has_own_tokenizer and (source := self.origin / GENERATION_FILE).is_file():
+        if (
+            self.origin is not None
+            and self.has_own_tokenizer
+            and (source := self.origin / GENERATION_FILE).is_file()
+        ):
             try:
                 write_bytes(target, read_file(own_file(source), most=MAX_CONFIG_BYTES))
             except ValueError as error:
-                raise HuggingFaceError(f"{source} is not copied", why=str(error), fix="remove it") from None
+                raise HuggingFaceError(
+                    f"{source} is not copied", why=str(error), fix="remove it"
+                ) from None
         elif known := {name: token for name, token in tokens.items() if token is not None}:
             write_text(target, json.dumps(known, indent=2, sort_keys=True) + "\n")
 
 
 def fullest_tokenizer(name: str | None, origin: Path | None) -> str | None:
-    """The tokenizer of a model: its origin's where `name` is a copy of that, which may lack files, or unknown."""
+    """The tokenizer of a model: its origin's where `name` is a copy of that, which may lack files,
+    or unknown.
+    """
     if origin is None or not any((origin / file).is_file() for file in VOCABULARY_FILES):
         return name
     return str(origin) if name is None or is_same_tokenizer(name, str(origin)) else name
 
 
 def _describes(folder: Path, model_config: ModelConfig) -> bool:
-    """Whether config.json of the folder describes the model; fields that do not depend on the weights may differ."""
+    """Whether config.json of the folder describes the model; fields that do not depend on the
+    weights may differ.
+    """
     try:
         described = model_from_hf(folder)
     except HuggingFaceError:
@@ -154,17 +187,26 @@ def _load_again(tokenizer: FastTokenizer | SlowTokenizer, folder: Path) -> tuple
             theirs, ours = loaded.encode(text, add_special_tokens=False), tokenizer.encode(text)
             if theirs != ours:
                 name = type(loaded).__name__
-                return loaded, f"{name} encodes {ascii(text[:40])} as {theirs[:8]}, and nanotrain as {ours[:8]}"
+                return (
+                    loaded,
+                    f"{name} encodes {ascii(text[:40])} as {theirs[:8]}, and nanotrain as {ours[:8]}",
+                )
     except Exception as error:  # the library raises many
         return None, first_line(error)
     if loaded.eos_token_id != tokenizer.eod:
-        return loaded, f"its end-of-document token is {loaded.eos_token_id}, and that of the training {tokenizer.eod}"
+        return (
+            loaded,
+            f"its end-of-document token is {loaded.eos_token_id}, and that of the training {tokenizer.eod}",
+        )
     return loaded, ""
 
 
 def _texts(tokenizer: FastTokenizer | SlowTokenizer) -> Iterator[str]:
     yield from _TEXTS.split("|")
     if isinstance(tokenizer, FastTokenizer):
-        yield from (f"a {token}{token} b" for token in map(str, tokenizer.backend.get_added_tokens_decoder().values()))
+        yield from (
+            f"a {token}{token} b"
+            for token in map(str, tokenizer.backend.get_added_tokens_decoder().values())
+        )
     for first in range(0, tokenizer.vocab_size, _IDS_PER_TEXT):
         yield tokenizer.decode(range(first, min(first + _IDS_PER_TEXT, tokenizer.vocab_size)))

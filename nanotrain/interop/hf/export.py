@@ -27,7 +27,13 @@ from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.companions import CONFIG_FILE, Companions
 from nanotrain.interop.hf.families import FAMILIES, config_to_hf, family_of
 from nanotrain.interop.hf.hub import CARD_FILE, model_card
-from nanotrain.interop.hf.names import TensorMapping, constants_of, map_parameters, mtp_copies, tensor_shapes
+from nanotrain.interop.hf.names import (
+    TensorMapping,
+    constants_of,
+    map_parameters,
+    mtp_copies,
+    tensor_shapes,
+)
 from nanotrain.precision.dtypes import TORCH_DTYPES, torch_name
 from nanotrain.runs.files import write_text
 from nanotrain.spec.boxes import Box
@@ -49,10 +55,11 @@ def export_weights(
     Args:
         folder: the folder to write, created if absent; must be empty.
         model_config: configuration of the model, its vocabulary size set.
-        tensors: (parameter name, full tensor with padding) in any order, each parameter once. A lazy stream is read
-            one by one, so at most about one file is in memory.
+        tensors: (parameter name, full tensor with padding) in any order, each parameter once. A
+            lazy stream is read one by one, so at most about one file is in memory.
         dtype: dtype of the written weights, "fp32", "bf16" or "fp16".
-        family: a key of FAMILIES; None selects that of the model's origin, else the first that can represent the model.
+        family: a key of FAMILIES; None selects that of the model's origin, else the first that can
+            represent the model.
         companions: sources of tokenizer, generation_config.json and config.json.
 
     Returns:
@@ -64,10 +71,18 @@ def export_weights(
         EnvironmentFault: the folder cannot be written; nothing is left in it.
     """
     companions = companions or Companions()
-    family = _choose_family(model_config, family, preferred=str(companions.origin_config.get("model_type")))
+    family = _choose_family(
+        model_config, family, preferred=str(companions.origin_config.get("model_type"))
+    )
     mappings = map_parameters(model_config, FAMILIES[family])
-    copies, constants = mtp_copies(model_config, FAMILIES[family]), constants_of(model_config, FAMILIES[family])
-    numel = sum(prod(shape) * (1 + len(copies.get(name, ()))) for name, shape in tensor_shapes(mappings).items())
+    copies, constants = (
+        mtp_copies(model_config, FAMILIES[family]),
+        constants_of(model_config, FAMILIES[family]),
+    )
+    numel = sum(
+        prod(shape) * (1 + len(copies.get(name, ())))
+        for name, shape in tensor_shapes(mappings).items()
+    )
     numel += sum(prod(shape) for _, shape in constants.values())
     name, has_tokenizer = folder.resolve().name, companions.tokenizer is not None
     with export_folder(folder, nbytes=numel * TORCH_DTYPES[dtype].itemsize) as temporary:
@@ -84,17 +99,24 @@ def export_weights(
             shards.add(constant, torch.full(shape, value, dtype=TORCH_DTYPES[dtype]))
         shards.finish()
         companions.write_generation_config(temporary, tokens)
-        card = model_card(model_config, name=name, family=family, dtype=dtype, has_tokenizer=has_tokenizer)
+        card = model_card(
+            model_config, name=name, family=family, dtype=dtype, has_tokenizer=has_tokenizer
+        )
         write_text(temporary / CARD_FILE, card)
         if same_file is not None and not tokens:
             shutil.copyfile(same_file, temporary / CONFIG_FILE)
         else:
-            write_text(temporary / CONFIG_FILE, json.dumps(config | tokens, indent=2, sort_keys=True) + "\n")
+            write_text(
+                temporary / CONFIG_FILE,
+                json.dumps(config | tokens, indent=2, sort_keys=True) + "\n",
+            )
     return family
 
 
 def _choose_family(model_config: ModelConfig, name: str | None, *, preferred: str) -> str:
-    """The family of that name, else the preferred one if it can represent the model, else the first that can."""
+    """The family of that name, else the preferred one if it can represent the model, else the first
+    that can.
+    """
     if name is None and preferred in FAMILIES:
         with suppress(HuggingFaceError):  # the model has changed since it was imported
             return family_of(model_config, name=preferred)
@@ -140,13 +162,18 @@ class _ShardWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor; a full file is written first."""
-        if self._open and sum(each.nbytes for each in self._open.values()) + tensor.nbytes > MAX_SHARD_BYTES:
+        if (
+            self._open
+            and sum(each.nbytes for each in self._open.values()) + tensor.nbytes > MAX_SHARD_BYTES
+        ):
             self._flush()
         self._open[name] = tensor
         self._total_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write the last file and give all files their final names, which contain the number of files."""
+        """Write the last file and give all files their final names, which contain the number of
+        files.
+        """
         self._flush()
         count = len(self._written)
         if count == 1:
@@ -157,15 +184,21 @@ class _ShardWriter:
             final = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
             self._part(index).rename(self._folder / final)
             weight_map |= dict.fromkeys(names, final)
-        table = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (self._folder / "model.safetensors.index.json").write_text(json.dumps(table, indent=2) + "\n")
+        table = {
+            "metadata": {"total_size": self._total_bytes},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        (self._folder / "model.safetensors.index.json").write_text(
+            json.dumps(table, indent=2) + "\n"
+        )
 
     def _flush(self) -> None:
         part = self._part(len(self._written))
         part.touch()
         mode = part.stat().st_mode
         try:
-            save_file(self._open, part, metadata={"format": "pt"})  # transformers refuses files without this mark
+            # transformers refuses files without this mark
+            save_file(self._open, part, metadata={"format": "pt"})
         except SafetensorError as error:
             if number := re.search(r"os error (\d+)", str(error)):
                 raise OSError(int(number[1]), os.strerror(int(number[1]))) from None

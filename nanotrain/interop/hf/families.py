@@ -1,7 +1,8 @@
 """Hugging Face families, and ModelConfig to and from their config.json.
 
-A family can represent a model exactly if writing its config.json and reading it back gives the same model, so no
-feature is lost. docs/new_family.md shows how to add a family: one row of families.yaml.
+A family can represent a model exactly if writing its config.json and reading it back gives the same
+model, so no feature is lost. docs/new_family.md shows how to add a family: one row of
+families.yaml.
 
     FAMILIES, load_families                 the families, from the tables of families.yaml
     config_from_hf, model_from_hf           config.json -> ModelConfig
@@ -34,7 +35,15 @@ from nanotrain.interop.hf.names import HFName, Naming
 from nanotrain.interop.hf.parts import PARTS
 from nanotrain.interop.hf.tables import MODELS, TABLES, read_tables
 from nanotrain.interop.hf.weights import has_mtp_weights
-from nanotrain.untrusted import object_of, own_file, parse_json, read_file, shown, unreadable, whole_number
+from nanotrain.untrusted import (
+    object_of,
+    own_file,
+    parse_json,
+    read_file,
+    shown,
+    unreadable,
+    whole_number,
+)
 
 MAX_CONFIG_BYTES = 1 << 24  # those of models have 1 to 20 kB
 
@@ -44,19 +53,25 @@ class Family(Layout, Naming):
     """One `model_type` of Hugging Face: its config.json, and the names of its tensors."""
 
     architecture: str  # class name in config.json
-    prefix: str = "model."  # of every tensor but the head; files of the base model without a head omit it
-    ignored: Sequence[str] = ()  # patterns of names that are no weights of the model (buffers in old files)
+    # of every tensor but the head; files of the base model without a head omit it
+    prefix: str = "model."
+    # patterns of names that are no weights of the model (buffers in old files)
+    ignored: Sequence[str] = ()
     # files may have layers beyond the model's, for multi-token prediction that is left out
     ignores_later_layers: bool = False
 
     @property
     def namings(self) -> tuple[Naming, ...]:
         """The names that files may have; the first ones are written."""
-        return self, *(replace(self, layers={**self.layers, **other}) for other in self.other_layers)
+        return self, *(
+            replace(self, layers={**self.layers, **other}) for other in self.other_layers
+        )
 
 
 def load_families(path: Path = TABLES) -> dict[str, Family]:
-    """The families of a file such as families.yaml, which describes the tables and whose rows others may start from."""
+    """The families of a file such as families.yaml, which describes the tables and whose rows
+    others may start from.
+    """
     rows = {name: row for file in (TABLES, path) for name, row in _rows(read_tables(file)).items()}
     return {name: _family_of_row(_complete(name, rows)) for name in read_tables(path)["families"]}
 
@@ -70,7 +85,10 @@ def _complete(name: str, rows: Mapping[str, Any]) -> dict[str, Any]:
     row = dict(rows[name])
     bases = row.pop("from", [])
     complete: dict[str, Any] = {}
-    for part in [*(_complete(base, rows) for base in ([bases] if isinstance(bases, str) else bases)), row]:
+    for part in [
+        *(_complete(base, rows) for base in ([bases] if isinstance(bases, str) else bases)),
+        row,
+    ]:
         for key, value in part.items():
             if isinstance(value, dict):
                 complete[key] = complete.get(key, {}) | value
@@ -80,11 +98,16 @@ def _complete(name: str, rows: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _family_of_row(row: dict[str, Any]) -> Family:
-    row["fixed"] = {key: convert(KEYS[f"model.{key}"], value) for key, value in row.get("fixed", {}).items()}
+    row["fixed"] = {
+        key: convert(KEYS[f"model.{key}"], value) for key, value in row.get("fixed", {}).items()
+    }
     row["required"] = {entry: values for entry, values in row.get("required", {}).items() if values}
     row["parts"] = [PARTS[name] for name in row["parts"]]
     row["layers"], *row["other_layers"] = (
-        {module: HFName(**(name if isinstance(name, dict) else {"name": name})) for module, name in table.items()}
+        {
+            module: HFName(**(name if isinstance(name, dict) else {"name": name}))
+            for module, name in table.items()
+        }
         for table in (row["layers"], *row.get("other_layers", []))
     )
     return Family(**row)
@@ -105,7 +128,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """
     family = _family(str(raw.get("model_type", "(none)")))
     try:
-        # With the bounds of a configuration: a size may be text, negative or a fraction in a damaged file.
+        # With the bounds of a configuration: a size may be text, negative or a fraction in a
+        # damaged file.
         return without_absent(config_from_dict({"model": nest(_checked(family.read(raw)))}).model)
     except (ConfigError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
@@ -114,7 +138,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """Values of the model section as JSON has them: numbers are no text, and what is counted is bounded."""
+    """Values of the model section as JSON has them: numbers are no text, and what is counted is
+    bounded.
+    """
     for key, value in values.items():
         if isinstance(value, str) and KEYS[f"model.{key}"].item in (int, float):
             raise ValueError(f"{key} is {shown(value)}, it must be a number")
@@ -128,8 +154,8 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
 def model_from_hf(folder: Path) -> ModelConfig:
     """Read the model configuration of a Hugging Face folder; see `config_from_hf`.
 
-    Layers of multi-token prediction that config.json names and the files lack are left out: transformers writes such
-    folders.
+    Layers of multi-token prediction that config.json names and the files lack are left out:
+    transformers writes such folders.
     """
     model_config = config_from_hf(read_config(folder))
     if model_config.mtp.num_layers and not has_mtp_weights(folder):
@@ -156,14 +182,17 @@ def read_full_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder as it is; see `read_config`."""
     path = folder / "config.json"
     try:
-        return object_of(parse_json(read_file(own_file(path), most=MAX_CONFIG_BYTES), allow_nan=True), "it")
+        return object_of(
+            parse_json(read_file(own_file(path), most=MAX_CONFIG_BYTES), allow_nan=True), "it"
+        )
     except (OSError, ValueError) as error:
         fix = "give a folder as `save_pretrained` writes it, with config.json and *.safetensors"
         raise HuggingFaceError(f"cannot read {path}", why=unreadable(error), fix=fix) from None
 
 
 def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:
-    """The family a model is exported as: `name`, or the first of FAMILIES that can represent the model.
+    """The family a model is exported as: `name`, or the first of FAMILIES that can represent the
+    model.
 
     Raises:
         HuggingFaceError: `name` is unknown, or no family (of that name) can represent the model.
@@ -171,12 +200,16 @@ def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:
     families = FAMILIES if name is None else {name: _family(name)}
     lost: dict[str, list[str]] = {}
     free = {*free_keys(model_config)} - {"init_method_std"}
-    values = {key: value for key, value in flat_values(canonical(model_config)).items() if key not in free}
+    values = {
+        key: value for key, value in flat_values(canonical(model_config)).items() if key not in free
+    }
     for candidate, family in families.items():
         lost[candidate] = _lost_fields(model_config, family, values=values)
         if not lost[candidate]:
             return candidate
-    reasons = "; ".join(f"{candidate} cannot represent {', '.join(missing)}" for candidate, missing in lost.items())
+    reasons = "; ".join(
+        f"{candidate} cannot represent {', '.join(missing)}" for candidate, missing in lost.items()
+    )
     raise HuggingFaceError(
         "this model cannot be written as a Hugging Face model",
         why=reasons,
@@ -184,8 +217,12 @@ def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:
     )
 
 
-def config_to_hf(model_config: ModelConfig, *, family: str, dtype: str = "float32") -> dict[str, Any]:
-    """The config.json of a model that `family` can represent, as transformers 4 and 5 read it; `dtype` as in torch."""
+def config_to_hf(
+    model_config: ModelConfig, *, family: str, dtype: str = "float32"
+) -> dict[str, Any]:
+    """The config.json of a model that `family` can represent, as transformers 4 and 5 read it;
+    `dtype` as in torch.
+    """
     shared = {
         "architectures": [FAMILIES[family].architecture],
         "bos_token_id": None,
@@ -197,13 +234,16 @@ def config_to_hf(model_config: ModelConfig, *, family: str, dtype: str = "float3
     return shared | FAMILIES[family].write(model_config)
 
 
-def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: frozenset[str]) -> ModelConfig:
+def check_against(
+    from_hf: ModelConfig, configured: ModelConfig, *, explicit: frozenset[str]
+) -> ModelConfig:
     """The model to train from a pretrained checkpoint: its own, with the free fields as configured.
 
     Args:
         from_hf: configuration that config.json describes.
         configured: the model section of the configuration.
-        explicit: keys of the section ("moe.router_topk") set on the command line; config.json overrides the others.
+        explicit: keys of the section ("moe.router_topk") set on the command line; config.json
+            overrides the others.
 
     Raises:
         HuggingFaceError: an explicit field that contradicts config.json, with both values.
@@ -215,11 +255,13 @@ def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: fr
     given = {key: value_of(configured, key) for key in sorted(explicit - set(free))}
     given = {key: value for key, value in given.items() if value is not None}
     if all(from_hf.moe_layers):
-        given.pop("ffn_hidden_size", None)  # the width of an MLP that no layer has; harmless in training too
+        # the width of an MLP that no layer has; harmless in training too
+        given.pop("ffn_hidden_size", None)
     ours, theirs = canonical(with_values(from_hf, given)), canonical(from_hf)
     for key, value in given.items():
         configured_value, expected = value_of(ours, key), value_of(theirs, key)
-        has_no_effect = configured_value != value and key != "moe.layer_freq"  # which has several spellings
+        # which has several spellings
+        has_no_effect = configured_value != value and key != "moe.layer_freq"
         if configured_value != expected or has_no_effect:
             flag = KEYS[f"model.{key}"].flag
             raise HuggingFaceError(
@@ -230,9 +272,15 @@ def check_against(from_hf: ModelConfig, configured: ModelConfig, *, explicit: fr
     return with_values(from_hf, {key: value_of(configured, key) for key in free})
 
 
-def _lost_fields(model_config: ModelConfig, family: Family, *, values: Mapping[str, Any]) -> list[str]:
-    """What a family cannot represent; `values` are those of the canonical model that depend on the weights."""
-    if "moe.num_experts" in family.entries.values() and not value_of(model_config, "moe.num_experts"):
+def _lost_fields(
+    model_config: ModelConfig, family: Family, *, values: Mapping[str, Any]
+) -> list[str]:
+    """What a family cannot represent; `values` are those of the canonical model that depend on the
+    weights.
+    """
+    if "moe.num_experts" in family.entries.values() and not value_of(
+        model_config, "moe.num_experts"
+    ):
         return ["a model without experts"]
     try:
         back = with_values(ModelConfig(), family.read(family.write(model_config)))

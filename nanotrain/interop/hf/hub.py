@@ -22,11 +22,14 @@ def check_repository(repository: str) -> None:
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise ConfigError(f"--push {repository}", why=first_line(error), fix="write --push OWNER/NAME") from None
+        raise ConfigError(
+            f"--push {repository}", why=first_line(error), fix="write --push OWNER/NAME"
+        ) from None
 
 
 def push_folder(folder: Path, repository: str) -> str:
-    """Upload a folder to a repository of the hub, created private if it does not exist; returns a summary line.
+    """Upload a folder to a repository of the hub, created private if it does not exist; returns a
+    summary line.
 
     Without a network nothing is uploaded, and the line has the command that does it later.
 
@@ -54,8 +57,12 @@ def push_folder(folder: Path, repository: str) -> str:
 CARD_FILE = "README.md"
 
 
-def model_card(model_config: ModelConfig, *, name: str, family: str, dtype: str, has_tokenizer: bool) -> str:
-    """The text of a model card: what the hub reads of it, the sizes of the model, and how it is loaded."""
+def model_card(
+    model_config: ModelConfig, *, name: str, family: str, dtype: str, has_tokenizer: bool
+) -> str:
+    """The text of a model card: what the hub reads of it, the sizes of the model, and how it is
+    loaded.
+    """
     shape = ModelShape.of(model_config)
     total, active = num_parameters(shape), num_active_parameters(shape)
     positions = model_config.max_position_embeddings
@@ -85,9 +92,15 @@ model = AutoModelForCausalLM.{_loaded(name)}{tokenizer}
 
 
 def name_card(folder: Path, name: str) -> None:
-    """Give the model card of an exported folder the name of the repository that the folder is uploaded to."""
+    """Give the model card of an exported folder the name of the repository that the folder is
+    uploaded to.
+    """
     before, card = folder.resolve().name, folder / CARD_FILE
-    text = card.read_text().replace(f"\n# {before}\n", f"\n# {name}\n").replace(_loaded(before), _loaded(name))
+    text = (
+        card.read_text()
+        .replace(f"\n# {before}\n", f"\n# {name}\n")
+        .replace(_loaded(before), _loaded(name))
+    )
     write_text(card, text)
 
 

@@ -39,13 +39,15 @@ from nanotrain.spec.shape import ModelShape
 SHOWN = 5
 
 
-def import_weights(folder: Path, model_config: ModelConfig, *, wanted: Mapping[TensorBox, Tensor]) -> None:
+def import_weights(
+    folder: Path, model_config: ModelConfig, *, wanted: Mapping[TensorBox, Tensor]
+) -> None:
     """Read boxes of parameters from a Hugging Face folder.
 
     Args:
         model_config: configuration of the model, as `model_from_hf` reads it.
-        wanted: boxes of parameters -> tensors of the same shapes, any dtype or device; filled in place. Rows of the
-            vocabulary's padding become zero.
+        wanted: boxes of parameters -> tensors of the same shapes, any dtype or device; filled in
+            place. Rows of the vocabulary's padding become zero.
 
     Raises:
         HuggingFaceError: a missing, superfluous or mis-shaped tensor, a damaged file.
@@ -56,7 +58,9 @@ def import_weights(folder: Path, model_config: ModelConfig, *, wanted: Mapping[T
 
 
 class WeightReader:
-    """The weights of a Hugging Face folder, opened and checked once; arguments and errors as for `import_weights`."""
+    """The weights of a Hugging Face folder, opened and checked once; arguments and errors as for
+    `import_weights`.
+    """
 
     def __init__(self, folder: Path, model_config: ModelConfig) -> None:
         raw = read_config(folder)
@@ -65,7 +69,10 @@ class WeightReader:
         candidates = [map_parameters(model_config, naming) for naming in family.namings]
         present = self._files.shapes.keys()
         self._mappings = {
-            name: max((each[name] for each in candidates), key=lambda mapping: mapping.tensor_shapes.keys() <= present)
+            name: max(
+                (each[name] for each in candidates),
+                key=lambda mapping: mapping.tensor_shapes.keys() <= present,
+            )
             for name in candidates[0]
         }
         copies = {copy for names in mtp_copies(model_config, family).values() for copy in names}
@@ -76,11 +83,15 @@ class WeightReader:
             stored = self._files.read(name, Box((), ()))
             if stored.item() != torch.tensor(scalars[name], dtype=stored.dtype).item():
                 what, why = f"{name} is {stored.item()}", f"nanotrain computes with {scalars[name]}"
-                raise HuggingFaceError(what, why=why, fix="choose a checkpoint of a published model of this family")
+                raise HuggingFaceError(
+                    what, why=why, fix="choose a checkpoint of a published model of this family"
+                )
 
     def fill(self, target: Tensor, wanted: TensorBox) -> None:
         """Read one box of a parameter into a tensor of its shape."""
-        assert wanted.name in self._mappings, f"{wanted.name} is not a parameter of this model and would stay unset"
+        assert wanted.name in self._mappings, (
+            f"{wanted.name} is not a parameter of this model and would stay unset"
+        )
         mapping = self._mappings[wanted.name]
         unpadded = wanted.box.intersect(Box.full(mapping.shape))
         if unpadded != wanted.box:
@@ -103,7 +114,9 @@ def import_hf(folder: Path, output: Path) -> str:
         CheckpointError: `output` has files.
     """
     model_config = model_from_hf(folder)
-    shapes = {f"model/{spec.name}": spec.shape for spec in declare_model(ModelShape.of(model_config))}
+    shapes = {
+        f"model/{spec.name}": spec.shape for spec in declare_model(ModelShape.of(model_config))
+    }
     shapes |= {f"router/{name}": shape for name, shape in expert_bias_shapes(model_config).items()}
     reader = WeightReader(folder, model_config)
 
@@ -113,15 +126,27 @@ def import_hf(folder: Path, output: Path) -> str:
         return values
 
     tokenizer = str(folder.resolve()) if (folder / "tokenizer.json").exists() else None
-    origin = CheckpointConfig(pretrained_checkpoint=str(folder.resolve()))  # whose other files an export copies
-    config = Config(model=model_config, data=DataConfig(tokenizer_model=tokenizer), checkpoint=origin)
+    # whose other files an export copies
+    origin = CheckpointConfig(pretrained_checkpoint=str(folder.resolve()))
+    config = Config(
+        model=model_config, data=DataConfig(tokenizer_model=tokenizer), checkpoint=origin
+    )
     manifest = Manifest(0, {}, {}, objects={}, config=to_dict(config), topology={})
-    write_checkpoint(output, {name: (shape, "fp32") for name, shape in shapes.items()}, read=read, manifest=manifest)
+    write_checkpoint(
+        output,
+        {name: (shape, "fp32") for name, shape in shapes.items()},
+        read=read,
+        manifest=manifest,
+    )
     return f"{output}: {len(shapes)} tensors in fp32, from {folder}"
 
 
 def _check(
-    files: WeightFiles, mappings: Mapping[str, TensorMapping], *, family: Family, needless: Collection[str]
+    files: WeightFiles,
+    mappings: Mapping[str, TensorMapping],
+    *,
+    family: Family,
+    needless: Collection[str],
 ) -> None:
     expected = tensor_shapes(mappings)
     # Files often contain a tied head as well.
@@ -129,17 +154,28 @@ def _check(
     present = {
         name: shape
         for name, shape in files.shapes.items()
-        if name in expected or name not in needless and not any(fnmatchcase(name, each) for each in family.ignored)
+        if name in expected
+        or name not in needless
+        and not any(fnmatchcase(name, each) for each in family.ignored)
     }
     if family.ignores_later_layers:
-        present = {name: shape for name, shape in present.items() if not _is_later_layer(name, expected)}
+        present = {
+            name: shape for name, shape in present.items() if not _is_later_layer(name, expected)
+        }
     complaints = []
     for label, shapes, others in (("missing", expected, present), ("unknown", present, expected)):
         if names := sorted(shapes.keys() - others.keys()):
-            complaints.append(f"{label}: {_listed([f'{name} {list(shapes[name])}' for name in names])}")
-    wrong = [name for name in sorted(expected.keys() & present.keys()) if expected[name] != present[name]]
+            complaints.append(
+                f"{label}: {_listed([f'{name} {list(shapes[name])}' for name in names])}"
+            )
+    wrong = [
+        name for name in sorted(expected.keys() & present.keys()) if expected[name] != present[name]
+    ]
     if wrong:
-        texts = [f"{name} is {list(present[name])} and should be {list(expected[name])}" for name in wrong]
+        texts = [
+            f"{name} is {list(present[name])} and should be {list(expected[name])}"
+            for name in wrong
+        ]
         complaints.append(f"mis-shaped: {_listed(texts)}")
     if complaints:
         raise HuggingFaceError(

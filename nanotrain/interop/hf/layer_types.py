@@ -33,7 +33,11 @@ LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
 
 def _kinds(raw: Raw, default: str, *, known: tuple[str, ...]) -> list[str]:
     """The kind of every layer; `default` where config.json names none."""
-    kinds = raw.get("layer_types") or raw.get("layers_block_type") or [default] * raw["num_hidden_layers"]
+    kinds = (
+        raw.get("layer_types")
+        or raw.get("layers_block_type")
+        or [default] * raw["num_hidden_layers"]
+    )
     kinds = [KINDS.get(kind, kind) for kind in kinds]
     if unknown := [kind for kind in kinds if kind not in known]:
         reject("layer_types", unknown[0], instead=f"one of {', '.join(known)}")
@@ -46,7 +50,9 @@ def _linear(kind: str, kinds: list[str], *, num_layers: int) -> Values:
         reject("layer_types", f"of {count_of(len(kinds), 'layer')}", instead=f"of {num_layers}")
     layers = tuple(each != "attention" for each in kinds)
     values: Values = {"linear_attention_type": kind if any(layers) else None}
-    return values | ({"linear_attention_freq": write_pattern(layers)} if any(layers) and not all(layers) else {})
+    return values | (
+        {"linear_attention_freq": write_pattern(layers)} if any(layers) and not all(layers) else {}
+    )
 
 
 def _read_pattern(raw: Raw) -> Values:
@@ -54,7 +60,11 @@ def _read_pattern(raw: Raw) -> Values:
     if raw.get("layers_block_type") or raw.get("layer_types"):
         pattern = "".join(LETTERS[kind] for kind in _kinds(raw, "", known=tuple(LETTERS)))
     if unknown := set(pattern) - {*LETTERS.values()}:
-        reject("hybrid_override_pattern", sorted(unknown)[0], instead=f"one of {', '.join(LETTERS.values())}")
+        reject(
+            "hybrid_override_pattern",
+            sorted(unknown)[0],
+            instead=f"one of {', '.join(LETTERS.values())}",
+        )
     experts = raw["n_routed_experts"] if "E" in pattern else None
     return {"hybrid_layer_pattern": pattern, "num_layers": len(pattern), "moe.num_experts": experts}
 
@@ -66,16 +76,24 @@ def _write_pattern(model_config: ModelConfig) -> Values:
 
 
 def _read_granite(raw: Raw) -> Values:
-    kinds, shared = _kinds(raw, "mamba", known=("mamba", "attention")), raw["shared_intermediate_size"]
+    kinds, shared = (
+        _kinds(raw, "mamba", known=("mamba", "attention")),
+        raw["shared_intermediate_size"],
+    )
     values = _linear("mamba2", kinds, num_layers=raw["num_hidden_layers"])
     if raw["position_embedding_type"] != "rope":
         values["position_embedding_type"] = "none"
     if raw["num_local_experts"]:
-        values |= {"moe.num_experts": raw["num_local_experts"], "moe.ffn_hidden_size": raw["intermediate_size"]}
+        values |= {
+            "moe.num_experts": raw["num_local_experts"],
+            "moe.ffn_hidden_size": raw["intermediate_size"],
+        }
         values |= {"ffn_hidden_size": None, "moe.shared_expert_intermediate_size": shared}
     else:
         values["ffn_hidden_size"] = shared
-    return values | (_read_mamba(raw, raw["mamba_expand"] * raw["hidden_size"]) if "mamba" in kinds else {})
+    return values | (
+        _read_mamba(raw, raw["mamba_expand"] * raw["hidden_size"]) if "mamba" in kinds else {}
+    )
 
 
 def _read_mamba(raw: Raw, inner: int) -> Values:
@@ -92,8 +110,13 @@ def _read_mamba(raw: Raw, inner: int) -> Values:
 def _write_granite(model_config: ModelConfig) -> Values:
     shape, moe = ModelShape.of(model_config), resolved(model_config).moe
     has_mamba = "mamba2" in shape.mixers
-    heads, head_dim = (shape.mamba_heads, shape.mamba.head_dim) if has_mamba else (1, shape.hidden_size)
-    shared, low = shape.ffn_size if moe is None else moe.shared_expert_intermediate_size, shape.mamba.time_step_min
+    heads, head_dim = (
+        (shape.mamba_heads, shape.mamba.head_dim) if has_mamba else (1, shape.hidden_size)
+    )
+    shared, low = (
+        shape.ffn_size if moe is None else moe.shared_expert_intermediate_size,
+        shape.mamba.time_step_min,
+    )
     return {
         "intermediate_size": shape.moe_ffn_size,
         "layer_types": ["mamba" if mixer == "mamba2" else "attention" for mixer in shape.mixers],
@@ -109,7 +132,10 @@ def _write_granite(model_config: ModelConfig) -> Values:
 
 def _read_falcon_h1(raw: Raw) -> Values:
     """Factors on inputs are part of those on what linear layers without biases make of them."""
-    inner, normed = raw["mamba_d_ssm"] or raw["mamba_expand"] * raw["hidden_size"], raw["mamba_rms_norm"]
+    inner, normed = (
+        raw["mamba_d_ssm"] or raw["mamba_expand"] * raw["hidden_size"],
+        raw["mamba_rms_norm"],
+    )
     if normed and raw["mamba_norm_before_gate"]:
         reject("mamba_norm_before_gate", True, instead="false")
     of_input, of_mamba = raw["attention_in_multiplier"], raw["ssm_in_multiplier"]
@@ -118,7 +144,9 @@ def _read_falcon_h1(raw: Raw) -> Values:
     return _read_mamba(raw, inner) | {
         "attention_output_multiplier": of_input * raw["attention_out_multiplier"],
         "logits_scaling": _rounded(1 / raw["lm_head_multiplier"]),
-        "mamba.multipliers": [of_mamba * factor for factor in raw.get("ssm_multipliers") or [1.0] * 5],
+        "mamba.multipliers": [
+            of_mamba * factor for factor in raw.get("ssm_multipliers") or [1.0] * 5
+        ],
         "mlp_gate_multiplier": gate,
         "mlp_output_multiplier": down,
         "softmax_scale": _rounded(raw["key_multiplier"] * of_input**2 * head_dim**-0.5),
@@ -126,7 +154,11 @@ def _read_falcon_h1(raw: Raw) -> Values:
 
 
 def _write_falcon_h1(model_config: ModelConfig) -> Values:
-    shape, scale, low = ModelShape.of(model_config), model_config.softmax_scale, model_config.mamba.time_step_min
+    shape, scale, low = (
+        ModelShape.of(model_config),
+        model_config.softmax_scale,
+        model_config.mamba.time_step_min,
+    )
     return {
         "attention_out_multiplier": model_config.attention_output_multiplier,
         "key_multiplier": 1.0 if scale is None else _rounded(scale * shape.head_dim**0.5),
@@ -148,13 +180,20 @@ def _rounded(value: float) -> float:
 
 def _read_lfm2(raw: Raw) -> Values:
     attention = raw.get("full_attn_idxs")
-    default = ["attention" if attention is None or layer in attention else "conv" for layer in _indices(raw)]
-    kinds = _kinds(raw if raw.get("layer_types") else {"layer_types": default}, "", known=("conv", "attention"))
+    default = [
+        "attention" if attention is None or layer in attention else "conv"
+        for layer in _indices(raw)
+    ]
+    kinds = _kinds(
+        raw if raw.get("layer_types") else {"layer_types": default}, "", known=("conv", "attention")
+    )
     inner = raw["intermediate_size"]
     if raw["block_auto_adjust_ff_dim"]:
         adjusted = int(raw["block_ffn_dim_multiplier"] * int(2 * inner / 3))
         inner = round_up(adjusted, raw["block_multiple_of"])
-    return _linear("short_conv", kinds, num_layers=raw["num_hidden_layers"]) | {"ffn_hidden_size": inner}
+    return _linear("short_conv", kinds, num_layers=raw["num_hidden_layers"]) | {
+        "ffn_hidden_size": inner
+    }
 
 
 def _write_lfm2(model_config: ModelConfig) -> Values:
@@ -174,7 +213,9 @@ def layers_of(kind: str, kinds: Sequence[str], *, num_layers: int) -> tuple[bool
 
 def _read_linear_layers(raw: Raw) -> Values:
     num_layers, interval = raw["num_hidden_layers"], raw.get("full_attention_interval") or 4
-    kinds = raw.get("layer_types") or [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
+    kinds = raw.get("layer_types") or [
+        LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)
+    ]
     layers = layers_of(LINEAR, kinds, num_layers=num_layers)
     if not any(layers):
         reject("layer_types", FULL, instead=f"{LINEAR} in some layer")
@@ -187,24 +228,39 @@ def _write_linear_layers(model_config: ModelConfig) -> Values:
 
 
 def _read_kimi_linear(raw: Raw) -> Values:
-    """Layers, in the entries that Moonshot's code reads (numbers from 1) or in those of transformers."""
+    """Layers, in the entries that Moonshot's code reads (numbers from 1) or in those of
+    transformers.
+    """
     linear, num_layers = raw.get("linear_attn_config") or {}, raw["num_hidden_layers"]
     for entry in ("gate_lower_bound", "use_full_rank_gate"):
         if linear.get(entry):
             reject(f"{entry} in linear_attn_config", linear[entry], instead="none")
     full = linear.get("full_attn_layers", range(5, num_layers + 1, 4))
-    kinds = raw.get("layer_types") or [FULL if layer in full else LINEAR for layer in range(1, num_layers + 1)]
-    heads, width = linear.get("num_heads", raw["linear_num_heads"]), linear.get("head_dim", raw["linear_head_dim"])
+    kinds = raw.get("layer_types") or [
+        FULL if layer in full else LINEAR for layer in range(1, num_layers + 1)
+    ]
+    heads, width = (
+        linear.get("num_heads", raw["linear_num_heads"]),
+        linear.get("head_dim", raw["linear_head_dim"]),
+    )
     values = _read_linear_layers({**raw, "layer_types": kinds})
     values |= _read_mlp_types(raw)
-    values["linear_attention.conv_kernel_dim"] = linear.get("short_conv_kernel_size", raw["linear_conv_kernel_dim"])
+    values["linear_attention.conv_kernel_dim"] = linear.get(
+        "short_conv_kernel_size", raw["linear_conv_kernel_dim"]
+    )
     values |= {f"linear_attention.num_{name}_heads": heads for name in ("key", "value")}
     return values | {f"linear_attention.{name}_head_dim": width for name in ("key", "value")}
 
 
 def _write_kimi_linear(model_config: ModelConfig) -> Values:
-    linear, moe = model_config.linear_attention or LinearAttentionConfig(), resolved(model_config).moe or MoEConfig()
-    entries, numbered = _write_linear_layers(model_config), [*enumerate(model_config.mixers, start=1)]
+    linear, moe = (
+        model_config.linear_attention or LinearAttentionConfig(),
+        resolved(model_config).moe or MoEConfig(),
+    )
+    entries, numbered = (
+        _write_linear_layers(model_config),
+        [*enumerate(model_config.mixers, start=1)],
+    )
     entries["linear_attn_config"] = {
         "full_attn_layers": [layer for layer, mixer in numbered if mixer != "kda"],
         "head_dim": linear.key_head_dim,
@@ -218,8 +274,12 @@ def _write_kimi_linear(model_config: ModelConfig) -> Values:
 
 
 def expert_layers(layers: tuple[bool, ...]) -> Values:
-    """The pattern of the layers with experts; where all have them, no layer has an MLP of `intermediate_size`."""
-    return {"moe.layer_freq": write_pattern(layers)} | ({"ffn_hidden_size": None} if all(layers) else {})
+    """The pattern of the layers with experts; where all have them, no layer has an MLP of
+    `intermediate_size`.
+    """
+    return {"moe.layer_freq": write_pattern(layers)} | (
+        {"ffn_hidden_size": None} if all(layers) else {}
+    )
 
 
 def read_dense_first(raw: Raw, *, entry: str = "first_k_dense_replace") -> Values:
@@ -243,7 +303,11 @@ def _read_mlp_types(raw: Raw) -> Values:
 
 
 def _write_mlp_types(model_config: ModelConfig) -> Values:
-    return {"mlp_layer_types": ["sparse" if has_experts else "dense" for has_experts in model_config.moe_layers]}
+    return {
+        "mlp_layer_types": [
+            "sparse" if has_experts else "dense" for has_experts in model_config.moe_layers
+        ]
+    }
 
 
 def _read_mimo(raw: Raw) -> Values:
@@ -260,11 +324,16 @@ def _read_mimo(raw: Raw) -> Values:
 
 
 def _write_mimo(model_config: ModelConfig) -> Values:
-    return {"attention_value_scale": model_config.attention_output_multiplier, **_write_mlp_types(model_config)}
+    return {
+        "attention_value_scale": model_config.attention_output_multiplier,
+        **_write_mlp_types(model_config),
+    }
 
 
 def _read_ernie(raw: Raw) -> Values:
-    step, first, last = (raw[f"moe_layer_{name}"] for name in ("interval", "start_index", "end_index"))
+    step, first, last = (
+        raw[f"moe_layer_{name}"] for name in ("interval", "start_index", "end_index")
+    )
     last = raw["num_hidden_layers"] - 1 if last == -1 else last
     layers = tuple((layer + 1) % step == 0 and first <= layer <= last for layer in _indices(raw))
     if not any(layers):
@@ -273,8 +342,14 @@ def _read_ernie(raw: Raw) -> Values:
 
 
 def _write_ernie(model_config: ModelConfig) -> Values:
-    with_experts = [layer for layer, has_experts in enumerate(model_config.moe_layers) if has_experts] or [0]
-    return {"moe_layer_interval": 1, "moe_layer_start_index": with_experts[0], "moe_layer_end_index": with_experts[-1]}
+    with_experts = [
+        layer for layer, has_experts in enumerate(model_config.moe_layers) if has_experts
+    ] or [0]
+    return {
+        "moe_layer_interval": 1,
+        "moe_layer_start_index": with_experts[0],
+        "moe_layer_end_index": with_experts[-1],
+    }
 
 
 def _indices(raw: Raw) -> range:
@@ -284,7 +359,10 @@ def _indices(raw: Raw) -> range:
 def _read_dsa(raw: Raw) -> Values:
     """Every layer has an indexer of its own, and experts as `first_k_dense_replace` says."""
     number, num_dense = raw["num_hidden_layers"], raw["first_k_dense_replace"] or 0
-    types: Values = {"layer_types": ["indexed_attention"] * number, "indexer_types": ["full"] * number}
+    types: Values = {
+        "layer_types": ["indexed_attention"] * number,
+        "indexer_types": ["full"] * number,
+    }
     types |= {"mlp_layer_types": ["dense"] * num_dense + ["sparse"] * (number - num_dense)}
     types |= {"index_topk_freq": 1, "index_topk_pattern": "F" * number}
     for entry, supported in types.items():

@@ -18,8 +18,14 @@ from nanotrain.untrusted import whole_number
 Values = dict[str, Any]
 Raw = Mapping[str, Any]  # a parsed config.json
 # Largest numbers of what is listed one by one.
-COUNTED = {"num_layers": 1000, "moe.num_experts": 4096, "mtp.num_layers": 100, "all experts": 1 << 17}
-# Entries that may be null; others are written as 0 for a model without the feature, which is not read as that model.
+COUNTED = {
+    "num_layers": 1000,
+    "moe.num_experts": 4096,
+    "mtp.num_layers": 100,
+    "all experts": 1 << 17,
+}
+# Entries that may be null; others are written as 0 for a model without the feature, which is not
+# read as that model.
 NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping", "moe_latent_size", "q_lora_rank")
 
 
@@ -41,14 +47,21 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The config.json of a family; what it cannot represent is detected by writing and reading back."""
+    """The config.json of a family; what it cannot represent is detected by writing and reading
+    back.
+    """
 
     entries: Mapping[str, str]  # entry -> the key of the model section with its value
-    defaults: Raw = field(default_factory=dict)  # of transformers for entries that config.json leaves out
-    required: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # supported values; the first is written
-    fixed: Values = field(default_factory=dict)  # values of the model section that all models of the family have
-    written: Values = field(default_factory=dict)  # entries that describe no weights: written and not read
-    renamed: Values = field(default_factory=dict)  # entries that tables and parts have under another name: theirs
+    # of transformers for entries that config.json leaves out
+    defaults: Raw = field(default_factory=dict)
+    # supported values; the first is written
+    required: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    # values of the model section that all models of the family have
+    fixed: Values = field(default_factory=dict)
+    # entries that describe no weights: written and not read
+    written: Values = field(default_factory=dict)
+    # entries that tables and parts have under another name: theirs
+    renamed: Values = field(default_factory=dict)
     parts: Sequence[Part] = ()
 
     def read(self, raw: Raw) -> Values:
@@ -63,7 +76,8 @@ class Layout:
         for entry, key in self.entries.items():
             if key in COUNTED and raw.get(entry) is not None:
                 whole_number(raw[entry], entry, high=COUNTED[key])
-        for key, supported in self.required.items():  # a missing entry has the first, and null is false
+        # a missing entry has the first, and null is false
+        for key, supported in self.required.items():
             present = raw.get(key, supported[0])
             if present not in supported and (present or supported[0]):
                 reject(key, present, instead=str(supported[0]).lower())
@@ -74,14 +88,20 @@ class Layout:
         for part in self.parts:
             values |= part.read(raw)
         has_experts = values.get("moe.num_experts") is not None
-        return {key: value for key, value in (values | self.fixed).items() if has_experts or not key.startswith("moe.")}
+        return {
+            key: value
+            for key, value in (values | self.fixed).items()
+            if has_experts or not key.startswith("moe.")
+        }
 
     def write(self, model_config: ModelConfig) -> Values:
         """The entries of a model."""
         values = flat_values(resolved(model_config))
         entries = {name: supported[0] for name, supported in self.required.items()} | self.written
         for entry, key in self.entries.items():
-            entries[entry] = 0 if values.get(key) is None and entry not in NULLABLE else values.get(key)
+            entries[entry] = (
+                0 if values.get(key) is None and entry not in NULLABLE else values.get(key)
+            )
         entries["tie_word_embeddings"] = not model_config.untie_embeddings_and_output_weights
         for part in self.parts:
             entries |= part.write(model_config)

@@ -5,11 +5,13 @@
     mtp_copies       the copies of embedding and head that files have in their layers of multi-token prediction
     constants_of     what files have beside the parameters
 
-Shapes come from the declared parameters. Import and export both read these mappings and nothing else.
+Shapes come from the declared parameters. Import and export both read these mappings and nothing
+else.
 
-Most parameters are one tensor. Some are a slice of one (GPT-2's query, key and value; gate and up of fused experts).
-Stacked experts are one tensor per expert where a family stores them apart. Some have their rows in another order
-(rotary channels of DeepSeek-V3; query, key, value and gate of Qwen3-Next, head by head).
+Most parameters are one tensor. Some are a slice of one (GPT-2's query, key and value; gate and up
+of fused experts). Stacked experts are one tensor per expert where a family stores them apart. Some
+have their rows in another order (rotary channels of DeepSeek-V3; query, key, value and gate of
+Qwen3-Next, head by head).
 """
 
 import re
@@ -34,14 +36,18 @@ class HFName:
 
     # without ".weight" and ".bias" unless `is_full`; with {expert} there is one tensor per expert
     name: str
-    fused: Sequence[str] = ()  # the modules, itself among them, that the tensor concatenates along the outputs
+    # the modules, itself among them, that the tensor concatenates along the outputs
+    fused: Sequence[str] = ()
     transposed: bool = False  # a matrix is stored as [inputs, outputs]
-    interleaved: Sequence[int] = (0, 1)  # of modules whose outputs alternate in the tensor: which, of how many
-    groups: str = ""  # where outputs are in groups with a part of every fused module: their number in `ModelShape`
+    # of modules whose outputs alternate in the tensor: which, of how many
+    interleaved: Sequence[int] = (0, 1)
+    # where outputs are in groups with a part of every fused module: their number in `ModelShape`
+    groups: str = ""
     is_full: bool = False  # the name has no ".weight" appended
     has_neighbour_pairs: bool = False  # rotary channels are stored so that neighbours are a pair
     has_swapped_halves: bool = False  # rotary channels are stored with their second half first
-    unsqueezed: Sequence[int] = ()  # dims of size 1 that the tensor (of a weight) has and the parameter has not
+    # dims of size 1 that the tensor (of a weight) has and the parameter has not
+    unsqueezed: Sequence[int] = ()
     is_rotary_first: bool = False  # they are the first channels of a head of the indexer
 
 
@@ -51,20 +57,21 @@ class Naming:
 
     ends: Mapping[str, str]  # names of embedding, final norm and head
     layer: str  # prefix of the tensors of a layer, with {layer}
-    # names relative to that prefix, by module name in a layer ("attention.query"), or with the kind of the layer in
-    # place of "attention" ("kda.query", "kda_norm")
+    # names relative to that prefix, by module name in a layer ("attention.query"), or with the kind
+    # of the layer in place of "attention" ("kda.query", "kda_norm")
     layers: Mapping[str, HFName]
     other_layers: Sequence[Mapping[str, HFName]] = ()  # names that are read and never written
-    # of a layer of multi-token prediction, whose numbers follow those of the model: what it has beside a layer, and
-    # the ends of the model that it has a copy of, both relative to that prefix
+    # of a layer of multi-token prediction, whose numbers follow those of the model: what it has
+    # beside a layer, and the ends of the model that it has a copy of, both relative to that prefix
     mtp: Mapping[str, str] = field(default_factory=dict)
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
     # values of scalars that files have in every layer, by their name in it
     constants: Mapping[str, float] = field(default_factory=dict)
-    # of matrices as those of gates, with {expert}, of experts that return their input: transformers demands them, and
-    # computes nothing with them
+    # of matrices as those of gates, with {expert}, of experts that return their input: transformers
+    # demands them, and computes nothing with them
     zero_experts: Sequence[str] = ()
-    mtp_layer: str = ""  # prefix with {depth} where these layers have one of their own; names in `mtp` are then full
+    # prefix with {depth} where these layers have one of their own; names in `mtp` are then full
+    mtp_layer: str = ""
 
 
 def map_parameters(model_config: ModelConfig, naming: Naming) -> dict[str, "TensorMapping"]:
@@ -80,7 +87,11 @@ def map_parameters(model_config: ModelConfig, naming: Naming) -> dict[str, "Tens
 
 def tensor_shapes(mappings: Mapping[str, "TensorMapping"]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors of a model."""
-    return {name: shape for mapping in mappings.values() for name, shape in mapping.tensor_shapes.items()}
+    return {
+        name: shape
+        for mapping in mappings.values()
+        for name, shape in mapping.tensor_shapes.items()
+    }
 
 
 def expert_bias_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -95,27 +106,39 @@ def expert_bias_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def mtp_copies(model_config: ModelConfig, naming: Naming) -> dict[str, list[str]]:
-    """The copies in layers of multi-token prediction, by the name of the tensor that they are copies of."""
+    """The copies in layers of multi-token prediction, by the name of the tensor that they are
+    copies of.
+    """
     return {
         f"{naming.ends[end]}.weight": [
-            f"{naming.layer.format(layer=layer)}.{name}.weight" for layer in ModelShape.of(model_config).mtp_layers
+            f"{naming.layer.format(layer=layer)}.{name}.weight"
+            for layer in ModelShape.of(model_config).mtp_layers
         ]
         for end, name in naming.mtp_copies.items()
     }
 
 
 def constants_of(model_config: ModelConfig, naming: Naming) -> dict[str, Constant]:
-    """The values and shapes of what files have beside the parameters, by name: scalars, and zeros of experts."""
-    moe, layers = model_config.moe, [naming.layer.format(layer=layer) for layer in range(model_config.num_layers)]
+    """The values and shapes of what files have beside the parameters, by name: scalars, and zeros
+    of experts.
+    """
+    moe, layers = (
+        model_config.moe,
+        [naming.layer.format(layer=layer) for layer in range(model_config.num_layers)],
+    )
     constants: dict[str, Constant] = {name: (value, ()) for name, value in naming.constants.items()}
     if moe is not None:
         zeros = 0.0, (model_config.moe_ffn_size, model_config.expert_input_size)
         numbers = range(moe.num_experts, moe.num_choices)
-        constants |= {name.format(expert=number): zeros for number in numbers for name in naming.zero_experts}
+        constants |= {
+            name.format(expert=number): zeros for number in numbers for name in naming.zero_experts
+        }
     return {f"{layer}.{name}": constant for layer in layers for name, constant in constants.items()}
 
 
-def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, shape: ModelShape) -> "TensorMapping":
+def _map(
+    name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, shape: ModelShape
+) -> "TensorMapping":
     path, _, leaf = name.rpartition(".")
     in_layer = re.fullmatch(r"(layers\.(\d+)\.|mtp\.(\d+)\.(?:block\.)?)(.+)", path)
     names: Mapping[str, str | HFName] = naming.ends
@@ -127,19 +150,29 @@ def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, sha
         parent, kind = f"{naming.layer.format(layer=number)}.", str(shape.kinds(number)[0])
         if depth and naming.mtp_layer:
             parent = "" if names is naming.mtp else f"{naming.mtp_layer.format(depth=depth)}."
-    keys = [key for each in (re.sub("^attention", kind, module), module) for key in (f"{each}.{leaf}", each)]
+    keys = [
+        key
+        for each in (re.sub("^attention", kind, module), module)
+        for key in (f"{each}.{leaf}", each)
+    ]
     known = next((names[key] for key in keys if key in names), None)
     assert known is not None, f"{name} has no name in this family: the exported model would lack it"
     hf = known if isinstance(known, HFName) else HFName(known)
     own, offset, num_outputs = sizes[name], 0, None
-    rows = _rotary_rows(own[0], shape, hf=hf) if hf.has_neighbour_pairs or hf.has_swapped_halves else None
+    rows = (
+        _rotary_rows(own[0], shape, hf=hf)
+        if hf.has_neighbour_pairs or hf.has_swapped_halves
+        else None
+    )
     if hf.fused:
         dim = max(0, len(own) - 2)
         outputs = [sizes[f"{prefix}{part}.{leaf}"][dim] for part in hf.fused]
         offset, num_outputs = sum(outputs[: hf.fused.index(module)]), sum(outputs)
     if hf.groups:
         num_groups = attrgetter(hf.groups)(shape)
-        width, stride, first = (size // num_groups for size in (own[0], num_outputs or own[0], offset))
+        width, stride, first = (
+            size // num_groups for size in (own[0], num_outputs or own[0], offset)
+        )
         rows = tuple(row // width * stride + first + row % width for row in range(own[0]))
     return TensorMapping(
         parent + (hf.name if hf.is_full else f"{hf.name}.{leaf}"),
@@ -155,12 +188,18 @@ def _map(name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, sha
 
 
 def _rotary_rows(num_rows: int, shape: ModelShape, *, hf: HFName) -> tuple[int, ...]:
-    """The stored row of every row, where R rows of each head store pair i as rows 2 i and 2 i + 1, or R/2 + i and i.
+    """The stored row of every row, where R rows of each head store pair i as rows 2 i and 2 i + 1,
+    or R/2 + i and i.
 
-    They are the first ones; with MLA the last ones, as are those of the one head that the rows of compressed keys have.
+    They are the first ones; with MLA the last ones, as are those of the one head that the rows of
+    compressed keys have.
     """
     rotary = shape.rotary_dim
-    head = shape.head_dim if shape.mla is None or num_rows == shape.num_heads * shape.head_dim else num_rows
+    head = (
+        shape.head_dim
+        if shape.mla is None or num_rows == shape.num_heads * shape.head_dim
+        else num_rows
+    )
     first = 0 if shape.mla is None else head - rotary
     if hf.is_rotary_first and shape.dsa is not None:
         head, first = shape.dsa.head_dim, 0
@@ -208,17 +247,21 @@ class TensorSlice:
 class TensorMapping:
     """A parameter in Hugging Face tensors.
 
-    Outputs are the last dim but one, as in [outputs, inputs] and [experts, outputs, inputs], and the dim of a bias.
+    Outputs are the last dim but one, as in [outputs, inputs] and [experts, outputs, inputs], and
+    the dim of a bias.
     """
 
-    tensor: str  # full name of the tensor; with {expert}, each entry of the parameter's first dim is one tensor
+    # full name of the tensor; with {expert}, each entry of the parameter's first dim is one tensor
+    tensor: str
     shape: tuple[int, ...]  # of the parameter, without the padding of the vocabulary
-    transposed: bool = False  # the tensor is [inputs, outputs] where the parameter is [outputs, inputs]
+    # the tensor is [inputs, outputs] where the parameter is [outputs, inputs]
+    transposed: bool = False
     offset: int = 0  # the first output of the parameter in the tensor
     num_outputs: int | None = None  # outputs of the tensor; None for those of the parameter
     interleaved: Sequence[int] = (0, 1)  # of parameters whose outputs alternate: which, of how many
     is_bias: bool = False  # outputs are the last dim
-    rows: tuple[int, ...] | None = None  # the row of the tensor for each row of the parameter; None for the same
+    # the row of the tensor for each row of the parameter; None for the same
+    rows: tuple[int, ...] | None = None
     unsqueezed: Sequence[int] = ()  # dims of size 1 of the tensor alone
 
     @property
@@ -231,9 +274,15 @@ class TensorMapping:
         if EXPERT in self.tensor:
             return {self._of_expert(expert): self.shape[1:] for expert in range(self.shape[0])}
         dim = self._output_dim
-        num_outputs = self.shape[dim] * self.interleaved[1] if self.num_outputs is None else self.num_outputs
+        num_outputs = (
+            self.shape[dim] * self.interleaved[1] if self.num_outputs is None else self.num_outputs
+        )
         shape = (*self.shape[:dim], num_outputs, *self.shape[dim + 1 :])
-        return {self.tensor: _swapped(shape) if self.transposed else _inserted(shape, self.unsqueezed, value=1)}
+        return {
+            self.tensor: _swapped(shape)
+            if self.transposed
+            else _inserted(shape, self.unsqueezed, value=1)
+        }
 
     def slices(self, box: Box) -> Iterator[TensorSlice]:
         """A box of the parameter as slices of the tensors.
@@ -245,7 +294,12 @@ class TensorMapping:
         if EXPERT in self.tensor:
             for expert in range(box.start[0], box.stop[0]):
                 entry = Box((expert, *box.start[1:]), (expert + 1, *box.stop[1:]))
-                yield TensorSlice(self._of_expert(expert), Box(box.start[1:], box.stop[1:]), entry, transposed=False)
+                yield TensorSlice(
+                    self._of_expert(expert),
+                    Box(box.start[1:], box.stop[1:]),
+                    entry,
+                    transposed=False,
+                )
         elif self.rows is not None:
             for start, stop in _runs(self.rows, start=box.start[0], stop=box.stop[0]):
                 part = Box((start, *box.start[1:]), (stop, *box.stop[1:]))
@@ -254,13 +308,19 @@ class TensorMapping:
                 yield TensorSlice(self.tensor, stored, part, transposed=False)
         else:
             corners = (self._stored(box.start), 0), (self._stored(box.stop), 1)
-            stored = Box(*(_inserted(corner, self.unsqueezed, value=value) for corner, value in corners))
+            stored = Box(
+                *(_inserted(corner, self.unsqueezed, value=value) for corner, value in corners)
+            )
             yield TensorSlice(self.tensor, stored, box, self.transposed, self.interleaved)
 
     def _stored(self, corner: tuple[int, ...]) -> tuple[int, ...]:
         """A corner of a box of the parameter, in the tensor."""
         dim = self._output_dim
-        moved = (*corner[:dim], (corner[dim] + self.offset) * self.interleaved[1], *corner[dim + 1 :])
+        moved = (
+            *corner[:dim],
+            (corner[dim] + self.offset) * self.interleaved[1],
+            *corner[dim + 1 :],
+        )
         return _swapped(moved) if self.transposed else moved
 
     @property

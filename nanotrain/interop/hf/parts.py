@@ -1,11 +1,18 @@
-"""Entries of config.json that the tables of families.yaml cannot express, as functions that read and write them.
+"""Entries of config.json that the tables of families.yaml cannot express, as functions that read
+and write them.
 
 PARTS   all parts by the names that families.yaml has for them; positions.py and layer_types.py have others
 """
 
 from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.interop.hf.canonical import resolved
-from nanotrain.interop.hf.layer_types import FULL, LAYER_PARTS, expert_layers, read_dense_first, write_dense_first
+from nanotrain.interop.hf.layer_types import (
+    FULL,
+    LAYER_PARTS,
+    expert_layers,
+    read_dense_first,
+    write_dense_first,
+)
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.interop.hf.positions import POSITION_PARTS
 
@@ -30,11 +37,15 @@ def _read_biases(raw: Raw) -> Values:
 
 
 def _write_biases(model_config: ModelConfig) -> Values:
-    return {"attention_bias": model_config.add_bias_linear, "mlp_bias": model_config.add_bias_linear}
+    return {
+        "attention_bias": model_config.add_bias_linear,
+        "mlp_bias": model_config.add_bias_linear,
+    }
 
 
 def _write_router(model_config: ModelConfig) -> Values:
-    # transformers multiplies by the top k and takes the mean over layers, where the layers are summed here
+    # transformers multiplies by the top k and takes the mean over layers, where the layers are
+    # summed here
     moe, num_layers = model_config.moe or MoEConfig(), sum(model_config.moe_layers)
     coefficient = sum(moe.aux_loss_coeff) * num_layers / moe.router_topk
     return {"output_router_logits": False, "router_aux_loss_coef": coefficient}
@@ -42,7 +53,9 @@ def _write_router(model_config: ModelConfig) -> Values:
 
 def _read_layers(raw: Raw) -> Values:
     dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step", 1)
-    layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(raw["num_hidden_layers"]))
+    layers = tuple(
+        layer not in dense and (layer + 1) % step == 0 for layer in range(raw["num_hidden_layers"])
+    )
     if not any(layers):
         reject("num_experts", raw["num_experts"], instead="above 0, with experts in some layer,")
     return _read_normalized(raw) | expert_layers(layers)
@@ -59,7 +72,9 @@ def _write_normalized(model_config: ModelConfig) -> Values:
 def _write_layers(model_config: ModelConfig) -> Values:
     return {
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer, has_experts in enumerate(model_config.moe_layers) if not has_experts],
+        "mlp_only_layers": [
+            layer for layer, has_experts in enumerate(model_config.moe_layers) if not has_experts
+        ],
         **_write_normalized(model_config),
     }
 
@@ -87,14 +102,29 @@ def _read_shared(raw: Raw) -> Values:
 
 def _write_shared(model_config: ModelConfig) -> Values:
     moe = resolved(model_config).moe or MoEConfig()
-    return {"n_shared_experts": (moe.shared_expert_intermediate_size or 0) // (moe.ffn_hidden_size or 1)}
+    return {
+        "n_shared_experts": (moe.shared_expert_intermediate_size or 0) // (moe.ffn_hidden_size or 1)
+    }
 
 
 def _read_groups(raw: Raw) -> Values:
-    num_groups, group_topk, topk = raw["n_group"] or 1, raw["topk_group"] or 1, raw["num_experts_per_tok"]
-    if num_groups > 1 and topk // group_topk != 2:  # transformers ranks a group by its two best experts
-        reject("num_experts_per_tok", topk, instead=f"{2 * group_topk}, two per group that a token may use,")
-    return {"moe.router_num_groups": num_groups, "moe.router_group_topk": group_topk} if num_groups > 1 else {}
+    num_groups, group_topk, topk = (
+        raw["n_group"] or 1,
+        raw["topk_group"] or 1,
+        raw["num_experts_per_tok"],
+    )
+    # transformers ranks a group by its two best experts
+    if num_groups > 1 and topk // group_topk != 2:
+        reject(
+            "num_experts_per_tok",
+            topk,
+            instead=f"{2 * group_topk}, two per group that a token may use,",
+        )
+    return (
+        {"moe.router_num_groups": num_groups, "moe.router_group_topk": group_topk}
+        if num_groups > 1
+        else {}
+    )
 
 
 def _write_groups(model_config: ModelConfig) -> Values:
@@ -119,11 +149,18 @@ def _read_scale(raw: Raw) -> Values:
 
 def _write_scale(model_config: ModelConfig) -> Values:
     scale = model_config.softmax_scale
-    return {"query_pre_attn_scalar": resolved(model_config).kv_channels if scale is None else round(scale**-2)}
+    return {
+        "query_pre_attn_scalar": resolved(model_config).kv_channels
+        if scale is None
+        else round(scale**-2)
+    }
 
 
 # Names of the activations in config.json.
-ACTIVATIONS = {"gelu": "gelu", **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")}
+ACTIVATIONS = {
+    "gelu": "gelu",
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
+}
 
 
 def _read_activation(raw: Raw) -> Values:
@@ -163,7 +200,9 @@ def _write_hunyuan_experts(model_config: ModelConfig) -> Values:
 PARTS: dict[str, Part] = {
     "full_attention": Part(_read_full_attention),
     "heads": Part(_read_heads),
-    "mla": Part(_read_mla, lambda model_config: {"num_key_value_heads": model_config.num_attention_heads}),
+    "mla": Part(
+        _read_mla, lambda model_config: {"num_key_value_heads": model_config.num_attention_heads}
+    ),
     "softmax_scale": Part(_read_scale, _write_scale),
     "llama_biases": Part(_read_biases, _write_biases),
     "gpt2_activation": Part(_read_activation, _write_activation),

@@ -2,8 +2,8 @@
 
     read_rope, write_rope   rotary positions
 
-They are read in both existing formats (`rope_theta` + `rope_scaling` before transformers 5, `rope_parameters` since)
-and written in the older one, which every version reads.
+They are read in both existing formats (`rope_theta` + `rope_scaling` before transformers 5,
+`rope_parameters` since) and written in the older one, which every version reads.
 """
 
 import math
@@ -27,7 +27,8 @@ def read_rope(raw: Raw, *, has_partial: bool = False) -> Values:
 
     Args:
         raw: the parsed config.json.
-        has_partial: whether the family reads `partial_rotary_factor`, the rotated share of the channels.
+        has_partial: whether the family reads `partial_rotary_factor`, the rotated share of the
+            channels.
 
     Raises:
         HuggingFaceError: an unsupported kind of scaling, or entries that are no numbers.
@@ -61,12 +62,18 @@ def read_rope(raw: Raw, *, has_partial: bool = False) -> Values:
 def _read_yarn(rope: Raw, values: Values) -> Values:
     values["position_embedding_type"] = "yarn"
     values["yarn.correction_range_round_to_int"] = bool(rope.get("truncate", True))
-    if rope.get("mscale") and rope.get("mscale_all_dim"):  # transformers ignores one without the other
-        values |= {"yarn.mscale": float(rope["mscale"]), "yarn.mscale_all_dim": float(rope["mscale_all_dim"])}
+    # transformers ignores one without the other
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        values |= {
+            "yarn.mscale": float(rope["mscale"]),
+            "yarn.mscale_all_dim": float(rope["mscale_all_dim"]),
+        }
     yarn: YarnConfig = with_values(ModelConfig(), values).yarn
     expected, length = yarn.rotary_mscale, rope.get("attention_factor")
     if length is not None and not math.isclose(length, expected, rel_tol=1e-6):
-        reject("attention_factor of its yarn rotary scaling", length, instead=f"null or {expected:.6g}")
+        reject(
+            "attention_factor of its yarn rotary scaling", length, instead=f"null or {expected:.6g}"
+        )
     return values
 
 
@@ -74,8 +81,18 @@ def write_rope(model_config: ModelConfig) -> Values:
     """Entries about rotary positions."""
     yarn = model_config.yarn
     is_linear = model_config.rotary_seq_len_interpolation_factor != 1
-    kind = "yarn" if yarn is not None else "llama3" if model_config.use_rope_scaling else "linear" if is_linear else ""
-    scaling: Values = {entry: value_of(model_config, key) for entry, key in ROPE_KINDS.get(kind, {}).items()}
+    kind = (
+        "yarn"
+        if yarn is not None
+        else "llama3"
+        if model_config.use_rope_scaling
+        else "linear"
+        if is_linear
+        else ""
+    )
+    scaling: Values = {
+        entry: value_of(model_config, key) for entry, key in ROPE_KINDS.get(kind, {}).items()
+    }
     scaling |= {"rope_type": kind}
     if yarn is not None:
         scaling["type"] = "yarn"
@@ -83,22 +100,39 @@ def write_rope(model_config: ModelConfig) -> Values:
             scaling["truncate"] = False
         if yarn.mscale_all_dim > 0:
             scaling |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
-    share = {} if model_config.rotary_percent == 1 else {"partial_rotary_factor": model_config.rotary_percent}
-    return {"rope_scaling": scaling if kind else None, "rope_theta": model_config.rotary_base} | share
+    share = (
+        {}
+        if model_config.rotary_percent == 1
+        else {"partial_rotary_factor": model_config.rotary_percent}
+    )
+    return {
+        "rope_scaling": scaling if kind else None,
+        "rope_theta": model_config.rotary_base,
+    } | share
 
 
 def read_layered_rope(raw: Raw, *, has_partial: bool = False) -> Values:
-    """`read_rope` of a model whose layers with a window have unscaled positions and may have another base."""
+    """`read_rope` of a model whose layers with a window have unscaled positions and may have
+    another base.
+    """
     stored = raw.get("rope_parameters") or {}
     is_layered = FULL in stored or SLIDING in stored
-    full, local = (stored.get(FULL) or {}, stored.get(SLIDING) or {}) if is_layered else (stored, {})
+    full, local = (
+        (stored.get(FULL) or {}, stored.get(SLIDING) or {}) if is_layered else (stored, {})
+    )
     if local.get("rope_type", "default") != "default":
         reject("rope_type of sliding_attention", local["rope_type"], instead="default")
     values = read_rope({**raw, "rope_parameters": full}, has_partial=has_partial)
     share = values["rotary_percent"]
     if local.get("partial_rotary_factor", share) != share:
-        reject("partial_rotary_factor of sliding_attention", local["partial_rotary_factor"], instead=str(share))
-    local_base: Any = local.get("rope_theta", raw.get("rope_local_base_freq", values["rotary_base"]))
+        reject(
+            "partial_rotary_factor of sliding_attention",
+            local["partial_rotary_factor"],
+            instead=str(share),
+        )
+    local_base: Any = local.get(
+        "rope_theta", raw.get("rope_local_base_freq", values["rotary_base"])
+    )
     values["rotary_base_local"] = float(local_base)
     return values
 
@@ -125,14 +159,18 @@ def _read_window(raw: Raw) -> Values:
 
 
 def _write_window(model_config: ModelConfig) -> Values:
-    return {"sliding_window": None if model_config.window_size is None else model_config.window_size + 1}
+    return {
+        "sliding_window": None if model_config.window_size is None else model_config.window_size + 1
+    }
 
 
 def _window_layers(raw: Raw) -> tuple[bool, ...]:
     num_layers, skip = raw["num_hidden_layers"], raw["sliding_window_pattern"]
     first = raw.get("first_full_attention", -1)
     full = {*range(first % skip, num_layers, skip), *raw.get("full_layers", ())}
-    kinds = raw.get("layer_types") or [FULL if layer in full else SLIDING for layer in range(num_layers)]
+    kinds = raw.get("layer_types") or [
+        FULL if layer in full else SLIDING for layer in range(num_layers)
+    ]
     return layers_of(SLIDING, kinds, num_layers=num_layers)
 
 
@@ -140,25 +178,39 @@ def _read_layer_windows(raw: Raw) -> Values:
     layers, size = _window_layers(raw), raw["sliding_window"]
     if size is None or not any(layers):
         return {}
-    return {"window_size": size - 1, "window_attn_skip_freq": "0" if all(layers) else write_pattern(layers)}
+    return {
+        "window_size": size - 1,
+        "window_attn_skip_freq": "0" if all(layers) else write_pattern(layers),
+    }
 
 
 def _write_layer_windows(model_config: ModelConfig) -> Values:
     window = model_config.window_size
     return {
-        "layer_types": [SLIDING if has_window else FULL for has_window in model_config.window_layers],
-        "sliding_window": 4096 if window is None else window + 1,  # no layer reads it without a window
+        "layer_types": [
+            SLIDING if has_window else FULL for has_window in model_config.window_layers
+        ],
+        # no layer reads it without a window
+        "sliding_window": 4096 if window is None else window + 1,
     }
 
 
 def _read_rope_in_windows(raw: Raw) -> Values:
     """EXAONE: in a model with a window, only layers that have it have rotary positions."""
-    without = () if raw["sliding_window"] is None else tuple(not has_window for has_window in _window_layers(raw))
+    without = (
+        ()
+        if raw["sliding_window"] is None
+        else tuple(not has_window for has_window in _window_layers(raw))
+    )
     return {"no_rope_freq": write_pattern(without) if any(without) else "0"}
 
 
 def _write_rope_in_windows(model_config: ModelConfig) -> Values:
-    return {} if any(model_config.no_rope_layers) or any(model_config.window_layers) else {"sliding_window": None}
+    return (
+        {}
+        if any(model_config.no_rope_layers) or any(model_config.window_layers)
+        else {"sliding_window": None}
+    )
 
 
 def _read_rope_or_none(raw: Raw) -> Values:
@@ -174,19 +226,28 @@ def _write_rope_or_none(model_config: ModelConfig) -> Values:
 
 def _read_rope_or_default(raw: Raw) -> Values:
     has_rope = raw.get("rope_parameters") or raw.get("rope_scaling")
-    return read_rope(raw if has_rope else {**raw, "rope_parameters": raw["rope_parameters_of_none"]})
+    return read_rope(
+        raw if has_rope else {**raw, "rope_parameters": raw["rope_parameters_of_none"]}
+    )
 
 
 def _write_rope_or_default(model_config: ModelConfig) -> Values:
     entries = write_rope(model_config)
     if entries["rope_scaling"] is None:  # else transformers takes its own
-        entries["rope_parameters"] = {"rope_type": "default", "rope_theta": model_config.rotary_base}
+        entries["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": model_config.rotary_base,
+        }
     return entries
 
 
 def _read_mistral_rope(raw: Raw) -> Values:
-    """YaRN with factors of queries by position; the share of the rotated channels of MLA is that of its sizes."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or raw["rope_parameters_of_none"])
+    """YaRN with factors of queries by position; the share of the rotated channels of MLA is that of
+    its sizes.
+    """
+    rope = dict(
+        raw.get("rope_parameters") or raw.get("rope_scaling") or raw["rope_parameters_of_none"]
+    )
     kind = rope.get("rope_type", rope.get("type"))
     if kind != "yarn":
         reject("rope_type", kind, instead="yarn")
@@ -205,16 +266,23 @@ def _write_mistral_rope(model_config: ModelConfig) -> Values:
     rope = {**(entries["rope_scaling"] or {}), "rope_theta": entries["rope_theta"]}
     rope["llama_4_scaling_beta"] = 0.0 if yarn is None else yarn.query_scaling_beta
     if mla is not None:
-        rope["partial_rotary_factor"] = mla.qk_pos_emb_head_dim / (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+        rope["partial_rotary_factor"] = mla.qk_pos_emb_head_dim / (
+            mla.qk_head_dim + mla.qk_pos_emb_head_dim
+        )
     return {"rope_parameters": rope}
 
 
 def _read_hunyuan_rope(raw: Raw) -> Values:
-    """An `alpha` raises the base of the frequencies, whatever the length: it is written as that base."""
+    """An `alpha` raises the base of the frequencies, whatever the length: it is written as that
+    base.
+    """
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     if not (alpha := rope.get("alpha")) or rope.get("rope_type", rope.get("type")) != "dynamic":
         return read_rope(raw)
-    values, head_dim = read_rope({**raw, "rope_parameters": rope | {"rope_type": "default"}}), raw["head_dim"]
+    values, head_dim = (
+        read_rope({**raw, "rope_parameters": rope | {"rope_type": "default"}}),
+        raw["head_dim"],
+    )
     return values | {"rotary_base": values["rotary_base"] * alpha ** (head_dim / (head_dim - 2))}
 
 
@@ -238,7 +306,11 @@ def _read_no_rope(raw: Raw) -> Values:
 
 def _write_no_rope(model_config: ModelConfig) -> Values:
     layers = [int(not without) for without in model_config.no_rope_layers]
-    return {"no_rope_layers": layers, "layer_types": [FULL] * len(layers), "use_sliding_window": False}
+    return {
+        "no_rope_layers": layers,
+        "layer_types": [FULL] * len(layers),
+        "use_sliding_window": False,
+    }
 
 
 def _read_llama4(raw: Raw) -> Values:
@@ -251,17 +323,25 @@ def _read_llama4(raw: Raw) -> Values:
     with_experts = layers[step - 1 :: step] if raw.get("moe_layers") is None else raw["moe_layers"]
     values |= expert_layers(tuple(layer in with_experts for layer in layers))
     if any(chunked):
-        values |= {"attention_chunk_size": raw["attention_chunk_size"], "window_attn_skip_freq": write_pattern(chunked)}
+        values |= {
+            "attention_chunk_size": raw["attention_chunk_size"],
+            "window_attn_skip_freq": write_pattern(chunked),
+        }
     return values if raw["attn_temperature_tuning"] else values | {"attn_scale": 0.0}
 
 
 def _write_llama4(model_config: ModelConfig) -> Values:
     return {
         **_write_no_rope(model_config),
-        "attention_chunk_size": model_config.attention_chunk_size or 8192,  # transformers divides by it in any case
+        # transformers divides by it in any case
+        "attention_chunk_size": model_config.attention_chunk_size or 8192,
         "attn_temperature_tuning": model_config.attn_scale > 0,
-        "layer_types": [CHUNKED if is_chunked else FULL for is_chunked in model_config.window_layers],
-        "moe_layers": [layer for layer, has_experts in enumerate(model_config.moe_layers) if has_experts],
+        "layer_types": [
+            CHUNKED if is_chunked else FULL for is_chunked in model_config.window_layers
+        ],
+        "moe_layers": [
+            layer for layer, has_experts in enumerate(model_config.moe_layers) if has_experts
+        ],
     }
 
 
@@ -269,7 +349,9 @@ POSITION_PARTS: dict[str, Part] = {
     "rope": Part(read_rope, write_rope),
     "partial_rope": Part(partial(read_rope, has_partial=True), write_rope),
     "layered_rope": Part(read_layered_rope, write_layered_rope),
-    "partial_layered_rope": Part(partial(read_layered_rope, has_partial=True), _write_partial_layered_rope),
+    "partial_layered_rope": Part(
+        partial(read_layered_rope, has_partial=True), _write_partial_layered_rope
+    ),
     "rope_or_default": Part(_read_rope_or_default, _write_rope_or_default),
     "phi3_rope": Part(_read_phi3_rope, write_rope),
     "no_rope_layers": Part(_read_no_rope, _write_no_rope),

@@ -1,8 +1,8 @@
 """The weight files of a Hugging Face folder, opened lazily and read by box.
 
-`WeightFiles` is one view of one or many safetensors files. Names have the family's prefix, whether the file has it or
-not. pytorch_model.bin is a pickle, whose reader can be made to run code: it is refused, with the command that converts
-it. Quantized weights are dequantized where they are read:
+`WeightFiles` is one view of one or many safetensors files. Names have the family's prefix, whether
+the file has it or not. pytorch_model.bin is a pickle, whose reader can be made to run code: it is
+refused, with the command that converts it. Quantized weights are dequantized where they are read:
 
 fp8     (DeepSeek-V3) one factor per block of 128 x 128 in a second tensor, NAME_scale_inv
 MXFP4   (gpt-oss) NAME [E, I, O] is stored as NAME_blocks [E, O, I / 32, 16] uint8, two 4-bit values per byte, the lower
@@ -44,7 +44,8 @@ SCALE = "_scale_inv"  # ending of the names of block factors
 
 
 def fp8_block_size(raw: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block of fp8 weights, from a parsed config.json; None without quantization.
+    """Rows and columns of a block of fp8 weights, from a parsed config.json; None without
+    quantization.
 
     Raises:
         HuggingFaceError: another quantization.
@@ -54,27 +55,40 @@ def fp8_block_size(raw: Mapping[str, Any]) -> tuple[int, int] | None:
     if not quantization or method == "mxfp4":  # whose tensors show it
         return None
     try:
-        rows, columns = list_of(object_of(quantization, "it").get("weight_block_size"), "weight_block_size", length=2)
+        rows, columns = list_of(
+            object_of(quantization, "it").get("weight_block_size"), "weight_block_size", length=2
+        )
         if method == "fp8":
-            return whole_number(rows, "weight_block_size", low=1), whole_number(columns, "weight_block_size", low=1)
+            return whole_number(rows, "weight_block_size", low=1), whole_number(
+                columns, "weight_block_size", low=1
+            )
     except ValueError:
         pass
     fix = "choose a checkpoint without quantization"
     why = "weights are read in fp32, bf16, fp16, or fp8 with a factor per block (weight_block_size: two whole numbers)"
-    raise HuggingFaceError(f"config.json has quantization_config: {shown(method)}", why=why, fix=fix)
+    raise HuggingFaceError(
+        f"config.json has quantization_config: {shown(method)}", why=why, fix=fix
+    )
 
 
 def has_mtp_weights(folder: Path) -> bool:
-    """Whether the files of a folder have layers of multi-token prediction; False where it has no weights."""
+    """Whether the files of a folder have layers of multi-token prediction; False where it has no
+    weights.
+    """
     try:
         files = _weight_files(folder)
     except HuggingFaceError:
         return False
-    return any(name.endswith((".eh_proj.weight", "mtp.fc.weight")) for path in files for name in _open(path))
+    return any(
+        name.endswith((".eh_proj.weight", "mtp.fc.weight"))
+        for path in files
+        for name in _open(path)
+    )
 
 
 class WeightFiles:
-    """All weights of a Hugging Face folder; the prefix is added to names without it, except that of the head.
+    """All weights of a Hugging Face folder; the prefix is added to names without it, except that of
+    the head.
 
     Args:
         folder: the folder with the files.
@@ -85,20 +99,25 @@ class WeightFiles:
         HuggingFaceError: no weights, or a missing or damaged file.
     """
 
-    def __init__(self, folder: Path, *, prefix: str, block_size: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, prefix: str, block_size: tuple[int, int] | None = None
+    ) -> None:
         self.folder, self.block_size = folder, block_size
         self._tensors: dict[str, Any] = {}
         for path in _weight_files(folder):
             for stored, tensor in _open(path).items():
                 stored = stored.replace(TEXT_MODEL, "", 1)
-                name = stored if stored.startswith((prefix, "lm_head.", "mtp.")) else prefix + stored
+                name = (
+                    stored if stored.startswith((prefix, "lm_head.", "mtp.")) else prefix + stored
+                )
                 self._tensors[name] = tensor
         self._tensors = dequantized(self._tensors)
         weights = [name for name in self._tensors if block_size is None or not name.endswith(SCALE)]
         self.shapes = {name: _shape(self._tensors[name]) for name in weights}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """One box of a tensor, on the CPU, in the file's dtype; fp8 weights are dequantized to fp32.
+        """One box of a tensor, on the CPU, in the file's dtype; fp8 weights are dequantized to
+        fp32.
 
         Raises:
             HuggingFaceError: integers, fp8 without factors, or values that are not finite.
@@ -106,7 +125,9 @@ class WeightFiles:
         values: Tensor = self._tensors[name][box.slices()]
         if not values.is_floating_point():
             fix = "give a folder with weights in fp32, bf16 or fp16"
-            raise HuggingFaceError(f"{name} is stored as {values.dtype}", why="weights are floating-point", fix=fix)
+            raise HuggingFaceError(
+                f"{name} is stored as {values.dtype}", why="weights are floating-point", fix=fix
+            )
         if values.itemsize > 1:
             return self._finite(name, values)
         if self.block_size is None or name + SCALE not in self._tensors:
@@ -124,7 +145,9 @@ class WeightFiles:
         if not bool(torch.isfinite(values).all()):
             why = "a model with them computes nothing but NaN"
             fix = "fetch the folder again, or choose another checkpoint"
-            raise HuggingFaceError(f"{name} in {self.folder} has values that are not finite", why=why, fix=fix)
+            raise HuggingFaceError(
+                f"{name} in {self.folder} has values that are not finite", why=why, fix=fix
+            )
         return values
 
 
@@ -159,10 +182,17 @@ def _indexed(index: Path) -> list[str]:
         content = read_file(own_file(index), most=MAX_INDEX_BYTES)
         table = object_of(parse_json(content, allow_nan=True), "it")
         weight_map = object_of(table.get("weight_map"), "weight_map")
-        return sorted({plain_file_name(file, f"weight_map[{shown(name)}]") for name, file in weight_map.items()})
+        return sorted(
+            {
+                plain_file_name(file, f"weight_map[{shown(name)}]")
+                for name, file in weight_map.items()
+            }
+        )
     except (OSError, ValueError) as error:
         why = str(error)
-        raise HuggingFaceError(f"{index} is no index of weights", why=why, fix="fetch the folder again") from None
+        raise HuggingFaceError(
+            f"{index} is no index of weights", why=why, fix="fetch the folder again"
+        ) from None
 
 
 def _open(path: Path) -> Mapping[str, Any]:
@@ -193,7 +223,9 @@ class Mxfp4Tensor:
         stored, expected = _shape(blocks), _shape(scales)
         if len(stored) != 4 or stored[:3] != expected or stored[3] * 2 != BLOCK:
             why = f"{name}{BLOCKS} is {list(stored)} and {name}{SCALES} is {list(expected)}"
-            raise HuggingFaceError(f"{name} is not stored in MXFP4", why=why, fix="fetch the folder again")
+            raise HuggingFaceError(
+                f"{name} is not stored in MXFP4", why=why, fix="fetch the folder again"
+            )
 
     def get_shape(self) -> list[int]:
         """[E, I, O]."""
@@ -207,7 +239,9 @@ class Mxfp4Tensor:
         packed = self._blocks[experts, outputs, first:last]
         exponents = self._scales[experts, outputs, first:last].int() - 127
         table = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.bfloat16)
-        values = torch.stack((table[(packed & 15).long()], table[(packed >> 4).long()]), dim=-1).flatten(-2)
+        values = torch.stack(
+            (table[(packed & 15).long()], table[(packed >> 4).long()]), dim=-1
+        ).flatten(-2)
         dequantized = torch.ldexp(values.float(), exponents[..., None]).bfloat16().flatten(-2)
         start = first * BLOCK
         return dequantized[..., inputs.start - start : inputs.stop - start].mT

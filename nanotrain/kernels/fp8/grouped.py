@@ -26,7 +26,8 @@ ROW = (1, None)
 
 
 class Fp8LoopedMM(GroupedMM):
-    """The products of stacked experts for one microbatch, expert by expert; `offs` is the same in all of them.
+    """The products of stacked experts for one microbatch, expert by expert; `offs` is the same in
+    all of them.
 
     Args:
         layer: fp8 options of the stacked weights.
@@ -101,7 +102,9 @@ class Fp8LoopedMM(GroupedMM):
         matrix = weight[expert].t() if transposed else weight[expert]
         return self._scales.quantize(matrix, Operand.WEIGHT, expert=expert)
 
-    def _multiply(self, parts: Sequence[Tensor], weight: Tensor, *, operand: Operand, length: int) -> Tensor:
+    def _multiply(
+        self, parts: Sequence[Tensor], weight: Tensor, *, operand: Operand, length: int
+    ) -> Tensor:
         """[t, K] per expert, [E, O, I] -> [T, N] with the weight, transposed for gradients.
 
         Rows of dropped tokens are undefined.
@@ -109,14 +112,17 @@ class Fp8LoopedMM(GroupedMM):
         products = []
         for expert, part in enumerate(parts):
             quantized = self._scales.quantize(part, operand, expert=expert)
-            matrix = self._quantize_weight(weight, expert=expert, transposed=operand is Operand.GRAD)
+            matrix = self._quantize_weight(
+                weight, expert=expert, transposed=operand is Operand.GRAD
+            )
             products.append(scaled_mm(quantized, matrix, dtype=part.dtype))
         num_dropped = length - sum(map(len, parts))
         return torch.cat([*products, products[0].new_empty(num_dropped, products[0].shape[1])])
 
 
 class Fp8GroupedMM(GroupedMM):
-    """The products of all experts in one launch each, of operands that kernels cast; without a host sync.
+    """The products of all experts in one launch each, of operands that kernels cast; without a host
+    sync.
 
     Args:
         layer: fp8 options of the stacked weights.
@@ -138,7 +144,9 @@ class Fp8GroupedMM(GroupedMM):
             if self._layer.stored is not None:
                 amaxes[0, Operand.WEIGHT] = self._layer.stored.amax
             elif self._layer.kept is None:
-                amaxes[0, Operand.WEIGHT] = self._scales.amax(weight.flatten(0, 1), Operand.WEIGHT, offs=_ends(weight))
+                amaxes[0, Operand.WEIGHT] = self._scales.amax(
+                    weight.flatten(0, 1), Operand.WEIGHT, offs=_ends(weight)
+                )
             self._scales.set(amaxes)
         tokens, _ = self._scales.cast(x, Operand.INPUT, offs=offs)
         return self._multiply((tokens, self._matrices(weight)), offs, dtype=x.dtype)
@@ -148,7 +156,9 @@ class Fp8GroupedMM(GroupedMM):
         self._scale_grads(grad, offs)
         columns = self._layer.options.wgrad and weight.requires_grad
         rows, self._grad_t = self._scales.cast(grad, Operand.GRAD, columns=columns, offs=offs)
-        return self._multiply((rows, self._matrices(weight, transposed=True)), offs, dtype=grad.dtype)
+        return self._multiply(
+            (rows, self._matrices(weight, transposed=True)), offs, dtype=grad.dtype
+        )
 
     def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
         """[T, O], [T, I] -> [E, O, I]."""
@@ -188,15 +198,22 @@ class Fp8GroupedMM(GroupedMM):
         layer = self._layer
         if layer.stored is not None:
             return layer.stored.matrices(transposed=transposed)
-        forms, keeps = layer.kept, self._records and layer.options.keeps_weights and self._scales.is_local
+        forms, keeps = (
+            layer.kept,
+            self._records and layer.options.keeps_weights and self._scales.is_local,
+        )
         if forms is None:
             wanted = {"rows": keeps or not transposed, "columns": keeps or transposed}
-            forms = self._scales.cast(weight.detach().flatten(0, 1), Operand.WEIGHT, offs=_ends(weight), **wanted)
+            forms = self._scales.cast(
+                weight.detach().flatten(0, 1), Operand.WEIGHT, offs=_ends(weight), **wanted
+            )
             layer.kept = forms if keeps else None
         return forms[int(transposed)]
 
     def _is_of_torch(self, operand: Operand) -> bool:
-        """Whether torch has the product: e4m3 on one compute capability, with scales per tensor or row."""
+        """Whether torch has the product: e4m3 on one compute capability, with scales per tensor or
+        row.
+        """
         options = self._layer.options
         return (
             options.has_grouped_mm
@@ -219,7 +236,9 @@ class Fp8GroupedMM(GroupedMM):
         from nanotrain.kernels.fp8 import triton_grouped
 
         tensors, blocks = packed(a, b)
-        return triton_grouped.fp8_grouped_mm([*tensors, offs], blocks=blocks, sums=sums, dtype=dtype)
+        return triton_grouped.fp8_grouped_mm(
+            [*tensors, offs], blocks=blocks, sums=sums, dtype=dtype
+        )
 
 
 def select_fp8_gemm(layer: Fp8Layer) -> GroupedMM:
@@ -235,7 +254,12 @@ def _ends(weight: Tensor) -> Tensor:
 
 def _part_amaxes(parts: Sequence[Tensor]) -> Tensor:
     """[E]; 0 for an expert without tokens."""
-    return torch.cat([tensor_amax(part) if len(part) else part.new_zeros(1, dtype=torch.float32) for part in parts])
+    return torch.cat(
+        [
+            tensor_amax(part) if len(part) else part.new_zeros(1, dtype=torch.float32)
+            for part in parts
+        ]
+    )
 
 
 def _matrix_amaxes(weight: Tensor) -> Tensor:

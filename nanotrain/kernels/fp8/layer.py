@@ -11,9 +11,9 @@
     forward, backward     record(amax)                       largest over microbatches, so recomputation changes nothing
     end of a step         step_amax -- max over ranks --> update(amax): history shifts by one
 
-A scale is that of the whole tensor, the same that a single rank would compute for the microbatch. The history is the
-same on all ranks of a stage. While it is empty (in the first step of a run, or for an expert that had no tokens)
-tensors are scaled by their own amax.
+A scale is that of the whole tensor, the same that a single rank would compute for the microbatch.
+The history is the same on all ranks of a stage. While it is empty (in the first step of a run, or
+for an expert that had no tokens) tensors are scaled by their own amax.
 """
 
 from collections.abc import Callable
@@ -27,9 +27,17 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.config import Fp8Config
 from nanotrain.kernels.fp8.quantize import Forms, Quantized, inverse_scales
-from nanotrain.precision.fp8 import FP8_FORMATS, GROUPED_CAPABILITY, RECIPES, Block, Fp8Dtypes, Recipe
+from nanotrain.precision.fp8 import (
+    FP8_FORMATS,
+    GROUPED_CAPABILITY,
+    RECIPES,
+    Block,
+    Fp8Dtypes,
+    Recipe,
+)
 
-# The largest amaxes over the ranks that share a tensor: [number of tensors, E of this rank] -> the same shape.
+# The largest amaxes over the ranks that share a tensor: [number of tensors, E of this rank] -> the
+# same shape.
 ReduceAmax = Callable[[Tensor], Tensor]
 
 
@@ -60,10 +68,12 @@ class Fp8Options:
     margin: int = 0  # delayed: scales are lower by 2^margin
     history_length: int = 1  # delayed
     uses_largest: bool = False  # delayed: the largest amax of the history instead of the newest
-    has_grouped_mm: bool = False  # whether torch multiplies all experts in one product, with scales per row
+    # whether torch multiplies all experts in one product, with scales per row
+    has_grouped_mm: bool = False
     is_fused: bool = False  # whether kernels of Triton cast operands
     keeps_weights: bool = False  # whether weights are cast once per step
-    reduce_amax: ReduceAmax | None = None  # one scale per tensor: over the ranks that share one; None: not shared
+    # one scale per tensor: over the ranks that share one; None: not shared
+    reduce_amax: ReduceAmax | None = None
 
     def dtype(self, operand: Operand) -> torch.dtype:
         """The fp8 dtype of an operand."""
@@ -75,11 +85,14 @@ class StoredWeight:
     """A weight that this rank stores in fp8 instead of params_dtype (`--fp8-param-gather`)."""
 
     values: Tensor  # [E, O, I] fp8, contiguous; E = 1 in a dense layer
-    inverse_scales: Tensor  # [E, O / o, I / i] fp32, one per block (o, i); one per matrix with a scale per tensor
+    # [E, O / o, I / i] fp32, one per block (o, i); one per matrix with a scale per tensor
+    inverse_scales: Tensor
     amax: Tensor  # [E] fp32, of the whole weight over all ranks that share it
     block: Block
 
-    def matrix(self, *, expert: int = 0, rows: slice = slice(None), transposed: bool = False) -> Quantized:
+    def matrix(
+        self, *, expert: int = 0, rows: slice = slice(None), transposed: bool = False
+    ) -> Quantized:
         """Rows of a weight [R, I], or [I, R]; all rows where scales are per block."""
         values, scales = self.values[expert, rows], self.inverse_scales[expert]
         if transposed:
@@ -104,12 +117,15 @@ class Fp8Layer(nn.Module):
         super().__init__()
         self.options, self.experts = options, experts or ExpertRange(0, 1, 1)
         self.stored: StoredWeight | None = None  # the weight in fp8, if it is kept so
-        # the weight, cast in this step, for the products that sum over its columns and over its rows
+        # the weight, cast in this step, for the products that sum over its columns and over its
+        # rows
         self.kept: Forms | None = None
         self.has_history = False  # whether `history` has amaxes of an earlier step
         shape = (len(Operand), self.experts.num_global)
         keeps = options.recipe.has_history
-        self.register_buffer("history", torch.zeros(*shape, options.history_length) if keeps else None)
+        self.register_buffer(
+            "history", torch.zeros(*shape, options.history_length) if keeps else None
+        )
         self.register_buffer("step_amax", torch.zeros(shape) if keeps else None, persistent=False)
 
     @torch.no_grad()
@@ -124,10 +140,13 @@ class Fp8Layer(nn.Module):
         dtype, earlier = self.options.dtype(operand), self.earlier_amax(operand)
         used = amax if earlier is None else torch.where(earlier > 0, earlier, amax)
         inverse = inverse_scales(used, dtype, power_of_two=False) * 2.0**self.options.margin
-        return torch.where(amax.isfinite(), inverse, torch.nan)  # clamping must not hide an overflow
+        # clamping must not hide an overflow
+        return torch.where(amax.isfinite(), inverse, torch.nan)
 
     def earlier_amax(self, operand: Operand) -> Tensor | None:
-        """[E of this rank], from the history; 0 without one, None where scales do not follow from it."""
+        """[E of this rank], from the history; 0 without one, None where scales do not follow from
+        it.
+        """
         if self.history is None:
             return None
         history = self._local(self.history[operand])
@@ -138,12 +157,18 @@ class Fp8Layer(nn.Module):
         recipe = self.options.recipe
         if recipe.is_per_tensor:
             return self.inverse_scales(Operand.WEIGHT, amax.flatten()).view(amax.shape)
-        return inverse_scales(amax, self.options.dtype(Operand.WEIGHT), power_of_two=recipe.power_of_two)
+        return inverse_scales(
+            amax, self.options.dtype(Operand.WEIGHT), power_of_two=recipe.power_of_two
+        )
 
     @torch.no_grad()
     def update(self, amax: Tensor) -> None:
-        """Append the amaxes [3, E] of a step, over all ranks, and reset them; those of an overflow are left out."""
-        assert self.history is not None and self.step_amax is not None, "only delayed scaling keeps a history"
+        """Append the amaxes [3, E] of a step, over all ranks, and reset them; those of an overflow
+        are left out.
+        """
+        assert self.history is not None and self.step_amax is not None, (
+            "only delayed scaling keeps a history"
+        )
         amax = torch.where(amax.isfinite(), amax, self.history[..., 0])
         self.history.copy_(torch.cat([amax[..., None], self.history[..., :-1]], dim=-1))
         self.step_amax.zero_()
@@ -159,7 +184,9 @@ class Fp8Layer(nn.Module):
 
 @dataclass(frozen=True)
 class SharedAmax:
-    """The largest amaxes over the ranks that hold the tokens of one sequence; of experts also over their shards."""
+    """The largest amaxes over the ranks that hold the tokens of one sequence; of experts also over
+    their shards.
+    """
 
     sequence: Group
     etp: Group
@@ -169,7 +196,8 @@ class SharedAmax:
         """[number of tensors, local experts]; may be overwritten."""
         all_reduce(amax, self.etp, op="max")
         first, num_local = self.experts.first, self.experts.num_local
-        full = amax.new_zeros((len(amax), self.experts.num_global))  # ranks of a sequence have different experts
+        # ranks of a sequence have different experts
+        full = amax.new_zeros((len(amax), self.experts.num_global))
         full[:, first : first + num_local] = amax
         all_reduce(full, self.sequence, op="max")
         return full[:, first : first + num_local]
@@ -190,7 +218,8 @@ def fp8_options(
         sequence: ranks that hold the tokens of one sequence (tp x cp).
         capability: CUDA compute capability; None on a CPU, which emulates every product.
         is_fused: whether Triton kernels can run.
-        keeps_weights: whether weights are cast once per step, and kept in fp8 beside those in params_dtype.
+        keeps_weights: whether weights are cast once per step, and kept in fp8 beside those in
+            params_dtype.
     """
     if fp8 is None:
         return None

@@ -10,8 +10,9 @@
     |  block (r, k)   |  ->  |   |   |   |             block (128, 128): R/128 x K/128
     +-----+-----+-----+      +---+---+---+
 
-The last block of a row or column may be smaller. Values beyond the range of the format are clamped; infinities and NaN
-make the whole result NaN, so that a step with them is skipped and not trained on.
+The last block of a row or column may be smaller. Values beyond the range of the format are clamped;
+infinities and NaN make the whole result NaN, so that a step with them is skipped and not trained
+on.
 """
 
 from dataclasses import dataclass
@@ -31,12 +32,15 @@ class Quantized:
     """A matrix in fp8."""
 
     values: Tensor  # [R, K] fp8, contiguous
-    inverse_scales: Tensor  # [R / r, K / k] fp32: the represented value is value * inverse scale of its block
+    # [R / r, K / k] fp32: the represented value is value * inverse scale of its block
+    inverse_scales: Tensor
     block: Block  # (r, k)
 
     def dequantize(self) -> Tensor:
         """[R, K] fp32."""
-        return self.values.float() * _expand(self.inverse_scales, self.values.shape, block=self.block)
+        return self.values.float() * _expand(
+            self.inverse_scales, self.values.shape, block=self.block
+        )
 
 
 @dataclass(frozen=True)
@@ -54,26 +58,38 @@ Forms = tuple[Quantized | None, Quantized | None]
 
 
 def cast(x: Tensor, how: Cast, *, inverse: Tensor | None = None) -> Forms:
-    """Both forms of x [R, K]; `inverse` [1] is the scale of the whole tensor, None where a recipe has blocks."""
+    """Both forms of x [R, K]; `inverse` [1] is the scale of the whole tensor, None where a recipe
+    has blocks.
+    """
     forms: list[Quantized | None] = [None, None]
     for index, (is_wanted, matrix) in enumerate(((how.rows, x), (how.columns, x.t()))):
         if is_wanted:
             scales = inverse
             if scales is None:
-                scales = inverse_scales(block_amax(matrix, how.block), how.dtype, power_of_two=how.power_of_two)
+                scales = inverse_scales(
+                    block_amax(matrix, how.block), how.dtype, power_of_two=how.power_of_two
+                )
             forms[index] = quantize(
-                matrix, scales.view(1, 1) if inverse is not None else scales, block=how.block, dtype=how.dtype
+                matrix,
+                scales.view(1, 1) if inverse is not None else scales,
+                block=how.block,
+                dtype=how.dtype,
             )
     return forms[0], forms[1]
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """The largest absolute value of each block of x [R, K]: [R / r, K / k] fp32, inf for a block with a NaN."""
+    """The largest absolute value of each block of x [R, K]: [R / r, K / k] fp32, inf for a block
+    with a NaN.
+    """
     rows, columns = (size or length for size, length in zip(block, x.shape, strict=True))
     if x.numel() == 0:
-        return x.new_zeros((_count(x.shape[0], rows), _count(x.shape[1], columns)), dtype=torch.float32)
+        return x.new_zeros(
+            (_count(x.shape[0], rows), _count(x.shape[1], columns)), dtype=torch.float32
+        )
     if block == (None, None):
-        amax = torch.stack(x.aminmax()).abs().amax().view(1, 1)  # without a copy of x; NaN stays NaN
+        # without a copy of x; NaN stays NaN
+        amax = torch.stack(x.aminmax()).abs().amax().view(1, 1)
     else:
         padding = (0, -x.shape[1] % columns, 0, -x.shape[0] % rows)
         padded = F.pad(x, padding) if any(padding) else x  # torch copies x also to pad by nothing

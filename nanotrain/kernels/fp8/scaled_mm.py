@@ -3,8 +3,8 @@
     scaled_mm          a [M, K], b [N, K]   -> a b^T [M, N]
     grouped_by_torch   of all experts
 
-On CUDA they are torch's, which takes a block size of each operand and the scales in a layout of its own. Other devices
-emulate them: fp8 values are multiplied exactly and summed in fp32.
+On CUDA they are torch's, which takes a block size of each operand and the scales in a layout of its
+own. Other devices emulate them: fp8 values are multiplied exactly and summed in fp32.
 
     block of a, b       kernel
     (None, None)        TensorWise
@@ -25,11 +25,15 @@ from nanotrain.kernels.fp8.quantize import Quantized
 from nanotrain.kernels.linear import add_cast
 from nanotrain.precision.fp8 import Block
 
-ALIGNMENT = 16  # torch's kernels take sizes that are multiples of this; M and K are padded here, K also to whole blocks
+# torch's kernels take sizes that are multiples of this; M and K are padded here, K also to whole
+# blocks
+ALIGNMENT = 16
 
 
 def scaled_mm(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Tensor:
-    """[M, K], [N, K] -> [M, N] in `dtype`; without tokens (an expert that no token chose) empty or zero."""
+    """[M, K], [N, K] -> [M, N] in `dtype`; without tokens (an expert that no token chose) empty or
+    zero.
+    """
     if a.values.numel() == 0:
         return torch.zeros(len(a.values), len(b.values), dtype=dtype, device=a.values.device)
     if a.values.device.type == "cpu":
@@ -40,20 +44,26 @@ def scaled_mm(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("nanotrain::fp8_mm", mutates_args=())
 def fp8_mm(operands: Sequence[Tensor], *, blocks: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """`multiply_by_kernel` as a node of graphs: torch's compiler has no form of its own for most blocks."""
+    """`multiply_by_kernel` as a node of graphs: torch's compiler has no form of its own for most
+    blocks.
+    """
     a, b = unpacked(operands, blocks)
     return multiply_by_kernel(a, b, dtype=dtype)
 
 
 def packed(a: Quantized, b: Quantized) -> tuple[list[Tensor], list[int]]:
     """Two matrices as operators take them: tensors, and sizes of blocks with 0 for all."""
-    return [a.values, a.inverse_scales, b.values, b.inverse_scales], [size or 0 for size in (*a.block, *b.block)]
+    return [a.values, a.inverse_scales, b.values, b.inverse_scales], [
+        size or 0 for size in (*a.block, *b.block)
+    ]
 
 
 def unpacked(operands: Sequence[Tensor], blocks: Sequence[int]) -> tuple[Quantized, Quantized]:
     """The inverse of `packed`."""
     (a, scales_a, b, scales_b), sizes = operands, [size or None for size in blocks]
-    return Quantized(a, scales_a, (sizes[0], sizes[1])), Quantized(b, scales_b, (sizes[2], sizes[3]))
+    return Quantized(a, scales_a, (sizes[0], sizes[1])), Quantized(
+        b, scales_b, (sizes[2], sizes[3])
+    )
 
 
 @fp8_mm.register_fake
@@ -63,7 +73,8 @@ def _(operands: Sequence[Tensor], *, blocks: Sequence[int], dtype: torch.dtype) 
 
 def write_scaled_mm(a: Quantized, b: Quantized, *, out: Tensor, adds: bool) -> None:
     """[M, K], [N, K] -> `out` [M, N]; written, or added to what it holds."""
-    is_wide = a.values.device.type == "cpu" or a.block == (None, None)  # kernels of other blocks return bf16
+    # kernels of other blocks return bf16
+    is_wide = a.values.device.type == "cpu" or a.block == (None, None)
     if adds:
         add_cast(out, scaled_mm(a, b, dtype=torch.bfloat16 if out.is_cuda else out.dtype))
     elif is_wide and out.is_cuda and len(a.values) % ALIGNMENT == 0:
@@ -80,8 +91,12 @@ def emulate(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Tensor:
     return (a.dequantize() @ b.dequantize().t()).to(dtype)
 
 
-def multiply_by_kernel(a: Quantized, b: Quantized, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """The product by torch's kernel, in `out` where it is given; precision/fp8.py has the devices of each recipe."""
+def multiply_by_kernel(
+    a: Quantized, b: Quantized, *, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """The product by torch's kernel, in `out` where it is given; precision/fp8.py has the devices
+    of each recipe.
+    """
     num_rows, a = len(a.values), _pad_rows(a)
     # Only the kernels with one scale per tensor have fp32 results on all devices.
     kernel_dtype = dtype if a.block == (None, None) else torch.bfloat16
@@ -92,14 +107,26 @@ def multiply_by_kernel(a: Quantized, b: Quantized, *, dtype: torch.dtype, out: T
     recipe_a, recipe_b = ([getattr(scaling, name).value] for name in (name_a, name_b))
     scales_a, scales_b = [layout_a(a.inverse_scales)], layout_b(b.inverse_scales)
     scales_b = scales_b.t() if b.block == (1, None) else scales_b
-    given = (_pad_k(a), _pad_k(b).t(), scales_a, recipe_a, swizzles, [scales_b], recipe_b, swizzles, None, kernel_dtype)
+    given = (
+        _pad_k(a),
+        _pad_k(b).t(),
+        scales_a,
+        recipe_a,
+        swizzles,
+        [scales_b],
+        recipe_b,
+        swizzles,
+        None,
+        kernel_dtype,
+    )
     multiply: Any = torch.ops.aten._scaled_mm_v2
     product: Tensor = multiply(*given) if out is None else multiply.out(*given, out=out)
     return product[:num_rows].to(dtype)
 
 
 def swizzle_32_4_4(scales: Tensor) -> Tensor:
-    """Scales [R, C] in the order of cuBLAS for MX formats: tiles of 128 x 4, each stored as 32 x 4 x 4; padded with 0.
+    """Scales [R, C] in the order of cuBLAS for MX formats: tiles of 128 x 4, each stored as 32 x 4
+    x 4; padded with 0.
 
     Source: cuBLAS documentation, "1D block scaling factors layout".
     """
@@ -139,7 +166,9 @@ def _swizzled(scales: Tensor) -> Tensor:
 def _pad_rows(quantized: Quantized) -> Quantized:
     """Rows of zeros at the end: the tokens of an expert are any number."""
     scales, padding = quantized.inverse_scales, (0, 0, 0, -len(quantized.values) % ALIGNMENT)
-    scales = F.pad(scales, padding) if quantized.block[0] == 1 and not is_swizzled(scales) else scales
+    scales = (
+        F.pad(scales, padding) if quantized.block[0] == 1 and not is_swizzled(scales) else scales
+    )
     return Quantized(_pad(quantized.values, padding), scales, quantized.block)
 
 
@@ -155,7 +184,8 @@ def _pad(values: Tensor, padding: tuple[int, ...]) -> Tensor:
 
 
 def grouped_by_torch(a: Quantized, b: Quantized, *, offs: Tensor, sums: bool) -> Tensor:
-    """The products of all experts, in bf16: [T, K], [E * N, K] -> [T, N], or [M, T], [N, T] -> [E, M, N].
+    """The products of all experts, in bf16: [T, K], [E * N, K] -> [T, N], or [M, T], [N, T] -> [E,
+    M, N].
 
     Args:
         a: with a scale per tensor, which is a scale per expert, or per row.
@@ -168,17 +198,29 @@ def grouped_by_torch(a: Quantized, b: Quantized, *, offs: Tensor, sums: bool) ->
     rows, columns, experts = len(a.values), len(b.values), len(offs)
     if sums:
         shapes, right = ((experts, rows), (experts, columns)), b.values.t()
-        offs = ((offs.diff(prepend=offs.new_zeros(1)) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0).int()
+        offs = (
+            ((offs.diff(prepend=offs.new_zeros(1)) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT)
+            .cumsum(0)
+            .int()
+        )
     else:
-        shapes, right = ((rows, 1), (experts, columns // experts)), b.values.unflatten(0, (experts, -1)).mT
+        shapes, right = (
+            ((rows, 1), (experts, columns // experts)),
+            b.values.unflatten(0, (experts, -1)).mT,
+        )
     if a.values.numel() == 0:  # torch refuses most strides of an empty matrix
-        return a.values.new_zeros((experts, rows, columns) if sums else (0, columns // experts), dtype=torch.bfloat16)
+        return a.values.new_zeros(
+            (experts, rows, columns) if sums else (0, columns // experts), dtype=torch.bfloat16
+        )
     scales = [each.inverse_scales for each in (a, b)]
     if a.block == (None, None) and not sums:
         positions = torch.arange(rows, device=offs.device, dtype=offs.dtype)
-        scales[0] = scales[0][torch.searchsorted(offs, positions, right=True).clamp(max=experts - 1)]
+        scales[0] = scales[0][
+            torch.searchsorted(offs, positions, right=True).clamp(max=experts - 1)
+        ]
     scale_a, scale_b = (
-        scale.view(shape[0], -1).expand(shape).contiguous() for scale, shape in zip(scales, shapes, strict=True)
+        scale.view(shape[0], -1).expand(shape).contiguous()
+        for scale, shape in zip(scales, shapes, strict=True)
     )
     if sums:
         scale_a, scale_b = scale_a.flatten(), scale_b.flatten()

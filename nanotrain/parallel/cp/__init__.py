@@ -1,4 +1,5 @@
-"""Context parallelism: sequences sharded over the cp group, and the core attentions that work on such shards.
+"""Context parallelism: sequences sharded over the cp group, and the core attentions that work on
+such shards.
 
     split.py        zigzag sharding of sequences and microbatches
     all_gather.py   all-gather of keys and values
@@ -10,7 +11,8 @@
 CORE_ATTENTIONS        the only list of core attentions, by their value of --cp-comm-type
 build_core_attention   the core attention of a group
 
-Projections, RoPE and masks of the model are in `nanotrain.model`; which tokens a batch holds is `nanotrain.data`.
+Projections, RoPE and masks of the model are in `nanotrain.model`; which tokens a batch holds is
+`nanotrain.data`.
 """
 
 from collections.abc import Callable
@@ -30,7 +32,9 @@ CORE_ATTENTIONS: dict[str, Callable[[Group, LayerKernels], CoreAttention]] = {
 }
 
 
-def build_core_attention(comm_type: str, group: Group, *, kernels: LayerKernels | None = None) -> CoreAttention:
+def build_core_attention(
+    comm_type: str, group: Group, *, kernels: LayerKernels | None = None
+) -> CoreAttention:
     """Build the core attention of a cp group.
 
     Args:

@@ -2,15 +2,16 @@ r"""Core attention with an all-gather of keys and values over cp.
 
     forward     all-gather of keys and values, concatenated            backward    reduce-scatter of their gradients
 
-The queries of each local chunk attend to the keys up to the end of that chunk, in one call per chunk. The two
-chunks of a rank together have the same number of keys on every rank:
+The queries of each local chunk attend to the keys up to the end of that chunk, in one call per
+chunk. The two chunks of a rank together have the same number of keys on every rank:
 
     keys      0   1   2   3            rank 1 of 2 holds chunks 1 and 2
     first     x   \                    x all, \ causal
     second    x   x   \
 
-Plain causal attention of a chunk is aligned to the last key (lower right): on CUDA torch's bias type for it reaches the
-flash kernels, which take no dense mask. The CPU computes a tile of the keys before the chunk and a causal one.
+Plain causal attention of a chunk is aligned to the last key (lower right): on CUDA torch's bias
+type for it reaches the flash kernels, which take no dense mask. The CPU computes a tile of the keys
+before the chunk and a causal one.
 
     B batch   S sequence   C chunk = S / (2 cp)   N query heads   G key/value heads   D, Dv head dims
 """
@@ -40,17 +41,28 @@ class AllGatherAttention:
         """One call per local chunk."""
         size = tokens.shape[1] // 2
         spans = Spans.of(segment_ids, length=2 * self.group.size * size, window=window)
-        kernel, chunks = self.kernels.of(window), [range(chunk * size, (chunk + 1) * size) for chunk in self.chunks]
+        kernel, chunks = (
+            self.kernels.of(window),
+            [range(chunk * size, (chunk + 1) * size) for chunk in self.chunks],
+        )
         return tuple(AttentionCall(kernel, spans, chunk, tokens.device) for chunk in chunks)
 
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, mask: tuple[AttentionCall, ...], scores: ScoreOptions | None
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        mask: tuple[AttentionCall, ...],
+        scores: ScoreOptions | None,
     ) -> Tensor:
         """All-gather, then attend chunk by chunk."""
         local = torch.cat((key, value), dim=-1)
         gathered = join_shards(gather_along(local[None], self.group, dim=0))
         outputs = []
         for queries, call in zip(query.chunk(2, dim=1), mask, strict=True):
-            keys, values = gathered[:, : len(call.keys)].split((key.shape[-1], value.shape[-1]), dim=-1)
+            keys, values = gathered[:, : len(call.keys)].split(
+                (key.shape[-1], value.shape[-1]), dim=-1
+            )
             outputs.append(call(queries, key=keys, value=values, scores=scores))
         return torch.cat(outputs, dim=1)

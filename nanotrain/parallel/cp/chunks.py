@@ -1,8 +1,9 @@
-"""The chunks of a sequence that a rank holds, in the order of the sequence: for layers with a state or a halo.
+"""The chunks of a sequence that a rank holds, in the order of the sequence: for layers with a state
+or a halo.
 
-Rank r of a context-parallel group holds chunks r and 2 * cp - 1 - r (split.py); a single rank holds one chunk. Layers
-that read tokens in order compute the chunks side by side, as rows of a batch, and get what is before each from its
-rank:
+Rank r of a context-parallel group holds chunks r and 2 * cp - 1 - r (split.py); a single rank holds
+one chunk. Layers that read tokens in order compute the chunks side by side, as rows of a batch, and
+get what is before each from its rank:
 
     chunk     0   1   2   3   4   5   6   7
     cp rank   0 > 1 > 2 > 3 > 3 > 2 > 1 > 0
@@ -32,7 +33,9 @@ def num_chunks(group: Group) -> int:
 
 
 def chunk_rows(x: Tensor, group: Group) -> Tensor:
-    """[B, L, ...] -> [B * n, C, ...], a view of contiguous tensors; the chunks of a sequence are adjacent rows."""
+    """[B, L, ...] -> [B * n, C, ...], a view of contiguous tensors; the chunks of a sequence are
+    adjacent rows.
+    """
     return x.unflatten(1, (num_chunks(group), -1)).flatten(0, 1)
 
 
@@ -77,16 +80,24 @@ class _NextChunks(torch.autograd.Function):
 
 
 def _shift(rows: Tensor, group: Group, *, is_forward: bool) -> Tensor:
-    """Rows [B * n, ...] of every chunk to the rank of the next chunk, or of the previous one; zeros at the end."""
+    """Rows [B * n, ...] of every chunk to the rank of the next chunk, or of the previous one; zeros
+    at the end.
+    """
     first, second = (x.contiguous() for x in rows.unflatten(0, (-1, 2)).unbind(1))
     out = torch.zeros_like(first), torch.zeros_like(second)
     index, last = group.index, group.size - 1
     # the first chunks of the ranks are in their order, the second ones in the reverse order
     sent, received = (first, second), out
     step = 1 if is_forward else -1
-    sends = [Message(x, peer) for x, peer in zip(sent, (index + step, index - step), strict=True) if 0 <= peer <= last]
+    sends = [
+        Message(x, peer)
+        for x, peer in zip(sent, (index + step, index - step), strict=True)
+        if 0 <= peer <= last
+    ]
     receives = [
-        Message(x, peer) for x, peer in zip(received, (index - step, index + step), strict=True) if 0 <= peer <= last
+        Message(x, peer)
+        for x, peer in zip(received, (index - step, index + step), strict=True)
+        if 0 <= peer <= last
     ]
     started = start_send_recv(sends, receives, group=group)
     if index == last:  # both chunks in the middle of the sequence are on the last rank

@@ -33,8 +33,10 @@ from nanotrain.parallel.cp.ulysses import UlyssesAttention
 class Rule:
     """A rule of linear attention."""
 
-    scan: Callable[..., tuple[Tensor, Tensor]]  # inputs, and the state before them or None -> outputs, state after them
-    span_map: Callable[[DeltaInputs], tuple[Tensor, Tensor]]  # inputs -> arguments of `start_states`
+    # inputs, and the state before them or None -> outputs, state after them
+    scan: Callable[..., tuple[Tensor, Tensor]]
+    # inputs -> arguments of `start_states`
+    span_map: Callable[[DeltaInputs], tuple[Tensor, Tensor]]
 
 
 def delta_rule_over(inputs: DeltaInputs, group: Group, *, comm_type: str) -> Tensor:
@@ -59,7 +61,9 @@ def scan_over(inputs: DeltaInputs, group: Group, *, comm_type: str, rule: Rule) 
 def _by_states(inputs: DeltaInputs, group: Group, *, rule: Rule) -> Tensor:
     """Each local chunk is a row of its own."""
     if inputs.starts is not None:
-        inputs = replace(inputs, starts=local_chunks(inputs.starts, index=group.index, size=group.size))
+        inputs = replace(
+            inputs, starts=local_chunks(inputs.starts, index=group.index, size=group.size)
+        )
     rows = inputs.map(lambda x: chunk_rows(x, group))
     transition, offset = rule.span_map(rows)
     out, _ = rule.scan(rows, start_states(transition, offset, group=group))
@@ -67,10 +71,12 @@ def _by_states(inputs: DeltaInputs, group: Group, *, rule: Rule) -> Tensor:
 
 
 def start_states(transition: Tensor, offset: Tensor, *, group: Group) -> Tensor:
-    """The states before the local chunks, given how each of them maps the state before it to the state after it.
+    """The states before the local chunks, given how each of them maps the state before it to the
+    state after it.
 
     Args:
-        transition: [2 B, N, K, K], the matrix of each chunk, or a factor of the state: [2 B, N, 1 or K, 1].
+        transition: [2 B, N, K, K], the matrix of each chunk, or a factor of the state: [2 B, N, 1
+            or K, 1].
         offset: [2 B, N, K, V], the state after a chunk from a state of zeros before it.
         group: the cp group.
 
@@ -78,15 +84,19 @@ def start_states(transition: Tensor, offset: Tensor, *, group: Group) -> Tensor:
         [2 B, N, K, V]; the two chunks of a sample are adjacent, here and in the arguments.
     """
     packed = torch.cat((transition.flatten(1), offset.flatten(1)), dim=1)
-    gathered = join_shards(gather_along(packed.view(1, -1, 2, packed.shape[1]), group, dim=0))  # [B, 2 cp, ...]
+    # [B, 2 cp, ...]
+    gathered = join_shards(gather_along(packed.view(1, -1, 2, packed.shape[1]), group, dim=0))
     transitions, offsets = gathered.split((transition[0].numel(), offset[0].numel()), dim=-1)
     transitions, offsets = (
-        x.unflatten(2, like.shape[1:]).unbind(1) for x, like in ((transitions, transition), (offsets, offset))
+        x.unflatten(2, like.shape[1:]).unbind(1)
+        for x, like in ((transitions, transition), (offsets, offset))
     )
     first, last = zigzag_chunks(group.index, group.size)
     states = [torch.zeros_like(offsets[0])]
     for factor, step in zip(transitions[:last], offsets[:last], strict=True):
-        states.append((factor * states[-1] if factor.shape[-1] == 1 else factor @ states[-1]) + step)
+        states.append(
+            (factor * states[-1] if factor.shape[-1] == 1 else factor @ states[-1]) + step
+        )
     return torch.stack((states[first], states[last]), dim=1).flatten(0, 1)
 
 
@@ -94,7 +104,10 @@ def _by_heads(inputs: DeltaInputs, group: Group, *, rule: Rule) -> Tensor:
     """Queries and keys are repeated up to the least common multiple of their heads and cp."""
     ulysses, heads = UlyssesAttention(group), inputs.query.shape[2]
     repeats = math.lcm(heads, group.size) // heads
-    query, key = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (inputs.query, inputs.key))
+    query, key = (
+        x.repeat_interleave(repeats, dim=2) if repeats > 1 else x
+        for x in (inputs.query, inputs.key)
+    )
     query, key, value = ulysses.to_head_shards([query, key, inputs.value])
     decay, beta = ulysses.to_head_shards([inputs.decay, inputs.beta])  # fp32
     out, _ = rule.scan(DeltaInputs(query, key, value, decay, beta, inputs.starts), None)

@@ -1,7 +1,8 @@
-"""Ring attention: keys and values are sent around the cp group while every rank attends to those it holds.
+"""Ring attention: keys and values are sent around the cp group while every rank attends to those it
+holds.
 
-In step i rank r attends to the keys of rank s = (r - i) mod cp. With zigzag shards every step has the same cost on
-every rank, and only step 0 needs a mask:
+In step i rank r attends to the keys of rank s = (r - i) mod cp. With zigzag shards every step has
+the same cost on every rank, and only step 0 needs a mask:
 
     s = r    all queries        x local keys, causal               rank 1 of 3 holds chunks 1 and 4
     s < r    all queries        x the first chunk of keys          (the second lies after all queries)
@@ -14,8 +15,8 @@ every rank, and only step 0 needs a mask:
     plan_ring       the order of computation of a rank (pure)
     RingAttention   the core attention; _Ring: its forward and backward
 
-Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", section 3. Zigzag: Brandon et al., "Striped
-Attention", with chunks instead of single tokens.
+Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", section 3. Zigzag: Brandon et
+al., "Striped Attention", with chunks instead of single tokens.
 
     B batch   S sequence   L = S / cp   N query heads   G key/value heads   D, Dv head dims
 """
@@ -27,9 +28,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanotrain.attention.chunks import AttentionResult, ScoreOptions, accumulate_dtype, add_sink, sink_grad
+from nanotrain.attention.chunks import (
+    AttentionResult,
+    ScoreOptions,
+    accumulate_dtype,
+    add_sink,
+    sink_grad,
+)
 from nanotrain.attention.sdpa import LayerKernels
-from nanotrain.attention.tiles import LocalChunk, Spans, Tile, TilePlan, forward_tiles, plan_chunks, tile_gradients
+from nanotrain.attention.tiles import (
+    LocalChunk,
+    Spans,
+    Tile,
+    TilePlan,
+    forward_tiles,
+    plan_chunks,
+    tile_gradients,
+)
 from nanotrain.comm.autograd import eager
 from nanotrain.comm.group import Group
 from nanotrain.comm.send_recv import start_ring_send_recv
@@ -38,12 +53,18 @@ from nanotrain.parallel.cp.split import stack_shards, zigzag_chunks
 
 
 def plan_ring(index: int, size: int, *, length: int) -> list[tuple[int, Tile]]:
-    """The steps of rank `index` with `length` local positions (L), in the order in which keys are received.
+    """The steps of rank `index` with `length` local positions (L), in the order in which keys are
+    received.
 
     Returns:
         the rank of the keys, and the attention of local queries to them.
     """
-    samples, both, first, second = slice(None), slice(0, length), slice(0, length // 2), slice(length // 2, length)
+    samples, both, first, second = (
+        slice(None),
+        slice(0, length),
+        slice(0, length // 2),
+        slice(length // 2, length),
+    )
     steps = [(index, Tile(samples, both, both, is_causal=True))]
     for distance in range(1, size):
         source = (index - distance) % size
@@ -56,7 +77,8 @@ class RingAttention:
     """Causal attention with keys and values sent around the ring."""
 
     def __init__(self, group: Group, kernels: LayerKernels | None = None) -> None:
-        self.group = group  # no kernels: the ring computes tiles, because it needs the log-sum-exp to merge results
+        # no kernels: the ring computes tiles, because it needs the log-sum-exp to merge results
+        self.group = group
 
     def plan_mask(
         self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None
@@ -78,7 +100,13 @@ class RingAttention:
 
     @eager  # transfers stay out of compiled graphs
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, mask: tuple[TilePlan, ...], scores: ScoreOptions | None
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        mask: tuple[TilePlan, ...],
+        scores: ScoreOptions | None,
     ) -> Tensor:
         """Attend to all keys of the group, one step at a time."""
         sink = None if scores is None else scores.sink
@@ -86,10 +114,15 @@ class RingAttention:
         return out
 
 
-def _chunk_pairs(index: int, source: int, *, size: int, chunk: int) -> list[tuple[LocalChunk, LocalChunk, bool]]:
+def _chunk_pairs(
+    index: int, source: int, *, size: int, chunk: int
+) -> list[tuple[LocalChunk, LocalChunk, bool]]:
     """The chunks of queries of rank `index` and of keys of rank `source` that attend to each other."""
     ours, theirs = (
-        [LocalChunk(range(c * chunk, (c + 1) * chunk), i * chunk) for i, c in enumerate(zigzag_chunks(rank, size))]
+        [
+            LocalChunk(range(c * chunk, (c + 1) * chunk), i * chunk)
+            for i, c in enumerate(zigzag_chunks(rank, size))
+        ]
         for rank in (index, source)
     )
     pairs = [(q, k) for q in ours for k in theirs if k.positions.start <= q.positions.start]
@@ -102,7 +135,9 @@ def _chunk_pairs(index: int, source: int, *, size: int, chunk: int) -> list[tupl
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *rest: Any) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *rest: Any
+    ) -> Tensor:
         plans, group, scores = rest
         turned = query.transpose(1, 2)
         total: AttentionResult | None = None
@@ -114,20 +149,29 @@ class _Ring(torch.autograd.Function):
         assert total is not None, "a ring has at least the step with the local keys"
         total = add_sink(total, sink)
         out = total.out.to(query.dtype)
-        ctx.group, ctx.plans, ctx.scores = group, plans, None if scores is None else replace(scores, sink=None)
+        ctx.group, ctx.plans, ctx.scores = (
+            group,
+            plans,
+            None if scores is None else replace(scores, sink=None),
+        )
         ctx.save_for_backward(query, key, value, sink, out, total.lse)
         return out.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sink, out, lse = ctx.saved_tensors
-        merged, grad, turned = AttentionResult(out, lse), grads[0].transpose(1, 2), query.transpose(1, 2)
+        merged, grad, turned = (
+            AttentionResult(out, lse),
+            grads[0].transpose(1, 2),
+            query.transpose(1, 2),
+        )
         query_grad = torch.zeros_like(turned, dtype=accumulate_dtype(query))
         work: Work[tuple[Tensor, ...]] | None = None
         for plan, keys, values in _receive(ctx.plans, (key, value), group=ctx.group):
             inputs = (turned, keys, values)
             parts = list(tile_gradients(plan, inputs, merged=merged, scores=ctx.scores, grad=grad))
-            # The sums of the previous ranks for these keys were in transit during the computation above.
+            # The sums of the previous ranks for these keys were in transit during the computation
+            # above.
             sums = _zeros(key, value) if work is None else work.wait()
             for tile, part in parts:
                 query_grad[tile.samples, :, tile.queries] += part.query
@@ -144,7 +188,9 @@ class _Ring(torch.autograd.Function):
 def _receive(
     plans: tuple[TilePlan, ...], local: tuple[Tensor, ...], *, group: Group
 ) -> Iterator[tuple[TilePlan, Tensor, Tensor]]:
-    """Every step with the keys and values [B, G, L, ...] of its source; the next transfer starts beforehand."""
+    """Every step with the keys and values [B, G, L, ...] of its source; the next transfer starts
+    beforehand.
+    """
     current = tuple(x.contiguous() for x in local)
     for plan in plans:
         work = start_ring_send_recv(current, group) if plan is not plans[-1] else None

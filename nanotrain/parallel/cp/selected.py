@@ -1,10 +1,11 @@
-"""Core attention to the keys that an indexer selects (attention/sparse.py), with an all-gather over cp.
+"""Core attention to the keys that an indexer selects (attention/sparse.py), with an all-gather over
+cp.
 
     forward     all-gather of keys, values and index keys, concatenated
     backward    reduce-scatter of their gradients
 
-An index score needs the key of every earlier token, so neither a ring nor an exchange of heads serves here; every local
-chunk of queries is a call of its own, as in all_gather.py.
+An index score needs the key of every earlier token, so neither a ring nor an exchange of heads
+serves here; every local chunk of queries is a call of its own, as in all_gather.py.
 
     B batch   S sequence   L = S / cp   N heads   D, Dv head dims
 """
@@ -50,18 +51,29 @@ class SelectedAttention:
         """
         if self.group.size > 1:
             tensors = (key.flatten(2), value.flatten(2), index.key)
-            gathered = join_shards(gather_along(torch.cat(tensors, dim=-1)[None], self.group, dim=0))
+            gathered = join_shards(
+                gather_along(torch.cat(tensors, dim=-1)[None], self.group, dim=0)
+            )
             flat_key, flat_value, index_key = gathered.split([x.shape[-1] for x in tensors], dim=-1)
-            key, value = (x.unflatten(-1, like.shape[2:]) for x, like in ((flat_key, key), (flat_value, value)))
+            key, value = (
+                x.unflatten(-1, like.shape[2:])
+                for x, like in ((flat_key, key), (flat_value, value))
+            )
             index = replace(index, key=index_key)
         if mask is None:
             length = query.shape[1]
-            mask = AttentionCall(TileKernel(), Spans.of(None, length=length), range(length), query.device)
+            mask = AttentionCall(
+                TileKernel(), Spans.of(None, length=length), range(length), query.device
+            )
         calls = mask if isinstance(mask, tuple) else (mask,)
         outputs, num_calls = [], len(calls)
         queries = (x.chunk(num_calls, dim=1) for x in (query, index.query, index.weight))
         for call, local, index_query, weight in zip(calls, *queries, strict=True):
             keys, values, index_keys = (x[:, : len(call.keys)] for x in (key, value, index.key))
             of_call = replace(index, query=index_query, key=index_keys, weight=weight)
-            outputs.append(attend_selected(local, key=keys, value=values, call=call, index=of_call, scores=scores))
+            outputs.append(
+                attend_selected(
+                    local, key=keys, value=values, call=call, index=of_call, scores=scores
+                )
+            )
         return outputs[0] if num_calls == 1 else torch.cat(outputs, dim=1)

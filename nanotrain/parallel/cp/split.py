@@ -1,7 +1,7 @@
 """Zigzag sharding of sequences over a context-parallel group.
 
-A sequence is split into 2 * cp equal chunks. Rank r holds chunks r and 2 * cp - 1 - r, so that causal attention costs
-every rank the same:
+A sequence is split into 2 * cp equal chunks. Rank r holds chunks r and 2 * cp - 1 - r, so that
+causal attention costs every rank the same:
 
     chunk     0   1   2   3   4   5   6   7
     cp rank   0   1   2   3   3   2   1   0
@@ -34,13 +34,18 @@ def zigzag_chunks(index: int, size: int) -> tuple[int, int]:
 
 def local_chunks(tensor: Tensor, *, index: int, size: int, dim: int = 1) -> Tensor:
     """The shard of rank `index` of a tensor whose dim `dim` is the full sequence."""
-    assert tensor.shape[dim] % (2 * size) == 0, f"{tensor.shape[dim]} positions do not make {2 * size} equal chunks"
+    assert tensor.shape[dim] % (2 * size) == 0, (
+        f"{tensor.shape[dim]} positions do not make {2 * size} equal chunks"
+    )
     chunks = tensor.chunk(2 * size, dim=dim)
     return torch.cat([chunks[chunk] for chunk in zigzag_chunks(index, size)], dim=dim)
 
 
-def local_positions(length: int, *, index: int, size: int, device: torch.device | None = None) -> Tensor:
-    """[length / size] int64: the positions, in sequences of `length` tokens, of the tokens of rank `index`.
+def local_positions(
+    length: int, *, index: int, size: int, device: torch.device | None = None
+) -> Tensor:
+    """[length / size] int64: the positions, in sequences of `length` tokens, of the tokens of rank
+    `index`.
 
     >>> local_positions(8, index=0, size=2).tolist()
     [0, 1, 6, 7]
@@ -60,11 +65,13 @@ def join_shards(shards: Tensor) -> Tensor:
 
 
 def split_batch(batch: Batch, group: Group) -> Batch:
-    """Shard a microbatch of full sequences over the cp group; a group of one rank gets it back unchanged.
+    """Shard a microbatch of full sequences over the cp group; a group of one rank gets it back
+    unchanged.
 
     Returns:
-        tokens, labels, loss_mask [B, S / cp], those of `mtp` too; position_ids [B, S / cp], or [1, S / cp] where the
-        batch has none; segment_ids stay [B, S], since the mask needs the segments of keys on other ranks.
+        tokens, labels, loss_mask [B, S / cp], those of `mtp` too; position_ids [B, S / cp], or [1,
+        S / cp] where the batch has none; segment_ids stay [B, S], since the mask needs the segments
+        of keys on other ranks.
     """
     if group.size == 1:
         return batch
@@ -76,7 +83,9 @@ def split_batch(batch: Batch, group: Group) -> Batch:
         tokens, labels, mask = map(local, (batch.tokens, batch.labels, batch.loss_mask))
         return replace(batch, tokens=tokens, labels=labels, loss_mask=mask)
 
-    positions = local_positions(batch.tokens.shape[1], index=group.index, size=group.size, device=batch.tokens.device)
+    positions = local_positions(
+        batch.tokens.shape[1], index=group.index, size=group.size, device=batch.tokens.device
+    )
     return replace(
         local_tokens(batch),
         position_ids=positions[None] if batch.position_ids is None else local(batch.position_ids),

@@ -1,4 +1,5 @@
-"""Ulysses: all-to-all from sequence-sharded to head-sharded tensors, attention to full sequences, and back.
+"""Ulysses: all-to-all from sequence-sharded to head-sharded tensors, attention to full sequences,
+and back.
 
                 heads 0 1 2 3                        heads 0 1 2 3
     chunks 0 3        a a a a           chunks 0 1 2 3     a a b b         rank a, rank b
@@ -7,7 +8,8 @@
     forward     one all-to-all of queries, keys and values, concatenated, and one of the outputs
     backward    the same two in reverse
 
-If cp does not divide the number of key/value heads, they are repeated up to the least common multiple.
+If cp does not divide the number of key/value heads, they are repeated up to the least common
+multiple.
 
 Jacobs et al., "DeepSpeed Ulysses", section 3; here with zigzag shards.
 
@@ -43,7 +45,13 @@ class UlyssesAttention:
         return self.sdpa.plan_mask(segment_ids, tokens=full, window=window)
 
     def __call__(
-        self, query: Tensor, *, key: Tensor, value: Tensor, mask: AttentionCall | None, scores: ScoreOptions | None
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        mask: AttentionCall | None,
+        scores: ScoreOptions | None,
     ) -> Tensor:
         """All-to-all, attend, all-to-all."""
         cp, groups = self.group.size, key.shape[2]
@@ -59,10 +67,18 @@ class UlyssesAttention:
 
     def to_head_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         """Each [B, L, n, d] -> [B, S, n / cp, d], in one all-to-all."""
-        packed = torch.cat([rearrange(x, "b l (cp n) d -> b l cp (n d)", cp=self.group.size) for x in tensors], dim=-1)
+        packed = torch.cat(
+            [rearrange(x, "b l (cp n) d -> b l cp (n d)", cp=self.group.size) for x in tensors],
+            dim=-1,
+        )
         received = join_shards(self._all_to_all(rearrange(packed, "b l cp x -> cp b l x")))
-        parts = received.split([x.shape[2] // self.group.size * x.shape[3] for x in tensors], dim=-1)
-        return [rearrange(part, "b s (n d) -> b s n d", d=x.shape[3]) for part, x in zip(parts, tensors, strict=True)]
+        parts = received.split(
+            [x.shape[2] // self.group.size * x.shape[3] for x in tensors], dim=-1
+        )
+        return [
+            rearrange(part, "b s (n d) -> b s n d", d=x.shape[3])
+            for part, x in zip(parts, tensors, strict=True)
+        ]
 
     def to_sequence_shards(self, out: Tensor) -> Tensor:
         """[B, S, N / cp, Dv] -> [B, L, N, Dv]."""

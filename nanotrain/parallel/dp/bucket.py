@@ -1,6 +1,8 @@
-"""A bucket: consecutive parameters of the flat buffers whose gradients are reduced, and which are gathered, together.
+"""A bucket: consecutive parameters of the flat buffers whose gradients are reduced, and which are
+gathered, together.
 
-A bucket is composed of a parameter store and a gradient store (`stores.py`) and drives a `Reduction`:
+A bucket is composed of a parameter store and a gradient store (`stores.py`) and drives a
+`Reduction`:
 
     add_grad ...            one gradient per parameter and microbatch, or
     start_write ...         a product writes it, and mark_ready follows the last use of the parameter
@@ -27,16 +29,18 @@ class Reduction:
         across instances       all-reduce of the shard over `replicate`, or a reduce-scatter where optimizer state is
                                sharded across instances too; once per step
 
-    With `no_shard` the shard group is one rank, so only the all-reduce across instances communicates. With one
-    optimizer instance the replicate group is one rank, so only the reduce-scatter does. With several instances (HSDP)
-    both do.
+    With `no_shard` the shard group is one rank, so only the all-reduce across instances
+    communicates. With one optimizer instance the replicate group is one rank, so only the
+    reduce-scatter does. With several instances (HSDP) both do.
     """
 
     def __init__(self, groups: ReduceGroups, options: DataParallelOptions) -> None:
         self.groups, self.keeps_full = groups, options.keeps_full_grads
         self._scale, self._op = options.grad_scale, "avg" if options.averages else "sum"
         by_all_to_all = options.by_all_to_all
-        self._reduce_scatter = start_reduce_scatter_by_all_to_all if by_all_to_all else start_reduce_scatter_into
+        self._reduce_scatter = (
+            start_reduce_scatter_by_all_to_all if by_all_to_all else start_reduce_scatter_into
+        )
 
     def start_inside(self, full: Tensor) -> Work[Tensor]:
         """Start to sum `full` [numel] inside the instance, into this rank's slice of it."""
@@ -48,7 +52,8 @@ class Reduction:
         return self._reduce_scatter(shard, full, group=self.groups.shard, op=self._op)
 
     def start_across(self, shard: Tensor) -> Work[Tensor]:
-        """Start to sum `shard` across instances, in place; where it is sharded across, into this rank's slice of it.
+        """Start to sum `shard` across instances, in place; where it is sharded across, into this
+        rank's slice of it.
 
         The result is `shard`.
         """
@@ -62,7 +67,8 @@ class Reduction:
 class Bucket:
     """One bucket: its storage, the parameters whose gradients are still missing, and its reduction.
 
-    Gradients are not zeroed between steps: the first gradient of a step overwrites the values of the last step.
+    Gradients are not zeroed between steps: the first gradient of a step overwrites the values of
+    the last step.
 
     Args:
         layout: the bucket's range and its parameters.
@@ -71,13 +77,18 @@ class Bucket:
         reduction: the collectives.
     """
 
-    def __init__(self, layout: BucketLayout, *, params: ParamStore, grads: GradStore, reduction: Reduction) -> None:
+    def __init__(
+        self, layout: BucketLayout, *, params: ParamStore, grads: GradStore, reduction: Reduction
+    ) -> None:
         self.layout, self.params, self.grads = layout, params, grads
         self._reduction, groups = reduction, reduction.groups
         # the param ranges that this rank's optimizer updates, in `params.update` and `grads.main`
-        self.update_ranges = layout.update_ranges(groups.shard.index, outer_index=groups.outer.index)
+        self.update_ranges = layout.update_ranges(
+            groups.shard.index, outer_index=groups.outer.index
+        )
         self._ranges = {
-            entry.name: slice(entry.start - layout.start, entry.stop - layout.start) for entry in layout.params
+            entry.name: slice(entry.start - layout.start, entry.stop - layout.start)
+            for entry in layout.params
         }
         self._gaps = _gaps(layout)
         self._written: set[str] = set()
@@ -119,7 +130,9 @@ class Bucket:
         self.mark_ready(name)
 
     def keep_grad(self, name: str, grad: Tensor) -> None:
-        """Keep one parameter's gradient of one microbatch until the bucket is reduced, and has memory."""
+        """Keep one parameter's gradient of one microbatch until the bucket is reduced, and has
+        memory.
+        """
         early = self._early.get(name)
         self._early[name] = grad if early is None else early.add_(grad)
         self.mark_ready(name)
@@ -133,16 +146,22 @@ class Bucket:
             self._written.add(name)
 
     def expect_ahead(self, name: str) -> None:
-        """Expect the gradient of one parameter in the forward passes of this step, and in no backward."""
+        """Expect the gradient of one parameter in the forward passes of this step, and in no
+        backward.
+        """
         self._ahead.add(name)
 
     def start_write(self, name: str) -> tuple[Tensor, bool]:
-        """The gradient elements of one parameter, and whether to add to them because this step has written them."""
+        """The gradient elements of one parameter, and whether to add to them because this step has
+        written them.
+        """
         has_grads = name in self._written
         self._written.add(name)
         return self.view(name, self.grads.full()), has_grads
 
-    def start_keep(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    def start_keep(
+        self, name: str, *, shape: torch.Size, dtype: torch.dtype
+    ) -> tuple[Tensor, bool]:
         """As `start_write`, in memory of its own, which is kept as by `keep_grad`."""
         has_grads = name in self._early
         if not has_grads:
@@ -169,7 +188,9 @@ class Bucket:
             self.start_across()  # nothing to wait for, so it can overlap the backward pass
 
     def finish_inside(self) -> None:
-        """Wait until `grads.shard` holds the sum inside the shard group; a transient store is then empty."""
+        """Wait until `grads.shard` holds the sum inside the shard group; a transient store is then
+        empty.
+        """
         work, self._inside = self._inside, None
         if work is not None:
             work.wait()
@@ -178,13 +199,19 @@ class Bucket:
             self._written.clear()
 
     def start_across(self) -> None:
-        """Finish the reduction inside and, after the last one of a step, start the one across instances."""
+        """Finish the reduction inside and, after the last one of a step, start the one across
+        instances.
+        """
         self.finish_inside()
         if self._awaits_across:
             self._awaits_across = False
             tensor = self.grads.shard  # not rounded to the dtype of the reduction if there is none
             if self._reduction.groups.replicate.size > 1:
-                tensor = self.grads.full() if self._reduction.keeps_full else self.grads.shard_to_reduce()
+                tensor = (
+                    self.grads.full()
+                    if self._reduction.keeps_full
+                    else self.grads.shard_to_reduce()
+                )
             self._across = self._reduction.start_across(tensor)
 
     def finish_reduce(self) -> None:
@@ -204,6 +231,12 @@ class Bucket:
 
 def _gaps(layout: BucketLayout) -> tuple[slice, ...]:
     """The elements of the bucket that belong to no parameter."""
-    edges = [layout.start, *(edge for entry in layout.params for edge in (entry.start, entry.stop)), layout.stop]
+    edges = [
+        layout.start,
+        *(edge for entry in layout.params for edge in (entry.start, entry.stop)),
+        layout.stop,
+    ]
     gaps = zip(edges[::2], edges[1::2], strict=True)
-    return tuple(slice(start - layout.start, stop - layout.start) for start, stop in gaps if start < stop)
+    return tuple(
+        slice(start - layout.start, stop - layout.start) for start, stop in gaps if start < stop
+    )

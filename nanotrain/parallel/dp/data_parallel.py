@@ -1,9 +1,12 @@
-"""Data-parallel wrapper of a module: flat buffers, gradient reduction and parameter all-gather per bucket.
+"""Data-parallel wrapper of a module: flat buffers, gradient reduction and parameter all-gather per
+bucket.
 
-1. Construction makes every parameter of the module a view of one flat buffer and allocates the gradients.
-2. `begin_step`, then per microbatch `backward_begins` and `backward_ended`. A hook takes each gradient as soon as
-   autograd has accumulated it; products may write theirs into the bucket, and the hook marks them as ready. The
-   pipeline schedule decides which backward is the last of the step.
+1. Construction makes every parameter of the module a view of one flat buffer and allocates the
+   gradients.
+2. `begin_step`, then per microbatch `backward_begins` and `backward_ended`. A hook takes each
+   gradient as soon as autograd has accumulated it; products may write theirs into the bucket, and
+   the hook marks them as ready. The pipeline schedule decides which backward is the last of the
+   step.
 3. `finish_grad_reduce`: `buckets[i].grads.main` holds this rank's part of the summed gradients.
 4. The optimizer updates `buckets[i].params.update`; `start_param_gather` all-gathers the result.
 5. The next forward pass waits, unit by unit, for the parameters it uses.
@@ -14,19 +17,22 @@
     optim_grads          reduce-scatter after every microbatch      all-gather after the step
     optim_grads_params   reduce-scatter after every microbatch      all-gather per unit, `units.py`
 
-Reduce-scatter and all-gather run inside the shard group. With several optimizer instances (HSDP) an all-reduce of the
-shard across the replicate group follows the last reduce-scatter. Where optimizer state is sharded across instances too,
-a reduce-scatter does, and updated shards are all-gathered across instances first.
+Reduce-scatter and all-gather run inside the shard group. With several optimizer instances (HSDP) an
+all-reduce of the shard across the replicate group follows the last reduce-scatter. Where optimizer
+state is sharded across instances too, a reduce-scatter does, and updated shards are all-gathered
+across instances first.
 
-Buckets are reduced in buffer order on every rank, independent of the order in which gradients are ready: collectives
-that two ranks issue in different orders deadlock on NCCL. This holds across both groups too. With overlap, the
-reduction across of bucket i starts right before the reduce-scatter of bucket i + MAX_REDUCTIONS.
+Buckets are reduced in buffer order on every rank, independent of the order in which gradients are
+ready: collectives that two ranks issue in different orders deadlock on NCCL. This holds across both
+groups too. With overlap, the reduction across of bucket i starts right before the reduce-scatter of
+bucket i + MAX_REDUCTIONS.
 
-At most MAX_REDUCTIONS are in flight if a reduction holds memory or is followed by another one. Otherwise there is no
-limit: on NCCL a wait in the backward would delay the rest of the backward until the reduction is complete.
+At most MAX_REDUCTIONS are in flight if a reduction holds memory or is followed by another one.
+Otherwise there is no limit: on NCCL a wait in the backward would delay the rest of the backward
+until the reduction is complete.
 
-Source: Rajbhandari et al. 2020 (ZeRO), sections 5.1-5.2; Megatron-LM core, `distributed_data_parallel.py` and
-`param_and_grad_buffer.py`.
+Source: Rajbhandari et al. 2020 (ZeRO), sections 5.1-5.2; Megatron-LM core,
+`distributed_data_parallel.py` and `param_and_grad_buffer.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,8 +60,9 @@ from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import WEIGHT_DTYPE
 from nanotrain.spec.params import LocalParam
 
-# One reduction runs and the next is queued. More would hold memory on gloo, which receives into (d-1)/d of a bucket
-# (measured, 13 buckets: 39 MiB with all in flight, 10.5 with two, no slower), and full-size gradients of a pool.
+# One reduction runs and the next is queued. More would hold memory on gloo, which receives into
+# (d-1)/d of a bucket (measured, 13 buckets: 39 MiB with all in flight, 10.5 with two, no slower),
+# and full-size gradients of a pool.
 MAX_REDUCTIONS = 2
 
 
@@ -63,8 +70,10 @@ class DataParallel:
     """Flat buffers of one module's parameters and gradients, and their collectives.
 
     Args:
-        module: module whose parameters become views of the buffer; those on the meta device are replaced.
-        layout: layout from `plan_layout`; its parameters are those of the module that this wrapper takes over.
+        module: module whose parameters become views of the buffer; those on the meta device are
+            replaced.
+        layout: layout from `plan_layout`; its parameters are those of the module that this wrapper
+            takes over.
         groups: the shard and replicate groups.
         options: strategy and overlap.
         precision: dtypes of parameters and gradients.
@@ -82,8 +91,12 @@ class DataParallel:
         device: torch.device,
     ) -> None:
         is_complete = options.strategy.shard_optim or groups.shard.size == 1
-        assert is_complete, "without shard_optim no rank would gather the shards that it does not update"
-        is_by_unit = not options.strategy.shard_params or all(len(bucket.units) == 1 for bucket in layout.buckets)
+        assert is_complete, (
+            "without shard_optim no rank would gather the shards that it does not update"
+        )
+        is_by_unit = not options.strategy.shard_params or all(
+            len(bucket.units) == 1 for bucket in layout.buckets
+        )
         assert is_by_unit, "a bucket of two units would be gathered for both"
         self.layout, self.groups, self.options = layout, groups, options
         self.params = {param.spec.name: param for param in layout.params}
@@ -91,18 +104,22 @@ class DataParallel:
         is_fp8 = options.fp8_amax_groups is not None
         dtype = WEIGHT_DTYPE if is_fp8 else precision.params
         self.param_buffer = torch.zeros(layout.numel // num_shards, dtype=dtype, device=device)
-        self.update_buffer: Tensor | None = None  # in params_dtype what this rank updates of fp8 weights
+        # in params_dtype what this rank updates of fp8 weights
+        self.update_buffer: Tensor | None = None
         if is_fp8:
             num_updated = sum(bucket.update_numel for bucket in layout.buckets)
             self.update_buffer = torch.zeros(num_updated, dtype=precision.params, device=device)
         self.fp8_weights: Fp8Weights | None = None
         self._grad_dtype = precision.grads
         self.buckets = self._build_buckets(precision)
-        self._bucket_of = {entry.name: bucket for bucket in self.buckets for entry in bucket.layout.params}
+        self._bucket_of = {
+            entry.name: bucket for bucket in self.buckets for entry in bucket.layout.params
+        }
         self._num_started = 0
         self._in_flight: list[Bucket] = []
         self._is_last_microbatch, self._in_backward = True, False
-        self._views: dict[str, tuple[nn.Parameter, Tensor]] = {}  # parameters, and their views of a bucket
+        # parameters, and their views of a bucket
+        self._views: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self._is_gathered = False  # inside of `gathered`
         self._move_parameters(module)
         self._unit_gather = self._register_unit_hooks(module)
@@ -115,7 +132,9 @@ class DataParallel:
             bucket.begin_step()
 
     def backward_begins(self, *, is_last: bool) -> None:
-        """Start the backward pass of a microbatch; `is_last` if it is the last one of the step on this stage."""
+        """Start the backward pass of a microbatch; `is_last` if it is the last one of the step on
+        this stage.
+        """
         self._num_started, self._is_last_microbatch, self._in_backward = 0, is_last, True
         self._unit_gather.free()  # the unit that an I action has gathered last
         for bucket in self.buckets:
@@ -132,7 +151,8 @@ class DataParallel:
         """Wait until every `grads.main` holds the sum over the ranks.
 
         Args:
-            is_abandoned: wait only for reductions that were started; the gradients are then not used.
+            is_abandoned: wait only for reductions that were started; the gradients are then not
+                used.
         """
         if not is_abandoned:
             self._start_reductions(until=len(self.buckets))
@@ -140,13 +160,15 @@ class DataParallel:
             bucket.start_across()
         while self._in_flight:
             self._finish_oldest()
-        # A unit without a forward pass in this step has not waited, and the optimizer is about to write its shard.
+        # A unit without a forward pass in this step has not waited, and the optimizer is about to
+        # write its shard.
         self.wait_for_params()
 
     def fill_params(self, fill: Callable[[Sequence[LocalParam]], None]) -> None:
         """Write initial values: `fill` receives parameters whose tensors have full size.
 
-        Sharded and fp8 parameters have full size for one bucket at a time, so `fill` is called once per bucket.
+        Sharded and fp8 parameters have full size for one bucket at a time, so `fill` is called once
+        per bucket.
         """
         if self.fp8_weights is None and not self.options.strategy.shard_params:
             fill(self.layout.params)
@@ -165,7 +187,8 @@ class DataParallel:
             self.start_param_gather()
 
     def start_param_gather(self) -> None:
-        """All-gather the updated shards; the last bucket holds the first layers, so it is gathered first.
+        """All-gather the updated shards; the last bucket holds the first layers, so it is gathered
+        first.
 
         fp8 weights are quantized before.
         """
@@ -186,7 +209,9 @@ class DataParallel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather all parameters for the time of the block, for code that reads them without the module's forward."""
+        """Gather all parameters for the time of the block, for code that reads them without the
+        module's forward.
+        """
         self.wait_for_params()
         if self._is_gathered or not (self.options.strategy.shard_params or self.fp8_weights):
             yield
@@ -195,7 +220,9 @@ class DataParallel:
         try:
             with self._unit_gather.all_gathered():
                 for bucket in self.buckets:
-                    self._point_params(bucket, bucket.params.apart if fp8 is None else fp8.gather_updates(bucket))
+                    self._point_params(
+                        bucket, bucket.params.apart if fp8 is None else fp8.gather_updates(bucket)
+                    )
                 yield
         finally:
             for bucket in self.buckets:
@@ -205,13 +232,16 @@ class DataParallel:
             self._is_gathered = False
 
     def _point_params(self, bucket: Bucket, full: Tensor | None) -> None:
-        """Make the parameters of a bucket views of `full` [numel]; None for the bucket's own storage."""
+        """Make the parameters of a bucket views of `full` [numel]; None for the bucket's own
+        storage.
+        """
         for entry in bucket.layout.params:
             param, view = self._views[entry.name]
             param.data = view if full is None else bucket.view(entry.name, full).view(view.shape)
 
     def grads_summed_over(self, axis: str) -> list[Tensor]:
-        """Reduced gradients of the parameters with `axis` among their `grad_sum_axes`, as flat views.
+        """Reduced gradients of the parameters with `axis` among their `grad_sum_axes`, as flat
+        views.
 
         Ranks along the axis hold the same parameters in the same layout, so their lists match.
         """
@@ -239,7 +269,11 @@ class DataParallel:
         else:
             bucket.keep_grad(name, grad)
         if bucket.is_ready and self._reduces_now:
-            unready = (i for i in range(self._num_started, len(self.buckets)) if not self.buckets[i].is_ready)
+            unready = (
+                i
+                for i in range(self._num_started, len(self.buckets))
+                if not self.buckets[i].is_ready
+            )
             self._start_reductions(until=next(unready, len(self.buckets)))
 
     def _start_write(self, name: str, *, in_graph: bool = False) -> tuple[Tensor, bool] | None:
@@ -248,13 +282,17 @@ class DataParallel:
         if not self._in_backward:
             return None
         if not self._may_open(bucket):
-            return bucket.start_keep(name, shape=shape, dtype=self._grad_dtype) if in_graph else None
+            return (
+                bucket.start_keep(name, shape=shape, dtype=self._grad_dtype) if in_graph else None
+            )
         self._prepare_write(bucket)
         view, has_grads = bucket.start_write(name)
         return view.view(shape), has_grads
 
     def _start_write_ahead(self, name: str) -> tuple[Tensor, bool] | None:
-        """`GradView.start_write_ahead` of a parameter; of transient stores only the first one of a backward borrows."""
+        """`GradView.start_write_ahead` of a parameter; of transient stores only the first one of a
+        backward borrows.
+        """
         bucket = self._bucket_of[name]
         if self.options.strategy.shard_grads and bucket is not self.buckets[0]:
             return None
@@ -265,9 +303,14 @@ class DataParallel:
         return view.view(self._views[name][1].shape), has_grads
 
     def _may_open(self, bucket: Bucket) -> bool:
-        """Whether a bucket has memory, or may borrow some: a later one would take that of one that is still to come."""
+        """Whether a bucket has memory, or may borrow some: a later one would take that of one that
+        is still to come.
+        """
         first = self._num_started
-        return not self.options.strategy.shard_grads or bucket in self.buckets[first : first + MAX_FULL_BUCKETS]
+        return (
+            not self.options.strategy.shard_grads
+            or bucket in self.buckets[first : first + MAX_FULL_BUCKETS]
+        )
 
     def _start_reductions(self, *, until: int) -> None:
         for bucket in self.buckets[self._num_started : until]:
@@ -289,7 +332,9 @@ class DataParallel:
         return MAX_REDUCTIONS if holds_memory or is_followed else len(self.buckets)
 
     def _prepare_write(self, bucket: Bucket) -> None:
-        """Finish the bucket's last reduction and, for a transient store, those of others that have its memory."""
+        """Finish the bucket's last reduction and, for a transient store, those of others that have
+        its memory.
+        """
         while bucket.is_in_flight:
             self._finish_oldest()
         if not bucket.grads.is_open:
@@ -301,7 +346,9 @@ class DataParallel:
         self._in_flight.pop(0).finish_reduce()
 
     def _reduce_later_units(self, num_complete: Sequence[int], index: int) -> None:
-        """Reduce the units after `index`, whose backward is next; all ranks do so between the same all-gathers."""
+        """Reduce the units after `index`, whose backward is next; all ranks do so between the same
+        all-gathers.
+        """
         if self._in_backward and self._reduces_now:
             self._start_reductions(until=num_complete[index])
 
@@ -309,7 +356,9 @@ class DataParallel:
         """Make the module's parameters views of the buffer that pass on their gradients."""
         writes, is_transient = self.options.writes_wgrads, self.options.strategy.shard_grads
         writes_wgrads = not self.param_buffer.is_cpu if writes is None else writes
-        traced = traced_units(self.layout, is_transient=is_transient, num_blocks=self.options.num_gather_blocks)
+        traced = traced_units(
+            self.layout, is_transient=is_transient, num_blocks=self.options.num_gather_blocks
+        )
         for bucket in self.buckets:
             bucket.params.allocate()
             for name, local in ((entry.name, entry.param) for entry in bucket.layout.params):
@@ -317,7 +366,8 @@ class DataParallel:
                 self._views[name] = (param, param.data)
                 take = partial(self._take_grad, name)
                 param.register_post_accumulate_grad_hook(take)
-                # Several units use a shared weight: it would hold pooled storage from its first use to its last.
+                # Several units use a shared weight: it would hold pooled storage from its first use
+                # to its last.
                 if writes_wgrads and not (is_transient and local.spec.is_shared):
                     start, ready = partial(self._start_write, name), partial(take, param)
                     in_graph = partial(start, in_graph=True) if local.spec.unit in traced else None
@@ -325,18 +375,24 @@ class DataParallel:
                     attach(GradView(self._grad_dtype, start, ready, ahead, in_graph), param)
             bucket.params.free()
         if (amax_groups := self.options.fp8_amax_groups) is not None:
-            self.fp8_weights = Fp8Weights(module, self.buckets, groups=self.groups, amax_groups=amax_groups)
+            self.fp8_weights = Fp8Weights(
+                module, self.buckets, groups=self.groups, amax_groups=amax_groups
+            )
 
     def _param_data(self, bucket: Bucket, local: LocalParam) -> Tensor:
         """A view of the bucket; of fp8 weights no values."""
         if self.update_buffer is None:
             return bucket.view(local.spec.name, bucket.params.full).view(local.box.shape)
-        return placeholder(local.box.shape, dtype=self.update_buffer.dtype, device=self.update_buffer.device)
+        return placeholder(
+            local.box.shape, dtype=self.update_buffer.dtype, device=self.update_buffer.device
+        )
 
     def _register_unit_hooks(self, module: nn.Module) -> UnitGather:
         """Before its forward each module waits for the parameters of its units, or gathers them."""
         given, options = self.options.units, self.options
-        units = child_units(module, self.layout) if given is None else given_units(given, self.layout)
+        units = (
+            child_units(module, self.layout) if given is None else given_units(given, self.layout)
+        )
         if not options.strategy.shard_params:
             for unit in units:
                 params = [self.buckets[i].params for i in unit.buckets]
@@ -346,24 +402,37 @@ class DataParallel:
         return UnitGather(
             units,
             [bucket.params for bucket in self.buckets],
-            order=GatherOrder.of([unit.buckets for unit in units], self.layout, options=options, lookups=lookups),
-            before_backward=partial(self._reduce_later_units, [unit.num_complete for unit in units]),
+            order=GatherOrder.of(
+                [unit.buckets for unit in units], self.layout, options=options, lookups=lookups
+            ),
+            before_backward=partial(
+                self._reduce_later_units, [unit.num_complete for unit in units]
+            ),
             is_recomputing=options.is_recomputing,
         )
 
     def _build_buckets(self, precision: Precision) -> tuple[Bucket, ...]:
         layout, groups, options, update = self.layout, self.groups, self.options, self.update_buffer
         device, is_transient = self.param_buffer.device, options.strategy.shard_grads
-        params = build_params(layout, self.param_buffer, groups=groups, options=options, update_buffer=update)
-        grads = build_grads(layout, groups=groups, precision=precision, device=device, is_transient=is_transient)
-        stores, reduction = zip(layout.buckets, params, grads, strict=True), Reduction(groups, options)
+        params = build_params(
+            layout, self.param_buffer, groups=groups, options=options, update_buffer=update
+        )
+        grads = build_grads(
+            layout, groups=groups, precision=precision, device=device, is_transient=is_transient
+        )
+        stores, reduction = (
+            zip(layout.buckets, params, grads, strict=True),
+            Reduction(groups, options),
+        )
         return tuple(Bucket(each, params=p, grads=g, reduction=reduction) for each, p, g in stores)
 
 
 def _with_data(module: nn.Module, name: str, *, data: Tensor) -> nn.Parameter:
-    """The module's parameter with other data, so that every reference to it stays valid; a new one in place of meta.
+    """The module's parameter with other data, so that every reference to it stays valid; a new one
+    in place of meta.
 
-    `.data`: a gather between forward and backward must not count as a change of what autograd saved.
+    `.data`: a gather between forward and backward must not count as a change of what autograd
+    saved.
     """
     param = module.get_parameter(name)
     if not param.is_meta:

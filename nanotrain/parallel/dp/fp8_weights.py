@@ -6,8 +6,9 @@
     params.sent           fp8            the same elements of the bucket; all-gathers send these
     Fp8Layer.stored         fp8            the weight as the products read it
 
-Every element is rounded as if the whole weight were quantized from params_dtype, so results equal those of a run
-without the flag, to the bit. The parameter of the module has no storage: it reads as NaN.
+Every element is rounded as if the whole weight were quantized from params_dtype, so results equal
+those of a run without the flag, to the bit. The parameter of the module has no storage: it reads as
+NaN.
 
     E experts, 1 in a dense layer   R rows   C columns   (r, c) elements of a block with one scale
 """
@@ -78,8 +79,11 @@ class _Weight:
         for part in self.bucket.update_ranges:
             if part.name != self.name:
                 continue
-            for expert in range(part.param_start // size, -(-(part.param_start + part.numel) // size)):
-                origin = part.start - part.param_start + expert * size  # of the expert; it may lie on another rank
+            for expert in range(
+                part.param_start // size, -(-(part.param_start + part.numel) // size)
+            ):
+                # of the expert; it may lie on another rank
+                origin = part.start - part.param_start + expert * size
                 first, last = max(part.start, origin), min(part.stop, origin + size)
                 yield WeightPart(expert, first - origin, columns, slice(first, last), self.block)
 
@@ -101,7 +105,9 @@ class WeightPart:
 
     def quantize(self, update: Tensor, target: Tensor, *, inverse: Tensor) -> None:
         """Write these elements in fp8, with the inverse scales [E, R / r, C / c]."""
-        quantized = quantize(self._matrix(update), self._blocks(inverse), block=self.block, dtype=target.dtype)
+        quantized = quantize(
+            self._matrix(update), self._blocks(inverse), block=self.block, dtype=target.dtype
+        )
         target[self.elements].copy_(quantized.values.flatten()[self._before :][: self._numel])
 
     @property
@@ -114,11 +120,15 @@ class WeightPart:
         return 0 if self.block[0] is None else self.first % (self.block[0] * self.columns)
 
     def _matrix(self, update: Tensor) -> Tensor:
-        """The elements as rows of C, padded with zeros to whole blocks of rows; one row if the weight has one scale."""
+        """The elements as rows of C, padded with zeros to whole blocks of rows; one row if the
+        weight has one scale.
+        """
         values = update[self.elements]
         if self.block[0] is None:
             return values[None]
-        return F.pad(values, (self._before, -(self._before + self._numel) % self.columns)).view(-1, self.columns)
+        return F.pad(values, (self._before, -(self._before + self._numel) % self.columns)).view(
+            -1, self.columns
+        )
 
     def _blocks(self, per_block: Tensor) -> Tensor:
         """[E, R / r, C / c] -> a view of the entries for the blocks of `_matrix`."""
@@ -136,11 +146,17 @@ class Fp8Weights:
         module: owner of the layers.
         buckets: buckets of weights only, with fp8 parameter stores.
         groups: groups inside the instance and across instances.
-        amax_groups: further ranks that share a scale: of tensor parallelism, where a tensor has one scale.
+        amax_groups: further ranks that share a scale: of tensor parallelism, where a tensor has one
+            scale.
     """
 
     def __init__(
-        self, module: nn.Module, buckets: Sequence[Bucket], *, groups: ReduceGroups, amax_groups: Sequence[Group]
+        self,
+        module: nn.Module,
+        buckets: Sequence[Bucket],
+        *,
+        groups: ReduceGroups,
+        amax_groups: Sequence[Group],
     ) -> None:
         self._buckets, self._groups = buckets, groups
         self._amax_groups = (groups.shard, groups.outer, *amax_groups)
@@ -167,10 +183,15 @@ class Fp8Weights:
 
     @torch.no_grad()
     def quantize(self) -> None:
-        """Quantize this rank's part with the scales of whole weights; one all-reduce of amaxes per group."""
+        """Quantize this rank's part with the scales of whole weights; one all-reduce of amaxes per
+        group.
+        """
         numels = [prod(weight.scales_shape) for weight in self._weights]
         total = torch.zeros(sum(numels), device=self._buckets[0].params.update.device)
-        amaxes = [part.view(w.scales_shape) for w, part in zip(self._weights, total.split(numels), strict=True)]
+        amaxes = [
+            part.view(w.scales_shape)
+            for w, part in zip(self._weights, total.split(numels), strict=True)
+        ]
         for weight, amax in zip(self._weights, amaxes, strict=True):
             for part in weight.parts():
                 part.amax(weight.bucket.params.update, amax)
@@ -180,7 +201,9 @@ class Fp8Weights:
             inverse, params = weight.layer.weight_scales(amax), weight.bucket.params
             for part in weight.parts():
                 part.quantize(params.update, params.sent, inverse=inverse)
-            weight.layer.stored = replace(weight.stored, inverse_scales=inverse, amax=amax.amax((1, 2)))
+            weight.layer.stored = replace(
+                weight.stored, inverse_scales=inverse, amax=amax.amax((1, 2))
+            )
 
     def gather_updates(self, bucket: Bucket) -> Tensor:
         """[numel] the weights of a bucket in params_dtype, collected from all ranks in new memory.
@@ -203,7 +226,9 @@ def placeholder(shape: Sequence[int], *, dtype: torch.dtype, device: torch.devic
 def _layer_of(module: nn.Module, name: str) -> Fp8Layer:
     owner, _, leaf = name.rpartition(".")
     layer = getattr(module.get_submodule(owner), "fp8", None)
-    assert leaf == "weight" and isinstance(layer, Fp8Layer), f"{name} has no fp8 products, which alone can read it"
+    assert leaf == "weight" and isinstance(layer, Fp8Layer), (
+        f"{name} has no fp8 products, which alone can read it"
+    )
     return layer
 
 

@@ -1,9 +1,11 @@
-"""Layout of the flat buffers: which elements hold each parameter, and which elements each shard rank updates.
+"""Layout of the flat buffers: which elements hold each parameter, and which elements each shard
+rank updates.
 
 Everything here is pure and frozen: a layout needs no process group, module or device.
 
-Parameters are laid out in reverse registration order, the order in which the backward pass produces gradients.
-A parameter starts at a multiple of 64 elements; a bucket's end is padded so that all shards have equal length.
+Parameters are laid out in reverse registration order, the order in which the backward pass produces
+gradients. A parameter starts at a multiple of 64 elements; a bucket's end is padded so that all
+shards have equal length.
 
     bucket 0                         bucket 1
     |param |..|param|param |pppp|    |param         |param|.|param|pp|       . alignment   p padding
@@ -44,7 +46,8 @@ class LayoutRules:
     num_outer_shards: int = 1  # instances that a shard is sharded over in turn
     bucket_size: int | None = None  # elements after which a bucket closes; None for the default
     pad_for_high_busbw: bool = False  # pad bucket ends to a multiple of 65536 elements
-    gathers_by_unit: bool = False  # also close a bucket where the FSDP unit changes, so that no bucket spans two units
+    # also close a bucket where the FSDP unit changes, so that no bucket spans two units
+    gathers_by_unit: bool = False
     keeps_units: bool = False  # close a bucket nowhere else, so that a unit lies in one bucket
 
     @property
@@ -104,7 +107,9 @@ def clip_ranges(ranges: Iterable[FlatRange], *, start: int, stop: int) -> Iterat
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Consecutive parameters that are reduced and all-gathered together, elements [start, stop) of the buffer."""
+    """Consecutive parameters that are reduced and all-gathered together, elements [start, stop) of
+    the buffer.
+    """
 
     start: int
     stop: int
@@ -134,11 +139,15 @@ class BucketLayout:
 
     @property
     def update_numel(self) -> int:
-        """Elements that one rank's optimizer updates: a shard, or the part of it that is this instance's."""
+        """Elements that one rank's optimizer updates: a shard, or the part of it that is this
+        instance's.
+        """
         return self.shard_numel // self.num_outer_shards
 
     def update_ranges(self, shard_index: int, *, outer_index: int = 0) -> tuple[FlatRange, ...]:
-        """The param ranges that one rank's optimizer updates; starts count from the first such element."""
+        """The param ranges that one rank's optimizer updates; starts count from the first such
+        element.
+        """
         first = self.start + shard_index * self.shard_numel + outer_index * self.update_numel
         inside = clip_ranges(self.params, start=first, stop=first + self.update_numel)
         return tuple(replace(each, start=each.start - first) for each in inside)
@@ -146,10 +155,13 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class GatherBlocks:
-    """Blocks of memory that the gathered units of a buffer share: unit after unit uses the next block."""
+    """Blocks of memory that the gathered units of a buffer share: unit after unit uses the next
+    block.
+    """
 
     numel: dict[str, int]  # elements of every block, by name
-    places: tuple[tuple[str, int], ...]  # per bucket: name of its block and its first element in the block
+    # per bucket: name of its block and its first element in the block
+    places: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -184,7 +196,8 @@ class BufferLayout:
         return dict(numel)
 
     def gather_blocks(self, num_blocks: int) -> GatherBlocks:
-        """Assign the units to blocks round-robin in forward order: `num_blocks` successive units have different blocks.
+        """Assign the units to blocks round-robin in forward order: `num_blocks` successive units
+        have different blocks.
 
         A parameter that several units read has its own block.
         """
@@ -205,24 +218,32 @@ class BufferLayout:
     @property
     def open_numel(self) -> int:
         """Elements of the two successive buckets that are the largest."""
-        return max((first.numel + second.numel for first, second in pairwise(self.buckets)), default=self.numel)
+        return max(
+            (first.numel + second.numel for first, second in pairwise(self.buckets)),
+            default=self.numel,
+        )
 
     @property
     def open_starts(self) -> tuple[int, ...]:
-        """Per bucket its first element in memory of `open_numel` elements: in turn from its start and up to its end."""
+        """Per bucket its first element in memory of `open_numel` elements: in turn from its start
+        and up to its end.
+        """
         return tuple((self.open_numel - b.numel) * (i % 2) for i, b in enumerate(self.buckets))
 
     @property
     def params(self) -> tuple[LocalParam, ...]:
         """All parameters in registration order."""
-        return tuple(entry.param for bucket in reversed(self.buckets) for entry in reversed(bucket.params))
+        return tuple(
+            entry.param for bucket in reversed(self.buckets) for entry in reversed(bucket.params)
+        )
 
 
 def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayout:
     """Assign the parameters of one buffer to buckets.
 
-    A parameter that several units read has its own bucket: the gradient of a word embedding is summed over the embed
-    group after the reduce-scatter, so the first and the last stage must shard it in the same way.
+    A parameter that several units read has its own bucket: the gradient of a word embedding is
+    summed over the embed group after the reduce-scatter, so the first and the last stage must shard
+    it in the same way.
 
     Args:
         params: this rank's parameters of one buffer, in registration order.
@@ -234,7 +255,11 @@ def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayou
 
     def close_bucket() -> int:
         end = round_up(open_params[-1].stop, rules.bucket_alignment)
-        buckets.append(BucketLayout(bucket_start, end, tuple(open_params), rules.num_shards, rules.num_outer_shards))
+        buckets.append(
+            BucketLayout(
+                bucket_start, end, tuple(open_params), rules.num_shards, rules.num_outer_shards
+            )
+        )
         open_params.clear()
         return end
 

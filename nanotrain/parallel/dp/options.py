@@ -25,9 +25,11 @@ from nanotrain.precision.dtypes import Precision
 class Strategy:
     """What a `--data-parallel-sharding-strategy` shards."""
 
-    # main params and optimizer state are sharded over the shard group (ZeRO-1; Rajbhandari et al. 2020, section 5.1).
+    # main params and optimizer state are sharded over the shard group (ZeRO-1; Rajbhandari et al.
+    # 2020, section 5.1).
     shard_optim: bool
-    shard_grads: bool  # gradients are sharded too and never stored at full size (ZeRO-2; section 5.2)
+    # gradients are sharded too and never stored at full size (ZeRO-2; section 5.2)
+    shard_grads: bool
     shard_params: bool  # parameters are sharded too and all-gathered per unit (ZeRO-3; section 5.3)
 
 
@@ -39,8 +41,8 @@ STRATEGIES = {
 }
 
 
-# Buckets with full-size gradients at once where gradients are sharded, the next two of the buffer: one fills while
-# another is being reduced; a third would only hold memory.
+# Buckets with full-size gradients at once where gradients are sharded, the next two of the buffer:
+# one fills while another is being reduced; a third would only hold memory.
 MAX_FULL_BUCKETS = 2
 
 
@@ -55,7 +57,11 @@ class ReduceGroups:
     @cached_property
     def outer(self) -> Group:
         """The ranks that a shard is sharded over: `replicate`, or this rank only."""
-        return self.replicate if self.shards_across else Group.single_rank(self.replicate.name, self.replicate.rank)
+        return (
+            self.replicate
+            if self.shards_across
+            else Group.single_rank(self.replicate.name, self.replicate.rank)
+        )
 
 
 @dataclass(frozen=True)
@@ -64,26 +70,32 @@ class DataParallelOptions:
 
     strategy: Strategy  # what is sharded over the shard group
     overlap_grad_reduce: bool = False  # reduce a bucket as soon as it is ready
-    overlap_param_gather: bool = False  # return from `start_param_gather` before the all-gathers are complete
+    # return from `start_param_gather` before the all-gathers are complete
+    overlap_param_gather: bool = False
     averages: bool = False  # divide gradients by the number of ranks inside the collective
     grad_scale: float = 1.0  # factor of unreduced gradients
     by_all_to_all: bool = False  # reduce-scatter as an all-to-all and a local fp32 sum
     num_prefetched_units: int = 0  # units gathered ahead where parameters are sharded
-    reshards_after_forward: bool = True  # free a unit after its forward and gather it again for its backward
-    num_gather_blocks: int = 0  # blocks of memory that gathered units share; 0: allocated with every gather
+    # free a unit after its forward and gather it again for its backward
+    reshards_after_forward: bool = True
+    # blocks of memory that gathered units share; 0: allocated with every gather
+    num_gather_blocks: int = 0
     keeps_full_grads: bool = False  # all-reduce whole buckets instead of reduce-scatter
     # products write weight gradients into the bucket; None: on GPUs
     writes_wgrads: bool | None = None
-    # modules in forward order, and the names of the parameters that each reads; None: the children of the module
+    # modules in forward order, and the names of the parameters that each reads; None: the children
+    # of the module
     units: Sequence[tuple[nn.Module, Collection[str]]] | None = None
     # whether a forward pass runs again inside a backward
     is_recomputing: Callable[[], bool] = lambda: False
-    # weights are gathered in fp8, and these ranks beside those of the buckets share a scale; None: in params_dtype
+    # weights are gathered in fp8, and these ranks beside those of the buckets share a scale; None:
+    # in params_dtype
     fp8_amax_groups: Sequence[Group] | None = None
 
     @classmethod
     def of(cls, parallel: ParallelConfig, precision: PrecisionConfig) -> Self:
-        """The options that the configuration decides; those of a single wrapper keep their defaults.
+        """The options that the configuration decides; those of a single wrapper keep their
+        defaults.
 
         >>> options = DataParallelOptions.of(ParallelConfig(overlap_param_gather=True), PrecisionConfig())
         >>> options.num_prefetched_units, options.num_gather_blocks, options.by_all_to_all
@@ -97,9 +109,13 @@ class DataParallelOptions:
             overlap_param_gather=parallel.overlap_param_gather,
             averages=parallel.ddp_average_in_collective,
             by_all_to_all=parallel.reduce_scatter_with_fp32_accumulation and is_low_precision,
-            num_prefetched_units=parallel.fsdp_prefetch_depth if parallel.overlap_param_gather else 0,
+            num_prefetched_units=parallel.fsdp_prefetch_depth
+            if parallel.overlap_param_gather
+            else 0,
             reshards_after_forward=parallel.reshard_after_forward,
-            num_gather_blocks=1 + parallel.fsdp_prefetch_depth if parallel.fsdp_double_buffer else 0,
+            num_gather_blocks=1 + parallel.fsdp_prefetch_depth
+            if parallel.fsdp_double_buffer
+            else 0,
             keeps_full_grads=parallel.force_all_reduce,
             writes_wgrads=parallel.gradient_accumulation_fusion,
         )
@@ -108,10 +124,12 @@ class DataParallelOptions:
 def layout_rules(
     parallel: ParallelConfig, *, num_shards: int, num_outer_shards: int, is_expert: bool = False
 ) -> LayoutRules:
-    """The rules of a buffer that is sharded over that many ranks, and over that many instances in turn.
+    """The rules of a buffer that is sharded over that many ranks, and over that many instances in
+    turn.
 
-    A compiled block runs its hooks after its whole backward and writes to all of its buckets in between. Where buckets
-    borrow memory it lies in one, so that it does not wait for reductions of its own. Experts are outside of graphs.
+    A compiled block runs its hooks after its whole backward and writes to all of its buckets in
+    between. Where buckets borrow memory it lies in one, so that it does not wait for reductions of
+    its own. Experts are outside of graphs.
     """
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
     return LayoutRules(

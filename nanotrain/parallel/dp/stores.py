@@ -6,9 +6,10 @@
     gradients    ResidentGrads     full size all the time; microbatches accumulate at full size, one reduction per step
                  TransientGrads    full size while a microbatch fills it, then only this rank's shard accumulates
 
-Transient stores borrow full-size memory that holds two successive buckets. Buckets borrow in turn from its start and up
-to its end, so a bucket waits for the reduction of the last but one, and the memory has the size of two neighbours.
-`build_params` and `build_grads` allocate the stores of all buckets of a layout.
+Transient stores borrow full-size memory that holds two successive buckets. Buckets borrow in turn
+from its start and up to its end, so a bucket waits for the reduction of the last but one, and the
+memory has the size of two neighbours. `build_params` and `build_grads` allocate the stores of all
+buckets of a layout.
 """
 
 from collections.abc import Sequence
@@ -30,25 +31,34 @@ shard_of = partial(local_slice, dim=0)  # view of this rank's shard of a flat te
 class ParamStore:
     """Parameters of one bucket at full size; each rank updates a part and all-gathers the others.
 
-    Updated parts are collected in `shard` across instances (`start_across`), then shards in `full` inside an instance.
+    Updated parts are collected in `shard` across instances (`start_across`), then shards in `full`
+    inside an instance.
 
     Args:
         full: [numel] parameters of the bucket.
         groups: groups of the bucket.
         shard: [shard_numel] this rank's shard, by default its part of `full`.
-        update: [update_numel] elements that this rank's optimizer writes, by default its part of `shard`.
+        update: [update_numel] elements that this rank's optimizer writes, by default its part of
+            `shard`.
     """
 
     apart: Tensor | None = None  # [numel] parameters gathered outside `full`
 
     def __init__(
-        self, full: Tensor, *, groups: ReduceGroups, shard: Tensor | None = None, update: Tensor | None = None
+        self,
+        full: Tensor,
+        *,
+        groups: ReduceGroups,
+        shard: Tensor | None = None,
+        update: Tensor | None = None,
     ) -> None:
         self.full, self.shard = full, shard_of(full, groups.shard) if shard is None else shard
-        self.sent = shard_of(self.shard, groups.outer)  # [update_numel] what this rank sends to the others
+        # [update_numel] what this rank sends to the others
+        self.sent = shard_of(self.shard, groups.outer)
         self.update = self.sent if update is None else update
         self._groups = groups
-        self.gathers: list[Work[Tensor]] = []  # all-gathers that were started and not yet waited for
+        # all-gathers that were started and not yet waited for
+        self.gathers: list[Work[Tensor]] = []
         self.free()
 
     def start_across(self) -> None:
@@ -61,7 +71,9 @@ class ParamStore:
         self.gathers.append(start_all_gather_into(self.full, self.shard, group=self._groups.shard))
 
     def wait(self) -> None:
-        """Wait until `shard`, and `full` where its all-gather was started, hold the updated parameters."""
+        """Wait until `shard`, and `full` where its all-gather was started, hold the updated
+        parameters.
+        """
         while self.gathers:
             self.gathers.pop(0).wait()
 
@@ -72,10 +84,11 @@ class ParamStore:
 
 
 class ShardedParams(ParamStore):
-    """This rank's shard of the parameters (`optim_grads_params`); `full` has memory only while it is gathered.
+    """This rank's shard of the parameters (`optim_grads_params`); `full` has memory only while it
+    is gathered.
 
-    The storage of `full` is resized, not replaced: autograd saves views of it in the forward and reads them in the
-    backward, after the unit has been gathered again. It is freed at first.
+    The storage of `full` is resized, not replaced: autograd saves views of it in the forward and
+    reads them in the backward, after the unit has been gathered again. It is freed at first.
     """
 
     @property
@@ -88,13 +101,17 @@ class ShardedParams(ParamStore):
         self.full.untyped_storage().resize_(self.full.nbytes)
 
     def start_all_gather(self) -> None:
-        """Start to collect the shards of all ranks in `full`, unless they are there or being collected."""
+        """Start to collect the shards of all ranks in `full`, unless they are there or being
+        collected.
+        """
         if not self.has_storage:
             self.allocate()
             super().start_all_gather()
 
     def gather_apart(self) -> None:
-        """Collect the parameters in `full`, or in new memory (`apart`) if other units share the block."""
+        """Collect the parameters in `full`, or in new memory (`apart`) if other units share the
+        block.
+        """
         self.start_all_gather()
         self.wait()
 
@@ -108,8 +125,9 @@ class ShardedParams(ParamStore):
 class PooledParams(ShardedParams):
     """A shard whose `full` is in a block that several units share (`--fsdp-double-buffer`).
 
-    Nothing is allocated in a step, and on CUDA gathers start without waiting for freed memory. Autograd saves views of
-    the block in the forward; when the backward reads them, the block holds the same unit again.
+    Nothing is allocated in a step, and on CUDA gathers start without waiting for freed memory.
+    Autograd saves views of the block in the forward; when the backward reads them, the block holds
+    the same unit again.
 
     Args:
         full: [numel] view of the block.
@@ -118,7 +136,9 @@ class PooledParams(ShardedParams):
         stores: groups, shard and update as for `ParamStore`.
     """
 
-    def __init__(self, full: Tensor, *, unit: str, users: set[tuple[str, int]], **stores: Any) -> None:
+    def __init__(
+        self, full: Tensor, *, unit: str, users: set[tuple[str, int]], **stores: Any
+    ) -> None:
         self._unit, self._users, self._key = unit, users, (unit, int(full.storage_offset()))
         super().__init__(full, **stores)
 
@@ -129,7 +149,9 @@ class PooledParams(ShardedParams):
 
     def allocate(self) -> None:
         """Take the block, with arbitrary values."""
-        assert all(unit == self._unit for unit, _ in self._users), f"{self._users} would be overwritten by {self._unit}"
+        assert all(unit == self._unit for unit, _ in self._users), (
+            f"{self._users} would be overwritten by {self._unit}"
+        )
         self._users.add(self._key)
 
     def gather_apart(self) -> None:
@@ -147,7 +169,8 @@ class PooledParams(ShardedParams):
 
 
 class ResidentGrads:
-    """Gradients at full size (`no_shard`, `optim`); the reduction is in place and `shard` is a view of `full`.
+    """Gradients at full size (`no_shard`, `optim`); the reduction is in place and `shard` is a view
+    of `full`.
 
     Args:
         full: [numel] the bucket's slice of the gradient buffer.
@@ -157,7 +180,9 @@ class ResidentGrads:
 
     is_open = True  # as `TransientGrads`
 
-    def __init__(self, full: Tensor, *, groups: ReduceGroups, main_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, full: Tensor, *, groups: ReduceGroups, main_dtype: torch.dtype | None = None
+    ) -> None:
         self._full, self.shard = full, shard_of(full, groups.shard)
         self._update = shard_of(self.shard, groups.outer)
         # [update_numel] what the optimizer reads; apart from the buffer where their dtypes differ
@@ -187,7 +212,9 @@ class ResidentGrads:
 
 
 class GradMemory:
-    """Memory of the full-size gradients of transient stores, for two successive buckets; allocated at the first use."""
+    """Memory of the full-size gradients of transient stores, for two successive buckets; allocated
+    at the first use.
+    """
 
     def __init__(self, numel: int, *, device: torch.device, dtype: torch.dtype) -> None:
         self._numel, self._device, self.dtype = numel, device, dtype
@@ -199,16 +226,20 @@ class GradMemory:
 
 
 class TransientGrads:
-    """This rank's shard of the gradients (`optim_grads`); full-size memory is borrowed from first write to reduction.
+    """This rank's shard of the gradients (`optim_grads`); full-size memory is borrowed from first
+    write to reduction.
 
     Args:
         place: elements of the memory that the bucket borrows; others borrow them too.
-        shard: [shard_numel] accumulates the reduced gradients of the microbatches, in the dtype the optimizer reads.
+        shard: [shard_numel] accumulates the reduced gradients of the microbatches, in the dtype the
+            optimizer reads.
         memory: full-size memory, in the dtype of the reduction.
         groups: groups of the bucket.
     """
 
-    def __init__(self, place: slice, shard: Tensor, *, memory: GradMemory, groups: ReduceGroups) -> None:
+    def __init__(
+        self, place: slice, shard: Tensor, *, memory: GradMemory, groups: ReduceGroups
+    ) -> None:
         self.shard, self.main = shard, shard_of(shard, groups.outer)
         self._place, self._memory, self._groups = place, memory, groups
         self.is_open = False  # whether memory is borrowed
@@ -224,7 +255,9 @@ class TransientGrads:
         return self._memory.tensor[self._place]
 
     def finish_inside(self, *, is_first: bool) -> None:
-        """Copy this rank's slice of the reduced `full` to `shard`, or add it after the first microbatch."""
+        """Copy this rank's slice of the reduced `full` to `shard`, or add it after the first
+        microbatch.
+        """
         reduced = shard_of(self.full(), self._groups.shard)
         if is_first:
             self.shard.copy_(reduced)
@@ -233,7 +266,9 @@ class TransientGrads:
         self.is_open = False
 
     def shard_to_reduce(self) -> Tensor:
-        """[shard_numel] what is reduced across instances: `shard`, or a copy in the dtype of the reduction."""
+        """[shard_numel] what is reduced across instances: `shard`, or a copy in the dtype of the
+        reduction.
+        """
         return self.shard.to(self._memory.dtype)
 
     def finish(self, shard: Tensor) -> None:
@@ -260,30 +295,46 @@ def build_params(
         param_buffer: [numel] parameters, or this rank's shard of them where they are sharded.
         groups: groups of the buckets.
         options: strategy, and memory of gathered units.
-        update_buffer: elements that this rank updates, in a tensor of their own; None for a part of the parameters.
+        update_buffer: elements that this rank updates, in a tensor of their own; None for a part of
+            the parameters.
     """
     numels = [bucket.update_numel for bucket in layout.buckets]
     updates = [None] * len(numels) if update_buffer is None else update_buffer.split(numels)
     if not options.strategy.shard_params:
         fulls = param_buffer.split([bucket.numel for bucket in layout.buckets])
-        return [ParamStore(full, groups=groups, update=update) for full, update in zip(fulls, updates, strict=True)]
+        return [
+            ParamStore(full, groups=groups, update=update)
+            for full, update in zip(fulls, updates, strict=True)
+        ]
     shards = param_buffer.split([bucket.shard_numel for bucket in layout.buckets])
     parts = zip(shards, updates, strict=True)
-    stores: list[dict[str, Any]] = [{"groups": groups, "shard": part, "update": update} for part, update in parts]
+    stores: list[dict[str, Any]] = [
+        {"groups": groups, "shard": part, "update": update} for part, update in parts
+    ]
     if not options.num_gather_blocks:  # each frees its memory before the next one takes some
         sizes = [bucket.numel for bucket in layout.buckets]
-        return [ShardedParams(param_buffer.new_empty(n), **store) for n, store in zip(sizes, stores, strict=True)]
+        return [
+            ShardedParams(param_buffer.new_empty(n), **store)
+            for n, store in zip(sizes, stores, strict=True)
+        ]
     plan = layout.gather_blocks(options.num_gather_blocks)
     blocks = {key: param_buffer.new_zeros(numel) for key, numel in plan.numel.items()}
     users: dict[str, set[tuple[str, int]]] = {key: set() for key in blocks}
     return [
-        PooledParams(blocks[key][start:][: bucket.numel], unit=min(bucket.units), users=users[key], **store)
+        PooledParams(
+            blocks[key][start:][: bucket.numel], unit=min(bucket.units), users=users[key], **store
+        )
         for bucket, (key, start), store in zip(layout.buckets, plan.places, stores, strict=True)
     ]
 
 
 def build_grads(
-    layout: BufferLayout, *, groups: ReduceGroups, precision: Precision, device: torch.device, is_transient: bool
+    layout: BufferLayout,
+    *,
+    groups: ReduceGroups,
+    precision: Precision,
+    device: torch.device,
+    is_transient: bool,
 ) -> list[GradStore]:
     """One gradient store per bucket.
 
@@ -297,11 +348,19 @@ def build_grads(
     if not is_transient:
         buffer = torch.zeros(layout.numel, dtype=precision.grads, device=device)
         fulls = buffer.split([bucket.numel for bucket in layout.buckets])
-        return [ResidentGrads(full, groups=groups, main_dtype=precision.main_grads) for full in fulls]
+        return [
+            ResidentGrads(full, groups=groups, main_dtype=precision.main_grads) for full in fulls
+        ]
     memory = GradMemory(layout.open_numel, device=device, dtype=precision.grads)
-    shards = torch.zeros(layout.numel // groups.shard.size, dtype=precision.main_grads, device=device)
+    shards = torch.zeros(
+        layout.numel // groups.shard.size, dtype=precision.main_grads, device=device
+    )
     parts = shards.split([bucket.shard_numel for bucket in layout.buckets])
-    places = [slice(start, start + b.numel) for start, b in zip(layout.open_starts, layout.buckets, strict=True)]
+    places = [
+        slice(start, start + b.numel)
+        for start, b in zip(layout.open_starts, layout.buckets, strict=True)
+    ]
     return [
-        TransientGrads(place, part, memory=memory, groups=groups) for place, part in zip(places, parts, strict=True)
+        TransientGrads(place, part, memory=memory, groups=groups)
+        for place, part in zip(places, parts, strict=True)
     ]

@@ -1,4 +1,5 @@
-"""FSDP units: modules that run one after another, and the all-gather of their parameters (`optim_grads_params`).
+"""FSDP units: modules that run one after another, and the all-gather of their parameters
+(`optim_grads_params`).
 
 child_units    the children of a pipeline stage
 given_units    modules named by the caller, of any model
@@ -12,14 +13,16 @@ UnitGather     hooks that carry out a `GatherOrder`
     before unit i is run again       all-gather i; keep what the backward that runs it again has gathered
     after the last                   free all
 
-The backward of an embedding reads no parameters, so it is not gathered for it. Final norm and head are one unit.
+The backward of an embedding reads no parameters, so it is not gathered for it. Final norm and head
+are one unit.
 
-Only the parameters of the current unit and of those gathered ahead have storage. Weight gradients that are computed
-later (W of a zero-bubble schedule) read no parameters. Without resharding after the forward a unit is kept until the
-backwards of all microbatches that ran forward are complete, and the backward gathers nothing.
+Only the parameters of the current unit and of those gathered ahead have storage. Weight gradients
+that are computed later (W of a zero-bubble schedule) read no parameters. Without resharding after
+the forward a unit is kept until the backwards of all microbatches that ran forward are complete,
+and the backward gathers nothing.
 
-A backward that recomputes a group of layers first runs the group forward. Besides the running layer only the layer
-whose backward waits, and the units that it has gathered ahead, stay gathered:
+A backward that recomputes a group of layers first runs the group forward. Besides the running layer
+only the layer whose backward waits, and the units that it has gathered ahead, stay gathered:
 
     group 1 2 3    backward 3: gather 3 | forward 1: gather 1 | forward 2: gather 2, free 1 | forward 3, backward 3
                    backward 2: gather 2, if it was not kept as the one ahead | backward 1: gather 1
@@ -55,10 +58,12 @@ class GatherOrder:
     """The gathered buckets of one buffer, while its units run one after another.
 
     Args:
-        units: the buckets that each unit reads, in forward order; two units may read the same bucket.
+        units: the buckets that each unit reads, in forward order; two units may read the same
+            bucket.
         num_prefetched: units gathered ahead.
         reshards: free a unit after its forward and gather it again for its backward.
-        blocks: for each bucket, the block of memory that it shares with others; empty where each has its own.
+        blocks: for each bucket, the block of memory that it shares with others; empty where each
+            has its own.
         lookups: units whose backward reads no parameters.
     """
 
@@ -72,11 +77,19 @@ class GatherOrder:
         lookups: Collection[int] = (),
     ) -> None:
         self.units = [tuple(unit) for unit in units]
-        self._read_backward = [() if index in lookups else unit for index, unit in enumerate(self.units)]
-        self._num_next, self._reshards, self._blocks = num_prefetched, reshards, dict(enumerate(blocks))
-        self._kept: tuple[int, ...] = ()  # the last unit, from a forward that returns a loss to its backward
+        self._read_backward = [
+            () if index in lookups else unit for index, unit in enumerate(self.units)
+        ]
+        self._num_next, self._reshards, self._blocks = (
+            num_prefetched,
+            reshards,
+            dict(enumerate(blocks)),
+        )
+        # the last unit, from a forward that returns a loss to its backward
+        self._kept: tuple[int, ...] = ()
         self._gathered: dict[int, None] = {}  # in the order in which they were gathered
-        self._num_backwards: Counter[int] = Counter()  # by bucket: backwards that are still to read it
+        # by bucket: backwards that are still to read it
+        self._num_backwards: Counter[int] = Counter()
         self._last_backward = 0  # the unit whose backward began last
         self._keeps_all = False  # between `gather_all` and `free_all`
 
@@ -90,7 +103,11 @@ class GatherOrder:
         lookups: Collection[int] = (),
     ) -> Self:
         """The order of the units of a buffer."""
-        blocks = layout.gather_blocks(options.num_gather_blocks).places if options.num_gather_blocks else ()
+        blocks = (
+            layout.gather_blocks(options.num_gather_blocks).places
+            if options.num_gather_blocks
+            else ()
+        )
         return cls(
             units,
             num_prefetched=options.num_prefetched_units,
@@ -121,7 +138,11 @@ class GatherOrder:
         if self._keeps_all:
             return GatherChange(())
         kept = (*but, *self._kept)
-        freed = tuple(bucket for bucket in self._gathered if bucket not in kept and not self._num_backwards[bucket])
+        freed = tuple(
+            bucket
+            for bucket in self._gathered
+            if bucket not in kept and not self._num_backwards[bucket]
+        )
         for bucket in freed:
             del self._gathered[bucket]
         return GatherChange(freed)
@@ -131,8 +152,12 @@ class GatherOrder:
         self._kept = ()
         return self._gather(self._of(range(index, index + 1 + self._num_next)))
 
-    def after_forward(self, index: int, *, has_backward: bool, is_loss: bool = False) -> GatherChange:
-        """Free a unit after its forward, unless a backward is to find it gathered; `is_loss` if it returns a loss."""
+    def after_forward(
+        self, index: int, *, has_backward: bool, is_loss: bool = False
+    ) -> GatherChange:
+        """Free a unit after its forward, unless a backward is to find it gathered; `is_loss` if it
+        returns a loss.
+        """
         if has_backward and not self._reshards:
             self._num_backwards.update(self._read_backward[index])
         if has_backward and is_loss and index == len(self.units) - 1:
@@ -145,13 +170,16 @@ class GatherOrder:
         if not self._reshards:
             self._num_backwards.subtract(self._read_backward[index])
         before = self._read_backward[max(0, index - self._num_next) : index]
-        return self._gather([bucket for unit in (self._read_backward[index], *before) for bucket in unit])
+        return self._gather(
+            [bucket for unit in (self._read_backward[index], *before) for bucket in unit]
+        )
 
     def before_recomputation(self, index: int) -> GatherChange:
         """Gather a unit that runs again inside a backward."""
         last, current = self._last_backward, self.units[index]
         num_ahead = self._num_next if index == last else 0
-        # A unit that shares its block with the current one is recomputed later, and gathered again then.
+        # A unit that shares its block with the current one is recomputed later, and gathered again
+        # then.
         taken = {self._blocks.get(bucket, bucket) for bucket in current}
         ahead = self._of(range(last - num_ahead, last + 1))
         return self._gather(current, kept=[b for b in ahead if self._blocks.get(b, b) not in taken])
@@ -163,7 +191,12 @@ class GatherOrder:
         return GatherChange(freed, started)
 
     def _of(self, indices: range) -> list[int]:
-        return [bucket for index in indices if 0 <= index < len(self.units) for bucket in self.units[index]]
+        return [
+            bucket
+            for index in indices
+            if 0 <= index < len(self.units)
+            for bucket in self.units[index]
+        ]
 
 
 @dataclass(frozen=True)
@@ -173,13 +206,17 @@ class UnitModules:
     first: nn.Module
     last: nn.Module
     buckets: tuple[int, ...]  # indices of the buckets that they read
-    num_complete: int  # when their backward begins, the gradients of the first `num_complete` buckets are complete
+    # when their backward begins, the gradients of the first `num_complete` buckets are complete
+    num_complete: int
     is_lookup: bool = False  # the backward reads no parameters
 
 
 def child_units(module: nn.Module, layout: BufferLayout) -> list[UnitModules]:
-    """The children of a stage, which run in registration order; successive ones with the same unit are one."""
-    # The head of a tied model and layers of multi-token prediction read the parameters that units share.
+    """The children of a stage, which run in registration order; successive ones with the same unit
+    are one.
+    """
+    # The head of a tied model and layers of multi-token prediction read the parameters that units
+    # share.
     shared = [i for i, bucket in enumerate(layout.buckets) if bucket.is_shared]
     units: dict[str, UnitModules] = {}
     for name, child in unit_modules(module):
@@ -192,21 +229,30 @@ def child_units(module: nn.Module, layout: BufferLayout) -> list[UnitModules]:
         if getattr(child, "reads_shared", False):
             indices += [i for i in shared if i not in indices]
         if indices:
-            begun = units.get(unit) or UnitModules(child, child, (), start, getattr(child, "is_lookup", False))
+            begun = units.get(unit) or UnitModules(
+                child, child, (), start, getattr(child, "is_lookup", False)
+            )
             units[unit] = replace(begun, last=child, buckets=tuple(indices))
     return list(units.values())
 
 
-def given_units(units: Sequence[tuple[nn.Module, Collection[str]]], layout: BufferLayout) -> list[UnitModules]:
+def given_units(
+    units: Sequence[tuple[nn.Module, Collection[str]]], layout: BufferLayout
+) -> list[UnitModules]:
     """Modules in forward order with the names of the parameters that each reads.
 
-    The order of their backwards is unknown, so no gradient counts as complete before the backward ends.
+    The order of their backwards is unknown, so no gradient counts as complete before the backward
+    ends.
     """
     return [
         UnitModules(
             module,
             module,
-            tuple(i for i, bucket in enumerate(layout.buckets) if any(entry.name in names for entry in bucket.params)),
+            tuple(
+                i
+                for i, bucket in enumerate(layout.buckets)
+                if any(entry.name in names for entry in bucket.params)
+            ),
             num_complete=0,
         )
         for module, names in units
@@ -214,7 +260,9 @@ def given_units(units: Sequence[tuple[nn.Module, Collection[str]]], layout: Buff
 
 
 def unit_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The children of a module that run one after another; lists and dicts of modules are replaced by their items."""
+    """The children of a module that run one after another; lists and dicts of modules are replaced
+    by their items.
+    """
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from ((f"{name}.{key}", item) for key, item in child.named_children())
@@ -223,20 +271,24 @@ def unit_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def traced_units(layout: BufferLayout, *, is_transient: bool, num_blocks: int) -> set[str]:
-    """FSDP units whose compiled graphs write weight gradients into the bucket, instead of returning them.
+    """FSDP units whose compiled graphs write weight gradients into the bucket, instead of returning
+    them.
 
-    Hooks run after the backward of a graph. Where buckets borrow storage, those of a unit would all borrow at once, and
-    the first one would wait for a reduction that the backward of the graph can hide.
+    Hooks run after the backward of a graph. Where buckets borrow storage, those of a unit would all
+    borrow at once, and the first one would wait for a reduction that the backward of the graph can
+    hide.
 
     Args:
         layout: layout of the buffer.
         is_transient: whether buckets borrow storage.
-        num_blocks: blocks of memory that gathered units use in turn. A weight that a graph has saved is then in the
-            same memory as those of other units, which does not identify it.
+        num_blocks: blocks of memory that gathered units use in turn. A weight that a graph has
+            saved is then in the same memory as those of other units, which does not identify it.
     """
     if num_blocks:
         return set()
-    return layout.units_in_one_bucket if is_transient else {param.spec.unit for param in layout.params}
+    return (
+        layout.units_in_one_bucket if is_transient else {param.spec.unit for param in layout.params}
+    )
 
 
 def wait_before_forward(params: Iterable[ParamStore], *_hook_arguments: Any) -> None:
@@ -252,7 +304,8 @@ class UnitGather:
         units: units in forward order.
         stores: parameter stores of all buckets.
         order: order of the buckets that these units read.
-        before_backward: called with the index of a unit when the backward of all later units is complete.
+        before_backward: called with the index of a unit when the backward of all later units is
+            complete.
         is_recomputing: whether a forward pass is one that a backward runs again.
     """
 
@@ -296,11 +349,15 @@ class UnitGather:
 
     def _after_forward(self, index: int, *hook_arguments: Any) -> None:
         if self._is_recomputing():
-            return  # the next forward or backward frees the unit; hooks of this output would never be called
+            # the next forward or backward frees the unit; hooks of this output would never be
+            # called
+            return
         leaves = tree_leaves(hook_arguments[-1])
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         is_loss = any(output.ndim == 0 for output in outputs)
-        self._carry_out(self._order.after_forward(index, has_backward=bool(outputs), is_loss=is_loss))
+        self._carry_out(
+            self._order.after_forward(index, has_backward=bool(outputs), is_loss=is_loss)
+        )
         if len(outputs) == 1:
             outputs[0].register_hook(partial(self._before_backward, index))
         elif outputs:  # the backward begins with the first gradient of any output

@@ -1,4 +1,5 @@
-"""The local experts of an MoE layer: MLPs with stacked weights, computed together by grouped matrix products.
+"""The local experts of an MoE layer: MLPs with stacked weights, computed together by grouped matrix
+products.
 
     name    weight      global E, F              sharded over
     gate    [E, F, H]   num_experts, ffn width   ep (dim 0), etp (dim 1)     None where experts are not gated
@@ -30,15 +31,18 @@ EXPERT_LINEARS = ("gate", "up", "down")
 class ExpertOptions:
     """Options of the experts of a rank."""
 
-    may_drop: bool = False  # whether there can be dropped tokens at the end, which belong to no expert
+    # whether there can be dropped tokens at the end, which belong to no expert
+    may_drop: bool = False
     wgrad_queue: WgradQueue | None = None  # defers weight gradients; None where no schedule does
     fp8: Fp8Options | None = None  # how the products use fp8; None: they do not
     experts: ExpertRange | None = None  # those of this rank, for the amax history of fp8
-    adds_down_bias: bool = True  # True on one rank of etp only, because the outputs of all of them are summed
+    # True on one rank of etp only, because the outputs of all of them are summed
+    adds_down_bias: bool = True
 
 
 class Experts(nn.Module):
-    """All experts of this rank: down(activation(gate(x), up(x))), or down(activation(up(x))) without a gate.
+    """All experts of this rank: down(activation(gate(x), up(x))), or down(activation(up(x)))
+    without a gate.
 
     Args:
         linears: weights and biases of EXPERT_LINEARS; the gate where there is one.
@@ -57,11 +61,15 @@ class Experts(nn.Module):
         options = options or ExpertOptions()
         self.gate = GroupedLinear(*linears["gate"], options=options) if "gate" in linears else None
         self.up = GroupedLinear(*linears["up"], options=options)
-        self.down = GroupedLinear(*linears["down"], options=options, adds_bias=options.adds_down_bias)
+        self.down = GroupedLinear(
+            *linears["down"], options=options, adds_bias=options.adds_down_bias
+        )
         self.activation = activation
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        """Tokens [P, H] sorted by expert -> [P, H] in the same order; offs [E] int32 is the end of each expert's."""
+        """Tokens [P, H] sorted by expert -> [P, H] in the same order; offs [E] int32 is the end of
+        each expert's.
+        """
         inner = [self.up(x, offs)] if self.gate is None else [self.gate(x, offs), self.up(x, offs)]
         out: Tensor = self.down(self.activation(*inner), offs)
         return out
@@ -87,7 +95,11 @@ class GroupedLinear(nn.Module):
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """[P, I], [E] int32 -> [P, O]."""
         out = grouped_linear(x, self.weight, offs=offs, options=self.options)
-        return out if self.bias is None else add_expert_bias(out, self.bias, offs=offs, adds=self.adds_bias)
+        return (
+            out
+            if self.bias is None
+            else add_expert_bias(out, self.bias, offs=offs, adds=self.adds_bias)
+        )
 
 
 def add_expert_bias(x: Tensor, bias: Tensor, *, offs: Tensor, adds: bool = True) -> Tensor:
@@ -97,18 +109,23 @@ def add_expert_bias(x: Tensor, bias: Tensor, *, offs: Tensor, adds: bool = True)
         x: [P, O], sorted by expert.
         bias: [E, O].
         offs: [E] int32, the end of each expert's tokens.
-        adds: False returns x unchanged; the bias still gets its gradient, because another rank adds it.
+        adds: False returns x unchanged; the bias still gets its gradient, because another rank adds
+            it.
     """
     out: Tensor = _AddExpertBias.apply(x, bias, offs, adds)
     return out
 
 
 class _AddExpertBias(torch.autograd.Function):
-    """The gradient of the bias is a product with one row per expert: its order of summation does not vary."""
+    """The gradient of the bias is a product with one row per expert: its order of summation does
+    not vary.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, offs: Tensor, adds: bool) -> Tensor:
-        experts = torch.searchsorted(offs, torch.arange(len(x), device=x.device, dtype=offs.dtype), right=True)
+        experts = torch.searchsorted(
+            offs, torch.arange(len(x), device=x.device, dtype=offs.dtype), right=True
+        )
         ctx.save_for_backward(experts)
         ctx.num_experts, ctx.dtype = len(bias), bias.dtype
         if not adds:

@@ -1,4 +1,5 @@
-"""Token dispatchers: tokens to their experts and back, as `MoEAlltoAllTokenDispatcher` of Megatron-LM.
+"""Token dispatchers: tokens to their experts and back, as `MoEAlltoAllTokenDispatcher` of
+Megatron-LM.
 
     LocalTokenDispatcher      all experts are on this rank: permute, experts, unpermute
     HierarchicalTokenDispatcher   a token crosses to each node once
@@ -31,12 +32,21 @@ from nanotrain.comm.device import HostCopy
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
 from nanotrain.config.config import Config
-from nanotrain.kernels.permute import Permutation, inverse_of, permute, plan_permutation, reorder, unpermute
+from nanotrain.kernels.permute import (
+    Permutation,
+    inverse_of,
+    permute,
+    plan_permutation,
+    reorder,
+    unpermute,
+)
 from nanotrain.memory.recompute import Recompute
 
-# Runs the local experts: permuted tokens [P, H], and offs [local experts] int32, the end of each expert's tokens.
+# Runs the local experts: permuted tokens [P, H], and offs [local experts] int32, the end of each
+# expert's tokens.
 RunExperts = Callable[[Tensor, Tensor], Tensor]
-# Waits for tokens on their way, runs the experts and brings their outputs back: [T, H], the weighted sum of each token.
+# Waits for tokens on their way, runs the experts and brings their outputs back: [T, H], the
+# weighted sum of each token.
 Finish = Callable[[RunExperts], Tensor]
 
 
@@ -50,7 +60,9 @@ class Routing:
 
     def of_experts(self, num_experts: int) -> Self:
         """The pairs of the first experts; those of the others count as dropped."""
-        permutation = self.permutation and replace(self.permutation, bounds=self.permutation.bounds[: num_experts + 1])
+        permutation = self.permutation and replace(
+            self.permutation, bounds=self.permutation.bounds[: num_experts + 1]
+        )
         return replace(self, topk_ids=self.topk_ids.clamp(max=num_experts), permutation=permutation)
 
 
@@ -60,31 +72,49 @@ class DispatchOptions:
 
     may_drop: bool = False  # whether there can be dropped pairs
     routed_share: float = 1.0  # of pairs, on average, are those of experts with weights
-    ranks_per_node: int | None = None  # tokens are sent to every so many ranks of ep once; None: to every expert
-    rank_capacity_factor: float | None = None  # pairs for one rank of ep, relative to an even share; None: any number
-    recompute: Recompute = field(default_factory=Recompute)  # a recomputed forward has the counts of its first run
+    # tokens are sent to every so many ranks of ep once; None: to every expert
+    ranks_per_node: int | None = None
+    # pairs for one rank of ep, relative to an even share; None: any number
+    rank_capacity_factor: float | None = None
+    # a recomputed forward has the counts of its first run
+    recompute: Recompute = field(default_factory=Recompute)
 
     @classmethod
     def of(cls, config: Config) -> Self:
         """The options of a run."""
         parallel, moe = config.parallel, config.model.moe
-        may_drop, share = (False, 1.0) if moe is None else (moe.may_drop, moe.mean_topk / moe.router_topk)
-        return cls(may_drop, share, parallel.moe_hierarchical_dispatch, parallel.moe_expert_rank_capacity_factor)
+        may_drop, share = (
+            (False, 1.0) if moe is None else (moe.may_drop, moe.mean_topk / moe.router_topk)
+        )
+        return cls(
+            may_drop,
+            share,
+            parallel.moe_hierarchical_dispatch,
+            parallel.moe_expert_rank_capacity_factor,
+        )
 
-    def padded_split(self, num_tokens: int, topk: int, *, num_experts: int, ep: int) -> tuple[int, int]:
-        """The most pairs that `PaddedTokenDispatcher` sends to one rank of ep, and the rows that it sends them in.
+    def padded_split(
+        self, num_tokens: int, topk: int, *, num_experts: int, ep: int
+    ) -> tuple[int, int]:
+        """The most pairs that `PaddedTokenDispatcher` sends to one rank of ep, and the rows that it
+        sends them in.
 
         There is a row more where a pair may not be sent: the last row of all is then padding.
 
         >>> DispatchOptions(rank_capacity_factor=1.5).padded_split(16, 2, num_experts=8, ep=4)
         (12, 13)
         """
-        capacity, most = int((self.rank_capacity_factor or ep) * num_tokens * topk / ep), num_tokens * topk
+        capacity, most = (
+            int((self.rank_capacity_factor or ep) * num_tokens * topk / ep),
+            num_tokens * topk,
+        )
         most = min(most, num_tokens * num_experts // ep)  # a token goes to an expert once
         return min(capacity, most), min(capacity, most) + (self.may_drop or capacity < most)
 
     def num_rows(self, num_tokens: int, topk: int, *, num_experts: int, ep: int) -> int:
-        """Rows that a rank sends to all ranks of ep, itself among them; as many arrive, where not padded on average."""
+        """Rows that a rank sends to all ranks of ep, itself among them; as many arrive, where not
+        padded on average.
+        """
         if self.rank_capacity_factor is None and ep > 1:
             return int(num_tokens * topk * self.routed_share)
         return ep * self.padded_split(num_tokens, topk, num_experts=num_experts, ep=ep)[1]
@@ -105,11 +135,14 @@ def build_token_dispatcher(
 
 
 class LocalTokenDispatcher:
-    """All experts are on this rank; dropped pairs stay among the permuted tokens, so no host sync is needed."""
+    """All experts are on this rank; dropped pairs stay among the permuted tokens, so no host sync
+    is needed.
+    """
 
     def __init__(self, num_experts: int, *, may_drop: bool = False) -> None:
         self._num_experts = num_experts
-        self.has_padding = may_drop  # rows of no expert are passed to `RunExperts`, after those of the last one
+        # rows of no expert are passed to `RunExperts`, after those of the last one
+        self.has_padding = may_drop
 
     def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
         """Permute tokens [T, H]."""
@@ -128,7 +161,9 @@ class AllToAllTokenDispatcher:
 
     has_padding = False
 
-    def __init__(self, num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions) -> None:
+    def __init__(
+        self, num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions
+    ) -> None:
         assert num_experts % ep.size == 0, "every rank of ep holds the same number of experts"
         self._num_experts, self._ep, self._etp, self._options = num_experts, ep, etp, options
 
@@ -139,14 +174,17 @@ class AllToAllTokenDispatcher:
     def send(
         self, x: Tensor, routing: Routing, *, kept: "KeptSplits"
     ) -> tuple[Finish, Callable[[Tensor], Work[Tensor]]]:
-        """Permute and send tokens [T, H]; also returns a function that sends further rows [T, ...] the same way."""
+        """Permute and send tokens [T, H]; also returns a function that sends further rows [T, ...]
+        the same way.
+        """
         permutation = routing.permutation or plan_permutation(routing.topk_ids, self._num_experts)
         routing, permutation, num_sent = self._plan(routing, permutation, kept=kept)
         permuted = permute(x, permutation, num_permuted=num_sent)
         splits = kept[self].wait()
         back = {"input_splits": splits.ep_outputs, "output_splits": splits.ep_inputs}
         there = {"input_splits": splits.ep_inputs, "output_splits": splits.ep_outputs}
-        arriving = [start_differentiable_all_to_all(permuted, self._ep, **there)]  # taken out, so that rows are freed
+        # taken out, so that rows are freed
+        arriving = [start_differentiable_all_to_all(permuted, self._ep, **there)]
 
         def send(rows: Tensor) -> Work[Tensor]:
             permuted = permute(rows, permutation, num_permuted=num_sent)
@@ -164,26 +202,42 @@ class AllToAllTokenDispatcher:
     def _plan(
         self, routing: Routing, permutation: Permutation, *, kept: "KeptSplits"
     ) -> tuple[Routing, Permutation, int]:
-        """Start the exchange of the counts; returns weights and positions of the pairs, and the number of rows sent."""
+        """Start the exchange of the counts; returns weights and positions of the pairs, and the
+        number of rows sent.
+        """
         if not (self._options.recompute.is_recomputing and self in kept):
             kept[self] = self._start_splits(permutation.tokens_per_expert)
         # Without dropped pairs the permutation is launched before the host waits for the counts.
-        num_sent = sum(kept[self].wait().ep_inputs) if self._options.may_drop else routing.topk_ids.numel()
+        num_sent = (
+            sum(kept[self].wait().ep_inputs) if self._options.may_drop else routing.topk_ids.numel()
+        )
         return routing, permutation, num_sent
 
     def _start_splits(self, sent: Tensor) -> "Work[_Splits]":
-        """From the token counts of this rank [E] int32; the host waits for the copy of all, not for the device."""
+        """From the token counts of this rank [E] int32; the host waits for the copy of all, not for
+        the device.
+        """
         counts, work = self._start_counts(sent)
         copy = HostCopy.after(work, counts.flatten())
-        arrived = Work(lambda: on_host(copy, counts, ep=self._ep), op="all_to_all", group=self._ep, keep=[counts])
+        arrived = Work(
+            lambda: on_host(copy, counts, ep=self._ep),
+            op="all_to_all",
+            group=self._ep,
+            keep=[counts],
+        )
         return arrived.then(lambda numbers: _Splits.of(numbers, counts, ep=self._ep, etp=self._etp))
 
     def _start_counts(self, sent: Tensor) -> tuple[Tensor, Work[Tensor]]:
-        """Exchange the token counts of this rank [E] int32; counts [1 + etp, E] once the work is done."""
-        counts = sent.new_empty(1 + self._etp.size, len(sent))  # sent, and received by each rank of etp
+        """Exchange the token counts of this rank [E] int32; counts [1 + etp, E] once the work is
+        done.
+        """
+        # sent, and received by each rank of etp
+        counts = sent.new_empty(1 + self._etp.size, len(sent))
         counts[0].copy_(sent)
         received, shares = counts[1 + self._etp.index], [len(sent) // self._ep.size] * self._ep.size
-        work = start_all_to_all(received, counts[0], input_splits=shares, output_splits=shares, group=self._ep)
+        work = start_all_to_all(
+            received, counts[0], input_splits=shares, output_splits=shares, group=self._ep
+        )
         if self._etp.size > 1:
             work.wait()
             work = start_all_gather_into(counts[1:], received, group=self._etp)
@@ -191,20 +245,24 @@ class AllToAllTokenDispatcher:
 
 
 class PaddedTokenDispatcher(AllToAllTokenDispatcher):
-    """As many rows between any two ranks of ep, however many tokens there are: the counts stay on the device.
+    """As many rows between any two ranks of ep, however many tokens there are: the counts stay on
+    the device.
 
         sent to a rank   [its pairs, sorted by expert | padding]         one size, see `padded_split`
         for its experts  [pairs of all ranks, sorted by expert | padding]
 
-    A rank that has more pairs for another one than that returns NaN for all its tokens, so that the step is skipped.
-    Without gradients, as in validation, sizes are exact and the host waits for them.
+    A rank that has more pairs for another one than that returns NaN for all its tokens, so that the
+    step is skipped. Without gradients, as in validation, sizes are exact and the host waits for
+    them.
 
     Attributes:
         peak: int32 scalar, the most pairs for one rank in a microbatch; None before the first one.
         num_pairs: pairs of this rank in a microbatch.
     """
 
-    def __init__(self, num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions) -> None:
+    def __init__(
+        self, num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions
+    ) -> None:
         super().__init__(num_experts, ep=ep, etp=etp, options=options)
         self.has_padding = options.may_drop or ep.size > 1
         self.peak: Tensor | None = None
@@ -217,46 +275,68 @@ class PaddedTokenDispatcher(AllToAllTokenDispatcher):
             return super()._plan(routing, permutation, kept=kept)
         ids, bounds, size = routing.topk_ids, permutation.bounds, self._ep.size
         num_local, (num_tokens, topk) = self._num_experts // size, ids.shape
-        capacity, rows = self._options.padded_split(num_tokens, topk, num_experts=self._num_experts, ep=size)
+        capacity, rows = self._options.padded_split(
+            num_tokens, topk, num_experts=self._num_experts, ep=size
+        )
         starts = bounds[::num_local]  # of the pairs for each rank, and of those that are dropped
         largest = starts.diff().max()
-        self.peak, self.num_pairs = largest if self.peak is None else largest.maximum(self.peak), ids.numel()
+        self.peak, self.num_pairs = (
+            largest if self.peak is None else largest.maximum(self.peak),
+            ids.numel(),
+        )
         is_over = largest > capacity
         if not (self._options.recompute.is_recomputing and self in kept):
             counts, work = self._start_counts(permutation.tokens_per_expert.masked_fill(is_over, 0))
-            kept[self] = work.then(lambda _: _Splits.padded(counts, rows, ep=self._ep, etp=self._etp))
+            kept[self] = work.then(
+                lambda _: _Splits.padded(counts, rows, ep=self._ep, etp=self._etp)
+            )
         weights = routing.topk_weights.masked_fill(is_over, torch.nan)
         shifts = torch.arange(0, (size + 1) * rows, rows, device=ids.device) - starts
-        # Dropped pairs come after those of all ranks: they share the last row, padding for which experts return zeros.
+        # Dropped pairs come after those of all ranks: they share the last row, padding for which
+        # experts return zeros.
         inverse = (permutation.inverse + shifts[ids // num_local]).clamp_(max=size * rows - 1)
         order = torch.zeros(size * rows, dtype=torch.int64, device=ids.device)
         order.scatter_(0, inverse.flatten(), torch.arange(ids.numel(), device=ids.device))
-        return replace(routing, topk_weights=weights), Permutation(order, inverse, bounds), size * rows
+        return (
+            replace(routing, topk_weights=weights),
+            Permutation(order, inverse, bounds),
+            size * rows,
+        )
 
 
 class HierarchicalTokenDispatcher:
-    """A token is sent once to every node of its experts, and copied to their ranks there (DeepEP, HybridEP).
+    """A token is sent once to every node of its experts, and copied to their ranks there (DeepEP,
+    HybridEP).
 
     across   token --> the rank with the same index in each node that it goes to, with its experts and weights
     inside   that rank --> the ranks of its experts; the outputs of a node are summed there and sent back as one row
 
-    Consecutive ranks of `ep` form a node; with nodes of one rank a token is sent to every rank once, however many of
-    its experts are there. The sum of a node is rounded to the dtype of the tokens, and the host waits twice per layer.
+    Consecutive ranks of `ep` form a node; with nodes of one rank a token is sent to every rank
+    once, however many of its experts are there. The sum of a node is rounded to the dtype of the
+    tokens, and the host waits twice per layer.
     """
 
     has_padding = False
 
-    def __init__(self, num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions) -> None:
+    def __init__(
+        self, num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions
+    ) -> None:
         size = options.ranks_per_node or 1
         assert ep.size % size == 0, "checked by the rules of layouts"
         self._num_nodes, options = ep.size // size, replace(options, may_drop=True)
         node, index = divmod(ep.index, size)
-        self._experts = range(node * num_experts // self._num_nodes, (node + 1) * num_experts // self._num_nodes)
+        self._experts = range(
+            node * num_experts // self._num_nodes, (node + 1) * num_experts // self._num_nodes
+        )
         rail = ep.part(range(index, ep.size, size), "all_to_all_across")
         inside = ep.part(range(node * size, (node + 1) * size), "all_to_all")
         single = Group.single_rank("etp")
-        self._across = AllToAllTokenDispatcher(self._num_nodes, ep=rail, etp=single, options=options)
-        self._inside = AllToAllTokenDispatcher(len(self._experts), ep=inside, etp=etp, options=options)
+        self._across = AllToAllTokenDispatcher(
+            self._num_nodes, ep=rail, etp=single, options=options
+        )
+        self._inside = AllToAllTokenDispatcher(
+            len(self._experts), ep=inside, etp=etp, options=options
+        )
 
     def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
         """Send tokens [T, H]."""
@@ -268,7 +348,8 @@ class HierarchicalTokenDispatcher:
         is_reached = is_reached[:, :-1]
         to_nodes = Routing(torch.where(is_reached, numbers, num_nodes), is_reached.float())
         finish_across, send = self._across.send(x, to_nodes, kept=kept)
-        chosen = send(torch.cat([ids.to(weights.dtype), weights], 1))  # expert numbers are exact in fp32
+        # expert numbers are exact in fp32
+        chosen = send(torch.cat([ids.to(weights.dtype), weights], 1))
 
         def finish(run_experts: RunExperts) -> Tensor:
             def run_node(rows: Tensor, _: Tensor) -> Tensor:
@@ -294,7 +375,8 @@ class _Splits:
     ep_inputs: list[int]  # sent to each rank of ep
     ep_outputs: list[int]  # received from each rank of ep
     etp: list[int]  # received by each rank of etp over its ep group
-    tokens_per_expert: Tensor  # [etp * ep, local experts] int32, by source rank; a further column counts padding
+    # [etp * ep, local experts] int32, by source rank; a further column counts padding
+    tokens_per_expert: Tensor
     num_experts: int  # local ones
 
     @classmethod
@@ -303,14 +385,22 @@ class _Splits:
         size = counts.shape[1] // ep.size
         sums = [sum(numbers[start : start + size]) for start in range(0, len(numbers), size)]
         inputs, *outputs = (sums[start : start + ep.size] for start in range(0, len(sums), ep.size))
-        return cls(inputs, outputs[etp.index], list(map(sum, outputs)), counts[1:].reshape(-1, size), size)
+        return cls(
+            inputs, outputs[etp.index], list(map(sum, outputs)), counts[1:].reshape(-1, size), size
+        )
 
     @classmethod
     def padded(cls, counts: Tensor, rows: int, *, ep: Group, etp: Group) -> "_Splits":
         """As many rows between all ranks; counts [1 + etp, E] are on the device."""
         sizes, received = [rows] * ep.size, counts[1:].reshape(etp.size * ep.size, -1)
         padding = rows - received.sum(1, keepdim=True, dtype=received.dtype)
-        return cls(sizes, sizes, [sum(sizes)] * etp.size, torch.cat([received, padding], 1), received.shape[1])
+        return cls(
+            sizes,
+            sizes,
+            [sum(sizes)] * etp.size,
+            torch.cat([received, padding], 1),
+            received.shape[1],
+        )
 
 
 # The split sizes of the dispatchers of a stage in one microbatch, for its recomputation.
@@ -318,11 +408,16 @@ KeptSplits = dict[AllToAllTokenDispatcher, "Work[_Splits]"]
 
 
 def _all_gather(permuted: Tensor, group: Group, *, splits: list[int]) -> Tensor:
-    """[local split, H] -> [sum(splits), H], in the order of the group; backward sums the gradients of all ranks."""
+    """[local split, H] -> [sum(splits), H], in the order of the group; backward sums the gradients
+    of all ranks.
+    """
     if group.size == 1:
         return permuted
-    copies = permuted.repeat(group.size, 1)  # torch has no all-gather of uneven sizes; this sends the same bytes
-    return all_to_all(copies, group, input_splits=[len(permuted)] * group.size, output_splits=splits)
+    # torch has no all-gather of uneven sizes; this sends the same bytes
+    copies = permuted.repeat(group.size, 1)
+    return all_to_all(
+        copies, group, input_splits=[len(permuted)] * group.size, output_splits=splits
+    )
 
 
 def _reduce_scatter(permuted: Tensor, group: Group, *, splits: list[int]) -> Tensor:
@@ -330,7 +425,9 @@ def _reduce_scatter(permuted: Tensor, group: Group, *, splits: list[int]) -> Ten
     if group.size == 1:
         return permuted
     num_permuted = splits[group.index]
-    partials = all_to_all(permuted, group, input_splits=splits, output_splits=[num_permuted] * group.size)
+    partials = all_to_all(
+        permuted, group, input_splits=splits, output_splits=[num_permuted] * group.size
+    )
     return partials.view(group.size, num_permuted, permuted.shape[1]).sum(0)
 
 

@@ -9,7 +9,8 @@
     rank      0    1    2    0    1    2        so hidden states are sent around a ring
     rank      0    1    2    2    1    0        or in a V: there and back (`v_schedules.py`)
 
-A step without a pipeline is the schedule of one stage, so there is one train step for every topology.
+A step without a pipeline is the schedule of one stage, so there is one train step for every
+topology.
 """
 
 from collections.abc import Iterator
@@ -54,7 +55,9 @@ class Action(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A forward and a full backward that a rank runs in turns, of which neither needs the result of the other."""
+    """A forward and a full backward that a rank runs in turns, of which neither needs the result of
+    the other.
+    """
 
     forward: Action
     backward: Action
@@ -117,7 +120,9 @@ class Schedule:
             yield Pair(action, next(actions)) if action in paired else action
 
     def freeing_first(self, pp_rank: int) -> Iterator[Action]:
-        """The actions of a rank; of a pair the backward first, which frees a layer before the forward keeps another."""
+        """The actions of a rank; of a pair the backward first, which frees a layer before the
+        forward keeps another.
+        """
         for step in self.steps(pp_rank):
             yield from (step,) if isinstance(step, Action) else step[::-1]
 
@@ -134,12 +139,16 @@ class Schedule:
     @cached_property
     def rank_of_stage(self) -> dict[int, int]:
         """The pipeline rank of each stage."""
-        return {action.stage: rank for rank, actions in enumerate(self.actions) for action in actions}
+        return {
+            action.stage: rank for rank, actions in enumerate(self.actions) for action in actions
+        }
 
     @cached_property
     def _dgrads(self) -> dict[tuple[int, int], Action]:
         """The action that computes the input gradient, by stage and microbatch."""
-        return {(action.stage, action.microbatch): action for action in self if action.kind.has_dgrad}
+        return {
+            (action.stage, action.microbatch): action for action in self if action.kind.has_dgrad
+        }
 
     def dependencies_of(self, action: Action) -> tuple[Action, ...]:
         """The actions whose results `action` needs.
@@ -157,7 +166,8 @@ class Schedule:
         return (forward(stage, microbatch), *after)
 
     def consumer_of(self, action: Action) -> Action | None:
-        """The action of another stage that reads the result of `action`: hidden states or their gradient.
+        """The action of another stage that reads the result of `action`: hidden states or their
+        gradient.
 
         >>> schedule = Schedule(((forward(0, 0), full_backward(0, 0)), (forward(1, 0), full_backward(1, 0))))
         >>> [str(schedule.consumer_of(action)) for action in schedule]
@@ -171,4 +181,8 @@ class Schedule:
 
     def last_backwards(self, pp_rank: int) -> frozenset[Action]:
         """For each stage of a rank, the action that completes the weight gradients of the step."""
-        return frozenset({action.stage: action for action in self.actions[pp_rank] if action.kind.has_wgrad}.values())
+        return frozenset(
+            {
+                action.stage: action for action in self.actions[pp_rank] if action.kind.has_wgrad
+            }.values()
+        )

@@ -5,8 +5,8 @@
     describe          duration, bubble and memory
     save_png          a picture; later stages of a rank are darker
 
-`F0` is the forward of microbatch 0, `B` a full backward, `I` and `W` one for the input and for the weights; `F0b` is on
-the rank's second stage.
+`F0` is the forward of microbatch 0, `B` a full backward, `I` and `W` one for the input and for the
+weights; `F0b` is on the rank's second stage.
 """
 
 from fractions import Fraction
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 WIDTH = 110  # characters per row
 MAX_CELLS = 20_000  # stages x microbatches of a drawing; this many take a second to draw
 MAX_INCHES = 60.0
-READABLE_INCHES, MAX_SCALE = 16.0, 2.0  # the width up to which text of 8 points is readable; texts grow beyond it
+# the width up to which text of 8 points is readable; texts grow beyond it
+READABLE_INCHES, MAX_SCALE = 16.0, 2.0
 # by kind: fill of the bars in a text, color and legend in a picture
 STYLES = {
     ActionKind.forward: (".", "#8ecae6", "F forward"),
@@ -36,16 +37,22 @@ STYLES = {
 
 
 def draw_schedule(name: str, shape: PipelineShape, *, png: Path | None = None) -> str:
-    """Draw a schedule of `SCHEDULES`, with backwards that take twice as long as forwards; `png` as a picture too.
+    """Draw a schedule of `SCHEDULES`, with backwards that take twice as long as forwards; `png` as
+    a picture too.
 
     Raises:
-        ScheduleError: a number of stages that the schedule does not support, or more than can be drawn.
+        ScheduleError: a number of stages that the schedule does not support, or more than can be
+            drawn.
         EnvironmentFault: the file cannot be written.
     """
     if shape.num_stages * shape.num_microbatches > MAX_CELLS:
-        what = f"{shape.num_stages:,} stages x {shape.num_microbatches:,} microbatches cannot be drawn"
+        what = (
+            f"{shape.num_stages:,} stages x {shape.num_microbatches:,} microbatches cannot be drawn"
+        )
         fix = "lower --num-microbatches or --pipeline-model-parallel-size"
-        raise ScheduleError(what, why=f"a drawing has at most {MAX_CELLS:,} of both together", fix=fix)
+        raise ScheduleError(
+            what, why=f"a drawing has at most {MAX_CELLS:,} of both together", fix=fix
+        )
     timeline = simulate(SCHEDULES[name](shape))
     title = f"{name}: {count_of(shape.num_ranks, 'rank')}, {count_of(shape.num_stages, 'stage')}, "
     title += count_of(shape.num_microbatches, "microbatch")
@@ -82,7 +89,10 @@ def draw_timeline(timeline: Timeline, *, width: int = WIDTH) -> str:
     lines = ["time".ljust(margin), *(f"rank {rank}".ljust(margin) for rank in range(len(rows)))]
     per_line = max(1, (width - margin) // column) * column
     blocks = [
-        "\n".join((head + row[at : at + per_line]).rstrip() for head, row in zip(lines, [ruler, *rows], strict=True))
+        "\n".join(
+            (head + row[at : at + per_line]).rstrip()
+            for head, row in zip(lines, [ruler, *rows], strict=True)
+        )
         for at in range(0, max(num_columns, 1) * column, per_line)
     ]
     return "\n\n".join(blocks)
@@ -96,21 +106,33 @@ def labels(timeline: Timeline) -> dict[Action, str]:
     >>> list(labels(timeline).values())
     ['F0a', 'F0b', 'B0b', 'B0a', 'F0a', 'F0b', 'B0b', 'B0a']
     """
-    actions, num_ranks = [span.action for spans in timeline.spans for span in spans], len(timeline.spans)
+    actions, num_ranks = (
+        [span.action for spans in timeline.spans for span in spans],
+        len(timeline.spans),
+    )
     has_letters = any(action.stage >= num_ranks for action in actions)
-    letters = {action: chr(ord("a") + action.stage // num_ranks) if has_letters else "" for action in actions}
-    return {action: f"{action.kind.value}{action.microbatch}{letters[action]}" for action in actions}
+    letters = {
+        action: chr(ord("a") + action.stage // num_ranks) if has_letters else ""
+        for action in actions
+    }
+    return {
+        action: f"{action.kind.value}{action.microbatch}{letters[action]}" for action in actions
+    }
 
 
 def describe(timeline: Timeline) -> str:
     """Duration, bubble and memory of a timeline of `UNIT_COSTS`."""
     bubble = Fraction(timeline.bubble_fraction).limit_denominator(10**6)
-    in_flight, until_wgrad = (" ".join(map(str, n)) for n in (timeline.peak_in_flight, timeline.peak_until_wgrad))
+    in_flight, until_wgrad = (
+        " ".join(map(str, n)) for n in (timeline.peak_in_flight, timeline.peak_until_wgrad)
+    )
     is_split = in_flight != until_wgrad
     costs = "forward 1, backward 2" + (" (1 for I and 1 for W)" if is_split else "")
     lines = [
         f"duration   {timeline.duration:g}   ({costs})",
-        f"bubble     {bubble}" + (f" = {float(bubble):.1%}" if bubble else "") + " of the time of all ranks",
+        f"bubble     {bubble}"
+        + (f" = {float(bubble):.1%}" if bubble else "")
+        + " of the time of all ranks",
         f"in flight  {in_flight}   peak microbatches between F and {'I' if is_split else 'B'}, per rank",
     ]
     if is_split:
@@ -128,18 +150,23 @@ def save_png(timeline: Timeline, path: Path | BinaryIO, *, title: str) -> None:
         draw_figure(timeline, title=title).savefig(path, format="png", dpi=120, bbox_inches="tight")
     except OSError as error:
         raise EnvironmentFault(
-            f"{path} cannot be written", why=error.strerror or str(error), fix="choose another file for --png"
+            f"{path} cannot be written",
+            why=error.strerror or str(error),
+            fix="choose another file for --png",
         ) from error
 
 
 def draw_figure(timeline: Timeline, *, title: str) -> "Figure":
     """Draw a timeline with a legend below it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # matplotlib takes half a second to import
+    # matplotlib takes half a second to import
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
 
     num_ranks = len(timeline.spans)
-    num_stages = 1 + max(span.action.stage for spans in timeline.spans for span in spans) // num_ranks
+    num_stages = (
+        1 + max(span.action.stage for spans in timeline.spans for span in spans) // num_ranks
+    )
     width = min(MAX_INCHES, 2 + timeline.duration * 0.3)
     scale = min(MAX_SCALE, max(1.0, width / READABLE_INCHES))  # a wide picture is seen smaller
     figure = Figure(figsize=(width, 1.2 + num_ranks * 0.4))
@@ -149,18 +176,39 @@ def draw_figure(timeline: Timeline, *, title: str) -> "Figure":
         for span in spans:
             shade = 1 - 0.45 * (span.action.stage // num_ranks) / max(1, num_stages - 1)
             color = tuple(channel * shade for channel in to_rgb(STYLES[span.action.kind][1]))
-            axes.barh(rank, span.end - span.start, left=span.start, height=0.9, color=color, edgecolor="white")
+            axes.barh(
+                rank,
+                span.end - span.start,
+                left=span.start,
+                height=0.9,
+                color=color,
+                edgecolor="white",
+            )
             middle = (span.start + span.end) / 2
             ink = "black" if shade > 0.75 else "white"
-            axes.text(middle, rank, str(span.action.microbatch), ha="center", va="center", fontsize=7, color=ink)
-    kinds = [kind for kind in ActionKind if any(s.action.kind is kind for spans in timeline.spans for s in spans)]
+            axes.text(
+                middle,
+                rank,
+                str(span.action.microbatch),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=ink,
+            )
+    kinds = [
+        kind
+        for kind in ActionKind
+        if any(s.action.kind is kind for spans in timeline.spans for s in spans)
+    ]
     for kind in kinds:
         axes.barh(0, 0, color=STYLES[kind][1], label=STYLES[kind][2])
     if num_stages > 1:
         axes.barh(0, 0, color="gray", label="the darker, the later the virtual stage")
     # measured in font sizes, so that the distance does not grow with the ranks
     columns = {"ncols": len(kinds) + (num_stages > 1), "columnspacing": 1.2, "borderaxespad": 4.5}
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0), frameon=False, fontsize=8 * scale, **columns)
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, 0), frameon=False, fontsize=8 * scale, **columns
+    )
     axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
     axes.tick_params(labelsize=8 * scale)
     axes.invert_yaxis()

@@ -1,4 +1,5 @@
-"""The pipeline executor: runs the actions of this rank in order and transfers hidden states and gradients.
+"""The pipeline executor: runs the actions of this rank in order and transfers hidden states and
+gradients.
 
     Pipeline                the pp group and the shape of the transferred tensors
     RunnableStage           a stage, its backward callbacks and its wgrad queue
@@ -6,8 +7,9 @@
     run_forward             forwards only
     _Step                   the state of a running step
 
-Only the schedule determines which backward of a stage is the last of a step. The executor passes this on to the
-callbacks (the data-parallel layer), which may reduce the gradients of that stage from then on.
+Only the schedule determines which backward of a stage is the last of a step. The executor passes
+this on to the callbacks (the data-parallel layer), which may reduce the gradients of that stage
+from then on.
 
     B batch   S local sequence length   H hidden
 """
@@ -42,7 +44,9 @@ class BackwardCallback(Protocol):
     """Notified before and after weight gradients are accumulated."""
 
     def backward_begins(self, *, is_last: bool) -> None:
-        """Before the weight gradients of a microbatch; `is_last` for the last microbatch of the step."""
+        """Before the weight gradients of a microbatch; `is_last` for the last microbatch of the
+        step.
+        """
 
     def backward_ended(self) -> None:
         """After all of them are accumulated."""
@@ -52,18 +56,22 @@ class BackwardCallback(Protocol):
 class RunnableStage:
     """A stage of this rank.
 
-    The module takes the hidden states [B, S, H] of the previous stage (None on the first) and a microbatch. It returns
-    hidden states of the same shape, on the last stage the summed loss, a scalar.
+    The module takes the hidden states [B, S, H] of the previous stage (None on the first) and a
+    microbatch. It returns hidden states of the same shape, on the last stage the summed loss, a
+    scalar.
     """
 
     module: nn.Module
     callbacks: tuple[BackwardCallback, ...] = ()  # notified of its backwards
-    # queue of its linear layers; without it a backward for the input computes weight gradients as well
+    # queue of its linear layers; without it a backward for the input computes weight gradients as
+    # well
     wgrad_queue: WgradQueue | None = None
 
     @cached_property
     def trained_params(self) -> list[nn.Parameter]:
-        """The parameters whose gradients an I action computes; read after the last of them has been replaced."""
+        """The parameters whose gradients an I action computes; read after the last of them has been
+        replaced.
+        """
         return [param for param in self.module.parameters() if param.requires_grad]
 
 
@@ -84,9 +92,11 @@ class Pipeline:
         return cls(Group.single_rank("pp"), (), torch.float32, torch.device(device))
 
     def connect(self) -> None:
-        """Create the communicator of the group before the first step; all ranks of the group call this."""
-        # NCCL creates it in the first call on a group, which hangs unless all ranks of the group take part. The first
-        # send or receive involves two ranks only.
+        """Create the communicator of the group before the first step; all ranks of the group call
+        this.
+        """
+        # NCCL creates it in the first call on a group, which hangs unless all ranks of the group
+        # take part. The first send or receive involves two ranks only.
         barrier(self.group)
 
 
@@ -104,12 +114,13 @@ def run_schedule(
         plan: plan of this rank.
         stages: stages of this rank, by global index.
         microbatches: microbatches on the device, passed to the stages as they are.
-        grad_scale: factor of the summed loss that is differentiated; a scalar on the device if it is a tensor.
+        grad_scale: factor of the summed loss that is differentiated; a scalar on the device if it
+            is a tensor.
         pipeline: pp group and shape of the transferred tensors.
 
     Returns:
-        The summed loss of all microbatches, detached and not scaled: an fp32 scalar on the device. Zero on ranks
-        without the last stage.
+        The summed loss of all microbatches, detached and not scaled: an fp32 scalar on the device.
+        Zero on ranks without the last stage.
 
     Raises:
         PassStopped: a rank received a signal; all ranks stopped before the same microbatch.
@@ -119,7 +130,11 @@ def run_schedule(
 
 @torch.no_grad()
 def run_forward(
-    plan: RankPlan, stages: Mapping[int, RunnableStage], *, microbatches: Sequence[Any], pipeline: Pipeline
+    plan: RankPlan,
+    stages: Mapping[int, RunnableStage],
+    *,
+    microbatches: Sequence[Any],
+    pipeline: Pipeline,
 ) -> Tensor:
     """Run a forward-only plan and sum the losses; arguments and result as for `run_schedule`."""
     return _Step(plan, stages, microbatches, pipeline).run()
@@ -136,11 +151,18 @@ class _Step:
     grad_scale: float | Tensor = 1.0
     # inputs of actions: received, being received, or results of this rank
     inbox: dict[Action, Work[Tensor]] = field(default_factory=dict)
-    outbox: dict[Action, Tensor] = field(default_factory=dict)  # results to be sent, by the action that takes them
-    # by (stage, microbatch), between F and B or I: input and graph of the output; its values are not needed once sent
-    in_flight: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = field(default_factory=dict)
-    # by (stage, microbatch), between I and W: deferred weight gradients, and those that are only to be accumulated
-    weight_grads: dict[tuple[int, int], tuple[list[Wgrad], list[ReadyGrad]]] = field(default_factory=dict)
+    # results to be sent, by the action that takes them
+    outbox: dict[Action, Tensor] = field(default_factory=dict)
+    # by (stage, microbatch), between F and B or I: input and graph of the output; its values are
+    # not needed once sent
+    in_flight: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = field(
+        default_factory=dict
+    )
+    # by (stage, microbatch), between I and W: deferred weight gradients, and those that are only to
+    # be accumulated
+    weight_grads: dict[tuple[int, int], tuple[list[Wgrad], list[ReadyGrad]]] = field(
+        default_factory=dict
+    )
     sending: list[Work[None]] = field(default_factory=list)  # sends in flight, oldest first
 
     def run(self) -> Tensor:
@@ -155,7 +177,9 @@ class _Step:
                 self.start_transfers(step)
                 continue
             actions = (step,) if isinstance(step, Action) else step
-            self.pipeline.turns.run([partial(self.begin, action) for action in actions if self.may_begin(action)])
+            self.pipeline.turns.run(
+                [partial(self.begin, action) for action in actions if self.may_begin(action)]
+            )
         for work in self.sending:
             work.wait()
         if stop_point is not None:
@@ -164,7 +188,9 @@ class _Step:
 
     def begin(self, action: Action) -> None:
         """Run one action."""
-        self.pipeline.group.heartbeat.action(action.kind.value, stage=action.stage, microbatch=action.microbatch)
+        self.pipeline.group.heartbeat.action(
+            action.kind.value, stage=action.stage, microbatch=action.microbatch
+        )
         getattr(self, action.kind.name)(action)  # the method is named as the kind
 
     def may_begin(self, action: Action) -> bool:
@@ -173,15 +199,22 @@ class _Step:
         return stop_point is None or stop_point.may_begin(action.microbatch)
 
     def start_transfers(self, batch: TransferBatch) -> None:
-        """Start the sends and receives of microbatches that the ranks begin; both sides leave out the same ones."""
+        """Start the sends and receives of microbatches that the ranks begin; both sides leave out
+        the same ones.
+        """
         to_send = [transfer for transfer in batch.sends if self.may_begin(transfer.to)]
         to_receive = [transfer for transfer in batch.receives if self.may_begin(transfer.to)]
         if not to_send and not to_receive:
             return
         pipeline = self.pipeline
         sends = [Message(self.outbox.pop(send.to).contiguous(), send.peer) for send in to_send]
-        buffers = [torch.empty(pipeline.hidden_shape, dtype=pipeline.dtype, device=pipeline.device) for _ in to_receive]
-        receives = [Message(b, receive.peer) for b, receive in zip(buffers, to_receive, strict=True)]
+        buffers = [
+            torch.empty(pipeline.hidden_shape, dtype=pipeline.dtype, device=pipeline.device)
+            for _ in to_receive
+        ]
+        receives = [
+            Message(b, receive.peer) for b, receive in zip(buffers, to_receive, strict=True)
+        ]
         while sends and len(self.sending) >= MAX_SENDS:
             self.sending.pop(0).wait()
         started = start_send_recv(sends, receives, group=pipeline.group)
@@ -217,12 +250,17 @@ class _Step:
         stage = self.stages[action.stage]
         params, queue = stage.trained_params, stage.wgrad_queue or WgradQueue()
         inputs = [*params] if hidden is None else [hidden, *params]
-        # Gradients that no layer defers (norms, embedding, head, router) are computed here and accumulated by W.
+        # Gradients that no layer defers (norms, embedding, head, router) are computed here and
+        # accumulated by W.
         with queue.defer():
-            grads = list(torch.autograd.grad(output, inputs, self.grad_of_output(action), allow_unused=True))
+            grads = list(
+                torch.autograd.grad(output, inputs, self.grad_of_output(action), allow_unused=True)
+            )
         if hidden is not None:
             self.pass_on(action, grads.pop(0))
-        ready = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
+        ready = [
+            (param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None
+        ]
         self.weight_grads[action.stage, action.microbatch] = queue.take(), ready
 
     def backward_weight(self, action: Action) -> None:
@@ -233,7 +271,9 @@ class _Step:
 
     @contextmanager
     def accumulating(self, action: Action) -> Iterator[None]:
-        """Notify the callbacks of the action's stage before and after weight gradients are accumulated."""
+        """Notify the callbacks of the action's stage before and after weight gradients are
+        accumulated.
+        """
         callbacks = self.stages[action.stage].callbacks
         for callback in callbacks:
             callback.backward_begins(is_last=action in self.plan.last_backwards)
@@ -245,15 +285,23 @@ class _Step:
         """The gradient of the stage's output: the loss scale on the last stage, else received."""
         if action.stage == self.plan.num_stages - 1:
             scale = self.grad_scale
-            return scale.float() if isinstance(scale, Tensor) else torch.full((), scale, device=self.pipeline.device)
+            return (
+                scale.float()
+                if isinstance(scale, Tensor)
+                else torch.full((), scale, device=self.pipeline.device)
+            )
         return self.inbox.pop(action).wait()
 
     def pass_on(self, action: Action, result: Tensor | None) -> None:
-        """Store the result of an action for the action that takes it: in the inbox, or in the outbox to be sent."""
+        """Store the result of an action for the action that takes it: in the inbox, or in the
+        outbox to be sent.
+        """
         to = self.plan.consumers.get(action)
         if to is None:
             return
-        assert result is not None, f"{action} has no result for {to}: its output does not depend on its input"
+        assert result is not None, (
+            f"{action} has no result for {to}: its output does not depend on its input"
+        )
         if to.stage in self.stages:
             self.inbox[to] = Work.completed(result)
         else:

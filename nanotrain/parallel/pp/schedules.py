@@ -8,8 +8,8 @@ zb-h1        p - r, and r more without their input      (p - 1)(F + I - W) / (m 
 zb-v         p                                          (p - 1) / (6 m)         of `v_schedules.py`, where v is 2 and
 dualpipev    p + 1/2                                    (p - 1) / (6 m)         F, I and W take equally long
 
-A new schedule is one function and one row of SCHEDULES. All schedules accumulate microbatches in the same order, so
-gradients are bit-equal.
+A new schedule is one function and one row of SCHEDULES. All schedules accumulate microbatches in
+the same order, so gradients are bit-equal.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +31,8 @@ from nanotrain.parallel.pp.v_schedules import dualpipe_v, zb_v
 
 
 def gpipe(shape: PipelineShape) -> Schedule:
-    """All forwards, then all backwards; any number of stages per rank (Huang et al. 2019, section 2.3).
+    """All forwards, then all backwards; any number of stages per rank (Huang et al. 2019, section
+    2.3).
 
         rank 0  F0.F1.F2.         B0====B1====B2====
         rank 1     F0.F1.F2.B0====B1====B2====
@@ -42,7 +43,9 @@ def gpipe(shape: PipelineShape) -> Schedule:
     ['F1.0', 'F1.1', 'B1.0', 'B1.1']
     """
     ranks = range(shape.num_ranks)
-    return Schedule(tuple((*forwards_of(shape, rank), *backwards_of(shape, rank)) for rank in ranks))
+    return Schedule(
+        tuple((*forwards_of(shape, rank), *backwards_of(shape, rank)) for rank in ranks)
+    )
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -51,7 +54,12 @@ def forward_only(schedule: Schedule) -> Schedule:
     >>> [str(action) for action in forward_only(gpipe(PipelineShape(2, 2, 1))).actions[1]]
     ['F1.0', 'F3.0']
     """
-    return Schedule(tuple(tuple(a for a in of_rank if a.kind is ActionKind.forward) for of_rank in schedule.actions))
+    return Schedule(
+        tuple(
+            tuple(a for a in of_rank if a.kind is ActionKind.forward)
+            for of_rank in schedule.actions
+        )
+    )
 
 
 def one_f_one_b(shape: PipelineShape) -> Schedule:
@@ -60,8 +68,8 @@ def one_f_one_b(shape: PipelineShape) -> Schedule:
         rank 0  F0.F1.      B0====F2.B1====F3.B2====   B3====
         rank 1     F0.B0====F1.B1====F2.B2====F3.B3====
 
-    The bubble of GPipe, but rank r keeps the activations of at most `num_ranks - r` microbatches; with pairs twice as
-    many, as every result takes the time of two actions.
+    The bubble of GPipe, but rank r keeps the activations of at most `num_ranks - r` microbatches;
+    with pairs twice as many, as every result takes the time of two actions.
 
     Raises:
         ScheduleError: several stages per rank.
@@ -72,25 +80,29 @@ def one_f_one_b(shape: PipelineShape) -> Schedule:
     """
     _require_one_stage_per_rank("1f1b", shape)
     if shape.has_pairs:
-        return _alternate(shape, warmups=(num_warmup(shape, rank) for rank in range(shape.num_ranks)))
+        return _alternate(
+            shape, warmups=(num_warmup(shape, rank) for rank in range(shape.num_ranks))
+        )
     return _alternate(shape, warmups=reversed(range(shape.num_ranks)))
 
 
 def interleaved(shape: PipelineShape) -> Schedule:
-    """1F1B over at least two stages per rank, which shortens the warmup (Narayanan et al. 2021, section 2.2).
+    """1F1B over at least two stages per rank, which shortens the warmup (Narayanan et al. 2021,
+    section 2.2).
 
-        2 ranks with 2 stages each, a and b; hidden states pass a of rank 0, a of rank 1, b of rank 0, b of rank 1
+        2 ranks with 2 stages each, a and b; hidden states pass a of rank 0, a of rank 1, b of rank
+        0, b of rank 1
 
         rank 0  F0a.F1a.F0b.F1b.F2a.    B0b=====F3a.B1b=====F2b.B0a=====F3b.B1a=====    ..
         rank 1      F0a.F1a.F0b.B0b=====F1b.B1b=====F2a.B0a=====F3a.B1a=====F2b.B2b=====..
 
-    A rank runs `num_ranks` microbatches through one of its stages, then through the next: by then the first of them has
-    passed the other ranks. The bubble shrinks by the number of stages per rank, and hidden states are sent that many
-    times.
+    A rank runs `num_ranks` microbatches through one of its stages, then through the next: by then
+    the first of them has passed the other ranks. The bubble shrinks by the number of stages per
+    rank, and hidden states are sent that many times.
 
-    Megatron-LM supports only multiples of `num_ranks` microbatches. Here other counts are split into as many rounds as
-    fit, whose sizes differ by at most one (`split_rounds`); with equal rounds this is torch's ScheduleInterleaved1F1B.
-    Longer rounds keep more microbatches in flight.
+    Megatron-LM supports only multiples of `num_ranks` microbatches. Here other counts are split
+    into as many rounds as fit, whose sizes differ by at most one (`split_rounds`); with equal
+    rounds this is torch's ScheduleInterleaved1F1B. Longer rounds keep more microbatches in flight.
 
     Raises:
         ScheduleError: one stage per rank.
@@ -109,14 +121,16 @@ def interleaved(shape: PipelineShape) -> Schedule:
 
 
 def zero_bubble_h1(shape: PipelineShape) -> Schedule:
-    """1F1B with split backwards and weight gradients in the bubble (Qi et al. 2023, section 2.2 and appendix).
+    """1F1B with split backwards and weight gradients in the bubble (Qi et al. 2023, section 2.2 and
+    appendix).
 
         rank 0  F0.F1.   I0=W0-F2.I1=W1-F3.I2=W2-I3=W3-
         rank 1     F0.I0=F1.I1=W0-F2.I2=W1-F3.I3=W2-W3-
 
-    I computes the gradient of the stage's input, for which the previous rank waits; W computes the weight gradients.
-    Rank r delays W by r microbatches, which fills its bubble. Together with the `num_ranks - r` microbatches in flight,
-    as in 1F1B, it keeps no more microbatches than the first rank. On a single rank, which has no bubble, it is 1F1B.
+    I computes the gradient of the stage's input, for which the previous rank waits; W computes the
+    weight gradients. Rank r delays W by r microbatches, which fills its bubble. Together with the
+    `num_ranks - r` microbatches in flight, as in 1F1B, it keeps no more microbatches than the first
+    rank. On a single rank, which has no bubble, it is 1F1B.
 
     Raises:
         ScheduleError: several stages per rank.
@@ -129,7 +143,9 @@ def zero_bubble_h1(shape: PipelineShape) -> Schedule:
     schedule = one_f_one_b(shape)
     if shape.num_ranks == 1:
         return schedule
-    return Schedule(tuple(_split(actions, delay=rank) for rank, actions in enumerate(schedule.actions)))
+    return Schedule(
+        tuple(_split(actions, delay=rank) for rank, actions in enumerate(schedule.actions))
+    )
 
 
 SCHEDULES: dict[str, Callable[[PipelineShape], Schedule]] = {
@@ -143,7 +159,8 @@ SCHEDULES: dict[str, Callable[[PipelineShape], Schedule]] = {
 
 
 def build_schedule(name: str, shape: PipelineShape) -> Schedule:
-    """The schedule `name`; with a single stage always 1f1b, which keeps the activations of one microbatch at a time.
+    """The schedule `name`; with a single stage always 1f1b, which keeps the activations of one
+    microbatch at a time.
 
     Raises:
         ScheduleError: a number of stages per rank that the schedule does not support.
@@ -155,25 +172,29 @@ def build_schedule(name: str, shape: PipelineShape) -> Schedule:
 
 
 def num_warmup(shape: PipelineShape, rank: int) -> int:
-    """Forwards of a rank before its first pair of one forward and one backward, with interleaved stages.
+    """Forwards of a rank before its first pair of one forward and one backward, with interleaved
+    stages.
 
-    Two more for every rank that follows, as in Megatron-LM. If transfers took no time, one more would be enough; the
-    second one overlaps the transfers. Simulated with a tenth of a forward per transfer, 8 ranks with 4 stages each and
-    32 microbatches take the time of 411 forwards instead of 429, and keep up to `num_ranks - 1` more microbatches.
+    Two more for every rank that follows, as in Megatron-LM. If transfers took no time, one more
+    would be enough; the second one overlaps the transfers. Simulated with a tenth of a forward per
+    transfer, 8 ranks with 4 stages each and 32 microbatches take the time of 411 forwards instead
+    of 429, and keep up to `num_ranks - 1` more microbatches.
 
     >>> [num_warmup(PipelineShape(4, 2, 8), rank) for rank in range(4)]
     [10, 8, 6, 4]
     """
-    # One more with pairs, whose backward is of an earlier microbatch than their forward on the last stage too.
+    # One more with pairs, whose backward is of an earlier microbatch than their forward on the last
+    # stage too.
     interleaves = (shape.num_stages_per_rank - 1) * len(split_rounds(shape)[0])
     return 2 * (shape.num_ranks - rank - 1) + interleaves + shape.has_pairs
 
 
 def split_rounds(shape: PipelineShape) -> list[range]:
-    """The microbatches of each round: at least `num_ranks` in each of as many rounds as possible, of nearly equal size.
+    """The microbatches of each round: at least `num_ranks` in each of as many rounds as possible,
+    of nearly equal size.
 
-    A last round of the remaining microbatches would leave the ranks idle: with 9 microbatches on 8 ranks with 4 stages
-    a step takes 172 instead of 129 forwards (simulated).
+    A last round of the remaining microbatches would leave the ranks idle: with 9 microbatches on 8
+    ranks with 4 stages a step takes 172 instead of 129 forwards (simulated).
 
     >>> split_rounds(PipelineShape(4, 2, 11))
     [range(0, 6), range(6, 11)]
@@ -190,7 +211,12 @@ def forwards_of(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     >>> [str(action) for action in forwards_of(PipelineShape(2, 2, 4), 0)]
     ['F0.0', 'F0.1', 'F2.0', 'F2.1', 'F0.2', 'F0.3', 'F2.2', 'F2.3']
     """
-    return tuple(forward(stage, m) for part in split_rounds(shape) for stage in shape.stages_of(rank) for m in part)
+    return tuple(
+        forward(stage, m)
+        for part in split_rounds(shape)
+        for stage in shape.stages_of(rank)
+        for m in part
+    )
 
 
 def backwards_of(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
@@ -200,11 +226,15 @@ def backwards_of(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     ['B2.0', 'B2.1', 'B0.0', 'B0.1', 'B2.2', 'B2.3', 'B0.2', 'B0.3']
     """
     stages = shape.stages_of(rank)[::-1]
-    return tuple(full_backward(stage, m) for part in split_rounds(shape) for stage in stages for m in part)
+    return tuple(
+        full_backward(stage, m) for part in split_rounds(shape) for stage in stages for m in part
+    )
 
 
 def _alternate(shape: PipelineShape, *, warmups: Iterable[int]) -> Schedule:
-    """On each rank `warmup` forwards, then pairs of a forward and a backward, then the remaining backwards."""
+    """On each rank `warmup` forwards, then pairs of a forward and a backward, then the remaining
+    backwards.
+    """
     actions: list[tuple[Action, ...]] = []
     all_pairs: list[Pair] = []
     for rank, warmup in enumerate(warmups):
@@ -226,7 +256,9 @@ def _require_one_stage_per_rank(name: str, shape: PipelineShape) -> None:
 
 
 def _split(actions: Sequence[Action], *, delay: int) -> tuple[Action, ...]:
-    """Replace each B by I followed by the W of `delay` microbatches before; the remaining W come last."""
+    """Replace each B by I followed by the W of `delay` microbatches before; the remaining W come
+    last.
+    """
     out: list[Action] = []
     delayed: list[Action] = []
     for action in actions:

@@ -1,11 +1,13 @@
-"""Simulation of a schedule without a device: whether it finishes, how long it takes, how many microbatches it keeps.
+"""Simulation of a schedule without a device: whether it finishes, how long it takes, how many
+microbatches it keeps.
 
 Every rank runs its actions in order, each as soon as its dependencies are complete:
 
     F   after F of the previous stage           B, I   after B or I of the next stage, and F of its own
     W   after I of its own stage            a pair after the dependencies of both; both results are complete at its end
 
-A deadlock and a missing or repeated action are errors here; at run time they would be a hang or a wrong gradient.
+A deadlock and a missing or repeated action are errors here; at run time they would be a hang or a
+wrong gradient.
 """
 
 from collections import defaultdict, deque
@@ -60,12 +62,16 @@ class Timeline:
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """For each rank the maximum of (stage, microbatch) pairs between F and B or I: all activations are kept."""
+        """For each rank the maximum of (stage, microbatch) pairs between F and B or I: all
+        activations are kept.
+        """
         return tuple(_peak(spans, lambda kind: kind.has_dgrad) for spans in self.spans)
 
     @property
     def peak_until_wgrad(self) -> tuple[int, ...]:
-        """For each rank the maximum of (stage, microbatch) pairs between F and B or W: inputs of wgrad are kept."""
+        """For each rank the maximum of (stage, microbatch) pairs between F and B or W: inputs of
+        wgrad are kept.
+        """
         return tuple(_peak(spans, lambda kind: kind.has_wgrad) for spans in self.spans)
 
 
@@ -106,7 +112,8 @@ def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
 
 
 def runnable_steps(schedule: Schedule) -> Iterator[tuple[int, tuple[Action, ...], list[Action]]]:
-    """What all ranks run, in an order in which each follows those that it needs; a deadlock ends it early.
+    """What all ranks run, in an order in which each follows those that it needs; a deadlock ends it
+    early.
 
     Yields:
         A rank, an action or the two of a pair, and the actions whose results it needs.
@@ -127,7 +134,9 @@ def runnable_steps(schedule: Schedule) -> Iterator[tuple[int, tuple[Action, ...]
 
 
 def _peak(spans: Iterable[Span], is_end: Callable[[ActionKind], bool]) -> int:
-    changes = ((span.action.kind is ActionKind.forward) - is_end(span.action.kind) for span in spans)
+    changes = (
+        (span.action.kind is ActionKind.forward) - is_end(span.action.kind) for span in spans
+    )
     return max(accumulate(changes), default=0)
 
 
@@ -142,11 +151,15 @@ def _check_ranks(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Every stage and microbatch has one F and, unless the schedule is forward only, one B or one I and one W."""
+    """Every stage and microbatch has one F and, unless the schedule is forward only, one B or one I
+    and one W.
+    """
     kinds: dict[tuple[int, int], str] = defaultdict(str)
     for kind, stage, microbatch in schedule:
         kinds[stage, microbatch] += kind.value
-    complete = {"BF", "FIW"} if any(kind is not ActionKind.forward for kind, _, _ in schedule) else {"F"}
+    complete = (
+        {"BF", "FIW"} if any(kind is not ActionKind.forward for kind, _, _ in schedule) else {"F"}
+    )
     for stage, microbatch in product(range(schedule.num_stages), range(schedule.num_microbatches)):
         letters = kinds[stage, microbatch]
         if "".join(sorted(letters)) not in complete:
@@ -158,7 +171,9 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_finished(schedule: Schedule, spans: list[list[Span]]) -> None:
-    remaining = [actions[len(done) :] for actions, done in zip(schedule.actions, spans, strict=True)]
+    remaining = [
+        actions[len(done) :] for actions, done in zip(schedule.actions, spans, strict=True)
+    ]
     stuck = [f"rank {rank} at {actions[0]}" for rank, actions in enumerate(remaining) if actions]
     if stuck:
         raise ScheduleError(

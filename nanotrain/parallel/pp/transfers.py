@@ -1,8 +1,9 @@
 """The plan of one rank for one step: its actions and its transfers, in order.
 
-Hidden states and gradients are sent over one group, on which NCCL runs transfers one after another. All ranks must
-therefore agree on the order of transfers, or two of them deadlock. The order is that of a simulated clock. A transfer
-is due when its producer ends there, and every rank starts its sends and receives in the order in which they are due.
+Hidden states and gradients are sent over one group, on which NCCL runs transfers one after another.
+All ranks must therefore agree on the order of transfers, or two of them deadlock. The order is that
+of a simulated clock. A transfer is due when its producer ends there, and every rank starts its
+sends and receives in the order in which they are due.
 
     clock   0         1         2         3         4
     rank 0  |  F0.0   |  F0.1   |                   |      B0.0 ..
@@ -12,9 +13,10 @@ is due when its producer ends there, and every rank starts its sends and receive
     rank 0 sends for F1.0 at 1 and for F1.1 at 2, and receives for B0.0 at 4;
     rank 1 receives at 1 for F1.0, during B1.0 for F1.1, and sends at 4
 
-Transfers due at the same time form one batch, so two ranks may send to each other. A transfer due while its receiver
-computes is received meanwhile: the receive is started before that action. There is no deadlock, whatever the real
-times, as a transfer only waits for transfers and actions that are due earlier.
+Transfers due at the same time form one batch, so two ranks may send to each other. A transfer due
+while its receiver computes is received meanwhile: the receive is started before that action. There
+is no deadlock, whatever the real times, as a transfer only waits for transfers and actions that are
+due earlier.
 """
 
 from collections import defaultdict
@@ -29,7 +31,8 @@ from nanotrain.parallel.pp.simulate import Timeline, simulate
 class Transfer:
     """A message from one rank to another."""
 
-    to: Action  # the action that takes it: F takes hidden states, B and I the gradient of the stage's output
+    # the action that takes it: F takes hidden states, B and I the gradient of the stage's output
+    to: Action
     peer: int  # the other rank of the pipeline
 
 
@@ -38,7 +41,8 @@ class TransferBatch:
     """Transfers that a rank starts together."""
 
     sends: tuple[Transfer, ...]  # the result of the previous action, or the two of a pair
-    receives: tuple[Transfer, ...]  # results that other ranks complete at the same time on the simulated clock
+    # results that other ranks complete at the same time on the simulated clock
+    receives: tuple[Transfer, ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class RankPlan:
     steps: tuple[Action | Pair | TransferBatch, ...]  # actions and transfers, in order
     # for each action of the rank whose result another stage takes, the action that takes it
     consumers: Mapping[Action, Action]
-    last_backwards: frozenset[Action]  # for each stage the action that completes its weight gradients
+    # for each stage the action that completes its weight gradients
+    last_backwards: frozenset[Action]
     num_stages: int  # stages of the pipeline
     num_microbatches: int  # microbatches of the step
 
@@ -86,14 +91,18 @@ def plan_rank(schedule: Schedule, pp_rank: int) -> RankPlan:
     actions = schedule.actions[pp_rank]
     return RankPlan(
         steps=tuple(_steps(schedule, timeline, pp_rank=pp_rank)),
-        consumers={action: to for action in actions if (to := schedule.consumer_of(action)) is not None},
+        consumers={
+            action: to for action in actions if (to := schedule.consumer_of(action)) is not None
+        },
         last_backwards=schedule.last_backwards(pp_rank),
         num_stages=schedule.num_stages,
         num_microbatches=schedule.num_microbatches,
     )
 
 
-def _steps(schedule: Schedule, timeline: Timeline, *, pp_rank: int) -> Iterator[Action | Pair | TransferBatch]:
+def _steps(
+    schedule: Schedule, timeline: Timeline, *, pp_rank: int
+) -> Iterator[Action | Pair | TransferBatch]:
     """Each action, after the transfers that are due before it ends."""
     batches = _transfers(schedule, timeline, pp_rank=pp_rank)
     due = sorted(batches, reverse=True)
@@ -105,7 +114,9 @@ def _steps(schedule: Schedule, timeline: Timeline, *, pp_rank: int) -> Iterator[
     yield from (batches[time] for time in reversed(due))
 
 
-def _transfers(schedule: Schedule, timeline: Timeline, *, pp_rank: int) -> dict[float, TransferBatch]:
+def _transfers(
+    schedule: Schedule, timeline: Timeline, *, pp_rank: int
+) -> dict[float, TransferBatch]:
     """The transfers of a rank by the time at which they are due."""
     sends: dict[float, list[Transfer]] = defaultdict(list)
     receives: dict[float, list[Transfer]] = defaultdict(list)
@@ -119,4 +130,7 @@ def _transfers(schedule: Schedule, timeline: Timeline, *, pp_rank: int) -> dict[
                 sends[span.complete].append(Transfer(to, target))
             elif target == pp_rank != source:
                 receives[span.complete].append(Transfer(to, source))
-    return {time: TransferBatch(tuple(sends[time]), tuple(receives[time])) for time in {*sends, *receives}}
+    return {
+        time: TransferBatch(tuple(sends[time]), tuple(receives[time]))
+        for time in {*sends, *receives}
+    }

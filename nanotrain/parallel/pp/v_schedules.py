@@ -1,4 +1,5 @@
-"""Schedules of two stages per rank in a V: hidden states pass the ranks from first to last, then back.
+"""Schedules of two stages per rank in a V: hidden states pass the ranks from first to last, then
+back.
 
     rank     0   1   2   3         p = 4 ranks
     a        0   1   2   3         the rank's first stage
@@ -7,8 +8,9 @@
 zb_v          backwards split throughout, no bubble but the fill of the pipeline
 dualpipe_v    a forward beside a full backward of the other direction in the steady state
 
-A rank's order is written as phases: actions, and how often they run. The n-th action of a kind on a stage is that of
-microbatch n; W is the oldest that an I has left. With few microbatches the order is that of more, without the others.
+A rank's order is written as phases: actions, and how often they run. The n-th action of a kind on a
+stage is that of microbatch n; W is the oldest that an I has left. With few microbatches the order
+is that of more, without the others.
 """
 
 from collections import Counter, deque
@@ -16,7 +18,14 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from nanotrain.errors import ScheduleError
-from nanotrain.parallel.pp.actions import Action, ActionKind, Pair, PipelineShape, Schedule, backward_weight
+from nanotrain.parallel.pp.actions import (
+    Action,
+    ActionKind,
+    Pair,
+    PipelineShape,
+    Schedule,
+    backward_weight,
+)
 
 Phase = tuple[str, int]  # actions by kind and stage, as "Fa Ib W", and how often they run
 
@@ -27,8 +36,9 @@ def zb_v(shape: PipelineShape) -> Schedule:
         rank 0  F0a.F1a.F2a.F0b.I0b=W0b-F1b.I1b=W1b-F3a.I0a=W0a-F2b.I2b=W2b-F4a.I1a=W1a-..
         rank 1      F0a.F0b.F1a.F1b.I0b=W0b-F2a.I0a=W0a-F2b.I1b=W1b-F3a.I1a=W1a-F3b.I2b=..
 
-    Where F, I and W take equally long, ranks wait only while the pipeline fills, for p - 1 of 6 m + p - 1 units. Rank r
-    keeps at most 2p inputs and activations of half of a rank's layers, as many bytes as the first rank of 1F1B.
+    Where F, I and W take equally long, ranks wait only while the pipeline fills, for p - 1 of 6 m +
+    p - 1 units. Rank r keeps at most 2p inputs and activations of half of a rank's layers, as many
+    bytes as the first rank of 1F1B.
 
     Raises:
         ScheduleError: other than two stages per rank.
@@ -54,13 +64,14 @@ def zb_v(shape: PipelineShape) -> Schedule:
 
 
 def dualpipe_v(shape: PipelineShape) -> Schedule:
-    """DualPipeV: DualPipe cut in half (DeepSeek-AI 2024, section 3.2.1, and the DualPipe repository).
+    """DualPipeV: DualPipe cut in half (DeepSeek-AI 2024, section 3.2.1, and the DualPipe
+    repository).
 
         rank 0  F0a.F1a.F2a.F0b.I0b=W0b-F1b.F3a.B1b=====F2b.B0a=====F4a.B2b=====F3b.B1a=====..
         rank 1      F0a.F0b.F1a.F1b.F2a.B0b=====F2b.B0a=====F3a.B1b=====F3b.B1a=====F4a.B2b=..
 
-    In the steady state a rank runs a forward and a backward that do not depend on each other, one on each of its
-    stages. Rank r keeps at most 2p + 1 activations of half of a rank's layers.
+    In the steady state a rank runs a forward and a backward that do not depend on each other, one
+    on each of its stages. Rank r keeps at most 2p + 1 activations of half of a rank's layers.
 
     Raises:
         ScheduleError: other than two stages per rank.
@@ -96,16 +107,28 @@ def _v_schedule(name: str, shape: PipelineShape, *, phases: Sequence[Sequence[Ph
             fix="set --num-virtual-stages-per-pipeline-rank 2 or another --pipeline-schedule",
         )
     ends = ((rank, shape.num_stages - 1 - rank) for rank in range(shape.num_ranks))
-    ranks = [tuple(_numbered(of_rank, stages)) for of_rank, stages in zip(phases, ends, strict=True)]
-    kept = tuple(tuple(a for a in actions if a.microbatch < shape.num_microbatches) for actions in ranks)
-    has_pairs = shape.has_pairs and kept == tuple(ranks)  # without some microbatches pairs would wait for each other
-    return Schedule(kept, frozenset(pair for actions in kept for pair in _pairs(actions)) if has_pairs else frozenset())
+    ranks = [
+        tuple(_numbered(of_rank, stages)) for of_rank, stages in zip(phases, ends, strict=True)
+    ]
+    kept = tuple(
+        tuple(a for a in actions if a.microbatch < shape.num_microbatches) for actions in ranks
+    )
+    # without some microbatches pairs would wait for each other
+    has_pairs = shape.has_pairs and kept == tuple(ranks)
+    return Schedule(
+        kept,
+        frozenset(pair for actions in kept for pair in _pairs(actions))
+        if has_pairs
+        else frozenset(),
+    )
 
 
 def _pairs(actions: Sequence[Action]) -> Iterator[Pair]:
     """Forwards, each with the full backward that follows it."""
     kinds = (ActionKind.forward, ActionKind.full_backward)
-    yield from (Pair(*both) for both in pairwise(actions) if tuple(action.kind for action in both) == kinds)
+    yield from (
+        Pair(*both) for both in pairwise(actions) if tuple(action.kind for action in both) == kinds
+    )
 
 
 def _numbered(phases: Sequence[Phase], stages: tuple[int, int]) -> Iterator[Action]:

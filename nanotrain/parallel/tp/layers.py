@@ -1,4 +1,5 @@
-"""Tensor and sequence parallelism: layers with weights sharded over the tp group (Shoeybi et al. 2019, section 3).
+"""Tensor and sequence parallelism: layers with weights sharded over the tp group (Shoeybi et al.
+2019, section 3).
 
     TensorParallel            the group, and the collectives at the entry and exit of a tensor-parallel region
     ColumnParallelLinear      weight [O/tp, I]: each rank computes a shard of the outputs
@@ -17,11 +18,13 @@
       |  leave: all-reduce                    |  leave: reduce-scatter
     y [B, S, H], replicated                 y [B, S/tp, H], sharded along the sequence
 
-Backward is the transpose: `enter` sums gradients, `leave` copies or gathers them. Both variants send the same bytes.
+Backward is the transpose: `enter` sums gradients, `leave` copies or gathers them. Both variants
+send the same bytes.
 
-A layer chooses its implementation when it is built. On one rank, without deferred weight gradients and fp8, it is
-torch's operator (`_on_one_rank`), in fp8 and compiled a part of the graph (`_in_fp8`). Otherwise communication is
-overlapped with the products (`_parallel`); in a graph the backward is one operator that does so (`_over_ranks`):
+A layer chooses its implementation when it is built. On one rank, without deferred weight gradients
+and fp8, it is torch's operator (`_on_one_rank`), in fp8 and compiled a part of the graph
+(`_in_fp8`). Otherwise communication is overlapped with the products (`_parallel`); in a graph the
+backward is one operator that does so (`_over_ranks`):
 
     column      enter x                      y_i = x W_i^T + b_i
     backward    start all-gather of x        dx = sum_i dy_i W_i           (dgrad) while x is gathered
@@ -31,9 +34,10 @@ overlapped with the products (`_parallel`); in a graph the backward is one opera
     backward    start all-gather of dy       dx = dy W of the tokens of this rank, while the others' are gathered
                                              dx of the other tokens, dW = dy^T x
 
-Layers that read one input (query, key and value; gate and up) share its all-gather and the reduction of its gradient.
-Only the local shard of x is saved for the backward and gathered again there (Korthikanti et al., section 4.2.2).
-Without sequence parallelism nothing is gathered and dx is all-reduced.
+Layers that read one input (query, key and value; gate and up) share its all-gather and the
+reduction of its gradient. Only the local shard of x is saved for the backward and gathered again
+there (Korthikanti et al., section 4.2.2). Without sequence parallelism nothing is gathered and dx
+is all-reduced.
 
 Layers take their parameters, local shards on any device.
 
@@ -50,7 +54,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.comm.autograd import copy_to, eager, gather_along, reduce_from, scatter_along
-from nanotrain.comm.collectives import local_slice, start_all_gather, start_all_reduce, start_reduce_scatter
+from nanotrain.comm.collectives import (
+    local_slice,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import WgradQueue, is_deferring
@@ -68,11 +77,13 @@ class TensorParallel:
     """The group that shards the weights of a layer."""
 
     group: Group  # the tp group
-    sequence_parallel: bool = False  # activations between tensor-parallel regions are sharded along the sequence
+    # activations between tensor-parallel regions are sharded along the sequence
+    sequence_parallel: bool = False
     # where linear layers defer their weight gradients; None where the schedule has no W actions
     wgrad_queue: WgradQueue | None = None
     fp8: Fp8Options | None = None  # how linear layers use fp8; None: they do not
-    is_row: bool = False  # as row-parallel layers see it: they reduce their output, others gather their input
+    # as row-parallel layers see it: they reduce their output, others gather their input
+    is_row: bool = False
 
     @classmethod
     def single_rank(cls) -> "TensorParallel":
@@ -91,31 +102,52 @@ class TensorParallel:
 
     def enter(self, x: Tensor) -> Tensor:
         """[B, S or S/tp, H] -> [B, S, H]; backward sums the gradients of all ranks, once per call."""
-        return gather_along(x, self.group, dim=SEQUENCE) if self.sequence_parallel else copy_to(x, self.group)
+        return (
+            gather_along(x, self.group, dim=SEQUENCE)
+            if self.sequence_parallel
+            else copy_to(x, self.group)
+        )
 
     def leave(self, x: Tensor) -> Tensor:
         """[B, S, H], partial sums -> their sum, [B, S or S/tp, H]."""
-        return scatter_along(x, self.group, dim=SEQUENCE) if self.sequence_parallel else reduce_from(x, self.group)
+        return (
+            scatter_along(x, self.group, dim=SEQUENCE)
+            if self.sequence_parallel
+            else reduce_from(x, self.group)
+        )
 
     def local_slice(self, tensor: Tensor) -> Tensor:
-        """[B, S, ...], replicated (positions, masks) -> [B, S or S/tp, ...], the tokens of this rank."""
+        """[B, S, ...], replicated (positions, masks) -> [B, S or S/tp, ...], the tokens of this
+        rank.
+        """
         return local_slice(tensor, self.group, dim=SEQUENCE) if self.sequence_parallel else tensor
 
     def start_enter(self, x: Tensor) -> Work[Tensor]:
         """Start the forward of `enter`, which is the backward of `leave`."""
-        return start_all_gather(x, self.group, dim=SEQUENCE) if self.sequence_parallel else Work.completed(x)
+        return (
+            start_all_gather(x, self.group, dim=SEQUENCE)
+            if self.sequence_parallel
+            else Work.completed(x)
+        )
 
     def start_leave(self, partial_sum: Tensor) -> Work[Tensor]:
-        """Start the forward of `leave`, the backward of `enter`; a contiguous tensor [B, S, H] is overwritten."""
-        start = partial(start_reduce_scatter, dim=SEQUENCE) if self.sequence_parallel else start_all_reduce
+        """Start the forward of `leave`, the backward of `enter`; a contiguous tensor [B, S, H] is
+        overwritten.
+        """
+        start = (
+            partial(start_reduce_scatter, dim=SEQUENCE)
+            if self.sequence_parallel
+            else start_all_reduce
+        )
         return start(partial_sum, self.group)
 
 
 class ColumnParallelLinear(Linear):
     """A linear layer with sharded outputs: weight [O, I], bias [O] or None.
 
-    With fewer heads than ranks each rank holds all heads and computes the one that it needs: `rows` are those outputs.
-    Gradients of the other rows are zero, and gradients have to be summed over tp.
+    With fewer heads than ranks each rank holds all heads and computes the one that it needs: `rows`
+    are those outputs. Gradients of the other rows are zero, and gradients have to be summed over
+    tp.
     """
 
     def __init__(
@@ -149,8 +181,12 @@ class RowParallelLinear(Linear):
     Partial sums are reduced over the group, then the bias is added.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, tensor_parallel: TensorParallel) -> None:
-        super().__init__(weight, bias, fp8=_fp8_layer(tensor_parallel), adds_bias=tensor_parallel.is_plain)
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, *, tensor_parallel: TensorParallel
+    ) -> None:
+        super().__init__(
+            weight, bias, fp8=_fp8_layer(tensor_parallel), adds_bias=tensor_parallel.is_plain
+        )
         self.compute = _choose(replace(tensor_parallel, is_row=True))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -174,7 +210,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def _embed_shard(tokens: Tensor, weight: Tensor, *, first: int) -> Tensor:
-    """[B, S] -> [B, S, H] by the rows of a vocabulary from `first` on; zero for tokens of other shards."""
+    """[B, S] -> [B, S, H] by the rows of a vocabulary from `first` on; zero for tokens of other
+    shards.
+    """
     rows = tokens - first
     is_masked = (rows < 0) | (rows >= len(weight))
     hidden = F.embedding(rows.masked_fill(is_masked, 0), weight)
@@ -191,12 +229,16 @@ def _choose(tensor_parallel: TensorParallel) -> ComputeLinears:
     compute: Callable[..., tuple[Tensor, ...]] = _parallel
     if tensor_parallel.is_plain:
         compute = _on_one_rank
-    elif tensor_parallel.wgrad_queue is None and (fp8 is None or (fp8.reduce_amax is None and is_local)):
+    elif tensor_parallel.wgrad_queue is None and (
+        fp8 is None or (fp8.reduce_amax is None and is_local)
+    ):
         compute = _over_ranks if fp8 is None else _in_fp8
     return partial(compute, tensor_parallel=tensor_parallel)
 
 
-def _on_one_rank(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
+def _on_one_rank(
+    x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
+) -> tuple[Tensor, ...]:
     """Torch's operator, unless weight gradients are written where they are accumulated."""
     if torch.compiler.is_compiling():
         return tuple(in_graph(x, layer) for layer in layers)
@@ -205,7 +247,9 @@ def _on_one_rank(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: Tensor
     return tuple(layer.fprop(x) for layer in layers)
 
 
-def _in_fp8(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
+def _in_fp8(
+    x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
+) -> tuple[Tensor, ...]:
     """Without communication before the products."""
     if torch.compiler.is_compiling():
         outputs = fp8_in_graph(x, layers)
@@ -213,8 +257,12 @@ def _in_fp8(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParal
     return _parallel(x, layers, tensor_parallel=tensor_parallel)
 
 
-def _over_ranks(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
-    """In a graph collectives are operators, and so is the backward of the layers, in which they are overlapped."""
+def _over_ranks(
+    x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
+) -> tuple[Tensor, ...]:
+    """In a graph collectives are operators, and so is the backward of the layers, in which they are
+    overlapped.
+    """
     if not torch.compiler.is_compiling():
         return _parallel(x, layers, tensor_parallel=tensor_parallel)
     writes = tuple(layer.writes_in_graph and torch.is_grad_enabled() for layer in layers)
@@ -224,7 +272,9 @@ def _over_ranks(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorP
 
 
 @eager  # scales that ranks share and the wgrad queue stay out of compiled graphs
-def _parallel(x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel) -> tuple[Tensor, ...]:
+def _parallel(
+    x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
+) -> tuple[Tensor, ...]:
     products = Linears if tensor_parallel.fp8 is None else Fp8Linears
     params = [param for layer in layers for param in layer.trained_params]
     # Inside of the function gradients are always off.
@@ -239,7 +289,8 @@ class _ParallelLinears(torch.autograd.Function):
         ctx: Any, x: Tensor, tensor_parallel: TensorParallel, products: Linears, *params: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.tensor_parallel, ctx.products = tensor_parallel, products
-        # Parameters are saved for autograd's check that none is overwritten before the backward; read from `products`.
+        # Parameters are saved for autograd's check that none is overwritten before the backward;
+        # read from `products`.
         ctx.save_for_backward(x, *params)
         if tensor_parallel.is_row:
             (partial_sum,) = products.fprop(x)
@@ -248,27 +299,41 @@ class _ParallelLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph; the detached tensors below would give wrong second derivatives
+        # create_graph; the detached tensors below would give wrong second derivatives
+        if torch.is_grad_enabled():
             raise RuntimeError(
                 "second derivatives of linear layers need one tp rank and --no-gradient-accumulation-fusion"
             )
         # Detached: when deferred, x would keep the graph that it comes from alive.
         x, needs_dgrad = ctx.saved_tensors[0].detach(), ctx.needs_input_grad[0]
         grad_x, param_grads = _backward(
-            x, grads, tensor_parallel=ctx.tensor_parallel, products=ctx.products, needs_dgrad=needs_dgrad
+            x,
+            grads,
+            tensor_parallel=ctx.tensor_parallel,
+            products=ctx.products,
+            needs_dgrad=needs_dgrad,
         )
         return grad_x, None, None, *param_grads
 
 
 def _backward(
-    x: Tensor, grads: Sequence[Tensor], *, tensor_parallel: TensorParallel, products: Linears, needs_dgrad: bool = True
+    x: Tensor,
+    grads: Sequence[Tensor],
+    *,
+    tensor_parallel: TensorParallel,
+    products: Linears,
+    needs_dgrad: bool = True,
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    """The gradients of x and of the parameters; None for one that is not needed, was written or is deferred."""
+    """The gradients of x and of the parameters; None for one that is not needed, was written or is
+    deferred.
+    """
     grad_x: Tensor | None = None
     if tensor_parallel.is_row:
         gathering = tensor_parallel.start_enter(grads[0])
         if needs_dgrad and tensor_parallel.sequence_parallel and tensor_parallel.fp8 is None:
-            grad_x = _dgrad_while_gathered(grads[0], gathering, products=products, group=tensor_parallel.group)
+            grad_x = _dgrad_while_gathered(
+                grads[0], gathering, products=products, group=tensor_parallel.group
+            )
         # x is not sharded along the sequence, its gradient is no partial sum
         grads, tensor_parallel = (gathering.wait(),), tensor_parallel.unsharded
     flat_grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
@@ -287,13 +352,20 @@ def _backward(
     return reducing.wait(), param_grads
 
 
-def _dgrad_while_gathered(grad: Tensor, gathering: Work[Tensor], *, products: Linears, group: Group) -> Tensor:
-    """[B, S/tp, O] -> [B, S, I]: dgrad of the tokens of this rank before those of other ranks are there.
+def _dgrad_while_gathered(
+    grad: Tensor, gathering: Work[Tensor], *, products: Linears, group: Group
+) -> Tensor:
+    """[B, S/tp, O] -> [B, S, I]: dgrad of the tokens of this rank before those of other ranks are
+    there.
 
     Not wgrad: two products of it would read and write the gradient of the weight twice.
     """
     (weight,), (batch, length, _) = products.weights, grad.shape
-    weights, first, end = weight.expand(batch, -1, -1), group.index * length, (group.index + 1) * length
+    weights, first, end = (
+        weight.expand(batch, -1, -1),
+        group.index * length,
+        (group.index + 1) * length,
+    )
     out = grad.new_empty((batch, group.size * length, weight.shape[1]))
     torch.bmm(grad, weights, out=out[:, first:end])
     gathered = gathering.wait()
@@ -306,7 +378,11 @@ def _dgrad_while_gathered(grad: Tensor, gathering: Work[Tensor], *, products: Li
 class _ParallelInGraph(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, tensor_parallel: TensorParallel, writes: Sequence[bool], *params: Tensor
+        ctx: Any,
+        x: Tensor,
+        tensor_parallel: TensorParallel,
+        writes: Sequence[bool],
+        *params: Tensor,
     ) -> tuple[Tensor, ...]:
         weights, biases = params[: len(writes)], params[len(writes) :]
         ctx.tensor_parallel, ctx.writes = tensor_parallel, writes
@@ -319,16 +395,25 @@ class _ParallelInGraph(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, handle, *weights = ctx.saved_tensors
         flags = (ctx.tensor_parallel.sequence_parallel, ctx.tensor_parallel.is_row)
-        grad_x, *computed = backward_in_graph([x, handle, *grads], weights, flags=flags, writes=ctx.writes)
+        grad_x, *computed = backward_in_graph(
+            [x, handle, *grads], weights, flags=flags, writes=ctx.writes
+        )
         param_grads = [None if is_written else computed.pop(0) for is_written in ctx.writes]
         has_bias = ctx.needs_input_grad[3 + len(weights) :]
-        bias_grads = [grad.flatten(0, -2).sum(0) if has else None for grad, has in zip(grads, has_bias, strict=True)]
+        bias_grads = [
+            grad.flatten(0, -2).sum(0) if has else None
+            for grad, has in zip(grads, has_bias, strict=True)
+        ]
         return grad_x, None, None, *param_grads, *bias_grads
 
 
 @torch.library.custom_op("nanotrain::parallel_backward", mutates_args=())
 def backward_in_graph(
-    inputs: Sequence[Tensor], weights: Sequence[Tensor], *, flags: Sequence[bool], writes: Sequence[bool]
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    *,
+    flags: Sequence[bool],
+    writes: Sequence[bool],
 ) -> list[Tensor]:
     """`_backward` in a compiled graph: the gradients of x and of the weights that are not written.
 
@@ -347,7 +432,9 @@ def backward_in_graph(
 
 @backward_in_graph.register_fake
 def _(inputs: Any, weights: Any, *, flags: Any, writes: Any) -> list[Tensor]:
-    returned = [weight for weight, is_written in zip(weights, writes, strict=True) if not is_written]
+    returned = [
+        weight for weight, is_written in zip(weights, writes, strict=True) if not is_written
+    ]
     return [tensor.new_empty(tensor.shape) for tensor in (inputs[0], *returned)]
 
 
@@ -355,10 +442,17 @@ declare_effect(backward_in_graph)
 
 
 class _LinearsWgrad:
-    """The weight gradients of layers that share an input x [B, S or S/tp, I]; `flat_grads` is one [T, O] per layer."""
+    """The weight gradients of layers that share an input x [B, S or S/tp, I]; `flat_grads` is one
+    [T, O] per layer.
+    """
 
     def __init__(
-        self, x: Tensor, tensor_parallel: TensorParallel, *, products: Linears, flat_grads: Sequence[Tensor]
+        self,
+        x: Tensor,
+        tensor_parallel: TensorParallel,
+        *,
+        products: Linears,
+        flat_grads: Sequence[Tensor],
     ) -> None:
         self._x, self._tensor_parallel = x, tensor_parallel
         self._products, self._flat_grads = products, flat_grads

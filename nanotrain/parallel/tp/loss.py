@@ -1,22 +1,26 @@
-"""Cross-entropy fused with the output layer, over a sharded vocabulary: `vocab_parallel_cross_entropy`.
+"""Cross-entropy fused with the output layer, over a sharded vocabulary:
+`vocab_parallel_cross_entropy`.
 
-The logits of all tokens would be the largest activation of a training step (vocabulary x tokens, in fp32). They are
-computed for one chunk of tokens at a time and not saved: the forward also computes the gradients of the chunk, and the
-backward only scales them. Where the gradient of the loss is known in the forward (`Targets.grad_scale`) there is
-nothing to scale: the gradients of the logits are, and their products with the hidden states are added to the gradient
-buffer of the weight, without another [V, H] matrix. Not in fp16, which would lose small ones.
+The logits of all tokens would be the largest activation of a training step (vocabulary x tokens, in
+fp32). They are computed for one chunk of tokens at a time and not saved: the forward also computes
+the gradients of the chunk, and the backward only scales them. Where the gradient of the loss is
+known in the forward (`Targets.grad_scale`) there is nothing to scale: the gradients of the logits
+are, and their products with the hidden states are added to the gradient buffer of the weight,
+without another [V, H] matrix. Not in fp16, which would lose small ones.
 
-Logits are not gathered: each rank normalizes over its shard of the vocabulary, and an all-gather of one number per
-token combines the shards:
+Logits are not gathered: each rank normalizes over its shard of the vocabulary, and an all-gather of
+one number per token combines the shards:
 
     rank 0   log-sum-exp over tokens 0..49    a0 --+-- all-gather --> global log-sum-exp = log(e^a0 + e^a1)
     rank 1   log-sum-exp over tokens 50..99   a1 --+
 
-One all-reduce at the end sums the losses of the labels, each computed on the rank whose shard contains the label.
+One all-reduce at the end sums the losses of the labels, each computed on the rank whose shard
+contains the label.
 
-The loss is outside of compiled graphs, so on GPUs a Triton kernel does what the compiler does elsewhere. Bytes per
-logit in bf16 between the products, 20 by torch: 2 read, 4 written, 4 + 4 exp, 4 + 2 conversion; 6 by Triton: 2 read for
-the log-sum-exp, 2 + 2 for the gradient in place. The kernel's module imports Triton, on a CPU never.
+The loss is outside of compiled graphs, so on GPUs a Triton kernel does what the compiler does
+elsewhere. Bytes per logit in bf16 between the products, 20 by torch: 2 read, 4 written, 4 + 4 exp,
+4 + 2 conversion; 6 by Triton: 2 read for the log-sum-exp, 2 + 2 for the gradient in place. The
+kernel's module imports Triton, on a CPU never.
 
     t tokens of a chunk   T tokens   H hidden   V vocabulary   Vp vocabulary with padding
 """
@@ -35,10 +39,12 @@ from nanotrain.comm.group import Group
 from nanotrain.kernels.compiler import runs_triton
 from nanotrain.kernels.linear import dgrad, grad_view_of, wgrad, write_wgrad
 
-# Logits per chunk. On the CPU they stay in the cache (measured at V = 8192, H = 384, one core, against one chunk:
-# fp32 400 -> 314 ms, bf16 238 -> 132 ms); a GPU is faster with fewer and larger matrix products.
+# Logits per chunk. On the CPU they stay in the cache (measured at V = 8192, H = 384, one core,
+# against one chunk: fp32 400 -> 314 ms, bf16 238 -> 132 ms); a GPU is faster with fewer and larger
+# matrix products.
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}
-# With smaller chunks the sum over chunks of [V, H] weight gradients would cost more than the logits save.
+# With smaller chunks the sum over chunks of [V, H] weight gradients would cost more than the logits
+# save.
 MIN_CHUNK_TOKENS = 256
 
 
@@ -61,11 +67,14 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """Groups of tokens, whose losses are also summed separately: a corpus of a blend, or a row of a task."""
+    """Groups of tokens, whose losses are also summed separately: a corpus of a blend, or a row of a
+    task.
+    """
 
     ids: Tensor  # [T] int64, the group of each token
-    # [2, groups] fp64: sums of losses, over the labels of this rank's shard; and in training of the mask, on the first
-    # tp rank, in evaluation the number of the shard's labels that are the most likely tokens
+    # [2, groups] fp64: sums of losses, over the labels of this rank's shard; and in training of the
+    # mask, on the first tp rank, in evaluation the number of the shard's labels that are the most
+    # likely tokens
     sums: Tensor
 
     def add(self, losses: Tensor, counts: Tensor, *, chunk: slice) -> None:
@@ -80,14 +89,16 @@ class Targets:
     labels: Tensor  # [T] int64 below V
     loss_mask: Tensor  # [T] fp32, the weight of each token's loss (0 excludes it)
     groups: TokenGroups | None = None  # None if losses are not summed per group
-    grad_scale: float | Tensor | None = None  # the gradient of the returned sum, where it is known in the forward
+    # the gradient of the returned sum, where it is known in the forward
+    grad_scale: float | Tensor | None = None
 
 
 @eager  # collectives stay out of compiled graphs
 def vocab_parallel_cross_entropy(
     hidden: Tensor, weight: Tensor, *, targets: Targets, vocabulary: Vocabulary, group: Group
 ) -> Tensor:
-    """The sum over unmasked tokens of -log softmax(hidden @ weight.T)[label]; padding is not part of the softmax.
+    """The sum over unmasked tokens of -log softmax(hidden @ weight.T)[label]; padding is not part
+    of the softmax.
 
     Args:
         hidden: [T, H], replicated over the group; its gradient is this rank's partial sum.
@@ -110,7 +121,11 @@ def vocab_parallel_cross_entropy(
         picked = target.pick(log_probs, mask)
         total -= picked.sum()
         if targets.groups is not None:
-            highest = start_all_gather(log_probs.amax(dim=1, keepdim=True), group, dim=1).wait().amax(dim=1)
+            highest = (
+                start_all_gather(log_probs.amax(dim=1, keepdim=True), group, dim=1)
+                .wait()
+                .amax(dim=1)
+            )
             is_greedy = (picked >= highest) * target.is_local[:, 0] * mask
             targets.groups.add(-picked, is_greedy, chunk=chunk)
         del log_probs  # before the logits of the next chunk
@@ -136,15 +151,19 @@ class _VocabShard:
     group: Group  # shards the vocabulary
     start: int  # the first token id
     num_tokens: int  # rows that are not padding; at least 1, see `is_padding`
-    max_tokens: int  # `num_tokens` of the largest shard, so that all ranks split their tokens into the same chunks
+    # `num_tokens` of the largest shard, so that all ranks split their tokens into the same chunks
+    max_tokens: int
     vocabulary: Vocabulary
-    is_padding: bool  # all rows are padding: one row takes part, with a very low logit, and contributes nothing
+    # all rows are padding: one row takes part, with a very low logit, and contributes nothing
+    is_padding: bool
 
     @classmethod
     def of(cls, weight: Tensor, vocabulary: Vocabulary, *, group: Group) -> "_VocabShard":
         start, max_tokens = group.index * weight.shape[0], min(weight.shape[0], vocabulary.size)
         num_tokens = min(weight.shape[0], vocabulary.size - start)
-        return cls(group, start, max(1, num_tokens), max_tokens, vocabulary, is_padding=num_tokens < 1)
+        return cls(
+            group, start, max(1, num_tokens), max_tokens, vocabulary, is_padding=num_tokens < 1
+        )
 
     def find(self, labels: Tensor) -> _Target:
         """[t] int64 -> their positions."""
@@ -168,7 +187,9 @@ class _VocabShard:
         return start_all_gather(local, self.group, dim=1).wait().logsumexp(dim=1, keepdim=True)
 
     def slope(self, logits: Tensor) -> Tensor | float | None:
-        """The derivative of scaled and soft-capped logits with respect to the products; None if it is 1."""
+        """The derivative of scaled and soft-capped logits with respect to the products; None if it
+        is 1.
+        """
         cap, factor = self.vocabulary.softcap, 1 / self.vocabulary.scaling
         if cap is None or self.is_padding:
             return None if factor == 1.0 else factor
@@ -177,7 +198,9 @@ class _VocabShard:
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Targets, shard: _VocabShard) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Targets, shard: _VocabShard
+    ) -> Tensor:
         used = weight[: shard.num_tokens]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden, buffer = torch.empty_like(hidden), _Buffer.of(weight, targets)
@@ -217,7 +240,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        # In place, as these are the largest tensors of a step; autograd then refuses a second backward.
+        # In place, as these are the largest tensors of a step; autograd then refuses a second
+        # backward.
         grad_hidden, grad_weight = ctx.saved_tensors
         if ctx.is_complete:
             return grad_hidden, None, None, None
@@ -239,7 +263,12 @@ class _Buffer:
     @classmethod
     def of(cls, weight: Tensor, targets: Targets) -> "_Buffer | None":
         view, scale = grad_view_of(weight), targets.grad_scale
-        if scale is None or view is None or view.dtype is not torch.float32 or weight.dtype is torch.float16:
+        if (
+            scale is None
+            or view is None
+            or view.dtype is not torch.float32
+            or weight.dtype is torch.float16
+        ):
             return None
         target = view.start_write_ahead()
         return None if target is None else cls(*target, scale)
@@ -254,7 +283,9 @@ class _Buffer:
 
 
 def _write(grad_weight: Tensor, scale: Tensor, *, param: Tensor) -> bool:
-    """Write a scaled gradient to the gradient buffer of the weight; returns False if that is not possible now."""
+    """Write a scaled gradient to the gradient buffer of the weight; returns False if that is not
+    possible now.
+    """
     view = grad_view_of(param)
     target = view.start_write() if view is not None and view.dtype is grad_weight.dtype else None
     if target is None:
@@ -270,10 +301,13 @@ def _write(grad_weight: Tensor, scale: Tensor, *, param: Tensor) -> bool:
 def chunk_tokens(columns: int, *, device: str, is_training: bool) -> int:
     """Tokens of a chunk with so many logits per token.
 
-    In evaluation GPUs have the probabilities in fp32 beside the logits, so chunks are half as large.
+    In evaluation GPUs have the probabilities in fp32 beside the logits, so chunks are half as
+    large.
     """
     elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"])
-    return max(MIN_CHUNK_TOKENS, elements // (1 if is_training or device == "cpu" else 2) // columns)
+    return max(
+        MIN_CHUNK_TOKENS, elements // (1 if is_training or device == "cpu" else 2) // columns
+    )
 
 
 def _chunks(hidden: Tensor, shard: _VocabShard, *, is_training: bool = True) -> list[slice]:
@@ -283,7 +317,12 @@ def _chunks(hidden: Tensor, shard: _VocabShard, *, is_training: bool = True) -> 
 
 
 def softmax_gradient(
-    logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Combine, scale: Tensor | None = None
+    logits: Tensor,
+    *,
+    column: Tensor,
+    is_local: Tensor,
+    combine: Combine,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The log-probability of each label, and the gradient of its negative by the logits.
 
@@ -319,7 +358,9 @@ def _by_triton(
     picked = ((logits.gather(1, column).float() - logsumexp) * is_local)[:, 0]
     factors = torch.ones_like(is_local) if scale is None else scale
     where = {"column": column, "is_local": is_local}
-    return picked, triton_softmax.softmax_gradient_(logits, logsumexp=logsumexp, scale=factors, **where)
+    return picked, triton_softmax.softmax_gradient_(
+        logits, logsumexp=logsumexp, scale=factors, **where
+    )
 
 
 def normalize(logits: Tensor, combine: Combine) -> Tensor:

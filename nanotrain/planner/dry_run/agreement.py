@@ -4,10 +4,10 @@
     full_calls      what a rank has recorded, replayed in the order of the full schedule
     disagreements   every group and pair of ranks compared
 
-A class are the ranks of one pipeline rank and one context-parallel rank with equally many rows of the vocabulary. Its
-first and last rank are run, and stand for all; in a small world all ranks are. The shards of replicated parameters and
-of tied embeddings differ between data-parallel ranks, so sums over tp and embed are compared between ranks of one of
-them.
+A class are the ranks of one pipeline rank and one context-parallel rank with equally many rows of
+the vocabulary. Its first and last rank are run, and stand for all; in a small world all ranks are.
+The shards of replicated parameters and of tied embeddings differ between data-parallel ranks, so
+sums over tp and embed are compared between ranks of one of them.
 """
 
 from collections import defaultdict
@@ -27,7 +27,8 @@ from nanotrain.topology.topology import Topology
 
 Message = tuple[str, int]  # operation, and index of the other side in the group
 MAX_ALL = 8  # ranks of a world that are all run
-MAX_CP_CLASSES = 8  # of more context-parallel ranks the first, the last and one of the others are run
+# of more context-parallel ranks the first, the last and one of the others are run
+MAX_CP_CLASSES = 8
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,14 @@ class RankClasses:
         shape, size = ModelShape.of(self.config.model), self.topology.size
         (tp, cp), ends = (size("tp"), size("cp")), self.topology.end_ranks
         rows = shape.padded_vocab_size // tp
-        kinds = [rank if cp <= MAX_CP_CLASSES or rank == cp - 1 else min(rank, 1) for rank in range(cp)]
+        kinds = [
+            rank if cp <= MAX_CP_CLASSES or rank == cp - 1 else min(rank, 1) for rank in range(cp)
+        ]
         tokens = [min(rows, max(0, shape.vocab_size - index * rows)) for index in range(tp)]
         coords = map(self.topology.dense.coords, range(self.topology.world_size))
-        return [(c["pp"], kinds[c["cp"]], tokens[c["tp"]] * (c["pp"] in ends), c["dp"]) for c in coords]
+        return [
+            (c["pp"], kinds[c["cp"]], tokens[c["tp"]] * (c["pp"] in ends), c["dp"]) for c in coords
+        ]
 
     @cached_property
     def bounds(self) -> dict[tuple[int, ...], tuple[int, int]]:
@@ -65,18 +70,24 @@ class RankClasses:
         return firsts, [rank for rank in others if rank not in firsts]
 
     def stand_in(self, rank: int) -> int:
-        """The rank that is run for a rank: itself, or one of the same data-parallel rank, or the first of the class."""
+        """The rank that is run for a rank: itself, or one of the same data-parallel rank, or the
+        first of the class.
+        """
         if self.topology.world_size <= MAX_ALL:
             return rank
         *key, dp = self._keys[rank]
         first, last = self.bounds[*key]
-        return last if rank == last or (self._keys[last][-1] == dp != self._keys[first][-1]) else first
+        return (
+            last if rank == last or (self._keys[last][-1] == dp != self._keys[first][-1]) else first
+        )
 
 
 def full_calls(record: RankRecord, full: RankPlan) -> Iterator[Call]:
-    """The calls of a step with the full schedule: an action's are those of a microbatch that was run.
+    """The calls of a step with the full schedule: an action's are those of a microbatch that was
+    run.
 
-    The first and last microbatches are those at the same distance from the ends, the others one between.
+    The first and last microbatches are those at the same distance from the ends, the others one
+    between.
     """
     few, pp = record.plan.train_schedule, record.plan.groups["pp"]
     actions, by_action = [*few.actions], defaultdict[Action, list[Call]](list)
@@ -94,7 +105,13 @@ def full_calls(record: RankRecord, full: RankPlan) -> Iterator[Call]:
         if isinstance(planned, Action | Pair):
             assert isinstance(planned, Action), "the dry run has no pairs"
             index, to_end = planned.microbatch, total - planned.microbatch
-            near = index if index < number // 2 else number - to_end if to_end <= number - number // 2 else number // 2
+            near = (
+                index
+                if index < number // 2
+                else number - to_end
+                if to_end <= number - number // 2
+                else number // 2
+            )
             yield from by_action[planned._replace(microbatch=near)]
             continue
         for op, transfers in (("receive", planned.receives), ("send", planned.sends)):
@@ -129,16 +146,26 @@ def disagreements(
         return Side(records[rank], spec, series[rank][spec.ranks, message])
 
     for rank in calls:
-        groups = {spec.ranks: spec for spec in reversed([*records[rank].plan.groups.values()]) if spec.size > 1}
+        groups = {
+            spec.ranks: spec
+            for spec in reversed([*records[rank].plan.groups.values()])
+            if spec.size > 1
+        }
         for spec in groups.values():
             for other in {classes.stand_in(member) for member in spec.ranks}.intersection(calls):
                 if rank < other:
                     yield from _first_difference(side(rank, spec.name), side(other, spec.name))
-            for op, peer in [message for ranks, message in series[rank] if message and ranks == spec.ranks]:
+            for op, peer in [
+                message for ranks, message in series[rank] if message and ranks == spec.ranks
+            ]:
                 other = classes.stand_in(spec.ranks[peer])
                 if other in calls:
-                    back = (records[other].plan.groups[spec.name].index - peer + spec.index) % spec.size
-                    theirs = side(other, spec.name, message=("send" if op == "receive" else "receive", back))
+                    back = (
+                        records[other].plan.groups[spec.name].index - peer + spec.index
+                    ) % spec.size
+                    theirs = side(
+                        other, spec.name, message=("send" if op == "receive" else "receive", back)
+                    )
                     yield from _first_difference(side(rank, spec.name, message=(op, peer)), theirs)
 
 
@@ -154,7 +181,8 @@ def _first_difference(one: Side, two: Side) -> Iterator[str]:
     for number, pair in enumerate(zip_longest(one.calls, two.calls), start=1):
         if pair[0] is not pair[1] and not _match(*pair, groups=(one.group, two.group)):
             sides = (
-                f"rank {s.record.plan.rank} {s.record.describe(call)}" for s, call in zip((one, two), pair, strict=True)
+                f"rank {s.record.plan.rank} {s.record.describe(call)}"
+                for s, call in zip((one, two), pair, strict=True)
             )
             first, last = one.group.ranks[0], one.group.ranks[-1]
             yield f"group {one.group.name} (ranks {first} to {last}), call {number}: {', but '.join(sides)}"
@@ -163,9 +191,17 @@ def _first_difference(one: Side, two: Side) -> Iterator[str]:
 
 def _match(ours: Call | None, theirs: Call | None, *, groups: tuple[GroupSpec, GroupSpec]) -> bool:
     """Whether two calls are one collective, or the two sides of a message."""
-    if ours is None or theirs is None or ours.size != theirs.size or (ours.peer is None and ours.op != theirs.op):
+    if (
+        ours is None
+        or theirs is None
+        or ours.size != theirs.size
+        or (ours.peer is None and ours.op != theirs.op)
+    ):
         return False
     if not ours.splits:
         return True
     (sent, received), (their_sent, their_received), (one, two) = ours.splits, theirs.splits, groups
-    return sent[two.index] == their_received[one.index] and received[two.index] == their_sent[one.index]
+    return (
+        sent[two.index] == their_received[one.index]
+        and received[two.index] == their_sent[one.index]
+    )

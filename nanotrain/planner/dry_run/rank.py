@@ -37,9 +37,13 @@ class RankRecord:
     @cached_property
     def planned(self) -> tuple[int, int]:
         """Planned bytes before the first step, and at the peak of a step."""
-        plan = plan_memory(self.plan.config, self.plan.topology.world_size, pp_rank=self.pp_index, device="cuda")
+        plan = plan_memory(
+            self.plan.config, self.plan.topology.world_size, pp_rank=self.pp_index, device="cuda"
+        )
         resident = self.plan.resident_bytes
-        return resident.params + resident.grads + resident.optimizer, plan.total - PROCESS_BYTES["cuda"]
+        return resident.params + resident.grads + resident.optimizer, plan.total - PROCESS_BYTES[
+            "cuda"
+        ]
 
     @property
     def pp_index(self) -> int:
@@ -50,7 +54,11 @@ class RankRecord:
         """A call for messages."""
         if call is None:
             return "starts none"
-        during = [*self.plan.train_schedule.actions][call.moment] if isinstance(call.moment, int) else call.moment
+        during = (
+            [*self.plan.train_schedule.actions][call.moment]
+            if isinstance(call.moment, int)
+            else call.moment
+        )
         return f"starts {call.op} of {call.size} in {during} at {call.place}"
 
 
@@ -76,7 +84,8 @@ def run_rank(plan: Plan, *, shapes: dict[Any, Any]) -> RankRecord:
         datasets = build_data(data, vocab_size=plan.shape.vocab_size, seed=0, required={"train"})
         inputs = RunInputs(RunFolder(Path(folder)), datasets)
         run = build_run(plan, inputs, context=context)
-        resident = recorder.peak = recorder.allocated  # while it builds, initial values and buffers are both there
+        # while it builds, initial values and buffers are both there
+        resident = recorder.peak = recorder.allocated
         starts = []
         for num_microbatches in (fewest, plan.num_microbatches):
             starts.append(len(recorder.calls))

@@ -1,4 +1,5 @@
-"""What a rank on the meta device runs in place of GPU kernels that meta cannot, and of values on the host.
+"""What a rank on the meta device runs in place of GPU kernels that meta cannot, and of values on
+the host.
 
 fused kernels     attention, RMSNorm, softmax of the loss: output and saved tensors as on a GPU
 linear attention  the first chunk of a scan, whose calls and memory are those of the others
@@ -47,7 +48,10 @@ def on_meta(plan: Plan) -> Iterator[None]:
             (delta_rule, "_order", lambda _: range(1)),
             (token_dispatcher, "on_host", lambda _, counts, ep: even_counts(plan, counts, ep=ep)),
             (build, "initialize", lambda *_, **__: None),
-            *((module, "HostTransfer", _MetaTransfer) for module in (activation_offload, optimizer_offload)),
+            *(
+                (module, "HostTransfer", _MetaTransfer)
+                for module in (activation_offload, optimizer_offload)
+            ),
             *((module, "host_zeros", _host_zeros) for module in (state, stored)),
             (UpdateStep, "on_host", lambda step: step),
             (torch, "_fused_sgd_", lambda *_, **__: None),
@@ -57,10 +61,17 @@ def on_meta(plan: Plan) -> Iterator[None]:
 
 
 def _attend(*inputs: Tensor, attn_mask: Any = None, enable_gqa: bool = False, **_: Any) -> Tensor:
-    """Query, key, value [B, N, Q, D] -> [B, N, Q, D]: the flash kernel, which saves the same tensors as the others."""
-    math, flash = torch.ops.aten._scaled_dot_product_attention_math, torch.ops.aten._scaled_dot_product_flash_attention
+    """Query, key, value [B, N, Q, D] -> [B, N, Q, D]: the flash kernel, which saves the same
+    tensors as the others.
+    """
+    math, flash = (
+        torch.ops.aten._scaled_dot_product_attention_math,
+        torch.ops.aten._scaled_dot_product_flash_attention,
+    )
     is_math = isinstance(attn_mask, Tensor)  # only this backend has a mask
-    outputs = math(*inputs, attn_mask, enable_gqa=enable_gqa) if is_math else flash(*inputs, 0.0, True)
+    outputs = (
+        math(*inputs, attn_mask, enable_gqa=enable_gqa) if is_math else flash(*inputs, 0.0, True)
+    )
     out: Tensor = outputs[0]
     return out
 
@@ -103,15 +114,23 @@ def _softmax_gradient(
 
 
 def even_counts(plan: Plan, counts: Tensor, *, ep: Group) -> list[int]:
-    """The token counts of a rank whose router chooses every expert equally often, in place of `on_host`."""
+    """The token counts of a rank whose router chooses every expert equally often, in place of
+    `on_host`.
+    """
     config, groups, moe = plan.config, plan.groups, plan.shape.moe
     assert moe is not None, "a dense model has no experts"
-    num_tokens = config.train.micro_batch_size * config.data.seq_length // groups["cp"].size // groups["tp"].size
+    num_tokens = (
+        config.train.micro_batch_size
+        * config.data.seq_length
+        // groups["cp"].size
+        // groups["tp"].size
+    )
     num_nodes = groups["ep"].size // (config.parallel.moe_hierarchical_dispatch or 1)
     is_across = ep.part_of and ep.part_of[2] == "all_to_all_across"
     rows = num_tokens * (reached_nodes(moe, num_nodes) if is_across else moe.router_topk)
     sizes = [rows * (i + 1) // ep.size - rows * i // ep.size for i in range(ep.size)]
-    others = [0] * (counts.shape[1] // ep.size - 1)  # the first expert of every rank has the tokens of all
+    # the first expert of every rank has the tokens of all
+    others = [0] * (counts.shape[1] // ep.size - 1)
     sums = [*sizes, *[sizes[ep.index]] * ep.size * (len(counts) - 1)]
     return [number for size in sums for number in (size, *others)]
 

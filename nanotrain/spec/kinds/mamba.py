@@ -3,7 +3,15 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from nanotrain.spec.declaration import FP32, ContextRank, Declaration, RankSizes, Specs, grouped, nest
+from nanotrain.spec.declaration import (
+    FP32,
+    ContextRank,
+    Declaration,
+    RankSizes,
+    Specs,
+    grouped,
+    nest,
+)
 from nanotrain.spec.kinds.delta_net import DECAY_RATES, STEPS
 from nanotrain.spec.params import ParamSpec, Shard, Uniform
 from nanotrain.spec.shape import ModelShape
@@ -13,7 +21,9 @@ CONVOLVED = ("value", "key", "query")
 
 
 def declare(declare: Declaration) -> Specs:
-    """Gate, values, keys, queries and steps of the heads, convolutions, and a norm; all sharded by heads or groups."""
+    """Gate, values, keys, queries and steps of the heads, convolutions, and a norm; all sharded by
+    heads or groups.
+    """
     shape, mamba = declare.shape, declare.shape.mamba
     heads, hidden = shape.mamba_heads, shape.hidden_size
 
@@ -33,7 +43,9 @@ def declare(declare: Declaration) -> Specs:
         specs += nest(name, declare.column_linear(width, hidden))
     specs += nest("step", declare.narrow_linear(heads))
     for name in CONVOLVED:
-        specs += nest(f"{name}_conv", declare.convolution(widths[name], mamba.conv_kernel_dim, bias=True))
+        specs += nest(
+            f"{name}_conv", declare.convolution(widths[name], mamba.conv_kernel_dim, bias=True)
+        )
     return specs + nest("output", declare.row_linear(hidden, widths["value"]))
 
 
@@ -44,30 +56,41 @@ def inner_widths(shape: ModelShape) -> dict[str, int]:
 
 
 def saved_bytes(rank: RankSizes, layer: int, *, modules: Collection[str]) -> int:
-    """Inputs of convolutions, activations and scan, the normalized output before and after its weight, and in fp32
-    steps and decays, the gate and its activation, the output, and both multiplied; over cp the states of all chunks.
+    """Inputs of convolutions, activations and scan, the normalized output before and after its
+    weight, and in fp32 steps and decays, the gate and its activation, the output, and both
+    multiplied; over cp the states of all chunks.
     """
     shape, mamba = rank.shape, rank.shape.mamba
     widths = {name: width // rank.tp for name, width in inner_widths(shape).items()}
     inner, value, heads = sum(widths.values()), widths["value"], shape.mamba_heads // rank.tp
     in_fp32 = rank.tokens * (4 * value + 4 * heads + mamba.num_groups // rank.tp)
-    if rank.cp_comm_type not in (None, "a2a"):  # the maps of all chunks, and the states between them
+    # the maps of all chunks, and the states between them
+    if rank.cp_comm_type not in (None, "a2a"):
         in_fp32 += 4 * rank.cp * rank.batch_size * value * mamba.state_dim
     return rank.tokens * (3 * inner + 2 * value) * rank.itemsize + in_fp32 * FP32
 
 
 def working_bytes(rank: RankSizes) -> int:
-    """Those of the scan, which is computed again, in fp32: pairs of tokens, values, and states of the chunks.
+    """Those of the scan, which is computed again, in fp32: pairs of tokens, values, and states of
+    the chunks.
 
     Within 3 % of what torch allocates for 9 pairs of sizes.
     """
-    mamba, heads, groups = rank.shape.mamba, rank.shape.mamba_heads // rank.tp, rank.shape.mamba.num_groups // rank.tp
-    of_head = 3 * CHUNK_SIZE + 5 * mamba.head_dim + 3 * mamba.head_dim * mamba.state_dim // CHUNK_SIZE
+    mamba, heads, groups = (
+        rank.shape.mamba,
+        rank.shape.mamba_heads // rank.tp,
+        rank.shape.mamba.num_groups // rank.tp,
+    )
+    of_head = (
+        3 * CHUNK_SIZE + 5 * mamba.head_dim + 3 * mamba.head_dim * mamba.state_dim // CHUNK_SIZE
+    )
     return rank.tokens * (heads * of_head + 3 * groups * mamba.state_dim) * FP32
 
 
 def sequence_flops(shape: ModelShape, layer: int, *, seq_length: int) -> int:
-    """The recurrence: two products of a state and a vector per token and head, forward, and twice as much backward."""
+    """The recurrence: two products of a state and a vector per token and head, forward, and twice
+    as much backward.
+    """
     return 12 * seq_length * inner_widths(shape)["value"] * shape.mamba.state_dim
 
 

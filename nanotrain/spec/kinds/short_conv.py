@@ -7,7 +7,9 @@ from nanotrain.spec.shape import ModelShape
 
 
 def declare(declare: Declaration) -> Specs:
-    """Two gates, the values, their convolution and the output; all of the width of the residual stream."""
+    """Two gates, the values, their convolution and the output; all of the width of the residual
+    stream.
+    """
     hidden, bias = declare.shape.hidden_size, declare.shape.has_linear_bias
     projection = declare.column_linear(hidden, hidden, bias=bias)
     return (

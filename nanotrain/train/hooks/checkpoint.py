@@ -3,9 +3,9 @@
     --async-save   a periodic save blocks training while its tensors are copied to host memory; the next save, the end
                    of the run and SIGTERM wait for it
 
-If a periodic save fails for lack of space, training continues; the failure is counted and the next interval saves
-again, unless `--exit-on-save-failure` is set. If the last save fails, it is tried again in `--save-fallback-dir`;
-without that folder the run ends with exit code 2.
+If a periodic save fails for lack of space, training continues; the failure is counted and the next
+interval saves again, unless `--exit-on-save-failure` is set. If the last save fails, it is tried
+again in `--save-fallback-dir`; without that folder the run ends with exit code 2.
 """
 
 import math
@@ -38,7 +38,8 @@ class CheckpointHook(Hook):
         self._saved_updates: int | None = None  # updates of the weights up to there
         self._in_flight: Checkpointer | None = None
         self._is_reported = False  # whether the first rank has logged how the save in flight ended
-        self._ends_run = False  # whether a failed save is the error that ends the run, which names it
+        # whether a failed save is the error that ends the run, which names it
+        self._ends_run = False
         self._report: StepReport | None = None  # of the last step
 
     def before_training(self, run: Run) -> None:
@@ -53,7 +54,11 @@ class CheckpointHook(Hook):
         if not interval or report.step % interval:
             self._poll(run)
         elif self._saved_updates == run.optimizer.num_updates:
-            log.info("step %d is not saved: all steps since %s were skipped", report.step, self._saved_step)
+            log.info(
+                "step %d is not saved: all steps since %s were skipped",
+                report.step,
+                self._saved_step,
+            )
         else:
             self._save_and_go_on(run)
 
@@ -102,13 +107,18 @@ class CheckpointHook(Hook):
         except StorageFault as error:
             self._failed(run, error)
 
-    def _save(self, run: Run, *, in_background: bool, checkpointer: Checkpointer | None = None) -> None:
+    def _save(
+        self, run: Run, *, in_background: bool, checkpointer: Checkpointer | None = None
+    ) -> None:
         run.context.heartbeat.begin("checkpoint")
         writer = checkpointer or run.checkpointer
         tensors = run.optimizer.tensors_to_save() | run.parts.tensors_to_save()
         if not run.config.checkpoint.save_optim:
-            tensors = {box: tensor for box, tensor in tensors.items() if kind_of(box.name) != "optimizer"}
-        # While steps are skipped the weights may be lost already, and an older checkpoint be the one to go back to.
+            tensors = {
+                box: tensor for box, tensor in tensors.items() if kind_of(box.name) != "optimizer"
+            }
+        # While steps are skipped the weights may be lost already, and an older checkpoint be the
+        # one to go back to.
         prunes = self._report is None or not self._report.output.skipped
         content: dict[str, Any] = {
             "objects": {
@@ -118,12 +128,19 @@ class CheckpointHook(Hook):
                 "corpora": fingerprints(run.dataset),
             },
             "config": to_dict(run.config),
-            "topology": {"world_size": run.context.topology.world_size, **asdict(run.context.topology.dense)},
+            "topology": {
+                "world_size": run.context.topology.world_size,
+                **asdict(run.context.topology.dense),
+            },
         }
         if in_background:
             start = time.perf_counter()
             writer.start_save(run.state.step, tensors, prunes=prunes, **content)
-            log.info("saving step %d in the background, after %.3f s", run.state.step, time.perf_counter() - start)
+            log.info(
+                "saving step %d in the background, after %.3f s",
+                run.state.step,
+                time.perf_counter() - start,
+            )
             self._in_flight = writer
         else:
             log.info("saved %s", writer.save(run.state.step, tensors, prunes=prunes, **content))
@@ -145,7 +162,9 @@ class CheckpointHook(Hook):
             self._save(run, in_background=False, checkpointer=other)
 
     def _poll(self, run: Run) -> None:
-        """Report a save in flight as soon as it ends, on the first rank; on the others the next save does."""
+        """Report a save in flight as soon as it ends, on the first rank; on the others the next
+        save does.
+        """
         if self._in_flight is None or self._is_reported or not run.context.control.is_first:
             return
         try:
@@ -181,7 +200,9 @@ class CheckpointHook(Hook):
         if run.context.control.is_first:
             is_last = run.state.step >= run.config.train.train_iters
             again = (
-                "the last save is tried next" if is_last else "training goes on and saves again at the next interval"
+                "the last save is tried next"
+                if is_last
+                else "training goes on and saves again at the next interval"
             )
             log.warning("%s; %s", error, again)
 

@@ -1,4 +1,6 @@
-"""The order of a run's samples: its record for `nanotrain data`, and changes of the blend while it runs."""
+"""The order of a run's samples: its record for `nanotrain data`, and changes of the blend while it
+runs.
+"""
 
 from dataclasses import replace
 
@@ -17,7 +19,9 @@ log = get_logger(__name__)
 
 
 class DataOrderHook(Hook):
-    """Writes data-order.jsonl on the first rank; at logged steps all ranks take a request of `nanotrain data mix`."""
+    """Writes data-order.jsonl on the first rank; at logged steps all ranks take a request of
+    `nanotrain data mix`.
+    """
 
     def before_training(self, run: Run) -> None:
         if run.context.control.is_first:
@@ -42,7 +46,9 @@ class DataOrderHook(Hook):
             return
         run.batches.dataset = mixed
         run.batch_iterator.discard()
-        run.batches.restart(consumed_samples=run.state.consumed_samples, skipped_samples=run.state.skipped_samples)
+        run.batches.restart(
+            consumed_samples=run.state.consumed_samples, skipped_samples=run.state.skipped_samples
+        )
         if run.context.control.is_first:
             record_mix(run.folder.path, stages_of(mixed), step=step)
             _order_of(run).append_to(run.folder.path)
@@ -53,7 +59,9 @@ def _order_of(run: Run) -> OrderStart:
     """From what the order of the samples after the last step follows."""
     data, state, plan = run.config.data, run.state, run.plan
     if uses_quickstart(data):  # it belongs to the run folder
-        data = replace(data, data_path=[str(part.corpus.prefix) for part in corpora_of(run.dataset)])
+        data = replace(
+            data, data_path=[str(part.corpus.prefix) for part in corpora_of(run.dataset)]
+        )
     elif run.batches.dataset is not run.dataset and isinstance(run.batches.dataset, BlendedDataset):
         data = with_stages(data, stages_of(run.batches.dataset))
     train = replace(run.config.train, global_batch_size=plan.sampler.global_batch_size)

@@ -44,7 +44,9 @@ class SampleHook(Hook):
         topology = run.context.topology
         is_sharded = topology.world_size > topology.size("dp") or topology.size("ep") > 1
         if is_sharded or run.plan.data_parallel.strategy.shard_params:
-            log.info("no sample: the model is sharded over several ranks; use nanotrain generate on the checkpoint")
+            log.info(
+                "no sample: the model is sharded over several ranks; use nanotrain generate on the checkpoint"
+            )
             return
         if self._tokenizer is None:
             log.info("no sample: the data has no tokenizer; set --tokenizer-model")
@@ -72,7 +74,8 @@ class PlannedPeak:
 
 
 class SummaryHook(Hook):
-    """Prints the paths of run folder, metrics and last checkpoint, and the planned and the measured peak memory.
+    """Prints the paths of run folder, metrics and last checkpoint, and the planned and the measured
+    peak memory.
 
     Args:
         peak: planned; None prints no memory.
@@ -96,13 +99,19 @@ class SummaryHook(Hook):
             lines.append(
                 f"memory        planned {describe_bytes(peak.planned)} per rank; "
                 f"measured at most {describe_bytes(max(0, *measured))}"
-                + (f" above the {describe_bytes(peak.before)} of the process before the model" if on_cpu else "")
+                + (
+                    f" above the {describe_bytes(peak.before)} of the process before the model"
+                    if on_cpu
+                    else ""
+                )
             )
         print("\n".join(lines), flush=True)
 
 
 def sample(run: Run, tokenizer_name: str) -> str:
-    """Generate a text with the current weights; returns prompt and continuation. An empty prompt starts a document."""
+    """Generate a text with the current weights; returns prompt and continuation. An empty prompt
+    starts a document.
+    """
     tokenizer, train = load_tokenizer(tokenizer_name), run.config.train
     # imported here: they would only delay the start
     from nanotrain.inference.generate import Sampling, generate
@@ -110,18 +119,26 @@ def sample(run: Run, tokenizer_name: str) -> str:
     prompt = tokenizer.encode(train.generate_prompt) or document_start(tokenizer)
     sampling = Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=train.seed, stop=tokenizer.eod)
     with _eager(run):
-        tokens = generate(run.stages[0], prompt, num_tokens=train.generate_tokens, sampling=sampling)
-    return train.generate_prompt + tokenizer.decode([token for token in tokens if token != tokenizer.eod])
+        tokens = generate(
+            run.stages[0], prompt, num_tokens=train.generate_tokens, sampling=sampling
+        )
+    return train.generate_prompt + tokenizer.decode(
+        [token for token in tokens if token != tokenizer.eod]
+    )
 
 
 def _eager(run: Run) -> AbstractContextManager[object]:
-    """Run compiled blocks eagerly: torch.compile would compile them again for each of the first lengths of a text."""
+    """Run compiled blocks eagerly: torch.compile would compile them again for each of the first
+    lengths of a text.
+    """
     is_compiled = with_compile(run.config, run.context.device.type).train.torch_compile
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 class ReportHook(Hook):
-    """Writes the report of the run, on the first rank; a failure is a warning and does not end the run."""
+    """Writes the report of the run, on the first rank; a failure is a warning and does not end the
+    run.
+    """
 
     def after_step(self, run: Run, report: StepReport) -> None:
         interval = run.config.train.report_interval
@@ -135,7 +152,8 @@ class ReportHook(Hook):
 def _write_report(run: Run) -> None:
     if not run.context.control.is_first:
         return
-    from nanotrain.report.history import RunHistory  # imported here: it would only delay the start of a run
+    # imported here: it would only delay the start of a run
+    from nanotrain.report.history import RunHistory
     from nanotrain.report.page import write_report
 
     try:

@@ -50,13 +50,17 @@ class Finding:
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        """Sort key, earlier causes first: by microbatch, forward before backward, then in the order of the stages."""
+        """Sort key, earlier causes first: by microbatch, forward before backward, then in the order
+        of the stages.
+        """
         kind, (stage, microbatch) = self.action[:1], self.action[1:].split(".")
         return int(microbatch), kind != "F", int(stage) if kind == "F" else -int(stage)
 
 
 class DebugNanHook(Hook):
-    """Ends the run at the first step that is skipped, with the module, rank and microbatch of the first such tensor."""
+    """Ends the run at the first step that is skipped, with the module, rank and microbatch of the
+    first such tensor.
+    """
 
     def __init__(self) -> None:
         self._finding: Finding | None = None
@@ -64,14 +68,22 @@ class DebugNanHook(Hook):
     def before_training(self, run: Run) -> None:
         for stage in run.stages.values():
             for name, module in stage.named_modules():
-                module.register_forward_pre_hook(partial(self._before_forward, run=run, name=name or "the stage"))
-                module.register_forward_hook(partial(self._after_forward, run=run, name=name or "the stage"))
+                module.register_forward_pre_hook(
+                    partial(self._before_forward, run=run, name=name or "the stage")
+                )
+                module.register_forward_hook(
+                    partial(self._after_forward, run=run, name=name or "the stage")
+                )
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if not report.output.skipped:
             self._finding = None
             return
-        findings = [each for each in all_gather_object(self._finding, run.context.control) if each is not None]
+        findings = [
+            each
+            for each in all_gather_object(self._finding, run.context.control)
+            if each is not None
+        ]
         if not findings:
             where = ranks_at_fault(report.output.local_fault, run.context.control)
             raise TrainingFault(
@@ -91,23 +103,34 @@ class DebugNanHook(Hook):
         )
 
     def _before_forward(self, module: nn.Module, *_inputs: Any, run: Run, name: str) -> None:
-        """Check the parameters of the module, which are gathered now; after the forward they may be released."""
+        """Check the parameters of the module, which are gathered now; after the forward they may be
+        released.
+        """
         for parameter_name, parameter in module.named_parameters(recurse=False):
-            fp8 = getattr(module, "fp8", None)  # gathered fp8 weights: an overflow makes their scales NaN
+            # gathered fp8 weights: an overflow makes their scales NaN
+            fp8 = getattr(module, "fp8", None)
             stored = fp8.stored if fp8 is not None and parameter_name == "weight" else None
             values = parameter.detach() if stored is None else stored.inverse_scales
             if values.untyped_storage().nbytes():
                 self._check(values, f"parameter {name}.{parameter_name}", run=run)
 
-    def _after_forward(self, module: nn.Module, *inputs_and_output: Any, run: Run, name: str) -> None:
+    def _after_forward(
+        self, module: nn.Module, *inputs_and_output: Any, run: Run, name: str
+    ) -> None:
         for tensor in filter(torch.is_tensor, tree_leaves(inputs_and_output[-1])):
             self._check(tensor.detach(), f"the output of {name}", run=run)
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._check, what=f"the gradient of the output of {name}", run=run))
+                tensor.register_hook(
+                    partial(self._check, what=f"the gradient of the output of {name}", run=run)
+                )
 
     def _check(self, tensor: Tensor, what: str, *, run: Run) -> None:
         context = run.context
-        if self._finding is None and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if (
+            self._finding is None
+            and tensor.is_floating_point()
+            and not bool(torch.isfinite(tensor).all())
+        ):
             action = context.heartbeat.read().action or "F0.0"
             self._finding = Finding(what, context.rank, context.coords_text, action)
 
@@ -154,13 +177,18 @@ def _compare(run: Run, data_parallel: Sequence[DataParallel], *, when: str) -> N
         params |= {} if dp.fp8_weights is None else dp.fp8_weights.values
     faults = []
     for axis, names in replicated(data_parallel, run.context.groups):
-        faults.append(find_difference({name: params[name] for name in names}, run.context.group(axis), when=when))
+        faults.append(
+            find_difference(
+                {name: params[name] for name in names}, run.context.group(axis), when=when
+            )
+        )
     # On all ranks, so that none saves: the replicas of another stage or expert may be sound.
     raise_on_all(next(filter(None, faults), None), run.context.control)
 
 
 def find_difference(named: Mapping[str, Tensor], group: Group, *, when: str) -> CorruptState | None:
-    """Compare complete parameters over the ranks that hold replicas of them; every rank of the group calls this.
+    """Compare complete parameters over the ranks that hold replicas of them; every rank of the
+    group calls this.
 
     Args:
         named: parameters by name.
@@ -168,7 +196,8 @@ def find_difference(named: Mapping[str, Tensor], group: Group, *, when: str) -> 
         when: moment of the comparison for the error, as "after step 4".
 
     Returns:
-        the error for the first parameter that differs, the same on every rank; None if all are equal.
+        the error for the first parameter that differs, the same on every rank; None if all are
+        equal.
     """
     if group.size == 1:
         return None
@@ -185,7 +214,9 @@ def find_difference(named: Mapping[str, Tensor], group: Group, *, when: str) -> 
     for rank, value in zip(group.ranks, all_gather_object(int(sums[first]), group), strict=True):
         by_sum.setdefault(value, []).append(rank)
     groups = sorted(by_sum.values(), key=len)
-    parts = " and ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for ranks in groups)
+    parts = " and ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for ranks in groups
+    )
     more = f" (and {len(differs) - 1} more parameters)" if len(differs) > 1 else ""
     return CorruptState(
         f"replicas of parameter {name}{more} differ {when}",
@@ -213,7 +244,8 @@ def checksum(tensor: Tensor) -> Tensor:
 def replicated(
     data_parallel: Sequence[DataParallel], groups: Collection[GroupName]
 ) -> Iterator[tuple[GroupName, list[str]]]:
-    """Groups that hold replicas of parameters, with the names of these; the same on every rank of a group.
+    """Groups that hold replicas of parameters, with the names of these; the same on every rank of a
+    group.
 
     Args:
         data_parallel: wrappers of this rank.
@@ -223,9 +255,18 @@ def replicated(
         is_expert = dp.groups.shard.name.startswith("expert")
         yield "expert_dp" if is_expert else "dp_cp", list(dp.params)
         axis: GroupName = "etp" if is_expert else "tp"
-        whole = [name for name, param in dp.params.items() if all(each.axis != axis for each in param.spec.shards)]
+        whole = [
+            name
+            for name, param in dp.params.items()
+            if all(each.axis != axis for each in param.spec.shards)
+        ]
         if whole and axis in groups:
             yield axis, whole
-    at_both_ends = [name for dp in data_parallel for name, p in dp.params.items() if "embed" in p.spec.grad_sum_axes]
+    at_both_ends = [
+        name
+        for dp in data_parallel
+        for name, p in dp.params.items()
+        if "embed" in p.spec.grad_sum_axes
+    ]
     if at_both_ends and "embed" in groups:
         yield "embed", at_both_ends[:1]

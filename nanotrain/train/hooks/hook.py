@@ -16,7 +16,8 @@ log = get_logger(__name__)
 
 
 class Hook:
-    """Base class; subclasses override what they need. Every rank calls every hook, in the order of the list.
+    """Base class; subclasses override what they need. Every rank calls every hook, in the order of
+    the list.
 
     A hook that acts inside a step adds a `StepPart` to `run.parts` before training.
     """
@@ -28,7 +29,8 @@ class Hook:
         """Called after every step."""
 
     def after_read(self, run: Run, report: StepReport) -> None:
-        """Called once per step, in order, as soon as the numbers of the step can be read without waiting.
+        """Called once per step, in order, as soon as the numbers of the step can be read without
+        waiting.
 
         At a logged step that is right after `after_step`.
         """
@@ -37,16 +39,22 @@ class Hook:
         """Called between two steps after a rank received SIGUSR1."""
 
     def before_rollback(self, run: Run) -> None:
-        """Called after a step whose loss is a spike, in place of `after_step`; `run` still has its state."""
+        """Called after a step whose loss is a spike, in place of `after_step`; `run` still has its
+        state.
+        """
 
     def after_rollback(self, run: Run, report: StepReport) -> None:
-        """Called once `run` has the state of an earlier checkpoint; `report` is of the step with the spike."""
+        """Called once `run` has the state of an earlier checkpoint; `report` is of the step with
+        the spike.
+        """
 
     def after_training(self, run: Run) -> None:
         """Called once after the loop, unless an error ended it."""
 
     def after_failure(self, run: Run) -> None:
-        """Called after an error between two steps that all ranks raise together; the last step is complete."""
+        """Called after an error between two steps that all ranks raise together; the last step is
+        complete.
+        """
 
     def close(self, *, failed: bool) -> None:
         """Release files and the terminal; called once at the end, after an error too (`failed`)."""
@@ -71,14 +79,16 @@ class TimeoutHook(Hook):
 
 
 class SkippedSteps(Hook):
-    """Ends the run, on all ranks, at `--max-consecutive-skips`; `fit` calls it before all other hooks.
+    """Ends the run, on all ranks, at `--max-consecutive-skips`; `fit` calls it before all other
+    hooks.
 
     At a logged step the ranks exchange where the skipped steps since the last one were not finite.
     """
 
     def __init__(self) -> None:
         self._num_skipped = 0  # in a row
-        self._fault: int | None = None  # of this rank in the skipped steps since the last logged one; None without one
+        # of this rank in the skipped steps since the last logged one; None without one
+        self._fault: int | None = None
         self._where = ""  # the ranks of the last exchange
 
     def after_read(self, run: Run, report: StepReport) -> None:
@@ -104,9 +114,15 @@ class SkippedSteps(Hook):
 
 
 def ranks_at_fault(local_fault: int, group: Group) -> str | None:
-    """The ranks with the largest `local_fault` of a step: those whose loss is not finite, else whose gradients are not.
+    """The ranks with the largest `local_fault` of a step: those whose loss is not finite, else
+    whose gradients are not.
 
-    None if every rank's own numbers are finite: their sum over the ranks is not. Every rank calls this.
+    None if every rank's own numbers are finite: their sum over the ranks is not. Every rank calls
+    this.
     """
     faults = all_gather_object(local_fault, group)
-    return named_ranks([rank for rank, fault in enumerate(faults) if fault == max(faults)]) if any(faults) else None
+    return (
+        named_ranks([rank for rank, fault in enumerate(faults) if fault == max(faults)])
+        if any(faults)
+        else None
+    )

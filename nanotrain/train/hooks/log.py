@@ -1,7 +1,7 @@
 """metrics.jsonl with every step, and one console line per `log_interval` steps, on the first rank.
 
-A terminal also shows a progress bar, and in it whether the run trains, validates or saves. Steps with a validation and
-the last step are always printed.
+A terminal also shows a progress bar, and in it whether the run trains, validates or saves. Steps
+with a validation and the last step are always printed.
 """
 
 import math
@@ -23,9 +23,19 @@ from nanotrain.train.step_report import SPIKE, StepReport
 # Columns of the header where there is no terminal, and the fewest of any line.
 MAX_WIDTH, MIN_WIDTH = 100, 60
 LOG_WIDTH = 140  # columns of a step line where there is no terminal
-NOTABLE_LAG = 0.1  # the wait for the slowest rank is shown from this share of the step time on: less is noise
+# the wait for the slowest rank is shown from this share of the step time on: less is noise
+NOTABLE_LAG = 0.1
 # of a step; and what the progress bar shows for those in which no step runs
-PHASES = ("data", "forward-backward", "grad-reduce", "optimizer", "param-gather", "hooks", "validation", "checkpoint")
+PHASES = (
+    "data",
+    "forward-backward",
+    "grad-reduce",
+    "optimizer",
+    "param-gather",
+    "hooks",
+    "validation",
+    "checkpoint",
+)
 SHOWN = {"validation": "validating", "checkpoint": "saving"}
 
 
@@ -48,11 +58,13 @@ class LogHook(Hook):
             MofNCompleteColumn(),
             console=self._console,
             redirect_stderr=sys.stderr.isatty(),
-            disable=not self._console.is_terminal,  # rich ends a bar with an empty line, also one that never began
+            # rich ends a bar with an empty line, also one that never began
+            disable=not self._console.is_terminal,
         )
         self._metrics: MetricsFile | None = None  # open on the first rank, while training
         self._since_line: list[StepReport] = []
-        self._first_end: tuple[int, float] | None = None  # the first step and when it ended, for the remaining time
+        # the first step and when it ended, for the remaining time
+        self._first_end: tuple[int, float] | None = None
 
     def before_training(self, run: Run) -> None:
         if not run.context.control.is_first:
@@ -60,7 +72,9 @@ class LogHook(Hook):
         self._metrics = MetricsFile(run.folder.metrics, step=run.state.step)
         self._progress.start()
         total, done = run.config.train.train_iters, run.state.step
-        self._task = self._progress.add_task("", total=total, completed=done, heartbeat=run.context.heartbeat)
+        self._task = self._progress.add_task(
+            "", total=total, completed=done, heartbeat=run.context.heartbeat
+        )
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if self._metrics is None:
@@ -81,7 +95,8 @@ class LogHook(Hook):
             return
         self._metrics.append(report.to_json())
         self._metrics.close()
-        self._metrics = MetricsFile(run.folder.metrics, step=run.state.step)  # sets the later rows aside
+        # sets the later rows aside
+        self._metrics = MetricsFile(run.folder.metrics, step=run.state.step)
         self._since_line.clear()
         self._first_end = None
 
@@ -119,40 +134,57 @@ def describe(
     width: int = 1000,
     on_cpu: bool = False,
 ) -> str:
-    """The console line of a step, and below it a line of what happened: validation, tasks, skips, spikes, saves.
+    """The console line of a step, and below it a line of what happened: validation, tasks, skips,
+    spikes, saves.
 
-    All step lines of a run have the same columns in the same order and of the same widths. Rates are means over the
-    steps since the last line.
+    All step lines of a run have the same columns in the same order and of the same widths. Rates
+    are means over the steps since the last line.
 
     Args:
         reports: reports of the steps since the last line, the printed step last.
         train_iters: steps of the run.
         num_devices: one per rank.
-        seconds_per_step: time per step with validations and checkpoints, for the remaining time; None: the mean of
-            `reports`.
+        seconds_per_step: time per step with validations and checkpoints, for the remaining time;
+            None: the mean of `reports`.
         width: columns; the least important parts do not fit into fewer.
         on_cpu: the memory is that of the whole process, not of tensors only.
     """
-    last, metrics, memory_label = reports[-1], reports[-1].output.metrics, "process" if on_cpu else "mem"
+    last, metrics, memory_label = (
+        reports[-1],
+        reports[-1].output.metrics,
+        "process" if on_cpu else "mem",
+    )
     seconds = sum(report.step_time_s for report in reports)
-    tokens_per_second = sum(report.tokens_per_second * report.step_time_s for report in reports) / seconds
+    tokens_per_second = (
+        sum(report.tokens_per_second * report.step_time_s for report in reports) / seconds
+    )
     wait = sum(report.data_wait_s for report in reports) / seconds
     remaining = (train_iters - last.step) * (seconds_per_step or seconds / len(reports))
-    # text, and its order of removal on narrow lines, the highest number first; 0: never removed. Whether a text is
-    # empty depends on the settings of the run alone, and its length on no number.
+    # text, and its order of removal on narrow lines, the highest number first; 0: never removed.
+    # Whether a text is empty depends on the settings of the run alone, and its length on no number.
     parts = [
         (f"step {last.step:>{len(str(train_iters))}}/{train_iters}", 0),
         (f"loss {last.output.loss:7.4f}", 0),
         (f"data {last.data_stage:12}" if last.data_stage is not None else "", 7),
         (f"sequences of {last.seq_length:>7,}" if last.seq_length is not None else "", 7),
         (f"grad {last.output.grad_norm:7.3f}", 3),
-        (f"max logit {metrics['max_attention_logit']:7.2f}" if "max_attention_logit" in metrics else "", 7),
+        (
+            f"max logit {metrics['max_attention_logit']:7.2f}"
+            if "max_attention_logit" in metrics
+            else "",
+            7,
+        ),
         (f"params norm {metrics['params_norm']:9.3f}" if "params_norm" in metrics else "", 7),
         (f"zeros {metrics['num_zeros_in_grad']:>14,}" if "num_zeros_in_grad" in metrics else "", 7),
         (f"lr {last.lr:.2e}", 2),
         (f"decoupled lr {last.decoupled_lr:.2e}" if last.decoupled_lr is not None else "", 7),
         (_describe_experts(metrics.get("moe")), 6),
-        (f"mtp {' '.join(f'{loss:7.4f}' for loss in metrics['mtp_losses'])}" if "mtp_losses" in metrics else "", 6),
+        (
+            f"mtp {' '.join(f'{loss:7.4f}' for loss in metrics['mtp_losses'])}"
+            if "mtp_losses" in metrics
+            else "",
+            6,
+        ),
         (f"indexer {metrics['dsa_indexer_loss']:7.4f}" if "dsa_indexer_loss" in metrics else "", 6),
         (f"{tokens_per_second:9,.0f} tok/s", 1),
         (f"{tokens_per_second / num_devices:9,.0f} per device" if num_devices > 1 else "", 8),
@@ -161,7 +193,10 @@ def describe(
         (f"data wait {wait:4.0%}", 5),
         (f"eta {_clock(remaining):>9}", 1),
     ]
-    lines = [fit([part for part in parts if part[0]], width), *(f"  {text}" for text in _notes(reports) if text)]
+    lines = [
+        fit([part for part in parts if part[0]], width),
+        *(f"  {text}" for text in _notes(reports) if text),
+    ]
     return "\n".join(lines)
 
 
@@ -172,10 +207,14 @@ def _notes(reports: Sequence[StepReport]) -> tuple[str, str]:
     where = f" on {last.skipped_on}" if last.skipped_on else ""
     happened = [
         f"valid {valid:.4f} (ppl {math.exp(min(valid, 700)):,.1f})" if valid is not None else "",
-        f"{last.valid_bits_per_byte:.3f} bits per byte" if last.valid_bits_per_byte is not None else "",
+        f"{last.valid_bits_per_byte:.3f} bits per byte"
+        if last.valid_bits_per_byte is not None
+        else "",
         _describe_tasks(last.evaluation or {}),
         f"SKIPPED {skipped} (gradients not finite{where})" if skipped else "",
-        next((text for report in reports if (text := report.output.metrics.get("skip_reason"))), ""),
+        next(
+            (text for report in reports if (text := report.output.metrics.get("skip_reason"))), ""
+        ),
         _describe_spike(last),
         _describe_slowest(reports),
         _describe_busy(reports),
@@ -195,14 +234,17 @@ def _clock(seconds: float) -> str:
 
 
 def fit(parts: Sequence[tuple[str, int]], width: int) -> str:
-    """Join texts to a line of at most `width` columns; texts with high numbers are left out first, those with 0 never.
+    """Join texts to a line of at most `width` columns; texts with high numbers are left out first,
+    those with 0 never.
 
     >>> fit([("step 5", 0), ("a long text", 1), ("lr 1e-3", 2)], 18)
     'step 5 | lr 1e-3'
     """
     line, kept = "", set[int]()
     for index in sorted(range(len(parts)), key=lambda index: (parts[index][1], -index)):
-        longer = " | ".join(text for place, (text, _) in enumerate(parts) if place in {*kept, index})
+        longer = " | ".join(
+            text for place, (text, _) in enumerate(parts) if place in {*kept, index}
+        )
         if len(longer) <= width or not parts[index][1]:
             line, kept = longer, {*kept, index}
     return line
@@ -221,23 +263,34 @@ def _describe_spike(report: StepReport) -> str:
 
 def _describe_tasks(evaluation: Mapping[str, float]) -> str:
     """The accuracy on each task."""
-    scores = {key.split("/")[1]: value for key, value in evaluation.items() if key.endswith("/accuracy")}
+    scores = {
+        key.split("/")[1]: value for key, value in evaluation.items() if key.endswith("/accuracy")
+    }
     return ", ".join(f"{name} {accuracy:.1%}" for name, accuracy in scores.items())
 
 
 def _describe_slowest(reports: Sequence[StepReport]) -> str:
-    """The rank that was most often the slowest and how long the others waited for it; empty for short waits."""
+    """The rank that was most often the slowest and how long the others waited for it; empty for
+    short waits.
+    """
     ranks = [report.slowest_rank for report in reports if report.slowest_rank is not None]
     if not ranks:
         return ""
     slowest = max(set(ranks), key=ranks.count)
-    wait = sum(report.wait_for_slowest or 0.0 for report in reports if report.slowest_rank == slowest) / len(ranks)
+    wait = sum(
+        report.wait_for_slowest or 0.0 for report in reports if report.slowest_rank == slowest
+    ) / len(ranks)
     return f"wait for rank {slowest} {wait:.0%}" if wait >= NOTABLE_LAG else ""
 
 
 def _describe_busy(reports: Sequence[StepReport]) -> str:
-    """The least and the most mean seconds in which a rank did not wait, with `--log-straggler`; else empty."""
-    means = [fmean(times) for times in zip(*(report.busy_s for report in reports if report.busy_s), strict=True)]
+    """The least and the most mean seconds in which a rank did not wait, with `--log-straggler`;
+    else empty.
+    """
+    means = [
+        fmean(times)
+        for times in zip(*(report.busy_s for report in reports if report.busy_s), strict=True)
+    ]
     if not means:
         return ""
     fast, slow = means.index(min(means)), means.index(max(means))

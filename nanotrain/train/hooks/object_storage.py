@@ -10,7 +10,9 @@ log = get_logger(__name__)
 
 
 class UploadHook(Hook):
-    """Uploads files that have changed, on the first rank, after training also checkpoints; a failure is a warning."""
+    """Uploads files that have changed, on the first rank, after training also checkpoints; a
+    failure is a warning.
+    """
 
     def after_training(self, run: Run, *, is_finished: bool = True) -> None:
         checkpointer = run.checkpointer

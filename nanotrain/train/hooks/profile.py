@@ -1,4 +1,5 @@
-"""What torch records of some ranks: of `--profile-ranks`, else of all, in large runs of one data-parallel replica.
+"""What torch records of some ranks: of `--profile-ranks`, else of all, in large runs of one
+data-parallel replica.
 
 ProfileHook       profiler traces of some steps, in `profile/` of the run folder, one file per rank
 memory_snapshot   the history of GPU memory in `--memory-snapshot-path`, also where a run ends for lack of it
@@ -20,7 +21,8 @@ from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport
 
 log = get_logger(__name__)
-MAX_RECORDED = 64  # ranks of a run that are all recorded; a trace has tens of MB, and replicas do the same
+# ranks of a run that are all recorded; a trace has tens of MB, and replicas do the same
+MAX_RECORDED = 64
 
 
 class ProfileHook(Hook):
@@ -32,7 +34,9 @@ class ProfileHook(Hook):
     def before_training(self, run: Run) -> None:
         first, last = run.state.step + 1, run.config.train.profile_step_end
         if first > last and run.context.control.is_first:
-            log.warning("no profile: the run starts at step %d, after --profile-step-end %d", first, last)
+            log.warning(
+                "no profile: the run starts at step %d, after --profile-step-end %d", first, last
+            )
         self._start_before(run, step=first)
 
     def after_step(self, run: Run, report: StepReport) -> None:
@@ -45,21 +49,30 @@ class ProfileHook(Hook):
 
     def close(self, *, failed: bool) -> None:
         if self._profiler is not None:
-            self._profiler.stop()  # after an error; Python crashes at exit while a profiler runs (torch 2.13)
+            # after an error; Python crashes at exit while a profiler runs (torch 2.13)
+            self._profiler.stop()
 
     def _start_before(self, run: Run, *, step: int) -> None:
         train = run.config.train
-        is_profiled = train.profile_step_start <= step <= train.profile_step_end and is_recorded(train, run.context)
+        is_profiled = train.profile_step_start <= step <= train.profile_step_end and is_recorded(
+            train, run.context
+        )
         if self._profiler is None and is_profiled:
-            self._profiler = profile(record_shapes=True)  # of the CPU, and of the GPU where there is one
+            # of the CPU, and of the GPU where there is one
+            self._profiler = profile(record_shapes=True)
             self._profiler.start()
 
     def _write(self, run: Run) -> None:
         if self._profiler is None:
             return
-        run.wait_for_params()  # an all-gather that outlives its profiler corrupts the heap (torch 2.13)
+        # an all-gather that outlives its profiler corrupts the heap (torch 2.13)
+        run.wait_for_params()
         self._profiler.stop()
-        path = run.folder.path / "profile" / f"step-{run.state.step:08d}-rank-{run.context.rank:05d}.json"
+        path = (
+            run.folder.path
+            / "profile"
+            / f"step-{run.state.step:08d}-rank-{run.context.rank:05d}.json"
+        )
         profiler, self._profiler = self._profiler, None
         try:
             path.parent.mkdir(exist_ok=True)
@@ -68,7 +81,11 @@ class ProfileHook(Hook):
             log.warning("no profile: %s", error)
             return
         if path.is_file():
-            log.info("wrote profile %s; `nanotrain timeline %s` draws its last step", path, run.folder.path)
+            log.info(
+                "wrote profile %s; `nanotrain timeline %s` draws its last step",
+                path,
+                run.folder.path,
+            )
             return
         # torch raises nothing where the disk is full and leaves this file
         path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
@@ -84,7 +101,9 @@ def is_recorded(train: TrainConfig, context: ParallelContext) -> bool:
 
 @contextmanager
 def memory_snapshot(train: TrainConfig, context: ParallelContext) -> Iterator[None]:
-    """Record the allocations of this rank's GPU in the block, and write them in the end, also after an error."""
+    """Record the allocations of this rank's GPU in the block, and write them in the end, also after
+    an error.
+    """
     if train.memory_snapshot_path is None or not is_recorded(train, context):
         yield
         return

@@ -1,10 +1,12 @@
-"""`--timing-log-level`: ranges in traces, and the times of the phases of a step, without a host sync.
+"""`--timing-log-level`: ranges in traces, and the times of the phases of a step, without a host
+sync.
 
     level 1   data, forward-backward, grad-reduce, optimizer, param-gather, hooks, validation, checkpoint
     level 2   also the actions of the pipeline schedule: F, B, I, W; a wait for another stage is part of the action
 
-A phase ends where the next one begins, on a GPU when the current stream reaches that point. Collectives that overlap
-count where they are waited for: gradients in grad-reduce, parameters in the forward pass of the next step.
+A phase ends where the next one begins, on a GPU when the current stream reaches that point.
+Collectives that overlap count where they are waited for: gradients in grad-reduce, parameters in
+the forward pass of the next step.
 """
 
 from contextlib import ExitStack
@@ -16,7 +18,9 @@ from nanotrain.train.step_report import StepReport
 
 
 class TimersHook(Hook):
-    """Times what the heartbeat of this rank begins, and marks it in traces; `--profile` has the marks of level 1."""
+    """Times what the heartbeat of this rank begins, and marks it in traces; `--profile` has the
+    marks of level 1.
+    """
 
     def __init__(self) -> None:
         self._open: list[ExitStack] = []  # the running phase, then its running action
@@ -38,7 +42,8 @@ class TimersHook(Hook):
         if level > max(1, self._run.config.train.timing_log_level):
             return
         device = self._run.context.device
-        # The phase of the hooks ends in the next step: its range would overlap that of the step in part.
+        # The phase of the hooks ends in the next step: its range would overlap that of the step in
+        # part.
         self._open.append(ExitStack() if name == "hooks" else trace_range(name, device))
         self._open[-1].callback(self._stop, name, Stopwatch(device))
 

@@ -7,7 +7,8 @@ NotifyHook   a webhook: JSON messages to `train.notify` at the start and end of 
              spikes. Slack and Mattermost show `text`. A thread sends the messages, so a slow or unreachable server
              neither delays a step nor ends the run.
 
-    {"event": "spike", "run": "llama", "step": 120, "train_iters": 600, "loss": 9.1, "text": "llama: step 120 of ..."}
+    {"event": "spike", "run": "llama", "step": 120, "train_iters": 600, "loss": 9.1, "text": "llama:
+    step 120 of ..."}
 """
 
 import json
@@ -46,7 +47,9 @@ class Tracker(Protocol):
     """An experiment tracker."""
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Record the metrics of one step: numbers, and lists of numbers, such as the tokens of every expert."""
+        """Record the metrics of one step: numbers, and lists of numbers, such as the tokens of
+        every expert.
+        """
 
     def close(self, *, failed: bool) -> None:
         """Flush and close. `failed` if an error ended the run."""
@@ -55,7 +58,8 @@ class Tracker(Protocol):
 class TensorBoardTracker:
     """Event files in `train.tensorboard_dir`, or in `tensorboard/` of the run folder.
 
-    A start purges the steps that it is going to repeat from what TensorBoard shows of the files of earlier starts.
+    A start purges the steps that it is going to repeat from what TensorBoard shows of the files of
+    earlier starts.
     """
 
     def __init__(self, run: Run) -> None:
@@ -78,9 +82,9 @@ class TensorBoardTracker:
 class WandbTracker:
     """Weights & Biases; without an API key offline, in `wandb/` of the run folder.
 
-    All starts of a run have one id, in `wandb/id` of the run folder; `WANDB_RUN_ID` overrides it. The x axis is `step`,
-    the step of the training. wandb ignores rows that do not follow the last one, so its own counter also counts the
-    rows of steps that were repeated.
+    All starts of a run have one id, in `wandb/id` of the run folder; `WANDB_RUN_ID` overrides it.
+    The x axis is `step`, the step of the training. wandb ignores rows that do not follow the last
+    one, so its own counter also counts the rows of steps that were repeated.
     """
 
     def __init__(self, run: Run) -> None:
@@ -104,10 +108,17 @@ class WandbTracker:
         )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        log.info("wandb: %s", f"offline, in {run.folder.path / 'wandb'}" if self._run.offline else self._run.url)
+        log.info(
+            "wandb: %s",
+            f"offline, in {run.folder.path / 'wandb'}" if self._run.offline else self._run.url,
+        )
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        lists = {name: self._histogram(value) for name, value in values.items() if isinstance(value, list)}
+        lists = {
+            name: self._histogram(value)
+            for name, value in values.items()
+            if isinstance(value, list)
+        }
         self._run.log(values | lists | {"step": step}, step=step + self._num_repeated)
 
     def close(self, *, failed: bool) -> None:
@@ -120,12 +131,20 @@ class PrometheusTracker:
     def __init__(self, run: Run) -> None:
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-        train, self._registry, self._run = run.config.train, CollectorRegistry(), run.folder.path.resolve().name
+        train, self._registry, self._run = (
+            run.config.train,
+            CollectorRegistry(),
+            run.folder.path.resolve().name,
+        )
         self._gauge, self._gauges = Gauge, dict[str, Gauge]()
         self._server, _ = start_http_server(
             train.prometheus_port or 0, addr=train.prometheus_address, registry=self._registry
         )
-        log.info("metrics for Prometheus at http://%s:%d/metrics", train.prometheus_address, self._server.server_port)
+        log.info(
+            "metrics for Prometheus at http://%s:%d/metrics",
+            train.prometheus_address,
+            self._server.server_port,
+        )
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         for name, value in ({"step": step} | values).items():
@@ -133,7 +152,9 @@ class PrometheusTracker:
                 continue
             if name not in self._gauges:
                 gauge = re.sub(r"\W", "_", f"nanotrain_{name}")
-                self._gauges[name] = self._gauge(gauge, f"{name} of the newest step", ["run"], registry=self._registry)
+                self._gauges[name] = self._gauge(
+                    gauge, f"{name} of the newest step", ["run"], registry=self._registry
+                )
             self._gauges[name].labels(self._run).set(float(value))
 
     def close(self, *, failed: bool) -> None:
@@ -181,13 +202,26 @@ class TrackHook(Hook):
         fields = report.to_json()
         moe, norms = fields.pop("moe", {}), fields.pop("norms", {})
         fields |= {f"moe_{name}": value for name, value in moe.items()}
-        fields |= {f"mtp_{number}_loss": loss for number, loss in enumerate(fields.pop("mtp_losses", []), start=1)}
+        fields |= {
+            f"mtp_{number}_loss": loss
+            for number, loss in enumerate(fields.pop("mtp_losses", []), start=1)
+        }
         fields |= {f"loss/{name}": loss for name, loss in fields.pop("source_losses", {}).items()}
         fields |= fields.pop("evaluation", {})
         fields |= {f"timers/{name}": seconds for name, seconds in fields.pop("timers", {}).items()}
-        fields |= {f"norms/{kind}/{group}": norm for kind, each in norms.items() for group, norm in each.items()}
-        values = {name: value for name, value in fields.items() if name != "step" and isinstance(value, int | float)}
-        values |= {f"moe_load/{router}": counts for router, counts in moe.get("load", {}).items() if counts}
+        fields |= {
+            f"norms/{kind}/{group}": norm
+            for kind, each in norms.items()
+            for group, norm in each.items()
+        }
+        values = {
+            name: value
+            for name, value in fields.items()
+            if name != "step" and isinstance(value, int | float)
+        }
+        values |= {
+            f"moe_load/{router}": counts for router, counts in moe.get("load", {}).items() if counts
+        }
         for name, tracker in list(self._trackers.items()):
             with self._without_it(name):
                 tracker.write(report.step, values)
@@ -199,11 +233,15 @@ class TrackHook(Hook):
             yield
         except Exception as error:
             self._trackers.pop(name, None)
-            log.warning("training goes on without %s, metrics.jsonl has every step: %s", name, error)
+            log.warning(
+                "training goes on without %s, metrics.jsonl has every step: %s", name, error
+            )
 
 
 def _wandb_id(run: Run) -> str:
-    """The id of the run at Weights & Biases, which its folder keeps; a run that is begun anew has a new one."""
+    """The id of the run at Weights & Biases, which its folder keeps; a run that is begun anew has a
+    new one.
+    """
     path = run.folder.path / "wandb" / "id"
     if not (path.is_file() and run.config.checkpoint.auto_resume):
         path.parent.mkdir(exist_ok=True)
@@ -252,7 +290,9 @@ class Sender:
         while (message := self._waiting.get()) is not None:
             body = json.dumps(message).encode()
             try:
-                request = Request(self._url, data=body, headers={"Content-Type": "application/json"})
+                request = Request(
+                    self._url, data=body, headers={"Content-Type": "application/json"}
+                )
                 with build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S):
                     pass
             except HTTPError as error:
@@ -262,7 +302,10 @@ class Sender:
 
     def _warn(self, why: str) -> None:
         if not self._has_failed:
-            log.warning("--notify: a message was not delivered (%s); training goes on, this is logged once", why)
+            log.warning(
+                "--notify: a message was not delivered (%s); training goes on, this is logged once",
+                why,
+            )
         self._has_failed = True
 
 
@@ -299,7 +342,10 @@ class NotifyHook(Hook):
 
     def after_rollback(self, run: Run, report: StepReport) -> None:
         self._next_spike = 0  # the steps are counted from the checkpoint on
-        self._facts |= {"step": report.step, "loss": report.output.loss if math.isfinite(report.output.loss) else None}
+        self._facts |= {
+            "step": report.step,
+            "loss": report.output.loss if math.isfinite(report.output.loss) else None,
+        }
         self._send("spike", f"the loss is {report.output.loss:.4g}; back to step {run.state.step}")
 
     def after_training(self, run: Run) -> None:

@@ -1,4 +1,6 @@
-"""fp8 between steps: casts of weights end; with delayed scaling amaxes enter histories, which checkpoints keep."""
+"""fp8 between steps: casts of weights end; with delayed scaling amaxes enter histories, which
+checkpoints keep.
+"""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -50,28 +52,45 @@ class Fp8Amaxes(StepPart):
     ) -> Collection[TensorBox]:
         """Histories that the checkpoint lacks, as after a run in bf16 or with another length."""
         saved = manifest.tensors
-        return [box for box in self.tensors() if box.name not in saved or saved[box.name].shape != box.shape]
+        return [
+            box
+            for box in self.tensors()
+            if box.name not in saved or saved[box.name].shape != box.shape
+        ]
 
     def restored(self, missing: Collection[TensorBox], *, checkpoint: Path | None) -> None:
-        """Empty the histories that were not read, and let every layer check whether its history has values."""
+        """Empty the histories that were not read, and let every layer check whether its history has
+        values.
+        """
         self._forget_weights()
         histories = self.tensors()
         new = [history for box, history in histories.items() if box in missing]
         for history in new:
-            history.zero_()  # after a rollback, or the load of a damaged checkpoint, it has amaxes of later steps
+            # after a rollback, or the load of a damaged checkpoint, it has amaxes of later steps
+            history.zero_()
         if new:
-            log.info("%d of %d fp8 layers start with an empty amax history", len(new), len(histories))
+            log.info(
+                "%d of %d fp8 layers start with an empty amax history", len(new), len(histories)
+            )
         for layer in self._layers().values():
             layer.restored()
 
     def _layers(self) -> dict[str, Fp8Layer]:
-        return {name: layer for stage in self._stages.values() for name, layer in fp8_layers(stage).items()}
+        return {
+            name: layer
+            for stage in self._stages.values()
+            for name, layer in fp8_layers(stage).items()
+        }
 
 
 def fp8_layers(stage: nn.Module) -> dict[str, Fp8Layer]:
     """The layers of a stage that keep an amax history, by name ("layers.3.mlp.up.fp8"), in order."""
     modules = stage.named_modules()
-    return {name: layer for name, layer in modules if isinstance(layer, Fp8Layer) and layer.history is not None}
+    return {
+        name: layer
+        for name, layer in modules
+        if isinstance(layer, Fp8Layer) and layer.history is not None
+    }
 
 
 def update_amax_histories(stage: nn.Module, groups: tuple[Group, ...]) -> None:

@@ -1,4 +1,6 @@
-"""Losses besides that of the model: of multi-token prediction, of indexers, and on each corpus of a blend."""
+"""Losses besides that of the model: of multi-token prediction, of indexers, and on each corpus of a
+blend.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,12 +17,16 @@ from nanotrain.train.parts.part import BuiltModel, StepPart
 
 
 class MTPLosses(StepPart):
-    """The losses of multi-token prediction: scaled in the forward pass by global token counts, and reported."""
+    """The losses of multi-token prediction: scaled in the forward pass by global token counts, and
+    reported.
+    """
 
     def __init__(self, model: BuiltModel) -> None:
         mtp, context = model.config.model.mtp, model.context
-        self._tp, self._device = context.groups["tp"], context.device  # the ranks of tp have equal losses
-        self._layers = [layer for stage in model.stages.values() for layer in stage.mtp_layers]  # of the last stage
+        # the ranks of tp have equal losses
+        self._tp, self._device = context.groups["tp"], context.device
+        # of the last stage
+        self._layers = [layer for stage in model.stages.values() for layer in stage.mtp_layers]
         self._num_layers, self._factor = mtp.num_layers or 0, mtp.loss_scaling_factor
         self._num_tokens: list[int] = []  # target tokens of each layer in this step
 
@@ -30,7 +36,9 @@ class MTPLosses(StepPart):
     def counts(self, batches: Sequence[Batch]) -> list[float]:
         """Target tokens of each layer."""
         depths = range(self._num_layers)
-        return [sum(float(batch.mtp[depth].num_target_tokens) for batch in batches) for depth in depths]
+        return [
+            sum(float(batch.mtp[depth].num_target_tokens) for batch in batches) for depth in depths
+        ]
 
     def context(self, batch: GlobalBatch, counts: Sequence[float]) -> dict[str, Any]:
         """The factors of the summed losses, in the units of the model's summed loss.
@@ -49,14 +57,18 @@ class MTPLosses(StepPart):
         return sums if self._tp.is_first else none
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
-        return torch.stack([total / num_tokens for total, num_tokens in zip(sums, self._num_tokens, strict=True)])
+        return torch.stack(
+            [total / num_tokens for total, num_tokens in zip(sums, self._num_tokens, strict=True)]
+        )
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
         return {"mtp_losses": list(numbers)}
 
 
 class IndexerLoss(StepPart):
-    """The mean divergence of indexers over layers and tokens, since the last logged step; without its coefficient."""
+    """The mean divergence of indexers over layers and tokens, since the last logged step; without
+    its coefficient.
+    """
 
     def __init__(self, model: BuiltModel) -> None:
         self._device = model.context.device
@@ -66,7 +78,8 @@ class IndexerLoss(StepPart):
     def sums(self, *, is_logged: bool) -> Tensor | None:
         if not is_logged:
             return None
-        total = torch.zeros(2, dtype=torch.float64, device=self._device)  # tp ranks count equal divergences
+        # tp ranks count equal divergences
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
         for sums in self._sums:
             total += sums
             sums.zero_()
@@ -82,7 +95,9 @@ class SourceLosses(StepPart):
     def __init__(self, model: BuiltModel) -> None:
         self._names = source_names(model.dataset)  # in the order of `Batch.source_ids`
         # losses, target tokens
-        self._sums = torch.zeros(2, len(self._names), dtype=torch.float64, device=model.context.device)
+        self._sums = torch.zeros(
+            2, len(self._names), dtype=torch.float64, device=model.context.device
+        )
         for stage in model.stages.values():
             if stage.head is not None:  # which adds to the sums in the forward passes of training
                 stage.head.source_sums = self._sums
@@ -97,5 +112,9 @@ class SourceLosses(StepPart):
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
         """The mean loss of every corpus that had target tokens."""
         sums, tokens = numbers[: len(self._names)], numbers[len(self._names) :]
-        means = {name: loss / count for name, loss, count in zip(self._names, sums, tokens, strict=True) if count}
+        means = {
+            name: loss / count
+            for name, loss, count in zip(self._names, sums, tokens, strict=True)
+            if count
+        }
         return {"source_losses": means}

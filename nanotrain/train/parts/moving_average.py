@@ -13,7 +13,8 @@ from nanotrain.train.parts.part import BuiltModel, StepPart
 
 log = get_logger(__name__)
 
-PREFIX = "ema/"  # of the names in a checkpoint, where the average is among the tensors of the optimizer
+# of the names in a checkpoint, where the average is among the tensors of the optimizer
+PREFIX = "ema/"
 
 
 class MovingAverage(StepPart):
@@ -38,5 +39,7 @@ class MovingAverage(StepPart):
         """Begin at the loaded weights."""
         if any(box.name.startswith(PREFIX) for box in missing):
             if checkpoint is not None:
-                log.info("%s has no moving average of the weights: it begins at the weights", checkpoint)
+                log.info(
+                    "%s has no moving average of the weights: it begins at the weights", checkpoint
+                )
             self._average.restart()

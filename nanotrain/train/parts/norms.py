@@ -29,14 +29,20 @@ class ParamsNorm(StepPart):
     """The norm of the main params and the number of zeros in the gradients."""
 
     def __init__(self, model: BuiltModel) -> None:
-        self._train, self._optimizer, self._context = model.config.train, model.optimizer, model.context
+        self._train, self._optimizer, self._context = (
+            model.config.train,
+            model.optimizer,
+            model.context,
+        )
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         if not is_logged:
             return sums
         device = self._context.device
         mains = self._optimizer.tensors_to_save(only="model").values()
-        squares = squared_norm([tensor.detach().to(device).flatten() for tensor in mains], device=device)
+        squares = squared_norm(
+            [tensor.detach().to(device).flatten() for tensor in mains], device=device
+        )
         grads, none = self._optimizer.grad_tensors(once=True).values(), torch.zeros_like(squares)
         total = torch.stack([squares, sum(((grad == 0).sum() for grad in grads), start=none)])
         all_reduce(total, self._context.groups["world"])
@@ -44,7 +50,9 @@ class ParamsNorm(StepPart):
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
         norm = {"params_norm": numbers[0]} if self._train.log_params_norm else {}
-        zeros = {"num_zeros_in_grad": round(numbers[1])} if self._train.log_num_zeros_in_grad else {}
+        zeros = (
+            {"num_zeros_in_grad": round(numbers[1])} if self._train.log_num_zeros_in_grad else {}
+        )
         return norm | zeros
 
 
@@ -58,7 +66,9 @@ class GroupNorms(StepPart):
         self._before: dict[TensorBox, Tensor] = {}  # main params before the update
 
     def sums(self, *, is_logged: bool) -> Tensor | None:
-        """[groups], squares of the reduced gradients, which the update multiplies; copies the main params."""
+        """[groups], squares of the reduced gradients, which the update multiplies; copies the main
+        params.
+        """
         if not is_logged:
             return None
         self._before = {box: tensor.clone() for box, tensor in self._params().items()}
@@ -85,5 +95,9 @@ class GroupNorms(StepPart):
     def _squares(self, tensors: Boxes) -> Tensor:
         of_group: dict[str, list[Tensor]] = {group: [] for group in self._groups}
         for box, tensor in tensors.items():
-            of_group[self._group_of[box.name.removeprefix("model/")]].append(tensor.detach().flatten())
-        return torch.stack([squared_norm(each, device=self._context.device) for each in of_group.values()]).double()
+            of_group[self._group_of[box.name.removeprefix("model/")]].append(
+                tensor.detach().flatten()
+            )
+        return torch.stack(
+            [squared_norm(each, device=self._context.device) for each in of_group.values()]
+        ).double()

@@ -1,4 +1,5 @@
-"""`StepPart`: what one feature adds to every training step. `StepParts`: the parts of a run, called as one.
+"""`StepPart`: what one feature adds to every training step. `StepParts`: the parts of a run, called
+as one.
 
     prepare, counts             before the step: the microbatches as they are read, and what all ranks count in them
     context                     what the forward passes read besides the batch
@@ -63,10 +64,11 @@ class BuiltModel:
 
 
 class StepPart:
-    """Base class; subclasses override what they need. Every rank calls every method of every part, in order.
+    """Base class; subclasses override what they need. Every rank calls every method of every part,
+    in order.
 
-    Attributes:
-        replicated_over: groups whose ranks hold equal `tensors`; the first rank of all of them saves.
+    Attributes: replicated_over: groups whose ranks hold equal `tensors`; the first rank of all of
+        them saves.
     """
 
     replicated_over: tuple[GroupName, ...] = ("tp", "dp_cp")  # the ranks of a stage
@@ -76,7 +78,9 @@ class StepPart:
         return batch
 
     def counts(self, batches: Sequence[Batch]) -> list[float]:
-        """Numbers that are summed over all ranks before the step; as many for no microbatches, as after an error."""
+        """Numbers that are summed over all ranks before the step; as many for no microbatches, as
+        after an error.
+        """
         return []
 
     def context(self, batch: GlobalBatch, counts: Sequence[float]) -> dict[str, Any]:
@@ -110,9 +114,11 @@ class StepPart:
         return sums
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
-        """Entries of the step in metrics.jsonl, from the result of `after_update`; not called without numbers.
+        """Entries of the step in metrics.jsonl, from the result of `after_update`; not called
+        without numbers.
 
-        `skip_reason` says why the part had the step skipped and what to do; the log and an error of many skips have it.
+        `skip_reason` says why the part had the step skipped and what to do; the log and an error of
+        many skips have it.
         """
         return {}
 
@@ -123,7 +129,8 @@ class StepPart:
     def missing(
         self, targets: Collection[TensorBox], manifest: Manifest, *, weights_alone: bool
     ) -> Collection[TensorBox]:
-        """The tensors of this part that are not read from a checkpoint; without others a checkpoint is an error.
+        """The tensors of this part that are not read from a checkpoint; without others a checkpoint
+        is an error.
 
         Args:
             targets: all tensors of the run.
@@ -169,7 +176,10 @@ class StepParts:
     def context(self, batch: GlobalBatch) -> dict[str, Any]:
         """Fields of `BatchContext` of all parts."""
         ends = accumulate((len(part.counts([])) for part in self), initial=0)
-        fields = [part.context(batch, batch.counts[i:j]) for part, (i, j) in zip(self, pairwise(ends), strict=True)]
+        fields = [
+            part.context(batch, batch.counts[i:j])
+            for part, (i, j) in zip(self, pairwise(ends), strict=True)
+        ]
         return {name: value for each in fields for name, value in each.items()}
 
     def sums(self, *, is_logged: bool) -> Tensor:
@@ -180,7 +190,9 @@ class StepParts:
         return torch.cat([none, *self._sums])
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> dict[str, Tensor]:
-        """Let all parts act after the update rule; returns the numbers that `metrics` reads, by part."""
+        """Let all parts act after the update rule; returns the numbers that `metrics` reads, by
+        part.
+        """
         each = sums.split([len(own) for own in self._sums])
         return {
             name: part.after_update(update, own, is_logged=is_logged)
@@ -199,12 +211,20 @@ class StepParts:
     def tensors_to_save(self) -> dict[TensorBox, Tensor]:
         """The tensors that this rank saves: of those that several ranks hold, the first one saves."""
         groups = self._context.group
-        saved = [part for part in self if all(groups(name).is_first for name in part.replicated_over)]
+        saved = [
+            part for part in self if all(groups(name).is_first for name in part.replicated_over)
+        ]
         return {box: tensor for part in saved for box, tensor in part.tensors().items()}
 
-    def missing(self, targets: Collection[TensorBox], manifest: Manifest, *, weights_alone: bool) -> set[TensorBox]:
+    def missing(
+        self, targets: Collection[TensorBox], manifest: Manifest, *, weights_alone: bool
+    ) -> set[TensorBox]:
         """The tensors of all parts that are not read from a checkpoint."""
-        return {box for part in self for box in part.missing(targets, manifest, weights_alone=weights_alone)}
+        return {
+            box
+            for part in self
+            for box in part.missing(targets, manifest, weights_alone=weights_alone)
+        }
 
     def restored(self, missing: Collection[TensorBox], *, checkpoint: Path | None) -> None:
         """Let all parts start what was not read."""

@@ -1,4 +1,5 @@
-"""QK-clip: query and key weights of heads whose largest attention logit exceeds a threshold are scaled down.
+"""QK-clip: query and key weights of heads whose largest attention logit exceeds a threshold are
+scaled down.
 
 QKClip              scales the rows of the main params after every update
 MaxAttentionLogit   `--log-max-attention-logit`: the largest logit since the last logged step, over all layers and ranks
@@ -8,10 +9,11 @@ MaxAttentionLogit   `--log-max-attention-logit`: the largest logit since the las
     MLA                 query rows f^alpha, rotary   key rows f^(1 - alpha); the rotary key, which all heads share,
                         query rows f                 and values stay as they are
 
-So every logit of a head is scaled by f, biases included. A layer is clipped after the update of the step in which the
-logits were observed (`model/attention.py`).
+So every logit of a head is scaled by f, biases included. A layer is clipped after the update of the
+step in which the logits were observed (`model/attention.py`).
 
-Source: Kimi K2 (2025), section 2.1, algorithm 1 (MuonClip), with alpha 1/2; Megatron-LM for heads that share a key.
+Source: Kimi K2 (2025), section 2.1, algorithm 1 (MuonClip), with alpha 1/2; Megatron-LM for heads
+that share a key.
 
     N query heads over all tp ranks   G key/value heads
 """
@@ -43,8 +45,12 @@ class QKClip(StepPart):
         model, groups = self._model, self._model.context.groups
         config, shape = model.config.optim, model.plan.shape
         for stage in model.stages.values():
-            factors = collect_factors(stage, config, shape=shape, tp=groups["tp"], dp_cp=groups["dp_cp"])
-            model.optimizer.scale_rows({name: torch.where(update.skipped, 1.0, f) for name, f in factors.items()})
+            factors = collect_factors(
+                stage, config, shape=shape, tp=groups["tp"], dp_cp=groups["dp_cp"]
+            )
+            model.optimizer.scale_rows(
+                {name: torch.where(update.skipped, 1.0, f) for name, f in factors.items()}
+            )
         return sums
 
 
@@ -72,7 +78,8 @@ class MaxAttentionLogit(StepPart):
 def collect_factors(
     stage: nn.Module, config: OptimConfig, *, shape: ModelShape, tp: Group, dp_cp: Group
 ) -> dict[str, Tensor]:
-    """The factors of the rows of a stage's query and key parameters by name, the same on every rank; resets the logits.
+    """The factors of the rows of a stage's query and key parameters by name, the same on every
+    rank; resets the logits.
 
     Args:
         stage: stage with the same layers on every rank of the groups.
@@ -84,7 +91,9 @@ def collect_factors(
     tracked = logits_of(stage)
     if not tracked:
         return {}
-    largest = next(iter(tracked.values())).largest.new_full((len(tracked), shape.num_heads), -torch.inf)
+    largest = next(iter(tracked.values())).largest.new_full(
+        (len(tracked), shape.num_heads), -torch.inf
+    )
     for row, logits in zip(largest, tracked.values(), strict=True):
         row.chunk(tp.size)[tp.index].copy_(logits.largest)
         logits.largest.fill_(-torch.inf)
@@ -105,13 +114,19 @@ def logits_of(stage: nn.Module) -> dict[str, MaxLogits]:
     """The tracked attention layers of a stage by name ("layers.3.attention"), in order."""
     suffix = ".max_logits"
     modules = stage.named_modules()
-    return {name.removesuffix(suffix): module for name, module in modules if isinstance(module, MaxLogits)}
+    return {
+        name.removesuffix(suffix): module
+        for name, module in modules
+        if isinstance(module, MaxLogits)
+    }
 
 
 def row_factors(of_heads: Tensor, shape: ModelShape, *, alpha: float) -> Mapping[str, Tensor]:
-    """The factors of the rows of query and key parameters, by their name in the layer, from those of the heads [N].
+    """The factors of the rows of query and key parameters, by their name in the layer, from those
+    of the heads [N].
 
-    The result may name parameters that the layer does not have (biases, a query without q_lora_rank).
+    The result may name parameters that the layer does not have (biases, a query without
+    q_lora_rank).
     """
     shared = of_heads.view(shape.query_groups, -1).amin(dim=1)
     heads_per_group = shape.num_heads // shape.query_groups
@@ -122,9 +137,14 @@ def row_factors(of_heads: Tensor, shape: ModelShape, *, alpha: float) -> Mapping
         "none": torch.ones_like(shared),
     }
     rows = next(rows for mixer in shape.mixers if mixer and (rows := MIXERS[mixer].clipped_rows))
-    return {name: _rows(*((factors[heads], size) for heads, size in parts)) for name, parts in rows(shape).items()}
+    return {
+        name: _rows(*((factors[heads], size) for heads, size in parts))
+        for name, parts in rows(shape).items()
+    }
 
 
 def _rows(*channels: tuple[Tensor, int]) -> Tensor:
     """Factors of heads, each for a number of channels -> of the rows of all heads, head by head."""
-    return torch.cat([factors[:, None].expand(-1, size) for factors, size in channels], dim=1).flatten()
+    return torch.cat(
+        [factors[:, None].expand(-1, size) for factors, size in channels], dim=1
+    ).flatten()

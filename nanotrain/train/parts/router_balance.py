@@ -1,4 +1,6 @@
-"""Routers: their statistics are summed and reported once per step, and expert biases move against the imbalance."""
+"""Routers: their statistics are summed and reported once per step, and expert biases move against
+the imbalance.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
@@ -22,14 +24,23 @@ class RouterBalance(StepPart):
         moe, self._stages, self._device = model.config.model.moe, model.stages, model.context.device
         assert moe is not None, "only a mixture of experts has routers"
         self._rate, self._length = moe.router_bias_update_rate, moe.num_choices + len(SCALARS)
-        self._routers = {name: router for stage in self._stages.values() for name, router in routers_of(stage).items()}
+        self._routers = {
+            name: router
+            for stage in self._stages.values()
+            for name, router in routers_of(stage).items()
+        }
         self._names = [*router_names(model.plan)]
-        assert self._routers.keys() <= set(self._names), "a router that the other ranks would not sum"
+        assert self._routers.keys() <= set(self._names), (
+            "a router that the other ranks would not sum"
+        )
 
     def sums(self, *, is_logged: bool) -> Tensor:
         """[routers * (E + 5)], and reset the statistics; a router is on the ranks of one stage."""
         none = torch.zeros(self._length, dtype=torch.float64, device=self._device)
-        sums = [self._routers[name].stats.sums() if name in self._routers else none for name in self._names]
+        sums = [
+            self._routers[name].stats.sums() if name in self._routers else none
+            for name in self._names
+        ]
         for router in self._routers.values():
             router.stats.reset()
         return torch.cat(sums)
@@ -42,11 +53,16 @@ class RouterBalance(StepPart):
         return sums
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
-        """`load` (tokens per expert by router), and means over routers of what `router_metrics` returns."""
+        """`load` (tokens per expert by router), and means over routers of what `router_metrics`
+        returns.
+        """
         starts = range(0, len(numbers), self._length)
         routers = [router_metrics(numbers[start : start + self._length]) for start in starts]
         load = {name: router.pop("load") for name, router in zip(self._names, routers, strict=True)}
-        return {"moe": {"load": load} | {key: fmean(router[key] for router in routers) for key in routers[0]}}
+        return {
+            "moe": {"load": load}
+            | {key: fmean(router[key] for router in routers) for key in routers[0]}
+        }
 
     def tensors(self) -> dict[TensorBox, Tensor]:
         return router_biases(self._stages)
@@ -55,14 +71,24 @@ class RouterBalance(StepPart):
 def router_names(plan: Plan) -> Iterator[str]:
     """The routers of the whole model by name."""
     shape = plan.shape
-    yield from (f"layers.{layer}.mlp.router" for layer in range(shape.num_layers) if shape.has_experts(layer))
-    yield from (f"mtp.{i}.block.mlp.router" for i, layer in enumerate(shape.mtp_layers) if shape.has_experts(layer))
+    yield from (
+        f"layers.{layer}.mlp.router"
+        for layer in range(shape.num_layers)
+        if shape.has_experts(layer)
+    )
+    yield from (
+        f"mtp.{i}.block.mlp.router"
+        for i, layer in enumerate(shape.mtp_layers)
+        if shape.has_experts(layer)
+    )
 
 
 def update_expert_bias(router: HasRouterState, tokens_per_expert: Tensor, *, rate: float) -> None:
-    """Lower the bias of experts with more than the mean number of tokens, and raise that of the others.
+    """Lower the bias of experts with more than the mean number of tokens, and raise that of the
+    others.
 
-    Every bias moves by `rate`, for any distance (DeepSeek-V3, section 2.1.2: balance without auxiliary loss).
+    Every bias moves by `rate`, for any distance (DeepSeek-V3, section 2.1.2: balance without
+    auxiliary loss).
 
     Args:
         router: router; without a bias it stays as it is.
@@ -99,6 +125,10 @@ def router_metrics(sums: Sequence[float]) -> dict[str, Any]:
 
 
 def router_biases(stages: Mapping[int, Stage]) -> dict[TensorBox, Tensor]:
-    """The expert biases of this rank's routers by their names in a checkpoint; replicated over all ranks of a stage."""
-    biases = {name: bias for stage in stages.values() for name, bias in expert_biases(stage).items()}
+    """The expert biases of this rank's routers by their names in a checkpoint; replicated over all
+    ranks of a stage.
+    """
+    biases = {
+        name: bias for stage in stages.values() for name, bias in expert_biases(stage).items()
+    }
     return {TensorBox.full(name, bias.shape): bias for name, bias in biases.items()}

@@ -1,6 +1,8 @@
-"""Memory of a run before it starts: what the worst rank needs, and the error with settings that fit (docs/memory.md).
+"""Memory of a run before it starts: what the worst rank needs, and the error with settings that fit
+(docs/memory.md).
 
-Parameters, gradients and optimizer state are exact, the rest is estimated. Pure: nothing is allocated.
+Parameters, gradients and optimizer state are exact, the rest is estimated. Pure: nothing is
+allocated.
 """
 
 import time
@@ -30,18 +32,22 @@ from nanotrain.train.compile import with_compile
 from nanotrain.train.plans.activations import INT64, Activations, StageBytes
 from nanotrain.train.plans.plan import Plan, plan_run, with_fp8_products
 
-# A run is refused only if the exact part and this share of the activations exceed the memory: the estimate is within
-# 10 %, and a compiled block may save only half.
+# A run is refused only if the exact part and this share of the activations exceed the memory: the
+# estimate is within 10 %, and a compiled block may save only half.
 CERTAIN_SHARE, CERTAIN_SHARE_COMPILED = 0.8, 0.4
-# cpu: measured with a tiny model, libraries in its first steps; cuda: workspaces of cuBLAS, which torch allocates on
-# compute capability 9.0 once for the thread of the forward and once for that of the backward, and what is left of
-# blocks that its allocator does not split (0 to 15 MB over the layouts of docs/gpu.md)
+# cpu: measured with a tiny model, libraries in its first steps; cuda: workspaces of cuBLAS, which
+# torch allocates on compute capability 9.0 once for the thread of the forward and once for that of
+# the backward, and what is left of blocks that its allocator does not split (0 to 15 MB over the
+# layouts of docs/gpu.md)
 PROCESS_BYTES = {"cpu": 75_000_000, "cuda": 2 * 32 * 2**20 + 16_000_000}
-# What a process takes of a GPU besides tensors. The context, with the kernels of torch, cuBLAS and cuDNN that are
-# loaded as they are used: 0.5 to 0.8 GB. The channels of a communicator of NCCL: 0.2 to 0.4 GB.
+# What a process takes of a GPU besides tensors. The context, with the kernels of torch, cuBLAS and
+# cuDNN that are loaded as they are used: 0.5 to 0.8 GB. The channels of a communicator of NCCL: 0.2
+# to 0.4 GB.
 CONTEXT_BYTES, NCCL_BYTES = 700 * 2**20, 256 * 2**20
 FRAGMENTS = (
-    0.03  # of the tensors: reserved memory exceeds allocated memory by 2 to 7 % in the runs that SimuMax measured
+    # of the tensors: reserved memory exceeds allocated memory by 2 to 7 % in the runs that SimuMax
+    # measured
+    0.03
 )
 ROWS = ("params", "grads", "optimizer", "activations", "working", "communication", "overhead")
 SEARCH_S = 4.0  # of CPU time, after which the search for settings that fit ends
@@ -81,17 +87,27 @@ class MemoryPlan:
 
     def certain(self, share: float) -> int:
         """The exact part, the runtime and a share of the activations."""
-        return self.params + self.grads + self.optimizer + self.runtime + int(share * self.activations)
+        return (
+            self.params + self.grads + self.optimizer + self.runtime + int(share * self.activations)
+        )
 
     def rows(self) -> dict[str, str]:
         """The rows of the table by name; without communication and overhead if there is none."""
         sizes = {name: getattr(self, name) for name in ROWS}
-        return {name: describe_bytes(size) for name, size in sizes.items() if size or name not in ROWS[-2:]}
+        return {
+            name: describe_bytes(size)
+            for name, size in sizes.items()
+            if size or name not in ROWS[-2:]
+        }
 
     def table(self, available: int | None, *, pp_size: int = 1) -> str:
-        """A small table; with more than one pipeline rank the title names the one that needs the most."""
+        """A small table; with more than one pipeline rank the title names the one that needs the
+        most.
+        """
         lines = [f"  {name:<14}{text:>12}" for name, text in self.rows().items()]
-        lines[3] += f"  {self.in_flight} in flight" + (f", recompute {self.recompute}" if self.recompute else "")
+        lines[3] += f"  {self.in_flight} in flight" + (
+            f", recompute {self.recompute}" if self.recompute else ""
+        )
         lines.append(f"  {'total':<14}{describe_bytes(self.reserved):>12}")
         lines[-1] += f" of {describe_bytes(available)}" if available else ""
         lines += [f"  without {self.unplanned}"] if self.unplanned else []
@@ -113,8 +129,8 @@ def plan_memory(
     """
     parallel, dp_size = config.parallel, config.parallel.data_parallel_size(world_size)
     pp_size, count = parallel.pipeline_model_parallel_size, num_microbatches(config.train, dp_size)
-    # Planning the transfers of many microbatches takes seconds. A plan for few has the same stages, buffers and groups.
-    # Schedules of the batch size change only the number of microbatches.
+    # Planning the transfers of many microbatches takes seconds. A plan for few has the same stages,
+    # buffers and groups. Schedules of the batch size change only the number of microbatches.
     few = with_batch_size(config, config.train.micro_batch_size * dp_size * pp_size)
     topology = Topology.of(parallel, world_size, has_experts=config.model.moe is not None)
     rank = topology.group_specs(0)["pp"].ranks[pp_rank]
@@ -122,12 +138,18 @@ def plan_memory(
     kept, resident = Activations(plan, device), plan.resident_bytes
     peak = peak_of(plan, kept, schedule=schedule or train_schedule(config, world_size))
     # the largest copy of an asynchronous save: main params and optimizer state, in host memory
-    staged = resident.params + resident.optimizer if device == "cpu" and config.checkpoint.async_save else 0
+    staged = (
+        resident.params + resident.optimizer
+        if device == "cpu" and config.checkpoint.async_save
+        else 0
+    )
     granularity = config.memory.recompute_granularity
     messages = 2 * MAX_SENDS * kept.outside * kept.width if pp_size > 1 else 0
     in_fp8 = 0  # weights as they are and transposed
     if device == "cuda" and plan.keeps_fp8_weights(count):
-        in_fp8 = 2 * sum(p.box.numel for stage in plan.stages for p in with_fp8_products(stage.params, config))
+        in_fp8 = 2 * sum(
+            p.box.numel for stage in plan.stages for p in with_fp8_products(stage.params, config)
+        )
     return MemoryPlan(
         pp_rank=pp_rank,
         params=resident.params + in_fp8,
@@ -137,7 +159,10 @@ def plan_memory(
         in_flight=peak.in_flight,
         recompute=" ".join([granularity, *config.memory.recomputed_modules]) if granularity else "",
         working=PROCESS_BYTES[device] + staged + peak.working + 3 * INT64 * kept.tokens * count,
-        communication=messages + resident.grad_buckets + resident.units + _returned_by_graphs(plan, device),
+        communication=messages
+        + resident.grad_buckets
+        + resident.units
+        + _returned_by_graphs(plan, device),
         runtime=runtime_bytes(_num_communicators(plan)) if device == "cuda" else 0,
         unplanned="the records of --profile" if config.train.profile else "",
     )
@@ -171,7 +196,9 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
     return built_schedule(parallel.pipeline_schedule, shape)
 
 
-def require_memory(config: Config, world_size: int, *, device: str, available: int | None) -> MemoryPlan:
+def require_memory(
+    config: Config, world_size: int, *, device: str, available: int | None
+) -> MemoryPlan:
     """The memory of the worst rank.
 
     Args:
@@ -184,28 +211,40 @@ def require_memory(config: Config, world_size: int, *, device: str, available: i
         ConfigError: it cannot fit.
     """
     worst = worst_memory(config, world_size, device=device)
-    share = CERTAIN_SHARE_COMPILED if with_compile(config, device).train.torch_compile else CERTAIN_SHARE
+    share = (
+        CERTAIN_SHARE_COMPILED
+        if with_compile(config, device).train.torch_compile
+        else CERTAIN_SHARE
+    )
     share *= config.train.train_iters > 0  # without steps everything is built, nothing is computed
     if available is None or worst.certain(share) <= available:
         return worst
-    fitting = _find_fitting(config, world_size, pp_rank=worst.pp_rank, device=device, available=available)
+    fitting = _find_fitting(
+        config, world_size, pp_rank=worst.pp_rank, device=device, available=available
+    )
     rows = ", ".join(f"{name} {text}" for name, text in worst.rows().items())
     advice = "choose a smaller model or --seq-length"
     raise ConfigError(
         f"a rank needs {describe_bytes(worst.reserved)} of memory and has {describe_bytes(available)}",
         why=rows,
-        fix=f"with the same memory per rank it fits with {', or '.join(fitting)}" if fitting else advice,
+        fix=f"with the same memory per rank it fits with {', or '.join(fitting)}"
+        if fitting
+        else advice,
     )
 
 
 def _returned_by_graphs(plan: Plan, device: str) -> int:
-    """Gradients of the largest compiled block that its graph returns to hooks, which run after its whole backward."""
+    """Gradients of the largest compiled block that its graph returns to hooks, which run after its
+    whole backward.
+    """
     if not with_compile(plan.config, device).train.torch_compile:
         return 0
     options, num_bytes = plan.data_parallel, 0
     for buffer in plan.buffers:
         layout, num_blocks = buffer.layout, options.num_gather_blocks
-        traced = traced_units(layout, is_transient=options.strategy.shard_grads, num_blocks=num_blocks)
+        traced = traced_units(
+            layout, is_transient=options.strategy.shard_grads, num_blocks=num_blocks
+        )
         returned: Counter[str] = Counter()
         for spec, numel in ((param.spec, param.box.numel) for param in layout.params):
             returned[spec.unit] += numel * (
@@ -262,7 +301,9 @@ def peak_of_step(actions: Iterable[Action], stages: Mapping[int, StageBytes]) ->
 
 
 class _Change(NamedTuple):
-    """A change of a run: as the user writes it, as values by key, and as a factor of the number of ranks."""
+    """A change of a run: as the user writes it, as values by key, and as a factor of the number of
+    ranks.
+    """
 
     text: str
     values: Mapping[str, Any]
@@ -270,16 +311,25 @@ class _Change(NamedTuple):
 
 
 def _changes(config: Config, world_size: int) -> tuple[list[_Change], ...]:
-    """Changes of strategy, recomputation, micro-batch, tensor parallelism and ranks; per kind the smallest first."""
+    """Changes of strategy, recomputation, micro-batch, tensor parallelism and ranks; per kind the
+    smallest first.
+    """
     parallel, strategies = config.parallel, get_args(ShardingStrategy)
     stronger = strategies[strategies.index(parallel.data_parallel_sharding_strategy) + 1 :]
     flag, doubled = "--data-parallel-sharding-strategy", [2**power for power in range(1, 9)]
-    smaller = [config.train.micro_batch_size // n for n in doubled if config.train.micro_batch_size % n == 0]
+    smaller = [
+        config.train.micro_batch_size // n
+        for n in doubled
+        if config.train.micro_batch_size % n == 0
+    ]
     tp_sizes = [n for n in doubled[:4] if n > parallel.tensor_model_parallel_size]
     granularities: list[str | None] = [None, "selective", "full"]
     more = granularities[granularities.index(config.memory.recompute_granularity) + 1 :]
     return (
-        [_Change(f"{flag} {each}", {"parallel.data_parallel_sharding_strategy": each}) for each in stronger],
+        [
+            _Change(f"{flag} {each}", {"parallel.data_parallel_sharding_strategy": each})
+            for each in stronger
+        ],
         [
             _Change(
                 f"--recompute-granularity {each}",
@@ -299,25 +349,39 @@ def _changes(config: Config, world_size: int) -> tuple[list[_Change], ...]:
     )
 
 
-def _find_fitting(config: Config, world_size: int, *, pp_rank: int, device: str, available: int) -> list[str]:
-    """The smallest change of each kind with which the run fits; if none fits, several changes on the fewest ranks."""
+def _find_fitting(
+    config: Config, world_size: int, *, pp_rank: int, device: str, available: int
+) -> list[str]:
+    """The smallest change of each kind with which the run fits; if none fits, several changes on
+    the fewest ranks.
+    """
     end, kinds = time.thread_time() + SEARCH_S, _changes(config, world_size)
 
     def fits(*changes: _Change) -> str | None:
         if time.thread_time() > end:
             return None
-        changed = with_values(config, {key: value for each in changes for key, value in each.values.items()})
+        changed = with_values(
+            config, {key: value for each in changes for key, value in each.values.items()}
+        )
         num_ranks = world_size * prod(each.factor for each in changes)
         try:
             check_layout(changed)
             needed = plan_memory(changed, num_ranks, pp_rank=pp_rank, device=device).reserved
         except NanotrainError:
             return None
-        return f"{', '.join(each.text for each in changes)} ({describe_bytes(needed)})" if needed <= available else None
+        return (
+            f"{', '.join(each.text for each in changes)} ({describe_bytes(needed)})"
+            if needed <= available
+            else None
+        )
 
-    fitting = [next((text for change in changes if (text := fits(change))), None) for changes in kinds]
+    fitting = [
+        next((text for change in changes if (text := fits(change))), None) for changes in kinds
+    ]
     if not any(fitting):
-        strategies, recompute, _, tp, num_ranks = ([(each,) for each in changes] for changes in kinds)
+        strategies, recompute, _, tp, num_ranks = (
+            [(each,) for each in changes] for changes in kinds
+        )
         several = product(num_ranks, [(), *tp], [(), *strategies[-1:]], [(), *recompute[-1:]])
         fitting = [next((text for parts in several if (text := fits(*chain(*parts)))), None)]
     return [text for text in fitting if text]

@@ -1,9 +1,10 @@
-"""`Plan`: everything that is determined before a device is touched, for one rank. Pure: no process group, no module.
+"""`Plan`: everything that is determined before a device is touched, for one rank. Pure: no process
+group, no module.
 
     Config -> plan_run(config, world_size, rank) -> Plan -> build.build_run
 
-`plan_run` accepts any rank of any world size and takes the same time for all of them. `traffic.sent_bytes` computes the
-bytes that a step sends from a plan.
+`plan_run` accepts any rank of any world size and takes the same time for all of them.
+`traffic.sent_bytes` computes the bytes that a step sends from a plan.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,12 @@ from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.notation import read_pipeline_layout
 from nanotrain.config.parallel import ParallelConfig
 from nanotrain.config.rules.check import OPEN_NAMES
-from nanotrain.config.schedules import batch_schedule, global_batch_size, length_schedule, samples_of_steps
+from nanotrain.config.schedules import (
+    batch_schedule,
+    global_batch_size,
+    length_schedule,
+    samples_of_steps,
+)
 from nanotrain.config.schema import ENTRIES, check_choice, value_of
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.errors import ErrorCollector
@@ -64,8 +70,10 @@ class StagePlan:
 
     spec: StageSpec  # layers of the stage
     params: tuple[LocalParam, ...]  # local parameters in registration order
-    buffers: tuple[BufferPlan, ...]  # dense, dense in fp8, experts, experts in fp8; only those that have parameters
-    mtp_layers: range = range(0)  # indices of its layers of multi-token prediction, after those of the model
+    # dense, dense in fp8, experts, experts in fp8; only those that have parameters
+    buffers: tuple[BufferPlan, ...]
+    # indices of its layers of multi-token prediction, after those of the model
+    mtp_layers: range = range(0)
 
 
 @dataclass(frozen=True)
@@ -73,11 +81,14 @@ class ResidentBytes:
     """Bytes resident on a rank during the run, alignment and padding included."""
 
     params: int  # model params, or their shards
-    # at most this much for gathered FSDP units where params are sharded; exactly this much with a double buffer
+    # at most this much for gathered FSDP units where params are sharded; exactly this much with a
+    # double buffer
     units: int
     grads: int  # gradient buffers, or gradient shards
-    grad_buckets: int  # at most this much for full-size buckets in flight, if gradients are sharded or received
-    optimizer: int  # the state of the update rule, and main params that are separate from the model params
+    # at most this much for full-size buckets in flight, if gradients are sharded or received
+    grad_buckets: int
+    # the state of the update rule, and main params that are separate from the model params
+    optimizer: int
 
     @property
     def total(self) -> int:
@@ -99,7 +110,8 @@ class Plan:
     # actions and transfers of a training step; `StepSchedules` has those of other batch sizes
     train_schedule: RankPlan
     valid_schedule: RankPlan  # forwards and transfers of a validation batch
-    # factor of the loss that the gradient collectives divide by: the ranks of `dp_cp` if they average, else 1
+    # factor of the loss that the gradient collectives divide by: the ranks of `dp_cp` if they
+    # average, else 1
     num_averaged_ranks: int
 
     @property
@@ -109,7 +121,9 @@ class Plan:
 
     @property
     def data_parallel(self) -> DataParallelOptions:
-        """What data parallelism shards, reduces and gathers; the run uses the same options for every buffer."""
+        """What data parallelism shards, reduces and gathers; the run uses the same options for
+        every buffer.
+        """
         return DataParallelOptions.of(self.config.parallel, self.config.precision)
 
     def keeps_fp8_weights(self, num_microbatches: int) -> bool:
@@ -124,12 +138,18 @@ class Plan:
             return layout.numel
         numel = layout.numel_of_units
         # multi-token prediction reads embedding and head beside its own unit
-        shared = [numel.pop(min(b.units)) for b in layout.buckets if b.is_shared] if self.shape.num_mtp_layers else []
-        if not shared and self.shape.is_tied and "head" in numel:  # the final norm, beside the embedding
+        shared = (
+            [numel.pop(min(b.units)) for b in layout.buckets if b.is_shared]
+            if self.shape.num_mtp_layers
+            else []
+        )
+        # the final norm, beside the embedding
+        if not shared and self.shape.is_tied and "head" in numel:
             numel["head"] += numel.get("embedding", 0)
         num_units, sizes = 1 + self.data_parallel.num_prefetched_units, list(numel.values())
         together = max(sum(sizes[first : first + num_units]) for first in range(len(sizes)))
-        # if a group of layers is recomputed, one of them is gathered beside the layer whose backward waits
+        # if a group of layers is recomputed, one of them is gathered beside the layer whose
+        # backward waits
         if (self.config.memory.recompute_num_layers or 1) > 1:
             together = sum(sorted(sizes)[-max(2, num_units) :])
         return sum(shared) + together
@@ -145,7 +165,9 @@ class Plan:
         for bucket in buffer.layout.buckets:
             ranges = bucket.update_ranges(buffer.shard.index, outer_index=outer_index)
             fraction = host_fraction(self.config.optim)
-            yield from split_shard(ranges, bucket.update_numel, rule=self.rule, host_fraction=fraction)
+            yield from split_shard(
+                ranges, bucket.update_numel, rule=self.rule, host_fraction=fraction
+            )
 
     @property
     def buffers(self) -> tuple[BufferPlan, ...]:
@@ -153,18 +175,28 @@ class Plan:
         return tuple(buffer for stage in self.stages for buffer in stage.buffers)
 
     def samples_of(self, steps: int, *, batch_size: int | None = None) -> int:
-        """Samples of the first `steps` steps; `batch_size` is that of step 0 where a resume has changed it."""
+        """Samples of the first `steps` steps; `batch_size` is that of step 0 where a resume has
+        changed it.
+        """
         schedule = self.sampler.schedule
-        return samples_of_steps(schedule, steps) if schedule else steps * (batch_size or self.sampler.global_batch_size)
+        return (
+            samples_of_steps(schedule, steps)
+            if schedule
+            else steps * (batch_size or self.sampler.global_batch_size)
+        )
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
-        """[B, S, H] of this rank's hidden states between two stages, for samples that are not split."""
+        """[B, S, H] of this rank's hidden states between two stages, for samples that are not
+        split.
+        """
         return self.hidden_shape_of(self.config.data.seq_length)
 
     def hidden_shape_of(self, seq_length: int) -> tuple[int, int, int]:
         """`hidden_shape` where samples are split into sequences of `seq_length` tokens."""
-        batch_size = self.config.train.micro_batch_size * (self.config.data.seq_length // seq_length)
+        batch_size = self.config.train.micro_batch_size * (
+            self.config.data.seq_length // seq_length
+        )
         return batch_size, seq_length // self.num_sequence_shards, self.shape.hidden_size
 
     @property
@@ -180,13 +212,20 @@ class Plan:
         grad_size, main_grad_size = precision.grads.itemsize, precision.main_grads.itemsize
         params = units = grads = buckets = optimizer = 0
         for buffer in self.buffers:
-            layout, num_shards, param_size = buffer.layout, buffer.shard.size, buffer.param_size(precision)
+            layout, num_shards, param_size = (
+                buffer.layout,
+                buffer.shard.size,
+                buffer.param_size(precision),
+            )
             params += layout.numel // (num_shards if strategy.shard_params else 1) * param_size
             if strategy.shard_params:
                 units += self._gathered_numel(layout) * param_size
             num_updated = layout.numel // num_shards // layout.num_outer_shards
-            params += num_updated * precision.params.itemsize * buffer.is_fp8  # what the optimizer writes
-            optimizer += state_bytes(self.parts_of(buffer), self.rule, config=self.config.optim, precision=precision)
+            # what the optimizer writes
+            params += num_updated * precision.params.itemsize * buffer.is_fp8
+            optimizer += state_bytes(
+                self.parts_of(buffer), self.rule, config=self.config.optim, precision=precision
+            )
             opened = layout.open_numel * grad_size
             if strategy.shard_grads:
                 grads += layout.numel // num_shards * main_grad_size
@@ -195,7 +234,9 @@ class Plan:
                     buckets += opened // num_shards  # the shard in the reduced dtype
             else:
                 grads += layout.numel * grad_size
-                grads += num_updated * main_grad_size if precision.main_grads != precision.grads else 0
+                grads += (
+                    num_updated * main_grad_size if precision.main_grads != precision.grads else 0
+                )
             if self.data_parallel.by_all_to_all:
                 buckets += opened  # received
         return ResidentBytes(params, units, grads, buckets, optimizer)
@@ -210,14 +251,16 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         rank: global rank.
 
     Raises:
-        ConfigError: an unknown schedule, core attention or optimizer, or a batch that does not fit the ranks.
+        ConfigError: an unknown schedule, core attention or optimizer, or a batch that does not fit
+            the ranks.
         TopologyError: a layout that does not fit the ranks or the model.
     """
     check_names(config)
     topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
     groups, shape = topology.group_specs(rank), ModelShape.of(config.model)
     batch_size = global_batch_size(config.train, groups["dp"].size)
-    # Saved with the configuration, so that a resume on other ranks reports that an unset size has changed.
+    # Saved with the configuration, so that a resume on other ranks reports that an unset size has
+    # changed.
     config = replace(config, train=replace(config.train, global_batch_size=batch_size))
     num_readers, is_reader = _readers(config.data, groups, end_ranks=topology.end_ranks)
     sampler = SamplerConfig(
@@ -231,7 +274,9 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         unread_length=None if is_reader else config.data.seq_length,
     )
     pipeline = PipelineShape.of(config.parallel, sampler.num_microbatches)
-    of_pipeline = partial(_rank_plan, config.parallel.pipeline_schedule, pipeline, rank=groups["pp"].index)
+    of_pipeline = partial(
+        _rank_plan, config.parallel.pipeline_schedule, pipeline, rank=groups["pp"].index
+    )
     return Plan(
         config=config,
         topology=topology,
@@ -246,24 +291,31 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
     )
 
 
-def _readers(data: DataConfig, groups: Mapping[GroupName, GroupSpec], *, end_ranks: Sequence[int]) -> tuple[int, bool]:
+def _readers(
+    data: DataConfig, groups: Mapping[GroupName, GroupSpec], *, end_ranks: Sequence[int]
+) -> tuple[int, bool]:
     """The number of ranks that read a sample, and whether this rank is one of them.
 
-    The first stage needs tokens, the last one labels, and those between at most the borders of documents.
+    The first stage needs tokens, the last one labels, and those between at most the borders of
+    documents.
     """
     pp, is_by_all = groups["pp"], data.reset_position_ids or data.reset_attention_mask
     readers = range(pp.size) if is_by_all else end_ranks
     return groups["tp"].size * groups["cp"].size * len(readers), pp.index in readers
 
 
-def plan_train_schedule(config: Config, groups: Mapping[GroupName, GroupSpec], *, num_microbatches: int) -> RankPlan:
+def plan_train_schedule(
+    config: Config, groups: Mapping[GroupName, GroupSpec], *, num_microbatches: int
+) -> RankPlan:
     """The actions and transfers of this rank in a training step of `num_microbatches`."""
     pipeline = PipelineShape.of(config.parallel, num_microbatches)
     return _rank_plan(config.parallel.pipeline_schedule, pipeline, rank=groups["pp"].index)
 
 
 @lru_cache(maxsize=1024)  # thousands of layouts of a search have few pipelines
-def _rank_plan(name: str, pipeline: PipelineShape, *, rank: int, is_training: bool = True) -> RankPlan:
+def _rank_plan(
+    name: str, pipeline: PipelineShape, *, rank: int, is_training: bool = True
+) -> RankPlan:
     """The actions and transfers of a rank; in validation the forwards alone."""
     schedule = build_schedule(name, pipeline)
     return plan_rank(schedule if is_training else forward_only(schedule), rank)
@@ -293,7 +345,11 @@ def check_names(config: Config) -> None:
 
 
 def _plan_stages(
-    config: Config, shape: ModelShape, *, groups: Mapping[GroupName, GroupSpec], coords: Mapping[str, int]
+    config: Config,
+    shape: ModelShape,
+    *,
+    groups: Mapping[GroupName, GroupSpec],
+    coords: Mapping[str, int],
 ) -> Iterator[StagePlan]:
     sizes = {axis: groups[axis].size for axis in ("tp", "ep", "etp")}
     declaration = Declaration(
@@ -312,13 +368,23 @@ def _plan_stages(
 
 
 def stage_specs(parallel: ParallelConfig, shape: ModelShape) -> tuple[StageSpec, ...]:
-    """The stages of all pipeline ranks; of a hybrid layer pattern those that share its weights best."""
+    """The stages of all pipeline ranks; of a hybrid layer pattern those that share its weights
+    best.
+    """
     if parallel.pipeline_model_parallel_layout is not None:
         return stages_of_lengths(read_pipeline_layout(parallel.pipeline_model_parallel_layout))
     per_rank = parallel.num_virtual_stages_per_pipeline_rank
     num_stages = parallel.pipeline_model_parallel_size * per_rank
-    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    if shape.has_half_layers and num_stages > 1 and first is last is None and not any(parallel.counted_ends):
+    first, last = (
+        parallel.decoder_first_pipeline_num_layers,
+        parallel.decoder_last_pipeline_num_layers,
+    )
+    if (
+        shape.has_half_layers
+        and num_stages > 1
+        and first is last is None
+        and not any(parallel.counted_ends)
+    ):
         return stages_of_lengths(balanced_lengths(layer_weights(shape), num_stages))
     return split_layers(
         shape.num_layers,
@@ -333,14 +399,21 @@ def stage_specs(parallel: ParallelConfig, shape: ModelShape) -> tuple[StageSpec,
 def _plan_buffers(
     params: Sequence[LocalParam], config: Config, *, groups: Mapping[GroupName, GroupSpec]
 ) -> Iterator[BufferPlan]:
-    """The buffers of a stage: dense, dense in fp8, experts, experts in fp8; those that have parameters."""
+    """The buffers of a stage: dense, dense in fp8, experts, experts in fp8; those that have
+    parameters.
+    """
     parallel, fp8_names = config.parallel, set(fp8_gathered(params, config))
-    pairs = (groups["dp_shard"], groups["dp_replicate"]), (groups["expert_dp_shard"], groups["expert_dp_replicate"])
+    pairs = (
+        (groups["dp_shard"], groups["dp_replicate"]),
+        (groups["expert_dp_shard"], groups["expert_dp_replicate"]),
+    )
     is_outer_sharded = parallel.outer_dp_sharding_strategy == "optim"
     for is_expert, is_fp8 in product((False, True), (False, True)):
         shard, replicate = pairs[is_expert]
         chosen = [
-            param for param in params if param.spec.is_expert == is_expert and (param.spec.name in fp8_names) == is_fp8
+            param
+            for param in params
+            if param.spec.is_expert == is_expert and (param.spec.name in fp8_names) == is_fp8
         ]
         num_outer_shards = replicate.size if is_outer_sharded else 1
         sizes = {"num_shards": shard.size, "num_outer_shards": num_outer_shards}
@@ -352,8 +425,8 @@ def _plan_buffers(
 def fp8_gathered(params: Sequence[LocalParam], config: Config) -> Iterator[str]:
     """The names of the weights that are gathered in fp8.
 
-    With one scale per block, replicated key and value projections are left out: a rank multiplies only with the rows of
-    its heads, and its blocks begin at the first of these rows.
+    With one scale per block, replicated key and value projections are left out: a rank multiplies
+    only with the rows of its heads, and its blocks begin at the first of these rows.
     """
     fp8 = config.precision.fp8
     if fp8 is None or not fp8.param_gather:
@@ -367,6 +440,12 @@ def fp8_gathered(params: Sequence[LocalParam], config: Config) -> Iterator[str]:
 
 def with_fp8_products(params: Sequence[LocalParam], config: Config) -> list[LocalParam]:
     """The weights of fp8 products."""
-    in_bf16 = {f"layers.{layer}" for layer in layers_in_bf16(config.precision.fp8, config.model.num_layers)}
+    in_bf16 = {
+        f"layers.{layer}" for layer in layers_in_bf16(config.precision.fp8, config.model.num_layers)
+    }
     has_fp8 = config.precision.fp8 is not None
-    return [param for param in params if has_fp8 and param.spec.in_fp8 and param.spec.unit not in in_bf16]
+    return [
+        param
+        for param in params
+        if has_fp8 and param.spec.in_fp8 and param.spec.unit not in in_bf16
+    ]

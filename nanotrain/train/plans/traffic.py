@@ -8,8 +8,9 @@
                     per token as there can be
     matrices        hidden matrices of Muon: shard and replicate groups, tp, etp
 
-The counts equal those of `comm/group.py` in a run; a recomputed forward counts twice. Not included: tensor
-parallelism, fp8 amaxes over its groups, router statistics, attention logits of QK-clip and control traffic.
+The counts equal those of `comm/group.py` in a run; a recomputed forward counts twice. Not included:
+tensor parallelism, fp8 amaxes over its groups, router statistics, attention logits of QK-clip and
+control traffic.
 """
 
 import math
@@ -39,7 +40,9 @@ TOKEN_TRIPS = 4  # dispatch and combine, forward and backward
 
 
 def sent_bytes(plan: Plan) -> dict[Key, int]:
-    """Bytes that this rank sends per training step, by (group, operation); operations without bytes are left out."""
+    """Bytes that this rank sends per training step, by (group, operation); operations without bytes
+    are left out.
+    """
     total: Counter[Key] = Counter()
     for part in (data_parallel, embedding, pipeline, attention, experts, matrices):
         for key, num_bytes in part(plan):
@@ -48,9 +51,11 @@ def sent_bytes(plan: Plan) -> dict[Key, int]:
 
 
 def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
-    """Reduce-scatter and all-gather in the shard group, and the collectives across instances, per bucket.
+    """Reduce-scatter and all-gather in the shard group, and the collectives across instances, per
+    bucket.
 
-    Across instances shards are all-reduced, or reduce-scattered and all-gathered if they are sharded across instances.
+    Across instances shards are all-reduced, or reduce-scattered and all-gathered if they are
+    sharded across instances.
     """
     precision, strategy = Precision.of(plan.config.precision), plan.data_parallel.strategy
     num_scatters = plan.num_microbatches if strategy.shard_grads else 1
@@ -60,7 +65,10 @@ def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
         shard, replicate = buffer.shard, buffer.replicate
         num_gathers = bucket_gathers(plan, stage, layout=buffer.layout)
         for bucket, gathers in zip(buffer.layout.buckets, num_gathers, strict=True):
-            grads, params = bucket.numel * precision.grads.itemsize, bucket.numel * buffer.param_size(precision)
+            grads, params = (
+                bucket.numel * precision.grads.itemsize,
+                bucket.numel * buffer.param_size(precision),
+            )
             inside = reduced_bytes(grads, shard.size)
             across = reduced_bytes(grads if keeps_full else grads // shard.size, replicate.size)
             if keeps_full:
@@ -69,7 +77,10 @@ def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
                 yield (shard.name, reduce_scatter), num_scatters * inside
             yield (shard.name, "all_gather"), gathers * reduced_bytes(params, shard.size)
             if bucket.num_outer_shards > 1:
-                yield (replicate.name, "all_gather"), reduced_bytes(params // shard.size, replicate.size)
+                yield (
+                    (replicate.name, "all_gather"),
+                    reduced_bytes(params // shard.size, replicate.size),
+                )
             if bucket.num_outer_shards > 1 and not keeps_full:
                 yield (replicate.name, reduce_scatter), across
             else:
@@ -82,8 +93,12 @@ def _amaxes(plan: Plan, buffer: BufferPlan) -> Iterator[tuple[Key, int]]:
     """Amaxes of fp8 weights, all-reduced in fp32 before they are quantized."""
     assert (fp8 := plan.config.precision.fp8) is not None, "callers have fp8 weights"
     block = RECIPES[fp8.recipe].weight_block
-    num_bytes = sum(4 * math.prod(scales_shape(param.box.shape, block)) for param in buffer.layout.params)
-    for group in (buffer.shard, buffer.replicate) if buffer.layout.num_outer_shards > 1 else (buffer.shard,):
+    num_bytes = sum(
+        4 * math.prod(scales_shape(param.box.shape, block)) for param in buffer.layout.params
+    )
+    for group in (
+        (buffer.shard, buffer.replicate) if buffer.layout.num_outer_shards > 1 else (buffer.shard,)
+    ):
         yield (group.name, "all_reduce"), 2 * reduced_bytes(num_bytes, group.size)
 
 
@@ -97,20 +112,31 @@ def embedding(plan: Plan) -> Iterator[tuple[Key, int]]:
         for bucket in buffer.layout.buckets:
             for part in bucket.update_ranges(buffer.shard.index, outer_index=outer_index):
                 if "embed" in part.param.spec.grad_sum_axes:
-                    yield ("embed", "all_reduce"), 2 * reduced_bytes(part.numel * itemsize, group.size)
+                    yield (
+                        ("embed", "all_reduce"),
+                        2 * reduced_bytes(part.numel * itemsize, group.size),
+                    )
 
 
 def pipeline(plan: Plan) -> Iterator[tuple[Key, int]]:
     """Hidden states to the next stage, gradients to the previous one."""
-    message_bytes = math.prod(plan.hidden_shape) * Precision.of(plan.config.precision).params.itemsize
-    num_messages = sum(len(step.sends) for step in plan.train_schedule.steps if isinstance(step, TransferBatch))
+    message_bytes = (
+        math.prod(plan.hidden_shape) * Precision.of(plan.config.precision).params.itemsize
+    )
+    num_messages = sum(
+        len(step.sends) for step in plan.train_schedule.steps if isinstance(step, TransferBatch)
+    )
     yield ("pp", "p2p"), num_messages * message_bytes
 
 
 def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
     """Every attention layer of this rank, or what is in its place, forward and backward."""
     config, group, shape = plan.config, plan.groups["cp"], plan.shape
-    size, tp, itemsize = group.size, plan.groups["tp"].size, Precision.of(config.precision).params.itemsize
+    size, tp, itemsize = (
+        group.size,
+        plan.groups["tp"].size,
+        Precision.of(config.precision).params.itemsize,
+    )
     if size == 1:
         return
     comm_type, num_sequences = config.parallel.cp_comm_type, config.train.micro_batch_size
@@ -118,14 +144,19 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
     rank = ContextRank(group.index, size, tp, num_sequences, itemsize, positions, comm_type)
     is_full, unsent = config.memory.recompute_granularity == "full", 0
     if comm_type == "a2a" and not is_full:
-        # a core attention that runs again alone, not in a layer, ends at its last saved tensor: the output is not sent
-        unsent = reduced_bytes(positions * shape.num_heads // tp * shape.value_head_dim * itemsize, size)
+        # a core attention that runs again alone, not in a layer, ends at its last saved tensor: the
+        # output is not sent
+        unsent = reduced_bytes(
+            positions * shape.num_heads // tp * shape.value_head_dim * itemsize, size
+        )
     again = Counter(recomputed_layers(plan, "core_attn"))
     for layer in _layers(plan):
         own, mixers = shape.of_layer(layer), [mixer for mixer, _ in shape.blocks(layer) if mixer]
         for kind in (MIXERS[part] for mixer in mixers for part in MIXERS[mixer].parts or (mixer,)):
             num_again = again[layer] if kind.has_keys or is_full else 0
-            for operation, (forward, backward) in (kind.cp_bytes(own, rank) if kind.cp_bytes else {}).items():
+            for operation, (forward, backward) in (
+                kind.cp_bytes(own, rank) if kind.cp_bytes else {}
+            ).items():
                 num_bytes = forward + backward + num_again * max(0, forward - unsent)
                 yield ("cp", operation), plan.num_microbatches * num_bytes
 
@@ -136,29 +167,44 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
     if moe is None:
         return
     num_tokens = (
-        train.micro_batch_size * plan.config.data.seq_length // (plan.groups["cp"].size * plan.groups["tp"].size)
+        train.micro_batch_size
+        * plan.config.data.seq_length
+        // (plan.groups["cp"].size * plan.groups["tp"].size)
     )
     # what experts read of all tokens of this rank, once per expert they are sent to
     row = plan.shape.expert_input_size * Precision.of(plan.config.precision).params.itemsize
     sizes = {"num_experts": moe.num_experts, "ep": plan.groups["ep"].size}
     routed = DispatchOptions.of(plan.config).num_rows(num_tokens, moe.router_topk, **sizes) * row
     counts = moe.num_experts * COUNT_BYTES  # known where layers are recomputed
-    passes = ((_layers(plan), TOKEN_TRIPS, counts), (recomputed_layers(plan, "moe"), TOKEN_TRIPS // 2, 0))
+    passes = (
+        (_layers(plan), TOKEN_TRIPS, counts),
+        (recomputed_layers(plan, "moe"), TOKEN_TRIPS // 2, 0),
+    )
     for layers, trips, counted in passes:
         number = plan.num_microbatches * sum(map(plan.shape.has_experts, layers))
-        nodes = plan.groups["ep"].size // (plan.config.parallel.moe_hierarchical_dispatch or plan.groups["ep"].size)
-        if nodes > 1:  # one row per token and node, with the numbers and weights of its experts in fp32
+        nodes = plan.groups["ep"].size // (
+            plan.config.parallel.moe_hierarchical_dispatch or plan.groups["ep"].size
+        )
+        # one row per token and node, with the numbers and weights of its experts in fp32
+        if nodes > 1:
             rows = num_tokens * reached_nodes(moe, nodes)
-            row_bytes = trips * routed // (num_tokens * moe.router_topk) + trips // 2 * 8 * moe.router_topk
+            row_bytes = (
+                trips * routed // (num_tokens * moe.router_topk) + trips // 2 * 8 * moe.router_topk
+            )
             across = rows * row_bytes + (nodes * COUNT_BYTES if counted else 0)
             yield ("ep", "all_to_all_across"), number * reduced_bytes(across, nodes)
         for (group, operation), count in EXPERT_BYTES.items():
-            size, shared = plan.groups[group].size, nodes if group == "ep" else 1  # ranks of a node, experts of a node
-            yield (group, operation), number * count(trips * routed, counted // nodes, size // shared)
+            # ranks of a node, experts of a node
+            size, shared = plan.groups[group].size, nodes if group == "ep" else 1
+            yield (
+                (group, operation),
+                number * count(trips * routed, counted // nodes, size // shared),
+            )
 
 
 def reached_nodes(moe: MoEConfig, num_nodes: int) -> int:
-    """The most nodes that hold experts of one token; experts are chosen from a few groups where there are groups.
+    """The most nodes that hold experts of one token; experts are chosen from a few groups where
+    there are groups.
 
     >>> reached_nodes(MoEConfig(num_experts=64, router_topk=8, router_num_groups=8, router_group_topk=4), 8)
     4
@@ -201,13 +247,16 @@ def matrices(plan: Plan) -> Iterator[tuple[Key, int]]:
             config=config,
             shards_across=buffers[0].layout.num_outer_shards > 1,
         )
-        placed = plan_matrices([buffer.layout for buffer in buffers], rule, config=config, groups=groups)
+        placed = plan_matrices(
+            [buffer.layout for buffer in buffers], rule, config=config, groups=groups
+        )
         for axis, numel in WholeMatrices(placed, groups).sent_numel().items():
             yield (getattr(groups, axis).name, "all_to_all"), numel * rule.dtype(config).itemsize
 
 
-# bytes of a layer, from those of its tokens over all trips, those of the counts and the size of the group: tokens go to
-# the ranks of their experts and back, with the counts, and to every shard of an expert and back
+# bytes of a layer, from those of its tokens over all trips, those of the counts and the size of the
+# group: tokens go to the ranks of their experts and back, with the counts, and to every shard of an
+# expert and back
 EXPERT_BYTES: dict[tuple[GroupName, str], Callable[[int, int, int], int]] = {
     ("ep", "all_to_all"): lambda tokens, counts, size: reduced_bytes(tokens + counts, size),
     ("etp", "all_to_all"): lambda tokens, counts, size: tokens * (size - 1),
@@ -236,12 +285,17 @@ def bucket_gathers(plan: Plan, stage: StagePlan, *, layout: BufferLayout) -> lis
 
 
 def stage_units(stage: StagePlan, layout: BufferLayout) -> list[tuple[int, ...]]:
-    """The buckets of one buffer that each module of a stage reads, by index, in forward order; see `child_units`."""
+    """The buckets of one buffer that each module of a stage reads, by index, in forward order; see
+    `child_units`.
+    """
     spec = stage.spec
     mtp = [f"mtp.{depth}" for depth in range(len(stage.mtp_layers))]
     names = [f"layers.{layer}" for layer in spec.layers]
     names = ["embedding"] * spec.has_embedding + names + ["head"] * spec.has_head + mtp
-    by_name = {name: tuple(i for i, bucket in enumerate(layout.buckets) if name in bucket.units) for name in names}
+    by_name = {
+        name: tuple(i for i, bucket in enumerate(layout.buckets) if name in bucket.units)
+        for name in names
+    }
     shared = tuple(i for i, bucket in enumerate(layout.buckets) if bucket.is_shared)
     if spec.has_head and all(param.spec.name != "head.weight" for param in stage.params):
         by_name["head"] += shared
@@ -261,13 +315,18 @@ def step_gathers(
 
     Args:
         kinds: kinds of the actions of one stage, in their order.
-        units: buckets that each module reads, in forward order; none for a module of another buffer.
+        units: buckets that each module reads, in forward order; none for a module of another
+            buffer.
         order: gather order of the units that are not empty.
         groups: ranges of modules that are recomputed together.
         has_loss: whether the last unit returns a loss.
     """
-    unit_of = {module: index for index, module in enumerate(m for m, unit in enumerate(units) if unit)}
-    again = {group[-1]: [unit_of[module] for module in group if module in unit_of] for group in groups}
+    unit_of = {
+        module: index for index, module in enumerate(m for m, unit in enumerate(units) if unit)
+    }
+    again = {
+        group[-1]: [unit_of[module] for module in group if module in unit_of] for group in groups
+    }
     counts: Counter[int] = Counter()
     for kind in kinds:
         if kind is ActionKind.forward:
@@ -275,7 +334,8 @@ def step_gathers(
                 counts.update(order.before_forward(index).started)
                 order.after_forward(index, has_backward=True, is_loss=has_loss)
             continue
-        if kind is not ActionKind.backward_input:  # the first unit of an I action stays until W or another forward
+        # the first unit of an I action stays until W or another forward
+        if kind is not ActionKind.backward_input:
             order.free()
         for module in reversed(range(len(units))) if kind.has_dgrad else ():
             if module in unit_of:

@@ -1,4 +1,5 @@
-"""Load what a run starts from into a built model; for a damaged checkpoint fall back to an older one of the same run.
+"""Load what a run starts from into a built model; for a damaged checkpoint fall back to an older
+one of the same run.
 
     restore             tensors, optimizer state and counters, from the newest intact checkpoint of the run
     load_pretrained     weights of a Hugging Face folder (`--pretrained-checkpoint`)
@@ -59,9 +60,10 @@ def restore(
         checkpointer: checkpointer of the run.
         model: model to load into.
         parts: parts of the step, whose tensors are read too.
-        may_fall_back: whether a damaged `start` is replaced by the newest intact checkpoint in the run's folder.
-        config: configuration to compare with that of the checkpoint; None for that of `model`. Differences that
-            change the loss are logged.
+        may_fall_back: whether a damaged `start` is replaced by the newest intact checkpoint in the
+            run's folder.
+        config: configuration to compare with that of the checkpoint; None for that of `model`.
+            Differences that change the loss are logged.
 
     Raises:
         DamagedCheckpoint: `start` is damaged, and no other may or can be used.
@@ -81,7 +83,9 @@ def restore(
 
     while True:
         try:
-            manifest = checkpointer.restore(start, targets, config=current, padded_rows=rows, choose=choose)
+            manifest = checkpointer.restore(
+                start, targets, config=current, padded_rows=rows, choose=choose
+            )
             state = _load_state(manifest, optimizer, path=start, config=config)
             if not config.checkpoint.finetune:
                 require_same_corpora(model.dataset, manifest.objects.get("corpora", {}))
@@ -102,19 +106,24 @@ def restore(
 
 
 def load_pretrained(folder: Path, *, model: BuiltModel, parts: StepParts) -> None:
-    """Read the main params and expert biases of this rank, and start the all-gather of the parameters.
+    """Read the main params and expert biases of this rank, and start the all-gather of the
+    parameters.
 
-    Each rank reads its shards alone. Main params get the digits of the files, also where the model params have fewer.
+    Each rank reads its shards alone. Main params get the digits of the files, also where the model
+    params have fewer.
 
     Raises:
         HuggingFaceError: the files do not have the tensors of the model, or are damaged.
     """
-    from nanotrain.interop.hf.import_weights import import_weights  # few runs need Hugging Face's families
+    # few runs need Hugging Face's families
+    from nanotrain.interop.hf.import_weights import import_weights
 
     state, config = model.optimizer.state_tensors(), model.config
     tensors = {box: tensor for box, tensor in state.items() if box.name.startswith("model/")}
     tensors |= router_biases(model.stages)
-    wanted = {replace(box, name=box.name.partition("/")[2]): tensor for box, tensor in tensors.items()}
+    wanted = {
+        replace(box, name=box.name.partition("/")[2]): tensor for box, tensor in tensors.items()
+    }
     import_weights(folder, config.model, wanted=wanted)
     model.optimizer.finish_load()
     parts.restored((state | parts.tensors()).keys() - tensors.keys(), checkpoint=None)
@@ -124,10 +133,15 @@ def load_pretrained(folder: Path, *, model: BuiltModel, parts: StepParts) -> Non
 
 
 def warn_after_restore(manifest: Manifest, data: DataConfig, *, path: Path) -> None:
-    """Log a warning if a checkpoint and the corpus have different tokenizers, for which the same id is other text."""
-    with suppress(NanotrainError, OSError):  # files of another run may be gone, damaged or private, and are not needed
+    """Log a warning if a checkpoint and the corpus have different tokenizers, for which the same id
+    is other text.
+    """
+    # files of another run may be gone, damaged or private, and are not needed
+    with suppress(NanotrainError, OSError):
         _warn_of_other_tokenizer(
-            lambda: tokenizer_name(OpenedCheckpoint(path, config_from_dict(manifest.config), manifest)),
+            lambda: tokenizer_name(
+                OpenedCheckpoint(path, config_from_dict(manifest.config), manifest)
+            ),
             data,
             path=path,
         )
@@ -139,8 +153,12 @@ def warn_after_import(folder: Path, data: DataConfig) -> None:
         _warn_of_other_tokenizer(lambda: str(folder), data, path=folder)
 
 
-def _warn_of_other_tokenizer(find: Callable[[], str | None], data: DataConfig, *, path: Path) -> None:
-    """`find` returns the tokenizer of weights as `load_tokenizer` takes it, None if unknown; `path` is theirs."""
+def _warn_of_other_tokenizer(
+    find: Callable[[], str | None], data: DataConfig, *, path: Path
+) -> None:
+    """`find` returns the tokenizer of weights as `load_tokenizer` takes it, None if unknown; `path`
+    is theirs.
+    """
     if uses_quickstart(data) or data.mock_data or (weights := find()) is None:
         return
     prefix = parse_data_path(first_blend(data))[0].prefix
@@ -170,18 +188,28 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
     >>> changed_settings({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2, "clip_grad": 1.0}, "train": {"seed": 1}})
     ['optim.lr 0.1 -> 0.2']
     """
-    watched = {"model": None, "optim": None, "precision": None, "data": None, "train": BATCH_SETTINGS}
+    watched = {
+        "model": None,
+        "optim": None,
+        "precision": None,
+        "data": None,
+        "train": BATCH_SETTINGS,
+    }
     changed = []
     for section, names in watched.items():
         before, now = unnest(saved.get(section)), unnest(current.get(section))
-        for name in sorted((before.keys() & now.keys()).intersection(names or now) - {"num_workers"}):
+        for name in sorted(
+            (before.keys() & now.keys()).intersection(names or now) - {"num_workers"}
+        ):
             if before[name] != now[name]:
                 changed.append(f"{section}.{name} {before[name]} -> {now[name]}")
     return changed
 
 
 def changed_decay(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Another number of steps than in a checkpoint, and what of a step depends on it; empty if nothing does."""
+    """Another number of steps than in a checkpoint, and what of a step depends on it; empty if
+    nothing does.
+    """
     was, is_now = (unnest(config.get("train")).get("train_iters") for config in (saved, current))
     if None in (was, is_now) or was == is_now:
         return []
@@ -192,7 +220,11 @@ def changed_decay(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[
         consequences += ["to which the learning rate decays"] if lengths == (None, None) else []
     if optim.get("weight_decay_incr_style") not in (None, "constant"):
         consequences.append("over which the weight decay changes")
-    return [f"train.train_iters {was} -> {is_now}, {' and '.join(consequences)}"] if consequences else []
+    return (
+        [f"train.train_iters {was} -> {is_now}, {' and '.join(consequences)}"]
+        if consequences
+        else []
+    )
 
 
 def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpoint) -> Path:
@@ -205,7 +237,9 @@ def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpo
     return older
 
 
-def _load_state(manifest: Manifest, optimizer: DistributedOptimizer, *, path: Path, config: Config) -> TrainState:
+def _load_state(
+    manifest: Manifest, optimizer: DistributedOptimizer, *, path: Path, config: Config
+) -> TrainState:
     """Check the saved counters, load those of the optimizer and return those of the run."""
     if config.checkpoint.finetune:  # checkpoints of `average` and `import-hf` have no counters
         optimizer.finish_load()
@@ -216,7 +250,9 @@ def _load_state(manifest: Manifest, optimizer: DistributedOptimizer, *, path: Pa
         state = _train_state(manifest)
         optimizer_state = _optimizer_state(manifest.objects)
     except ValueError as error:
-        raise damaged(f"{path / 'manifest.json'} holds no state of a run", why=str(error), path=path) from None
+        raise damaged(
+            f"{path / 'manifest.json'} holds no state of a run", why=str(error), path=path
+        ) from None
     if not config.checkpoint.load_optim:
         optimizer.finish_load()
     else:
@@ -237,7 +273,9 @@ def _train_state(manifest: Manifest) -> TrainState:
         recent_losses=[finite_number(loss, "objects.train.recent_losses") for loss in losses],
     )
     if state.step != manifest.step:
-        raise ValueError(f"objects.train.step is {state.step}, the step of the checkpoint is {manifest.step}")
+        raise ValueError(
+            f"objects.train.step is {state.step}, the step of the checkpoint is {manifest.step}"
+        )
     return state
 
 

@@ -4,8 +4,9 @@
     step 8 ................ step 11      samples 64 .. 87 are skipped: the run continues with step 9 on samples 88 ..
     8 x 8 samples consumed
 
-The learning rate follows the consumed samples, which exclude the skipped ones. If the loss spikes again before the run
-has passed the step of the last spike, it rolls back to an older checkpoint than before, so this cannot repeat forever.
+The learning rate follows the consumed samples, which exclude the skipped ones. If the loss spikes
+again before the run has passed the step of the last spike, it rolls back to an older checkpoint
+than before, so this cannot repeat forever.
 """
 
 import math
@@ -46,7 +47,8 @@ def count_loss(state: TrainState, loss: float, *, factor: float) -> bool:
 
 
 def checkpoint_before_spike(run: Run) -> Path | None:
-    """The checkpoint to go back to, the same on every rank; None if none was written before the first spike.
+    """The checkpoint to go back to, the same on every rank; None if none was written before the
+    first spike.
 
     Raises:
         TrainingFault: the run spikes again and again, and no older checkpoint is left.
@@ -67,7 +69,8 @@ def checkpoint_before_spike(run: Run) -> Path | None:
 
 
 def leave_spike(run: Run, loss: float) -> bool:
-    """Roll back after a step whose loss is a spike; False if there is no checkpoint. Every rank calls this.
+    """Roll back after a step whose loss is a spike; False if there is no checkpoint. Every rank
+    calls this.
 
     Raises:
         TrainingFault: as `checkpoint_before_spike`.
@@ -79,7 +82,12 @@ def leave_spike(run: Run, loss: float) -> bool:
         warn("%s; there is no checkpoint to go back to", spike)
         return False
     roll_back(run, checkpoint)
-    warn("%s; back to step %d, %d samples skipped so far", spike, run.state.step, run.state.skipped_samples)
+    warn(
+        "%s; back to step %d, %d samples skipped so far",
+        spike,
+        run.state.step,
+        run.state.skipped_samples,
+    )
     return True
 
 
@@ -90,13 +98,22 @@ def roll_back(run: Run, checkpoint: Path) -> None:
         DamagedCheckpoint: it is damaged, and no older one can be used.
     """
     run.wait_for_params()
-    spike, place = max(run.state.step, run.state.spike_step), run.state.consumed_samples + run.state.skipped_samples
+    spike, place = (
+        max(run.state.step, run.state.spike_step),
+        run.state.consumed_samples + run.state.skipped_samples,
+    )
     # --finetune and --no-load-optim apply to the first start, not to the run's own checkpoints.
-    own = replace(run.config, checkpoint=replace(run.config.checkpoint, finetune=False, load_optim=True))
-    loaded = restore(checkpoint, run.checkpointer, model=run, parts=run.parts, may_fall_back=True, config=own)
+    own = replace(
+        run.config, checkpoint=replace(run.config.checkpoint, finetune=False, load_optim=True)
+    )
+    loaded = restore(
+        checkpoint, run.checkpointer, model=run, parts=run.parts, may_fall_back=True, config=own
+    )
     loaded.skipped_samples = place - loaded.consumed_samples
     loaded.spike_step, loaded.rollback_step = spike, loaded.step
     for field in fields(TrainState):
         setattr(run.state, field.name, getattr(loaded, field.name))
     run.batch_iterator.discard()
-    run.batches.restart(consumed_samples=loaded.consumed_samples, skipped_samples=loaded.skipped_samples)
+    run.batches.restart(
+        consumed_samples=loaded.consumed_samples, skipped_samples=loaded.skipped_samples
+    )

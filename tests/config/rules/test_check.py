@@ -19,22 +19,38 @@ def test_the_defaults_break_no_rule():
     [
         ({"min_lr": 1.0}, "min_lr 1 is above lr 0.0003"),
         ({"lr_warmup_init": 1.0, "lr_warmup_iters": 5}, "lr_warmup_init 1 is above lr 0.0003"),
-        ({"lr_decay_iters": 5, "lr_warmup_iters": 6}, "a warmup of 6 steps leaves nothing of a schedule of 5 steps"),
-        ({"lr_decay_iters": 5, "lr_warmup_iters": 5}, "a warmup of 5 steps leaves nothing of a schedule of 5 steps"),
+        (
+            {"lr_decay_iters": 5, "lr_warmup_iters": 6},
+            "a warmup of 6 steps leaves nothing of a schedule of 5 steps",
+        ),
+        (
+            {"lr_decay_iters": 5, "lr_warmup_iters": 5},
+            "a warmup of 5 steps leaves nothing of a schedule of 5 steps",
+        ),
         (
             {"lr_decay_samples": 40, "lr_warmup_iters": 5, "global_batch_size": 8},
             "a warmup of 40 samples leaves nothing of a schedule of 40 samples",
         ),
         ({"vocab_file": "vocab.json"}, "set --vocab-file and --merge-file"),
         ({"lr_decay_style": "WSD"}, "set --lr-wsd-decay-iters, for example 10"),
-        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, "longer than the whole schedule of 100"),
-        ({"micro_batch_size": 4, "global_batch_size": 6}, "a global batch of 6 samples cannot be split"),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101},
+            "longer than the whole schedule of 100",
+        ),
+        (
+            {"micro_batch_size": 4, "global_batch_size": 6},
+            "a global batch of 6 samples cannot be split",
+        ),
         (
             {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1},
             "cosine has no start or no end: start_weight_decay is 0.1, end_weight_decay is unset",
         ),
         (
-            {"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
+            {
+                "weight_decay_incr_style": "linear",
+                "start_weight_decay": 0.2,
+                "end_weight_decay": 0.1,
+            },
             "start_weight_decay 0.2 is above end_weight_decay 0.1",
         ),
         ({"split": "1,2,3,4"}, "split is '1,2,3,4'"),
@@ -67,20 +83,29 @@ def test_the_world_must_share_the_global_batch():
     for world in (1, 2, 3, 6):
         validate_for_world(config, world)
     validate_for_world(config, 5)  # padded
-    with pytest.raises(ConfigError, match="12 samples has less than one microbatch per rank: .* size 7 = 14"):
+    with pytest.raises(
+        ConfigError, match="12 samples has less than one microbatch per rank: .* size 7 = 14"
+    ):
         validate_for_world(config, 7)
-    with pytest.raises(ConfigError, match="set --global-batch-size 32 or run on fewer ranks: data-parallel size 12 or"):
+    with pytest.raises(
+        ConfigError,
+        match="set --global-batch-size 32 or run on fewer ranks: data-parallel size 12 or",
+    ):
         validate_for_world(config, 16)
     ramp = {"rampup_batch_size": [4, 4, 40], "num_experts": 4}
     validate_for_world(config_of(micro_batch_size=2, global_batch_size=12, num_experts=4), 4)
     validate_for_world(config_of(micro_batch_size=2, global_batch_size=12, **ramp), 2)
-    with pytest.raises(ConfigError, match="batch of 4 samples of --rampup-batch-size .* multiples of 2 from 6 on"):
+    with pytest.raises(
+        ConfigError, match="batch of 4 samples of --rampup-batch-size .* multiples of 2 from 6 on"
+    ):
         validate_for_world(config_of(micro_batch_size=2, global_batch_size=12, **ramp), 3)
 
 
 def test_the_world_must_hold_every_axis():
     config = config_of(tensor_model_parallel_size=4)
-    with pytest.raises(ConfigError, match=r"6 ranks cannot form tp=4 x cp=1 x pp=1: tp\*cp\*pp = 4 must divide"):
+    with pytest.raises(
+        ConfigError, match=r"6 ranks cannot form tp=4 x cp=1 x pp=1: tp\*cp\*pp = 4 must divide"
+    ):
         validate_for_world(config, 6)
 
 
@@ -98,13 +123,25 @@ def test_the_world_must_have_the_ranks_that_are_profiled():
 
 
 def test_optimizer_instances_are_trainable():
-    validate(config_of(num_distributed_optimizer_instances=2, data_parallel_sharding_strategy="optim"), to_train=True)
+    validate(
+        config_of(num_distributed_optimizer_instances=2, data_parallel_sharding_strategy="optim"),
+        to_train=True,
+    )
 
 
 def test_every_product_of_axes_is_trainable():
-    sizes = {f"{axis}_parallel_size": 2 for axis in ("tensor_model", "pipeline_model", "context", "expert_model")}
-    validate(config_of(**sizes, num_experts=4, sequence_parallel=True, expert_tensor_parallel_size=2), to_train=True)
-    validate(config_of(**sizes, num_experts=4, use_tp_pp_dp_mapping=True, expert_tensor_parallel_size=2), to_train=True)
+    sizes = {
+        f"{axis}_parallel_size": 2
+        for axis in ("tensor_model", "pipeline_model", "context", "expert_model")
+    }
+    validate(
+        config_of(**sizes, num_experts=4, sequence_parallel=True, expert_tensor_parallel_size=2),
+        to_train=True,
+    )
+    validate(
+        config_of(**sizes, num_experts=4, use_tp_pp_dp_mapping=True, expert_tensor_parallel_size=2),
+        to_train=True,
+    )
 
 
 def test_only_training_asks_whether_the_layout_fits_the_model():

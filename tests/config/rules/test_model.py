@@ -43,12 +43,18 @@ def test_what_fits_together_breaks_no_rule(keys):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"hidden_size": 100, "num_attention_heads": 3}, "hidden_size 100 cannot be split into 3 heads"),
+        (
+            {"hidden_size": 100, "num_attention_heads": 3},
+            "hidden_size 100 cannot be split into 3 heads",
+        ),
         ({"num_query_groups": 3}, "4 query heads cannot share 3 key/value heads"),
         ({"num_query_groups": 8}, "4 query heads cannot share 8 key/value heads"),
         ({"kv_channels": 5}, "a head has 5 channels"),
         (LINEAR | {"linear_attention_freq": "1"}, "no layer has linear_attention_type short_conv"),
-        (LINEAR | {"linear_attention_freq": "[1,0]"}, "[1,0]': it takes N for every Nth layer, or a 1 (linear"),
+        (
+            LINEAR | {"linear_attention_freq": "[1,0]"},
+            "[1,0]': it takes N for every Nth layer, or a 1 (linear",
+        ),
         (DELTA | {"linear_num_key_heads": 5}, "32 value heads cannot share 5 key heads"),
         (DELTA | {"linear_attention_type": "kda"}, "32 value heads beside 16 key heads"),
         (
@@ -56,7 +62,10 @@ def test_what_fits_together_breaks_no_rule(keys):
             "dsa without multi_latent_attention: its indexer reads the compressed queries",
         ),
         (SPARSE | {"q_lora_rank": None}, "dsa and q_lora_rank is unset"),
-        (SPARSE | {"dsa_indexer_head_dim": 32}, "dsa_indexer_head_dim 32 is below qk_pos_emb_head_dim 64"),
+        (
+            SPARSE | {"dsa_indexer_head_dim": 32},
+            "dsa_indexer_head_dim 32 is below qk_pos_emb_head_dim 64",
+        ),
         (SPARSE | {"window_size": 8}, "dsa with window_size 8"),
         (HYBRID | {"num_layers": 5}, "hybrid_layer_pattern has 4 of 5 layers"),
         (
@@ -68,65 +77,122 @@ def test_what_fits_together_breaks_no_rule(keys):
             HYBRID | {"hybrid_layer_pattern": "*-*-/*-"},
             "has 1 layer of multi-token prediction: mtp_num_layers is unset",
         ),
-        (HYBRID | {"hybrid_layer_pattern": "*-*-/*-/*", "mtp_num_layers": 2}, "the same everywhere; write /*E"),
+        (
+            HYBRID | {"hybrid_layer_pattern": "*-*-/*-/*", "mtp_num_layers": 2},
+            "the same everywhere; write /*E",
+        ),
         (HYBRID | {"hybrid_layer_pattern": "*-*-/*E", "mtp_num_layers": 1}, "that the model has"),
-        (HYBRID | {"hybrid_layer_pattern": "*-*E"}, "hybrid_layer_pattern has E and num_experts is unset"),
-        (HYBRID | {"hybrid_layer_pattern": "*-G-"}, "hybrid_layer_pattern has G and linear_attention_type is unset"),
-        (HYBRID | {"hybrid_layer_pattern": "+-+-"}, "hybrid_layer_pattern has + and multi_latent_attention is off"),
+        (
+            HYBRID | {"hybrid_layer_pattern": "*-*E"},
+            "hybrid_layer_pattern has E and num_experts is unset",
+        ),
+        (
+            HYBRID | {"hybrid_layer_pattern": "*-G-"},
+            "hybrid_layer_pattern has G and linear_attention_type is unset",
+        ),
+        (
+            HYBRID | {"hybrid_layer_pattern": "+-+-"},
+            "hybrid_layer_pattern has + and multi_latent_attention is off",
+        ),
         (HYBRID | LATENT, "hybrid_layer_pattern has * and multi_latent_attention is on"),
-        (HYBRID | {"mtp_num_layers": 1}, "has 0 layers of multi-token prediction: mtp_num_layers is 1; end --hybrid"),
+        (
+            HYBRID | {"mtp_num_layers": 1},
+            "has 0 layers of multi-token prediction: mtp_num_layers is 1; end --hybrid",
+        ),
         ({"seq_length": 2048}, "seq_length 2048 is longer than max_position_embeddings 1024"),
-        (LATENT | {"position_embedding_type": "learned_absolute"}, "learned_absolute with multi_latent_attention"),
+        (
+            LATENT | {"position_embedding_type": "learned_absolute"},
+            "learned_absolute with multi_latent_attention",
+        ),
         ({"rotary_percent": 0.3}, "of which 19 are rotated (rotary_percent 0.3)"),
-        ({"hidden_size": 72, "rotary_percent": 0.5}, "a head has 18 channels, of which 9 are rotated"),
+        (
+            {"hidden_size": 72, "rotary_percent": 0.5},
+            "a head has 18 channels, of which 9 are rotated",
+        ),
         ({"hidden_size": 72, "rotary_percent": 0.5}, "set --kv-channels 20, or another"),
         ({"window_size": 4, "window_attn_skip_freq": "1"}, "no layer has the window of 4 keys"),
         ({"no_rope_freq": "1"}, "no layer has rotary positions"),
-        ({"window_size": 4, "window_attn_skip_freq": "[1]*3"}, "a 1 (window) or 0 (none) for each of 4 layers"),
+        (
+            {"window_size": 4, "window_attn_skip_freq": "[1]*3"},
+            "a 1 (window) or 0 (none) for each of 4 layers",
+        ),
         ({"rotary_percent": 1.5}, "rotary_percent is 1.5"),
-        ({"position_embedding_type": "yarn"}, "position_embedding_type is yarn and rotary_scaling_factor is 1.0"),
+        (
+            {"position_embedding_type": "yarn"},
+            "position_embedding_type is yarn and rotary_scaling_factor is 1.0",
+        ),
         (
             {"position_embedding_type": "yarn", "rotary_scaling_factor": 2.0, "beta_fast": 1.0},
             "beta_fast 1.0 is not above beta_slow 1.0",
         ),
         (LATENT | {"qk_pos_emb_head_dim": 63}, "set --qk-pos-emb-head-dim 64"),
         (LATENT | {"add_bias_linear": True}, "add_bias_linear with multi_latent_attention"),
-        (EXPERTS | {"moe_layer_freq": "[0]*4"}, "no layer has the 8 experts: moe_layer_freq is [0]*4"),
+        (
+            EXPERTS | {"moe_layer_freq": "[0]*4"},
+            "no layer has the 8 experts: moe_layer_freq is [0]*4",
+        ),
         (EXPERTS | {"moe_layer_freq": "[1]*5"}, "for each of 4 layers, and this has 5 values"),
         (EXPERTS | {"moe_layer_freq": "some"}, "moe_layer_freq is 'some'"),
         (EXPERTS | {"moe_router_topk": 9}, "a token cannot be sent to 9 of 8 experts"),
-        (EXPERTS | {"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input with moe_router_topk 2"),
+        (
+            EXPERTS | {"moe_apply_probs_on_input": True},
+            "moe_apply_probs_on_input with moe_router_topk 2",
+        ),
         ({"qk_l2_norm": True, "qk_layernorm": True}, "qk_l2_norm with qk_layernorm"),
         ({"qk_l2_norm": True, "qk_clip": True}, "qk_clip with qk_l2_norm"),
         (SPARSE | {"attention_chunk_size": 8}, "dsa with attention_chunk_size 8"),
-        ({"window_size": 4, "attention_chunk_size": 8}, "window_size 4 with attention_chunk_size 8"),
+        (
+            {"window_size": 4, "attention_chunk_size": 8},
+            "window_size 4 with attention_chunk_size 8",
+        ),
         (
             {"attention_chunk_size": 8, "window_attn_skip_freq": "1"},
             "no layer attends within chunks of 8 positions",
         ),
-        (EXPERTS | {"moe_router_topk": 1}, "the router would get no gradient; set --moe-router-pre-softmax"),
         (
-            EXPERTS | {"moe_router_load_balancing_type": "none aux_loss", "moe_aux_loss_coeff": "0.1 0"},
+            EXPERTS | {"moe_router_topk": 1},
+            "the router would get no gradient; set --moe-router-pre-softmax",
+        ),
+        (
+            EXPERTS
+            | {"moe_router_load_balancing_type": "none aux_loss", "moe_aux_loss_coeff": "0.1 0"},
             "load_balancing_type is none aux_loss",
         ),
         (
-            EXPERTS | {"moe_router_load_balancing_type": "aux_loss aux_loss", "moe_aux_loss_coeff": "1 1"},
+            EXPERTS
+            | {"moe_router_load_balancing_type": "aux_loss aux_loss", "moe_aux_loss_coeff": "1 1"},
             "name every loss once",
         ),
         (EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"}, "takes one of aux_loss"),
         (
-            EXPERTS | {"moe_router_load_balancing_type": "aux_loss global_aux_loss", "moe_aux_loss_coeff": 0.1},
+            EXPERTS
+            | {
+                "moe_router_load_balancing_type": "aux_loss global_aux_loss",
+                "moe_aux_loss_coeff": 0.1,
+            },
             "1 coefficient (moe_aux_loss_coeff) for 2 load-balancing losses",
         ),
         (GROUPS | {"moe_num_zero_experts": 4}, "every rank and belong to no group"),
-        (EXPERTS | {"moe_num_zero_experts": 4, "moe_expert_capacity_factor": 2}, "these experts compute nothing"),
+        (
+            EXPERTS | {"moe_num_zero_experts": 4, "moe_expert_capacity_factor": 2},
+            "these experts compute nothing",
+        ),
         (EXPERTS | {"moe_shortcut": True}, "moe_shared_expert_intermediate_size is unset"),
         (SHORTCUT | {"moe_shared_expert_gate": True}, "moe_shortcut with moe_shared_expert_gate"),
         (SHORTCUT | {"norm_placement": "sandwich"}, "moe_shortcut with norms of outputs"),
-        (SHORTCUT | HYBRID | {"hybrid_layer_pattern": "M-*E"}, "moe_shortcut with hybrid_layer_pattern"),
+        (
+            SHORTCUT | HYBRID | {"hybrid_layer_pattern": "M-*E"},
+            "moe_shortcut with hybrid_layer_pattern",
+        ),
         (SHORTCUT | {"hidden_dropout": 0.1}, "moe_shortcut with dropout"),
-        (EXPERTS | {"moe_router_num_groups": 4}, "moe_router_num_groups is 4 and moe_router_group_topk is unset"),
-        (EXPERTS | {"moe_router_group_topk": 4}, "moe_router_group_topk is 4 and moe_router_num_groups is unset"),
+        (
+            EXPERTS | {"moe_router_num_groups": 4},
+            "moe_router_num_groups is 4 and moe_router_group_topk is unset",
+        ),
+        (
+            EXPERTS | {"moe_router_group_topk": 4},
+            "moe_router_group_topk is 4 and moe_router_num_groups is unset",
+        ),
         (GROUPS | {"moe_router_num_groups": 3}, "8 experts cannot form 3 groups"),
         (GROUPS | {"moe_router_group_topk": 5}, "a token cannot use 5 of 4 groups"),
         (

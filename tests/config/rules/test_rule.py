@@ -21,8 +21,15 @@ def test_values_have_fields_by_name_and_derived_sizes():
 
 
 def test_all_broken_rules_are_collected_with_their_numbers():
-    small = Rule("lr is below 1", "lr is {lr:g}", "it is small", "set --num-layers {num_layers:multiple of 3}")
-    short = Rule("train_iters is 100", "{train_iters:# step|is} few", "one epoch has more", "train longer")
+    small = Rule(
+        "lr is below 1",
+        "lr is {lr:g}",
+        "it is small",
+        "set --num-layers {num_layers:multiple of 3}",
+    )
+    short = Rule(
+        "train_iters is 100", "{train_iters:# step|is} few", "one epoch has more", "train longer"
+    )
     fine = Rule("lr is above 1", "never", "never", "never")
     errors = ErrorCollector()
     check_rules(Config(), (small, short, fine), errors=errors)
@@ -35,8 +42,15 @@ def test_all_broken_rules_are_collected_with_their_numbers():
 
 
 def test_a_rule_on_a_field_that_could_not_be_read_is_left_out():
-    rules = [Rule("head_dim is above 0", "head", "", ""), Rule("lr is above 0", "{hidden_size}", "", "")]
-    for unreadable, count in ((frozenset(), 2), (frozenset({"hidden_size"}), 0), (frozenset({"lr"}), 1)):
+    rules = [
+        Rule("head_dim is above 0", "head", "", ""),
+        Rule("lr is above 0", "{hidden_size}", "", ""),
+    ]
+    for unreadable, count in (
+        (frozenset(), 2),
+        (frozenset({"hidden_size"}), 0),
+        (frozenset({"lr"}), 1),
+    ):
         errors = ErrorCollector()
         check_rules(Config(), rules, errors=errors, unreadable=unreadable)
         assert len(errors.errors) == count, unreadable
@@ -50,7 +64,9 @@ def test_contradictions_name_values_that_exist(group):
             pattern = r"(\w+) (?:is (?:not )?)?(?:(above|below|a multiple of|includes) )?(.+)"
             name, word, bound = re.fullmatch(pattern, term).groups()
             choices = ENTRIES[name].choices if name in ENTRIES and not word else ()
-            assert hasattr(values, name) and (not choices or set(bound.split(", ")) <= {*choices, "unset"}), term
+            assert hasattr(values, name) and (
+                not choices or set(bound.split(", ")) <= {*choices, "unset"}
+            ), term
             assert word in (None, "includes") or hasattr(values, bound) or float(bound) >= 0, term
         named = re.findall(r"{([a-z_]\w*)", row["what"] + row["why"] + row["fix"])
         assert all(hasattr(values, name) for name in named), row

@@ -1,4 +1,6 @@
-"""Rules of the run, of fp8 and of data parallelism: every contradiction is one error that names the cure."""
+"""Rules of the run, of fp8 and of data parallelism: every contradiction is one error that names the
+cure.
+"""
 
 import pytest
 
@@ -12,7 +14,9 @@ from nanotrain.precision.fp8 import RECIPES
 from tests.config.asking import config_of, validate
 
 
-@pytest.mark.parametrize(("text", "valid"), [("1", True), ("8,1,1", True), ("1,0", True), ("0,1", False), (",", False)])
+@pytest.mark.parametrize(
+    ("text", "valid"), [("1", True), ("8,1,1", True), ("1,0", True), ("0,1", False), (",", False)]
+)
 def test_a_split_has_up_to_three_proportions(text, valid):
     assert Values(config_of(split=text)).has_split is valid
 
@@ -25,24 +29,34 @@ def test_other_texts_are_no_split(text):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"decoupled_lr": 1e-4, "decoupled_min_lr": 1e-3}, "decoupled_min_lr 0.001 is above decoupled_lr 0.0001"),
+        (
+            {"decoupled_lr": 1e-4, "decoupled_min_lr": 1e-3},
+            "decoupled_min_lr 0.001 is above decoupled_lr 0.0001",
+        ),
         (
             {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.5},
             "optimizer_offload_fraction 1.5 is above 1",
         ),
         ({"optimizer_cpu_offload": True, "device": "cpu"}, "optimizer_cpu_offload has no effect"),
         ({"decoupled_lr": 1e-5, "min_lr": 1e-4}, "min_lr 0.0001 is above decoupled_lr 1e-05"),
-        ({"decoupled_lr": 1e-5, "lr_warmup_iters": 2, "lr_warmup_init": 1e-4}, "is above decoupled_lr 1e-05"),
+        (
+            {"decoupled_lr": 1e-5, "lr_warmup_iters": 2, "lr_warmup_init": 1e-4},
+            "is above decoupled_lr 1e-05",
+        ),
     ],
 )
 def test_bounds_of_learning_rates_and_offload(fields, message):
-    validate(config_of(decoupled_lr=1e-4, decoupled_min_lr=1e-5, lr_warmup_iters=2, lr_warmup_init=1e-5))
+    validate(
+        config_of(decoupled_lr=1e-4, decoupled_min_lr=1e-5, lr_warmup_iters=2, lr_warmup_init=1e-5)
+    )
     with pytest.raises(ConfigError, match=message):
         validate(config_of(**fields))
 
 
 def test_several_broken_rules_are_one_error():
-    config = config_of(min_lr=1.0, split="0", load="a", pretrained_checkpoint="b", profile=True, train_iters=2)
+    config = config_of(
+        min_lr=1.0, split="0", load="a", pretrained_checkpoint="b", profile=True, train_iters=2
+    )
     with pytest.raises(ConfigErrors) as caught:
         validate(config)
     assert len(caught.value.errors) == 4
@@ -71,9 +85,18 @@ def error_of(config: Config) -> str:
         (SHARDED, "precision.fp8.param_gather = true has no effect"),
         (FP8 | {"fp8_param_gather": True}, "no_shard gathers no parameters"),
         ({"fp8_recipe": "tensorwise"}, "precision.fp8.recipe = tensorwise has no effect"),
-        ({"first_last_layers_bf16": True}, "precision.fp8.first_last_layers_bf16 = true has no effect"),
-        (FP8 | {"fp8_recipe": "tensorwise", "fp8_margin": 1}, "only fp8_recipe delayed keeps an amax history"),
-        (FP8 | {"fp8_recipe": "rowwise", "fp8_amax_history_len": 4}, "only fp8_recipe delayed keeps an amax history"),
+        (
+            {"first_last_layers_bf16": True},
+            "precision.fp8.first_last_layers_bf16 = true has no effect",
+        ),
+        (
+            FP8 | {"fp8_recipe": "tensorwise", "fp8_margin": 1},
+            "only fp8_recipe delayed keeps an amax history",
+        ),
+        (
+            FP8 | {"fp8_recipe": "rowwise", "fp8_amax_history_len": 4},
+            "only fp8_recipe delayed keeps an amax history",
+        ),
         (FP8 | {"fp8_amax_compute_algo": "max"}, "the history has one step"),
         (FP8 | {"num_layers_at_end_in_bf16": 2}, "it belongs to first_last_layers_bf16"),
         (
@@ -89,26 +112,53 @@ def test_each_contradiction_is_one_error(fields: dict[str, object], text: str) -
 def test_what_fits_together_passes() -> None:
     for name in RECIPES:
         validate(config_of(**FITTING, fp8_format="e4m3", fp8_recipe=name), to_train=True)
-    validate(config_of(**FITTING, **FP8, fp8_amax_history_len=16, fp8_amax_compute_algo="max", fp8_margin=1))
-    validate(config_of(**FITTING, **FP8, first_last_layers_bf16=True, num_layers_at_end_in_bf16=0), to_train=True)
+    validate(
+        config_of(
+            **FITTING, **FP8, fp8_amax_history_len=16, fp8_amax_compute_algo="max", fp8_margin=1
+        )
+    )
+    validate(
+        config_of(**FITTING, **FP8, first_last_layers_bf16=True, num_layers_at_end_in_bf16=0),
+        to_train=True,
+    )
 
 
 def refused(**fields: object) -> list[str]:
     """The fp8 recipes that contradict some fields."""
     values = {name: Values(config_of(fp8_recipe=name, **fields)) for name in RECIPES}
-    return [name for name, each in values.items() if any(holds(each, rule.where) for rule in contradictions("run"))]
+    return [
+        name
+        for name, each in values.items()
+        if any(holds(each, rule.where) for rule in contradictions("run"))
+    ]
 
 
-def test_the_recipes_with_e4m3_only_and_those_that_are_not_gathered_are_those_of_the_table() -> None:
-    assert refused(fp8_format="hybrid") == [name for name, recipe in RECIPES.items() if recipe.e4m3_only]
-    gathered = [name for name, recipe in RECIPES.items() if recipe.weight_block[0] != recipe.weight_block[1]]
+def test_the_recipes_with_e4m3_only_and_those_that_are_not_gathered_are_those_of_the_table() -> (
+    None
+):
+    assert refused(fp8_format="hybrid") == [
+        name for name, recipe in RECIPES.items() if recipe.e4m3_only
+    ]
+    gathered = [
+        name for name, recipe in RECIPES.items() if recipe.weight_block[0] != recipe.weight_block[1]
+    ]
     assert refused(fp8_format="e4m3", fp8_param_gather=True) == gathered
 
 
 def test_odd_sizes_are_one_error_with_their_numbers() -> None:
-    fields = {"hidden_size": 40, "num_attention_heads": 4, "ffn_hidden_size": 56, "tensor_model_parallel_size": 2}
+    fields = {
+        "hidden_size": 40,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 56,
+        "tensor_model_parallel_size": 2,
+    }
     error = error_of(config_of(**fields, **FP8))
-    for part in ("hidden_size is 40", "kv_channels is 20", "ffn_hidden_size / tp is 28", "hidden_size: 48"):
+    for part in (
+        "hidden_size is 40",
+        "kv_channels is 20",
+        "ffn_hidden_size / tp is 28",
+        "hidden_size: 48",
+    ):
         assert part in error
     validate(config_of(**fields), to_train=True)
 
@@ -120,7 +170,11 @@ def test_odd_sizes_are_one_error_with_their_numbers() -> None:
         ({"tensor_model_parallel_size": 4, "ffn_hidden_size": 96}, ["ffn_hidden_size / tp"]),
         ({"num_experts": 4, "moe_ffn_hidden_size": 24}, ["moe_ffn_hidden_size / etp"]),
         (
-            {"num_experts": 4, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 40},
+            {
+                "num_experts": 4,
+                "moe_ffn_hidden_size": 64,
+                "moe_shared_expert_intermediate_size": 40,
+            },
             ["moe_shared_expert_intermediate_size / tp"],
         ),
         (
@@ -134,7 +188,16 @@ def test_every_matrix_of_a_rank_is_checked(fields: dict[str, object], expected: 
 
 
 def test_fp8_means_the_hybrid_format() -> None:
-    arguments = ["--mock-data", "--vocab-size", "512", "--hidden-size", "64", "--num-attention-heads", "4", "--fp8"]
+    arguments = [
+        "--mock-data",
+        "--vocab-size",
+        "512",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+        "--fp8",
+    ]
     assert load_config(arguments).precision.fp8.format == "hybrid"
     with pytest.raises(ConfigError, match="--fp8 contradicts --fp8-format e4m3"):
         load_config([*arguments, "--fp8-format", "e4m3"])
@@ -167,10 +230,16 @@ ACCEPTED = {
     "--grad-reduce-in-fp32 --accumulate-allreduce-grads-in-fp32": ("fp32", "fp32"),
     "--reduce-scatter-with-fp32-accumulation": ("fp32", "fp32"),
     "--bf16 --force-all-reduce": ("fp32", "fp32"),
-    f"{SHARDED_BF16} --grad-reduce-in-bf16 --reduce-scatter-with-fp32-accumulation": ("bf16", "fp32"),
+    f"{SHARDED_BF16} --grad-reduce-in-bf16 --reduce-scatter-with-fp32-accumulation": (
+        "bf16",
+        "fp32",
+    ),
     f"{SHARDED_BF16} --main-grads-dtype bf16": ("bf16", "bf16"),
     f"{SHARDED_BF16} --grad-reduce-in-bf16 --main-grads-dtype bf16": ("bf16", "bf16"),
-    f"{SHARDED_BF16} --outer-dp-sharding-strategy optim --num-distributed-optimizer-instances 2": ("fp32", "fp32"),
+    f"{SHARDED_BF16} --outer-dp-sharding-strategy optim --num-distributed-optimizer-instances 2": (
+        "fp32",
+        "fp32",
+    ),
     "--fp16 --no-accumulate-allreduce-grads-in-fp32 --ddp-average-in-collective": ("fp16", "fp32"),
 }
 NAMES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -187,4 +256,6 @@ def test_a_contradiction_is_one_error(line: str) -> None:
 @pytest.mark.parametrize("line", ACCEPTED)
 def test_dtypes_of_gradients(line: str) -> None:
     precision = Precision.of(load_config([*MODEL, *line.split()]).precision)
-    assert (str(precision.grads), str(precision.main_grads)) == tuple(NAMES[name] for name in ACCEPTED[line])
+    assert (str(precision.grads), str(precision.main_grads)) == tuple(
+        NAMES[name] for name in ACCEPTED[line]
+    )

@@ -33,7 +33,13 @@ def test_rows_name_fields_and_values_that_exist():
         for term in re.split(" and | or ", rule.where):
             name, expected = re.fullmatch(r"(\w+) is (?:not )?(.+)", term).groups()
             kind = type(values[name]) if values[name] is not None else None
-            known = {"true", "false"} if kind is bool else set(ENTRIES[name].choices) if name in ENTRIES else set()
+            known = (
+                {"true", "false"}
+                if kind is bool
+                else set(ENTRIES[name].choices)
+                if name in ENTRIES
+                else set()
+            )
             assert not known or set(expected.split(", ")) <= known | {"unset"}, rule
 
 
@@ -45,7 +51,9 @@ def test_a_setting_without_effect_on_the_command_line_is_an_error():
     with pytest.raises(ConfigError) as caught:
         reset(overlapping(), frozenset({OVERLAP, STRATEGY}))
     assert "parallel.overlap_param_gather = true has no effect" in str(caught.value)
-    assert "leave --overlap-param-gather out or change --data-parallel-sharding-strategy" in str(caught.value)
+    assert "leave --overlap-param-gather out or change --data-parallel-sharding-strategy" in str(
+        caught.value
+    )
 
 
 def test_the_cure_of_a_switch_is_the_switch():
@@ -95,7 +103,12 @@ def test_a_setting_with_effect_stays():
         {"main_params_dtype": "fp16", "params_dtype": "bf16"},
         {"main_params_dtype": "bf16", "use_precision_aware_optimizer": True},
         {"optimizer": "lion", "use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16"},
-        {"optimizer": "sgd", "sgd_momentum": 0.0, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"},
+        {
+            "optimizer": "sgd",
+            "sgd_momentum": 0.0,
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": "bf16",
+        },
         {"params_dtype": "bf16", "loss_scale_window": 3},
         {"params_dtype": "fp16", "loss_scale": 8.0, "initial_loss_scale": 4.0},
         {"start_weight_decay": 0.1},
@@ -182,7 +195,11 @@ def test_what_megatron_ignores_too_is_reset(values):
 
 
 def test_rules_on_a_model_that_is_read_later_wait_for_it():
-    values = {"mtp_loss_scaling_factor": 0.3, "moe_router_bias_update_rate": 0.01, "use_checkpoint_args": True}
+    values = {
+        "mtp_loss_scaling_factor": 0.3,
+        "moe_router_bias_update_rate": 0.01,
+        "use_checkpoint_args": True,
+    }
     config, origins = reset(config_of(**values), frozenset())
     assert config.model.mtp.loss_scaling_factor == 0.3
     assert config.model.moe.router_bias_update_rate == 0.01

@@ -1,4 +1,6 @@
-"""Install the values of CUDA's operators in every Python process of a run, before its own code starts."""
+"""Install the values of CUDA's operators in every Python process of a run, before its own code
+starts.
+"""
 
 import os
 import sys

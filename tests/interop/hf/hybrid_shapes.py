@@ -1,4 +1,6 @@
-"""Entries of config.json of small models whose layers differ: linear attention, windows, chunks, two blocks."""
+"""Entries of config.json of small models whose layers differ: linear attention, windows, chunks,
+two blocks.
+"""
 
 from tests.model.building import VOCAB
 
@@ -83,7 +85,11 @@ DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
-SHARED_EXPERT = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, "num_experts_per_tok": 2}
+SHARED_EXPERT = {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+    "num_experts_per_tok": 2,
+}
 QWEN3_NEXT = DELTA_NET | SHARED_EXPERT | {"head_dim": 16, "num_experts": 4}
 KIMI_LINEAR = {
     "num_hidden_layers": 3,
@@ -102,7 +108,8 @@ KIMI_LINEAR = {
     "topk_group": 1,
     "n_shared_experts": 2,
 }
-# Widths of queries, keys and values are equal: transformers saves convolutions in three equal parts.
+# Widths of queries, keys and values are equal: transformers saves convolutions in three equal
+# parts.
 OLMO_HYBRID = DELTA_NET | {"linear_num_value_heads": 2, "linear_value_head_dim": 8}
 
 LLAMA4 = {
@@ -135,7 +142,8 @@ _LONGCAT = {
 }
 LONGCAT = {
     "longcat_flash": _LONGCAT,
-    "longcat_flash-tied": _LONGCAT | {"rms_norm_eps": 1e-6, "zero_expert_num": 0, "tie_word_embeddings": True},
+    "longcat_flash-tied": _LONGCAT
+    | {"rms_norm_eps": 1e-6, "zero_expert_num": 0, "tie_word_embeddings": True},
 }
 GLM4_MOE = {
     "num_hidden_layers": 3,

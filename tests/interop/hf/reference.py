@@ -46,7 +46,12 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 5e5}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 GPT2_SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB}
 SMALL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 GPT2_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -97,12 +102,24 @@ FACTORS = {
 LAYERED = ["sliding_attention", "full_attention"]
 GEMMA3 = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
 
-GPT_OSS = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 0.4}
+GPT_OSS = {
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 7,
+    "swiglu_limit": 0.4,
+}
 
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "rope_parameters": {"rope_theta": 5e5}}),
+    "mixtral": (
+        "Mixtral",
+        LLAMA_SHAPE | {"num_local_experts": 4, "rope_parameters": {"rope_theta": 5e5}},
+    ),
     "mixtral-window": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 4, "sliding_window": 9}),
-    "mixtral-tied": ("Mixtral", LLAMA_SHAPE | {"num_local_experts": 6, "tie_word_embeddings": True, "head_dim": 16}),
+    "mixtral-tied": (
+        "Mixtral",
+        LLAMA_SHAPE | {"num_local_experts": 6, "tie_word_embeddings": True, "head_dim": 16},
+    ),
     "qwen2_moe": (
         "Qwen2Moe",
         LLAMA_SHAPE
@@ -111,11 +128,15 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": (
         "Qwen3Moe",
-        LLAMA_SHAPE | QWEN3_EXPERTS | {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
+        LLAMA_SHAPE
+        | QWEN3_EXPERTS
+        | {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
     ),
     "qwen3_moe-dense-layer": (
         "Qwen3Moe",
-        LLAMA_SHAPE | QWEN3_EXPERTS | {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+        LLAMA_SHAPE
+        | QWEN3_EXPERTS
+        | {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
     ),
 }
 
@@ -123,7 +144,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2_SHAPE | GPT2_DROPOUT),
     "gpt2-untied-gelu": (
         "GPT2",
-        GPT2_SHAPE | GPT2_DROPOUT | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 80},
+        GPT2_SHAPE
+        | GPT2_DROPOUT
+        | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 80},
     ),
     "llama": ("Llama", LLAMA_SHAPE),
     "llama-tied": ("Llama", LLAMA_SHAPE | {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
@@ -144,22 +167,38 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", LLAMA_SHAPE | SMALL_TOKENS | {"partial_rotary_factor": 0.5}),
     "phi3-whole-heads": ("Phi3", LLAMA_SHAPE | SMALL_TOKENS | {"tie_word_embeddings": True}),
     "deepseek_v3": ("DeepseekV3", LLAMA_SHAPE | DEEPSEEK_V3),
-    "deepseek_v3-direct": ("DeepseekV3", LLAMA_SHAPE | DEEPSEEK_V3 | {"q_lora_rank": None, "rope_parameters": None}),
-    "deepseek_v32": ("DeepseekV32", LLAMA_SHAPE | DEEPSEEK_V3 | INDEXER | {"rope_parameters": None}),
+    "deepseek_v3-direct": (
+        "DeepseekV3",
+        LLAMA_SHAPE | DEEPSEEK_V3 | {"q_lora_rank": None, "rope_parameters": None},
+    ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        LLAMA_SHAPE | DEEPSEEK_V3 | INDEXER | {"rope_parameters": None},
+    ),
     "deepseek_v32-yarn": ("DeepseekV32", LLAMA_SHAPE | DEEPSEEK_V3 | INDEXER),
     "glm_moe_dsa": ("GlmMoeDsa", LLAMA_SHAPE | DEEPSEEK_V3 | INDEXER | GLM5),
     "glm4_moe": ("Glm4Moe", LLAMA_SHAPE | GLM4_MOE),
-    "glm4_moe-plain": ("Glm4Moe", LLAMA_SHAPE | GLM4_MOE | {"use_qk_norm": False, "attention_bias": False}),
+    "glm4_moe-plain": (
+        "Glm4Moe",
+        LLAMA_SHAPE | GLM4_MOE | {"use_qk_norm": False, "attention_bias": False},
+    ),
     "olmo2": ("Olmo2", LLAMA_SHAPE | SMALL_TOKENS | {"num_key_value_heads": 2}),
     "olmo3": ("Olmo3", LLAMA_SHAPE | SMALL_TOKENS | {"num_hidden_layers": 4, "sliding_window": 6}),
     "olmo3-yarn": (
         "Olmo3",
         LLAMA_SHAPE
         | SMALL_TOKENS
-        | {"sliding_window": 6, "layer_types": LAYERED, "rope_parameters": {"full_attention": YARN}},
+        | {
+            "sliding_window": 6,
+            "layer_types": LAYERED,
+            "rope_parameters": {"full_attention": YARN},
+        },
     ),
     "gpt_oss": ("GptOss", LLAMA_SHAPE | SMALL_TOKENS | GPT_OSS),
-    "gpt_oss-unscaled": ("GptOss", LLAMA_SHAPE | SMALL_TOKENS | GPT_OSS | {"rope_parameters": PLAIN_ROPE}),
+    "gpt_oss-unscaled": (
+        "GptOss",
+        LLAMA_SHAPE | SMALL_TOKENS | GPT_OSS | {"rope_parameters": PLAIN_ROPE},
+    ),
     "gemma3": ("Gemma3", LLAMA_SHAPE | GEMMA3 | {"layer_types": LAYERED}),
     "gemma3-linear": (
         "Gemma3",
@@ -169,16 +208,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": LAYERED,
             "query_pre_attn_scalar": 24,
             "final_logit_softcapping": 3.0,
-            "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+            },
             "tie_word_embeddings": False,
         },
     ),
     "nemotron_h": ("NemotronH", NEMOTRON_H | {"hybrid_override_pattern": "ME*-ME"}),
-    "nemotron_h-latent": ("NemotronH", NEMOTRON_H | {"hybrid_override_pattern": "E*", "moe_latent_size": 20}),
+    "nemotron_h-latent": (
+        "NemotronH",
+        NEMOTRON_H | {"hybrid_override_pattern": "E*", "moe_latent_size": 20},
+    ),
     "nemotron_h-dense": ("NemotronH", NEMOTRON_H | {"hybrid_override_pattern": "M*-"}),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
-        LLAMA_SHAPE | GRANITE | {"num_local_experts": 6, "num_hidden_layers": 3, "layer_types": HYBRID},
+        LLAMA_SHAPE
+        | GRANITE
+        | {"num_local_experts": 6, "num_hidden_layers": 3, "layer_types": HYBRID},
     ),
     "granitemoehybrid-dense": (
         "GraniteMoeHybrid",
@@ -191,7 +237,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeHybrid",
         LLAMA_SHAPE
         | GRANITE
-        | {"num_local_experts": 0, "layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"},
+        | {
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * 2,
+            "position_embedding_type": "rope",
+        },
     ),
     "falcon_h1": ("FalconH1", LLAMA_SHAPE | SMALL_TOKENS | FALCON_H1),
     "falcon_h1-norm": (
@@ -199,7 +249,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA_SHAPE
         | SMALL_TOKENS
         | FALCON_H1
-        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "time_step_limit": (1.3, float("inf"))},
+        | {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "time_step_limit": (1.3, float("inf")),
+        },
     ),
     "lfm2": ("Lfm2", LLAMA_SHAPE | SMALL_TOKENS | {"full_attn_idxs": [1], "block_multiple_of": 16}),
     "lfm2_moe": ("Lfm2Moe", LLAMA_SHAPE | SMALL_TOKENS | LFM2_MOE),
@@ -210,27 +264,42 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA_SHAPE
         | DELTA_NET
         | {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}
-        | {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5, "rope_type": "default"}}
+        | {
+            "rope_parameters": {
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.5,
+                "rope_type": "default",
+            }
+        }
         | {"head_dim": 16, "tie_word_embeddings": True},
     ),
     "qwen3_5_moe": ("Qwen3_5Moe", LLAMA_SHAPE | QWEN3_NEXT),
     "olmo_hybrid": (
         "OlmoHybrid",
-        LLAMA_SHAPE | SMALL_TOKENS | OLMO_HYBRID | {"rope_parameters": {"rope_type": None, "rope_theta": None}},
+        LLAMA_SHAPE
+        | SMALL_TOKENS
+        | OLMO_HYBRID
+        | {"rope_parameters": {"rope_type": None, "rope_theta": None}},
     ),
     "olmo_hybrid-rotary": (
         "OlmoHybrid",
         LLAMA_SHAPE
         | SMALL_TOKENS
         | OLMO_HYBRID
-        | {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+        | {
+            "linear_allow_neg_eigval": False,
+            "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+        },
     ),
     "kimi_linear": ("KimiLinear", LLAMA_SHAPE | SMALL_TOKENS | KIMI_LINEAR),
     **MIXTURES,
     "seed_oss": ("SeedOss", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16, "attention_bias": True}),
     "arcee": ("Arcee", LLAMA_SHAPE | SMALL_TOKENS),
     "cwm": ("Cwm", LLAMA_SHAPE | SMALL_TOKENS | {"sliding_window": 7, "head_dim": 16}),
-    "flex_olmo": ("FlexOlmo", LLAMA_SHAPE | SMALL_TOKENS | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "flex_olmo": (
+        "FlexOlmo",
+        LLAMA_SHAPE | SMALL_TOKENS | {"num_experts": 4, "num_experts_per_tok": 2},
+    ),
     "minimax_m2": (
         "MiniMaxM2",
         LLAMA_SHAPE
@@ -239,15 +308,28 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dots1": (
         "Dots1",
-        LLAMA_SHAPE | SIGMOID_ROUTER | {"head_dim": 16, "first_k_dense_replace": 1, "norm_topk_prob": True},
+        LLAMA_SHAPE
+        | SIGMOID_ROUTER
+        | {"head_dim": 16, "first_k_dense_replace": 1, "norm_topk_prob": True},
     ),
-    "solar_open": ("SolarOpen", LLAMA_SHAPE | SIGMOID_ROUTER | {"head_dim": 16, "attention_bias": True}),
+    "solar_open": (
+        "SolarOpen",
+        LLAMA_SHAPE | SIGMOID_ROUTER | {"head_dim": 16, "attention_bias": True},
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLite",
-        LLAMA_SHAPE | DEEPSEEK_V3 | {"rope_parameters": None, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        LLAMA_SHAPE
+        | DEEPSEEK_V3
+        | {"rope_parameters": None, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
-    "moonlight": ("DeepseekV3", LLAMA_SHAPE | DEEPSEEK_V3 | {"rms_norm_eps": 0.1, "n_group": 1, "topk_group": 1}),
-    "ministral3": ("Ministral3", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16, "rope_parameters": QUERY_SCALING}),
+    "moonlight": (
+        "DeepseekV3",
+        LLAMA_SHAPE | DEEPSEEK_V3 | {"rms_norm_eps": 0.1, "n_group": 1, "topk_group": 1},
+    ),
+    "ministral3": (
+        "Ministral3",
+        LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16, "rope_parameters": QUERY_SCALING},
+    ),
     "mistral4": (
         "Mistral4",
         LLAMA_SHAPE
@@ -259,32 +341,49 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16}),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
-        LLAMA_SHAPE | SMALL_TOKENS | {"moe_intermediate_size": 24, "moe_num_experts": 4, "moe_k": 2},
+        LLAMA_SHAPE
+        | SMALL_TOKENS
+        | {"moe_intermediate_size": 24, "moe_num_experts": 4, "moe_k": 2},
     ),
     "granite": ("Granite", LLAMA_SHAPE | SMALL_TOKENS | FACTORS),
     "granitemoe": ("GraniteMoe", LLAMA_SHAPE | SMALL_TOKENS | FACTORS | {"num_local_experts": 4}),
     "deepseek_v2": (
         "DeepseekV2",
-        LLAMA_SHAPE | DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1},
+        LLAMA_SHAPE
+        | DEEPSEEK_V3
+        | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1},
     ),
     **{name: ("LongcatFlash", SMALL_TOKENS | fields) for name, fields in LONGCAT.items()},
     "gemma": ("Gemma", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16}),
     "gemma2": (
         "Gemma2",
-        LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 0.5},
+        LLAMA_SHAPE
+        | SMALL_TOKENS
+        | {"head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 0.5},
     ),
     "glm": ("Glm", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16}),
     "glm4": ("Glm4", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16}),
     "olmoe": ("Olmoe", LLAMA_SHAPE | SMALL_TOKENS | {"num_experts": 4, "num_experts_per_tok": 2}),
-    "exaone4": ("Exaone4", LLAMA_SHAPE | SMALL_TOKENS | {"sliding_window": 7, "sliding_window_pattern": 2}),
+    "exaone4": (
+        "Exaone4",
+        LLAMA_SHAPE | SMALL_TOKENS | {"sliding_window": 7, "sliding_window_pattern": 2},
+    ),
     "hunyuan_v1_dense": ("HunYuanDenseV1", LLAMA_SHAPE | SMALL_TOKENS | ALPHA),
-    "hunyuan_v1_moe": ("HunYuanMoEV1", LLAMA_SHAPE | SMALL_TOKENS | ALPHA | {"num_experts": 4, "moe_topk": [2, 2]}),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        LLAMA_SHAPE | SMALL_TOKENS | ALPHA | {"num_experts": 4, "moe_topk": [2, 2]},
+    ),
     "exaone_moe": (
         "ExaoneMoe",
         LLAMA_SHAPE
         | SMALL_TOKENS
         | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2}
-        | {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 2},
+        | {
+            "moe_intermediate_size": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 2,
+        },
     ),
     "apertus": ("Apertus", LLAMA_SHAPE | SMALL_TOKENS | {"rope_parameters": PLAIN_ROPE}),
     "apertus-scaled": (
@@ -314,7 +413,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"final_logit_softcapping": 2.0, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
     ),
     "llama4": ("Llama4", LLAMA_SHAPE | SMALL_TOKENS | LLAMA4),
-    "llama4-scaled": ("Llama4", LLAMA_SHAPE | SMALL_TOKENS | LLAMA4 | {"rope_parameters": LLAMA3_ROPE}),
+    "llama4-scaled": (
+        "Llama4",
+        LLAMA_SHAPE | SMALL_TOKENS | LLAMA4 | {"rope_parameters": LLAMA3_ROPE},
+    ),
     "llama4-plain": (
         "Llama4",
         LLAMA_SHAPE
@@ -347,10 +449,15 @@ FP64_FAMILIES = (
     "longcat_flash",
 )
 IN_FP64 = {name: name.partition("-")[0] for name in CONFIGS if name.startswith(FP64_FAMILIES)}
-IN_FP64 |= {name: name for name in ("deepseek_v32", "glm_moe_dsa")}  # not with YaRN, whose angles are in fp32
+# not with YaRN, whose angles are in fp32
+IN_FP64 |= {name: name for name in ("deepseek_v32", "glm_moe_dsa")}
 IN_FP64 |= {"apertus": "apertus"}  # alike with the scaling of Llama 3
 IN_FP64 |= dict.fromkeys(("llama4", "llama4-plain", "llama4-by-lists"), "llama4")
-CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
+CONFIG_CLASSES = {
+    "Gemma3": "Gemma3TextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
+}
 CONFIG_CLASSES |= {"Llama4": "Llama4TextConfig"}
 
 
@@ -376,7 +483,8 @@ def load(folder: Path) -> Stage:
     stage = give_storage(build_stage(model))
     parameters = dict(stage.named_parameters())
     wanted = {
-        TensorBox.full(spec.name, spec.shape): parameters[spec.name] for spec in (local.spec for local in stage.params)
+        TensorBox.full(spec.name, spec.shape): parameters[spec.name]
+        for spec in (local.spec for local in stage.params)
     }
     wanted |= {TensorBox.full(name, bias.shape): bias for name, bias in biases_of(stage).items()}
     import_weights(folder, model, wanted=wanted)
@@ -390,5 +498,7 @@ def biases_of(stage: Stage) -> dict[str, torch.Tensor]:
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a checkpoint of the model holds: parameters, and the biases of routers."""
-    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIASES)}
+    biases = {
+        name: buffer for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIASES)
+    }
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | biases

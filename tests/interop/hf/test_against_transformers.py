@@ -20,7 +20,9 @@ from tests.model.building import random_batch
 
 
 @pytest.fixture(scope="module")
-def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Stage]:
+def models(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[torch.nn.Module, Stage]:
     """The model of a name, by transformers and by us from its files."""
     theirs, folder = reference(request.param), tmp_path_factory.mktemp("in")
     theirs.save_pretrained(folder)
@@ -28,7 +30,9 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("models", [name for name in CONFIGS if name not in IN_FP64], indirect=True)
-def test_logits_and_every_gradient_are_those_of_transformers(models: tuple[torch.nn.Module, Stage]) -> None:
+def test_logits_and_every_gradient_are_those_of_transformers(
+    models: tuple[torch.nn.Module, Stage],
+) -> None:
     (theirs, ours), batch = models, random_batch(length=40)
 
     logits = theirs(batch.tokens).logits
@@ -64,13 +68,20 @@ def test_logits_and_every_gradient_in_fp64_are_those_of_transformers(
     assert_same_gradients(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def assert_same_gradients(ours: Stage, theirs: torch.nn.Module, *, rtol: float, atol: float) -> None:
-    """Every gradient of ours is that of the tensors that transformers has in memory, all of which are ours."""
+def assert_same_gradients(
+    ours: Stage, theirs: torch.nn.Module, *, rtol: float, atol: float
+) -> None:
+    """Every gradient of ours is that of the tensors that transformers has in memory, all of which
+    are ours.
+    """
     family = FAMILIES[family_of(ours.model_config, name=theirs.config.model_type)]
     # names of files; in memory Nemotron-H has a prefix like those of the others
     stored = {key: key.replace("model.", family.prefix) for key in tensors_of(theirs)}
     # transformers does not train an indexer
-    grads = ((key, 0 * value if value.grad is None else value.grad) for key, value in theirs.named_parameters())
+    grads = (
+        (key, 0 * value if value.grad is None else value.grad)
+        for key, value in theirs.named_parameters()
+    )
     gradients = {stored[key]: grad for key, grad in grads}
     naming = family.namings[-1]  # of transformers 5: experts are fused in memory
     mappings = map_parameters(ours.model_config, naming)
@@ -101,7 +112,9 @@ NAMED = {
 
 
 @pytest.mark.parametrize("models", CONFIGS, indirect=True)
-def test_import_then_export_is_the_identity_to_the_bit(models: tuple[torch.nn.Module, Stage], tmp_path: Path) -> None:
+def test_import_then_export_is_the_identity_to_the_bit(
+    models: tuple[torch.nn.Module, Stage], tmp_path: Path
+) -> None:
     theirs, ours = models
     kind = theirs.config.model_type
     named = kind if kind in NAMED and family_of(ours.model_config) != kind else None
@@ -119,7 +132,9 @@ def test_import_then_export_is_the_identity_to_the_bit(models: tuple[torch.nn.Mo
     batch = random_batch()
     assert torch.equal(back(batch.tokens).logits, theirs(batch.tokens).logits)
     again = load(tmp_path)
-    assert all(torch.equal(again.get_parameter(key), value) for key, value in tensors_of(ours).items())
+    assert all(
+        torch.equal(again.get_parameter(key), value) for key, value in tensors_of(ours).items()
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])

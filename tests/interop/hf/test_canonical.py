@@ -10,11 +10,16 @@ from tests.model.building import GPT2, LLAMA, LLAMA3, YARN
 
 
 def test_settings_without_effect_make_no_difference() -> None:
-    assert canonical(replace(LLAMA, yarn=YarnConfig(mscale=0.3), rope_scaling_factor=2.0)) == canonical(LLAMA)
+    assert canonical(
+        replace(LLAMA, yarn=YarnConfig(mscale=0.3), rope_scaling_factor=2.0)
+    ) == canonical(LLAMA)
     assert canonical(replace(GPT2, rotary_base=5.0, rotary_percent=0.5)) == canonical(GPT2)
-    assert canonical(replace(YARN, use_rope_scaling=True, rope_low_freq_factor=2.0)) == canonical(YARN)
+    assert canonical(replace(YARN, use_rope_scaling=True, rope_low_freq_factor=2.0)) == canonical(
+        YARN
+    )
     assert canonical(replace(LLAMA, kv_channels=8)) == canonical(LLAMA)
-    assert canonical(replace(LLAMA, softmax_scale=8**-0.5)) == canonical(LLAMA)  # what it is for heads of 8
+    # what it is for heads of 8
+    assert canonical(replace(LLAMA, softmax_scale=8**-0.5)) == canonical(LLAMA)
 
 
 def test_settings_with_effect_do() -> None:

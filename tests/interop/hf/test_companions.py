@@ -29,20 +29,28 @@ def test_another_model_or_tokenizer_keeps_what_still_holds(tmp_path: Path) -> No
 
     export_checkpoint(checkpoint, tmp_path / "half", dtype="fp16")
     written = json.loads((tmp_path / "half" / "config.json").read_text())
-    left = {key: value for key, value in raw.items() if key not in ("quantization_config", "auto_map")}
+    left = {
+        key: value for key, value in raw.items() if key not in ("quantization_config", "auto_map")
+    }
     assert written == left | {"dtype": "float16"}  # no code is copied, and nothing is quantized
 
     other = Path(write_tokenizer("wordpiece", tmp_path / "other"))
     export_checkpoint(checkpoint, tmp_path / "retokenized", tokenizer=other)
     written = json.loads((tmp_path / "retokenized" / "config.json").read_text())
     assert written["eos_token_id"] == 2 and "pad_token_id" not in written
-    assert json.loads((tmp_path / "retokenized" / "generation_config.json").read_text()) == {"eos_token_id": 2}
+    assert json.loads((tmp_path / "retokenized" / "generation_config.json").read_text()) == {
+        "eos_token_id": 2
+    }
 
-    longer = raw | {"max_position_embeddings": 4096, "pad_token_id": 8}  # no longer the model of the checkpoint
+    # no longer the model of the checkpoint
+    longer = raw | {"max_position_embeddings": 4096, "pad_token_id": 8}
     (source / "config.json").write_text(json.dumps(longer))
     export_checkpoint(checkpoint, tmp_path / "changed")
     written = json.loads((tmp_path / "changed" / "config.json").read_text())
-    assert (written["max_position_embeddings"], written["pad_token_id"]) == (raw["max_position_embeddings"], 8)
+    assert (written["max_position_embeddings"], written["pad_token_id"]) == (
+        raw["max_position_embeddings"],
+        8,
+    )
 
     shutil.rmtree(source)
     export_checkpoint(checkpoint, tmp_path / "lost", tokenizer=other)
@@ -59,7 +67,9 @@ def test_a_copy_of_the_tokenizer_beside_a_corpus_is_the_one_of_the_origin(tmp_pa
     backend.save(str(tmp_path / "origin" / "tokenizer.json"))
     assert is_same_tokenizer(str(tmp_path / "copy" / "tokenizer.json"), str(tmp_path / "origin"))
     assert Companions(str(tmp_path / "copy"), tmp_path / "origin").has_own_tokenizer
-    assert fullest_tokenizer(str(tmp_path / "copy"), tmp_path / "origin") == str(tmp_path / "origin")
+    assert fullest_tokenizer(str(tmp_path / "copy"), tmp_path / "origin") == str(
+        tmp_path / "origin"
+    )
     backend.add_tokens(["b"])
     backend.save(str(tmp_path / "copy" / "tokenizer.json"))
     assert not Companions(str(tmp_path / "copy"), tmp_path / "origin").has_own_tokenizer
@@ -74,6 +84,10 @@ def test_a_model_trained_with_another_tokenizer_gets_none_of_the_origin(
     monkeypatch.setattr(checkpoint_module, "tokenizer_name", lambda checkpoint: "bytes")
     export_checkpoint(tmp_path / "step-00000000", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert {name: written.get(name) for name in SPECIAL_TOKENS} == dict.fromkeys(SPECIAL_TOKENS) | {"eos_token_id": 256}
-    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 256}
+    assert {name: written.get(name) for name in SPECIAL_TOKENS} == dict.fromkeys(SPECIAL_TOKENS) | {
+        "eos_token_id": 256
+    }
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
+        "eos_token_id": 256
+    }
     assert not (tmp_path / "out" / "chat_template.jinja").exists()

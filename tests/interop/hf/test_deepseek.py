@@ -1,4 +1,6 @@
-"""DeepSeek-V3 and GLM-4-MoE: the published config.json, entries without a counterpart, fp8 weights, later layers."""
+"""DeepSeek-V3 and GLM-4-MoE: the published config.json, entries without a counterpart, fp8 weights,
+later layers.
+"""
 
 import json
 from dataclasses import replace
@@ -16,7 +18,13 @@ from nanotrain.errors import HuggingFaceError
 from nanotrain.inference.checkpoint import export_checkpoint, load_stage, open_model
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.export import export_weights
-from nanotrain.interop.hf.families import check_against, config_from_hf, config_to_hf, family_of, model_from_hf
+from nanotrain.interop.hf.families import (
+    check_against,
+    config_from_hf,
+    config_to_hf,
+    family_of,
+    model_from_hf,
+)
 from nanotrain.interop.hf.import_weights import import_hf
 from nanotrain.model.transformer import Stage
 from tests.interop.hf.reference import CONFIGS, LLAMA_SHAPE, biases_of, load, reference, tensors_of
@@ -42,7 +50,11 @@ def test_the_published_config_of_deepseek_v3_is_the_recipe() -> None:
         "vocab_size": 129280}""")
     read = config_from_hf(raw)
     recipe = load_config(["+config=deepseek_v3"], to_train=False).config.model
-    assert (read.yarn.rotary_scaling_factor, read.yarn.mscale_all_dim, read.max_position_embeddings) == (
+    assert (
+        read.yarn.rotary_scaling_factor,
+        read.yarn.mscale_all_dim,
+        read.max_position_embeddings,
+    ) == (
         40.0,
         1.0,
         163840,
@@ -69,20 +81,28 @@ def test_the_published_config_of_deepseek_v3_is_the_recipe() -> None:
         (GLM, {"norm_topk_prob": False}, "norm_topk_prob: False"),
     ],
 )
-def test_what_would_compute_something_else_is_refused(raw: dict[str, Any], change: dict[str, Any], named: str) -> None:
+def test_what_would_compute_something_else_is_refused(
+    raw: dict[str, Any], change: dict[str, Any], named: str
+) -> None:
     with pytest.raises(HuggingFaceError, match=named):
         config_from_hf(raw | change)
 
 
 def test_a_glm_comes_back_equal() -> None:
     model = config_from_hf(GLM)
-    assert (model.rotary_percent, model.add_qkv_bias, model.moe.layer_freq) == (0.5, True, "[0]+[1]*2")
+    assert (model.rotary_percent, model.add_qkv_bias, model.moe.layer_freq) == (
+        0.5,
+        True,
+        "[0]+[1]*2",
+    )
     assert model.moe.shared_expert_intermediate_size == 48 and model.moe.router_num_groups is None
     assert canonical(config_from_hf(config_to_hf(model, family="glm4_moe"))) == canonical(model)
 
 
 def quantize(folder: Path, *, block: int) -> dict[str, torch.Tensor]:
-    """Rewrite the matrices of the attention and the experts as fp8 with a factor per block; returns what they mean."""
+    """Rewrite the matrices of the attention and the experts as fp8 with a factor per block; returns
+    what they mean.
+    """
     tensors, meant = load_file(folder / "model.safetensors"), {}
     for name in [name for name in tensors if "proj" in name and name.endswith(".weight")]:
         rows, columns = (torch.arange(size) // block for size in tensors[name].shape)
@@ -105,20 +125,27 @@ def test_fp8_weights_are_multiplied_by_their_block_factors(tmp_path: Path) -> No
     meant = quantize(tmp_path, block=5)  # divides no matrix
     actual = tensors_of(load(tmp_path))
     assert torch.equal(
-        actual["layers.1.mlp.experts.up.weight"][3], meant["model.layers.1.mlp.experts.3.up_proj.weight"]
+        actual["layers.1.mlp.experts.up.weight"][3],
+        meant["model.layers.1.mlp.experts.3.up_proj.weight"],
     )
-    rows = [*range(16), *range(16, 24, 2), *range(17, 24, 2)]  # compressed keys and values, then rotary channels
+    # compressed keys and values, then rotary channels
+    rows = [*range(16), *range(16, 24, 2), *range(17, 24, 2)]
     assert torch.equal(
-        actual["layers.0.attention.kv_down.weight"], meant["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"][rows]
+        actual["layers.0.attention.kv_down.weight"],
+        meant["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"][rows],
     )
-    assert torch.equal(actual["layers.0.attention_norm.weight"], plain["layers.0.attention_norm.weight"])
+    assert torch.equal(
+        actual["layers.0.attention_norm.weight"], plain["layers.0.attention_norm.weight"]
+    )
     changed = [name for name in plain if not torch.equal(plain[name], actual[name])]
     assert changed and all((plain[name] - actual[name]).abs().max() < 0.1 for name in changed)
 
 
 def test_another_quantization_is_refused(tmp_path: Path) -> None:
     reference("deepseek_v3").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    config = json.loads((tmp_path / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "awq"}
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(HuggingFaceError, match="quantization_config: 'awq'"):
         load(tmp_path)
@@ -127,23 +154,36 @@ def test_another_quantization_is_refused(tmp_path: Path) -> None:
 def test_layers_beyond_the_model_are_ignored_and_a_missing_one_is_not(tmp_path: Path) -> None:
     reference("deepseek_v3").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {"model.layers.3.mlp.up_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.3.mlp.up_proj.weight": torch.ones(2, 2)},
+        tmp_path / "model.safetensors",
+    )
     load(tmp_path)
     bias = "model.layers.2.mlp.gate.e_score_correction_bias"
-    save_file({name: tensor for name, tensor in tensors.items() if name != bias}, tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name != bias},
+        tmp_path / "model.safetensors",
+    )
     with pytest.raises(HuggingFaceError, match=f"missing: {bias}"):
         load(tmp_path)
 
 
 def with_mtp(name: str, folder: Path) -> dict[str, torch.Tensor]:
-    """A folder as published, with a layer of multi-token prediction that has copies of embedding and head."""
+    """A folder as published, with a layer of multi-token prediction that has copies of embedding
+    and head.
+    """
     reference(name).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     last, further, size = "model.layers.2.", "model.layers.3.", LLAMA_SHAPE["hidden_size"]
     layer = {
-        further + key.removeprefix(last): torch.randn_like(t) for key, t in tensors.items() if key.startswith(last)
+        further + key.removeprefix(last): torch.randn_like(t)
+        for key, t in tensors.items()
+        if key.startswith(last)
     }
-    layer |= {f"{further}{norm}.weight": torch.randn(size) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    layer |= {
+        f"{further}{norm}.weight": torch.randn(size)
+        for norm in ("enorm", "hnorm", "shared_head.norm")
+    }
     layer |= {f"{further}eh_proj.weight": torch.randn(size, 2 * size)}
     layer |= {f"{further}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()}
     layer |= {f"{further}shared_head.head.weight": tensors["lm_head.weight"].clone()}
@@ -163,11 +203,15 @@ def test_multi_token_prediction_comes_back_byte_for_byte(family: str, tmp_path: 
     published = with_mtp(family, tmp_path)
     stage = load(tmp_path)
     assert stage.model_config.mtp.num_layers == 1
-    assert torch.equal(stage.mtp_layers[0].eh_proj.weight, published["model.layers.3.eh_proj.weight"])
+    assert torch.equal(
+        stage.mtp_layers[0].eh_proj.weight, published["model.layers.3.eh_proj.weight"]
+    )
     export(stage, tmp_path / "out", family)
     written = load_file(tmp_path / "out/model.safetensors")
     assert written.keys() == published.keys()
-    assert [name for name, tensor in published.items() if not torch.equal(tensor, written[name])] == []
+    assert [
+        name for name, tensor in published.items() if not torch.equal(tensor, written[name])
+    ] == []
     export(load(tmp_path / "out"), tmp_path / "again", family)
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
@@ -180,7 +224,9 @@ def test_transformers_reads_an_export_and_leaves_the_layer_out(tmp_path: Path) -
     theirs = Glm4MoeForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     tokens = torch.arange(12)[None]
     with torch.no_grad():
-        torch.testing.assert_close(stage.logits(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            stage.logits(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5
+        )
 
 
 def test_multi_token_prediction_may_be_left_out(tmp_path: Path) -> None:
@@ -188,7 +234,9 @@ def test_multi_token_prediction_may_be_left_out(tmp_path: Path) -> None:
     with_mtp("deepseek_v3", tmp_path)
     config = model_from_hf(tmp_path)
     none = replace(config, mtp=MTPConfig(num_layers=0))
-    assert check_against(config, none, explicit=frozenset({"mtp.num_layers"})).mtp.num_layers is None
+    assert (
+        check_against(config, none, explicit=frozenset({"mtp.num_layers"})).mtp.num_layers is None
+    )
     assert check_against(config, ModelConfig(), explicit=frozenset()).mtp.num_layers == 1
     two = replace(config, mtp=MTPConfig(num_layers=2))
     with pytest.raises(HuggingFaceError, match="--mtp-num-layers 2 contradicts"):
@@ -217,4 +265,6 @@ def test_a_kimi_k2_is_a_deepseek_v3_of_another_name(tmp_path: Path) -> None:
     tensors = tensors_of(ours) | biases_of(ours)
     export_weights(tmp_path / "out", ours.model_config, tensors=tensors.items(), family="kimi_k2")
     written, read = (load_file(tmp_path / side / "model.safetensors") for side in ("out", "in"))
-    assert written.keys() == read.keys() and all(torch.equal(written[name], read[name]) for name in read)
+    assert written.keys() == read.keys() and all(
+        torch.equal(written[name], read[name]) for name in read
+    )

@@ -29,7 +29,9 @@ def tensors_of(stage: Stage) -> list[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["llama-untied", "gpt2"])
-def test_shards_hold_what_one_file_holds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_hold_what_one_file_holds(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage = randomize(build(MODELS[name]))
     export_weights(tmp_path / "one", stage.model_config, tensors=tensors_of(stage))
     monkeypatch.setattr(export, "MAX_SHARD_BYTES", 20_000)
@@ -81,12 +83,17 @@ def test_tokenizer_files_are_copied_and_name_the_special_tokens(tmp_path: Path) 
     tokenizer = write_tokenizer("gpt-oss", tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "generation_config.json").unlink()
     (tmp_path / "tokenizer" / "notes.txt").write_text("not a tokenizer file")
-    export_weights(tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)), companions=Companions(tokenizer))
+    export_weights(
+        tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)), companions=Companions(tokenizer)
+    )
     names = {path.name for path in (tmp_path / "out").iterdir()}
     files = {"tokenizer.json", "tokenizer_config.json"}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "README.md"} | files
+    assert (
+        names == {"config.json", "generation_config.json", "model.safetensors", "README.md"} | files
+    )
     config, generation = (
-        json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", "generation_config.json")
+        json.loads((tmp_path / "out" / name).read_text())
+        for name in ("config.json", "generation_config.json")
     )
     assert (config["bos_token_id"], config["eos_token_id"]) == (0, 2)
     assert generation == {"bos_token_id": 0, "eos_token_id": 2}
@@ -96,20 +103,38 @@ def test_generation_config_and_model_card_travel(tmp_path: Path) -> None:
     tokenizer = write_tokenizer("llama3", tmp_path / "tokenizer")
     inherited = '{"eos_token_id": [0, 1], "temperature": 0.6}'
     (tmp_path / "tokenizer" / "generation_config.json").write_text(inherited)
-    export_weights(tmp_path / "my_model", LLAMA, tensors=tensors_of(build(LLAMA)), companions=Companions(tokenizer))
+    export_weights(
+        tmp_path / "my_model",
+        LLAMA,
+        tensors=tensors_of(build(LLAMA)),
+        companions=Companions(tokenizer),
+    )
     assert (tmp_path / "my_model" / "generation_config.json").read_text() == inherited
     card = (tmp_path / "my_model" / "README.md").read_text()
     _, header, text = card.split("---\n")
-    assert header.splitlines()[:2] == ["library_name: transformers", "pipeline_tag: text-generation"]
+    assert header.splitlines()[:2] == [
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+    ]
     assert "# my_model" in text and f"{num_parameters(ModelShape.of(LLAMA)):,} parameters" in text
-    assert text.count('.from_pretrained("my_model")') == 2 and "import AutoModelForCausalLM, AutoTokenizer\n" in text
+    assert (
+        text.count('.from_pretrained("my_model")') == 2
+        and "import AutoModelForCausalLM, AutoTokenizer\n" in text
+    )
     assert GenerationConfig.from_pretrained(tmp_path / "my_model").temperature == 0.6
 
 
 def test_a_single_tokenizer_file_is_copied_under_its_usual_name(tmp_path: Path) -> None:
     tokenizer = Path(write_tokenizer("bpe", tmp_path / "tokenizer")).rename(tmp_path / "bpe.json")
-    export_weights(tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)), companions=Companions(str(tokenizer)))
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "bpe.json").read_bytes()
+    export_weights(
+        tmp_path / "out",
+        LLAMA,
+        tensors=tensors_of(build(LLAMA)),
+        companions=Companions(str(tokenizer)),
+    )
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        tmp_path / "bpe.json"
+    ).read_bytes()
 
 
 def test_bad_targets_are_refused(tmp_path: Path) -> None:
@@ -121,22 +146,32 @@ def test_bad_targets_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot write"):
         export_weights(tmp_path / "file", LLAMA, tensors=tensors)
     (tmp_path / "no").mkdir()
-    with pytest.raises(DataError, match="no cannot be loaded: it is a folder without tokenizer.json"):
-        export_weights(tmp_path / "second", LLAMA, tensors=tensors, companions=Companions(str(tmp_path / "no")))
+    with pytest.raises(
+        DataError, match="no cannot be loaded: it is a folder without tokenizer.json"
+    ):
+        export_weights(
+            tmp_path / "second", LLAMA, tensors=tensors, companions=Companions(str(tmp_path / "no"))
+        )
     with pytest.raises(HuggingFaceError, match="bloom is not supported"):
         export_weights(tmp_path / "third", LLAMA, tensors=tensors, family="bloom")
 
 
 def test_an_incomplete_stream_writes_no_config(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"final_norm\.weight"):
-        export_weights(tmp_path, LLAMA, tensors=[t for t in tensors_of(build(LLAMA)) if t[0] != "final_norm.weight"])
+        export_weights(
+            tmp_path,
+            LLAMA,
+            tensors=[t for t in tensors_of(build(LLAMA)) if t[0] != "final_norm.weight"],
+        )
     assert not (tmp_path / "config.json").exists()
 
 
 def test_a_folder_with_content_of_others_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("mine")
-    with pytest.raises(CheckpointError, match="out is not empty: it contains config.json.*choose a new folder"):
+    with pytest.raises(
+        CheckpointError, match="out is not empty: it contains config.json.*choose a new folder"
+    ):
         export_weights(tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)))
     assert (tmp_path / "out" / "config.json").read_text() == "mine"
 
@@ -172,16 +207,27 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, limit: int)
     assert not (tmp_path / "out").exists()
 
 
-def test_space_is_checked_before_a_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_is_checked_before_a_tensor_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     export_weights(tmp_path / "fits", LLAMA, tensors=tensors_of(build(LLAMA)), dtype="bf16")
-    needed = sum(tensor.nbytes for tensor in load_file(tmp_path / "fits" / "model.safetensors").values())
+    needed = sum(
+        tensor.nbytes for tensor in load_file(tmp_path / "fits" / "model.safetensors").values()
+    )
     usage = shutil.disk_usage(tmp_path)
     for free in (needed - 1, needed):
-        monkeypatch.setattr(shutil, "disk_usage", lambda _path, free=free: usage._replace(free=free))
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda _path, free=free: usage._replace(free=free)
+        )
         folder = tmp_path / str(free)
         if free == needed:
             export_weights(folder, LLAMA, tensors=tensors_of(build(LLAMA)), dtype="bf16")
             continue
         with pytest.raises(EnvironmentFault, match=f"{needed:,} bytes needed, .* bytes free in"):
-            export_weights(folder, LLAMA, tensors=iter(lambda: pytest.fail("a tensor was read"), None), dtype="bf16")
+            export_weights(
+                folder,
+                LLAMA,
+                tensors=iter(lambda: pytest.fail("a tensor was read"), None),
+                dtype="bf16",
+            )
         assert not folder.exists()

@@ -1,4 +1,6 @@
-"""config.json: read in every existing format, written so that it reads back, compared with the configured model."""
+"""config.json: read in every existing format, written so that it reads back, compared with the
+configured model.
+"""
 
 import json
 from dataclasses import replace
@@ -30,9 +32,13 @@ LLAMA_JSON = LLAMA_SHAPE | {"model_type": "llama"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_config_of_transformers_is_read_as_transformers_reads_ours(name: str, tmp_path: Path) -> None:
+def test_every_config_of_transformers_is_read_as_transformers_reads_ours(
+    name: str, tmp_path: Path
+) -> None:
     family, fields = CONFIGS[name]
-    getattr(transformers, CONFIG_CLASSES.get(family, f"{family}Config"))(**fields).save_pretrained(tmp_path)
+    getattr(transformers, CONFIG_CLASSES.get(family, f"{family}Config"))(**fields).save_pretrained(
+        tmp_path
+    )
     model = model_from_hf(tmp_path)
     written = config_to_hf(model, family=family_of(model))
     (tmp_path / "config.json").write_text(json.dumps(written))
@@ -40,7 +46,8 @@ def test_every_config_of_transformers_is_read_as_transformers_reads_ours(name: s
     back = transformers.AutoConfig.from_pretrained(tmp_path)
     assert back.vocab_size == model.vocab_size
     assert back.tie_word_embeddings is not model.untie_embeddings_and_output_weights
-    blocks_per_layer = 2 if model.moe is not None and model.moe.shortcut else 1  # LongCat-Flash counts them
+    # LongCat-Flash counts them
+    blocks_per_layer = 2 if model.moe is not None and model.moe.shortcut else 1
     assert back.num_hidden_layers == blocks_per_layer * model.num_layers
     if model.use_rope_scaling:
         assert back.rope_parameters == fields.get(
@@ -122,7 +129,10 @@ def test_a_model_no_family_can_hold_is_refused_by_name(model: ModelConfig, lost:
             {"model_type": "llama4_text", "layer_types": ["sliding_attention"] * 2},
             "chunked_attention or full_attention",
         ),
-        ({"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"),
+        (
+            {"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 1},
+            "use_sliding_window",
+        ),
     ],
 )
 def test_features_we_lack_are_refused_by_name(change: dict[str, Any], named: str) -> None:
@@ -147,7 +157,9 @@ def test_the_width_of_an_mlp_that_no_layer_has_is_harmless() -> None:
     """As in training from the start; a layer without experts has an MLP of that width."""
     moe, explicit = MoEConfig(num_experts=4, ffn_hidden_size=24), frozenset({"ffn_hidden_size"})
     experts = replace(LLAMA, moe=moe, ffn_hidden_size=None)
-    assert check_against(experts, replace(experts, ffn_hidden_size=100), explicit=explicit) == experts
+    assert (
+        check_against(experts, replace(experts, ffn_hidden_size=100), explicit=explicit) == experts
+    )
     dense = replace(LLAMA, moe=replace(moe, layer_freq="[0]*1+[1]*1"))
     with pytest.raises(HuggingFaceError, match="--ffn-hidden-size 100 contradicts"):
         check_against(dense, replace(dense, ffn_hidden_size=100), explicit=explicit)
@@ -159,7 +171,9 @@ def test_a_field_that_config_json_leaves_open_is_unset() -> None:
 
 
 def test_fields_not_set_explicitly_give_way_and_free_ones_are_taken() -> None:
-    configured = replace(LLAMA, hidden_size=64, num_query_groups=None, make_vocab_size_divisible_by=256)
+    configured = replace(
+        LLAMA, hidden_size=64, num_query_groups=None, make_vocab_size_divisible_by=256
+    )
     explicit = frozenset({"num_query_groups", "make_vocab_size_divisible_by"})
     model = check_against(LLAMA, configured, explicit=explicit)
     assert model == replace(LLAMA, make_vocab_size_divisible_by=256)
@@ -182,8 +196,12 @@ def test_an_explicit_field_may_repeat_what_config_json_says() -> None:
         ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, "[0]+[1]+[0]*2"),
     ],
 )
-def test_dense_layers_of_a_qwen3_moe_become_a_pattern_and_come_back(entries: dict[str, Any], pattern: str) -> None:
-    raw = LLAMA_JSON | {"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 4} | entries
+def test_dense_layers_of_a_qwen3_moe_become_a_pattern_and_come_back(
+    entries: dict[str, Any], pattern: str
+) -> None:
+    raw = (
+        LLAMA_JSON | {"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 4} | entries
+    )
     model = config_from_hf(raw)
     assert model.moe.layer_freq == pattern
     assert (model.ffn_hidden_size is None) is (pattern == "1")
@@ -209,15 +227,25 @@ MIXTRAL = replace(LLAMA, moe=MoEConfig(num_experts=4, ffn_hidden_size=24))
 
 
 def test_losses_of_the_router_are_free_beside_pretrained_experts() -> None:
-    configured = ModelConfig(moe=MoEConfig(aux_loss_coeff=[0.01], router_topk=2, layer_freq="[1]*2"))
+    configured = ModelConfig(
+        moe=MoEConfig(aux_loss_coeff=[0.01], router_topk=2, layer_freq="[1]*2")
+    )
     explicit = frozenset({"moe.aux_loss_coeff", "moe.router_topk", "moe.layer_freq"})
     assert check_against(MIXTRAL, configured, explicit=explicit) == replace(
-        MIXTRAL, moe=replace(MIXTRAL.moe, aux_loss_coeff=[0.01]), init_method_std=configured.init_method_std
+        MIXTRAL,
+        moe=replace(MIXTRAL.moe, aux_loss_coeff=[0.01]),
+        init_method_std=configured.init_method_std,
     )
     with pytest.raises(HuggingFaceError, match="--moe-aux-loss-coeff 0.01 contradicts"):
         check_against(LLAMA, configured, explicit=frozenset({"moe.aux_loss_coeff"}))
-    with pytest.raises(HuggingFaceError, match="--moe-router-topk 3 contradicts.*moe.router_topk = 2"):
-        check_against(MIXTRAL, replace(configured, moe=replace(configured.moe, router_topk=3)), explicit=explicit)
+    with pytest.raises(
+        HuggingFaceError, match="--moe-router-topk 3 contradicts.*moe.router_topk = 2"
+    ):
+        check_against(
+            MIXTRAL,
+            replace(configured, moe=replace(configured.moe, router_topk=3)),
+            explicit=explicit,
+        )
 
 
 @pytest.mark.parametrize(
@@ -230,7 +258,15 @@ def test_losses_of_the_router_are_free_beside_pretrained_experts() -> None:
     ],
 )
 def test_a_mixture_no_family_can_hold_is_refused_by_name(change: dict[str, Any], lost: str) -> None:
-    assert family_of(replace(MIXTRAL, moe=replace(MIXTRAL.moe, aux_loss_coeff=[0.1], z_loss_coeff=0.1))) == "mixtral"
-    assert family_of(replace(MIXTRAL, qk_layernorm=True, moe=replace(MIXTRAL.moe, layer_freq="2"))) == "qwen3_moe"
+    assert (
+        family_of(
+            replace(MIXTRAL, moe=replace(MIXTRAL.moe, aux_loss_coeff=[0.1], z_loss_coeff=0.1))
+        )
+        == "mixtral"
+    )
+    assert (
+        family_of(replace(MIXTRAL, qk_layernorm=True, moe=replace(MIXTRAL.moe, layer_freq="2")))
+        == "qwen3_moe"
+    )
     with pytest.raises(HuggingFaceError, match=lost):
         family_of(with_values(MIXTRAL, change))

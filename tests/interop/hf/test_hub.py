@@ -1,4 +1,6 @@
-"""The hub: a model card names the repository; what is sent, and what is said without a network or a login."""
+"""The hub: a model card names the repository; what is sent, and what is said without a network or a
+login.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ class Hub:
         self.calls.append((repo_id, {"folder_path": folder_path}))
 
 
-def test_the_folder_is_uploaded_to_a_private_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_uploaded_to_a_private_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = Hub()
     hub.calls = []
     monkeypatch.setattr(push, "go_offline_if_unreachable", lambda: None)
@@ -41,11 +45,15 @@ def test_the_folder_is_uploaded_to_a_private_repository(tmp_path: Path, monkeypa
         raise ValueError("not logged in")
 
     monkeypatch.setattr(hub, "create_repo", refuse)
-    with pytest.raises(EnvironmentFault, match="cannot be uploaded to me/model: not logged in.*hf auth login"):
+    with pytest.raises(
+        EnvironmentFault, match="cannot be uploaded to me/model: not logged in.*hf auth login"
+    ):
         push_folder(tmp_path, "me/model")
 
 
-def test_without_a_network_the_command_for_later_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_the_command_for_later_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert push_folder(tmp_path, "me/model").endswith(f"hf upload me/model {tmp_path}")
 
@@ -53,19 +61,32 @@ def test_without_a_network_the_command_for_later_is_named(tmp_path: Path, monkey
 def test_a_wrong_name_is_an_error_before_anything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = ["checkpoint", "export-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--push", "a/b/c"]
+    line = [
+        "checkpoint",
+        "export-hf",
+        str(tmp_path / "run"),
+        str(tmp_path / "out"),
+        "--push",
+        "a/b/c",
+    ]
     assert main(line) == 2 and "write --push OWNER/NAME" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("has_tokenizer", [False, True])
-def test_a_card_names_the_repository_and_only_what_is_there(tmp_path: Path, has_tokenizer: bool) -> None:
+def test_a_card_names_the_repository_and_only_what_is_there(
+    tmp_path: Path, has_tokenizer: bool
+) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     card = model_card(LLAMA, name="out", family="llama", dtype="fp32", has_tokenizer=has_tokenizer)
     (folder / CARD_FILE).write_text(card)
     name_card(folder, "me/model")
     text = (folder / CARD_FILE).read_text()
-    assert text == model_card(LLAMA, name="me/model", family="llama", dtype="fp32", has_tokenizer=has_tokenizer)
-    assert text.count('from_pretrained("me/model")') == 1 + has_tokenizer and "\n# me/model\n" in text
+    assert text == model_card(
+        LLAMA, name="me/model", family="llama", dtype="fp32", has_tokenizer=has_tokenizer
+    )
+    assert (
+        text.count('from_pretrained("me/model")') == 1 + has_tokenizer and "\n# me/model\n" in text
+    )
     assert ("Tokenizer" in text) == has_tokenizer and "out" not in text

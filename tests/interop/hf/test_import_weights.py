@@ -31,7 +31,9 @@ def llama(tmp_path: Path) -> Path:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_any_flat_range_of_any_parameter_is_read_as_its_boxes(gpt2: Path, data: st.DataObject) -> None:
+def test_any_flat_range_of_any_parameter_is_read_as_its_boxes(
+    gpt2: Path, data: st.DataObject
+) -> None:
     # Given a parameter and a range of it, as a shard of a flat buffer holds it.
     parameters = dict(load(gpt2).named_parameters())
     name = data.draw(st.sampled_from(sorted(parameters)))
@@ -39,10 +41,15 @@ def test_any_flat_range_of_any_parameter_is_read_as_its_boxes(gpt2: Path, data: 
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, whole.numel())] * 2)))
     # When its boxes are read, into tensors that hold something else.
     boxes = flat_range_to_boxes(whole.shape, start=start, stop=stop)
-    wanted = {TensorBox(name, tuple(whole.shape), box): torch.full(box.shape, float("nan")) for box in boxes}
+    wanted = {
+        TensorBox(name, tuple(whole.shape), box): torch.full(box.shape, float("nan"))
+        for box in boxes
+    }
     import_weights(gpt2, model_from_hf(gpt2), wanted=wanted)
     # Then they are that range; the rows that pad the vocabulary are zero.
-    values = torch.cat([tensor.flatten() for tensor in wanted.values()]) if wanted else torch.empty(0)
+    values = (
+        torch.cat([tensor.flatten() for tensor in wanted.values()]) if wanted else torch.empty(0)
+    )
     assert torch.equal(values, whole.flatten()[start:stop])
     assert name != "embedding.word.weight" or not whole[131:].any()
 
@@ -50,7 +57,11 @@ def test_any_flat_range_of_any_parameter_is_read_as_its_boxes(gpt2: Path, data: 
 def change(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path) | changes
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, metadata={"format": "pt"})
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        path,
+        metadata={"format": "pt"},
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +69,10 @@ def change(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
     [
         ({"model.norm.weight": None}, r"missing: model\.norm\.weight \[32\]"),
         ({"lm_head.weight": None}, r"missing: lm_head\.weight \[131, 32\]"),
-        ({"model.layers.7.mlp.up_proj.weight": torch.ones(2, 3)}, r"unknown: .*layers\.7.* \[2, 3\]"),
+        (
+            {"model.layers.7.mlp.up_proj.weight": torch.ones(2, 3)},
+            r"unknown: .*layers\.7.* \[2, 3\]",
+        ),
         ({"model.norm.weight": torch.ones(5)}, r"mis-shaped: .*is \[5\] and should be \[32\]"),
     ],
 )
@@ -71,7 +85,9 @@ def test_wrong_tensors_are_named_with_their_shapes(
 
 
 def test_many_wrong_tensors_are_counted_not_listed(llama: Path) -> None:
-    change(llama, {name: None for name in load_file(llama / "model.safetensors") if "layers" in name})
+    change(
+        llama, {name: None for name in load_file(llama / "model.safetensors") if "layers" in name}
+    )
     with pytest.raises(HuggingFaceError, match="and 13 more"):
         load(llama)
 

@@ -17,7 +17,9 @@ from tests.interop.hf.reference import LLAMA_SHAPE
 
 MODELS: dict[str, dict[str, Any]] = {
     "nemotron_h": NEMOTRON_H | {"hybrid_override_pattern": "ME*-"},
-    "granitemoehybrid": LLAMA_SHAPE | GRANITE | {"num_hidden_layers": 3, "layer_types": HYBRID, "mamba_expand": 2},
+    "granitemoehybrid": LLAMA_SHAPE
+    | GRANITE
+    | {"num_hidden_layers": 3, "layer_types": HYBRID, "mamba_expand": 2},
     "falcon_h1": LLAMA_SHAPE | FALCON_H1,
     "lfm2": LLAMA_SHAPE | {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": LLAMA_SHAPE | LFM2_MOE,
@@ -35,14 +37,18 @@ def test_layers_have_the_names_of_every_version() -> None:
     assert expected.hybrid_layer_pattern == "ME*-" and expected.num_layers == 4
     for entry in ({"layers_block_type": kinds}, {"layers_block_type": old}, {"layer_types": kinds}):
         assert read("nemotron_h", hybrid_override_pattern="M", **entry) == expected
-    assert read("granitemoehybrid", layer_types=["mamba", "attention", "mamba"]) == read("granitemoehybrid")
+    assert read("granitemoehybrid", layer_types=["mamba", "attention", "mamba"]) == read(
+        "granitemoehybrid"
+    )
     assert read("granitemoehybrid", layer_types=None).mixers == ("mamba2",) * 3
     assert read("lfm2", layer_types=None, full_attn_idxs=[1]) == read("lfm2")
     assert read("lfm2", layer_types=None).linear_attention_type is None
 
 
 def test_the_published_layout_of_nemotron_3_nano_is_that_of_its_recipe() -> None:
-    """The config.json of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B, as published, without what only its own code reads."""
+    """The config.json of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B, as published, without what only its
+    own code reads.
+    """
     raw = json.loads("""{"architectures": ["NemotronHForCausalLM"], "attention_bias": false, "chunk_size": 128,
         "conv_kernel": 4, "expand": 2, "head_dim": 128, "hidden_size": 2688, "initializer_range": 0.02,
         "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "intermediate_size": 1856,
@@ -57,7 +63,9 @@ def test_the_published_layout_of_nemotron_3_nano_is_that_of_its_recipe() -> None
         "time_step_max": 0.1, "time_step_min": 0.001, "topk_group": 1, "use_bias": false, "use_conv_bias": true,
         "vocab_size": 131072}""")
     recipe = load(["+config=nemotron3_nano_30b_a3b"], to_train=False).config.model
-    assert canonical(config_from_hf(raw)) == canonical(replace(recipe, moe=replace(recipe.moe, aux_loss_coeff=[0.0])))
+    assert canonical(config_from_hf(raw)) == canonical(
+        replace(recipe, moe=replace(recipe.moe, aux_loss_coeff=[0.0]))
+    )
 
 
 def test_borders_of_pipeline_stages_are_no_property_of_a_checkpoint() -> None:
@@ -105,6 +113,8 @@ def test_the_width_of_an_mlp_of_lfm2_is_that_of_transformers(change: dict[str, A
         ("lfm2_moe", {"num_dense_layers": 3}, "num_dense_layers: 3"),
     ],
 )
-def test_features_we_lack_are_refused_by_name(family: str, change: dict[str, Any], named: str) -> None:
+def test_features_we_lack_are_refused_by_name(
+    family: str, change: dict[str, Any], named: str
+) -> None:
     with pytest.raises(HuggingFaceError, match=named):
         read(family, **change)

@@ -7,7 +7,11 @@ from nanotrain.interop.hf.layout import Layout
 from tests.model.building import LLAMA
 
 LAYOUT = Layout(
-    entries={"width": "hidden_size", "n_positions": "max_position_embeddings", "num_experts": "moe.num_experts"},
+    entries={
+        "width": "hidden_size",
+        "n_positions": "max_position_embeddings",
+        "num_experts": "moe.num_experts",
+    },
     defaults={"width": 8, "num_experts": 4},
     required={"act": ("silu", "swish"), "bias": (False,)},
     fixed={"qk_layernorm": True},
@@ -28,4 +32,8 @@ def test_unsupported_values_are_refused_by_name(entry: dict[str, object]) -> Non
 
 def test_a_model_without_experts_is_not_read_back_as_one() -> None:
     written = LAYOUT.write(LLAMA)
-    assert (written["width"], written["act"], written["num_experts"]) == (LLAMA.hidden_size, "silu", 0)
+    assert (written["width"], written["act"], written["num_experts"]) == (
+        LLAMA.hidden_size,
+        "silu",
+        0,
+    )

@@ -1,4 +1,6 @@
-"""Families with layers of linear attention: published entries of config.json, rejected ones, text models of others."""
+"""Families with layers of linear attention: published entries of config.json, rejected ones, text
+models of others.
+"""
 
 import json
 from dataclasses import replace
@@ -24,7 +26,13 @@ from nanotrain.spec.boxes import TensorBox
 from tests.interop.hf.reference import CONFIGS, load, reference, tensors_of
 
 IMAGES = {
-    "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+    },
     "image_token_id": 3,
     "video_token_id": 4,
     "vision_start_token_id": 5,
@@ -75,20 +83,50 @@ QWEN = {  # what the three have in common
     },
     "tie_word_embeddings": False,
 }
-EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001}
-PUBLISHED: dict[str, dict[str, Any]] = {  # entries of the published config.json, of their text models
+EXPERTS = {
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "router_aux_loss_coef": 0.001,
+}
+# entries of the published config.json, of their text models
+PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_next_80b_a3b": QWEN
     | EXPERTS
-    | {"model_type": "qwen3_next", "num_hidden_layers": 48, "num_experts": 512, "num_experts_per_tok": 10}
+    | {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 48,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+    }
     | {"norm_topk_prob": True, "vocab_size": 151936}
-    | {"rope_parameters": None, "rope_scaling": None, "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    | {
+        "rope_parameters": None,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+    },
     "qwen3_5_35b_a3b": QWEN
     | EXPERTS
-    | {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 40, "num_experts": 256, "num_experts_per_tok": 8}
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    }
     | {"mtp_num_hidden_layers": 1, "vocab_size": 248320},
     "qwen3_5_27b": QWEN
-    | {"model_type": "qwen3_5_text", "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 17408}
-    | {"linear_num_value_heads": 48, "num_attention_heads": 24, "num_key_value_heads": 4, "vocab_size": 248320},
+    | {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+    }
+    | {
+        "linear_num_value_heads": 48,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "vocab_size": 248320,
+    },
     "kimi_linear_48b_a3b": {
         "model_type": "kimi_linear",
         "first_k_dense_replace": 1,
@@ -139,19 +177,24 @@ def test_a_recipe_is_the_published_model(recipe: str) -> None:
     model = load_config(["+config=" + recipe], to_train=False).config.model
     if model.moe is not None:
         model = replace(model, moe=replace(model.moe, aux_loss_coeff=[0.0]))
-    published = replace(config_from_hf(PUBLISHED[recipe]), mtp=MTPConfig())  # which recipes leave out
+    # which recipes leave out
+    published = replace(config_from_hf(PUBLISHED[recipe]), mtp=MTPConfig())
     assert canonical(published) == canonical(model)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-def test_the_text_model_of_a_model_with_images_is_imported_and_exported_alone(name: str, tmp_path: Path) -> None:
+def test_the_text_model_of_a_model_with_images_is_imported_and_exported_alone(
+    name: str, tmp_path: Path
+) -> None:
     family, fields = CONFIGS[name]
     config = getattr(transformers, f"{family}Config")(text_config=fields, **IMAGES)
     torch.manual_seed(0)
     theirs = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
     theirs.save_pretrained(tmp_path / "in")
     tokens = torch.randint(7, fields["vocab_size"], (2, 20))
-    torch.testing.assert_close(load(tmp_path / "in").logits(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        load(tmp_path / "in").logits(tokens), theirs(tokens).logits, rtol=0, atol=1e-5
+    )
 
     import_hf(tmp_path / "in", tmp_path / "step-00000000")
     export_checkpoint(tmp_path / "step-00000000", tmp_path / "out")
@@ -160,33 +203,52 @@ def test_the_text_model_of_a_model_with_images_is_imported_and_exported_alone(na
     torch.testing.assert_close(back(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear"])
-def test_an_imported_model_generates_as_transformers_and_is_scored_by_it(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear"]
+)
+def test_an_imported_model_generates_as_transformers_and_is_scored_by_it(
+    name: str, tmp_path: Path
+) -> None:
     theirs = reference(name)
     theirs.save_pretrained(tmp_path / "in")
     import_hf(tmp_path / "in", tmp_path / "step-00000000")
     stage = load_stage(open_model(tmp_path / "step-00000000"))
     prompt = torch.randint(3, 131, (1, 9), generator=torch.Generator().manual_seed(1))
-    expected = theirs.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, use_cache=False)[0, 9:]
+    expected = theirs.generate(
+        prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, use_cache=False
+    )[0, 9:]
 
     for use_cache in (True, False):
         sampling = Sampling(temperature=0.0)
-        new = generate(stage, prompt[0].tolist(), num_tokens=6, sampling=sampling, use_cache=use_cache)
+        new = generate(
+            stage, prompt[0].tolist(), num_tokens=6, sampling=sampling, use_cache=use_cache
+        )
         assert new == expected.tolist()
     [scored] = log_likelihoods(stage, [(prompt[0].tolist(), new)], batch_size=1)
     log_probs = theirs(torch.cat([prompt[0], expected])[None]).logits[0, 8:-1].log_softmax(-1)
-    assert scored.log_likelihood == pytest.approx(log_probs.gather(-1, expected[:, None]).sum().item(), rel=1e-4)
+    assert scored.log_likelihood == pytest.approx(
+        log_probs.gather(-1, expected[:, None]).sum().item(), rel=1e-4
+    )
     assert scored.is_greedy
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe"])
-def test_multi_token_prediction_comes_back_to_the_bit_or_is_left_out(name: str, tmp_path: Path) -> None:
+def test_multi_token_prediction_comes_back_to_the_bit_or_is_left_out(
+    name: str, tmp_path: Path
+) -> None:
     theirs = reference(name)
     theirs.save_pretrained(tmp_path / "in")
     stored = load_file(tmp_path / "in" / "model.safetensors")
-    last = {key.removeprefix("model.layers.3."): x for key, x in stored.items() if key.startswith("model.layers.3.")}
+    last = {
+        key.removeprefix("model.layers.3."): x
+        for key, x in stored.items()
+        if key.startswith("model.layers.3.")
+    }
     drawn = {f"mtp.layers.0.{key}": torch.randn_like(x) for key, x in last.items()}
-    drawn |= {f"mtp.{key}.weight": torch.randn(32) for key in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    drawn |= {
+        f"mtp.{key}.weight": torch.randn(32)
+        for key in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    }
     published = stored | drawn | {"mtp.fc.weight": torch.randn(32, 64)}
     save_file(published, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
 
@@ -220,17 +282,30 @@ def test_published_entries_of_kimi_linear_come_back() -> None:
     assert config_from_hf(written) == model
     theirs = transformers.KimiLinearConfig(**written)
     assert theirs.layer_types == ["linear_attention"] * 3 + ["full_attention"] * 2
-    assert (theirs.n_shared_experts, theirs.num_experts_per_tok, theirs.linear_num_heads) == (2, 4, 8)
+    assert (theirs.n_shared_experts, theirs.num_experts_per_tok, theirs.linear_num_heads) == (
+        2,
+        4,
+        8,
+    )
 
 
 def test_every_interval_without_layer_types_has_full_attention() -> None:
-    raw = {"model_type": "qwen3_next", "num_hidden_layers": 6, "num_experts": 4, "full_attention_interval": 3}
+    raw = {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 6,
+        "num_experts": 4,
+        "full_attention_interval": 3,
+    }
     assert config_from_hf(raw).mixers == ("gated_delta_net", "gated_delta_net", "attention") * 2
     assert config_from_hf(raw).rotary_percent == 0.25
 
 
-@pytest.mark.parametrize("parameters", [None, {"rope_type": None}, {"rope_type": None, "rope_theta": None}])
-def test_olmo_hybrid_without_a_type_or_a_base_has_no_rotary_positions(parameters: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize(
+    "parameters", [None, {"rope_type": None}, {"rope_type": None, "rope_theta": None}]
+)
+def test_olmo_hybrid_without_a_type_or_a_base_has_no_rotary_positions(
+    parameters: dict[str, Any] | None,
+) -> None:
     raw = {"model_type": "olmo_hybrid", "rope_parameters": parameters}
     assert config_from_hf(raw).position_embedding_type == "none"
     assert config_from_hf(raw | {"rope_parameters": {"rope_theta": 5e5}}).rotary_base == 5e5
@@ -239,18 +314,36 @@ def test_olmo_hybrid_without_a_type_or_a_base_has_no_rotary_positions(parameters
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "qwen3_next", "layer_types": ["full_attention"] * 48}, "linear_attention in some layer"),
-        ({"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 47}, "layer_types: 'of 47 layers'"),
-        ({"model_type": "qwen3_next", "layer_types": ["sliding_attention"] * 48}, "layer_types: 'sliding_attention'"),
+        (
+            {"model_type": "qwen3_next", "layer_types": ["full_attention"] * 48},
+            "linear_attention in some layer",
+        ),
+        (
+            {"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 47},
+            "layer_types: 'of 47 layers'",
+        ),
+        (
+            {"model_type": "qwen3_next", "layer_types": ["sliding_attention"] * 48},
+            "layer_types: 'sliding_attention'",
+        ),
         ({"model_type": "qwen3_next", "attn_output_gate": False}, "attn_output_gate"),
         ({"model_type": "qwen3_next", "mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers"),
         ({"model_type": "qwen3_5_text", "attention_bias": True}, "attention_bias"),
         ({"model_type": "qwen3_5_moe_text", "norm_topk_prob": False}, "norm_topk_prob"),
         ({"model_type": "qwen3_5_moe_text", "mlp_only_layers": [0]}, "mlp_only_layers"),
-        ({"model_type": "olmo_hybrid", "rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope"}}, "longrope"),
+        (
+            {
+                "model_type": "olmo_hybrid",
+                "rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope"},
+            },
+            "longrope",
+        ),
         (KIMI | {"mla_use_nope": False}, "mla_use_nope"),
         (KIMI | {"routed_expert_hidden_size": 64}, "routed_expert_hidden_size"),
-        (KIMI | {"linear_attn_config": KIMI["linear_attn_config"] | {"gate_lower_bound": -5.0}}, "gate_lower_bound"),
+        (
+            KIMI | {"linear_attn_config": KIMI["linear_attn_config"] | {"gate_lower_bound": -5.0}},
+            "gate_lower_bound",
+        ),
     ],
 )
 def test_features_we_lack_are_refused_by_name(change: dict[str, Any], named: str) -> None:

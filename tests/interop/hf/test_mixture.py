@@ -1,4 +1,6 @@
-"""Experts in files: one matrix each or fused, read by the box, written as every transformers reads them."""
+"""Experts in files: one matrix each or fused, read by the box, written as every transformers reads
+them.
+"""
 
 import json
 from collections import Counter
@@ -19,7 +21,13 @@ from nanotrain.config.load import load
 from nanotrain.config.model import ModelConfig
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.export import export_weights
-from nanotrain.interop.hf.families import FAMILIES, config_from_hf, config_to_hf, family_of, model_from_hf
+from nanotrain.interop.hf.families import (
+    FAMILIES,
+    config_from_hf,
+    config_to_hf,
+    family_of,
+    model_from_hf,
+)
 from nanotrain.interop.hf.import_weights import import_weights
 from nanotrain.interop.hf.names import map_parameters
 from nanotrain.interop.hf.weights import WeightFiles
@@ -39,7 +47,10 @@ def read_whole(folder: Path, model: ModelConfig) -> dict[str, torch.Tensor]:
 
 def test_entries_that_qwen3_moe_omits_are_those_of_transformers() -> None:
     theirs = transformers.Qwen3MoeConfig()
-    assert config_from_hf({"model_type": "qwen3_moe"}).moe.router_pre_softmax is not theirs.norm_topk_prob
+    assert (
+        config_from_hf({"model_type": "qwen3_moe"}).moe.router_pre_softmax
+        is not theirs.norm_topk_prob
+    )
     sparse = transformers.Qwen3MoeConfig(
         num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3], hidden_size=16, intermediate_size=8,
         moe_intermediate_size=8, num_experts=2, num_experts_per_tok=1, num_attention_heads=2, num_key_value_heads=2,
@@ -57,7 +68,9 @@ def test_every_parameter_is_the_one_transformers_holds(name: str, tmp_path: Path
     model = model_from_hf(tmp_path)
     expected, imported = dict(theirs.named_parameters()), read_whole(tmp_path, model)
     mappings = map_parameters(model, FAMILIES[family_of(model)].namings[-1])
-    assert {tensor for mapping in mappings.values() for tensor in mapping.tensor_shapes} == expected.keys()
+    assert {
+        tensor for mapping in mappings.values() for tensor in mapping.tensor_shapes
+    } == expected.keys()
     for key, mapping in mappings.items():
         (piece,) = mapping.slices(Box.full(mapping.shape))
         assert torch.equal(imported[key], expected[piece.tensor][piece.stored.slices()])
@@ -68,15 +81,21 @@ def test_import_then_export_is_the_identity_to_the_bit(name: str, tmp_path: Path
     theirs = reference(name)
     theirs.save_pretrained(tmp_path / "in")
     model = model_from_hf(tmp_path / "in")
-    family = export_weights(tmp_path / "out", model, tensors=read_whole(tmp_path / "in", model).items())
+    family = export_weights(
+        tmp_path / "out", model, tensors=read_whole(tmp_path / "in", model).items()
+    )
     assert family == theirs.config.model_type
-    expected, exported = (load_file(tmp_path / side / "model.safetensors") for side in ("in", "out"))
+    expected, exported = (
+        load_file(tmp_path / side / "model.safetensors") for side in ("in", "out")
+    )
     assert exported.keys() == expected.keys()
     assert all(torch.equal(exported[key], expected[key]) for key in expected)
 
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(back) is type(theirs)
-    tokens = torch.randint(0, model.vocab_size or 0, (2, 9), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, model.vocab_size or 0, (2, 9), generator=torch.Generator().manual_seed(0)
+    )
     assert torch.equal(back(tokens).logits, theirs(tokens).logits)
 
 
@@ -86,7 +105,8 @@ def test_fused_experts_load_alike(name: str, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "apart")
     (tmp_path / "fused").mkdir()
     theirs.config.save_pretrained(tmp_path / "fused")
-    apart = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}  # tied ones share their memory
+    # tied ones share their memory
+    apart = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
     save_file(apart, tmp_path / "fused" / "model.safetensors")
     model = model_from_hf(tmp_path / "apart")
     apart, fused = read_whole(tmp_path / "apart", model), read_whole(tmp_path / "fused", model)
@@ -122,20 +142,29 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_any_flat_range_of_stacked_experts_is_read_as_its_boxes(qwen: Path, data: st.DataObject) -> None:
+def test_any_flat_range_of_stacked_experts_is_read_as_its_boxes(
+    qwen: Path, data: st.DataObject
+) -> None:
     model = model_from_hf(qwen)
     whole = read_whole(qwen, model)
     name = data.draw(st.sampled_from([key for key in whole if "experts" in key]))
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, whole[name].numel())] * 2)))
     boxes = flat_range_to_boxes(whole[name].shape, start=start, stop=stop)
-    wanted = {TensorBox(name, tuple(whole[name].shape), box): torch.full(box.shape, float("nan")) for box in boxes}
+    wanted = {
+        TensorBox(name, tuple(whole[name].shape), box): torch.full(box.shape, float("nan"))
+        for box in boxes
+    }
     import_weights(qwen, model, wanted=wanted)
-    values = torch.cat([tensor.flatten() for tensor in wanted.values()]) if wanted else torch.empty(0)
+    values = (
+        torch.cat([tensor.flatten() for tensor in wanted.values()]) if wanted else torch.empty(0)
+    )
     assert torch.equal(values, whole[name].flatten()[start:stop])
 
 
 def test_the_published_layout_is_read() -> None:
-    """The config.json of Qwen/Qwen3-30B-A3B, as published: older names of experts and of rotary positions."""
+    """The config.json of Qwen/Qwen3-30B-A3B, as published: older names of experts and of rotary
+    positions.
+    """
     raw = json.loads("""{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "decoder_sparse_step": 1,
         "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
         "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
@@ -145,7 +174,9 @@ def test_the_published_layout_is_read() -> None:
         "router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false,
         "torch_dtype": "bfloat16", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}""")
     recipe = load(["+config=qwen3_30b_a3b"], to_train=False).config.model
-    assert canonical(config_from_hf(raw)) == canonical(replace(recipe, moe=replace(recipe.moe, aux_loss_coeff=[0.0])))
+    assert canonical(config_from_hf(raw)) == canonical(
+        replace(recipe, moe=replace(recipe.moe, aux_loss_coeff=[0.0]))
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,9 +187,13 @@ def test_the_published_layout_is_read() -> None:
         ("qwen3_5_35b_a3b", 0.001),
     ],
 )
-def test_the_coefficient_of_a_recipe_is_the_published_one_in_transformers_definition(recipe, published) -> None:
+def test_the_coefficient_of_a_recipe_is_the_published_one_in_transformers_definition(
+    recipe, published
+) -> None:
     model = load([f"model={recipe}", "--mock-data"]).config.model
-    assert config_to_hf(model, family=family_of(model))["router_aux_loss_coef"] == pytest.approx(published, rel=1e-5)
+    assert config_to_hf(model, family=family_of(model))["router_aux_loss_coef"] == pytest.approx(
+        published, rel=1e-5
+    )
     # equal gates in all layers: transformers pools them, here they are summed
     logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     pooled = load_balancing_loss_func((logits,) * model.num_layers, 8, model.moe.router_topk)

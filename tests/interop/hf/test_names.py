@@ -1,4 +1,6 @@
-"""Names of tensors: every declared parameter has one, and the parameters tile the tensors of the files."""
+"""Names of tensors: every declared parameter has one, and the parameters tile the tensors of the
+files.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,9 +24,16 @@ MODELS = DENSE | {
     "qwen2_moe": replace(
         LLAMA,
         add_qkv_bias=True,
-        moe=MoEConfig(num_experts=4, ffn_hidden_size=24, shared_expert_intermediate_size=20, shared_expert_gate=True),
+        moe=MoEConfig(
+            num_experts=4,
+            ffn_hidden_size=24,
+            shared_expert_intermediate_size=20,
+            shared_expert_gate=True,
+        ),
     ),
-    "qwen3_moe": replace(QWEN3, moe=MoEConfig(num_experts=4, ffn_hidden_size=24, layer_freq="[0]+[1]")),
+    "qwen3_moe": replace(
+        QWEN3, moe=MoEConfig(num_experts=4, ffn_hidden_size=24, layer_freq="[0]+[1]")
+    ),
 }
 
 
@@ -85,10 +94,14 @@ MAPPINGS = [
 
 
 @given(mapping=st.sampled_from(MAPPINGS), data=st.data())
-def test_a_box_written_slice_by_slice_reads_back(mapping: TensorMapping, data: st.DataObject) -> None:
+def test_a_box_written_slice_by_slice_reads_back(
+    mapping: TensorMapping, data: st.DataObject
+) -> None:
     # Given a stored parameter,
     parameter = torch.randn(mapping.shape)
-    stored = {name: torch.full(shape, float("nan")) for name, shape in mapping.tensor_shapes.items()}
+    stored = {
+        name: torch.full(shape, float("nan")) for name, shape in mapping.tensor_shapes.items()
+    }
     for part in mapping.slices(Box.full(mapping.shape)):
         stored[part.tensor][part.stored.slices()] = part.as_stored(parameter[part.box.slices()])
     # when any box of it is read,

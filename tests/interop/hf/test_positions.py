@@ -13,7 +13,13 @@ from tests.model.building import LLAMA, LLAMA3, YARN
 
 
 @pytest.mark.parametrize(
-    "model", [LLAMA, LLAMA3, YARN, replace(YARN, yarn=YarnConfig(4.0, mscale=0.7, mscale_all_dim=0.4, beta_fast=9.0))]
+    "model",
+    [
+        LLAMA,
+        LLAMA3,
+        YARN,
+        replace(YARN, yarn=YarnConfig(4.0, mscale=0.7, mscale_all_dim=0.4, beta_fast=9.0)),
+    ],
 )
 def test_what_is_written_reads_back(model: ModelConfig) -> None:
     fields = read_rope(write_rope(model))
@@ -23,15 +29,23 @@ def test_what_is_written_reads_back(model: ModelConfig) -> None:
 def test_a_share_of_the_channels_is_read_where_the_family_has_it() -> None:
     half = write_rope(replace(LLAMA, rotary_percent=0.5))
     assert read_rope(half, has_partial=True)["rotary_percent"] == 0.5
-    parameters = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}
+    parameters = {
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
+    }
     assert read_rope(parameters, has_partial=True)["rotary_percent"] == 0.5
 
 
 def test_the_newer_format_comes_first_and_what_is_absent_is_the_default_of_transformers() -> None:
     both = {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
     assert read_rope(both)["rotary_base"] == 5e5
-    yarn = read_rope({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 64})
-    assert (yarn["yarn.beta_fast"], yarn["yarn.beta_slow"], yarn["yarn.original_max_position_embeddings"]) == (
+    yarn = read_rope(
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 64}
+    )
+    assert (
+        yarn["yarn.beta_fast"],
+        yarn["yarn.beta_slow"],
+        yarn["yarn.original_max_position_embeddings"],
+    ) == (
         32,
         1,
         64,
@@ -51,5 +65,12 @@ def test_layers_with_a_window_have_a_base_of_their_own_and_no_scaling() -> None:
 
 def test_an_alpha_is_a_base_of_the_frequencies() -> None:
     rope = {"rope_type": "dynamic", "alpha": 9.0, "factor": 1.0, "rope_theta": 1e4}
-    fields = {"model_type": "hunyuan_v1_dense", "hidden_size": 32, "num_attention_heads": 4, "head_dim": 16}
-    assert config_from_hf(fields | {"rope_parameters": rope}).rotary_base == pytest.approx(1e4 * 9 ** (16 / 14))
+    fields = {
+        "model_type": "hunyuan_v1_dense",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    assert config_from_hf(fields | {"rope_parameters": rope}).rotary_base == pytest.approx(
+        1e4 * 9 ** (16 / 14)
+    )

@@ -1,7 +1,9 @@
-"""Import and export are the identity, byte for byte: every family, from sharded files, through sharded layouts.
+"""Import and export are the identity, byte for byte: every family, from sharded files, through
+sharded layouts.
 
-The first model of each family, in fp32, is imported by four ranks, tp 2 x pp 2 with the experts over ep 2, and exported
-from their checkpoint; all others, in bf16, are imported and exported as by the commands of `nanotrain checkpoint`.
+The first model of each family, in fp32, is imported by four ranks, tp 2 x pp 2 with the experts
+over ep 2, and exported from their checkpoint; all others, in bf16, are imported and exported as by
+the commands of `nanotrain checkpoint`.
 """
 
 import re
@@ -40,7 +42,9 @@ TOKENIZER = {  # of a class that transformers takes in every family
 
 
 def write_source(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """A folder as transformers writes it, in several files, with a tokenizer that names other special tokens."""
+    """A folder as transformers writes it, in several files, with a tokenizer that names other
+    special tokens.
+    """
     model = reference(name).to(dtype)
     for key, buffer in model.named_buffers():
         if key.endswith("e_score_correction_bias"):  # fp32 in every checkpoint
@@ -57,17 +61,23 @@ def save_imported(ctx: ParallelContext, root: Path, names: list[str]) -> None:
         source, folder = root / name, root / f"{name}-run"
         model = model_from_hf(source)
         first = {"decoder_first_pipeline_num_layers": 2} if model.num_layers % 2 else {}
-        config = config_of(Case().but(parallel={SHORT_NAMES[key]: size for key, size in SIZES.items()} | first))
+        config = config_of(
+            Case().but(parallel={SHORT_NAMES[key]: size for key, size in SIZES.items()} | first)
+        )
         checkpoint = replace(config.checkpoint, pretrained_checkpoint=str(source))
         config = replace(config, model=model, checkpoint=checkpoint)
         inputs = RunInputs(RunFolder(folder), DatasetSplits(UnevenDataset(), None, None))
-        run = build_run(plan_run(config, ctx.topology.world_size, rank=ctx.rank), inputs, context=ctx)
+        run = build_run(
+            plan_run(config, ctx.topology.world_size, rank=ctx.rank), inputs, context=ctx
+        )
         save_step(ctx, run)
 
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the Hugging Face folder of a model of each family, and the run that imported it."""
+    """A folder with the Hugging Face folder of a model of each family, and the run that imported
+    it.
+    """
     root = tmp_path_factory.mktemp("imported")
     for name in FIRST.values():
         write_source(name, root / name)
@@ -75,7 +85,8 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# Names that transformers 5 saves in families where the published ones are written; no layer has both names.
+# Names that transformers 5 saves in families where the published ones are written; no layer has
+# both names.
 SAVED = {
     "kimi_linear": (r"block_sparse_moe\.(?=gate_proj|up_proj|down_proj)", "mlp."),
     "olmo_hybrid": (r"(layers\.3\.)feedforward_layer_norm", r"\1post_attention_layernorm"),
@@ -89,13 +100,17 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_folder(out: Path, source: Path) -> None:
-    """Assert that names, dtypes and bytes of all tensors are equal, and all other files but the model card."""
+    """Assert that names, dtypes and bytes of all tensors are equal, and all other files but the
+    model card.
+    """
     actual, renamed = stored_tensors(out), SAVED.get(read_config(source)["model_type"], ("$^", ""))
     expected = {re.sub(*renamed, name): tensor for name, tensor in stored_tensors(source).items()}
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype and actual[name].shape == tensor.shape, name
-        assert torch.equal(*(each.flatten().view(torch.uint8) for each in (actual[name], tensor))), name
+        assert torch.equal(
+            *(each.flatten().view(torch.uint8) for each in (actual[name], tensor))
+        ), name
     for file in ("config.json", *TOKENIZER):
         assert (out / file).read_bytes() == (source / file).read_bytes(), file
 
@@ -113,5 +128,8 @@ def test_import_then_export_is_the_identity(name: str, imported: Path, tmp_path:
 
 
 def test_every_family_is_among_the_models() -> None:
-    kinds = {getattr(transformers, CONFIG_CLASSES.get(name, f"{name}Config")).model_type for name in FIRST}
+    kinds = {
+        getattr(transformers, CONFIG_CLASSES.get(name, f"{name}Config")).model_type
+        for name in FIRST
+    }
     assert kinds == FAMILIES.keys() - {"kimi_k2"}  # a DeepSeek-V3

@@ -1,4 +1,6 @@
-"""The tokenizer of a run reaches its folder and every export, with equal ids and special tokens, from any folder."""
+"""The tokenizer of a run reaches its folder and every export, with equal ids and special tokens,
+from any folder.
+"""
 
 import json
 import shutil
@@ -10,7 +12,12 @@ from transformers import AutoTokenizer
 from nanotrain.data.build import DatasetSplits
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import DataError, HuggingFaceError
-from nanotrain.inference.checkpoint import export_checkpoint, load_checkpoint, open_checkpoint, tokenizer_name
+from nanotrain.inference.checkpoint import (
+    export_checkpoint,
+    load_checkpoint,
+    open_checkpoint,
+    tokenizer_name,
+)
 from nanotrain.runs.folder import RunFolder
 from nanotrain.train.open_run import keep_tokenizer
 from nanotrain.train.run import RunInputs
@@ -37,7 +44,9 @@ def source_of(kind: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "two files", *KINDS])
-def test_ids_and_end_are_those_of_the_training(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_and_end_are_those_of_the_training(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # given a run whose tokenizer is gone, and another working folder
     name = source_of(kind, tmp_path / "given")
     tokenizer, run = load_tokenizer(name), run_with(name, tmp_path / "run")
@@ -55,7 +64,8 @@ def test_ids_and_end_are_those_of_the_training(kind: str, tmp_path: Path, monkey
     # and everything else that belongs to it is there
     settings = KINDS.get(kind, ("", None))[1] or {}
     config, generation = (
-        json.loads(Path("out", f"{name}.json").read_text()) for name in ("config", "generation_config")
+        json.loads(Path("out", f"{name}.json").read_text())
+        for name in ("config", "generation_config")
     )
     assert (config["bos_token_id"], config["eos_token_id"]) == (theirs.bos_token_id, tokenizer.eod)
     assert (theirs.bos_token_id is not None) == bool(settings.get("bos_token"))
@@ -66,7 +76,8 @@ def test_ids_and_end_are_those_of_the_training(kind: str, tmp_path: Path, monkey
 
 
 def test_what_auto_tokenizer_cannot_load_alike_is_one_error(tmp_path: Path) -> None:
-    # given a family whose class transformers always takes, and which builds other tokens from the vocabulary
+    # given a family whose class transformers always takes, and which builds other tokens from the
+    # vocabulary
     run = run_with(write_tokenizer("gpt-oss", tmp_path / "given"), tmp_path / "run")
     qkv = {"add_qkv_bias": True, "add_bias_linear": False}
     write_run(tmp_path / "qwen2", tokenizer=str(run / "tokenizer"), **qkv)
@@ -79,14 +90,19 @@ def test_what_auto_tokenizer_cannot_load_alike_is_one_error(tmp_path: Path) -> N
 
 def test_the_run_folder_follows_the_run_and_keeps_what_is_not_ours(tmp_path: Path) -> None:
     run = run_with(write_tokenizer("llama3", tmp_path / "first"), tmp_path / "run")
-    keep_tokenizer(RunInputs(RunFolder(run), DatasetSplits(None, None, None), str(tmp_path / "gone")), None)
-    assert load_tokenizer(tokenizer_name(open_checkpoint(run)) or "").eod == 1  # a tokenizer that is gone leaves it
+    keep_tokenizer(
+        RunInputs(RunFolder(run), DatasetSplits(None, None, None), str(tmp_path / "gone")), None
+    )
+    # a tokenizer that is gone leaves it
+    assert load_tokenizer(tokenizer_name(open_checkpoint(run)) or "").eod == 1
     run_with(write_tokenizer("words", tmp_path / "second"), run)
     assert not (run / "tokenizer" / "generation_config.json").exists()
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "special_tokens_map.json"])
-def test_links_out_of_the_folder_are_refused_but_those_of_the_hub_s_cache(name: str, tmp_path: Path) -> None:
+def test_links_out_of_the_folder_are_refused_but_those_of_the_hub_s_cache(
+    name: str, tmp_path: Path
+) -> None:
     folder = Path(write_tokenizer("llama3", tmp_path / "snapshots" / "0"))
     for store, is_read in (("blobs", True), ("secrets", False)):
         (tmp_path / store).mkdir()
@@ -100,7 +116,9 @@ def test_links_out_of_the_folder_are_refused_but_those_of_the_hub_s_cache(name: 
             load_tokenizer(str(folder))
 
 
-def test_a_run_without_a_tokenizer_folder_names_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_a_tokenizer_folder_names_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write_tokenizer("words", tmp_path / "words")
     write_run(tmp_path / "run", tokenizer="words")  # as older versions left it
@@ -109,5 +127,7 @@ def test_a_run_without_a_tokenizer_folder_names_the_cure(tmp_path: Path, monkeyp
     assert AutoTokenizer.from_pretrained("out").eos_token_id == 1
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match="tokenizer words cannot be loaded.*is no tokenizer.json or folder here"):
+    with pytest.raises(
+        DataError, match="tokenizer words cannot be loaded.*is no tokenizer.json or folder here"
+    ):
         export_checkpoint(Path("../run"), Path("out"))

@@ -41,7 +41,9 @@ def test_an_index_names_the_files_and_is_preferred_to_a_single_one(tmp_path: Pat
 
 
 def test_a_folder_without_weights_lists_the_names_that_it_could_have(tmp_path: Path) -> None:
-    with pytest.raises(HuggingFaceError, match=r"contains no weights: neither .* nor model\.safetensors exists"):
+    with pytest.raises(
+        HuggingFaceError, match=r"contains no weights: neither .* nor model\.safetensors exists"
+    ):
         WeightFiles(tmp_path, prefix="")
 
 
@@ -56,7 +58,9 @@ class Touch:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
-def test_a_pickle_is_refused_unread_with_the_command_that_converts_it(name: str, tmp_path: Path) -> None:
+def test_a_pickle_is_refused_unread_with_the_command_that_converts_it(
+    name: str, tmp_path: Path
+) -> None:
     (tmp_path / "it's").mkdir()
     (tmp_path / "it's" / name).write_bytes(pickle.dumps(Touch(tmp_path / "run")))
     with pytest.raises(HuggingFaceError, match=f"{name} is not read: it is a pickle") as error:
@@ -78,8 +82,12 @@ def test_no_file_of_the_product_calls_a_reader_of_pickles() -> None:
 
 def random_packed(experts: int, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(118, 124, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+    blocks = torch.randint(
+        0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8
+    )
+    scales = torch.randint(
+        118, 124, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8
+    )
     return blocks, scales
 
 
@@ -88,7 +96,10 @@ def test_every_box_is_that_of_transformers() -> None:
     expected = convert_moe_packed_tensors(blocks, scales)
     tensor = Mxfp4Tensor("w", blocks, scales=scales)
     assert tensor.get_shape() == [3, 96, 10] == list(expected.shape)
-    for box in [(slice(0, 3), slice(0, 96), slice(0, 10)), (slice(1, 2), slice(5, 70), slice(3, 9))]:
+    for box in [
+        (slice(0, 3), slice(0, 96), slice(0, 10)),
+        (slice(1, 2), slice(5, 70), slice(3, 9)),
+    ]:
         assert torch.equal(tensor[box], expected[box])
 
 
@@ -114,6 +125,10 @@ def test_a_folder_in_mxfp4_has_the_logits_of_its_dequantized_weights(tmp_path: P
                 stored |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
     tokens = torch.randint(0, 100, (2, 20), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(load(tmp_path).logits(tokens), theirs(tokens).logits, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(
+        load(tmp_path).logits(tokens), theirs(tokens).logits, rtol=1e-4, atol=2e-5
+    )

@@ -21,7 +21,12 @@ COUNTS = [([17, 0, 23, 4], 5), ([16, 1, 31, 0], 0)]
 
 
 def results(
-    gemm: type[Fp8LoopedMM | Fp8GroupedMM], counts: list[int], *, dropped: int, dtype: torch.dtype, **more: object
+    gemm: type[Fp8LoopedMM | Fp8GroupedMM],
+    counts: list[int],
+    *,
+    dropped: int,
+    dtype: torch.dtype,
+    **more: object,
 ) -> list[torch.Tensor]:
     """Output and gradients of two microbatches, and the amaxes of the step."""
     offs = torch.tensor(counts).cumsum(0).to(torch.int32)
@@ -33,7 +38,9 @@ def results(
         x = draw(sum(counts) + dropped, I, seed=seed).to(dtype)
         x[sum(counts) :] = torch.inf  # of no expert: not in an amax
         x.requires_grad_()
-        out = grouped_linear(x, weight, offs=offs, options=GroupedOptions(gemm(layer), may_drop=True))
+        out = grouped_linear(
+            x, weight, offs=offs, options=GroupedOptions(gemm(layer), may_drop=True)
+        )
         grads = torch.autograd.grad(out, (x, weight), draw(*out.shape, seed=seed + 1).to(dtype))
         actual += [out.detach(), *grads]
         if layer.step_amax is not None:
@@ -53,7 +60,10 @@ def test_an_overflow_of_one_expert_reaches_its_results_only(recipe: str) -> None
 
 
 def test_no_tokens_at_all() -> None:
-    gemm, weight = Fp8LoopedMM(Fp8Layer(options("rowwise"), ExpertRange(0, 2, 2))), draw(2, O, I, seed=1)
+    gemm, weight = (
+        Fp8LoopedMM(Fp8Layer(options("rowwise"), ExpertRange(0, 2, 2))),
+        draw(2, O, I, seed=1),
+    )
     offs = torch.zeros(2, dtype=torch.int32)
     assert gemm.fprop(draw(0, I, seed=2), weight, offs=offs).shape == (0, O)
     assert not gemm.wgrad(draw(0, O, seed=2), draw(0, I, seed=3), offs=offs).any()
@@ -61,7 +71,10 @@ def test_no_tokens_at_all() -> None:
 
 def test_the_device_chooses() -> None:
     for recipe in RECIPES:
-        chosen = [type(select_fp8_gemm(Fp8Layer(options(recipe, is_fused=flag)))) for flag in (False, True)]
+        chosen = [
+            type(select_fp8_gemm(Fp8Layer(options(recipe, is_fused=flag))))
+            for flag in (False, True)
+        ]
         assert chosen == [Fp8LoopedMM, Fp8GroupedMM]
 
 
@@ -89,11 +102,19 @@ def test_operators_are_few_and_the_host_waits_for_none(recipe: str) -> None:
 def test_weight_gradients_without_fp8_are_written_where_they_are_accumulated() -> None:
     counts = COUNTS[1][0]
     offs = torch.tensor(counts).cumsum(0).to(torch.int32)
-    grad, x, buffer = draw(sum(counts), O, seed=1), draw(sum(counts), I, seed=2), torch.full((E, O, I), torch.nan)
+    grad, x, buffer = (
+        draw(sum(counts), O, seed=1),
+        draw(sum(counts), I, seed=2),
+        torch.full((E, O, I), torch.nan),
+    )
     for with_fp8 in (False, True):
-        gemm = Fp8LoopedMM(Fp8Layer(options("tensorwise", "hybrid", wgrad=with_fp8), ExpertRange(0, E, E)))
+        gemm = Fp8LoopedMM(
+            Fp8Layer(options("tensorwise", "hybrid", wgrad=with_fp8), ExpertRange(0, E, E))
+        )
         for has_grads in (False, True):
-            view = GradView(buffer.dtype, partial(lambda *target: target, buffer, has_grads), lambda: None)
+            view = GradView(
+                buffer.dtype, partial(lambda *target: target, buffer, has_grads), lambda: None
+            )
             assert gemm.accumulate_wgrad(grad, x, offs=offs, view=view) != with_fp8
             if not with_fp8:
                 expected = (1 + has_grads) * gemm.wgrad(grad, x, offs=offs)

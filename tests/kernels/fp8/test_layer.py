@@ -1,4 +1,6 @@
-"""The amax history of delayed scaling: what is recorded, which scale follows, and how it is updated."""
+"""The amax history of delayed scaling: what is recorded, which scale follows, and how it is
+updated.
+"""
 
 from dataclasses import replace
 
@@ -56,11 +58,17 @@ def test_a_step_counts_its_largest_microbatch_and_recomputation_changes_nothing(
     assert not layer.step_amax.any()
 
 
-@pytest.mark.parametrize(("uses_largest", "margin", "expected"), [(False, 0, 4.0), (True, 0, 7.0), (True, 2, 28.0)])
+@pytest.mark.parametrize(
+    ("uses_largest", "margin", "expected"), [(False, 0, 4.0), (True, 0, 7.0), (True, 2, 28.0)]
+)
 def test_scales_follow_from_the_history(uses_largest: bool, margin: int, expected: float) -> None:
-    layer = layer_after(7.0, 4.0, options=replace(OPTIONS, uses_largest=uses_largest, margin=margin))
+    layer = layer_after(
+        7.0, 4.0, options=replace(OPTIONS, uses_largest=uses_largest, margin=margin)
+    )
     for current in (1.0, 100.0):
-        assert layer.inverse_scales(Operand.INPUT, of(current)).item() == pytest.approx(expected / 448)
+        assert layer.inverse_scales(Operand.INPUT, of(current)).item() == pytest.approx(
+            expected / 448
+        )
 
 
 def test_an_empty_history_scales_by_the_current_amax() -> None:
@@ -125,7 +133,9 @@ def test_options_are_those_of_the_configuration() -> None:
     assert expert_fp8_options(options, experts, etp=ETP, sequence=SEQUENCE).reduce_amax is None
 
 
-@pytest.mark.parametrize(("start", "end", "expected"), [(1, 1, {0, 5}), (0, 2, {4, 5}), (2, 0, {0, 1})])
+@pytest.mark.parametrize(
+    ("start", "end", "expected"), [(1, 1, {0, 5}), (0, 2, {4, 5}), (2, 0, {0, 1})]
+)
 def test_first_and_last_layers(start: int, end: int, expected: set[int]) -> None:
     config = replace(DELAYED, num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end)
     assert layers_in_bf16(config, 6) == frozenset()
@@ -135,7 +145,10 @@ def test_first_and_last_layers(start: int, end: int, expected: set[int]) -> None
 @ranks(4, tp=2, cp=2)
 def test_dense_amaxes_are_the_largest_of_the_ranks_of_a_sequence(ctx):
     amax = torch.tensor([[float(ctx.rank)], [-float(ctx.rank)]])
-    assert SharedAmax(ctx.group("tp_cp"), ETP, ExpertRange(0, 1, 1))(amax).tolist() == [[3.0], [0.0]]
+    assert SharedAmax(ctx.group("tp_cp"), ETP, ExpertRange(0, 1, 1))(amax).tolist() == [
+        [3.0],
+        [0.0],
+    ]
 
 
 @ranks(4, tp=2, cp=2, ep=2, etp=2)
@@ -149,7 +162,9 @@ def test_amaxes_of_experts_are_the_largest_of_their_shards_and_sequences(ctx):
 
 @ranks(2, etp=2)
 def test_amaxes_of_experts_that_ranks_with_other_sequences_share_are_the_largest_of_both(ctx):
-    actual = SharedAmax(ctx.group("tp_cp"), ctx.group("etp"), ExpertRange(0, 1, 1))(torch.tensor([[ctx.rank + 0.5]]))
+    actual = SharedAmax(ctx.group("tp_cp"), ctx.group("etp"), ExpertRange(0, 1, 1))(
+        torch.tensor([[ctx.rank + 0.5]])
+    )
     assert actual.tolist() == [[1.5]]
 
 
@@ -164,7 +179,9 @@ def test_amaxes_of_replicated_experts_are_the_largest_of_a_sequence(ctx):
 def test_a_step_appends_the_largest_amaxes_of_all_ranks(ctx):
     options = fp8_options(DELAYED, sequence=ctx.group("tp_cp"))
     assert options is not None
-    stage = nn.ModuleDict({"dense": Fp8Layer(options), "experts": Fp8Layer(options, ExpertRange(0, 3, 3))})
+    stage = nn.ModuleDict(
+        {"dense": Fp8Layer(options), "experts": Fp8Layer(options, ExpertRange(0, 3, 3))}
+    )
     for layer in fp8_layers(stage).values():
         layer.step_amax += 1 + ctx.rank
     stage["experts"].step_amax[1, 2] += 7 * (ctx.rank == 2)

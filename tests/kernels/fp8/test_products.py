@@ -16,8 +16,8 @@ from nanotrain.parallel.tp.layers import ColumnParallelLinear, TensorParallel, c
 from nanotrain.precision.fp8 import FP8_FORMATS, RECIPES
 
 T, I, O, E = 40, 144, 48, 3  # noqa: E741
-# Two independent errors per product of values, uniform up to 2^-4 (e4m3) or 2^-3 (e5m2) of the larger neighbour: about
-# 2.6 % and 5.2 % of it rms, less in a sum with terms of both signs.
+# Two independent errors per product of values, uniform up to 2^-4 (e4m3) or 2^-3 (e5m2) of the
+# larger neighbour: about 2.6 % and 5.2 % of it rms, less in a sum with terms of both signs.
 TOLERANCE = {"e4m3": 0.045, "hybrid": 0.07}
 
 
@@ -39,7 +39,10 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_the_products_are_those_of_fp64(recipe: str, name: str, dtype: torch.dtype) -> None:
     weights = [nn.Parameter(draw(O, I, seed=seed).to(dtype)) for seed in (1, 2)]
     bias = nn.Parameter(draw(O, seed=3).to(dtype))
-    linears = [Linear(w, b, fp8=Fp8Layer(options(recipe, name))) for w, b in zip(weights, (bias, None), strict=True)]
+    linears = [
+        Linear(w, b, fp8=Fp8Layer(options(recipe, name)))
+        for w, b in zip(weights, (bias, None), strict=True)
+    ]
     x, grads = draw(T, I, seed=4).to(dtype), [draw(T, O, seed=seed).to(dtype) for seed in (5, 6)]
     products = Fp8Linears(linears, records=True)
 
@@ -64,7 +67,9 @@ def test_the_products_are_those_of_fp64(recipe: str, name: str, dtype: torch.dty
 
 
 def test_weight_gradients_stay_in_the_dtype_of_the_activations_where_asked_for() -> None:
-    linear = Linear(nn.Parameter(draw(O, I, seed=1)), None, fp8=Fp8Layer(options("tensorwise", wgrad=False)))
+    linear = Linear(
+        nn.Parameter(draw(O, I, seed=1)), None, fp8=Fp8Layer(options("tensorwise", wgrad=False))
+    )
     x, grad = draw(T, I, seed=2), draw(T, O, seed=3)
     (actual,) = Fp8Linears([linear], records=False).wgrad([grad], x)
     assert torch.equal(actual, grad.t() @ x)
@@ -78,10 +83,18 @@ def test_a_microbatch_shares_its_amaxes_once_per_direction() -> None:
         return amax * 2
 
     linears = [
-        Linear(nn.Parameter(draw(O, I, seed=seed)), None, fp8=Fp8Layer(options("tensorwise", reduce_amax=reduce)))
+        Linear(
+            nn.Parameter(draw(O, I, seed=seed)),
+            None,
+            fp8=Fp8Layer(options("tensorwise", reduce_amax=reduce)),
+        )
         for seed in (1, 2)
     ]
-    products, x, grads = Fp8Linears(linears, records=False), draw(T, I, seed=3), [draw(T, O, seed=4)] * 2
+    products, x, grads = (
+        Fp8Linears(linears, records=False),
+        draw(T, I, seed=3),
+        [draw(T, O, seed=4)] * 2,
+    )
     products.fprop(x)
     products.dgrad(grads)
     products.wgrad(grads, x)
@@ -94,10 +107,15 @@ def test_gradients_stay_finite_where_delayed_scales_overflow() -> None:
     layer = Fp8Layer(options("delayed", "hybrid"))
     layer.update(torch.full((3, 1), 1e-3))
     linear = Linear(nn.Parameter(draw(O, I, seed=1)), None, fp8=layer)
-    products, x, grad = Fp8Linears([linear], records=True), draw(T, I, seed=2) * 100, draw(T, O, seed=3) * 100
+    products, x, grad = (
+        Fp8Linears([linear], records=True),
+        draw(T, I, seed=2) * 100,
+        draw(T, O, seed=3) * 100,
+    )
     outputs = [*products.fprop(x), products.dgrad([grad]), *products.wgrad([grad], x)]
     assert all(out.isfinite().all() for out in outputs)
-    assert outputs[0].abs().max() < 1e-3 * 1e-3 * I * 1.01  # every value was clamped to its last amax
+    # every value was clamped to its last amax
+    assert outputs[0].abs().max() < 1e-3 * 1e-3 * I * 1.01
 
 
 def test_an_overflow_of_the_input_reaches_the_output() -> None:
@@ -105,7 +123,9 @@ def test_an_overflow_of_the_input_reaches_the_output() -> None:
     layer.update(torch.ones(3, 1))
     x = draw(T, I, seed=2)
     x[0, 0] = float("inf")
-    (out,) = Fp8Linears([Linear(nn.Parameter(draw(O, I, seed=1)), None, fp8=layer)], records=True).fprop(x)
+    (out,) = Fp8Linears(
+        [Linear(nn.Parameter(draw(O, I, seed=1)), None, fp8=layer)], records=True
+    ).fprop(x)
     assert not out.isfinite().all()
 
 
@@ -116,19 +136,25 @@ def test_each_expert_has_the_products_of_a_linear_layer(recipe: str) -> None:
     x = draw(sum(counts) + dropped, I, seed=1).requires_grad_()
     weight = nn.Parameter(draw(E, O, I, seed=2) * torch.tensor([1.0, 2.0, 1e3]).view(E, 1, 1))
     layer = Fp8Layer(options(recipe), ExpertRange(0, E, E))
-    out = grouped_linear(x, weight, offs=offs, options=GroupedOptions(Fp8LoopedMM(layer), may_drop=True))
+    out = grouped_linear(
+        x, weight, offs=offs, options=GroupedOptions(Fp8LoopedMM(layer), may_drop=True)
+    )
     grad = draw(*out.shape, seed=3)
     grad_x, grad_weight = torch.autograd.grad(out, (x, weight), grad)
 
     assert not out[sum(counts) :].any() and not grad_x[sum(counts) :].any()
     assert not grad_weight[1].any()
     for expert, tokens in ((0, slice(0, 17)), (2, slice(17, 40))):
-        linear = Linear(nn.Parameter(weight[expert].detach().clone()), None, fp8=Fp8Layer(options(recipe)))
+        linear = Linear(
+            nn.Parameter(weight[expert].detach().clone()), None, fp8=Fp8Layer(options(recipe))
+        )
         products = Fp8Linears([linear], records=False)
         (expected,) = products.fprop(x[tokens].detach())
         torch.testing.assert_close(out[tokens], expected)
         torch.testing.assert_close(grad_x[tokens], products.dgrad([grad[tokens]]))
-        torch.testing.assert_close(grad_weight[expert], products.wgrad([grad[tokens]], x[tokens].detach())[0])
+        torch.testing.assert_close(
+            grad_weight[expert], products.wgrad([grad[tokens]], x[tokens].detach())[0]
+        )
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
@@ -137,7 +163,9 @@ def test_deferred_weight_gradients_are_bit_equal(recipe: str) -> None:
         layer = Fp8Layer(options(recipe, "hybrid"))
         parallel = replace(TensorParallel.single_rank(), wgrad_queue=queue, fp8=layer.options)
         weights = [nn.Parameter(draw(O, I, seed=seed)) for seed in (1, 2)]
-        layers = [ColumnParallelLinear(weight, None, tensor_parallel=parallel) for weight in weights]
+        layers = [
+            ColumnParallelLinear(weight, None, tensor_parallel=parallel) for weight in weights
+        ]
         x = draw(2, T // 2, I, seed=3).requires_grad_()
         loss = sum(out.square().sum() for out in column_parallel(x, layers))
         if queue is None:

@@ -12,7 +12,12 @@ from nanotrain.kernels import linear
 from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options
 from nanotrain.kernels.fp8.products import keep_weights
 from nanotrain.kernels.linear import GradView, attach
-from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
+from nanotrain.parallel.tp.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    column_parallel,
+)
 from tests.kernels.fp8.test_products import draw, options
 
 H, INNER, STEPS = 32, 48, 2
@@ -24,7 +29,10 @@ class Block(nn.Module):
     def __init__(self, fp8: Fp8Options) -> None:
         super().__init__()
         parallel = replace(TensorParallel.single_rank(), fp8=fp8)
-        weights = [nn.Parameter(draw(*shape, seed=seed).bfloat16()) for seed, shape in enumerate(3 * [(INNER, H)])]
+        weights = [
+            nn.Parameter(draw(*shape, seed=seed).bfloat16())
+            for seed, shape in enumerate(3 * [(INNER, H)])
+        ]
         bias = nn.Parameter(draw(INNER, seed=5).bfloat16())
         self.gate = ColumnParallelLinear(weights[0], bias, tensor_parallel=parallel)
         self.up = ColumnParallelLinear(weights[1], None, tensor_parallel=parallel)
@@ -40,7 +48,12 @@ def trained(fp8: Fp8Options, *, is_compiled: bool, writes: bool) -> list[Tensor]
     """Outputs, gradients and histories of two steps of two microbatches through two blocks."""
     torch._dynamo.reset()
     blocks, found = [Block(fp8), Block(fp8)], []
-    buffers = {param: torch.zeros(param.shape) for block in blocks for param in block.parameters() if param.dim() == 2}
+    buffers = {
+        param: torch.zeros(param.shape)
+        for block in blocks
+        for param in block.parameters()
+        if param.dim() == 2
+    }
     num_written = dict.fromkeys(buffers, 0)
     for block in blocks:
         keep_weights(block)
@@ -55,7 +68,9 @@ def trained(fp8: Fp8Options, *, is_compiled: bool, writes: bool) -> list[Tensor]
         for param in buffers:
             start = partial(start_write, param)
             attach(GradView(torch.float32, start, lambda: None, start_write_in_graph=start), param)
-    layers = [module for block in blocks for module in block.modules() if isinstance(module, Fp8Layer)]
+    layers = [
+        module for block in blocks for module in block.modules() if isinstance(module, Fp8Layer)
+    ]
     for step in range(STEPS):
         for microbatch in range(2):
             x = draw(2, 8, H, seed=10 * step + microbatch).bfloat16().requires_grad_()
@@ -69,7 +84,9 @@ def trained(fp8: Fp8Options, *, is_compiled: bool, writes: bool) -> list[Tensor]
             if layer.step_amax is not None:
                 found.append(layer.step_amax.clone())
                 layer.update(layer.step_amax.clone())
-    grads = [param.grad for block in blocks for param in block.parameters() if param.grad is not None]
+    grads = [
+        param.grad for block in blocks for param in block.parameters() if param.grad is not None
+    ]
     assert len(grads) == (2 if writes else 8), "a graph returns what it does not write"
     return [*found, *grads, *buffers.values()]
 
@@ -85,6 +102,9 @@ CASES = [
 @pytest.mark.parametrize(("recipe", "more"), CASES, ids=str)
 def test_a_graph_has_the_bits_of_the_products_outside(recipe: str, more: dict[str, bool]) -> None:
     torch._dynamo.utils.counters.clear()
-    both = [trained(options(recipe, **more), is_compiled=flag, writes=linear.CAN_TRACE) for flag in (False, True)]
+    both = [
+        trained(options(recipe, **more), is_compiled=flag, writes=linear.CAN_TRACE)
+        for flag in (False, True)
+    ]
     assert all(torch.equal(eager, graph) for eager, graph in zip(*both, strict=True))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "blocks share it"

@@ -19,7 +19,9 @@ def draw(*shape: int, spread: float = 1.0) -> torch.Tensor:
     return torch.randn(shape, generator=generator) * 10**exponents
 
 
-def cast(x: torch.Tensor, block: Block, *, dtype: torch.dtype, power_of_two: bool = False) -> Quantized:
+def cast(
+    x: torch.Tensor, block: Block, *, dtype: torch.dtype, power_of_two: bool = False
+) -> Quantized:
     inverse = inverse_scales(block_amax(x, block), dtype, power_of_two=power_of_two)
     return quantize(x, inverse, block=block, dtype=dtype)
 
@@ -34,7 +36,9 @@ def test_every_value_has_the_error_of_its_format(
     x = draw(*shape)
     quantized = cast(x, block, dtype=dtype, power_of_two=power_of_two)
     assert quantized.values.dtype is dtype
-    scale = quantized.dequantize() / quantized.values.float().where(quantized.values.float() != 0, torch.inf)
+    scale = quantized.dequantize() / quantized.values.float().where(
+        quantized.values.float() != 0, torch.inf
+    )
     # below the smallest normal value the spacing is constant
     smallest = torch.finfo(dtype).smallest_normal * scale.nan_to_num(posinf=0).max()
     error = (quantized.dequantize() - x).abs()
@@ -53,12 +57,16 @@ def test_the_amax_of_a_block_is_its_largest_value(block: Block) -> None:
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_the_largest_value_uses_the_range(dtype: torch.dtype) -> None:
     x = draw(8, 16)
-    exact, rounded = (cast(x, (None, None), dtype=dtype, power_of_two=flag) for flag in (False, True))
+    exact, rounded = (
+        cast(x, (None, None), dtype=dtype, power_of_two=flag) for flag in (False, True)
+    )
     largest = torch.finfo(dtype).max
     assert exact.values.float().abs().max() == largest
     assert largest / 2 <= rounded.values.float().abs().max() <= largest
     assert rounded.inverse_scales.log2().frac().eq(0).all()
-    assert inverse_scales(torch.tensor(8 * largest), dtype, power_of_two=True) == 8, "one that is a power of two stays"
+    assert inverse_scales(torch.tensor(8 * largest), dtype, power_of_two=True) == 8, (
+        "one that is a power of two stays"
+    )
 
 
 def test_values_out_of_range_are_clamped() -> None:

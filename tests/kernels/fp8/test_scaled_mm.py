@@ -1,4 +1,6 @@
-"""The emulated product equals torch's kernel where that runs on a CPU, and its layouts are those that torch checks."""
+"""The emulated product equals torch's kernel where that runs on a CPU, and its layouts are those
+that torch checks.
+"""
 
 import pytest
 import torch
@@ -6,11 +8,19 @@ import torch.nn.functional as F
 
 from nanotrain.attention.backends import installed_torch
 from nanotrain.kernels.fp8.quantize import Quantized, block_amax, inverse_scales, quantize
-from nanotrain.kernels.fp8.scaled_mm import emulate, grouped_by_torch, multiply_by_kernel, scaled_mm, swizzle_32_4_4
+from nanotrain.kernels.fp8.scaled_mm import (
+    emulate,
+    grouped_by_torch,
+    multiply_by_kernel,
+    scaled_mm,
+    swizzle_32_4_4,
+)
 from nanotrain.precision.fp8 import Block
 
 # A newer one checks them on GPUs only (2.15): on the meta device it takes any.
-CHECKS_LAYOUTS = pytest.mark.skipif(installed_torch() > (2, 13), reason="torch checks layouts on GPUs")
+CHECKS_LAYOUTS = pytest.mark.skipif(
+    installed_torch() > (2, 13), reason="torch checks layouts on GPUs"
+)
 RUNS_ON_CPUS = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -18,7 +28,10 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 def draw(rows: int, columns: int, *, block: Block, dtype: torch.dtype = E4M3) -> Quantized:
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
     return quantize(
-        x, inverse_scales(block_amax(x, block), dtype, power_of_two=block != (None, None)), block=block, dtype=dtype
+        x,
+        inverse_scales(block_amax(x, block), dtype, power_of_two=block != (None, None)),
+        block=block,
+        dtype=dtype,
     )
 
 
@@ -38,18 +51,30 @@ def test_the_kernel_and_the_emulation_agree(
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-4)
 
 
-@pytest.mark.parametrize("blocks", [((1, None), (1, None)), ((1, 128), (128, 128)), ((1, 128), (1, 128))])
-def test_the_emulation_is_the_product_of_the_dequantized_matrices(blocks: tuple[Block, Block]) -> None:
+@pytest.mark.parametrize(
+    "blocks", [((1, None), (1, None)), ((1, 128), (128, 128)), ((1, 128), (1, 128))]
+)
+def test_the_emulation_is_the_product_of_the_dequantized_matrices(
+    blocks: tuple[Block, Block],
+) -> None:
     a, b = draw(48, 200, block=blocks[0]), draw(144, 200, block=blocks[1])
     expected = a.dequantize().double() @ b.dequantize().double().t()
-    torch.testing.assert_close(scaled_mm(a, b, dtype=torch.float32).double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        scaled_mm(a, b, dtype=torch.float32).double(), expected, rtol=1e-5, atol=1e-4
+    )
 
 
 @CHECKS_LAYOUTS
-@pytest.mark.parametrize("blocks", [((1, 128), (128, 128)), ((1, 128), (1, 128)), ((1, 32), (1, 32))])
+@pytest.mark.parametrize(
+    "blocks", [((1, 128), (128, 128)), ((1, 128), (1, 128)), ((1, 32), (1, 32))]
+)
 @pytest.mark.parametrize(("rows", "columns"), [(48, 256), (41, 144), (48, 640)])
-def test_torch_accepts_the_layout_of_the_scales(blocks: tuple[Block, Block], rows: int, columns: int) -> None:
-    """torch checks shapes and strides of scales on the meta device, for the kernels that only GPUs have."""
+def test_torch_accepts_the_layout_of_the_scales(
+    blocks: tuple[Block, Block], rows: int, columns: int
+) -> None:
+    """torch checks shapes and strides of scales on the meta device, for the kernels that only GPUs
+    have.
+    """
     a, b = (
         Quantized(each.values.to("meta"), each.inverse_scales.to("meta"), each.block)
         for each in (draw(rows, columns, block=blocks[0]), draw(256, columns, block=blocks[1]))
@@ -59,14 +84,22 @@ def test_torch_accepts_the_layout_of_the_scales(blocks: tuple[Block, Block], row
 
 @CHECKS_LAYOUTS
 def test_torch_refuses_another_layout() -> None:
-    a, b = torch.empty(48, 256, dtype=E4M3, device="meta"), torch.empty(128, 256, dtype=E4M3, device="meta")
-    scales, types = (torch.empty(48, 2, device="meta"), torch.empty(1, 2, device="meta")), F.ScalingType
+    a, b = (
+        torch.empty(48, 256, dtype=E4M3, device="meta"),
+        torch.empty(128, 256, dtype=E4M3, device="meta"),
+    )
+    scales, types = (
+        (torch.empty(48, 2, device="meta"), torch.empty(1, 2, device="meta")),
+        F.ScalingType,
+    )
     with pytest.raises((RuntimeError, ValueError)):
         F.scaled_mm(a, b.t(), scales[0], types.BlockWise1x128, scales[1], types.BlockWise128x128)
 
 
 def test_the_swizzle_is_that_of_the_cublas_documentation() -> None:
-    """The scale of row r and block c is at offset (r % 32) * 16 + (r // 32) * 4 + c of a tile of 128 x 4."""
+    """The scale of row r and block c is at offset (r % 32) * 16 + (r // 32) * 4 + c of a tile of
+    128 x 4.
+    """
     scales = torch.arange(200 * 5, dtype=torch.float32).view(200, 5) + 1
     actual = swizzle_32_4_4(scales)
     assert actual.numel() == 256 * 8
@@ -78,11 +111,14 @@ def test_the_swizzle_is_that_of_the_cublas_documentation() -> None:
     assert actual.sum() == scales.sum()
 
 
-OFFS = torch.tensor([3, 3, 20], dtype=torch.int32)  # experts of 3, 0 and 17 tokens; 2 of 22 are dropped
+# experts of 3, 0 and 17 tokens; 2 of 22 are dropped
+OFFS = torch.tensor([3, 3, 20], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("block", [(None, None), (1, None)])
-def test_torch_gets_rows_columns_and_a_scale_of_each(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_gets_rows_columns_and_a_scale_of_each(
+    block: Block, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
 
     def record(a, b, scale_a, _, scale_b, *given, offs, output_dtype):
@@ -99,9 +135,13 @@ def test_torch_gets_rows_columns_and_a_scale_of_each(block: Block, monkeypatch: 
     tokens, matrices = matrix(22, 32, 22), matrix(3 * 48, 32, 3 * 48)
     grouped_by_torch(tokens, matrices, offs=OFFS, sums=False)
     a, b, scale_a, scale_b, ends = calls[-1]
-    assert a.shape == (22, 32) and b.shape == (3, 32, 48) and b.stride(1) == 1, "K is contiguous in both"
+    assert a.shape == (22, 32) and b.shape == (3, 32, 48) and b.stride(1) == 1, (
+        "K is contiguous in both"
+    )
     assert scale_b.shape == (3, 48) and ends == [3, 3, 20]
-    assert scale_a.tolist() == (list(range(22)) if is_row else [0.0] * 3 + [2.0] * 19), "of its expert"
+    assert scale_a.tolist() == (list(range(22)) if is_row else [0.0] * 3 + [2.0] * 19), (
+        "of its expert"
+    )
 
     grouped_by_torch(matrix(32, 64, 96), matrix(48, 64, 144), offs=OFFS, sums=True)
     a, b, scale_a, scale_b, ends = calls[-1]

@@ -1,4 +1,5 @@
-"""The Triton kernels of casts to fp8 in Triton's interpreter: the bits of torch's operators, and fp64.
+"""The Triton kernels of casts to fp8 in Triton's interpreter: the bits of torch's operators, and
+fp64.
 
 Run as tests/kernels/test_triton_softmax.py.
 """
@@ -30,15 +31,21 @@ def mended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
-    return (torch.randn(shape, generator=generator) * 10 ** torch.randn(shape, generator=generator)).to(dtype)
+    return (
+        torch.randn(shape, generator=generator) * 10 ** torch.randn(shape, generator=generator)
+    ).to(dtype)
 
 
 def as_bytes(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def assert_same(found: Quantized | None, expected: Quantized | None, *, is_exact: bool = True) -> None:
-    """Equal values and scales, zeros behind the values; a rounded reciprocal moves few values to the next number."""
+def assert_same(
+    found: Quantized | None, expected: Quantized | None, *, is_exact: bool = True
+) -> None:
+    """Equal values and scales, zeros behind the values; a rounded reciprocal moves few values to
+    the next number.
+    """
     assert found is not None and expected is not None
     rows, columns = expected.values.shape
     assert not found.values[:rows, columns:].float().any() and found.values.shape[1] % 16 == 0
@@ -60,8 +67,12 @@ def both(x: Tensor, block: Block, *, dtype: torch.dtype = E4M3) -> tuple[Forms, 
 
 
 @pytest.mark.parametrize("block", [(None, None), (1, None), (1, 128), (128, 128), (1, 32)])
-@pytest.mark.parametrize(("shape", "dtype"), [((130, 200), torch.bfloat16), ((16, 48), torch.float32)])
-def test_values_and_scales_are_those_of_torch(block: Block, shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((130, 200), torch.bfloat16), ((16, 48), torch.float32)]
+)
+def test_values_and_scales_are_those_of_torch(
+    block: Block, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     for x in (draw(*shape, dtype=dtype), draw(*reversed(shape), dtype=dtype).t()):
         for found, expected in zip(*both(x, block), strict=True):
             assert_same(found, expected, is_exact=block != (None, None))
@@ -75,7 +86,11 @@ def test_every_value_is_within_the_rounding_of_fp64(block: Block) -> None:
     for form, matrix in zip(both(x, block)[0], (x, x.t()), strict=True):
         assert form is not None
         rows, columns = matrix.shape
-        values = Quantized(form.values[:rows, :columns], form.inverse_scales, block).dequantize().double()
+        values = (
+            Quantized(form.values[:rows, :columns], form.inverse_scales, block)
+            .dequantize()
+            .double()
+        )
         assert ((values - matrix).abs() <= 2.0**-4 * matrix.double().abs() + 1e-4).all()
 
 
@@ -98,7 +113,10 @@ def test_the_cast_of_delayed_scaling_measures_the_amax_and_reads_once() -> None:
     amax = scales.amax(x, Operand.INPUT)
     assert amax.item() == 0, "the scale follows from the history"
     scales.set({(i, Operand.INPUT): amax for i in range(2)})
-    (form, _), _ = scales.cast(x, Operand.INPUT), scales.cast(x, Operand.INPUT, rows=False, columns=True)
+    (form, _), _ = (
+        scales.cast(x, Operand.INPUT),
+        scales.cast(x, Operand.INPUT, rows=False, columns=True),
+    )
     assert form is not None and form.inverse_scales.item() == pytest.approx(2 / 448)
     for each in (layer, other):
         assert each.step_amax is not None and each.step_amax[Operand.INPUT].item() == x.abs().max()
@@ -106,11 +124,15 @@ def test_the_cast_of_delayed_scaling_measures_the_amax_and_reads_once() -> None:
     scales.set({(0, Operand.GRAD): scales.amax(x, Operand.GRAD)})
     assert scales.cast(torch.full_like(x, torch.inf), Operand.GRAD)[0].inverse_scales.isnan()  # type: ignore[union-attr]
     layer.update(torch.zeros(3, 1))
-    assert Scales([layer], records=True).amax(x, Operand.INPUT).item() == x.abs().max(), "without an earlier amax"
+    assert Scales([layer], records=True).amax(x, Operand.INPUT).item() == x.abs().max(), (
+        "without an earlier amax"
+    )
 
 
 def test_rows_of_experts_have_scales_of_their_own_and_zeros_between() -> None:
-    """What weight gradients sum over: tokens of an expert from a multiple of 128 on, with blocks of their own."""
+    """What weight gradients sum over: tokens of an expert from a multiple of 128 on, with blocks of
+    their own.
+    """
     x, offs = draw(150, 48), torch.tensor([130, 130, 149], dtype=torch.int32)
     (rows, columns), _ = triton_cast.cast(x, Cast((1, 128), E4M3, True, columns=True), offs=offs)
     expected, _ = cast(x[:149], Cast((1, 128), E4M3, True))
@@ -119,8 +141,15 @@ def test_rows_of_experts_have_scales_of_their_own_and_zeros_between() -> None:
     for tokens, place in ((slice(0, 130), 0), (slice(130, 149), 256)):
         _, part = cast(x[tokens], Cast((1, 128), E4M3, True, rows=False, columns=True))
         assert part is not None
-        stop, blocks = place + len(x[tokens]), slice(place // 128, place // 128 + part.inverse_scales.shape[1])
+        stop, blocks = (
+            place + len(x[tokens]),
+            slice(place // 128, place // 128 + part.inverse_scales.shape[1]),
+        )
         assert torch.equal(as_bytes(columns.values[:, place:stop]), as_bytes(part.values))
         assert not columns.values[:, stop : -(-stop // 128) * 128].float().any()
         assert torch.equal(columns.inverse_scales[:, blocks], part.inverse_scales)
-    assert triton_cast.amaxes(x, offs).tolist() == [x[:130].abs().max().item(), 0.0, x[130:149].abs().max().item()]
+    assert triton_cast.amaxes(x, offs).tolist() == [
+        x[:130].abs().max().item(),
+        0.0,
+        x[130:149].abs().max().item(),
+    ]

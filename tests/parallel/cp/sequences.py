@@ -23,7 +23,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tensors:
-    """The output and the gradients of query, key and value; or the output's gradient and the three inputs."""
+    """The output and the gradients of query, key and value; or the output's gradient and the three
+    inputs.
+    """
 
     out: Tensor
     query: Tensor
@@ -41,7 +43,9 @@ def random_inputs(shape: Shape, *, dtype: torch.dtype, seed: int = 0) -> Tensors
     head_dims = (shape.value_head_dim, shape.head_dim, shape.head_dim, shape.value_head_dim)
     return Tensors(
         *(
-            torch.randn(shape.batch, shape.length, n, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+            torch.randn(
+                shape.batch, shape.length, n, head_dim, generator=generator, dtype=torch.float64
+            ).to(dtype)
             for n, head_dim in zip(heads, head_dims, strict=True)
         )
     )
@@ -51,8 +55,13 @@ def segments(shape: Shape) -> Tensor:
     """[B, S] int32: borders at different positions in every row, some of them inside a chunk."""
     positions = torch.arange(shape.length)
     borders = [[5, 6, 17], [shape.length // 2], []]
-    rows = [sum((positions >= border).int() for border in borders[row % 3]) for row in range(shape.batch)]
-    return torch.stack([torch.as_tensor(row, dtype=torch.int32).expand(shape.length) for row in rows])
+    rows = [
+        sum((positions >= border).int() for border in borders[row % 3])
+        for row in range(shape.batch)
+    ]
+    return torch.stack(
+        [torch.as_tensor(row, dtype=torch.int32).expand(shape.length) for row in rows]
+    )
 
 
 def full_mask(segment_ids: Tensor | None, *, length: int, window: int | None = None) -> Tensor:
@@ -68,7 +77,10 @@ def full_mask(segment_ids: Tensor | None, *, length: int, window: int | None = N
 
 def run_dense(inputs: Tensors, mask: Tensor) -> Tensors:
     """Output and gradients of softmax attention written out, with a dense mask, in fp64."""
-    query, key, value = (x.double().transpose(1, 2).requires_grad_() for x in (inputs.query, inputs.key, inputs.value))
+    query, key, value = (
+        x.double().transpose(1, 2).requires_grad_()
+        for x in (inputs.query, inputs.key, inputs.value)
+    )
     repeated = [x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value)]
     scores = (query @ repeated[0].mT * query.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
     out = scores.softmax(-1) @ repeated[1]
@@ -77,10 +89,16 @@ def run_dense(inputs: Tensors, mask: Tensor) -> Tensors:
 
 
 def run(
-    core_attention: CoreAttention, inputs: Tensors, segment_ids: Tensor | None = None, *, window: int | None = None
+    core_attention: CoreAttention,
+    inputs: Tensors,
+    segment_ids: Tensor | None = None,
+    *,
+    window: int | None = None,
 ) -> Tensors:
     """Forward and backward of a core attention."""
-    query, key, value = (tensor.clone().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value))
+    query, key, value = (
+        tensor.clone().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)
+    )
     mask = core_attention.plan_mask(segment_ids, tokens=query[:, :, 0, 0], window=window)
     out = core_attention(query, key=key, value=value, mask=mask, scores=None)
     out.backward(inputs.out)
@@ -89,7 +107,9 @@ def run(
 
 
 def shard(tensors: Tensors, group: Group) -> Tensors:
-    return Tensors(*(local_chunks(tensor, index=group.index, size=group.size) for tensor in tensors))
+    return Tensors(
+        *(local_chunks(tensor, index=group.index, size=group.size) for tensor in tensors)
+    )
 
 
 def largest_error(
@@ -106,6 +126,11 @@ def largest_error(
     segment_ids = segments(shape) if with_segments else None
     mask = full_mask(segment_ids, length=shape.length, window=window)
     expected = shard(run_dense(inputs, mask), group)
-    result = run(build_core_attention(comm_type, group), shard(inputs, group), segment_ids, window=window)
+    result = run(
+        build_core_attention(comm_type, group), shard(inputs, group), segment_ids, window=window
+    )
     assert [x.dtype for x in result] == [dtype] * 4
-    return max(((x.double() - y).abs().max() / y.abs().max()).item() for x, y in zip(result, expected, strict=True))
+    return max(
+        ((x.double() - y).abs().max() / y.abs().max()).item()
+        for x, y in zip(result, expected, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""Every core attention gives the output and the gradients of SDPA on one rank; the table is open to new rows."""
+"""Every core attention gives the output and the gradients of SDPA on one rank; the table is open to
+new rows.
+"""
 
 from itertools import product
 
@@ -43,7 +45,9 @@ def errors_on_this_rank(ctx, comm_type, names):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("comm_type", list(CORE_ATTENTIONS))
 def test_output_and_gradients_are_those_of_one_rank(comm_type, size):
-    for errors in run_ranks(size, errors_on_this_rank, comm_type, list(SHAPES), cp=size, threads=True):
+    for errors in run_ranks(
+        size, errors_on_this_rank, comm_type, list(SHAPES), cp=size, threads=True
+    ):
         too_large = {case: error for case, error in errors.items() if error > BOUNDS[case[1]]}
         assert not too_large
 
@@ -54,7 +58,9 @@ def test_a_group_of_one_rank_gets_sdpa(comm_type):
 
 
 def test_an_unknown_name_is_refused_with_the_closest_one():
-    with pytest.raises(ConfigError, match="names are allgather, p2p, a2a; write --cp-comm-type allgather"):
+    with pytest.raises(
+        ConfigError, match="names are allgather, p2p, a2a; write --cp-comm-type allgather"
+    ):
         build_core_attention("all_gather", Group.single_rank("cp"))
 
 
@@ -66,4 +72,7 @@ class Outside(AllGatherAttention):
 def test_a_new_core_attention_is_one_class_and_one_row(ctx):
     CORE_ATTENTIONS["outside"] = Outside
     assert isinstance(build_core_attention("outside", ctx.group("cp")), Outside)
-    assert largest_error("outside", ctx.group("cp"), Shape(), dtype=torch.float64, with_segments=True) <= 1e-14
+    assert (
+        largest_error("outside", ctx.group("cp"), Shape(), dtype=torch.float64, with_segments=True)
+        <= 1e-14
+    )

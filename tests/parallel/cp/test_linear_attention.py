@@ -1,4 +1,6 @@
-"""Linear attention of sharded sequences is that of full sequences; only states are sent, whatever the length."""
+"""Linear attention of sharded sequences is that of full sequences; only states are sent, whatever
+the length.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,15 @@ import torch
 from nanotrain.attention.delta_rule import DeltaInputs
 from nanotrain.parallel.cp.linear_attention import delta_rule_over, start_states
 from nanotrain.parallel.cp.split import local_chunks, zigzag_chunks
-from tests.attention.delta_inputs import BATCH, HEADS, KEY_DIM, VALUE_DIM, random_inputs, recurrence, tensors
+from tests.attention.delta_inputs import (
+    BATCH,
+    HEADS,
+    KEY_DIM,
+    VALUE_DIM,
+    random_inputs,
+    recurrence,
+    tensors,
+)
 from tests.harness import ranks, run_ranks
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5}
@@ -14,8 +24,12 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 def compare(group, inputs: DeltaInputs, comm_type: str, tolerance: float) -> None:
     """Outputs and gradients of the local tokens, against the recurrence in fp64 of all tokens."""
-    weights = torch.randn(inputs.value.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    exact = inputs.map(lambda x: x.detach().double().requires_grad_() if x.is_floating_point() else x)
+    weights = torch.randn(
+        inputs.value.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
+    exact = inputs.map(
+        lambda x: x.detach().double().requires_grad_() if x.is_floating_point() else x
+    )
     expected = recurrence(exact)[0]
     grads = torch.autograd.grad(expected, tensors(exact), weights)
 
@@ -30,7 +44,9 @@ def compare(group, inputs: DeltaInputs, comm_type: str, tolerance: float) -> Non
 
 
 WAYS = ("p2p", "a2a")
-CASES = [(by_channel, way, dtype) for by_channel in (False, True) for way in WAYS for dtype in TOLERANCES]
+CASES = [
+    (by_channel, way, dtype) for by_channel in (False, True) for way in WAYS for dtype in TOLERANCES
+]
 
 
 def compare_all(ctx) -> None:
@@ -53,7 +69,9 @@ def test_a_layer_sends_its_states_and_nothing_that_grows_with_the_sequence(ctx):
         out = delta_rule_over(inputs, ctx.group("cp"), comm_type="p2p")
         assert ctx.traffic.bytes("cp") == 3 * maps * 4, "an all-gather of fp32 to three other ranks"
         out.float().sum().backward()
-        assert ctx.traffic.bytes("cp") == 2 * 3 * maps * 4, "and the reduce-scatter of the gradients"
+        assert ctx.traffic.bytes("cp") == 2 * 3 * maps * 4, (
+            "and the reduce-scatter of the gradients"
+        )
 
 
 @ranks(2, cp=2)

@@ -1,4 +1,6 @@
-"""The ring covers every causal pair once, sends ahead of computing, and takes inputs and gradients of any strides."""
+"""The ring covers every causal pair once, sends ahead of computing, and takes inputs and gradients
+of any strides.
+"""
 
 import torch
 from hypothesis import given
@@ -32,8 +34,13 @@ def test_the_steps_of_all_ranks_cover_the_causal_triangle_once(size, chunk):
 def test_steps_cost_the_same_and_sources_come_in_ring_order(size):
     for index in range(size):
         steps = plan_ring(index, size, length=4)
-        assert [source for source, _ in steps] == [(index - distance) % size for distance in range(size)]
-        costs = {(tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start) for _, tile in steps[1:]}
+        assert [source for source, _ in steps] == [
+            (index - distance) % size for distance in range(size)
+        ]
+        costs = {
+            (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
+            for _, tile in steps[1:]
+        }
         assert costs == {8}
 
 
@@ -53,9 +60,13 @@ def test_every_transfer_starts_before_the_computation_that_hides_it(ctx, monkeyp
     for name in ("chunk_forward", "chunk_backward"):
         monkeypatch.setattr(tiles, name, recorded(name, getattr(tiles, name)))
     group = ctx.group("cp")
-    run(build_core_attention("p2p", group), shard(random_inputs(Shape(), dtype=torch.float32), group))
+    run(
+        build_core_attention("p2p", group),
+        shard(random_inputs(Shape(), dtype=torch.float32), group),
+    )
     forward = [send, "chunk_forward"] * 3 + ["chunk_forward"]
-    backward = [send, "chunk_backward", send] * 3 + ["chunk_backward", send]  # keys, computation, gradient sums
+    # keys, computation, gradient sums
+    backward = [send, "chunk_backward", send] * 3 + ["chunk_backward", send]
     assert events == forward + backward
 
 
@@ -65,7 +76,9 @@ def test_inputs_and_gradients_may_have_any_strides(ctx):
     inputs = shard(random_inputs(Shape(groups=2), dtype=torch.float64), group)
     expected = run(build_core_attention("p2p", group), inputs)
     strided = Tensors(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
-    for result, value in zip(run(build_core_attention("p2p", group), strided), expected, strict=True):
+    for result, value in zip(
+        run(build_core_attention("p2p", group), strided), expected, strict=True
+    ):
         torch.testing.assert_close(result, value, rtol=1e-13, atol=1e-13)
     # the gradient of a sum is one number, expanded
     query, key, value = (x.requires_grad_() for x in (inputs.query, inputs.key, inputs.value))
@@ -73,13 +86,19 @@ def test_inputs_and_gradients_may_have_any_strides(ctx):
     mask = core.plan_mask(None, tokens=query[..., 0, 0])
     core(query, key=key, value=value, mask=mask, scores=None).sum().backward()
     ones = Tensors(torch.ones_like(inputs.out), *(x.detach() for x in (query, key, value)))
-    torch.testing.assert_close(value.grad, run(build_core_attention("p2p", group), ones).value, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        value.grad, run(build_core_attention("p2p", group), ones).value, rtol=1e-13, atol=1e-13
+    )
 
 
 def test_results_and_gradients_of_the_steps_are_accumulated_in_fp32(monkeypatch):
-    # Given four steps on one rank, whose gradients are 1 and three times 2^-9, which bf16 does not add to 1,
+    # Given four steps on one rank, whose gradients are 1 and three times 2^-9, which bf16 does not
+    # add to 1,
     positions, everything = torch.arange(4), slice(None)
-    plans = tuple(TilePlan((Tile(everything, everything, everything),), positions, positions) for _ in range(4))
+    plans = tuple(
+        TilePlan((Tile(everything, everything, everything),), positions, positions)
+        for _ in range(4)
+    )
     forward_tiles, totals = ring.forward_tiles, []
 
     def forward(plan, inputs, *, total, **options):
@@ -92,7 +111,9 @@ def test_results_and_gradients_of_the_steps_are_accumulated_in_fp32(monkeypatch)
 
     monkeypatch.setattr(ring, "forward_tiles", forward)
     monkeypatch.setattr(ring, "tile_gradients", gradients)
-    query, key, value = (torch.ones(1, 4, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    query, key, value = (
+        torch.ones(1, 4, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
     ring_attention = RingAttention(Group.single_rank("cp"))
     ring_attention(query, key=key, value=value, mask=plans, scores=None).sum().backward()
     assert totals == [None] + [torch.float32] * 3

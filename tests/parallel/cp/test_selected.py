@@ -1,4 +1,6 @@
-"""A layer of sparse attention on any ranks of tp and cp has the outputs, gradients and divergences of one rank."""
+"""A layer of sparse attention on any ranks of tp and cp has the outputs, gradients and divergences
+of one rank.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -30,15 +32,24 @@ MODELS = {
 }
 
 
-def gradients(ctx: ParallelContext | None, name: str, *, sequence_parallel: bool) -> tuple[dict[str, Tensor], Any]:
-    """The output, the gradients of input and parameters, and the divergence; of one rank without a context."""
+def gradients(
+    ctx: ParallelContext | None, name: str, *, sequence_parallel: bool
+) -> tuple[dict[str, Tensor], Any]:
+    """The output, the gradients of input and parameters, and the divergence; of one rank without a
+    context.
+    """
     model, parallel, coords = MODELS[name], ModelParallel.single_rank(), {"tp": 0}
     if ctx is not None:
         tp, cp, coords = ctx.group("tp"), ctx.group("cp"), ctx.coords
-        core, tensor_parallel = build_core_attention("allgather", cp), TensorParallel(tp, sequence_parallel)
+        core, tensor_parallel = (
+            build_core_attention("allgather", cp),
+            TensorParallel(tp, sequence_parallel),
+        )
         parallel = replace(parallel, tp=tensor_parallel, cp=cp, core_attention=core)
     tp, cp = parallel.tp.group, parallel.cp
-    specs = MIXERS["dsa"].declare(Declaration(ModelShape.of(model), "fp32", tp.size, sequence_parallel))
+    specs = MIXERS["dsa"].declare(
+        Declaration(ModelShape.of(model), "fp32", tp.size, sequence_parallel)
+    )
     params, boxes = {}, {}
     for spec in specs:
         local = localize(spec, coords=coords, sizes={"tp": tp.size})
@@ -53,12 +64,18 @@ def gradients(ctx: ParallelContext | None, name: str, *, sequence_parallel: bool
         return parallel.tp.local_slice(x).detach()
 
     hidden = local_tokens(random_hidden(B, S, H)).requires_grad_()
-    positions = S if cp.size == 1 else local_positions(S, index=cp.index, size=cp.size).expand(B, -1)
+    positions = (
+        S if cp.size == 1 else local_positions(S, index=cp.index, size=cp.size).expand(B, -1)
+    )
     rotary = RotaryTables(model).at(positions, like=hidden)
     mask = parallel.core_attention.plan_mask(SEGMENTS, tokens=torch.empty(B, S // cp.size))
     context = LayerContext((rotary, None), (mask, None), segment_ids=SEGMENTS, aux_loss_scale=1 / B)
     out = layer(hidden, context)
-    out.backward(local_tokens(torch.randn(B, S, H, dtype=torch.float64, generator=torch.Generator().manual_seed(7))))
+    out.backward(
+        local_tokens(
+            torch.randn(B, S, H, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+        )
+    )
     assert hidden.grad is not None
     found = {"out": out.detach(), "input": hidden.grad}
     for name, param in layer.named_parameters():
@@ -73,12 +90,16 @@ def gradients(ctx: ParallelContext | None, name: str, *, sequence_parallel: bool
     return found, (boxes, local_tokens)
 
 
-def every_model_on_this_rank(ctx: ParallelContext, sequence_parallel: bool) -> dict[str, dict[str, Tensor]]:
+def every_model_on_this_rank(
+    ctx: ParallelContext, sequence_parallel: bool
+) -> dict[str, dict[str, Tensor]]:
     replicated = {}
     for model in MODELS:
         single, _ = gradients(None, model, sequence_parallel=False)
         found, (boxes, local_tokens) = gradients(ctx, model, sequence_parallel=sequence_parallel)
-        expected = {name: x[boxes[name].box.slices()] if name in boxes else x for name, x in single.items()}
+        expected = {
+            name: x[boxes[name].box.slices()] if name in boxes else x for name, x in single.items()
+        }
         expected |= {name: local_tokens(single[name]) for name in ("out", "input")}
         for name in expected:
             assert_near([found[name]], [expected[name]], tolerance=1e-12)
@@ -90,7 +111,9 @@ def every_model_on_this_rank(ctx: ParallelContext, sequence_parallel: bool) -> d
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_ranks_share_heads_and_sequences(sizes: dict[str, int], sequence_parallel: bool) -> None:
     num_ranks = sizes.get("tp", 1) * sizes.get("cp", 1)
-    first, *others = run_ranks(num_ranks, every_model_on_this_rank, sequence_parallel, **sizes, threads=True)
+    first, *others = run_ranks(
+        num_ranks, every_model_on_this_rank, sequence_parallel, **sizes, threads=True
+    )
     for other in others:  # every rank has the whole indexer and the same gradient, to the bit
         for model, grads in other.items():
             assert all(torch.equal(grad, first[model][name]) for name, grad in grads.items())

@@ -65,7 +65,8 @@ def test_every_rank_gets_its_tokens_with_their_labels_mask_and_positions(ctx):
     full, group = full_batch(), ctx.group("cp")
     # when it is split
     local = split_batch(full, group)
-    # then labels, mask and positions follow the tokens, and segment ids are those of the full sequences.
+    # then labels, mask and positions follow the tokens, and segment ids are those of the full
+    # sequences.
     positions = [[0, 1, 6, 7], [2, 3, 4, 5]][group.index]
     assert local.position_ids is not None and local.position_ids.tolist() == [positions]
     assert torch.equal(local.tokens, full.tokens[:, positions])
@@ -83,7 +84,9 @@ def test_every_rank_gets_its_tokens_with_their_labels_mask_and_positions(ctx):
 @ranks(2, cp=2, shares=True)
 def test_position_ids_of_the_batch_are_kept(ctx):
     full = full_batch()
-    restarted = Batch(full.tokens, full.labels, full.loss_mask, torch.arange(16).view(2, 8) % 5, None)
+    restarted = Batch(
+        full.tokens, full.labels, full.loss_mask, torch.arange(16).view(2, 8) % 5, None
+    )
     local = split_batch(restarted, ctx.group("cp"))
     assert torch.equal(local.position_ids, local.tokens % 5)
     assert local.segment_ids is None

@@ -1,4 +1,6 @@
-"""Ulysses re-shards heads and sequence without changing a value, and repeats key/value heads only as needed."""
+"""Ulysses re-shards heads and sequence without changing a value, and repeats key/value heads only
+as needed.
+"""
 
 import pytest
 import torch
@@ -31,7 +33,9 @@ def test_key_value_heads_are_repeated_to_the_least_common_multiple(ctx):
     attention = UlyssesAttention(ctx.group("cp"))
     attention._all_to_all = lambda shards: sent.append(shards.shape) or shards
     for groups, repeated in ((1, 4), (2, 4), (4, 4), (6, 12)):
-        local = shard(random_inputs(Shape(heads=12, groups=groups), dtype=torch.float32), ctx.group("cp"))
+        local = shard(
+            random_inputs(Shape(heads=12, groups=groups), dtype=torch.float32), ctx.group("cp")
+        )
         attention(local.query, key=local.key, value=local.value, mask=None, scores=None)
         assert sent[-2][-1] == (12 + 2 * repeated) * 8 // 4
 

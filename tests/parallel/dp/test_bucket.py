@@ -1,4 +1,6 @@
-"""One bucket on one rank, with collectives that finish late; reductions against fp64 sums, by precision."""
+"""One bucket on one rank, with collectives that finish late; reductions against fp64 sums, by
+precision.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,14 @@ from nanotrain.parallel.dp import bucket as bucket_module
 from nanotrain.parallel.dp.bucket import Bucket, Reduction
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions, ReduceGroups
-from nanotrain.parallel.dp.stores import GradMemory, GradStore, ParamStore, ResidentGrads, TransientGrads, shard_of
+from nanotrain.parallel.dp.stores import (
+    GradMemory,
+    GradStore,
+    ParamStore,
+    ResidentGrads,
+    TransientGrads,
+    shard_of,
+)
 from tests.harness import ranks, run_ranks
 from tests.parallel.dp.toys import Toy, local_params
 
@@ -38,7 +47,9 @@ def transient() -> Bucket:
     memory = GradMemory(LAYOUT.numel + 128, device=torch.device("cpu"), dtype=torch.float32)
     memory.tensor.fill_(GARBAGE)  # what another bucket left there
     shard = torch.full((LAYOUT.shard_numel,), GARBAGE)
-    return bucket_with(TransientGrads(slice(64, 64 + LAYOUT.numel), shard, memory=memory, groups=GROUPS))
+    return bucket_with(
+        TransientGrads(slice(64, 64 + LAYOUT.numel), shard, memory=memory, groups=GROUPS)
+    )
 
 
 def fill(bucket: Bucket, value: float, *, names: list[str] = NAMES) -> None:
@@ -106,11 +117,15 @@ def test_bf16_gradients_accumulate_in_fp32():
     for _ in range(3):  # 1 + 2**-10 is not a bf16 number
         bucket.add_grad(NAMES[0], torch.ones(SHAPES[NAMES[0]], dtype=torch.bfloat16))
         bucket.add_grad(NAMES[0], torch.full(SHAPES[NAMES[0]], 2.0**-10, dtype=torch.bfloat16))
-    assert torch.equal(bucket.view(NAMES[0], bucket.grads.full()), torch.full((7 * 19,), 3 * (1 + 2.0**-10)))
+    assert torch.equal(
+        bucket.view(NAMES[0], bucket.grads.full()), torch.full((7 * 19,), 3 * (1 + 2.0**-10))
+    )
 
 
 class LateReduceScatter(Work):
-    """A reduce-scatter over two ranks that reads its input in `wait`, as a collective in flight may."""
+    """A reduce-scatter over two ranks that reads its input in `wait`, as a collective in flight
+    may.
+    """
 
     def __init__(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         super().__init__(lambda: output)
@@ -122,7 +137,9 @@ class LateReduceScatter(Work):
 
 
 def late_groups(monkeypatch) -> ReduceGroups:
-    """A shard group of two ranks, of which this is the first, whose collectives are `LateReduceScatter`."""
+    """A shard group of two ranks, of which this is the first, whose collectives are
+    `LateReduceScatter`.
+    """
     monkeypatch.setattr(
         bucket_module,
         "start_reduce_scatter_into",
@@ -131,7 +148,9 @@ def late_groups(monkeypatch) -> ReduceGroups:
     return ReduceGroups(SimpleNamespace(size=2, index=0), GROUPS.replicate)  # type: ignore[arg-type]
 
 
-def test_a_reduction_in_flight_keeps_its_storage_and_ends_with_the_values_it_began_with(monkeypatch):
+def test_a_reduction_in_flight_keeps_its_storage_and_ends_with_the_values_it_began_with(
+    monkeypatch,
+):
     groups = late_groups(monkeypatch)
     memory = GradMemory(LAYOUT.numel, device=torch.device("cpu"), dtype=torch.float32)
     half = LAYOUT.numel // 2
@@ -160,11 +179,17 @@ def options_of(**options: Any) -> DataParallelOptions:
 
 
 def groups_of(ctx: ParallelContext, *, shards_across: bool = False) -> ReduceGroups:
-    return ReduceGroups(ctx.group("dp_shard"), ctx.group("dp_replicate"), shards_across=shards_across)
+    return ReduceGroups(
+        ctx.group("dp_shard"), ctx.group("dp_replicate"), shards_across=shards_across
+    )
 
 
-def reduced(ctx: ParallelContext, dtype: torch.dtype, **options: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's shard as the collective sums it, the fp64 sums of the exact and of the rounded gradients."""
+def reduced(
+    ctx: ParallelContext, dtype: torch.dtype, **options: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's shard as the collective sums it, the fp64 sums of the exact and of the rounded
+    gradients.
+    """
     group, full = ctx.group("dp_shard"), grads_of(ctx.rank).to(dtype)
     Reduction(groups_of(ctx), options_of(**options)).start_inside(full).wait()
     exact = sum(grads_of(rank) for rank in range(group.size))
@@ -195,7 +220,8 @@ def errors(ctx: ParallelContext) -> dict[str, float]:
 def test_the_error_of_a_reduction_is_that_of_its_precision(size: int) -> None:
     for error_of in run_ranks(size, errors, strategy="optim"):
         assert error_of["fp32"] < size * 2 * FP32
-        assert 100 * error_of["fp32"] < error_of["bf16"] < 2 * BF16  # one rounding of every input, one of the sum
+        # one rounding of every input, one of the sum
+        assert 100 * error_of["fp32"] < error_of["bf16"] < 2 * BF16
         assert error_of["bf16 all-to-all"] < 2 * BF16 and error_of["fp16 all-to-all"] < 2 * FP16
         assert error_of["bf16 all-reduce"] < (size + 1) * BF16  # rounded after every addition
 
@@ -203,7 +229,12 @@ def test_the_error_of_a_reduction_is_that_of_its_precision(size: int) -> None:
 def shards_summed_everywhere(ctx: ParallelContext) -> None:
     """Integers, so that every dtype and order gives the same sums."""
     for shards_across in (False, True):
-        for options in ({}, {"keeps_full_grads": True}, {"by_all_to_all": True}, {"averages": True, "grad_scale": 2.0}):
+        for options in (
+            {},
+            {"keeps_full_grads": True},
+            {"by_all_to_all": True},
+            {"averages": True, "grad_scale": 2.0},
+        ):
             groups = groups_of(ctx, shards_across=shards_across)
             reduction = Reduction(groups, options_of(**options))
             pattern = torch.arange(NUMEL, dtype=torch.float32) % 7
@@ -213,7 +244,10 @@ def shards_summed_everywhere(ctx: ParallelContext) -> None:
             assert reduction.start_across(tensor).wait() is tensor
             update = shard_of(shard_of(full, groups.shard), groups.outer).float()
             expected = pattern * (2**4 - 1) * (2 / 4 if "averages" in options else 1)
-            assert torch.equal(update, shard_of(shard_of(expected, groups.shard), groups.outer)), (options, groups)
+            assert torch.equal(update, shard_of(shard_of(expected, groups.shard), groups.outer)), (
+                options,
+                groups,
+            )
 
 
 @ranks(4, strategy="optim", instances=2)

@@ -1,4 +1,6 @@
-"""The data-parallel wrapper on one to five ranks: exact sums, order, memory, and waiting for parameters."""
+"""The data-parallel wrapper on one to five ranks: exact sums, order, memory, and waiting for
+parameters.
+"""
 
 import gc
 from functools import partial
@@ -42,8 +44,12 @@ def patterns(stage: Toy, factor: float) -> dict[str, torch.Tensor]:
     return {name: pattern_of(p) * factor for name, p in stage.named_parameters()}
 
 
-def reduce_two_steps(ctx: ParallelContext, parallel: DataParallel, stage: Toy, *, num_microbatches: int) -> None:
-    """Gradient 2**rank times a pattern on every parameter: no sum but the right one has all bits of the ranks set."""
+def reduce_two_steps(
+    ctx: ParallelContext, parallel: DataParallel, stage: Toy, *, num_microbatches: int
+) -> None:
+    """Gradient 2**rank times a pattern on every parameter: no sum but the right one has all bits of
+    the ranks set.
+    """
     for step in (1, 2):  # the second finds what the first left behind
         ctx.traffic.reset()
         parallel.begin_step()
@@ -52,7 +58,9 @@ def reduce_two_steps(ctx: ParallelContext, parallel: DataParallel, stage: Toy, *
             backward(parallel, loss, is_last=microbatch == num_microbatches - 1)
         parallel.finish_grad_reduce()
         of_microbatches = num_microbatches * (num_microbatches + 1) // 2
-        assert_shards(parallel, patterns(stage, (2**ctx.topology.world_size - 1) * step * of_microbatches))
+        assert_shards(
+            parallel, patterns(stage, (2**ctx.topology.world_size - 1) * step * of_microbatches)
+        )
 
 
 def reduce_two_to_the_rank(ctx):
@@ -81,8 +89,8 @@ def test_parameters_without_a_gradient_on_some_ranks_contribute_zero_and_no_rank
         parallel.begin_step()
         backward(parallel, stage(1e6))
         parallel.finish_grad_reduce()
-        # when in the next each rank leaves out another unit, the last unit is left out everywhere, and in the second
-        # microbatch rank 1 leaves out all but one,
+        # when in the next each rank leaves out another unit, the last unit is left out everywhere,
+        # and in the second microbatch rank 1 leaves out all but one,
         used = [index for index in range(5) if index != ctx.rank]
         parallel.begin_step()
         backward(parallel, stage(1.0, used), is_last=False)
@@ -90,7 +98,10 @@ def test_parameters_without_a_gradient_on_some_ranks_contribute_zero_and_no_rank
         parallel.finish_grad_reduce()
         # then sums are over those that used it.
         counts = {0: 4, 1: 4, 2: 4, 3: 6, 4: 5, 5: 0}
-        grads = {f"units.{i}.weight": pattern_of(stage.units[i].weight) * count for i, count in counts.items()}
+        grads = {
+            f"units.{i}.weight": pattern_of(stage.units[i].weight) * count
+            for i, count in counts.items()
+        }
         assert_shards(parallel, grads)
 
 
@@ -131,14 +142,19 @@ def test_overlap_reduces_a_bucket_before_the_backward_pass_has_ended(ctx):
         parallel = wrap(ctx, stage, strategy=strategy, overlap=overlap)
         record_launches(parallel, into=seen)
         launched_early = []
-        stage.units[0].weight.register_hook(lambda grad, seen=seen, early=launched_early: early.append(len(seen)))
+        stage.units[0].weight.register_hook(
+            lambda grad, seen=seen, early=launched_early: early.append(len(seen))
+        )
         parallel.begin_step()
         for is_last in (False, True):
             backward(parallel, stage(1.0), is_last=is_last)
         parallel.finish_grad_reduce()
-        # Then optim_grads reduces during every backward, the others during the last one if reductions overlap.
+        # Then optim_grads reduces during every backward, the others during the last one if
+        # reductions overlap.
         every, last = [NUM_BUCKETS - 1, 2 * NUM_BUCKETS - 1], [0, NUM_BUCKETS - 1]
-        assert launched_early == (every if strategy == "optim_grads" else last if overlap else [0, 0])
+        assert launched_early == (
+            every if strategy == "optim_grads" else last if overlap else [0, 0]
+        )
 
 
 def reductions_in_flight(parallel, stage):
@@ -172,7 +188,9 @@ def test_elsewhere_all_reductions_of_resident_gradients_may_be_in_flight():
     with recorded_world(topology, 0) as (ctx, recorder):
         for strategy in ("no_shard", "optim", "optim_grads"):
             stage = Toy()
-            together = reductions_in_flight(wrap(ctx, stage, strategy=strategy, overlap=True), stage)
+            together = reductions_in_flight(
+                wrap(ctx, stage, strategy=strategy, overlap=True), stage
+            )
             assert max(together) == (MAX_REDUCTIONS if strategy == "optim_grads" else NUM_BUCKETS)
         recorder.finish()
 
@@ -190,7 +208,9 @@ def test_a_gradient_in_flight_is_not_overwritten_by_the_next_microbatch(monkeypa
     )
     # when three microbatches follow each other, whose gradients are ready in different orders,
     parallel.begin_step()
-    for microbatch, order in enumerate(([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 0, 4, 1, 5, 3])):
+    for microbatch, order in enumerate(
+        ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 0, 4, 1, 5, 3])
+    ):
         backward(parallel, stage(1.0 + microbatch, order), is_last=microbatch == 2)
     parallel.finish_grad_reduce()
     # then no gradient was overwritten in flight, and the sums are right.
@@ -233,7 +253,11 @@ def peak_of(ctx, strategy: str, *, overlap: bool, shapes: list[tuple[int, ...]])
         backward(parallel, stage(1.0), is_last=is_last)
     parallel.finish_grad_reduce()
     if strategy == "optim_grads":
-        (memory,) = {bucket.grads._memory for bucket in parallel.buckets if isinstance(bucket.grads, TransientGrads)}
+        (memory,) = {
+            bucket.grads._memory
+            for bucket in parallel.buckets
+            if isinstance(bucket.grads, TransientGrads)
+        }
         assert memory.tensor.numel() == 2 * parallel.buckets[0].layout.numel
     return max(peaks)
 
@@ -243,12 +267,19 @@ def test_optim_grads_never_holds_a_full_size_gradient(ctx):
     numel, num_params = 150 * 140, 8
     shapes = [(150, 140)] * num_params
     # gloo receives half a bucket for each reduction in flight.
-    peaks = {(s, o): peak_of(ctx, s, overlap=o, shapes=shapes) for s in ("optim_grads", "optim") for o in (False, True)}
+    peaks = {
+        (s, o): peak_of(ctx, s, overlap=o, shapes=shapes)
+        for s in ("optim_grads", "optim")
+        for o in (False, True)
+    }
     bucket = 4 * 21120  # bytes of a padded fp32 bucket
     full, one_grad, received, scalars = num_params * bucket, 4 * numel, 2 * bucket // 2, 1000
     for overlap in (False, True):
         assert peaks["optim", overlap] >= 2 * full
-        assert peaks["optim_grads", overlap] <= full + full / 2 + 2 * bucket + one_grad + received + scalars
+        assert (
+            peaks["optim_grads", overlap]
+            <= full + full / 2 + 2 * bucket + one_grad + received + scalars
+        )
 
 
 @ranks(2, strategy="optim", shares=True)
@@ -265,11 +296,17 @@ def test_a_forward_pass_waits_for_the_parameters_of_its_unit_only(ctx):
     for name, unit in unit_modules(stage):
         unit(1.0)
         # then the unit's weight is complete, half of its bucket from either rank,
-        (bucket,) = [b for b in parallel.buckets for entry in b.layout.params if entry.name == f"{name}.weight"]
+        (bucket,) = [
+            b
+            for b in parallel.buckets
+            for entry in b.layout.params
+            if entry.name == f"{name}.weight"
+        ]
         assert not bucket.params.gathers
         of_rank_0, of_rank_1 = bucket.params.full.chunk(2)
         assert (of_rank_0 == 1).all() and (of_rank_1 == 2).all()
-    # and a step without a forward of a unit waits for its parameters before the optimizer updates them.
+    # and a step without a forward of a unit waits for its parameters before the optimizer updates
+    # them.
     parallel.start_param_gather()
     parallel.begin_step()
     backward(parallel, stage(1.0, [0]))
@@ -288,7 +325,10 @@ def test_inside_gathered_all_parameters_are_complete(ctx):
     with gathered(wrappers):
         for wrapper in wrappers:
             for bucket in wrapper.buckets:
-                assert bucket.params.full.chunk(2)[0].eq(1).all() and bucket.params.full.chunk(2)[1].eq(2).all()
+                assert (
+                    bucket.params.full.chunk(2)[0].eq(1).all()
+                    and bucket.params.full.chunk(2)[1].eq(2).all()
+                )
 
 
 @ranks(2, strategy="optim", shares=True)
@@ -298,7 +338,10 @@ def test_without_overlap_parameters_are_complete_on_return(ctx):
         bucket.params.shard.fill_(ctx.rank + 1)
     parallel.start_param_gather()
     for bucket in parallel.buckets:
-        assert bucket.params.full.chunk(2)[0].eq(1).all() and bucket.params.full.chunk(2)[1].eq(2).all()
+        assert (
+            bucket.params.full.chunk(2)[0].eq(1).all()
+            and bucket.params.full.chunk(2)[1].eq(2).all()
+        )
 
 
 def test_the_last_bucket_is_gathered_first():
@@ -356,7 +399,9 @@ def test_a_unit_without_parameters_waits_for_those_that_are_tied():
     options = DataParallelOptions(STRATEGIES["optim"], overlap_param_gather=True)
     parallel = DataParallel(
         stage,
-        plan_layout(local_params(stage, tied=["units.0.weight"]), LayoutRules(bucket_size=BUCKET_SIZE)),
+        plan_layout(
+            local_params(stage, tied=["units.0.weight"]), LayoutRules(bucket_size=BUCKET_SIZE)
+        ),
         groups=groups_of(single_rank(), "optim"),
         options=options,
         precision=Precision(params=torch.float32),

@@ -8,16 +8,24 @@ from nanotrain.parallel.dp.fp8_weights import WeightPart, placeholder, scales_sh
 from nanotrain.precision.fp8 import RECIPES, WEIGHT_DTYPE
 
 SHAPE = (2, 300, 200)  # experts, rows, columns: no multiple of a block
-GATHERED = [name for name, recipe in RECIPES.items() if recipe.weight_block[0] == recipe.weight_block[1]]
+GATHERED = [
+    name for name, recipe in RECIPES.items() if recipe.weight_block[0] == recipe.weight_block[1]
+]
 
 
 @pytest.mark.parametrize("recipe", GATHERED)
 @pytest.mark.parametrize("borders", [(0, 7, 59_999), (0, 33_333, 77_777)])
-def test_shards_have_the_scales_and_the_values_of_the_whole_weight(recipe: str, borders: tuple[int, ...]) -> None:
+def test_shards_have_the_scales_and_the_values_of_the_whole_weight(
+    recipe: str, borders: tuple[int, ...]
+) -> None:
     block, power = RECIPES[recipe].weight_block, RECIPES[recipe].power_of_two
     experts, rows, columns = SHAPE
     weight = (torch.randn(SHAPE, generator=torch.manual_seed(1)) * 0.02).bfloat16()
-    flat, numel, target = weight.flatten(), rows * columns, torch.zeros(weight.numel(), dtype=WEIGHT_DTYPE)
+    flat, numel, target = (
+        weight.flatten(),
+        rows * columns,
+        torch.zeros(weight.numel(), dtype=WEIGHT_DTYPE),
+    )
     edges = sorted({*borders, *range(0, experts * numel + 1, numel)})
     pairs = zip(edges, edges[1:], strict=False)
     parts = [WeightPart(a // numel, a % numel, columns, slice(a, b), block) for a, b in pairs]
@@ -38,4 +46,6 @@ def test_shards_have_the_scales_and_the_values_of_the_whole_weight(recipe: str, 
 
 def test_a_placeholder_takes_no_memory_and_is_not_a_number() -> None:
     param = placeholder((4, 1000), dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert param.shape == (4, 1000) and param.untyped_storage().nbytes() == 2 and param.isnan().all()
+    assert (
+        param.shape == (4, 1000) and param.untyped_storage().nbytes() == 2 and param.isnan().all()
+    )

@@ -38,17 +38,23 @@ def test_a_unit_is_gathered_before_it_runs_and_those_ahead_start_after_it(
     assert order.free().freed
 
 
-def test_the_unit_of_the_loss_is_kept_for_its_backward_and_a_lookup_is_not_gathered_for_its_own() -> None:
+def test_the_unit_of_the_loss_is_kept_for_its_backward_and_a_lookup_is_not_gathered_for_its_own() -> (
+    None
+):
     order = GatherOrder(UNITS, num_prefetched=0, lookups=[0])
     forward_all(order, is_loss=True)
     assert order.free() == GatherChange(()), "the backward begins"
     assert backward_all(order) == [(), (1,), (2,), ()]
     forward_all(order, is_loss=True)
-    assert order.before_forward(0) == GatherChange(freed=(0,), started=(3,)), "another forward is next"
+    assert order.before_forward(0) == GatherChange(freed=(0,), started=(3,)), (
+        "another forward is next"
+    )
     forward_all(order, is_loss=True)
     assert order.begin_step().freed == (0,)
     assert (
-        not GatherOrder(UNITS, num_prefetched=1, reshards=False, lookups=[0]).after_forward(0, has_backward=True).freed
+        not GatherOrder(UNITS, num_prefetched=1, reshards=False, lookups=[0])
+        .after_forward(0, has_backward=True)
+        .freed
     )
 
 
@@ -77,7 +83,9 @@ def test_while_all_are_gathered_nothing_is_started_or_freed() -> None:
     order = GatherOrder(UNITS, num_prefetched=1, reshards=False)
     order.before_forward(0)
     assert sorted(order.gather_all()) == [0, 1, 2, 3]
-    assert forward_all(order) == backward_all(order) == [()] * 4 and order.free() == GatherChange(())
+    assert forward_all(order) == backward_all(order) == [()] * 4 and order.free() == GatherChange(
+        ()
+    )
     assert sorted(order.free_all().freed) == [0, 1, 2, 3]
 
 
@@ -88,4 +96,6 @@ def test_a_unit_that_runs_again_takes_the_block_of_one_that_comes_later() -> Non
     assert order.before_recomputation(1) == GatherChange(freed=(3,), started=(2,))
     apart = GatherOrder(UNITS, num_prefetched=1)
     apart.before_backward(2)
-    assert apart.before_recomputation(0) == GatherChange(freed=(2,), started=(3,)), "that of the waiting backward stays"
+    assert apart.before_recomputation(0) == GatherChange(freed=(2,), started=(3,)), (
+        "that of the waiting backward stays"
+    )

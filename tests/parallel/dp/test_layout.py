@@ -24,7 +24,14 @@ def params(*shapes: tuple[int, ...], tied: tuple[int, ...] = ()) -> list[LocalPa
     """Parameters named by their place, in registration order."""
     return [
         LocalParam(
-            ParamSpec(f"p{index}", shape, dtype="bf16", init=Normal(0.02), weight_decay=True, is_shared=index in tied),
+            ParamSpec(
+                f"p{index}",
+                shape,
+                dtype="bf16",
+                init=Normal(0.02),
+                weight_decay=True,
+                is_shared=index in tied,
+            ),
             Box.full(shape),
         )
         for index, shape in enumerate(shapes)
@@ -49,7 +56,10 @@ def test_three_small_parameters_as_worked_out():
     # then the last comes first, alone, and the others follow at multiples of 64.
     assert ends(layout) == [(0, 384), (384, 640)]
     assert unpadded(layout) == [300, 164]
-    ranges = [[(entry.name, entry.start, entry.stop) for entry in bucket.params] for bucket in layout.buckets]
+    ranges = [
+        [(entry.name, entry.start, entry.stop) for entry in bucket.params]
+        for bucket in layout.buckets
+    ]
     assert ranges == [[("p2", 0, 300)], [("p1", 384, 434), ("p0", 448, 548)]]
 
 
@@ -78,13 +88,16 @@ def test_a_shard_count_that_is_no_power_of_two_divides_every_bucket():
     assert LayoutRules(num_shards=5).bucket_alignment == LayoutRules(1, 5).bucket_alignment == 640
 
 
-@pytest.mark.parametrize(("num_shards", "size"), [(1, 40_000_000), (40, 40_000_000), (64, 64_000_000)])
+@pytest.mark.parametrize(
+    ("num_shards", "size"), [(1, 40_000_000), (40, 40_000_000), (64, 64_000_000)]
+)
 def test_the_default_bucket_size_grows_with_the_shards(num_shards, size):
     assert LayoutRules(num_shards=num_shards).closing_size == size
 
 
 def test_a_tied_embedding_sits_alone_in_its_bucket():
-    # Given a tied embedding, registered first or in the middle, and buckets too large to close by themselves,
+    # Given a tied embedding, registered first or in the middle, and buckets too large to close by
+    # themselves,
     first = plan_layout(params((100,), (50,), (300,), tied=(0,)), LayoutRules(num_shards=2))
     middle = plan_layout(params((100,), (50,), (300,), tied=(1,)), LayoutRules(num_shards=2))
     # then it shares its bucket with nobody.
@@ -123,9 +136,14 @@ def test_the_params_of_a_layout_are_in_registration_order():
 
 def test_update_ranges_are_the_param_ranges_in_a_shard():
     # Given the worked example, of which each rank owns half of each bucket: 192 and 128 elements,
-    first, second = plan_layout(params((100,), (50,), (300,)), LayoutRules(num_shards=2, bucket_size=128)).buckets
+    first, second = plan_layout(
+        params((100,), (50,), (300,)), LayoutRules(num_shards=2, bucket_size=128)
+    ).buckets
     ranges = [
-        [(part.name, part.start, part.param_start, part.numel) for part in bucket.update_ranges(rank)]
+        [
+            (part.name, part.start, part.param_start, part.numel)
+            for part in bucket.update_ranges(rank)
+        ]
         for bucket in (first, second)
         for rank in (0, 1)
     ]
@@ -137,16 +155,23 @@ def test_update_ranges_are_the_param_ranges_in_a_shard():
     ]
 
 
-shapes = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=12)
+shapes = st.lists(
+    st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=12
+)
 rules = st.builds(
-    LayoutRules, num_shards=st.integers(1, 9), bucket_size=st.integers(1, 4000), pad_for_high_busbw=st.booleans()
+    LayoutRules,
+    num_shards=st.integers(1, 9),
+    bucket_size=st.integers(1, 4000),
+    pad_for_high_busbw=st.booleans(),
 )
 
 
 @given(shapes, rules, st.integers(-1, 11))
 def test_buckets_lie_back_to_back_and_end_where_all_shards_are_equal(shapes, rules, tied):
     layout = plan_layout(params(*shapes, tied=(tied,)), rules)
-    alignment = math.lcm(rules.num_shards, BUCKET_ALIGNMENT, 65536 if rules.pad_for_high_busbw else 1)
+    alignment = math.lcm(
+        rules.num_shards, BUCKET_ALIGNMENT, 65536 if rules.pad_for_high_busbw else 1
+    )
     stop = 0
     for bucket in layout.buckets:
         assert bucket.start == stop
@@ -164,7 +189,10 @@ def test_params_are_in_reverse_order_aligned_and_disjoint(shapes, rules, tied):
     ranges = [entry for bucket in layout.buckets for entry in bucket.params]
     assert [entry.name for entry in ranges] == [param.spec.name for param in reversed(given_params)]
     assert all(entry.start % PARAM_ALIGNMENT == 0 for entry in ranges)
-    assert all(entry.stop - entry.start == p.box.numel for entry, p in zip(ranges, reversed(given_params), strict=True))
+    assert all(
+        entry.stop - entry.start == p.box.numel
+        for entry, p in zip(ranges, reversed(given_params), strict=True)
+    )
     assert all(before.stop <= after.start for before, after in pairwise(ranges))
 
 
@@ -189,19 +217,24 @@ def test_the_shard_ranges_of_all_ranks_tile_every_parameter_exactly_once(shapes,
                 covered[part.name].append((part.param_start, part.param_start + part.numel))
     for param in given_params:
         stop = 0
-        for start, end in covered[param.spec.name]:  # rank by rank, so in the order of the parameter
+        # rank by rank, so in the order of the parameter
+        for start, end in covered[param.spec.name]:
             assert start == stop < end
             stop = end
         assert stop == param.box.numel
 
 
 @given(shapes, st.integers(1, 8), st.sampled_from([1, 2, 4]), st.integers(1, 5000), st.booleans())
-def test_every_element_is_updated_by_one_rank_of_each_instance(shapes, d, instances, bucket_size, is_outer_sharded):
+def test_every_element_is_updated_by_one_rank_of_each_instance(
+    shapes, d, instances, bucket_size, is_outer_sharded
+):
     """Where state is sharded across instances: by one rank of all instances."""
     given_params = params(*shapes)
     num_outer = instances if is_outer_sharded else 1
     layout = plan_layout(given_params, LayoutRules(d, num_outer, bucket_size))
-    counts = {param.spec.name: np.zeros((instances, param.box.numel), dtype=int) for param in given_params}
+    counts = {
+        param.spec.name: np.zeros((instances, param.box.numel), dtype=int) for param in given_params
+    }
     for instance, rank, bucket in product(range(instances), range(d), layout.buckets):
         stop = 0
         for part in bucket.update_ranges(rank, outer_index=instance % num_outer):
@@ -212,13 +245,24 @@ def test_every_element_is_updated_by_one_rank_of_each_instance(shapes, d, instan
         assert (count.sum(0) == 1).all() if is_outer_sharded else (count == 1).all()
 
 
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=14), st.integers(1, 4), st.integers(1, 3000), st.booleans())
-def test_successive_units_are_gathered_into_blocks_that_do_not_overlap(sizes, num_blocks, bucket_size, is_tied):
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=14),
+    st.integers(1, 4),
+    st.integers(1, 3000),
+    st.booleans(),
+)
+def test_successive_units_are_gathered_into_blocks_that_do_not_overlap(
+    sizes, num_blocks, bucket_size, is_tied
+):
     given_params = [
         replace(local, spec=replace(local.spec, unit=f"unit {index // 2}"))
-        for index, local in enumerate(params(*((40 * size + 1,) for size in sizes), tied=(0,) if is_tied else ()))
+        for index, local in enumerate(
+            params(*((40 * size + 1,) for size in sizes), tied=(0,) if is_tied else ())
+        )
     ]
-    layout = plan_layout(given_params, LayoutRules(num_shards=3, bucket_size=bucket_size, gathers_by_unit=True))
+    layout = plan_layout(
+        given_params, LayoutRules(num_shards=3, bucket_size=bucket_size, gathers_by_unit=True)
+    )
     blocks = layout.gather_blocks(num_blocks)
     placed = [
         (min(bucket.units), block, start, start + bucket.numel)
@@ -226,10 +270,13 @@ def test_successive_units_are_gathered_into_blocks_that_do_not_overlap(sizes, nu
     ]
     assert all(0 <= start < stop <= blocks.numel[block] for _, block, start, stop in placed)
     assert all(
-        any(stop == numel for _, block, _, stop in placed if block == key) for key, numel in blocks.numel.items()
+        any(stop == numel for _, block, _, stop in placed if block == key)
+        for key, numel in blocks.numel.items()
     )
     units = [f"unit {number}" for number in range((len(sizes) + 1) // 2)]
     for first in range(len(units)):
         together = [entry for entry in placed if entry[0] in units[first : first + num_blocks]]
-        for (_, block, start, stop), (_, other_block, other_start, other_stop) in combinations(together, 2):
+        for (_, block, start, stop), (_, other_block, other_start, other_stop) in combinations(
+            together, 2
+        ):
             assert block != other_block or stop <= other_start or other_stop <= start, together

@@ -38,11 +38,18 @@ def test_full_size_memory_is_borrowed_from_the_first_write_to_the_reduction_and_
         assert store.full().data_ptr() == memory.tensor[store._place].data_ptr() and store.is_open
         store.finish_inside(is_first=True)
         assert not store.is_open
-    assert first.overlaps(first) and first.overlaps(third) and third.overlaps(second) and not first.overlaps(second)
+    assert (
+        first.overlaps(first)
+        and first.overlaps(third)
+        and third.overlaps(second)
+        and not first.overlaps(second)
+    )
 
 
 def test_a_transient_store_overwrites_the_last_step_and_accumulates_within_one():
-    store = TransientGrads(slice(NUMEL), torch.full((NUMEL,), 1e30), memory=memory_of(), groups=SINGLE)
+    store = TransientGrads(
+        slice(NUMEL), torch.full((NUMEL,), 1e30), memory=memory_of(), groups=SINGLE
+    )
     for step in (1.0, 5.0):
         for microbatch in range(3):
             store.full().fill_(step)
@@ -63,7 +70,9 @@ def test_a_resident_shard_is_a_view_of_the_full_gradients(ctx):
 
 @ranks(2, strategy="optim", shares=True)
 def test_resident_params_are_complete_after_the_wait(ctx):
-    params = ParamStore(torch.zeros(NUMEL), groups=ReduceGroups(ctx.group("dp_shard"), ctx.group("dp_replicate")))
+    params = ParamStore(
+        torch.zeros(NUMEL), groups=ReduceGroups(ctx.group("dp_shard"), ctx.group("dp_replicate"))
+    )
     params.shard.fill_(ctx.rank + 1)
     assert not params.gathers
     params.start_all_gather()
@@ -82,12 +91,23 @@ def test_parameter_stores_share_the_buffer_unless_they_are_sharded():
     buffer = torch.arange(float(layout.numel))
     updates = torch.zeros(layout.numel)
     resident = build_params(
-        layout, buffer, groups=GROUPS, options=DataParallelOptions(STRATEGIES["optim"]), update_buffer=updates
+        layout,
+        buffer,
+        groups=GROUPS,
+        options=DataParallelOptions(STRATEGIES["optim"]),
+        update_buffer=updates,
     )
-    assert torch.equal(torch.cat([store.full for store in resident]), buffer) and len(resident) == NUM_BUCKETS
+    assert (
+        torch.equal(torch.cat([store.full for store in resident]), buffer)
+        and len(resident) == NUM_BUCKETS
+    )
     assert all(store.full.untyped_storage().data_ptr() == buffer.data_ptr() for store in resident)
-    assert all(store.update.untyped_storage().data_ptr() == updates.data_ptr() for store in resident)
-    sharded = build_params(layout, buffer, groups=GROUPS, options=DataParallelOptions(STRATEGIES["optim_grads_params"]))
+    assert all(
+        store.update.untyped_storage().data_ptr() == updates.data_ptr() for store in resident
+    )
+    sharded = build_params(
+        layout, buffer, groups=GROUPS, options=DataParallelOptions(STRATEGIES["optim_grads_params"])
+    )
     assert torch.equal(torch.cat([store.shard for store in sharded]), buffer)
     assert not any(store.has_storage for store in sharded)
 
@@ -95,7 +115,9 @@ def test_parameter_stores_share_the_buffer_unless_they_are_sharded():
 def test_gradient_stores_have_their_storage_or_borrow_it():
     layout, precision = layout_of(Toy()), Precision(params=torch.bfloat16)
     for is_transient, kind in ((False, ResidentGrads), (True, TransientGrads)):
-        stores = build_grads(layout, groups=GROUPS, precision=precision, device=CPU, is_transient=is_transient)
+        stores = build_grads(
+            layout, groups=GROUPS, precision=precision, device=CPU, is_transient=is_transient
+        )
         fulls = [store.full() for store in stores]
         assert all(isinstance(store, kind) for store in stores)
         assert [full.numel() for full in fulls] == [bucket.numel for bucket in layout.buckets]

@@ -34,11 +34,19 @@ from tests.parallel.dp.toys import backward, groups_of, local_params
 def layout_of(*names: str, bucket_size: int | None = None):
     """One bucket per unit, unless it is larger; the unit is the name up to the last dot."""
     specs = (
-        ParamSpec(name, (200,), dtype="fp32", init=Constant(0.0), weight_decay=True, unit=name.rpartition(".")[0])
+        ParamSpec(
+            name,
+            (200,),
+            dtype="fp32",
+            init=Constant(0.0),
+            weight_decay=True,
+            unit=name.rpartition(".")[0],
+        )
         for name in names
     )
     return plan_layout(
-        [LocalParam.unsharded(spec) for spec in specs], LayoutRules(2, bucket_size=bucket_size, gathers_by_unit=True)
+        [LocalParam.unsharded(spec) for spec in specs],
+        LayoutRules(2, bucket_size=bucket_size, gathers_by_unit=True),
     )
 
 
@@ -46,7 +54,12 @@ def test_unit_modules_are_the_children_and_the_items_of_lists_and_dicts():
     stage = nn.Module()
     stage.embedding, stage.norm = nn.Linear(1, 1), nn.Linear(1, 1)
     stage.layers = nn.ModuleDict({"3": nn.Linear(1, 1), "4": nn.Sequential(nn.Linear(1, 1))})
-    assert [name for name, _ in unit_modules(stage)] == ["embedding", "norm", "layers.3", "layers.4"]
+    assert [name for name, _ in unit_modules(stage)] == [
+        "embedding",
+        "norm",
+        "layers.3",
+        "layers.4",
+    ]
 
 
 def test_the_buckets_after_a_unit_are_complete_when_its_backward_begins():
@@ -67,21 +80,36 @@ def test_final_norm_and_head_are_one_unit_and_the_backward_of_an_embedding_reads
         plan = plan_run(config_of(case.but(parallel={"ddp_bucket_size": None})), 2, rank=0)
         stage, layout = build_stage(plan.config.model), plan.buffers[0].layout
         units = child_units(stage, layout)
-        assert [unit.first for unit in units] == [stage.embedding, *stage.layers.values(), stage.final_norm]
-        assert [unit.last for unit in units] == [stage.embedding, *stage.layers.values(), stage.head]
-        assert [unit.buckets for unit in units] == [(3,), (2,), (1,), head] == stage_units(plan.stages[0], layout)
+        assert [unit.first for unit in units] == [
+            stage.embedding,
+            *stage.layers.values(),
+            stage.final_norm,
+        ]
+        assert [unit.last for unit in units] == [
+            stage.embedding,
+            *stage.layers.values(),
+            stage.head,
+        ]
+        assert (
+            [unit.buckets for unit in units]
+            == [(3,), (2,), (1,), head]
+            == stage_units(plan.stages[0], layout)
+        )
         assert [unit.is_lookup for unit in units] == [True, False, False, False]
 
 
 def test_of_given_units_nothing_is_known_to_be_complete():
     first, second = nn.Linear(1, 1), nn.Linear(1, 1)
     layout = layout_of("x.weight", "y.weight", "y.bias", "z.weight")
-    units = given_units([(first, {"y.weight", "y.bias"}), (second, {"x.weight", "z.weight"})], layout)
+    units = given_units(
+        [(first, {"y.weight", "y.bias"}), (second, {"x.weight", "z.weight"})], layout
+    )
     assert [(unit.buckets, unit.num_complete) for unit in units] == [((1,), 0), ((0, 2), 0)]
 
 
 def test_graphs_write_gradients_of_units_that_borrow_one_bucket():
-    layout = layout_of("x.weight", "y.weight", "y.bias", "z.weight", bucket_size=200)  # a bucket for each
+    # a bucket for each
+    layout = layout_of("x.weight", "y.weight", "y.bias", "z.weight", bucket_size=200)
     assert traced_units(layout, is_transient=False, num_blocks=0) == {"x", "y", "z"}
     assert traced_units(layout, is_transient=True, num_blocks=0) == {"x", "z"}
     # Units in the same memory cannot be told apart by the memory of a weight.
@@ -131,33 +159,57 @@ def record_gathered(run: Run) -> list[int]:
     return gathered
 
 
-@pytest.mark.parametrize("model", [{}, EXPERTS, {"untie_embeddings_and_output_weights": True}], ids=str)
+@pytest.mark.parametrize(
+    "model", [{}, EXPERTS, {"untie_embeddings_and_output_weights": True}], ids=str
+)
 def test_weights_are_those_of_optim_grads_to_the_bit(model: dict[str, Any]) -> None:
-    cases = [case_of(overlap=overlap, **model).but(parallel=options) for overlap, options in OPTIONS]
+    cases = [
+        case_of(overlap=overlap, **model).but(parallel=options) for overlap, options in OPTIONS
+    ]
     reference = run_ranks(
-        2, train_here, case_of("optim_grads", overlap=False, **model), strategy="optim_grads", shares=True
+        2,
+        train_here,
+        case_of("optim_grads", overlap=False, **model),
+        strategy="optim_grads",
+        shares=True,
     )
     for expected, outcomes in zip(
         reference, run_ranks(2, train_cases, cases, strategy=STRATEGY, shares=True), strict=True
     ):
         for case, actual in zip(cases, outcomes, strict=True):
             assert expected.losses == actual.losses, case
-            assert all(torch.equal(expected.weights[box], actual.weights[box]) for box in expected.weights), case
+            assert all(
+                torch.equal(expected.weights[box], actual.weights[box]) for box in expected.weights
+            ), case
 
 
 def test_units_are_gathered_again_where_a_backward_recomputes_several_layers() -> None:
-    """With a double buffer the layers of a chunk share blocks with the one whose backward has begun."""
+    """With a double buffer the layers of a chunk share blocks with the one whose backward has
+    begun.
+    """
     model = {"num_layers": 6}
-    chunks = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3}
-    cases = [case_of(overlap=on, **model).but(parallel=options, memory=chunks) for on, options in OPTIONS]
+    chunks = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 3,
+    }
+    cases = [
+        case_of(overlap=on, **model).but(parallel=options, memory=chunks) for on, options in OPTIONS
+    ]
     reference = run_ranks(
-        2, train_here, case_of("optim_grads", overlap=False, **model), strategy="optim_grads", shares=True
+        2,
+        train_here,
+        case_of("optim_grads", overlap=False, **model),
+        strategy="optim_grads",
+        shares=True,
     )
     for expected, outcomes in zip(
         reference, run_ranks(2, train_cases, cases, strategy=STRATEGY, shares=True), strict=True
     ):
         for case, actual in zip(cases, outcomes, strict=True):
-            assert all(torch.equal(expected.weights[box], actual.weights[box]) for box in expected.weights), case
+            assert all(
+                torch.equal(expected.weights[box], actual.weights[box]) for box in expected.weights
+            ), case
     for (row,) in run_ranks(2, measure_options, cases[:1], strategy=STRATEGY, shares=True):
         assert 0 < row["peak"] <= row["units"]
 
@@ -172,8 +224,12 @@ def test_units_are_gathered_again_where_a_backward_recomputes_several_layers() -
     ],
     ids=str,
 )
-def test_options_of_gathers_change_planned_memory_and_traffic_and_no_bit(pp: int, parallel: dict[str, Any]) -> None:
-    """Stages of several units, tied and untied ends, accumulation: sent bytes are exact, and so is a fixed pool."""
+def test_options_of_gathers_change_planned_memory_and_traffic_and_no_bit(
+    pp: int, parallel: dict[str, Any]
+) -> None:
+    """Stages of several units, tied and untied ends, accumulation: sent bytes are exact, and so is
+    a fixed pool.
+    """
     num_layers = {1: 5, 2: 4}[pp] + 2 * ("num_virtual_stages_per_pipeline_rank" in parallel)
     for model in ({}, {"untie_embeddings_and_output_weights": True}):
         cases = [
@@ -182,10 +238,14 @@ def test_options_of_gathers_change_planned_memory_and_traffic_and_no_bit(pp: int
             )
             for overlap, options in OPTIONS
         ]
-        for measured in run_ranks(2 * pp, measure_options, cases, strategy=STRATEGY, pp=pp, shares=True):
+        for measured in run_ranks(
+            2 * pp, measure_options, cases, strategy=STRATEGY, pp=pp, shares=True
+        ):
             for case, row in zip(cases, measured, strict=True):
                 assert row["sent"] == row["planned sent"], case
-                assert row["weights"] == measured[0]["weights"] and row["loss"] == measured[0]["loss"], case
+                assert (
+                    row["weights"] == measured[0]["weights"] and row["loss"] == measured[0]["loss"]
+                ), case
                 assert row["params"] == row["full"] // 2, case
                 if case.overrides["parallel"].get("fsdp_double_buffer"):
                     assert row["pool"] == row["units"], case
@@ -206,18 +266,29 @@ def measure_options(ctx: ParallelContext, cases: list[Case]) -> list[dict[str, A
         loss = train_step(run, batch).loss
         outside.append(bytes_with_storage(run))
         sent = sum(ctx.traffic.bytes("dp_shard", op) for op in ("all_gather", "reduce_scatter"))
-        weights = [bucket.params.shard.double().sum().item() for dp in run.data_parallel for bucket in dp.buckets]
+        weights = [
+            bucket.params.shard.double().sum().item()
+            for dp in run.data_parallel
+            for bucket in dp.buckets
+        ]
         fulls = [store.full.untyped_storage() for store in stores_of(run)]
         rows.append(
             {
                 "peak": max(peaks),
-                "pool": sum({full.data_ptr(): full.nbytes() for full in fulls if full.nbytes()}.values()),
+                "pool": sum(
+                    {full.data_ptr(): full.nbytes() for full in fulls if full.nbytes()}.values()
+                ),
                 "outside steps": outside,
                 "units": run.plan.resident_bytes.units,
                 "params": run.plan.resident_bytes.params,
-                "full": sum(bucket.layout.numel for dp in run.data_parallel for bucket in dp.buckets) * 4,
+                "full": sum(
+                    bucket.layout.numel for dp in run.data_parallel for bucket in dp.buckets
+                )
+                * 4,
                 "sent": sent,
-                "planned sent": sum(n for (group, _), n in sent_bytes(run.plan).items() if group == "dp_shard"),
+                "planned sent": sum(
+                    n for (group, _), n in sent_bytes(run.plan).items() if group == "dp_shard"
+                ),
                 "loss": loss,
                 "weights": weights,
             }
@@ -226,13 +297,21 @@ def measure_options(ctx: ParallelContext, cases: list[Case]) -> list[dict[str, A
 
 
 @ranks(2, strategy=STRATEGY, shares=True)
-def test_evaluation_leaves_nothing_gathered_and_a_gathered_model_communicates_nothing(ctx: ParallelContext) -> None:
+def test_evaluation_leaves_nothing_gathered_and_a_gathered_model_communicates_nothing(
+    ctx: ParallelContext,
+) -> None:
     run = build_here(ctx, case_of())
     batch = run.batch_iterator.next()
     assert batch is not None
-    microbatches = [BatchContext.of(part, cp=ctx.group("cp"), aux_loss_scale=0.0) for part in batch.microbatches]
+    microbatches = [
+        BatchContext.of(part, cp=ctx.group("cp"), aux_loss_scale=0.0) for part in batch.microbatches
+    ]
     evaluate = partial(
-        run_forward, run.plan.valid_schedule, run.runnable, microbatches=microbatches, pipeline=run.pipeline
+        run_forward,
+        run.plan.valid_schedule,
+        run.runnable,
+        microbatches=microbatches,
+        pipeline=run.pipeline,
     )
     loss = evaluate()
     assert bytes_with_storage(run) == 0
@@ -250,7 +329,9 @@ def test_evaluation_leaves_nothing_gathered_and_a_gathered_model_communicates_no
 
 
 @ranks(2, strategy=STRATEGY, shares=True)
-def test_a_forward_without_a_backward_leaves_nothing_gathered_in_the_next_step(ctx: ParallelContext) -> None:
+def test_a_forward_without_a_backward_leaves_nothing_gathered_in_the_next_step(
+    ctx: ParallelContext,
+) -> None:
     """Units that stay gathered for their backward would hold the weights of before the update."""
     run = build_here(ctx, case_of().but(parallel={"reshard_after_forward": False}))
     batch = run.batch_iterator.next()
@@ -283,7 +364,9 @@ class Layers(nn.Module):
 
 
 @ranks(2, threads=False, strategy=STRATEGY)
-def test_collectives_start_in_one_order_where_gradients_are_missing_on_one_rank(ctx: ParallelContext) -> None:
+def test_collectives_start_in_one_order_where_gradients_are_missing_on_one_rank(
+    ctx: ParallelContext,
+) -> None:
     started: list[str] = []
 
     def record(name: str, start: Any, *tensors: Tensor, **group: Any) -> Any:
@@ -291,7 +374,9 @@ def test_collectives_start_in_one_order_where_gradients_are_missing_on_one_rank(
         return start(*tensors, **group)
 
     stores.start_all_gather_into = partial(record, "gather", stores.start_all_gather_into)
-    bucket_module.start_reduce_scatter_into = partial(record, "reduce", bucket_module.start_reduce_scatter_into)
+    bucket_module.start_reduce_scatter_into = partial(
+        record, "reduce", bucket_module.start_reduce_scatter_into
+    )
     module = Layers()
     params = [
         replace(local, spec=replace(local.spec, unit=local.spec.name.rpartition(".")[0]))
@@ -302,17 +387,29 @@ def test_collectives_start_in_one_order_where_gradients_are_missing_on_one_rank(
         plan_layout(params, LayoutRules(num_shards=2, bucket_size=10_000, gathers_by_unit=True)),
         groups=groups_of(ctx, STRATEGY),
         options=DataParallelOptions(
-            STRATEGIES[STRATEGY], overlap_grad_reduce=True, overlap_param_gather=True, num_prefetched_units=1
+            STRATEGIES[STRATEGY],
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            num_prefetched_units=1,
         ),
         precision=Precision(params=torch.float32),
         device=torch.device("cpu"),
     )
-    parallel.fill_params(lambda local: [p.data.fill_(1.0) for p in module.parameters() if p.untyped_storage().nbytes()])
+    parallel.fill_params(
+        lambda local: [
+            p.data.fill_(1.0) for p in module.parameters() if p.untyped_storage().nbytes()
+        ]
+    )
     parallel.begin_step()
     x = torch.ones(130, requires_grad=True)
     for layer in module.layers:
         x = layer(x, with_bias=ctx.rank == 0)
     backward(parallel, x.sum())
     parallel.finish_grad_reduce()
-    # forward gathers 0 to 3; backward gathers 3 to 0, and reduces a layer before the one after the next is gathered
-    assert [entry.split()[0] for entry in started] == [*["gather"] * 6, *["reduce", "gather"] * 2, *["reduce"] * 2]
+    # forward gathers 0 to 3; backward gathers 3 to 0, and reduces a layer before the one after the
+    # next is gathered
+    assert [entry.split()[0] for entry in started] == [
+        *["gather"] * 6,
+        *["reduce", "gather"] * 2,
+        *["reduce"] * 2,
+    ]

@@ -1,4 +1,6 @@
-"""A module of odd sizes whose gradients are known in closed form, and a data-parallel wrapper of it."""
+"""A module of odd sizes whose gradients are known in closed form, and a data-parallel wrapper of
+it.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -38,7 +40,9 @@ class Unit(nn.Module):
 class Toy(nn.Module):
     """Units that run in the order of the argument; gradients are ready in the opposite order."""
 
-    def __init__(self, *, dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> None:
+    def __init__(
+        self, *, dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES
+    ) -> None:
         super().__init__()
         self.units = nn.ModuleList(Unit(shape, dtype=dtype) for shape in shapes)
 
@@ -50,7 +54,9 @@ class Toy(nn.Module):
 
 
 def pattern_of(weight: Tensor) -> Tensor:
-    """Small integers, another row of them for every shape, so that sums are exact and a shifted element shows."""
+    """Small integers, another row of them for every shape, so that sums are exact and a shifted
+    element shows.
+    """
     return _row_of(weight.numel()).view(weight.shape)
 
 
@@ -79,14 +85,20 @@ def local_params(stage: nn.Module, *, tied: Sequence[str] = ()) -> list[LocalPar
 
 
 def groups_of(ctx: ParallelContext, strategy: str) -> ReduceGroups:
-    """The groups of a strategy in a world of a sharded strategy; `no_shard` replicates over all ranks."""
+    """The groups of a strategy in a world of a sharded strategy; `no_shard` replicates over all
+    ranks.
+    """
     if STRATEGIES[strategy].shard_optim:
         return ReduceGroups(ctx.group("dp_shard"), ctx.group("dp_replicate"))
     return ReduceGroups(Group.single_rank("dp_shard", ctx.rank), ctx.group("dp_cp"))
 
 
-def layout_of(stage: nn.Module, *, num_shards: int = 1, bucket_size: int = BUCKET_SIZE) -> BufferLayout:
-    return plan_layout(local_params(stage), LayoutRules(num_shards=num_shards, bucket_size=bucket_size))
+def layout_of(
+    stage: nn.Module, *, num_shards: int = 1, bucket_size: int = BUCKET_SIZE
+) -> BufferLayout:
+    return plan_layout(
+        local_params(stage), LayoutRules(num_shards=num_shards, bucket_size=bucket_size)
+    )
 
 
 def wrap(
@@ -121,19 +133,27 @@ def backward(parallel: DataParallel, loss: Tensor, *, is_last: bool = True) -> N
 
 
 def expected_shards(parallel: DataParallel, grads: dict[str, Tensor]) -> list[Tensor]:
-    """Expected shard of every bucket on this rank, zero in gaps and padding, from global gradients by name."""
+    """Expected shard of every bucket on this rank, zero in gaps and padding, from global gradients
+    by name.
+    """
     shards = []
     for bucket in parallel.buckets:
         shard = torch.zeros(bucket.layout.shard_numel)
         for part in bucket.layout.update_ranges(parallel.groups.shard.index):
-            shard[part.elements] = grads[part.name].flatten()[part.param_start : part.param_start + part.numel]
+            shard[part.elements] = grads[part.name].flatten()[
+                part.param_start : part.param_start + part.numel
+            ]
         shards.append(shard)
     return shards
 
 
 def assert_shards(parallel: DataParallel, grads: dict[str, Tensor]) -> None:
-    for number, (bucket, expected) in enumerate(zip(parallel.buckets, expected_shards(parallel, grads), strict=True)):
-        assert torch.equal(bucket.grads.shard, expected), f"bucket {number} of {parallel.options.strategy}"
+    for number, (bucket, expected) in enumerate(
+        zip(parallel.buckets, expected_shards(parallel, grads), strict=True)
+    ):
+        assert torch.equal(bucket.grads.shard, expected), (
+            f"bucket {number} of {parallel.options.strategy}"
+        )
 
 
 def numel_of(shapes: Sequence[tuple[int, ...]] = SHAPES) -> int:

@@ -27,8 +27,12 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def build(*, is_gated: bool, width: int = WIDTH, **options: object) -> Experts:
     gate = parameter(E, width, H, seed=1) if is_gated else None
     up, down = parameter(E, width, H, seed=2), parameter(E, H, width, seed=3)
-    linears = {"up": (up, None), "down": (down, None)} | ({} if gate is None else {"gate": (gate, None)})
-    return Experts(linears, activation=F.silu if gate is None else swiglu, options=ExpertOptions(**options))
+    linears = {"up": (up, None), "down": (down, None)} | (
+        {} if gate is None else {"gate": (gate, None)}
+    )
+    return Experts(
+        linears, activation=F.silu if gate is None else swiglu, options=ExpertOptions(**options)
+    )
 
 
 def one_by_one(experts: Experts, rows: torch.Tensor) -> torch.Tensor:
@@ -36,7 +40,11 @@ def one_by_one(experts: Experts, rows: torch.Tensor) -> torch.Tensor:
     outputs = []
     for expert, part in enumerate(rows.split(COUNTS)):
         inner = F.linear(part, experts.up.weight[expert])
-        inner = F.silu(inner) if experts.gate is None else F.silu(F.linear(part, experts.gate.weight[expert])) * inner
+        inner = (
+            F.silu(inner)
+            if experts.gate is None
+            else F.silu(F.linear(part, experts.gate.weight[expert])) * inner
+        )
         outputs.append(F.linear(inner, experts.down.weight[expert]))
     return torch.cat(outputs)
 
@@ -51,7 +59,9 @@ def test_experts_equal_one_mlp_per_expert_and_dropped_tokens_are_zero(is_gated: 
     torch.testing.assert_close(out[: sum(COUNTS)], expected, rtol=1e-5, atol=1e-5)
     assert (out[sum(COUNTS) :] == 0).all()
     actual = torch.autograd.grad(out.sum(), list(experts.parameters()))
-    for value, reference in zip(actual, torch.autograd.grad(expected.sum(), list(experts.parameters())), strict=True):
+    for value, reference in zip(
+        actual, torch.autograd.grad(expected.sum(), list(experts.parameters())), strict=True
+    ):
         torch.testing.assert_close(value, reference, rtol=1e-4, atol=1e-4)
 
 
@@ -103,7 +113,9 @@ class Mixture(nn.Module):
 
 @pytest.mark.parametrize("is_deferred", [False, True], ids=["at once", "deferred"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-@pytest.mark.parametrize(("width", "dtype"), [(11, torch.float32), (16, torch.float32), (16, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(11, torch.float32), (16, torch.float32), (16, torch.bfloat16)]
+)
 def test_written_weight_gradients_are_those_that_autograd_returns(
     width: int, dtype: torch.dtype, strategy: str, is_deferred: bool
 ) -> None:
@@ -112,13 +124,18 @@ def test_written_weight_gradients_are_those_that_autograd_returns(
         queue = WgradQueue() if is_deferred else None
         network = Mixture(width, queue)
         parallel = wrap(network, writes=writes, dtype=dtype, strategy=strategy)
-        step(network, parallel, queue=queue)  # the second step overwrites what the first left behind
+        # the second step overwrites what the first left behind
+        step(network, parallel, queue=queue)
         network.num_last = 0
         with patch.object(grouped, "accumulate_each", wraps=grouped.accumulate_each) as written:
             results.append(step(network, parallel, queue=queue))
         # one grouped product of all experts (aligned rows, fp32) writes nothing
         is_grouped = width % 4 == 0 and dtype is torch.float32
-        assert written.call_count == (0 if is_grouped or not writes else 2 * 3), "microbatches and weights"
+        assert written.call_count == (0 if is_grouped or not writes else 2 * 3), (
+            "microbatches and weights"
+        )
     tolerance = 1e-6 if dtype is torch.float32 else 1e-2
-    torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance * results[0].abs().max().item())
+    torch.testing.assert_close(
+        results[1], results[0], rtol=tolerance, atol=tolerance * results[0].abs().max().item()
+    )
     assert results[0].any() and (results[0] == 0).any(), "an expert has no tokens"

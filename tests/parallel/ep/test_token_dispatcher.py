@@ -25,7 +25,9 @@ DROPS = DispatchOptions(may_drop=True)
 
 
 def tokens_of(rank, *, is_even=False):
-    """The tokens of a rank: as many on all ranks, or uneven counts and none on rank 2; some pairs dropped."""
+    """The tokens of a rank: as many on all ranks, or uneven counts and none on rank 2; some pairs
+    dropped.
+    """
     generator = torch.Generator().manual_seed(rank)
     num_tokens = T if is_even else 0 if rank == 2 else T + rank
     x = torch.randn(num_tokens, H, generator=generator).requires_grad_()
@@ -60,17 +62,25 @@ def equals_local(ctx, ranks_per_node=None):
     expected = outcome(LocalTokenDispatcher(E), x, routing, grad, run_experts=times_expert(0, E))
     size = E // ep.size
     mine = times_expert(ep.index * size, (ep.index + 1) * size, share=1 / etp.size)
-    dispatch = build_token_dispatcher(E, ep=ep, etp=etp, options=replace(DROPS, ranks_per_node=ranks_per_node))
-    assert isinstance(dispatch, HierarchicalTokenDispatcher if ranks_per_node else AllToAllTokenDispatcher)
-    for actual, wanted in zip(outcome(dispatch, x, routing, grad, run_experts=mine), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
-    return [(routing.topk_ids // size == rank).sum().item() for rank in range(ep.size)], ctx.traffic.bytes(
-        op="all_to_all"
+    dispatch = build_token_dispatcher(
+        E, ep=ep, etp=etp, options=replace(DROPS, ranks_per_node=ranks_per_node)
     )
+    assert isinstance(
+        dispatch, HierarchicalTokenDispatcher if ranks_per_node else AllToAllTokenDispatcher
+    )
+    for actual, wanted in zip(
+        outcome(dispatch, x, routing, grad, run_experts=mine), expected, strict=True
+    ):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
+    return [
+        (routing.topk_ids // size == rank).sum().item() for rank in range(ep.size)
+    ], ctx.traffic.bytes(op="all_to_all")
 
 
 def padded_and_exact(ctx, factor, may_drop, ids=None):
-    """Outcomes of both dispatchers, the bytes that the padded one sent and the plan of them, and its peak."""
+    """Outcomes of both dispatchers, the bytes that the padded one sent and the plan of them, and
+    its peak.
+    """
     ep, etp = ctx.group("ep"), ctx.group("etp")
     x, routing, grad = tokens_of(ctx.rank, is_even=True)
     if not may_drop:
@@ -78,15 +88,25 @@ def padded_and_exact(ctx, factor, may_drop, ids=None):
     routing = routing if ids is None else replace(routing, topk_ids=torch.tensor(ids))
     size, options = E // ep.size, DispatchOptions(may_drop)
     mine = times_expert(ep.index * size, (ep.index + 1) * size, share=1 / etp.size)
-    exact = outcome(AllToAllTokenDispatcher(E, ep=ep, etp=etp, options=options), x, routing, grad, run_experts=mine)
+    exact = outcome(
+        AllToAllTokenDispatcher(E, ep=ep, etp=etp, options=options),
+        x,
+        routing,
+        grad,
+        run_experts=mine,
+    )
     before = {op: ctx.traffic.bytes(*op) for op in EXPERT_BYTES}
     options = replace(options, rank_capacity_factor=factor)
     dispatch = build_token_dispatcher(E, ep=ep, etp=etp, options=options)
-    assert isinstance(dispatch, PaddedTokenDispatcher) and dispatch.has_padding == (may_drop or ep.size > 1)
+    assert isinstance(dispatch, PaddedTokenDispatcher) and dispatch.has_padding == (
+        may_drop or ep.size > 1
+    )
     padded = outcome(dispatch, x, routing, grad, run_experts=mine)
     _, rows = options.padded_split(T, K, num_experts=E, ep=ep.size)
     tokens, counts = TOKEN_TRIPS * ep.size * rows * H * 4, E * COUNT_BYTES
-    planned = {op: count(tokens, counts, ctx.group(op[0]).size) for op, count in EXPERT_BYTES.items()}
+    planned = {
+        op: count(tokens, counts, ctx.group(op[0]).size) for op, count in EXPERT_BYTES.items()
+    }
     assert {op: ctx.traffic.bytes(*op) - before[op] for op in EXPERT_BYTES} == planned
     with torch.no_grad():  # exact again
         out = dispatch(x, routing)(mine)
@@ -96,7 +116,13 @@ def padded_and_exact(ctx, factor, may_drop, ids=None):
     return exact, padded, most
 
 
-SHARDINGS = [(2, {"ep": 2}), (2, {"etp": 2}), (4, {"ep": 4}), (4, {"ep": 2}), (4, {"ep": 2, "etp": 2})]
+SHARDINGS = [
+    (2, {"ep": 2}),
+    (2, {"etp": 2}),
+    (4, {"ep": 4}),
+    (4, {"ep": 2}),
+    (4, {"ep": 2, "etp": 2}),
+]
 
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), SHARDINGS)
@@ -108,7 +134,9 @@ def test_any_sharding_of_the_experts_equals_one_rank(num_ranks, sizes):
 @pytest.mark.parametrize(("num_ranks", "sizes"), SHARDINGS)
 def test_padded_all_to_alls_return_the_same_bits(num_ranks, sizes, may_drop):
     for factor in (2.0, 1e9):
-        for exact, padded, _ in run_ranks(num_ranks, padded_and_exact, factor, may_drop, **sizes, shares=True):
+        for exact, padded, _ in run_ranks(
+            num_ranks, padded_and_exact, factor, may_drop, **sizes, shares=True
+        ):
             assert all(map(torch.equal, exact, padded))
 
 
@@ -130,7 +158,9 @@ def test_tokens_that_cross_to_a_node_once_give_the_same(sizes, ranks_per_node):
 
 
 def send_to_every_node(ctx, ranks_per_node):
-    """Every token chooses the same number of experts of every node; bytes across nodes and inside of one."""
+    """Every token chooses the same number of experts of every node; bytes across nodes and inside
+    of one.
+    """
     experts = (torch.arange(16)[:, None] + torch.arange(4) * 2) % E
     x, weights = torch.ones(16, 32, requires_grad=True), torch.ones(16, 4, requires_grad=True)
     options = DispatchOptions(ranks_per_node=ranks_per_node)
@@ -139,18 +169,30 @@ def send_to_every_node(ctx, ranks_per_node):
     return {("ep", op): ctx.traffic.bytes("ep", op) for op in ("all_to_all_across", "all_to_all")}
 
 
-MODEL = ["--mock-data", "--num-layers=1", "--hidden-size=32", "--num-attention-heads=2", "--vocab-size=64"]
+MODEL = [
+    "--mock-data",
+    "--num-layers=1",
+    "--hidden-size=32",
+    "--num-attention-heads=2",
+    "--vocab-size=64",
+]
 MODEL += ["--seq-length=16", "--num-experts=8", "--moe-router-topk=4", "--moe-ffn-hidden-size=16"]
 MODEL += ["--micro-batch-size=1", "--global-batch-size=4"]
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_bytes_across_nodes_are_those_of_the_plan(ranks_per_node):
-    flags = [*MODEL, "--expert-model-parallel-size=4", f"--moe-hierarchical-dispatch={ranks_per_node}"]
+    flags = [
+        *MODEL,
+        "--expert-model-parallel-size=4",
+        f"--moe-hierarchical-dispatch={ranks_per_node}",
+    ]
     planned = sent_bytes(plan_run(load(flags).config, 4, rank=0))
     for sent in run_ranks(4, send_to_every_node, ranks_per_node, ep=4):
         assert sent == {key: planned.get(key, 0) for key in sent}
-        assert sent["ep", "all_to_all_across"] > 0 and (sent["ep", "all_to_all"] > 0) == (ranks_per_node > 1)
+        assert sent["ep", "all_to_all_across"] > 0 and (sent["ep", "all_to_all"] > 0) == (
+            ranks_per_node > 1
+        )
 
 
 def send_all_to_the_first_experts(ctx):
@@ -158,7 +200,9 @@ def send_all_to_the_first_experts(ctx):
     ep, etp = ctx.group("ep"), ctx.group("etp")
     x = torch.ones(3, H, requires_grad=True)
     routing = Routing(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
-    out = build_token_dispatcher(E, ep=ep, etp=etp, options=DROPS)(x, routing)(lambda rows, offs: rows / etp.size)
+    out = build_token_dispatcher(E, ep=ep, etp=etp, options=DROPS)(x, routing)(
+        lambda rows, offs: rows / etp.size
+    )
     out.sum().backward()
     assert torch.equal(out, x) and torch.equal(x.grad, torch.ones(3, H))
 
@@ -179,7 +223,9 @@ def test_every_token_is_sent_four_times_and_only_to_other_ranks():
 
 
 def send_evenly(ctx):
-    """Every rank's tokens choose every expert equally often; bytes over ep and etp, sent and predicted."""
+    """Every rank's tokens choose every expert equally often; bytes over ep and etp, sent and
+    predicted.
+    """
     ep, etp = ctx.group("ep"), ctx.group("etp")
     experts = (torch.arange(2 * E)[:, None] + torch.arange(K) * 3) % E
     x = torch.ones(2 * E, H, requires_grad=True)
@@ -187,7 +233,9 @@ def send_evenly(ctx):
     out = dispatch(x, Routing(experts, torch.ones(2 * E, K)))(lambda rows, offs: rows * 2)
     out.sum().backward()
     tokens, counts = TOKEN_TRIPS * 2 * E * K * H * 4, E * COUNT_BYTES
-    predicted = {key: count(tokens, counts, ctx.group(key[0]).size) for key, count in EXPERT_BYTES.items()}
+    predicted = {
+        key: count(tokens, counts, ctx.group(key[0]).size) for key, count in EXPERT_BYTES.items()
+    }
     return {key: ctx.traffic.bytes(*key) for key in predicted}, predicted
 
 
@@ -199,7 +247,8 @@ def test_the_closed_form_predicts_the_bytes_of_even_routing(num_ranks, sizes):
 
 def test_on_one_rank_the_dispatcher_is_local():
     assert isinstance(
-        build_token_dispatcher(E, ep=Group.single_rank("ep"), etp=Group.single_rank("etp")), LocalTokenDispatcher
+        build_token_dispatcher(E, ep=Group.single_rank("ep"), etp=Group.single_rank("etp")),
+        LocalTokenDispatcher,
     )
 
 

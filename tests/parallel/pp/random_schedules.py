@@ -20,7 +20,9 @@ def random_schedule(shape: PipelineShape, chance: random.Random, *, is_split: bo
         for m in range(shape.num_microbatches):
             # Mixed: some stages and microbatches have I and W, others B.
             is_pair = is_split and chance.random() < 0.7
-            kinds = (forward, backward_input, backward_weight) if is_pair else (forward, full_backward)
+            kinds = (
+                (forward, backward_input, backward_weight) if is_pair else (forward, full_backward)
+            )
             left += [kind(stage, m) for kind in kinds]
     every = Schedule((tuple(left),))
     done: list[Action] = []
@@ -30,4 +32,6 @@ def random_schedule(shape: PipelineShape, chance: random.Random, *, is_split: bo
         left.remove(action)
         done.append(action)
     ranks = range(shape.num_ranks)
-    return Schedule(tuple(tuple(a for a in done if a.stage % shape.num_ranks == rank) for rank in ranks))
+    return Schedule(
+        tuple(tuple(a for a in done if a.stage % shape.num_ranks == rank) for rank in ranks)
+    )

@@ -77,10 +77,21 @@ def test_callbacks_are_notified_of_every_backward_and_which_is_the_last():
 
 def test_actions_run_in_the_order_of_the_schedule():
     # Given a schedule of its own, all forwards first and backwards in reverse,
-    kinds = [(ActionKind.forward, m) for m in (0, 1)] + [(ActionKind.full_backward, m) for m in (1, 0)]
+    kinds = [(ActionKind.forward, m) for m in (0, 1)] + [
+        (ActionKind.full_backward, m) for m in (1, 0)
+    ]
     schedule = Schedule((tuple(Action(kind, 0, m) for kind, m in kinds),))
     loss, _ = run(schedule, 1, 2)
-    assert events == ["forward 1", "forward 2", "begins", "grad", "ended", "begins, the last", "grad", "ended"]
+    assert events == [
+        "forward 1",
+        "forward 2",
+        "begins",
+        "grad",
+        "ended",
+        "begins, the last",
+        "grad",
+        "ended",
+    ]
     assert loss.item() == 18.0
 
 
@@ -116,7 +127,13 @@ def test_sends_are_contiguous_and_the_oldest_is_waited_for_first(monkeypatch):
     monkeypatch.setattr(executor, "start_send_recv", start)
     pipeline = Pipeline(Group.single_rank("pp"), (1, 2, 3), torch.float32, torch.device("cpu"))
     plan = plan_rank(gpipe(PipelineShape(2, 1, 4)), 0)
-    run_schedule(plan, {0: RunnableStage(Turned())}, microbatches=[batch(1)] * 4, grad_scale=1.0, pipeline=pipeline)
+    run_schedule(
+        plan,
+        {0: RunnableStage(Turned())},
+        microbatches=[batch(1)] * 4,
+        grad_scale=1.0,
+        pipeline=pipeline,
+    )
     assert waited == [1, 2, 3, 4]
 
 
@@ -128,7 +145,11 @@ def test_i_leaves_the_weight_gradients_of_layers_that_can_defer_to_w():
             put.append(stage.weight.grad)
             super().put(wgrad)
 
-    stage, i, w = ToyStage(0, 1, queue=Recording()), ActionKind.backward_input, ActionKind.backward_weight
+    stage, i, w = (
+        ToyStage(0, 1, queue=Recording()),
+        ActionKind.backward_input,
+        ActionKind.backward_weight,
+    )
     schedule = Schedule((tuple(Action(kind, 0, 0) for kind in (ActionKind.forward, i, w)),))
     stages = {0: RunnableStage(stage, wgrad_queue=stage.queue)}
     arguments = {"microbatches": batches(1), "grad_scale": 1.0, "pipeline": Pipeline.single_rank()}
@@ -151,5 +172,11 @@ def test_the_heartbeat_has_the_running_action():
     module.register_forward_pre_hook(lambda *_: seen.append(heartbeat.read().action))
     module.weight.register_hook(lambda _: seen.append(heartbeat.read().action))
     plan = plan_rank(one_f_one_b(PipelineShape(1, 1, 2)), 0)
-    run_schedule(plan, {0: RunnableStage(module)}, microbatches=[batch(1)] * 2, grad_scale=1.0, pipeline=pipeline)
+    run_schedule(
+        plan,
+        {0: RunnableStage(module)},
+        microbatches=[batch(1)] * 2,
+        grad_scale=1.0,
+        pipeline=pipeline,
+    )
     assert seen == ["F0.0", "B0.0", "F0.1", "B0.1"]

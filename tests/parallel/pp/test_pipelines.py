@@ -11,7 +11,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule
-from nanotrain.parallel.pp.executor import MAX_SENDS, Pipeline, RunnableStage, run_forward, run_schedule
+from nanotrain.parallel.pp.executor import (
+    MAX_SENDS,
+    Pipeline,
+    RunnableStage,
+    run_forward,
+    run_schedule,
+)
 from nanotrain.parallel.pp.schedules import SCHEDULES, forward_only
 from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.parallel.pp.transfers import TransferBatch, plan_rank
@@ -49,9 +55,14 @@ def run_and_compare(
     """Run a step and compare everything with one rank; returns this rank's stages."""
     modules, recorders = {}, {}
     for index in sorted({action.stage for action in schedule.actions[pipeline.group.index]}):
-        modules[index] = ToyStage(index, shape.num_stages, queue=WgradQueue() if has_queue else None)
+        modules[index] = ToyStage(
+            index, shape.num_stages, queue=WgradQueue() if has_queue else None
+        )
         recorders[index] = Recorder(modules[index])
-    stages = {index: RunnableStage(module, (recorders[index],), module.queue) for index, module in modules.items()}
+    stages = {
+        index: RunnableStage(module, (recorders[index],), module.queue)
+        for index, module in modules.items()
+    }
     expected, references = reference(shape.num_stages, shape.num_microbatches, grad_scale=SCALE)
 
     loss = run_schedule(
@@ -69,7 +80,9 @@ def run_and_compare(
         for name, param in module.named_parameters():
             where = f"gradient of {name} of stage {index} in {shape}"
             close(
-                param.grad, references[index].get_parameter(name).grad, msg=lambda text, where=where: f"{where}: {text}"
+                param.grad,
+                references[index].get_parameter(name).grad,
+                msg=lambda text, where=where: f"{where}: {text}",
             )
     return list(modules.values())
 
@@ -132,15 +145,22 @@ def test_validation_runs_forward_only_and_sums_on_the_rank_of_the_last_stage(ctx
             expected, _ = reference(shape.num_stages, num_microbatches, grad_scale=1.0)
             schedule = forward_only(SCHEDULES[name](shape))
             modules = {
-                i: ToyStage(i, shape.num_stages) for i in {action.stage for action in schedule.actions[ctx.rank]}
+                i: ToyStage(i, shape.num_stages)
+                for i in {action.stage for action in schedule.actions[ctx.rank]}
             }
             stages = {index: RunnableStage(module) for index, module in modules.items()}
 
             plan = plan_rank(schedule, ctx.rank)
-            loss = run_forward(plan, stages, microbatches=batches(num_microbatches), pipeline=pipeline)
+            loss = run_forward(
+                plan, stages, microbatches=batches(num_microbatches), pipeline=pipeline
+            )
 
-            assert torch.equal(loss, expected if shape.num_stages - 1 in modules else torch.zeros(()))
-            assert all(param.grad is None for module in modules.values() for param in module.parameters())
+            assert torch.equal(
+                loss, expected if shape.num_stages - 1 in modules else torch.zeros(())
+            )
+            assert all(
+                param.grad is None for module in modules.values() for param in module.parameters()
+            )
 
 
 @ranks(2, pp=2, shares=True)
@@ -149,7 +169,8 @@ def test_sent_outputs_are_freed(ctx):
     shape = PipelineShape(2, 1, 9)
     (module,) = run_and_compare(pipeline_of(ctx), SCHEDULES["gpipe"](shape), shape)
 
-    # then the graphs are kept but not what they have put out: those under way and the newest one only.
+    # then the graphs are kept but not what they have put out: those under way and the newest one
+    # only.
     assert module.peak_alive == 9
     if ctx.rank == 0:
         assert module.peak_outputs <= MAX_SENDS + 1
@@ -170,7 +191,9 @@ def test_sent_bytes_are_the_planned_ones(ctx):
 
 @pytest.mark.parametrize("num_stages_per_rank", [2, 3])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5])
-def test_one_rank_passes_hidden_states_between_its_own_stages(num_stages_per_rank, num_microbatches):
+def test_one_rank_passes_hidden_states_between_its_own_stages(
+    num_stages_per_rank, num_microbatches
+):
     shape = PipelineShape(1, num_stages_per_rank, num_microbatches)
     for name in ("gpipe", "interleaved"):
         run_and_compare(Pipeline.single_rank(), SCHEDULES[name](shape), shape)

@@ -16,9 +16,13 @@ from nanotrain.parallel.pp.simulate import Costs, simulate
 
 
 def test_an_action_starts_when_its_rank_and_what_it_needs_are_ready() -> None:
-    timeline = simulate(SCHEDULES["1f1b"](PipelineShape(2, 1, 1)), costs=Costs(forward=2, backward=5))
+    timeline = simulate(
+        SCHEDULES["1f1b"](PipelineShape(2, 1, 1)), costs=Costs(forward=2, backward=5)
+    )
 
-    times = [[(str(span.action), span.start, span.end) for span in spans] for spans in timeline.spans]
+    times = [
+        [(str(span.action), span.start, span.end) for span in spans] for spans in timeline.spans
+    ]
     assert times == [[("F0.0", 0, 2), ("B0.0", 9, 14)], [("F1.0", 2, 4), ("B1.0", 4, 9)]]
     assert timeline.duration == 14 and timeline.bubble_fraction == 0.5
 
@@ -37,7 +41,8 @@ def test_a_split_backward_takes_as_long_as_a_full_one() -> None:
 
 
 def test_a_deadlock_names_its_ranks() -> None:
-    # Given a first rank that wants its gradients back before it has sent the second microbatch forward,
+    # Given a first rank that wants its gradients back before it has sent the second microbatch
+    # forward,
     first = (forward(0, 0), full_backward(0, 0), forward(0, 1), full_backward(0, 1))
     second = (forward(1, 0), forward(1, 1), full_backward(1, 0), full_backward(1, 1))
     with pytest.raises(ScheduleError, match="deadlocks: rank 0 at B0.0, rank 1 at F1.1"):
@@ -63,7 +68,9 @@ def test_an_action_that_is_missing_repeated_or_too_early_is_an_error(actions, co
 
 
 def test_a_stage_on_two_ranks_is_an_error() -> None:
-    with pytest.raises(ScheduleError, match="F0.0 is on rank 0, other actions of its stage are on rank 1"):
+    with pytest.raises(
+        ScheduleError, match="F0.0 is on rank 0, other actions of its stage are on rank 1"
+    ):
         simulate(Schedule(((forward(0, 0),), (full_backward(0, 0),))))
 
 

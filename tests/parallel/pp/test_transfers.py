@@ -1,4 +1,6 @@
-"""The order of transfers is the same on every rank, so there is no deadlock even if every transfer blocks its rank."""
+"""The order of transfers is the same on every rank, so there is no deadlock even if every transfer
+blocks its rank.
+"""
 
 import random
 
@@ -19,7 +21,8 @@ def plans_of(schedule: Schedule) -> list[RankPlan]:
 def check_no_deadlock(schedule: Schedule) -> None:
     """Simulate all ranks with transfers that block their rank until both sides have started them.
 
-    No backend is stricter: NCCL lets at most the batches of one group wait for each other in their order.
+    No backend is stricter: NCCL lets at most the batches of one group wait for each other in their
+    order.
     """
     plans = plans_of(schedule)
     at, started, done = [0] * len(plans), set(), set()
@@ -34,7 +37,9 @@ def check_no_deadlock(schedule: Schedule) -> None:
                     mine |= {(str(receive.to), receive.peer, rank) for receive in step.receives}
                     moved |= any((rank, message) not in started for message in mine)
                     started |= {(rank, message) for message in mine}
-                    if any((side, message) not in started for message in mine for side in message[1:]):
+                    if any(
+                        (side, message) not in started for message in mine for side in message[1:]
+                    ):
                         break
                 else:
                     done.add(step)
@@ -45,8 +50,12 @@ def check_no_deadlock(schedule: Schedule) -> None:
 
 
 def check_deliveries(schedule: Schedule) -> None:
-    """Every message is sent once, after it is computed, and received once, before it is used, in order."""
-    homes = {action.stage: rank for rank, actions in enumerate(schedule.actions) for action in actions}
+    """Every message is sent once, after it is computed, and received once, before it is used, in
+    order.
+    """
+    homes = {
+        action.stage: rank for rank, actions in enumerate(schedule.actions) for action in actions
+    }
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
     for rank, plan in enumerate(plans_of(schedule)):
@@ -77,8 +86,16 @@ def test_no_named_schedule_deadlocks_or_mixes_up_messages(named) -> None:
     check_deliveries(schedule)
 
 
-@given(p=st.integers(1, 4), v=st.integers(1, 3), m=st.integers(1, 4), split=st.booleans(), seed=st.integers(0, 10**6))
-def test_no_schedule_at_all_deadlocks_or_mixes_up_messages(p: int, v: int, m: int, split: bool, seed: int) -> None:
+@given(
+    p=st.integers(1, 4),
+    v=st.integers(1, 3),
+    m=st.integers(1, 4),
+    split=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_no_schedule_at_all_deadlocks_or_mixes_up_messages(
+    p: int, v: int, m: int, split: bool, seed: int
+) -> None:
     schedule = random_schedule(PipelineShape(p, v, m), random.Random(seed), is_split=split)
     check_no_deadlock(schedule)
     check_deliveries(schedule)
@@ -89,18 +106,29 @@ def test_two_ranks_send_to_each_other_in_one_batch() -> None:
     plan = plan_rank(SCHEDULES["1f1b"](PipelineShape(2, 1, 4)), 0)
 
     # then the send and the receive are in one batch.
-    both = [step for step in plan.steps if isinstance(step, TransferBatch) and step.sends and step.receives]
-    assert [(str(step.sends[0].to), str(step.receives[0].to)) for step in both] == [("F1.2", "B0.1"), ("F1.3", "B0.2")]
+    both = [
+        step
+        for step in plan.steps
+        if isinstance(step, TransferBatch) and step.sends and step.receives
+    ]
+    assert [(str(step.sends[0].to), str(step.receives[0].to)) for step in both] == [
+        ("F1.2", "B0.1"),
+        ("F1.3", "B0.2"),
+    ]
 
 
 def test_a_message_due_during_an_action_is_received_before_it() -> None:
-    # Given a first rank that ends its third forward pass in the middle of the second rank's first backward pass,
+    # Given a first rank that ends its third forward pass in the middle of the second rank's first
+    # backward pass,
     first = [forward(0, m) for m in range(3)] + [full_backward(0, m) for m in range(3)]
     second = [make(1, m) for m in range(3) for make in (forward, full_backward)]
     steps = plan_rank(Schedule((tuple(first), tuple(second))), 1).steps
 
     # then that message is under way before that backward pass begins.
-    texts = [str(step) if isinstance(step, Action) else [str(r.to) for r in step.receives] for step in steps]
+    texts = [
+        str(step) if isinstance(step, Action) else [str(r.to) for r in step.receives]
+        for step in steps
+    ]
     assert texts[:5] == [["F1.0"], "F1.0", ["F1.1"], ["F1.2"], "B1.0"]
 
 

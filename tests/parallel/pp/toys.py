@@ -72,7 +72,9 @@ class ToyStage(nn.Module):
         self.index, self.is_last, self.queue = index, index == num_stages - 1, queue
         self.weight = nn.Parameter(torch.randn(H, H, generator=generator) / 2)
         self.gain = nn.Parameter(torch.randn(H, generator=generator))
-        self.table = nn.Parameter(torch.randn(VOCAB, H, generator=generator)) if index == 0 else None
+        self.table = (
+            nn.Parameter(torch.randn(VOCAB, H, generator=generator)) if index == 0 else None
+        )
         self._tokens: weakref.WeakSet[_Token] = weakref.WeakSet()
         self._outputs: list[StorageWeakRef] = []
         self.peak_alive = self.peak_outputs = 0
@@ -110,7 +112,9 @@ class Recorder:
         self.events.append("ended")
 
     def check(self, stage: ToyStage, num_microbatches: int) -> None:
-        """Every parameter once between the begin and the end of every microbatch, and only the last is the last."""
+        """Every parameter once between the begin and the end of every microbatch, and only the last
+        is the last.
+        """
         size = 2 + len(list(stage.parameters()))
         turns = [self.events[at : at + size] for at in range(0, len(self.events), size)]
         names = sorted(name for name, _ in stage.named_parameters())
@@ -121,7 +125,9 @@ class Recorder:
 
 
 @cache
-def reference(num_stages: int, num_microbatches: int, *, grad_scale: float) -> tuple[Tensor, list[ToyStage]]:
+def reference(
+    num_stages: int, num_microbatches: int, *, grad_scale: float
+) -> tuple[Tensor, list[ToyStage]]:
     """The summed loss, and stages with the gradients."""
     stages = [ToyStage(index, num_stages) for index in range(num_stages)]
     total = torch.zeros(())

@@ -30,7 +30,9 @@ def draw(name: str, *shape: int) -> Tensor:
 
 
 def mix(query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
-    """[B, S, N, D] and [B, S, G, D] -> [B, S, N * D]: every query head is combined with its key and value head."""
+    """[B, S, N, D] and [B, S, G, D] -> [B, S, N * D]: every query head is combined with its key and
+    value head.
+    """
     key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
     return (torch.tanh(query * key) * value).flatten(2)
 
@@ -51,7 +53,11 @@ def reference_pass(num_groups: int) -> Passed:
     biases = {name: draw(name + "b", shape[0]).requires_grad_() for name, shape in shapes.items()}
     x = draw("x", B, S, H).requires_grad_()
     heads = {n: F.linear(x, weights[n], biases[n]).unflatten(-1, (-1, D)) for n in width}
-    out = F.linear(mix(heads["query"], key=heads["key"], value=heads["value"]), weights["output"], biases["output"])
+    out = F.linear(
+        mix(heads["query"], key=heads["key"], value=heads["value"]),
+        weights["output"],
+        biases["output"],
+    )
     out.backward(draw("upstream", *out.shape))
     grads = {"x": x.grad}
     for name in NAMES:
@@ -66,15 +72,21 @@ class ShardedNetwork(nn.Module):
         super().__init__()
         self.tensor_parallel, self.num_groups = tensor_parallel, num_groups
         rows = shared_rows(tensor_parallel.group, num_groups)
-        self.query = ColumnParallelLinear(*self.parameters_of("query"), tensor_parallel=tensor_parallel)
+        self.query = ColumnParallelLinear(
+            *self.parameters_of("query"), tensor_parallel=tensor_parallel
+        )
         for name in ("key", "value"):
             parameters = self.parameters_of(name)
             if rows is None:
                 layer = ColumnParallelLinear(*parameters, tensor_parallel=tensor_parallel)
             else:
-                layer = ColumnParallelLinear(*parameters, rows=rows, tensor_parallel=tensor_parallel)
+                layer = ColumnParallelLinear(
+                    *parameters, rows=rows, tensor_parallel=tensor_parallel
+                )
             setattr(self, name, layer)
-        self.output = RowParallelLinear(*self.parameters_of("output"), tensor_parallel=tensor_parallel)
+        self.output = RowParallelLinear(
+            *self.parameters_of("output"), tensor_parallel=tensor_parallel
+        )
 
     def parameters_of(self, layer: str) -> tuple[nn.Parameter, nn.Parameter]:
         """This rank's weight and bias."""
@@ -97,7 +109,9 @@ class ShardedNetwork(nn.Module):
         """Parameters whose gradients are partial sums over the group."""
         names = {"output.bias"} if self.tensor_parallel.sequence_parallel else set()
         if self.key.rows is not None:
-            names |= {f"{layer}.{kind}" for layer in ("key", "value") for kind in ("weight", "bias")}
+            names |= {
+                f"{layer}.{kind}" for layer in ("key", "value") for kind in ("weight", "bias")
+            }
         return names
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,7 +121,9 @@ class ShardedNetwork(nn.Module):
 
 
 def shared_rows(group: Group, num_groups: int) -> slice | None:
-    """The rows of the key and value head that a rank's query heads use, with fewer heads than ranks."""
+    """The rows of the key and value head that a rank's query heads use, with fewer heads than
+    ranks.
+    """
     if num_groups >= group.size:
         return None
     head = group.index * num_groups // group.size
@@ -115,7 +131,9 @@ def shared_rows(group: Group, num_groups: int) -> slice | None:
 
 
 def sharded_pass(network: ShardedNetwork) -> Passed:
-    """Forward and backward with the input and the upstream gradient of `reference_pass`; local shards."""
+    """Forward and backward with the input and the upstream gradient of `reference_pass`; local
+    shards.
+    """
     x = network.tensor_parallel.local_slice(draw("x", B, S, H)).clone().requires_grad_()
     out = network(x)
     out.backward(network.tensor_parallel.local_slice(draw("upstream", B, S, H)))

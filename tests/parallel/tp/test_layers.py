@@ -1,4 +1,6 @@
-"""Sharded layers equal torch's: outputs and all gradients, on 1, 2 and 4 ranks, with replicated heads."""
+"""Sharded layers equal torch's: outputs and all gradients, on 1, 2 and 4 ranks, with replicated
+heads.
+"""
 
 from itertools import product
 
@@ -18,7 +20,18 @@ from nanotrain.parallel.tp.layers import (
     column_parallel,
 )
 from tests.harness import ranks, run_ranks
-from tests.parallel.tp.networks import B, D, H, N, Passed, S, ShardedNetwork, draw, reference_pass, sharded_pass
+from tests.parallel.tp.networks import (
+    B,
+    D,
+    H,
+    N,
+    Passed,
+    S,
+    ShardedNetwork,
+    draw,
+    reference_pass,
+    sharded_pass,
+)
 
 BOTH = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 VOCAB, WIDTH = 12, 5
@@ -70,13 +83,17 @@ def test_a_layer_called_on_its_own_gives_the_same_as_with_others(ctx, sequence_p
 @BOTH
 @ranks(2, tp=2, shares=True)
 def test_several_layers_send_no_more_than_one(ctx, sequence_parallel):
-    """One collective each way for query, key and value together; sequence parallelism gathers the input once more."""
+    """One collective each way for query, key and value together; sequence parallelism gathers the
+    input once more.
+    """
     network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2)
     ctx.traffic.reset()
     sharded_pass(network)
     activation = B * S * H * 4  # bytes
     half = activation // 2
-    sent = {op: ctx.traffic.bytes("tp", op) for op in ("all_reduce", "all_gather", "reduce_scatter")}
+    sent = {
+        op: ctx.traffic.bytes("tp", op) for op in ("all_reduce", "all_gather", "reduce_scatter")
+    }
     if sequence_parallel:
         # enter, enter again for the weight gradients, leave's backward | leave, enter's backward
         assert sent == {"all_reduce": 0, "all_gather": 3 * half, "reduce_scatter": 2 * half}
@@ -97,7 +114,9 @@ def test_a_frozen_weight_and_an_input_without_gradient_are_left_out(ctx, sequenc
 @BOTH
 @ranks(2, tp=2, shares=True)
 def test_bf16_layers_round_like_the_reference(ctx, sequence_parallel):
-    network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2).to(torch.bfloat16)
+    network = ShardedNetwork(TensorParallel(ctx.group("tp"), sequence_parallel), 2).to(
+        torch.bfloat16
+    )
     x = network.tensor_parallel.local_slice(draw("x", B, S, H)).bfloat16()
     out = network(x)
     assert out.dtype is torch.bfloat16
@@ -134,7 +153,9 @@ def test_on_one_rank_every_layer_is_torchs_operator_with_one_graph_node():
     column = ColumnParallelLinear(up.weight, up.bias, tensor_parallel=single_rank)
     row = RowParallelLinear(down.weight, down.bias, tensor_parallel=single_rank)
     x = torch.zeros(B, S, H, requires_grad=True)
-    names = [type(y.grad_fn).__name__ for y in (*column_parallel(x, (column, column)), row(column(x)))]
+    names = [
+        type(y.grad_fn).__name__ for y in (*column_parallel(x, (column, column)), row(column(x)))
+    ]
     plain = type(up(x).grad_fn).__name__
     assert names == [plain] * 3
 

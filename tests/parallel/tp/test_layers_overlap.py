@@ -7,7 +7,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain.comm.work import Work
 from nanotrain.parallel.tp import layers as crossing
-from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_parallel
+from nanotrain.parallel.tp.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    column_parallel,
+)
 from tests.harness import ranks
 
 B, S, I, O = 2, 4, 6, 10  # noqa: E741
@@ -23,7 +28,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
-            self.events.append({(B * S, I): "input gradient", (O, I): "weight gradient"}[tuple(out.shape)])
+            self.events.append(
+                {(B * S, I): "input gradient", (O, I): "weight gradient"}[tuple(out.shape)]
+            )
         elif func.overloadpacket is torch.ops.aten.bmm:
             self.events.append(f"input gradient of {out.shape[1]} tokens")
         return out
@@ -45,7 +52,9 @@ class Recorder(TorchDispatchMode):
             return begin
 
         for name in ("start_all_gather", "start_reduce_scatter", "start_all_reduce"):
-            patch.setattr(crossing, name, record(name.removeprefix("start_"), getattr(crossing, name)))
+            patch.setattr(
+                crossing, name, record(name.removeprefix("start_"), getattr(crossing, name))
+            )
 
 
 EXPECTED = {
@@ -65,7 +74,9 @@ EXPECTED = {
 def test_every_collective_starts_before_a_product_that_overlaps_it(ctx, sequence_parallel):
     tensor_parallel = TensorParallel(ctx.group("tp"), sequence_parallel)
     weights = [nn.Parameter(torch.zeros(O, I)) for _ in range(2)]
-    layers = [ColumnParallelLinear(weight, None, tensor_parallel=tensor_parallel) for weight in weights]
+    layers = [
+        ColumnParallelLinear(weight, None, tensor_parallel=tensor_parallel) for weight in weights
+    ]
     x = torch.zeros(B, S // 2 if sequence_parallel else S, I, requires_grad=True)
     first, second = column_parallel(x, layers)
     recorder, loss = Recorder(), (first + second).sum()
@@ -78,13 +89,16 @@ def test_every_collective_starts_before_a_product_that_overlaps_it(ctx, sequence
 @ranks(4, tp=4, threads=False)
 def test_the_input_gradient_of_a_ranks_tokens_overlaps_the_gather_of_the_others(ctx):
     tensor_parallel = TensorParallel(ctx.group("tp"), sequence_parallel=True)
-    layer = RowParallelLinear(nn.Parameter(torch.randn(O, I)), None, tensor_parallel=tensor_parallel)
+    layer = RowParallelLinear(
+        nn.Parameter(torch.randn(O, I)), None, tensor_parallel=tensor_parallel
+    )
     x = torch.randn(B, S, I, requires_grad=True)
     recorder, loss = Recorder(), layer(x).square().sum()
     with pytest.MonkeyPatch.context() as patch, recorder:
         recorder.watch(patch)
         loss.backward()
-    others = [num for num in (ctx.rank, 3 - ctx.rank) if num]  # tokens before and after those of this rank
+    # tokens before and after those of this rank
+    others = [num for num in (ctx.rank, 3 - ctx.rank) if num]
     assert recorder.events == [
         *("start all_gather", "input gradient of 1 tokens", "wait all_gather"),
         *(f"input gradient of {num} tokens" for num in others),
@@ -95,7 +109,9 @@ def test_the_input_gradient_of_a_ranks_tokens_overlaps_the_gather_of_the_others(
 @ranks(2, tp=2)
 def test_a_weight_written_between_forward_and_backward_is_an_error(ctx):
     tensor_parallel = TensorParallel(ctx.group("tp"))
-    layer = ColumnParallelLinear(nn.Parameter(torch.zeros(O, I)), None, tensor_parallel=tensor_parallel)
+    layer = ColumnParallelLinear(
+        nn.Parameter(torch.zeros(O, I)), None, tensor_parallel=tensor_parallel
+    )
     (out,) = column_parallel(torch.zeros(B, S, I, requires_grad=True), (layer,))
     with torch.no_grad():
         layer.weight.zero_()

@@ -29,12 +29,16 @@ def test_enter_gives_every_rank_all_tokens_and_sums_their_gradients(ctx, sequenc
     assert torch.equal(tensor_parallel.start_enter(local.detach()).wait(), x)
     expected = tensor_parallel.local_slice(grads[0] + grads[1])
     torch.testing.assert_close(local.grad, expected)
-    torch.testing.assert_close(tensor_parallel.start_leave(grads[ctx.rank].clone()).wait(), expected)
+    torch.testing.assert_close(
+        tensor_parallel.start_leave(grads[ctx.rank].clone()).wait(), expected
+    )
 
 
 @BOTH
 @ranks(TP, tp=TP, shares=True)
-def test_leave_sums_partial_results_and_gives_every_rank_the_gradient_of_all_tokens(ctx, sequence_parallel):
+def test_leave_sums_partial_results_and_gives_every_rank_the_gradient_of_all_tokens(
+    ctx, sequence_parallel
+):
     tensor_parallel = TensorParallel(ctx.group("tp"), sequence_parallel)
     partials, grad = [draw(rank) for rank in range(TP)], draw(5)
     partial = partials[ctx.rank].requires_grad_()

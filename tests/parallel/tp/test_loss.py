@@ -12,7 +12,12 @@ from nanotrain.comm.group import Group
 from nanotrain.kernels.linear import GradView
 from nanotrain.parallel.tp import loss as loss_module
 from nanotrain.parallel.tp.layers import TensorParallel
-from nanotrain.parallel.tp.loss import Targets, Vocabulary, softmax_gradient, vocab_parallel_cross_entropy
+from nanotrain.parallel.tp.loss import (
+    Targets,
+    Vocabulary,
+    softmax_gradient,
+    vocab_parallel_cross_entropy,
+)
 from tests.harness import ranks, run_ranks
 from tests.train.saved_tensors import PeakStorages
 
@@ -42,7 +47,12 @@ def in_one_piece(
     seed=st.integers(0, 99),
 )
 def test_chunks_give_the_loss_and_gradients_of_a_single_chunk(
-    num_tokens: int, vocab_size: int, padding: int, chunk: int, cap: tuple[float | None, float], seed: int
+    num_tokens: int,
+    vocab_size: int,
+    padding: int,
+    chunk: int,
+    cap: tuple[float | None, float],
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_tokens, 8, generator=generator, requires_grad=True)
@@ -55,7 +65,11 @@ def test_chunks_give_the_loss_and_gradients_of_a_single_chunk(
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", chunk)
         patch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
-        options = {"targets": Targets(labels, mask), "vocabulary": Vocabulary(vocab_size, *cap), "group": SINGLE_RANK}
+        options = {
+            "targets": Targets(labels, mask),
+            "vocabulary": Vocabulary(vocab_size, *cap),
+            "group": SINGLE_RANK,
+        }
         actual = vocab_parallel_cross_entropy(hidden, weight, **options)
         with torch.no_grad():
             evaluated = vocab_parallel_cross_entropy(hidden, weight, **options)
@@ -69,7 +83,10 @@ def test_chunks_give_the_loss_and_gradients_of_a_single_chunk(
 
 def test_logits_of_one_chunk_at_a_time_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     num_tokens, size = 64, 400
-    hidden, weight = torch.ones(num_tokens, 1, requires_grad=True), torch.ones(size, 1, requires_grad=True)
+    hidden, weight = (
+        torch.ones(num_tokens, 1, requires_grad=True),
+        torch.ones(size, 1, requires_grad=True),
+    )
     targets = Targets(torch.zeros(num_tokens, dtype=torch.int64), torch.ones(num_tokens))
     peaks = []
     for num_chunks in (1, 4):
@@ -100,12 +117,18 @@ def test_a_second_backward_is_an_error_not_a_wrong_gradient() -> None:
 def test_a_hopeless_label_has_a_finite_loss() -> None:
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[500.0], [-500.0]])
     actual = vocab_parallel_cross_entropy(
-        hidden, weight, targets=Targets(torch.tensor([1]), torch.ones(1)), vocabulary=Vocabulary(2), group=SINGLE_RANK
+        hidden,
+        weight,
+        targets=Targets(torch.tensor([1]), torch.ones(1)),
+        vocabulary=Vocabulary(2),
+        group=SINGLE_RANK,
     )
     assert actual.item() == 1000.0
 
 
-def test_chunks_of_the_weight_gradient_add_up_unrounded_in_an_fp32_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_the_weight_gradient_add_up_unrounded_in_an_fp32_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 50 * 64)
     monkeypatch.setattr(loss_module, "MIN_CHUNK_TOKENS", 1)
     generator = torch.Generator().manual_seed(0)
@@ -140,16 +163,25 @@ def test_with_a_known_gradient_of_the_loss_the_weight_gradient_is_added_to_the_b
     buffer, peaks, grads = torch.empty(padded, width), [], []
     for grad_scale in (None, scale, scale):  # the last one adds to what the one before has written
         targets, has_grads = Targets(labels, mask, grad_scale=grad_scale), len(grads) == 2
-        view = GradView(torch.float32, lambda: None, lambda: None, partial(lambda *each: each, buffer, has_grads))
+        view = GradView(
+            torch.float32,
+            lambda: None,
+            lambda: None,
+            partial(lambda *each: each, buffer, has_grads),
+        )
         weight.grad_view = view  # type: ignore[attr-defined]
         with PeakStorages() as live:
             loss = vocab_parallel_cross_entropy(
                 hidden, weight, targets=targets, vocabulary=Vocabulary(size, 3.0), group=SINGLE_RANK
             )
         peaks.append(live.peak)
-        grads.append(torch.autograd.grad(loss, (hidden, weight), torch.tensor(scale), allow_unused=True))
+        grads.append(
+            torch.autograd.grad(loss, (hidden, weight), torch.tensor(scale), allow_unused=True)
+        )
     ((expected_hidden, expected), (grad_hidden, none), _) = grads
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    )
     torch.testing.assert_close(grad_hidden, expected_hidden, **tolerance)
     if dtype is torch.float16:  # its range is too small for scaled gradients of logits
         torch.testing.assert_close(none, expected)
@@ -173,21 +205,32 @@ def cut_loss(ctx, vocab_size: int, padded: int, sequence_parallel: bool) -> None
 
     own = tensor_parallel.local_slice(hidden).clone().requires_grad_()
     rows = table.detach().chunk(group.size)[group.index].clone().requires_grad_()
-    options = {"targets": Targets(labels, mask), "vocabulary": Vocabulary(vocab_size, 3.0), "group": group}
-    # All ranks, threads of a process of their own, set the same: one that restored it would do so for the others too.
+    options = {
+        "targets": Targets(labels, mask),
+        "vocabulary": Vocabulary(vocab_size, 3.0),
+        "group": group,
+    }
+    # All ranks, threads of a process of their own, set the same: one that restored it would do so
+    # for the others too.
     loss_module.CHUNK_ELEMENTS["cpu"] = 16 * min(len(rows), vocab_size)
     loss_module.MIN_CHUNK_TOKENS = 1
     actual = vocab_parallel_cross_entropy(tensor_parallel.enter(own).flatten(0, 1), rows, **options)
     with torch.no_grad():
-        evaluated = vocab_parallel_cross_entropy(tensor_parallel.enter(own).flatten(0, 1), rows, **options)
+        evaluated = vocab_parallel_cross_entropy(
+            tensor_parallel.enter(own).flatten(0, 1), rows, **options
+        )
     (actual / 7).backward()
     every = [torch.empty_like(actual) for _ in range(group.size)]
     torch.distributed.all_gather(every, actual.detach(), group=group.process_group)
     assert all(torch.equal(other, actual) for other in every)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(evaluated, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(own.grad, tensor_parallel.local_slice(whole.grad), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(rows.grad, table.grad.chunk(group.size)[group.index], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        own.grad, tensor_parallel.local_slice(whole.grad), rtol=1e-4, atol=1e-6
+    )
+    torch.testing.assert_close(
+        rows.grad, table.grad.chunk(group.size)[group.index], rtol=1e-4, atol=1e-6
+    )
 
 
 # No padding; some on the last rank; a rank of nothing but padding; several of them.
@@ -197,7 +240,9 @@ SIZES = [(16, 16), (13, 16), (12, 16), (11, 16), (3, 16)]
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize(("vocab_size", "padded"), SIZES)
 @pytest.mark.parametrize("tp", [2, 4])
-def test_a_sharded_vocabulary_gives_the_same_loss_and_gradients(tp, vocab_size, padded, sequence_parallel):
+def test_a_sharded_vocabulary_gives_the_same_loss_and_gradients(
+    tp, vocab_size, padded, sequence_parallel
+):
     run_ranks(tp, cut_loss, vocab_size, padded, sequence_parallel, tp=tp)
 
 
@@ -218,7 +263,10 @@ def test_a_hopeless_label_on_another_rank_has_a_finite_loss(ctx):
 @ranks(2, tp=2)
 def test_one_number_per_token_is_gathered_and_no_logits(ctx):
     num_tokens, group = 24, ctx.group("tp")
-    hidden, weight = torch.zeros(num_tokens, 4, requires_grad=True), torch.zeros(50, 4, requires_grad=True)
+    hidden, weight = (
+        torch.zeros(num_tokens, 4, requires_grad=True),
+        torch.zeros(50, 4, requires_grad=True),
+    )
     labels, mask = torch.zeros(num_tokens, dtype=torch.int64), torch.ones(num_tokens)
     ctx.traffic.reset()
     vocab_parallel_cross_entropy(
@@ -235,6 +283,8 @@ def test_the_torch_form_equals_fp64(dtype):
     exact, column = logits.double().requires_grad_(), torch.tensor([[0], [36], [3], [4], [5]])
     log_probs = exact.log_softmax(1).gather(1, column)[:, 0]
     (-log_probs.sum()).backward()
-    picked, gradient = softmax_gradient(logits, column=column, is_local=torch.ones(5, 1), combine=lambda local: local)
+    picked, gradient = softmax_gradient(
+        logits, column=column, is_local=torch.ones(5, 1), combine=lambda local: local
+    )
     torch.testing.assert_close(picked.double(), log_probs.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient.double(), exact.grad, rtol=1e-4, atol=1e-6)

@@ -26,7 +26,9 @@ def classes_of(flags: str, world_size: int) -> RankClasses:
 
 
 def test_a_class_is_a_stage_a_context_parallel_rank_and_a_share_of_the_vocabulary() -> None:
-    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2"
+    flags = (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2"
+    )
     whole = classes_of(f"{flags} --vocab-size 2048", 32)
     assert len(whole.bounds) == 2 * 2
     padded = classes_of(f"{flags} --vocab-size 2000", 32)
@@ -47,8 +49,12 @@ def test_of_many_context_parallel_ranks_three_are_run() -> None:
     assert len(classes_of("--context-parallel-size 16 --vocab-size 2048", 16).bounds) == 3
 
 
-@pytest.mark.skipif(not HAS_META_COLLECTIVES, reason="torch 2.10 has no meta kernels of its products")
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved --num-virtual-stages-per-pipeline-rank 2"])
+@pytest.mark.skipif(
+    not HAS_META_COLLECTIVES, reason="torch 2.10 has no meta kernels of its products"
+)
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "zb-h1", "interleaved --num-virtual-stages-per-pipeline-rank 2"]
+)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 def test_a_replayed_step_is_the_step_with_all_microbatches(schedule: str, strategy: str) -> None:
     flags = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --overlap-grad-reduce --bf16"

@@ -22,7 +22,9 @@ from nanotrain.parallel.pp import executor
 from nanotrain.planner.dry_run.check import DryRun, dry_run
 from tests.fake_world import HAS_META_COLLECTIVES
 
-pytestmark = pytest.mark.skipif(not HAS_META_COLLECTIVES, reason="torch 2.10 has no meta kernels of its products")
+pytestmark = pytest.mark.skipif(
+    not HAS_META_COLLECTIVES, reason="torch 2.10 has no meta kernels of its products"
+)
 
 ROOT = Path(__file__).parents[3]
 LARGE = "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8 --global-batch-size 2048"
@@ -38,8 +40,9 @@ def run(flags: str, world_size: int, **options: Any) -> DryRun:
     return dry_run(config_of(flags), world_size, **options)
 
 
-# recipe -> ranks and flags of a small world, and of its largest where that is another one; of layers of linear
-# attention, each of which runs a thousand operators, their pattern of four two or three times
+# recipe -> ranks and flags of a small world, and of its largest where that is another one; of
+# layers of linear attention, each of which runs a thousand operators, their pattern of four two or
+# three times
 FEWER = "--num-layers 2"
 SMALLER = f"{FEWER} --global-batch-size 64"
 TWICE = "--num-layers 4 --global-batch-size 64"  # as many layers
@@ -49,28 +52,58 @@ KIMI = "--num-layers 8 --moe-layer-freq [0]+[1]*7 --linear-attention-freq 4"
 LINEAR = f"{FEWER} --linear-attention-freq 2 --micro-batch-size 1 --global-batch-size 64"
 RECIPES: dict[str, tuple[Any, ...]] = {
     "tiny": (12, "--mock-data"),
-    "tiny_moe": (12, "--mock-data --expert-model-parallel-size 4 --moe-latent-size 96", 12, "--mock-data"),
+    "tiny_moe": (
+        12,
+        "--mock-data --expert-model-parallel-size 4 --moe-latent-size 96",
+        12,
+        "--mock-data",
+    ),
     "gpt2_124m": (4, FEWER, 32, ""),
     "llama1b": (16, f"{FEWER} --tensor-model-parallel-size 2", 128, ""),
-    "llama3_8b": (16, f"{SMALLER} --tensor-model-parallel-size 2 --context-parallel-size 2", 512, ""),
+    "llama3_8b": (
+        16,
+        f"{SMALLER} --tensor-model-parallel-size 2 --context-parallel-size 2",
+        512,
+        "",
+    ),
     "llama7b": (4, FEWER, 1024, ""),
-    "llama70b": (16, f"{SMALLER} --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2", 16_384, LARGE),
+    "llama70b": (
+        16,
+        f"{SMALLER} --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2",
+        16_384,
+        LARGE,
+    ),
     "qwen3_8b": (4, f"{TWICE} --data-parallel-sharding-strategy optim_grads_params", 1024, ""),
     "qwen3_30b_a3b": (16, f"{TWICE} --pipeline-model-parallel-size 4", 1024, ""),
     "mixtral_8x7b": (32, FEWER, 1024, ""),
     "nemotron3_nano_30b_a3b": (16, NEMOTRON, 1024, ""),
     "qwen3_next_80b_a3b": (2, LINEAR, 64, "--num-layers 8"),
-    "qwen3_5_27b": (2, f"{FEWER} --linear-attention-freq 2 --global-batch-size 64", 1024, "--num-layers 8"),
+    "qwen3_5_27b": (
+        2,
+        f"{FEWER} --linear-attention-freq 2 --global-batch-size 64",
+        1024,
+        "--num-layers 8",
+    ),
     "qwen3_5_35b_a3b": (2, LINEAR, 64, "--num-layers 12"),
     "kimi_linear_48b_a3b": (2, f"{LINEAR} --moe-layer-freq [0]+[1]", 64, KIMI),
-    "deepseek_v32": (16, f"{DEEPSEEK} --expert-model-parallel-size 8 --global-batch-size 16 --seq-length 1024"),
-    "deepseek_v3": (16, f"{DEEPSEEK} --expert-model-parallel-size 8 --global-batch-size 64", 2048, ""),
+    "deepseek_v32": (
+        16,
+        f"{DEEPSEEK} --expert-model-parallel-size 8 --global-batch-size 16 --seq-length 1024",
+    ),
+    "deepseek_v3": (
+        16,
+        f"{DEEPSEEK} --expert-model-parallel-size 8 --global-batch-size 64",
+        2048,
+        "",
+    ),
 }
 
 
 def test_every_recipe_is_here() -> None:
     names = {path.stem for path in (ROOT / "configs" / "config").glob("*.yaml")}
-    assert {name for name in names if not re.search("_(64|512)$", name)} == set(RECIPES), "the others differ in layout"
+    assert {name for name in names if not re.search("_(64|512)$", name)} == set(RECIPES), (
+        "the others differ in layout"
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -81,7 +114,9 @@ def test_recipes_agree_and_reach_the_planned_memory(recipe: str) -> None:
     assert "no fault: all members" in result.text()
 
 
-@pytest.mark.parametrize("recipe", [recipe for recipe, worlds in RECIPES.items() if len(worlds) > 2])
+@pytest.mark.parametrize(
+    "recipe", [recipe for recipe, worlds in RECIPES.items() if len(worlds) > 2]
+)
 def test_a_rank_of_the_largest_world_of_a_recipe(recipe: str) -> None:
     _, _, world_size, flags = RECIPES[recipe]
     result = run(f"+config={recipe} {flags}", world_size, rank=world_size - 1)
@@ -97,7 +132,8 @@ def test_a_rank_of_the_largest_world_of_a_recipe(recipe: str) -> None:
         "--pipeline-schedule dualpipev --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
         "--pipeline-schedule gpipe --recompute-granularity full",
         "--data-parallel-sharding-strategy optim_grads --sequence-parallel",
-        "--data-parallel-sharding-strategy optim_grads_params --num-layers 4",  # the next layer is gathered ahead
+        # the next layer is gathered ahead
+        "--data-parallel-sharding-strategy optim_grads_params --num-layers 4",
         "--context-parallel-size 2 --pipeline-model-parallel-size 1",
         "--context-parallel-size 2 --pipeline-model-parallel-size 1 --cp-comm-type a2a",
         "--context-parallel-size 2 --pipeline-model-parallel-size 1 --cp-comm-type allgather",
@@ -139,7 +175,11 @@ def _no_bucket_on_last_stage(patch: pytest.MonkeyPatch) -> None:
 
 def _other_dtype(patch: pytest.MonkeyPatch) -> None:
     all_reduce = distributed.all_reduce
-    patch.setattr(distributed, "all_reduce", lambda x, group: all_reduce(x.float() if group.index else x, group))
+    patch.setattr(
+        distributed,
+        "all_reduce",
+        lambda x, group: all_reduce(x.float() if group.index else x, group),
+    )
 
 
 def _no_receive(patch: pytest.MonkeyPatch) -> None:
@@ -168,7 +208,9 @@ def _more_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Bucket,
         "__init__",
-        lambda self, *args, **options: init(self, *args, **options) or setattr(self, "more", build()),
+        lambda self, *args, **options: (
+            init(self, *args, **options) or setattr(self, "more", build())
+        ),
     )
 
 
@@ -189,7 +231,9 @@ def test_a_planted_mismatch_is_named(
 ) -> None:
     plant(monkeypatch)
     result = run(f"{TINY} {LAYOUT}", 8)
-    assert any(re.search(PLANTED[plant], fault) for fault in result.faults), "\n".join(result.faults)
+    assert any(re.search(PLANTED[plant], fault) for fault in result.faults), "\n".join(
+        result.faults
+    )
     assert "error: " in result.text()
 
 
@@ -198,7 +242,10 @@ def test_the_exit_code_is_one_for_a_fault_and_two_for_bad_input(
 ) -> None:
     command = ["dry-run", *TINY.split(), "--world-size", "2"]
     assert main(command) == 0
-    for wrong, text in {"--rank 2": "ranks 0 to 1", "--pipeline-model-parallel-size 3": "pp=3"}.items():
+    for wrong, text in {
+        "--rank 2": "ranks 0 to 1",
+        "--pipeline-model-parallel-size 3": "pp=3",
+    }.items():
         assert main([*command, *wrong.split()]) == 2
         assert text in capsys.readouterr().err
     _no_wait(monkeypatch)

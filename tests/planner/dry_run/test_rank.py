@@ -10,12 +10,17 @@ from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.plans.traffic import sent_bytes
 from tests.fake_world import HAS_META_COLLECTIVES
 
-pytestmark = pytest.mark.skipif(not HAS_META_COLLECTIVES, reason="torch 2.10 has no meta kernels of its products")
+pytestmark = pytest.mark.skipif(
+    not HAS_META_COLLECTIVES, reason="torch 2.10 has no meta kernels of its products"
+)
 
 
 def record_of(flags: str, world_size: int, rank: int) -> RankRecord:
     config = load(f"+config=tiny --mock-data --bf16 --global-batch-size 24 {flags}".split()).config
-    return run_rank(plan_run(with_values(config, {"train.torch_compile": False}), world_size, rank=rank), shapes={})
+    return run_rank(
+        plan_run(with_values(config, {"train.torch_compile": False}), world_size, rank=rank),
+        shapes={},
+    )
 
 
 def test_what_a_rank_sends_and_saves_is_planned() -> None:
@@ -33,9 +38,13 @@ def test_a_call_is_described_with_its_action_and_place() -> None:
     record = record_of("--pipeline-model-parallel-size 2", 4, 3)
     sends = [call for call in record.step if call.op == "send"]
     assert len(sends) == record.plan.num_microbatches
-    assert record.describe(sends[0]).startswith("starts send of 32,768 bfloat16 in B1.0 at parallel/pp/executor.py:")
+    assert record.describe(sends[0]).startswith(
+        "starts send of 32,768 bfloat16 in B1.0 at parallel/pp/executor.py:"
+    )
     vote: Call = record.step[0]
-    assert record.describe(vote).startswith("starts all_reduce of 4 float64 sum in batch at train/batches.py:")
+    assert record.describe(vote).startswith(
+        "starts all_reduce of 4 float64 sum in batch at train/batches.py:"
+    )
     assert record.describe(None) == "starts none"
 
 

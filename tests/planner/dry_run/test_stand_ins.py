@@ -13,7 +13,9 @@ from nanotrain.train.plans.plan import plan_run
 
 
 def plan_of(flags: str, world_size: int):
-    return plan_run(load(f"+config=tiny_moe --mock-data {flags}".split()).config, world_size, rank=0)
+    return plan_run(
+        load(f"+config=tiny_moe --mock-data {flags}".split()).config, world_size, rank=0
+    )
 
 
 def test_a_norm_saves_its_input_and_a_number_per_row() -> None:
@@ -28,11 +30,14 @@ def test_a_norm_saves_its_input_and_a_number_per_row() -> None:
 
 def test_attention_saves_the_log_sum_exp_and_takes_grouped_heads() -> None:
     query, key, value = (
-        torch.empty(2, heads, 128, 64, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)
+        torch.empty(2, heads, 128, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (8, 2, 2)
     )
     with on_meta(plan_of("", 1)), Recorder() as recorder:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        assert 0 < recorder.allocated - out.nbytes - 2 * 8 * 128 * 4 <= 3 * 512, "state of the random generator"
+        assert 0 < recorder.allocated - out.nbytes - 2 * 8 * 128 * 4 <= 3 * 512, (
+            "state of the random generator"
+        )
         out.backward(torch.empty_like(out))
     assert key.grad is not None and key.grad.shape == key.shape
 
@@ -42,8 +47,13 @@ def test_every_expert_gets_equally_many_tokens() -> None:
 
     plan = plan_of("--expert-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 4", 4)
     with on_meta(plan):
-        counts, ep = torch.empty(2, 8, device="meta"), SimpleNamespace(size=4, index=0, part_of=None)
+        counts, ep = (
+            torch.empty(2, 8, device="meta"),
+            SimpleNamespace(size=4, index=0, part_of=None),
+        )
         numbers = token_dispatcher.on_host(HostCopy(counts), counts, ep=ep)
     assert plan.shape.moe is not None
     pairs, size = plan.config.data.seq_length * plan.shape.moe.router_topk, 8 // 4
-    assert [sum(numbers[start : start + size]) for start in range(0, len(numbers), size)] == [pairs // 4] * 8
+    assert [sum(numbers[start : start + size]) for start in range(0, len(numbers), size)] == [
+        pairs // 4
+    ] * 8

@@ -10,7 +10,9 @@ from nanotrain.spec.kinds import MIXERS
 from nanotrain.spec.params import Shard
 from nanotrain.spec.shape import ModelShape
 
-PLAIN = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=8)
+PLAIN = ModelConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=8
+)
 MLA = replace(PLAIN, multi_latent_attention=True, mla=MLAConfig(None, 16, 8, 4, 6))
 
 
@@ -18,9 +20,17 @@ MLA = replace(PLAIN, multi_latent_attention=True, mla=MLAConfig(None, 16, 8, 4, 
 def test_scaled_rows_are_all_rows_of_queries_and_keys(name: str, model: ModelConfig) -> None:
     shape, kind = ModelShape.of(model), MIXERS[name]
     specs = {spec.name: spec for spec in kind.declare(Declaration(shape, "fp32"))}
-    heads = {"query": shape.num_heads, "both": shape.num_heads, "key": shape.query_groups, "none": shape.query_groups}
+    heads = {
+        "query": shape.num_heads,
+        "both": shape.num_heads,
+        "key": shape.query_groups,
+        "none": shape.query_groups,
+    }
     assert kind.clipped_rows is not None
-    rows = {name: sum(heads[who] * size for who, size in parts) for name, parts in kind.clipped_rows(shape).items()}
+    rows = {
+        name: sum(heads[who] * size for who, size in parts)
+        for name, parts in kind.clipped_rows(shape).items()
+    }
     declared = {name: specs[name].shape[0] for name in rows.keys() & specs.keys()}
     assert len(declared) == 2 and declared.items() <= rows.items()
 
@@ -37,19 +47,26 @@ def test_pairs_are_those_of_the_window_where_a_layer_has_one() -> None:
     shape = ModelShape.of(replace(PLAIN, window_size=3, window_attn_skip_freq="[1,0]"))
     pairs = [sum(min(i + 1, limit) for i in range(10)) for limit in (3, 10)]
     found = [MIXERS["attention"].sequence_flops(shape, layer, seq_length=10) for layer in range(2)]
-    # two products of 2 FLOPs per channel and pair, forward, and twice as many backward; a pair on the diagonal is half
+    # two products of 2 FLOPs per channel and pair, forward, and twice as many backward; a pair on
+    # the diagonal is half
     assert [flops / (12 * 4 * 8) for flops in found] == [pairs[0] - 1.5, pairs[1] - 5]
 
 
 def test_the_gate_has_the_heads_of_the_queries() -> None:
     shape = ModelShape.of(replace(PLAIN, attention_output_gate=True))
     specs = {spec.name: spec for spec in MIXERS["attention"].declare(Declaration(shape, "fp32"))}
-    assert specs["gate.weight"].shape == (32, 32) and specs["gate.weight"].shards == (Shard(0, "tp"),)
+    assert specs["gate.weight"].shape == (32, 32) and specs["gate.weight"].shards == (
+        Shard(0, "tp"),
+    )
 
 
 @pytest.mark.parametrize("across_heads", [False, True])
-def test_weight_decay_applies_to_the_norms_of_queries_and_keys_where_it_is_asked_for(across_heads: bool) -> None:
-    model = replace(PLAIN, qk_layernorm=True, qk_layernorm_across_heads=across_heads, normalization="LayerNorm")
+def test_weight_decay_applies_to_the_norms_of_queries_and_keys_where_it_is_asked_for(
+    across_heads: bool,
+) -> None:
+    model = replace(
+        PLAIN, qk_layernorm=True, qk_layernorm_across_heads=across_heads, normalization="LayerNorm"
+    )
     for decays in (False, True):
         declare = Declaration(ModelShape.of(model), "fp32", decays_qk_norm=decays)
         specs = MIXERS["attention"].declare(declare)
@@ -57,4 +74,7 @@ def test_weight_decay_applies_to_the_norms_of_queries_and_keys_where_it_is_asked
         assert {spec.name for spec in specs if spec.weight_decay and "norm" in spec.name} == (
             norms if decays else set()
         )
-        assert {spec.name for spec in specs if spec.weight_decay} >= {"query.weight", "output.weight"}
+        assert {spec.name for spec in specs if spec.weight_decay} >= {
+            "query.weight",
+            "output.weight",
+        }

@@ -18,7 +18,9 @@ MODEL = ModelConfig(
     hidden_size=32,
     vocab_size=8,
     multi_latent_attention=True,
-    mla=MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6),
+    mla=MLAConfig(
+        q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6
+    ),
     sparse_attention_type="dsa",
     dsa=DSAConfig(n_heads=3, head_dim=8, topk=16),
 )
@@ -27,7 +29,9 @@ SHAPE, KIND = ModelShape.of(MODEL), MIXERS["dsa"]
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_every_tp_rank_has_the_whole_indexer(sequence_parallel: bool) -> None:
-    specs = {spec.name: spec for spec in KIND.declare(Declaration(SHAPE, "fp32", 4, sequence_parallel))}
+    specs = {
+        spec.name: spec for spec in KIND.declare(Declaration(SHAPE, "fp32", 4, sequence_parallel))
+    }
     of_mla = MIXERS["mla"].declare(Declaration(SHAPE, "fp32", 4, sequence_parallel))
     indexer = {name: spec for name, spec in specs.items() if name.startswith("indexer")}
     assert [*specs.values()] == [*of_mla, *indexer.values()]
@@ -40,7 +44,10 @@ def test_every_tp_rank_has_the_whole_indexer(sequence_parallel: bool) -> None:
     }
     for spec in indexer.values():  # of a sequence shard per rank, or the same on all
         assert spec.grad_sum_axes == (("tp",) if sequence_parallel else ()) and not spec.shards
-    assert {name for name, spec in indexer.items() if spec.in_fp8} == {"indexer.query.weight", "indexer.key.weight"}
+    assert {name for name, spec in indexer.items() if spec.in_fp8} == {
+        "indexer.query.weight",
+        "indexer.key.weight",
+    }
 
 
 def test_flops_grow_with_the_selected_keys_and_scores_of_the_index_with_all() -> None:
@@ -52,20 +59,30 @@ def test_flops_grow_with_the_selected_keys_and_scores_of_the_index_with_all() ->
     of_index = 3 * 3 * 8 * 64**2
     assert of_sequence(64, 64) == of_sequence(1000, 64) == dense + of_index
     pairs = sum(min(position + 1, 16) for position in range(64))
-    # scores and weighted sum; forward, and twice as much backward; 16 more pairs are those that a causal mask halves
+    # scores and weighted sum; forward, and twice as much backward; 16 more pairs are those that a
+    # causal mask halves
     assert of_sequence(16, 64) - of_index == pytest.approx(3 * 4 * (12 + 6) * 2 * pairs, rel=0.02)
-    assert flops_per_token(SHAPE, 64) < flops_per_token(replace(SHAPE, dsa=replace(MODEL.dsa, topk=64)), 64)
+    assert flops_per_token(SHAPE, 64) < flops_per_token(
+        replace(SHAPE, dsa=replace(MODEL.dsa, topk=64)), 64
+    )
 
 
 def test_keys_values_and_index_keys_are_gathered_over_cp() -> None:
-    rank = ContextRank(0, 4, tp=2, num_sequences=2, itemsize=2, num_positions=10, comm_type="allgather")
+    rank = ContextRank(
+        0, 4, tp=2, num_sequences=2, itemsize=2, num_positions=10, comm_type="allgather"
+    )
     assert KIND.cp_bytes is not None
     num_bytes = 3 * 10 * (2 * (12 + 6) + 8) * 2
-    assert KIND.cp_bytes(SHAPE, rank) == {"all_gather": (num_bytes, 0), "reduce_scatter": (0, num_bytes)}
+    assert KIND.cp_bytes(SHAPE, rank) == {
+        "all_gather": (num_bytes, 0),
+        "reduce_scatter": (0, num_bytes),
+    }
 
 
 def test_temporaries_are_bounded_by_blocks_of_queries_and_the_keys() -> None:
-    """Bytes that torch's operators allocate at once, counted on the meta device: 16 heads forward, 128 backward."""
+    """Bytes that torch's operators allocate at once, counted on the meta device: 16 heads forward,
+    128 backward.
+    """
     measured = {(16, 2048): 893_327_104, (32, 4096): 1_502_188_800, (128, 4096): 5_251_339_520}
     for (heads, tokens), num_bytes in measured.items():
         shape = replace(SHAPE, num_heads=heads, head_dim=192, value_head_dim=128, dsa=DSAConfig())

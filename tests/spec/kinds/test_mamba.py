@@ -28,8 +28,15 @@ def declared() -> dict[str, ParamSpec]:
 def test_heads_follow_from_the_width_and_are_sharded_with_their_groups() -> None:
     shapes = {name: spec.shape for name, spec in declared().items()}
     assert SHAPE.mamba_heads == 16
-    assert shapes["gate.weight"] == shapes["value.weight"] == (64, 32) and shapes["key.weight"] == (12, 32)
-    assert shapes["step.weight"] == (16, 32) and shapes["norm"] == (64,) and shapes["output.weight"] == (32, 64)
+    assert shapes["gate.weight"] == shapes["value.weight"] == (64, 32) and shapes["key.weight"] == (
+        12,
+        32,
+    )
+    assert (
+        shapes["step.weight"] == (16, 32)
+        and shapes["norm"] == (64,)
+        and shapes["output.weight"] == (32, 64)
+    )
     for spec in declared().values():
         assert [shard.dim for shard in spec.shards] == [int(spec.name == "output.weight")]
         assert not spec.grad_sum_axes
@@ -42,7 +49,9 @@ def test_only_wide_products_are_in_fp8() -> None:
 
 @pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
 def test_what_is_sent_for_the_scan_grows_with_the_sequence_by_heads_only(comm_type: str) -> None:
-    rank = ContextRank(1, 4, tp=1, num_sequences=2, itemsize=2, num_positions=64, comm_type=comm_type)
+    rank = ContextRank(
+        1, 4, tp=1, num_sequences=2, itemsize=2, num_positions=64, comm_type=comm_type
+    )
     assert KIND.cp_bytes is not None
     sent, longer = (KIND.cp_bytes(SHAPE, each) for each in (rank, replace(rank, num_positions=128)))
     assert (sent == longer) == (comm_type == "p2p")

@@ -13,7 +13,10 @@ LENGTHS = [60, 70, 80]
 
 
 def line(folder: Path) -> list[str]:
-    prefixes = [write_documents(folder / name, random_documents(LENGTHS), dtype="uint16") for name in ("a", "b")]
+    prefixes = [
+        write_documents(folder / name, random_documents(LENGTHS), dtype="uint16")
+        for name in ("a", "b")
+    ]
     return ["--no-mock-data", "--train-data-path", *map(str, prefixes), "--global-batch-size", "2"]
 
 
@@ -24,7 +27,10 @@ def test_a_row_is_written_at_the_start_and_after_a_rollback(tmp_path: Path) -> N
         run.state.skipped_samples = 4
         hook.after_rollback(run, None)
     rows = list(read_rows(tmp_path / "run" / ORDER_NAME))
-    assert [(row["step"], row["consumed_samples"], row["skipped_samples"]) for row in rows] == [(0, 0, 0), (3, 6, 4)]
+    assert [(row["step"], row["consumed_samples"], row["skipped_samples"]) for row in rows] == [
+        (0, 0, 0),
+        (3, 6, 4),
+    ]
     order = DataOrder.read(tmp_path / "run")
     assert {use.sample for use in order.documents(3)} == {4, 5}
     assert {use.sample for use in order.documents(4)} == {10, 11}
@@ -43,5 +49,8 @@ def test_a_request_is_taken_at_a_logged_step(tmp_path: Path) -> None:
     with small_run(tmp_path / "run", *line(tmp_path), *steps) as run:
         train(run, DataOrderHook(), Looks())
     assert taken == [False, True, True, True]
-    read = [{use.corpus.prefix.name for use in DataOrder.read(tmp_path / "run").documents(step)} for step in (1, 3, 4)]
+    read = [
+        {use.corpus.prefix.name for use in DataOrder.read(tmp_path / "run").documents(step)}
+        for step in (1, 3, 4)
+    ]
     assert read == [{"a", "b"}, {"b"}, {"b"}]

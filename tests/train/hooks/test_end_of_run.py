@@ -97,7 +97,13 @@ def test_without_a_checkpoint_the_summary_says_none(tmp_path, capsys):
 
 @ranks(2, strategy="optim")
 def test_every_rank_waits_for_its_parameters_and_the_first_one_prints(ctx, tmp_path):
-    arguments = ("--train-iters", "2", "--overlap-param-gather", "--data-parallel-sharding-strategy", "optim")
+    arguments = (
+        "--train-iters",
+        "2",
+        "--overlap-param-gather",
+        "--data-parallel-sharding-strategy",
+        "optim",
+    )
     with small_run(tmp_path, *arguments, context=ctx) as run:
         train(run, SampleHook(None), SummaryHook())
 
@@ -106,7 +112,15 @@ def test_every_rank_waits_for_its_parameters_and_the_first_one_prints(ctx, tmp_p
 def test_where_experts_are_on_other_ranks_no_rank_waits_for_a_sample(ctx, tmp_path):
     """The first rank alone cannot run the model: it would wait for the others until the timeout."""
     experts = ("--num-experts", "4", "--expert-model-parallel-size", "2")
-    arguments = ("--train-iters", "1", "--data-parallel-sharding-strategy", "optim", "--vocab-size", "257", *experts)
+    arguments = (
+        "--train-iters",
+        "1",
+        "--data-parallel-sharding-strategy",
+        "optim",
+        "--vocab-size",
+        "257",
+        *experts,
+    )
     with small_run(tmp_path, *arguments, context=ctx) as run:
         train(with_length(run, 3), SampleHook("bytes"))
         assert not run.folder.samples.exists()
@@ -129,7 +143,9 @@ def steps_in(folder) -> str:
 def test_the_report_has_the_last_step_and_the_sample(tmp_path):
     with small_run(tmp_path, "--vocab-size", "257", "--train-iters", "2") as run:
         train(with_length(run, 8), LogHook(), SampleHook("bytes"), ReportHook())
-    assert "finished" not in steps_in(tmp_path), "there is no config.yaml that says how many steps there are"
+    assert "finished" not in steps_in(tmp_path), (
+        "there is no config.yaml that says how many steps there are"
+    )
     assert "<dd>2 steps<" in steps_in(tmp_path)
     (sample,) = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert sample["step"] == 2 and isinstance(sample["text"], str)

@@ -1,4 +1,6 @@
-"""The first tensor that is not finite is named, and a planted bit flip in one of the replicas of a parameter."""
+"""The first tensor that is not finite is named, and a planted bit flip in one of the replicas of a
+parameter.
+"""
 
 import pytest
 import torch
@@ -35,11 +37,15 @@ FLAGS = ("--train-iters", "9", "--num-layers", "2", "--max-consecutive-skips", "
 
 
 @pytest.mark.parametrize(
-    ("in_backward", "what"), [(False, "the output of layers.1.mlp"), (True, "the gradient of the output of layers.1.")]
+    ("in_backward", "what"),
+    [(False, "the output of layers.1.mlp"), (True, "the gradient of the output of layers.1.")],
 )
 def test_the_module_and_microbatch_are_named(tmp_path, in_backward, what):
     spy = Spy()
-    with small_run(tmp_path, *FLAGS, "--global-batch-size", "2") as run, pytest.raises(TrainingFault) as error:
+    with (
+        small_run(tmp_path, *FLAGS, "--global-batch-size", "2") as run,
+        pytest.raises(TrainingFault) as error,
+    ):
         train(run, Poison("layers.1.mlp", step=3, in_backward=in_backward), DebugNanHook(), spy)
     assert f"the first tensor of step 3 that is not finite is {what}" in str(error.value)
     assert "on rank 0, microbatch 1, action" in error.value.why
@@ -61,10 +67,14 @@ def test_parameters_that_are_released_after_each_unit_are_checked_while_they_are
 
     with small_run(tmp_path, *FLAGS, *sharded) as run, pytest.raises(TrainingFault) as error:
         train(run, PoisonWeight(), hook)
-    assert poisoned and "the first tensor of step 2 that is not finite is parameter final_norm.weight" in str(
-        error.value
+    assert (
+        poisoned
+        and "the first tensor of step 2 that is not finite is parameter final_norm.weight"
+        in str(error.value)
     )
-    assert not run.stages[0].final_norm.weight.untyped_storage().nbytes(), "else it is never released"
+    assert not run.stages[0].final_norm.weight.untyped_storage().nbytes(), (
+        "else it is never released"
+    )
 
 
 def test_weights_that_are_gathered_in_fp8_are_no_finding(tmp_path):
@@ -84,7 +94,9 @@ def test_weights_that_are_gathered_in_fp8_are_no_finding(tmp_path):
         def after_step(self, run, report) -> None:
             findings.append(hook._finding)
 
-    with small_run(tmp_path, *FLAGS[2:], *fp8, "--train-iters", "2", "--global-batch-size", "2") as run:
+    with small_run(
+        tmp_path, *FLAGS[2:], *fp8, "--train-iters", "2", "--global-batch-size", "2"
+    ) as run:
         assert any(layer.fp8_weights is not None for layer in run.data_parallel)
         train(run, Look(), hook)
     assert findings == [None, None]
@@ -94,7 +106,9 @@ def test_weights_that_are_gathered_in_fp8_are_no_finding(tmp_path):
 def test_one_ranks_finding_is_the_error_of_all(ctx, tmp_path):
     hooks = [Poison("layers.0.attention", step=2)] if ctx.rank == 1 else []
     with small_run(tmp_path, *FLAGS, "--global-batch-size", "4", context=ctx) as run:
-        with pytest.raises(TrainingFault, match=r"output of layers.0.attention.*: on rank 1 \(dp1\), microbatch 1"):
+        with pytest.raises(
+            TrainingFault, match=r"output of layers.0.attention.*: on rank 1 \(dp1\), microbatch 1"
+        ):
             train(run, *hooks, DebugNanHook())
         assert run.state.step == 2
 
@@ -148,7 +162,9 @@ def test_swapped_elements_change_the_checksum():
 @ranks(3)
 def test_a_planted_bit_flip_is_named_with_parameter_and_rank(ctx, tmp_path):
     hooks = [FlipBit(3)] if ctx.rank == 1 else []
-    with small_run(tmp_path, "--train-iters", "9", "--save-interval", "4", *EVERY_TWO, context=ctx) as run:
+    with small_run(
+        tmp_path, "--train-iters", "9", "--save-interval", "4", *EVERY_TWO, context=ctx
+    ) as run:
         with pytest.raises(CorruptState) as error:
             train(run, *hooks, ReplicasHook(), CheckpointHook())
         assert run.checkpointer.latest() is None
@@ -160,20 +176,37 @@ def test_a_planted_bit_flip_is_named_with_parameter_and_rank(ctx, tmp_path):
 @ranks(2, tp=2, strategy="optim_grads")
 def test_a_bit_flip_in_a_parameter_that_tp_replicates_is_named(ctx, tmp_path):
     hooks = [FlipBit(3)] if ctx.rank == 1 else []
-    arguments = ("--tensor-model-parallel-size", "2", "--data-parallel-sharding-strategy", "optim_grads")
+    arguments = (
+        "--tensor-model-parallel-size",
+        "2",
+        "--data-parallel-sharding-strategy",
+        "optim_grads",
+    )
     with small_run(tmp_path, "--train-iters", "9", *EVERY_TWO, *arguments, context=ctx) as run:
-        with pytest.raises(CorruptState, match=r"final_norm.weight .*update of step 4: rank 0 and rank 1 hold"):
+        with pytest.raises(
+            CorruptState, match=r"final_norm.weight .*update of step 4: rank 0 and rank 1 hold"
+        ):
             train(run, *hooks, ReplicasHook())
         compared = list(replicated(run.data_parallel, run.context.groups))
     assert [axis for axis, _ in compared if ctx.group(axis).size > 1] == ["tp"]
-    assert "final_norm.weight" in compared[1][1] and not [name for name in compared[1][1] if "mlp.up" in name]
+    assert "final_norm.weight" in compared[1][1] and not [
+        name for name in compared[1][1] if "mlp.up" in name
+    ]
 
 
 @ranks(3, strategy="optim")
 def test_a_flip_in_a_copy_that_the_next_all_gather_would_replace_is_named(ctx, tmp_path):
-    for flipped, more in ((0, ()), (1, ("--bf16",)), (2, ())):  # one of them owns the element, the others gathered it
+    # one of them owns the element, the others gathered it
+    for flipped, more in ((0, ()), (1, ("--bf16",)), (2, ())):
         hooks = [FlipBit(3)] if ctx.rank == flipped else []
-        arguments = ("--train-iters", "6", "--data-parallel-sharding-strategy", "optim", *EVERY_TWO, *more)
+        arguments = (
+            "--train-iters",
+            "6",
+            "--data-parallel-sharding-strategy",
+            "optim",
+            *EVERY_TWO,
+            *more,
+        )
         others = ", ".join(str(rank) for rank in range(3) if rank != flipped)
         names = rf"final_norm.weight .*differ before the update of step 4: rank {flipped} and ranks {others} hold"
         with small_run(tmp_path / str(flipped), *arguments, context=ctx) as run:
@@ -195,7 +228,12 @@ def test_a_flip_in_the_low_precision_copy_of_one_replica_is_named(ctx, tmp_path)
 
 @ranks(2, strategy="optim_grads_params")
 def test_replicas_of_a_sound_run_are_equal_also_where_parameters_are_gathered(ctx, tmp_path):
-    arguments = ("--data-parallel-sharding-strategy", "optim_grads_params", "--ddp-bucket-size", "2000")
+    arguments = (
+        "--data-parallel-sharding-strategy",
+        "optim_grads_params",
+        "--ddp-bucket-size",
+        "2000",
+    )
     with small_run(tmp_path, "--train-iters", "4", *EVERY_TWO, *arguments, context=ctx) as run:
         train(run, ReplicasHook())
         assert run.state.step == 4
@@ -213,7 +251,16 @@ class FlipFp8(Hook):
 
 @ranks(2, strategy="optim")
 def test_a_bit_flip_in_a_gathered_fp8_weight_is_named(ctx, tmp_path):
-    sizes = ("--hidden-size", "32", "--ffn-hidden-size", "32", "--num-attention-heads", "2", "--kv-channels", "16")
+    sizes = (
+        "--hidden-size",
+        "32",
+        "--ffn-hidden-size",
+        "32",
+        "--num-attention-heads",
+        "2",
+        "--kv-channels",
+        "16",
+    )
     fp8 = ("--fp8-format", "e4m3", "--fp8-recipe", "tensorwise", "--fp8-param-gather")
     arguments = ("--data-parallel-sharding-strategy", "optim", *sizes, *fp8)
     names = r"parameter layers.0.mlp.down.weight .*step 4: rank 0 and rank 1 hold"

@@ -17,7 +17,9 @@ class TimeoutSpy(Spy):
 
 def test_it_is_lowered_after_the_first_step_and_the_watchdog_follows(tmp_path: Path) -> None:
     spy = TimeoutSpy()
-    with small_run(tmp_path, "--train-iters", "2", "--distributed-timeout-seconds-after-init", "30") as run:
+    with small_run(
+        tmp_path, "--train-iters", "2", "--distributed-timeout-seconds-after-init", "30"
+    ) as run:
         lowers = choose_hooks(run.config, None)[0]
         run.context.timeout_s = 600.0
         watchdog = Watchdog(run.context, tmp_path, timeout_s=None)
@@ -31,8 +33,12 @@ def test_it_is_lowered_after_the_first_step_and_the_watchdog_follows(tmp_path: P
         assert watchdog._timeout_s == 27.0
 
 
-@pytest.mark.parametrize(("flags", "watched_s"), [((), 540.0), (("--hang-timeout-s", "120"), 120.0)])
-def test_without_the_flag_later_steps_and_saves_keep_the_timeout_of_the_start(tmp_path, flags, watched_s) -> None:
+@pytest.mark.parametrize(
+    ("flags", "watched_s"), [((), 540.0), (("--hang-timeout-s", "120"), 120.0)]
+)
+def test_without_the_flag_later_steps_and_saves_keep_the_timeout_of_the_start(
+    tmp_path, flags, watched_s
+) -> None:
     spy = TimeoutSpy()
     with small_run(tmp_path, "--train-iters", "2", *flags) as run:
         run.context.timeout_s = 600.0
@@ -41,7 +47,11 @@ def test_without_the_flag_later_steps_and_saves_keep_the_timeout_of_the_start(tm
         assert spy.calls[:3] == ["before", "600.0", "600.0"] and watchdog._timeout_s == watched_s
 
 
-@pytest.mark.parametrize("more", [["--distributed-timeout-minutes", "0.4"], ["--hang-timeout-s", "30"]])
-def test_a_timeout_that_rises_or_hides_the_watchdog_is_an_error(tmp_path: Path, more: list[str]) -> None:
+@pytest.mark.parametrize(
+    "more", [["--distributed-timeout-minutes", "0.4"], ["--hang-timeout-s", "30"]]
+)
+def test_a_timeout_that_rises_or_hides_the_watchdog_is_an_error(
+    tmp_path: Path, more: list[str]
+) -> None:
     with pytest.raises(ConfigError, match="distributed_timeout_seconds_after_init 30"):
         load(arguments(tmp_path, "--distributed-timeout-seconds-after-init", "30", *more))

@@ -50,20 +50,47 @@ def columns_of(line: str) -> list[tuple[int, str]]:
     """Where the columns of a step line begin, and their names."""
     cells = line.splitlines()[0].split(" | ")
     starts = [sum(len(cell) + 3 for cell in cells[:number]) for number in range(len(cells))]
-    return [(start, re.sub(r"[\d.,/%:e+-]+", "", cell).strip()) for start, cell in zip(starts, cells, strict=True)]
+    return [
+        (start, re.sub(r"[\d.,/%:e+-]+", "", cell).strip())
+        for start, cell in zip(starts, cells, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("width", range(60, 161, 10))
 def test_the_columns_are_the_same_from_line_to_line_whatever_happens(width):
     """Memory, waits, stalls, skips and validations move no column."""
     calm = {"mfu": 0.4, "metrics": {"moe": {"max_load": 1.0, "dropped": 0.0}}}
-    busy = {"mfu": 0.09, "metrics": {"moe": MOE}, "loss": 11.25, "grad_norm": 123.4, "lr": 0.0, "data_wait_s": 0.5}
-    busy |= {"valid_loss": 2.0, "save_stall_s": 3.0, "skipped": True, "slowest_rank": 7, "wait_for_slowest": 0.9}
+    busy = {
+        "mfu": 0.09,
+        "metrics": {"moe": MOE},
+        "loss": 11.25,
+        "grad_norm": 123.4,
+        "lr": 0.0,
+        "data_wait_s": 0.5,
+    }
+    busy |= {
+        "valid_loss": 2.0,
+        "save_stall_s": 3.0,
+        "skipped": True,
+        "slowest_rank": 7,
+        "wait_for_slowest": 0.9,
+    }
     lines = [
         describe([report_of(7, **calm)], train_iters=12_000, num_devices=4, width=width),
         describe([report_of(9_999, **busy)], train_iters=12_000, num_devices=4, width=width),
-        describe([report_of(12_000, **calm, tokens_per_second=2e6)], train_iters=12_000, num_devices=4, width=width),
-        describe([report_of(8, **calm)], train_iters=12_000, num_devices=4, width=width, seconds_per_step=99.0),
+        describe(
+            [report_of(12_000, **calm, tokens_per_second=2e6)],
+            train_iters=12_000,
+            num_devices=4,
+            width=width,
+        ),
+        describe(
+            [report_of(8, **calm)],
+            train_iters=12_000,
+            num_devices=4,
+            width=width,
+            seconds_per_step=99.0,
+        ),
     ]
     assert len({tuple(columns_of(line)) for line in lines}) == 1
     assert len(lines[1].splitlines()) == 2
@@ -87,7 +114,11 @@ def test_a_line_names_the_rank_that_the_others_wait_for_only_where_the_wait_is_n
 
 
 def test_a_line_names_the_fastest_and_the_slowest_rank_if_asked():
-    reports = [report_of(5), report_of(6, busy_s=[0.2, 0.1, 0.3]), report_of(7, busy_s=[0.3, 0.3, 0.4])]
+    reports = [
+        report_of(5),
+        report_of(6, busy_s=[0.2, 0.1, 0.3]),
+        report_of(7, busy_s=[0.3, 0.3, 0.4]),
+    ]
     line = describe(reports, train_iters=9, num_devices=3, width=60)
     assert "busy 0.200 s (rank 1) to 0.350 s (rank 2)" in line
     assert "busy" not in describe([report_of(5)], train_iters=9, num_devices=3)
@@ -113,7 +144,13 @@ def test_a_run_of_days_counts_hours():
 
 
 def test_what_happened_is_a_line_of_its_own():
-    second = report_of(2, valid_loss=2.0, save_stall_s=1.0, skipped_on="rank 1", evaluation={"task/copy/accuracy": 0.5})
+    second = report_of(
+        2,
+        valid_loss=2.0,
+        save_stall_s=1.0,
+        skipped_on="rank 1",
+        evaluation={"task/copy/accuracy": 0.5},
+    )
     reports = [report_of(1, skipped=True, save_stall_s=0.5), second]
     lines = describe(reports, train_iters=2, num_devices=1, width=60).splitlines()
     assert (
@@ -124,10 +161,26 @@ def test_what_happened_is_a_line_of_its_own():
 
 
 def test_the_times_of_phases_are_means_per_step_in_columns():
-    once = [("data", KnownTime(0.25)), ("F", KnownTime(0.5)), ("F", KnownTime(1.0)), ("forward-backward", KnownTime(2))]
-    reports = [report_of(1, phases=once), report_of(2, phases=[*once, ("checkpoint", KnownTime(3.0))])]
+    once = [
+        ("data", KnownTime(0.25)),
+        ("F", KnownTime(0.5)),
+        ("F", KnownTime(1.0)),
+        ("forward-backward", KnownTime(2)),
+    ]
+    reports = [
+        report_of(1, phases=once),
+        report_of(2, phases=[*once, ("checkpoint", KnownTime(3.0))]),
+    ]
     line = describe(reports, train_iters=2, num_devices=1).splitlines()[-1]
-    names = ["data", "forward-backward", "grad-reduce", "optimizer", "param-gather", "hooks", "validation"]
+    names = [
+        "data",
+        "forward-backward",
+        "grad-reduce",
+        "optimizer",
+        "param-gather",
+        "hooks",
+        "validation",
+    ]
     assert re.findall(r"([\w-]+) +([\d.,]+)(?: \||$)", line) == [
         *zip(names, ["250.0", "2,000.0", *["0.0"] * 5], strict=True),
         ("checkpoint", "1,500.0"),
@@ -143,7 +196,16 @@ def test_every_step_is_in_the_metrics_and_every_logged_one_on_the_console(tmp_pa
 
 
 def test_a_step_with_a_validation_has_its_line_whatever_the_interval(tmp_path, capsys):
-    arguments = ("--train-iters", "4", "--log-interval", "4", "--eval-interval", "3", "--eval-iters", "1")
+    arguments = (
+        "--train-iters",
+        "4",
+        "--log-interval",
+        "4",
+        "--eval-interval",
+        "3",
+        "--eval-iters",
+        "1",
+    )
     with small_run(tmp_path, *arguments) as run:
         train(run, EvaluateHook(), LogHook())
     lines = capsys.readouterr().out.splitlines()
@@ -153,14 +215,19 @@ def test_a_step_with_a_validation_has_its_line_whatever_the_interval(tmp_path, c
 
 
 def test_the_steps_before_an_early_end_have_their_line(tmp_path, capsys):
-    with small_run(tmp_path, "--train-iters", "9", "--log-interval", "5", "--exit-interval", "3") as run:
+    with small_run(
+        tmp_path, "--train-iters", "9", "--log-interval", "5", "--exit-interval", "3"
+    ) as run:
         train(run, LogHook())
     assert steps_of(lines_of(capsys)) == ["step 3/9"]
 
 
 def test_metrics_of_steps_taken_again_are_replaced(tmp_path):
     # Given a run that saved step 2 and was killed after step 4,
-    with small_run(tmp_path, "--train-iters", "9", "--save-interval", "2") as run, pytest.raises(RuntimeError):
+    with (
+        small_run(tmp_path, "--train-iters", "9", "--save-interval", "2") as run,
+        pytest.raises(RuntimeError),
+    ):
         train(run, LogHook(), CheckpointHook(), Failing(3))
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3]
     # when it goes on from there,
@@ -193,9 +260,16 @@ def test_after_a_rollback_the_remaining_time_counts_from_the_step_taken_again(tm
         log.after_step(run, report_of(step))
         log.after_read(run, report_of(step))
     log.close(failed=False)
-    assert [line.split("/")[0] for line in lines_of(capsys)] == ["step  1", "step  2", "step  3", "step  2"]
+    assert [line.split("/")[0] for line in lines_of(capsys)] == [
+        "step  1",
+        "step  2",
+        "step  3",
+        "step  2",
+    ]
     assert log._first_end is not None and log._first_end[0] == 2
-    rows = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert rows == [1, 2]
 
 

@@ -22,7 +22,11 @@ TWO_STEPS = ("--profile", "--profile-step-start", "2", "--profile-step-end", "3"
 
 
 def traces(folder) -> list[str]:
-    return sorted(path.name for path in (folder / "profile").glob("*")) if (folder / "profile").exists() else []
+    return (
+        sorted(path.name for path in (folder / "profile").glob("*"))
+        if (folder / "profile").exists()
+        else []
+    )
 
 
 def test_a_trace_of_the_asked_steps_is_written(tmp_path, logged):
@@ -31,7 +35,8 @@ def test_a_trace_of_the_asked_steps_is_written(tmp_path, logged):
     assert traces(tmp_path) == ["step-00000003-rank-00000.json"]
     trace = json.loads((tmp_path / "profile" / "step-00000003-rank-00000.json").read_text())
     names = [event.get("name", "") for event in trace["traceEvents"]]
-    assert sum("Optimizer.step#adam" in name for name in names) == 2  # one for each of the two steps
+    # one for each of the two steps
+    assert sum("Optimizer.step#adam" in name for name in names) == 2
     assert any("wrote profile" in line for line in logged)
 
 
@@ -46,19 +51,31 @@ def test_only_ranks_of_the_list_write_a_trace(tmp_path, rank, number):
 def test_of_many_ranks_those_of_one_replica_are_recorded(world_size, ranks):
     topology = SimpleNamespace(world_size=world_size)
     contexts = [
-        SimpleNamespace(rank=rank, topology=topology, group=lambda name, rank=rank: SimpleNamespace(is_first=rank < 2))
+        SimpleNamespace(
+            rank=rank,
+            topology=topology,
+            group=lambda name, rank=rank: SimpleNamespace(is_first=rank < 2),
+        )
         for rank in range(4)
     ]
-    assert {context.rank for context in contexts if hook.is_recorded(TrainConfig(), context)} == ranks
-    assert [hook.is_recorded(TrainConfig(profile_ranks=[3]), context) for context in contexts] == [False] * 3 + [True]
+    assert {
+        context.rank for context in contexts if hook.is_recorded(TrainConfig(), context)
+    } == ranks
+    assert [hook.is_recorded(TrainConfig(profile_ranks=[3]), context) for context in contexts] == [
+        False
+    ] * 3 + [True]
 
 
 def test_the_history_of_memory_is_written_after_an_error_too(tmp_path, monkeypatch, logged):
     written: list[Path] = []
-    monkeypatch.setattr(hook, "start_memory_history", lambda device: written.append(Path(device.type)))
+    monkeypatch.setattr(
+        hook, "start_memory_history", lambda device: written.append(Path(device.type))
+    )
     monkeypatch.setattr(hook, "write_memory_history", written.append)
     settings = TrainConfig(memory_snapshot_path=str(tmp_path / "m.pickle"), profile_ranks=[0])
-    rank_0, rank_1 = (SimpleNamespace(rank=rank, device=torch.device("cuda"), topology=TWO) for rank in (0, 1))
+    rank_0, rank_1 = (
+        SimpleNamespace(rank=rank, device=torch.device("cuda"), topology=TWO) for rank in (0, 1)
+    )
     with pytest.raises(MemoryError), hook.memory_snapshot(settings, rank_0):
         raise MemoryError
     assert written == [Path("cuda"), tmp_path / "m-rank-00000.pickle"]
@@ -67,7 +84,9 @@ def test_the_history_of_memory_is_written_after_an_error_too(tmp_path, monkeypat
     assert len(written) == 2
     # a file that cannot be written ends no run
     monkeypatch.setattr(hook, "write_memory_history", lambda path: path.write_bytes(b""))
-    with hook.memory_snapshot(TrainConfig(memory_snapshot_path=str(tmp_path / "none" / "m")), rank_0):
+    with hook.memory_snapshot(
+        TrainConfig(memory_snapshot_path=str(tmp_path / "none" / "m")), rank_0
+    ):
         pass
     assert any(line.startswith("no memory snapshot: ") for line in logged)
 
@@ -108,7 +127,9 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, logged, monkeypat
         train(run, ProfileHook())
         assert run.state.step == 4
     reason = "bytes free in" if fault == "disk" else "File exists"
-    assert [line for line in logged if "profile" in line] == [line for line in logged if reason in line]
+    assert [line for line in logged if "profile" in line] == [
+        line for line in logged if reason in line
+    ]
     assert traces(tmp_path) == []
 
 
@@ -121,8 +142,11 @@ def test_an_error_leaves_no_profiler_running_and_no_half_trace(tmp_path):
     assert len(traces(tmp_path / "next")) == 1
 
 
-def test_a_profile_that_ends_while_parameters_are_gathered_leaves_the_heap_whole(tmp_path: Path) -> None:
-    # torch 2.13: a transfer begun under the profiler and waited for after it frees memory twice, soon or at exit.
+def test_a_profile_that_ends_while_parameters_are_gathered_leaves_the_heap_whole(
+    tmp_path: Path,
+) -> None:
+    # torch 2.13: a transfer begun under the profiler and waited for after it frees memory twice,
+    # soon or at exit.
     overlapped = arguments(tmp_path / "run", "--train-iters 6 --overlap-param-gather --profile")
     run_ranks(
         2,
@@ -135,7 +159,10 @@ def test_a_profile_that_ends_while_parameters_are_gathered_leaves_the_heap_whole
     assert len(list((tmp_path / "run" / "profile").iterdir())) == 2
     # The traces of both ranks show the last step, with gloo's transfers beside operators.
     read = read_timeline(tmp_path / "run")
-    assert [(lanes.rank, lanes.step) for lanes in read.ranks] == [(0, 5), (1, 5)] and not read.on_device
+    assert [(lanes.rank, lanes.step) for lanes in read.ranks] == [
+        (0, 5),
+        (1, 5),
+    ] and not read.on_device
     assert all(lanes.total_ms["compute"] > 0 for lanes in read.ranks)
     share = hidden_share(read.ranks)
     assert share is not None and 0 <= share <= 1  # how much is up to the machine

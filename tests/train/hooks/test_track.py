@@ -1,4 +1,6 @@
-"""TensorBoard's event files are read back, Prometheus gets every number, messages are sent in order."""
+"""TensorBoard's event files are read back, Prometheus gets every number, messages are sent in
+order.
+"""
 
 import errno
 import json
@@ -29,7 +31,9 @@ def read_scalars(folder) -> dict[str, dict[int, float]]:
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
-    assert all(len({event.step for event in each}) == len(each) for each in scalars.values()), "a step twice"
+    assert all(len({event.step for event in each}) == len(each) for each in scalars.values()), (
+        "a step twice"
+    )
     return {tag: {event.step: event.value for event in each} for tag, each in scalars.items()}
 
 
@@ -40,7 +44,9 @@ def test_tensorboard_has_every_number_of_every_step(tmp_path):
         train(run, LogHook(), TrackHook())
     scalars, lines = read_scalars(tmp_path), metrics_of(tmp_path)
     assert set(scalars) == {
-        name for name, value in lines[0].items() if name not in ("step", "crc32") and value is not None
+        name
+        for name, value in lines[0].items()
+        if name not in ("step", "crc32") and value is not None
     }
     for line in lines:
         assert scalars["loss"][line["step"]] == pytest.approx(line["loss"])
@@ -103,13 +109,18 @@ def test_what_is_not_known_is_not_sent(tmp_path, notebook):
 
 
 def test_a_tracker_hears_that_the_run_failed(tmp_path, notebook):
-    with small_run(tmp_path, "--train-iters", "3", "--tensorboard") as run, pytest.raises(RuntimeError):
+    with (
+        small_run(tmp_path, "--train-iters", "3", "--tensorboard") as run,
+        pytest.raises(RuntimeError),
+    ):
         train(run, TrackHook(), Failing(1))
     assert notebook[0].closed == [True]
 
 
 @pytest.mark.parametrize("fault", ["make", "write", "close"])
-def test_a_tracker_that_fails_is_left_out_and_training_goes_on(tmp_path, notebook, monkeypatch, logged, fault):
+def test_a_tracker_that_fails_is_left_out_and_training_goes_on(
+    tmp_path, notebook, monkeypatch, logged, fault
+):
     def fail(*args, **options):
         raise OSError("no space")
 
@@ -165,9 +176,13 @@ def test_tokens_per_expert_are_histograms(tmp_path):
     )
     board, wandb = TensorBoardTracker(run), object.__new__(WandbTracker)
     wandb._histogram, wandb._num_repeated = list, 0
-    wandb._run = SimpleNamespace(log=lambda values, step: written.append(values), finish=lambda exit_code: None)
+    wandb._run = SimpleNamespace(
+        log=lambda values, step: written.append(values), finish=lambda exit_code: None
+    )
     hook._trackers = {"tensorboard": board, "wandb": wandb}
-    hook.after_read(run, report_of(1, metrics={"moe": {"max_load": 1.5, "load": {"layers.1": [10, 30, 20, 4]}}}))
+    hook.after_read(
+        run, report_of(1, metrics={"moe": {"max_load": 1.5, "load": {"layers.1": [10, 30, 20, 4]}}})
+    )
     hook.close(failed=False)
     assert written[0]["moe_load/layers.1"] == [10, 30, 20, 4] and written[0]["moe_max_load"] == 1.5
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -175,7 +190,11 @@ def test_tokens_per_expert_are_histograms(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     (histogram,) = events.Histograms("moe_load/layers.1")
-    assert (histogram.histogram_value.min, histogram.histogram_value.max, histogram.histogram_value.num) == (4, 30, 4)
+    assert (
+        histogram.histogram_value.min,
+        histogram.histogram_value.max,
+        histogram.histogram_value.num,
+    ) == (4, 30, 4)
 
 
 prometheus_client = pytest.importorskip("prometheus_client")
@@ -203,11 +222,19 @@ def test_the_newest_numbers_are_served(tmp_path, monkeypatch):
     hook.before_training(run)
     server = hook._trackers["prometheus_port"]._server
     for step, loss in ((1, 3.0), (2, 2.5)):
-        hook.after_read(run, report_of(step, loss=loss, metrics={"moe": {"max_load": 1.5, "load": {"0": [1, 2]}}}))
+        hook.after_read(
+            run,
+            report_of(step, loss=loss, metrics={"moe": {"max_load": 1.5, "load": {"0": [1, 2]}}}),
+        )
     page = urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=HANG_S).read().decode()
     hook.close(failed=False)
-    assert 'nanotrain_loss{run="llama"} 2.5' in page and 'nanotrain_moe_max_load{run="llama"} 1.5' in page
-    assert 'nanotrain_step{run="llama"} 2.0' in page and "moe_load" not in page and "mfu" not in page
+    assert (
+        'nanotrain_loss{run="llama"} 2.5' in page
+        and 'nanotrain_moe_max_load{run="llama"} 1.5' in page
+    )
+    assert (
+        'nanotrain_step{run="llama"} 2.0' in page and "moe_load" not in page and "mfu" not in page
+    )
     assert server.socket.fileno() == -1, "closed"
 
 
@@ -221,7 +248,9 @@ def test_a_port_that_is_taken_is_a_warning(tmp_path, logged):
 
 
 def test_only_the_first_rank_serves(tmp_path, monkeypatch):
-    monkeypatch.setattr(prometheus_client, "start_http_server", lambda *_, **__: pytest.fail("served"))
+    monkeypatch.setattr(
+        prometheus_client, "start_http_server", lambda *_, **__: pytest.fail("served")
+    )
     hook, run = TrackHook(), run_at(9400, tmp_path, is_first=False)
     hook.before_training(run)
     hook.after_read(run, report_of())
@@ -238,7 +267,9 @@ SECRET = "http://127.0.0.1:9/hook/T0KEN"
 
 @pytest.fixture(autouse=True)
 def waiting_and_direct(monkeypatch):
-    """The end waits for the last message however slow the machine, and no proxy is asked for its address."""
+    """The end waits for the last message however slow the machine, and no proxy is asked for its
+    address.
+    """
     monkeypatch.setitem(Sender.close.__kwdefaults__, "wait_s", HANG_S)
     monkeypatch.setenv("no_proxy", "*")
 
@@ -267,7 +298,9 @@ def run_with(url: str, folder, *, is_first: bool = True):
     """What the hook reads of a run."""
     return SimpleNamespace(
         config=configure("tiny", notify=url, train_iters=30),
-        context=SimpleNamespace(control=SimpleNamespace(is_first=is_first), topology=SimpleNamespace(world_size=4)),
+        context=SimpleNamespace(
+            control=SimpleNamespace(is_first=is_first), topology=SimpleNamespace(world_size=4)
+        ),
         folder=SimpleNamespace(path=folder / "llama"),
         state=SimpleNamespace(step=0),
     )
@@ -349,7 +382,10 @@ def test_no_file_of_a_run_holds_the_url(tmp_path, capfd, monkeypatch, logging_as
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(files) > 5 and not [path for path in files if b"T0KEN" in path.read_bytes()]
     captured = capfd.readouterr()
-    assert "T0KEN" not in captured.out + captured.err and "(hidden)" in (tmp_path / "run/environment.json").read_text()
+    assert (
+        "T0KEN" not in captured.out + captured.err
+        and "(hidden)" in (tmp_path / "run/environment.json").read_text()
+    )
 
 
 def test_the_url_is_used_but_not_printed(tmp_path, monkeypatch):
@@ -357,9 +393,9 @@ def test_the_url_is_used_but_not_printed(tmp_path, monkeypatch):
     line = ["+config=tiny", f"--notify={SECRET}", "--vocab-size", "64"]
     loaded = load(line)
     assert loaded.config.train.notify == SECRET == load_object(loaded.config).config.train.notify
-    assert SECRET not in to_yaml(loaded.config) + explain(loaded, parse(line)) + str(to_dict(loaded.config)) + str(
-        loaded.origins
-    )
+    assert SECRET not in to_yaml(loaded.config) + explain(loaded, parse(line)) + str(
+        to_dict(loaded.config)
+    ) + str(loaded.origins)
     assert config_from_dict(to_dict(loaded.config)).train.notify is None  # as a checkpoint is read
     written = tmp_path / "config.yaml"
     written.write_text(to_yaml(loaded.config))
@@ -370,7 +406,15 @@ def test_the_url_is_used_but_not_printed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "url",
-    ["file:///etc/passwd", "http://", "http://h:99999/", "http://h:0/", "http://a b/", "http://[::1/", "http://h:x"],
+    [
+        "file:///etc/passwd",
+        "http://",
+        "http://h:99999/",
+        "http://h:0/",
+        "http://a b/",
+        "http://[::1/",
+        "http://h:x",
+    ],
 )
 def test_what_is_no_address_of_a_server_is_refused(url):
     with pytest.raises(ConfigError, match="must begin with http"):

@@ -43,7 +43,9 @@ def wandb_records(path) -> Iterator[Any]:
 
 
 def finished_records(path) -> list[Any]:
-    """The records, once wandb's own process has written the last one, which it may do after `finish`."""
+    """The records, once wandb's own process has written the last one, which it may do after
+    `finish`.
+    """
     deadline, records = time.monotonic() + HANG_S, list(wandb_records(path))
     while not any(record.HasField("exit") for record in records):
         assert time.monotonic() < deadline, "the file never ends"
@@ -52,9 +54,22 @@ def finished_records(path) -> list[Any]:
     return records
 
 
-def test_wandb_continues_one_run_over_restarts_offline_without_a_key(tmp_path, offline_wandb, logged):
-    arguments = ("--save-interval", "2", "--wandb", "--wandb-project", "test", "--lr-decay-style", "constant")
-    with small_run(tmp_path / "run", "--train-iters", "9", *arguments) as run, pytest.raises(RuntimeError):
+def test_wandb_continues_one_run_over_restarts_offline_without_a_key(
+    tmp_path, offline_wandb, logged
+):
+    arguments = (
+        "--save-interval",
+        "2",
+        "--wandb",
+        "--wandb-project",
+        "test",
+        "--lr-decay-style",
+        "constant",
+    )
+    with (
+        small_run(tmp_path / "run", "--train-iters", "9", *arguments) as run,
+        pytest.raises(RuntimeError),
+    ):
         train(run, LogHook(), TrackHook(), CheckpointHook(), Failing(3))
     for last in ("5", "6"):
         time.sleep(1.01 - time.time() % 1)  # wandb names its folders by the second
@@ -62,15 +77,31 @@ def test_wandb_continues_one_run_over_restarts_offline_without_a_key(tmp_path, o
             train(run, LogHook(), TrackHook(), CheckpointHook())
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     records = [record for file in files for record in finished_records(file)]
-    assert len(files) == 3 and {record.run.run_id for record in records if record.HasField("run")} == {
-        (tmp_path / "run" / "wandb" / "id").read_text()
-    }
+    assert len(files) == 3 and {
+        record.run.run_id for record in records if record.HasField("run")
+    } == {(tmp_path / "run" / "wandb" / "id").read_text()}
     assert all(record.run.resume for record in records if record.HasField("run"))
-    assert {record.metric.step_metric for record in records if record.metric.glob_name == "*"} == {"step"}
+    assert {record.metric.step_metric for record in records if record.metric.glob_name == "*"} == {
+        "step"
+    }
     rows = [record.history for record in records if record.HasField("history")]
-    steps = [int(item.value_json) for row in rows for item in row.item if "step" in (item.key, *item.nested_key)]
-    # step 3 was lost and taken again: wandb's own counter goes on, the x axis is the step of the training
-    assert steps == [1, 2, 3, 3, 4, 5, 6] and [row.step.num for row in rows] == [1, 2, 3, 4, 5, 6, 7]
+    steps = [
+        int(item.value_json)
+        for row in rows
+        for item in row.item
+        if "step" in (item.key, *item.nested_key)
+    ]
+    # step 3 was lost and taken again: wandb's own counter goes on, the x axis is the step of the
+    # training
+    assert steps == [1, 2, 3, 3, 4, 5, 6] and [row.step.num for row in rows] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
     assert any(line.startswith("wandb: offline, in ") for line in logged)
 
 

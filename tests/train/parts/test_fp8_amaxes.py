@@ -19,7 +19,9 @@ STEPS = ["--lr-decay-iters", "5", "--global-batch-size", "4", "--micro-batch-siz
 
 def histories(run: Run) -> dict[str, torch.Tensor]:
     return {
-        name: layer.history.clone() for name, layer in fp8_layers(run.stages[0]).items() if layer.history is not None
+        name: layer.history.clone()
+        for name, layer in fp8_layers(run.stages[0]).items()
+        if layer.history is not None
     }
 
 
@@ -41,10 +43,16 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> N
         assert torch.equal(history, amaxes["stopped"][name]), name
 
 
-def test_a_run_without_a_history_starts_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_without_a_history_starts_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with small_run(tmp_path, *STEPS, "--train-iters", "1") as run:
         train(run, CheckpointHook())
-    assert not [name for name in read_manifest(tmp_path / "checkpoints" / "step-00000001").tensors if "amax" in name]
+    assert not [
+        name
+        for name in read_manifest(tmp_path / "checkpoints" / "step-00000001").tensors
+        if "amax" in name
+    ]
     with (
         caplog.at_level("INFO", logger="nanotrain"),
         small_run(tmp_path, *STEPS, *DELAYED, "--train-iters", "2") as run,
@@ -54,7 +62,8 @@ def test_a_run_without_a_history_starts_one(tmp_path: Path, caplog: pytest.LogCa
     assert "7 of 7 fp8 layers start with an empty amax history" in caplog.text
     tensors = read_manifest(tmp_path / "checkpoints" / "step-00000002").tensors
     assert tensors["fp8/layers.0.mlp.down.fp8.amax_history"].shape == (3, 1, 3)
-    with small_run(tmp_path, *STEPS, *DELAYED, "--train-iters", "3") as run:  # a rollback starts one too
+    # a rollback starts one too
+    with small_run(tmp_path, *STEPS, *DELAYED, "--train-iters", "3") as run:
         assert all((history > 0).any() for history in histories(run).values())
         roll_back(run, tmp_path / "checkpoints" / "step-00000001")
         assert not any((history > 0).any() for history in histories(run).values())
@@ -81,7 +90,14 @@ def test_a_step_that_overflows_is_skipped_and_leaves_the_history(tmp_path: Path)
 def falling_losses(folder: Path, *arguments: str) -> list[float]:
     """Losses of 20 steps on one batch."""
     with small_run(
-        folder, "--micro-batch-size", "4", "--lr", "1e-2", "--lr-decay-style", "constant", *arguments
+        folder,
+        "--micro-batch-size",
+        "4",
+        "--lr",
+        "1e-2",
+        "--lr-decay-style",
+        "constant",
+        *arguments,
     ) as run:
         batch = run.batch_iterator.next()
         assert batch is not None
@@ -98,13 +114,17 @@ def test_training_follows_that_of_bf16(tmp_path: Path) -> None:
         ("blockwise", "e4m3"),
         ("mxfp8", "e4m3"),
     ):
-        losses = falling_losses(tmp_path / recipe, "--bf16", "--fp8-format", name, "--fp8-recipe", recipe)
+        losses = falling_losses(
+            tmp_path / recipe, "--bf16", "--fp8-format", name, "--fp8-recipe", recipe
+        )
         assert losses[1:] != expected[1:]
         assert losses[-1] == pytest.approx(expected[-1], abs=0.05), recipe
 
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])
-def test_recomputation_changes_no_bit_and_counts_amaxes_once(tmp_path: Path, granularity: str) -> None:
+def test_recomputation_changes_no_bit_and_counts_amaxes_once(
+    tmp_path: Path, granularity: str
+) -> None:
     experts = ["--num-experts", "4", "--moe-ffn-hidden-size", "32", "--num-layers", "2"]
     recompute = ["--recompute-granularity", granularity]
     recompute += (
@@ -114,10 +134,17 @@ def test_recomputation_changes_no_bit_and_counts_amaxes_once(tmp_path: Path, gra
     )
     outcomes = []
     for name, arguments in (("kept", []), ("recomputed", recompute)):
-        with small_run(tmp_path / name, *STEPS, *DELAYED, *experts, *arguments, "--train-iters", "3") as run:
+        with small_run(
+            tmp_path / name, *STEPS, *DELAYED, *experts, *arguments, "--train-iters", "3"
+        ) as run:
             spy = Spy()
             train(run, spy)
-            outcomes.append(([(report.output.loss, report.output.grad_norm) for report in spy.reports], histories(run)))
+            outcomes.append(
+                (
+                    [(report.output.loss, report.output.grad_norm) for report in spy.reports],
+                    histories(run),
+                )
+            )
     (kept, kept_histories), (recomputed, recomputed_histories) = outcomes
     assert kept == recomputed
     for name, history in kept_histories.items():
@@ -125,7 +152,13 @@ def test_recomputation_changes_no_bit_and_counts_amaxes_once(tmp_path: Path, gra
 
 
 def test_only_the_linear_layers_between_the_first_and_the_last_use_fp8(tmp_path: Path) -> None:
-    arguments = ["--num-layers", "4", "--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "2"]
+    arguments = [
+        "--num-layers",
+        "4",
+        "--first-last-layers-bf16",
+        "--num-layers-at-end-in-bf16",
+        "2",
+    ]
     with small_run(tmp_path, *DELAYED, *arguments) as run:
         names = list(fp8_layers(run.stages[0]))
     linears = (

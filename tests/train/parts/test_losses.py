@@ -1,4 +1,6 @@
-"""Losses by corpus are those of its samples by hand, in every layout, over the steps between two logged ones."""
+"""Losses by corpus are those of its samples by hand, in every layout, over the steps between two
+logged ones.
+"""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -43,7 +45,9 @@ DATA = BlendedDataset.by_weight([From(first=0), From(first=500)], [Fraction(2), 
 
 
 def read_blend(ctx: ParallelContext, run: Run) -> None:
-    """Let a run read the blend, with several chunks of the loss per microbatch on all ranks of this process."""
+    """Let a run read the blend, with several chunks of the loss per microbatch on all ranks of this
+    process.
+    """
     loss.CHUNK_ELEMENTS["cpu"], loss.MIN_CHUNK_TOKENS = 1, 10
     run.batches.dataset = DATA
     run.batches.restart(consumed_samples=0, skipped_samples=0)
@@ -51,7 +55,9 @@ def read_blend(ctx: ParallelContext, run: Run) -> None:
 
 
 def losses_of(ctx: ParallelContext, case: Case) -> list[dict[str, float] | None]:
-    """What two steps report, of which the second is logged, and on one rank the first losses by hand."""
+    """What two steps report, of which the second is logged, and on one rank the first losses by
+    hand.
+    """
     run = build_here(ctx, case)
     read_blend(ctx, run)
     losses: list[dict[str, float] | None] = []
@@ -73,7 +79,10 @@ def by_hand(stage: Any, samples: range) -> np.ndarray:
     for index in samples:
         batch: Batch = collate([DATA[index]])
         with torch.no_grad():
-            sums[:, DATA.locate(index)[0]] += (float(stage(None, BatchContext(batch))), float(batch.loss_mask.sum()))
+            sums[:, DATA.locate(index)[0]] += (
+                float(stage(None, BatchContext(batch))),
+                float(batch.loss_mask.sum()),
+            )
     return sums
 
 
@@ -91,7 +100,9 @@ def test_every_layout_has_the_losses_by_hand() -> None:
 
 
 def test_names_are_the_ends_of_paths_that_differ(tmp_path) -> None:
-    paths = [tmp_path / folder / name for folder, name in (("a", "web"), ("b", "web"), ("b", "code"))]
+    paths = [
+        tmp_path / folder / name for folder, name in (("a", "web"), ("b", "web"), ("b", "code"))
+    ]
     for path in paths:
         path.parent.mkdir(exist_ok=True)
         with TokenWriter(path, np.dtype("uint16")) as writer:
@@ -103,5 +114,8 @@ def test_names_are_the_ends_of_paths_that_differ(tmp_path) -> None:
         assert train is not None
         return source_names(train)
 
-    assert names(*paths) == ("a/web", "b/web", "b/code") and names(paths[0], paths[2]) == ("web", "code")
+    assert names(*paths) == ("a/web", "b/web", "b/code") and names(paths[0], paths[2]) == (
+        "web",
+        "code",
+    )
     assert names(paths[0]) == ()

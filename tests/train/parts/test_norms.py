@@ -1,4 +1,6 @@
-"""Norms are those by hand, of every layout alike; those by group sum to the norms of the whole model."""
+"""Norms are those by hand, of every layout alike; those by group sum to the norms of the whole
+model.
+"""
 
 import json
 from pathlib import Path
@@ -20,7 +22,10 @@ from tests.train.small_run import Spy, metrics_of, small_run, train
 
 MOE = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "qk_layernorm": True}
 GROUPS = ["embedding", "norms", "attention", "mlp", "experts", "head"]
-UNTIED = MOE | {"untie_embeddings_and_output_weights": True, "moe_shared_expert_intermediate_size": 24}
+UNTIED = MOE | {
+    "untie_embeddings_and_output_weights": True,
+    "moe_shared_expert_intermediate_size": 24,
+}
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"tp": 2, "strategy": "optim", "sequence_parallel": True}),
     (2, {"pp": 2, "strategy": "no_shard"}),
@@ -37,12 +42,20 @@ def case_of(sizes: dict[str, Any], micro_batch_size: int, model: dict[str, Any])
     )
 
 
-def step_of(ctx: ParallelContext, case: Case) -> tuple[float, dict[str, dict[str, float]], dict[str, dict[str, float]]]:
-    """The gradient norm and the norms of one step, and those of this rank's full tensors by hand, before and after."""
+def step_of(
+    ctx: ParallelContext, case: Case
+) -> tuple[float, dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """The gradient norm and the norms of one step, and those of this rank's full tensors by hand,
+    before and after.
+    """
     run = build_here(ctx, case)
 
     def params() -> dict[str, Tensor]:
-        return {name: p.detach().clone() for stage in run.stages.values() for name, p in stage.named_parameters()}
+        return {
+            name: p.detach().clone()
+            for stage in run.stages.values()
+            for name, p in stage.named_parameters()
+        }
 
     before, batch = params(), run.batch_iterator.next()
     assert batch is not None
@@ -52,7 +65,10 @@ def step_of(ctx: ParallelContext, case: Case) -> tuple[float, dict[str, dict[str
     after = params()
     tensors = {"param": after, "update": {name: after[name] - before[name] for name in after}}
     by_hand = {
-        kind: {group: norm_of([each[name] for name in each if group_of(name) == group]) for group in GROUPS}
+        kind: {
+            group: norm_of([each[name] for name in each if group_of(name) == group])
+            for group in GROUPS
+        }
         for kind, each in tensors.items()
     }
     return result.grad_norm, result.metrics["norms"], by_hand
@@ -72,12 +88,20 @@ def group_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("model", [UNTIED, {}], ids=["experts", "tied"])
-def test_every_layout_has_the_norms_of_one_rank_which_are_those_by_hand(model: dict[str, Any]) -> None:
-    ((grad_norm, single, by_hand),) = run_ranks(1, step_of, case_of({}, GLOBAL_BATCH, model), threads=True)
+def test_every_layout_has_the_norms_of_one_rank_which_are_those_by_hand(
+    model: dict[str, Any],
+) -> None:
+    ((grad_norm, single, by_hand),) = run_ranks(
+        1, step_of, case_of({}, GLOBAL_BATCH, model), threads=True
+    )
     assert list(single) == list(KINDS)
     expected = {name: norm for name, norm in by_hand["param"].items() if norm}
-    assert single["param"] == pytest.approx(expected, rel=1e-5) and len(expected) == (6 if model else 4)
-    assert single["update"] == pytest.approx({name: by_hand["update"][name] for name in expected}, rel=1e-4)
+    assert single["param"] == pytest.approx(expected, rel=1e-5) and len(expected) == (
+        6 if model else 4
+    )
+    assert single["update"] == pytest.approx(
+        {name: by_hand["update"][name] for name in expected}, rel=1e-4
+    )
     whole = sum(norm**2 for norm in single["grad"].values()) ** 0.5
     assert whole == pytest.approx(grad_norm, rel=1e-6), "before clipping"
     for num_ranks, sizes in LAYOUTS if model else LAYOUTS[:2]:
@@ -98,15 +122,27 @@ def test_only_logged_steps_measure_and_the_files_name_them(tmp_path, monkeypatch
         def close(self, *, failed: bool) -> None:
             pass
 
-    monkeypatch.setattr("nanotrain.train.hooks.track.TRACKERS", {"tensorboard": lambda run: Recorder()})
-    flags = ("--train-iters", "4", "--log-interval", "2", "--save-interval", "0", "--log-norms-by-group")
+    monkeypatch.setattr(
+        "nanotrain.train.hooks.track.TRACKERS", {"tensorboard": lambda run: Recorder()}
+    )
+    flags = (
+        "--train-iters",
+        "4",
+        "--log-interval",
+        "2",
+        "--save-interval",
+        "0",
+        "--log-norms-by-group",
+    )
     fp16 = ("--fp16", "--initial-loss-scale", "1024", "--tensorboard")
     with small_run(tmp_path, *flags, *fp16) as run:
         train(run, LogHook(), TrackHook())
     rows = metrics_of(tmp_path)
     assert ["norms" in row for row in rows] == [False, True, False, True]
     grads = rows[1]["norms"]["grad"]
-    assert sum(norm**2 for norm in grads.values()) ** 0.5 == pytest.approx(rows[1]["grad_norm"], rel=1e-5)
+    assert sum(norm**2 for norm in grads.values()) ** 0.5 == pytest.approx(
+        rows[1]["grad_norm"], rel=1e-5
+    )
     assert written[2]["norms/update/attention"] == rows[1]["norms"]["update"]["attention"] > 0
     assert torch.isfinite(torch.tensor(list(rows[3]["norms"]["param"].values()))).all()
 
@@ -134,7 +170,13 @@ def test_layouts_agree_on_the_norm_of_all_the_zeros_and_the_largest_logit(tmp_pa
     )
     tp += " --data-parallel-sharding-strategy optim_grads"
     run_ranks(1, run_command_lines, arguments(tmp_path / "one", steps, LOGGED))
-    run_ranks(4, run_command_lines, arguments(tmp_path / "four", steps, LOGGED, tp), tp=2, strategy="optim_grads")
+    run_ranks(
+        4,
+        run_command_lines,
+        arguments(tmp_path / "four", steps, LOGGED, tp),
+        tp=2,
+        strategy="optim_grads",
+    )
     single_rank, four_ranks = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("one", "four")
@@ -142,5 +184,9 @@ def test_layouts_agree_on_the_norm_of_all_the_zeros_and_the_largest_logit(tmp_pa
     for row, expected in zip(four_ranks, single_rank, strict=True):
         assert row["params_norm"] == pytest.approx(expected["params_norm"], rel=1e-6)
         assert row["num_zeros_in_grad"] == expected["num_zeros_in_grad"] > 0
-        assert row["max_attention_logit"] == pytest.approx(expected["max_attention_logit"], rel=1e-4)
-    assert single_rank[0]["max_attention_logit"] != single_rank[1]["max_attention_logit"], "each step starts anew"
+        assert row["max_attention_logit"] == pytest.approx(
+            expected["max_attention_logit"], rel=1e-4
+        )
+    assert single_rank[0]["max_attention_logit"] != single_rank[1]["max_attention_logit"], (
+        "each step starts anew"
+    )

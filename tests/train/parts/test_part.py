@@ -1,4 +1,6 @@
-"""A part from outside of the package takes part in every step; the order of those that change weights is a law."""
+"""A part from outside of the package takes part in every step; the order of those that change
+weights is a law.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,15 +49,21 @@ class RankSteps(StepPart):
 ROW = (bool, RankSteps)
 
 
-def steps_of(ctx: ParallelContext, case: Case, folder: Path, *, checkpoint: Path | None = None) -> list[float]:
+def steps_of(
+    ctx: ParallelContext, case: Case, folder: Path, *, checkpoint: Path | None = None
+) -> list[float]:
     """What the part reports in two steps, after which a checkpoint is saved."""
     run = build_here(ctx, case, folder=folder, checkpoint=checkpoint)
-    reported = [train_step(run, run.batch_iterator.next()).metrics.get("rank_steps", 0.0) for _ in range(2)]
+    reported = [
+        train_step(run, run.batch_iterator.next()).metrics.get("rank_steps", 0.0) for _ in range(2)
+    ]
     save_step(ctx, run)
     return reported
 
 
-def with_and_without(ctx: ParallelContext, case: Case, folder: Path) -> tuple[list[float], list[int]]:
+def with_and_without(
+    ctx: ParallelContext, case: Case, folder: Path
+) -> tuple[list[float], list[int]]:
     """What the part reports, and the collectives of a run with it and of one without."""
     num_calls, reported = [], []
     for has_part in (False, True):
@@ -72,7 +80,9 @@ def resumed(ctx: ParallelContext, case: Case, checkpoint: Path, folder: Path) ->
     return steps_of(ctx, case, folder, checkpoint=checkpoint)
 
 
-def test_a_part_joins_the_all_reduce_and_is_saved_and_restored_on_another_layout(tmp_path: Path) -> None:
+def test_a_part_joins_the_all_reduce_and_is_saved_and_restored_on_another_layout(
+    tmp_path: Path,
+) -> None:
     case = Case(4)
     pipeline = case.but(parallel={"pipeline_model_parallel_size": 2})
     outcomes = run_ranks(2, with_and_without, pipeline, tmp_path / "two", pp=2)
@@ -97,7 +107,11 @@ def test_the_average_is_of_clipped_weights_and_fp8_scales_come_last(tmp_path: Pa
         train_step(run, run.batch_iterator.next())
         for box, tensor in run.optimizer.tensors_to_save(only="model").items():
             name = box.name.removeprefix("model/")
-            (of_box,) = (each for place, each in average.items() if (place.name, place.box) == (f"ema/{name}", box.box))
+            (of_box,) = (
+                each
+                for place, each in average.items()
+                if (place.name, place.box) == (f"ema/{name}", box.box)
+            )
             assert torch.equal(of_box, before[name].lerp(tensor, 0.5)), name
             assert "query" not in name or tensor.norm() < 0.5 * before[name].norm(), "clipped"
     assert list(PARTS)[-1] == "fp8_amaxes"

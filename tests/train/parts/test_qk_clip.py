@@ -1,4 +1,6 @@
-"""QK-clip: clipped rows give the logits times the factor of their head; what counts, and over which ranks."""
+"""QK-clip: clipped rows give the logits times the factor of their head; what counts, and over which
+ranks.
+"""
 
 from dataclasses import replace
 
@@ -37,7 +39,9 @@ def test_clipped_weights_give_scaled_logits(name: str, alpha: float) -> None:
     threshold = before.sort().values[-2].item() * 0.9  # exceeded by two heads
     config = OptimConfig(qk_clip=True, qk_clip_alpha=alpha, qk_clip_threshold=threshold)
     factors = collect_factors(stage, config, shape=shape, tp=ONE, dp_cp=ONE)
-    assert (next(iter(logits_of(stage).values())).largest == -torch.inf).all(), "the next step counts anew"
+    assert (next(iter(logits_of(stage).values())).largest == -torch.inf).all(), (
+        "the next step counts anew"
+    )
     named = dict(stage.named_parameters())
     for param, rows in factors.items():
         assert len(rows) == len(named[param])
@@ -45,7 +49,9 @@ def test_clipped_weights_give_scaled_logits(name: str, alpha: float) -> None:
     of_heads = (threshold / before).clamp(max=1.0)
     if shape.mla is None:
         of_heads = (
-            of_heads.view(shape.query_groups, -1).amin(1).repeat_interleave(shape.num_heads // shape.query_groups)
+            of_heads.view(shape.query_groups, -1)
+            .amin(1)
+            .repeat_interleave(shape.num_heads // shape.query_groups)
         )
     assert 2 <= (of_heads < 1).sum() < len(of_heads) or shape.query_groups == 2
     torch.testing.assert_close(largest(stage), before * of_heads)
@@ -66,7 +72,9 @@ def test_logits_below_the_threshold_and_those_that_are_not_finite_change_nothing
     stage = tracked(LLAMA)
     (logits,) = logits_of(stage).values()
     logits.largest.copy_(torch.tensor([torch.inf, torch.nan, 99.0, -torch.inf]))
-    factors = collect_factors(stage, OptimConfig(qk_clip=True), shape=ModelShape.of(LLAMA), tp=ONE, dp_cp=ONE)
+    factors = collect_factors(
+        stage, OptimConfig(qk_clip=True), shape=ModelShape.of(LLAMA), tp=ONE, dp_cp=ONE
+    )
     assert {name.rsplit(".", 2)[1] for name in factors} == {"query", "key"}
     assert all((rows == 1).all() for rows in factors.values())
 

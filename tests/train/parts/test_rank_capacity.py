@@ -1,4 +1,6 @@
-"""A step with more tokens for a rank than all-to-alls of fixed sizes have room for is skipped and named."""
+"""A step with more tokens for a rank than all-to-alls of fixed sizes have room for is skipped and
+named.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -15,31 +17,45 @@ from tests.laws.worlds import Case, build_here, held_weights, train_steps
 def train_over_capacity(ctx: ParallelContext, case: Case) -> dict[str, Any]:
     """The metrics of a step that is skipped and changes nothing."""
     run = build_here(ctx, case)
-    buffers = {name: each.clone() for stage in run.stages.values() for name, each in stage.named_buffers()}
+    buffers = {
+        name: each.clone() for stage in run.stages.values() for name, each in stage.named_buffers()
+    }
     before = held_weights(run)
     (step,) = train_steps(run, 1)
     assert all(torch.equal(before[box], weight) for box, weight in held_weights(run).items())
-    biases = [(each, buffers[name]) for stage in run.stages.values() for name, each in stage.named_buffers()]
+    biases = [
+        (each, buffers[name])
+        for stage in run.stages.values()
+        for name, each in stage.named_buffers()
+    ]
     part = run.parts.by_name["rank_capacity"]
     assert isinstance(part, RankCapacity) and len(part.dispatchers) == 2
-    assert all(dispatcher.peak is None for dispatcher in part.dispatchers.values()), "the next step counts anew"
+    assert all(dispatcher.peak is None for dispatcher in part.dispatchers.values()), (
+        "the next step counts anew"
+    )
     assert step.skipped and all(torch.equal(*pair) for pair in biases), "expert biases stay too"
-    return {key: value for key, value in step.metrics.items() if key != "moe"}  # which has no numbers
+    # which has no numbers
+    return {key: value for key, value in step.metrics.items() if key != "moe"}
 
 
-def test_a_step_with_more_tokens_for_a_rank_is_skipped_and_named_with_the_factor_that_it_needs() -> None:
+def test_a_step_with_more_tokens_for_a_rank_is_skipped_and_named_with_the_factor_that_it_needs() -> (
+    None
+):
     ranks, sizes, case = case_of("sequences", **{FACTOR: 1.0})
     results = run_ranks(ranks, train_over_capacity, case, **sizes, shares=True)
     metrics = results[0]
     assert all(result == metrics for result in results[1:])
-    # 12 tokens of a sequence on a tp rank choose 2 experts each, so 12 pairs are an even share of 2 ranks
+    # 12 tokens of a sequence on a tp rank choose 2 experts each, so 12 pairs are an even share of 2
+    # ranks
     needed, text = metrics["moe_rank_capacity_factor"], metrics["skip_reason"]
     most = int(needed * 12)
     assert 12 < most <= 24 and f" had {most} tokens for a rank of ep that takes 12: " in text
     assert text.startswith("layers.0.mlp of rank ")
     assert text.endswith(f"set --moe-expert-rank-capacity-factor {needed} or more")
     # Layers after the first one with too many tokens had no numbers to route.
-    (metrics, *_) = run_ranks(ranks, train_over_capacity, case.but(parallel={FACTOR: needed}), **sizes, shares=True)
+    (metrics, *_) = run_ranks(
+        ranks, train_over_capacity, case.but(parallel={FACTOR: needed}), **sizes, shares=True
+    )
     assert metrics["skip_reason"].startswith("layers.1.mlp of rank ")
     needed = metrics["moe_rank_capacity_factor"]
     case = replace(case.but(parallel={FACTOR: None}), steps=1)

@@ -1,4 +1,6 @@
-"""Routers of all stages: their statistics are one vector on the device, and expert biases move with them."""
+"""Routers of all stages: their statistics are one vector on the device, and expert biases move with
+them.
+"""
 
 import torch
 
@@ -14,10 +16,14 @@ BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sig
 
 
 def routed(ctx, case):
-    """The metrics of the second step, which do not count the first, and the biases of this rank after it."""
+    """The metrics of the second step, which do not count the first, and the biases of this rank
+    after it.
+    """
     run = build_here(ctx, case)
     _, metrics = (train_step(run, run.batch_iterator.next()).metrics["moe"] for _ in range(2))
-    biases = {name: bias.tolist() for stage in run.stages.values() for name, bias in stage.named_buffers()}
+    biases = {
+        name: bias.tolist() for stage in run.stages.values() for name, bias in stage.named_buffers()
+    }
     return metrics, {name: bias for name, bias in biases.items() if name.endswith("expert_bias")}
 
 

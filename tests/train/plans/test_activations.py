@@ -1,4 +1,6 @@
-"""The bytes of a block in closed form, against those that autograd saves, in one and in several ranks."""
+"""The bytes of a block in closed form, against those that autograd saves, in one and in several
+ranks.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,7 +25,9 @@ from tests.train.saved_tensors import (
 Measure = Callable[[ParallelContext, Config], tuple[int, int]]
 
 TOLERANCE, CP_TOLERANCE = 0.03, 0.1
-SIZES = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
+SIZES = (
+    "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
+)
 GPT2 = "--normalization LayerNorm --activation gelu --add-bias-linear --position-embedding-type learned_absolute"
 LLAMA = "--num-query-groups 2"
 MLA = (
@@ -31,7 +35,9 @@ MLA = (
     "--v-head-dim 16"
 )
 MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.01"
-GEMMA = f"{LLAMA} --qk-layernorm --norm-placement sandwich --apply-layernorm-1p --activation geglu_tanh"
+GEMMA = (
+    f"{LLAMA} --qk-layernorm --norm-placement sandwich --apply-layernorm-1p --activation geglu_tanh"
+)
 SHARED = f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate --moe-z-loss-coeff 0.01"
 SINKS = f"{LLAMA} --softmax-type learnable --activation quick_geglu --activation-func-clamp-value 7"
 OLMO = f"{LLAMA} --qk-layernorm --qk-layernorm-across-heads --norm-placement post"
@@ -88,7 +94,10 @@ LAYOUTS = {
 }
 
 
-FULL, SELECTIVE = "--recompute-granularity full", "--recompute-granularity selective --recompute-modules"
+FULL, SELECTIVE = (
+    "--recompute-granularity full",
+    "--recompute-granularity selective --recompute-modules",
+)
 # model, dtype and what is recomputed; the first half also on two ranks
 RECOMPUTED = [
     ("gpt2", "--bf16", FULL),
@@ -116,7 +125,9 @@ def configs_of(words_of: Mapping[str, str], layout: str) -> dict[str, Config]:
     return {name: replace(config_of(words), parallel=parallel) for name, words in words_of.items()}
 
 
-def measured(ctx: ParallelContext, measure: Measure, configs: dict[str, Config]) -> dict[str, tuple[int, int]]:
+def measured(
+    ctx: ParallelContext, measure: Measure, configs: dict[str, Config]
+) -> dict[str, tuple[int, int]]:
     """Counted and planned bytes by name."""
     return {name: measure(ctx, config) for name, config in configs.items()}
 
@@ -127,7 +138,8 @@ def test_block_bytes_are_those_that_autograd_saves(layout):
         f"{name} {dtype}": f"{SIZES} {words} {dtype}"
         for name, words in MODELS.items()
         for dtype in ("", "--bf16")
-        if ("ep2" not in layout or "experts" in words) and (layout != "cp2 p2p" or "unfused" not in words)
+        if ("ep2" not in layout or "experts" in words)
+        and (layout != "cp2 p2p" or "unfused" not in words)
         if not (layout in ("cp2 p2p", "cp2 a2a") and "dsa" in words)
     }
     num_ranks, configs = 1 if layout == "1 rank" else 2, configs_of(words_of, layout)
@@ -139,13 +151,25 @@ def test_block_bytes_are_those_that_autograd_saves(layout):
 
 
 def test_the_peak_of_forward_and_backward_is_planned():
-    # The largest temporaries are logits, or gradients inside a block. Those of bf16 attention on CPUs are not planned.
-    logits = [(name, dtype, "--vocab-size 2048") for name in ("gpt2", "llama", "shared") for dtype in ("", "--bf16")]
-    capped = [("gemma", dtype, "--vocab-size 2048 --final-logit-softcapping 30") for dtype in ("", "--bf16")]
+    # The largest temporaries are logits, or gradients inside a block. Those of bf16 attention on
+    # CPUs are not planned.
+    logits = [
+        (name, dtype, "--vocab-size 2048")
+        for name in ("gpt2", "llama", "shared")
+        for dtype in ("", "--bf16")
+    ]
+    capped = [
+        ("gemma", dtype, "--vocab-size 2048 --final-logit-softcapping 30")
+        for dtype in ("", "--bf16")
+    ]
     blocks = [(name, "", "--vocab-size 64") for name in ("gpt2", "llama", "mla", "moe")]
-    sizes = SIZES.replace("--num-layers 1", "--num-layers 2").replace("--seq-length 128", "--seq-length 256")
+    sizes = SIZES.replace("--num-layers 1", "--num-layers 2").replace(
+        "--seq-length 128", "--seq-length 256"
+    )
     sizes += " --untie-embeddings-and-output-weights --ffn-hidden-size 192"
-    words_of = {case: f"{sizes} {MODELS[case[0]]} {' '.join(case[1:])}" for case in logits + capped + blocks}
+    words_of = {
+        case: f"{sizes} {MODELS[case[0]]} {' '.join(case[1:])}" for case in logits + capped + blocks
+    }
     (results,) = run_ranks(1, measured, peak_and_planned, configs_of(words_of, "1 rank"))
     for case, (counted, planned) in results.items():
         assert counted <= planned <= (1.2 if case in blocks else 1.05) * counted, case
@@ -157,7 +181,9 @@ def test_planned_bytes_with_recomputation_are_those_that_stay_allocated(layout):
     rows = RECOMPUTED if layout == "1 rank" else RECOMPUTED[: len(RECOMPUTED) // 2]
     words_of = {" ".join(row): f"{sizes} {MODELS[row[0]]} {row[1]} {row[2]}" for row in rows}
     num_ranks, configs = 1 if layout == "1 rank" else 2, configs_of(words_of, layout)
-    results = run_ranks(num_ranks, measured, live_and_planned, configs, threads=False, **LAYOUTS[layout])
+    results = run_ranks(
+        num_ranks, measured, live_and_planned, configs, threads=False, **LAYOUTS[layout]
+    )
     for name in results[0]:
         counted, planned = (sum(result[name][i] for result in results) for i in (0, 1))
         assert planned == pytest.approx(counted, rel=TOLERANCE), name
@@ -166,18 +192,26 @@ def test_planned_bytes_with_recomputation_are_those_that_stay_allocated(layout):
 def test_a_backward_needs_the_largest_group_at_once():
     sizes = SIZES.replace("--num-layers 1", "--num-layers 5")
     plans = {
-        setting: plan_run(load(f"--mock-data --vocab-size 512 {sizes} {setting}".split()).config, 1, rank=0)
+        setting: plan_run(
+            load(f"--mock-data --vocab-size 512 {sizes} {setting}".split()).config, 1, rank=0
+        )
         for setting in ("", FULL, f"{FULL} --recompute-method uniform --recompute-num-layers 3")
     }
     stages = [Activations(plan, "cpu").stage(plan.stages[0].spec) for plan in plans.values()]
     block, block_input = Activations(plans[""], "cpu").block(0), 2 * 128 * 64 * 4
-    assert [stage.recomputed for stage in stages] == [0, block - block_input, 3 * block - block_input]
+    assert [stage.recomputed for stage in stages] == [
+        0,
+        block - block_input,
+        3 * block - block_input,
+    ]
     assert {stage.complete for stage in stages} == {stages[0].kept}
 
 
 def test_offloaded_blocks_are_on_the_device_two_at_a_time():
     words = f"--mock-data --vocab-size 512 {SIZES.replace('--num-layers 1', '--num-layers 5')}"
-    plan = plan_run(load(f"{words} --cpu-offloading --cpu-offloading-num-layers 3".split()).config, 1, rank=0)
+    plan = plan_run(
+        load(f"{words} --cpu-offloading --cpu-offloading-num-layers 3".split()).config, 1, rank=0
+    )
     kept = Activations(plan, "cuda")
     stage, block = kept.stage(plan.stages[0].spec), kept.block(0)
     assert (stage.kept, stage.recomputed) == (kept.head() + 2 * block, 2 * block)
@@ -198,7 +232,14 @@ def test_a_stage_without_layers_keeps_no_blocks(words: str) -> None:
     config = load(f"{SIZES} {layout} {words}".split()).config
     (stage,) = plan_run(config, 2, rank=0).stages
     of_stage = Activations(plan_run(config, 2, rank=0), "cpu").stage(stage.spec)
-    assert of_stage.kept == of_stage.recomputed == of_stage.complete == of_stage.freed == of_stage.loss == 0
+    assert (
+        of_stage.kept
+        == of_stage.recomputed
+        == of_stage.complete
+        == of_stage.freed
+        == of_stage.loss
+        == 0
+    )
 
 
 def test_a_layer_of_multi_token_prediction_keeps_what_is_planned():
@@ -207,5 +248,7 @@ def test_a_layer_of_multi_token_prediction_keeps_what_is_planned():
             run_ranks(1, stage_kept_and_planned, config_of(words))[0]
             for words in (f"{SIZES} {LLAMA} {dtype} --mtp-num-layers {number}" for number in (0, 2))
         )
-        counted, planned = (after - before for before, after in zip(without_mtp, with_mtp, strict=True))
+        counted, planned = (
+            after - before for before, after in zip(without_mtp, with_mtp, strict=True)
+        )
         assert planned == pytest.approx(counted, rel=TOLERANCE), dtype

@@ -1,4 +1,6 @@
-"""The memory of a run before it starts: exact where it is exact, and one error with settings that fit."""
+"""The memory of a run before it starts: exact where it is exact, and one error with settings that
+fit.
+"""
 
 import math
 import re
@@ -33,9 +35,18 @@ def config_of(words: str):
 
 
 def test_parameters_gradients_and_optimizer_are_those_of_the_plan():
-    config = config_of(f"{SMALL} --data-parallel-sharding-strategy optim --tensor-model-parallel-size 2")
-    planned, resident = plan_memory(config, 8, pp_rank=0, device="cuda"), plan_run(config, 8, rank=0).resident_bytes
-    assert (planned.params, planned.grads, planned.optimizer) == (resident.params, resident.grads, resident.optimizer)
+    config = config_of(
+        f"{SMALL} --data-parallel-sharding-strategy optim --tensor-model-parallel-size 2"
+    )
+    planned, resident = (
+        plan_memory(config, 8, pp_rank=0, device="cuda"),
+        plan_run(config, 8, rank=0).resident_bytes,
+    )
+    assert (planned.params, planned.grads, planned.optimizer) == (
+        resident.params,
+        resident.grads,
+        resident.optimizer,
+    )
 
 
 def test_memory_of_two_neighbouring_buckets_is_planned_and_what_graphs_return_of_blocks_in_several():
@@ -47,7 +58,9 @@ def test_memory_of_two_neighbouring_buckets_is_planned_and_what_graphs_return_of
         units = [unit for bucket in buffer.layout.buckets for unit in bucket.units]
         assert max(map(units.count, units)) == num_buckets
         eager, compiled = (
-            plan_memory(with_values(config, {"train.torch_compile": value}), 2, pp_rank=0, device="cuda")
+            plan_memory(
+                with_values(config, {"train.torch_compile": value}), 2, pp_rank=0, device="cuda"
+            )
             for value in (False, True)
         )
         assert eager.communication == 4 * max(map(sum, pairwise([0, *sizes])))
@@ -63,9 +76,13 @@ def test_memory_of_two_neighbouring_buckets_is_planned_and_what_graphs_return_of
 def test_the_largest_buckets_of_llama3_8b_are_not_both_open_and_its_blocks_are_one_bucket_each():
     words = "+config=llama3_8b --pipeline-model-parallel-size 1 --data-parallel-sharding-strategy"
     ends, block, norm = 128_256 * 4096, 218_112_000, 4096
-    for strategy, gathered in (("optim_grads", 0), ("optim_grads_params", 2 * (ends + norm + block))):
+    for strategy, gathered in (
+        ("optim_grads", 0),
+        ("optim_grads_params", 2 * (ends + norm + block)),
+    ):
         planned = plan_memory(config_of(f"{words} {strategy}"), 8, pp_rank=0, device="cuda")
-        # 10.51 and 12.61 GB with several buckets per block, of which five are open, each in memory of the largest
+        # 10.51 and 12.61 GB with several buckets per block, of which five are open, each in memory
+        # of the largest
         opened = ends + norm * (strategy == "optim_grads_params") + block
         assert planned.communication == pytest.approx(4 * opened + gathered, rel=1e-3), strategy
 
@@ -80,12 +97,18 @@ def test_the_largest_buckets_of_llama3_8b_are_not_both_open_and_its_blocks_are_o
 )
 def test_as_many_forwards_are_in_flight_as_the_schedule_says(schedule, in_flight):
     words = f"{SMALL} --pipeline-model-parallel-size 4 --global-batch-size 8 --pipeline-schedule {schedule}"
-    plans = [plan_memory(config_of(words), 4, pp_rank=pp_rank, device="cpu") for pp_rank in range(4)]
+    plans = [
+        plan_memory(config_of(words), 4, pp_rank=pp_rank, device="cpu") for pp_rank in range(4)
+    ]
     assert tuple(plan.in_flight for plan in plans) == in_flight
-    assert worst_memory(config_of(words), 4, device="cpu") == max(plans, key=lambda plan: plan.total)
+    assert worst_memory(config_of(words), 4, device="cpu") == max(
+        plans, key=lambda plan: plan.total
+    )
 
 
-@pytest.mark.parametrize("flags", ["--rampup-batch-size 8 8 100", "--step-batch-size-schedule '0:8 1M:32'"])
+@pytest.mark.parametrize(
+    "flags", ["--rampup-batch-size 8 8 100", "--step-batch-size-schedule '0:8 1M:32'"]
+)
 def test_a_schedule_of_the_batch_size_needs_the_memory_of_its_last_size(flags):
     words = f"{SMALL} --pipeline-model-parallel-size 2 --global-batch-size 32"
     scheduled = load(shlex.split(f"{words} {flags}"), to_train=False).config
@@ -108,7 +131,10 @@ def test_a_run_is_refused_only_where_what_is_certain_does_not_fit(is_compiled):
 def test_without_steps_a_run_is_refused_where_what_is_built_does_not_fit():
     config = config_of(SMALL)
     planned = require_memory(config, 1, device="cpu", available=None)
-    built, config = planned.params + planned.grads + planned.optimizer, with_values(config, {"train.train_iters": 0})
+    built, config = (
+        planned.params + planned.grads + planned.optimizer,
+        with_values(config, {"train.train_iters": 0}),
+    )
     require_memory(config, 1, device="cpu", available=built)
     with pytest.raises(ConfigError, match="a rank needs"):
         require_memory(config, 1, device="cpu", available=built - 1)
@@ -116,10 +142,14 @@ def test_without_steps_a_run_is_refused_where_what_is_built_does_not_fit():
 
 def test_the_page_shows_what_is_printed():
     page = " ".join((Path(__file__).parents[3] / "docs" / "memory.md").read_text().split())
-    table = worst_memory(config_of("+config=tiny --vocab-size 2048"), 2, device="cpu").table(9_390_000_000)
+    table = worst_memory(config_of("+config=tiny --vocab-size 2048"), 2, device="cpu").table(
+        9_390_000_000
+    )
     assert " ".join(table.split()) in page
     with pytest.raises(ConfigError) as caught:
-        require_memory(config_of("+config=llama7b --mock-data"), 1, device="cpu", available=23_050_000_000)
+        require_memory(
+            config_of("+config=llama7b --mock-data"), 1, device="cpu", available=23_050_000_000
+        )
     assert f"error: {caught.value}" in page
 
 
@@ -130,14 +160,18 @@ def advice(config, world_size: int, available: int) -> str:
 
 
 def test_the_error_names_one_change_of_each_kind_that_fits():
-    config = config_of("+config=llama7b --data-parallel-sharding-strategy no_shard --no-overlap-param-gather")
+    config = config_of(
+        "+config=llama7b --data-parallel-sharding-strategy no_shard --no-overlap-param-gather"
+    )
     fix = advice(config, 8, 80 * GB)
     assert "--data-parallel-sharding-strategy optim (" in fix
     assert "--tensor-model-parallel-size 2 --sequence-parallel (" in fix
     assert "ranks" not in fix.replace("each rank", "")  # more ranks alone change nothing
     numbers = [float(number) for number in re.findall(r"\(([\d.]+) GB\)", fix)]
     assert numbers and max(numbers) <= 80
-    changed = with_values(config, {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True})
+    changed = with_values(
+        config, {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True}
+    )
     assert f"{worst_memory(changed, 8, device='cuda').reserved / 1e9:.2f} GB" in fix
 
 
@@ -145,7 +179,11 @@ def test_recomputation_keeps_less_and_is_named_in_table_and_error():
     words = f"{SMALL} --pipeline-model-parallel-size 2 --global-batch-size 8 --micro-batch-size 2"
     kept, full, zero_bubble = (
         plan_memory(config_of(f"{words} {more}"), 2, pp_rank=0, device="cpu")
-        for more in ("", "--recompute-granularity full", "--recompute-granularity full --pipeline-schedule zb-h1")
+        for more in (
+            "",
+            "--recompute-granularity full",
+            "--recompute-granularity full --pipeline-schedule zb-h1",
+        )
     )
     assert full.activations < kept.activations < zero_bubble.activations * 2.5
     assert full.activations < zero_bubble.activations, "what W needs is complete from I to W"
@@ -153,7 +191,10 @@ def test_recomputation_keeps_less_and_is_named_in_table_and_error():
     config = config_of("+config=gpt2_124m --micro-batch-size 64 --no-torch-compile")
     fix = advice(config, 8, 14 * GB)
     changed = with_values(config, {"memory.recompute_granularity": "full"})
-    assert f"--recompute-granularity full ({worst_memory(changed, 8, device='cuda').reserved / 1e9:.2f} GB)" in fix
+    assert (
+        f"--recompute-granularity full ({worst_memory(changed, 8, device='cuda').reserved / 1e9:.2f} GB)"
+        in fix
+    )
 
 
 def test_a_smaller_micro_batch_is_named():
@@ -188,17 +229,22 @@ def test_on_a_gpu_the_context_nccl_and_fragments_are_counted_in_the_table_and_wh
 def test_the_table_has_the_total_beside_what_is_available():
     table = plan_memory(config_of(SMALL), 1, pp_rank=0, device="cpu").table(16 * GB)
     assert "1 in flight" in table and table.endswith("MB of 16.00 GB")
-    assert table.startswith("planned memory per rank:\n") and " 0.00 " not in table  # small numbers in MB and kB
+    # small numbers in MB and kB
+    assert table.startswith("planned memory per rank:\n") and " 0.00 " not in table
     assert "communication" not in table, "one rank sends nothing"
     profiled = f"{SMALL} --profile --data-parallel-sharding-strategy optim_grads"
     table = plan_memory(config_of(profiled), 2, pp_rank=0, device="cpu").table(16 * GB)
     assert "communication" in table and table.endswith("\n  without the records of --profile")
 
 
-def test_a_large_model_on_a_small_machine_is_one_error_before_anything_is_prepared(tmp_path, capfd, monkeypatch):
+def test_a_large_model_on_a_small_machine_is_one_error_before_anything_is_prepared(
+    tmp_path, capfd, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(memory_plan, "SEARCH_S", 600.0)  # on a busy machine too
-    monkeypatch.setattr("nanotrain.comm.device.memory_per_rank", lambda device, local_world_size: 22 * GB)
+    monkeypatch.setattr(
+        "nanotrain.comm.device.memory_per_rank", lambda device, local_world_size: 22 * GB
+    )
     assert main(["+config=llama7b"]) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.count("error:") == 1 and "Traceback" not in err
@@ -213,5 +259,10 @@ def test_only_the_quick_start_recipes_train_without_a_corpus(tmp_path, capfd, mo
     assert main(["+config=gpt2_124m", "--micro-batch-size", "1"]) == 2
     err = capfd.readouterr().err
     assert "there is no corpus to train on" in err and "nanotrain prepare" in err
-    assert load(["+config=tiny"]).config.data.quickstart and load(["+config=tiny_moe"]).config.data.quickstart
-    assert not load(["+config=tiny", "--mock-data", "--generate-tokens", "0"]).config.data.quickstart
+    assert (
+        load(["+config=tiny"]).config.data.quickstart
+        and load(["+config=tiny_moe"]).config.data.quickstart
+    )
+    assert not load(
+        ["+config=tiny", "--mock-data", "--generate-tokens", "0"]
+    ).config.data.quickstart

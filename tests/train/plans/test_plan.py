@@ -1,4 +1,6 @@
-"""A plan needs no world: it is made for any rank of any cluster, and it equals what a built run holds (law L5)."""
+"""A plan needs no world: it is made for any rank of any cluster, and it equals what a built run
+holds (law L5).
+"""
 
 import time
 from collections import Counter
@@ -61,7 +63,9 @@ def config_of(recipe: str, settings: str) -> Config:
     return load([f"+config={recipe}", *settings.split()], to_train=False).config
 
 
-def plan_without_a_world(config: Config, world_size: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> Plan:
+def plan_without_a_world(
+    config: Config, world_size: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> Plan:
     """Plan, and read everything from the plan, without process group, module or tensor."""
 
     def refuse(self: nn.Module, *args: object, **kwargs: object) -> None:
@@ -76,7 +80,9 @@ def plan_without_a_world(config: Config, world_size: int, rank: int, monkeypatch
 
 
 @pytest.mark.parametrize(("recipe", "world_size", "settings"), [*CLUSTERS, *LARGE])
-def test_every_recipe_is_planned_for_any_rank_without_a_world(recipe, world_size, settings, monkeypatch):
+def test_every_recipe_is_planned_for_any_rank_without_a_world(
+    recipe, world_size, settings, monkeypatch
+):
     config = config_of(recipe, settings)
     for rank in (0, world_size // 2 + world_size // 3, world_size - 1):
         start = time.process_time()
@@ -92,12 +98,21 @@ def test_every_recipe_is_planned_for_any_rank_without_a_world(recipe, world_size
         assert (("pp", "p2p") in sent) is (plan.groups["pp"].size > 1)
 
 
-@pytest.mark.parametrize(("recipe", "world_size", "settings"), [("mixtral_8x7b", 32, ""), ("llama70b", 32, LAYOUT_70B)])
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "settings"), [("mixtral_8x7b", 32, ""), ("llama70b", 32, LAYOUT_70B)]
+)
 def test_the_ranks_of_one_replica_hold_every_parameter_once(recipe, world_size, settings):
     config = config_of(recipe, settings)
     plans = [plan_run(config, world_size, rank=rank) for rank in range(world_size)]
-    boxes = {(p.spec.name, p.box): p.box.numel for plan in plans for stage in plan.stages for p in stage.params}
-    padding = (plans[0].shape.padded_vocab_size - plans[0].shape.vocab_size) * plans[0].shape.hidden_size
+    boxes = {
+        (p.spec.name, p.box): p.box.numel
+        for plan in plans
+        for stage in plan.stages
+        for p in stage.params
+    }
+    padding = (plans[0].shape.padded_vocab_size - plans[0].shape.vocab_size) * plans[
+        0
+    ].shape.hidden_size
     tables = 1 if plans[0].shape.is_tied else 2
     assert sum(boxes.values()) == num_parameters(plans[0].shape) + tables * padding
 
@@ -128,7 +143,9 @@ def test_all_unknown_names_are_in_one_error():
 
 def test_an_unknown_name_is_no_setting_without_effect():
     config = config_of("tiny", "--vocab-size 2048 optim.lr_decay_style=wsd --lr-wsd-decay-iters 5")
-    with pytest.raises(ConfigError, match="optim.lr_decay_style is 'wsd'.*write --lr-decay-style WSD"):
+    with pytest.raises(
+        ConfigError, match="optim.lr_decay_style is 'wsd'.*write --lr-decay-style WSD"
+    ):
         check_names(config)
 
 
@@ -143,7 +160,12 @@ SHORTCUT = MOE | {"moe_shortcut": True, "moe_shared_expert_intermediate_size": 3
 LAYOUTS = {
     "one rank": (1, {}, {}, {}),
     "dp": (2, {"strategy": "no_shard"}, {}, {}),
-    "zero1": (3, {"strategy": "optim"}, {"overlap_grad_reduce": True, "overlap_param_gather": True}, {}),
+    "zero1": (
+        3,
+        {"strategy": "optim"},
+        {"overlap_grad_reduce": True, "overlap_param_gather": True},
+        {},
+    ),
     "zero2": (3, {"strategy": "optim_grads"}, {"overlap_grad_reduce": True}, {}),
     "tp sp": (4, {"strategy": "optim", "tp": 2}, {"sequence_parallel": True}, {}),
     "tp 4, 2 kv heads": (4, {"tp": 4}, {}, {}),
@@ -154,10 +176,25 @@ LAYOUTS = {
         {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2},
         {"num_layers": 4},
     ),
-    "pp zb-h1": (4, {"strategy": "optim_grads", "pp": 2}, {"pipeline_schedule": "zb-h1"}, {"num_layers": 4}),
-    "pp zb-v tied": (2, {"strategy": "optim", "pp": 2, "vpp": 2, "schedule": "zb-v"}, {}, {"num_layers": 4}),
+    "pp zb-h1": (
+        4,
+        {"strategy": "optim_grads", "pp": 2},
+        {"pipeline_schedule": "zb-h1"},
+        {"num_layers": 4},
+    ),
+    "pp zb-v tied": (
+        2,
+        {"strategy": "optim", "pp": 2, "vpp": 2, "schedule": "zb-v"},
+        {},
+        {"num_layers": 4},
+    ),
     "cp ring": (4, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "p2p"}, {}),
-    "cp ring, two blocks a layer": (4, {"strategy": "optim", "cp": 2}, {"cp_comm_type": "p2p"}, SHORTCUT),
+    "cp ring, two blocks a layer": (
+        4,
+        {"strategy": "optim", "cp": 2},
+        {"cp_comm_type": "p2p"},
+        SHORTCUT,
+    ),
     "ep": (4, {"strategy": "optim_grads", "ep": 2}, {}, MOE),
     "tp pp ep etp": (8, {"strategy": "optim", "tp": 2, "pp": 2, "etp": 1, "ep": 2}, {}, MOE),
 }
@@ -170,7 +207,15 @@ RECOMPUTED = {
     "all-gather core_attn": (2, "allgather", CORE),
 }
 # Groups whose traffic a plan predicts to the byte; ep and etp depend on the routing.
-PREDICTED = ("dp_shard", "dp_replicate", "expert_dp_shard", "expert_dp_replicate", "embed", "pp", "cp")
+PREDICTED = (
+    "dp_shard",
+    "dp_replicate",
+    "expert_dp_shard",
+    "expert_dp_replicate",
+    "embed",
+    "pp",
+    "cp",
+)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -219,7 +264,9 @@ def experts_send_what_is_planned(ctx: ParallelContext, cases: list[Case]) -> Non
         train_step(run, run.batch_iterator.next())
         keys = [(group, op) for group in ("ep", "etp") for op in ("all_to_all", "all_gather")]
         sent = {key: num_bytes for key in keys if (num_bytes := ctx.traffic.bytes(*key))}
-        assert sent == {key: num_bytes for key, num_bytes in sent_bytes(run.plan).items() if key in keys}
+        assert sent == {
+            key: num_bytes for key, num_bytes in sent_bytes(run.plan).items() if key in keys
+        }
 
 
 def holds_what_is_planned(ctx: ParallelContext, case: Case) -> None:
@@ -239,7 +286,9 @@ def holds_what_is_planned(ctx: ParallelContext, case: Case) -> None:
     for dp in run.data_parallel:
         with dp.gathered():
             pass
-    predicted = {key: num_bytes for key, num_bytes in sent_bytes(plan).items() if key[0] in PREDICTED}
+    predicted = {
+        key: num_bytes for key, num_bytes in sent_bytes(plan).items() if key[0] in PREDICTED
+    }
     ops = ("all_reduce", "reduce_scatter", "all_gather", "p2p", "all_to_all")
     sent = {(group, op): ctx.traffic.bytes(group, op) for group in PREDICTED for op in ops}
     sent["pp", "all_reduce"] = 0  # statistics of routers are not predicted
@@ -257,29 +306,49 @@ def check_buffers(run: Run) -> None:
         for bucket in buffer.layout.buckets:
             for param in bucket.params:
                 offset = (parameters[param.name].data_ptr() - start) // dp.param_buffer.itemsize
-                assert (offset, offset + parameters[param.name].numel()) == (param.start, param.stop)
+                assert (offset, offset + parameters[param.name].numel()) == (
+                    param.start,
+                    param.stop,
+                )
         params += dp.param_buffer.nbytes
         grads += sum(nbytes(bucket.grads.shard for bucket in dp.buckets).values())
         memories = {each.grads._memory for each in dp.buckets if hasattr(each.grads, "_memory")}
         opened += sum(memory.tensor.nbytes for memory in memories)
     of_params = nbytes(dp.param_buffer for dp in wrappers)
-    state = {key: size for key, size in nbytes(run.optimizer.allocated_tensors).items() if key not in of_params}
-    assert (params, grads, sum(state.values())) == (planned.params, planned.grads, planned.optimizer)
+    state = {
+        key: size
+        for key, size in nbytes(run.optimizer.allocated_tensors).items()
+        if key not in of_params
+    }
+    assert (params, grads, sum(state.values())) == (
+        planned.params,
+        planned.grads,
+        planned.optimizer,
+    )
     assert opened == planned.grad_buckets
 
 
 def nbytes(tensors) -> dict[int, int]:
     """Bytes of the storages of tensors by address."""
     return {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor)
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors
+        if isinstance(t, torch.Tensor)
     }
 
 
 @pytest.mark.parametrize(
     ("settings", "num_readers"),
-    [("", 8), ("--reset-attention-mask", 16), ("--reset-position-ids", 16), ("--pipeline-model-parallel-size 2", 8)],
+    [
+        ("", 8),
+        ("--reset-attention-mask", 16),
+        ("--reset-position-ids", 16),
+        ("--pipeline-model-parallel-size 2", 8),
+    ],
 )
-def test_a_stage_between_the_first_and_the_last_reads_samples_for_documents_only(settings, num_readers):
+def test_a_stage_between_the_first_and_the_last_reads_samples_for_documents_only(
+    settings, num_readers
+):
     # Given a replica of 4 stages (or 2) of 2 x 2 tensor- and context-parallel ranks,
     layout = (
         "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 4 --num-layers 8"
@@ -297,9 +366,13 @@ def test_a_stage_between_the_first_and_the_last_reads_samples_for_documents_only
         sampler = plan_run(config, size, rank=rank).sampler
         loader = GlobalBatchLoader(Counted(512, config.data.seq_length, 1), sampler=sampler)
         microbatches = next(loader)
-        # then every rank has batches of equal shape, whose targets it counts as often as it reads them.
+        # then every rank has batches of equal shape, whose targets it counts as often as it reads
+        # them.
         assert [batch.tokens.shape for batch in microbatches] == [(1, config.data.seq_length)] * 4
         assert sampler.readers_per_sample == num_readers
         is_read = sampler.unread_length is None
-        assert sum(batch.num_target_tokens for batch in microbatches) == 4 * config.data.seq_length * is_read
+        assert (
+            sum(batch.num_target_tokens for batch in microbatches)
+            == 4 * config.data.seq_length * is_read
+        )
     assert read == dict.fromkeys(range(4), num_readers)

@@ -1,4 +1,6 @@
-"""Every core attention sends the bytes of its closed form; what a whole step sends is compared in test_plan.py."""
+"""Every core attention sends the bytes of its closed form; what a whole step sends is compared in
+test_plan.py.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +27,9 @@ def sent_by_this_rank(ctx, comm_type, shape, dtype):
     group = ctx.group("cp")
     given = shard(random_inputs(shape, dtype=dtype), group)
     core_attention = build_core_attention(comm_type, group)
-    query, key, value = (tensor.requires_grad_() for tensor in (given.query, given.key, given.value))
+    query, key, value = (
+        tensor.requires_grad_() for tensor in (given.query, given.key, given.value)
+    )
     ctx.traffic.reset()
     mask = core_attention.plan_mask(None, tokens=query[:, :, 0, 0])
     out = core_attention(query, key=key, value=value, mask=mask, scores=None)
@@ -40,7 +44,9 @@ def sent_by_this_rank(ctx, comm_type, shape, dtype):
 def test_measured_bytes_are_those_of_the_closed_form(comm_type, size):
     for shape, dtype in zip(SHAPES, (torch.float32, torch.bfloat16, torch.float64), strict=True):
         heads = {"num_heads": shape.heads, "query_groups": shape.groups}
-        sizes: Any = SimpleNamespace(**heads, head_dim=shape.head_dim, value_head_dim=shape.value_head_dim)
+        sizes: Any = SimpleNamespace(
+            **heads, head_dim=shape.head_dim, value_head_dim=shape.value_head_dim
+        )
         positions = shape.batch * shape.length // size
         rank = ContextRank(0, size, 1, shape.batch, dtype.itemsize, positions, comm_type)
         sent = run_ranks(size, sent_by_this_rank, comm_type, shape, dtype, cp=size)
@@ -59,7 +65,11 @@ TWO, ALL = [range(1, 3), range(3, 5), range(5, 6)], [range(1, 6)]
 
 
 def backward_gathers(
-    groups: Sequence[range], *, ahead: int, units: Sequence[tuple[int, ...]] = UNITS, blocks: Sequence[str] = ()
+    groups: Sequence[range],
+    *,
+    ahead: int,
+    units: Sequence[tuple[int, ...]] = UNITS,
+    blocks: Sequence[str] = (),
 ) -> Counter[int]:
     """The all-gathers of one backward."""
     order = GatherOrder(filter(None, units), num_prefetched=ahead, blocks=blocks)
@@ -75,26 +85,35 @@ def test_without_groups_every_unit_is_gathered_once(ahead: int) -> None:
 @pytest.mark.parametrize(
     ("groups", "ahead", "twice"),
     [
-        (TWO, 0, {1, 3}),  # gathered to be run again, freed for the last layer of the group, gathered for its backward
+        # gathered to be run again, freed for the last layer of the group, gathered for its backward
+        (TWO, 0, {1, 3}),
         (TWO, 1, set()),  # gathered ahead, and kept
         (ALL, 0, {1, 2, 3, 4}),
         (ALL, 1, {1, 2, 3, 4}),  # layer 4 ahead, freed for layer 1, and kept once it was run again
     ],
 )
-def test_the_layers_of_a_group_but_the_last_are_gathered_again(groups: list, ahead: int, twice: set) -> None:
+def test_the_layers_of_a_group_but_the_last_are_gathered_again(
+    groups: list, ahead: int, twice: set
+) -> None:
     counts = backward_gathers(groups, ahead=ahead)
     assert {unit for unit, count in counts.items() if count == 2} == twice
     assert set(counts.values()) <= {1, 2}
 
 
 def test_a_block_of_memory_holds_one_unit() -> None:
-    """With two blocks the third layer of a group takes the memory of the first; the last one is gathered again."""
-    counts = backward_gathers([range(1, 4)], ahead=1, blocks=[str(number % 2) for number in range(8)])
+    """With two blocks the third layer of a group takes the memory of the first; the last one is
+    gathered again.
+    """
+    counts = backward_gathers(
+        [range(1, 4)], ahead=1, blocks=[str(number % 2) for number in range(8)]
+    )
     assert counts[3] == 2 and counts[1] == 2
 
 
 def test_modules_of_another_buffer_are_left_out() -> None:
-    """Experts in layers 1 and 3: gathered when the backward of layer 2 or 4 runs the group again, and kept."""
+    """Experts in layers 1 and 3: gathered when the backward of layer 2 or 4 runs the group again,
+    and kept.
+    """
     units: list[tuple[int, ...]] = [(), (0,), (), (1,), (), ()]
     assert dict(backward_gathers([range(1, 3), range(3, 5)], ahead=0, units=units)) == {0: 1, 1: 1}
 

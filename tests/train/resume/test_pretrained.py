@@ -1,4 +1,6 @@
-"""A run starts from a Hugging Face folder with all its digits, on every rank and in every precision."""
+"""A run starts from a Hugging Face folder with all its digits, on every rank and in every
+precision.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,29 +39,53 @@ def exported(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
 @pytest.mark.parametrize("main_params", ["fp32", "fp16"])
 def test_main_params_have_the_digits_of_the_files(exported, tmp_path, main_params):
     folder, saved = exported
-    start = ("--pretrained-checkpoint", str(folder), *LOW, "--main-params-dtype", main_params, "--ema-decay", "0.5")
+    start = (
+        "--pretrained-checkpoint",
+        str(folder),
+        *LOW,
+        "--main-params-dtype",
+        main_params,
+        "--ema-decay",
+        "0.5",
+    )
     with small_run(tmp_path / "low", *start) as run:
         loaded = {box.name: tensor for box, tensor in run.optimizer.state_tensors().items()}
         for name, weight in run.stages[0].named_parameters():
             expected = saved[f"model/{name}"]
             error = (loaded[f"model/{name}"] - expected).abs()
             # fp16 with a scale per block: Megatron-LM's precision-aware optimizer
-            assert torch.all(error <= (0 if main_params == "fp32" else 2**-11) * expected.abs().max()), name
+            assert torch.all(
+                error <= (0 if main_params == "fp32" else 2**-11) * expected.abs().max()
+            ), name
             assert torch.equal(loaded[f"ema/{name}"], loaded[f"model/{name}"])
             assert torch.equal(weight, loaded[f"model/{name}"].bfloat16()), name
 
 
 def _held(ctx: ParallelContext, folder: Path, pretrained: Path) -> dict[TensorBox, Tensor]:
-    strategy = ("--data-parallel-sharding-strategy", "optim_grads_params", "--global-batch-size", "2")
-    with small_run(folder, "--pretrained-checkpoint", str(pretrained), *LOW, *strategy, context=ctx) as run:
+    strategy = (
+        "--data-parallel-sharding-strategy",
+        "optim_grads_params",
+        "--global-batch-size",
+        "2",
+    )
+    with small_run(
+        folder, "--pretrained-checkpoint", str(pretrained), *LOW, *strategy, context=ctx
+    ) as run:
         return {box: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
 
 
 def test_every_rank_reads_its_shard(exported, tmp_path):
     folder, saved = exported
     shards = run_ranks(2, _held, tmp_path / "two", folder, strategy="optim_grads_params")
-    parts = [(box, tensor) for shard in shards for box, tensor in shard.items() if box.name.startswith("model/")]
-    assert sum(tensor.numel() for _, tensor in parts) == sum(saved[n].numel() for n in saved if n.startswith("model/"))
+    parts = [
+        (box, tensor)
+        for shard in shards
+        for box, tensor in shard.items()
+        if box.name.startswith("model/")
+    ]
+    assert sum(tensor.numel() for _, tensor in parts) == sum(
+        saved[n].numel() for n in saved if n.startswith("model/")
+    )
     assert all(torch.equal(tensor, saved[box.name][box.box.slices()]) for box, tensor in parts)
 
 
@@ -73,8 +99,12 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def corpora(tmp_path: Path) -> Path:
-    """Infos of four corpora: two of one BPE, one of another with as many tokens, one of an unknown tokenizer."""
-    first, second = (train_bpe([text] * 9, 262) for text in ("low lower lowest", "new newer newest"))
+    """Infos of four corpora: two of one BPE, one of another with as many tokens, one of an unknown
+    tokenizer.
+    """
+    first, second = (
+        train_bpe([text] * 9, 262) for text in ("low lower lowest", "new newer newest")
+    )
     for name, tokenizer in (("a", first), ("b", first), ("c", second)):
         tokenizer.save(tmp_path / f"{name}.tokenizer")
         write_info(tmp_path / name, CorpusInfo(f"{name}.tokenizer", 262))
@@ -88,7 +118,13 @@ def _data(corpora: Path, name: str) -> DataConfig:
 
 @pytest.mark.parametrize(
     ("weights", "corpus", "warns"),
-    [("a", "b", False), ("a", "c", True), ("a", "unknown", False), ("unknown", "a", False), ("gone", "a", False)],
+    [
+        ("a", "b", False),
+        ("a", "c", True),
+        ("a", "unknown", False),
+        ("unknown", "a", False),
+        ("gone", "a", False),
+    ],
 )
 def test_a_checkpoint_of_another_tokenizer_is_named(corpora, weights, corpus, warns, logged):
     class Saved:

@@ -1,4 +1,6 @@
-"""A run continues from the newest sound checkpoint, says which one and why, and what changed since it was written."""
+"""A run continues from the newest sound checkpoint, says which one and why, and what changed since
+it was written.
+"""
 
 import hashlib
 import json
@@ -32,11 +34,19 @@ def test_a_resumed_run_has_state_and_weights_and_names_changed_settings(tmp_path
         assert (resumed.state.step, resumed.state.consumed_samples) == (2, 2)
         loaded = {box.name: tensor for box, tensor in resumed.optimizer.state_tensors().items()}
         assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
-    assert any("settings changed since the checkpoint was written: optim.lr" in line for line in logged)
+    assert any(
+        "settings changed since the checkpoint was written: optim.lr" in line for line in logged
+    )
 
 
 def test_moments_of_another_dtype_are_converted_and_named(tmp_path, logged):
-    low = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
+    low = (
+        "--use-precision-aware-optimizer",
+        "--exp-avg-dtype",
+        "bf16",
+        "--exp-avg-sq-dtype",
+        "bf16",
+    )
     with small_run(tmp_path, "--train-iters", "2", *low) as run:
         train(run, CheckpointHook())
         saved = {box.name: tensor.float() for box, tensor in run.optimizer.state_tensors().items()}
@@ -51,11 +61,15 @@ def test_weights_alone_can_be_loaded(tmp_path, flag, step):
     with small_run(tmp_path / "a", "--train-iters", "2") as run:
         train(run, CheckpointHook())
         saved = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
-    with small_run(tmp_path / "b", "--load", str(tmp_path / "a"), flag, "--train-iters", "4") as started:
+    with small_run(
+        tmp_path / "b", "--load", str(tmp_path / "a"), flag, "--train-iters", "4"
+    ) as started:
         assert (started.state.step, started.state.consumed_samples) == (step, step)
         assert started.optimizer.num_updates == 0
         for box, tensor in started.optimizer.state_tensors().items():
-            expected = torch.zeros_like(tensor) if box.name.startswith("optimizer/") else saved[box.name]
+            expected = (
+                torch.zeros_like(tensor) if box.name.startswith("optimizer/") else saved[box.name]
+            )
             assert torch.equal(tensor, expected), box.name
         train(started)
         assert started.state.step == 4
@@ -64,7 +78,9 @@ def test_weights_alone_can_be_loaded(tmp_path, flag, step):
 @pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
 @pytest.mark.parametrize("main_params", ["fp32", "fp16"])
 def test_weights_alone_are_those_of_the_first_step_in_low_precision(tmp_path, flag, main_params):
-    """The model reads another copy than the optimizer; main params in fp16 are a third, stored with scales."""
+    """The model reads another copy than the optimizer; main params in fp16 are a third, stored with
+    scales.
+    """
     low = ("--bf16", "--use-precision-aware-optimizer", "--main-params-dtype", main_params)
     with small_run(tmp_path / "a", "--train-iters", "1", *low) as run:
         train(run, CheckpointHook())
@@ -73,7 +89,9 @@ def test_weights_alone_are_those_of_the_first_step_in_low_precision(tmp_path, fl
         for name, weight in started.stages[0].named_parameters():
             assert torch.equal(weight, saved[f"model/{name}"].bfloat16()), name
         for box, tensor in started.optimizer.state_tensors().items():
-            assert box.name.startswith("optimizer/") or torch.equal(tensor, saved[box.name]), box.name
+            assert box.name.startswith("optimizer/") or torch.equal(tensor, saved[box.name]), (
+                box.name
+            )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +134,10 @@ def test_every_setting_of_these_sections_is_compared(section):
 def test_changed_settings_of_the_model_and_its_sections_are_named():
     saved = {"model": {"norm_epsilon": 1e-5, "moe": {"router_topk": 2, "z_loss": 0.0}}}
     current = {"model": {"norm_epsilon": 1e-6, "moe": {"router_topk": 4, "z_loss": 0.0}}}
-    assert changed_settings(saved, current) == ["model.moe.router_topk 2 -> 4", "model.norm_epsilon 1e-05 -> 1e-06"]
+    assert changed_settings(saved, current) == [
+        "model.moe.router_topk 2 -> 4",
+        "model.norm_epsilon 1e-05 -> 1e-06",
+    ]
 
 
 SAVES = ("--train-iters", "3", "--save-interval", "1")
@@ -171,11 +192,26 @@ def forge(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "payload": (flip, "crc32"),
     "header": (spoil_header, "without dtype, shape and two data_offsets"),
-    "negative counter": (forge(lambda objects: objects["train"].update(step=-4)), "objects.train.step is -4"),
-    "other step": (forge(lambda objects: objects["train"].update(step=2)), "objects.train.step is 2"),
-    "unknown counter": (forge(lambda objects: objects["train"].update(steps=2)), "an unknown field 'steps'"),
-    "text": (forge(lambda objects: objects["optimizer"].update(num_updates="3")), "num_updates is '3'"),
-    "scale": (forge(lambda objects: objects["optimizer"]["loss_scale"].update(scale=0)), "loss_scale.scale is 0"),
+    "negative counter": (
+        forge(lambda objects: objects["train"].update(step=-4)),
+        "objects.train.step is -4",
+    ),
+    "other step": (
+        forge(lambda objects: objects["train"].update(step=2)),
+        "objects.train.step is 2",
+    ),
+    "unknown counter": (
+        forge(lambda objects: objects["train"].update(steps=2)),
+        "an unknown field 'steps'",
+    ),
+    "text": (
+        forge(lambda objects: objects["optimizer"].update(num_updates="3")),
+        "num_updates is '3'",
+    ),
+    "scale": (
+        forge(lambda objects: objects["optimizer"]["loss_scale"].update(scale=0)),
+        "loss_scale.scale is 0",
+    ),
     "no state": (forge(lambda objects: objects.clear()), "objects.train is None"),
 }
 
@@ -190,10 +226,14 @@ def test_damage_found_while_loading_falls_back_to_the_newest_sound_one(
         assert run.state.step == 2
         loaded = {box.name: tensor.clone() for box, tensor in run.optimizer.state_tensors().items()}
         with small_run(folder.with_name("reference"), "--load", str(step(folder, 2))) as reference:
-            expected = {box.name: tensor for box, tensor in reference.optimizer.state_tensors().items()}
+            expected = {
+                box.name: tensor for box, tensor in reference.optimizer.state_tensors().items()
+            }
             assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
     (line,) = [line for line in logged if "cannot be loaded" in line]
-    assert line.startswith("step-00000003 cannot be loaded") and line.endswith("resuming from step-00000002")
+    assert line.startswith("step-00000003 cannot be loaded") and line.endswith(
+        "resuming from step-00000002"
+    )
     assert reason in line
 
 
@@ -201,7 +241,10 @@ def test_finetune_starts_from_weights_without_a_state(folder: Path) -> None:
     forge(lambda objects: objects.clear())(step(folder, 3))
     with small_run(folder.with_name("other"), "--load", str(step(folder, 3)), "--finetune") as run:
         assert run.state.step == 0 and run.optimizer.state_dict()["num_updates"] == 0
-        (saved,) = [tensor for name, tensor in read_global_tensors(step(folder, 3), ["model/final_norm.weight"])]
+        (saved,) = [
+            tensor
+            for name, tensor in read_global_tensors(step(folder, 3), ["model/final_norm.weight"])
+        ]
         assert torch.equal(run.stages[0].final_norm.weight, saved)
 
 
@@ -209,7 +252,10 @@ def test_what_is_named_with_load_is_never_replaced(folder: Path) -> None:
     flip(step(folder, 3))
     for load in (step(folder, 3), folder):
         elsewhere = folder.with_name("elsewhere")
-        with pytest.raises(DamagedCheckpoint, match="crc32"), small_run(elsewhere, "--load", str(load)):
+        with (
+            pytest.raises(DamagedCheckpoint, match="crc32"),
+            small_run(elsewhere, "--load", str(load)),
+        ):
             pass
     # nor where the run has older ones
     with small_run(folder) as run, pytest.raises(DamagedCheckpoint, match="crc32"):
@@ -219,14 +265,19 @@ def test_what_is_named_with_load_is_never_replaced(folder: Path) -> None:
 def test_a_run_without_a_sound_checkpoint_is_one_error_with_the_cure(folder: Path) -> None:
     for number in (1, 2, 3):
         flip(step(folder, number))
-    with pytest.raises(DamagedCheckpoint, match="no checkpoint in .*crc32.*--no-auto-resume"), small_run(folder):
+    with (
+        pytest.raises(DamagedCheckpoint, match="no checkpoint in .*crc32.*--no-auto-resume"),
+        small_run(folder),
+    ):
         pass
     with small_run(folder, "--no-auto-resume") as run:
         assert run.state.step == 0
 
 
 @pytest.mark.parametrize(("before", "after"), [(20, 64), (64, 20)])
-def test_a_vocabulary_padded_to_another_number_of_rows_loads(tmp_path: Path, before: int, after: int) -> None:
+def test_a_vocabulary_padded_to_another_number_of_rows_loads(
+    tmp_path: Path, before: int, after: int
+) -> None:
     padding = "--make-vocab-size-divisible-by"
     with small_run(tmp_path, *SAVES, padding, str(before)) as run:
         train(run, CheckpointHook())
@@ -234,7 +285,9 @@ def test_a_vocabulary_padded_to_another_number_of_rows_loads(tmp_path: Path, bef
     with small_run(tmp_path, *SAVES, padding, str(after)) as resumed:
         loaded = {box.name: tensor for box, tensor in resumed.optimizer.state_tensors().items()}
         for name, tensor in loaded.items():
-            same = min(260, len(tensor)) if "embedding.word" in name or "head" in name else len(tensor)
+            same = (
+                min(260, len(tensor)) if "embedding.word" in name or "head" in name else len(tensor)
+            )
             assert torch.equal(tensor[:same], saved[name][:same]), name
             assert not tensor[same:].any(), "padding is zero"
 
@@ -251,7 +304,8 @@ def test_another_vocabulary_is_another_model_even_with_as_many_rows(tmp_path: Pa
 
 
 def load_twice(ctx: ParallelContext, folder: Path, saved: Path) -> list[str]:
-    """Resume and roll back a run with a moving average and fp8 histories, which the checkpoint lacks.
+    """Resume and roll back a run with a moving average and fp8 histories, which the checkpoint
+    lacks.
 
     Returns:
         The threads that read a manifest, on the first rank.
@@ -269,7 +323,9 @@ def load_twice(ctx: ParallelContext, folder: Path, saved: Path) -> list[str]:
             store.read_manifest = count
         barrier(ctx.control)
         checkpoint = step(saved, 2)
-        restored = restore(checkpoint, run.checkpointer, model=run, parts=run.parts, may_fall_back=False)
+        restored = restore(
+            checkpoint, run.checkpointer, model=run, parts=run.parts, may_fall_back=False
+        )
         roll_back(run, checkpoint)
         assert (restored.step, run.state.step) == (2, 2)
     return readers
