@@ -11,9 +11,9 @@ from nanotrain.attention.backends import (
     AttentionNeed,
     lacks,
 )
+from nanotrain.plan.plan import Plan
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.kernels import AttentionShape, attention_s, attention_work
-from nanotrain.train.plans.plan import Plan
 
 
 @dataclass(frozen=True)

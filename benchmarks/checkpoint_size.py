@@ -37,13 +37,13 @@ from nanotrain.errors import NanotrainError, report
 from nanotrain.optim.state import host_fraction, ranges_to_save, split_shard
 from nanotrain.optim.stored import num_scales
 from nanotrain.parallel.dp.layout import clip_ranges
+from nanotrain.plan.plan import BufferPlan, Plan, plan_run
 from nanotrain.precision.dtypes import DTYPE_NAMES, TORCH_DTYPES, Precision
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.topology import control_levels
-from nanotrain.train.plans.plan import BufferPlan, Plan, plan_run
 
 HEADER = (
     "ranks | chunks | manifest.json | sent per rank at a save | received by rank 0 | by any other, at most | "

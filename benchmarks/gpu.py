@@ -35,9 +35,9 @@ from roofline import CARDS, budget_of
 from throughput import Contender, Job, Outcome, launch, nanotrain_command, torch_command
 
 from nanotrain.config.load import load
+from nanotrain.plan.plan import plan_run
 from nanotrain.spec.counts import flops_per_token, peak_flops
 from nanotrain.spec.shape import ModelShape
-from nanotrain.train.plans.plan import plan_run
 
 COMPILED, COMPILED_TOO = "nanotrain, compiled", "torch, compiled, loss too"
 DENSE = (

@@ -27,10 +27,10 @@ from baselines import Shape
 from throughput import Contender, Figure, Job, Outcome, nanotrain_command, run, torch_command
 
 from nanotrain.config.model import ModelConfig
+from nanotrain.plan.traffic import COUNT_BYTES, EXPERT_BYTES, TOKEN_TRIPS
 from nanotrain.spec.declaration import ContextRank
 from nanotrain.spec.kinds.attention import cp_bytes
 from nanotrain.spec.shape import ModelShape
-from nanotrain.train.plans.traffic import COUNT_BYTES, EXPERT_BYTES, TOKEN_TRIPS
 
 NUM_EXPERTS, TOPK, EXPERT_WIDTH = 8, 2, 256
 EVERY = 2  # one layer in EVERY has experts

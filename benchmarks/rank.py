@@ -31,13 +31,13 @@ from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.log import start_logging
+from nanotrain.plan.plan import Plan, plan_run
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
 from nanotrain.train.fit import fit
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.open_run import choose_hooks
-from nanotrain.train.plans.plan import Plan, plan_run
 from nanotrain.train.run import Run, RunInputs
 from nanotrain.train.step_report import StepReport
 

@@ -46,6 +46,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.config.parallel import ParallelConfig
 from nanotrain.data.batch import Batch
+from nanotrain.dry_run.stand_ins import even_counts
 from nanotrain.errors import NanotrainError, report
 from nanotrain.kernels.fp8.layer import fp8_options, layers_in_bf16
 from nanotrain.kernels.fp8.products import keep_weights
@@ -58,14 +59,13 @@ from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.parallel.tp.layers import TensorParallel
-from nanotrain.planner.dry_run.stand_ins import even_counts
+from nanotrain.plan.plan import Plan, StagePlan, plan_run, with_fp8_products
+from nanotrain.plan.traffic import sent_bytes
 from nanotrain.precision.dtypes import TORCH_DTYPES, Precision
 from nanotrain.precision.fp8 import GROUPED_CAPABILITY, RECIPES
 from nanotrain.spec.counts import flops_per_token, peak_flops
 from nanotrain.topology.groups import GroupSpec
 from nanotrain.topology.topology import Topology
-from nanotrain.train.plans.plan import Plan, StagePlan, plan_run, with_fp8_products
-from nanotrain.train.plans.traffic import sent_bytes
 
 CLASSES = (
     "GEMM",

@@ -27,9 +27,9 @@ from throughput import Job, nanotrain_command
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
+from nanotrain.plan.plan import plan_run
 from nanotrain.train.build import build_run
 from nanotrain.train.inputs import open_inputs
-from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.step import train_step
 
 FSDP2 = "torch FSDP2"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nanotrain.config.load import load_config as load_config
     from nanotrain.errors import NanotrainError as NanotrainError
     from nanotrain.inference.checkpoint import load_checkpoint as load_checkpoint
-    from nanotrain.sharded_module import ShardedModule as ShardedModule
+    from nanotrain.optim.sharded_module import ShardedModule as ShardedModule
     from nanotrain.topology.topology import Topology as Topology
     from nanotrain.train.main import pretrain as pretrain
 
@@ -25,7 +25,7 @@ MODULES = {
     "Config": "nanotrain.config.config",
     "NanotrainError": "nanotrain.errors",
     "ParallelContext": "nanotrain.comm.parallel_context",
-    "ShardedModule": "nanotrain.sharded_module",
+    "ShardedModule": "nanotrain.optim.sharded_module",
     "Topology": "nanotrain.topology.topology",
     "configure": "nanotrain.config.load",
     "load_checkpoint": "nanotrain.inference.checkpoint",

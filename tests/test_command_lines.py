@@ -9,7 +9,7 @@ import pytest
 from nanotrain.config.load import load
 from nanotrain.config.rules.check import validate_for_world
 from nanotrain.errors import ConfigError, NanotrainError
-from nanotrain.train.plans.plan import Plan, plan_run
+from nanotrain.plan.plan import Plan, plan_run
 
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion"

@@ -23,7 +23,7 @@ from nanotrain.cli.main import COMMANDS, main
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.config.rules.check import validate_for_world
-from nanotrain.train.plans.plan import plan_run
+from nanotrain.plan.plan import plan_run
 from tests.test_docs import PAGES, ROOT, code_lines
 
 RAN = re.compile(
@@ -34,7 +34,7 @@ PLANNED = re.compile(r"(\$ )?(nanotrain train|torchrun .*-m nanotrain\.train) .*
 PARSED = {  # the beginning of a command: what runs it
     "nanotrain checkpoint": "tests/laws/test_object_storage.py",  # of addresses
     "nanotrain data": "tests/cli/test_data.py",
-    "nanotrain dry-run": "tests/planner/dry_run",
+    "nanotrain dry-run": "tests/dry_run",
     "nanotrain plan": "tests/cli/test_plan.py",
     # with --tasks: the package is an extra
     "nanotrain evaluate": "tests/inference/test_lm_eval.py",

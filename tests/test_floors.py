@@ -15,8 +15,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # subpackages and files of train/, the lowest first; those in one row never import each other
 TRAIN_FLOORS = (
-    ("compile",),
-    ("plans",),
     ("batches",),
     ("parts",),
     ("run",),
@@ -29,33 +27,35 @@ TRAIN_FLOORS = (
     ("main",),
     ("__main__",),
 )
+# packages and files of nanotrain/, the lowest first; those in one row never import each other
+PACKAGE_FLOORS = (
+    ("errors", "log", "quantities", "untrusted"),
+    ("storage", "system"),
+    ("paths",),
+    ("config",),
+    ("topology", "runs"),
+    ("comm", "data", "spec"),
+    ("precision", "prepare"),
+    ("kernels",),
+    ("attention", "memory"),
+    ("parallel.tp", "parallel.cp", "parallel.ep", "parallel.pp", "parallel.dp", "checkpoint"),
+    ("model", "optim", "interop"),
+    ("plan",),
+    ("inference", "report"),
+    ("planner", "launch", "watch"),
+    ("train",),
+    ("parity", "dry_run"),
+    ("cli",),
+    ("__main__",),
+)
+# the floor of each package, and the floor inside of train/
 FLOORS = {
-    "__main__": 15,
-    "cli": 14,
-    **dict.fromkeys(["parity", "planner.dry_run"], 13),
+    **{name: (floor, 0) for floor, names in enumerate(PACKAGE_FLOORS, start=1) for name in names},
     **{
-        f"train.{name}": 12 + floor / 100
+        f"train.{name}": (PACKAGE_FLOORS.index(("train",)) + 1, floor)
         for floor, names in enumerate(TRAIN_FLOORS, start=1)
         for name in names
     },
-    # above the plans of training, which it reads; below what trains, which asks it for a layout
-    "planner": 12.025,
-    "train": 12,
-    **dict.fromkeys(["launch", "watch"], 11),
-    **dict.fromkeys(["inference", "report", "sharded_module"], 10),
-    **dict.fromkeys(["model", "optim", "interop"], 9),
-    **dict.fromkeys(
-        ["parallel.tp", "parallel.cp", "parallel.ep", "parallel.pp", "parallel.dp", "checkpoint"], 8
-    ),
-    **dict.fromkeys(["attention", "memory"], 7),
-    **dict.fromkeys(["kernels"], 6),
-    **dict.fromkeys(["precision", "prepare"], 5),
-    **dict.fromkeys(["comm", "data", "spec"], 4),
-    **dict.fromkeys(["topology", "runs"], 3),
-    **dict.fromkeys(["config", "system"], 2),
-    "paths": 1.5,
-    "storage": 1.4,
-    **dict.fromkeys(["errors", "log", "quantities", "untrusted"], 1),
 }
 # names that only some files may use
 RESERVED = {

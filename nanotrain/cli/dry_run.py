@@ -27,7 +27,7 @@ def dry_run(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"there is no rank {args.rank}", why=why, fix=f"set --rank {world_size - 1} or lower"
         )
-    from nanotrain.planner.dry_run.check import dry_run as run
+    from nanotrain.dry_run.check import dry_run as run
 
     result = run(config, world_size, rank=args.rank)
     print(result.text())

@@ -146,7 +146,7 @@ def check_names(config: Config) -> None:
     names = [ENTRIES[name] for name in OPEN_NAMES]
     if any(value_of(config, entry.key) != entry.default for entry in names):
         with importing_torch():
-            from nanotrain.train.plans import plan
+            from nanotrain.plan import plan
 
         plan.check_names(config)
 

@@ -147,9 +147,9 @@ def _evaluate(args: Namespace, loaded: Loaded) -> int:
         from nanotrain.data.corpus_info import require_tokenizer_of
         from nanotrain.data.tokenizer import load_tokenizer
         from nanotrain.inference.checkpoint import open_model, tokenizer_name
+        from nanotrain.plan.plan import plan_run
         from nanotrain.train.evaluate import evaluate_model, score_model
         from nanotrain.train.inputs import read_tasks
-        from nanotrain.train.plans.plan import plan_run
 
     launch, model = Launch.of(os.environ), open_model(args.path, ema=args.ema)
     config = evaluation_config(model.config, loaded, world_size=launch.world_size)

@@ -59,12 +59,12 @@ from nanotrain.log import start_logging
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parity.report import ParityReport, StepDifference, TensorDifference, relative
 from nanotrain.parity.shrink import left_out, on_one_rank, shrink
+from nanotrain.plan.plan import plan_run
 from nanotrain.runs.folder import RunFolder
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
 from nanotrain.train.inputs import with_known_model
-from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run, RunInputs
 from nanotrain.train.step import train_step
 

@@ -1,6 +1,6 @@
 """Peak memory of the heaviest rank, by kind.
 
-Engine nanotrain: the numbers that a run plans before it starts (train/plans). Other engines: their
+Engine nanotrain: the numbers that a run plans before it starts (plan/). Other engines: their
 parameters, gradients and optimizer state, and the operators of `layer_bytes.py` over the pipeline
 schedule.
 """
@@ -11,18 +11,18 @@ from typing import get_args
 
 from nanotrain.config.parallel import ShardingStrategy
 from nanotrain.parallel.pp.actions import Schedule
-from nanotrain.planner.layer_bytes import FP32, INT64, LayerBytes
-from nanotrain.planner.scenario import Scenario
-from nanotrain.planner.stage_time import Numel, Stages
-from nanotrain.precision.dtypes import Precision
-from nanotrain.train.plans.activations import StageBytes
-from nanotrain.train.plans.memory_plan import (
+from nanotrain.plan.activations import StageBytes
+from nanotrain.plan.memory_plan import (
     MemoryPlan,
     built_schedule,
     peak_of_step,
     plan_memory,
     runtime_bytes,
 )
+from nanotrain.planner.layer_bytes import FP32, INT64, LayerBytes
+from nanotrain.planner.scenario import Scenario
+from nanotrain.planner.stage_time import Numel, Stages
+from nanotrain.precision.dtypes import Precision
 
 MIB = 2**20
 

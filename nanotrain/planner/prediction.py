@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from nanotrain.plan.memory_plan import MemoryPlan
 from nanotrain.planner.memory import estimate_memory
 from nanotrain.planner.scenario import Scenario
 from nanotrain.planner.step_time import StepTime, predict_step
-from nanotrain.train.plans.memory_plan import MemoryPlan
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from nanotrain.config.schedules import global_batch_size, num_microbatches
 from nanotrain.config.suggest import nearest_choice
 from nanotrain.errors import ConfigError
 from nanotrain.parallel.pp.actions import PipelineShape
+from nanotrain.plan.plan import check_names, stage_specs
 from nanotrain.planner.hardware import GPU, machine_of, read_data
 from nanotrain.spec.counts import layer_weights
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec, balanced_lengths, stages_of_lengths
 from nanotrain.topology.groups import GroupName
 from nanotrain.topology.topology import Topology
-from nanotrain.train.plans.plan import check_names, stage_specs
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from typing import Any
 from nanotrain.config.config import Config
 from nanotrain.config.schema import ENTRIES, argument_of
 from nanotrain.parallel.pp.draw import save_png
+from nanotrain.plan.memory_plan import ROWS
 from nanotrain.planner.prediction import Prediction
 from nanotrain.planner.search import Search, layout_of
 from nanotrain.planner.step_time import StepClock, StepTime
 from nanotrain.quantities import count_of, describe_bytes, describe_count
-from nanotrain.train.plans.memory_plan import ROWS
 
 
 def training_of(prediction: Prediction, tokens: float) -> dict[str, float]:

@@ -19,7 +19,7 @@ from nanotrain.comm.work import Work
 from nanotrain.data.batch import Batch
 from nanotrain.errors import NanotrainError
 from nanotrain.optim.lr import LRSchedule
-from nanotrain.train.plans.plan import Plan
+from nanotrain.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -44,15 +44,15 @@ from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
 from nanotrain.parallel.tp.layers import TensorParallel
+from nanotrain.plan.compile import describe_compile, with_compile
+from nanotrain.plan.plan import BufferPlan, Plan, StagePlan
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.runs.folder import RunFolder
 from nanotrain.train.batches import BatchIterator, BatchOptions, StepSettings
-from nanotrain.train.compile import describe_compile, with_compile
 from nanotrain.train.parts.part import BuiltModel, StepParts
 from nanotrain.train.parts.table import build_parts
-from nanotrain.train.plans.plan import BufferPlan, Plan, StagePlan
 from nanotrain.train.resume.restore import load_pretrained, restore
 from nanotrain.train.run import Run, RunInputs, StepSchedules, TrainState
 

@@ -23,11 +23,11 @@ from nanotrain.config.layer_kinds import DELTA_RULES
 from nanotrain.config.rules.check import check_table
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.log import get_logger
+from nanotrain.plan.memory_plan import require_memory
+from nanotrain.plan.plan import check_names
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.runs.folder import RunFolder, check_writable
 from nanotrain.system import require_open_files
-from nanotrain.train.plans.memory_plan import require_memory
-from nanotrain.train.plans.plan import check_names
 
 log = get_logger(__name__)
 

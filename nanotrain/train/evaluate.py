@@ -40,6 +40,7 @@ from nanotrain.log import get_logger
 from nanotrain.model.context import BatchContext
 from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.paths import path_or_address
+from nanotrain.plan.plan import Plan
 from nanotrain.prepare.chunks import plan_chunks
 from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
@@ -48,7 +49,6 @@ from nanotrain.spec.params import LocalParam
 from nanotrain.train.build import BuiltStage, build_batch_iterator, build_pipeline, build_stages
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.parts.router_balance import router_biases
-from nanotrain.train.plans.plan import Plan
 from nanotrain.train.run import Run, StopRequest
 from nanotrain.train.step import global_loss
 from nanotrain.train.step_report import StepReport

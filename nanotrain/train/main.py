@@ -105,12 +105,12 @@ def train(loaded: Loaded) -> None:
     with importing_torch():
         from nanotrain.comm.device import set_arithmetic
         from nanotrain.comm.parallel_context import Launch, ParallelContext
+        from nanotrain.plan.memory_plan import require_memory
+        from nanotrain.plan.plan import plan_run
         from nanotrain.train.checks import Start, check
         from nanotrain.train.fit import fit
         from nanotrain.train.inputs import open_inputs
         from nanotrain.train.open_run import open_run
-        from nanotrain.train.plans.memory_plan import require_memory
-        from nanotrain.train.plans.plan import plan_run
 
     launch = Launch.of(os.environ)
     is_first = launch.rank == 0

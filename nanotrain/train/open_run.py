@@ -28,6 +28,8 @@ from nanotrain.errors import DataError, EnvironmentFault, LocalFault
 from nanotrain.log import get_logger
 from nanotrain.memory.block_transforms import describe_activations
 from nanotrain.optim.lr import LRSchedule
+from nanotrain.plan.memory_plan import MemoryPlan
+from nanotrain.plan.plan import Plan
 from nanotrain.quantities import count_of, describe_count
 from nanotrain.runs.files import OTHER_FOLDER, disk_errors, make_folder, remove_folder
 from nanotrain.spec.counts import num_active_parameters, num_parameters
@@ -44,8 +46,6 @@ from nanotrain.train.hooks.object_storage import UploadHook
 from nanotrain.train.hooks.profile import ProfileHook, memory_snapshot
 from nanotrain.train.hooks.timers import TimersHook
 from nanotrain.train.hooks.track import TRACKERS, NotifyHook, TrackHook
-from nanotrain.train.plans.memory_plan import MemoryPlan
-from nanotrain.train.plans.plan import Plan
 from nanotrain.train.run import Run, RunInputs
 from nanotrain.watch.watchdog import watch_ranks
 

@@ -20,11 +20,11 @@ from nanotrain.data.tasks import Task
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.pp.executor import Pipeline
 from nanotrain.parallel.pp.transfers import RankPlan
+from nanotrain.plan.plan import Plan, plan_train_schedule
 from nanotrain.runs.folder import RunFolder
 from nanotrain.system import stop_signals
 from nanotrain.train.batches import BatchIterator
 from nanotrain.train.parts.part import BuiltModel, StepParts
-from nanotrain.train.plans.plan import Plan, plan_train_schedule
 
 
 @dataclass

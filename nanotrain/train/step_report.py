@@ -20,8 +20,8 @@ import numpy as np
 
 from nanotrain.comm.device import Stopwatch, device_name
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.plan.plan import Plan
 from nanotrain.spec.counts import flops_per_token, peak_flops
-from nanotrain.train.plans.plan import Plan
 from nanotrain.train.step import StepOutput
 
 FIELDS = (

@@ -23,8 +23,8 @@ from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.tasks import Task, TaskDataset, TaskScore, row_length
 from nanotrain.model.context import BatchContext
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage, run_forward
+from nanotrain.plan.plan import Plan
 from nanotrain.train.build import build_batch_iterator
-from nanotrain.train.plans.plan import Plan
 from nanotrain.train.run import StopRequest
 
 

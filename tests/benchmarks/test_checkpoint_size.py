@@ -8,7 +8,7 @@ from benchmarks import checkpoint_size as sizes
 from nanotrain.checkpoint.write import plan_writes
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
-from nanotrain.train.plans.plan import plan_run
+from nanotrain.plan.plan import plan_run
 from tests.harness import run_ranks
 from tests.train.small_run import small_run
 

@@ -12,7 +12,7 @@ import torch
 
 from nanotrain.attention.backends import installed_torch
 from nanotrain.config.load import load
-from nanotrain.train.plans.plan import plan_run
+from nanotrain.plan.plan import plan_run
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from nanotrain.attention.backends import installed_torch
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
+from nanotrain.plan.plan import Plan, plan_run
+from nanotrain.plan.traffic import sent_bytes
 from nanotrain.spec.counts import flops_per_token, num_parameters
 from nanotrain.topology.groups import GroupSpec
-from nanotrain.train.plans.plan import Plan, plan_run
-from nanotrain.train.plans.traffic import sent_bytes
 from tests.planner.test_recipes import RECIPES
 
 LENGTH, MICRO = 32, 2

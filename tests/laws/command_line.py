@@ -32,11 +32,11 @@ from nanotrain.checkpoint.store import find_checkpoint, read_manifest
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import Loaded, load
 from nanotrain.config.rules.check import validate_for_world
+from nanotrain.plan.plan import plan_run
 from nanotrain.train import main as entry
 from nanotrain.train.fit import fit
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.open_run import open_run
-from nanotrain.train.plans.plan import plan_run
 from tests.harness import HANG_S, forkserver
 from tests.laws.megatron_file import write_tokens
 

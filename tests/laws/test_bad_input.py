@@ -18,10 +18,10 @@ import pytest
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
 from nanotrain.errors import EnvironmentFault
+from nanotrain.plan.plan import plan_run
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.main import main
 from nanotrain.train.open_run import require_same_start
-from nanotrain.train.plans.plan import plan_run
 from tests.harness import ranks, run_ranks
 from tests.laws.command_line import (
     GLOBAL_BATCH,

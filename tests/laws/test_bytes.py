@@ -11,8 +11,8 @@ import pytest
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.parallel.dp.bucket import Bucket
-from nanotrain.train.plans.plan import plan_run
-from nanotrain.train.plans.traffic import sent_bytes
+from nanotrain.plan.plan import plan_run
+from nanotrain.plan.traffic import sent_bytes
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks

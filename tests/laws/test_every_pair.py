@@ -30,8 +30,8 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load_object
 from nanotrain.config.rules.check import validate_for_world
 from nanotrain.errors import NanotrainError
+from nanotrain.plan.plan import plan_run
 from nanotrain.spec.boxes import TensorBox
-from nanotrain.train.plans.plan import plan_run
 from tests.harness import run_ranks
 from tests.laws.compare import assert_alike, assert_read_once
 from tests.laws.pairs import (

@@ -21,11 +21,11 @@ import pytest
 import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.plan.plan import BufferPlan
+from nanotrain.plan.traffic import sent_bytes
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.parts.fp8_amaxes import fp8_layers
-from nanotrain.train.plans.plan import BufferPlan
-from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks

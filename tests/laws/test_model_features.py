@@ -17,7 +17,7 @@ import torch
 
 from nanotrain.checkpoint.read import read_global_tensors
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.train.plans.traffic import sent_bytes
+from nanotrain.plan.traffic import sent_bytes
 from nanotrain.train.resume.rollback import roll_back
 from nanotrain.train.run import Run
 from nanotrain.train.step import StepOutput

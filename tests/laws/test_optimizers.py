@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.train.plans.traffic import sent_bytes
+from nanotrain.plan.traffic import sent_bytes
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.compare import assert_alike

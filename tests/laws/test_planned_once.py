@@ -24,7 +24,7 @@ from tests.laws.worlds import Case, build_here
 SCHEDULES = ("simulate", "transfers", "schedules", "zero_bubble", "interleaved")
 PLANS = ("config/model.py", *(f"parallel/pp/{name}.py" for name in SCHEDULES))
 # Files with functions that plan, and objects that a step reads.
-PLANS_AND_OBJECTS = ("topology/", "config/schema.py", "parallel/dp/layout.py", "train/plans/")
+PLANS_AND_OBJECTS = ("topology/", "config/schema.py", "parallel/dp/layout.py", "plan/")
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 LAYOUTS = {
     "interleaved": ({"pp": 2, "strategy": "optim"}, VPP),

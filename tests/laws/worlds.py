@@ -25,11 +25,11 @@ from nanotrain.config.schema import KEYS, convert, flatten, with_values
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
 from nanotrain.errors import ErrorCollector
+from nanotrain.plan.plan import Plan, plan_run
 from nanotrain.runs.folder import RunFolder
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.topology import Topology
 from nanotrain.train.build import build_run
-from nanotrain.train.plans.plan import Plan, plan_run
 from nanotrain.train.run import Run, RunInputs
 from nanotrain.train.step import StepOutput, train_step
 

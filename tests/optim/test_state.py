@@ -24,11 +24,11 @@ from nanotrain.optim import OPTIMIZERS
 from nanotrain.optim.state import BucketState, PartState, ShardPart, split_shard, state_bytes
 from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor
 from nanotrain.parallel.dp.layout import FlatRange, LayoutRules, clip_ranges, plan_layout
+from nanotrain.plan.plan import plan_run
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.spec.params import LocalParam, Normal, ParamSpec
 from nanotrain.train.hooks.checkpoint import CheckpointHook
-from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.worlds import GLOBAL_BATCH, Case, build_here

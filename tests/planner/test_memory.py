@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from nanotrain.plan.memory_plan import worst_memory
 from nanotrain.planner.memory import estimate_memory, memory_of_rank
 from nanotrain.planner.prediction import predict
 from nanotrain.planner.row_config import Row, scenario_of_row
 from nanotrain.planner.scenario import engine_of
 from nanotrain.planner.stage_time import Stages
-from nanotrain.train.plans.memory_plan import worst_memory
 from tests.planner.scenarios import llama
 
 MEASURED = list(

@@ -6,9 +6,9 @@ import pytest
 
 from nanotrain.config.load import configure
 from nanotrain.errors import ConfigError, TopologyError
+from nanotrain.plan.plan import plan_run
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.scenario import engine_of, engines, scenario_of
-from nanotrain.train.plans.plan import plan_run
 
 
 def test_sizes_stages_and_microbatches_follow_from_the_configuration() -> None:

@@ -3,9 +3,9 @@
 import pytest
 
 from nanotrain.parallel.pp.actions import ActionKind
+from nanotrain.plan.plan import plan_run
 from nanotrain.planner.parts import Streams
 from nanotrain.planner.stage_time import Stages
-from nanotrain.train.plans.plan import plan_run
 from tests.planner.scenarios import llama
 
 FORWARD, BACKWARD = ActionKind.forward, ActionKind.full_backward

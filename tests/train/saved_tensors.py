@@ -25,11 +25,11 @@ from nanotrain.data.batch import Batch
 from nanotrain.memory.block_transforms import transform_blocks
 from nanotrain.model.context import BatchContext, LayerContext
 from nanotrain.model.transformer import Stage
+from nanotrain.plan.activations import Activations
+from nanotrain.plan.memory_plan import peak_of, train_schedule
+from nanotrain.plan.plan import Plan, plan_run
 from nanotrain.precision.dtypes import Precision
 from nanotrain.train.build import build_stages
-from nanotrain.train.plans.activations import Activations
-from nanotrain.train.plans.memory_plan import peak_of, train_schedule
-from nanotrain.train.plans.plan import Plan, plan_run
 
 DOCUMENTS = "--reset-attention-mask"
 

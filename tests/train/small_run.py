@@ -11,11 +11,11 @@ from typing import Any
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
+from nanotrain.plan.plan import plan_run
 from nanotrain.train.build import build_run
 from nanotrain.train.fit import fit
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.inputs import open_inputs
-from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run, RunInputs
 from nanotrain.train.step_report import StepReport, Throughput
 

@@ -11,6 +11,7 @@ import yaml
 from nanotrain.comm.parallel_context import Launch, ParallelContext
 from nanotrain.config.load import load
 from nanotrain.errors import ConfigError
+from nanotrain.plan.plan import plan_run
 from nanotrain.train import auto_layout
 from nanotrain.train.auto_layout import LAYOUT, with_auto_layout
 from nanotrain.train.checks import Start
@@ -18,7 +19,6 @@ from nanotrain.train.fit import fit
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.main import main
 from nanotrain.train.open_run import open_run
-from nanotrain.train.plans.plan import plan_run
 from tests.harness import run_ranks
 from tests.train.small_run import arguments, metrics_of
 

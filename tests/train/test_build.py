@@ -5,9 +5,9 @@ import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
+from nanotrain.plan.plan import plan_run
 from nanotrain.train.build import build_run, build_stages
 from nanotrain.train.inputs import open_inputs
-from nanotrain.train.plans.plan import plan_run
 from tests.harness import ranks
 from tests.laws.worlds import Case, build_here
 from tests.train.small_run import arguments, small_run

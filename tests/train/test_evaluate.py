@@ -20,10 +20,10 @@ from nanotrain.config.parallel import ParallelConfig
 from nanotrain.data.tokenizer import ByteTokenizer
 from nanotrain.errors import DataError
 from nanotrain.inference.checkpoint import export_checkpoint, open_model
+from nanotrain.plan.plan import plan_run
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.topology.topology import Topology
 from nanotrain.train.evaluate import EvaluateHook, Evaluation, evaluate_model, open_corpus, validate
-from nanotrain.train.plans.plan import plan_run
 from tests.harness import run_ranks
 from tests.inference.test_checkpoint import EXPERTS, write_run
 from tests.laws.megatron_file import write_tokens

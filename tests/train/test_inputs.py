@@ -25,11 +25,11 @@ from nanotrain.errors import (
     EnvironmentFault,
     ErrorCollector,
 )
+from nanotrain.plan.plan import plan_run
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.train import inputs as inputs_module
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.inputs import _file_lock, open_inputs, read_tasks
-from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import RunInputs
 from tests.config.asking import config_of
 from tests.train.small_run import QUIET, SEQ_LENGTH, inputs_of, small_run, train

@@ -12,12 +12,12 @@ from nanotrain.config.load import load
 from nanotrain.data.corpus_info import CorpusInfo, write_info
 from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import EnvironmentFault, LocalFault
+from nanotrain.plan.plan import plan_run
 from nanotrain.train import fit as fit_module
 from nanotrain.train import main as entry
 from nanotrain.train.evaluate import EvaluateHook
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.open_run import choose_hooks, explaining_memory_errors, header, open_run
-from nanotrain.train.plans.plan import plan_run
 from tests.train.small_run import SEQ_LENGTH, arguments, metrics_of, train
 from tests.train.test_inputs import write_corpus
 

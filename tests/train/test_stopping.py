@@ -13,12 +13,12 @@ import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import Loaded, load
+from nanotrain.plan.plan import plan_run
 from nanotrain.train.build import build_run
 from nanotrain.train.evaluate import validate
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.inputs import open_inputs
-from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import Run
 from tests.harness import HANG_S, run_ranks
 from tests.train.small_run import Spy, arguments, small_run, train

@@ -14,9 +14,9 @@ from nanotrain.comm.device import peak_memory
 from nanotrain.data.tokenizer import document_start, load_tokenizer
 from nanotrain.errors import DataError, EnvironmentFault, NanotrainError
 from nanotrain.log import get_logger
+from nanotrain.plan.compile import with_compile
 from nanotrain.quantities import describe_bytes
 from nanotrain.runs.files import open_append, write_all
-from nanotrain.train.compile import with_compile
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport

@@ -28,10 +28,10 @@ from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer, Update
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.pp.executor import RunnableStage
+from nanotrain.plan.plan import Plan
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.topology.groups import GroupName
 from nanotrain.train.batches import GlobalBatch
-from nanotrain.train.plans.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch import Tensor
 from nanotrain.model.router_stats import SCALARS, HasRouterState, expert_biases, routers_of
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import Update
+from nanotrain.plan.plan import Plan
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.parts.part import BuiltModel, StepPart
-from nanotrain.train.plans.plan import Plan
 
 
 class RouterBalance(StepPart):

@@ -20,9 +20,9 @@ from nanotrain.data.build import DatasetSplits
 from nanotrain.inference.checkpoint import export_checkpoint
 from nanotrain.interop.hf.families import FAMILIES, model_from_hf, read_config
 from nanotrain.interop.hf.import_weights import import_hf
+from nanotrain.plan.plan import plan_run
 from nanotrain.runs.folder import RunFolder
 from nanotrain.train.build import build_run
-from nanotrain.train.plans.plan import plan_run
 from nanotrain.train.run import RunInputs
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.interop.hf.reference import CONFIG_CLASSES, CONFIGS, reference

@@ -20,10 +20,10 @@ from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions
 from nanotrain.parallel.dp.stores import ShardedParams
 from nanotrain.parallel.dp.units import child_units, given_units, traced_units, unit_modules
 from nanotrain.parallel.pp.executor import run_forward
+from nanotrain.plan.plan import plan_run
+from nanotrain.plan.traffic import sent_bytes, stage_units
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.params import Constant, LocalParam, ParamSpec
-from nanotrain.train.plans.plan import plan_run
-from nanotrain.train.plans.traffic import sent_bytes, stage_units
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 from tests.harness import ranks, run_ranks

@@ -16,8 +16,8 @@ from nanotrain.parallel.ep.token_dispatcher import (
     Routing,
     build_token_dispatcher,
 )
-from nanotrain.train.plans.plan import plan_run
-from nanotrain.train.plans.traffic import COUNT_BYTES, EXPERT_BYTES, TOKEN_TRIPS, sent_bytes
+from nanotrain.plan.plan import plan_run
+from nanotrain.plan.traffic import COUNT_BYTES, EXPERT_BYTES, TOKEN_TRIPS, sent_bytes
 from tests.harness import run_ranks
 
 E, H, T, K = 8, 4, 12, 3

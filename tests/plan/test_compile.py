@@ -15,9 +15,9 @@ from nanotrain.config.load import load
 from nanotrain.data.batch import Batch
 from nanotrain.memory import block_transforms
 from nanotrain.model.context import BatchContext
+from nanotrain.plan.compile import describe_compile, graph_breaks, with_compile
 from nanotrain.topology.topology import Topology
 from nanotrain.train import build
-from nanotrain.train.compile import describe_compile, graph_breaks, with_compile
 from tests.fake_world import fake_context
 from tests.harness import parallel_config, run_ranks
 from tests.laws.worlds import SEQ_LENGTH, VOCAB_SIZE, Case, build_here

@@ -27,9 +27,9 @@ from nanotrain.optim import state, stored
 from nanotrain.optim.rule import UpdateStep
 from nanotrain.parallel.ep import token_dispatcher
 from nanotrain.parallel.tp import loss
+from nanotrain.plan.plan import Plan
+from nanotrain.plan.traffic import reached_nodes
 from nanotrain.train import build
-from nanotrain.train.plans.plan import Plan
-from nanotrain.train.plans.traffic import reached_nodes
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Source: Korthikanti et al. 2022, section 4; here neither attention scores nor logits are saved. A
 tensor that several operations save counts once; parameters do not count.
-`tests/train/plans/test_activations.py` compares with torch. Recomputation (docs/recompute.md) saves
+`tests/plan/test_activations.py` compares with torch. Recomputation (docs/recompute.md) saves
 less, but during a backward the recomputed part is in memory too.
 """
 
@@ -15,11 +15,11 @@ from nanotrain.attention.backends import AttentionChoice, AttentionDevice, insta
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.tp.loss import chunk_tokens
+from nanotrain.plan.plan import Plan
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.declaration import RankSizes
 from nanotrain.spec.kinds import MIXERS, MLPS
 from nanotrain.spec.stages import StageSpec
-from nanotrain.train.plans.plan import Plan
 
 FP8, FP32, INT64 = 1, 4, 8
 ROUTER_TENSORS = 5  # fp32 [tokens, experts]: logits, scores and the probabilities of the losses

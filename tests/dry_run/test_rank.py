@@ -5,9 +5,9 @@ import pytest
 from nanotrain.comm.recorder import Call
 from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
-from nanotrain.planner.dry_run.rank import RankRecord, run_rank
-from nanotrain.train.plans.plan import plan_run
-from nanotrain.train.plans.traffic import sent_bytes
+from nanotrain.dry_run.rank import RankRecord, run_rank
+from nanotrain.plan.plan import plan_run
+from nanotrain.plan.traffic import sent_bytes
 from tests.fake_world import HAS_META_COLLECTIVES
 
 pytestmark = pytest.mark.skipif(

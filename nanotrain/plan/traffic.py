@@ -27,12 +27,12 @@ from nanotrain.parallel.dp.units import GatherOrder
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.parallel.pp.transfers import TransferBatch
+from nanotrain.plan.plan import BufferPlan, Plan, StagePlan
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.spec.declaration import ContextRank
 from nanotrain.spec.kinds import MIXERS
 from nanotrain.topology.groups import GroupName
-from nanotrain.train.plans.plan import BufferPlan, Plan, StagePlan
 
 Key = tuple[str, str]  # group, operation
 COUNT_BYTES = 4  # token counts are int32

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from nanotrain.comm.device import HostCopy
 from nanotrain.comm.recorder import Recorder
 from nanotrain.config.load import load
-from nanotrain.planner.dry_run.stand_ins import on_meta
-from nanotrain.train.plans.plan import plan_run
+from nanotrain.dry_run.stand_ins import on_meta
+from nanotrain.plan.plan import plan_run
 
 
 def plan_of(flags: str, world_size: int):

@@ -24,13 +24,13 @@ from nanotrain.parallel.dp.units import traced_units
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import MAX_SENDS
 from nanotrain.parallel.pp.schedules import build_schedule
+from nanotrain.plan.activations import INT64, Activations, StageBytes
+from nanotrain.plan.compile import with_compile
+from nanotrain.plan.plan import Plan, plan_run, with_fp8_products
 from nanotrain.precision.dtypes import Precision
 from nanotrain.quantities import describe_bytes
 from nanotrain.topology.groups import UNCONNECTED
 from nanotrain.topology.topology import Topology
-from nanotrain.train.compile import with_compile
-from nanotrain.train.plans.activations import INT64, Activations, StageBytes
-from nanotrain.train.plans.plan import Plan, plan_run, with_fp8_products
 
 # A run is refused only if the exact part and this share of the activations exceed the memory: the
 # estimate is within 10 %, and a compiled block may save only half.

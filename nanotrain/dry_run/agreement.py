@@ -18,9 +18,9 @@ from itertools import zip_longest
 
 from nanotrain.comm.recorder import Call
 from nanotrain.config.config import Config
+from nanotrain.dry_run.rank import RankRecord
 from nanotrain.parallel.pp.actions import Action, Pair
 from nanotrain.parallel.pp.transfers import RankPlan
-from nanotrain.planner.dry_run.rank import RankRecord
 from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.groups import GroupName, GroupSpec
 from nanotrain.topology.topology import Topology

@@ -13,11 +13,11 @@ import pytest
 from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError
+from nanotrain.plan import memory_plan
+from nanotrain.plan.memory_plan import plan_memory, require_memory, worst_memory
+from nanotrain.plan.plan import plan_run
 from nanotrain.quantities import describe_bytes
 from nanotrain.train.main import main
-from nanotrain.train.plans import memory_plan
-from nanotrain.train.plans.memory_plan import plan_memory, require_memory, worst_memory
-from nanotrain.train.plans.plan import plan_run
 
 SMALL = "--mock-data --vocab-size 512 --num-layers 8 --hidden-size 64 --seq-length 64"
 GB = 10**9
@@ -141,7 +141,7 @@ def test_without_steps_a_run_is_refused_where_what_is_built_does_not_fit():
 
 
 def test_the_page_shows_what_is_printed():
-    page = " ".join((Path(__file__).parents[3] / "docs" / "memory.md").read_text().split())
+    page = " ".join((Path(__file__).parents[2] / "docs" / "memory.md").read_text().split())
     table = worst_memory(config_of("+config=tiny --vocab-size 2048"), 2, device="cpu").table(
         9_390_000_000
     )

@@ -13,20 +13,20 @@ from nanotrain.cli.main import main
 from nanotrain.comm.work import Work
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
+from nanotrain.dry_run.check import DryRun, dry_run
 from nanotrain.optim import distributed
 from nanotrain.optim.state import BucketState
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.stores import ParamStore
 from nanotrain.parallel.pp import executor
-from nanotrain.planner.dry_run.check import DryRun, dry_run
 from tests.fake_world import HAS_META_COLLECTIVES
 
 pytestmark = pytest.mark.skipif(
     not HAS_META_COLLECTIVES, reason="torch 2.10 has no meta kernels of its products"
 )
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 LARGE = "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8 --global-batch-size 2048"
 TINY = "+config=tiny --mock-data --bf16 --num-layers 2 --global-batch-size 8 --micro-batch-size 1"
 LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --overlap-param-gather --overlap-grad-reduce"

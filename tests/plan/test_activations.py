@@ -11,8 +11,8 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
-from nanotrain.train.plans.activations import Activations
-from nanotrain.train.plans.plan import plan_run
+from nanotrain.plan.activations import Activations
+from nanotrain.plan.plan import plan_run
 from tests.harness import parallel_config, run_ranks
 from tests.train.saved_tensors import (
     config_of,

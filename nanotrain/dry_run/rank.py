@@ -11,13 +11,13 @@ from nanotrain.comm.recorded_world import recorded_world
 from nanotrain.comm.recorder import Call, Recorder
 from nanotrain.config.config import DataConfig
 from nanotrain.data.build import build_data
-from nanotrain.planner.dry_run.stand_ins import on_meta
+from nanotrain.dry_run.stand_ins import on_meta
+from nanotrain.plan.memory_plan import PROCESS_BYTES, plan_memory
+from nanotrain.plan.plan import Plan
+from nanotrain.plan.traffic import sent_bytes
 from nanotrain.runs.folder import RunFolder
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.build import build_run
-from nanotrain.train.plans.memory_plan import PROCESS_BYTES, plan_memory
-from nanotrain.train.plans.plan import Plan
-from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.run import RunInputs
 from nanotrain.train.step import train_step
 

@@ -2,5 +2,5 @@
 that record.
 
 Not here: the recorder of buffers and calls and its process groups (comm/recorder.py), and the plans
-that it is compared with (train/plans).
+that it is compared with (plan/).
 """

@@ -18,9 +18,9 @@ from nanotrain.config.load import load
 from nanotrain.data.gpt import SyntheticDataset
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.errors import ConfigError, ConfigErrors, TopologyError
+from nanotrain.plan.plan import Plan, check_names, plan_run
+from nanotrain.plan.traffic import sent_bytes
 from nanotrain.spec.counts import num_parameters
-from nanotrain.train.plans.plan import Plan, check_names, plan_run
-from nanotrain.train.plans.traffic import sent_bytes
 from nanotrain.train.run import Run
 from nanotrain.train.step import train_step
 from tests.harness import SHORT_NAMES, run_ranks

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import OptimConfig, PrecisionConfig
 from nanotrain.errors import ConfigError
-from nanotrain.sharded_module import ShardedModule, find_units
+from nanotrain.optim.sharded_module import ShardedModule, find_units
 from tests.harness import parallel_config, run_ranks
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, adam_eps=1e-5, clip_grad=0.5)

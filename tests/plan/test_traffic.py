@@ -13,9 +13,9 @@ import torch
 from nanotrain.parallel.cp import CORE_ATTENTIONS, build_core_attention
 from nanotrain.parallel.dp.units import GatherOrder
 from nanotrain.parallel.pp.actions import ActionKind
+from nanotrain.plan.traffic import step_gathers
 from nanotrain.spec.declaration import ContextRank
 from nanotrain.spec.kinds.attention import cp_bytes
-from nanotrain.train.plans.traffic import step_gathers
 from tests.harness import run_ranks
 from tests.parallel.cp.sequences import Shape, random_inputs, shard
 

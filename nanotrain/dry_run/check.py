@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from heapq import nlargest
+from pathlib import Path
 from traceback import extract_tb
 from typing import cast
 
@@ -16,17 +17,17 @@ from nanotrain.comm.recorder import Call
 from nanotrain.config.config import Config
 from nanotrain.config.schedules import num_microbatches, with_batch_size
 from nanotrain.config.schema import with_values
+from nanotrain.config.tables import read_table
+from nanotrain.dry_run.agreement import RankClasses, disagreements, full_calls
+from nanotrain.dry_run.rank import RankRecord, run_rank
 from nanotrain.parallel.pp.transfers import plan_rank
-from nanotrain.planner.dry_run.agreement import RankClasses, disagreements, full_calls
-from nanotrain.planner.dry_run.rank import RankRecord, run_rank
-from nanotrain.planner.hardware import read_data
+from nanotrain.plan.memory_plan import train_schedule
+from nanotrain.plan.plan import plan_run
+from nanotrain.plan.traffic import sent_bytes
 from nanotrain.quantities import count_of, describe_bytes, table_lines
 from nanotrain.spec.boxes import Box
 from nanotrain.topology.groups import GroupName
 from nanotrain.topology.topology import Topology
-from nanotrain.train.plans.memory_plan import train_schedule
-from nanotrain.train.plans.plan import plan_run
-from nanotrain.train.plans.traffic import sent_bytes
 
 # Beside the planned buffers: scalars, statistics of routers, and the ends of the allocator's
 # blocks.
@@ -124,7 +125,7 @@ def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryR
         world_size: ranks of the run.
         rank: the only rank to run; None for those of all classes.
     """
-    config = with_values(config, read_data("dry_run")["settings"])
+    config = with_values(config, read_table("settings", folder=Path(__file__).parent))
     topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
     classes, schedule = RankClasses(config, topology), train_schedule(config, world_size)
     firsts, others = classes.run_ranks if rank is None else ([rank], [])

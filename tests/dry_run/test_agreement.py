@@ -7,12 +7,12 @@ import pytest
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
+from nanotrain.dry_run.agreement import RankClasses, full_calls
+from nanotrain.dry_run.rank import run_rank
 from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
-from nanotrain.planner.dry_run.agreement import RankClasses, full_calls
-from nanotrain.planner.dry_run.rank import run_rank
+from nanotrain.plan.memory_plan import train_schedule
+from nanotrain.plan.plan import plan_run
 from nanotrain.topology.topology import Topology
-from nanotrain.train.plans.memory_plan import train_schedule
-from nanotrain.train.plans.plan import plan_run
 from tests.fake_world import HAS_META_COLLECTIVES
 
 
