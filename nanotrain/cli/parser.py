@@ -164,7 +164,8 @@ def usage(program: str, commands: dict[str, Command], *, width: int) -> str:
     """The commands and what they do, in lines of `width` columns that break between words."""
     wrapped = TextWrapper(min(max(width, 60), 120), subsequent_indent=" " * 14)
     summaries = {
-        name: (command.__doc__ or "").partition("\n")[0] for name, command in commands.items()
+        name: " ".join((command.__doc__ or "").partition("\n\n")[0].split())
+        for name, command in commands.items()
     }
     rows = [wrapped.fill(f"  {name:<10}  {summary}") for name, summary in summaries.items()]
     wrapped.subsequent_indent = ""

@@ -84,7 +84,7 @@ def introduction(width: int, usage: str = USAGE) -> list[str]:
 
 def section_lines(name: str, width: int) -> list[str]:
     """A section's sentence and its flags."""
-    sentence = textwrap.wrap((SECTIONS[name].__doc__ or "").partition("\n")[0], width - FRAME)
+    sentence = textwrap.wrap((SECTIONS[name].__doc__ or "").partition("\n\n")[0], width - FRAME)
     return panel(name, [*sentence, "", *rows(map(describe, entries_of(name)), width)], width=width)
 
 
