@@ -37,9 +37,9 @@ from zlib import crc32
 from plan import SAMPLE, Run
 
 from nanotrain.errors import NanotrainError, report
+from nanotrain.planner.engine import Engine, engines, with_sections
 from nanotrain.planner.hardware import gpu_of, gpus
 from nanotrain.planner.rows import predict_row, read_table
-from nanotrain.planner.scenario import engines
 
 ARCHITECTURES = {"a100": "a100", "h100": "h100", "b200": "blackwell", "gb200": "blackwell"}
 LARGEST = {
@@ -51,26 +51,34 @@ LARGEST = {
 MIN_RUNS = 3  # of other sources, to fit a factor to
 FACTORS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
 BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "fp8_block": 8, "mxfp8": 8, "nvfp4": 4}
-PLAIN = {  # what an engine has of these fields without a fit
-    "fsdp2": {"attention_factor": 1.0},
+PLAIN: dict[str, dict[str, dict[str, Any]]] = {  # values of these fields without a fit
+    "fsdp2": {"operators": {"attention_factor": 1.0}},
     "nanotron": {
-        "launch_s": 5.0e-5, "collective_launch_s": 4.0e-5, "kernel_factor": 1.0, "optimizer_bytes": 34.0,
-        "contention": 0.1, "gather_factor": 1.0, "gather_copy_s": 0.0, "stall_s": (0.0, 0.0), "slow_transfer": None,
-        "slow_nodes": None, "link": None, "loss_bytes": (12.0, 8.0), "saves_factor": 1.0,
+        "launches": {"operator_s": 5.0e-5, "collective_s": 4.0e-5},
+        "operators": {"time_factor": 1.0, "loss_forward_bytes": 12.0, "loss_backward_bytes": 8.0},
+        "overlap": {"contention": 0.1},
+        "pipeline": {"slow_transfer": None},
+        "optimizer": {"update_bytes": 34.0, "gather_factor": 1.0, "gather_copy_s": 0.0},
+        "memory": {"saved_factor": 1.0},
+        "network": {"link": None, "host_stall_s": 0.0, "device_stall_s": 0.0, "slow_step": None},
     },
-}  # fmt: skip
+}
 # beginnings of the sources of each
 FITTED_TO = {"fsdp2": ("mosaicml",), "nanotron": ("huggingface", "vinjn")}
-ROUND = {  # numbers from which the constants of nanotron are refitted
-    "launch_s": 5.0e-5, "collective_launch_s": 4.0e-5, "kernel_factor": 1.0, "optimizer_bytes": 50.0, "contention": 0.2,
-    "gather_factor": 2.0, "stall_s": (1.0e-4, 1.0e-5), "slow_transfer": (32.0, 0.77, 0.1), "slow_nodes": (64.0, 0.2),
-    "link": (4.0e10, 1.0e-4),
-}  # fmt: skip
-REFITTED = (
-    ("launch_s", None), ("kernel_factor", None), ("stall_s", 0), ("slow_transfer", 2), ("slow_nodes", 1),
-    ("contention", None), ("stall_s", 1), ("link", 0), ("gather_factor", None), ("optimizer_bytes", None),
-    ("collective_launch_s", None),
-)  # fmt: skip
+ROUND = {  # numbers from which the constants of nanotron are refitted, in this order
+    "launches.operator_s": 5.0e-5,
+    "operators.time_factor": 1.0,
+    "network.host_stall_s": 1.0e-4,
+    "pipeline.slow_transfer.seconds": 0.1,
+    "network.slow_step.seconds": 0.2,
+    "overlap.contention": 0.2,
+    "network.device_stall_s": 1.0e-5,
+    "network.link.bandwidth": 4.0e10,
+    "optimizer.gather_factor": 2.0,
+    "optimizer.update_bytes": 50.0,
+    "launches.collective_s": 4.0e-5,
+}
+LINK_LATENCY_S = 1.0e-4  # which is not refitted
 STEPS, ROUNDS = (0.5, 0.8, 1.25, 2.0), 3
 ROW = "{:<34}{:>6}{:>12}{:>10}{:>13}{:>9}"
 
@@ -156,27 +164,37 @@ def factors_without(
     return factors
 
 
-def refit(rows: Sequence[dict[str, str]]) -> dict[str, Any]:
+def with_constants(engine: Engine, values: Mapping[str, float]) -> Engine:
+    """The engine with constants by their dotted names, of a link, a transfer or a step too."""
+    link = {"network": {"link": {"bandwidth": 1.0, "latency": LINK_LATENCY_S}}}
+    engine = with_sections(engine, link)
+    for name, value in values.items():
+        section, field, *inner = name.split(".")
+        changed: Any = value
+        if inner:
+            changed = replace(getattr(getattr(engine, section), field), **{inner[0]: value})
+        engine = with_sections(engine, {section: {field: changed}})
+    return engine
+
+
+def refit(rows: Sequence[dict[str, str]]) -> dict[str, float]:
     """Constants of nanotron fitted to rows, one after the other."""
 
-    def error(values: dict[str, Any]) -> float:
-        engines()["nanotron"] = replace(engines()["nanotron"], **values)
+    def error(values: dict[str, float]) -> float:
+        engines()["nanotron"] = with_constants(engines()["nanotron"], values)
         return mean(
             min(1.0, abs(log(1 + run.error))) for run in predicted(rows) if run.error is not None
         )
 
     best = dict(ROUND)
     least = error(best)
-    for name, place in REFITTED * ROUNDS:
+    for name in [*ROUND] * ROUNDS:
         for step in STEPS:
-            old = best[name]
-            new = (
-                old * step
-                if place is None
-                else tuple(x * step if i == place else x for i, x in enumerate(old))
-            )
-            if (found := error(best | {name: new})) < least:
-                least, best = found, best | {name: new}
+            changed = best | {name: best[name] * step}
+            found = error(changed)
+            if found < least:
+                least = found
+                best = changed
     return best
 
 
@@ -194,7 +212,7 @@ def halves(rows: Sequence[dict[str, str]]) -> list[str]:
     lines = []
     for fitted, other in (sides, sides[::-1]):
         values = refit(fitted[::4])
-        engines()["nanotron"] = replace(engines()["nanotron"], **values)
+        engines()["nanotron"] = with_constants(engines()["nanotron"], values)
         errors = sorted(abs(run.error) for run in predicted(other) if run.error is not None)
         at = errors[len(errors) * 9 // 10]
         lines.append(
@@ -232,9 +250,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         factors = factors_without(source, runs, logs)
         set_shares(factors)
         for name, begin in FITTED_TO.items():
-            engines()[name] = (
-                replace(shipped[name], **PLAIN[name]) if source.startswith(begin) else shipped[name]
-            )
+            engines()[name] = shipped[name]
+            if source.startswith(begin):
+                engines()[name] = with_sections(shipped[name], PLAIN[name])
         again = [
             run.error
             for run in predicted([run.cells for run in of_source])

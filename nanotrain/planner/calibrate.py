@@ -19,8 +19,9 @@ import numpy as np
 
 from nanotrain.config.load import load
 from nanotrain.errors import ConfigError
+from nanotrain.planner.engine import Engine
 from nanotrain.planner.hardware import GPU, Calibration
-from nanotrain.planner.scenario import Engine, Scenario, scenario_of
+from nanotrain.planner.scenario import Scenario, scenario_of
 from nanotrain.planner.step_time import predict_step
 from nanotrain.untrusted import read_rows
 

@@ -88,15 +88,14 @@ def _gpu(name: str, **row: Any) -> GPU:
 
 
 @cache
-def machine_of(gpu: GPU, link: tuple[float, float] | None = None) -> GPU:
+def machine_of(gpu: GPU, link: Link | None = None) -> GPU:
     """The GPU whose operators and collectives take as long as on the machine that was measured.
 
     Args:
         gpu: a GPU with its calibration.
-        link: bandwidth and latency between nodes as collectives reach them; None for those of the
-            GPU.
+        link: the link between nodes as collectives reach it; None for that of the GPU.
     """
-    gpu = replace(gpu, network=Link(*link), network_efficiency=1.0) if link else gpu
+    gpu = replace(gpu, network=link, network_efficiency=1.0) if link else gpu
     compute, slower = gpu.calibration.compute, gpu.calibration.network
     node, network = (
         Link(link.bandwidth / slower, link.latency * slower) for link in (gpu.node, gpu.network)

@@ -111,7 +111,7 @@ class LayerBytes(RankSizes):
             if mlp is not None:
                 inner = self.experts(normed) if mlp == "moe" else self.mlp(shape.ffn_size, normed)
                 ops += [norm, *inner, add]
-        factor = self.engine.saves_factor
+        factor = self.engine.memory.saved_factor
         return [op._replace(saved=int(op.saved * factor)) for op in ops] if factor != 1.0 else ops
 
     def declared(self, name: str, layer: int, *, normed: int) -> list[Op]:
@@ -248,7 +248,7 @@ class LayerBytes(RankSizes):
         if "fused loss" in self.scenario.features:  # the gradient is written over the logits
             loss = Op(logits * self.itemsize, 0)
         else:  # the softmax in fp32 is kept; beside it are the logits
-            further = 2 * FP32 if self.engine.low_grads else 0
+            further = 2 * FP32 if self.engine.memory.low_grads else 0
             # which is not in place
             further += FP32 if "compiled loss" in self.scenario.features else 0
             loss = Op(logits * FP32, logits * (self.itemsize + further))

@@ -77,7 +77,7 @@ def _state(scenario: Scenario, local: Numel) -> tuple[int, int, int]:
             if level > 1
             else numel * precision.grads.itemsize
         )
-        grads += numel * low if engine.low_grads and low < FP32 else 0
+        grads += numel * low if engine.memory.low_grads and low < FP32 else 0
         optimizer += numel * (main + 2 * FP32) // (shards if level > 0 else 1)
     return params, grads, optimizer
 

@@ -54,7 +54,7 @@ class Layers(RankSizes):
         """Seconds of a collective over the group of an axis."""
         ranks = self.scenario.ranks(name)
         seconds = collective_s(self.gpu, operation, num_bytes=num_bytes, ranks=ranks)
-        return seconds + len(ranks) * self.engine.stall_s[1] * (
+        return seconds + len(ranks) * self.engine.network.device_stall_s * (
             name == "tp" and self.tp > self.gpu.gpus_per_node
         )
 
@@ -72,7 +72,7 @@ class Layers(RankSizes):
         """A part that takes at least as long as its launches: the host waits for the counts of
         tokens before them.
         """
-        launch_s = self.engine.launch_s * (GRAPH_LAUNCHES if is_graphed else 1.0)
+        launch_s = self.engine.launches.operator_s * (GRAPH_LAUNCHES if is_graphed else 1.0)
         forward, dgrad = (count * launch_s for count in part.launches[:2])
         return replace(part, forward=max(part.forward, forward), dgrad=max(part.dgrad, dgrad))
 
@@ -151,7 +151,9 @@ class Layers(RankSizes):
         norm = self.memory(
             "layernorm", 2 * self.outside * self.width, backward=3 * self.outside * self.width
         )
-        passes = 1 if self.engine.fused else 3  # a fused addition reads only what the norm does not
+        passes = (
+            1 if self.engine.operators.fused else 3
+        )  # a fused addition reads only what the norm does not
         passes += self.config.model.hidden_dropout > 0
         add = self.memory(
             "add", passes * self.outside * self.width, backward=passes * self.outside * self.width
@@ -163,7 +165,7 @@ class Layers(RankSizes):
         shape = self.shape.of_layer(layer)
         heads, groups = shape.num_heads // self.tp, max(1, shape.query_groups // self.tp)
         rotated, parts = self.tokens * (heads + groups) * shape.head_dim * self.itemsize, Parts()
-        passes = 2 if self.engine.fused else 6
+        passes = 2 if self.engine.operators.fused else 6
         if self.config.model.has_rope:
             parts.append(
                 self.memory(
@@ -182,7 +184,7 @@ class Layers(RankSizes):
         assert mla is not None, "the caller checks it"
         norms = self.outside * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) * self.itemsize
         rotated = self.tokens * heads * (2 * shape.head_dim) * self.itemsize
-        passes = 2 if self.engine.fused else 4
+        passes = 2 if self.engine.operators.fused else 4
         return [
             self.memory("layernorm", 2 * norms, backward=3 * norms, launches=(2, 4)),
             self.memory(
@@ -252,7 +254,7 @@ class Layers(RankSizes):
             return self._math_attention(call)
         dtype = self.dtype if self.dtype in ("bf16", "fp16") else "bf16"
         times = (attention_s(self.gpu, call, dtype=dtype, backward=each) for each in (False, True))
-        forward, backward = (self.engine.attention_factor * seconds for seconds in times)
+        forward, backward = (self.engine.operators.attention_factor * seconds for seconds in times)
         return forward, backward * (
             CPU_LOW_BACKWARD if self.gpu.is_cpu and self.itemsize == 2 else 1.0
         )
@@ -286,7 +288,7 @@ class Layers(RankSizes):
 
     def activation(self, name: str, numel: int) -> Part:
         """The activation function, by what it reads and writes of tensors of the inner width."""
-        fused, gated = self.engine.fused, self.shape.is_gated
+        fused, gated = self.engine.operators.fused, self.shape.is_gated
         forward, backward = (
             ((3, 5) if fused else (5, 11)) if gated else ((2, 3) if fused else (4, 5))
         )
@@ -324,9 +326,9 @@ class Layers(RankSizes):
 
     def _beside(self, dispatch: Part, shared: Parts) -> Part:
         """A dispatch of tokens, and of their gradients, that the shared expert hides a part of."""
-        if not self.engine.overlaps_shared_expert:
+        if not self.engine.overlap.shared_expert:
             return dispatch
-        share = self.engine.kernel_factor * (1 - self.engine.contention)
+        share = self.engine.operators.time_factor * (1 - self.engine.overlap.contention)
         forward, backward = (
             share * sum(times) for times in ((p.forward for p in shared), (p.dgrad for p in shared))
         )
@@ -382,14 +384,16 @@ class Layers(RankSizes):
         """
         tokens, outputs, inputs = shape
         dtype = self.dtype if name == "head" else self.scenario.matmul_dtype
-        fused = self.engine.accumulation == "fused"
+        fused = self.engine.operators.accumulation == "fused"
         if num_experts:
             product = partial(grouped_matmul_s, self.gpu, num_experts=num_experts, dtype=dtype)
             wgrad = product(shape, accumulate=True)
         else:
             product = partial(matmul_s, self.gpu, dtype=dtype)
             wgrad = product((outputs, inputs, tokens), accumulate=fused)
-        if self.engine.accumulation == "separate":  # an operator of its own adds to an fp32 buffer
+        if (
+            self.engine.operators.accumulation == "separate"
+        ):  # an operator of its own adds to an fp32 buffer
             wgrad += memory_s(self.gpu, 10 * max(1, num_experts) * outputs * inputs)
         times = product(shape), product((tokens, inputs, outputs)), wgrad
         part = Part(
@@ -416,7 +420,7 @@ class Layers(RankSizes):
         part = replace(
             part,
             group="tp",
-            hides=self.scenario.tp_overlap or self.engine.tp_overlap,
+            hides=self.scenario.tp_overlap or self.engine.overlap.tp,
             pieces=self.tp,
         )
         if not self.sequence_parallel:
@@ -434,7 +438,7 @@ class Layers(RankSizes):
         """Look-up of the tokens."""
         summed = (
             12 * self.columns * self.shape.hidden_size
-            if self.engine.accumulation == "separate"
+            if self.engine.operators.accumulation == "separate"
             else 0
         )
         part = self.memory(
@@ -455,9 +459,9 @@ class Layers(RankSizes):
         norm = self.memory(
             "final_norm", 2 * self.outside * self.width, backward=3 * self.outside * self.width
         )
-        forward, backward = (
-            num_bytes * self.tokens * self.columns for num_bytes in self.engine.loss_bytes
-        )
+        logits = self.tokens * self.columns
+        forward = self.engine.operators.loss_forward_bytes * logits
+        backward = self.engine.operators.loss_backward_bytes * logits
         loss = self.memory("loss", forward, backward=backward, launches=(8, 4))
         return [
             norm,

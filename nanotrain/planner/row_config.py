@@ -21,8 +21,9 @@ from nanotrain.config.parallel import RecomputeModule
 from nanotrain.config.rules.check import check_layout
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError, ErrorCollector
+from nanotrain.planner.engine import Engine, engine_of, with_sections
 from nanotrain.planner.hardware import gpu_of, read_data
-from nanotrain.planner.scenario import Engine, Scenario, engine_of, scenario_of
+from nanotrain.planner.scenario import Scenario, scenario_of
 
 GPT2_VOCAB_SIZE = 50257
 UNSTATED = {"", "-", "?", "n/a", "na", "null", "unknown", "not stated"}
@@ -147,6 +148,8 @@ def scenario_of_row(row: Row, *, engine: str | None = None) -> Scenario:
     gpu = gpu_of(
         row.text("hardware") or row.assume("h100", "hardware not stated: H100, the time is a guess")
     )
+    if re.search(r"\bcompiled?\b", words):
+        chosen = with_sections(chosen, {"operators": {"fused": True}})
     sizes = config.parallel.expert_model_parallel_size, config.parallel.tensor_model_parallel_size
     row.facts |= {
         "far_experts": "yes"
@@ -161,7 +164,7 @@ def scenario_of_row(row: Row, *, engine: str | None = None) -> Scenario:
         config,
         world_size,
         gpu=gpu,
-        engine=replace(chosen, fused=True) if re.search(r"\bcompiled?\b", words) else chosen,
+        engine=chosen,
         matmul_dtype=products,
         features=frozenset(features),
         **row.settings("options"),

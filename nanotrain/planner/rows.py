@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nanotrain.errors import ConfigError, NanotrainError
+from nanotrain.planner.engine import engine_of
 from nanotrain.planner.hardware import read_data
 from nanotrain.planner.memory import memory_of_rank
 from nanotrain.planner.prediction import Prediction, predict
 from nanotrain.planner.row_config import Row, scenario_of_row
-from nanotrain.planner.scenario import engine_of
 
 CHOICES: dict[str, list[str]] = read_data("rows")["open"]  # of cells that a row leaves open
 # a table without one of these columns has no row that could be modelled

@@ -6,70 +6,22 @@ Scenario --estimate_memory--> MemoryPlan
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
 from nanotrain.config.config import Config
 from nanotrain.config.schedules import global_batch_size, num_microbatches
-from nanotrain.config.suggest import nearest_choice
 from nanotrain.errors import ConfigError
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.plan.plan import check_names, stage_specs
-from nanotrain.planner.hardware import GPU, machine_of, read_data
+from nanotrain.planner.engine import Engine, engine_of, engine_on_cpu
+from nanotrain.planner.hardware import GPU, machine_of
 from nanotrain.spec.counts import layer_weights
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec, balanced_lengths, stages_of_lengths
 from nanotrain.topology.groups import GroupName
 from nanotrain.topology.topology import Topology
-
-
-@dataclass(frozen=True)
-class Engine:
-    """A training program: a row of data/engines.yaml."""
-
-    name: str  # nanotrain, megatron, fsdp2 or nanotron
-    launch_s: float  # host time to launch one operator
-    collective_launch_s: float  # host time to launch one collective
-    fused: bool  # activations, rotary positions and additions are one operator each
-    # that forward and backward of the loss read and write per logit
-    loss_bytes: tuple[float, float]
-    # of weight gradients in fp32: fused with the product, separate, or sharded (after the
-    # reduction)
-    accumulation: str
-    optimizer_bytes: float  # that the update reads and writes per parameter
-    tp_overlap: str  # of collectives of tensor parallelism: none, wgrad or tiles
-    # transfers between pipeline ranks overlap with computation; with interleaved stages always
-    p2p_overlap: bool
-    # share of the time of a hidden collective by which it slows the operators beside it
-    contention: float
-    bucket_numel: int | None = None  # parameters of a gradient bucket; None: as configured
-    # reductions overlap with the last backward; None: as configured
-    overlaps_grads: bool | None = None
-    # gathers overlap with the first forward; None: as configured
-    overlaps_params: bool | None = None
-    overlaps_shared_expert: bool = False  # it is computed while tokens travel to the others
-    # lengths of stages: as configured; balanced where they are unequal, which need a layout there;
-    # or by shares of the weights of products, the head included
-    stages: str = "configured"
-    gather_factor: float = 1.0  # time of gathers of updated parameters relative to an all-gather
-    # host time per parameter and rank to copy gathered parameters (ZeRO-1)
-    gather_copy_s: float = 0.0
-    attention_factor: float = 1.0  # time of attention relative to the best kernels
-    kernel_factor: float = 1.0  # time of its operators relative to the best known
-    # nodes of a run, or share of the memory, from which on a transfer takes so many seconds
-    slow_transfer: tuple[float, float, float] | None = None
-    # nodes from which on a run without a pipeline loses so many seconds per step, and the first of
-    # stall_s
-    slow_nodes: tuple[float, float] | None = None
-    # time lost per collective and rank of tp: on the host while other nodes hold other pipeline
-    # ranks, and on the device where the ranks of tp are on several nodes
-    stall_s: tuple[float, float] = (0.0, 0.0)
-    # bytes/s per GPU and latency between nodes; None: those of the GPU
-    link: tuple[float, float] | None = None
-    low_grads: bool = False  # gradients in the dtype of the parameters exist beside those in fp32
-    # bytes that a block saves, relative to Megatron-LM with Transformer Engine
-    saves_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -114,7 +66,7 @@ class Scenario:
         """The GPU as calibrated, with the network of the engine's measurements where those had
         another.
         """
-        return machine_of(self.gpu, self.engine.link)
+        return machine_of(self.gpu, self.engine.network.link)
 
     @property
     def padding(self) -> float:
@@ -144,10 +96,10 @@ class Scenario:
         has_layout = (
             parallel.pipeline_model_parallel_layout or any(ends) or any(parallel.counted_ends)
         )
-        if self.engine.stages == "shares" and num_ranks > 1:
+        if self.engine.pipeline.stages == "shares" and num_ranks > 1:
             specs = stages_of_lengths(_lengths_by_weights(layer_weights(self.shape), num_ranks))
         elif (
-            self.engine.stages == "balanced"
+            self.engine.pipeline.stages == "balanced"
             and not has_layout
             and self.shape.num_layers % len(specs)
         ):
@@ -178,36 +130,6 @@ def _lengths_by_weights(weights: Sequence[int], num_ranks: int) -> list[int]:
     return [end - start for start, end in pairwise([0, *ends])]
 
 
-@cache
-def engines() -> dict[str, Engine]:
-    """The engines by name."""
-    table = read_data("engines")
-    return {
-        name: Engine(name, **_fields(table["defaults"] | row))
-        for name, row in table["engines"].items()
-    }
-
-
-def _fields(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {
-        key: tuple(map(float, value)) for key, value in row.items() if isinstance(value, list)
-    }
-
-
-def engine_of(name: str) -> Engine:
-    """The engine of a name.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
-    if name not in engines():
-        fix = f"set --engine {nearest_choice(name, engines()) or 'nanotrain'}"
-        raise ConfigError(
-            f"unknown engine {name}", why=f"the engines are {', '.join(engines())}", fix=fix
-        )
-    return engines()[name]
-
-
 def scenario_of(
     config: Config, world_size: int, *, gpu: GPU, engine: Engine | str = "nanotrain", **options: Any
 ) -> Scenario:
@@ -233,9 +155,9 @@ def scenario_of(
         "dispatcher", "hierarchical" if config.parallel.moe_hierarchical_dispatch else "alltoall"
     )
     engine = engine_of(engine) if isinstance(engine, str) else engine
-    engine = replace(engine, **_fields(read_data("engines")["on_cpu"])) if gpu.is_cpu else engine
+    engine = engine_on_cpu(engine) if gpu.is_cpu else engine
     scenario = Scenario(replace(config, train=train), world_size, gpu, engine, **options)
-    if engine.stages == "shares" and (count := scenario.pipeline.num_stages_per_rank) > 1:
+    if engine.pipeline.stages == "shares" and (count := scenario.pipeline.num_stages_per_rank) > 1:
         what, why = (
             f"{count} virtual stages per pipeline rank with --engine {engine.name}",
             "it has one per rank",

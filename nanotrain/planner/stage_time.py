@@ -8,7 +8,7 @@ Stages.streams(stage, kind)  Streams of one action
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from math import inf, prod
+from math import prod
 from typing import NamedTuple
 
 from nanotrain.memory.block_transforms import recomputed_groups
@@ -97,22 +97,25 @@ class Stages:
         """Host time of an action."""
         engine, sizes = self.scenario.engine, self.scenario.sizes
         seconds = (
-            streams.launches * engine.launch_s + streams.collectives * engine.collective_launch_s
+            streams.launches * engine.launches.operator_s
+            + streams.collectives * engine.launches.collective_s
         )
         if self.lost_s or (
             sizes["pp"] > 1 and self.scenario.world_size > self.scenario.machine.gpus_per_node
         ):
-            seconds += streams.collectives * sizes["tp"] ** STALL_GROWTH * engine.stall_s[0]
+            seconds += (
+                streams.collectives * sizes["tp"] ** STALL_GROWTH * engine.network.host_stall_s
+            )
         seconds *= self.scenario.gpu.calibration.compute
         return seconds * (GRAPH_LAUNCHES if self.scenario.cuda_graphs else 1.0)
 
     @property
     def lost_s(self) -> float:
         """Seconds that a step without a pipeline loses on many nodes."""
-        nodes, seconds = self.scenario.engine.slow_nodes or (inf, 0.0)
-        return (
-            seconds if self.scenario.num_nodes >= nodes and self.scenario.sizes["pp"] == 1 else 0.0
-        )
+        slow = self.scenario.engine.network.slow_step
+        if slow is None or self.scenario.sizes["pp"] > 1:
+            return 0.0
+        return slow.seconds if self.scenario.num_nodes >= slow.min_nodes else 0.0
 
     def modules(self, spec: StageSpec) -> list[str | int]:
         """The embedding, the layers by their index in the model, the head, and layers of
@@ -191,7 +194,9 @@ class Stages:
         """All units of a stage, in order or in reverse."""
         total, is_forward = Streams(), kind is ActionKind.forward
         for unit in units if is_forward else reversed(units):
-            streams = Streams(self.scenario.engine.contention, self.scenario.engine.kernel_factor)
+            streams = Streams(
+                self.scenario.engine.overlap.contention, self.scenario.engine.operators.time_factor
+            )
             again = unit.parts if is_forward or unit.is_recomputed else self._selected(unit.parts)
             for part in again if is_forward or kind.has_dgrad else ():
                 part.run_forward(streams)
@@ -223,7 +228,9 @@ class Stages:
                 *zip(sent, computed_back, strict=False),
                 *zip(returned, computed, strict=False),
             ):
-                hidden += (1 - engine.contention) * min(pair[0], engine.kernel_factor * pair[1])
+                hidden += (1 - engine.overlap.contention) * min(
+                    pair[0], engine.operators.time_factor * pair[1]
+                )
         return hidden
 
     def _selected(self, parts: Parts) -> Parts:
@@ -254,7 +261,7 @@ class Stages:
 
     def overlaps(self, what: str) -> bool:
         """Whether reductions of `grads` or gathers of `params` run beside the computation."""
-        parallel, chosen = self.config.parallel, getattr(self.scenario.engine, f"overlaps_{what}")
+        parallel, chosen = self.config.parallel, getattr(self.scenario.engine.overlap, what)
         configured = (
             parallel.overlap_param_gather if what == "params" else parallel.overlap_grad_reduce
         )

@@ -224,7 +224,7 @@ class StepClock:
         transfer = self.transfer_s if num_ranks > 1 else 0.0
         blocked = (
             0.0
-            if self.scenario.engine.p2p_overlap or self.shape.num_stages_per_rank > 1
+            if self.scenario.engine.pipeline.overlaps_p2p or self.shape.num_stages_per_rank > 1
             else transfer
         )
         finish, waits, hidden = ([0.0] * num_ranks for _ in range(3))
@@ -253,10 +253,14 @@ class StepClock:
     @cached_property
     def transfer_s(self) -> float:
         """Seconds of a transfer of hidden states between neighbouring pipeline ranks."""
-        slow, layers = self.scenario.engine.slow_transfer, self.stages.layers
+        slow, layers = self.scenario.engine.pipeline.slow_transfer, self.stages.layers
         number = self.scenario.num_nodes
-        if slow and number > 1 and (number >= slow[0] or self.memory_share >= slow[1]):
-            return slow[2]
+        if (
+            slow
+            and number > 1
+            and (number >= slow.min_nodes or self.memory_share >= slow.min_memory_share)
+        ):
+            return slow.seconds
         num_bytes = layers.outside * layers.width
         return collective_s(
             self.gpu, "p2p", num_bytes=num_bytes, ranks=self.scenario.ranks("pp")[:2]
@@ -268,7 +272,8 @@ class StepClock:
         numel = stages.numel(self.scenario.stages[rank])
         updated = numel.dense / stages.shards[0] + numel.expert / stages.shards[1]
         seconds = (
-            memory_s(self.gpu, engine.optimizer_bytes * updated) + UPDATE_LAUNCHES * engine.launch_s
+            memory_s(self.gpu, engine.optimizer.update_bytes * updated)
+            + UPDATE_LAUNCHES * engine.launches.operator_s
         )
         if not optim.optimizer_cpu_offload:
             return seconds
@@ -277,7 +282,7 @@ class StepClock:
         return (
             seconds
             + copied / self.gpu.host_bandwidth
-            + on_host * engine.optimizer_bytes / HOST_UPDATE
+            + on_host * engine.optimizer.update_bytes / HOST_UPDATE
         )
 
     def gathers_s(self, rank: int) -> float:
@@ -292,7 +297,8 @@ class StepClock:
             "all_gather", numel, itemsize=stages.precision.params.itemsize
         )
         seconds = (
-            engine.gather_factor * seconds + numel.tensors * stages.shards[0] * engine.gather_copy_s
+            engine.optimizer.gather_factor * seconds
+            + numel.tensors * stages.shards[0] * engine.optimizer.gather_copy_s
         )
         if not stages.overlaps("params"):
             return seconds
@@ -302,7 +308,10 @@ class StepClock:
         return max(seconds / self._num_buckets(numel), seconds - first)
 
     def _num_buckets(self, numel: Numel) -> int:
-        size = self.scenario.engine.bucket_numel or self.scenario.config.parallel.ddp_bucket_size
+        size = (
+            self.scenario.engine.optimizer.bucket_numel
+            or self.scenario.config.parallel.ddp_bucket_size
+        )
         size = size or max(MIN_BUCKET, BUCKET_PER_RANK * self.stages.shards[0])
         return max(1, round((numel.dense + numel.expert) / size))
 

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from nanotrain.planner.engine import engines
 from nanotrain.planner.hardware import gpus
-from nanotrain.planner.scenario import engines
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 

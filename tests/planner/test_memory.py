@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from nanotrain.plan.memory_plan import worst_memory
+from nanotrain.planner.engine import engine_of
 from nanotrain.planner.memory import estimate_memory, memory_of_rank
 from nanotrain.planner.prediction import predict
 from nanotrain.planner.row_config import Row, scenario_of_row
-from nanotrain.planner.scenario import engine_of
 from nanotrain.planner.stage_time import Stages
 from tests.planner.scenarios import llama
 

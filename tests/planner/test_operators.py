@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from nanotrain.planner.engine import engine_of, with_sections
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.layer_bytes import LayerBytes
 from nanotrain.planner.memory import estimate_memory
 from nanotrain.planner.operators import Layers
 from nanotrain.planner.parts import Streams
-from nanotrain.planner.scenario import engine_of
 from tests.planner.scenarios import llama
 
 MEASURED = list(
@@ -169,7 +169,8 @@ def test_layers_with_experts_take_as_long_as_measured() -> None:
     """Forward and backward on 8 H100, whose router's launches are hidden behind a product before
     it.
     """
-    engine, errors = replace(engine_of("megatron"), launch_s=0.0), []
+    free = {"launches": {"operator_s": 0.0}}
+    engine, errors = with_sections(engine_of("megatron"), free), []
     for row in MEASURED:
         scenario = llama(
             8, ep=8, expert_tensor_parallel_size=1, activation="gelu", num_query_groups=None, **MODELS[row["sizes"]],

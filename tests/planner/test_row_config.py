@@ -102,8 +102,8 @@ def test_selective_recomputation_of_fsdp_programs_takes_as_long_as_every_second_
 
 def test_a_compiled_model_runs_fused_operators() -> None:
     cells = DENSE | {"zero": "fsdp2 full_shard", "pp": "1", "vp": "1"}
-    assert not scenario_of_row(Row(cells)).engine.fused
-    assert scenario_of_row(Row(cells | {"overlap_flags": "torch.compile"})).engine.fused
+    assert not scenario_of_row(Row(cells)).engine.operators.fused
+    assert scenario_of_row(Row(cells | {"overlap_flags": "torch.compile"})).engine.operators.fused
 
 
 @pytest.mark.parametrize(
