@@ -8,7 +8,7 @@ from pathlib import Path
 from nanotrain.config.arguments import ALIASES
 from nanotrain.config.help import KINDS, metavar
 from nanotrain.config.megatron import megatron
-from nanotrain.config.option import Entry, flag_of
+from nanotrain.config.option import Entry, flag_of, section_help
 from nanotrain.config.schema import SECTIONS, entries_of, typed
 
 
@@ -26,7 +26,7 @@ def document(page: str) -> str:
         "| `--data-parallel-size N` | sets nothing; checks that the run has N data-parallel ranks |"
     )
     for name, section in SECTIONS.items():
-        parts += [f"\n## {name}\n", f"{(section.__doc__ or '').strip()}\n"]
+        parts += [f"\n## {name}\n", f"{section_help(section)}\n"]
         parts += ["| flag | takes | default | meaning |", "|---|---|---|---|"]
         parts += [field_row(entry) for entry in entries_of(name)]
     parts.append(
@@ -46,9 +46,7 @@ def field_row(entry: Entry) -> str:
     check = entry.field.metadata["check"]
     bound = f"; {check.__doc__}" if check is not None else ""
     takes = metavar(entry).replace("{", "").replace("}", "").replace(",", ", ").replace("|", " or ")
-    return table_row(
-        f"`{entry.flag}`", takes, typed(entry.default), f"{entry.field.metadata['meaning']}{bound}"
-    )
+    return table_row(f"`{entry.flag}`", takes, typed(entry.default), f"{entry.help}{bound}")
 
 
 def table_row(*cells: str) -> str:

@@ -81,7 +81,7 @@ def unknown_flag(flag: str, *, known: Collection[str], listed_by: str = LISTED_B
 def no_value(flag: str) -> ConfigError:
     """The error for a flag at the end, or in front of another flag."""
     written = next((text for text in ARGUMENTS if text.split()[0] == flag), "")
-    fix = FLAGS[flag].meaning if flag in FLAGS else f"write {written}" if written else ""
+    fix = FLAGS[flag].advice if flag in FLAGS else f"write {written}" if written else ""
     return ConfigError(f"{flag} has no value", why="it takes one", fix=fix)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from nanotrain.config.arguments import ALIASES, ARGUMENTS, TABLE
 from nanotrain.config.megatron import Kind, megatron
-from nanotrain.config.option import Entry
+from nanotrain.config.option import Entry, section_help
 from nanotrain.config.schema import ENTRIES, SECTIONS, entries_of, typed
 from nanotrain.config.suggest import did_you_mean
 from nanotrain.errors import ConfigError
@@ -84,7 +84,7 @@ def introduction(width: int, usage: str = USAGE) -> list[str]:
 
 def section_lines(name: str, width: int) -> list[str]:
     """A section's sentence and its flags."""
-    sentence = textwrap.wrap((SECTIONS[name].__doc__ or "").partition("\n\n")[0], width - FRAME)
+    sentence = textwrap.wrap(section_help(SECTIONS[name]), width - FRAME)
     return panel(name, [*sentence, "", *rows(map(describe, entries_of(name)), width)], width=width)
 
 
@@ -175,7 +175,7 @@ def rows(pairs: Iterable[tuple[str, str]], width: int) -> list[str]:
 def describe(entry: Entry) -> tuple[str, str]:
     """The columns of one field: flag and values, meaning and default."""
     flag = f"--[no-]{entry.flag[2:]}" if entry.kind is bool else f"{entry.flag} {metavar(entry)}"
-    return flag, f"{entry.field.metadata['meaning']} (default: {typed(entry.default)})"
+    return flag, f"{entry.help} (default: {typed(entry.default)})"
 
 
 def metavar(entry: Entry) -> str:

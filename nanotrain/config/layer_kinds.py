@@ -1,6 +1,9 @@
-"""Sections of the model for kinds of layers other than softmax attention to all keys: their sizes."""
+"""Nested sections of the model: multi-latent and sparse attention, linear attention, Mamba-2,
+experts, multi-token prediction.
+"""
 
 from dataclasses import dataclass
+from math import sqrt
 from typing import Literal
 
 from nanotrain.config.option import above, at_least, option
@@ -8,7 +11,50 @@ from nanotrain.config.option import above, at_least, option
 NormPlacement = Literal["pre", "post", "sandwich"]
 SparseAttentionType = Literal["dsa"]
 LinearAttentionType = Literal["gated_delta_net", "kda", "mamba2", "attention_mamba2", "short_conv"]
-DELTA_RULES = {"gated_delta_net", "kda"}  # of these types
+DELTA_RULES = {"gated_delta_net", "kda"}  # kinds of linear attention with a delta rule
+RouterScore = Literal["softmax", "sigmoid"]
+LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-latent attention (DeepSeek-V2, section 2.1); used with multi_latent_attention."""
+
+    q_lora_rank: int | None = option(None, check=at_least(1))
+    """width of the compressed queries; unset: queries are projected directly"""
+
+    kv_lora_rank: int = option(512, check=at_least(1))
+    """width of the compressed keys and values"""
+
+    qk_head_dim: int = option(128, check=at_least(1))
+    """channels of a query/key head without positions"""
+
+    qk_pos_emb_head_dim: int = option(64, check=at_least(1))
+    """rotary channels of a query/key head"""
+
+    v_head_dim: int = option(128, check=at_least(1))
+    """channels of a value head"""
+
+    compressed_norm_epsilon: float | None = option(None, check=above(0))
+    """MLA: norm_epsilon of the norms of compressed queries, keys and values; unset: as in the
+    others
+    """
+
+    scale_lora: bool = option(False, name="mla_scale_lora")
+    """MLA: multiply the normalized compressed queries, and keys and values, by sqrt(hidden_size /
+    their width) (LongCat-Flash)
+    """
+
+    def lora_scales(self, hidden_size: int) -> tuple[float, float]:
+        """The factors on compressed queries, and on compressed keys and values.
+
+        >>> MLAConfig(q_lora_rank=64, kv_lora_rank=16, scale_lora=True).lora_scales(256)
+        (2.0, 4.0)
+        """
+        if not self.scale_lora:
+            return 1.0, 1.0
+        query_rank = self.q_lora_rank or hidden_size
+        return sqrt(hidden_size / query_rank), sqrt(hidden_size / self.kv_lora_rank)
 
 
 @dataclass(frozen=True)
@@ -17,82 +63,203 @@ class DSAConfig:
     sparse_attention_type.
     """
 
-    n_heads: int = option(64, "sparse attention: index heads", check=at_least(1))
-    head_dim: int = option(
-        128,
-        "sparse attention: channels of an index head; the first qk_pos_emb_head_dim are rotary",
-        check=at_least(1),
-    )
-    topk: int = option(2048, "sparse attention: keys that a query attends to", check=at_least(1))
-    loss_coeff: float = option(
-        1e-3,
-        "sparse attention: coefficient of the indexer's loss; 0: the indexer gets no gradient",
-        check=at_least(0),
-    )
-    use_sparse_loss: bool = option(
-        False, "sparse attention: the indexer's loss is over the selected keys instead of all"
-    )
-    k_norm_epsilon: float = option(
-        1e-6, "sparse attention: added to the variance in the norm of index keys", check=above(0)
-    )
+    n_heads: int = option(64, check=at_least(1))
+    """sparse attention: index heads"""
+
+    head_dim: int = option(128, check=at_least(1))
+    """sparse attention: channels of an index head; the first qk_pos_emb_head_dim are rotary"""
+
+    topk: int = option(2048, check=at_least(1))
+    """sparse attention: keys that a query attends to"""
+
+    loss_coeff: float = option(1e-3, check=at_least(0))
+    """sparse attention: coefficient of the indexer's loss; 0: the indexer gets no gradient"""
+
+    use_sparse_loss: bool = option(False)
+    """sparse attention: the indexer's loss is over the selected keys instead of all"""
+
+    k_norm_epsilon: float = option(1e-6, check=above(0))
+    """sparse attention: added to the variance in the norm of index keys"""
 
 
 @dataclass(frozen=True)
 class LinearAttentionConfig:
     """Layers with a state in place of keys and values; used with linear_attention_type."""
 
-    conv_kernel_dim: int = option(
-        4,
-        "linear attention: tokens that a short convolution sees, its own included",
-        check=at_least(2),
-    )
-    key_head_dim: int = option(
-        128, "linear attention: channels of a query or key head", check=at_least(1)
-    )
-    value_head_dim: int = option(
-        128, "linear attention: channels of a value head", check=at_least(1)
-    )
-    num_key_heads: int = option(16, "linear attention: query and key heads", check=at_least(1))
-    num_value_heads: int = option(32, "linear attention: value heads", check=at_least(1))
-    allow_neg_eigval: bool = option(
-        False,
-        "linear attention: corrections of up to twice the error, so states may change their sign (OLMo Hybrid)",
-    )
-    norm_epsilon: float | None = option(
-        None,
-        "linear attention: norm_epsilon of the norm of its outputs; unset: as in the others",
-        check=above(0),
-    )
-    norm_placement: NormPlacement | None = option(
-        None,
-        "linear attention: norm_placement of its layers; unset: as in the others (OLMo Hybrid: pre beside post)",
-    )
+    conv_kernel_dim: int = option(4, check=at_least(2))
+    """linear attention: tokens that a short convolution sees, its own included"""
+
+    key_head_dim: int = option(128, check=at_least(1))
+    """linear attention: channels of a query or key head"""
+
+    value_head_dim: int = option(128, check=at_least(1))
+    """linear attention: channels of a value head"""
+
+    num_key_heads: int = option(16, check=at_least(1))
+    """linear attention: query and key heads"""
+
+    num_value_heads: int = option(32, check=at_least(1))
+    """linear attention: value heads"""
+
+    allow_neg_eigval: bool = option(False)
+    """linear attention: corrections of up to twice the error, so states may change their sign (OLMo
+    Hybrid)
+    """
+
+    norm_epsilon: float | None = option(None, check=above(0))
+    """linear attention: norm_epsilon of the norm of its outputs; unset: as in the others"""
+
+    norm_placement: NormPlacement | None = option(None)
+    """linear attention: norm_placement of its layers; unset: as in the others (OLMo Hybrid: pre
+    beside post)
+    """
 
 
 @dataclass(frozen=True)
 class MambaConfig:
     """Mamba-2 (Dao and Gu 2024); used in layers of that kind."""
 
-    state_dim: int = option(
-        128, "Mamba-2: channels of a key or query, and rows of a state", check=at_least(1)
-    )
-    head_dim: int = option(64, "Mamba-2: channels of a value head", check=at_least(1))
-    num_groups: int = option(
-        8, "Mamba-2: groups of heads with one key and query", check=at_least(1)
-    )
-    num_heads: int | None = option(
-        None, "Mamba-2: value heads; unset: 2 * hidden_size / mamba_head_dim", check=at_least(1)
-    )
-    conv_kernel_dim: int = option(
-        4, "Mamba-2: tokens that a short convolution sees, its own included", check=at_least(2)
-    )
-    time_step_min: float = option(
-        0.0, "Mamba-2: lower bound of the steps of tokens", check=at_least(0)
-    )
-    rms_norm: bool = option(True, "Mamba-2: normalize the gated outputs of every group")
-    multipliers: list[float] = option(
-        [1.0] * 5, "Mamba-2: factors on gate, value, key, query and step (Falcon-H1)"
-    )
-    output_multiplier: float = option(
-        1.0, "attention_mamba2: factor on the output of Mamba-2", check=above(0)
-    )
+    state_dim: int = option(128, check=at_least(1))
+    """Mamba-2: channels of a key or query, and rows of a state"""
+
+    head_dim: int = option(64, check=at_least(1))
+    """Mamba-2: channels of a value head"""
+
+    num_groups: int = option(8, check=at_least(1))
+    """Mamba-2: groups of heads with one key and query"""
+
+    num_heads: int | None = option(None, check=at_least(1))
+    """Mamba-2: value heads; unset: 2 * hidden_size / mamba_head_dim"""
+
+    conv_kernel_dim: int = option(4, check=at_least(2))
+    """Mamba-2: tokens that a short convolution sees, its own included"""
+
+    time_step_min: float = option(0.0, check=at_least(0))
+    """Mamba-2: lower bound of the steps of tokens"""
+
+    rms_norm: bool = option(True)
+    """Mamba-2: normalize the gated outputs of every group"""
+
+    multipliers: list[float] = option([1.0] * 5)
+    """Mamba-2: factors on gate, value, key, query and step (Falcon-H1)"""
+
+    output_multiplier: float = option(1.0, check=above(0))
+    """attention_mamba2: factor on the output of Mamba-2"""
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture-of-experts layers and their router; used when num_experts is set."""
+
+    num_experts: int = option(None, name="num_experts", check=at_least(1))
+    """experts per MoE layer; unset: every layer is dense"""
+
+    layer_freq: str = option("1")
+    """MoE layers: N for every Nth layer from the first, or a pattern such as [0]*3+[1]*58"""
+
+    ffn_hidden_size: int | None = option(None, check=at_least(1))
+    """inner width of an expert; unset: ffn_hidden_size"""
+
+    num_zero_experts: int = option(0, check=at_least(0))
+    """further experts that a router chooses from, which return their input (LongCat-Flash)"""
+
+    shortcut: bool = option(False)
+    """layers with experts have a second attention and a dense MLP as wide as the shared expert,
+    after which the output of the experts is added (LongCat-Flash)
+    """
+
+    latent_size: int | None = option(None, check=at_least(1))
+    """width of the tokens that experts read and write, by projections before and after them
+    (Nemotron 3 Super); unset: hidden_size
+    """
+
+    shared_expert_intermediate_size: int | None = option(None, check=at_least(1))
+    """inner width of the shared expert; unset: no shared expert"""
+
+    shared_expert_gate: bool = option(False)
+    """multiply the output of the shared expert by the sigmoid of a learned projection of the token
+    """
+
+    router_topk: int = option(2, check=at_least(1))
+    """experts per token"""
+
+    router_score_function: RouterScore = option("softmax")
+    """function of the router scores: softmax or sigmoid"""
+
+    router_pre_softmax: bool = option(False)
+    """softmax before the top-k selection, over all experts, instead of over the selected ones"""
+
+    router_norm_epsilon: float = option(1e-20, check=at_least(0))
+    """added to the sum of sigmoid scores by which those of the selected experts are divided"""
+
+    router_topk_scaling_factor: float = option(1.0, check=above(0))
+    """factor on the weights of the selected experts"""
+
+    apply_probs_on_input: bool = option(False)
+    """multiply the input of an expert by its weight instead of the output, with moe_router_topk 1
+    (Llama 4)
+    """
+
+    router_num_groups: int | None = option(None, check=at_least(1))
+    """group-limited routing: number of expert groups; unset: no groups"""
+
+    router_group_topk: int | None = option(None, check=at_least(1))
+    """group-limited routing: groups selected per token"""
+
+    router_load_balancing_type: list[LoadBalancing] = option(["seq_aux_loss"])
+    """load-balancing losses: per microbatch, per sequence, over all ranks and the microbatches so
+    far (weaker in Megatron-LM, see moe_divide_global_aux_loss_by_dp), or none
+    """
+
+    router_force_load_balancing: bool = option(False)
+    """send every token to experts in turn instead of the best ones, for benchmarks"""
+
+    aux_loss_coeff: list[float] = option([0.0], check=at_least(0))
+    """coefficients of the load-balancing losses, one for each"""
+
+    divide_global_aux_loss_by_dp: bool = option(False)
+    """divide the coefficient of global_aux_loss by the number of data-parallel ranks, as
+    Megatron-LM does in effect; the loss then depends on the layout
+    """
+
+    z_loss_coeff: float = option(0.0, check=at_least(0))
+    """coefficient of the router z-loss"""
+
+    router_enable_expert_bias: bool = option(False)
+    """auxiliary-loss-free balancing: add a bias per expert to the scores for the top-k selection"""
+
+    router_bias_update_rate: float = option(1e-3, check=at_least(0))
+    """auxiliary-loss-free balancing: change of a bias per optimizer step"""
+
+    expert_capacity_factor: float | None = option(None, check=above(0))
+    """capacity factor: tokens per expert and sequence, relative to an even share; unset: no token
+    is dropped
+    """
+
+    @property
+    def num_choices(self) -> int:
+        """Experts that a router chooses from."""
+        return self.num_experts + self.num_zero_experts
+
+    @property
+    def mean_topk(self) -> float:
+        """Experts with weights that a token is sent to, on average."""
+        return self.router_topk * self.num_experts / self.num_choices
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether there can be pairs of a token and an expert that are sent to no expert."""
+        return self.expert_capacity_factor is not None or self.num_zero_experts > 0
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """Multi-token prediction (DeepSeek-V3, section 2.2); used when num_layers is set."""
+
+    num_layers: int | None = option(None, check=at_least(0))
+    """multi-token prediction: layers after the model, each of which predicts one token further;
+    unset or 0: none
+    """
+
+    loss_scaling_factor: float = option(0.1, check=at_least(0))
+    """multi-token prediction: factor on the mean of the layers' losses"""

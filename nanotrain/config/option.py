@@ -1,8 +1,18 @@
-"""Declare the fields and nested sections of the configuration; `Entry` is a declared field."""
+"""Declare the fields and nested sections of the configuration.
 
-from collections.abc import Callable
+option, section    declare a field, with its docstring below it, or a nested section
+Entry              a declared field: its names, type, default and help
+section_help, field_help     the docstrings of a section and of its fields
+at_least, above, between, url     checks of values
+"""
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import pairwise
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 from urllib.parse import urlsplit
@@ -10,7 +20,6 @@ from urllib.parse import urlsplit
 
 def option(
     default: Any,
-    meaning: str,
     *,
     name: str = "",
     check: Callable[[Any], bool] | None = None,
@@ -19,9 +28,10 @@ def option(
 ) -> Any:
     """Declare one field; the only place of its default.
 
+    The docstring below the field is its line in `--help` and docs/config.md.
+
     Args:
         default: the value where no file and no argument sets one.
-        meaning: one line for `--help` and docs/config.md.
         name: unique name behind the flag, where it is not the section's prefix and the field's own
             name.
         check: bound on the value; a value that fails it is a `ConfigError`.
@@ -29,13 +39,7 @@ def option(
             written.
         is_path: whether `~` and $VARIABLES in the value are replaced; whether it may be an address.
     """
-    metadata = {
-        "meaning": meaning,
-        "check": check,
-        "name": name,
-        "secret": secret,
-        "is_path": is_path,
-    }
+    metadata = {"check": check, "name": name, "secret": secret, "is_path": is_path}
     if isinstance(default, list):
         # == compares it
         return field(default_factory=lambda: list(default), metadata=metadata, hash=False)
@@ -54,11 +58,48 @@ def section(kind: type, *, prefix: str = "", switch: str = "", value: str = "") 
         value: value of the switch with which the section is present; empty: any but unset and off.
     """
     metadata = {"section": kind, "prefix": prefix, "switch": switch, "value": value}
-    return (
-        field(default=None, metadata=metadata)
-        if switch
-        else field(default_factory=kind, metadata=metadata)
-    )
+    if switch:
+        return field(default=None, metadata=metadata)
+    return field(default_factory=kind, metadata=metadata)
+
+
+def section_help(kind: type) -> str:
+    """The docstring of a section in one line."""
+    return " ".join((kind.__doc__ or "").split())
+
+
+@cache
+def field_help(kind: type) -> dict[str, str]:
+    """The docstrings of a section's fields, by name, each in one line."""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):  # the last one is object
+        texts |= docstrings_below_fields(base.__module__).get(base.__qualname__, {})
+    return texts
+
+
+@cache
+def docstrings_below_fields(module: str) -> dict[str, dict[str, str]]:
+    """The texts below the annotated names of every class of a module, read from its source.
+
+    Python does not keep them. Only help and errors ask for them, so a start does not read them.
+    """
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except OSError:  # an installation without sources has no texts
+        return {}
+    texts: dict[str, dict[str, str]] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            texts[node.name] = dict(documented_names(node))
+    return texts
+
+
+def documented_names(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """The annotated names of a class with a text below them, and that text in one line."""
+    for declaration, below in pairwise(node.body):
+        match declaration, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                yield name, " ".join(text.split())
 
 
 def flag_of(name: str) -> str:
@@ -72,13 +113,12 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """One field: the dotted name of its section ("model.moe"), its declaration, the prefix of its
-    unique name.
-    """
+    """One field of the configuration."""
 
-    section: str
+    section: str  # dotted name of its section, as "model.moe"
+    section_class: type
     field: Field[Any]
-    prefix: str = ""
+    prefix: str = ""  # of its unique name
 
     @cached_property
     def name(self) -> str:
@@ -95,9 +135,14 @@ class Entry:
         return flag_of(self.name)
 
     @property
-    def meaning(self) -> str:
-        """The field's flag and what it means, as advice in errors."""
-        return f"{self.flag} is {self.field.metadata['meaning']}"
+    def help(self) -> str:
+        """What the field means: the docstring below it."""
+        return field_help(self.section_class).get(self.field.name, "described in docs/config.md")
+
+    @property
+    def advice(self) -> str:
+        """The field's flag and what it means, for the cure of an error."""
+        return f"{self.flag} is {self.help}"
 
     @property
     def secret(self) -> str:

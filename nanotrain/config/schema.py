@@ -41,9 +41,9 @@ ENTRIES: dict[str, Entry] = {
     entry.name: entry
     for section, parent, prefix in walk_sections()
     for entry in (
-        Entry(section, field, prefix)
+        Entry(section, parent.metadata["section"], field=field, prefix=prefix)
         for field in fields(parent.metadata["section"])
-        if "meaning" in field.metadata
+        if "section" not in field.metadata
     )
 }
 KEYS: dict[str, Entry] = {entry.key: entry for entry in ENTRIES.values()}
@@ -342,10 +342,10 @@ def convert_item(entry: Entry, value: Any) -> Any:
         if entry.takes_address and is_address(result):
             parse(result)  # raises where it is none
     if result == "" and entry.default != "":
-        raise ConfigError(f"{entry.key} is empty", why="it takes text", fix=entry.meaning)
+        raise ConfigError(f"{entry.key} is empty", why="it takes text", fix=entry.advice)
     check = entry.field.metadata["check"]
     if check is not None and not check(result):
-        raise ConfigError(f"{entry.key} is {result}", why=f"it {check.__doc__}", fix=entry.meaning)
+        raise ConfigError(f"{entry.key} is {result}", why=f"it {check.__doc__}", fix=entry.advice)
     if entry.secret and not isinstance(result, FromEnvironment):
         return FromEnvironment(str(result), reference=f"${{oc.env:{entry.secret},null}}")
     return result
@@ -366,7 +366,7 @@ def convert_int(entry: Entry, value: Any) -> int:
         raise wrong_type(entry, value)
     if abs(number) > LARGEST:
         raise ConfigError(
-            f"{entry.key} is too large", why=f"numbers are at most {LARGEST:,}", fix=entry.meaning
+            f"{entry.key} is too large", why=f"numbers are at most {LARGEST:,}", fix=entry.advice
         )
     return (
         int(value) if isinstance(value, int) or str(value).lstrip("+-").isdigit() else int(number)
@@ -452,4 +452,4 @@ def wrong_type(entry: Entry, value: Any) -> ConfigError:
     """The error for a value the field cannot take."""
     expected = TYPE_NAMES.get(entry.item) or f"one of {', '.join(entry.choices)}"
     shown = value if len(repr(value)) <= MAX_SHOWN else f"{value!s:.{MAX_SHOWN}}..."
-    return ConfigError(f"{entry.key} is {shown!r}", why=f"it takes {expected}", fix=entry.meaning)
+    return ConfigError(f"{entry.key} is {shown!r}", why=f"it takes {expected}", fix=entry.advice)

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanotrain.config.model import Activation, ModelConfig
+from nanotrain.config.model import ModelConfig
+from nanotrain.config.model_fields import Activation
 from nanotrain.kernels.compiler import runs_triton
 from nanotrain.model.parameters import Parameters
 from nanotrain.precision.dtypes import as_fp32

@@ -42,7 +42,8 @@ from torch import Tensor
 
 from nanotrain.comm.collectives import all_gather_into, all_reduce
 from nanotrain.comm.group import Group
-from nanotrain.config.model import LoadBalancing, MoEConfig, RouterScore
+from nanotrain.config.layer_kinds import LoadBalancing, RouterScore
+from nanotrain.config.model import MoEConfig
 from nanotrain.kernels.linear import adds_wider
 from nanotrain.kernels.permute import plan_permutation
 from nanotrain.model.context import LayerContext, ModelParallel

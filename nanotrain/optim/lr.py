@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from nanotrain.config.config import OptimConfig, WeightDecayStyle, WSDDecayStyle
+from nanotrain.config.config import OptimConfig
+from nanotrain.config.optim import WeightDecayStyle, WSDDecayStyle
 
 WSD_DECAYS: dict[WSDDecayStyle, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,

@@ -17,7 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanotrain.config.config import MuonScaleMode, OptimConfig
+from nanotrain.config.config import OptimConfig
+from nanotrain.config.optim import MuonScaleMode
 from nanotrain.optim.elementwise import ADAM, LION
 from nanotrain.optim.rule import MatrixRule, ParamRange, Shape, UpdateRule
 

@@ -14,7 +14,8 @@ from nanotrain.config.layer_kinds import (
     MambaConfig,
     NormPlacement,
 )
-from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig, Normalization
+from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig
+from nanotrain.config.model_fields import Normalization
 
 
 @dataclass(frozen=True)

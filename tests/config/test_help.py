@@ -147,7 +147,4 @@ def test_help_and_page_name_every_flag_with_its_meaning():
     for entry in ENTRIES.values():
         flag = f"--[no-]{entry.flag[2:]}" if entry.kind is bool else entry.flag
         assert f"{flag} " in text and f"| `{entry.flag}` |" in page
-        assert (
-            entry.field.metadata["meaning"] in text
-            and entry.field.metadata["meaning"].replace("|", r"\|") in page
-        )
+        assert entry.help in text and entry.help.replace("|", r"\|") in page

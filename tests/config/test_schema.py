@@ -45,7 +45,7 @@ def test_a_field_name_is_unique_over_all_sections():
 
 def test_every_field_has_a_meaning_and_a_default_that_it_takes_itself():
     for entry in ENTRIES.values():
-        assert entry.field.metadata["meaning"], entry.key
+        assert entry.help, entry.key
         assert config_of(**{entry.name: entry.default}) == Config(), entry.key
 
 

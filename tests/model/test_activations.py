@@ -8,7 +8,8 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from nanotrain.config.model import Activation, ModelConfig
+from nanotrain.config.model import ModelConfig
+from nanotrain.config.model_fields import Activation
 from nanotrain.model.activations import ACTIVATIONS, LEARNED, XIELU, Glu, swiglu
 from nanotrain.model.parameters import Parameters
 

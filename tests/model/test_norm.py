@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from nanotrain.comm.group import Group
-from nanotrain.config.model import ModelConfig, Normalization
+from nanotrain.config.model import ModelConfig
+from nanotrain.config.model_fields import Normalization
 from nanotrain.model.norm import RMSNorm, build_head_norm, build_norm
 from nanotrain.model.parameters import Parameters
 

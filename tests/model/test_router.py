@@ -7,7 +7,8 @@ from typing import get_args
 import pytest
 import torch
 
-from nanotrain.config.model import LoadBalancing, ModelConfig, MoEConfig
+from nanotrain.config.layer_kinds import LoadBalancing
+from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.model.context import LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router

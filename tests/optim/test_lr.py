@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.config.config import OptimConfig, WSDDecayStyle
+from nanotrain.config.config import OptimConfig
+from nanotrain.config.optim import WSDDecayStyle
 from nanotrain.optim.lr import LR_DECAYS, WSD_DECAYS, LRSchedule
 
 LR, MIN_LR, INIT_LR = 1e-3, 1e-4, 2e-4

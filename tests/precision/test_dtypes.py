@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from nanotrain.config.config import DType, PrecisionConfig
+from nanotrain.config.config import PrecisionConfig
+from nanotrain.config.precision import DType
 from nanotrain.precision.dtypes import DTYPE_NAMES, SAFETENSORS_NAMES, TORCH_DTYPES, Precision
 
 

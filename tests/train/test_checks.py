@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from nanotrain.comm.parallel_context import Launch
-from nanotrain.config.config import Fp8Config, Fp8Format
+from nanotrain.config.config import Fp8Config
 from nanotrain.config.load import load
+from nanotrain.config.precision import Fp8Format
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.train import checks
 from nanotrain.train.checks import (

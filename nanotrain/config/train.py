@@ -1,0 +1,188 @@
+"""The section of the run: length, batch size, logging, validation and exit."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nanotrain.config.option import above, at_least, option, url
+
+DeviceKind = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The run: length, batch size, logging, validation and exit."""
+
+    train_iters: int = option(100, check=at_least(0, at_most=10**12))
+    """optimizer steps; 0: build everything, train nothing"""
+
+    micro_batch_size: int = option(1, check=at_least(1))
+    """samples per rank and microbatch"""
+
+    global_batch_size: int | None = option(None, check=at_least(1, at_most=10**7))
+    """samples per optimizer step over all ranks; unset: micro_batch_size x data-parallel size"""
+
+    rampup_batch_size: list[int] = option([], check=at_least(1))
+    """START INCREMENT SAMPLES: the global batch grows from START by INCREMENT over the first
+    SAMPLES samples to global_batch_size
+    """
+
+    step_batch_size_schedule: list[str] = option([])
+    """TOKENS:SIZE pairs such as 0:768 250B:1536: the global batch size from each number of tokens
+    on, instead of global_batch_size
+    """
+
+    step_seq_length_schedule: list[str] = option([])
+    """TOKENS:LENGTH pairs such as 0:1024 10B:4096: the sequence length from each number of tokens
+    on, ascending to seq_length; a sample stays seq_length tokens, split into consecutive sequences
+    of that length
+    """
+
+    seed: int = option(1234, check=at_least(0, at_most=2**62))
+    """random seed"""
+
+    run_dir: str | None = option(None, is_path="or address")
+    """folder of the run, or its address in object storage; unset: runs/<recipe>"""
+
+    device: DeviceKind = option("auto")
+    """auto (cuda where available), cpu or cuda"""
+
+    deterministic_mode: bool = option(False)
+    """deterministic algorithms of torch, cuBLAS, cuDNN and NCCL; an operator that has none is an
+    error
+    """
+
+    torch_compile: bool | None = option(None)
+    """compile every transformer block with torch.compile; unset: on GPUs, where nothing that is set
+    forbids it
+    """
+
+    attention_backend: str = option("auto")
+    """kernels of the core attention: auto, flash, fused, unfused, local or flex"""
+
+    log_interval: int = option(1, check=at_least(1))
+    """steps between log lines"""
+
+    timing_log_level: int = option(0, check=at_least(0, at_most=2))
+    """log the time of every phase of a step on the first rank, and mark the phases in traces
+    (torch, NVTX); 2: the actions of the pipeline schedule too; 0: neither
+    """
+
+    log_max_attention_logit: bool = option(False)
+    """log the largest attention logit since the last logged step; computes the scores once more"""
+
+    log_params_norm: bool = option(False)
+    """log the 2-norm of all parameters"""
+
+    log_norms_by_group: bool = option(False)
+    """log the 2-norms of gradients, updates and parameters of embedding, attention, MLP, experts,
+    norms, head and multi-token prediction; a logged step copies the main parameters
+    """
+
+    log_straggler: bool = option(False)
+    """log the seconds of a step in which each rank did not wait for others, on CPUs"""
+
+    log_num_zeros_in_grad: bool = option(False)
+    """log the number of zeros in the gradients"""
+
+    eval_interval: int = option(500, check=at_least(0))
+    """steps between validations; 0: never"""
+
+    eval_iters: int = option(10, check=at_least(0))
+    """global batches per validation; 0: no validation"""
+
+    eval_tasks: list[str] = option([], is_path=True)
+    """NAME=FILE.jsonl entries: tasks that are scored at every validation"""
+
+    eval_num_fewshot: int = option(0, check=at_least(0, at_most=64))
+    """examples before each question of a task: the first other questions of its file"""
+
+    eval_task_limit: int | None = option(None, check=at_least(1))
+    """questions per task; unset: all"""
+
+    exit_interval: int | None = option(None, check=at_least(1))
+    """save and exit at steps that are a multiple of this"""
+
+    exit_duration_in_mins: float | None = option(None, check=above(0))
+    """save and exit after this many minutes"""
+
+    hang_timeout_s: float | None = option(None, check=at_least(0))
+    """seconds without progress after which the run ends with hang-report.txt; 0: never; unset: 0.9
+    of the timeout of collectives
+    """
+
+    max_consecutive_skips: int = option(50, check=at_least(0))
+    """steps skipped in a row, as not finite, after which the run saves and ends; 0: never"""
+
+    rollback_on_spike: float | None = option(None, check=above(1))
+    """after a loss above this multiple of the median of the last steps go back to the newest
+    checkpoint and skip the data since then; unset: never
+    """
+
+    debug_nan: bool = option(False)
+    """search the first tensor that is not finite, by module, rank and microbatch; slow"""
+
+    check_weight_hash_across_dp_replicas_interval: int = option(0, check=at_least(0))
+    """steps between comparisons of the replicas of every parameter, bit for bit; 0: never"""
+
+    manual_gc_interval: int = option(100, check=at_least(0))
+    """steps between manual garbage collections; 0: automatic collection"""
+
+    profile: bool = option(False)
+    """write a torch profiler trace into the run folder"""
+
+    profile_step_start: int = option(3, check=at_least(1))
+    """first profiled step"""
+
+    profile_step_end: int = option(5, check=at_least(1))
+    """last profiled step"""
+
+    profile_ranks: list[int] = option([], check=at_least(0))
+    """ranks that write a trace, or a memory snapshot; empty: all, of more than 64 those of one
+    data-parallel replica
+    """
+
+    memory_snapshot_path: str | None = option(None, is_path=True)
+    """file for the history of GPU memory, written at the end of the run or after an error, with the
+    rank in its name
+    """
+
+    tensorboard: bool = option(False)
+    """write TensorBoard event files"""
+
+    tensorboard_dir: str | None = option(None, is_path=True)
+    """folder of the TensorBoard event files, turns tensorboard on; unset: in the run folder"""
+
+    wandb: bool = option(False)
+    """log to Weights & Biases; offline without an API key"""
+
+    wandb_project: str = option("nanotrain")
+    """Weights & Biases project; on the command line it turns wandb on"""
+
+    wandb_exp_name: str | None = option(None)
+    """Weights & Biases: name of the run; unset: the name of the run folder"""
+
+    wandb_entity: str | None = option(None)
+    """Weights & Biases: team or user; unset: the default of the account"""
+
+    prometheus_port: int | None = option(None, check=at_least(1, at_most=65535))
+    """serve the metrics for Prometheus at this port, from the first rank; unset: do not"""
+
+    prometheus_address: str = option("127.0.0.1")
+    """address that the Prometheus endpoint binds to; 0.0.0.0: all interfaces"""
+
+    notify: str | None = option(None, check=url(), secret="NANOTRAIN_NOTIFY")
+    """URL that gets a JSON message at start, end, failure and loss spikes; files refer to
+    $NANOTRAIN_NOTIFY
+    """
+
+    report: bool = option(True)
+    """write report.html into the run folder at the end"""
+
+    report_interval: int = option(0, check=at_least(0))
+    """also write the report every this many steps; 0: only at the end"""
+
+    generate_tokens: int = option(0, check=at_least(0))
+    """tokens to generate at the end of training; 0: none"""
+
+    generate_prompt: str = option("")
+    """prompt of the generated sample; empty: a new document"""
