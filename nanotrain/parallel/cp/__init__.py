@@ -1,12 +1,12 @@
-"""Context parallelism: sequences sharded over the cp group, and the core attentions that work on
-such shards.
+"""Context parallelism: sequences sharded over the cp group, and core attentions for such shards.
 
-    split.py        zigzag sharding of sequences and microbatches
-    all_gather.py   all-gather of keys and values
-    ring.py         ring attention
-    ulysses.py      all-to-all from sequence-sharded to head-sharded tensors
-    linear_attention.py  linear attention: states passed between ranks, or Ulysses
-    chunks.py       chunks in the order of the sequence, for layers that read tokens in order
+    split.py              zigzag sharding of sequences and microbatches
+    all_gather.py         all-gather of keys and values
+    ring.py               ring attention
+    ulysses.py            all-to-all from sequence-sharded to head-sharded tensors
+    selected.py           attention to the keys that an indexer selects
+    linear_attention.py   linear attention: states passed between ranks, or Ulysses
+    chunks.py             chunks in the order of the sequence, for layers that read tokens in order
 
 CORE_ATTENTIONS        the only list of core attentions, by their value of --cp-comm-type
 build_core_attention   the core attention of a group
@@ -46,5 +46,9 @@ def build_core_attention(
         ConfigError: `comm_type` is not a key of CORE_ATTENTIONS.
     """
     check_choice("cp_comm_type", comm_type, known=CORE_ATTENTIONS)
-    kernels = kernels or LayerKernels()
-    return SDPAttention(kernels) if group.size == 1 else CORE_ATTENTIONS[comm_type](group, kernels)
+    if kernels is None:
+        kernels = LayerKernels()
+    if group.size == 1:
+        return SDPAttention(kernels)
+    build = CORE_ATTENTIONS[comm_type]
+    return build(group, kernels)

@@ -1,6 +1,7 @@
 r"""Core attention with an all-gather of keys and values over cp.
 
-    forward     all-gather of keys and values, concatenated            backward    reduce-scatter of their gradients
+    forward     all-gather of keys and values, concatenated
+    backward    reduce-scatter of their gradients
 
 The queries of each local chunk attend to the keys up to the end of that chunk, in one call per
 chunk. The two chunks of a rank together have the same number of keys on every rank:
@@ -13,7 +14,8 @@ Plain causal attention of a chunk is aligned to the last key (lower right): on C
 type for it reaches the flash kernels, which take no dense mask. The CPU computes a tile of the keys
 before the chunk and a causal one.
 
-    B batch   S sequence   C chunk = S / (2 cp)   N query heads   G key/value heads   D, Dv head dims
+    B batch   S sequence   C chunk = S / (2 cp)   N query heads   G key/value heads
+    D, Dv head dims
 """
 
 import torch
@@ -32,7 +34,8 @@ class AllGatherAttention:
     """Causal attention of local queries to all-gathered keys and values."""
 
     def __init__(self, group: Group, kernels: LayerKernels | None = None) -> None:
-        self.group, self.kernels = group, kernels or LayerKernels()
+        self.group = group
+        self.kernels = kernels or LayerKernels()
         self.chunks = zigzag_chunks(group.index, group.size)
 
     def plan_mask(
@@ -41,11 +44,12 @@ class AllGatherAttention:
         """One call per local chunk."""
         size = tokens.shape[1] // 2
         spans = Spans.of(segment_ids, length=2 * self.group.size * size, window=window)
-        kernel, chunks = (
-            self.kernels.of(window),
-            [range(chunk * size, (chunk + 1) * size) for chunk in self.chunks],
-        )
-        return tuple(AttentionCall(kernel, spans, chunk, tokens.device) for chunk in chunks)
+        kernel = self.kernels.of(window)
+        calls = []
+        for chunk in self.chunks:
+            queries = range(chunk * size, (chunk + 1) * size)
+            calls.append(AttentionCall(kernel, spans, queries, tokens.device))
+        return tuple(calls)
 
     def __call__(
         self,
@@ -59,10 +63,10 @@ class AllGatherAttention:
         """All-gather, then attend chunk by chunk."""
         local = torch.cat((key, value), dim=-1)
         gathered = join_shards(gather_along(local[None], self.group, dim=0))
+        head_dims = (key.shape[-1], value.shape[-1])
         outputs = []
         for queries, call in zip(query.chunk(2, dim=1), mask, strict=True):
-            keys, values = gathered[:, : len(call.keys)].split(
-                (key.shape[-1], value.shape[-1]), dim=-1
-            )
+            attended = gathered[:, : len(call.keys)]
+            keys, values = attended.split(head_dims, dim=-1)
             outputs.append(call(queries, key=keys, value=values, scores=scores))
         return torch.cat(outputs, dim=1)

@@ -1,9 +1,8 @@
-"""The chunks of a sequence that a rank holds, in the order of the sequence: for layers with a state
-or a halo.
+"""Chunks of a sequence in order, for layers with a state or a halo.
 
 Rank r of a context-parallel group holds chunks r and 2 * cp - 1 - r (split.py); a single rank holds
-one chunk. Layers that read tokens in order compute the chunks side by side, as rows of a batch, and
-get what is before each from its rank:
+one chunk. Layers that read tokens in order compute the chunks as rows of a batch, and receive what
+precedes each chunk from the rank that holds it:
 
     chunk     0   1   2   3   4   5   6   7
     cp rank   0 > 1 > 2 > 3 > 3 > 2 > 1 > 0
@@ -16,9 +15,11 @@ get what is before each from its rank:
     B batch   n chunks of a rank   C tokens of a chunk   L = n * C
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.comm.autograd import eager
@@ -33,15 +34,18 @@ def num_chunks(group: Group) -> int:
 
 
 def chunk_rows(x: Tensor, group: Group) -> Tensor:
-    """[B, L, ...] -> [B * n, C, ...], a view of contiguous tensors; the chunks of a sequence are
-    adjacent rows.
+    """[B, L, ...] -> [B * n, C, ...], a view of contiguous tensors.
+
+    The chunks of a sequence are adjacent rows.
     """
-    return x.unflatten(1, (num_chunks(group), -1)).flatten(0, 1)
+    chunks = x.unflatten(1, (num_chunks(group), -1))
+    return chunks.flatten(0, 1)
 
 
 def join_rows(rows: Tensor, group: Group) -> Tensor:
     """Inverse of `chunk_rows`: [B * n, C, ...] -> [B, L, ...]."""
-    return rows.unflatten(0, (-1, num_chunks(group))).flatten(1, 2)
+    chunks = rows.unflatten(0, (-1, num_chunks(group)))
+    return chunks.flatten(1, 2)
 
 
 def previous_tails(rows: Tensor, group: Group, *, count: int) -> Tensor:
@@ -55,10 +59,12 @@ def previous_tails(rows: Tensor, group: Group, *, count: int) -> Tensor:
     Returns:
         [B * n, count, ...].
     """
+    num_rows, length, *shape = rows.shape
     if group.size == 1:
-        return rows.new_zeros(rows.shape[0], count, *rows.shape[2:])
-    assert rows.shape[1] >= count, "checked by the rules of layouts"
-    out: Tensor = _to_next_chunks(rows[:, rows.shape[1] - count :], group)
+        return rows.new_zeros(num_rows, count, *shape)
+    assert length >= count, "checked by the rules of layouts"
+    tails = rows[:, length - count :]
+    out: Tensor = _to_next_chunks(tails, group)
     return out
 
 
@@ -72,55 +78,65 @@ class _NextChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tails: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _shift(tails, group, is_forward=True)
+        return _shift_chunks(tails, group, is_forward=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _shift(grads[0], ctx.group, is_forward=False), None
+        return _shift_chunks(grads[0], ctx.group, is_forward=False), None
 
 
-def _shift(rows: Tensor, group: Group, *, is_forward: bool) -> Tensor:
-    """Rows [B * n, ...] of every chunk to the rank of the next chunk, or of the previous one; zeros
-    at the end.
+def _shift_chunks(rows: Tensor, group: Group, *, is_forward: bool) -> Tensor:
+    """Move rows [B * n, ...] of every chunk to the next chunk, or to the previous one.
+
+    Chunks without a source receive zeros.
     """
-    first, second = (x.contiguous() for x in rows.unflatten(0, (-1, 2)).unbind(1))
-    out = torch.zeros_like(first), torch.zeros_like(second)
-    index, last = group.index, group.size - 1
-    # the first chunks of the ranks are in their order, the second ones in the reverse order
-    sent, received = (first, second), out
+    first, second = rows.unflatten(0, (-1, 2)).unbind(1)
+    first = first.contiguous()
+    second = second.contiguous()
+    new_first = torch.zeros_like(first)
+    new_second = torch.zeros_like(second)
+
+    # first chunks are in the order of the ranks, second chunks in the reverse order
     step = 1 if is_forward else -1
-    sends = [
-        Message(x, peer)
-        for x, peer in zip(sent, (index + step, index - step), strict=True)
-        if 0 <= peer <= last
-    ]
-    receives = [
-        Message(x, peer)
-        for x, peer in zip(received, (index - step, index + step), strict=True)
-        if 0 <= peer <= last
-    ]
-    started = start_send_recv(sends, receives, group=group)
-    if index == last:  # both chunks in the middle of the sequence are on the last rank
-        out[is_forward].copy_((second, first)[is_forward])
+    after = group.index + step
+    before = group.index - step
+    started = start_send_recv(
+        _inside([Message(first, after), Message(second, before)], group),
+        _inside([Message(new_first, before), Message(new_second, after)], group),
+        group=group,
+    )
+    is_last = group.index == group.size - 1  # it holds both chunks in the middle of the sequence
+    if is_last and is_forward:
+        new_second.copy_(first)
+    elif is_last:
+        new_first.copy_(second)
     started.sent.wait()
     for work in started.received:
         work.wait()
-    return torch.stack(out, dim=1).flatten(0, 1)
+    return torch.stack((new_first, new_second), dim=1).flatten(0, 1)
+
+
+def _inside(messages: Sequence[Message], group: Group) -> list[Message]:
+    """The messages whose peer exists; the ends of a sequence have none."""
+    return [message for message in messages if 0 <= message.peer < group.size]
 
 
 def chunk_segments(segment_ids: Tensor, group: Group, *, before: int = 0) -> Tensor:
-    """The segment ids of every chunk, and of so many tokens before it.
+    """The segment ids of every chunk and of `before` tokens before it.
 
     Args:
-        segment_ids: [B, S], of full sequences.
+        segment_ids: [B, S], segment ids of full sequences.
         group: the cp group.
         before: tokens before each chunk; their segment id is -1 before the sequence.
 
     Returns:
         [B * n, before + C].
     """
-    padded = torch.nn.functional.pad(segment_ids, (before, 0), value=-1)
+    padded = F.pad(segment_ids, (before, 0), value=-1)
     length = segment_ids.shape[1] // (group.size * num_chunks(group))
     numbers = (0,) if group.size == 1 else zigzag_chunks(group.index, group.size)
-    chunks = [padded[:, number * length : (number + 1) * length + before] for number in numbers]
+    chunks = []
+    for number in numbers:
+        start = number * length
+        chunks.append(padded[:, start : start + length + before])
     return torch.stack(chunks, dim=1).flatten(0, 1)

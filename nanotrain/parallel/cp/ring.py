@@ -1,16 +1,15 @@
-"""Ring attention: keys and values are sent around the cp group while every rank attends to those it
-holds.
+"""Ring attention: keys and values travel around the cp group while every rank computes attention.
 
 In step i rank r attends to the keys of rank s = (r - i) mod cp. With zigzag shards every step has
 the same cost on every rank, and only step 0 needs a mask:
 
-    s = r    all queries        x local keys, causal               rank 1 of 3 holds chunks 1 and 4
-    s < r    all queries        x the first chunk of keys          (the second lies after all queries)
-    s > r    the second chunk   x both chunks of keys              (the first chunk lies before all keys)
+    s = r    all queries        x local keys, causal        rank 1 of 3 holds chunks 1 and 4
+    s < r    all queries        x the first chunk of keys   (the second lies after all queries)
+    s > r    the second chunk   x both chunks of keys       (the first chunk lies before all keys)
 
     forward     cp - 1 send-receives of keys and values; results are merged by their log-sum-exp
-    backward    cp - 1 send-receives of keys and values, and cp of their gradients, which are accumulated in fp32 one
-                step behind and end on the rank of their keys
+    backward    cp - 1 send-receives of keys and values, and cp of their gradients, which are
+                accumulated in fp32 one step behind and end on the rank of their keys
 
     plan_ring       the order of computation of a rank (pure)
     RingAttention   the core attention; _Ring: its forward and backward
@@ -23,7 +22,7 @@ al., "Striped Attention", with chunks instead of single tokens.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,24 +51,46 @@ from nanotrain.comm.work import Work
 from nanotrain.parallel.cp.split import stack_shards, zigzag_chunks
 
 
-def plan_ring(index: int, size: int, *, length: int) -> list[tuple[int, Tile]]:
-    """The steps of rank `index` with `length` local positions (L), in the order in which keys are
-    received.
+class RingStep(NamedTuple):
+    """One step of a rank."""
 
-    Returns:
-        the rank of the keys, and the attention of local queries to them.
+    source: int  # rank of the keys
+    tile: Tile  # attention of local queries to them
+
+
+class ChunkPair(NamedTuple):
+    """Chunks of queries and keys that attend to each other."""
+
+    queries: LocalChunk
+    keys: LocalChunk
+    is_first: bool  # whether the queries have no earlier tiles
+
+
+class SourceTensors(NamedTuple):
+    """The tiles of a step, with keys and values [B, G, L, ...] of its source."""
+
+    plan: TilePlan
+    key: Tensor
+    value: Tensor
+
+
+def plan_ring(index: int, size: int, *, length: int) -> list[RingStep]:
+    """The steps of rank `index` in the order in which keys are received.
+
+    Args:
+        index: rank of the cp group.
+        size: size of the cp group.
+        length: local positions (L).
     """
-    samples, both, first, second = (
-        slice(None),
-        slice(0, length),
-        slice(0, length // 2),
-        slice(length // 2, length),
-    )
-    steps = [(index, Tile(samples, both, both, is_causal=True))]
+    samples = slice(None)
+    both = slice(0, length)
+    first = slice(0, length // 2)
+    second = slice(length // 2, length)
+    steps = [RingStep(index, Tile(samples, both, both, is_causal=True))]
     for distance in range(1, size):
         source = (index - distance) % size
         queries, keys = (both, first) if source < index else (second, both)
-        steps.append((source, Tile(samples, queries, keys, is_first=False)))
+        steps.append(RingStep(source, Tile(samples, queries, keys, is_first=False)))
     return steps
 
 
@@ -84,17 +105,21 @@ class RingAttention:
         self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None
     ) -> tuple[TilePlan, ...]:
         """The tiles of every step."""
-        local = tokens.shape[1]
-        length, index, size = local * self.group.size, self.group.index, self.group.size
+        index = self.group.index
+        size = self.group.size
+        local_length = tokens.shape[1]
+        length = local_length * size
         positions = torch.arange(length, device=tokens.device)[None]
-        of_ranks = stack_shards(positions, size=size)[:, 0]  # [cp, L]
-        spans, plans = Spans.of(segment_ids, length=length, window=window), []
-        for source, tile in plan_ring(index, size, length=local):
-            queries, keys = of_ranks[index], of_ranks[source]
+        positions_by_rank = stack_shards(positions, size=size)[:, 0]  # [cp, L]
+        queries = positions_by_rank[index]
+        spans = Spans.of(segment_ids, length=length, window=window)
+        plans = []
+        for step in plan_ring(index, size, length=local_length):
+            keys = positions_by_rank[step.source]
             if segment_ids is None and window is None:
-                plans.append(TilePlan((tile,), queries, keys))
+                plans.append(TilePlan((step.tile,), queries, keys))
             else:
-                pairs = _chunk_pairs(index, source, size=size, chunk=local // 2)
+                pairs = _chunk_pairs(index, step.source, size=size, length=local_length // 2)
                 plans.append(plan_chunks(spans, pairs, queries=queries, keys=keys))
         return tuple(plans)
 
@@ -114,23 +139,29 @@ class RingAttention:
         return out
 
 
-def _chunk_pairs(
-    index: int, source: int, *, size: int, chunk: int
-) -> list[tuple[LocalChunk, LocalChunk, bool]]:
-    """The chunks of queries of rank `index` and of keys of rank `source` that attend to each other."""
-    ours, theirs = (
-        [
-            LocalChunk(range(c * chunk, (c + 1) * chunk), i * chunk)
-            for i, c in enumerate(zigzag_chunks(rank, size))
-        ]
-        for rank in (index, source)
-    )
-    pairs = [(q, k) for q in ours for k in theirs if k.positions.start <= q.positions.start]
-    if source != index:
-        return [(q, k, False) for q, k in pairs]
+def _chunk_pairs(index: int, source: int, *, size: int, length: int) -> list[ChunkPair]:
+    """The chunks of rank `index` as queries, with the chunks of rank `source` as keys."""
+    query_chunks = _rank_chunks(index, size=size, length=length)
+    key_chunks = _rank_chunks(source, size=size, length=length)
+    diagonal = []
+    earlier = []
+    for queries in query_chunks:
+        for keys in key_chunks:
+            if keys == queries:
+                diagonal.append(ChunkPair(queries, keys, is_first=True))
+            elif keys.positions.start <= queries.positions.start:
+                earlier.append(ChunkPair(queries, keys, is_first=False))
     # tiles of keys of the same chunk come first: every query has one
-    pairs.sort(key=lambda pair: pair[0] != pair[1])
-    return [(q, k, q == k) for q, k in pairs]
+    return diagonal + earlier
+
+
+def _rank_chunks(index: int, *, size: int, length: int) -> list[LocalChunk]:
+    """The two chunks of a rank; `length` is the length of a chunk."""
+    chunks = []
+    for local, chunk in enumerate(zigzag_chunks(index, size)):
+        positions = range(chunk * length, (chunk + 1) * length)
+        chunks.append(LocalChunk(positions, local * length))
+    return chunks
 
 
 class _Ring(torch.autograd.Function):
@@ -139,65 +170,71 @@ class _Ring(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *rest: Any
     ) -> Tensor:
         plans, group, scores = rest
-        turned = query.transpose(1, 2)
+        head_major = query.transpose(1, 2)
         total: AttentionResult | None = None
-        for plan, keys, values in _receive(plans, (key, value), group=group):
-            inputs = (turned, keys, values)
-            total = forward_tiles(plan, inputs, scores=scores, total=total)
+        for source in _ring_steps(plans, (key, value), group=group):
+            inputs = (head_major, source.key, source.value)
+            total = forward_tiles(source.plan, inputs, scores=scores, total=total)
             if total.out.dtype != accumulate_dtype(query):
                 total = AttentionResult(total.out.to(accumulate_dtype(query)), total.lse)
         assert total is not None, "a ring has at least the step with the local keys"
         total = add_sink(total, sink)
         out = total.out.to(query.dtype)
-        ctx.group, ctx.plans, ctx.scores = (
-            group,
-            plans,
-            None if scores is None else replace(scores, sink=None),
-        )
+        ctx.group = group
+        ctx.plans = plans
+        ctx.scores = None if scores is None else replace(scores, sink=None)
         ctx.save_for_backward(query, key, value, sink, out, total.lse)
         return out.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sink, out, lse = ctx.saved_tensors
-        merged, grad, turned = (
-            AttentionResult(out, lse),
-            grads[0].transpose(1, 2),
-            query.transpose(1, 2),
-        )
-        query_grad = torch.zeros_like(turned, dtype=accumulate_dtype(query))
+        merged = AttentionResult(out, lse)
+        grad = grads[0].transpose(1, 2)
+        head_major = query.transpose(1, 2)
+        query_grad = torch.zeros_like(head_major, dtype=accumulate_dtype(query))
         work: Work[tuple[Tensor, ...]] | None = None
-        for plan, keys, values in _receive(ctx.plans, (key, value), group=ctx.group):
-            inputs = (turned, keys, values)
-            parts = list(tile_gradients(plan, inputs, merged=merged, scores=ctx.scores, grad=grad))
-            # The sums of the previous ranks for these keys were in transit during the computation
-            # above.
-            sums = _zeros(key, value) if work is None else work.wait()
+        for source in _ring_steps(ctx.plans, (key, value), group=ctx.group):
+            inputs = (head_major, source.key, source.value)
+            parts = list(
+                tile_gradients(source.plan, inputs, merged=merged, scores=ctx.scores, grad=grad)
+            )
+            # The sums of the previous ranks for these keys were in transit during the computation.
+            if work is None:
+                key_grad, value_grad = _zeros_like(key), _zeros_like(value)
+            else:
+                key_grad, value_grad = work.wait()
             for tile, part in parts:
                 query_grad[tile.samples, :, tile.queries] += part.query
-                for total, gradient in zip(sums, (part.key, part.value), strict=True):
-                    total[tile.samples, tile.keys] += gradient.transpose(1, 2)
-            work = start_ring_send_recv(sums, ctx.group)
+                key_grad[tile.samples, tile.keys] += part.key.transpose(1, 2)
+                value_grad[tile.samples, tile.keys] += part.value.transpose(1, 2)
+            work = start_ring_send_recv((key_grad, value_grad), ctx.group)
         assert work is not None, "a ring has at least the step with the local keys"
         key_grad, value_grad = work.wait()
-        query_grad = query_grad.transpose(1, 2).to(query.dtype)
-        gradients = query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype)
-        return *gradients, sink_grad(sink, merged, grad=grad), None, None, None
+        return (
+            query_grad.transpose(1, 2).to(query.dtype),
+            key_grad.to(key.dtype),
+            value_grad.to(value.dtype),
+            sink_grad(sink, merged, grad=grad),
+            None,
+            None,
+            None,
+        )
 
 
-def _receive(
-    plans: tuple[TilePlan, ...], local: tuple[Tensor, ...], *, group: Group
-) -> Iterator[tuple[TilePlan, Tensor, Tensor]]:
-    """Every step with the keys and values [B, G, L, ...] of its source; the next transfer starts
-    beforehand.
-    """
-    current = tuple(x.contiguous() for x in local)
+def _ring_steps(
+    plans: tuple[TilePlan, ...], local: tuple[Tensor, Tensor], *, group: Group
+) -> Iterator[SourceTensors]:
+    """Every step with the tensors of its source; the next transfer starts before the step."""
+    key, value = (x.contiguous() for x in local)
     for plan in plans:
-        work = start_ring_send_recv(current, group) if plan is not plans[-1] else None
-        yield plan, current[0].transpose(1, 2), current[1].transpose(1, 2)
+        is_last = plan is plans[-1]
+        work = None if is_last else start_ring_send_recv((key, value), group)
+        yield SourceTensors(plan, key.transpose(1, 2), value.transpose(1, 2))
         if work is not None:
-            current = work.wait()
+            key, value = work.wait()
 
 
-def _zeros(*like: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.zeros(x.shape, dtype=accumulate_dtype(x), device=x.device) for x in like)
+def _zeros_like(x: Tensor) -> Tensor:
+    """Contiguous zeros in the dtype in which gradients are accumulated."""
+    return torch.zeros(x.shape, dtype=accumulate_dtype(x), device=x.device)

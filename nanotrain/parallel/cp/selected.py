@@ -1,11 +1,10 @@
-"""Core attention to the keys that an indexer selects (attention/sparse.py), with an all-gather over
-cp.
+"""Core attention to the keys that an indexer selects (attention/sparse.py) over cp.
 
     forward     all-gather of keys, values and index keys, concatenated
     backward    reduce-scatter of their gradients
 
-An index score needs the key of every earlier token, so neither a ring nor an exchange of heads
-serves here; every local chunk of queries is a call of its own, as in all_gather.py.
+An index score needs the key of every earlier token, so neither a ring nor an all-to-all of heads
+serves here; every local chunk of queries is a separate call, as in all_gather.py.
 
     B batch   S sequence   L = S / cp   N heads   D, Dv head dims
 """
@@ -41,39 +40,59 @@ class SelectedAttention:
         scores: ScoreOptions | None,
         index: Index,
     ) -> Tensor:
-        """Attend; the key of the index is local as the others are.
+        """Attend; the index key is local, as keys and values are.
 
         Args:
             query, key, value: as of `CoreAttention`.
             mask: the plan of all-gather attention, or of one rank.
             scores: as of `CoreAttention`.
-            index: of the local tokens.
+            index: projections of the indexer at the local tokens.
         """
         if self.group.size > 1:
-            tensors = (key.flatten(2), value.flatten(2), index.key)
-            gathered = join_shards(
-                gather_along(torch.cat(tensors, dim=-1)[None], self.group, dim=0)
+            key, value, index = self._all_gather(key, value, index)
+        calls = _calls(mask, query)
+        queries = query.chunk(len(calls), dim=1)
+        index_queries = index.query.chunk(len(calls), dim=1)
+        index_weights = index.weight.chunk(len(calls), dim=1)
+        outputs = []
+        for number, call in enumerate(calls):
+            num_keys = len(call.keys)
+            call_index = replace(
+                index,
+                query=index_queries[number],
+                key=index.key[:, :num_keys],
+                weight=index_weights[number],
             )
-            flat_key, flat_value, index_key = gathered.split([x.shape[-1] for x in tensors], dim=-1)
-            key, value = (
-                x.unflatten(-1, like.shape[2:])
-                for x, like in ((flat_key, key), (flat_value, value))
+            out = attend_selected(
+                queries[number],
+                key=key[:, :num_keys],
+                value=value[:, :num_keys],
+                call=call,
+                index=call_index,
+                scores=scores,
             )
-            index = replace(index, key=index_key)
-        if mask is None:
-            length = query.shape[1]
-            mask = AttentionCall(
-                TileKernel(), Spans.of(None, length=length), range(length), query.device
-            )
-        calls = mask if isinstance(mask, tuple) else (mask,)
-        outputs, num_calls = [], len(calls)
-        queries = (x.chunk(num_calls, dim=1) for x in (query, index.query, index.weight))
-        for call, local, index_query, weight in zip(calls, *queries, strict=True):
-            keys, values, index_keys = (x[:, : len(call.keys)] for x in (key, value, index.key))
-            of_call = replace(index, query=index_query, key=index_keys, weight=weight)
-            outputs.append(
-                attend_selected(
-                    local, key=keys, value=values, call=call, index=of_call, scores=scores
-                )
-            )
-        return outputs[0] if num_calls == 1 else torch.cat(outputs, dim=1)
+            outputs.append(out)
+        return outputs[0] if len(calls) == 1 else torch.cat(outputs, dim=1)
+
+    def _all_gather(self, key: Tensor, value: Tensor, index: Index) -> tuple[Tensor, Tensor, Index]:
+        """Keys, values and index keys of full sequences, in one all-gather."""
+        local = torch.cat((key.flatten(2), value.flatten(2), index.key), dim=-1)
+        gathered = join_shards(gather_along(local[None], self.group, dim=0))
+        widths = (key[0, 0].numel(), value[0, 0].numel(), index.key.shape[-1])
+        flat_key, flat_value, index_key = gathered.split(widths, dim=-1)
+        full_key = flat_key.unflatten(-1, key.shape[2:])
+        full_value = flat_value.unflatten(-1, value.shape[2:])
+        return full_key, full_value, replace(index, key=index_key)
+
+
+def _calls(
+    mask: AttentionCall | tuple[AttentionCall, ...] | None, query: Tensor
+) -> tuple[AttentionCall, ...]:
+    """The calls of a mask; plain causal attention without one."""
+    if isinstance(mask, tuple):
+        return mask
+    if mask is None:
+        length = query.shape[1]
+        spans = Spans.of(None, length=length)
+        mask = AttentionCall(TileKernel(), spans, range(length), query.device)
+    return (mask,)

@@ -38,24 +38,26 @@ def local_chunks(tensor: Tensor, *, index: int, size: int, dim: int = 1) -> Tens
         f"{tensor.shape[dim]} positions do not make {2 * size} equal chunks"
     )
     chunks = tensor.chunk(2 * size, dim=dim)
-    return torch.cat([chunks[chunk] for chunk in zigzag_chunks(index, size)], dim=dim)
+    first, second = zigzag_chunks(index, size)
+    return torch.cat((chunks[first], chunks[second]), dim=dim)
 
 
 def local_positions(
     length: int, *, index: int, size: int, device: torch.device | None = None
 ) -> Tensor:
-    """[length / size] int64: the positions, in sequences of `length` tokens, of the tokens of rank
-    `index`.
+    """[length / size] int64: the positions of the tokens of rank `index` in their sequence.
 
     >>> local_positions(8, index=0, size=2).tolist()
     [0, 1, 6, 7]
     """
-    return local_chunks(torch.arange(length, device=device), index=index, size=size, dim=0)
+    positions = torch.arange(length, device=device)
+    return local_chunks(positions, index=index, size=size, dim=0)
 
 
 def stack_shards(tensor: Tensor, *, size: int) -> Tensor:
     """Shard full sequences for all ranks: [B, S, ...] -> [cp, B, S / cp, ...]."""
-    return torch.stack([local_chunks(tensor, index=index, size=size) for index in range(size)])
+    shards = [local_chunks(tensor, index=index, size=size) for index in range(size)]
+    return torch.stack(shards)
 
 
 def join_shards(shards: Tensor) -> Tensor:
@@ -65,13 +67,14 @@ def join_shards(shards: Tensor) -> Tensor:
 
 
 def split_batch(batch: Batch, group: Group) -> Batch:
-    """Shard a microbatch of full sequences over the cp group; a group of one rank gets it back
-    unchanged.
+    """Shard a microbatch of full sequences over the cp group.
+
+    In a group of one rank the microbatch is returned unchanged.
 
     Returns:
-        tokens, labels, loss_mask [B, S / cp], those of `mtp` too; position_ids [B, S / cp], or [1,
-        S / cp] where the batch has none; segment_ids stay [B, S], since the mask needs the segments
-        of keys on other ranks.
+        tokens, labels and loss_mask [B, S / cp], in `mtp` too; position_ids [B, S / cp], or
+        [1, S / cp] if the batch has none; segment_ids stay [B, S], since the mask needs the
+        segments of keys on other ranks.
     """
     if group.size == 1:
         return batch
@@ -79,15 +82,18 @@ def split_batch(batch: Batch, group: Group) -> Batch:
     def local(tensor: Tensor) -> Tensor:
         return local_chunks(tensor, index=group.index, size=group.size)
 
-    def local_tokens(batch: Batch) -> Batch:
-        tokens, labels, mask = map(local, (batch.tokens, batch.labels, batch.loss_mask))
-        return replace(batch, tokens=tokens, labels=labels, loss_mask=mask)
+    def local_tokens(full: Batch) -> Batch:
+        return replace(
+            full,
+            tokens=local(full.tokens),
+            labels=local(full.labels),
+            loss_mask=local(full.loss_mask),
+        )
 
-    positions = local_positions(
-        batch.tokens.shape[1], index=group.index, size=group.size, device=batch.tokens.device
-    )
-    return replace(
-        local_tokens(batch),
-        position_ids=positions[None] if batch.position_ids is None else local(batch.position_ids),
-        mtp=tuple(map(local_tokens, batch.mtp)),
-    )
+    if batch.position_ids is None:
+        length = batch.tokens.shape[1]
+        positions = torch.arange(length, device=batch.tokens.device)[None]
+    else:
+        positions = batch.position_ids
+    mtp = tuple(local_tokens(depth) for depth in batch.mtp)
+    return replace(local_tokens(batch), position_ids=local(positions), mtp=mtp)

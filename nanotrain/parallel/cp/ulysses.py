@@ -1,5 +1,4 @@
-"""Ulysses: all-to-all from sequence-sharded to head-sharded tensors, attention to full sequences,
-and back.
+"""Ulysses: all-to-all from sequence-sharded to head-sharded tensors, full attention, and back.
 
                 heads 0 1 2 3                        heads 0 1 2 3
     chunks 0 3        a a a a           chunks 0 1 2 3     a a b b         rank a, rank b
@@ -41,7 +40,8 @@ class UlyssesAttention:
         self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None
     ) -> AttentionCall | None:
         """The call over full sequences."""
-        full = tokens.new_empty((len(tokens), tokens.shape[1] * self.group.size))
+        batch, local_length = tokens.shape
+        full = tokens.new_empty((batch, local_length * self.group.size))
         return self.sdpa.plan_mask(segment_ids, tokens=full, window=window)
 
     def __call__(
@@ -54,11 +54,10 @@ class UlyssesAttention:
         scores: ScoreOptions | None,
     ) -> Tensor:
         """All-to-all, attend, all-to-all."""
-        cp, groups = self.group.size, key.shape[2]
+        cp = self.group.size
         assert query.shape[2] % cp == 0, f"cp = {cp} does not divide {query.shape[2]} query heads"
-        repeats = math.lcm(groups, cp) // groups
-        if repeats > 1:
-            key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
+        key = repeat_heads(key, cp)
+        value = repeat_heads(value, cp)
         query, key, value = self.to_head_shards([query, key, value])
         if scores is not None:
             scores = scores.of_heads(self.group.index * query.shape[2], query.shape[2])
@@ -67,25 +66,33 @@ class UlyssesAttention:
 
     def to_head_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         """Each [B, L, n, d] -> [B, S, n / cp, d], in one all-to-all."""
+        cp = self.group.size
         packed = torch.cat(
-            [rearrange(x, "b l (cp n) d -> b l cp (n d)", cp=self.group.size) for x in tensors],
-            dim=-1,
+            [rearrange(x, "b l (cp n) d -> cp b l (n d)", cp=cp) for x in tensors], dim=-1
         )
-        received = join_shards(self._all_to_all(rearrange(packed, "b l cp x -> cp b l x")))
-        parts = received.split(
-            [x.shape[2] // self.group.size * x.shape[3] for x in tensors], dim=-1
-        )
-        return [
-            rearrange(part, "b s (n d) -> b s n d", d=x.shape[3])
-            for part, x in zip(parts, tensors, strict=True)
-        ]
+        received = join_shards(self._all_to_all(packed))
+        widths = [x.shape[2] // cp * x.shape[3] for x in tensors]
+        head_shards = []
+        for part, x in zip(received.split(widths, dim=-1), tensors, strict=True):
+            head_shards.append(part.unflatten(-1, (-1, x.shape[3])))
+        return head_shards
 
     def to_sequence_shards(self, out: Tensor) -> Tensor:
         """[B, S, N / cp, Dv] -> [B, L, N, Dv]."""
-        received = self._all_to_all(stack_shards(out, size=self.group.size))
+        shards = stack_shards(out, size=self.group.size)
+        received = self._all_to_all(shards)
         return rearrange(received, "cp b l n d -> b l (cp n) d")
 
     def _all_to_all(self, shards: Tensor) -> Tensor:
         """[cp, ...], entry i for rank i -> [cp, ...], entry i from rank i."""
         ones = [1] * self.group.size
         return all_to_all(shards, self.group, output_splits=ones, input_splits=ones)
+
+
+def repeat_heads(x: Tensor, size: int) -> Tensor:
+    """Repeat heads [B, L, n, d] up to the least common multiple of n and the size of the group."""
+    num_heads = x.shape[2]
+    repeats = math.lcm(num_heads, size) // num_heads
+    if repeats == 1:
+        return x
+    return x.repeat_interleave(repeats, dim=2)
