@@ -1,8 +1,7 @@
-"""The local experts of an MoE layer: MLPs with stacked weights, computed together by grouped matrix
-products.
+"""The local experts of an MoE layer: MLPs with stacked weights, as grouped matrix products.
 
     name    weight      global E, F              sharded over
-    gate    [E, F, H]   num_experts, ffn width   ep (dim 0), etp (dim 1)     None where experts are not gated
+    gate    [E, F, H]   num_experts, ffn width   ep (dim 0), etp (dim 1)   None without a gate
     up      [E, F, H]                            ep (dim 0), etp (dim 1)
     down    [E, H, F]                            ep (dim 0), etp (dim 2)
 
@@ -35,14 +34,15 @@ class ExpertOptions:
     may_drop: bool = False
     wgrad_queue: WgradQueue | None = None  # defers weight gradients; None where no schedule does
     fp8: Fp8Options | None = None  # how the products use fp8; None: they do not
-    experts: ExpertRange | None = None  # those of this rank, for the amax history of fp8
-    # True on one rank of etp only, because the outputs of all of them are summed
+    experts: ExpertRange | None = None  # experts of this rank, for the amax history of fp8
+    # True on one rank of etp only, because the outputs of all etp ranks are summed
     adds_down_bias: bool = True
 
 
 class Experts(nn.Module):
-    """All experts of this rank: down(activation(gate(x), up(x))), or down(activation(up(x)))
-    without a gate.
+    """All experts of this rank.
+
+    down(activation(gate(x), up(x))), or down(activation(up(x))) without a gate.
 
     Args:
         linears: weights and biases of EXPERT_LINEARS; the gate where there is one.
@@ -58,8 +58,11 @@ class Experts(nn.Module):
         options: ExpertOptions | None = None,
     ) -> None:
         super().__init__()
-        options = options or ExpertOptions()
-        self.gate = GroupedLinear(*linears["gate"], options=options) if "gate" in linears else None
+        if options is None:
+            options = ExpertOptions()
+        self.gate = None
+        if "gate" in linears:
+            self.gate = GroupedLinear(*linears["gate"], options=options)
         self.up = GroupedLinear(*linears["up"], options=options)
         self.down = GroupedLinear(
             *linears["down"], options=options, adds_bias=options.adds_down_bias
@@ -67,11 +70,15 @@ class Experts(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        """Tokens [P, H] sorted by expert -> [P, H] in the same order; offs [E] int32 is the end of
-        each expert's.
+        """Tokens [P, H] sorted by expert -> [P, H] in the same order.
+
+        offs [E] int32 is the end of each expert's tokens.
         """
-        inner = [self.up(x, offs)] if self.gate is None else [self.gate(x, offs), self.up(x, offs)]
-        out: Tensor = self.down(self.activation(*inner), offs)
+        if self.gate is None:
+            inner = self.activation(self.up(x, offs))
+        else:
+            inner = self.activation(self.gate(x, offs), self.up(x, offs))
+        out: Tensor = self.down(inner, offs)
         return out
 
 
@@ -87,7 +94,9 @@ class GroupedLinear(nn.Module):
         adds_bias: bool = True,
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.adds_bias = weight, bias, adds_bias
+        self.weight = weight
+        self.bias = bias
+        self.adds_bias = adds_bias
         self.fp8 = None if options.fp8 is None else Fp8Layer(options.fp8, options.experts)
         gemm = select_gemm(weight) if self.fp8 is None else select_fp8_gemm(self.fp8)
         self.options = GroupedOptions(gemm, options.may_drop, options.wgrad_queue)
@@ -95,11 +104,9 @@ class GroupedLinear(nn.Module):
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """[P, I], [E] int32 -> [P, O]."""
         out = grouped_linear(x, self.weight, offs=offs, options=self.options)
-        return (
-            out
-            if self.bias is None
-            else add_expert_bias(out, self.bias, offs=offs, adds=self.adds_bias)
-        )
+        if self.bias is None:
+            return out
+        return add_expert_bias(out, self.bias, offs=offs, adds=self.adds_bias)
 
 
 def add_expert_bias(x: Tensor, bias: Tensor, *, offs: Tensor, adds: bool = True) -> Tensor:
@@ -117,23 +124,24 @@ def add_expert_bias(x: Tensor, bias: Tensor, *, offs: Tensor, adds: bool = True)
 
 
 class _AddExpertBias(torch.autograd.Function):
-    """The gradient of the bias is a product with one row per expert: its order of summation does
-    not vary.
-    """
+    """The gradient of the bias is a matrix product, whose order of summation does not vary."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, offs: Tensor, adds: bool) -> Tensor:
-        experts = torch.searchsorted(
-            offs, torch.arange(len(x), device=x.device, dtype=offs.dtype), right=True
-        )
+        tokens = torch.arange(len(x), device=x.device, dtype=offs.dtype)
+        experts = torch.searchsorted(offs, tokens, right=True)  # E for dropped tokens
         ctx.save_for_backward(experts)
-        ctx.num_experts, ctx.dtype = len(bias), bias.dtype
+        ctx.num_experts = len(bias)
+        ctx.dtype = bias.dtype
         if not adds:
             return x.view_as(x)
-        return x + torch.cat((bias, bias.new_zeros(1, bias.shape[1])))[experts]
+        no_bias = bias.new_zeros(1, bias.shape[1])
+        return x + torch.cat((bias, no_bias))[experts]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (experts,) = ctx.saved_tensors
-        rows = torch.arange(ctx.num_experts, device=experts.device)[:, None] == experts
-        return grads[0], (rows.to(torch.float32) @ grads[0].float()).to(ctx.dtype), None, None
+        numbers = torch.arange(ctx.num_experts, device=experts.device)
+        is_token_of_expert = numbers[:, None] == experts  # [E, P]
+        bias_grad = is_token_of_expert.to(torch.float32) @ grads[0].float()
+        return grads[0], bias_grad.to(ctx.dtype), None, None

@@ -1,50 +1,49 @@
-"""Token dispatchers: tokens to their experts and back, as `MoEAlltoAllTokenDispatcher` of
-Megatron-LM.
+"""Token dispatchers: tokens to their experts and back, as in Megatron-LM.
 
-    LocalTokenDispatcher      all experts are on this rank: permute, experts, unpermute
+    LocalTokenDispatcher          all experts are on this rank: permute, experts, unpermute
     HierarchicalTokenDispatcher   a token crosses to each node once
-    PaddedTokenDispatcher     all-to-alls of fixed sizes: the host waits for nothing
-    AllToAllTokenDispatcher   experts are sharded over ep, their matrices over etp (Lepikhin et al. 2020, section 3):
+    PaddedTokenDispatcher         all-to-alls of fixed sizes: the host waits for nothing
+    AllToAllTokenDispatcher       experts are sharded over ep, their matrices over etp (Lepikhin et
+                                  al. 2020, section 3):
 
     permute      (token, expert) pairs sorted by expert, so those for one rank are adjacent
-    all-to-all   of the token counts, beside the permutation; the host waits for their copy, as splits are host numbers
-    all-to-all   over ep: permuted tokens to the ranks of their experts, beside what the caller computes until `Finish`
-    all-gather   over etp: of the permuted tokens of all ranks that share an expert
+    all-to-all   of the token counts, during the permutation; the host waits for their copy, as
+                 split sizes are host numbers
+    all-to-all   over ep: permuted tokens to the ranks of their experts, while the caller computes
+                 until it calls `Finish`
+    all-gather   over etp: permuted tokens of all ranks that share an expert
     reorder      from source rank order to expert order
     experts      grouped matrix products
     ... and back in reverse, with a reduce-scatter over etp
 
-kernels/permute.py has the permutations.
+kernels/permute.py has the permutations, splits.py the split sizes.
 
 T tokens of this rank   K experts per token   E experts   P permuted tokens   H hidden
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from nanotrain.comm.all_to_all import all_to_all, start_all_to_all, start_differentiable_all_to_all
+from nanotrain.comm.all_to_all import start_all_to_all, start_differentiable_all_to_all
 from nanotrain.comm.collectives import start_all_gather_into
 from nanotrain.comm.device import HostCopy
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
 from nanotrain.config.config import Config
-from nanotrain.kernels.permute import (
-    Permutation,
-    inverse_of,
-    permute,
-    plan_permutation,
-    reorder,
-    unpermute,
-)
+from nanotrain.kernels.permute import Permutation, permute, plan_permutation, unpermute
 from nanotrain.memory.recompute import Recompute
+from nanotrain.parallel.ep.splits import (
+    RunExperts,
+    Splits,
+    all_gather_tokens,
+    reduce_scatter_tokens,
+    run_in_expert_order,
+)
 
-# Runs the local experts: permuted tokens [P, H], and offs [local experts] int32, the end of each
-# expert's tokens.
-RunExperts = Callable[[Tensor, Tensor], Tensor]
 # Waits for tokens on their way, runs the experts and brings their outputs back: [T, H], the
 # weighted sum of each token.
 Finish = Callable[[RunExperts], Tensor]
@@ -59,11 +58,19 @@ class Routing:
     permutation: Permutation | None = None  # of the pairs; None: not planned yet
 
     def of_experts(self, num_experts: int) -> Self:
-        """The pairs of the first experts; those of the others count as dropped."""
-        permutation = self.permutation and replace(
-            self.permutation, bounds=self.permutation.bounds[: num_experts + 1]
-        )
-        return replace(self, topk_ids=self.topk_ids.clamp(max=num_experts), permutation=permutation)
+        """The pairs of the first experts; pairs of other experts count as dropped."""
+        permutation = self.permutation
+        if permutation is not None:
+            permutation = replace(permutation, bounds=permutation.bounds[: num_experts + 1])
+        topk_ids = self.topk_ids.clamp(max=num_experts)
+        return replace(self, topk_ids=topk_ids, permutation=permutation)
+
+
+class PaddedSplit(NamedTuple):
+    """What `PaddedTokenDispatcher` sends to one rank of ep."""
+
+    num_pairs: int  # the most pairs
+    num_rows: int  # rows that they are sent in
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,8 @@ class DispatchOptions:
     """Options of a token dispatcher."""
 
     may_drop: bool = False  # whether there can be dropped pairs
-    routed_share: float = 1.0  # of pairs, on average, are those of experts with weights
-    # tokens are sent to every so many ranks of ep once; None: to every expert
+    routed_share: float = 1.0  # share of pairs, on average, that use experts with weights
+    # ranks of a node, to which a token is sent once; None: tokens are sent to every expert
     ranks_per_node: int | None = None
     # pairs for one rank of ep, relative to an even share; None: any number
     rank_capacity_factor: float | None = None
@@ -82,49 +89,48 @@ class DispatchOptions:
     @classmethod
     def of(cls, config: Config) -> Self:
         """The options of a run."""
-        parallel, moe = config.parallel, config.model.moe
-        may_drop, share = (
-            (False, 1.0) if moe is None else (moe.may_drop, moe.mean_topk / moe.router_topk)
-        )
+        parallel = config.parallel
+        moe = config.model.moe
         return cls(
-            may_drop,
-            share,
-            parallel.moe_hierarchical_dispatch,
-            parallel.moe_expert_rank_capacity_factor,
+            may_drop=moe is not None and moe.may_drop,
+            routed_share=1.0 if moe is None else moe.mean_topk / moe.router_topk,
+            ranks_per_node=parallel.moe_hierarchical_dispatch,
+            rank_capacity_factor=parallel.moe_expert_rank_capacity_factor,
         )
 
-    def padded_split(
-        self, num_tokens: int, topk: int, *, num_experts: int, ep: int
-    ) -> tuple[int, int]:
-        """The most pairs that `PaddedTokenDispatcher` sends to one rank of ep, and the rows that it
-        sends them in.
+    def padded_split(self, num_tokens: int, topk: int, *, num_experts: int, ep: int) -> PaddedSplit:
+        """The pairs and rows that `PaddedTokenDispatcher` sends to one rank of ep.
 
-        There is a row more where a pair may not be sent: the last row of all is then padding.
+        Where a pair may not be sent there is one row more: the last row of all is then padding.
 
         >>> DispatchOptions(rank_capacity_factor=1.5).padded_split(16, 2, num_experts=8, ep=4)
-        (12, 13)
+        PaddedSplit(num_pairs=12, num_rows=13)
         """
-        capacity, most = (
-            int((self.rank_capacity_factor or ep) * num_tokens * topk / ep),
-            num_tokens * topk,
-        )
-        most = min(most, num_tokens * num_experts // ep)  # a token goes to an expert once
-        return min(capacity, most), min(capacity, most) + (self.may_drop or capacity < most)
+        # a token goes to an expert once
+        most = min(num_tokens * topk, num_tokens * num_experts // ep)
+        factor = self.rank_capacity_factor or ep
+        capacity = int(factor * num_tokens * topk / ep)
+        num_sent = min(capacity, most)
+        needs_padding = self.may_drop or capacity < most
+        return PaddedSplit(num_sent, num_sent + 1 if needs_padding else num_sent)
 
     def num_rows(self, num_tokens: int, topk: int, *, num_experts: int, ep: int) -> int:
-        """Rows that a rank sends to all ranks of ep, itself among them; as many arrive, where not
-        padded on average.
+        """Rows that a rank sends to all ranks of ep, itself among them.
+
+        As many arrive, on average where they are not padded.
         """
         if self.rank_capacity_factor is None and ep > 1:
             return int(num_tokens * topk * self.routed_share)
-        return ep * self.padded_split(num_tokens, topk, num_experts=num_experts, ep=ep)[1]
+        split = self.padded_split(num_tokens, topk, num_experts=num_experts, ep=ep)
+        return ep * split.num_rows
 
 
 def build_token_dispatcher(
     num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions | None = None
 ) -> "LocalTokenDispatcher | AllToAllTokenDispatcher | HierarchicalTokenDispatcher":
     """The dispatcher for experts sharded over `ep`, with matrices sharded over `etp`."""
-    options = options or DispatchOptions()
+    if options is None:
+        options = DispatchOptions()
     if ep.size * etp.size == 1:
         return LocalTokenDispatcher(num_experts, may_drop=options.may_drop)
     if options.rank_capacity_factor is not None or ep.size == 1:
@@ -135,8 +141,9 @@ def build_token_dispatcher(
 
 
 class LocalTokenDispatcher:
-    """All experts are on this rank; dropped pairs stay among the permuted tokens, so no host sync
-    is needed.
+    """All experts are on this rank.
+
+    Dropped pairs stay among the permuted tokens, so no host sync is needed.
     """
 
     def __init__(self, num_experts: int, *, may_drop: bool = False) -> None:
@@ -146,7 +153,7 @@ class LocalTokenDispatcher:
 
     def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
         """Permute tokens [T, H]."""
-        permutation = routing.permutation or plan_permutation(routing.topk_ids, self._num_experts)
+        permutation = planned_permutation(routing, self._num_experts)
         permuted = permute(x, permutation, num_permuted=routing.topk_ids.numel())
 
         def finish(run_experts: RunExperts) -> Tensor:
@@ -154,6 +161,28 @@ class LocalTokenDispatcher:
             return unpermute(outputs, permutation, topk_weights=routing.topk_weights)
 
         return finish
+
+
+def planned_permutation(routing: Routing, num_experts: int) -> Permutation:
+    """The permutation of a routing, planned now unless the router did."""
+    if routing.permutation is not None:
+        return routing.permutation
+    return plan_permutation(routing.topk_ids, num_experts)
+
+
+class SendPlan(NamedTuple):
+    """The rows that a rank sends for its pairs."""
+
+    weights: Tensor  # [T, K] fp32, the factors of the expert outputs
+    permutation: Permutation
+    num_rows: int
+
+
+class Dispatched(NamedTuple):
+    """Tokens on their way to their experts."""
+
+    finish: Finish
+    send_more: Callable[[Tensor], Work[Tensor]]  # sends further rows [T, ...] the same way
 
 
 class AllToAllTokenDispatcher:
@@ -165,57 +194,59 @@ class AllToAllTokenDispatcher:
         self, num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions
     ) -> None:
         assert num_experts % ep.size == 0, "every rank of ep holds the same number of experts"
-        self._num_experts, self._ep, self._etp, self._options = num_experts, ep, etp, options
+        self._num_experts = num_experts
+        self._num_local = num_experts // ep.size
+        self._ep = ep
+        self._etp = etp
+        self._options = options
 
     def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
-        """Send tokens [T, H]; `kept` takes the split sizes, and has them in a recomputed forward."""
-        return self.send(x, routing, kept={} if kept is None else kept)[0]
+        """Send tokens [T, H]; `kept` takes the split sizes, for a recomputed forward."""
+        return self.send(x, routing, kept={} if kept is None else kept).finish
 
-    def send(
-        self, x: Tensor, routing: Routing, *, kept: "KeptSplits"
-    ) -> tuple[Finish, Callable[[Tensor], Work[Tensor]]]:
-        """Permute and send tokens [T, H]; also returns a function that sends further rows [T, ...]
-        the same way.
-        """
-        permutation = routing.permutation or plan_permutation(routing.topk_ids, self._num_experts)
-        routing, permutation, num_sent = self._plan(routing, permutation, kept=kept)
-        permuted = permute(x, permutation, num_permuted=num_sent)
+    def send(self, x: Tensor, routing: Routing, *, kept: "KeptSplits") -> Dispatched:
+        """Permute and send tokens [T, H]."""
+        permutation = planned_permutation(routing, self._num_experts)
+        weights, permutation, num_rows = self._plan(routing, permutation, kept=kept)
+        permuted = permute(x, permutation, num_permuted=num_rows)
         splits = kept[self].wait()
-        back = {"input_splits": splits.ep_outputs, "output_splits": splits.ep_inputs}
         there = {"input_splits": splits.ep_inputs, "output_splits": splits.ep_outputs}
+        back = {"input_splits": splits.ep_outputs, "output_splits": splits.ep_inputs}
         # taken out, so that rows are freed
         arriving = [start_differentiable_all_to_all(permuted, self._ep, **there)]
 
-        def send(rows: Tensor) -> Work[Tensor]:
-            permuted = permute(rows, permutation, num_permuted=num_sent)
+        def send_more(rows: Tensor) -> Work[Tensor]:
+            permuted = permute(rows, permutation, num_permuted=num_rows)
             return start_differentiable_all_to_all(permuted, self._ep, **there)
 
         def finish(run_experts: RunExperts) -> Tensor:
-            permuted = _all_gather(arriving.pop().wait(), self._etp, splits=splits.etp)
-            permuted = _in_expert_order(permuted, splits, run_experts=run_experts)
-            permuted = _reduce_scatter(permuted, self._etp, splits=splits.etp)
+            permuted = all_gather_tokens(arriving.pop().wait(), self._etp, splits=splits.etp)
+            permuted = run_in_expert_order(permuted, splits, run_experts=run_experts)
+            permuted = reduce_scatter_tokens(permuted, self._etp, splits=splits.etp)
             permuted = start_differentiable_all_to_all(permuted, self._ep, **back).wait()
-            return unpermute(permuted, permutation, topk_weights=routing.topk_weights)
+            return unpermute(permuted, permutation, topk_weights=weights)
 
-        return finish, send
+        return Dispatched(finish, send_more)
 
-    def _plan(
-        self, routing: Routing, permutation: Permutation, *, kept: "KeptSplits"
-    ) -> tuple[Routing, Permutation, int]:
-        """Start the exchange of the counts; returns weights and positions of the pairs, and the
-        number of rows sent.
-        """
-        if not (self._options.recompute.is_recomputing and self in kept):
+    def _plan(self, routing: Routing, permutation: Permutation, *, kept: "KeptSplits") -> SendPlan:
+        """Start the all-to-all of the token counts, and plan the rows."""
+        if not self._has_splits(kept):
             kept[self] = self._start_splits(permutation.tokens_per_expert)
         # Without dropped pairs the permutation is launched before the host waits for the counts.
-        num_sent = (
-            sum(kept[self].wait().ep_inputs) if self._options.may_drop else routing.topk_ids.numel()
-        )
-        return routing, permutation, num_sent
+        if self._options.may_drop:
+            num_rows = sum(kept[self].wait().ep_inputs)
+        else:
+            num_rows = routing.topk_ids.numel()
+        return SendPlan(routing.topk_weights, permutation, num_rows)
 
-    def _start_splits(self, sent: Tensor) -> "Work[_Splits]":
-        """From the token counts of this rank [E] int32; the host waits for the copy of all, not for
-        the device.
+    def _has_splits(self, kept: "KeptSplits") -> bool:
+        """Whether this is a recomputed forward, which has the split sizes of the first run."""
+        return self._options.recompute.is_recomputing and self in kept
+
+    def _start_splits(self, sent: Tensor) -> "Work[Splits]":
+        """Start an all-to-all of the token counts of this rank [E] int32.
+
+        The host waits for the copy of all counts, not for the device.
         """
         counts, work = self._start_counts(sent)
         copy = HostCopy.after(work, counts.flatten())
@@ -225,16 +256,21 @@ class AllToAllTokenDispatcher:
             group=self._ep,
             keep=[counts],
         )
-        return arrived.then(lambda numbers: _Splits.of(numbers, counts, ep=self._ep, etp=self._etp))
+        return arrived.then(
+            lambda numbers: Splits.exact(numbers, counts, ep=self._ep, etp=self._etp)
+        )
 
     def _start_counts(self, sent: Tensor) -> tuple[Tensor, Work[Tensor]]:
-        """Exchange the token counts of this rank [E] int32; counts [1 + etp, E] once the work is
-        done.
+        """Start an all-to-all of the token counts of this rank [E] int32.
+
+        Returns:
+            counts [1 + etp, E], sent and received by each rank of etp, and the work that fills
+            them.
         """
-        # sent, and received by each rank of etp
-        counts = sent.new_empty(1 + self._etp.size, len(sent))
+        counts = sent.new_empty(1 + self._etp.size, self._num_experts)
         counts[0].copy_(sent)
-        received, shares = counts[1 + self._etp.index], [len(sent) // self._ep.size] * self._ep.size
+        received = counts[1 + self._etp.index]
+        shares = [self._num_local] * self._ep.size
         work = start_all_to_all(
             received, counts[0], input_splits=shares, output_splits=shares, group=self._ep
         )
@@ -244,14 +280,17 @@ class AllToAllTokenDispatcher:
         return counts, work
 
 
-class PaddedTokenDispatcher(AllToAllTokenDispatcher):
-    """As many rows between any two ranks of ep, however many tokens there are: the counts stay on
-    the device.
+# The split sizes of the dispatchers of a stage in one microbatch, for its recomputation.
+KeptSplits = dict[AllToAllTokenDispatcher, "Work[Splits]"]
 
-        sent to a rank   [its pairs, sorted by expert | padding]         one size, see `padded_split`
+
+class PaddedTokenDispatcher(AllToAllTokenDispatcher):
+    """As many rows between any two ranks of ep, so the token counts stay on the device.
+
+        sent to a rank   [its pairs, sorted by expert | padding]   one size, see `padded_split`
         for its experts  [pairs of all ranks, sorted by expert | padding]
 
-    A rank that has more pairs for another one than that returns NaN for all its tokens, so that the
+    A rank with more pairs for another rank than that returns NaN for all its tokens, so that the
     step is skipped. Without gradients, as in validation, sizes are exact and the host waits for
     them.
 
@@ -268,52 +307,62 @@ class PaddedTokenDispatcher(AllToAllTokenDispatcher):
         self.peak: Tensor | None = None
         self.num_pairs = 0
 
-    def _plan(
-        self, routing: Routing, permutation: Permutation, *, kept: "KeptSplits"
-    ) -> tuple[Routing, Permutation, int]:
+    def _plan(self, routing: Routing, permutation: Permutation, *, kept: "KeptSplits") -> SendPlan:
         if not torch.is_grad_enabled():
             return super()._plan(routing, permutation, kept=kept)
-        ids, bounds, size = routing.topk_ids, permutation.bounds, self._ep.size
-        num_local, (num_tokens, topk) = self._num_experts // size, ids.shape
-        capacity, rows = self._options.padded_split(
-            num_tokens, topk, num_experts=self._num_experts, ep=size
+        num_tokens, topk = routing.topk_ids.shape
+        split = self._options.padded_split(
+            num_tokens, topk, num_experts=self._num_experts, ep=self._ep.size
         )
-        starts = bounds[::num_local]  # of the pairs for each rank, and of those that are dropped
+        # the first pair for each rank, and the first dropped pair
+        starts = permutation.bounds[:: self._num_local]
         largest = starts.diff().max()
-        self.peak, self.num_pairs = (
-            largest if self.peak is None else largest.maximum(self.peak),
-            ids.numel(),
-        )
-        is_over = largest > capacity
-        if not (self._options.recompute.is_recomputing and self in kept):
-            counts, work = self._start_counts(permutation.tokens_per_expert.masked_fill(is_over, 0))
-            kept[self] = work.then(
-                lambda _: _Splits.padded(counts, rows, ep=self._ep, etp=self._etp)
-            )
+        self.peak = largest if self.peak is None else largest.maximum(self.peak)
+        self.num_pairs = routing.topk_ids.numel()
+        is_over = largest > split.num_pairs
+        if not self._has_splits(kept):
+            sent = permutation.tokens_per_expert.masked_fill(is_over, 0)
+            kept[self] = self._start_padded_splits(sent, split.num_rows)
         weights = routing.topk_weights.masked_fill(is_over, torch.nan)
-        shifts = torch.arange(0, (size + 1) * rows, rows, device=ids.device) - starts
-        # Dropped pairs come after those of all ranks: they share the last row, padding for which
-        # experts return zeros.
-        inverse = (permutation.inverse + shifts[ids // num_local]).clamp_(max=size * rows - 1)
-        order = torch.zeros(size * rows, dtype=torch.int64, device=ids.device)
-        order.scatter_(0, inverse.flatten(), torch.arange(ids.numel(), device=ids.device))
-        return (
-            replace(routing, topk_weights=weights),
-            Permutation(order, inverse, bounds),
-            size * rows,
+        num_rows = self._ep.size * split.num_rows
+        inverse = self._padded_inverse(
+            routing.topk_ids, permutation, starts=starts, rows_per_rank=split.num_rows
         )
+        order = torch.zeros(num_rows, dtype=torch.int64, device=inverse.device)
+        pairs = torch.arange(inverse.numel(), device=inverse.device)
+        order.scatter_(0, inverse.flatten(), pairs)
+        return SendPlan(weights, Permutation(order, inverse, permutation.bounds), num_rows)
+
+    def _start_padded_splits(self, sent: Tensor, num_rows: int) -> "Work[Splits]":
+        """Start an all-to-all of the token counts; the host does not wait for them."""
+        counts, work = self._start_counts(sent)
+        return work.then(lambda _: Splits.padded(counts, num_rows, ep=self._ep, etp=self._etp))
+
+    def _padded_inverse(
+        self, topk_ids: Tensor, permutation: Permutation, *, starts: Tensor, rows_per_rank: int
+    ) -> Tensor:
+        """The row [T, K] of each pair when every rank gets the same number of rows.
+
+        Dropped pairs come after the pairs of all ranks: they share the last row, padding for which
+        experts return zeros.
+        """
+        num_rows = self._ep.size * rows_per_rank
+        first_rows = torch.arange(0, num_rows + rows_per_rank, rows_per_rank, device=starts.device)
+        shifts = first_rows - starts
+        inverse = permutation.inverse + shifts[topk_ids // self._num_local]
+        return inverse.clamp_(max=num_rows - 1)
 
 
 class HierarchicalTokenDispatcher:
-    """A token is sent once to every node of its experts, and copied to their ranks there (DeepEP,
-    HybridEP).
+    """A token is sent once to every node of its experts, and copied to their ranks there.
 
-    across   token --> the rank with the same index in each node that it goes to, with its experts and weights
-    inside   that rank --> the ranks of its experts; the outputs of a node are summed there and sent back as one row
+    across   token --> the rank with the same index in each of its nodes, with experts and weights
+    inside   that rank --> the ranks of its experts; the outputs of a node are summed there and sent
+             back as one row
 
     Consecutive ranks of `ep` form a node; with nodes of one rank a token is sent to every rank
     once, however many of its experts are there. The sum of a node is rounded to the dtype of the
-    tokens, and the host waits twice per layer.
+    tokens, and the host waits twice per layer. As DeepEP and HybridEP.
     """
 
     has_padding = False
@@ -321,128 +370,60 @@ class HierarchicalTokenDispatcher:
     def __init__(
         self, num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions
     ) -> None:
-        size = options.ranks_per_node or 1
-        assert ep.size % size == 0, "checked by the rules of layouts"
-        self._num_nodes, options = ep.size // size, replace(options, may_drop=True)
-        node, index = divmod(ep.index, size)
-        self._experts = range(
-            node * num_experts // self._num_nodes, (node + 1) * num_experts // self._num_nodes
-        )
-        rail = ep.part(range(index, ep.size, size), "all_to_all_across")
-        inside = ep.part(range(node * size, (node + 1) * size), "all_to_all")
-        single = Group.single_rank("etp")
+        node_size = options.ranks_per_node or 1
+        assert ep.size % node_size == 0, "checked by the rules of layouts"
+        options = replace(options, may_drop=True)
+        self._num_nodes = ep.size // node_size
+        self._experts_per_node = num_experts // self._num_nodes
+        node, index = divmod(ep.index, node_size)
+        self._first_expert = node * self._experts_per_node
+        across = ep.part(range(index, ep.size, node_size), "all_to_all_across")
+        inside = ep.part(range(node * node_size, (node + 1) * node_size), "all_to_all")
         self._across = AllToAllTokenDispatcher(
-            self._num_nodes, ep=rail, etp=single, options=options
+            self._num_nodes, ep=across, etp=Group.single_rank("etp"), options=options
         )
         self._inside = AllToAllTokenDispatcher(
-            len(self._experts), ep=inside, etp=etp, options=options
+            self._experts_per_node, ep=inside, etp=etp, options=options
         )
 
     def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
         """Send tokens [T, H]."""
-        kept, experts, num_nodes = {} if kept is None else kept, self._experts, self._num_nodes
-        ids, weights = routing.topk_ids, routing.topk_weights
-        is_reached = torch.zeros(len(ids), num_nodes + 1, dtype=torch.bool, device=ids.device)
-        is_reached.scatter_(1, ids // len(experts), True)  # the last column: dropped pairs
-        numbers = torch.arange(num_nodes, device=ids.device)
-        is_reached = is_reached[:, :-1]
-        to_nodes = Routing(torch.where(is_reached, numbers, num_nodes), is_reached.float())
-        finish_across, send = self._across.send(x, to_nodes, kept=kept)
+        splits = {} if kept is None else kept
+        weights = routing.topk_weights
+        to_nodes = self._node_routing(routing.topk_ids)
+        dispatched = self._across.send(x, to_nodes, kept=splits)
         # expert numbers are exact in fp32
-        chosen = send(torch.cat([ids.to(weights.dtype), weights], 1))
+        ids_and_weights = torch.cat([routing.topk_ids.to(weights.dtype), weights], 1)
+        arriving = dispatched.send_more(ids_and_weights)
 
         def finish(run_experts: RunExperts) -> Tensor:
             def run_node(rows: Tensor, _: Tensor) -> Tensor:
-                ids, weights = chosen.wait().tensor_split(2, 1)
-                local = ids.detach().long() - experts.start
-                local = torch.where((local >= 0) & (local < len(experts)), local, len(experts))
-                return self._inside(rows, Routing(local, weights), kept=kept)(run_experts)
+                ids, weights = arriving.wait().tensor_split(2, 1)
+                local_routing = Routing(self._local_ids(ids.detach().long()), weights)
+                return self._inside(rows, local_routing, kept=splits)(run_experts)
 
-            return finish_across(run_node)
+            return dispatched.finish(run_node)
 
         return finish
+
+    def _node_routing(self, topk_ids: Tensor) -> Routing:
+        """The nodes of each token as experts [T, nodes]; weights are 1 where it has experts."""
+        device = topk_ids.device
+        shape = (len(topk_ids), self._num_nodes + 1)  # the last column: dropped pairs
+        is_reached = torch.zeros(shape, dtype=torch.bool, device=device)
+        is_reached.scatter_(1, topk_ids // self._experts_per_node, True)
+        is_reached = is_reached[:, :-1]
+        numbers = torch.arange(self._num_nodes, device=device)
+        nodes = torch.where(is_reached, numbers, self._num_nodes)
+        return Routing(nodes, is_reached.float())
+
+    def _local_ids(self, ids: Tensor) -> Tensor:
+        """Expert numbers inside this node; experts of other nodes count as dropped."""
+        local = ids - self._first_expert
+        is_local = (local >= 0) & (local < self._experts_per_node)
+        return torch.where(is_local, local, self._experts_per_node)
 
 
 def on_host(copy: HostCopy, counts: Tensor, *, ep: Group) -> list[int]:
     """Token counts [1 + etp, E] on the host, which waits until they are copied."""
     return [int(count) for count in copy.read()]
-
-
-@dataclass(frozen=True)
-class _Splits:
-    """Split sizes, in permuted tokens."""
-
-    ep_inputs: list[int]  # sent to each rank of ep
-    ep_outputs: list[int]  # received from each rank of ep
-    etp: list[int]  # received by each rank of etp over its ep group
-    # [etp * ep, local experts] int32, by source rank; a further column counts padding
-    tokens_per_expert: Tensor
-    num_experts: int  # local ones
-
-    @classmethod
-    def of(cls, numbers: list[int], counts: Tensor, *, ep: Group, etp: Group) -> "_Splits":
-        """From the counts [1 + etp, E] on the host and on the device."""
-        size = counts.shape[1] // ep.size
-        sums = [sum(numbers[start : start + size]) for start in range(0, len(numbers), size)]
-        inputs, *outputs = (sums[start : start + ep.size] for start in range(0, len(sums), ep.size))
-        return cls(
-            inputs, outputs[etp.index], list(map(sum, outputs)), counts[1:].reshape(-1, size), size
-        )
-
-    @classmethod
-    def padded(cls, counts: Tensor, rows: int, *, ep: Group, etp: Group) -> "_Splits":
-        """As many rows between all ranks; counts [1 + etp, E] are on the device."""
-        sizes, received = [rows] * ep.size, counts[1:].reshape(etp.size * ep.size, -1)
-        padding = rows - received.sum(1, keepdim=True, dtype=received.dtype)
-        return cls(
-            sizes,
-            sizes,
-            [sum(sizes)] * etp.size,
-            torch.cat([received, padding], 1),
-            received.shape[1],
-        )
-
-
-# The split sizes of the dispatchers of a stage in one microbatch, for its recomputation.
-KeptSplits = dict[AllToAllTokenDispatcher, "Work[_Splits]"]
-
-
-def _all_gather(permuted: Tensor, group: Group, *, splits: list[int]) -> Tensor:
-    """[local split, H] -> [sum(splits), H], in the order of the group; backward sums the gradients
-    of all ranks.
-    """
-    if group.size == 1:
-        return permuted
-    # torch has no all-gather of uneven sizes; this sends the same bytes
-    copies = permuted.repeat(group.size, 1)
-    return all_to_all(
-        copies, group, input_splits=[len(permuted)] * group.size, output_splits=splits
-    )
-
-
-def _reduce_scatter(permuted: Tensor, group: Group, *, splits: list[int]) -> Tensor:
-    """[sum(splits), H], partial sums -> [local split, H], their sum over the group."""
-    if group.size == 1:
-        return permuted
-    num_permuted = splits[group.index]
-    partials = all_to_all(
-        permuted, group, input_splits=splits, output_splits=[num_permuted] * group.size
-    )
-    return partials.view(group.size, num_permuted, permuted.shape[1]).sum(0)
-
-
-def _in_expert_order(permuted: Tensor, splits: _Splits, *, run_experts: RunExperts) -> Tensor:
-    """The outputs of the experts for tokens in the order of their source ranks."""
-    offs = splits.tokens_per_expert.sum(0).cumsum(0, dtype=torch.int32)[: splits.num_experts]
-    if splits.tokens_per_expert.shape[1] == 1:
-        return run_experts(permuted, offs)
-    order = _expert_order(splits.tokens_per_expert, num_permuted=sum(splits.etp))
-    inverse = inverse_of(order)
-    permuted = run_experts(reorder(permuted, order, inverse=inverse), offs)
-    return reorder(permuted, inverse, inverse=order)
-
-
-def _expert_order(tokens_per_expert: Tensor, *, num_permuted: int) -> Tensor:
-    """The order [P] int64 that sorts by expert what is sorted by source rank, then expert."""
-    blocks = torch.repeat_interleave(tokens_per_expert.flatten(), output_size=num_permuted)
-    return (blocks % tokens_per_expert.shape[1]).argsort(stable=True)
