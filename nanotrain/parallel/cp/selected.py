@@ -49,7 +49,7 @@ class SelectedAttention:
             index: projections of the indexer at the local tokens.
         """
         if self.group.size > 1:
-            key, value, index = self._all_gather(key, value, index)
+            key, value, index = self._all_gather(key, value, index=index)
         calls = _calls(mask, query)
         queries = query.chunk(len(calls), dim=1)
         index_queries = index.query.chunk(len(calls), dim=1)
@@ -74,7 +74,9 @@ class SelectedAttention:
             outputs.append(out)
         return outputs[0] if len(calls) == 1 else torch.cat(outputs, dim=1)
 
-    def _all_gather(self, key: Tensor, value: Tensor, index: Index) -> tuple[Tensor, Tensor, Index]:
+    def _all_gather(
+        self, key: Tensor, value: Tensor, *, index: Index
+    ) -> tuple[Tensor, Tensor, Index]:
         """Keys, values and index keys of full sequences, in one all-gather."""
         local = torch.cat((key.flatten(2), value.flatten(2), index.key), dim=-1)
         gathered = join_shards(gather_along(local[None], self.group, dim=0))
