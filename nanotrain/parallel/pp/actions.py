@@ -5,7 +5,7 @@
     I   backward for the input                  or one I and one W
     W   backward for the weights
 
-    stage     0    1    2    3    4    5        2 stages per rank, 3 ranks: stage s is on rank s % 3,
+    stage     0    1    2    3    4    5        2 stages per rank, 3 ranks: stage s is on s % 3,
     rank      0    1    2    0    1    2        so hidden states are sent around a ring
     rank      0    1    2    2    1    0        or in a V: there and back (`v_schedules.py`)
 
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
+from itertools import chain
 from typing import NamedTuple, Self
 
 from nanotrain.config.parallel import ParallelConfig
@@ -44,7 +45,7 @@ class ActionKind(str, Enum):
 
 
 class Action(NamedTuple):
-    """One computation of one rank. A tuple, because planning hashes hundreds of thousands of them."""
+    """One computation of one rank; a tuple, as planning hashes hundreds of thousands of them."""
 
     kind: ActionKind  # F, B, I or W
     stage: int  # global index of the stage
@@ -55,9 +56,7 @@ class Action(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A forward and a full backward that a rank runs in turns, of which neither needs the result of
-    the other.
-    """
+    """A forward and a full backward that a rank runs in turns; neither needs the other's result."""
 
     forward: Action
     backward: Action
@@ -85,8 +84,12 @@ class PipelineShape:
     @classmethod
     def of(cls, parallel: ParallelConfig, num_microbatches: int) -> Self:
         """The arguments of the configured pipeline."""
-        sizes = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
-        return cls(*sizes, num_microbatches, has_pairs=parallel.overlap_moe_expert_parallel_comm)
+        return cls(
+            num_ranks=parallel.pipeline_model_parallel_size,
+            num_stages_per_rank=parallel.num_virtual_stages_per_pipeline_rank,
+            num_microbatches=num_microbatches,
+            has_pairs=parallel.overlap_moe_expert_parallel_comm,
+        )
 
     @property
     def num_stages(self) -> int:
@@ -107,24 +110,32 @@ class Schedule:
     """The actions of every pipeline rank."""
 
     actions: tuple[tuple[Action, ...], ...]  # one tuple per pipeline rank
-    pairs: frozenset[Pair] = frozenset()  # of actions that follow each other on a rank
+    pairs: frozenset[Pair] = frozenset()  # actions that follow each other on a rank
 
     def __iter__(self) -> Iterator[Action]:
-        for of_rank in self.actions:
-            yield from of_rank
+        return chain.from_iterable(self.actions)
 
     def steps(self, pp_rank: int) -> Iterator[Action | Pair]:
         """What a rank runs, in order."""
-        paired, actions = dict(self.pairs), iter(self.actions[pp_rank])
+        paired_forwards = {pair.forward for pair in self.pairs}
+        actions = iter(self.actions[pp_rank])
         for action in actions:
-            yield Pair(action, next(actions)) if action in paired else action
+            if action in paired_forwards:
+                yield Pair(action, next(actions))
+            else:
+                yield action
 
     def freeing_first(self, pp_rank: int) -> Iterator[Action]:
-        """The actions of a rank; of a pair the backward first, which frees a layer before the
-        forward keeps another.
+        """The actions of a rank; the backward of a pair comes before its forward.
+
+        A layer of the backward is freed before a layer of the forward is kept.
         """
         for step in self.steps(pp_rank):
-            yield from (step,) if isinstance(step, Action) else step[::-1]
+            if isinstance(step, Pair):
+                yield step.backward
+                yield step.forward
+            else:
+                yield step
 
     @cached_property
     def num_stages(self) -> int:
@@ -153,23 +164,30 @@ class Schedule:
     def dependencies_of(self, action: Action) -> tuple[Action, ...]:
         """The actions whose results `action` needs.
 
-        >>> schedule = Schedule(((forward(0, 0), full_backward(0, 0)), (forward(1, 0), full_backward(1, 0))))
+        >>> first = (forward(0, 0), full_backward(0, 0))
+        >>> last = (forward(1, 0), full_backward(1, 0))
+        >>> schedule = Schedule((first, last))
         >>> [str(other) for other in schedule.dependencies_of(full_backward(0, 0))]
         ['F0.0', 'B1.0']
         """
         kind, stage, microbatch = action
-        if kind is ActionKind.forward:
-            return (forward(stage - 1, microbatch),) if stage > 0 else ()
         if kind is ActionKind.backward_weight:
             return (backward_input(stage, microbatch),)
-        after = (self._dgrads[stage + 1, microbatch],) if stage < self.num_stages - 1 else ()
-        return (forward(stage, microbatch), *after)
+        if kind is ActionKind.forward:
+            return (forward(stage - 1, microbatch),) if stage > 0 else ()
+        own_forward = forward(stage, microbatch)
+        if stage == self.num_stages - 1:
+            return (own_forward,)
+        return (own_forward, self._dgrads[stage + 1, microbatch])
 
     def consumer_of(self, action: Action) -> Action | None:
-        """The action of another stage that reads the result of `action`: hidden states or their
-        gradient.
+        """The action of another stage that reads the result of `action`, or None.
 
-        >>> schedule = Schedule(((forward(0, 0), full_backward(0, 0)), (forward(1, 0), full_backward(1, 0))))
+        The result is hidden states or their gradient.
+
+        >>> first = (forward(0, 0), full_backward(0, 0))
+        >>> last = (forward(1, 0), full_backward(1, 0))
+        >>> schedule = Schedule((first, last))
         >>> [str(schedule.consumer_of(action)) for action in schedule]
         ['F1.0', 'None', 'None', 'B0.0']
         """
@@ -181,8 +199,8 @@ class Schedule:
 
     def last_backwards(self, pp_rank: int) -> frozenset[Action]:
         """For each stage of a rank, the action that completes the weight gradients of the step."""
-        return frozenset(
-            {
-                action.stage: action for action in self.actions[pp_rank] if action.kind.has_wgrad
-            }.values()
-        )
+        last: dict[int, Action] = {}
+        for action in self.actions[pp_rank]:
+            if action.kind.has_wgrad:
+                last[action.stage] = action
+        return frozenset(last.values())

@@ -1,5 +1,4 @@
-"""The pipeline executor: runs the actions of this rank in order and transfers hidden states and
-gradients.
+"""The pipeline executor: runs the actions of this rank and transfers hidden states and gradients.
 
     Pipeline                the pp group and the shape of the transferred tensors
     RunnableStage           a stage, its backward callbacks and its wgrad queue
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +43,7 @@ class BackwardCallback(Protocol):
     """Notified before and after weight gradients are accumulated."""
 
     def backward_begins(self, *, is_last: bool) -> None:
-        """Before the weight gradients of a microbatch; `is_last` for the last microbatch of the
-        step.
-        """
+        """Before the weight gradients of a microbatch; `is_last` for the last one of the step."""
 
     def backward_ended(self) -> None:
         """After all of them are accumulated."""
@@ -69,8 +66,9 @@ class RunnableStage:
 
     @cached_property
     def trained_params(self) -> list[nn.Parameter]:
-        """The parameters whose gradients an I action computes; read after the last of them has been
-        replaced.
+        """The parameters whose gradients an I action computes.
+
+        Read first after the data-parallel layer has replaced them by views of its buffer.
         """
         return [param for param in self.module.parameters() if param.requires_grad]
 
@@ -92,9 +90,7 @@ class Pipeline:
         return cls(Group.single_rank("pp"), (), torch.float32, torch.device(device))
 
     def connect(self) -> None:
-        """Create the communicator of the group before the first step; all ranks of the group call
-        this.
-        """
+        """Create the communicator of the group before the first step; called by all its ranks."""
         # NCCL creates it in the first call on a group, which hangs unless all ranks of the group
         # take part. The first send or receive involves two ranks only.
         barrier(self.group)
@@ -140,6 +136,20 @@ def run_forward(
     return _Step(plan, stages, microbatches, pipeline).run()
 
 
+class InFlight(NamedTuple):
+    """A microbatch between its forward and its backward on a stage."""
+
+    hidden: Tensor | None  # input; None on the first stage
+    output: GradientEdge  # graph of the output, whose values are not needed once they are sent
+
+
+class WeightGrads(NamedTuple):
+    """Weight gradients between I and W."""
+
+    deferred: list[Wgrad]  # products that W computes
+    ready: list[ReadyGrad]  # gradients that W only accumulates
+
+
 @dataclass
 class _Step:
     """The arguments and the state of a running step."""
@@ -153,16 +163,9 @@ class _Step:
     inbox: dict[Action, Work[Tensor]] = field(default_factory=dict)
     # results to be sent, by the action that takes them
     outbox: dict[Action, Tensor] = field(default_factory=dict)
-    # by (stage, microbatch), between F and B or I: input and graph of the output; its values are
-    # not needed once sent
-    in_flight: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = field(
-        default_factory=dict
-    )
-    # by (stage, microbatch), between I and W: deferred weight gradients, and those that are only to
-    # be accumulated
-    weight_grads: dict[tuple[int, int], tuple[list[Wgrad], list[ReadyGrad]]] = field(
-        default_factory=dict
-    )
+    # both by (stage, microbatch)
+    in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict)
+    weight_grads: dict[tuple[int, int], WeightGrads] = field(default_factory=dict)
     sending: list[Work[None]] = field(default_factory=list)  # sends in flight, oldest first
 
     def run(self) -> Tensor:
@@ -177,9 +180,8 @@ class _Step:
                 self.start_transfers(step)
                 continue
             actions = (step,) if isinstance(step, Action) else step
-            self.pipeline.turns.run(
-                [partial(self.begin, action) for action in actions if self.may_begin(action)]
-            )
+            begun = [partial(self.begin, action) for action in actions if self.may_begin(action)]
+            self.pipeline.turns.run(begun)
         for work in self.sending:
             work.wait()
         if stop_point is not None:
@@ -194,34 +196,36 @@ class _Step:
         getattr(self, action.kind.name)(action)  # the method is named as the kind
 
     def may_begin(self, action: Action) -> bool:
-        """Whether to run an action: False if the ranks have agreed to stop before its microbatch."""
+        """Whether to run an action; False if the ranks agreed to stop before its microbatch."""
         stop_point = self.pipeline.stop_point
         return stop_point is None or stop_point.may_begin(action.microbatch)
 
     def start_transfers(self, batch: TransferBatch) -> None:
-        """Start the sends and receives of microbatches that the ranks begin; both sides leave out
-        the same ones.
-        """
-        to_send = [transfer for transfer in batch.sends if self.may_begin(transfer.to)]
-        to_receive = [transfer for transfer in batch.receives if self.may_begin(transfer.to)]
-        if not to_send and not to_receive:
+        """Start the sends and receives of a batch, without microbatches that no rank begins."""
+        sends: list[Message] = []
+        receives: list[Message] = []
+        receivers: list[Action] = []
+        for send in batch.sends:
+            if self.may_begin(send.to):
+                sends.append(Message(self.outbox.pop(send.to).contiguous(), send.peer))
+        for receive in batch.receives:
+            if self.may_begin(receive.to):
+                receives.append(Message(self.empty_hidden(), receive.peer))
+                receivers.append(receive.to)
+        if not sends and not receives:
             return
-        pipeline = self.pipeline
-        sends = [Message(self.outbox.pop(send.to).contiguous(), send.peer) for send in to_send]
-        buffers = [
-            torch.empty(pipeline.hidden_shape, dtype=pipeline.dtype, device=pipeline.device)
-            for _ in to_receive
-        ]
-        receives = [
-            Message(b, receive.peer) for b, receive in zip(buffers, to_receive, strict=True)
-        ]
         while sends and len(self.sending) >= MAX_SENDS:
             self.sending.pop(0).wait()
-        started = start_send_recv(sends, receives, group=pipeline.group)
+        started = start_send_recv(sends, receives, group=self.pipeline.group)
         if sends:
             self.sending.append(started.sent)
-        for receive, work in zip(to_receive, started.received, strict=True):
-            self.inbox[receive.to] = work
+        for action, work in zip(receivers, started.received, strict=True):
+            self.inbox[action] = work
+
+    def empty_hidden(self) -> Tensor:
+        """Memory for hidden states or their gradient [B, S, H]."""
+        pipeline = self.pipeline
+        return torch.empty(pipeline.hidden_shape, dtype=pipeline.dtype, device=pipeline.device)
 
     def forward(self, action: Action) -> None:
         """F: run the stage and keep its graph."""
@@ -230,7 +234,8 @@ class _Step:
             hidden.requires_grad_()
         output = self.stages[action.stage].module(hidden, self.microbatches[action.microbatch])
         if output.requires_grad:
-            self.in_flight[action.stage, action.microbatch] = hidden, get_gradient_edge(output)
+            in_flight = InFlight(hidden, get_gradient_edge(output))
+            self.in_flight[action.stage, action.microbatch] = in_flight
         if action.stage == self.plan.num_stages - 1:
             self.total += output.detach()
         self.pass_on(action, output.detach())
@@ -248,20 +253,21 @@ class _Step:
         """I: compute the gradient of the stage's input and keep the weight gradients for W."""
         hidden, output = self.in_flight.pop((action.stage, action.microbatch))
         stage = self.stages[action.stage]
-        params, queue = stage.trained_params, stage.wgrad_queue or WgradQueue()
+        params = stage.trained_params
+        queue = stage.wgrad_queue or WgradQueue()
         inputs = [*params] if hidden is None else [hidden, *params]
+        output_grad = self.grad_of_output(action)
         # Gradients that no layer defers (norms, embedding, head, router) are computed here and
         # accumulated by W.
         with queue.defer():
-            grads = list(
-                torch.autograd.grad(output, inputs, self.grad_of_output(action), allow_unused=True)
-            )
+            grads = [*torch.autograd.grad(output, inputs, output_grad, allow_unused=True)]
         if hidden is not None:
             self.pass_on(action, grads.pop(0))
-        ready = [
-            (param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None
-        ]
-        self.weight_grads[action.stage, action.microbatch] = queue.take(), ready
+        ready = []
+        for param, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                ready.append((param, grad))
+        self.weight_grads[action.stage, action.microbatch] = WeightGrads(queue.take(), ready)
 
     def backward_weight(self, action: Action) -> None:
         """W: compute the deferred weight gradients of a microbatch and accumulate all of them."""
@@ -271,31 +277,25 @@ class _Step:
 
     @contextmanager
     def accumulating(self, action: Action) -> Iterator[None]:
-        """Notify the callbacks of the action's stage before and after weight gradients are
-        accumulated.
-        """
+        """Notify the callbacks of a stage before and after weight gradients are accumulated."""
         callbacks = self.stages[action.stage].callbacks
+        is_last = action in self.plan.last_backwards
         for callback in callbacks:
-            callback.backward_begins(is_last=action in self.plan.last_backwards)
+            callback.backward_begins(is_last=is_last)
         yield
         for callback in callbacks:
             callback.backward_ended()
 
     def grad_of_output(self, action: Action) -> Tensor:
         """The gradient of the stage's output: the loss scale on the last stage, else received."""
-        if action.stage == self.plan.num_stages - 1:
-            scale = self.grad_scale
-            return (
-                scale.float()
-                if isinstance(scale, Tensor)
-                else torch.full((), scale, device=self.pipeline.device)
-            )
-        return self.inbox.pop(action).wait()
+        if action.stage < self.plan.num_stages - 1:
+            return self.inbox.pop(action).wait()
+        if isinstance(self.grad_scale, Tensor):
+            return self.grad_scale.float()
+        return torch.full((), self.grad_scale, device=self.pipeline.device)
 
     def pass_on(self, action: Action, result: Tensor | None) -> None:
-        """Store the result of an action for the action that takes it: in the inbox, or in the
-        outbox to be sent.
-        """
+        """Store the result of an action for its consumer, in the inbox or in the outbox."""
         to = self.plan.consumers.get(action)
         if to is None:
             return

@@ -1,19 +1,23 @@
 """The pipeline schedules by name, each a pure function from a `PipelineShape` to a `Schedule`.
 
-name         peak microbatches in flight, rank r of p   bubble / ideal time     (v stages per rank, m microbatches)
+p ranks, v stages per rank, m microbatches
+
+name         peak microbatches in flight, rank r of p   bubble / ideal time
 gpipe        m                                          (p - 1) / m
 1f1b         p - r                                      (p - 1) / m
 interleaved  (2(p - r - 1) + (v - 1)p + 1) / v          (p - 1) / (v m)
 zb-h1        p - r, and r more without their input      (p - 1)(F + I - W) / (m (F + I + W))
-zb-v         p                                          (p - 1) / (6 m)         of `v_schedules.py`, where v is 2 and
-dualpipev    p + 1/2                                    (p - 1) / (6 m)         F, I and W take equally long
+zb-v         p                                          (p - 1) / (6 m)
+dualpipev    p + 1/2                                    (p - 1) / (6 m)
+
+zb-v and dualpipev are in `v_schedules.py`; they have v = 2, and F, I and W take equally long.
 
 A new schedule is one function and one row of SCHEDULES. All schedules accumulate microbatches in
 the same order, so gradients are bit-equal.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from nanotrain.errors import ScheduleError
 from nanotrain.parallel.pp.actions import (
@@ -31,8 +35,9 @@ from nanotrain.parallel.pp.v_schedules import dualpipe_v, zb_v
 
 
 def gpipe(shape: PipelineShape) -> Schedule:
-    """All forwards, then all backwards; any number of stages per rank (Huang et al. 2019, section
-    2.3).
+    """All forwards, then all backwards; any number of stages per rank.
+
+    Huang et al. 2019, section 2.3.
 
         rank 0  F0.F1.F2.         B0====B1====B2====
         rank 1     F0.F1.F2.B0====B1====B2====
@@ -42,10 +47,10 @@ def gpipe(shape: PipelineShape) -> Schedule:
     >>> [str(action) for action in gpipe(PipelineShape(2, 1, 2)).actions[1]]
     ['F1.0', 'F1.1', 'B1.0', 'B1.1']
     """
-    ranks = range(shape.num_ranks)
-    return Schedule(
-        tuple((*forwards_of(shape, rank), *backwards_of(shape, rank)) for rank in ranks)
-    )
+    actions = []
+    for rank in range(shape.num_ranks):
+        actions.append(forwards_of(shape, rank) + backwards_of(shape, rank))
+    return Schedule(tuple(actions))
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -54,12 +59,10 @@ def forward_only(schedule: Schedule) -> Schedule:
     >>> [str(action) for action in forward_only(gpipe(PipelineShape(2, 2, 1))).actions[1]]
     ['F1.0', 'F3.0']
     """
-    return Schedule(
-        tuple(
-            tuple(a for a in of_rank if a.kind is ActionKind.forward)
-            for of_rank in schedule.actions
-        )
-    )
+    forwards = []
+    for actions in schedule.actions:
+        forwards.append(tuple(a for a in actions if a.kind is ActionKind.forward))
+    return Schedule(tuple(forwards))
 
 
 def one_f_one_b(shape: PipelineShape) -> Schedule:
@@ -80,18 +83,15 @@ def one_f_one_b(shape: PipelineShape) -> Schedule:
     """
     _require_one_stage_per_rank("1f1b", shape)
     if shape.has_pairs:
-        return _alternate(
-            shape, warmups=(num_warmup(shape, rank) for rank in range(shape.num_ranks))
-        )
+        return _alternate(shape, warmups=warmups(shape))
     return _alternate(shape, warmups=reversed(range(shape.num_ranks)))
 
 
 def interleaved(shape: PipelineShape) -> Schedule:
-    """1F1B over at least two stages per rank, which shortens the warmup (Narayanan et al. 2021,
-    section 2.2).
+    """1F1B over at least two stages per rank, which shortens the warmup.
 
-        2 ranks with 2 stages each, a and b; hidden states pass a of rank 0, a of rank 1, b of rank
-        0, b of rank 1
+        2 ranks with 2 stages each, a and b;
+        hidden states pass a of rank 0, a of rank 1, b of rank 0, b of rank 1
 
         rank 0  F0a.F1a.F0b.F1b.F2a.    B0b=====F3a.B1b=====F2b.B0a=====F3b.B1a=====    ..
         rank 1      F0a.F1a.F0b.B0b=====F1b.B1b=====F2a.B0a=====F3a.B1a=====F2b.B2b=====..
@@ -103,6 +103,8 @@ def interleaved(shape: PipelineShape) -> Schedule:
     Megatron-LM supports only multiples of `num_ranks` microbatches. Here other counts are split
     into as many rounds as fit, whose sizes differ by at most one (`split_rounds`); with equal
     rounds this is torch's ScheduleInterleaved1F1B. Longer rounds keep more microbatches in flight.
+
+    Narayanan et al. 2021, section 2.2.
 
     Raises:
         ScheduleError: one stage per rank.
@@ -117,12 +119,13 @@ def interleaved(shape: PipelineShape) -> Schedule:
             why="it interleaves several stages of a rank; with one stage it is 1f1b",
             fix="set --num-virtual-stages-per-pipeline-rank 2 or --pipeline-schedule 1f1b",
         )
-    return _alternate(shape, warmups=(num_warmup(shape, rank) for rank in range(shape.num_ranks)))
+    return _alternate(shape, warmups=warmups(shape))
 
 
 def zero_bubble_h1(shape: PipelineShape) -> Schedule:
-    """1F1B with split backwards and weight gradients in the bubble (Qi et al. 2023, section 2.2 and
-    appendix).
+    """1F1B with split backwards and weight gradients in the bubble.
+
+    Qi et al. 2023, section 2.2 and appendix.
 
         rank 0  F0.F1.   I0=W0-F2.I1=W1-F3.I2=W2-I3=W3-
         rank 1     F0.I0=F1.I1=W0-F2.I2=W1-F3.I3=W2-W3-
@@ -159,8 +162,9 @@ SCHEDULES: dict[str, Callable[[PipelineShape], Schedule]] = {
 
 
 def build_schedule(name: str, shape: PipelineShape) -> Schedule:
-    """The schedule `name`; with a single stage always 1f1b, which keeps the activations of one
-    microbatch at a time.
+    """The schedule `name`, or for a single stage 1f1b.
+
+    1f1b keeps the activations of one microbatch at a time.
 
     Raises:
         ScheduleError: a number of stages per rank that the schedule does not support.
@@ -168,12 +172,18 @@ def build_schedule(name: str, shape: PipelineShape) -> Schedule:
     >>> [str(action) for action in build_schedule("gpipe", PipelineShape(1, 1, 2))]
     ['F0.0', 'B0.0', 'F0.1', 'B0.1']
     """
-    return one_f_one_b(shape) if shape.num_stages == 1 else SCHEDULES[name](shape)
+    if shape.num_stages == 1:
+        return one_f_one_b(shape)
+    return SCHEDULES[name](shape)
+
+
+def warmups(shape: PipelineShape) -> list[int]:
+    """`num_warmup` of every rank."""
+    return [num_warmup(shape, rank) for rank in range(shape.num_ranks)]
 
 
 def num_warmup(shape: PipelineShape, rank: int) -> int:
-    """Forwards of a rank before its first pair of one forward and one backward, with interleaved
-    stages.
+    """Forwards of a rank before its first forward that is followed by a backward.
 
     Two more for every rank that follows, as in Megatron-LM. If transfers took no time, one more
     would be enough; the second one overlaps the transfers. Simulated with a tenth of a forward per
@@ -183,16 +193,19 @@ def num_warmup(shape: PipelineShape, rank: int) -> int:
     >>> [num_warmup(PipelineShape(4, 2, 8), rank) for rank in range(4)]
     [10, 8, 6, 4]
     """
-    # One more with pairs, whose backward is of an earlier microbatch than their forward on the last
-    # stage too.
-    interleaves = (shape.num_stages_per_rank - 1) * len(split_rounds(shape)[0])
-    return 2 * (shape.num_ranks - rank - 1) + interleaves + shape.has_pairs
+    first_round = split_rounds(shape)[0]
+    warmup = 2 * (shape.num_ranks - rank - 1)
+    warmup += (shape.num_stages_per_rank - 1) * len(first_round)
+    if shape.has_pairs:
+        # On the last stage too the backward of a pair is of an earlier microbatch than its forward.
+        warmup += 1
+    return warmup
 
 
 def split_rounds(shape: PipelineShape) -> list[range]:
-    """The microbatches of each round: at least `num_ranks` in each of as many rounds as possible,
-    of nearly equal size.
+    """The microbatches of each round: as many rounds as have at least `num_ranks` each.
 
+    The sizes of the rounds differ by at most one.
     A last round of the remaining microbatches would leave the ranks idle: with 9 microbatches on 8
     ranks with 4 stages a step takes 172 instead of 129 forwards (simulated).
 
@@ -232,17 +245,17 @@ def backwards_of(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
 
 
 def _alternate(shape: PipelineShape, *, warmups: Iterable[int]) -> Schedule:
-    """On each rank `warmup` forwards, then pairs of a forward and a backward, then the remaining
-    backwards.
-    """
-    actions: list[tuple[Action, ...]] = []
-    all_pairs: list[Pair] = []
+    """On each rank warmup forwards, then forwards and backwards in turns, then backwards."""
+    actions = []
+    all_pairs: set[Pair] = set()
     for rank, warmup in enumerate(warmups):
-        forwards, backwards = forwards_of(shape, rank), backwards_of(shape, rank)
+        forwards = forwards_of(shape, rank)
+        backwards = backwards_of(shape, rank)
         pairs = [Pair(*both) for both in zip(forwards[warmup:], backwards, strict=False)]
-        all_pairs += pairs if shape.has_pairs else []
-        steady = [action for pair in pairs for action in pair]
-        actions.append((*forwards[:warmup], *steady, *backwards[max(0, len(forwards) - warmup) :]))
+        if shape.has_pairs:
+            all_pairs.update(pairs)
+        steady = tuple(chain.from_iterable(pairs))
+        actions.append(forwards[:warmup] + steady + backwards[len(pairs) :])
     return Schedule(tuple(actions), frozenset(all_pairs))
 
 
@@ -256,9 +269,7 @@ def _require_one_stage_per_rank(name: str, shape: PipelineShape) -> None:
 
 
 def _split(actions: Sequence[Action], *, delay: int) -> tuple[Action, ...]:
-    """Replace each B by I followed by the W of `delay` microbatches before; the remaining W come
-    last.
-    """
+    """Replace each B by I and the W of `delay` microbatches before; other W come last."""
     out: list[Action] = []
     delayed: list[Action] = []
     for action in actions:

@@ -1,10 +1,11 @@
-"""Simulation of a schedule without a device: whether it finishes, how long it takes, how many
-microbatches it keeps.
+"""Simulation of a schedule without a device: whether it finishes, its duration and its memory.
 
 Every rank runs its actions in order, each as soon as its dependencies are complete:
 
-    F   after F of the previous stage           B, I   after B or I of the next stage, and F of its own
-    W   after I of its own stage            a pair after the dependencies of both; both results are complete at its end
+    F      after F of the previous stage
+    B, I   after B or I of the next stage, and F of its own
+    W      after I of its own stage
+    pair   after the dependencies of both; both results are complete at its end
 
 A deadlock and a missing or repeated action are errors here; at run time they would be a hang or a
 wrong gradient.
@@ -13,7 +14,7 @@ wrong gradient.
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import product
 from typing import NamedTuple
 
 from nanotrain.errors import ScheduleError
@@ -62,16 +63,12 @@ class Timeline:
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """For each rank the maximum of (stage, microbatch) pairs between F and B or I: all
-        activations are kept.
-        """
+        """For each rank the most (stage, microbatch) pairs between F and B or I (activations)."""
         return tuple(_peak(spans, lambda kind: kind.has_dgrad) for spans in self.spans)
 
     @property
     def peak_until_wgrad(self) -> tuple[int, ...]:
-        """For each rank the maximum of (stage, microbatch) pairs between F and B or W: inputs of
-        wgrad are kept.
-        """
+        """For each rank the most (stage, microbatch) pairs between F and B or W (wgrad inputs)."""
         return tuple(_peak(spans, lambda kind: kind.has_wgrad) for spans in self.spans)
 
 
@@ -89,8 +86,7 @@ def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
     _check_ranks(schedule)
     _check_complete(schedule)
     spans: list[list[Span]] = [[] for _ in schedule.actions]
-    ends: dict[Action, float] = {}
-    ranks = schedule.rank_of_stage
+    completed: dict[Action, float] = {}
     cost_of = {
         ActionKind.forward: costs.forward,
         ActionKind.full_backward: costs.backward,
@@ -99,33 +95,39 @@ def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
     }
 
     for rank, actions, needed in runnable_steps(schedule):
-        received = (ends[each] + costs.transfer * (ranks[each.stage] != rank) for each in needed)
         done = spans[rank]
-        start = max([done[-1].end if done else 0.0, *received])
+        start = done[-1].end if done else 0.0
+        for action in needed:
+            is_sent = schedule.rank_of_stage[action.stage] != rank
+            received = completed[action] + costs.transfer if is_sent else completed[action]
+            start = max(start, received)
         complete = start + sum(cost_of[action.kind] for action in actions)
         for action in actions:
             end = start + cost_of[action.kind]
             done.append(Span(action, start, end, complete))
-            ends[action], start = complete, end
+            completed[action] = complete
+            start = end
     _check_finished(schedule, spans)
     return Timeline(tuple(map(tuple, spans)))
 
 
 def runnable_steps(schedule: Schedule) -> Iterator[tuple[int, tuple[Action, ...], list[Action]]]:
-    """What all ranks run, in an order in which each follows those that it needs; a deadlock ends it
-    early.
+    """What all ranks run, each action after those that it needs; a deadlock ends it early.
 
     Yields:
         A rank, an action or the two of a pair, and the actions whose results it needs.
     """
     following = [deque(schedule.steps(rank)) for rank in range(len(schedule.actions))]
-    done, num_before = set[Action](), -1
+    done: set[Action] = set()
+    num_before = -1
     while len(done) > num_before:
         num_before = len(done)
         for rank, steps in enumerate(following):
             while steps:
                 actions = (steps[0],) if isinstance(steps[0], Action) else tuple(steps[0])
-                needed = [each for action in actions for each in schedule.dependencies_of(action)]
+                needed: list[Action] = []
+                for action in actions:
+                    needed += schedule.dependencies_of(action)
                 if not done.issuperset(needed):
                     break
                 steps.popleft()
@@ -134,16 +136,23 @@ def runnable_steps(schedule: Schedule) -> Iterator[tuple[int, tuple[Action, ...]
 
 
 def _peak(spans: Iterable[Span], is_end: Callable[[ActionKind], bool]) -> int:
-    changes = (
-        (span.action.kind is ActionKind.forward) - is_end(span.action.kind) for span in spans
-    )
-    return max(accumulate(changes), default=0)
+    """The most microbatches between their forward and the action that ends them."""
+    in_flight = 0
+    peak = 0
+    for span in spans:
+        if span.action.kind is ActionKind.forward:
+            in_flight += 1
+            peak = max(peak, in_flight)
+        elif is_end(span.action.kind):
+            in_flight -= 1
+    return peak
 
 
 def _check_ranks(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
-            if (other := schedule.rank_of_stage[action.stage]) != rank:
+            other = schedule.rank_of_stage[action.stage]
+            if other != rank:
                 raise ScheduleError(
                     f"{action} is on rank {rank}, other actions of its stage are on rank {other}",
                     why="a stage is on one rank",
@@ -151,22 +160,21 @@ def _check_ranks(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Every stage and microbatch has one F and, unless the schedule is forward only, one B or one I
-    and one W.
-    """
+    """Raise unless each stage runs each microbatch with one F and, with backwards, B or I and W."""
     kinds: dict[tuple[int, int], str] = defaultdict(str)
     for kind, stage, microbatch in schedule:
         kinds[stage, microbatch] += kind.value
-    complete = (
-        {"BF", "FIW"} if any(kind is not ActionKind.forward for kind, _, _ in schedule) else {"F"}
-    )
+    has_backwards = any(action.kind is not ActionKind.forward for action in schedule)
+    complete = {"BF", "FIW"} if has_backwards else {"F"}
     for stage, microbatch in product(range(schedule.num_stages), range(schedule.num_microbatches)):
         letters = kinds[stage, microbatch]
         if "".join(sorted(letters)) not in complete:
+            actions = " ".join(letters) or "no action"
             raise ScheduleError(
-                f"stage {stage} runs microbatch {microbatch} with {' '.join(letters) or 'no action'}",
-                why=f"each of {schedule.num_stages} stages runs each of {schedule.num_microbatches} microbatches with "
-                "one F and, unless the schedule is forward only, one B or one I and one W",
+                f"stage {stage} runs microbatch {microbatch} with {actions}",
+                why=f"each of {schedule.num_stages} stages runs each of "
+                f"{schedule.num_microbatches} microbatches with one F and, unless the schedule is "
+                "forward only, one B or one I and one W",
             )
 
 

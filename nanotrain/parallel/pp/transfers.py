@@ -19,7 +19,7 @@ is no deadlock, whatever the real times, as a transfer only waits for transfers 
 due earlier.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -68,7 +68,7 @@ class RankPlan:
 
     @property
     def defers_wgrad(self) -> bool:
-        """Whether there are W actions, so that linear layers have to defer their weight gradients."""
+        """Whether there are W actions, so that linear layers defer their weight gradients."""
         return any(action.kind is ActionKind.backward_weight for action in self.actions)
 
 
@@ -81,19 +81,22 @@ def plan_rank(schedule: Schedule, pp_rank: int) -> RankPlan:
     >>> from nanotrain.parallel.pp.actions import PipelineShape
     >>> from nanotrain.parallel.pp.schedules import forward_only, gpipe
     >>> for step in plan_rank(forward_only(gpipe(PipelineShape(2, 1, 2))), 1).steps:
-    ...     print(step if isinstance(step, Action) else [str(transfer.to) for transfer in step.receives])
+    ...     is_batch = isinstance(step, TransferBatch)
+    ...     print([str(transfer.to) for transfer in step.receives] if is_batch else step)
     ['F1.0']
     F1.0
     ['F1.1']
     F1.1
     """
     timeline = simulate(schedule)
-    actions = schedule.actions[pp_rank]
+    consumers = {}
+    for action in schedule.actions[pp_rank]:
+        consumer = schedule.consumer_of(action)
+        if consumer is not None:
+            consumers[action] = consumer
     return RankPlan(
         steps=tuple(_steps(schedule, timeline, pp_rank=pp_rank)),
-        consumers={
-            action: to for action in actions if (to := schedule.consumer_of(action)) is not None
-        },
+        consumers=consumers,
         last_backwards=schedule.last_backwards(pp_rank),
         num_stages=schedule.num_stages,
         num_microbatches=schedule.num_microbatches,
@@ -105,13 +108,15 @@ def _steps(
 ) -> Iterator[Action | Pair | TransferBatch]:
     """Each action, after the transfers that are due before it ends."""
     batches = _transfers(schedule, timeline, pp_rank=pp_rank)
-    due = sorted(batches, reverse=True)
+    due = deque(sorted(batches))
     complete = {span.action: span.complete for span in timeline.spans[pp_rank]}
     for step in schedule.steps(pp_rank):
-        while due and due[-1] < complete[step if isinstance(step, Action) else step.forward]:
-            yield batches[due.pop()]
+        action = step.forward if isinstance(step, Pair) else step
+        while due and due[0] < complete[action]:
+            yield batches[due.popleft()]
         yield step
-    yield from (batches[time] for time in reversed(due))
+    for time in due:
+        yield batches[time]
 
 
 def _transfers(

@@ -1,5 +1,4 @@
-"""Schedules of two stages per rank in a V: hidden states pass the ranks from first to last, then
-back.
+"""Schedules of two stages per rank in a V: from the first rank to the last, then back.
 
     rank     0   1   2   3         p = 4 ranks
     a        0   1   2   3         the rank's first stage
@@ -14,7 +13,7 @@ is that of more, without the others.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from nanotrain.errors import ScheduleError
@@ -46,7 +45,8 @@ def zb_v(shape: PipelineShape) -> Schedule:
     >>> [str(action) for action in zb_v(PipelineShape(2, 2, 1)).actions[1]]
     ['F1.0', 'F2.0', 'I2.0', 'W2.0', 'I1.0', 'W1.0']
     """
-    p, number = shape.num_ranks, max(shape.num_microbatches, 2 * shape.num_ranks - 1)
+    p = shape.num_ranks
+    number = max(shape.num_microbatches, 2 * p - 1)
     phases = [
         (
             ("Fa", 2 * (p - rank) - 1),
@@ -64,8 +64,7 @@ def zb_v(shape: PipelineShape) -> Schedule:
 
 
 def dualpipe_v(shape: PipelineShape) -> Schedule:
-    """DualPipeV: DualPipe cut in half (DeepSeek-AI 2024, section 3.2.1, and the DualPipe
-    repository).
+    """DualPipeV: half of DualPipe (DeepSeek-AI 2024, section 3.2.1; the DualPipe repository).
 
         rank 0  F0a.F1a.F2a.F0b.I0b=W0b-F1b.F3a.B1b=====F2b.B0a=====F4a.B2b=====F3b.B1a=====..
         rank 1      F0a.F0b.F1a.F1b.F2a.B0b=====F2b.B0a=====F3a.B1b=====F3b.B1a=====F4a.B2b=..
@@ -79,7 +78,8 @@ def dualpipe_v(shape: PipelineShape) -> Schedule:
     >>> [str(action) for action in dualpipe_v(PipelineShape(1, 2, 2)).actions[0]]
     ['F0.0', 'F1.0', 'F0.1', 'B1.0', 'F1.1', 'B0.0', 'B1.1', 'I0.1', 'W0.1']
     """
-    p, number = shape.num_ranks, max(shape.num_microbatches, 2 * shape.num_ranks)
+    p = shape.num_ranks
+    number = max(shape.num_microbatches, 2 * p)
     phases = [
         (
             ("Fa", 2 * (p - rank - 1)),
@@ -99,46 +99,54 @@ def dualpipe_v(shape: PipelineShape) -> Schedule:
 
 
 def _v_schedule(name: str, shape: PipelineShape, *, phases: Sequence[Sequence[Phase]]) -> Schedule:
-    """The actions of every rank from its phases, without microbatches that the step does not have."""
-    if shape.num_stages_per_rank != 2:
+    """The actions of every rank from its phases, without microbatches beyond the step's."""
+    num_stages_per_rank = shape.num_stages_per_rank
+    if num_stages_per_rank != 2:
         raise ScheduleError(
-            f"--pipeline-schedule {name} with --num-virtual-stages-per-pipeline-rank {shape.num_stages_per_rank}",
+            f"--pipeline-schedule {name} with "
+            f"--num-virtual-stages-per-pipeline-rank {num_stages_per_rank}",
             why="every rank holds two: one on the way to the last rank and one on the way back",
             fix="set --num-virtual-stages-per-pipeline-rank 2 or another --pipeline-schedule",
         )
-    ends = ((rank, shape.num_stages - 1 - rank) for rank in range(shape.num_ranks))
-    ranks = [
-        tuple(_numbered(of_rank, stages)) for of_rank, stages in zip(phases, ends, strict=True)
-    ]
-    kept = tuple(
-        tuple(a for a in actions if a.microbatch < shape.num_microbatches) for actions in ranks
-    )
-    # without some microbatches pairs would wait for each other
-    has_pairs = shape.has_pairs and kept == tuple(ranks)
-    return Schedule(
-        kept,
-        frozenset(pair for actions in kept for pair in _pairs(actions))
-        if has_pairs
-        else frozenset(),
-    )
+    kept = []
+    pairs: set[Pair] = set()
+    is_complete = True
+    for rank, rank_phases in enumerate(phases):
+        stages = {"a": rank, "b": shape.num_stages - 1 - rank}
+        actions = list(_numbered_actions(rank_phases, stages))
+        rank_actions = tuple(a for a in actions if a.microbatch < shape.num_microbatches)
+        kept.append(rank_actions)
+        pairs.update(_pairs(rank_actions))
+        is_complete = is_complete and len(rank_actions) == len(actions)
+    # Where microbatches are left out, pairs would wait for each other.
+    has_pairs = shape.has_pairs and is_complete
+    return Schedule(tuple(kept), frozenset(pairs) if has_pairs else frozenset())
 
 
 def _pairs(actions: Sequence[Action]) -> Iterator[Pair]:
     """Forwards, each with the full backward that follows it."""
-    kinds = (ActionKind.forward, ActionKind.full_backward)
-    yield from (
-        Pair(*both) for both in pairwise(actions) if tuple(action.kind for action in both) == kinds
-    )
+    for first, second in pairwise(actions):
+        if first.kind is ActionKind.forward and second.kind is ActionKind.full_backward:
+            yield Pair(first, second)
 
 
-def _numbered(phases: Sequence[Phase], stages: tuple[int, int]) -> Iterator[Action]:
-    """The actions of phases on the stages a and b."""
-    numbers, deferred = Counter[tuple[bool, int]](), deque[Action]()
-    for step in " ".join(" ".join([steps] * times) for steps, times in phases).split():
-        if step == "W":
+def _letters(phases: Sequence[Phase]) -> Iterator[str]:
+    """The actions of phases in order, as "Fa", "Ib" or "W"."""
+    for letters, times in phases:
+        for _ in range(times):
+            yield from letters.split()
+
+
+def _numbered_actions(phases: Sequence[Phase], stages: Mapping[str, int]) -> Iterator[Action]:
+    """The actions of phases, with the stages of the letters a and b and with microbatches."""
+    numbers: Counter[tuple[bool, int]] = Counter()
+    deferred: deque[Action] = deque()
+    for letters in _letters(phases):
+        if letters == "W":
             yield deferred.popleft()
             continue
-        kind, stage = ActionKind(step[0]), stages["ab".index(step[1])]
+        kind = ActionKind(letters[0])
+        stage = stages[letters[1]]
         microbatch = numbers[kind.has_dgrad, stage]
         numbers[kind.has_dgrad, stage] += 1
         if kind is ActionKind.backward_input:
