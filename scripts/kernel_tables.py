@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from nanotrain.planner.hardware import GPU, gpu_of  # noqa: E402
-from nanotrain.planner.kernels import AttentionShape, attention_work, matmul_work, roofline_s  # noqa: E402
+from nanotrain.planner.kernels import AttentionShape, Work, attention_work, matmul_work, roofline_s  # noqa: E402
 
 SYSTEMS = "aic-core/src/aiconfigurator_core/systems/data"
 OUT, SAMPLES = (
@@ -128,7 +128,7 @@ def attention_table(gpu: GPU, table: pd.DataFrame) -> dict[str, object]:
     ]
     work = np.array([attention_work(shape) for shape in shapes])
     reached = float(np.quantile(work[:, 0] / table.latency * 1e3, 0.995))
-    base = np.array([roofline_s(gpu, tuple(one), flops_per_s=reached) for one in work])
+    base = np.array([roofline_s(gpu, Work(*one), flops_per_s=reached) for one in work])
     points = [table.isl.to_numpy(float), (table.batch_size * table.num_heads).to_numpy(float)]
     values, error = fit([SEQUENCES, HEADS], points, table.latency.to_numpy() * 1e-3 / base)
     print(

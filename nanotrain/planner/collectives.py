@@ -27,12 +27,27 @@ from nanotrain.planner.kernels import interpolate, tables
 LAUNCH_S = 6e-6  # of a collective across nodes, before its first step
 MESSAGE_S = 1.5e-6  # of every further peer of an all-to-all across nodes
 TREE_BANDWIDTH = 0.92  # of a tree relative to a ring, as NCCL assumes
-# latency and bandwidth of NCCL's protocols Simple, LL128 and LL, relative to Simple
-PROTOCOLS = ((1.0, 1.0), (0.5, 0.92), (0.2, 0.4))
+
+
+class Protocol(NamedTuple):
+    """A protocol of NCCL, relative to Simple."""
+
+    latency: float
+    bandwidth: float
+
+
+PROTOCOLS = (Protocol(1.0, 1.0), Protocol(0.5, 0.92), Protocol(0.2, 0.4))  # Simple, LL128, LL
+
+
+class Algorithm(NamedTuple):
+    """An algorithm of a collective across nodes."""
+
+    steps_s: float  # latency of all steps of one round
+    bandwidth: float  # relative to a ring
 
 
 class Placement(NamedTuple):
-    """Where the ranks of a group lie."""
+    """How the ranks of a group are spread over nodes."""
 
     size: int  # ranks
     num_nodes: int  # nodes that hold them
@@ -46,41 +61,25 @@ def collective_s(gpu: GPU, operation: str, *, num_bytes: float, ranks: Sequence[
     Args:
         gpu: the GPU of every rank.
         operation: all_reduce, all_gather, reduce_scatter, all_to_all or p2p.
-        num_bytes: size, as the table above has it.
+        num_bytes: size, as in the table above.
         ranks: members in ascending order, a range or a tuple.
     """
     if len(ranks) < 2 or num_bytes <= 0:
         return 0.0
-    place, link = placement(gpu, ranks), gpu.network
-    if place.num_nodes == 1:
-        return _inside_s(gpu, operation, num_bytes=num_bytes, size=place.size)
+    group = placement(gpu, ranks)
+    if group.num_nodes == 1:
+        return _inside_s(gpu, operation, num_bytes=num_bytes, size=group.size)
     if operation == "p2p":
-        return LAUNCH_S + link.latency + num_bytes / (link.bandwidth * gpu.network_efficiency)
+        bandwidth = gpu.network.bandwidth * gpu.network_efficiency
+        return LAUNCH_S + gpu.network.latency + num_bytes / bandwidth
     if operation == "all_to_all":
-        return _all_to_all_s(gpu, num_bytes=num_bytes, place=place)
-    bandwidth = min(
-        place.per_node * link.bandwidth * gpu.network_efficiency,
-        _inside_bandwidth(gpu, place.per_node),
-    )
-    rounds = 2 if operation == "all_reduce" else 1
-    wire_s = rounds * num_bytes * (place.size - 1) / place.size / bandwidth
-    steps_s = (place.size - place.num_nodes) * gpu.node.latency + (
-        place.num_nodes - 1
-    ) * link.latency
-    algorithms = [(steps_s, 1.0)]
-    if operation == "all_reduce":
-        depth_s = (place.per_node - 1) * gpu.node.latency + log2(place.num_nodes) * link.latency
-        algorithms.append((depth_s, TREE_BANDWIDTH))
-    return LAUNCH_S + min(
-        rounds * steps * latency + wire_s / (share * speed)
-        for steps, share in algorithms
-        for latency, speed in PROTOCOLS
-    )
+        return _all_to_all_s(gpu, num_bytes=num_bytes, group=group)
+    return _rounds_s(gpu, operation, num_bytes=num_bytes, group=group)
 
 
 @lru_cache(maxsize=1 << 12)
 def placement(gpu: GPU, ranks: Sequence[int]) -> Placement:
-    """Where ranks lie when the scheduler fills one node after the other.
+    """The spread of ranks if the scheduler fills one node after the other.
 
     >>> from nanotrain.planner.hardware import gpu_of
     >>> placement(gpu_of("h100"), range(0, 64, 4))
@@ -90,53 +89,78 @@ def placement(gpu: GPU, ranks: Sequence[int]) -> Placement:
     return Placement(len(ranks), len(counts), max(counts.values()))
 
 
-def _all_to_all_s(gpu: GPU, *, num_bytes: float, place: Placement) -> float:
-    """Messages to other nodes pass the rank's own adapter, the others NVLink, at the same time."""
-    outside = place.size - place.per_node
-    across = num_bytes * outside / place.size / (gpu.network.bandwidth * gpu.network_efficiency)
-    share = num_bytes * place.per_node / place.size
-    inside = (
-        _inside_s(gpu, "all_to_all", num_bytes=share, size=place.per_node)
-        if place.per_node > 1
-        else 0.0
+def _rounds_s(gpu: GPU, operation: str, *, num_bytes: float, group: Placement) -> float:
+    """An all-reduce, all-gather or reduce-scatter across nodes, by the fastest algorithm."""
+    bandwidth = min(
+        group.per_node * gpu.network.bandwidth * gpu.network_efficiency,
+        _inside_bandwidth(gpu, group.per_node),
     )
-    return LAUNCH_S + gpu.network.latency + outside * MESSAGE_S + max(across, inside)
+    rounds = 2 if operation == "all_reduce" else 1
+    wire_s = rounds * num_bytes * (group.size - 1) / group.size / bandwidth
+    times = []
+    for algorithm in _algorithms(gpu, operation, group=group):
+        for protocol in PROTOCOLS:
+            steps_s = rounds * algorithm.steps_s * protocol.latency
+            times.append(steps_s + wire_s / (algorithm.bandwidth * protocol.bandwidth))
+    return LAUNCH_S + min(times)
+
+
+def _algorithms(gpu: GPU, operation: str, *, group: Placement) -> list[Algorithm]:
+    """A ring, and for an all-reduce a tree."""
+    ring_inside_s = (group.size - group.num_nodes) * gpu.node.latency
+    ring_between_s = (group.num_nodes - 1) * gpu.network.latency
+    ring = Algorithm(ring_inside_s + ring_between_s, 1.0)
+    if operation != "all_reduce":
+        return [ring]
+    tree_inside_s = (group.per_node - 1) * gpu.node.latency
+    tree_between_s = log2(group.num_nodes) * gpu.network.latency
+    return [ring, Algorithm(tree_inside_s + tree_between_s, TREE_BANDWIDTH)]
+
+
+def _all_to_all_s(gpu: GPU, *, num_bytes: float, group: Placement) -> float:
+    """Messages to other nodes pass the rank's own adapter, the others NVLink, at the same time."""
+    num_outside = group.size - group.per_node
+    bandwidth = gpu.network.bandwidth * gpu.network_efficiency
+    outside_s = num_bytes * num_outside / group.size / bandwidth
+    inside_s = 0.0
+    if group.per_node > 1:
+        inside_bytes = num_bytes * group.per_node / group.size
+        inside_s = _inside_s(gpu, "all_to_all", num_bytes=inside_bytes, size=group.per_node)
+    messages_s = num_outside * MESSAGE_S
+    return LAUNCH_S + gpu.network.latency + messages_s + max(outside_s, inside_s)
 
 
 def _inside_s(gpu: GPU, operation: str, *, num_bytes: float, size: int) -> float:
     """A collective inside a node, from the measured times for 2, 4 and 8 GPUs."""
-    # half of what each of two ranks of an all-to-all sends stays where it is
     if operation == "p2p":
-        operation, num_bytes, size = "all_to_all", 2 * num_bytes, 2
-    reference, measured = (
-        gpus()[gpu.collectives],
-        tables()["collectives"][gpu.collectives][operation],
-    )
-    scale = reference.node.bandwidth / gpu.node.bandwidth
+        # half of the bytes of each of two ranks of an all-to-all stay where they are
+        return _inside_s(gpu, "all_to_all", num_bytes=2 * num_bytes, size=2)
+    measured = tables()["collectives"][gpu.collectives][operation]
+    scale = gpus()[gpu.collectives].node.bandwidth / gpu.node.bandwidth
     if gpu.is_mesh:  # two of eight GPUs have one link of seven
         scale *= (gpu.gpus_per_node - 1) / (min(size, gpu.gpus_per_node) - 1)
     sizes = sorted(int(ranks) for ranks in measured)
     near = next((ranks for ranks in sizes if ranks >= size), sizes[-1])
-    seconds, least = (_measured_s(measured[str(near)], each) for each in (num_bytes * scale, 1.0))
-    more_latency = (
-        log2(size / near) * (least - _measured_s(measured[str(near // 2)], 1.0))
-        if near > 2
-        else 0.0
-    )
-    wire = (seconds - least) * ((size - 1) / size) / ((near - 1) / near)
-    return least + more_latency + wire
+    seconds = _measured_s(measured[str(near)], num_bytes * scale)
+    latency_s = _measured_s(measured[str(near)], 1.0)
+    more_latency_s = 0.0
+    if near > 2:
+        doubling_s = latency_s - _measured_s(measured[str(near // 2)], 1.0)
+        more_latency_s = log2(size / near) * doubling_s
+    wire_s = (seconds - latency_s) * ((size - 1) / size) / ((near - 1) / near)
+    return latency_s + more_latency_s + wire_s
 
 
 def _measured_s(times: Sequence[int], num_bytes: float) -> float:
     """Interpolated time; beyond the largest size at the bandwidth between the last two."""
-    nodes = tables()["grid"]["bytes"]
-    largest = exp(nodes[-1])
-    if num_bytes > largest:
-        before = exp(nodes[-2])
-        return 1e-7 * (
-            times[-1] + (times[-1] - times[-2]) * (num_bytes - largest) / (largest - before)
-        )
-    return 1e-7 * interpolate([100 * log(time) for time in times], (nodes,), point=(num_bytes,))
+    sizes = tables()["grid"]["bytes"]
+    largest = exp(sizes[-1])
+    if num_bytes <= largest:
+        logs = [100 * log(time) for time in times]
+        return 1e-7 * interpolate(logs, (sizes,), point=(num_bytes,))
+    before = exp(sizes[-2])
+    more = (times[-1] - times[-2]) * (num_bytes - largest) / (largest - before)
+    return 1e-7 * (times[-1] + more)
 
 
 @lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ Bandwidths are per GPU and direction. Sizes are bytes, times are seconds.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -65,7 +65,7 @@ class GPU:
             ConfigError: a dtype that the GPU has no matrix unit for.
         """
         if dtype not in self.peak_flops:
-            near = next(each for each in ("fp8", "bf16", "fp16") if each in self.peak_flops)
+            near = next(name for name in ("fp8", "bf16", "fp16") if name in self.peak_flops)
             why = f"its matrix units compute in {', '.join(self.peak_flops)}"
             raise ConfigError(f"{self.name} has no {dtype} products", why=why, fix=f"use {near}")
         return self.peak_flops[dtype]
@@ -75,43 +75,70 @@ class GPU:
 def gpus() -> dict[str, GPU]:
     """All rows by name."""
     table = read_data("gpus")
-    return {name: _gpu(name, **table["defaults"] | row) for name, row in table["gpus"].items()}
+    defaults = table["defaults"]
+    return {name: _build_gpu(name, defaults | row) for name, row in table["gpus"].items()}
 
 
-def _gpu(name: str, **row: Any) -> GPU:
-    row = {"kernels": name, "collectives": row.get("kernels", name)} | row
-    row |= {level: Link(*map(float, row[level])) for level in ("node", "network")}
-    peaks = {dtype: float(tflops) * 1e12 for dtype, tflops in row.pop("peak_tflops").items()}
-    reachable = dict.fromkeys(peaks, row["reachable"]["bf16"]) | row["reachable"]
-    del row["source"]
-    return GPU(**row | {"name": name, "peak_flops": peaks, "reachable": reachable})
+def _build_gpu(name: str, row: Mapping[str, Any]) -> GPU:
+    """The GPU of a row with the defaults filled in."""
+    peak_flops = {dtype: float(tflops) * 1e12 for dtype, tflops in row["peak_tflops"].items()}
+    reachable = dict.fromkeys(peak_flops, row["reachable"]["bf16"])
+    kernels = row.get("kernels", name)
+    return GPU(
+        name=name,
+        memory_bytes=row["memory_bytes"],
+        peak_flops=peak_flops,
+        reachable=reachable | row["reachable"],
+        memory_bandwidth=row["memory_bandwidth"],
+        memory_efficiency=row["memory_efficiency"],
+        host_bandwidth=row["host_bandwidth"],
+        gpus_per_node=row["gpus_per_node"],
+        node=_build_link(row["node"]),
+        network=_build_link(row["network"]),
+        network_efficiency=row["network_efficiency"],
+        kernels=kernels,
+        collectives=row.get("collectives", kernels),
+        is_mesh=row["is_mesh"],
+        is_cpu=row["is_cpu"],
+    )
+
+
+def _build_link(values: Sequence[float]) -> Link:
+    bandwidth, latency = values
+    return Link(float(bandwidth), float(latency))
 
 
 @cache
 def machine_of(gpu: GPU, link: Link | None = None) -> GPU:
-    """The GPU whose operators and collectives take as long as on the machine that was measured.
+    """The GPU with the measured speed of a machine.
 
     Args:
         gpu: a GPU with its calibration.
         link: the link between nodes as collectives reach it; None for that of the GPU.
     """
-    gpu = replace(gpu, network=link, network_efficiency=1.0) if link else gpu
-    compute, slower = gpu.calibration.compute, gpu.calibration.network
-    node, network = (
-        Link(link.bandwidth / slower, link.latency * slower) for link in (gpu.node, gpu.network)
+    if link is not None:
+        gpu = replace(gpu, network=link, network_efficiency=1.0)
+    compute = gpu.calibration.compute
+    return replace(
+        gpu,
+        peak_flops={dtype: peak / compute for dtype, peak in gpu.peak_flops.items()},
+        memory_bandwidth=gpu.memory_bandwidth / compute,
+        node=_slower_link(gpu.node, gpu.calibration.network),
+        network=_slower_link(gpu.network, gpu.calibration.network),
     )
-    peaks, bandwidth = (
-        {dtype: peak / compute for dtype, peak in gpu.peak_flops.items()},
-        gpu.memory_bandwidth / compute,
-    )
-    return replace(gpu, peak_flops=peaks, memory_bandwidth=bandwidth, node=node, network=network)
+
+
+def _slower_link(link: Link, factor: float) -> Link:
+    return Link(link.bandwidth / factor, link.latency * factor)
 
 
 def gpu_of(name: str) -> GPU:
     """The GPU of a name as people and tools write it.
 
-    >>> [gpu_of(name).name for name in ("H100", "NVIDIA H100 80GB HBM3", "A100 40 GB", "GB200 NVL72")]
-    ['h100', 'h100', 'a100-40gb', 'gb200']
+    >>> gpu_of("NVIDIA H100 80GB HBM3").name, gpu_of("A100 40 GB").name
+    ('h100', 'a100-40gb')
+    >>> gpu_of("H100").name, gpu_of("GB200 NVL72").name
+    ('h100', 'gb200')
 
     Raises:
         ConfigError: an unknown name, with the nearest known one.
@@ -119,15 +146,24 @@ def gpu_of(name: str) -> GPU:
     words = re.findall(r"[a-z]*\d+[a-z]*|[a-z]+", name.lower())
     rows = [row for row in gpus() if row.split("-")[0] in words]
     if not rows:
-        models = dict.fromkeys(row.split("-")[0] for row in gpus())
-        close = next((near for word in words if (near := nearest_choice(word, models))), None)
-        fix = f"did you mean {close}?" if close else "name the nearest of them"
+        near = _nearest_model(words)
         raise ConfigError(
-            f"unknown GPU {name}", why=f"the planner has {', '.join(gpus())}", fix=fix
+            f"unknown GPU {name}",
+            why=f"the planner has {', '.join(gpus())}",
+            fix=f"did you mean {near}?" if near else "name the nearest of them",
         )
-    variants = [
-        row
-        for row in rows
-        if {variant := row.partition("-")[2], variant.removesuffix("gb")} & {*words}
-    ]
-    return gpus()[(variants or rows)[0]]
+    for row in rows:
+        variant = row.partition("-")[2]
+        if variant in words or variant.removesuffix("gb") in words:
+            return gpus()[row]
+    return gpus()[rows[0]]
+
+
+def _nearest_model(words: Sequence[str]) -> str | None:
+    """The model whose name resembles a word; None if there is none."""
+    models = dict.fromkeys(row.split("-")[0] for row in gpus())
+    for word in words:
+        near = nearest_choice(word, models)
+        if near:
+            return near
+    return None

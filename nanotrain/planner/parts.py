@@ -1,10 +1,10 @@
-"""What layers consist of, and how long it takes on the streams of one rank.
+"""Parts of layers and their time on the streams of one rank.
 
     Part      a linear layer, attention, a memory-bound operator, the dispatch to experts
     Streams   a clock on which parts compute and communicate
 
-Forward runs parts in order, backward in reverse. What other operators do not hide of a collective
-is exposed.
+Forward runs parts in order, backward in reverse. A collective is exposed as far as operators do not
+hide it.
 """
 
 from collections import defaultdict
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Streams:
-    """The time of operators that run one after the other, with collectives beside them."""
+    """The time of operators that run one after the other, and of overlapping collectives."""
 
-    # share of the time of a hidden collective by which it slows the operators beside it
+    # seconds by which a hidden second of a collective slows the operators
     contention: float = 0.0
     factor: float = 1.0  # of the time of operators
     compute: float = 0.0  # seconds in which operators run
@@ -42,7 +42,7 @@ class Streams:
             self.exposed[group] += seconds - hidden + self.contention * hidden
 
     def add(self, other: "Streams") -> None:
-        """What others run."""
+        """Run all that other streams run."""
         self.compute += other.compute
         self.launches += other.launches
         self.collectives += other.collectives
@@ -80,14 +80,14 @@ class Part:
 
     def run_backward(self, streams: Streams, *, dgrad: bool = True, wgrad: bool = True) -> None:
         """Backward, or the half of it for the input or the weights."""
-        tiled, overlaps = self._tiled(self.dgrad), self.hides != "none"
+        tiled = self._tiled(self.dgrad)
+        overlaps = self.hides != "none"
+        next_product_s = self.wgrad if overlaps and wgrad else 0.0
         if dgrad:
             streams.wait(self.group, self.first, beside=tiled)
             streams.run(self.dgrad, launches=self.launches[1])
-            streams.wait(self.group, self.again, beside=self.dgrad * overlaps)
-            streams.wait(
-                self.group, self.last, beside=max(tiled, self.wgrad * (overlaps and wgrad))
-            )
+            streams.wait(self.group, self.again, beside=self.dgrad if overlaps else 0.0)
+            streams.wait(self.group, self.last, beside=max(tiled, next_product_s))
         if wgrad:
             streams.run(self.wgrad, launches=self.launches[2])
 

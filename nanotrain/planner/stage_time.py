@@ -1,8 +1,9 @@
-"""How long the actions of a pipeline stage take: forward, backward and its two halves, with FSDP's
-collectives.
+"""Times of the actions of a pipeline stage: forward, backward and its halves, with FSDP collectives.
 
 Stages.streams(stage, kind)  Streams of one action
+      .seconds(streams)      duration of an action
       .numel(stages)         parameters of stages on one rank, dense and of experts
+      .hidden_s              dispatch and combine that two actions hide that run in turns
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.planner.operators import GRAPH_LAUNCHES, Layers
-from nanotrain.planner.parts import Parts, Streams
+from nanotrain.planner.parts import Part, Parts, Streams
 from nanotrain.planner.scenario import Scenario
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.declaration import Declaration
@@ -24,6 +25,8 @@ from nanotrain.spec.stages import StageSpec
 
 # a group waits for the sum of the stalls of its ranks, and a little more: fitted to tp of 2 to 32
 STALL_GROWTH = 1.15
+# bytes per token and hidden element that a layer saves: Korthikanti et al. 2022, equation 1
+LAYER_BYTES = 34
 
 
 class Numel(NamedTuple):
@@ -32,6 +35,20 @@ class Numel(NamedTuple):
     dense: int
     expert: int
     tensors: int
+
+
+class Shards(NamedTuple):
+    """Ranks that share the state of parameters."""
+
+    dense: int
+    expert: int
+
+
+class LayerSides(NamedTuple):
+    """Parts of a layer around the transfers of tokens; a dense layer is on both sides."""
+
+    outside: Parts  # before the dispatch and after the combination
+    between: Parts  # the experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,14 +60,23 @@ class Unit:
     is_recomputed: bool = False
 
 
-def _sides(parts: Parts) -> tuple[Parts, Parts]:
-    """What a layer computes outside of dispatch and combine, and between them; all of a dense layer
-    is beside both.
-    """
-    places = [index for index, part in enumerate(parts) if part.group == "ep"]
-    if not places:
-        return parts, parts
-    return [*parts[: places[0] + 1], *parts[places[-1] :]], parts[places[0] + 1 : places[-1]]
+def _split_at_dispatch(parts: Parts) -> LayerSides:
+    """Split a layer into parts outside dispatch and combine and parts between them."""
+    transfers = [index for index, part in enumerate(parts) if part.group == "ep"]
+    if not transfers:
+        return LayerSides(parts, parts)
+    dispatch = transfers[0]
+    combine = transfers[-1]
+    outside = [*parts[: dispatch + 1], *parts[combine:]]
+    return LayerSides(outside, parts[dispatch + 1 : combine])
+
+
+def _forward_s(parts: Iterable[Part]) -> float:
+    return sum(part.forward for part in parts)
+
+
+def _backward_s(parts: Iterable[Part]) -> float:
+    return sum(part.dgrad + part.wgrad for part in parts)
 
 
 class Stages:
@@ -61,53 +87,57 @@ class Stages:
     """
 
     def __init__(self, scenario: Scenario) -> None:
-        self.scenario, self.config, self.layers = scenario, scenario.config, Layers(scenario)
+        self.scenario = scenario
+        self.config = scenario.config
+        self.layers = Layers(scenario)
         self.precision = Precision.of(self.config.precision)
         self.strategy = self.config.parallel.data_parallel_sharding_strategy
-        self._unit, self.units, self._action = (
-            cache(self._build_unit),
-            cache(self._units),
-            cache(self._build_action),
-        )
-        self._like = dict[tuple[object, ...], int]()  # the first layer of every kind
+        self.units = cache(self._build_units)
+        self._unit = cache(self._build_unit)
+        self._action = cache(self._build_action)
+        self._first_of_kind = dict[tuple[object, ...], int]()  # the first layer of every kind
 
     def streams(self, spec: StageSpec, kind: ActionKind) -> Streams:
-        """What an action of a stage runs; stages of the same units take equally long."""
+        """Operators and collectives of an action; stages of the same units take equally long."""
         return self._action(self.units(spec), kind)
 
     def numel(self, specs: Iterable[StageSpec]) -> Numel:
         """Parameters of stages on one rank."""
-        parts = (unit.numel for spec in specs for unit in self.units(spec))
-        return Numel(*map(sum, zip((0, 0, 0), *parts, strict=True)))
+        numels = [unit.numel for spec in specs for unit in self.units(spec)]
+        return Numel(
+            dense=sum(numel.dense for numel in numels),
+            expert=sum(numel.expert for numel in numels),
+            tensors=sum(numel.tensors for numel in numels),
+        )
 
     @cached_property
-    def shards(self) -> tuple[int, int]:
+    def shards(self) -> Shards:
         """Ranks that share the state of dense parameters, and of experts."""
-        return len(self.scenario.ranks("dp_shard")), len(self.scenario.ranks("expert_dp_shard"))
+        dense = len(self.scenario.ranks("dp_shard"))
+        return Shards(dense, len(self.scenario.ranks("expert_dp_shard")))
 
     def seconds(self, streams: Streams) -> float:
-        """Duration of an action: on the device, or of its launches on the host where these take
-        longer.
-        """
+        """Duration of an action, on the device or on the host, whichever takes longer."""
         if self.scenario.gpu.is_cpu:
             return streams.seconds + self.host_s(streams)
         return max(streams.seconds, self.host_s(streams))
 
     def host_s(self, streams: Streams) -> float:
         """Host time of an action."""
-        engine, sizes = self.scenario.engine, self.scenario.sizes
-        seconds = (
-            streams.launches * engine.launches.operator_s
-            + streams.collectives * engine.launches.collective_s
-        )
-        if self.lost_s or (
-            sizes["pp"] > 1 and self.scenario.world_size > self.scenario.machine.gpus_per_node
-        ):
-            seconds += (
-                streams.collectives * sizes["tp"] ** STALL_GROWTH * engine.network.host_stall_s
-            )
+        engine = self.scenario.engine
+        operators_s = streams.launches * engine.launches.operator_s
+        seconds = operators_s + streams.collectives * engine.launches.collective_s
+        if self._host_stalls:
+            growth = self.scenario.sizes["tp"] ** STALL_GROWTH
+            seconds += streams.collectives * growth * engine.network.host_stall_s
         seconds *= self.scenario.gpu.calibration.compute
-        return seconds * (GRAPH_LAUNCHES if self.scenario.cuda_graphs else 1.0)
+        return seconds * GRAPH_LAUNCHES if self.scenario.cuda_graphs else seconds
+
+    @property
+    def _host_stalls(self) -> bool:
+        """Whether hosts wait for other nodes in their collectives."""
+        has_several_nodes = self.scenario.world_size > self.scenario.machine.gpus_per_node
+        return self.lost_s > 0 or (self.scenario.sizes["pp"] > 1 and has_several_nodes)
 
     @property
     def lost_s(self) -> float:
@@ -118,59 +148,60 @@ class Stages:
         return slow.seconds if self.scenario.num_nodes >= slow.min_nodes else 0.0
 
     def modules(self, spec: StageSpec) -> list[str | int]:
-        """The embedding, the layers by their index in the model, the head, and layers of
-        multi-token prediction.
-        """
-        further = ["head", *self.layers.shape.mtp_layers] if spec.has_head else []
-        return ["embedding"] * spec.has_embedding + [*spec.layers, *further]
+        """Modules of a stage in forward order; layers are indices in the model."""
+        modules: list[str | int] = ["embedding"] if spec.has_embedding else []
+        modules += spec.layers
+        if spec.has_head:
+            modules += ["head", *self.layers.shape.mtp_layers]
+        return modules
 
-    def _units(self, spec: StageSpec) -> tuple[Unit, ...]:
+    def _build_units(self, spec: StageSpec) -> tuple[Unit, ...]:
         """The modules of a stage, in forward order."""
-        is_full = self.config.memory.recompute_granularity == "full"
-        groups = recomputed_groups(self.config, len(spec.layers)) if is_full else []
-        recomputed = {spec.layers[index] for group in groups for index in group}
-        recomputed.update(self.layers.shape.mtp_layers if groups else ())
+        recomputed = self._recomputed_layers(spec)
         units = []
-        for name in self.modules(spec):
-            is_alone = name == "head" and spec.has_embedding
-            units.append(
-                self._unit(
-                    self._kind(name), is_recomputed=name in recomputed, has_embedding=is_alone
-                )
-            )
+        for module in self.modules(spec):
+            kind = module if isinstance(module, str) else self._layer_like(module)
+            has_embedding = module == "head" and spec.has_embedding
+            unit = self._unit(kind, is_recomputed=module in recomputed, has_embedding=has_embedding)
+            units.append(unit)
         return tuple(units)
 
-    def _kind(self, name: str | int) -> str | int:
+    def _recomputed_layers(self, spec: StageSpec) -> set[int]:
+        """Layers of a stage that are recomputed as a whole, by their index in the model."""
+        if self.config.memory.recompute_granularity != "full":
+            return set()
+        groups = recomputed_groups(self.config, len(spec.layers))
+        recomputed = {spec.layers[index] for group in groups for index in group}
+        if groups:
+            recomputed.update(self.layers.shape.mtp_layers)
+        return recomputed
+
+    def _layer_like(self, index: int) -> int:
         """The first layer of the same kind."""
-        if isinstance(name, str):
-            return name
         shape = self.layers.shape
-        return self._like.setdefault(
-            (shape.kinds(name), shape.has_window(name), name >= shape.num_layers), name
-        )
+        kind = (shape.kinds(index), shape.has_window(index), index >= shape.num_layers)
+        return self._first_of_kind.setdefault(kind, index)
 
     def _build_unit(self, name: str | int, *, is_recomputed: bool, has_embedding: bool) -> Unit:
-        """A module; a tied head has no parameters where the stage has the embedding."""
-        shape, layers = self.layers.shape, self.layers
-        if isinstance(name, int) and name < shape.num_layers:
-            return Unit(
-                layers.block(name), self._count(layer(self._declaration, name)), is_recomputed
-            )
+        """A module; a tied head has no parameters if the stage has the embedding."""
+        num_layers = self.layers.shape.num_layers
         if name == "embedding":
-            parts, units = layers.embedding(), {"embedding"}
-        elif name == "head":
-            parts, units = (
-                layers.head(),
-                {"final_norm", "head"} | (set() if has_embedding else {"embedding"}),
-            )
-        else:
-            parts, units = layers.multi_token(int(name)), {f"mtp.{int(name) - shape.num_layers}"}
-        specs = declare_stage(
-            self._declaration, StageSpec(0, 0, 0, name == "embedding", name != "embedding")
-        )
-        return Unit(
-            parts, self._count([spec for spec in specs if spec.unit in units]), is_recomputed
-        )
+            return Unit(self.layers.embedding(), self._end_numel({"embedding"}, is_first=True))
+        if name == "head":
+            names = {"final_norm", "head"} if has_embedding else {"final_norm", "head", "embedding"}
+            return Unit(self.layers.head(), self._end_numel(names))
+        index = int(name)
+        if index < num_layers:
+            numel = self._count(layer(self._declaration, index))
+            return Unit(self.layers.block(index), numel, is_recomputed)
+        numel = self._end_numel({f"mtp.{index - num_layers}"})
+        return Unit(self.layers.multi_token(index), numel, is_recomputed)
+
+    def _end_numel(self, units: set[str], *, is_first: bool = False) -> Numel:
+        """Parameters of some units of the first or the last stage, without layers."""
+        stage = StageSpec(0, 0, 0, has_embedding=is_first, has_head=not is_first)
+        specs = declare_stage(self._declaration, stage)
+        return self._count([spec for spec in specs if spec.unit in units])
 
     @cached_property
     def _declaration(self) -> Declaration:
@@ -182,112 +213,137 @@ class Stages:
         )
 
     def _count(self, specs: Sequence[ParamSpec]) -> Numel:
-        sizes = self.scenario.sizes
-        local = [
-            (spec.is_expert, spec.numel // prod(sizes[shard.axis] for shard in spec.shards))
-            for spec in specs
-        ]
-        expert = sum(numel for is_expert, numel in local if is_expert)
-        return Numel(sum(numel for _, numel in local) - expert, expert, len(local))
+        """Parameters of declared tensors on one rank."""
+        dense = expert = 0
+        for spec in specs:
+            num_shards = prod(self.scenario.sizes[shard.axis] for shard in spec.shards)
+            if spec.is_expert:
+                expert += spec.numel // num_shards
+            else:
+                dense += spec.numel // num_shards
+        return Numel(dense, expert, len(specs))
 
     def _build_action(self, units: Sequence[Unit], kind: ActionKind) -> Streams:
         """All units of a stage, in order or in reverse."""
-        total, is_forward = Streams(), kind is ActionKind.forward
-        for unit in units if is_forward else reversed(units):
-            streams = Streams(
-                self.scenario.engine.overlap.contention, self.scenario.engine.operators.time_factor
-            )
-            again = unit.parts if is_forward or unit.is_recomputed else self._selected(unit.parts)
-            for part in again if is_forward or kind.has_dgrad else ():
-                part.run_forward(streams)
-            for part in reversed(unit.parts):  # of a forward nothing
-                part.run_backward(streams, dgrad=kind.has_dgrad, wgrad=kind.has_wgrad)
-            self._shard(streams, unit, kind=kind)
-            total.add(streams)
+        total = Streams()
+        for unit in units if kind is ActionKind.forward else reversed(units):
+            total.add(self._unit_streams(unit, kind))
         if self.config.memory.cpu_offloading:
             self._offload(total, units)
         return total
 
+    def _unit_streams(self, unit: Unit, kind: ActionKind) -> Streams:
+        """One unit of an action."""
+        engine = self.scenario.engine
+        streams = Streams(engine.overlap.contention, engine.operators.time_factor)
+        if kind is ActionKind.forward:
+            for part in unit.parts:
+                part.run_forward(streams)
+        else:
+            if kind.has_dgrad:
+                for part in unit.parts if unit.is_recomputed else self._selected(unit.parts):
+                    part.run_forward(streams)
+            for part in reversed(unit.parts):
+                part.run_backward(streams, dgrad=kind.has_dgrad, wgrad=kind.has_wgrad)
+        self._shard(streams, unit, kind=kind)
+        return streams
+
+    def _selected(self, parts: Parts) -> Parts:
+        """Parts that selective recomputation runs again."""
+        modules = self.config.memory.recomputed_modules
+        selected = []
+        for part in parts:
+            is_expert_part = "moe" in modules and part.name.startswith("moe")
+            if part.name in modules or is_expert_part:
+                selected.append(part)
+        return selected
+
     def hidden_s(self, forward: StageSpec, backward: StageSpec) -> float:
         """Seconds of dispatch and combine that a forward and a backward hide that run in turns.
 
-        Layer by layer, the first of one beside the last of the other: the experts of one compute
-        while tokens of the other are dispatched, attention while they are combined; what is left of
-        the longer stage hides nothing.
+        The first layer of one runs with the last of the other: the experts of one compute while
+        tokens of the other are dispatched, attention while they are combined. The further layers of
+        the longer stage hide nothing.
         """
-        ahead, back = ([unit.parts for unit in self.units(spec)] for spec in (forward, backward))
-        engine, hidden = self.scenario.engine, 0.0
-        for one, other in zip(ahead, reversed(back), strict=False):
-            sent = [part.before for part in one if part.group == "ep"]
-            returned = [part.last for part in reversed(other) if part.group == "ep"]
-            computed = [sum(part.forward for part in side) for side in _sides(one)]
-            computed_back = [
-                sum(part.dgrad + part.wgrad for part in side) for side in reversed(_sides(other))
-            ]
-            for pair in (
-                *zip(sent, computed_back, strict=False),
-                *zip(returned, computed, strict=False),
-            ):
-                hidden += (1 - engine.overlap.contention) * min(
-                    pair[0], engine.operators.time_factor * pair[1]
-                )
+        ahead_parts = [unit.parts for unit in self.units(forward)]
+        back_parts = [unit.parts for unit in self.units(backward)]
+        hidden = 0.0
+        for ahead, back in zip(ahead_parts, reversed(back_parts), strict=False):
+            sent = [part.before for part in ahead if part.group == "ep"]
+            returned = [part.last for part in reversed(back) if part.group == "ep"]
+            ahead_sides = _split_at_dispatch(ahead)
+            back_sides = _split_at_dispatch(back)
+            forward_s = (_forward_s(ahead_sides.outside), _forward_s(ahead_sides.between))
+            backward_s = (_backward_s(back_sides.between), _backward_s(back_sides.outside))
+            for transfer_s, compute_s in zip(sent, backward_s, strict=False):
+                hidden += self._overlapped_s(transfer_s, compute_s)
+            for transfer_s, compute_s in zip(returned, forward_s, strict=False):
+                hidden += self._overlapped_s(transfer_s, compute_s)
         return hidden
 
-    def _selected(self, parts: Parts) -> Parts:
-        modules = self.config.memory.recomputed_modules
-        return [
-            part
-            for part in parts
-            if part.name in modules or ("moe" in modules and part.name.startswith("moe"))
-        ]
+    def _overlapped_s(self, transfer_s: float, compute_s: float) -> float:
+        """Seconds of a transfer that operators of `compute_s` seconds hide."""
+        engine = self.scenario.engine
+        gained = 1 - engine.overlap.contention
+        return gained * min(transfer_s, engine.operators.time_factor * compute_s)
 
     def _shard(self, streams: Streams, unit: Unit, *, kind: ActionKind) -> None:
-        """The collectives of sharded parameters and gradients, beside the unit before or the next
-        one.
-        """
-        parallel, beside = self.config.parallel, streams.compute / streams.factor
-        gathers = self.strategy == "optim_grads_params" and kind is not ActionKind.backward_weight
-        if gathers and (kind is ActionKind.forward or parallel.reshard_after_forward):
-            seconds = self.collective_s(
-                "all_gather", unit.numel, itemsize=self.precision.params.itemsize
-            )
-            streams.wait("dp", seconds, beside=beside * bool(self.overlaps("params")))
-            beside = max(0.0, beside - seconds)
+        """Collectives of sharded parameters and gradients, while the neighbouring unit computes."""
+        compute_s = streams.compute / streams.factor
+        if self._gathers_params(kind):
+            itemsize = self.precision.params.itemsize
+            seconds = self.collective_s("all_gather", unit.numel, itemsize=itemsize)
+            streams.wait("dp", seconds, beside=compute_s if self.overlaps_params else 0.0)
+            compute_s = max(0.0, compute_s - seconds)
         if self.strategy in ("optim_grads", "optim_grads_params") and kind.has_wgrad:
-            seconds = self.collective_s(
-                "reduce_scatter", unit.numel, itemsize=self.precision.grads.itemsize
-            )
-            streams.wait("dp", seconds, beside=beside * bool(self.overlaps("grads")))
+            itemsize = self.precision.grads.itemsize
+            seconds = self.collective_s("reduce_scatter", unit.numel, itemsize=itemsize)
+            streams.wait("dp", seconds, beside=compute_s if self.overlaps_grads else 0.0)
 
-    def overlaps(self, what: str) -> bool:
-        """Whether reductions of `grads` or gathers of `params` run beside the computation."""
-        parallel, chosen = self.config.parallel, getattr(self.scenario.engine.overlap, what)
-        configured = (
-            parallel.overlap_param_gather if what == "params" else parallel.overlap_grad_reduce
-        )
-        return configured if chosen is None else bool(chosen)
+    def _gathers_params(self, kind: ActionKind) -> bool:
+        """Whether an action gathers sharded parameters."""
+        parallel = self.config.parallel
+        if self.strategy != "optim_grads_params" or kind is ActionKind.backward_weight:
+            return False
+        return kind is ActionKind.forward or parallel.reshard_after_forward
+
+    @property
+    def overlaps_grads(self) -> bool:
+        """Whether reductions of gradients run during the computation."""
+        overlaps = self.scenario.engine.overlap.grads
+        return self.config.parallel.overlap_grad_reduce if overlaps is None else overlaps
+
+    @property
+    def overlaps_params(self) -> bool:
+        """Whether gathers of parameters run during the computation."""
+        overlaps = self.scenario.engine.overlap.params
+        return self.config.parallel.overlap_param_gather if overlaps is None else overlaps
 
     def collective_s(
         self, operation: str, numel: Numel, *, itemsize: int, level: str = "shard"
     ) -> float:
-        """A collective of data parallelism over dense parameters and those of experts, one after
-        the other.
+        """A collective of data parallelism over dense and then expert parameters.
+
+        Args:
+            operation: name of the collective.
+            numel: parameters of the rank.
+            itemsize: bytes of an element.
+            level: shard, among ranks that share state, or replicate, among replicas of it.
         """
-        names = (f"dp_{level}", f"expert_dp_{level}")
-        pairs = zip(names, numel[:2], strict=True)
-        return sum(
-            self.layers.collective(name, operation, num_bytes=each * itemsize)
-            for name, each in pairs
-            if each
-        )
+        seconds = 0.0
+        if numel.dense:
+            dense_bytes = numel.dense * itemsize
+            seconds += self.layers.collective(f"dp_{level}", operation, num_bytes=dense_bytes)
+        if numel.expert:
+            expert_bytes = numel.expert * itemsize
+            group = f"expert_dp_{level}"
+            seconds += self.layers.collective(group, operation, num_bytes=expert_bytes)
+        return seconds
 
     def _offload(self, streams: Streams, units: Sequence[Unit]) -> None:
-        """Copies of activations to the host and back, beside the computation."""
-        number = min(self.config.memory.cpu_offloading_num_layers, len(units))
-        # Korthikanti et al. 2022, equation 1
-        num_bytes = number * self.layers.tokens * self.layers.width * 34 / 2
-        streams.wait(
-            "host",
-            num_bytes / self.layers.tp / self.scenario.gpu.host_bandwidth,
-            beside=streams.compute,
-        )
+        """Copies of activations to the host and back during the computation."""
+        num_offloaded = min(self.config.memory.cpu_offloading_num_layers, len(units))
+        hidden_bytes = self.layers.tokens * self.layers.width
+        num_bytes = num_offloaded * hidden_bytes * LAYER_BYTES / 2
+        seconds = num_bytes / self.layers.tp / self.scenario.gpu.host_bandwidth
+        streams.wait("host", seconds, beside=streams.compute)

@@ -1,8 +1,10 @@
-"""Time of one training step, split by what it is spent on.
+"""Time of one training step, split by causes.
 
-Every pipeline rank runs its actions of the real schedule, each when its input is there. Beside them
-are the reductions of gradients, which begin during the last backward, and the gathers of
-parameters.
+predict_step    StepTime of a scenario
+StepClock.run   the real schedule: every rank runs its actions in order
+reduced_at      reductions of gradients, which begin during the last backward
+gathers_s       gathers of updated parameters
+update_s        update of the parameters
 """
 
 from collections import defaultdict
@@ -23,15 +25,23 @@ from nanotrain.planner.scenario import Scenario
 from nanotrain.planner.stage_time import Numel, Stages
 from nanotrain.spec.counts import flops_per_token
 
-# What a laptop cannot know: clocks under power limits and temperature, kernels of other versions,
-# stragglers; and how busy and how regular the fabric is. Half of the range, relative to what
-# computes and to what is exposed; it holds four of five published runs.
-COMPUTE_RANGE, NETWORK_RANGE = 0.12, 0.4
+# A laptop cannot know clocks under power limits and temperature, kernels of other versions and
+# stragglers, nor how busy and how regular the fabric is. Half of the range, relative to the time
+# that computes and to the time that is exposed; it holds four of five published runs.
+COMPUTE_RANGE = 0.12
+NETWORK_RANGE = 0.4
 HOST_UPDATE = 1.0e11  # bytes/s that an update on the host reads and writes
 UPDATE_LAUNCHES = 10  # operators of an update with fused loops over the parameters
 # parameters of a gradient bucket where its size is not set, as Megatron-LM's
 MIN_BUCKET = 40_000_000
 BUCKET_PER_RANK = 1_000_000
+
+
+class TimeRange(NamedTuple):
+    """Seconds of a step."""
+
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -51,30 +61,21 @@ class StepTime:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return sum(
-            (
-                self.compute,
-                self.bubble,
-                self.optimizer,
-                self.data,
-                self.host,
-                *self.exposed.values(),
-            )
-        )
+        waiting = (self.bubble, self.optimizer, self.data, self.host)
+        return sum((self.compute, *waiting, *self.exposed.values()))
 
     @property
-    def likely(self) -> tuple[float, float]:
+    def likely(self) -> TimeRange:
         """The range of the total."""
         exposed = sum(self.exposed.values()) + self.bubble
         half = COMPUTE_RANGE * (self.total - exposed) + NETWORK_RANGE * exposed
-        return self.total - half, self.total + half
+        return TimeRange(self.total - half, self.total + half)
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
         """Throughput."""
-        tokens = (
-            self.scenario.config.train.global_batch_size or 0
-        ) * self.scenario.config.data.seq_length
+        num_samples = self.scenario.config.train.global_batch_size or 0
+        tokens = num_samples * self.scenario.config.data.seq_length
         return tokens / self.total / self.scenario.world_size
 
     @property
@@ -91,13 +92,11 @@ class StepTime:
 
 
 class Step(NamedTuple):
-    """An action, or a pair that runs in turns, in an order in which each follows those that it
-    needs.
-    """
+    """An action, or a pair that runs in turns, after all steps that it needs."""
 
     rank: int
     actions: tuple[Action, ...]
-    received: tuple[int, ...]  # places of the steps of other ranks whose results it takes
+    received: tuple[int, ...]  # indices of the steps of other ranks whose results it takes
     num_sent: int  # results that other ranks take
 
 
@@ -119,11 +118,13 @@ class Run:
 
     @cached_property
     def last_backwards(self) -> dict[int, int]:
-        """By stage the place of the step that completes its gradients."""
-        backwards = (
-            (place, action) for place, step in enumerate(self.steps) for action in step.actions
-        )
-        return {action.stage: place for place, action in backwards if action.kind.has_wgrad}
+        """By stage, the index of the step that completes its gradients."""
+        last = {}
+        for index, step in enumerate(self.steps):
+            for action in step.actions:
+                if action.kind.has_wgrad:
+                    last[action.stage] = index
+        return last
 
 
 def predict_step(scenario: Scenario, *, memory_share: float = 0.0) -> StepTime:
@@ -140,18 +141,20 @@ class StepClock:
     """
 
     def __init__(self, scenario: Scenario, *, memory_share: float = 0.0) -> None:
-        self.scenario, self.stages, self.shape = scenario, Stages(scenario), scenario.pipeline
-        self.gpu, self.memory_share = scenario.machine, memory_share
+        self.scenario = scenario
+        self.stages = Stages(scenario)
+        self.shape = scenario.pipeline
+        self.gpu = scenario.machine
+        self.memory_share = memory_share
         self.lengths = simulated(self.shape)
-        specs = [spec for stages in scenario.stages for spec in stages]
         self.kinds = {
             action.kind for step in self.steps(self.lengths[0]) for action in step.actions
         }
-        self.streams = {
-            (spec.index, kind): self.stages.streams(spec, kind)
-            for spec in specs
-            for kind in self.kinds
-        }
+        self.streams: dict[tuple[int, ActionKind], Streams] = {}
+        for specs in scenario.stages:
+            for spec in specs:
+                for kind in self.kinds:
+                    self.streams[spec.index, kind] = self.stages.streams(spec, kind)
         self.durations = {
             action: self.stages.seconds(streams) for action, streams in self.streams.items()
         }
@@ -163,46 +166,60 @@ class StepClock:
 
     def step_time(self) -> StepTime:
         """The parts of the time of the rank that ends last."""
-        lengths, runs = self.lengths, [self.run(length) for length in self.lengths]
-        run, number, ranks = runs[0], self.shape.num_microbatches, range(self.shape.num_ranks)
+        ranks = range(self.shape.num_ranks)
+        runs = [self.run(length) for length in self.lengths]
+        run = runs[0]
         ends = [max(run.finish[rank], self.reduced_at(run, rank)) for rank in ranks]
         slowest = max(ranks, key=lambda rank: ends[rank])
-        total = ends[slowest] + (number - lengths[0]) * self.per_microbatch(runs)
-        actions = self.actions(slowest)
-        spent = Streams()
-        for action in actions:
-            spent.add(self.streams[action])
-        exposed = defaultdict(
-            float, {group: number * seconds for group, seconds in spent.exposed.items()}
-        )
+        number = self.shape.num_microbatches
+        num_further = number - self.lengths[0]  # microbatches that are not simulated
+        total = ends[slowest] + num_further * self.per_microbatch(runs)
+
+        spent = self.spent(slowest)
+        busy = sum(self.durations[action] for action in self.actions(slowest))
         compute = number * spent.compute
-        host = max(0.0, number * (sum(self.durations[each] for each in actions) - spent.seconds))
-        exposed["ep"] -= run.hidden[slowest] + (number - lengths[0]) * self.hidden_s(runs)[slowest]
-        exposed["pp"] = run.waits[slowest] * number / lengths[0]
+        host = max(0.0, number * (busy - spent.seconds))
+
+        exposed = defaultdict[str, float](float)
+        for group, seconds in spent.exposed.items():
+            exposed[group] = number * seconds
+        exposed["ep"] -= run.hidden[slowest] + num_further * self.hidden_s(runs)[slowest]
+        exposed["pp"] = run.waits[slowest] * number / self.lengths[0]
         exposed["dp"] += ends[slowest] - run.finish[slowest]
         bubble = max(0.0, total - compute - host - sum(exposed.values()))
-        exposed["dp"] += max(map(self.gathers_s, ranks))
+        exposed["dp"] += max(self.gathers_s(rank) for rank in ranks)
         return StepTime(
             self.scenario,
             compute=compute,
             exposed={group: seconds for group, seconds in exposed.items() if seconds > 0},
             bubble=bubble,
-            optimizer=max(map(self.update_s, ranks)),
+            optimizer=max(self.update_s(rank) for rank in ranks),
             data=self.stages.lost_s,
             host=host,
             pp_rank=slowest,
         )
 
+    def spent(self, rank: int) -> Streams:
+        """Streams of one microbatch on a rank."""
+        spent = Streams()
+        for action in self.actions(rank):
+            spent.add(self.streams[action])
+        return spent
+
     def per_microbatch(self, runs: Sequence[Run]) -> float:
-        """Seconds of a microbatch more: those between two runs, and at least those of the busiest
-        rank.
+        """Time that one more microbatch adds.
+
+        It follows from two simulated lengths, and is at least the time of the busiest rank.
         """
         if len(runs) == 1:
             return 0.0
-        ranks, hidden = range(self.shape.num_ranks), self.hidden_s(runs)
-        spent = [sum(self.durations[action] for action in self.actions(rank)) for rank in ranks]
-        busy = (spent[rank] - hidden[rank] + runs[0].waits[rank] / 2 / len(ranks) for rank in ranks)
-        return max((runs[1].duration - runs[0].duration) / len(ranks), *busy)
+        num_ranks = self.shape.num_ranks
+        hidden = self.hidden_s(runs)
+        times = [(runs[1].duration - runs[0].duration) / num_ranks]
+        for rank in range(num_ranks):
+            busy = sum(self.durations[action] for action in self.actions(rank))
+            times.append(busy - hidden[rank] + runs[0].waits[rank] / 2 / num_ranks)
+        return max(times)
 
     def hidden_s(self, runs: Sequence[Run]) -> list[float]:
         """Seconds per microbatch in the steady state that pairs hide, by rank."""
@@ -211,40 +228,48 @@ class StepClock:
 
     def actions(self, rank: int) -> list[tuple[int, ActionKind]]:
         """Stages and kinds of the actions that a rank runs of every microbatch."""
-        halves = {ActionKind.backward_input, ActionKind.backward_weight}
-        # where there are full backwards, some may be split, which take as long
-        kinds = self.kinds - halves if ActionKind.full_backward in self.kinds else self.kinds
+        kinds = self.kinds
+        if ActionKind.full_backward in kinds:
+            # some full backwards may be split, which take as long
+            kinds = kinds - {ActionKind.backward_input, ActionKind.backward_weight}
         return [(spec.index, kind) for spec in self.scenario.stages[rank] for kind in kinds]
 
     def run(self, num_microbatches: int) -> Run:
-        """Run the schedule; every rank runs its actions in order, each as soon as its input is
-        there.
-        """
-        steps, num_ranks = self.steps(num_microbatches), self.shape.num_ranks
+        """Run the schedule: every rank runs its actions in order, as soon as their inputs arrive."""
+        steps = self.steps(num_microbatches)
+        num_ranks = self.shape.num_ranks
         transfer = self.transfer_s if num_ranks > 1 else 0.0
-        blocked = (
-            0.0
-            if self.scenario.engine.pipeline.overlaps_p2p or self.shape.num_stages_per_rank > 1
-            else transfer
+        blocked = 0.0 if self._overlaps_p2p else transfer  # seconds in which a transfer blocks
+        run = Run(
+            steps,
+            starts=[0.0] * len(steps),
+            ends=[0.0] * len(steps),
+            finish=[0.0] * num_ranks,
+            waits=[0.0] * num_ranks,
+            hidden=[0.0] * num_ranks,
         )
-        finish, waits, hidden = ([0.0] * num_ranks for _ in range(3))
-        starts, ends = [0.0] * len(steps), [0.0] * len(steps)
-        for place, (rank, actions, received, num_sent) in enumerate(steps):
-            start = max([finish[rank], *(ends[other] + transfer - blocked for other in received)])
-            starts[place] = start = start + blocked * len(received)
+        for index, (rank, actions, received, num_sent) in enumerate(steps):
+            arrivals = [run.ends[other] + transfer - blocked for other in received]
+            start = max([run.finish[rank], *arrivals]) + blocked * len(received)
             seconds = sum(self.durations[stage, kind] for kind, stage, _ in actions)
             if len(actions) > 1:
-                together = self._hidden(*(stage for _, stage, _ in actions))
-                hidden[rank] += together
-                seconds -= together
-            ends[place] = start + seconds
-            finish[rank] = ends[place] + blocked * num_sent
-            waits[rank] += blocked * (num_sent + len(received))
-        return Run(steps, starts, ends, finish, waits, hidden)
+                hidden = self._hidden(*(stage for _, stage, _ in actions))
+                run.hidden[rank] += hidden
+                seconds -= hidden
+            run.starts[index] = start
+            run.ends[index] = start + seconds
+            run.finish[rank] = run.ends[index] + blocked * num_sent
+            run.waits[rank] += blocked * (num_sent + len(received))
+        return run
+
+    @property
+    def _overlaps_p2p(self) -> bool:
+        """Whether transfers between pipeline ranks overlap with computation."""
+        return self.scenario.engine.pipeline.overlaps_p2p or self.shape.num_stages_per_rank > 1
 
     @cached_property
     def _hidden(self) -> Callable[[int, int], float]:
-        """Seconds that a pair of the forward of a stage and the backward of one hides."""
+        """Seconds that the forward of a stage and the backward of another hide as a pair."""
         specs = {spec.index: spec for stages in self.scenario.stages for spec in stages}
         return cache(
             lambda forward, backward: self.stages.hidden_s(specs[forward], specs[backward])
@@ -253,109 +278,102 @@ class StepClock:
     @cached_property
     def transfer_s(self) -> float:
         """Seconds of a transfer of hidden states between neighbouring pipeline ranks."""
-        slow, layers = self.scenario.engine.pipeline.slow_transfer, self.stages.layers
-        number = self.scenario.num_nodes
-        if (
-            slow
-            and number > 1
-            and (number >= slow.min_nodes or self.memory_share >= slow.min_memory_share)
-        ):
-            return slow.seconds
-        num_bytes = layers.outside * layers.width
-        return collective_s(
-            self.gpu, "p2p", num_bytes=num_bytes, ranks=self.scenario.ranks("pp")[:2]
-        )
+        slow = self.scenario.engine.pipeline.slow_transfer
+        num_nodes = self.scenario.num_nodes
+        if slow and num_nodes > 1:
+            has_many_nodes = num_nodes >= slow.min_nodes
+            if has_many_nodes or self.memory_share >= slow.min_memory_share:
+                return slow.seconds
+        num_bytes = self.stages.layers.outside * self.stages.layers.width
+        ranks = self.scenario.ranks("pp")[:2]
+        return collective_s(self.gpu, "p2p", num_bytes=num_bytes, ranks=ranks)
 
     def update_s(self, rank: int) -> float:
         """Seconds of the update of a pipeline rank."""
-        stages, engine, optim = self.stages, self.scenario.engine, self.scenario.config.optim
+        stages = self.stages
+        engine = self.scenario.engine
+        optim = self.scenario.config.optim
         numel = stages.numel(self.scenario.stages[rank])
-        updated = numel.dense / stages.shards[0] + numel.expert / stages.shards[1]
-        seconds = (
-            memory_s(self.gpu, engine.optimizer.update_bytes * updated)
-            + UPDATE_LAUNCHES * engine.launches.operator_s
-        )
+        updated = numel.dense / stages.shards.dense + numel.expert / stages.shards.expert
+        launches_s = UPDATE_LAUNCHES * engine.launches.operator_s
+        seconds = memory_s(self.gpu, engine.optimizer.update_bytes * updated) + launches_s
         if not optim.optimizer_cpu_offload:
             return seconds
         on_host = updated * host_fraction(optim)
         copied = on_host * (stages.precision.main_grads.itemsize + stages.precision.params.itemsize)
-        return (
-            seconds
-            + copied / self.gpu.host_bandwidth
-            + on_host * engine.optimizer.update_bytes / HOST_UPDATE
-        )
+        host_bytes = on_host * engine.optimizer.update_bytes
+        return seconds + copied / self.gpu.host_bandwidth + host_bytes / HOST_UPDATE
 
     def gathers_s(self, rank: int) -> float:
-        """Seconds of the gathers of updated parameters that the forward of a pipeline rank waits
-        for.
-        """
-        stages, engine = self.stages, self.scenario.engine
-        if stages.strategy not in ("optim", "optim_grads") or stages.shards[0] == 1:
+        """Seconds of parameter gathers for which the first forward of a pipeline rank waits."""
+        stages = self.stages
+        optimizer = self.scenario.engine.optimizer
+        if stages.strategy not in ("optim", "optim_grads") or stages.shards.dense == 1:
             return 0.0
-        numel = stages.numel(self.scenario.stages[rank])
-        seconds = stages.collective_s(
-            "all_gather", numel, itemsize=stages.precision.params.itemsize
-        )
-        seconds = (
-            engine.optimizer.gather_factor * seconds
-            + numel.tensors * stages.shards[0] * engine.optimizer.gather_copy_s
-        )
-        if not stages.overlaps("params"):
+        specs = self.scenario.stages[rank]
+        numel = stages.numel(specs)
+        itemsize = stages.precision.params.itemsize
+        gather_s = stages.collective_s("all_gather", numel, itemsize=itemsize)
+        copies_s = numel.tensors * stages.shards.dense * optimizer.gather_copy_s
+        seconds = optimizer.gather_factor * gather_s + copies_s
+        if not stages.overlaps_params:
             return seconds
-        first = sum(
-            self.durations[spec.index, ActionKind.forward] for spec in self.scenario.stages[rank]
-        )
-        return max(seconds / self._num_buckets(numel), seconds - first)
+        forward_s = sum(self.durations[spec.index, ActionKind.forward] for spec in specs)
+        return max(seconds / self._num_buckets(numel), seconds - forward_s)
 
     def _num_buckets(self, numel: Numel) -> int:
-        size = (
-            self.scenario.engine.optimizer.bucket_numel
-            or self.scenario.config.parallel.ddp_bucket_size
-        )
-        size = size or max(MIN_BUCKET, BUCKET_PER_RANK * self.stages.shards[0])
+        """Gradient buckets of parameters."""
+        size = self.scenario.engine.optimizer.bucket_numel
+        size = size or self.scenario.config.parallel.ddp_bucket_size
+        size = size or max(MIN_BUCKET, BUCKET_PER_RANK * self.stages.shards.dense)
         return max(1, round((numel.dense + numel.expert) / size))
 
     def reduced_at(self, run: Run, rank: int) -> float:
-        """When the reductions of one rank end, which begin at the last backward of each of its
-        stages.
-
-        Gradients that are sharded were reduce-scattered in each backward; what is left is the sum
-        over the replicas.
-        """
-        stages, itemsize, last = (
-            self.stages,
-            self.stages.precision.grads.itemsize,
-            run.last_backwards,
-        )
-        operation = {"no_shard": "all_reduce", "optim": "reduce_scatter"}.get(stages.strategy)
+        """When the reductions of one rank end, which begin in the last backward of its stages."""
+        last = run.last_backwards
         end = 0.0
         for spec in sorted(self.scenario.stages[rank], key=lambda spec: last[spec.index]):
-            numel, place = stages.numel([spec]), last[spec.index]
-            number = self._num_buckets(numel)
-            bucket = Numel(numel.dense // number, numel.expert // number, 0)
-            shard = Numel(bucket.dense // stages.shards[0], bucket.expert // stages.shards[1], 0)
-            seconds = (
-                stages.collective_s(operation, bucket, itemsize=itemsize) if operation else 0.0
-            )
-            seconds += stages.collective_s(
-                "all_reduce", shard, itemsize=itemsize, level="replicate"
-            )
-            for index in range(number if seconds else 0):
-                ready = (
-                    run.starts[place] + (run.ends[place] - run.starts[place]) * (index + 1) / number
-                )
-                end = max(ready if stages.overlaps("grads") else run.finish[rank], end) + seconds
+            numel = self.stages.numel([spec])
+            num_buckets = self._num_buckets(numel)
+            seconds = self._bucket_reduction_s(numel, num_buckets)
+            if not seconds:
+                continue
+            start = run.starts[last[spec.index]]
+            duration = run.ends[last[spec.index]] - start
+            for index in range(num_buckets):
+                ready = run.finish[rank]
+                if self.stages.overlaps_grads:
+                    ready = start + duration * (index + 1) / num_buckets
+                end = max(ready, end) + seconds
         return end
 
-    def timeline(self) -> Timeline:
-        """The actions of the first microbatches, or of all if they are few; an average forward
-        takes 1.
+    def _bucket_reduction_s(self, numel: Numel, num_buckets: int) -> float:
+        """Seconds of the reduction of one gradient bucket after the last backward.
+
+        Sharded gradients were reduce-scattered in each backward; only the sum over the replicas is
+        left.
         """
+        stages = self.stages
+        itemsize = stages.precision.grads.itemsize
+        bucket = Numel(numel.dense // num_buckets, numel.expert // num_buckets, 0)
+        seconds = 0.0
+        operation = {"no_shard": "all_reduce", "optim": "reduce_scatter"}.get(stages.strategy)
+        if operation:
+            seconds = stages.collective_s(operation, bucket, itemsize=itemsize)
+        shards = stages.shards
+        shard = Numel(bucket.dense // shards.dense, bucket.expert // shards.expert, 0)
+        return seconds + stages.collective_s(
+            "all_reduce", shard, itemsize=itemsize, level="replicate"
+        )
+
+    def timeline(self) -> Timeline:
+        """The actions of the first microbatches; an average forward takes 1."""
         run = self.run(self.lengths[0])
         forwards = [
             seconds for (_, kind), seconds in self.durations.items() if kind is ActionKind.forward
         ]
-        ranks, unit = [list[Span]() for _ in run.finish], mean(forwards)
+        unit = mean(forwards)
+        ranks = [list[Span]() for _ in run.finish]
         for step, start, end in zip(run.steps, run.starts, run.ends, strict=True):
             for action in step.actions:
                 stop = min(end, start + self.durations[action.stage, action.kind])
@@ -365,13 +383,13 @@ class StepClock:
 
 
 def simulated(shape: PipelineShape) -> list[int]:
-    """Microbatches to simulate: all, or enough for the steady state, and one more period, by which
-    to extend them.
+    """Numbers of microbatches to simulate: all, or two lengths of the steady state.
 
     >>> simulated(PipelineShape(4, 1, 10)), simulated(PipelineShape(4, 1, 1023))
     ([10], [8, 12])
     """
-    ranks, number = shape.num_ranks, shape.num_microbatches
+    ranks = shape.num_ranks
+    number = shape.num_microbatches
     has_longer_rounds = shape.num_stages_per_rank > 1 and number % ranks > 0
     return [number] if number <= 4 * ranks or has_longer_rounds else [2 * ranks, 3 * ranks]
 
@@ -385,12 +403,16 @@ def steps_of(name: str, shape: PipelineShape) -> tuple[Step, ...]:
         shape: its arguments.
     """
     schedule = build_schedule(name, shape)
+    rank_of_stage = schedule.rank_of_stage
     steps: list[Step] = []
-    places: dict[Action, int] = {}  # of the steps of actions
+    step_of_action: dict[Action, int] = {}
     for rank, actions, needed in runnable_steps(schedule):
-        received = [places[each] for each in needed if schedule.rank_of_stage[each.stage] != rank]
-        consumers = [each for each in map(schedule.consumer_of, actions) if each is not None]
-        num_sent = sum(schedule.rank_of_stage[each.stage] != rank for each in consumers)
-        places |= dict.fromkeys(actions, len(steps))
+        received = [step_of_action[one] for one in needed if rank_of_stage[one.stage] != rank]
+        num_sent = 0
+        for action in actions:
+            consumer = schedule.consumer_of(action)
+            if consumer is not None and rank_of_stage[consumer.stage] != rank:
+                num_sent += 1
+            step_of_action[action] = len(steps)
         steps.append(Step(rank, actions, tuple(received), num_sent))
     return tuple(steps)
