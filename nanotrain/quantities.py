@@ -64,6 +64,15 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def ceil_div(number: int, divisor: int) -> int:
+    """The quotient rounded up to an integer.
+
+    >>> ceil_div(7, 2), ceil_div(8, 2)
+    (4, 4)
+    """
+    return -(-number // divisor)
+
+
 def round_up(number: int, unit: int) -> int:
     """The smallest multiple of `unit` that is at least `number`.
 

@@ -1,11 +1,10 @@
-"""A bucket: consecutive parameters of the flat buffers whose gradients are reduced, and which are
-gathered, together.
+"""A bucket: consecutive parameters of the flat buffers that are reduced and gathered together.
 
 A bucket is composed of a parameter store and a gradient store (`stores.py`) and drives a
 `Reduction`:
 
     add_grad ...            one gradient per parameter and microbatch, or
-    start_write ...         a product writes it, and mark_ready follows the last use of the parameter
+    start_write ...         a product writes it; mark_ready follows the last use of the parameter
     start_reduce            inside the shard group
     start_across            across optimizer instances, once per step
     finish_reduce           `grads.main` holds the sum
@@ -25,9 +24,9 @@ from nanotrain.parallel.dp.stores import GradStore, ParamStore, shard_of
 class Reduction:
     """The collectives that reduce the gradients of one buffer.
 
-        inside an instance     reduce-scatter over `shard`, after every microbatch or after the last
-        across instances       all-reduce of the shard over `replicate`, or a reduce-scatter where optimizer state is
-                               sharded across instances too; once per step
+        inside an instance     reduce-scatter over `shard`, after every microbatch or the last one
+        across instances       all-reduce of the shard over `replicate`, once per step, or a
+                               reduce-scatter where optimizer state is sharded across instances
 
     With `no_shard` the shard group is one rank, so only the all-reduce across instances
     communicates. With one optimizer instance the replicate group is one rank, so only the
@@ -35,12 +34,13 @@ class Reduction:
     """
 
     def __init__(self, groups: ReduceGroups, options: DataParallelOptions) -> None:
-        self.groups, self.keeps_full = groups, options.keeps_full_grads
-        self._scale, self._op = options.grad_scale, "avg" if options.averages else "sum"
-        by_all_to_all = options.by_all_to_all
-        self._reduce_scatter = (
-            start_reduce_scatter_by_all_to_all if by_all_to_all else start_reduce_scatter_into
-        )
+        self.groups = groups
+        self.keeps_full = options.keeps_full_grads
+        self._scale = options.grad_scale
+        self._op = "avg" if options.averages else "sum"
+        self._reduce_scatter = start_reduce_scatter_into
+        if options.by_all_to_all:
+            self._reduce_scatter = start_reduce_scatter_by_all_to_all
 
     def start_inside(self, full: Tensor) -> Work[Tensor]:
         """Start to sum `full` [numel] inside the instance, into this rank's slice of it."""
@@ -52,10 +52,9 @@ class Reduction:
         return self._reduce_scatter(shard, full, group=self.groups.shard, op=self._op)
 
     def start_across(self, shard: Tensor) -> Work[Tensor]:
-        """Start to sum `shard` across instances, in place; where it is sharded across, into this
-        rank's slice of it.
+        """Start to sum `shard` across instances, in place; the result is `shard`.
 
-        The result is `shard`.
+        Where it is sharded across instances, only this rank's slice of it holds the sum.
         """
         replicate = self.groups.replicate
         if not self.groups.shards_across or self.keeps_full:
@@ -80,16 +79,18 @@ class Bucket:
     def __init__(
         self, layout: BucketLayout, *, params: ParamStore, grads: GradStore, reduction: Reduction
     ) -> None:
-        self.layout, self.params, self.grads = layout, params, grads
-        self._reduction, groups = reduction, reduction.groups
+        self.layout = layout
+        self.params = params
+        self.grads = grads
+        self._reduction = reduction
+        groups = reduction.groups
         # the param ranges that this rank's optimizer updates, in `params.update` and `grads.main`
         self.update_ranges = layout.update_ranges(
             groups.shard.index, outer_index=groups.outer.index
         )
-        self._ranges = {
-            entry.name: slice(entry.start - layout.start, entry.stop - layout.start)
-            for entry in layout.params
-        }
+        self._ranges: dict[str, slice] = {}  # elements of each parameter in the bucket
+        for entry in layout.params:
+            self._ranges[entry.name] = slice(entry.start - layout.start, entry.stop - layout.start)
         self._gaps = _gaps(layout)
         self._written: set[str] = set()
         self._ahead: set[str] = set()  # parameters whose gradient a forward pass has written
@@ -97,7 +98,8 @@ class Bucket:
         self._missing: set[str] = set()
         self._inside: Work[Tensor] | None = None
         self._across: Work[Tensor] | None = None
-        self._is_first, self._awaits_across = True, False
+        self._is_first = True  # whether no reduction of the step is complete
+        self._awaits_across = False  # whether the reduction across instances is still to start
 
     @property
     def is_in_flight(self) -> bool:
@@ -130,9 +132,7 @@ class Bucket:
         self.mark_ready(name)
 
     def keep_grad(self, name: str, grad: Tensor) -> None:
-        """Keep one parameter's gradient of one microbatch until the bucket is reduced, and has
-        memory.
-        """
+        """Keep one parameter's gradient of one microbatch until the bucket has memory."""
         early = self._early.get(name)
         self._early[name] = grad if early is None else early.add_(grad)
         self.mark_ready(name)
@@ -146,15 +146,11 @@ class Bucket:
             self._written.add(name)
 
     def expect_ahead(self, name: str) -> None:
-        """Expect the gradient of one parameter in the forward passes of this step, and in no
-        backward.
-        """
+        """Expect the gradient of one parameter in the forward passes of this step only."""
         self._ahead.add(name)
 
     def start_write(self, name: str) -> tuple[Tensor, bool]:
-        """The gradient elements of one parameter, and whether to add to them because this step has
-        written them.
-        """
+        """The gradient elements of one parameter, and whether to add to what they hold."""
         has_grads = name in self._written
         self._written.add(name)
         return self.view(name, self.grads.full()), has_grads
@@ -162,7 +158,7 @@ class Bucket:
     def start_keep(
         self, name: str, *, shape: torch.Size, dtype: torch.dtype
     ) -> tuple[Tensor, bool]:
-        """As `start_write`, in memory of its own, which is kept as by `keep_grad`."""
+        """Like `start_write`, but into a private buffer that `keep_grad` accumulates into."""
         has_grads = name in self._early
         if not has_grads:
             self._early[name] = self.grads.shard.new_empty(shape, dtype=dtype)
@@ -178,7 +174,8 @@ class Bucket:
         Args:
             is_last: whether no other reduction of this bucket follows in the step.
         """
-        full, self._awaits_across = self.grads.full(), is_last
+        full = self.grads.full()
+        self._awaits_across = is_last
         for name, grad in self._early.items():
             self._add(name, grad)
         self._early.clear()
@@ -188,38 +185,35 @@ class Bucket:
             self.start_across()  # nothing to wait for, so it can overlap the backward pass
 
     def finish_inside(self) -> None:
-        """Wait until `grads.shard` holds the sum inside the shard group; a transient store is then
-        empty.
-        """
-        work, self._inside = self._inside, None
-        if work is not None:
-            work.wait()
-            self.grads.finish_inside(is_first=self._is_first)
-            self._is_first = False
-            self._written.clear()
+        """Wait until `grads.shard` holds the sum inside the shard group."""
+        if self._inside is None:
+            return
+        self._inside.wait()
+        self._inside = None
+        self.grads.finish_inside(is_first=self._is_first)
+        self._is_first = False
+        self._written.clear()
 
     def start_across(self) -> None:
-        """Finish the reduction inside and, after the last one of a step, start the one across
-        instances.
-        """
+        """Finish the reduction inside and, after the step's last, start the one across instances."""
         self.finish_inside()
-        if self._awaits_across:
-            self._awaits_across = False
-            tensor = self.grads.shard  # not rounded to the dtype of the reduction if there is none
-            if self._reduction.groups.replicate.size > 1:
-                tensor = (
-                    self.grads.full()
-                    if self._reduction.keeps_full
-                    else self.grads.shard_to_reduce()
-                )
-            self._across = self._reduction.start_across(tensor)
+        if not self._awaits_across:
+            return
+        self._awaits_across = False
+        if self._reduction.groups.replicate.size == 1:
+            tensor = self.grads.shard  # not rounded to the dtype of a reduction
+        elif self._reduction.keeps_full:
+            tensor = self.grads.full()
+        else:
+            tensor = self.grads.shard_to_reduce()
+        self._across = self._reduction.start_across(tensor)
 
     def finish_reduce(self) -> None:
         """Wait until `grads.main` holds the sum."""
         self.start_across()
-        work, self._across = self._across, None
-        if work is not None:
-            self.grads.finish(work.wait())
+        if self._across is not None:
+            self.grads.finish(self._across.wait())
+            self._across = None
 
     def _zero_unwritten(self, full: Tensor) -> None:
         """Zero gaps, padding and parameters without a gradient, which hold arbitrary values."""
@@ -231,12 +225,10 @@ class Bucket:
 
 def _gaps(layout: BucketLayout) -> tuple[slice, ...]:
     """The elements of the bucket that belong to no parameter."""
-    edges = [
-        layout.start,
-        *(edge for entry in layout.params for edge in (entry.start, entry.stop)),
-        layout.stop,
-    ]
-    gaps = zip(edges[::2], edges[1::2], strict=True)
-    return tuple(
-        slice(start - layout.start, stop - layout.start) for start, stop in gaps if start < stop
-    )
+    starts = [layout.start, *(entry.stop for entry in layout.params)]
+    stops = [*(entry.start for entry in layout.params), layout.stop]
+    gaps = []
+    for start, stop in zip(starts, stops, strict=True):
+        if start < stop:
+            gaps.append(slice(start - layout.start, stop - layout.start))
+    return tuple(gaps)

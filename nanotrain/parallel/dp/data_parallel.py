@@ -1,5 +1,4 @@
-"""Data-parallel wrapper of a module: flat buffers, gradient reduction and parameter all-gather per
-bucket.
+"""Data-parallel wrapper of a module: flat buffers, gradient reduction, parameter all-gather.
 
 1. Construction makes every parameter of the module a view of one flat buffer and allocates the
    gradients.
@@ -46,7 +45,12 @@ from nanotrain.kernels.linear import GradView, attach
 from nanotrain.parallel.dp.bucket import Bucket, Reduction
 from nanotrain.parallel.dp.fp8_weights import Fp8Weights, placeholder
 from nanotrain.parallel.dp.layout import BufferLayout
-from nanotrain.parallel.dp.options import MAX_FULL_BUCKETS, DataParallelOptions, ReduceGroups
+from nanotrain.parallel.dp.options import (
+    MAX_FULL_BUCKETS,
+    DataParallelOptions,
+    ReduceGroups,
+    Strategy,
+)
 from nanotrain.parallel.dp.stores import build_grads, build_params, shard_of
 from nanotrain.parallel.dp.units import (
     GatherOrder,
@@ -90,52 +94,52 @@ class DataParallel:
         precision: Precision,
         device: torch.device,
     ) -> None:
-        is_complete = options.strategy.shard_optim or groups.shard.size == 1
-        assert is_complete, (
-            "without shard_optim no rank would gather the shards that it does not update"
-        )
-        is_by_unit = not options.strategy.shard_params or all(
-            len(bucket.units) == 1 for bucket in layout.buckets
-        )
-        assert is_by_unit, "a bucket of two units would be gathered for both"
-        self.layout, self.groups, self.options = layout, groups, options
+        check_layout(layout, groups, strategy=options.strategy)
+        self.layout = layout
+        self.groups = groups
+        self.options = options
         self.params = {param.spec.name: param for param in layout.params}
-        num_shards = groups.shard.size if options.strategy.shard_params else 1
-        is_fp8 = options.fp8_amax_groups is not None
-        dtype = WEIGHT_DTYPE if is_fp8 else precision.params
-        self.param_buffer = torch.zeros(layout.numel // num_shards, dtype=dtype, device=device)
-        # in params_dtype what this rank updates of fp8 weights
+        self.param_buffer = allocate_params(
+            layout,
+            num_shards=groups.shard.size,
+            options=options,
+            precision=precision,
+            device=device,
+        )
+        # this rank's part of fp8 weights in params_dtype, which the optimizer writes
         self.update_buffer: Tensor | None = None
-        if is_fp8:
+        if options.fp8_amax_groups is not None:
             num_updated = sum(bucket.update_numel for bucket in layout.buckets)
             self.update_buffer = torch.zeros(num_updated, dtype=precision.params, device=device)
         self.fp8_weights: Fp8Weights | None = None
         self._grad_dtype = precision.grads
         self.buckets = self._build_buckets(precision)
-        self._bucket_of = {
-            entry.name: bucket for bucket in self.buckets for entry in bucket.layout.params
-        }
-        self._num_started = 0
+        self._bucket_of: dict[str, Bucket] = {}
+        for bucket in self.buckets:
+            self._bucket_of |= dict.fromkeys(bucket.layout.names, bucket)
+        self._num_started = 0  # buckets whose reduction was started in this backward
         self._in_flight: list[Bucket] = []
-        self._is_last_microbatch, self._in_backward = True, False
+        self._is_last_microbatch = True
+        self._in_backward = False
+        self._is_gathered = False  # inside of `gathered`
         # parameters, and their views of a bucket
         self._views: dict[str, tuple[nn.Parameter, Tensor]] = {}
-        self._is_gathered = False  # inside of `gathered`
         self._move_parameters(module)
         self._unit_gather = self._register_unit_hooks(module)
 
     def begin_step(self) -> None:
         """Start a step: discard the gradients of the last one."""
-        self._num_started, self._is_last_microbatch = 0, True
+        self._num_started = 0
+        self._is_last_microbatch = True
         self._unit_gather.begin_step()
         for bucket in self.buckets:
             bucket.begin_step()
 
     def backward_begins(self, *, is_last: bool) -> None:
-        """Start the backward pass of a microbatch; `is_last` if it is the last one of the step on
-        this stage.
-        """
-        self._num_started, self._is_last_microbatch, self._in_backward = 0, is_last, True
+        """Start the backward of a microbatch; `is_last` for the last one of the step."""
+        self._num_started = 0
+        self._is_last_microbatch = is_last
+        self._in_backward = True
         self._unit_gather.free()  # the unit that an I action has gathered last
         for bucket in self.buckets:
             bucket.begin_backward()
@@ -187,10 +191,9 @@ class DataParallel:
             self.start_param_gather()
 
     def start_param_gather(self) -> None:
-        """All-gather the updated shards; the last bucket holds the first layers, so it is gathered
-        first.
+        """All-gather the updated shards; fp8 weights are quantized before.
 
-        fp8 weights are quantized before.
+        The last bucket holds the first layers, so it is gathered first.
         """
         if self.fp8_weights is not None:
             self.fp8_weights.quantize()
@@ -209,20 +212,18 @@ class DataParallel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather all parameters for the time of the block, for code that reads them without the
-        module's forward.
-        """
+        """Gather all parameters inside the block, for code that reads them without a forward."""
         self.wait_for_params()
         if self._is_gathered or not (self.options.strategy.shard_params or self.fp8_weights):
             yield
             return
-        self._is_gathered, fp8 = True, self.fp8_weights
+        self._is_gathered = True
+        fp8 = self.fp8_weights
         try:
             with self._unit_gather.all_gathered():
                 for bucket in self.buckets:
-                    self._point_params(
-                        bucket, bucket.params.apart if fp8 is None else fp8.gather_updates(bucket)
-                    )
+                    full = bucket.params.apart if fp8 is None else fp8.gather_updates(bucket)
+                    self._point_params(bucket, full)
                 yield
         finally:
             for bucket in self.buckets:
@@ -232,25 +233,22 @@ class DataParallel:
             self._is_gathered = False
 
     def _point_params(self, bucket: Bucket, full: Tensor | None) -> None:
-        """Make the parameters of a bucket views of `full` [numel]; None for the bucket's own
-        storage.
-        """
+        """Make the parameters of a bucket views of `full` [numel], or of its storage for None."""
         for entry in bucket.layout.params:
             param, view = self._views[entry.name]
             param.data = view if full is None else bucket.view(entry.name, full).view(view.shape)
 
     def grads_summed_over(self, axis: str) -> list[Tensor]:
-        """Reduced gradients of the parameters with `axis` among their `grad_sum_axes`, as flat
-        views.
+        """Reduced gradients, as flat views, of parameters with `axis` in their `grad_sum_axes`.
 
         Ranks along the axis hold the same parameters in the same layout, so their lists match.
         """
-        return [
-            bucket.grads.main[part.elements]
-            for bucket in self.buckets
-            for part in bucket.update_ranges
-            if axis in part.param.spec.grad_sum_axes
-        ]
+        grads = []
+        for bucket in self.buckets:
+            for part in bucket.update_ranges:
+                if axis in part.param.spec.grad_sum_axes:
+                    grads.append(bucket.grads.main[part.elements])
+        return grads
 
     @property
     def _reduces_now(self) -> bool:
@@ -259,7 +257,8 @@ class DataParallel:
         return self.options.strategy.shard_grads or overlaps_last
 
     def _take_grad(self, name: str, param: Tensor) -> None:
-        grad, param.grad = param.grad, None
+        grad = param.grad
+        param.grad = None
         bucket = self._bucket_of[name]
         if grad is None:  # written into the bucket, or none
             bucket.mark_ready(name)
@@ -269,29 +268,33 @@ class DataParallel:
         else:
             bucket.keep_grad(name, grad)
         if bucket.is_ready and self._reduces_now:
-            unready = (
-                i
-                for i in range(self._num_started, len(self.buckets))
-                if not self.buckets[i].is_ready
-            )
-            self._start_reductions(until=next(unready, len(self.buckets)))
+            self._start_reductions(until=self._first_unready())
+
+    def _first_unready(self) -> int:
+        """Index of the first bucket that is not reduced and lacks a gradient."""
+        index = self._num_started
+        while index < len(self.buckets) and self.buckets[index].is_ready:
+            index += 1
+        return index
 
     def _start_write(self, name: str, *, in_graph: bool = False) -> tuple[Tensor, bool] | None:
         """`GradView.start_write` of a parameter."""
-        bucket, shape = self._bucket_of[name], self._views[name][1].shape
         if not self._in_backward:
             return None
-        if not self._may_open(bucket):
-            return (
-                bucket.start_keep(name, shape=shape, dtype=self._grad_dtype) if in_graph else None
-            )
-        self._prepare_write(bucket)
-        view, has_grads = bucket.start_write(name)
-        return view.view(shape), has_grads
+        bucket = self._bucket_of[name]
+        shape = self._views[name][1].shape
+        if self._may_open(bucket):
+            self._prepare_write(bucket)
+            view, has_grads = bucket.start_write(name)
+            return view.view(shape), has_grads
+        if in_graph:
+            return bucket.start_keep(name, shape=shape, dtype=self._grad_dtype)
+        return None
 
     def _start_write_ahead(self, name: str) -> tuple[Tensor, bool] | None:
-        """`GradView.start_write_ahead` of a parameter; of transient stores only the first one of a
-        backward borrows.
+        """`GradView.start_write_ahead` of a parameter.
+
+        Of transient stores only the first one of a backward borrows memory.
         """
         bucket = self._bucket_of[name]
         if self.options.strategy.shard_grads and bucket is not self.buckets[0]:
@@ -303,14 +306,14 @@ class DataParallel:
         return view.view(self._views[name][1].shape), has_grads
 
     def _may_open(self, bucket: Bucket) -> bool:
-        """Whether a bucket has memory, or may borrow some: a later one would take that of one that
-        is still to come.
+        """Whether a bucket may take shared gradient memory now.
+
+        Later buckets must not overtake earlier ones.
         """
+        if not self.options.strategy.shard_grads:
+            return True
         first = self._num_started
-        return (
-            not self.options.strategy.shard_grads
-            or bucket in self.buckets[first : first + MAX_FULL_BUCKETS]
-        )
+        return bucket in self.buckets[first : first + MAX_FULL_BUCKETS]
 
     def _start_reductions(self, *, until: int) -> None:
         for bucket in self.buckets[self._num_started : until]:
@@ -326,117 +329,161 @@ class DataParallel:
     @property
     def _max_reductions(self) -> int:
         """The largest number of reductions in flight."""
-        shard, replicate = self.groups.shard, self.groups.replicate
+        shard = self.groups.shard
+        replicate = self.groups.replicate
         holds_memory = self.options.strategy.shard_grads or shard.is_gloo or replicate.is_gloo
         is_followed = shard.size > 1 and replicate.size > 1
         return MAX_REDUCTIONS if holds_memory or is_followed else len(self.buckets)
 
     def _prepare_write(self, bucket: Bucket) -> None:
-        """Finish the bucket's last reduction and, for a transient store, those of others that have
-        its memory.
-        """
+        """Finish earlier reductions of the bucket, and of buckets that use the same memory."""
         while bucket.is_in_flight:
             self._finish_oldest()
-        if not bucket.grads.is_open:
-            for started in self._in_flight:
-                if bucket.grads.overlaps(started.grads):
-                    started.finish_inside()
+        if bucket.grads.is_open:
+            return
+        for started in self._in_flight:
+            if bucket.grads.overlaps(started.grads):
+                started.finish_inside()
 
     def _finish_oldest(self) -> None:
         self._in_flight.pop(0).finish_reduce()
 
     def _reduce_later_units(self, num_complete: Sequence[int], index: int) -> None:
-        """Reduce the units after `index`, whose backward is next; all ranks do so between the same
-        all-gathers.
+        """Reduce the units after `index`, whose backward is next.
+
+        All ranks do so between the same all-gathers.
         """
         if self._in_backward and self._reduces_now:
             self._start_reductions(until=num_complete[index])
 
     def _move_parameters(self, module: nn.Module) -> None:
         """Make the module's parameters views of the buffer that pass on their gradients."""
-        writes, is_transient = self.options.writes_wgrads, self.options.strategy.shard_grads
-        writes_wgrads = not self.param_buffer.is_cpu if writes is None else writes
+        is_transient = self.options.strategy.shard_grads
+        writes_wgrads = self.options.writes_wgrads
+        if writes_wgrads is None:
+            writes_wgrads = not self.param_buffer.is_cpu
         traced = traced_units(
             self.layout, is_transient=is_transient, num_blocks=self.options.num_gather_blocks
         )
         for bucket in self.buckets:
             bucket.params.allocate()
-            for name, local in ((entry.name, entry.param) for entry in bucket.layout.params):
-                param = _with_data(module, name, data=self._param_data(bucket, local))
-                self._views[name] = (param, param.data)
-                take = partial(self._take_grad, name)
-                param.register_post_accumulate_grad_hook(take)
+            for entry in bucket.layout.params:
+                spec = entry.param.spec
+                param = _with_data(module, entry.name, data=self._param_data(bucket, entry.param))
+                self._views[entry.name] = (param, param.data)
+                param.register_post_accumulate_grad_hook(partial(self._take_grad, entry.name))
                 # Several units use a shared weight: it would hold pooled storage from its first use
                 # to its last.
-                if writes_wgrads and not (is_transient and local.spec.is_shared):
-                    start, ready = partial(self._start_write, name), partial(take, param)
-                    in_graph = partial(start, in_graph=True) if local.spec.unit in traced else None
-                    ahead = partial(self._start_write_ahead, name)
-                    attach(GradView(self._grad_dtype, start, ready, ahead, in_graph), param)
+                if writes_wgrads and not (is_transient and spec.is_shared):
+                    attach(self._grad_view(param, entry.name, is_traced=spec.unit in traced), param)
             bucket.params.free()
-        if (amax_groups := self.options.fp8_amax_groups) is not None:
+        amax_groups = self.options.fp8_amax_groups
+        if amax_groups is not None:
             self.fp8_weights = Fp8Weights(
                 module, self.buckets, groups=self.groups, amax_groups=amax_groups
             )
 
-    def _param_data(self, bucket: Bucket, local: LocalParam) -> Tensor:
-        """A view of the bucket; of fp8 weights no values."""
-        if self.update_buffer is None:
-            return bucket.view(local.spec.name, bucket.params.full).view(local.box.shape)
-        return placeholder(
-            local.box.shape, dtype=self.update_buffer.dtype, device=self.update_buffer.device
+    def _grad_view(self, param: nn.Parameter, name: str, *, is_traced: bool) -> GradView:
+        """What products call to write the gradient of a parameter into its bucket."""
+        start = partial(self._start_write, name)
+        return GradView(
+            self._grad_dtype,
+            start,
+            partial(self._take_grad, name, param),
+            partial(self._start_write_ahead, name),
+            partial(start, in_graph=True) if is_traced else None,
         )
+
+    def _param_data(self, bucket: Bucket, local: LocalParam) -> Tensor:
+        """A view of the bucket; a placeholder for fp8 weights."""
+        shape = local.box.shape
+        update = self.update_buffer
+        if update is not None:
+            return placeholder(shape, dtype=update.dtype, device=update.device)
+        return bucket.view(local.spec.name, bucket.params.full).view(shape)
 
     def _register_unit_hooks(self, module: nn.Module) -> UnitGather:
         """Before its forward each module waits for the parameters of its units, or gathers them."""
-        given, options = self.options.units, self.options
-        units = (
-            child_units(module, self.layout) if given is None else given_units(given, self.layout)
-        )
+        options = self.options
+        if options.units is None:
+            units = child_units(module, self.layout)
+        else:
+            units = given_units(options.units, self.layout)
         if not options.strategy.shard_params:
             for unit in units:
                 params = [self.buckets[i].params for i in unit.buckets]
                 unit.first.register_forward_pre_hook(partial(wait_before_forward, params))
             units = []  # nothing is gathered and freed
+        read = [unit.buckets for unit in units]
         lookups = [index for index, unit in enumerate(units) if unit.is_lookup]
+        num_complete = [unit.num_complete for unit in units]
         return UnitGather(
             units,
             [bucket.params for bucket in self.buckets],
-            order=GatherOrder.of(
-                [unit.buckets for unit in units], self.layout, options=options, lookups=lookups
-            ),
-            before_backward=partial(
-                self._reduce_later_units, [unit.num_complete for unit in units]
-            ),
+            order=GatherOrder.of(read, self.layout, options=options, lookups=lookups),
+            before_backward=partial(self._reduce_later_units, num_complete),
             is_recomputing=options.is_recomputing,
         )
 
     def _build_buckets(self, precision: Precision) -> tuple[Bucket, ...]:
-        layout, groups, options, update = self.layout, self.groups, self.options, self.update_buffer
-        device, is_transient = self.param_buffer.device, options.strategy.shard_grads
-        params = build_params(
-            layout, self.param_buffer, groups=groups, options=options, update_buffer=update
+        all_params = build_params(
+            self.layout,
+            self.param_buffer,
+            groups=self.groups,
+            options=self.options,
+            update_buffer=self.update_buffer,
         )
-        grads = build_grads(
-            layout, groups=groups, precision=precision, device=device, is_transient=is_transient
+        all_grads = build_grads(
+            self.layout,
+            groups=self.groups,
+            precision=precision,
+            device=self.param_buffer.device,
+            is_transient=self.options.strategy.shard_grads,
         )
-        stores, reduction = (
-            zip(layout.buckets, params, grads, strict=True),
-            Reduction(groups, options),
-        )
-        return tuple(Bucket(each, params=p, grads=g, reduction=reduction) for each, p, g in stores)
+        reduction = Reduction(self.groups, self.options)
+        buckets = []
+        for layout, params, grads in zip(self.layout.buckets, all_params, all_grads, strict=True):
+            buckets.append(Bucket(layout, params=params, grads=grads, reduction=reduction))
+        return tuple(buckets)
+
+
+def check_layout(layout: BufferLayout, groups: ReduceGroups, *, strategy: Strategy) -> None:
+    """Assert that a layout is one that the strategy can reduce and gather."""
+    is_complete = strategy.shard_optim or groups.shard.size == 1
+    assert is_complete, (
+        "without shard_optim no rank would gather the shards that it does not update"
+    )
+    if strategy.shard_params:
+        is_by_unit = all(len(bucket.units) == 1 for bucket in layout.buckets)
+        assert is_by_unit, "a bucket of two units would be gathered for both"
+
+
+def allocate_params(
+    layout: BufferLayout,
+    *,
+    num_shards: int,
+    options: DataParallelOptions,
+    precision: Precision,
+    device: torch.device,
+) -> Tensor:
+    """[numel] zeros for the parameters of a buffer, or for this rank's shard of them."""
+    numel = layout.numel
+    if options.strategy.shard_params:
+        numel //= num_shards
+    dtype = precision.params if options.fp8_amax_groups is None else WEIGHT_DTYPE
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def _with_data(module: nn.Module, name: str, *, data: Tensor) -> nn.Parameter:
-    """The module's parameter with other data, so that every reference to it stays valid; a new one
-    in place of meta.
+    """Give a parameter of the module other data; a parameter on the meta device is replaced.
 
-    `.data`: a gather between forward and backward must not count as a change of what autograd
-    saved.
+    Every reference to the parameter stays valid. The data is set by `.data`: a gather between
+    forward and backward must not count as a change of what autograd saved.
     """
     param = module.get_parameter(name)
     if not param.is_meta:
-        param.data, param.grad = data.data, None
+        param.data = data.data
+        param.grad = None
         return param
     owner, _, leaf = name.rpartition(".")
     param = module.get_submodule(owner)._parameters[leaf] = nn.Parameter(data.data)

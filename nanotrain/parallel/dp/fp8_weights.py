@@ -1,9 +1,9 @@
 """Weights that are gathered, and read by products, in fp8 (`--fp8-param-gather`).
 
     update [update_numel]   params_dtype   what this rank's optimizer writes
-        amax of every weight or block: of this rank's elements, then the largest over the ranks that share it
+        amax of every weight or block, and the largest over the ranks that share it
         fp8 values with the scales of the whole weight
-    params.sent           fp8            the same elements of the bucket; all-gathers send these
+    params.sent             fp8            the same elements of the bucket; all-gathers send these
     Fp8Layer.stored         fp8            the weight as the products read it
 
 Every element is rounded as if the whole weight were quantized from params_dtype, so results equal
@@ -28,6 +28,7 @@ from nanotrain.kernels.fp8.quantize import block_amax, quantize
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.options import ReduceGroups
 from nanotrain.precision.fp8 import Block
+from nanotrain.quantities import ceil_div
 
 
 def scales_shape(shape: Sequence[int], block: Block) -> tuple[int, int, int]:
@@ -36,8 +37,10 @@ def scales_shape(shape: Sequence[int], block: Block) -> tuple[int, int, int]:
     >>> scales_shape((300, 128), (128, 128)), scales_shape((4, 300, 128), (None, None))
     ((1, 3, 1), (4, 1, 1))
     """
-    *experts, rows, columns = shape
-    return prod(experts), -(-rows // (block[0] or rows)), -(-columns // (block[1] or columns))
+    experts, rows, columns = _as_stacked(shape)
+    block_rows = block[0] or rows
+    block_columns = block[1] or columns
+    return experts, ceil_div(rows, block_rows), ceil_div(columns, block_columns)
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,9 @@ class _Weight:
     def store(self) -> None:
         """Point `stored` to the memory that the bucket is gathered into."""
         apart = self.bucket.params.apart
-        values = self.view if apart is None else self.bucket.view(self.name, apart).view(self.shape)
+        values = self.view
+        if apart is not None:
+            values = self.bucket.view(self.name, apart).view(self.shape)
         self.layer.stored = replace(self.stored, values=values)
 
     def parts(self) -> Iterator["WeightPart"]:
@@ -79,12 +84,13 @@ class _Weight:
         for part in self.bucket.update_ranges:
             if part.name != self.name:
                 continue
-            for expert in range(
-                part.param_start // size, -(-(part.param_start + part.numel) // size)
-            ):
-                # of the expert; it may lie on another rank
+            first_expert = part.param_start // size
+            last_expert = (part.param_start + part.numel - 1) // size
+            for expert in range(first_expert, last_expert + 1):
+                # first element of the expert, which may lie on another rank
                 origin = part.start - part.param_start + expert * size
-                first, last = max(part.start, origin), min(part.stop, origin + size)
+                first = max(part.start, origin)
+                last = min(part.stop, origin + size)
                 yield WeightPart(expert, first - origin, columns, slice(first, last), self.block)
 
 
@@ -120,23 +126,24 @@ class WeightPart:
         return 0 if self.block[0] is None else self.first % (self.block[0] * self.columns)
 
     def _matrix(self, update: Tensor) -> Tensor:
-        """The elements as rows of C, padded with zeros to whole blocks of rows; one row if the
-        weight has one scale.
+        """The elements as rows of C, padded with zeros to whole blocks of rows.
+
+        They are one row if the weight has one scale.
         """
         values = update[self.elements]
         if self.block[0] is None:
             return values[None]
-        return F.pad(values, (self._before, -(self._before + self._numel) % self.columns)).view(
-            -1, self.columns
-        )
+        after = -(self._before + self._numel) % self.columns
+        return F.pad(values, (self._before, after)).view(-1, self.columns)
 
     def _blocks(self, per_block: Tensor) -> Tensor:
         """[E, R / r, C / c] -> a view of the entries for the blocks of `_matrix`."""
-        blocks, rows = per_block[self.expert], self.block[0]
+        blocks = per_block[self.expert]
+        rows = self.block[0]
         if rows is None:
             return blocks
-        unit = rows * self.columns
-        return blocks[self.first // unit : -(-(self.first + self._numel) // unit)]
+        size = rows * self.columns
+        return blocks[self.first // size : ceil_div(self.first + self._numel, size)]
 
 
 class Fp8Weights:
@@ -158,13 +165,15 @@ class Fp8Weights:
         groups: ReduceGroups,
         amax_groups: Sequence[Group],
     ) -> None:
-        self._buckets, self._groups = buckets, groups
+        self._buckets = buckets
+        self._groups = groups
         self._amax_groups = (groups.shard, groups.outer, *amax_groups)
         self._weights: list[_Weight] = []
         for bucket in buckets:
             bucket.params.allocate()
             for entry in bucket.layout.params:
-                layer, shape = _layer_of(module, entry.name), _as_stacked(entry.param.box.shape)
+                layer = _layer_of(module, entry.name)
+                shape = _as_stacked(entry.param.box.shape)
                 view = bucket.view(entry.name, bucket.params.full).view(shape)
                 self._weights.append(_Weight(layer, bucket, entry.name, shape, view))
             bucket.params.free()
@@ -183,22 +192,23 @@ class Fp8Weights:
 
     @torch.no_grad()
     def quantize(self) -> None:
-        """Quantize this rank's part with the scales of whole weights; one all-reduce of amaxes per
-        group.
+        """Quantize this rank's part with the scales of whole weights.
+
+        One all-reduce per group sums up the amaxes of all weights.
         """
         numels = [prod(weight.scales_shape) for weight in self._weights]
-        total = torch.zeros(sum(numels), device=self._buckets[0].params.update.device)
-        amaxes = [
-            part.view(w.scales_shape)
-            for w, part in zip(self._weights, total.split(numels), strict=True)
-        ]
-        for weight, amax in zip(self._weights, amaxes, strict=True):
+        all_amaxes = torch.zeros(sum(numels), device=self._buckets[0].params.update.device)
+        amaxes = []
+        for weight, flat in zip(self._weights, all_amaxes.split(numels), strict=True):
+            amax = flat.view(weight.scales_shape)
             for part in weight.parts():
                 part.amax(weight.bucket.params.update, amax)
+            amaxes.append(amax)
         for group in self._amax_groups:
-            all_reduce(total, group, op="max")
+            all_reduce(all_amaxes, group, op="max")
         for weight, amax in zip(self._weights, amaxes, strict=True):
-            inverse, params = weight.layer.weight_scales(amax), weight.bucket.params
+            inverse = weight.layer.weight_scales(amax)
+            params = weight.bucket.params
             for part in weight.parts():
                 part.quantize(params.update, params.sent, inverse=inverse)
             weight.layer.stored = replace(
@@ -211,8 +221,9 @@ class Fp8Weights:
         Called while all units are gathered.
         """
         self.store(bucket)
-        update, layout = bucket.params.update, bucket.layout
-        shard, full = update.new_empty(layout.shard_numel), update.new_empty(layout.numel)
+        update = bucket.params.update
+        shard = update.new_empty(bucket.layout.shard_numel)
+        full = update.new_empty(bucket.layout.numel)
         all_gather_into(shard, update, group=self._groups.outer)
         all_gather_into(full, shard, group=self._groups.shard)
         return full

@@ -1,5 +1,4 @@
-"""Layout of the flat buffers: which elements hold each parameter, and which elements each shard
-rank updates.
+"""Layout of the flat buffers: the elements of each parameter and those that each rank updates.
 
 Everything here is pure and frozen: a layout needs no process group, module or device.
 
@@ -8,7 +7,7 @@ gradients. A parameter starts at a multiple of 64 elements; a bucket's end is pa
 shards have equal length.
 
     bucket 0                         bucket 1
-    |param |..|param|param |pppp|    |param         |param|.|param|pp|       . alignment   p padding
+    |param |..|param|param |pppp|    |param         |param|.|param|pp|       . alignment, p padding
     |shard 0  |shard 1  |shard 2|    |shard 0  |shard 1  |shard 2    |
 
 Four index spaces, all counted in elements:
@@ -26,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from nanotrain.quantities import round_up
 from nanotrain.spec.boxes import TensorBox, flat_range_to_boxes
@@ -59,16 +59,15 @@ class LayoutRules:
     @property
     def bucket_alignment(self) -> int:
         """Divisor of every bucket end, in elements."""
-        return math.lcm(
-            self.num_shards * self.num_outer_shards,
-            BUCKET_ALIGNMENT,
-            HIGH_BUSBW_ALIGNMENT if self.pad_for_high_busbw else 1,
-        )
+        alignment = math.lcm(self.num_shards * self.num_outer_shards, BUCKET_ALIGNMENT)
+        if self.pad_for_high_busbw:
+            alignment = math.lcm(alignment, HIGH_BUSBW_ALIGNMENT)
+        return alignment
 
 
 @dataclass(frozen=True)
 class FlatRange:
-    """Consecutive elements of a local parameter in a flat tensor: the buffer, a bucket or a shard."""
+    """Consecutive elements of a local parameter in a flat tensor (buffer, bucket or shard)."""
 
     param: LocalParam
     start: int  # first element in the flat tensor
@@ -92,24 +91,25 @@ class FlatRange:
 
     def boxes(self, name: str) -> Iterator[TensorBox]:
         """The elements as boxes of the global tensor `name`, in their order."""
-        local, stop = self.param, self.param_start + self.numel
+        local = self.param
+        stop = self.param_start + self.numel
         for box in flat_range_to_boxes(local.box.shape, start=self.param_start, stop=stop):
             yield TensorBox(name, local.spec.shape, box.shifted(local.box.start))
 
 
 def clip_ranges(ranges: Iterable[FlatRange], *, start: int, stop: int) -> Iterator[FlatRange]:
-    """The parts of ranges inside elements [start, stop) of their flat tensor, without empty ones."""
-    for each in ranges:
-        first, last = max(each.start, start), min(each.stop, stop)
+    """The nonempty parts of ranges inside elements [start, stop) of their flat tensor."""
+    for whole in ranges:
+        first = max(whole.start, start)
+        last = min(whole.stop, stop)
         if first < last:
-            yield FlatRange(each.param, first, each.param_start + first - each.start, last - first)
+            param_start = whole.param_start + first - whole.start
+            yield FlatRange(whole.param, first, param_start, last - first)
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Consecutive parameters that are reduced and all-gathered together, elements [start, stop) of
-    the buffer.
-    """
+    """Parameters that are reduced and gathered together: elements [start, stop) of the buffer."""
 
     start: int
     stop: int
@@ -128,6 +128,11 @@ class BucketLayout:
         return self.params[0].param.spec.is_shared
 
     @property
+    def names(self) -> set[str]:
+        """Global names of the parameters."""
+        return {entry.name for entry in self.params}
+
+    @property
     def units(self) -> set[str]:
         """FSDP units of the parameters."""
         return {entry.param.spec.unit for entry in self.params}
@@ -139,29 +144,29 @@ class BucketLayout:
 
     @property
     def update_numel(self) -> int:
-        """Elements that one rank's optimizer updates: a shard, or the part of it that is this
-        instance's.
-        """
+        """Elements that one rank's optimizer updates: a shard or a part of it."""
         return self.shard_numel // self.num_outer_shards
 
     def update_ranges(self, shard_index: int, *, outer_index: int = 0) -> tuple[FlatRange, ...]:
-        """The param ranges that one rank's optimizer updates; starts count from the first such
-        element.
-        """
+        """The param ranges that one rank's optimizer updates, counted from the first one."""
         first = self.start + shard_index * self.shard_numel + outer_index * self.update_numel
-        inside = clip_ranges(self.params, start=first, stop=first + self.update_numel)
-        return tuple(replace(each, start=each.start - first) for each in inside)
+        updated = clip_ranges(self.params, start=first, stop=first + self.update_numel)
+        return tuple(replace(part, start=part.start - first) for part in updated)
 
 
 @dataclass(frozen=True)
 class GatherBlocks:
-    """Blocks of memory that the gathered units of a buffer share: unit after unit uses the next
-    block.
-    """
+    """Blocks of memory that the gathered units of a buffer share, one after the other."""
 
     numel: dict[str, int]  # elements of every block, by name
-    # per bucket: name of its block and its first element in the block
-    places: tuple[tuple[str, int], ...]
+    buckets: tuple["BlockRange", ...]  # what each bucket uses
+
+
+class BlockRange(NamedTuple):
+    """Where a gathered bucket lies."""
+
+    block: str  # name of the block
+    start: int  # first element in the block
 
 
 @dataclass(frozen=True)
@@ -196,46 +201,52 @@ class BufferLayout:
         return dict(numel)
 
     def gather_blocks(self, num_blocks: int) -> GatherBlocks:
-        """Assign the units to blocks round-robin in forward order: `num_blocks` successive units
-        have different blocks.
+        """Assign the units to blocks round-robin in forward order.
 
-        A parameter that several units read has its own block.
+        `num_blocks` successive units have different blocks. A parameter that several units read has
+        its own block.
         """
-        turn: dict[str, str] = {}  # unit -> block
+        block_of_unit: dict[str, str] = {}
         filled: Counter[str] = Counter()  # elements by unit
         numel: dict[str, int] = {}
-        places = []
+        ranges = []
         for bucket in reversed(self.buckets):
             (unit,) = bucket.units
-            block, start = f"shared {unit}", 0
-            if not bucket.is_shared:
-                block, start = turn.setdefault(unit, str(len(turn) % num_blocks)), filled[unit]
+            if bucket.is_shared:
+                block = f"shared {unit}"
+                start = 0
+            else:
+                next_block = str(len(block_of_unit) % num_blocks)
+                block = block_of_unit.setdefault(unit, next_block)
+                start = filled[unit]
                 filled[unit] += bucket.numel
-            places.append((block, start))
+            ranges.append(BlockRange(block, start))
             numel[block] = max(numel.get(block, 0), start + bucket.numel)
-        return GatherBlocks(numel, tuple(reversed(places)))
+        return GatherBlocks(numel, tuple(reversed(ranges)))
 
     @property
     def open_numel(self) -> int:
         """Elements of the two successive buckets that are the largest."""
-        return max(
-            (first.numel + second.numel for first, second in pairwise(self.buckets)),
-            default=self.numel,
-        )
+        neighbors = [first.numel + second.numel for first, second in pairwise(self.buckets)]
+        return max(neighbors, default=self.numel)
 
     @property
     def open_starts(self) -> tuple[int, ...]:
-        """Per bucket its first element in memory of `open_numel` elements: in turn from its start
-        and up to its end.
+        """Per bucket its first element in memory of `open_numel` elements.
+
+        Buckets lie in turn at the start of the memory and at its end.
         """
-        return tuple((self.open_numel - b.numel) * (i % 2) for i, b in enumerate(self.buckets))
+        starts = []
+        for index, bucket in enumerate(self.buckets):
+            is_at_end = index % 2 == 1
+            starts.append(self.open_numel - bucket.numel if is_at_end else 0)
+        return tuple(starts)
 
     @property
     def params(self) -> tuple[LocalParam, ...]:
         """All parameters in registration order."""
-        return tuple(
-            entry.param for bucket in reversed(self.buckets) for entry in reversed(bucket.params)
-        )
+        entries = [entry for bucket in self.buckets for entry in bucket.params]
+        return tuple(entry.param for entry in reversed(entries))
 
 
 def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayout:
@@ -249,32 +260,58 @@ def plan_layout(params: Sequence[LocalParam], rules: LayoutRules) -> BufferLayou
         params: this rank's parameters of one buffer, in registration order.
         rules: number of shards, bucket size, paddings, unit borders.
     """
+    open_bucket = _OpenBucket(rules)
     buckets: list[BucketLayout] = []
-    open_params: list[FlatRange] = []
-    bucket_start = 0
-
-    def close_bucket() -> int:
-        end = round_up(open_params[-1].stop, rules.bucket_alignment)
-        buckets.append(
-            BucketLayout(
-                bucket_start, end, tuple(open_params), rules.num_shards, rules.num_outer_shards
-            )
-        )
-        open_params.clear()
-        return end
-
-    def is_full() -> bool:
-        return open_params[-1].stop - bucket_start >= rules.closing_size
-
     for param in reversed(params):
-        enters_unit = bool(open_params) and param.spec.unit != open_params[-1].param.spec.unit
-        ends = enters_unit and (rules.gathers_by_unit or is_full())
-        if open_params and (param.spec.is_shared or ends):
-            bucket_start = close_bucket()
-        start = round_up(open_params[-1].stop, PARAM_ALIGNMENT) if open_params else bucket_start
-        open_params.append(FlatRange(param, start, 0, param.box.numel))
-        if param.spec.is_shared or (is_full() and not rules.keeps_units):
-            bucket_start = close_bucket()
-    if open_params:
-        close_bucket()
+        if open_bucket.closes_before(param):
+            buckets.append(open_bucket.close())
+        open_bucket.add(param)
+        if open_bucket.closes_after(param):
+            buckets.append(open_bucket.close())
+    if open_bucket.params:
+        buckets.append(open_bucket.close())
     return BufferLayout(tuple(buckets))
+
+
+class _OpenBucket:
+    """The bucket that `plan_layout` is filling."""
+
+    def __init__(self, rules: LayoutRules) -> None:
+        self.rules = rules
+        self.start = 0
+        self.params: list[FlatRange] = []
+
+    @property
+    def is_full(self) -> bool:
+        return self.params[-1].stop - self.start >= self.rules.closing_size
+
+    def closes_before(self, param: LocalParam) -> bool:
+        if not self.params:
+            return False
+        if param.spec.is_shared:
+            return True
+        enters_unit = param.spec.unit != self.params[-1].param.spec.unit
+        return enters_unit and (self.rules.gathers_by_unit or self.is_full)
+
+    def closes_after(self, param: LocalParam) -> bool:
+        return param.spec.is_shared or (self.is_full and not self.rules.keeps_units)
+
+    def add(self, param: LocalParam) -> None:
+        start = self.start
+        if self.params:
+            start = round_up(self.params[-1].stop, PARAM_ALIGNMENT)
+        self.params.append(FlatRange(param, start, 0, param.box.numel))
+
+    def close(self) -> BucketLayout:
+        """The finished bucket; the next one begins at its end."""
+        stop = round_up(self.params[-1].stop, self.rules.bucket_alignment)
+        bucket = BucketLayout(
+            self.start,
+            stop,
+            tuple(self.params),
+            self.rules.num_shards,
+            self.rules.num_outer_shards,
+        )
+        self.start = stop
+        self.params = []
+        return bucket

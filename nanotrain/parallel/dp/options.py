@@ -57,11 +57,9 @@ class ReduceGroups:
     @cached_property
     def outer(self) -> Group:
         """The ranks that a shard is sharded over: `replicate`, or this rank only."""
-        return (
-            self.replicate
-            if self.shards_across
-            else Group.single_rank(self.replicate.name, self.replicate.rank)
-        )
+        if self.shards_across:
+            return self.replicate
+        return Group.single_rank(self.replicate.name, self.replicate.rank)
 
 
 @dataclass(frozen=True)
@@ -83,39 +81,34 @@ class DataParallelOptions:
     keeps_full_grads: bool = False  # all-reduce whole buckets instead of reduce-scatter
     # products write weight gradients into the bucket; None: on GPUs
     writes_wgrads: bool | None = None
-    # modules in forward order, and the names of the parameters that each reads; None: the children
-    # of the module
+    # modules in forward order with the names of the parameters that they read; None: the children
     units: Sequence[tuple[nn.Module, Collection[str]]] | None = None
     # whether a forward pass runs again inside a backward
     is_recomputing: Callable[[], bool] = lambda: False
-    # weights are gathered in fp8, and these ranks beside those of the buckets share a scale; None:
-    # in params_dtype
+    # weights are gathered in fp8 and share scales with these further ranks; None: in params_dtype
     fp8_amax_groups: Sequence[Group] | None = None
 
     @classmethod
     def of(cls, parallel: ParallelConfig, precision: PrecisionConfig) -> Self:
-        """The options that the configuration decides; those of a single wrapper keep their
-        defaults.
+        """The options that the configuration decides; those of one wrapper keep their defaults.
 
-        >>> options = DataParallelOptions.of(ParallelConfig(overlap_param_gather=True), PrecisionConfig())
+        >>> parallel = ParallelConfig(overlap_param_gather=True)
+        >>> options = DataParallelOptions.of(parallel, PrecisionConfig())
         >>> options.num_prefetched_units, options.num_gather_blocks, options.by_all_to_all
         (1, 0, False)
         """
         # fp32 gradients are summed in fp32 by any reduce-scatter
         is_low_precision = Precision.of(precision).grads is not torch.float32
+        depth = parallel.fsdp_prefetch_depth
         return cls(
             strategy=STRATEGIES[parallel.data_parallel_sharding_strategy],
             overlap_grad_reduce=parallel.overlap_grad_reduce,
             overlap_param_gather=parallel.overlap_param_gather,
             averages=parallel.ddp_average_in_collective,
             by_all_to_all=parallel.reduce_scatter_with_fp32_accumulation and is_low_precision,
-            num_prefetched_units=parallel.fsdp_prefetch_depth
-            if parallel.overlap_param_gather
-            else 0,
+            num_prefetched_units=depth if parallel.overlap_param_gather else 0,
             reshards_after_forward=parallel.reshard_after_forward,
-            num_gather_blocks=1 + parallel.fsdp_prefetch_depth
-            if parallel.fsdp_double_buffer
-            else 0,
+            num_gather_blocks=1 + depth if parallel.fsdp_double_buffer else 0,
             keeps_full_grads=parallel.force_all_reduce,
             writes_wgrads=parallel.gradient_accumulation_fusion,
         )
@@ -124,8 +117,7 @@ class DataParallelOptions:
 def layout_rules(
     parallel: ParallelConfig, *, num_shards: int, num_outer_shards: int, is_expert: bool = False
 ) -> LayoutRules:
-    """The rules of a buffer that is sharded over that many ranks, and over that many instances in
-    turn.
+    """The rules of a buffer that is sharded over ranks and, in turn, over instances.
 
     A compiled block runs its hooks after its whole backward and writes to all of its buckets in
     between. Where buckets borrow memory it lies in one, so that it does not wait for reductions of

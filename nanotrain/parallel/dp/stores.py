@@ -1,10 +1,10 @@
 """Storage of one bucket: a parameter store and a gradient store, chosen from the strategy's traits.
 
     parameters   ParamStore        full size all the time
-                 ShardedParams     this rank's shard all the time, full size while a unit is gathered
+                 ShardedParams     this rank's shard all the time, full size while gathered
                  PooledParams      the same, gathered in blocks of memory that units share
-    gradients    ResidentGrads     full size all the time; microbatches accumulate at full size, one reduction per step
-                 TransientGrads    full size while a microbatch fills it, then only this rank's shard accumulates
+    gradients    ResidentGrads     full size all the time; one reduction per step
+                 TransientGrads    full size while a microbatch fills it; only the shard accumulates
 
 Transient stores borrow full-size memory that holds two successive buckets. Buckets borrow in turn
 from its start and up to its end, so a bucket waits for the reduction of the last but one, and the
@@ -52,7 +52,8 @@ class ParamStore:
         shard: Tensor | None = None,
         update: Tensor | None = None,
     ) -> None:
-        self.full, self.shard = full, shard_of(full, groups.shard) if shard is None else shard
+        self.full = full
+        self.shard = shard_of(full, groups.shard) if shard is None else shard
         # [update_numel] what this rank sends to the others
         self.sent = shard_of(self.shard, groups.outer)
         self.update = self.sent if update is None else update
@@ -71,9 +72,7 @@ class ParamStore:
         self.gathers.append(start_all_gather_into(self.full, self.shard, group=self._groups.shard))
 
     def wait(self) -> None:
-        """Wait until `shard`, and `full` where its all-gather was started, hold the updated
-        parameters.
-        """
+        """Wait until `shard`, and `full` if its all-gather was started, are up to date."""
         while self.gathers:
             self.gathers.pop(0).wait()
 
@@ -84,8 +83,7 @@ class ParamStore:
 
 
 class ShardedParams(ParamStore):
-    """This rank's shard of the parameters (`optim_grads_params`); `full` has memory only while it
-    is gathered.
+    """This rank's shard of the parameters (`optim_grads_params`); `full` is empty between gathers.
 
     The storage of `full` is resized, not replaced: autograd saves views of it in the forward and
     reads them in the backward, after the unit has been gathered again. It is freed at first.
@@ -101,17 +99,13 @@ class ShardedParams(ParamStore):
         self.full.untyped_storage().resize_(self.full.nbytes)
 
     def start_all_gather(self) -> None:
-        """Start to collect the shards of all ranks in `full`, unless they are there or being
-        collected.
-        """
+        """Start to collect the shards of all ranks in `full`, unless that was done."""
         if not self.has_storage:
             self.allocate()
             super().start_all_gather()
 
     def gather_apart(self) -> None:
-        """Collect the parameters in `full`, or in new memory (`apart`) if other units share the
-        block.
-        """
+        """Collect the parameters in `full`, or in new memory (`apart`) if units share the block."""
         self.start_all_gather()
         self.wait()
 
@@ -139,7 +133,9 @@ class PooledParams(ShardedParams):
     def __init__(
         self, full: Tensor, *, unit: str, users: set[tuple[str, int]], **stores: Any
     ) -> None:
-        self._unit, self._users, self._key = unit, users, (unit, int(full.storage_offset()))
+        self._unit = unit
+        self._users = users
+        self._key = (unit, int(full.storage_offset()))
         super().__init__(full, **stores)
 
     @property
@@ -169,8 +165,7 @@ class PooledParams(ShardedParams):
 
 
 class ResidentGrads:
-    """Gradients at full size (`no_shard`, `optim`); the reduction is in place and `shard` is a view
-    of `full`.
+    """Gradients at full size (`no_shard`, `optim`); the reduction is in place.
 
     Args:
         full: [numel] the bucket's slice of the gradient buffer.
@@ -183,7 +178,8 @@ class ResidentGrads:
     def __init__(
         self, full: Tensor, *, groups: ReduceGroups, main_dtype: torch.dtype | None = None
     ) -> None:
-        self._full, self.shard = full, shard_of(full, groups.shard)
+        self._full = full
+        self.shard = shard_of(full, groups.shard)  # a view of the full gradients
         self._update = shard_of(self.shard, groups.outer)
         # [update_numel] what the optimizer reads; apart from the buffer where their dtypes differ
         self.main = self._update
@@ -195,7 +191,7 @@ class ResidentGrads:
         return self is other
 
     def full(self) -> Tensor:
-        """[numel] storage of unreduced gradients, with arbitrary values where nothing was written."""
+        """[numel] storage of unreduced gradients; values that were not written are arbitrary."""
         return self._full
 
     def finish_inside(self, *, is_first: bool) -> None:
@@ -212,12 +208,12 @@ class ResidentGrads:
 
 
 class GradMemory:
-    """Memory of the full-size gradients of transient stores, for two successive buckets; allocated
-    at the first use.
-    """
+    """Memory for full-size gradients of two successive buckets, allocated at the first use."""
 
     def __init__(self, numel: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        self._numel, self._device, self.dtype = numel, device, dtype
+        self._numel = numel
+        self._device = device
+        self.dtype = dtype
 
     @cached_property
     def tensor(self) -> Tensor:
@@ -226,11 +222,12 @@ class GradMemory:
 
 
 class TransientGrads:
-    """This rank's shard of the gradients (`optim_grads`); full-size memory is borrowed from first
-    write to reduction.
+    """This rank's shard of the gradients (`optim_grads`).
+
+    Full-size memory is borrowed from the first write to the reduction.
 
     Args:
-        place: elements of the memory that the bucket borrows; others borrow them too.
+        elements: elements of the memory that the bucket borrows; others borrow them too.
         shard: [shard_numel] accumulates the reduced gradients of the microbatches, in the dtype the
             optimizer reads.
         memory: full-size memory, in the dtype of the reduction.
@@ -238,26 +235,29 @@ class TransientGrads:
     """
 
     def __init__(
-        self, place: slice, shard: Tensor, *, memory: GradMemory, groups: ReduceGroups
+        self, elements: slice, shard: Tensor, *, memory: GradMemory, groups: ReduceGroups
     ) -> None:
-        self.shard, self.main = shard, shard_of(shard, groups.outer)
-        self._place, self._memory, self._groups = place, memory, groups
+        self.shard = shard
+        self.main = shard_of(shard, groups.outer)
+        self._elements = elements
+        self._memory = memory
+        self._groups = groups
         self.is_open = False  # whether memory is borrowed
 
     def overlaps(self, other: "GradStore") -> bool:
         """Whether the other store borrows elements of the same memory."""
         assert isinstance(other, TransientGrads), "all stores of a buffer are alike"
-        return max(self._place.start, other._place.start) < min(self._place.stop, other._place.stop)
+        start = max(self._elements.start, other._elements.start)
+        stop = min(self._elements.stop, other._elements.stop)
+        return start < stop
 
     def full(self) -> Tensor:
-        """[numel] memory of unreduced gradients, with arbitrary values where nothing was written."""
+        """[numel] memory of unreduced gradients; values that were not written are arbitrary."""
         self.is_open = True
-        return self._memory.tensor[self._place]
+        return self._memory.tensor[self._elements]
 
     def finish_inside(self, *, is_first: bool) -> None:
-        """Copy this rank's slice of the reduced `full` to `shard`, or add it after the first
-        microbatch.
-        """
+        """Copy this rank's slice of the reduced `full` to `shard`; add it from the second on."""
         reduced = shard_of(self.full(), self._groups.shard)
         if is_first:
             self.shard.copy_(reduced)
@@ -266,9 +266,7 @@ class TransientGrads:
         self.is_open = False
 
     def shard_to_reduce(self) -> Tensor:
-        """[shard_numel] what is reduced across instances: `shard`, or a copy in the dtype of the
-        reduction.
-        """
+        """[shard_numel] what is reduced across instances: `shard`, or a copy in its dtype."""
         return self.shard.to(self._memory.dtype)
 
     def finish(self, shard: Tensor) -> None:
@@ -298,34 +296,48 @@ def build_params(
         update_buffer: elements that this rank updates, in a tensor of their own; None for a part of
             the parameters.
     """
-    numels = [bucket.update_numel for bucket in layout.buckets]
-    updates = [None] * len(numels) if update_buffer is None else update_buffer.split(numels)
+    updates: list[dict[str, Tensor]] = [{} for _ in layout.buckets]
+    if update_buffer is not None:
+        parts = update_buffer.split([bucket.update_numel for bucket in layout.buckets])
+        updates = [{"update": part} for part in parts]
     if not options.strategy.shard_params:
         fulls = param_buffer.split([bucket.numel for bucket in layout.buckets])
         return [
-            ParamStore(full, groups=groups, update=update)
+            ParamStore(full, groups=groups, **update)
             for full, update in zip(fulls, updates, strict=True)
         ]
     shards = param_buffer.split([bucket.shard_numel for bucket in layout.buckets])
-    parts = zip(shards, updates, strict=True)
-    stores: list[dict[str, Any]] = [
-        {"groups": groups, "shard": part, "update": update} for part, update in parts
+    sharded = [
+        {"groups": groups, "shard": shard, **update}
+        for shard, update in zip(shards, updates, strict=True)
     ]
-    if not options.num_gather_blocks:  # each frees its memory before the next one takes some
-        sizes = [bucket.numel for bucket in layout.buckets]
-        return [
-            ShardedParams(param_buffer.new_empty(n), **store)
-            for n, store in zip(sizes, stores, strict=True)
-        ]
-    plan = layout.gather_blocks(options.num_gather_blocks)
-    blocks = {key: param_buffer.new_zeros(numel) for key, numel in plan.numel.items()}
-    users: dict[str, set[tuple[str, int]]] = {key: set() for key in blocks}
-    return [
-        PooledParams(
-            blocks[key][start:][: bucket.numel], unit=min(bucket.units), users=users[key], **store
-        )
-        for bucket, (key, start), store in zip(layout.buckets, plan.places, stores, strict=True)
-    ]
+    if options.num_gather_blocks:
+        num_blocks = options.num_gather_blocks
+        return _build_pooled_params(layout, param_buffer, num_blocks=num_blocks, sharded=sharded)
+    stores = []
+    for bucket, tensors in zip(layout.buckets, sharded, strict=True):
+        # the store frees its memory before the next one takes some
+        stores.append(ShardedParams(param_buffer.new_empty(bucket.numel), **tensors))
+    return stores
+
+
+def _build_pooled_params(
+    layout: BufferLayout,
+    param_buffer: Tensor,
+    *,
+    num_blocks: int,
+    sharded: Sequence[dict[str, Any]],
+) -> list[ParamStore]:
+    """Parameter stores in `num_blocks` blocks of memory; `sharded` are their other arguments."""
+    plan = layout.gather_blocks(num_blocks)
+    blocks = {name: param_buffer.new_zeros(numel) for name, numel in plan.numel.items()}
+    users: dict[str, set[tuple[str, int]]] = {name: set() for name in blocks}
+    stores: list[ParamStore] = []
+    for bucket, used, tensors in zip(layout.buckets, plan.buckets, sharded, strict=True):
+        full = blocks[used.block][used.start : used.start + bucket.numel]
+        unit = min(bucket.units)
+        stores.append(PooledParams(full, unit=unit, users=users[used.block], **tensors))
+    return stores
 
 
 def build_grads(
@@ -352,15 +364,11 @@ def build_grads(
             ResidentGrads(full, groups=groups, main_dtype=precision.main_grads) for full in fulls
         ]
     memory = GradMemory(layout.open_numel, device=device, dtype=precision.grads)
-    shards = torch.zeros(
-        layout.numel // groups.shard.size, dtype=precision.main_grads, device=device
-    )
-    parts = shards.split([bucket.shard_numel for bucket in layout.buckets])
-    places = [
-        slice(start, start + b.numel)
-        for start, b in zip(layout.open_starts, layout.buckets, strict=True)
-    ]
-    return [
-        TransientGrads(place, part, memory=memory, groups=groups)
-        for place, part in zip(places, parts, strict=True)
-    ]
+    num_elements = layout.numel // groups.shard.size
+    buffer = torch.zeros(num_elements, dtype=precision.main_grads, device=device)
+    shards = buffer.split([bucket.shard_numel for bucket in layout.buckets])
+    stores: list[GradStore] = []
+    for bucket, start, shard in zip(layout.buckets, layout.open_starts, shards, strict=True):
+        elements = slice(start, start + bucket.numel)
+        stores.append(TransientGrads(elements, shard, memory=memory, groups=groups))
+    return stores

@@ -1,16 +1,15 @@
-"""FSDP units: modules that run one after another, and the all-gather of their parameters
-(`optim_grads_params`).
+"""FSDP units: modules that run in turn, and the all-gather of their parameters (ZeRO-3).
 
 child_units    the children of a pipeline stage
 given_units    modules named by the caller, of any model
 traced_units   the units whose compiled graphs write weight gradients
-GatherOrder    which buckets are all-gathered and freed when, by index; the plan counts what the run carries out
+GatherOrder    which buckets are all-gathered and freed when, by index, for the plan and the run
 UnitGather     hooks that carry out a `GatherOrder`
 
     before the forward of unit i     all-gather i, start the next ones, free all others
-    after it                         free i, unless it is the last one and returns a loss: its backward is next
+    after it                         free i, unless it returns a loss, whose backward is next
     before the backward of unit i    all-gather i, start the previous ones, free all others
-    before unit i is run again       all-gather i; keep what the backward that runs it again has gathered
+    before unit i is run again       all-gather i; keep what the running backward has gathered
     after the last                   free all
 
 The backward of an embedding reads no parameters, so it is not gathered for it. Final norm and head
@@ -24,8 +23,10 @@ and the backward gathers nothing.
 A backward that recomputes a group of layers first runs the group forward. Besides the running layer
 only the layer whose backward waits, and the units that it has gathered ahead, stay gathered:
 
-    group 1 2 3    backward 3: gather 3 | forward 1: gather 1 | forward 2: gather 2, free 1 | forward 3, backward 3
-                   backward 2: gather 2, if it was not kept as the one ahead | backward 1: gather 1
+    group 1 2 3    backward 3: gather 3
+                       forward 1: gather 1 | forward 2: gather 2, free 1 | forward 3
+                   backward 2: gather 2, if it was not kept as the one ahead
+                   backward 1: gather 1
 
 Source: Zhao et al. 2023 (PyTorch FSDP), sections 3.2 and 3.3.
 """
@@ -35,6 +36,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -77,14 +79,12 @@ class GatherOrder:
         lookups: Collection[int] = (),
     ) -> None:
         self.units = [tuple(unit) for unit in units]
-        self._read_backward = [
-            () if index in lookups else unit for index, unit in enumerate(self.units)
-        ]
-        self._num_next, self._reshards, self._blocks = (
-            num_prefetched,
-            reshards,
-            dict(enumerate(blocks)),
-        )
+        self._read_backward = list(self.units)
+        for index in lookups:
+            self._read_backward[index] = ()
+        self._num_next = num_prefetched
+        self._reshards = reshards
+        self._blocks = dict(enumerate(blocks))
         # the last unit, from a forward that returns a loss to its backward
         self._kept: tuple[int, ...] = ()
         self._gathered: dict[int, None] = {}  # in the order in which they were gathered
@@ -103,16 +103,15 @@ class GatherOrder:
         lookups: Collection[int] = (),
     ) -> Self:
         """The order of the units of a buffer."""
-        blocks = (
-            layout.gather_blocks(options.num_gather_blocks).places
-            if options.num_gather_blocks
-            else ()
-        )
+        blocks: list[str] = []
+        if options.num_gather_blocks:
+            plan = layout.gather_blocks(options.num_gather_blocks)
+            blocks = [used.block for used in plan.buckets]
         return cls(
             units,
             num_prefetched=options.num_prefetched_units,
             reshards=options.reshards_after_forward,
-            blocks=[name for name, _ in blocks],
+            blocks=blocks,
             lookups=lookups,
         )
 
@@ -125,12 +124,13 @@ class GatherOrder:
     def gather_all(self) -> tuple[int, ...]:
         """Keep every bucket gathered until `free_all`; returns all of them."""
         self._keeps_all = True
-        self._gathered |= dict.fromkeys(bucket for unit in self.units for bucket in unit)
+        self._gathered |= dict.fromkeys(chain.from_iterable(self.units))
         return tuple(self._gathered)
 
     def free_all(self) -> GatherChange:
         """End what `gather_all` began."""
-        self._keeps_all, self._kept = False, ()
+        self._keeps_all = False
+        self._kept = ()
         return self.free()
 
     def free(self, *, but: Collection[int] = ()) -> GatherChange:
@@ -138,65 +138,65 @@ class GatherOrder:
         if self._keeps_all:
             return GatherChange(())
         kept = (*but, *self._kept)
-        freed = tuple(
-            bucket
-            for bucket in self._gathered
-            if bucket not in kept and not self._num_backwards[bucket]
-        )
+        freed = []
+        for bucket in self._gathered:
+            if bucket not in kept and not self._num_backwards[bucket]:
+                freed.append(bucket)
         for bucket in freed:
             del self._gathered[bucket]
-        return GatherChange(freed)
+        return GatherChange(tuple(freed))
 
     def before_forward(self, index: int) -> GatherChange:
         """Gather a unit for its forward."""
         self._kept = ()
-        return self._gather(self._of(range(index, index + 1 + self._num_next)))
+        return self._gather(self._buckets_of(range(index, index + 1 + self._num_next)))
 
     def after_forward(
         self, index: int, *, has_backward: bool, is_loss: bool = False
     ) -> GatherChange:
-        """Free a unit after its forward, unless a backward is to find it gathered; `is_loss` if it
-        returns a loss.
-        """
+        """Free a unit after its forward, unless a backward is to find it gathered."""
         if has_backward and not self._reshards:
             self._num_backwards.update(self._read_backward[index])
         if has_backward and is_loss and index == len(self.units) - 1:
             self._kept = self._read_backward[index]
-        return self.free(but=self._of(range(index + 1, index + 1 + self._num_next)))
+        return self.free(but=self._buckets_of(range(index + 1, index + 1 + self._num_next)))
 
     def before_backward(self, index: int) -> GatherChange:
         """Gather a unit for its backward."""
-        self._last_backward, self._kept = index, ()
+        self._last_backward = index
+        self._kept = ()
         if not self._reshards:
             self._num_backwards.subtract(self._read_backward[index])
-        before = self._read_backward[max(0, index - self._num_next) : index]
-        return self._gather(
-            [bucket for unit in (self._read_backward[index], *before) for bucket in unit]
-        )
+        own = self._read_backward[index]
+        ahead = self._read_backward[max(0, index - self._num_next) : index]
+        return self._gather([*own, *chain.from_iterable(ahead)])
 
     def before_recomputation(self, index: int) -> GatherChange:
         """Gather a unit that runs again inside a backward."""
-        last, current = self._last_backward, self.units[index]
+        last = self._last_backward
+        current = self.units[index]
         num_ahead = self._num_next if index == last else 0
-        # A unit that shares its block with the current one is recomputed later, and gathered again
-        # then.
-        taken = {self._blocks.get(bucket, bucket) for bucket in current}
-        ahead = self._of(range(last - num_ahead, last + 1))
-        return self._gather(current, kept=[b for b in ahead if self._blocks.get(b, b) not in taken])
+        # A unit that shares its block with the current one is recomputed later, and gathered then.
+        taken = {self._memory_of(bucket) for bucket in current}
+        ahead = self._buckets_of(range(last - num_ahead, last + 1))
+        kept = [bucket for bucket in ahead if self._memory_of(bucket) not in taken]
+        return self._gather(current, kept=kept)
 
     def _gather(self, wanted: Sequence[int], *, kept: Sequence[int] = ()) -> GatherChange:
         freed = self.free(but=(*wanted, *kept)).freed
-        started = tuple(bucket for bucket in dict.fromkeys(wanted) if bucket not in self._gathered)
+        missing = [bucket for bucket in wanted if bucket not in self._gathered]
+        started = tuple(dict.fromkeys(missing))
         self._gathered |= dict.fromkeys(started)
         return GatherChange(freed, started)
 
-    def _of(self, indices: range) -> list[int]:
-        return [
-            bucket
-            for index in indices
-            if 0 <= index < len(self.units)
-            for bucket in self.units[index]
-        ]
+    def _memory_of(self, bucket: int) -> str | int:
+        """What tells whether two buckets share memory."""
+        return self._blocks.get(bucket, bucket)
+
+    def _buckets_of(self, indices: range) -> list[int]:
+        """The buckets of the units with these indices, as far as there are such units."""
+        units = [self.units[index] for index in indices if 0 <= index < len(self.units)]
+        return list(chain.from_iterable(units))
 
 
 @dataclass(frozen=True)
@@ -212,27 +212,27 @@ class UnitModules:
 
 
 def child_units(module: nn.Module, layout: BufferLayout) -> list[UnitModules]:
-    """The children of a stage, which run in registration order; successive ones with the same unit
-    are one.
-    """
-    # The head of a tied model and layers of multi-token prediction read the parameters that units
-    # share.
+    """The children of a stage in registration order; successive ones with the same unit are one."""
+    # read by the head of a tied model and by layers of multi-token prediction
     shared = [i for i, bucket in enumerate(layout.buckets) if bucket.is_shared]
     units: dict[str, UnitModules] = {}
     for name, child in unit_modules(module):
-        own = [local.spec for local in layout.params if local.spec.name.startswith(f"{name}.")]
-        if own and all(spec.is_last_stage_replica for spec in own):
+        specs = [local.spec for local in layout.params if local.spec.name.startswith(f"{name}.")]
+        if specs and all(spec.is_last_stage_replica for spec in specs):
             continue  # only the head and multi-token prediction read it
-        unit = own[0].unit if own else name
-        indices = [i for i, bucket in enumerate(layout.buckets) if unit in bucket.units]
-        start = indices[0] if own else 0
+        unit = specs[0].unit if specs else name
+        unit_buckets = [i for i, bucket in enumerate(layout.buckets) if unit in bucket.units]
+        read = tuple(unit_buckets)
         if getattr(child, "reads_shared", False):
-            indices += [i for i in shared if i not in indices]
-        if indices:
-            begun = units.get(unit) or UnitModules(
-                child, child, (), start, getattr(child, "is_lookup", False)
-            )
-            units[unit] = replace(begun, last=child, buckets=tuple(indices))
+            read = tuple(dict.fromkeys(unit_buckets + shared))
+        if not read:
+            continue
+        if unit in units:
+            units[unit] = replace(units[unit], last=child, buckets=read)
+        else:
+            num_complete = unit_buckets[0] if specs else 0
+            is_lookup = getattr(child, "is_lookup", False)
+            units[unit] = UnitModules(child, child, read, num_complete, is_lookup)
     return list(units.values())
 
 
@@ -244,35 +244,28 @@ def given_units(
     The order of their backwards is unknown, so no gradient counts as complete before the backward
     ends.
     """
-    return [
-        UnitModules(
-            module,
-            module,
-            tuple(
-                i
-                for i, bucket in enumerate(layout.buckets)
-                if any(entry.name in names for entry in bucket.params)
-            ),
-            num_complete=0,
-        )
-        for module, names in units
-    ]
+    given = []
+    for module, names in units:
+        read = []
+        for index, bucket in enumerate(layout.buckets):
+            if not bucket.names.isdisjoint(names):
+                read.append(index)
+        given.append(UnitModules(module, module, tuple(read), num_complete=0))
+    return given
 
 
 def unit_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The children of a module that run one after another; lists and dicts of modules are replaced
-    by their items.
-    """
+    """The children of a module that run in turn, with the items of lists and dicts of modules."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from ((f"{name}.{key}", item) for key, item in child.named_children())
+            for key, item in child.named_children():
+                yield f"{name}.{key}", item
         else:
             yield name, child
 
 
 def traced_units(layout: BufferLayout, *, is_transient: bool, num_blocks: int) -> set[str]:
-    """FSDP units whose compiled graphs write weight gradients into the bucket, instead of returning
-    them.
+    """FSDP units whose compiled graphs write weight gradients into the bucket.
 
     Hooks run after the backward of a graph. Where buckets borrow storage, those of a unit would all
     borrow at once, and the first one would wait for a reduction that the backward of the graph can
@@ -286,9 +279,9 @@ def traced_units(layout: BufferLayout, *, is_transient: bool, num_blocks: int) -
     """
     if num_blocks:
         return set()
-    return (
-        layout.units_in_one_bucket if is_transient else {param.spec.unit for param in layout.params}
-    )
+    if is_transient:
+        return layout.units_in_one_bucket
+    return {param.spec.unit for param in layout.params}
 
 
 def wait_before_forward(params: Iterable[ParamStore], *_hook_arguments: Any) -> None:
@@ -318,8 +311,10 @@ class UnitGather:
         before_backward: Callable[[int], None],
         is_recomputing: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._stores, self._order = stores, order
-        self._notify, self._is_recomputing = before_backward, is_recomputing
+        self._stores = stores
+        self._order = order
+        self._notify = before_backward
+        self._is_recomputing = is_recomputing
         for index, unit in enumerate(units):
             unit.first.register_forward_pre_hook(partial(self._before_forward, index))
             unit.last.register_forward_hook(partial(self._after_forward, index))
@@ -334,7 +329,7 @@ class UnitGather:
 
     @contextmanager
     def all_gathered(self) -> Iterator[None]:
-        """Gather all units for the time of the block; forward passes inside it communicate nothing."""
+        """Gather all units inside the block; forward passes inside it communicate nothing."""
         for bucket in self._order.gather_all():
             self._stores[bucket].gather_apart()
         try:
@@ -343,9 +338,11 @@ class UnitGather:
             self._carry_out(self._order.free_all())
 
     def _before_forward(self, index: int, *_: Any) -> None:
-        again = self._is_recomputing()
-        gather = self._order.before_recomputation if again else self._order.before_forward
-        self._gather(index, gather(index))
+        if self._is_recomputing():
+            change = self._order.before_recomputation(index)
+        else:
+            change = self._order.before_forward(index)
+        self._gather(index, change)
 
     def _after_forward(self, index: int, *hook_arguments: Any) -> None:
         if self._is_recomputing():
@@ -354,10 +351,10 @@ class UnitGather:
             return
         leaves = tree_leaves(hook_arguments[-1])
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        has_backward = bool(outputs)
         is_loss = any(output.ndim == 0 for output in outputs)
-        self._carry_out(
-            self._order.after_forward(index, has_backward=bool(outputs), is_loss=is_loss)
-        )
+        change = self._order.after_forward(index, has_backward=has_backward, is_loss=is_loss)
+        self._carry_out(change)
         if len(outputs) == 1:
             outputs[0].register_hook(partial(self._before_backward, index))
         elif outputs:  # the backward begins with the first gradient of any output

@@ -266,7 +266,7 @@ def test_successive_units_are_gathered_into_blocks_that_do_not_overlap(
     blocks = layout.gather_blocks(num_blocks)
     placed = [
         (min(bucket.units), block, start, start + bucket.numel)
-        for bucket, (block, start) in zip(layout.buckets, blocks.places, strict=True)
+        for bucket, (block, start) in zip(layout.buckets, blocks.buckets, strict=True)
     ]
     assert all(0 <= start < stop <= blocks.numel[block] for _, block, start, stop in placed)
     assert all(

@@ -35,7 +35,9 @@ def test_full_size_memory_is_borrowed_from_the_first_write_to_the_reduction_and_
     )
     for store in (first, second, first):
         assert not store.is_open
-        assert store.full().data_ptr() == memory.tensor[store._place].data_ptr() and store.is_open
+        assert (
+            store.full().data_ptr() == memory.tensor[store._elements].data_ptr() and store.is_open
+        )
         store.finish_inside(is_first=True)
         assert not store.is_open
     assert (
