@@ -14,9 +14,8 @@ import gc
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
 
 from torch.profiler import record_function
 
@@ -27,7 +26,7 @@ from nanotrain.errors import CorruptState, NanotrainError
 from nanotrain.log import get_logger
 from nanotrain.runs.files import FolderVanished
 from nanotrain.system import without_collection
-from nanotrain.train.batches import GlobalBatch, raise_on_all
+from nanotrain.train.batches import GlobalBatch, StepSettings, raise_on_all
 from nanotrain.train.hooks.hook import Hook, SkippedSteps
 from nanotrain.train.resume.rollback import count_loss, leave_spike
 from nanotrain.train.run import Run
@@ -50,7 +49,8 @@ def fit(run: Run, hooks: Sequence[Hook]) -> None:
         run: result of `build_run`.
         hooks: hooks in the order of calls; they are closed in reverse.
     """
-    failed, loop = True, _Loop(run, [SkippedSteps(), *hooks])
+    loop = _Loop(run, [SkippedSteps(), *hooks])
+    failed = True
     try:
         with (
             run.stop.on_signals(run.pipeline.stop_point),
@@ -60,31 +60,29 @@ def fit(run: Run, hooks: Sequence[Hook]) -> None:
         failed = False
     finally:
         # after a rank is lost the other reports may never be ready
-        loop.read(loop.unread.take_ready())
+        loop.call_after_read(loop.unread.take_ready())
         for hook in reversed(hooks):
             hook.close(failed=failed)
 
 
 class _Loop:
-    """The steps of `fit`, and what is kept from one to the next."""
+    """The steps of `fit` and the state between two of them."""
 
     def __init__(self, run: Run, hooks: Sequence[Hook]) -> None:
-        self.run, self.hooks = run, hooks
+        self.run = run
+        self.hooks = hooks
         self.unread = UnreadReports()
         self._failure: NanotrainError | None = None  # error of this rank since the last step
         # before the last step: a signal to all ranks may reach some a step later
         self._had_save_request = False
         self._throughput_of = cache(partial(Throughput.of, run.plan, run.context))
-        self._slowest, self._spikes = (
-            SlowestRank(run.context, logs_all=run.config.train.log_straggler),
-            SpikeScore(),
-        )
+        self._slowest = SlowestRank(run.context, logs_all=run.config.train.log_straggler)
+        self._spikes = SpikeScore()
         self._watch = Stopwatch(run.context.device)  # times this step
-        self._read_last: dict[str, Any] = {
-            "sequences of %s tokens": run.config.data.seq_length,
-            "data stage %s": None,
-        }
-        self._started, self._first_step = time.monotonic(), run.state.step
+        self._seq_length = run.config.data.seq_length  # of the last step
+        self._data_stage: str | None = None  # of the last step
+        self._started = time.monotonic()
+        self._first_step = run.state.step
 
     def train(self) -> None:
         """Take steps until the run ends; hooks are called around them."""
@@ -97,26 +95,26 @@ class _Loop:
             except PassStopped as stopped:
                 self._abandon_step(batch, stopped)
                 break
-        self.read(self.unread.take_all())
+        self.call_after_read(self.unread.take_all())
         with self._saving_after_error():
             raise_on_all(self._failure, run.context.control)
         run.wait_for_params()
         for hook in self.hooks:
             hook.after_training(run)
 
-    def read(self, reports: Sequence[StepReport]) -> None:
-        """Let all hooks read reports."""
-        self._call_hooks(partial(_read, run=self.run, reports=reports))
+    def call_after_read(self, reports: Sequence[StepReport]) -> None:
+        """Pass reports to all hooks; their numbers can be read."""
+        self._call_hooks(partial(_call_after_read, run=self.run, reports=reports))
 
     def _next_batch(self) -> GlobalBatch | None:
-        """The next batch; None if the ranks stop instead. Before it the hooks save if a rank
-        requested that.
-        """
+        """The next batch; None if the ranks stop. The hooks save first if a rank requested it."""
         run = self.run
-        self._watch, busy_s = Stopwatch(run.context.device), self._slowest.begin()
+        self._watch = Stopwatch(run.context.device)
+        busy_s = self._slowest.begin()
         run.context.heartbeat.begin("data", step=run.state.step + 1)
         with self._saving_after_error():
-            wants_save, run.stop.wants_save = run.stop.wants_save, False
+            wants_save = run.stop.wants_save
+            run.stop.wants_save = False
             batch = run.batch_iterator.next(
                 wants_stop=self._wants_stop(),
                 wants_save=wants_save,
@@ -129,43 +127,53 @@ class _Loop:
         if batch.wants_save and not self._had_save_request:
             log.info("saving after step %d: received SIGUSR1", run.state.step)
             # a run resumed from this checkpoint needs the rows before it
-            self.read(self.unread.take_all())
+            self.call_after_read(self.unread.take_all())
             self._call_hooks(lambda hook: hook.save_now(run))
         self._had_save_request = batch.wants_save
         return batch
 
     def _step(self, batch: GlobalBatch) -> None:
-        run, interval = self.run, self.run.config.train.manual_gc_interval
+        run = self.run
         # torch's own name for a step, in traces
         with record_function(f"ProfilerStep#{run.state.step + 1}"):
             run.context.heartbeat.begin("forward-backward")
             output = train_step(run, batch, is_logged=self._is_logged(run.state.step + 1))
             run.context.heartbeat.begin("hooks")
         self._watch.stop()
+        self._log_changed_data(output.settings)
         report = self._report(output, batch)
         ready = self.unread.take(report)
         if not self._rolled_back(report):
-            # each hook reads before the next one, which may save: a run resumed from there needs
-            # the rows
+            # Every hook gets the reports before the next hook, which may save: a run resumed from
+            # there needs the rows.
             self._call_hooks(partial(_finish_step, run=run, report=report, ready=ready))
+        interval = run.config.train.manual_gc_interval
         if interval and run.state.step % interval == 0:
             gc.collect()
 
+    def _log_changed_data(self, settings: StepSettings) -> None:
+        """Log the step that begins another sequence length or data stage."""
+        step = self.run.state.step
+        sample = self.run.state.consumed_samples - settings.num_samples
+        length = settings.seq_length
+        if length != self._seq_length:
+            log.info("sequences of %s tokens from step %d on, sample %d", length, step, sample)
+        self._seq_length = length
+        stage = self.run.data_stage_at(sample)
+        if stage != self._data_stage:
+            log.info("data stage %s from step %d on, sample %d", stage, step, sample)
+        self._data_stage = stage
+
     def _report(self, output: StepOutput, batch: GlobalBatch) -> StepReport:
-        run, state = self.run, self.run.state
+        run = self.run
+        state = run.state
         settings = output.settings
-        first = state.consumed_samples - settings.num_samples
-        length, stage = settings.seq_length, run.data_stage_at(first)
-        for text, value in {"sequences of %s tokens": length, "data stage %s": stage}.items():
-            if value != self._read_last[text]:
-                log.info(f"{text} from step %d on, sample %d", value, state.step, first)
-            self._read_last[text] = value
         report = StepReport(
             step=state.step,
             output=output,
             stopwatch=self._watch,
             data_wait_s=batch.wait_s,
-            throughput=self._throughput_of(seq_length=length),
+            throughput=self._throughput_of(seq_length=settings.seq_length),
             lr=settings.rates["lr"],
             peak_memory_bytes=peak_memory(run.context.device),
             global_batch_size=settings.num_samples,
@@ -174,8 +182,8 @@ class _Loop:
             is_logged=self._is_logged(state.step),
             decoupled_lr=settings.rates["decoupled_lr"],
             spikes=self._spikes,
-            data_stage=stage,
-            seq_length=None if run.plan.sampler.lengths is None else length,
+            data_stage=self._data_stage,
+            seq_length=None if run.plan.sampler.lengths is None else settings.seq_length,
             save_stall_s=run.checkpointer.take_stall_s() or None,
             failed_saves=run.checkpointer.num_failed or None,
         )
@@ -185,7 +193,8 @@ class _Loop:
 
     def _rolled_back(self, report: StepReport) -> bool:
         """Go back to a checkpoint if the loss of the step is a spike; returns whether it did."""
-        run, factor = self.run, self.run.config.train.rollback_on_spike
+        run = self.run
+        factor = run.config.train.rollback_on_spike
         if factor is None or not count_loss(run.state, report.output.loss, factor=factor):
             return False
         self._call_hooks(lambda hook: hook.before_rollback(run))
@@ -195,13 +204,13 @@ class _Loop:
         return is_back
 
     def _call_hooks(self, call: Callable[[Hook], None]) -> None:
-        """Call every hook; an error of this rank or of all is raised on all ranks before the next
-        step.
+        """Call every hook; all ranks raise the first error of this rank before the next step.
+
+        An error that all ranks raise together is raised at once: nothing may save a corrupt state.
         """
         for hook in self.hooks:
             try:
                 call(hook)
-            # raised by all ranks at once: nothing may save a corrupt state
             except (CommunicationFault, CorruptState):
                 raise
             except NanotrainError as error:
@@ -216,39 +225,41 @@ class _Loop:
             raise
         except NanotrainError:
             self.run.wait_for_params()
-            self.read(self.unread.take_all())
+            self.call_after_read(self.unread.take_all())
             for hook in self.hooks:
                 hook.after_failure(self.run)
             raise
 
     def _abandon_step(self, batch: GlobalBatch, stopped: PassStopped) -> None:
-        """Log the stop and drop the batch that was read ahead; state and data position stay at the
-        last full step.
-        """
+        """Log the stop and drop the batch read ahead; state and data stay at the last full step."""
         step = self.run.state.step
         self.run.batch_iterator.discard()
         log.info(
             "stopping after step %d: %s; step %d is abandoned after %d of %d microbatches",
-            *(step, self._reason(), step + 1, stopped.num_microbatches, len(batch.microbatches)),
+            step,
+            self._reason(),
+            step + 1,
+            stopped.num_microbatches,
+            len(batch.microbatches),
         )
 
     def _is_logged(self, step: int) -> bool:
-        """Whether the host waits for this step: to write a log line, or because a hook needs its
-        numbers anyway.
-        """
-        train, checkpoint = self.run.config.train, self.run.config.checkpoint
+        """Whether the host waits for this step, for a log line or a hook that needs its numbers."""
+        train = self.run.config.train
+        if train.rollback_on_spike is not None:  # needs the loss of every step
+            return True
         intervals = (
             train.log_interval,
             train.eval_interval,
             train.report_interval,
-            checkpoint.save_interval,
+            self.run.config.checkpoint.save_interval,
         )
-        if train.rollback_on_spike is not None:  # needs the loss of every step
-            return True
-        return step == train.train_iters or any(each and step % each == 0 for each in intervals)
+        is_due = any(interval and step % interval == 0 for interval in intervals)
+        return is_due or step == train.train_iters
 
     def _is_finished(self) -> bool:
-        train, step = self.run.config.train, self.run.state.step
+        train = self.run.config.train
+        step = self.run.state.step
         if step >= train.train_iters:
             return True
         if not train.exit_interval or step == self._first_step or step % train.exit_interval:
@@ -257,10 +268,10 @@ class _Loop:
         return True
 
     def _wants_stop(self) -> bool:
+        if self.run.stop:
+            return True
         limit = self.run.config.train.exit_duration_in_mins
-        return bool(self.run.stop) or (
-            limit is not None and time.monotonic() - self._started >= limit * 60
-        )
+        return limit is not None and time.monotonic() - self._started >= limit * 60
 
     def _reason(self) -> str:
         if self.run.stop.signal is not None:
@@ -268,22 +279,22 @@ class _Loop:
         return "--exit-duration-in-mins reached" if self._wants_stop() else "another rank stops"
 
 
-def _read(hook: Hook, run: Run, *, reports: Sequence[StepReport]) -> None:
+def _call_after_read(hook: Hook, run: Run, *, reports: Sequence[StepReport]) -> None:
     for report in reports:
         hook.after_read(run, report)
 
 
 def _finish_step(hook: Hook, run: Run, *, report: StepReport, ready: Sequence[StepReport]) -> None:
     hook.after_step(run, report)
-    _read(hook, run, reports=ready)
+    _call_after_read(hook, run, reports=ready)
 
 
 @contextmanager
 def manual_gc(interval: int) -> Iterator[None]:
-    """Disable automatic garbage collection; `fit` collects on all ranks at the same step, so none
-    waits alone.
-    """
-    if interval:
-        gc.collect()
-    with without_collection() if interval else nullcontext():
+    """Disable automatic garbage collection if `fit` collects, on all ranks at the same step."""
+    if not interval:
+        yield
+        return
+    gc.collect()
+    with without_collection():
         yield

@@ -102,7 +102,7 @@ def test_a_report_reads_its_step_once_and_when_it_is_used():
         def metrics(self, numbers: Sequence[float]) -> dict[str, float]:
             return {"count": numbers[0]}
 
-    parts = StepParts({"none": StepPart(), "count": Count()}, context=None)
+    parts = StepParts({"none": StepPart(None), "count": Count(None)}, context=None)
     sizes = {"none": 0, "count": 1}
     output = StepOutput(Copy(), sizes, parts, num_tokens=2, settings=StepSettings())
     report = report_of(7, output=output, step_time_s=0.25, tokens_per_second=400.0, mfu=0.5)

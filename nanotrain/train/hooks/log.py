@@ -2,14 +2,18 @@
 
 A terminal also shows a progress bar, and in it whether the run trains, validates or saves. Steps
 with a validation and the last step are always printed.
+
+LogHook         writes both
+describe        console lines of the steps since the last line
+StepLine        columns of a step line, some of which narrow lines leave out
 """
 
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task
@@ -25,7 +29,7 @@ MAX_WIDTH, MIN_WIDTH = 100, 60
 LOG_WIDTH = 140  # columns of a step line where there is no terminal
 # the wait for the slowest rank is shown from this share of the step time on: less is noise
 NOTABLE_LAG = 0.1
-# of a step; and what the progress bar shows for those in which no step runs
+# the phases of a step; then those of the heartbeat in which no step runs
 PHASES = (
     "data",
     "forward-backward",
@@ -36,15 +40,16 @@ PHASES = (
     "validation",
     "checkpoint",
 )
-SHOWN = {"validation": "validating", "checkpoint": "saving"}
+SHOWN = {"validation": "validating", "checkpoint": "saving"}  # text of the progress bar
 
 
 class _Phase(ProgressColumn):
-    """What the rank is doing, from its heartbeat."""
+    """The phase of the rank, from its heartbeat."""
 
     def render(self, task: Task) -> Text:
         """The text at this moment; rich's thread asks for it."""
-        return Text(f"{SHOWN.get(task.fields['heartbeat'].read().phase, 'training'):10}")
+        phase = task.fields["heartbeat"].read().phase
+        return Text(f"{SHOWN.get(phase, 'training'):10}")
 
 
 class LogHook(Hook):
@@ -71,9 +76,11 @@ class LogHook(Hook):
             return
         self._metrics = MetricsFile(run.folder.metrics, step=run.state.step)
         self._progress.start()
-        total, done = run.config.train.train_iters, run.state.step
         self._task = self._progress.add_task(
-            "", total=total, completed=done, heartbeat=run.context.heartbeat
+            "",
+            total=run.config.train.train_iters,
+            completed=run.state.step,
+            heartbeat=run.context.heartbeat,
         )
 
     def after_step(self, run: Run, report: StepReport) -> None:
@@ -110,19 +117,26 @@ class LogHook(Hook):
             self._metrics.close()
 
     def _print_line(self, run: Run) -> None:
-        assert self._first_end is not None, "a line follows a step"
-        step, ended = self._first_end
-        num_steps = self._since_line[-1].step - step  # the first step is slower and not counted
+        width = LOG_WIDTH
+        if self._console.is_terminal:
+            width = max(MIN_WIDTH, self._console.width)
         line = describe(
             self._since_line,
             train_iters=run.config.train.train_iters,
             num_devices=run.context.topology.world_size,
             on_cpu=run.context.device.type == "cpu",
-            seconds_per_step=(time.monotonic() - ended) / num_steps if num_steps else None,
-            width=max(MIN_WIDTH, self._console.width) if self._console.is_terminal else LOG_WIDTH,
+            seconds_per_step=self._seconds_per_step(),
+            width=width,
         )
         self._console.print(line)
         self._since_line.clear()
+
+    def _seconds_per_step(self) -> float | None:
+        """Time per step with validations and saves; the first step is slower and not counted."""
+        assert self._first_end is not None, "a line follows a step"
+        step, ended = self._first_end
+        num_steps = self._since_line[-1].step - step
+        return (time.monotonic() - ended) / num_steps if num_steps else None
 
 
 def describe(
@@ -134,8 +148,7 @@ def describe(
     width: int = 1000,
     on_cpu: bool = False,
 ) -> str:
-    """The console line of a step, and below it a line of what happened: validation, tasks, skips,
-    spikes, saves.
+    """The console line of a step, a line of events, and a line with the times of phases.
 
     All step lines of a run have the same columns in the same order and of the same widths. Rates
     are means over the steps since the last line.
@@ -143,88 +156,137 @@ def describe(
     Args:
         reports: reports of the steps since the last line, the printed step last.
         train_iters: steps of the run.
-        num_devices: one per rank.
+        num_devices: number of devices, one per rank.
         seconds_per_step: time per step with validations and checkpoints, for the remaining time;
             None: the mean of `reports`.
         width: columns; the least important parts do not fit into fewer.
-        on_cpu: the memory is that of the whole process, not of tensors only.
+        on_cpu: whether the memory is that of the whole process, not of tensors only.
     """
-    last, metrics, memory_label = (
-        reports[-1],
-        reports[-1].output.metrics,
-        "process" if on_cpu else "mem",
-    )
+    last = reports[-1]
     seconds = sum(report.step_time_s for report in reports)
-    tokens_per_second = (
-        sum(report.tokens_per_second * report.step_time_s for report in reports) / seconds
-    )
+    tokens = sum(report.tokens_per_second * report.step_time_s for report in reports)
+    tokens_per_second = tokens / seconds
     wait = sum(report.data_wait_s for report in reports) / seconds
-    remaining = (train_iters - last.step) * (seconds_per_step or seconds / len(reports))
-    # text, and its order of removal on narrow lines, the highest number first; 0: never removed.
-    # Whether a text is empty depends on the settings of the run alone, and its length on no number.
-    parts = [
-        (f"step {last.step:>{len(str(train_iters))}}/{train_iters}", 0),
-        (f"loss {last.output.loss:7.4f}", 0),
-        (f"data {last.data_stage:12}" if last.data_stage is not None else "", 7),
-        (f"sequences of {last.seq_length:>7,}" if last.seq_length is not None else "", 7),
-        (f"grad {last.output.grad_norm:7.3f}", 3),
-        (
-            f"max logit {metrics['max_attention_logit']:7.2f}"
-            if "max_attention_logit" in metrics
-            else "",
-            7,
-        ),
-        (f"params norm {metrics['params_norm']:9.3f}" if "params_norm" in metrics else "", 7),
-        (f"zeros {metrics['num_zeros_in_grad']:>14,}" if "num_zeros_in_grad" in metrics else "", 7),
-        (f"lr {last.lr:.2e}", 2),
-        (f"decoupled lr {last.decoupled_lr:.2e}" if last.decoupled_lr is not None else "", 7),
-        (_describe_experts(metrics.get("moe")), 6),
-        (
-            f"mtp {' '.join(f'{loss:7.4f}' for loss in metrics['mtp_losses'])}"
-            if "mtp_losses" in metrics
-            else "",
-            6,
-        ),
-        (f"indexer {metrics['dsa_indexer_loss']:7.4f}" if "dsa_indexer_loss" in metrics else "", 6),
-        (f"{tokens_per_second:9,.0f} tok/s", 1),
-        (f"{tokens_per_second / num_devices:9,.0f} per device" if num_devices > 1 else "", 8),
-        (f"mfu {last.mfu:5.1%}" if last.mfu is not None else "", 2),
-        (f"{memory_label} {last.peak_memory_bytes / 1e9:6.2f} GB", 4),
-        (f"data wait {wait:4.0%}", 5),
-        (f"eta {_clock(remaining):>9}", 1),
-    ]
-    lines = [
-        fit([part for part in parts if part[0]], width),
-        *(f"  {text}" for text in _notes(reports) if text),
-    ]
+    remaining_s = (train_iters - last.step) * (seconds_per_step or seconds / len(reports))
+    memory_label = "process" if on_cpu else "mem"
+    line = StepLine()
+    line.add(f"step {last.step:>{len(str(train_iters))}}/{train_iters}", priority=0)
+    _add_training(line, last)
+    line.add(f"{tokens_per_second:9,.0f} tok/s", priority=1)
+    if num_devices > 1:
+        line.add(f"{tokens_per_second / num_devices:9,.0f} per device", priority=8)
+    line.add_optional("mfu {:5.1%}", last.mfu, priority=2)
+    line.add(f"{memory_label} {last.peak_memory_bytes / 1e9:6.2f} GB", priority=4)
+    line.add(f"data wait {wait:4.0%}", priority=5)
+    line.add(f"eta {_clock(remaining_s):>9}", priority=1)
+    lines = [line.text(width)]
+    for text in (_describe_events(reports), _describe_phases(reports)):
+        if text:
+            lines.append(f"  {text}")
     return "\n".join(lines)
 
 
-def _notes(reports: Sequence[StepReport]) -> tuple[str, str]:
-    """What happened in the steps since the last line, and the time of their phases; empty without."""
-    last, skipped = reports[-1], sum(report.output.skipped for report in reports)
-    stall, valid = sum(report.save_stall_s or 0.0 for report in reports), last.valid_loss
-    where = f" on {last.skipped_on}" if last.skipped_on else ""
-    happened = [
-        f"valid {valid:.4f} (ppl {math.exp(min(valid, 700)):,.1f})" if valid is not None else "",
-        f"{last.valid_bits_per_byte:.3f} bits per byte"
-        if last.valid_bits_per_byte is not None
-        else "",
-        _describe_tasks(last.evaluation or {}),
-        f"SKIPPED {skipped} (gradients not finite{where})" if skipped else "",
-        next(
-            (text for report in reports if (text := report.output.metrics.get("skip_reason"))), ""
-        ),
-        _describe_spike(last),
-        _describe_slowest(reports),
-        _describe_busy(reports),
-        f"save stall {stall:.2f} s" if stall else "",
-    ]
+def _add_training(line: "StepLine", report: StepReport) -> None:
+    """Add loss, data, gradients, learning rates and the metrics of the parts."""
+    output = report.output
+    metrics = output.metrics
+    moe = metrics.get("moe")
+    mtp_losses = metrics.get("mtp_losses")
+    line.add(f"loss {output.loss:7.4f}", priority=0)
+    line.add_optional("data {:12}", report.data_stage, priority=7)
+    line.add_optional("sequences of {:>7,}", report.seq_length, priority=7)
+    line.add(f"grad {output.grad_norm:7.3f}", priority=3)
+    line.add_optional("max logit {:7.2f}", metrics.get("max_attention_logit"), priority=7)
+    line.add_optional("params norm {:9.3f}", metrics.get("params_norm"), priority=7)
+    line.add_optional("zeros {:>14,}", metrics.get("num_zeros_in_grad"), priority=7)
+    line.add(f"lr {report.lr:.2e}", priority=2)
+    line.add_optional("decoupled lr {:.2e}", report.decoupled_lr, priority=7)
+    if moe is not None:
+        line.add(f"experts {moe['max_load']:6.2f}x, {moe['dropped']:5.1%} dropped", priority=6)
+    if mtp_losses is not None:
+        line.add(f"mtp {' '.join(f'{loss:7.4f}' for loss in mtp_losses)}", priority=6)
+    line.add_optional("indexer {:7.4f}", metrics.get("dsa_indexer_loss"), priority=6)
+
+
+class _Column(NamedTuple):
+    """A text of a step line."""
+
+    text: str
+    priority: int
+
+
+class StepLine:
+    """The columns of a step line; narrow lines leave out those of the highest priority number.
+
+    Whether a column is there depends on the settings of the run alone, and its length on no number,
+    so that all lines of a run are aligned.
+
+    >>> line = StepLine()
+    >>> line.add("step 5", priority=0)
+    >>> line.add("a long text", priority=1)
+    >>> line.add_optional("lr {:.0e}", 1e-3, priority=2)
+    >>> line.text(width=18)
+    'step 5 | lr 1e-03'
+    """
+
+    def __init__(self) -> None:
+        self._columns: list[_Column] = []
+
+    def add(self, text: str, *, priority: int) -> None:
+        """Add a column; one with priority 0 is never left out."""
+        self._columns.append(_Column(text, priority))
+
+    def add_optional(self, template: str, value: Any, *, priority: int) -> None:
+        """Add a column with a formatted value unless the value is None."""
+        if value is not None:
+            self.add(template.format(value), priority=priority)
+
+    def text(self, width: int) -> str:
+        """The columns that fit into a line of `width` characters, in order."""
+        columns = self._columns
+        kept: set[int] = set()
+        order = sorted(range(len(columns)), key=lambda index: (columns[index].priority, -index))
+        for index in order:
+            longer = kept | {index}
+            if columns[index].priority == 0 or len(self._join(longer)) <= width:
+                kept = longer
+        return self._join(kept)
+
+    def _join(self, indices: Collection[int]) -> str:
+        return " | ".join(self._columns[index].text for index in sorted(indices))
+
+
+def _describe_events(reports: Sequence[StepReport]) -> str:
+    """Validation, tasks, skips, spikes and waits in the steps since the last line."""
+    last = reports[-1]
+    events = []
+    if last.valid_loss is not None:
+        perplexity = math.exp(min(last.valid_loss, 700))
+        events.append(f"valid {last.valid_loss:.4f} (ppl {perplexity:,.1f})")
+    if last.valid_bits_per_byte is not None:
+        events.append(f"{last.valid_bits_per_byte:.3f} bits per byte")
+    events.append(_describe_tasks(last.evaluation or {}))
+    events.append(_describe_skips(reports))
+    events.append(_skip_reason(reports))
+    events.append(_describe_spike(last))
+    events.append(_describe_slowest(reports))
+    events.append(_describe_busy(reports))
+    stall_s = sum(report.save_stall_s or 0.0 for report in reports)
+    if stall_s:
+        events.append(f"save stall {stall_s:.2f} s")
+    return " | ".join(event for event in events if event)
+
+
+def _describe_phases(reports: Sequence[StepReport]) -> str:
+    """Mean times of the phases of a step; empty without `--timing-log-level`."""
     times = [report.timers for report in reports if report.timers]
-    names = dict.fromkeys([*PHASES, *(times or [{}])[-1]])
-    means = {name: sum(each.get(name, 0.0) for each in times) / len(reports) for name in names}
-    phases = " | ".join(f"{name} {mean * 1e3:7,.1f}" for name, mean in means.items())
-    return " | ".join(filter(None, happened)), f"ms per step: {phases}" if times else ""
+    if not times:
+        return ""
+    texts = []
+    for phase in dict.fromkeys([*PHASES, *times[-1]]):
+        mean_s = sum(seconds.get(phase, 0.0) for seconds in times) / len(reports)
+        texts.append(f"{phase} {mean_s * 1e3:7,.1f}")
+    return f"ms per step: {' | '.join(texts)}"
 
 
 def _clock(seconds: float) -> str:
@@ -233,27 +295,22 @@ def _clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def fit(parts: Sequence[tuple[str, int]], width: int) -> str:
-    """Join texts to a line of at most `width` columns; texts with high numbers are left out first,
-    those with 0 never.
-
-    >>> fit([("step 5", 0), ("a long text", 1), ("lr 1e-3", 2)], 18)
-    'step 5 | lr 1e-3'
-    """
-    line, kept = "", set[int]()
-    for index in sorted(range(len(parts)), key=lambda index: (parts[index][1], -index)):
-        longer = " | ".join(
-            text for place, (text, _) in enumerate(parts) if place in {*kept, index}
-        )
-        if len(longer) <= width or not parts[index][1]:
-            line, kept = longer, {*kept, index}
-    return line
-
-
-def _describe_experts(moe: dict[str, Any] | None) -> str:
-    if moe is None:
+def _describe_skips(reports: Sequence[StepReport]) -> str:
+    skipped = sum(report.output.skipped for report in reports)
+    if not skipped:
         return ""
-    return f"experts {moe['max_load']:6.2f}x, {moe['dropped']:5.1%} dropped"
+    ranks = reports[-1].skipped_on
+    where = f" on {ranks}" if ranks else ""
+    return f"SKIPPED {skipped} (gradients not finite{where})"
+
+
+def _skip_reason(reports: Sequence[StepReport]) -> str:
+    """The first reason that a part gives for a skipped step; empty without one."""
+    for report in reports:
+        reason = report.output.metrics.get("skip_reason")
+        if reason:
+            return str(reason)
+    return ""
 
 
 def _describe_spike(report: StepReport) -> str:
@@ -263,35 +320,31 @@ def _describe_spike(report: StepReport) -> str:
 
 def _describe_tasks(evaluation: Mapping[str, float]) -> str:
     """The accuracy on each task."""
-    scores = {
-        key.split("/")[1]: value for key, value in evaluation.items() if key.endswith("/accuracy")
-    }
-    return ", ".join(f"{name} {accuracy:.1%}" for name, accuracy in scores.items())
+    texts = []
+    for key, value in evaluation.items():
+        if key.endswith("/accuracy"):
+            task = key.split("/")[1]
+            texts.append(f"{task} {value:.1%}")
+    return ", ".join(texts)
 
 
 def _describe_slowest(reports: Sequence[StepReport]) -> str:
-    """The rank that was most often the slowest and how long the others waited for it; empty for
-    short waits.
-    """
+    """The rank that was most often the slowest and the mean wait for it; empty for short waits."""
     ranks = [report.slowest_rank for report in reports if report.slowest_rank is not None]
     if not ranks:
         return ""
     slowest = max(set(ranks), key=ranks.count)
-    wait = sum(
-        report.wait_for_slowest or 0.0 for report in reports if report.slowest_rank == slowest
-    ) / len(ranks)
+    waits = [report.wait_for_slowest or 0.0 for report in reports if report.slowest_rank == slowest]
+    wait = sum(waits) / len(ranks)
     return f"wait for rank {slowest} {wait:.0%}" if wait >= NOTABLE_LAG else ""
 
 
 def _describe_busy(reports: Sequence[StepReport]) -> str:
-    """The least and the most mean seconds in which a rank did not wait, with `--log-straggler`;
-    else empty.
-    """
-    means = [
-        fmean(times)
-        for times in zip(*(report.busy_s for report in reports if report.busy_s), strict=True)
-    ]
-    if not means:
+    """The ranks with the least and the most busy time, with `--log-straggler`; else empty."""
+    measured = [report.busy_s for report in reports if report.busy_s]
+    if not measured:
         return ""
-    fast, slow = means.index(min(means)), means.index(max(means))
+    means = [fmean(times) for times in zip(*measured, strict=True)]
+    fast = means.index(min(means))
+    slow = means.index(max(means))
     return f"busy {means[fast]:.3f} s (rank {fast}) to {means[slow]:.3f} s (rank {slow})"

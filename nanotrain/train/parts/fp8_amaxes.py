@@ -1,5 +1,6 @@
-"""fp8 between steps: casts of weights end; with delayed scaling amaxes enter histories, which
-checkpoints keep.
+"""fp8 between steps: forget the casts of weights, append amaxes to the histories.
+
+Delayed scaling has a history of amaxes per layer, which checkpoints keep.
 """
 
 from collections.abc import Collection
@@ -19,15 +20,20 @@ from nanotrain.train.parts.part import BuiltModel, StepPart
 
 log = get_logger(__name__)
 
-PREFIX = "fp8/"  # of the names of the histories in a checkpoint
+PREFIX = "fp8/"  # names of the histories in a checkpoint begin with it
 
 
 class Fp8Amaxes(StepPart):
     """The amax histories of this rank's stages, equal on all ranks of a stage."""
 
     def __init__(self, model: BuiltModel) -> None:
-        self._stages, groups = model.stages, model.context.groups
-        self._groups = groups["tp"], groups["dp_cp"]  # together all ranks of a stage
+        self._stages = model.stages
+        groups = model.context.groups
+        self._groups = (groups["tp"], groups["dp_cp"])  # together all ranks of a stage
+
+    @staticmethod
+    def is_enabled(model: BuiltModel) -> bool:
+        return model.config.precision.fp8 is not None
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         self._forget_weights()
@@ -36,32 +42,32 @@ class Fp8Amaxes(StepPart):
         return sums
 
     def _forget_weights(self) -> None:
-        for module in (module for stage in self._stages.values() for module in stage.modules()):
-            if isinstance(module, Fp8Layer):
-                module.kept = None
+        for stage in self._stages.values():
+            for module in stage.modules():
+                if isinstance(module, Fp8Layer):
+                    module.kept = None
 
     def tensors(self) -> dict[TensorBox, Tensor]:
-        return {
-            TensorBox.full(f"{PREFIX}{name}.amax_history", layer.history.shape): layer.history
-            for name, layer in self._layers().items()
-            if layer.history is not None
-        }
+        tensors = {}
+        for name, layer in self._layers().items():
+            if layer.history is not None:
+                box = TensorBox.full(f"{PREFIX}{name}.amax_history", layer.history.shape)
+                tensors[box] = layer.history
+        return tensors
 
     def missing(
         self, targets: Collection[TensorBox], manifest: Manifest, *, weights_alone: bool
     ) -> Collection[TensorBox]:
         """Histories that the checkpoint lacks, as after a run in bf16 or with another length."""
-        saved = manifest.tensors
-        return [
-            box
-            for box in self.tensors()
-            if box.name not in saved or saved[box.name].shape != box.shape
-        ]
+        missing = []
+        for box in self.tensors():
+            saved = manifest.tensors.get(box.name)
+            if saved is None or saved.shape != box.shape:
+                missing.append(box)
+        return missing
 
     def restored(self, missing: Collection[TensorBox], *, checkpoint: Path | None) -> None:
-        """Empty the histories that were not read, and let every layer check whether its history has
-        values.
-        """
+        """Empty the histories that were not read; layers check whether their history is empty."""
         self._forget_weights()
         histories = self.tensors()
         new = [history for box, history in histories.items() if box in missing]
@@ -76,20 +82,18 @@ class Fp8Amaxes(StepPart):
             layer.restored()
 
     def _layers(self) -> dict[str, Fp8Layer]:
-        return {
-            name: layer
-            for stage in self._stages.values()
-            for name, layer in fp8_layers(stage).items()
-        }
+        layers = {}
+        for stage in self._stages.values():
+            layers.update(fp8_layers(stage))
+        return layers
 
 
 def fp8_layers(stage: nn.Module) -> dict[str, Fp8Layer]:
-    """The layers of a stage that keep an amax history, by name ("layers.3.mlp.up.fp8"), in order."""
-    modules = stage.named_modules()
+    """The layers of a stage with an amax history, by name ("layers.3.mlp.up.fp8"), in order."""
     return {
-        name: layer
-        for name, layer in modules
-        if isinstance(layer, Fp8Layer) and layer.history is not None
+        name: module
+        for name, module in stage.named_modules()
+        if isinstance(module, Fp8Layer) and module.history is not None
     }
 
 
@@ -103,9 +107,10 @@ def update_amax_histories(stage: nn.Module, groups: tuple[Group, ...]) -> None:
     layers = list(fp8_layers(stage).values())
     if not layers:
         return
-    parts = [layer.step_amax for layer in layers if layer.step_amax is not None]
-    total = torch.cat([part.flatten() for part in parts])
+    amaxes = [layer.step_amax for layer in layers if layer.step_amax is not None]
+    total = torch.cat([amax.flatten() for amax in amaxes])
     for group in groups:
         all_reduce(total, group, op="max")
-    for layer, amax in zip(layers, total.split([part.numel() for part in parts]), strict=True):
+    reduced = total.split([amax.numel() for amax in amaxes])
+    for layer, amax in zip(layers, reduced, strict=True):
         layer.update(amax.view(3, -1))

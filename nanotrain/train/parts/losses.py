@@ -1,5 +1,8 @@
-"""Losses besides that of the model: of multi-token prediction, of indexers, and on each corpus of a
-blend.
+"""Losses besides that of the model.
+
+MTPLosses      losses of multi-token prediction, which are trained
+IndexerLoss    divergence of the indexers of sparse attention
+SourceLosses   loss on each corpus of a blend
 """
 
 from collections.abc import Sequence
@@ -17,28 +20,32 @@ from nanotrain.train.parts.part import BuiltModel, StepPart
 
 
 class MTPLosses(StepPart):
-    """The losses of multi-token prediction: scaled in the forward pass by global token counts, and
-    reported.
-    """
+    """Losses of multi-token prediction, scaled in the forward pass by global token counts."""
 
     def __init__(self, model: BuiltModel) -> None:
-        mtp, context = model.config.model.mtp, model.context
-        # the ranks of tp have equal losses
-        self._tp, self._device = context.groups["tp"], context.device
-        # of the last stage
+        mtp = model.config.model.mtp
+        self._tp = model.context.groups["tp"]  # its ranks have equal losses
+        self._device = model.context.device
+        # on the last stage only
         self._layers = [layer for stage in model.stages.values() for layer in stage.mtp_layers]
-        self._num_layers, self._factor = mtp.num_layers or 0, mtp.loss_scaling_factor
+        self._num_layers = mtp.num_layers or 0
+        self._factor = mtp.loss_scaling_factor
         self._num_tokens: list[int] = []  # target tokens of each layer in this step
+
+    @staticmethod
+    def is_enabled(model: BuiltModel) -> bool:
+        return model.plan.shape.num_mtp_layers > 0
 
     def prepare(self, batch: Batch) -> Batch:
         return batch.with_mtp(self._num_layers)
 
     def counts(self, batches: Sequence[Batch]) -> list[float]:
         """Target tokens of each layer."""
-        depths = range(self._num_layers)
-        return [
-            sum(float(batch.mtp[depth].num_target_tokens) for batch in batches) for depth in depths
-        ]
+        counts = [0.0] * self._num_layers
+        for batch in batches:
+            for depth in range(self._num_layers):
+                counts[depth] += float(batch.mtp[depth].num_target_tokens)
+        return counts
 
     def context(self, batch: GlobalBatch, counts: Sequence[float]) -> dict[str, Any]:
         """The factors of the summed losses, in the units of the model's summed loss.
@@ -46,7 +53,8 @@ class MTPLosses(StepPart):
         Each layer's loss is a mean over its own target tokens, and the mean over layers is scaled.
         """
         self._num_tokens = [max(round(count), 1) for count in counts]
-        factor, total = self._factor / self._num_layers, max(batch.num_target_tokens, 1)
+        factor = self._factor / self._num_layers
+        total = max(batch.num_target_tokens, 1)
         return {"mtp_scales": tuple(factor * total / num_tokens for num_tokens in self._num_tokens)}
 
     def sums(self, *, is_logged: bool) -> Tensor:
@@ -57,23 +65,28 @@ class MTPLosses(StepPart):
         return sums if self._tp.is_first else none
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
-        return torch.stack(
-            [total / num_tokens for total, num_tokens in zip(sums, self._num_tokens, strict=True)]
-        )
+        means = [total / count for total, count in zip(sums, self._num_tokens, strict=True)]
+        return torch.stack(means)
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
         return {"mtp_losses": list(numbers)}
 
 
 class IndexerLoss(StepPart):
-    """The mean divergence of indexers over layers and tokens, since the last logged step; without
-    its coefficient.
-    """
+    """Mean divergence of indexers over layers and tokens since the last logged step, unscaled."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._device = model.context.device
-        modules = (module for stage in model.stages.values() for module in stage.modules())
-        self._sums = [module.sums for module in modules if isinstance(module, IndexerDivergence)]
+        self._sums: list[Tensor] = []
+        for stage in model.stages.values():
+            for module in stage.modules():
+                if isinstance(module, IndexerDivergence):
+                    self._sums.append(module.sums)
+
+    @staticmethod
+    def is_enabled(model: BuiltModel) -> bool:
+        dsa = model.plan.shape.dsa
+        return dsa is not None and bool(dsa.loss_coeff)
 
     def sums(self, *, is_logged: bool) -> Tensor | None:
         if not is_logged:
@@ -94,13 +107,18 @@ class SourceLosses(StepPart):
 
     def __init__(self, model: BuiltModel) -> None:
         self._names = source_names(model.dataset)  # in the order of `Batch.source_ids`
-        # losses, target tokens
+        # losses, then target tokens
         self._sums = torch.zeros(
             2, len(self._names), dtype=torch.float64, device=model.context.device
         )
         for stage in model.stages.values():
-            if stage.head is not None:  # which adds to the sums in the forward passes of training
+            if stage.head is not None:
+                # the head adds to the sums in the forward passes of training
                 stage.head.source_sums = self._sums
+
+    @staticmethod
+    def is_enabled(model: BuiltModel) -> bool:
+        return bool(source_names(model.dataset))
 
     def sums(self, *, is_logged: bool) -> Tensor | None:
         if not is_logged:
@@ -111,10 +129,10 @@ class SourceLosses(StepPart):
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
         """The mean loss of every corpus that had target tokens."""
-        sums, tokens = numbers[: len(self._names)], numbers[len(self._names) :]
-        means = {
-            name: loss / count
-            for name, loss, count in zip(self._names, sums, tokens, strict=True)
-            if count
-        }
+        losses = numbers[: len(self._names)]
+        counts = numbers[len(self._names) :]
+        means = {}
+        for name, loss, count in zip(self._names, losses, counts, strict=True):
+            if count:
+                means[name] = loss / count
         return {"source_losses": means}

@@ -13,8 +13,7 @@ from nanotrain.train.parts.part import BuiltModel, StepPart
 
 log = get_logger(__name__)
 
-# of the names in a checkpoint, where the average is among the tensors of the optimizer
-PREFIX = "ema/"
+PREFIX = "ema/"  # in a checkpoint, where the average is among the tensors of the optimizer
 
 
 class MovingAverage(StepPart):
@@ -23,6 +22,10 @@ class MovingAverage(StepPart):
     def __init__(self, model: BuiltModel) -> None:
         self._average = model.optimizer.average
 
+    @staticmethod
+    def is_enabled(model: BuiltModel) -> bool:
+        return model.config.optim.ema_decay is not None
+
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         self._average.update(update.skipped)
         return sums
@@ -30,16 +33,18 @@ class MovingAverage(StepPart):
     def missing(
         self, targets: Collection[TensorBox], manifest: Manifest, *, weights_alone: bool
     ) -> Collection[TensorBox]:
-        """All of it, if only weights are loaded or the checkpoint has none."""
-        if not weights_alone and any(name.startswith(PREFIX) for name in manifest.tensors):
+        """The whole average, if only weights are loaded or the checkpoint has none."""
+        is_saved = any(name.startswith(PREFIX) for name in manifest.tensors)
+        if is_saved and not weights_alone:
             return ()
         return [box for box in targets if box.name.startswith(PREFIX)]
 
     def restored(self, missing: Collection[TensorBox], *, checkpoint: Path | None) -> None:
-        """Begin at the loaded weights."""
-        if any(box.name.startswith(PREFIX) for box in missing):
-            if checkpoint is not None:
-                log.info(
-                    "%s has no moving average of the weights: it begins at the weights", checkpoint
-                )
-            self._average.restart()
+        """Begin at the loaded weights if the average was not read."""
+        if not any(box.name.startswith(PREFIX) for box in missing):
+            return
+        if checkpoint is not None:
+            log.info(
+                "%s has no moving average of the weights: it begins at the weights", checkpoint
+            )
+        self._average.restart()

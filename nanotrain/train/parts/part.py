@@ -1,9 +1,11 @@
-"""`StepPart`: what one feature adds to every training step. `StepParts`: the parts of a run, called
-as one.
+"""`StepPart`: what one feature adds to every training step. `StepParts`: the parts of a run.
 
-    prepare, counts             before the step: the microbatches as they are read, and what all ranks count in them
-    context                     what the forward passes read besides the batch
-    sums                        gradients are reduced: this rank's part of sums that join the step's one all-reduce
+    is_enabled                  whether a model has the part
+    prepare, counts             before the step: changes of the microbatches as they are read, and
+                                numbers that are summed over all ranks
+    context                     inputs of the forward passes besides the batch
+    sums                        after gradients are reduced: this rank's part of sums that join the
+                                all-reduce of the gradient norm
     after_update                after the update rule, before the all-gather of parameters
     metrics                     on the host, once the step is read
     tensors, missing, restored  in checkpoints
@@ -13,7 +15,7 @@ Between `prepare` and `metrics` nothing may wait for the device (law L10).
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from nanotrain.train.batches import GlobalBatch
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """This rank's stages and optimizer: what parts are built from and a checkpoint is loaded into."""
+    """This rank's stages and optimizer; parts are built from it, checkpoints are loaded into it."""
 
     plan: Plan  # what was built
     context: ParallelContext  # device and process groups
@@ -64,22 +66,33 @@ class BuiltModel:
 
 
 class StepPart:
-    """Base class; subclasses override what they need. Every rank calls every method of every part,
-    in order.
+    """Base class; subclasses override what they need. Every rank calls all parts in one order.
 
-    Attributes: replicated_over: groups whose ranks hold equal `tensors`; the first rank of all of
-        them saves.
+    Attributes:
+        replicated_over: groups whose ranks hold equal `tensors`; the first rank of all of them
+            saves.
     """
 
     replicated_over: tuple[GroupName, ...] = ("tp", "dp_cp")  # the ranks of a stage
+
+    def __init__(self, model: BuiltModel) -> None:
+        """Build the part of a model; collective."""
+
+    @staticmethod
+    def is_enabled(model: BuiltModel) -> bool:
+        """Whether a model has the part."""
+        return True
 
     def prepare(self, batch: Batch) -> Batch:
         """Change a microbatch on the host, before it is split over ranks."""
         return batch
 
     def counts(self, batches: Sequence[Batch]) -> list[float]:
-        """Numbers that are summed over all ranks before the step; as many for no microbatches, as
-        after an error.
+        """Numbers that are summed over all ranks before the step.
+
+        Args:
+            batches: microbatches of this rank; none after an error. The result has equally many
+                numbers then.
         """
         return []
 
@@ -87,7 +100,7 @@ class StepPart:
         """Fields of `BatchContext` for all microbatches of a step.
 
         Args:
-            batch: the global batch.
+            batch: this rank's part of the global batch.
             counts: the sums of `counts` over all ranks.
         """
         return {}
@@ -114,11 +127,13 @@ class StepPart:
         return sums
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
-        """Entries of the step in metrics.jsonl, from the result of `after_update`; not called
-        without numbers.
+        """Entries of the step in metrics.jsonl; not called without numbers.
 
-        `skip_reason` says why the part had the step skipped and what to do; the log and an error of
-        many skips have it.
+        The entry `skip_reason` explains why the part had the step skipped and how to fix it; the
+        log and the error after many skips show it.
+
+        Args:
+            numbers: result of `after_update`.
         """
         return {}
 
@@ -129,8 +144,7 @@ class StepPart:
     def missing(
         self, targets: Collection[TensorBox], manifest: Manifest, *, weights_alone: bool
     ) -> Collection[TensorBox]:
-        """The tensors of this part that are not read from a checkpoint; without others a checkpoint
-        is an error.
+        """The tensors of this part that are not read from a checkpoint, which must have all others.
 
         Args:
             targets: all tensors of the run.
@@ -157,8 +171,9 @@ class StepParts:
     """
 
     def __init__(self, parts: Mapping[str, StepPart], context: ParallelContext) -> None:
-        self.by_name, self._context = dict(parts), context
-        self._sums: list[Tensor] = []  # sums of each part in this step
+        self.by_name = dict(parts)
+        self._context = context
+        self._num_sums: list[int] = []  # sums of each part in this step
 
     def __iter__(self) -> Iterator[StepPart]:
         return iter(self.by_name.values())
@@ -175,58 +190,66 @@ class StepParts:
 
     def context(self, batch: GlobalBatch) -> dict[str, Any]:
         """Fields of `BatchContext` of all parts."""
-        ends = accumulate((len(part.counts([])) for part in self), initial=0)
-        fields = [
-            part.context(batch, batch.counts[i:j])
-            for part, (i, j) in zip(self, pairwise(ends), strict=True)
-        ]
-        return {name: value for each in fields for name, value in each.items()}
+        counts = iter(batch.counts)
+        fields = {}
+        for part in self:
+            num_counts = len(part.counts([]))
+            fields.update(part.context(batch, list(islice(counts, num_counts))))
+        return fields
 
     def sums(self, *, is_logged: bool) -> Tensor:
         """[n] fp64, the sums of all parts."""
-        none = torch.zeros(0, dtype=torch.float64, device=self._context.device)
-        sums = [part.sums(is_logged=is_logged) for part in self]
-        self._sums = [none if each is None else each for each in sums]
-        return torch.cat([none, *self._sums])
+        sums = [torch.zeros(0, dtype=torch.float64, device=self._context.device)]
+        self._num_sums = []
+        for part in self:
+            part_sums = part.sums(is_logged=is_logged)
+            self._num_sums.append(0 if part_sums is None else len(part_sums))
+            if part_sums is not None:
+                sums.append(part_sums)
+        return torch.cat(sums)
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> dict[str, Tensor]:
-        """Let all parts act after the update rule; returns the numbers that `metrics` reads, by
-        part.
-        """
-        each = sums.split([len(own) for own in self._sums])
-        return {
-            name: part.after_update(update, own, is_logged=is_logged)
-            for (name, part), own in zip(self.by_name.items(), each, strict=True)
-        }
+        """Call all parts after the update rule; returns the numbers of each for `metrics`."""
+        numbers = {}
+        for (name, part), part_sums in zip(
+            self.by_name.items(), sums.split(self._num_sums), strict=True
+        ):
+            numbers[name] = part.after_update(update, part_sums, is_logged=is_logged)
+        return numbers
 
     def metrics(self, numbers: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         """The entries of all parts in metrics.jsonl."""
-        each = (self.by_name[name].metrics(own) for name, own in numbers.items() if own)
-        return {name: value for metrics in each for name, value in metrics.items()}
+        entries = {}
+        for name, part_numbers in numbers.items():
+            if part_numbers:
+                entries.update(self.by_name[name].metrics(part_numbers))
+        return entries
 
     def tensors(self) -> dict[TensorBox, Tensor]:
         """The tensors of all parts."""
-        return {box: tensor for part in self for box, tensor in part.tensors().items()}
+        tensors = {}
+        for part in self:
+            tensors.update(part.tensors())
+        return tensors
 
     def tensors_to_save(self) -> dict[TensorBox, Tensor]:
-        """The tensors that this rank saves: of those that several ranks hold, the first one saves."""
-        groups = self._context.group
-        saved = [
-            part for part in self if all(groups(name).is_first for name in part.replicated_over)
-        ]
-        return {box: tensor for part in saved for box, tensor in part.tensors().items()}
+        """The tensors that this rank saves: the first of the ranks with equal tensors does."""
+        tensors = {}
+        for part in self:
+            if all(self._context.group(name).is_first for name in part.replicated_over):
+                tensors.update(part.tensors())
+        return tensors
 
     def missing(
         self, targets: Collection[TensorBox], manifest: Manifest, *, weights_alone: bool
     ) -> set[TensorBox]:
         """The tensors of all parts that are not read from a checkpoint."""
-        return {
-            box
-            for part in self
-            for box in part.missing(targets, manifest, weights_alone=weights_alone)
-        }
+        boxes: set[TensorBox] = set()
+        for part in self:
+            boxes.update(part.missing(targets, manifest, weights_alone=weights_alone))
+        return boxes
 
     def restored(self, missing: Collection[TensorBox], *, checkpoint: Path | None) -> None:
-        """Let all parts start what was not read."""
+        """Let all parts initialize the tensors that were not read."""
         for part in self:
             part.restored(missing, checkpoint=checkpoint)

@@ -1,13 +1,14 @@
-"""QK-clip: query and key weights of heads whose largest attention logit exceeds a threshold are
-scaled down.
+"""QK-clip: scale down query and key weights of heads with too large attention logits.
 
 QKClip              scales the rows of the main params after every update
-MaxAttentionLogit   `--log-max-attention-logit`: the largest logit since the last logged step, over all layers and ranks
+MaxAttentionLogit   `--log-max-attention-logit`: the largest logit since the last logged step, over
+                    all layers and ranks
 
     factor of a head    f = min(1, threshold / its largest logit)
-    attention           query rows f^alpha           key rows f^(1 - alpha); heads that share a key: the smallest f
-    MLA                 query rows f^alpha, rotary   key rows f^(1 - alpha); the rotary key, which all heads share,
-                        query rows f                 and values stay as they are
+    attention           query rows f^alpha, key rows f^(1 - alpha);
+                        heads that share a key have the smallest f of all of them
+    MLA                 query rows f^alpha, rotary query rows f, key rows f^(1 - alpha);
+                        values and the rotary key, which all heads share, stay as they are
 
 So every logit of a head is scaled by f, biases included. A layer is clipped after the update of the
 step in which the logits were observed (`model/attention.py`).
@@ -35,22 +36,30 @@ from nanotrain.train.parts.part import BuiltModel, StepPart
 
 
 class QKClip(StepPart):
-    """Scales query and key weights by the logits of the step; no weight of a skipped step."""
+    """Scales query and key weights by the logits of the step, unless the step is skipped."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._model = model
 
+    @staticmethod
+    def is_enabled(model: BuiltModel) -> bool:
+        return model.config.optim.qk_clip
+
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         """Two all-reduces of one number per layer and head of each stage."""
-        model, groups = self._model, self._model.context.groups
-        config, shape = model.config.optim, model.plan.shape
+        model = self._model
+        groups = model.context.groups
         for stage in model.stages.values():
             factors = collect_factors(
-                stage, config, shape=shape, tp=groups["tp"], dp_cp=groups["dp_cp"]
+                stage,
+                model.config.optim,
+                shape=model.plan.shape,
+                tp=groups["tp"],
+                dp_cp=groups["dp_cp"],
             )
-            model.optimizer.scale_rows(
-                {name: torch.where(update.skipped, 1.0, f) for name, f in factors.items()}
-            )
+            for name, rows in factors.items():
+                factors[name] = torch.where(update.skipped, 1.0, rows)
+            model.optimizer.scale_rows(factors)
         return sums
 
 
@@ -58,7 +67,12 @@ class MaxAttentionLogit(StepPart):
     """The largest attention logit."""
 
     def __init__(self, model: BuiltModel) -> None:
-        self._stages, self._context = model.stages, model.context
+        self._stages = model.stages
+        self._context = model.context
+
+    @staticmethod
+    def is_enabled(model: BuiltModel) -> bool:
+        return model.config.train.log_max_attention_logit
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         if not is_logged:
@@ -78,8 +92,9 @@ class MaxAttentionLogit(StepPart):
 def collect_factors(
     stage: nn.Module, config: OptimConfig, *, shape: ModelShape, tp: Group, dp_cp: Group
 ) -> dict[str, Tensor]:
-    """The factors of the rows of a stage's query and key parameters by name, the same on every
-    rank; resets the logits.
+    """Row factors of a stage's query and key parameters by name, equal on every rank.
+
+    Resets the logits.
 
     Args:
         stage: stage with the same layers on every rank of the groups.
@@ -91,44 +106,47 @@ def collect_factors(
     tracked = logits_of(stage)
     if not tracked:
         return {}
-    largest = next(iter(tracked.values())).largest.new_full(
-        (len(tracked), shape.num_heads), -torch.inf
-    )
+    any_logits = next(iter(tracked.values())).largest
+    largest = any_logits.new_full((len(tracked), shape.num_heads), -torch.inf)
     for row, logits in zip(largest, tracked.values(), strict=True):
         row.chunk(tp.size)[tp.index].copy_(logits.largest)
         logits.largest.fill_(-torch.inf)
     for group in (tp, dp_cp):
         all_reduce(largest, group, op="max")
-    clipped = config.qk_clip_threshold / largest
-    factors = torch.where((largest > config.qk_clip_threshold) & largest.isfinite(), clipped, 1.0)
+    threshold = config.qk_clip_threshold
+    is_clipped = (largest > threshold) & largest.isfinite()
+    head_factors = torch.where(is_clipped, threshold / largest, 1.0)
     names = {name for name, _ in stage.named_parameters()}
-    return {
-        f"{layer}.{name}": rows
-        for layer, of_heads in zip(tracked, factors, strict=True)
-        for name, rows in row_factors(of_heads, shape, alpha=config.qk_clip_alpha).items()
-        if f"{layer}.{name}" in names
-    }
+    factors = {}
+    for layer, layer_factors in zip(tracked, head_factors, strict=True):
+        rows = row_factors(layer_factors, shape, alpha=config.qk_clip_alpha)
+        for name, row_factor in rows.items():
+            if f"{layer}.{name}" in names:
+                factors[f"{layer}.{name}"] = row_factor
+    return factors
 
 
 def logits_of(stage: nn.Module) -> dict[str, MaxLogits]:
     """The tracked attention layers of a stage by name ("layers.3.attention"), in order."""
-    suffix = ".max_logits"
-    modules = stage.named_modules()
-    return {
-        name.removesuffix(suffix): module
-        for name, module in modules
-        if isinstance(module, MaxLogits)
-    }
+    tracked = {}
+    for name, module in stage.named_modules():
+        if isinstance(module, MaxLogits):
+            tracked[name.removesuffix(".max_logits")] = module
+    return tracked
 
 
-def row_factors(of_heads: Tensor, shape: ModelShape, *, alpha: float) -> Mapping[str, Tensor]:
-    """The factors of the rows of query and key parameters, by their name in the layer, from those
-    of the heads [N].
+def row_factors(head_factors: Tensor, shape: ModelShape, *, alpha: float) -> Mapping[str, Tensor]:
+    """Factors of the rows of query and key parameters, by their name in the layer.
 
     The result may name parameters that the layer does not have (biases, a query without
     q_lora_rank).
+
+    Args:
+        head_factors: [N] factors of the heads.
+        shape: shape of the model.
+        alpha: exponent of the query.
     """
-    shared = of_heads.view(shape.query_groups, -1).amin(dim=1)
+    shared = head_factors.view(shape.query_groups, -1).amin(dim=1)
     heads_per_group = shape.num_heads // shape.query_groups
     factors = {
         "query": (shared**alpha).repeat_interleave(heads_per_group),
@@ -136,15 +154,16 @@ def row_factors(of_heads: Tensor, shape: ModelShape, *, alpha: float) -> Mapping
         "both": shared.repeat_interleave(heads_per_group),
         "none": torch.ones_like(shared),
     }
-    rows = next(rows for mixer in shape.mixers if mixer and (rows := MIXERS[mixer].clipped_rows))
-    return {
-        name: _rows(*((factors[heads], size) for heads, size in parts))
-        for name, parts in rows(shape).items()
-    }
+    result = {}
+    for name, channels in _clipped_rows(shape).items():
+        columns = [factors[kind][:, None].expand(-1, size) for kind, size in channels]
+        result[name] = torch.cat(columns, dim=1).flatten()
+    return result
 
 
-def _rows(*channels: tuple[Tensor, int]) -> Tensor:
-    """Factors of heads, each for a number of channels -> of the rows of all heads, head by head."""
-    return torch.cat(
-        [factors[:, None].expand(-1, size) for factors, size in channels], dim=1
-    ).flatten()
+def _clipped_rows(shape: ModelShape) -> Mapping[str, tuple[tuple[str, int], ...]]:
+    """Kinds of factors and numbers of channels in one head of each parameter."""
+    for mixer in shape.mixers:
+        if mixer and (clipped_rows := MIXERS[mixer].clipped_rows):
+            return clipped_rows(shape)
+    raise AssertionError("a model with tracked logits has an attention that is clipped")

@@ -1,5 +1,6 @@
-"""Tokens beyond `--moe-expert-rank-capacity-factor`: the step is skipped, and named with the factor
-that it needs.
+"""Tokens beyond `--moe-expert-rank-capacity-factor`: the step is skipped.
+
+The metrics name the factor that the step needs.
 """
 
 import math
@@ -24,51 +25,47 @@ class RankCapacity(StepPart):
     """
 
     def __init__(self, model: BuiltModel) -> None:
-        self._world, self._device = model.context.group("world"), model.context.device
+        self._world = model.context.group("world")
+        self._device = model.context.device
         self._ep = model.config.parallel.expert_model_parallel_size
         self._factor = model.config.parallel.moe_expert_rank_capacity_factor or self._ep
         self._names = [name.removesuffix(".router") for name in router_names(model.plan)]
-        modules = {
-            name: each for stage in model.stages.values() for name, each in stage.named_modules()
-        }
-        self.dispatchers = {
-            i: dispatcher
-            for i, name in enumerate(self._names)
-            if isinstance(
-                dispatcher := getattr(modules.get(name), "dispatcher", None), PaddedTokenDispatcher
-            )
-        }
+        self.dispatchers: dict[int, PaddedTokenDispatcher] = {}  # by index in `_names`
+        for stage in model.stages.values():
+            for name, module in stage.named_modules():
+                dispatcher = getattr(module, "dispatcher", None)
+                if name in self._names and isinstance(dispatcher, PaddedTokenDispatcher):
+                    self.dispatchers[self._names.index(name)] = dispatcher
+
+    @staticmethod
+    def is_enabled(model: BuiltModel) -> bool:
+        factor = model.config.parallel.moe_expert_rank_capacity_factor
+        return model.context.group("ep").size > 1 and bool(factor)
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
-        """[layers + 1] int64: the most tokens of every layer with their rank as one number, and
-        pairs of a rank.
-        """
+        """[layers + 1] int64: by layer most tokens and their rank, in one number; pairs per rank."""
         numbers = torch.zeros(len(self._names) + 1, dtype=torch.int64, device=self._device)
         for layer, dispatcher in self.dispatchers.items():
             assert dispatcher.peak is not None, "every layer has seen the microbatches of the step"
             numbers[layer] = dispatcher.peak.long() * self._world.size + self._world.index
-            numbers[-1], dispatcher.peak = dispatcher.num_pairs, None
+            numbers[-1] = dispatcher.num_pairs
+            dispatcher.peak = None
         all_reduce(numbers, self._world, op="max")
         return numbers
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
-        """`moe_rank_capacity_factor`, which the step needs, and a `skip_reason` if that is more
-        than there is.
-
-        Layers after the first one with too many tokens route what is not finite.
-        """
+        """The capacity factor that the step needs; a `skip_reason` if it exceeds the setting."""
         *peaks, num_pairs = map(int, numbers)
         capacity = int(self._factor * num_pairs / self._ep)
-        layers = [
-            (*divmod(peak, self._world.size), name)
-            for peak, name in zip(peaks, self._names, strict=True)
-        ]
-        most, rank, name = next((layer for layer in layers if layer[0] > capacity), max(layers))
+        # the first layer with too many tokens: later ones route numbers that are not finite
+        peak = next((peak for peak in peaks if peak // self._world.size > capacity), max(peaks))
+        most, rank = divmod(peak, self._world.size)
         needed = math.ceil(100 * most * self._ep / max(num_pairs, 1)) / 100
-        over = (
-            f"{name} of rank {rank} had {most:,} tokens for a rank of ep that takes {capacity:,}: "
-            f"set --moe-expert-rank-capacity-factor {needed} or more"
-        )
-        return {"moe_rank_capacity_factor": needed} | (
-            {"skip_reason": over} if most > capacity else {}
-        )
+        entries: dict[str, Any] = {"moe_rank_capacity_factor": needed}
+        if most > capacity:
+            name = self._names[peaks.index(peak)]
+            entries["skip_reason"] = (
+                f"{name} of rank {rank} had {most:,} tokens for a rank of ep that takes "
+                f"{capacity:,}: set --moe-expert-rank-capacity-factor {needed} or more"
+            )
+        return entries

@@ -1,5 +1,7 @@
-"""Routers: their statistics are summed and reported once per step, and expert biases move against
-the imbalance.
+"""Router statistics and expert biases.
+
+The statistics of all routers are summed and reported once per step, and the bias of every expert
+moves against the imbalance.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,48 +23,51 @@ class RouterBalance(StepPart):
     """The routers of all stages of the model; their statistics form one vector."""
 
     def __init__(self, model: BuiltModel) -> None:
-        moe, self._stages, self._device = model.config.model.moe, model.stages, model.context.device
+        moe = model.config.model.moe
         assert moe is not None, "only a mixture of experts has routers"
-        self._rate, self._length = moe.router_bias_update_rate, moe.num_choices + len(SCALARS)
-        self._routers = {
-            name: router
-            for stage in self._stages.values()
-            for name, router in routers_of(stage).items()
-        }
-        self._names = [*router_names(model.plan)]
+        self._stages = model.stages
+        self._device = model.context.device
+        self._rate = moe.router_bias_update_rate
+        self._length = moe.num_choices + len(SCALARS)
+        self._routers: dict[str, HasRouterState] = {}
+        for stage in self._stages.values():
+            self._routers.update(routers_of(stage))
+        self._names = list(router_names(model.plan))
         assert self._routers.keys() <= set(self._names), (
             "a router that the other ranks would not sum"
         )
 
+    @staticmethod
+    def is_enabled(model: BuiltModel) -> bool:
+        return model.config.model.moe is not None
+
     def sums(self, *, is_logged: bool) -> Tensor:
         """[routers * (E + 5)], and reset the statistics; a router is on the ranks of one stage."""
         none = torch.zeros(self._length, dtype=torch.float64, device=self._device)
-        sums = [
-            self._routers[name].stats.sums() if name in self._routers else none
-            for name in self._names
-        ]
+        sums = []
+        for name in self._names:
+            router = self._routers.get(name)
+            sums.append(none if router is None else router.stats.sums())
         for router in self._routers.values():
             router.stats.reset()
         return torch.cat(sums)
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
-        for name, own in zip(self._names, sums.view(-1, self._length), strict=True):
+        for name, router_sums in zip(self._names, sums.view(-1, self._length), strict=True):
             if name in self._routers:
-                moved = torch.where(update.skipped, 0.0, own[: -len(SCALARS)])
+                moved = torch.where(update.skipped, 0.0, router_sums[: -len(SCALARS)])
                 update_expert_bias(self._routers[name], moved, rate=self._rate)
         return sums
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
-        """`load` (tokens per expert by router), and means over routers of what `router_metrics`
-        returns.
-        """
+        """`load`: tokens per expert by router; means over routers of the other `router_metrics`."""
         starts = range(0, len(numbers), self._length)
         routers = [router_metrics(numbers[start : start + self._length]) for start in starts]
         load = {name: router.pop("load") for name, router in zip(self._names, routers, strict=True)}
-        return {
-            "moe": {"load": load}
-            | {key: fmean(router[key] for router in routers) for key in routers[0]}
-        }
+        entries: dict[str, Any] = {"load": load}
+        for key in routers[0]:
+            entries[key] = fmean(router[key] for router in routers)
+        return {"moe": entries}
 
     def tensors(self) -> dict[TensorBox, Tensor]:
         return router_biases(self._stages)
@@ -71,28 +76,23 @@ class RouterBalance(StepPart):
 def router_names(plan: Plan) -> Iterator[str]:
     """The routers of the whole model by name."""
     shape = plan.shape
-    yield from (
-        f"layers.{layer}.mlp.router"
-        for layer in range(shape.num_layers)
-        if shape.has_experts(layer)
-    )
-    yield from (
-        f"mtp.{i}.block.mlp.router"
-        for i, layer in enumerate(shape.mtp_layers)
-        if shape.has_experts(layer)
-    )
+    for layer in range(shape.num_layers):
+        if shape.has_experts(layer):
+            yield f"layers.{layer}.mlp.router"
+    for index, layer in enumerate(shape.mtp_layers):
+        if shape.has_experts(layer):
+            yield f"mtp.{index}.block.mlp.router"
 
 
 def update_expert_bias(router: HasRouterState, tokens_per_expert: Tensor, *, rate: float) -> None:
-    """Lower the bias of experts with more than the mean number of tokens, and raise that of the
-    others.
+    """Lower the bias of experts with more tokens than the mean, and raise that of the others.
 
     Every bias moves by `rate`, for any distance (DeepSeek-V3, section 2.1.2: balance without
     auxiliary loss).
 
     Args:
         router: router; without a bias it stays as it is.
-        tokens_per_expert: [E] of this step, over all ranks.
+        tokens_per_expert: [E] tokens of this step, over all ranks.
         rate: step size.
     """
     if router.expert_bias is not None:
@@ -108,12 +108,14 @@ def router_metrics(sums: Sequence[float]) -> dict[str, Any]:
         max_load       tokens of the busiest expert relative to an even share
         dropped        dropped share of the (token, expert) pairs
         entropy        mean over tokens, in nats; log(E) where all experts have equal probability
-        balance_loss   mean of the first load-balancing loss, without its coefficient; 1 is perfect balance
+        balance_loss   mean of the first load-balancing loss, without its coefficient; 1 is perfect
+                       balance
         z_loss         mean over tokens, without its coefficient
     """
     load = list(sums[: -len(SCALARS)])
     scalars = dict(zip(SCALARS, sums[-len(SCALARS) :], strict=True))
-    num_tokens, num_pairs = max(1.0, scalars["num_tokens"]), max(1.0, sum(load))
+    num_tokens = max(1.0, scalars["num_tokens"])
+    num_pairs = max(1.0, sum(load))
     return {
         "load": load,
         "max_load": max(load) * len(load) / num_pairs,
@@ -125,10 +127,9 @@ def router_metrics(sums: Sequence[float]) -> dict[str, Any]:
 
 
 def router_biases(stages: Mapping[int, Stage]) -> dict[TensorBox, Tensor]:
-    """The expert biases of this rank's routers by their names in a checkpoint; replicated over all
-    ranks of a stage.
-    """
-    biases = {
-        name: bias for stage in stages.values() for name, bias in expert_biases(stage).items()
-    }
-    return {TensorBox.full(name, bias.shape): bias for name, bias in biases.items()}
+    """The expert biases of this rank's routers, replicated over all ranks of a stage."""
+    biases = {}
+    for stage in stages.values():
+        for name, bias in expert_biases(stage).items():
+            biases[TensorBox.full(name, bias.shape)] = bias
+    return biases

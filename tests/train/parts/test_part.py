@@ -46,9 +46,6 @@ class RankSteps(StepPart):
         return {TensorBox.full("mine/rank_steps", self.total.shape): self.total}
 
 
-ROW = (bool, RankSteps)
-
-
 def steps_of(
     ctx: ParallelContext, case: Case, folder: Path, *, checkpoint: Path | None = None
 ) -> list[float]:
@@ -68,7 +65,7 @@ def with_and_without(
     num_calls, reported = [], []
     for has_part in (False, True):
         if has_part:
-            PARTS["rank_steps"] = ROW
+            PARTS["rank_steps"] = RankSteps
         ctx.traffic.reset()
         reported = steps_of(ctx, case, folder / str(has_part))
         num_calls.append(ctx.traffic.calls())
@@ -76,7 +73,7 @@ def with_and_without(
 
 
 def resumed(ctx: ParallelContext, case: Case, checkpoint: Path, folder: Path) -> list[float]:
-    PARTS["rank_steps"] = ROW
+    PARTS["rank_steps"] = RankSteps
     return steps_of(ctx, case, folder, checkpoint=checkpoint)
 
 
@@ -93,7 +90,7 @@ def test_a_part_joins_the_all_reduce_and_is_saved_and_restored_on_another_layout
 
 
 def test_a_part_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PARTS, "rank_steps", ROW)
+    monkeypatch.setitem(PARTS, "rank_steps", RankSteps)
     with small_run(tmp_path, "--train-iters", "2") as run:
         train(run, LogHook())
     assert [row["rank_steps"] for row in metrics_of(tmp_path)] == [1.0, 2.0]
