@@ -24,10 +24,10 @@ from nanotrain.plan.plan import Plan
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step takes from its position in the run: functions of the samples consumed before it."""
+    """Settings of a step that are functions of the samples consumed before it."""
 
     num_samples: int = 0  # samples of the global batch
-    num_sequences: int = 0  # sequences of the global batch; more than samples where these are split
+    num_sequences: int = 0  # sequences of the global batch; more where samples are split
     seq_length: int = 0  # tokens per sequence
     hidden_shape: tuple[int, ...] = ()  # [B, S, H] of this rank's hidden states between two stages
     # arguments of `DistributedOptimizer.step`
@@ -37,19 +37,20 @@ class StepSettings:
     @classmethod
     def at(cls, consumed_samples: int, *, plan: Plan, lr_schedule: LRSchedule) -> Self:
         """The settings of the step whose batch starts at `consumed_samples`."""
-        sampler, config = plan.sampler, plan.config
-        num_samples = sampler.size_at(consumed_samples)
-        seq_length = sampler.length_at(consumed_samples) or config.data.seq_length
+        config = plan.config
+        num_samples = plan.sampler.size_at(consumed_samples)
+        seq_length = plan.sampler.length_at(consumed_samples) or config.data.seq_length
+        rates = {
+            "lr": lr_schedule.lr_at(consumed_samples),
+            "decoupled_lr": lr_schedule.decoupled_lr_at(consumed_samples),
+            "weight_decay": lr_schedule.weight_decay_at(consumed_samples),
+        }
         return cls(
             num_samples=num_samples,
             num_sequences=num_samples * (config.data.seq_length // seq_length),
             seq_length=seq_length,
             hidden_shape=plan.hidden_shape_of(seq_length),
-            rates={
-                "lr": lr_schedule.lr_at(consumed_samples),
-                "decoupled_lr": lr_schedule.decoupled_lr_at(consumed_samples),
-                "weight_decay": lr_schedule.weight_decay_at(consumed_samples),
-            },
+            rates=rates,
             dropout_seed=config.train.seed if config.model.has_dropout else None,
         )
 
@@ -71,7 +72,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class _Vote:
-    """A batch that this rank has read, and the all-reduce of its counts and of the stop requests."""
+    """A batch that this rank has read, and the all-reduce of its counts and requests."""
 
     microbatches: list[Batch]
     sums: Work[list[float]]
@@ -121,10 +122,12 @@ class BatchIterator:
         device: torch.device,
         options: BatchOptions | None = None,
     ) -> None:
-        options = options or BatchOptions()
-        self._batches, self._group, self._control, self._device = batches, group, control, device
-        self._options = options
-        self._started: _Vote | None = None
+        self._batches = batches
+        self._group = group
+        self._control = control
+        self._device = device
+        self._options = options or BatchOptions()
+        self._started: _Vote | None = None  # on the batch that was read ahead
 
     def next(
         self,
@@ -147,42 +150,49 @@ class BatchIterator:
             NanotrainError: some rank or its data failed; the same error on every rank.
         """
         start = partial(
-            self._start, [float(wants_stop), float(wants_save)], failure=failure, busy_s=busy_s
+            self._start,
+            wants_stop=wants_stop,
+            wants_save=wants_save,
+            failure=failure,
+            busy_s=busy_s,
         )
         vote = self._started or start()
-        all_tokens, failures, stops, saves, *others = vote.sums.wait()
-        counts, all_busy = others[: vote.num_counts], others[vote.num_counts :]
-        if failures:
+        num_tokens, num_failures, num_stops, num_saves, *others = vote.sums.wait()
+        if num_failures:
             raise_on_all(vote.failure, self._control)
-        if stops:
+        if num_stops:
             return None
         local = tuple(self._options.split(batch.to(self._device)) for batch in vote.microbatches)
         if self._options.is_ahead:
             self._started = start()
         return GlobalBatch(
-            local,
-            round(all_tokens),
-            vote.wait_s,
-            vote.settings,
-            wants_save=saves > 0,
-            counts=tuple(counts),
-            busy_s=tuple(all_busy),
+            microbatches=local,
+            num_target_tokens=round(num_tokens),
+            wait_s=vote.wait_s,
+            settings=vote.settings,
+            wants_save=num_saves > 0,
+            counts=tuple(others[: vote.num_counts]),
+            busy_s=tuple(others[vote.num_counts :]),
         )
 
     def discard(self) -> None:
-        """Drop the batch that was read ahead, if any; all ranks call this. The next call reads a
-        new one.
-        """
+        """Drop the batch that was read ahead, if any; the next call reads a new one. Collective."""
         if self._started is not None:
             self._started.sums.wait()
         self._started = None
 
     def _start(
-        self, flags: list[float], *, failure: NanotrainError | None, busy_s: float | None
+        self,
+        *,
+        wants_stop: bool,
+        wants_save: bool,
+        failure: NanotrainError | None,
+        busy_s: float | None,
     ) -> _Vote:
         """Read a batch and start the vote on it."""
+        options = self._options
         microbatches: list[Batch] = []
-        options, start = self._options, time.perf_counter()
+        start = time.perf_counter()
         settings = options.settings()
         try:
             microbatches = [options.prepare(batch) for batch in next(self._batches)]
@@ -190,14 +200,19 @@ class BatchIterator:
             failure = failure or error
         wait_s = time.perf_counter() - start
         num_tokens = sum(float(batch.num_target_tokens) for batch in microbatches)
-        tokens, *counts = (
-            count / options.readers_per_sample
-            for count in (num_tokens, *options.counts(microbatches))
-        )
-        all_busy = [0.0] * self._group.size if busy_s is not None else []
+        counts = [count / options.readers_per_sample for count in options.counts(microbatches)]
+        busy_by_rank: list[float] = []
         if busy_s is not None:
-            all_busy[self._group.index] = busy_s
-        numbers = [tokens, float(failure is not None), *flags, *counts, *all_busy]
+            busy_by_rank = [0.0] * self._group.size
+            busy_by_rank[self._group.index] = busy_s
+        numbers = [
+            num_tokens / options.readers_per_sample,
+            float(failure is not None),
+            float(wants_stop),
+            float(wants_save),
+            *counts,
+            *busy_by_rank,
+        ]
         sums = start_all_reduce_scalars(numbers, self._group)
         return _Vote(microbatches, sums, len(counts), failure, wait_s, settings)
 
@@ -207,7 +222,7 @@ def raise_on_all(failure: NanotrainError | None, group: Group) -> None:
 
     Args:
         failure: error of this rank; None for none.
-        group: all ranks.
+        group: group of all ranks.
 
     Raises:
         NanotrainError: the same on every rank.

@@ -32,14 +32,13 @@ class TrainState:
     """Counters of a run; with a checkpoint's tensors they are all that a resume needs."""
 
     step: int = 0  # optimizer steps done, skipped steps included
-    # samples read by all ranks together, so the index of the next global batch's first
-    consumed_samples: int = 0
+    consumed_samples: int = 0  # by all ranks together: the index of the next global batch's first
     consumed_tokens: int = 0  # unmasked target tokens
     # the global batch size at step 0. It converts the steps of the learning-rate curve to samples,
     # so that the curve stays the same when a resumed run has another batch size.
     curve_batch_size: int = 0
-    # only in runs with rollback_on_spike:
-    # left out after spikes; the index of the next sample is consumed + skipped samples
+    # Only in runs with rollback_on_spike. Samples that were left out after spikes; the index of
+    # the next sample is consumed + skipped samples.
     skipped_samples: int = 0
     spike_step: int = 0  # the highest step that was rolled back
     rollback_step: int = 0  # the step that the last rollback returned to
@@ -54,19 +53,19 @@ class TrainState:
 
     def to_dict(self) -> dict[str, Any]:
         """The counters as JSON values; counters of rollbacks only if a rollback has happened."""
-        rollbacks = ("skipped_samples", "spike_step", "rollback_step", "recent_losses")
-        return {
-            name: value for name, value in asdict(self).items() if value or name not in rollbacks
-        }
+        counters = asdict(self)
+        for name in ("skipped_samples", "spike_step", "rollback_step", "recent_losses"):
+            if not counters[name]:
+                del counters[name]
+        return counters
 
 
 class StepSchedules:
-    """The pipeline schedule of each training step; planned again only when the number of
-    microbatches changes.
-    """
+    """The pipeline schedule of each step, planned again when the number of microbatches changes."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan, self._last = plan, plan.train_schedule
+        self._plan = plan
+        self._last = plan.train_schedule
 
     def of(self, num_microbatches: int) -> RankPlan:
         """The actions and transfers of this rank in a step of `num_microbatches`."""
@@ -96,12 +95,12 @@ class StopRequest:
         handlers stay as they are.
 
         Args:
-            stop_point: place where all ranks stop during a step; None if they stop between steps
-                only.
+            stop_point: point in a step at which all ranks stop; None to stop between steps only.
         """
-        in_main = threading.current_thread() is threading.main_thread()
-        numbers = (*stop_signals(), signal.SIGUSR1) if in_main else ()
-        before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (*stop_signals(), signal.SIGUSR1):
+                before[number] = signal.getsignal(number) or signal.SIG_DFL
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGUSR1:
@@ -168,13 +167,11 @@ class Run(BuiltModel):
 
     @property
     def loss_scale(self) -> float | Tensor:
-        """Factor of the summed loss; gradient averaging divides by its second factor, the optimizer
-        by the first.
-        """
+        """Factor of the summed loss: the optimizer divides by the scale, averaging by the ranks."""
         return self.optimizer.loss_scale.scale * self.plan.num_averaged_ranks
 
     def data_stage_at(self, consumed_samples: int) -> str | None:
-        """The data stage of the batch that starts at `consumed_samples`; None without data stages."""
+        """The data stage of the batch that starts at `consumed_samples`; None without stages."""
         dataset = self.batches.dataset
         if not isinstance(dataset, BlendedDataset):
             return None

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,49 +25,43 @@ from nanotrain.spec.counts import flops_per_token, peak_flops
 from nanotrain.train.step import StepOutput
 
 FIELDS = (
-    *(
-        "step",
-        "loss",
-        "grad_norm",
-        "lr",
-        "step_time_s",
-        "tokens_per_second",
-        "mfu",
-        "peak_memory_bytes",
-    ),
-    *(
-        "global_batch_size",
-        "consumed_samples",
-        "consumed_tokens",
-        "skipped",
-        "data_wait_s",
-        "loss_scale",
-    ),
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "step_time_s",
+    "tokens_per_second",
+    "mfu",
+    "peak_memory_bytes",
+    "global_batch_size",
+    "consumed_samples",
+    "consumed_tokens",
+    "skipped",
+    "data_wait_s",
+    "loss_scale",
 )
-OF_OUTPUT = ("loss", "grad_norm", "skipped", "loss_scale")  # numbers on the device among them
+OUTPUT_FIELDS = ("loss", "grad_norm", "skipped", "loss_scale")  # fields of `StepOutput` among them
 OPTIONAL = (
-    *(
-        "valid_loss",
-        "valid_bits_per_byte",
-        "evaluation",
-        "decoupled_lr",
-        "data_stage",
-        "seq_length",
-        "skipped_on",
-    ),
-    *(
-        "loss_deviation",
-        "spike_score",
-        "save_stall_s",
-        "failed_saves",
-        "slowest_rank",
-        "wait_for_slowest",
-    ),
-    *("busy_s", "timers"),
+    "valid_loss",
+    "valid_bits_per_byte",
+    "evaluation",
+    "decoupled_lr",
+    "data_stage",
+    "seq_length",
+    "skipped_on",
+    "loss_deviation",
+    "spike_score",
+    "save_stall_s",
+    "failed_saves",
+    "slowest_rank",
+    "wait_for_slowest",
+    "busy_s",
+    "timers",
 )
 
-
-WINDOW, MIN_STEPS, SPIKE = 1000, 50, 7.0
+WINDOW = 1000  # losses whose mean and deviation judge the next one
+MIN_STEPS = 50  # losses before the first judgement
+SPIKE = 7.0  # standard deviations
 
 
 @dataclass(frozen=True)
@@ -80,9 +74,7 @@ class Throughput:
 
     @classmethod
     def of(cls, plan: Plan, context: ParallelContext, *, seq_length: int) -> "Throughput":
-        """The rates of a planned run on this device; samples may be split into sequences of
-        `seq_length`.
-        """
+        """The rates of a planned run on this device, with sequences of `seq_length`."""
         precision = plan.config.precision
         # With fp8 a lower bound: attention, embedding, head and router are not in fp8 and counted
         # against its peak.
@@ -100,16 +92,23 @@ class Throughput:
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOPs utilization: achieved FLOPs relative to the peak."""
-        return (
-            tokens_per_second * self.flops_per_token / self.peak_flops if self.peak_flops else None
-        )
+        if not self.peak_flops:
+            return None
+        return tokens_per_second * self.flops_per_token / self.peak_flops
+
+
+class Spike(NamedTuple):
+    """How a loss compares with the previous ones."""
+
+    deviation: float  # in standard deviations
+    score: float  # share of the steps so far that were spikes
 
 
 class SpikeScore:
-    """The deviation of a loss from the previous ones, and the share of a run's steps that were
-    spikes.
+    """The deviation of a loss from the previous ones, and the share of spikes in a run's steps.
 
-        deviation      (loss - mean) / standard deviation of the last WINDOW losses, in standard deviations
+        deviation      (loss - mean) / standard deviation of the last WINDOW losses, in standard
+                       deviations
         spike score    share of the steps, after the first MIN_STEPS, that deviate by SPIKE or more
 
     Losses are added in order; the count starts at 0 in every process.
@@ -120,11 +119,11 @@ class SpikeScore:
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._num_steps = self._num_spikes = 0
+        self._num_steps = 0
+        self._num_spikes = 0
 
-    def add(self, loss: float) -> tuple[float, float] | None:
-        """Add the loss of a step; returns its deviation and the spike score so far, None for the
-        first steps.
+    def add(self, loss: float) -> Spike | None:
+        """Add the loss of a step; None for the first steps.
 
         A loss that is not finite has an infinite deviation and does not enter later windows.
         """
@@ -134,21 +133,19 @@ class SpikeScore:
         if deviation is None:
             return None
         self._num_steps += 1
-        self._num_spikes += abs(deviation) >= SPIKE
-        return deviation, self._num_spikes / self._num_steps
+        if abs(deviation) >= SPIKE:
+            self._num_spikes += 1
+        return Spike(deviation, self._num_spikes / self._num_steps)
 
     def _deviation(self, loss: float) -> float:
         if not math.isfinite(loss):
             return math.inf
         window = np.fromiter(self._losses, dtype=float)
-        mean, spread = float(window.mean()), float(window.std())
-        return (
-            (loss - mean) / spread
-            if spread
-            else 0.0
-            if loss == mean
-            else math.copysign(math.inf, loss - mean)
-        )
+        distance = loss - float(window.mean())
+        spread = float(window.std())
+        if spread:
+            return distance / spread
+        return math.copysign(math.inf, distance) if distance else 0.0
 
 
 @dataclass
@@ -177,15 +174,14 @@ class StepReport:
     data_stage: str | None = None  # name of the stage of its data; None without data stages
     valid_loss: float | None = None  # set on steps that end with a validation
     valid_bits_per_byte: float | None = None  # the same in bits per byte; None if bytes are unknown
-    # of named validation sets and tasks: "valid/NAME/loss", "task/NAME/accuracy", ...; None without
-    # one
+    # results of named validation sets and tasks: "valid/NAME/loss", "task/NAME/accuracy", ...
     evaluation: dict[str, float] | None = None
-    # of the previous step: the rank that waited least for others, and how much longer the others
+    # In the previous step: the rank that waited least for others, and how much longer the others
     # waited on average, as a share of the step time. None on one rank and on GPUs, where the host
-    # does not wait
+    # does not wait.
     slowest_rank: int | None = None
     wait_for_slowest: float | None = None
-    # with log_straggler: seconds of each rank in it without waits for others
+    # with log_straggler: seconds of the previous step in which each rank did not wait for others
     busy_s: Sequence[float] | None = None
     # seconds for which saves blocked this rank since the last row; None without one
     save_stall_s: float | None = None
@@ -194,8 +190,7 @@ class StepReport:
     skipped_on: str | None = None
     # checkpoints of the run that could not be written so far; None if there are none
     failed_saves: int | None = None
-    # the phases that have ended since the last report, each as often as it ran; none without
-    # --timing-log-level
+    # phases that have ended since the last report, as often as they ran; with --timing-log-level
     phases: Sequence[tuple[str, Stopwatch]] = ()
 
     @property
@@ -204,20 +199,18 @@ class StepReport:
         return self.output.is_ready and self.stopwatch.is_ready
 
     @cached_property
-    def _spike(self) -> tuple[float, float] | None:
+    def _spike(self) -> Spike | None:
         return None if self.spikes is None else self.spikes.add(self.output.loss)
 
     @property
     def loss_deviation(self) -> float | None:
-        """The loss relative to the losses before it, in their standard deviations; None for the
-        first steps.
-        """
-        return None if self._spike is None else self._spike[0]
+        """Deviation of the loss from the losses before it; None for the first steps."""
+        return None if self._spike is None else self._spike.deviation
 
     @property
     def spike_score(self) -> float | None:
         """Share of the steps of this process whose loss was a spike; None for the first steps."""
-        return None if self._spike is None else self._spike[1]
+        return None if self._spike is None else self._spike.score
 
     @cached_property
     def step_time_s(self) -> float:
@@ -226,12 +219,10 @@ class StepReport:
 
     @cached_property
     def timers(self) -> dict[str, float] | None:
-        """Seconds of every phase of this rank since the last report; None without
-        --timing-log-level.
-        """
-        seconds = dict.fromkeys((name for name, _ in self.phases), 0.0)
+        """Seconds of every phase of this rank since the last report; None without timers."""
+        seconds: dict[str, float] = {}
         for name, watch in self.phases:
-            seconds[name] += watch.seconds()
+            seconds[name] = seconds.get(name, 0.0) + watch.seconds()
         return seconds or None
 
     @property
@@ -245,22 +236,20 @@ class StepReport:
         return self.throughput.mfu(self.tokens_per_second)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON; numbers that are not finite become null, unset ones of `OPTIONAL` are
-        left out.
-        """
-        always = {
-            name: getattr(self.output if name in OF_OUTPUT else self, name) for name in FIELDS
-        }
-        optional = {name: value for name in OPTIONAL if (value := getattr(self, name)) is not None}
-        return {
-            name: _finite(value)
-            for name, value in (always | optional | self.output.metrics).items()
-        }
+        """The fields as JSON, without unset ones of `OPTIONAL`; not finite numbers become null."""
+        values: dict[str, Any] = {}
+        for name in FIELDS:
+            values[name] = getattr(self.output if name in OUTPUT_FIELDS else self, name)
+        for name in OPTIONAL:
+            value = getattr(self, name)
+            if value is not None:
+                values[name] = value
+        values |= self.output.metrics
+        return {name: nan_to_none(value) for name, value in values.items()}
 
 
 class SlowestRank:
-    """Finds the rank that the others wait for, from the times that ranks exchange before a step; on
-    CPUs only.
+    """Finds the slowest rank from the times that ranks exchange before a step; on CPUs only.
 
     On a GPU the device waits, not the host.
 
@@ -271,31 +260,34 @@ class SlowestRank:
 
     def __init__(self, context: ParallelContext, *, logs_all: bool) -> None:
         self._logs_all = logs_all
-        self._heartbeat, self._is_measured = context.heartbeat, context.device.type == "cpu"
-        self._waited_before_s = self._busy_s = self._step_time_s = 0.0  # of the last step
+        self._heartbeat = context.heartbeat
+        self._is_measured = context.device.type == "cpu"
+        self._waited_before_s = 0.0  # waits of this rank before the step
+        # the last step
+        self._busy_s = 0.0
+        self._step_time_s = 0.0
 
     def begin(self) -> float | None:
-        """Begin a step; returns the seconds of the last one in which this rank did not wait for
-        others.
-        """
+        """Begin a step; returns the seconds of the last one without waits for other ranks."""
         self._waited_before_s = self._heartbeat.waited_s
         return self._busy_s if self._is_measured else None
 
     def finish(self, report: StepReport, busy_s: Sequence[float]) -> None:
-        """Report the slowest rank of the previous step, and keep this step's busy time for the next
-        report.
+        """Report the slowest rank of the previous step, and keep the busy time of this step.
+
+        Args:
+            report: report of this step.
+            busy_s: busy time of each rank in the previous step.
         """
         if len(busy_s) > 1 and self._step_time_s:
-            report.busy_s = busy_s if self._logs_all else None
             slowest = max(range(len(busy_s)), key=busy_s.__getitem__)
             others_s = (sum(busy_s) - busy_s[slowest]) / (len(busy_s) - 1)
+            report.busy_s = busy_s if self._logs_all else None
             report.slowest_rank = slowest
             report.wait_for_slowest = min(1.0, (busy_s[slowest] - others_s) / self._step_time_s)
         waited_s = self._heartbeat.waited_s - self._waited_before_s
-        self._busy_s, self._step_time_s = (
-            max(0.0, report.step_time_s - waited_s),
-            report.step_time_s,
-        )
+        self._busy_s = max(0.0, report.step_time_s - waited_s)
+        self._step_time_s = report.step_time_s
 
 
 class UnreadReports:
@@ -305,28 +297,28 @@ class UnreadReports:
         self._reports: list[StepReport] = []
 
     def take(self, report: StepReport) -> list[StepReport]:
-        """Add a report, then remove and return those to read: all at a logged step, else those that
-        are ready.
-        """
+        """Add a report; remove and return all at a logged step, else the ready ones."""
         self._reports.append(report)
         return self.take_all() if report.is_logged else self.take_ready()
 
     def take_all(self) -> list[StepReport]:
-        """All reports; reading them waits for the device."""
-        taken, self._reports = self._reports, []
+        """Remove and return all reports; reading them waits for the device."""
+        taken = self._reports
+        self._reports = []
         return taken
 
     def take_ready(self) -> list[StepReport]:
-        """The first reports, up to the first that cannot be read without waiting."""
+        """Remove and return the first reports, up to one that cannot be read without waiting."""
         taken = []
         while self._reports and self._reports[0].is_ready:
             taken.append(self._reports.pop(0))
         return taken
 
 
-def _finite(value: Any) -> Any:
+def nan_to_none(value: Any) -> Any:
+    """A JSON value in which numbers that are not finite are replaced by None."""
     if isinstance(value, Mapping):
-        return {name: _finite(inner) for name, inner in value.items()}
+        return {name: nan_to_none(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_finite(inner) for inner in value]
+        return [nan_to_none(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
