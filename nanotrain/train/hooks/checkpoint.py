@@ -1,7 +1,7 @@
 """Checkpoints every `save_interval` steps, on SIGUSR1 and at the end of a run.
 
-    --async-save   a periodic save blocks training while its tensors are copied to host memory; the next save, the end
-                   of the run and SIGTERM wait for it
+    --async-save   a periodic save blocks training while its tensors are copied to host memory; the
+                   next save, the end of the run and SIGTERM wait for it
 
 If a periodic save fails for lack of space, training continues; the failure is counted and the next
 interval saves again, unless `--exit-on-save-failure` is set. If the last save fails, it is tried
@@ -14,12 +14,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.compatibility import kind_of
 from nanotrain.config.schema import to_dict
 from nanotrain.data.build import fingerprints
 from nanotrain.errors import NanotrainError, StorageFault
 from nanotrain.log import get_logger
+from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport
@@ -35,16 +38,17 @@ class CheckpointHook(Hook):
 
     def __init__(self) -> None:
         self._saved_step: int | None = None  # the last step saved, or being saved in the background
-        self._saved_updates: int | None = None  # updates of the weights up to there
+        self._saved_updates: int | None = None  # updates of the weights until the saved step
         self._in_flight: Checkpointer | None = None
         self._is_reported = False  # whether the first rank has logged how the save in flight ended
-        # whether a failed save is the error that ends the run, which names it
-        self._ends_run = False
-        self._report: StepReport | None = None  # of the last step
+        self._ends_run = (
+            False  # whether the run ends with the error of a failed save, which names it
+        )
+        self._report: StepReport | None = None  # report of the last step
 
     def before_training(self, run: Run) -> None:
         _rename_later(run)
-        self._report = None  # of a step that does not count
+        self._report = None  # a report from before does not count
         self._saved_step = run.state.step  # a resumed step is already on disk
         self._saved_updates = run.optimizer.num_updates
 
@@ -73,7 +77,7 @@ class CheckpointHook(Hook):
     def after_rollback(self, run: Run, report: StepReport) -> None:
         """Save the step again with the samples to skip, so that a resume skips them too."""
         _rename_later(run)
-        self._report = None  # of a step that does not count
+        self._report = None  # the step with the spike does not count
         self._save_and_go_on(run)
 
     def after_training(self, run: Run) -> None:
@@ -82,7 +86,7 @@ class CheckpointHook(Hook):
             self._save_last(run)
 
     def after_failure(self, run: Run) -> None:
-        """Save the last step before the run ends with the error; the disk may be the cause of it."""
+        """Save the last step before the run ends with the error, which may come from the disk."""
         try:
             self._finish(run, is_strict=False)
             if self._saved_step != run.state.step:
@@ -103,53 +107,59 @@ class CheckpointHook(Hook):
     def _save_and_go_on(self, run: Run) -> None:
         self._finish(run)
         try:
-            self._save(run, in_background=run.config.checkpoint.async_save)
+            if run.config.checkpoint.async_save:
+                self._start_save(run)
+            else:
+                self._save(run, run.checkpointer)
         except StorageFault as error:
             self._failed(run, error)
 
-    def _save(
-        self, run: Run, *, in_background: bool, checkpointer: Checkpointer | None = None
-    ) -> None:
+    def _start_save(self, run: Run) -> None:
+        """Start to save in the background."""
         run.context.heartbeat.begin("checkpoint")
-        writer = checkpointer or run.checkpointer
-        tensors = run.optimizer.tensors_to_save() | run.parts.tensors_to_save()
-        if not run.config.checkpoint.save_optim:
-            tensors = {
-                box: tensor for box, tensor in tensors.items() if kind_of(box.name) != "optimizer"
-            }
-        # While steps are skipped the weights may be lost already, and an older checkpoint be the
-        # one to go back to.
-        prunes = self._report is None or not self._report.output.skipped
-        content: dict[str, Any] = {
-            "objects": {
-                "train": run.state.to_dict(),
-                "optimizer": run.optimizer.state_dict(),
-                "last_step": {"loss": self._last_loss()},
-                "corpora": fingerprints(run.dataset),
-            },
-            "config": to_dict(run.config),
-            "topology": {
-                "world_size": run.context.topology.world_size,
-                **asdict(run.context.topology.dense),
-            },
+        tensors = _tensors_to_save(run)
+        content = self._content(run)
+        start = time.perf_counter()
+        run.checkpointer.start_save(run.state.step, tensors, **content)
+        duration_s = time.perf_counter() - start
+        log.info("saving step %d in the background, after %.3f s", run.state.step, duration_s)
+        self._in_flight = run.checkpointer
+        self._count_as_saved(run)
+
+    def _save(self, run: Run, checkpointer: Checkpointer) -> None:
+        """Save, and wait until the checkpoint is complete."""
+        run.context.heartbeat.begin("checkpoint")
+        tensors = _tensors_to_save(run)
+        path = checkpointer.save(run.state.step, tensors, **self._content(run))
+        log.info("saved %s", path)
+        self._count_as_saved(run)
+
+    def _count_as_saved(self, run: Run) -> None:
+        self._saved_step = run.state.step
+        self._saved_updates = run.optimizer.num_updates
+
+    def _content(self, run: Run) -> dict[str, Any]:
+        """Arguments of a save besides step and tensors."""
+        topology = run.context.topology
+        objects = {
+            "train": run.state.to_dict(),
+            "optimizer": run.optimizer.state_dict(),
+            "last_step": {"loss": self._last_loss()},
+            "corpora": fingerprints(run.dataset),
         }
-        if in_background:
-            start = time.perf_counter()
-            writer.start_save(run.state.step, tensors, prunes=prunes, **content)
-            log.info(
-                "saving step %d in the background, after %.3f s",
-                run.state.step,
-                time.perf_counter() - start,
-            )
-            self._in_flight = writer
-        else:
-            log.info("saved %s", writer.save(run.state.step, tensors, prunes=prunes, **content))
-        self._saved_step, self._saved_updates = run.state.step, run.optimizer.num_updates
+        return {
+            "objects": objects,
+            "config": to_dict(run.config),
+            "topology": {"world_size": topology.world_size, **asdict(topology.dense)},
+            # While steps are skipped the weights may be lost already, and an older checkpoint be
+            # the one to go back to.
+            "prunes": self._report is None or not self._report.output.skipped,
+        }
 
     def _save_last(self, run: Run) -> None:
         """Save in the run folder, or else in the fallback folder."""
         try:
-            self._save(run, in_background=False)
+            self._save(run, run.checkpointer)
         except StorageFault as error:
             folder = run.config.checkpoint.save_fallback_dir
             if folder is None:
@@ -158,13 +168,10 @@ class CheckpointHook(Hook):
                 log.warning("step %d cannot be saved in the run folder: %s", run.state.step, error)
             # A folder per run: checkpoints of another run with the same step would be replaced.
             subfolder = Path(folder) / run.folder.path.resolve().name
-            other = run.checkpointer.in_folder(subfolder)
-            self._save(run, in_background=False, checkpointer=other)
+            self._save(run, run.checkpointer.in_folder(subfolder))
 
     def _poll(self, run: Run) -> None:
-        """Report a save in flight as soon as it ends, on the first rank; on the others the next
-        save does.
-        """
+        """Report a save in flight once it has ended, on the first rank."""
         if self._in_flight is None or self._is_reported or not run.context.control.is_first:
             return
         try:
@@ -179,17 +186,20 @@ class CheckpointHook(Hook):
 
     def _finish(self, run: Run, *, is_strict: bool = True) -> None:
         """Complete the save in flight, on all ranks."""
-        if self._in_flight is None:
+        writer = self._in_flight
+        if writer is None:
             return
-        writer, self._in_flight = self._in_flight, None
-        is_reported, self._is_reported = self._is_reported, False
+        self._in_flight = None
+        is_reported = self._is_reported
+        self._is_reported = False
         run.context.heartbeat.begin("checkpoint")
         try:
             path = writer.wait()
             if not is_reported:
                 log.info("saved %s", path)
         except StorageFault as error:
-            self._saved_step = self._saved_updates = None
+            self._saved_step = None
+            self._saved_updates = None
             if is_strict and not is_reported:
                 self._failed(run, error)
 
@@ -197,14 +207,19 @@ class CheckpointHook(Hook):
         if run.config.checkpoint.exit_on_save_failure:
             self._ends_run = True
             raise error
-        if run.context.control.is_first:
-            is_last = run.state.step >= run.config.train.train_iters
-            again = (
-                "the last save is tried next"
-                if is_last
-                else "training goes on and saves again at the next interval"
-            )
-            log.warning("%s; %s", error, again)
+        if not run.context.control.is_first:
+            return
+        again = "training goes on and saves again at the next interval"
+        if run.state.step >= run.config.train.train_iters:
+            again = "the last save is tried next"
+        log.warning("%s; %s", error, again)
+
+
+def _tensors_to_save(run: Run) -> dict[TensorBox, Tensor]:
+    tensors = run.optimizer.tensors_to_save() | run.parts.tensors_to_save()
+    if run.config.checkpoint.save_optim:
+        return tensors
+    return {box: tensor for box, tensor in tensors.items() if kind_of(box.name) != "optimizer"}
 
 
 def _rename_later(run: Run) -> None:

@@ -1,5 +1,6 @@
-"""The order of a run's samples: its record for `nanotrain data`, and changes of the blend while it
-runs.
+"""The order of a run's samples: a record for `nanotrain data`, and changes of the blend.
+
+`nanotrain data mix` changes the blend while the run goes on.
 """
 
 from dataclasses import replace
@@ -19,8 +20,9 @@ log = get_logger(__name__)
 
 
 class DataOrderHook(Hook):
-    """Writes data-order.jsonl on the first rank; at logged steps all ranks take a request of
-    `nanotrain data mix`.
+    """Writes data-order.jsonl on the first rank.
+
+    At logged steps all ranks take a request of `nanotrain data mix`.
     """
 
     def before_training(self, run: Run) -> None:
@@ -56,20 +58,21 @@ class DataOrderHook(Hook):
 
 
 def _order_of(run: Run) -> OrderStart:
-    """From what the order of the samples after the last step follows."""
-    data, state, plan = run.config.data, run.state, run.plan
+    """The state that the order of the samples after the last step follows from."""
+    config = run.config
+    data = config.data
+    dataset = run.batches.dataset
     if uses_quickstart(data):  # it belongs to the run folder
-        data = replace(
-            data, data_path=[str(part.corpus.prefix) for part in corpora_of(run.dataset)]
-        )
-    elif run.batches.dataset is not run.dataset and isinstance(run.batches.dataset, BlendedDataset):
-        data = with_stages(data, stages_of(run.batches.dataset))
-    train = replace(run.config.train, global_batch_size=plan.sampler.global_batch_size)
+        prefixes = [str(part.corpus.prefix) for part in corpora_of(run.dataset)]
+        data = replace(data, data_path=prefixes)
+    elif dataset is not run.dataset and isinstance(dataset, BlendedDataset):
+        data = with_stages(data, stages_of(dataset))
+    train = replace(config.train, global_batch_size=run.plan.sampler.global_batch_size)
     return OrderStart(
-        state.step,
-        consumed_samples=state.consumed_samples,
-        skipped_samples=state.skipped_samples,
-        curve_batch_size=state.curve_batch_size,
-        vocab_size=plan.shape.vocab_size,
-        config=replace(run.config, data=data, train=train),
+        run.state.step,
+        consumed_samples=run.state.consumed_samples,
+        skipped_samples=run.state.skipped_samples,
+        curve_batch_size=run.state.curve_batch_size,
+        vocab_size=run.plan.shape.vocab_size,
+        config=replace(config, data=data, train=train),
     )

@@ -45,7 +45,8 @@ class SampleHook(Hook):
         is_sharded = topology.world_size > topology.size("dp") or topology.size("ep") > 1
         if is_sharded or run.plan.data_parallel.strategy.shard_params:
             log.info(
-                "no sample: the model is sharded over several ranks; use nanotrain generate on the checkpoint"
+                "no sample: the model is sharded over several ranks; "
+                "use nanotrain generate on the checkpoint"
             )
             return
         if self._tokenizer is None:
@@ -67,78 +68,77 @@ class SampleHook(Hook):
 
 @dataclass(frozen=True)
 class PlannedPeak:
-    """Bytes planned for the worst rank, and those that rank 0 used before the model was built."""
+    """Peak memory of a rank, in bytes."""
 
-    planned: int
-    before: int
+    planned: int  # for the worst rank
+    before: int  # used by this rank before the model was built
 
 
 class SummaryHook(Hook):
-    """Prints the paths of run folder, metrics and last checkpoint, and the planned and the measured
-    peak memory.
+    """Prints run folder, metrics, last checkpoint, and the planned and measured peak memory.
 
     Args:
-        peak: planned; None prints no memory.
+        peak: planned memory; None prints no memory.
     """
 
     def __init__(self, peak: PlannedPeak | None = None) -> None:
         self._peak = peak
 
     def after_training(self, run: Run) -> None:
-        latest, peak = run.checkpointer.latest(), self._peak
-        used = peak_memory(run.context.device) - (peak.before if peak else 0)
-        measured = all_gather_object(used, run.context.control)
+        latest = run.checkpointer.latest()
+        used = peak_memory(run.context.device)
+        if self._peak:
+            used -= self._peak.before
+        used_by_rank = all_gather_object(used, run.context.control)
         if not run.context.control.is_first:
             return
-        on_cpu = run.context.device.type == "cpu"
         lines = [f"run folder    {run.folder.path}", f"metrics       {run.folder.metrics}"]
         if run.config.train.report and run.folder.report.is_file():
             lines.append(f"report        {run.folder.report}")
         lines.append(f"checkpoint    {latest or 'none'}")
-        if peak:
-            lines.append(
-                f"memory        planned {describe_bytes(peak.planned)} per rank; "
-                f"measured at most {describe_bytes(max(0, *measured))}"
-                + (
-                    f" above the {describe_bytes(peak.before)} of the process before the model"
-                    if on_cpu
-                    else ""
-                )
-            )
+        if self._peak:
+            on_cpu = run.context.device.type == "cpu"
+            memory = _describe_memory(self._peak, max(0, *used_by_rank), on_cpu=on_cpu)
+            lines.append(f"memory        {memory}")
         print("\n".join(lines), flush=True)
 
 
+def _describe_memory(peak: PlannedPeak, used: int, *, on_cpu: bool) -> str:
+    planned = f"planned {describe_bytes(peak.planned)} per rank"
+    measured = f"measured at most {describe_bytes(used)}"
+    if on_cpu:
+        measured += f" above the {describe_bytes(peak.before)} of the process before the model"
+    return f"{planned}; {measured}"
+
+
 def sample(run: Run, tokenizer_name: str) -> str:
-    """Generate a text with the current weights; returns prompt and continuation. An empty prompt
-    starts a document.
+    """Generate a text with the current weights; returns prompt and continuation.
+
+    An empty prompt starts a document.
     """
-    tokenizer, train = load_tokenizer(tokenizer_name), run.config.train
     # imported here: they would only delay the start
     from nanotrain.inference.generate import Sampling, generate
 
+    train = run.config.train
+    tokenizer = load_tokenizer(tokenizer_name)
     prompt = tokenizer.encode(train.generate_prompt) or document_start(tokenizer)
     sampling = Sampling(temperature=TEMPERATURE, top_k=TOP_K, seed=train.seed, stop=tokenizer.eod)
     with _eager(run):
         tokens = generate(
             run.stages[0], prompt, num_tokens=train.generate_tokens, sampling=sampling
         )
-    return train.generate_prompt + tokenizer.decode(
-        [token for token in tokens if token != tokenizer.eod]
-    )
+    continuation = [token for token in tokens if token != tokenizer.eod]
+    return train.generate_prompt + tokenizer.decode(continuation)
 
 
 def _eager(run: Run) -> AbstractContextManager[object]:
-    """Run compiled blocks eagerly: torch.compile would compile them again for each of the first
-    lengths of a text.
-    """
+    """Run compiled blocks eagerly: torch.compile would recompile for the first text lengths."""
     is_compiled = with_compile(run.config, run.context.device.type).train.torch_compile
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 class ReportHook(Hook):
-    """Writes the report of the run, on the first rank; a failure is a warning and does not end the
-    run.
-    """
+    """Writes the report of the run, on the first rank; a failure is a warning."""
 
     def after_step(self, run: Run, report: StepReport) -> None:
         interval = run.config.train.report_interval

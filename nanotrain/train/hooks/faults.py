@@ -1,23 +1,26 @@
 """Find tensors that are not finite, and parameters whose replicas differ.
 
-DebugNanHook    `--debug-nan`: the first tensor that is not finite among parameters, outputs and gradients of every
-                module. Each check synchronizes with the device, so this is only for finding a fault.
-ReplicasHook    compares the replicas of every parameter bit for bit every few steps. Replicas are equal after every
-                step. A difference means a bit flip in a memory, or a fault in communication.
+DebugNanHook    `--debug-nan`: the first tensor that is not finite among parameters, outputs and
+                gradients of every module. Each check synchronizes with the device, so this is only
+                for finding a fault.
+ReplicasHook    compares the replicas of every parameter bit for bit every few steps. Replicas are
+                equal after every step. A difference means a bit flip in a memory, or a fault in
+                communication.
 
     dp_cp, expert_dp    every parameter
-    tp, etp             parameters that tensor parallelism does not shard: norms, routers, biases of row-parallel layers
+    tp, etp             parameters that tensor parallelism does not shard: norms, routers, biases of
+                        row-parallel layers
     embed               the tied embedding of the first and the last stage
 
-    before the update    what the forward and backward passes of the step have read, before the update rule or the
-                         all-gather replaces it; not where parameters are gathered by unit and freed
-    after the step       what the update rule, or the all-gather of updated shards, has written
+    before the update    the parameters that the forward and backward passes of the step have read;
+                         unless parameters are gathered by unit and freed
+    after the step       the parameters written by the update rule or the all-gather of shards
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +42,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22  # elements per partial sum, which takes 16 bytes per element
 
 
+class Cause(NamedTuple):
+    """Order of actions in a step: an earlier cause is smaller."""
+
+    microbatch: int
+    is_backward: bool
+    depth: int  # stages passed before
+
+
 @dataclass(frozen=True)
 class Finding:
     """A tensor that is not finite."""
@@ -49,17 +60,22 @@ class Finding:
     action: str  # "F0.3": forward of microbatch 3 through stage 0
 
     @property
-    def order(self) -> tuple[int, bool, int]:
-        """Sort key, earlier causes first: by microbatch, forward before backward, then in the order
-        of the stages.
-        """
-        kind, (stage, microbatch) = self.action[:1], self.action[1:].split(".")
-        return int(microbatch), kind != "F", int(stage) if kind == "F" else -int(stage)
+    def microbatch(self) -> str:
+        """The microbatch of the action."""
+        return self.action.partition(".")[2]
+
+    @property
+    def order(self) -> Cause:
+        """Sort key, earlier causes first."""
+        is_backward = not self.action.startswith("F")
+        stage = int(self.action[1:].partition(".")[0])
+        return Cause(int(self.microbatch), is_backward, -stage if is_backward else stage)
 
 
 class DebugNanHook(Hook):
-    """Ends the run at the first step that is skipped, with the module, rank and microbatch of the
-    first such tensor.
+    """Ends the run at the first skipped step; names the first tensor that is not finite.
+
+    The error has its module, rank and microbatch.
     """
 
     def __init__(self) -> None:
@@ -67,45 +83,38 @@ class DebugNanHook(Hook):
 
     def before_training(self, run: Run) -> None:
         for stage in run.stages.values():
-            for name, module in stage.named_modules():
-                module.register_forward_pre_hook(
-                    partial(self._before_forward, run=run, name=name or "the stage")
-                )
-                module.register_forward_hook(
-                    partial(self._after_forward, run=run, name=name or "the stage")
-                )
+            for module_name, module in stage.named_modules():
+                name = module_name or "the stage"
+                module.register_forward_pre_hook(partial(self._before_forward, run=run, name=name))
+                module.register_forward_hook(partial(self._after_forward, run=run, name=name))
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if not report.output.skipped:
             self._finding = None
             return
-        findings = [
-            each
-            for each in all_gather_object(self._finding, run.context.control)
-            if each is not None
-        ]
+        gathered_findings = all_gather_object(self._finding, run.context.control)
+        findings = [finding for finding in gathered_findings if finding is not None]
         if not findings:
             where = ranks_at_fault(report.output.local_fault, run.context.control)
+            shards = f", in the shards of {where}" if where else ""
             raise TrainingFault(
                 f"step {report.step} is not finite, but every output and its gradient is",
-                why="a weight gradient or its sum over ranks overflowed"
-                + (f", in the shards of {where}" if where else ""),
+                why=f"a weight gradient or its sum over ranks overflowed{shards}",
                 fix="lower --lr or --clip-grad, or train in bf16 or fp32",
             )
         first = min(findings, key=lambda finding: finding.order)
-        where = f"rank {first.rank}{f' ({first.coords})' if first.coords else ''}"
-        microbatch = first.action.partition(".")[2]
+        coords = f" ({first.coords})" if first.coords else ""
         raise TrainingFault(
             f"the first tensor of step {report.step} that is not finite is {first.what}",
-            why=f"on {where}, microbatch {microbatch}, action {first.action}; "
+            why=f"on rank {first.rank}{coords}, microbatch {first.microbatch}, "
+            f"action {first.action}; "
             f"found on {named_ranks([finding.rank for finding in findings])}",
-            fix="look at its inputs: the data of that microbatch, the learning rate, the parameters before it",
+            fix="look at its inputs: the data of that microbatch, the learning rate, "
+            "the parameters before it",
         )
 
     def _before_forward(self, module: nn.Module, *_inputs: Any, run: Run, name: str) -> None:
-        """Check the parameters of the module, which are gathered now; after the forward they may be
-        released.
-        """
+        """Check the parameters of the module: after the forward they may be released."""
         for parameter_name, parameter in module.named_parameters(recurse=False):
             # gathered fp8 weights: an overflow makes their scales NaN
             fp8 = getattr(module, "fp8", None)
@@ -117,22 +126,21 @@ class DebugNanHook(Hook):
     def _after_forward(
         self, module: nn.Module, *inputs_and_output: Any, run: Run, name: str
     ) -> None:
-        for tensor in filter(torch.is_tensor, tree_leaves(inputs_and_output[-1])):
+        output = inputs_and_output[-1]
+        for tensor in filter(torch.is_tensor, tree_leaves(output)):
             self._check(tensor.detach(), f"the output of {name}", run=run)
             if tensor.requires_grad:
-                tensor.register_hook(
-                    partial(self._check, what=f"the gradient of the output of {name}", run=run)
-                )
+                what = f"the gradient of the output of {name}"
+                tensor.register_hook(partial(self._check, what=what, run=run))
 
     def _check(self, tensor: Tensor, what: str, *, run: Run) -> None:
+        if self._finding is not None or not tensor.is_floating_point():
+            return
+        if bool(torch.isfinite(tensor).all()):
+            return
         context = run.context
-        if (
-            self._finding is None
-            and tensor.is_floating_point()
-            and not bool(torch.isfinite(tensor).all())
-        ):
-            action = context.heartbeat.read().action or "F0.0"
-            self._finding = Finding(what, context.rank, context.coords_text, action)
+        action = context.heartbeat.read().action or "F0.0"
+        self._finding = Finding(what, context.rank, context.coords_text, action)
 
 
 class ReplicasHook(Hook):
@@ -172,37 +180,35 @@ def _compare(run: Run, data_parallel: Sequence[DataParallel], *, when: str) -> N
     """Compare the parameters of wrappers, which are complete."""
     params: dict[str, Tensor] = {}
     for stage in run.stages.values():
-        params |= dict(stage.named_parameters())
+        params.update(stage.named_parameters())
     for dp in data_parallel:
-        params |= {} if dp.fp8_weights is None else dp.fp8_weights.values
+        if dp.fp8_weights is not None:
+            params.update(dp.fp8_weights.values)
     faults = []
     for axis, names in replicated(data_parallel, run.context.groups):
-        faults.append(
-            find_difference(
-                {name: params[name] for name in names}, run.context.group(axis), when=when
-            )
-        )
+        named = {name: params[name] for name in names}
+        faults.append(find_difference(named, run.context.group(axis), when=when))
     # On all ranks, so that none saves: the replicas of another stage or expert may be sound.
     raise_on_all(next(filter(None, faults), None), run.context.control)
 
 
 def find_difference(named: Mapping[str, Tensor], group: Group, *, when: str) -> CorruptState | None:
-    """Compare complete parameters over the ranks that hold replicas of them; every rank of the
-    group calls this.
+    """Compare complete parameters over the ranks with replicas of them. Collective.
 
     Args:
         named: parameters by name.
-        group: the ranks.
+        group: group of the ranks.
         when: moment of the comparison for the error, as "after step 4".
 
     Returns:
-        the error for the first parameter that differs, the same on every rank; None if all are
+        The error for the first parameter that differs, the same on every rank; None if all are
         equal.
     """
     if group.size == 1:
         return None
     sums = torch.stack([checksum(param) for param in named.values()])
-    lowest, highest = sums.clone(), sums.clone()
+    lowest = sums.clone()
+    highest = sums.clone()
     all_reduce(lowest, group, op="min")
     all_reduce(highest, group, op="max")
     differs = (lowest != highest).nonzero().flatten().tolist()  # the same on all ranks of the group
@@ -210,19 +216,24 @@ def find_difference(named: Mapping[str, Tensor], group: Group, *, when: str) -> 
         return None
     first = differs[0]
     name = list(named)[first]
-    by_sum: dict[int, list[int]] = {}
+    ranks_by_sum: dict[int, list[int]] = {}
     for rank, value in zip(group.ranks, all_gather_object(int(sums[first]), group), strict=True):
-        by_sum.setdefault(value, []).append(rank)
-    groups = sorted(by_sum.values(), key=len)
-    parts = " and ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for ranks in groups
-    )
+        ranks_by_sum.setdefault(value, []).append(rank)
+    smaller_first = sorted(ranks_by_sum.values(), key=len)
+    sets = " and ".join(_listed_ranks(ranks) for ranks in smaller_first)
     more = f" (and {len(differs) - 1} more parameters)" if len(differs) > 1 else ""
     return CorruptState(
         f"replicas of parameter {name}{more} differ {when}",
-        why=f"{parts} hold different bits: memory of the smaller set, or a transfer to it, is faulty",
-        fix="resume from the newest checkpoint on other machines; `nanotrain checkpoint verify` checks it",
+        why=f"{sets} hold different bits: "
+        "memory of the smaller set, or a transfer to it, is faulty",
+        fix="resume from the newest checkpoint on other machines; "
+        "`nanotrain checkpoint verify` checks it",
     )
+
+
+def _listed_ranks(ranks: Sequence[int]) -> str:
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    return f"{noun} {', '.join(map(str, ranks))}"
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -244,29 +255,24 @@ def checksum(tensor: Tensor) -> Tensor:
 def replicated(
     data_parallel: Sequence[DataParallel], groups: Collection[GroupName]
 ) -> Iterator[tuple[GroupName, list[str]]]:
-    """Groups that hold replicas of parameters, with the names of these; the same on every rank of a
-    group.
+    """Groups with replicas of parameters, and the names of these; equal on every rank of a group.
 
     Args:
         data_parallel: wrappers of this rank.
         groups: groups of which this rank is a member.
     """
+    at_both_ends = []
     for dp in data_parallel:
         is_expert = dp.groups.shard.name.startswith("expert")
         yield "expert_dp" if is_expert else "dp_cp", list(dp.params)
         axis: GroupName = "etp" if is_expert else "tp"
-        whole = [
-            name
-            for name, param in dp.params.items()
-            if all(each.axis != axis for each in param.spec.shards)
-        ]
-        if whole and axis in groups:
-            yield axis, whole
-    at_both_ends = [
-        name
-        for dp in data_parallel
-        for name, p in dp.params.items()
-        if "embed" in p.spec.grad_sum_axes
-    ]
+        unsharded = []
+        for name, param in dp.params.items():
+            if axis not in {shard.axis for shard in param.spec.shards}:
+                unsharded.append(name)
+            if "embed" in param.spec.grad_sum_axes:
+                at_both_ends.append(name)
+        if unsharded and axis in groups:
+            yield axis, unsharded
     if at_both_ends and "embed" in groups:
         yield "embed", at_both_ends[:1]

@@ -1,6 +1,7 @@
-"""`Hook`: callbacks of the training loop; and two that protect every run.
+"""`Hook`: callbacks of the training loop; and two hooks that protect every run.
 
-TimeoutHook     lower the timeout of collectives after the first step, which compiles, allocates and connects
+TimeoutHook     lower the timeout of collectives after the first step, which compiles, allocates and
+                connects
 SkippedSteps    end the run after too many skipped steps in a row
 """
 
@@ -16,8 +17,7 @@ log = get_logger(__name__)
 
 
 class Hook:
-    """Base class; subclasses override what they need. Every rank calls every hook, in the order of
-    the list.
+    """Base class; subclasses override what they need. Every rank calls all hooks in one order.
 
     A hook that acts inside a step adds a `StepPart` to `run.parts` before training.
     """
@@ -29,8 +29,7 @@ class Hook:
         """Called after every step."""
 
     def after_read(self, run: Run, report: StepReport) -> None:
-        """Called once per step, in order, as soon as the numbers of the step can be read without
-        waiting.
+        """Called once per step, in order, as soon as its numbers can be read without waiting.
 
         At a logged step that is right after `after_step`.
         """
@@ -39,22 +38,21 @@ class Hook:
         """Called between two steps after a rank received SIGUSR1."""
 
     def before_rollback(self, run: Run) -> None:
-        """Called after a step whose loss is a spike, in place of `after_step`; `run` still has its
-        state.
-        """
+        """Called in place of `after_step` if the loss is a spike; `run` still has its state."""
 
     def after_rollback(self, run: Run, report: StepReport) -> None:
-        """Called once `run` has the state of an earlier checkpoint; `report` is of the step with
-        the spike.
+        """Called once `run` has the state of an earlier checkpoint.
+
+        Args:
+            run: run.
+            report: report of the step with the spike.
         """
 
     def after_training(self, run: Run) -> None:
         """Called once after the loop, unless an error ended it."""
 
     def after_failure(self, run: Run) -> None:
-        """Called after an error between two steps that all ranks raise together; the last step is
-        complete.
-        """
+        """Called after an error that all ranks raise between two steps; no step is half done."""
 
     def close(self, *, failed: bool) -> None:
         """Release files and the terminal; called once at the end, after an error too (`failed`)."""
@@ -79,50 +77,66 @@ class TimeoutHook(Hook):
 
 
 class SkippedSteps(Hook):
-    """Ends the run, on all ranks, at `--max-consecutive-skips`; `fit` calls it before all other
-    hooks.
+    """Ends the run at `--max-consecutive-skips`, on all ranks; `fit` calls it before other hooks.
 
     At a logged step the ranks exchange where the skipped steps since the last one were not finite.
     """
 
     def __init__(self) -> None:
         self._num_skipped = 0  # in a row
-        # of this rank in the skipped steps since the last logged one; None without one
+        # largest `local_fault` in the skipped steps since the last logged one; None without one
         self._fault: int | None = None
         self._where = ""  # the ranks of the last exchange
 
     def after_read(self, run: Run, report: StepReport) -> None:
-        scaling, loss_scale = run.optimizer.loss_scale, report.output.loss_scale
-        self._num_skipped = self._num_skipped + 1 if report.output.skipped else 0
-        if report.output.skipped:
-            self._fault = max(self._fault or 0, report.output.local_fault)
+        output = report.output
+        if output.skipped:
+            self._num_skipped += 1
+            self._fault = max(self._fault or 0, output.local_fault)
+        else:
+            self._num_skipped = 0
         if report.is_logged and self._fault is not None:
-            report.skipped_on, self._fault = ranks_at_fault(self._fault, run.context.control), None
+            report.skipped_on = ranks_at_fault(self._fault, run.context.control)
+            self._fault = None
             self._where = f" on {report.skipped_on}" if report.skipped_on else ""
-        at_minimum = scaling.is_dynamic and loss_scale <= scaling.minimum
+        scaling = run.optimizer.loss_scale
+        at_minimum = scaling.is_dynamic and output.loss_scale <= scaling.minimum
         if self._num_skipped == 1 and at_minimum and run.context.control.is_first:
-            what = "step %d overflows at the minimal loss scale %g: no scale makes it finite"
-            log.warning(what, report.step, loss_scale)
-        if self._num_skipped and self._num_skipped == run.config.train.max_consecutive_skips:
-            raise TrainingFault(
-                f"{count_of(self._num_skipped, 'step')} in a row without an update, the last is step {report.step}",
-                why=f"their gradients are not finite{self._where}"
-                + (f", at the minimal loss scale {loss_scale:g}" * at_minimum),
-                fix=report.output.metrics.get("skip_reason")
-                or "find the first tensor with --debug-nan, lower --lr, or raise --max-consecutive-skips",
+            log.warning(
+                "step %d overflows at the minimal loss scale %g: no scale makes it finite",
+                report.step,
+                output.loss_scale,
             )
+        if self._num_skipped and self._num_skipped == run.config.train.max_consecutive_skips:
+            raise self._too_many(report, at_minimum=at_minimum)
+
+    def _too_many(self, report: StepReport, *, at_minimum: bool) -> TrainingFault:
+        why = f"their gradients are not finite{self._where}"
+        if at_minimum:
+            why += f", at the minimal loss scale {report.output.loss_scale:g}"
+        usual_fix = (
+            "find the first tensor with --debug-nan, lower --lr, or raise --max-consecutive-skips"
+        )
+        steps = count_of(self._num_skipped, "step")
+        return TrainingFault(
+            f"{steps} in a row without an update, the last is step {report.step}",
+            why=why,
+            fix=report.output.metrics.get("skip_reason") or usual_fix,
+        )
 
 
 def ranks_at_fault(local_fault: int, group: Group) -> str | None:
-    """The ranks with the largest `local_fault` of a step: those whose loss is not finite, else
-    whose gradients are not.
+    """Names of the ranks whose loss is not finite in a step, else of those with such gradients.
 
     None if every rank's own numbers are finite: their sum over the ranks is not. Every rank calls
     this.
+
+    Args:
+        local_fault: `StepOutput.local_fault` of this rank.
+        group: group of all ranks.
     """
     faults = all_gather_object(local_fault, group)
-    return (
-        named_ranks([rank for rank, fault in enumerate(faults) if fault == max(faults)])
-        if any(faults)
-        else None
-    )
+    worst = max(faults)
+    if worst == 0:
+        return None
+    return named_ranks([rank for rank, fault in enumerate(faults) if fault == worst])

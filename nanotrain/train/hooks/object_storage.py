@@ -1,4 +1,4 @@
-"""At the end of a run in object storage, upload what saves have not."""
+"""At the end of a run in object storage, upload the files that saves have not uploaded."""
 
 from nanotrain.checkpoint.remote_checkpointer import RemoteCheckpointer
 from nanotrain.errors import StorageFault
@@ -10,19 +10,27 @@ log = get_logger(__name__)
 
 
 class UploadHook(Hook):
-    """Uploads files that have changed, on the first rank, after training also checkpoints; a
-    failure is a warning.
+    """Uploads changed files on the first rank, after training also checkpoints.
+
+    A failure is a warning.
     """
 
-    def after_training(self, run: Run, *, is_finished: bool = True) -> None:
-        checkpointer = run.checkpointer
-        if not isinstance(checkpointer, RemoteCheckpointer) or not run.context.control.is_first:
-            return
-        try:
-            checkpointer.finish() if is_finished else checkpointer.files.upload()
-            log.info("uploaded the files of the run to %s", run.folder.remote)
-        except StorageFault as error:
-            log.warning("%s; the files of the run are in %s", error, run.folder.path)
+    def after_training(self, run: Run) -> None:
+        _upload(run, is_finished=True)
 
     def after_failure(self, run: Run) -> None:
-        self.after_training(run, is_finished=False)
+        _upload(run, is_finished=False)
+
+
+def _upload(run: Run, *, is_finished: bool) -> None:
+    checkpointer = run.checkpointer
+    if not isinstance(checkpointer, RemoteCheckpointer) or not run.context.control.is_first:
+        return
+    try:
+        if is_finished:
+            checkpointer.finish()
+        else:
+            checkpointer.files.upload()
+        log.info("uploaded the files of the run to %s", run.folder.remote)
+    except StorageFault as error:
+        log.warning("%s; the files of the run are in %s", error, run.folder.path)

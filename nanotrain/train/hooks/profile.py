@@ -1,8 +1,10 @@
-"""What torch records of some ranks: of `--profile-ranks`, else of all, in large runs of one
-data-parallel replica.
+"""Recordings of torch, on `--profile-ranks` or on the ranks of one data-parallel replica.
 
 ProfileHook       profiler traces of some steps, in `profile/` of the run folder, one file per rank
-memory_snapshot   the history of GPU memory in `--memory-snapshot-path`, also where a run ends for lack of it
+memory_snapshot   the history of GPU memory in `--memory-snapshot-path`, also of a run that ends for
+                  lack of memory
+
+Without `--profile-ranks` small runs record all ranks.
 """
 
 from collections.abc import Iterator
@@ -32,7 +34,8 @@ class ProfileHook(Hook):
         self._profiler: profile | None = None
 
     def before_training(self, run: Run) -> None:
-        first, last = run.state.step + 1, run.config.train.profile_step_end
+        first = run.state.step + 1
+        last = run.config.train.profile_step_end
         if first > last and run.context.control.is_first:
             log.warning(
                 "no profile: the run starts at step %d, after --profile-step-end %d", first, last
@@ -54,26 +57,22 @@ class ProfileHook(Hook):
 
     def _start_before(self, run: Run, *, step: int) -> None:
         train = run.config.train
-        is_profiled = train.profile_step_start <= step <= train.profile_step_end and is_recorded(
-            train, run.context
-        )
-        if self._profiler is None and is_profiled:
+        is_profiled = train.profile_step_start <= step <= train.profile_step_end
+        if self._profiler is None and is_profiled and is_recorded(train, run.context):
             # of the CPU, and of the GPU where there is one
             self._profiler = profile(record_shapes=True)
             self._profiler.start()
 
     def _write(self, run: Run) -> None:
-        if self._profiler is None:
+        profiler = self._profiler
+        if profiler is None:
             return
         # an all-gather that outlives its profiler corrupts the heap (torch 2.13)
         run.wait_for_params()
-        self._profiler.stop()
-        path = (
-            run.folder.path
-            / "profile"
-            / f"step-{run.state.step:08d}-rank-{run.context.rank:05d}.json"
-        )
-        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        self._profiler = None
+        name = f"step-{run.state.step:08d}-rank-{run.context.rank:05d}.json"
+        path = run.folder.path / "profile" / name
         try:
             path.parent.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(path))
@@ -101,9 +100,7 @@ def is_recorded(train: TrainConfig, context: ParallelContext) -> bool:
 
 @contextmanager
 def memory_snapshot(train: TrainConfig, context: ParallelContext) -> Iterator[None]:
-    """Record the allocations of this rank's GPU in the block, and write them in the end, also after
-    an error.
-    """
+    """Record the GPU allocations of this rank in the block, and write them after it or an error."""
     if train.memory_snapshot_path is None or not is_recorded(train, context):
         yield
         return

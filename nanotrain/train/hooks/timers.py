@@ -1,8 +1,9 @@
-"""`--timing-log-level`: ranges in traces, and the times of the phases of a step, without a host
-sync.
+"""`--timing-log-level`: ranges in traces and times of the phases of a step, without a host sync.
 
-    level 1   data, forward-backward, grad-reduce, optimizer, param-gather, hooks, validation, checkpoint
-    level 2   also the actions of the pipeline schedule: F, B, I, W; a wait for another stage is part of the action
+    level 1   data, forward-backward, grad-reduce, optimizer, param-gather, hooks, validation,
+              checkpoint
+    level 2   also the actions of the pipeline schedule: F, B, I, W; a wait for another stage is
+              part of the action
 
 A phase ends where the next one begins, on a GPU when the current stream reaches that point.
 Collectives that overlap count where they are waited for: gradients in grad-reduce, parameters in
@@ -18,8 +19,9 @@ from nanotrain.train.step_report import StepReport
 
 
 class TimersHook(Hook):
-    """Times what the heartbeat of this rank begins, and marks it in traces; `--profile` has the
-    marks of level 1.
+    """Times the phases of this rank's heartbeat and marks them in traces.
+
+    `--profile` has the marks of level 1.
     """
 
     def __init__(self) -> None:
@@ -42,16 +44,16 @@ class TimersHook(Hook):
         if level > max(1, self._run.config.train.timing_log_level):
             return
         device = self._run.context.device
-        # The phase of the hooks ends in the next step: its range would overlap that of the step in
-        # part.
-        self._open.append(ExitStack() if name == "hooks" else trace_range(name, device))
-        self._open[-1].callback(self._stop, name, Stopwatch(device))
+        # The phase of the hooks ends in the next step: its range would overlap that of the step.
+        opened = ExitStack() if name == "hooks" else trace_range(name, device)
+        opened.callback(self._stop, name, Stopwatch(device))
+        self._open.append(opened)
 
     def _stop(self, name: str, watch: Stopwatch) -> None:
         watch.stop()
         self._ended.append((name, watch))
 
     def _end(self, level: int) -> None:
-        """End what runs on this level and below."""
+        """End the phase or action of this level, and those below it."""
         while len(self._open) >= level:
             self._open.pop().close()

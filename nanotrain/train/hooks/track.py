@@ -1,14 +1,15 @@
 """Metrics for other programs, on the first rank.
 
-TrackHook    TensorBoard, Weights & Biases, and an endpoint for Prometheus with the newest numbers, as
-             `nanotrain_NAME{run="..."}`; it needs the package prometheus_client: `pip install 'nanotrain[prometheus]'`.
-             A run that is started again, also in another layout, continues its curves
-NotifyHook   a webhook: JSON messages to `train.notify` at the start and end of a run, at its failure, and at loss
-             spikes. Slack and Mattermost show `text`. A thread sends the messages, so a slow or unreachable server
-             neither delays a step nor ends the run.
+TrackHook    TensorBoard, Weights & Biases, and an endpoint for Prometheus with the newest numbers,
+             as `nanotrain_NAME{run="..."}`; it needs the package prometheus_client:
+             `pip install 'nanotrain[prometheus]'`. A run that is started again, also in another
+             layout, continues its curves
+NotifyHook   a webhook: JSON messages to `train.notify` at the start and end of a run, at its
+             failure, and at loss spikes. Slack and Mattermost show `text`. A thread sends the
+             messages, so a slow or unreachable server neither delays a step nor ends the run.
 
-    {"event": "spike", "run": "llama", "step": 120, "train_iters": 600, "loss": 9.1, "text": "llama:
-    step 120 of ..."}
+    {"event": "spike", "run": "llama", "step": 120, "train_iters": 600, "loss": 9.1,
+     "text": "llama: step 120 of ..."}
 """
 
 import json
@@ -17,7 +18,7 @@ import netrc
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -47,8 +48,11 @@ class Tracker(Protocol):
     """An experiment tracker."""
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Record the metrics of one step: numbers, and lists of numbers, such as the tokens of
-        every expert.
+        """Record the metrics of one step.
+
+        Args:
+            step: step of the training.
+            values: numbers, and lists of numbers, such as the tokens of every expert.
         """
 
     def close(self, *, failed: bool) -> None:
@@ -91,38 +95,42 @@ class WandbTracker:
         import wandb
 
         self._histogram = wandb.Histogram
+        self._num_repeated = _num_repeated_rows(run)
         settings = wandb.setup().settings
         has_key = bool(settings.api_key) or _netrc_has(urlparse(settings.base_url).hostname)
-        repeated = run.folder.path / "metrics-superseded.jsonl"  # the log comes before the trackers
-        self._num_repeated = len(repeated.read_bytes().splitlines()) if repeated.is_file() else 0
+        train = run.config.train
+        folder = run.folder.path
         self._run = wandb.init(
             id=settings.run_id or _wandb_id(run),
             resume="allow",
-            project=run.config.train.wandb_project,
-            entity=run.config.train.wandb_entity,
-            name=run.config.train.wandb_exp_name or run.folder.path.resolve().name,
-            dir=str(run.folder.path),
+            project=train.wandb_project,
+            entity=train.wandb_entity,
+            name=train.wandb_exp_name or folder.resolve().name,
+            dir=str(folder),
             config=to_dict(run.config),
             mode="offline" if settings.mode == "online" and not has_key else None,
             settings=wandb.Settings(silent=True),
         )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        log.info(
-            "wandb: %s",
-            f"offline, in {run.folder.path / 'wandb'}" if self._run.offline else self._run.url,
-        )
+        where = f"offline, in {folder / 'wandb'}" if self._run.offline else self._run.url
+        log.info("wandb: %s", where)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        lists = {
-            name: self._histogram(value)
-            for name, value in values.items()
-            if isinstance(value, list)
-        }
-        self._run.log(values | lists | {"step": step}, step=step + self._num_repeated)
+        row: dict[str, Any] = {}
+        for name, value in values.items():
+            row[name] = self._histogram(value) if isinstance(value, list) else value
+        row["step"] = step
+        self._run.log(row, step=step + self._num_repeated)
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+
+
+def _num_repeated_rows(run: Run) -> int:
+    """Rows of steps that were repeated; the log has set them aside before the trackers start."""
+    path = run.folder.path / "metrics-superseded.jsonl"
+    return len(path.read_bytes().splitlines()) if path.is_file() else 0
 
 
 class PrometheusTracker:
@@ -131,12 +139,11 @@ class PrometheusTracker:
     def __init__(self, run: Run) -> None:
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-        train, self._registry, self._run = (
-            run.config.train,
-            CollectorRegistry(),
-            run.folder.path.resolve().name,
-        )
-        self._gauge, self._gauges = Gauge, dict[str, Gauge]()
+        train = run.config.train
+        self._run_name = run.folder.path.resolve().name
+        self._registry = CollectorRegistry()
+        self._make_gauge = Gauge
+        self._gauges = dict[str, Gauge]()
         self._server, _ = start_http_server(
             train.prometheus_port or 0, addr=train.prometheus_address, registry=self._registry
         )
@@ -147,22 +154,27 @@ class PrometheusTracker:
         )
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        for name, value in ({"step": step} | values).items():
-            if isinstance(value, list):
-                continue
-            if name not in self._gauges:
-                gauge = re.sub(r"\W", "_", f"nanotrain_{name}")
-                self._gauges[name] = self._gauge(
-                    gauge, f"{name} of the newest step", ["run"], registry=self._registry
-                )
-            self._gauges[name].labels(self._run).set(float(value))
+        self._set("step", step)
+        for name, value in values.items():
+            if not isinstance(value, list):
+                self._set(name, value)
+
+    def _set(self, name: str, value: float) -> None:
+        if name not in self._gauges:
+            self._gauges[name] = self._make_gauge(
+                re.sub(r"\W", "_", f"nanotrain_{name}"),
+                f"{name} of the newest step",
+                ["run"],
+                registry=self._registry,
+            )
+        self._gauges[name].labels(self._run_name).set(float(value))
 
     def close(self, *, failed: bool) -> None:
         self._server.shutdown()
         self._server.server_close()
 
 
-# by the setting that enables them
+# trackers by the setting that enables them
 TRACKERS: dict[str, Callable[[Run], Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
@@ -180,11 +192,12 @@ class TrackHook(Hook):
         self._trackers: dict[str, Tracker] = {}
 
     def before_training(self, run: Run) -> None:
-        if run.context.control.is_first:
-            for name, make in TRACKERS.items():
-                if getattr(run.config.train, name):
-                    with self._without_it(name):
-                        self._trackers[name] = make(run)
+        if not run.context.control.is_first:
+            return
+        for name, make in TRACKERS.items():
+            if getattr(run.config.train, name):
+                with self._without_it(name):
+                    self._trackers[name] = make(run)
 
     def after_rollback(self, run: Run, report: StepReport) -> None:
         """Start again at the step that the run went back to."""
@@ -199,36 +212,14 @@ class TrackHook(Hook):
     def after_read(self, run: Run, report: StepReport) -> None:
         if not self._trackers:
             return
-        fields = report.to_json()
-        moe, norms = fields.pop("moe", {}), fields.pop("norms", {})
-        fields |= {f"moe_{name}": value for name, value in moe.items()}
-        fields |= {
-            f"mtp_{number}_loss": loss
-            for number, loss in enumerate(fields.pop("mtp_losses", []), start=1)
-        }
-        fields |= {f"loss/{name}": loss for name, loss in fields.pop("source_losses", {}).items()}
-        fields |= fields.pop("evaluation", {})
-        fields |= {f"timers/{name}": seconds for name, seconds in fields.pop("timers", {}).items()}
-        fields |= {
-            f"norms/{kind}/{group}": norm
-            for kind, each in norms.items()
-            for group, norm in each.items()
-        }
-        values = {
-            name: value
-            for name, value in fields.items()
-            if name != "step" and isinstance(value, int | float)
-        }
-        values |= {
-            f"moe_load/{router}": counts for router, counts in moe.get("load", {}).items() if counts
-        }
+        values = _flat_metrics(report.to_json())
         for name, tracker in list(self._trackers.items()):
             with self._without_it(name):
                 tracker.write(report.step, values)
 
     @contextmanager
     def _without_it(self, name: str) -> Iterator[None]:
-        """Go on without a tracker that fails in the block; its packages raise errors of many types."""
+        """Go on without a tracker that fails in the block, with whatever error of its package."""
         try:
             yield
         except Exception as error:
@@ -238,10 +229,36 @@ class TrackHook(Hook):
             )
 
 
-def _wandb_id(run: Run) -> str:
-    """The id of the run at Weights & Biases, which its folder keeps; a run that is begun anew has a
-    new one.
+def _flat_metrics(fields: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a row of metrics.jsonl by flat names, and the tokens per expert by router.
+
+    >>> _flat_metrics({"step": 3, "loss": 2.0, "timers": {"data": 0.1}, "mtp_losses": [2.5]})
+    {'loss': 2.0, 'mtp_1_loss': 2.5, 'timers/data': 0.1}
     """
+    moe = fields.pop("moe", {})
+    norms = fields.pop("norms", {})
+    fields |= _prefixed("moe_", moe)
+    for number, loss in enumerate(fields.pop("mtp_losses", []), start=1):
+        fields[f"mtp_{number}_loss"] = loss
+    fields |= _prefixed("loss/", fields.pop("source_losses", {}))
+    fields |= fields.pop("evaluation", {})
+    fields |= _prefixed("timers/", fields.pop("timers", {}))
+    for kind, norm_by_group in norms.items():
+        fields |= _prefixed(f"norms/{kind}/", norm_by_group)
+    del fields["step"]
+    values = {name: value for name, value in fields.items() if isinstance(value, int | float)}
+    for router, counts in moe.get("load", {}).items():
+        if counts:
+            values[f"moe_load/{router}"] = counts
+    return values
+
+
+def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}{name}": value for name, value in values.items()}
+
+
+def _wandb_id(run: Run) -> str:
+    """The id of the run at Weights & Biases, from its folder; a run begun anew has a new one."""
     path = run.folder.path / "wandb" / "id"
     if not (path.is_file() and run.config.checkpoint.auto_resume):
         path.parent.mkdir(exist_ok=True)
@@ -258,7 +275,7 @@ def _netrc_has(host: str | None) -> bool:
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """Follows no redirect, which then is an error: a message goes to the server that is named."""
+    """Refuses redirects, so that a message goes to the named server only."""
 
     def redirect_request(self, *args: Any) -> None:
         """Build no request."""
@@ -272,7 +289,8 @@ class Sender:
     """
 
     def __init__(self, url: str) -> None:
-        self._url, self._has_failed = url, False
+        self._url = url
+        self._has_failed = False
         self._waiting: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._send_all, name="notify", daemon=True)
         self._thread.start()
@@ -333,19 +351,21 @@ class NotifyHook(Hook):
     def after_read(self, run: Run, report: StepReport) -> None:
         if self._sender is None:
             return
+        self._keep_facts(report)
         loss = report.output.loss
-        self._facts |= {"step": report.step, "loss": loss if math.isfinite(loss) else None}
         is_spike = not math.isfinite(loss) or (report.loss_deviation or 0.0) >= SPIKE
         if is_spike and report.step >= self._next_spike:
             self._next_spike = report.step + QUIET_STEPS
             self._send("spike", f"the loss is {loss:.4g}")
 
+    def _keep_facts(self, report: StepReport) -> None:
+        loss = report.output.loss
+        self._facts["step"] = report.step
+        self._facts["loss"] = loss if math.isfinite(loss) else None
+
     def after_rollback(self, run: Run, report: StepReport) -> None:
         self._next_spike = 0  # the steps are counted from the checkpoint on
-        self._facts |= {
-            "step": report.step,
-            "loss": report.output.loss if math.isfinite(report.output.loss) else None,
-        }
+        self._keep_facts(report)
         self._send("spike", f"the loss is {report.output.loss:.4g}; back to step {run.state.step}")
 
     def after_training(self, run: Run) -> None:
@@ -358,9 +378,9 @@ class NotifyHook(Hook):
         if self._sender is not None:
             self._sender.close()
 
-    def _send(self, event: str, words: str) -> None:
+    def _send(self, event: str, happened: str) -> None:
         if self._sender is None:
             return
         facts = self._facts
-        text = f"{facts['run']}: step {facts['step']} of {facts['train_iters']}: {words}"
+        text = f"{facts['run']}: step {facts['step']} of {facts['train_iters']}: {happened}"
         self._sender.send({"event": event, **facts, "text": text})
