@@ -1,23 +1,23 @@
-"""Assignment of hidden matrices to ranks: which rank updates a matrix, and which pieces each rank
-holds. Pure.
+"""Assignment of hidden matrices to ranks: the owner of a matrix and the pieces of each rank. Pure.
 
-    matrices_of   the matrices of a parameter: one, or one per expert of a stack
-    assign        matrices -> owners, with balanced FLOPs
-    Placed        a matrix, its owner, and its pieces in the shards of its bucket
-    place         all matrices of several buffer layouts
-    describe      matrices and FLOPs per rank, for the log
+    matrices_of        the matrices of a parameter: one, or one per expert of a stack
+    assign_owners      matrices -> owners, with balanced FLOPs
+    OwnedMatrix        a matrix, its owner, and its pieces in the shards of its bucket
+    assign_matrices    all matrices of several buffer layouts
+    describe_balance   matrices and FLOPs per rank, for the log
 
 A matrix is divided over a grid of ranks (replicate, shard, tensor):
 
-    replicate   optimizer instances, or all data-parallel ranks of no_shard: each holds the same pieces
-    shard       the data-parallel ranks that a bucket is sharded over: each holds flat pieces of the local matrix; all
-                data-parallel ranks, instance after instance, where optimizer state is sharded across instances too
-    tensor      tensor-parallel ranks: each holds rows or columns, or all of a replicated matrix
+    replicate   optimizer instances, or all data-parallel ranks of no_shard: each has the same pieces
+    shard       the data-parallel ranks that a bucket is sharded over: each has flat pieces of the
+                local matrix; all data-parallel ranks, instance after instance, where optimizer
+                state is sharded across instances too
+    tensor      tensor-parallel ranks: each has rows or columns, or all of a replicated matrix
 """
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -44,8 +44,7 @@ class Matrix:
     param: LocalParam
     index: int  # in a stack of experts; 0 for a parameter of one matrix
     local_shape: Shape  # on one tensor-parallel rank
-    # the dim that tensor-parallel ranks share; None if each holds all of it
-    sharded_dim: int | None
+    sharded_dim: int | None  # the dim that tensor-parallel ranks share; None if it is replicated
     num_blocks: int  # tensor-parallel ranks that share it
 
     @property
@@ -57,17 +56,18 @@ class Matrix:
     def shape(self) -> Shape:
         """Rows and columns of the full matrix."""
         rows, columns = self.local_shape
-        return (
-            rows * (self.num_blocks if self.sharded_dim == 0 else 1),
-            columns * (self.num_blocks if self.sharded_dim == 1 else 1),
-        )
+        if self.sharded_dim == 0:
+            rows *= self.num_blocks
+        if self.sharded_dim == 1:
+            columns *= self.num_blocks
+        return rows, columns
 
 
 @dataclass(frozen=True)
 class Piece:
     """Consecutive elements of a local matrix in one shard of its bucket."""
 
-    start: int  # first element in what the rank of the shard updates of the bucket
+    start: int  # the first element, counted in the part of the bucket that the rank updates
     elements: slice  # of the local matrix
 
     @property
@@ -75,120 +75,137 @@ class Piece:
         """Number of elements."""
         return self.elements.stop - self.elements.start
 
+    @property
+    def stop(self) -> int:
+        """The end of the elements, counted as `start`."""
+        return self.start + self.numel
+
 
 @dataclass(frozen=True)
-class Placed:
-    """A matrix, where it lies and who computes its update."""
+class OwnedMatrix:
+    """A matrix, its pieces, and the rank that computes its update."""
 
     matrix: Matrix
     bucket: int  # number of the bucket, over all layouts
-    # by the index of the rank in the shard axis of the grid; in their order in the local matrix,
-    # which they make up
+    # by the index of the rank in the shard axis of the grid, in the order of the local matrix
     pieces: Mapping[int, Piece]
     owner: Coordinate
     flops: int  # of its update
 
 
 def matrices_of(param: LocalParam, *, splits_tensors: bool) -> list[Matrix]:
-    """The matrices of a local parameter: its last two dims; a 3-D parameter is a stack of them, one
-    per expert.
+    """The matrices of a local parameter: its last two dims.
 
-    `splits_tensors` is False where every tensor-parallel rank treats its rows or columns as a
-    matrix.
+    A 3-D parameter is a stack of matrices, one per expert. `splits_tensors` is False where every
+    tensor-parallel rank treats its rows or columns as a matrix.
     """
-    spec, shape = param.spec, param.box.shape
+    spec = param.spec
+    shape = param.box.shape
     assert len(shape) in (2, 3), (
         f"{spec.name} of shape {shape} is neither a matrix nor a stack of matrices"
     )
-    first = len(shape) - 2
+    is_stack = len(shape) == 3
+    first_dim = 1 if is_stack else 0  # the rows
     axis = "etp" if spec.is_expert else "tp"
-    dims = [shard.dim - first for shard in spec.shards if shard.axis == axis]
-    num_blocks = (
-        spec.shape[dims[0] + first] // shape[dims[0] + first] if dims and splits_tensors else 1
-    )
-    sharded_dim = dims[0] if num_blocks > 1 else None
-    count = shape[0] if first else 1
-    return [
-        Matrix(param, index, (shape[-2], shape[-1]), sharded_dim, num_blocks)
-        for index in range(count)
-    ]
+    sharded_dim = None
+    num_blocks = 1
+    for shard in spec.shards:
+        num_shards = spec.shape[shard.dim] // shape[shard.dim]
+        if shard.axis == axis and splits_tensors and num_shards > 1:
+            sharded_dim = shard.dim - first_dim
+            num_blocks = num_shards
+            break
+    matrices = []
+    for index in range(shape[0] if is_stack else 1):
+        local_shape = (shape[-2], shape[-1])
+        matrices.append(Matrix(param, index, local_shape, sharded_dim, num_blocks))
+    return matrices
 
 
-def assign(flops: Sequence[int], sizes: Coordinate) -> list[Coordinate]:
+def assign_owners(flops: Sequence[int], sizes: Coordinate) -> list[Coordinate]:
     """The owner of every matrix: the largest first, each to the rank with the least work so far.
 
-    >>> [owner.shard for owner in assign([5, 4, 3, 2, 2], Coordinate(1, 2, 1))]
+    >>> [owner.shard for owner in assign_owners([5, 4, 3, 2, 2], Coordinate(1, 2, 1))]
     [0, 1, 1, 0, 0]
     """
-    ranks = [
-        Coordinate(*index)
-        for index in product(range(sizes.replicate), range(sizes.shard), range(sizes.tensor))
-    ]
-    loads = [(0, number) for number in range(len(ranks))]
+    axes = (range(sizes.replicate), range(sizes.shard), range(sizes.tensor))
+    ranks = [Coordinate(*index) for index in product(*axes)]
+    loads = [(0, number) for number in range(len(ranks))]  # a heap of (FLOPs, number of the rank)
     owners = [ranks[0]] * len(flops)
-    for index in sorted(range(len(flops)), key=lambda index: -flops[index]):
+    largest_first = sorted(range(len(flops)), key=lambda index: -flops[index])
+    for index in largest_first:
         load, number = heapq.heappop(loads)
         owners[index] = ranks[number]
         heapq.heappush(loads, (load + flops[index], number))
     return owners
 
 
-def describe(placed: Sequence[Placed], sizes: Coordinate) -> str:
+def describe_balance(matrices: Sequence[OwnedMatrix], sizes: Coordinate) -> str:
     """How many matrices and FLOPs the ranks of a grid have."""
-    num_ranks, counts = (
-        sizes.replicate * sizes.shard * sizes.tensor,
-        Counter(each.owner for each in placed),
-    )
+    counts: Counter[Coordinate] = Counter()
     flops: Counter[Coordinate] = Counter()
-    for each in placed:
-        flops[each.owner] += each.flops
+    for owned in matrices:
+        counts[owned.owner] += 1
+        flops[owned.owner] += owned.flops
+    num_ranks = sizes.replicate * sizes.shard * sizes.tensor
+    most = max(counts.values())
     fewest = min(counts.values()) if len(counts) == num_ranks else 0
+    imbalance = max(flops.values()) * num_ranks / flops.total()
     return (
-        f"{len(placed)} matrices over {count_of(num_ranks, 'rank')}, {fewest} to {max(counts.values())} per rank, "
-        f"FLOPs of the busiest rank {max(flops.values()) * num_ranks / flops.total():.2f} times the mean"
+        f"{len(matrices)} matrices over {count_of(num_ranks, 'rank')}, "
+        f"{fewest} to {most} per rank, FLOPs of the busiest rank {imbalance:.2f} times the mean"
     )
 
 
 def split_matrix(matrix: Matrix, entry: FlatRange, *, bucket: BucketLayout) -> dict[int, Piece]:
     """The pieces of a matrix by shard of its bucket."""
+    length = bucket.update_numel
     first = entry.start - bucket.start + matrix.index * matrix.local_numel
-    last, length = first + matrix.local_numel, bucket.update_numel
+    last = first + matrix.local_numel
     pieces = {}
     for number in range(first // length, -(-last // length)):
-        start, stop = max(first, number * length), min(last, (number + 1) * length)
+        offset = number * length
+        start = max(first, offset)
+        stop = min(last, offset + length)
         # Parts of one shard follow each other in the bucket; ranks of one instance in their group.
         shard, outer = divmod(number, bucket.num_outer_shards)
-        pieces[outer * bucket.num_shards + shard] = Piece(
-            start - number * length, slice(start - first, stop - first)
-        )
+        rank = outer * bucket.num_shards + shard
+        pieces[rank] = Piece(start - offset, slice(start - first, stop - first))
     return pieces
 
 
-def place(
+def assign_matrices(
     layouts: Sequence[BufferLayout],
     *,
     sizes: Coordinate,
     flops_of: Callable[[Shape], int],
     splits_tensors: bool,
-) -> tuple[Placed, ...]:
+) -> tuple[OwnedMatrix, ...]:
     """All matrices of layouts with their pieces and owners.
 
     Args:
         layouts: layouts of the buffers that are sharded over one grid.
         sizes: sizes of the grid.
-        flops_of: FLOPs of the update of a matrix of this shape.
+        flops_of: FLOPs of the update of a matrix of a shape.
         splits_tensors: see `matrices_of`.
     """
+    located = list(_locate_matrices(layouts, splits_tensors=splits_tensors))
+    flops = [flops_of(matrix.shape) for matrix, _, _ in located]
+    owners = assign_owners(flops, sizes)
+    owned = []
+    for (matrix, bucket, pieces), owner, cost in zip(located, owners, flops, strict=True):
+        owned.append(OwnedMatrix(matrix, bucket, pieces, owner, cost))
+    return tuple(owned)
+
+
+def _locate_matrices(
+    layouts: Sequence[BufferLayout], *, splits_tensors: bool
+) -> Iterator[tuple[Matrix, int, dict[int, Piece]]]:
+    """Every matrix with the number of its bucket and its pieces there."""
     buckets = [bucket for layout in layouts for bucket in layout.buckets]
-    listed = [
-        (matrix, number, split_matrix(matrix, entry, bucket=bucket))
-        for number, bucket in enumerate(buckets)
-        for entry in bucket.params
-        if entry.param.spec.needs_whole_matrix
-        for matrix in matrices_of(entry.param, splits_tensors=splits_tensors)
-    ]
-    flops = [flops_of(matrix.shape) for matrix, _, _ in listed]
-    owners = assign(flops, sizes)
-    return tuple(
-        Placed(*each, owner, cost) for each, owner, cost in zip(listed, owners, flops, strict=True)
-    )
+    for number, bucket in enumerate(buckets):
+        for entry in bucket.params:
+            if not entry.param.spec.needs_whole_matrix:
+                continue
+            for matrix in matrices_of(entry.param, splits_tensors=splits_tensors):
+                yield matrix, number, split_matrix(matrix, entry, bucket=bucket)

@@ -1,27 +1,36 @@
 """`MatrixUpdate`: apply a `MatrixRule` to the hidden matrices of one grid of ranks.
 
-directions    elementwise, on this rank's shards: state is updated, the direction goes into a buffer of the bucket
-transform     at the owner of each matrix (`WholeMatrices`); the pieces replace the directions
+directions    elementwise, on this rank's shards: state is updated, the direction goes into a buffer
+transform     at the owner of each matrix (`MatrixRoutes`); the pieces replace the directions
 main params   main = main * (1 - lr * weight_decay) - lr * scale * piece
 
-Gathering matrices at their owners and returning the pieces:
+A matrix of 4 rows, of which rank (r, s, t) of the grid (replicate, shard, tensor) has one piece
+each, and its way to its owner (r, s, t) = (r*, 1, 0) and back:
 
-    rank (r, s, t) of the grid (replicate, shard, tensor)           owner (r*, s*, t*)
+                     t = 0                 t = 1
+    s = 0           [a]                   [c]
+                     | gather              | gather       over shard: flat pieces -> local matrix
+    s = 1           [b] -> [ab]           [d] -> [cd]
+                              <--- join -----/            over tensor: local -> full matrix
+                           [abcd]
+                              |  transform                at the owner
+                           [ABCD]
+                              \\--- split ---->            over tensor: full -> local matrix
+    s = 1           [B] <- [AB]           [D] <- [CD]
+                     | scatter             | scatter      over shard: local matrix -> flat pieces
+    s = 0           [A]                   [C]
 
-    gather    over shard, where r = r*     flat pieces      -> local matrix at (r*, s*, t)
-    join      over tensor, where s = s*    rows or columns  -> full matrix at (r*, s*, t*)
-              transform
-    split     over tensor                  full matrix      -> local matrix at (r*, s*, t)
-    scatter   over shard                   local matrix     -> flat pieces at (r*, s, t)
-    spread    over replicate               pieces           -> the same pieces at every r
+    every rank (r*, s, t)  --- spread --->  (r, s, t)     over replicate: its piece, to every r
 
-Each step is one all-to-all for all matrices, in the same order on every rank; a group of one rank
-sends nothing. Every matrix is transformed once in the grid, so replicas receive equal bits.
+Each step is one all-to-all (`Route`) for all matrices, in the same order on every rank; a group of
+one rank sends nothing. Every matrix is transformed once in the grid, so replicas receive equal
+bits. A replicated matrix is read at its owner only and returned to every tensor-parallel rank.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +38,7 @@ from torch import Tensor
 from nanotrain.comm.all_to_all import start_all_to_all
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
-from nanotrain.optim.matrices import Coordinate, Piece, Placed, describe, place
+from nanotrain.optim.matrices import Coordinate, OwnedMatrix, assign_matrices, describe_balance
 from nanotrain.optim.rule import MatrixRule, ParamRange, Shape, UpdateStep
 from nanotrain.optim.state import PartState
 from nanotrain.parallel.dp.layout import BufferLayout
@@ -55,97 +64,154 @@ class GridGroups:
         return Coordinate(self.replicate.size, self.shard.size, self.tensor.size)
 
 
-# by rank of the group, the numbers of matrices and how many of their elements are sent or received
-MatrixSlices = Sequence[Sequence[tuple[int, int]]]
+class Slice(NamedTuple):
+    """Elements of one matrix in a message."""
+
+    number: int  # of the matrix
+    numel: int
+
+
+class ReceivedSlice(NamedTuple):
+    """Elements of one matrix that arrived."""
+
+    number: int  # of the matrix
+    elements: Tensor
+
+
+Message = Sequence[Slice]  # what one rank sends to another one
 
 
 class Route:
-    """One all-to-all of parts of matrices.
+    """One all-to-all of slices of matrices.
 
     Args:
         group: group of the all-to-all.
-        sends: slices that this rank sends to each rank.
-        receives: slices that it receives from each rank.
+        sends: the message to each rank.
+        receives: the message from each rank.
     """
 
     def __init__(
-        self, group: Group | GroupSpec, *, sends: MatrixSlices, receives: MatrixSlices
+        self, group: Group | GroupSpec, *, sends: Sequence[Message], receives: Sequence[Message]
     ) -> None:
-        self._group, self._sends, self._receives = group, sends, receives
-        self._input_splits = [sum(numel for _, numel in blocks) for blocks in sends]
-        self._output_splits = [sum(numel for _, numel in blocks) for blocks in receives]
+        self._group = group
+        self._sends = sends
+        self._receives = receives
+        self._input_splits = [_numel(message) for message in sends]
+        self._output_splits = [_numel(message) for message in receives]
+
+    def reverse(self) -> "Route":
+        """The route back."""
+        return Route(self._group, sends=self._receives, receives=self._sends)
 
     @property
     def sent_numel(self) -> int:
         """Elements that leave this rank."""
         return sum(self._input_splits) - self._input_splits[self._group.index]
 
-    def run(self, part: Callable[[int, int], Tensor], *, like: Tensor) -> list[tuple[int, Tensor]]:
-        """Send `part(number, rank)` of every matrix; returns (number, received elements), ordered
-        by sender.
+    def run(self, part: Callable[[int, int], Tensor], *, like: Tensor) -> list[ReceivedSlice]:
+        """Send `part(number, rank)` of every matrix; returns what arrives, ordered by sender.
 
         Args:
             part: function that returns a part of any shape, in the dtype of `like`.
             like: example for dtype and device.
         """
-        parts = [
-            part(number, rank).reshape(-1)
-            for rank, by in enumerate(self._sends)
-            for number, _ in by
-        ]
-        flat = torch.cat([like.new_empty(0), *parts])
-        output = flat
-        if self._group.size > 1:
-            assert isinstance(self._group, Group), "a spec is for plans"
-            output = flat.new_empty(sum(self._output_splits))
-            splits = {"output_splits": self._output_splits, "input_splits": self._input_splits}
-            start_all_to_all(output, flat, group=self._group, **splits).wait()
-        received = [block for by_rank in self._receives for block in by_rank]
-        views = output.split([numel for _, numel in received])
-        return [(number, view) for (number, _), view in zip(received, views, strict=True)]
+        parts = [like.new_empty(0)]
+        for rank, message in enumerate(self._sends):
+            for sent in message:
+                parts.append(part(sent.number, rank).reshape(-1))
+        output = self._exchange(torch.cat(parts))
+        received = []
+        start = 0
+        for message in self._receives:
+            for arrived in message:
+                elements = output[start : start + arrived.numel]
+                received.append(ReceivedSlice(arrived.number, elements))
+                start += arrived.numel
+        return received
+
+    def _exchange(self, flat: Tensor) -> Tensor:
+        if self._group.size == 1:
+            return flat
+        assert isinstance(self._group, Group), "a spec is for plans"
+        output = flat.new_empty(sum(self._output_splits))
+        work = start_all_to_all(
+            output,
+            flat,
+            output_splits=self._output_splits,
+            input_splits=self._input_splits,
+            group=self._group,
+        )
+        return work.wait()
 
 
-class WholeMatrices:
-    """The routes of one grid.
+def _numel(message: Message) -> int:
+    return sum(part.numel for part in message)
+
+
+class MatrixRoutes:
+    """The routes of all matrices of one grid.
 
     Args:
-        placed: all matrices of the grid, the same list on every rank.
+        matrices: all matrices of the grid, the same list on every rank; a matrix is named by its
+            number in it.
         groups: groups of this rank.
     """
 
-    def __init__(self, placed: Sequence[Placed], groups: GridGroups) -> None:
-        self._placed, self._me = placed, groups.rank
-        numbered = list(enumerate(placed))
-        here = [(n, p) for n, p in numbered if p.owner.replicate == self._me.replicate]
-        local = [(n, p) for n, p in here if p.owner.shard == self._me.shard]
-        shards, tensors = range(groups.sizes.shard), range(groups.sizes.tensor)
+    def __init__(self, matrices: Sequence[OwnedMatrix], groups: GridGroups) -> None:
+        self._matrices = matrices
+        self._me = groups.rank
+        owners = {number: owned.owner for number, owned in enumerate(matrices)}
+        in_replicate = [n for n, owner in owners.items() if owner.replicate == self._me.replicate]
+        in_shard = [n for n in in_replicate if owners[n].shard == self._me.shard]
+        mine = [n for n in in_shard if owners[n].tensor == self._me.tensor]
 
-        pieces_sent = [
-            _pieces(((n, p) for n, p in here if p.owner.shard == s), self._me.shard) for s in shards
-        ]
-        pieces_received = [_pieces(local, shard) for shard in shards]
-        self._gather = Route(groups.shard, sends=pieces_sent, receives=pieces_received)
-        self._scatter = Route(groups.shard, sends=pieces_received, receives=pieces_sent)
+        to_owners = []
+        from_shards = []
+        for shard in range(groups.sizes.shard):
+            owned_there = [n for n in in_replicate if owners[n].shard == shard]
+            to_owners.append(self._pieces(owned_there, shard=self._me.shard))
+            from_shards.append(self._pieces(in_shard, shard=shard))
+        self._gather = Route(groups.shard, sends=to_owners, receives=from_shards)
+        self._scatter = self._gather.reverse()
 
-        by_tensor = [[(n, p) for n, p in local if p.owner.tensor == t] for t in tensors]
-        mine = by_tensor[self._me.tensor]
-        # A replicated matrix is read at its owner only, and returned to all.
-        sends = [_locals(by_tensor[t], reads_replicas=t == self._me.tensor) for t in tensors]
-        receives = [_locals(mine, reads_replicas=t == self._me.tensor) for t in tensors]
-        self._join = Route(groups.tensor, sends=sends, receives=receives)
-        mine_to_each, all_of_each = (
-            [_locals(mine) for _ in tensors],
-            [_locals(each) for each in by_tensor],
-        )
-        self._split = Route(groups.tensor, sends=mine_to_each, receives=all_of_each)
+        join_sends = []
+        join_receives = []
+        split_sends = []
+        split_receives = []
+        for tensor in range(groups.sizes.tensor):
+            owned_there = [n for n in in_shard if owners[n].tensor == tensor]
+            is_me = tensor == self._me.tensor
+            join_sends.append(self._blocks(owned_there, reads_replicas=is_me))
+            join_receives.append(self._blocks(mine, reads_replicas=is_me))
+            split_sends.append(self._blocks(mine, reads_replicas=True))
+            split_receives.append(self._blocks(owned_there, reads_replicas=True))
+        self._join = Route(groups.tensor, sends=join_sends, receives=join_receives)
+        self._split = Route(groups.tensor, sends=split_sends, receives=split_receives)
 
-        replicas = [
-            [(n, p) for n, p in numbered if p.owner.replicate == r]
-            for r in range(groups.sizes.replicate)
-        ]
-        by_replicate = [_pieces(replica, self._me.shard) for replica in replicas]
-        mine_to_all = [by_replicate[self._me.replicate]] * len(by_replicate)
-        self._spread = Route(groups.replicate, sends=mine_to_all, receives=by_replicate)
+        from_replicates = []
+        for replicate in range(groups.sizes.replicate):
+            owned_there = [n for n, owner in owners.items() if owner.replicate == replicate]
+            from_replicates.append(self._pieces(owned_there, shard=self._me.shard))
+        to_replicates = [from_replicates[self._me.replicate]] * groups.sizes.replicate
+        self._spread = Route(groups.replicate, sends=to_replicates, receives=from_replicates)
+
+    def _pieces(self, numbers: Iterable[int], *, shard: int) -> Message:
+        """The pieces of matrices in one shard; matrices without elements in it are left out."""
+        message = []
+        for number in numbers:
+            piece = self._matrices[number].pieces.get(shard)
+            if piece is not None:
+                message.append(Slice(number, piece.numel))
+        return message
+
+    def _blocks(self, numbers: Iterable[int], *, reads_replicas: bool) -> Message:
+        """The local matrices; replicated ones only if `reads_replicas`."""
+        message = []
+        for number in numbers:
+            matrix = self._matrices[number].matrix
+            if reads_replicas or matrix.sharded_dim is not None:
+                message.append(Slice(number, matrix.local_numel))
+        return message
 
     def sent_numel(self) -> dict[str, int]:
         """Elements that this rank sends per step, by axis."""
@@ -161,62 +227,88 @@ class WholeMatrices:
         *,
         like: Tensor,
         transform: Callable[[Tensor, int], Tensor],
-    ) -> list[tuple[int, Tensor]]:
-        """Transform every matrix of the grid at its owner.
+    ) -> list[ReceivedSlice]:
+        """Transform every matrix of the grid at its owner; returns this rank's pieces of them.
 
         Args:
             piece: function that returns this rank's elements of a matrix, by number.
             like: example of a piece for dtype and device.
             transform: function of a full matrix and its number that returns a full matrix.
-
-        Returns:
-            Number and transformed elements of this rank's pieces.
         """
-        gathered = _by_number(self._gather.run(lambda number, _: piece(number), like=like))
-        local = {number: self._local(number, parts) for number, parts in gathered.items()}
-        joined = _by_number(self._join.run(lambda number, _: local[number], like=like))
-        results = {
-            number: transform(self._full(number, blocks), number)
-            for number, blocks in joined.items()
-        }
-        local = dict(
-            self._split.run(
-                lambda number, rank: self._block(results[number], number, rank=rank), like=like
-            )
-        )
+        gathered = self._gather.run(lambda number, _: piece(number), like=like)
+        local = {}
+        for number, pieces in _by_number(gathered).items():
+            local[number] = self._join_pieces(number, pieces)
 
-        def elements(number: int, rank: int) -> Tensor:
-            return local[number][self._placed[number].pieces[rank].elements]
+        joined = self._join.run(lambda number, _: local[number], like=like)
+        results = {}
+        for number, blocks in _by_number(joined).items():
+            results[number] = transform(self._join_blocks(number, blocks), number)
 
-        scattered = dict(self._scatter.run(elements, like=like))
+        def block_of(number: int, rank: int) -> Tensor:
+            return self._block(results[number], number, rank=rank)
+
+        local = dict(self._split.run(block_of, like=like))
+
+        def piece_of(number: int, rank: int) -> Tensor:
+            return local[number][self._matrices[number].pieces[rank].elements]
+
+        scattered = dict(self._scatter.run(piece_of, like=like))
         return self._spread.run(lambda number, _: scattered[number], like=like)
 
-    def _local(self, number: int, parts: Sequence[Tensor]) -> Tensor:
+    def _join_pieces(self, number: int, parts: Sequence[Tensor]) -> Tensor:
         """The local matrix from its pieces, which arrive ordered by rank.
 
         Where optimizer state is sharded across instances, neighbouring pieces are on ranks of
-        different instances, so the order of the ranks is not that of the pieces.
+        different instances, so the order of the ranks is not the order of the pieces.
         """
-        pieces = self._placed[number].pieces
+        pieces = self._matrices[number].pieces
         by_rank = dict(zip(sorted(pieces), parts, strict=True))
         return torch.cat([by_rank[shard] for shard in pieces])
 
-    def _full(self, number: int, blocks: Sequence[Tensor]) -> Tensor:
+    def _join_blocks(self, number: int, blocks: Sequence[Tensor]) -> Tensor:
         """[rows, columns] from the blocks of the tensor-parallel ranks."""
-        matrix = self._placed[number].matrix
+        matrix = self._matrices[number].matrix
         shaped = [block.view(matrix.local_shape) for block in blocks]
-        return (
-            shaped[0] if matrix.sharded_dim is None else torch.cat(shaped, dim=matrix.sharded_dim)
-        )
+        if matrix.sharded_dim is None:
+            return shaped[0]
+        return torch.cat(shaped, dim=matrix.sharded_dim)
 
     def _block(self, full: Tensor, number: int, *, rank: int) -> Tensor:
         """The rows or columns of one tensor-parallel rank."""
-        matrix = self._placed[number].matrix
-        return (
-            full
-            if matrix.sharded_dim is None
-            else full.chunk(matrix.num_blocks, dim=matrix.sharded_dim)[rank]
-        )
+        matrix = self._matrices[number].matrix
+        if matrix.sharded_dim is None:
+            return full
+        return full.chunk(matrix.num_blocks, dim=matrix.sharded_dim)[rank]
+
+
+def _by_number(received: Iterable[ReceivedSlice]) -> dict[int, list[Tensor]]:
+    """The slices of each matrix, in the order of the senders."""
+    slices: dict[int, list[Tensor]] = defaultdict(list)
+    for number, elements in received:
+        slices[number].append(elements)
+    return slices
+
+
+class LocalPiece(NamedTuple):
+    """This rank's elements [start, stop) of a matrix, in what it updates of the bucket."""
+
+    owned: OwnedMatrix
+    start: int
+    stop: int
+
+
+class MatrixBucket:
+    """This rank's matrix parts of one bucket, in order, and the pieces of matrices in them."""
+
+    def __init__(self, parts: Sequence[PartState]) -> None:
+        self.parts = parts
+        self.pieces: list[LocalPiece] = []
+        self.start = 0  # first element of the parts, in what the rank updates of the bucket
+        self.numel = 0  # from the first part to the end of the last one
+        if parts:
+            self.start = parts[0].part.start
+            self.numel = parts[-1].part.stop - self.start
 
 
 class MatrixUpdate:
@@ -239,78 +331,84 @@ class MatrixUpdate:
         config: OptimConfig,
         groups: GridGroups,
     ) -> None:
-        self._rule, self._config, self._buckets = rule, config, buckets
-        # element of the shard
-        self._first = [parts[0].part.start if parts else 0 for parts in buckets]
-        self._placed = plan_matrices(layouts, rule, config=config, groups=groups)
-        self.balance = describe(self._placed, groups.sizes) if self._placed else None
-        self._whole, me = WholeMatrices(self._placed, groups), groups.shard.index
-        self._pieces = {
-            number: each.pieces[me] for number, each in enumerate(self._placed) if me in each.pieces
-        }
-        self._in_bucket: dict[int, list[tuple[Piece, Placed]]] = defaultdict(list)
-        for number, piece in self._pieces.items():
-            self._in_bucket[self._placed[number].bucket].append((piece, self._placed[number]))
+        self._rule = rule
+        self._config = config
+        matrices = plan_matrices(layouts, rule, config=config, groups=groups)
+        self.balance = describe_balance(matrices, groups.sizes) if matrices else None
+        self._routes = MatrixRoutes(matrices, groups)
+        self._buckets = [MatrixBucket(parts) for parts in buckets]
+        self._pieces: dict[int, LocalPiece] = {}  # by the number of the matrix
+        for number, owned in enumerate(matrices):
+            piece = owned.pieces.get(groups.shard.index)
+            if piece is not None:
+                local = LocalPiece(owned, piece.start, piece.stop)
+                self._pieces[number] = local
+                self._buckets[owned.bucket].pieces.append(local)
 
     def run(self, step: UpdateStep, *, device: torch.device) -> None:
         """Update the state and the main params of all parts."""
         like = torch.empty(0, dtype=self._rule.dtype(self._config), device=device)
-        directions = [self._direct(parts, like=like, step=step) for parts in self._buckets]
+        directions = [self._directions(bucket, like=like, step=step) for bucket in self._buckets]
 
-        def piece(number: int) -> Tensor:
-            bucket, mine = self._placed[number].bucket, self._pieces[number]
-            return directions[bucket][mine.start - self._first[bucket] :][: mine.numel]
+        def direction_of(number: int) -> Tensor:
+            piece = self._pieces[number]
+            first = self._buckets[piece.owned.bucket].start
+            return directions[piece.owned.bucket][piece.start - first : piece.stop - first]
 
-        results = self._whole.run(
-            piece, like=like, transform=lambda full, _: self._rule.transform(full, self._config)
-        )
-        for number, values in results:
-            piece(number).copy_(values)
-        for bucket, parts in enumerate(self._buckets):
-            for part in parts:
-                self._apply(part, directions[bucket], bucket=bucket, step=step)
+        def transform(full: Tensor, number: int) -> Tensor:
+            return self._rule.transform(full, self._config)
 
-    def _direct(self, parts: Sequence[PartState], *, like: Tensor, step: UpdateStep) -> Tensor:
-        """Update the state of the matrix parts of a bucket; returns [from the first to the last of
-        them] directions.
-        """
-        directions = like.new_empty(parts[-1].part.stop - parts[0].part.start if parts else 0)
-        for part in parts:
-            rest = directions[part.part.start - parts[0].part.start :]
+        for number, elements in self._routes.run(direction_of, like=like, transform=transform):
+            direction_of(number).copy_(elements)
+        for bucket, transformed in zip(self._buckets, directions, strict=True):
+            for part in bucket.parts:
+                self._update_main_params(part, bucket, directions=transformed, step=step)
+
+    def _directions(self, bucket: MatrixBucket, *, like: Tensor, step: UpdateStep) -> Tensor:
+        """Update the state of the parts of a bucket; returns [numel], their directions."""
+        directions = like.new_empty(bucket.numel)
+        for part in bucket.parts:
+            offset = part.part.start - bucket.start
             for start, stop in part.chunks():
                 with part.loaded(start, stop) as ranges:
-                    for each in ranges:
-                        self._neutralize(each, step)
-                        rest[: each.grad.numel()].copy_(self._rule.direction(each, self._config))
-                        rest = rest[each.grad.numel() :]
+                    for param_range in ranges:
+                        self._neutralize_grad(param_range, step)
+                        direction = self._rule.direction(param_range, self._config)
+                        numel = param_range.grad.numel()
+                        directions[offset : offset + numel].copy_(direction)
+                        offset += numel
         return directions
 
-    def _neutralize(self, part: ParamRange, step: UpdateStep) -> None:
+    def _neutralize_grad(self, param_range: ParamRange, step: UpdateStep) -> None:
         """In a skipped step, replace the gradient by one that leaves the state unchanged."""
-        name, skipped = self._rule.momentum, step.is_skipped.to(part.grad.device)
-        neutral = torch.zeros((), device=part.grad.device) if name is None else part.state[name]
-        torch.where(skipped, neutral, part.grad, out=part.grad)
+        grad = param_range.grad
+        if self._rule.momentum is None:
+            neutral = torch.zeros((), device=grad.device)
+        else:
+            neutral = param_range.state[self._rule.momentum]
+        is_skipped = step.is_skipped.to(grad.device)
+        torch.where(is_skipped, neutral, grad, out=grad)
 
-    def _apply(self, part: PartState, directions: Tensor, *, bucket: int, step: UpdateStep) -> None:
+    def _update_main_params(
+        self, part: PartState, bucket: MatrixBucket, *, directions: Tensor, step: UpdateStep
+    ) -> None:
         """Update the main params of a part from the transformed directions of its bucket."""
-        applied, offset = 1.0 - step.found_inf.double(), self._first[bucket]
+        applied = 1.0 - step.found_inf.double()
         for start, stop in part.chunks():
-            main, first, last = (
-                part.main.read(start, stop),
-                part.part.start + start,
-                part.part.start + stop,
-            )
-            for piece, placed in self._in_bucket[bucket]:
-                begin, end = max(piece.start, first), min(piece.start + piece.numel, last)
+            main = part.main.read(start, stop)
+            first = part.part.start + start
+            last = part.part.start + stop
+            for piece in bucket.pieces:
+                begin = max(piece.start, first)
+                end = min(piece.stop, last)
                 if begin >= end:
                     continue
-                elements, direction = (
-                    main[begin - first : end - first],
-                    directions[begin - offset : end - offset],
-                )
-                if placed.matrix.param.spec.weight_decay:
+                elements = main[begin - first : end - first]
+                direction = directions[begin - bucket.start : end - bucket.start]
+                matrix = piece.owned.matrix
+                if matrix.param.spec.weight_decay:
                     elements.mul_((1 - step.lr * step.weight_decay * applied).to(main.device))
-                scale = self._rule.scale(placed.matrix.shape, self._config)
+                scale = self._rule.scale(matrix.shape, self._config)
                 # A skipped step adds zeros.
                 elements.add_((direction * applied).to(main.device), alpha=-step.lr * scale)
             part.main.write(main, start)
@@ -318,14 +416,18 @@ class MatrixUpdate:
 
 def plan_matrices(
     layouts: Sequence[BufferLayout], rule: MatrixRule, *, config: OptimConfig, groups: GridGroups
-) -> tuple[Placed, ...]:
+) -> tuple[OwnedMatrix, ...]:
     """The matrices of a grid with their pieces and owners."""
-    splits_tensors = config.muon_tp_mode != "blockwise"
 
     def flops_of(shape: Shape) -> int:
         return rule.flops(shape, config)
 
-    return place(layouts, sizes=groups.sizes, flops_of=flops_of, splits_tensors=splits_tensors)
+    return assign_matrices(
+        layouts,
+        sizes=groups.sizes,
+        flops_of=flops_of,
+        splits_tensors=config.muon_tp_mode != "blockwise",
+    )
 
 
 def grid_groups(
@@ -336,8 +438,7 @@ def grid_groups(
     config: OptimConfig,
     shards_across: bool,
 ) -> GridGroups:
-    """The grid of a buffer's ranks. In blockwise mode every tensor-parallel rank has a grid of its
-    own.
+    """Groups over which Muon's matrices are distributed; in blockwise mode one set per tp rank.
 
     Args:
         shard: group that buckets are sharded over.
@@ -346,39 +447,16 @@ def grid_groups(
         config: options with the mode of tensor-parallel matrices.
         shards_across: whether optimizer state is sharded across instances too.
     """
-    name: GroupName = "etp" if shard.name.startswith("expert") else "tp"
+    is_expert = shard.name.startswith("expert")
+    name: GroupName = "etp" if is_expert else "tp"
     tensor: Group | GroupSpec = groups[name]
     if config.muon_tp_mode == "blockwise":
         tensor = Group.single_rank(name, tensor.rank)
     if not shards_across:
         return GridGroups(replicate, shard, tensor)
-    all_shards = groups["expert_dp" if shard.name.startswith("expert") else "dp_cp"]
+    all_shards = groups["expert_dp" if is_expert else "dp_cp"]
     assert all_shards.index == replicate.index * shard.size + shard.index, (
         "pieces would reach the wrong rank"
     )
-    return GridGroups(Group.single_rank(replicate.name, replicate.rank), all_shards, tensor)
-
-
-def _pieces(placed: Iterable[tuple[int, Placed]], shard: int) -> list[tuple[int, int]]:
-    """The pieces of matrices in one shard; matrices without elements in it are left out."""
-    return [(number, each.pieces[shard].numel) for number, each in placed if shard in each.pieces]
-
-
-def _locals(
-    placed: Iterable[tuple[int, Placed]], *, reads_replicas: bool = True
-) -> list[tuple[int, int]]:
-    """The local matrices; replicated ones only if `reads_replicas`."""
-    chosen = (
-        (n, each.matrix)
-        for n, each in placed
-        if reads_replicas or each.matrix.sharded_dim is not None
-    )
-    return [(number, matrix.local_numel) for number, matrix in chosen]
-
-
-def _by_number(received: Iterable[tuple[int, Tensor]]) -> dict[int, list[Tensor]]:
-    """The parts of each matrix, in the order of the senders."""
-    parts: dict[int, list[Tensor]] = defaultdict(list)
-    for number, tensor in received:
-        parts[number].append(tensor)
-    return parts
+    single = Group.single_rank(replicate.name, replicate.rank)
+    return GridGroups(single, all_shards, tensor)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from nanotrain.comm.group import reduced_bytes
 from nanotrain.config.model import MoEConfig
 from nanotrain.memory.block_transforms import recomputed_groups
-from nanotrain.optim.matrix_update import WholeMatrices, grid_groups, plan_matrices
+from nanotrain.optim.matrix_update import MatrixRoutes, grid_groups, plan_matrices
 from nanotrain.parallel.dp.fp8_weights import scales_shape
 from nanotrain.parallel.dp.layout import BufferLayout
 from nanotrain.parallel.dp.units import GatherOrder
@@ -250,7 +250,7 @@ def matrices(plan: Plan) -> Iterator[tuple[Key, int]]:
         placed = plan_matrices(
             [buffer.layout for buffer in buffers], rule, config=config, groups=groups
         )
-        for axis, numel in WholeMatrices(placed, groups).sent_numel().items():
+        for axis, numel in MatrixRoutes(placed, groups).sent_numel().items():
             yield (getattr(groups, axis).name, "all_to_all"), numel * rule.dtype(config).itemsize
 
 

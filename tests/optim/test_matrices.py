@@ -5,7 +5,14 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotrain.optim.matrices import Coordinate, Placed, assign, describe, matrices_of, place
+from nanotrain.optim.matrices import (
+    Coordinate,
+    OwnedMatrix,
+    assign_matrices,
+    assign_owners,
+    describe_balance,
+    matrices_of,
+)
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.spec.params import LocalParam, Normal, ParamSpec, Shard, localize
 
@@ -22,8 +29,8 @@ EXPERTS = replace(
 SIZES = {"tp": 2, "ep": 2, "etp": 2}
 
 
-def placed(owner: Coordinate, flops: int) -> Placed:
-    return Placed(matrices_of(local(SPEC), splits_tensors=True)[0], 0, {}, owner, flops)
+def owned(owner: Coordinate, flops: int) -> OwnedMatrix:
+    return OwnedMatrix(matrices_of(local(SPEC), splits_tensors=True)[0], 0, {}, owner, flops)
 
 
 def local(spec: ParamSpec) -> LocalParam:
@@ -62,14 +69,14 @@ def test_in_blockwise_mode_a_block_is_a_matrix():
 )
 def test_no_rank_has_more_than_the_mean_and_one_matrix(flops, sizes):
     grid = Coordinate(*sizes)
-    owners = assign(flops, grid)
+    owners = assign_owners(flops, grid)
     num_ranks = grid.replicate * grid.shard * grid.tensor
     work = dict.fromkeys(owners, 0)
     for owner, cost in zip(owners, flops, strict=True):
         work[owner] += cost
     assert max(work.values()) <= sum(flops) / num_ranks + max(flops)
-    report = describe(
-        [placed(owner, cost) for owner, cost in zip(owners, flops, strict=True)], grid
+    report = describe_balance(
+        [owned(owner, cost) for owner, cost in zip(owners, flops, strict=True)], grid
     )
     assert report.endswith(f" {max(work.values()) * num_ranks / sum(flops):.2f} times the mean")
     fewest = 0 if len(flops) < num_ranks else min(owners.count(owner) for owner in work)
@@ -78,7 +85,7 @@ def test_no_rank_has_more_than_the_mean_and_one_matrix(flops, sizes):
 
 def test_equal_matrices_are_divided_evenly():
     sizes = Coordinate(2, 2, 2)
-    report = describe([placed(owner, 7) for owner in assign([7] * 16, sizes)], sizes)
+    report = describe_balance([owned(owner, 7) for owner in assign_owners([7] * 16, sizes)], sizes)
     assert (
         report
         == "16 matrices over 8 ranks, 2 to 2 per rank, FLOPs of the busiest rank 1.00 times the mean"
@@ -93,7 +100,9 @@ def test_pieces_are_the_param_ranges_of_the_shards(num_shards, bucket_size):
     ]
     layout = plan_layout(params, LayoutRules(num_shards=num_shards, bucket_size=bucket_size))
     sizes = Coordinate(1, num_shards, 2)
-    everything = place([layout, layout], sizes=sizes, flops_of=lambda shape: 1, splits_tensors=True)
+    everything = assign_matrices(
+        [layout, layout], sizes=sizes, flops_of=lambda shape: 1, splits_tensors=True
+    )
     assert len(everything) == 2 * (1 + 2 + 1)
     assert {each.bucket for each in everything} <= set(range(2 * len(layout.buckets)))
     for each in everything:

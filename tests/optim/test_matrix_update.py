@@ -9,8 +9,8 @@ from nanotrain.comm.collectives import barrier
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
 from nanotrain.optim import state
-from nanotrain.optim.matrices import Coordinate, place
-from nanotrain.optim.matrix_update import GridGroups, WholeMatrices, grid_groups
+from nanotrain.optim.matrices import Coordinate, assign_matrices
+from nanotrain.optim.matrix_update import GridGroups, MatrixRoutes, grid_groups
 from nanotrain.optim.stored import SCALE_BLOCK
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.precision.dtypes import Precision
@@ -109,8 +109,10 @@ def transform_all(ctx, groups, rules):
     params = [localize(spec, coords=coords, sizes=sizes) for spec in SPECS]
     layout = plan_layout(params, rules)
     assert len(layout.buckets) == 2
-    placed = place([layout], sizes=groups.sizes, flops_of=lambda shape: 1, splits_tensors=True)
-    whole, seen = WholeMatrices(placed, groups), []
+    placed = assign_matrices(
+        [layout], sizes=groups.sizes, flops_of=lambda shape: 1, splits_tensors=True
+    )
+    whole, seen = MatrixRoutes(placed, groups), []
 
     def local(number):
         return full_matrix(number)[params[::-1][number].box.slices()].flatten()
