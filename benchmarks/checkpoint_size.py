@@ -34,7 +34,7 @@ from nanotrain.checkpoint.write import shard_name
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.errors import NanotrainError, report
-from nanotrain.optim.state import host_fraction, ranges_to_save, split_shard
+from nanotrain.optim.state import Replica, host_fraction, ranges_to_save, split_shard
 from nanotrain.optim.stored import num_scales
 from nanotrain.parallel.dp.layout import clip_ranges
 from nanotrain.plan.plan import BufferPlan, Plan, plan_run
@@ -181,7 +181,9 @@ def _saved_boxes(plan: Plan, buffer: BufferPlan) -> Iterator[tuple[TensorBox, st
     """
     precision, config = Precision.of(plan.config.precision), plan.config.optim
     shards_across = buffer.layout.num_outer_shards > 1
-    replica = (0, 1) if shards_across else (buffer.replicate.index, buffer.replicate.size)
+    replica = Replica(0, 1)
+    if not shards_across:
+        replica = Replica(buffer.replicate.index, buffer.replicate.size)
     for bucket in buffer.layout.buckets:
         ranges = bucket.update_ranges(
             buffer.shard.index, outer_index=buffer.replicate.index if shards_across else 0

@@ -1,17 +1,20 @@
-"""Optimizer state of a shard: its parts, planned and allocated, and what of it a checkpoint holds.
+"""Optimizer state of a shard: its parts, planned and allocated, and their tensors in checkpoints.
 
-    split_shard    the parts of what one rank updates of a bucket: its shard, or the part of it of its instance. Pure
+    split_shard    the parts of the elements of a bucket that one rank updates: its shard, or the
+                   part of the shard of its instance. Pure
     state_bytes    bytes of main params, state and average of parts. Pure
-    PartState      main params, state tensors and gradients of one part, read and written as fp32 ranges
+    PartState      main params, state and gradients of one part, read and written as fp32 ranges
     BucketState    the parts of one bucket; offsets stay here, tensors leave as `(TensorBox, Tensor)`
     WeightAverage  the moving average of the weights
 
 A part is consecutive elements whose state is stored together. Parts cover the shard, gaps and
 padding included. Without a rule for matrices and without offload a shard is one part.
 
-    shard                     |norm ..|query ..key ..value |norm ..|gate ..up ..down |ppp|     . gap  p padding
+    shard                     |norm ..|query ..key ..value |norm ..|gate ..up ..down |ppp|
     with a rule for matrices  |  0    |        1           |   2   |         3           |
-    ranges of part 0          [weight decay|none]           consecutive params with the same hyperparameters, merged
+    ranges of part 0          [weight decay|none]
+
+    . gap   p padding   a range: consecutive params with the same hyperparameters, merged
 
 If everything is stored in fp32, the ranges are views, made once. Otherwise one chunk at a time is
 converted to fp32, updated and stored again.
@@ -21,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +62,7 @@ class ShardPart:
         """Names of the state tensors per element."""
         if not self.is_matrix:
             return rule.state_names(config)
-        assert rule.matrix is not None, "only such rules have parts of matrices"
+        assert rule.matrix is not None, "only rules for matrices have parts of matrices"
         return rule.matrix.state_names
 
 
@@ -74,17 +78,20 @@ def split_shard(
     def is_matrix(part: FlatRange) -> bool:
         return rule.matrix is not None and part.param.spec.needs_whole_matrix
 
-    groups = [(kind, tuple(group)) for kind, group in groupby(ranges, key=is_matrix)] or [
-        (False, ())
-    ]
-    ends = [*(group[-1].stop for _, group in groups[:-1]), numel]
+    groups = [(kind, list(group)) for kind, group in groupby(ranges, key=is_matrix)]
+    if not groups:
+        groups = [(False, [])]
+    border = int(numel * host_fraction)
+    start = 0
     parts: list[ShardPart] = []
-    border, start = int(numel * host_fraction), 0
-    for (kind, group), end in zip(groups, ends, strict=True):
+    for number, (kind, group) in enumerate(groups):
+        is_last = number == len(groups) - 1
+        end = numel if is_last else group[-1].stop
         for stop in (min(border, end), end):
             if start < stop:
                 inside = tuple(clip_ranges(group, start=start, stop=stop))
-                parts.append(ShardPart(start, stop, inside, is_matrix=kind, on_host=stop <= border))
+                on_host = stop <= border
+                parts.append(ShardPart(start, stop, inside, is_matrix=kind, on_host=on_host))
                 start = stop
     return tuple(parts)
 
@@ -94,44 +101,53 @@ def host_fraction(config: OptimConfig) -> float:
     return config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
 
 
-def ranges_to_save(ranges: Iterable[FlatRange], replica: tuple[int, int]) -> list[FlatRange]:
-    """This rank's share of every range to save: ranks with equal shards save nearly equal parts of
-    it.
+@dataclass(frozen=True)
+class Replica:
+    """One of the ranks that have the same shard."""
+
+    index: int
+    size: int  # number of these ranks
+
+
+def ranges_to_save(ranges: Iterable[FlatRange], replica: Replica) -> list[FlatRange]:
+    """This rank's share of every range to save; ranks with equal shards save nearly equal parts.
 
     Args:
         ranges: param ranges of the shard; only replica 0 of a parameter is saved.
-        replica: index and number of the ranks with the same shard.
+        replica: this rank among the ranks with the same shard.
     """
-    index, size = replica
     parts = []
     for full in ranges:
-        if full.param.is_first_replica:
-            first, last = full.numel * index // size, full.numel * (index + 1) // size
-            parts.append(
-                FlatRange(full.param, full.start + first, full.param_start + first, last - first)
-            )
+        if not full.param.is_first_replica:
+            continue
+        first = full.numel * replica.index // replica.size
+        last = full.numel * (replica.index + 1) // replica.size
+        start = full.start + first
+        parts.append(FlatRange(full.param, start, full.param_start + first, last - first))
     return parts
 
 
 def state_bytes(
     parts: Iterable[ShardPart], rule: UpdateRule, *, config: OptimConfig, precision: Precision
 ) -> int:
-    """Bytes on the device of the state, of the average, and of main params that are separate from
-    the model params.
-    """
-    others = [torch.float32] if config.ema_decay is not None else []
-    others += [precision.main] if precision.has_separate_main_params else []
-    return sum(
-        stored_bytes(part.numel, dtype)
-        for part in parts
-        if not part.on_host
-        for dtype in (*others, *map(precision.state_dtype, part.state_names(rule, config)))
-    )
+    """Bytes on the device of the state, the average, and main params that are stored separately."""
+    total = 0
+    for part in parts:
+        if part.on_host:
+            continue
+        dtypes = [precision.state_dtype(name) for name in part.state_names(rule, config)]
+        if config.ema_decay is not None:
+            dtypes.append(torch.float32)
+        if precision.has_separate_main_params:
+            dtypes.append(precision.main)
+        for dtype in dtypes:
+            total += stored_bytes(part.numel, dtype)
+    return total
 
 
 @dataclass(frozen=True)
 class HostBuffers:
-    """What a part with state in host memory is copied from and to."""
+    """The source and the target of the copies of a part with state in host memory."""
 
     device_grad: Tensor  # [numel] reduced gradients on the device
     params: Tensor  # [numel] model params in their dtype, on the host
@@ -146,28 +162,25 @@ class PartState:
     state: Mapping[str, StoredTensor]  # [numel] state tensors by name
     grad: Tensor  # [numel] reduced gradients, fp32 or `--main-grads-dtype`
     model_params: Tensor  # [numel] model params; the values of `main` where they have its dtype
-    # of a part whose tensors, except `model_params`, are in host memory
-    host: HostBuffers | None = None
-    # [numel] fp32 moving average of `main`, of runs with `--ema-decay`
-    ema: StoredTensor | None = None
-    grad_factor: float | Tensor = 1.0  # of gradients that are not fp32, from unscaling and clipping
+    host: HostBuffers | None = None  # None unless all but `model_params` is in host memory
+    ema: StoredTensor | None = None  # [numel] fp32 moving average of `main` with `--ema-decay`
+    grad_factor: float | Tensor = 1.0  # unscales and clips gradients that are not fp32
 
     @property
     def is_fp32(self) -> bool:
         """Whether everything is stored in fp32, so that ranges are views."""
-        return self.grad.dtype is torch.float32 and all(
-            t.is_fp32 for t in (self.main, *self.state.values())
-        )
+        stored = (self.main, *self.state.values())
+        return self.grad.dtype is torch.float32 and all(tensor.is_fp32 for tensor in stored)
 
     @property
     def stored(self) -> dict[str, StoredTensor]:
         """Main params, state tensors and average by their prefix in checkpoints."""
-        average = {} if self.ema is None else {"ema": self.ema}
-        return (
-            {"model": self.main}
-            | {f"optimizer/{name}": tensor for name, tensor in self.state.items()}
-            | average
-        )
+        stored = {"model": self.main}
+        for name, tensor in self.state.items():
+            stored[f"optimizer/{name}"] = tensor
+        if self.ema is not None:
+            stored["ema"] = self.ema
+        return stored
 
     def ranges(self) -> list[ParamRange]:
         """The ranges of a part that is stored in fp32, as views."""
@@ -176,7 +189,7 @@ class PartState:
             return ranges
 
     def copy_main_to_model_params(self) -> None:
-        """Round the main params to the model params, where they are stored apart."""
+        """Round the main params to the model params, where they are stored separately."""
         if self.main.values is not self.model_params:
             self.main_in_chunks_to(self.model_params)
 
@@ -186,21 +199,22 @@ class PartState:
             params[start:stop].copy_(self.main.read(start, stop))
 
     def scale_rows(self, factors: Mapping[str, Tensor]) -> None:
-        """Multiply main params by factors per row of the global parameter, and round them to the
-        model params.
+        """Multiply main params by factors per row, and round them to the model params.
 
         Args:
-            factors: factors by parameter name, [rows].
+            factors: factors by parameter name, [rows] of the global parameter.
         """
-        scaled = [each for each in self.part.ranges if each.name in factors]
-        for start, stop in self.chunks() if scaled else ():
-            main, first = self.main.read(start, stop), self.part.start + start
+        scaled = [param_range for param_range in self.part.ranges if param_range.name in factors]
+        if not scaled:
+            return
+        for start, stop in self.chunks():
+            main = self.main.read(start, stop)
+            first = self.part.start + start
             for part in clip_ranges(scaled, start=first, stop=self.part.start + stop):
-                elements = main[part.start - first :][: part.numel]
+                elements = main[part.start - first : part.stop - first]
                 elements.mul_(_element_factors(part, factors[part.name]).to(main.device))
             self.main.write(main, start)
-        if scaled:
-            self.copy_main_to_model_params()
+        self.copy_main_to_model_params()
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Start and stop of the chunks of this part."""
@@ -215,21 +229,22 @@ class PartState:
 
     @contextmanager
     def loaded(self, start: int, stop: int) -> Iterator[list[ParamRange]]:
-        """The fp32 ranges of elements [start, stop) of the part; their changes are stored at the
-        end of the block.
-        """
+        """The fp32 ranges of elements [start, stop); changes are stored at the end of the block."""
         main = self.main.read(start, stop)
         state = {name: stored.read(start, stop) for name, stored in self.state.items()}
         grad = self.grad[start:stop]
         if grad.dtype is not torch.float32:
             grad = grad.float().mul_(self.grad_factor)
         ranges = []
-        for (weight_decay, is_decoupled), first, last in self._segments(start, stop):
-            elements = slice(first, last)
-            state_of_range = {name: values[elements] for name, values in state.items()}
+        for segment in self._segments(start, stop):
+            elements = slice(segment.start, segment.stop)
             ranges.append(
                 ParamRange(
-                    main[elements], grad[elements], state_of_range, weight_decay, is_decoupled
+                    main_param=main[elements],
+                    grad=grad[elements],
+                    state={name: values[elements] for name, values in state.items()},
+                    weight_decay=segment.options.weight_decay,
+                    is_decoupled=segment.options.is_decoupled,
                 )
             )
         yield ranges
@@ -237,34 +252,50 @@ class PartState:
         for name, values in state.items():
             self.state[name].write(values, start)
 
-    def _segments(self, start: int, stop: int) -> Iterator[tuple[tuple[bool, bool], int, int]]:
-        """Split [start, stop) of the part by weight decay and decoupled learning rate; elements
-        count from `start`.
-        """
+    def _segments(self, start: int, stop: int) -> list["Segment"]:
+        """Split [start, stop) of the part by hyperparameters, gaps and padding included."""
         first = self.part.start + start
         inside = clip_ranges(self.part.ranges, start=first, stop=self.part.start + stop)
-        keys = [
-            (key, [*group][-1].stop - first) for key, group in groupby(inside, key=_hyperparameters)
-        ]
-        keys = keys or [((False, False), 0)]
-        keys[-1] = (keys[-1][0], stop - start)
+        segments = []
         begin = 0
-        for key, end in keys:
-            yield key, begin, end
+        for options, ranges in groupby(inside, key=_param_options):
+            end = list(ranges)[-1].stop - first
+            segments.append(Segment(options, begin, end))
             begin = end
+        if not segments:
+            segments.append(Segment(ParamOptions(weight_decay=False, is_decoupled=False), 0, 0))
+        segments[-1] = segments[-1]._replace(stop=stop - start)
+        return segments
 
 
-def _hyperparameters(param_range: FlatRange) -> tuple[bool, bool]:
+class ParamOptions(NamedTuple):
+    """The hyperparameters that differ between parameters."""
+
+    weight_decay: bool
+    is_decoupled: bool  # `--decoupled-lr` applies
+
+
+class Segment(NamedTuple):
+    """Elements [start, stop) of a chunk with the same hyperparameters."""
+
+    options: ParamOptions
+    start: int
+    stop: int
+
+
+def _param_options(param_range: FlatRange) -> ParamOptions:
     spec = param_range.param.spec
-    return spec.weight_decay, spec.is_embedding_or_output
+    return ParamOptions(spec.weight_decay, is_decoupled=spec.is_embedding_or_output)
 
 
-def _element_factors(part: FlatRange, of_rows: Tensor) -> Tensor:
+def _element_factors(part: FlatRange, row_factors: Tensor) -> Tensor:
     """[numel of the range] from the factors of the rows of the global parameter."""
     box = part.param.box
     width = box.numel // box.shape[0]  # of a local row
-    first, last = part.param_start // width, -(-(part.param_start + part.numel) // width)
-    rows = of_rows[box.start[0] + first : box.start[0] + last]
+    stop = part.param_start + part.numel
+    first = part.param_start // width
+    last = -(-stop // width)
+    rows = row_factors[box.start[0] + first : box.start[0] + last]
     return rows.repeat_interleave(width)[part.param_start - first * width :][: part.numel]
 
 
@@ -273,31 +304,30 @@ class BucketState:
     """The part of one bucket that this rank updates."""
 
     bucket: Bucket  # model params and gradients
-    replica: tuple[int, int]  # index and number of the ranks that update the same part
-    parts: tuple[PartState, ...]  # main params and state; they cover what this rank updates
+    replica: Replica  # this rank among the ranks that update the same part
+    parts: tuple[PartState, ...]  # main params and state of all elements that this rank updates
 
     @classmethod
     def build(
         cls, wrapper: DataParallel, bucket: Bucket, *, precision: Precision, config: OptimConfig
     ) -> "BucketState":
         """Allocate the state of one bucket."""
-        rule, replicate, fraction = (
-            OPTIMIZERS[config.optimizer],
-            wrapper.groups.replicate,
-            host_fraction(config),
+        rule = OPTIMIZERS[config.optimizer]
+        shard_parts = split_shard(
+            bucket.update_ranges,
+            bucket.layout.update_numel,
+            rule=rule,
+            host_fraction=host_fraction(config),
         )
-        split = split_shard(
-            bucket.update_ranges, bucket.layout.update_numel, rule=rule, host_fraction=fraction
-        )
-        parts = tuple(
-            _build_part(part, bucket, precision=precision, names=part.state_names(rule, config))
-            for part in split
-        )
-        return cls(
-            bucket,
-            (0, 1) if wrapper.groups.shards_across else (replicate.index, replicate.size),
-            parts,
-        )
+        parts = []
+        for part in shard_parts:
+            names = part.state_names(rule, config)
+            parts.append(_build_part(part, bucket, precision=precision, names=names))
+        replica = Replica(0, 1)
+        if not wrapper.groups.shards_across:
+            replicate = wrapper.groups.replicate
+            replica = Replica(replicate.index, replicate.size)
+        return cls(bucket, replica, tuple(parts))
 
     @property
     def grads(self) -> Tensor:
@@ -315,9 +345,10 @@ class BucketState:
         Gaps and padding are zero and included, so that a bucket without other replicas is one
         tensor.
         """
-        if self.replica[0] > 0:
+        if self.replica.index > 0:
             return
-        start, end = 0, self.bucket.layout.update_numel
+        start = 0
+        end = self.bucket.layout.update_numel
         for part in self.bucket.update_ranges:
             if not part.param.is_first_replica:
                 if start < part.start:
@@ -363,13 +394,12 @@ class BucketState:
 def _boxes(
     name: str, part: FlatRange, *, flat: Tensor, first: int
 ) -> Iterator[tuple[TensorBox, Tensor]]:
-    """A range as boxes of the global tensor, with their views of a flat tensor that begins at
-    element `first`.
-    """
-    begin = part.start - first
+    """A range as boxes of the global tensor, with views of a flat tensor from element `first` on."""
+    start = part.start - first
     for box in part.boxes(name):
-        yield box, flat[begin : begin + box.box.numel].view(box.box.shape)
-        begin += box.box.numel
+        stop = start + box.box.numel
+        yield box, flat[start:stop].view(box.box.shape)
+        start = stop
 
 
 def _build_part(
@@ -377,36 +407,37 @@ def _build_part(
 ) -> PartState:
     """Allocate main params, unless the model param shard has their dtype, and state tensors."""
     model_params = bucket.params.update[part.start : part.stop]
-    device, on_host = model_params.device, part.on_host
+    device = model_params.device
     main = StoredTensor(model_params)
     if precision.has_separate_main_params:
-        main = StoredTensor.zeros(part.numel, precision.main, device=device, on_host=on_host)
-    elif on_host:  # as on the device: fp16 model params have no scales
+        main = StoredTensor.zeros(part.numel, precision.main, device=device, on_host=part.on_host)
+    elif part.on_host:  # as on the device: fp16 model params have no scales
         main = StoredTensor(host_zeros(part.numel, dtype=precision.main, device=device))
     if main.values is not model_params:
         main.write(model_params.to(main.values.device, torch.float32))
-    state = {
-        name: StoredTensor.zeros(
+    state = {}
+    for name in names:
+        state[name] = StoredTensor.zeros(
             part.numel,
             precision.state_dtype(name),
             device=device,
             is_square=name == "exp_avg_sq",
-            on_host=on_host,
+            on_host=part.on_host,
         )
-        for name in names
-    }
-    grad, host = bucket.grads.main[part.start : part.stop], None
-    if on_host:
+    grad = bucket.grads.main[part.start : part.stop]
+    host = None
+    if part.on_host:
         host = HostBuffers(grad, host_zeros(part.numel, dtype=model_params.dtype, device=device))
         grad = host_zeros(part.numel, dtype=grad.dtype, device=device)
     return PartState(part, main=main, state=state, grad=grad, model_params=model_params, host=host)
 
 
 class WeightAverage:
-    """`--ema-decay`: a moving average of the main params of some parts, stored beside them and
-    saved as "ema/NAME".
+    """`--ema-decay`: a moving average of the main params, saved as "ema/NAME".
 
-        ema = decay * ema + (1 - decay) * main        after every step that was not skipped; fp32, begins as main
+        ema = decay * ema + (1 - decay) * main
+
+    after every step that was not skipped; in fp32, and initially equal to the main params.
 
     Args:
         parts: parts with their initial main params.
@@ -414,31 +445,32 @@ class WeightAverage:
     """
 
     def __init__(self, parts: Sequence[PartState], decay: float | None) -> None:
-        self._parts, self._decay = list(parts if decay is not None else ()), decay or 0.0
+        self._parts = [] if decay is None else list(parts)
+        self._decay = decay or 0.0
         for part in self._parts:
-            device, on_host = part.model_params.device, part.host is not None
             part.ema = StoredTensor.zeros(
-                part.part.numel, torch.float32, device=device, on_host=on_host
+                part.part.numel,
+                torch.float32,
+                device=part.model_params.device,
+                on_host=part.host is not None,
             )
         self.restart()
 
     @torch.no_grad()
     def update(self, skipped: Tensor) -> None:
-        """Add the main params; `skipped` is a bool scalar on the device, and a skipped step changes
-        nothing.
-        """
+        """Add the main params, unless the step was skipped (a bool scalar on the device)."""
         weight = torch.where(skipped, 0.0, 1.0 - self._decay).float()
         for part, ema in self._averages():
             for start, stop in part.chunks():
                 ema[start:stop].lerp_(part.main.read(start, stop), weight.to(ema.device))
 
     def restart(self) -> None:
-        """Set the average to the main params, for example after loading a checkpoint without an
-        average.
-        """
+        """Set the average to the main params, as after loading a checkpoint without an average."""
         for part, ema in self._averages():
             for start, stop in part.chunks():
                 ema[start:stop].copy_(part.main.read(start, stop))
 
     def _averages(self) -> Iterator[tuple[PartState, Tensor]]:
-        yield from ((part, part.ema.values) for part in self._parts if part.ema is not None)
+        for part in self._parts:
+            assert part.ema is not None, "allocated in __init__"
+            yield part, part.ema.values

@@ -21,7 +21,14 @@ from nanotrain.config.load import load_config
 from nanotrain.errors import CheckpointError
 from nanotrain.inference.checkpoint import export_checkpoint, load_checkpoint, open_model
 from nanotrain.optim import OPTIMIZERS
-from nanotrain.optim.state import BucketState, PartState, ShardPart, split_shard, state_bytes
+from nanotrain.optim.state import (
+    BucketState,
+    PartState,
+    Replica,
+    ShardPart,
+    split_shard,
+    state_bytes,
+)
 from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor
 from nanotrain.parallel.dp.layout import FlatRange, LayoutRules, clip_ranges, plan_layout
 from nanotrain.plan.plan import plan_run
@@ -232,7 +239,10 @@ def test_a_part_of_padding_is_one_range_without_weight_decay():
 LINE = "+config=tiny --vocab-size 2048 --tensor-model-parallel-size 2 --data-parallel-sharding-strategy optim"
 
 
-def states_of(rank: int, replica: tuple[int, int] = (0, 1)) -> list[BucketState]:
+ONLY_RANK = Replica(0, 1)
+
+
+def states_of(rank: int, replica: Replica = ONLY_RANK) -> list[BucketState]:
     """The buckets of a rank, 4 ranks with tp 2; gradients are 1, 2, 3, ..., gaps and padding zero;
     no parts.
     """
@@ -279,7 +289,7 @@ def test_a_bucket_without_other_replicas_is_one_tensor_of_the_norm() -> None:
 def test_of_ranks_that_update_the_same_part_the_first_adds_to_the_norm_and_each_saves_a_part(
     rank: int,
 ) -> None:
-    first, second = states_of(rank, (0, 2)), states_of(rank, (1, 2))
+    first, second = states_of(rank, Replica(0, 2)), states_of(rank, Replica(1, 2))
     assert not [grads for state in second for grads in state.grads_for_norm()]
     for first_replica, second_replica in zip(first, second, strict=True):
         boxes = [
