@@ -1,5 +1,11 @@
-"""Optimization: update rules, the distributed optimizer that applies one to shards, clipping,
-learning-rate schedules.
+"""Optimization: update rules, the distributed optimizer, clipping, learning-rate schedules.
+
+    rule.py, elementwise.py, muon.py    the interface of update rules, and the rules
+    matrices.py, matrix_update.py       hidden matrices: their owners, and Muon's update of them
+    state.py, stored.py, offload.py     state of a shard, its dtypes, state in host memory
+    distributed.py                      the distributed optimizer
+    sharded_module.py                   data parallelism and this optimizer for any torch module
+    lr.py                               schedules of learning rate and weight decay
 
 It holds main params and optimizer state; buffers, gradient reduction and the parameter all-gather
 are in `nanotrain.parallel.dp`.

@@ -1,9 +1,11 @@
 """Distributed optimizer: main params and optimizer state of this rank's shard of every bucket.
 
-    bucket.grads.main   [--range--|gap|---range---|--range--]   summed gradients, fp32 or `--main-grads-dtype`
-    main params         [--range--|gap|---range---|--range--]   the model param shard itself where the dtypes are equal
-    state tensors       [--range--|gap|---range---|--range--]   exp_avg, exp_avg_sq, ... of the update rule
-    parts               [======== part ===========|== part =]   elements that are stored together, `state.py`
+    bucket.grads.main   [--range--|gap|---range---|--range--]   summed gradients, fp32 or
+                                                                `--main-grads-dtype`
+    main params         [--range--|gap|---range---|--range--]   the model param shard itself where
+                                                                the dtypes are equal
+    state tensors       [--range--|gap|---range---|--range--]   exp_avg, exp_avg_sq, ... of the rule
+    parts               [======== part ===========|== part =]   stored together, `state.py`
 
 `step`: global norm of all shards -> skip if it is not finite, on every rank alike -> unscale and
 clip in one multiplication -> update the main params -> copy them to the model param shards. The
@@ -29,8 +31,8 @@ from nanotrain.config.config import OptimConfig
 from nanotrain.optim import OPTIMIZERS
 from nanotrain.optim.matrix_update import MatrixUpdate, grid_groups
 from nanotrain.optim.offload import HostUpdate
-from nanotrain.optim.rule import UpdateStep
-from nanotrain.optim.state import BucketState, WeightAverage
+from nanotrain.optim.rule import ParamRange, UpdateStep
+from nanotrain.optim.state import BucketState, PartState, WeightAverage
 from nanotrain.optim.stored import StoredTensor
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.precision.dtypes import Precision
@@ -48,17 +50,16 @@ ROW_NUMEL = 4096
 
 @dataclass(frozen=True)
 class Update:
-    """Result of one optimizer step, but for the last equal on every rank; on the device, so the
-    host need not wait.
+    """Result of one optimizer step, on the device, so the host need not wait.
+
+    All but `local_finite` is equal on every rank.
     """
 
-    # fp64 scalar, global 2-norm before clipping; not finite if the step was skipped
-    grad_norm: Tensor
+    grad_norm: Tensor  # fp64 scalar, global 2-norm before clipping; not finite in a skipped step
     skipped: Tensor  # bool scalar, whether no parameter changed
-    sums: Tensor  # [n] fp64, the sums over all ranks of what was passed
+    sums: Tensor  # [n] fp64, the argument `sums` summed over all ranks
     loss_scale: float | Tensor  # factor of the gradients in this step
-    # bool scalar, whether this rank's shards of the reduced gradients are finite; not equal
-    local_finite: Tensor
+    local_finite: Tensor  # bool scalar, whether this rank's shards of the gradients are finite
 
 
 class DistributedOptimizer:
@@ -83,32 +84,43 @@ class DistributedOptimizer:
         groups: Mapping[GroupName, Group],
     ) -> None:
         self.loss_scale = loss_scale
-        self._config, self._world = config, groups["world"]
+        self._config = config
+        self._world = groups["world"]
         self._rule = OPTIMIZERS[config.optimizer]
-        self._states = [
-            BucketState.build(wrapper, bucket, precision=precision, config=config)
-            for wrapper in wrappers
-            for bucket in wrapper.buckets
-        ]
+        self._states = _build_states(wrappers, precision=precision, config=config)
         self._parts = [part for state in self._states for part in state.parts]
-        on_host = [part for part in self._parts if part.host is not None]
         self._device = self._states[0].grads.device
         self.average = WeightAverage(self._parts, config.ema_decay)
         self._num_updates = torch.zeros((), device=self._device)
-        self._host = HostUpdate(on_host, device=self._device) if on_host else None
-        parts = [part for part in self._parts if not part.part.is_matrix and part.host is None]
-        self._converted = [part for part in parts if not part.is_fp32]
-        self._ranges = [part for state in parts if state.is_fp32 for part in state.ranges()]
-        self._matrix_updates = self._build_matrix_updates(wrappers, groups)
-        # how the hidden matrices are divided over ranks: dense and expert matrices
-        self.matrix_balances = [
-            update.balance for update in self._matrix_updates if update.balance is not None
-        ]
-        self._norm_grads = [grad for state in self._states for grad in state.grads_for_norm()]
         self._grads = [state.grads for state in self._states]
+        self._norm_grads: list[Tensor] = []
+        for state in self._states:
+            self._norm_grads.extend(state.grads_for_norm())
+        self._ranges: list[ParamRange] = []  # fp32 views, updated together
+        self._converted: list[PartState] = []  # parts that are updated in chunks
+        self._group_parts()
+        on_host = [part for part in self._parts if part.host is not None]
+        self._host = HostUpdate(on_host, device=self._device) if on_host else None
+        self._matrix_updates = self._build_matrix_updates(wrappers, groups)
         self._loading: list[tuple[StoredTensor, Tensor]] = []
-        # of a tied embedding whose two stages are on this rank
+        # a tied embedding whose two stages are on this rank, and its copy
         self._replicas: list[tuple[Tensor, Tensor]] = []
+
+    def _group_parts(self) -> None:
+        """Group the parts that the elementwise rule updates on the device."""
+        for part in self._parts:
+            if part.part.is_matrix or part.host is not None:
+                continue
+            if part.is_fp32:
+                self._ranges.extend(part.ranges())
+            else:
+                self._converted.append(part)
+
+    @property
+    def matrix_balances(self) -> list[str]:
+        """How the hidden matrices are divided over ranks: dense and expert matrices."""
+        balances = (update.balance for update in self._matrix_updates)
+        return [balance for balance in balances if balance is not None]
 
     def step(
         self,
@@ -118,13 +130,12 @@ class DistributedOptimizer:
         weight_decay: float | None = None,
         sums: Tensor | None = None,
     ) -> Update:
-        """Update the main params from the reduced gradients, and the model param shards from the
-        main params.
+        """Update main params from the reduced gradients, and model param shards from main params.
 
         Args:
             lr: learning rate.
             decoupled_lr: learning rate of the embedding and the output layer; None for `lr`.
-            weight_decay: None for that of the configuration.
+            weight_decay: weight decay; None for the one of the configuration.
             sums: [n] fp64 on the device, summed over all ranks in the all-reduce of the norm.
         """
         scale = self.loss_scale.scale
@@ -134,13 +145,27 @@ class DistributedOptimizer:
         all_reduce(total, self._world)
         norm = total[0].sqrt() / scale
         is_finite = norm.isfinite()
+        factor = clip_factor(norm, self._config.clip_grad) / scale
         # 1 in a skipped step: gaps and padding stay zero.
-        factor = torch.where(
-            is_finite, clip_factor(norm, self._config.clip_grad) / scale, 1.0
-        ).float()
+        self._scale_grads(torch.where(is_finite, factor, 1.0).float())
         found_inf = 1.0 - is_finite.float()
         self.loss_scale.update(found_inf)
         self._num_updates = self._num_updates + is_finite
+        step = UpdateStep(
+            config=self._config,
+            number=self._num_updates,
+            lr=lr,
+            decoupled_lr=lr if decoupled_lr is None else decoupled_lr,
+            weight_decay=self._config.weight_decay if weight_decay is None else weight_decay,
+            found_inf=found_inf,
+        )
+        # named in traces as torch names its optimizers
+        with record_function(f"Optimizer.step#{self._config.optimizer}"):
+            self._run_rules(step)
+        return Update(norm, ~is_finite, total[1:], scale, is_local_finite)
+
+    def _scale_grads(self, factor: Tensor) -> None:
+        """Unscale and clip the gradients."""
         if self._grads[0].dtype is torch.float32:
             # torch's fused kernels can divide by a scale too, but on GPUs only, for 4 of 46 bytes
             # per element.
@@ -148,15 +173,6 @@ class DistributedOptimizer:
         else:  # multiplied when they are read
             for part in self._parts:
                 part.grad_factor = factor.to(part.grad.device)
-        decoupled_lr = lr if decoupled_lr is None else decoupled_lr
-        weight_decay = self._config.weight_decay if weight_decay is None else weight_decay
-        step = UpdateStep(
-            self._config, self._num_updates, lr, decoupled_lr, weight_decay, found_inf
-        )
-        # named in traces as torch names its own
-        with record_function(f"Optimizer.step#{self._config.optimizer}"):
-            self._run_rules(step)
-        return Update(norm, ~is_finite, total[1:], scale, is_local_finite)
 
     @property
     def num_updates(self) -> int:
@@ -164,12 +180,11 @@ class DistributedOptimizer:
         return int(self._num_updates)
 
     def scale_rows(self, factors: Mapping[str, Tensor]) -> None:
-        """Multiply main params by factors of their rows, and copy them to this rank's shards of the
-        model params.
+        """Multiply main params by factors of their rows, and copy them to the model param shards.
 
         Args:
-            factors: factors by parameter name, [rows] fp32 of the global parameter; others are not
-                changed.
+            factors: factors by parameter name, [rows] fp32 of the global parameter; other
+                parameters are not changed.
         """
         for part in self._parts:
             part.scale_rows(factors)
@@ -177,17 +192,19 @@ class DistributedOptimizer:
     @property
     def allocated_tensors(self) -> list[Tensor]:
         """The flat tensors of main params and state on the device, padding included."""
-        stored = [
-            stored for part in self._parts if part.host is None for stored in part.stored.values()
-        ]
-        return [tensor for each in stored for tensor in each.tensors]
+        tensors: list[Tensor] = []
+        for part in self._parts:
+            if part.host is not None:
+                continue
+            for stored in part.stored.values():
+                tensors.extend(stored.tensors)
+        return tensors
 
     def state_tensors(self) -> dict[TensorBox, Tensor]:
-        """Main params and optimizer state on this rank, as tensors that a checkpoint can be read
-        into.
+        """Main params and optimizer state on this rank, to read a checkpoint into.
 
-        They are views. Tensors that are stored with scales are fp32 copies, which `finish_load`
-        writes back.
+        They are views, except for tensors that are stored with scales: `finish_load` writes their
+        fp32 copies back.
         """
         self._loading.clear()
         self._replicas.clear()
@@ -199,30 +216,32 @@ class DistributedOptimizer:
         return tensors
 
     def grad_tensors(self, *, once: bool = False) -> dict[TensorBox, Tensor]:
-        """Reduced gradients of the last step on this rank, as views; `once`: every element on one
-        rank only.
+        """Reduced gradients of the last step on this rank, as views.
 
         After `step` fp32 gradients are unscaled and clipped; gradients in lower precision are still
         scaled.
+
+        Args:
+            once: whether every element is on one rank only.
         """
-        return {
-            box: view
-            for state in self._states
-            for box, view in state.grad_tensors(
-                state.ranges_to_save if once else state.bucket.update_ranges
-            )
-        }
+        tensors: dict[TensorBox, Tensor] = {}
+        for state in self._states:
+            ranges = state.ranges_to_save if once else state.bucket.update_ranges
+            tensors.update(state.grad_tensors(ranges))
+        return tensors
 
     def tensors_to_save(self, only: str | None = None) -> dict[TensorBox, Tensor]:
         """This rank's part of a checkpoint: every element of the state is saved by one rank.
 
-        Only replica 0 of a parameter is saved; ranks with the same shard save equal parts. `only`:
-        a prefix of names.
+        Only replica 0 of a parameter is saved; ranks with the same shard save equal parts.
+
+        Args:
+            only: a prefix of names; None for all.
         """
-        parts = (
-            state.tensors(state.ranges_to_save, copies=[], only=only) for state in self._states
-        )
-        return {box: view for part in parts for box, view in part}
+        tensors: dict[TensorBox, Tensor] = {}
+        for state in self._states:
+            tensors.update(state.tensors(state.ranges_to_save, copies=[], only=only))
+        return tensors
 
     def state_dict(self) -> dict[str, object]:
         """The state that is not a tensor, as JSON."""
@@ -230,18 +249,16 @@ class DistributedOptimizer:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from a checkpoint whose tensors were read into `state_tensors` before."""
-        num_updates, loss_scale = state["num_updates"], state["loss_scale"]
-        assert isinstance(num_updates, int) and isinstance(loss_scale, dict), (
-            "not written by state_dict"
-        )
+        num_updates = state["num_updates"]
+        loss_scale = state["loss_scale"]
+        assert isinstance(num_updates, int), "not written by state_dict"
+        assert isinstance(loss_scale, dict), "not written by state_dict"
         self._num_updates = torch.full((), float(num_updates), device=self._device)
         self.loss_scale.load_state_dict(loss_scale)
         self.finish_load()
 
     def finish_load(self) -> None:
-        """Take over what was read into `state_tensors`: in the dtypes of the state, and the weights
-        into the model.
-        """
+        """Store the tensors that were read into `state_tensors`, and update the model params."""
         for tensor, replica in self._replicas:
             replica.copy_(tensor)
         for stored, values in self._loading:
@@ -254,17 +271,20 @@ class DistributedOptimizer:
         self, wrappers: Sequence[DataParallel], groups: Mapping[GroupName, Group]
     ) -> list[MatrixUpdate]:
         """One per grid of ranks: dense and expert buffers, of all stages together."""
-        rule, updates = self._rule.matrix, []
+        rule = self._rule.matrix
         if rule is None:
             return []
-        parts_of = {
-            id(state.bucket): [part for part in state.parts if part.part.is_matrix]
-            for state in self._states
-        }
-        for name in dict.fromkeys(wrapper.groups.shard.name for wrapper in wrappers):
-            chosen = [wrapper for wrapper in wrappers if wrapper.groups.shard.name == name]
-            layouts, reduce = [wrapper.layout for wrapper in chosen], chosen[0].groups
-            parts = [parts_of[id(bucket)] for wrapper in chosen for bucket in wrapper.buckets]
+        parts_of_bucket = {}
+        for state in self._states:
+            parts = [part for part in state.parts if part.part.is_matrix]
+            parts_of_bucket[id(state.bucket)] = parts
+        wrappers_of_grid: dict[str, list[DataParallel]] = {}
+        for wrapper in wrappers:
+            wrappers_of_grid.setdefault(wrapper.groups.shard.name, []).append(wrapper)
+        updates = []
+        for chosen in wrappers_of_grid.values():
+            reduce = chosen[0].groups
+            buckets = [bucket for wrapper in chosen for bucket in wrapper.buckets]
             grid = grid_groups(
                 reduce.shard,
                 reduce.replicate,
@@ -272,17 +292,23 @@ class DistributedOptimizer:
                 config=self._config,
                 shards_across=reduce.shards_across,
             )
-            updates.append(
-                MatrixUpdate(layouts, parts, rule=rule, config=self._config, groups=grid)
+            update = MatrixUpdate(
+                [wrapper.layout for wrapper in chosen],
+                [parts_of_bucket[id(bucket)] for bucket in buckets],
+                rule=rule,
+                config=self._config,
+                groups=grid,
             )
+            updates.append(update)
         return updates
 
     def _run_rules(self, step: UpdateStep) -> None:
+        """Update all main params and model param shards."""
         on_host = None
         if self._host is not None:
             self._host.start_grads()
-            # Waits for the device, so it comes before the updates there, which then run beside the
-            # host's.
+            # Waits for the device, so it comes before the updates there, which then overlap with
+            # the updates on the host.
             on_host = step.on_host()
             if self._matrix_updates:
                 self._host.wait_for_grads()
@@ -299,6 +325,17 @@ class DistributedOptimizer:
             self._host.run(self._rule, on_host)
 
 
+def _build_states(
+    wrappers: Sequence[DataParallel], *, precision: Precision, config: OptimConfig
+) -> list[BucketState]:
+    """Allocate the state of all buckets."""
+    states = []
+    for wrapper in wrappers:
+        for bucket in wrapper.buckets:
+            states.append(BucketState.build(wrapper, bucket, precision=precision, config=config))
+    return states
+
+
 def squared_norm(grad_shards: Sequence[Tensor], *, device: torch.device) -> Tensor:
     """Sum of the squares of this rank's shards, an fp64 scalar; not finite if any element is not.
 
@@ -309,16 +346,18 @@ def squared_norm(grad_shards: Sequence[Tensor], *, device: torch.device) -> Tens
             rank only.
         device: device of the result.
     """
-    return sum(
-        (_squared_norm(shard) for shard in grad_shards), start=torch.zeros((), device=device)
-    ).double()
+    total = torch.zeros((), device=device)
+    for shard in grad_shards:
+        total = total + _squared_norm(shard)
+    return total.double()
 
 
 def _squared_norm(shard: Tensor) -> Tensor:
     """Sum of squares as an fp64 scalar: fp32 within rows, fp64 across rows."""
-    in_rows = shard.numel() // ROW_NUMEL * ROW_NUMEL
-    rows = torch.linalg.vector_norm(shard[:in_rows].view(-1, ROW_NUMEL), dim=1, dtype=torch.float32)
-    rest = torch.linalg.vector_norm(shard[in_rows:], dtype=torch.float32)
+    numel_in_rows = shard.numel() // ROW_NUMEL * ROW_NUMEL
+    full_rows = shard[:numel_in_rows].view(-1, ROW_NUMEL)
+    rows = torch.linalg.vector_norm(full_rows, dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(shard[numel_in_rows:], dtype=torch.float32)
     return rows.double().square().sum() + rest.double().square()
 
 

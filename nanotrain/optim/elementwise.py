@@ -1,7 +1,7 @@
 """Elementwise update rules: AdamW and SGD from torch, fused; Lion.
 
-A rule is one function and one row: it updates state and main params of ranges in place, or nothing
-in a skipped step.
+A rule is one function and one row. It updates state and main params of ranges in place, unless the
+step is skipped.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from nanotrain.config.config import OptimConfig
 from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep, param_groups
 
 
@@ -43,17 +44,19 @@ ADAM = UpdateRule(state_names=lambda config: ("exp_avg", "exp_avg_sq"), update=u
 
 def update_lion(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
     """Update exp_avg and the main params; torch has no fused kernel for this rule."""
-    config, applied = step.config, 1.0 - step.found_inf
+    config = step.config
+    applied = 1.0 - step.found_inf
     for group in param_groups(ranges, step):
-        params, grads, exp_avgs = group.main_params, group.grads, group.state("exp_avg")
+        params = group.main_params
+        grads = group.grads
+        exp_avgs = group.state("exp_avg")
         for grad, exp_avg in zip(grads, exp_avgs, strict=True):
             torch.where(step.is_skipped, exp_avg, grad, out=grad)  # then no lerp changes exp_avg
         directions = torch._foreach_lerp(exp_avgs, grads, 1.0 - config.lion_beta1)
         torch._foreach_sign_(directions)
         torch._foreach_mul_(directions, applied)
-        torch._foreach_mul_(
-            params, (1.0 - group.lr * group.weight_decay * applied.double()).float()
-        )
+        decay = 1.0 - group.lr * group.weight_decay * applied.double()
+        torch._foreach_mul_(params, decay.float())
         torch._foreach_add_(params, directions, alpha=-group.lr)
         torch._foreach_lerp_(exp_avgs, grads, 1.0 - config.lion_beta2)
 
@@ -82,6 +85,9 @@ def update_sgd(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
         )
 
 
-SGD = UpdateRule(
-    lambda config: ("momentum_buffer",) if config.sgd_momentum else (), update=update_sgd
-)
+def sgd_state_names(config: OptimConfig) -> tuple[str, ...]:
+    """A momentum buffer where there is momentum."""
+    return ("momentum_buffer",) if config.sgd_momentum else ()
+
+
+SGD = UpdateRule(state_names=sgd_state_names, update=update_sgd)

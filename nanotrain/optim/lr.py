@@ -1,5 +1,6 @@
-"""Schedules of learning rate and weight decay as pure functions of the consumed samples,
-independent of the batch size.
+"""Schedules of learning rate and weight decay: pure functions of the consumed samples.
+
+They do not depend on the batch size.
 
     lr |      ______                 warmup, then one of LR_DECAYS from lr to min_lr
        |    _/      \\__
@@ -46,7 +47,7 @@ class LRSchedule:
 
     @property
     def warmup_samples(self) -> float:
-        """Samples of the warmup; a fraction of the schedule need not be a whole number of samples."""
+        """Samples of the warmup; not a whole number if it is a fraction of the schedule."""
         if self.optim.lr_warmup_fraction is not None:
             return self.optim.lr_warmup_fraction * self.decay_samples
         if self.optim.lr_warmup_samples is not None:
@@ -65,17 +66,15 @@ class LRSchedule:
         """Learning rate of the step that starts at `consumed_samples`."""
         optim = self.optim
         if self.warmup_samples and consumed_samples <= self.warmup_samples:
-            return (
-                optim.lr_warmup_init
-                + (optim.lr - optim.lr_warmup_init) * consumed_samples / self.warmup_samples
-            )
+            increase = optim.lr - optim.lr_warmup_init
+            return optim.lr_warmup_init + increase * consumed_samples / self.warmup_samples
         if optim.lr_decay_style != "constant" and consumed_samples > self.decay_samples:
             return optim.min_lr
-        return LR_DECAYS[optim.lr_decay_style](self, consumed_samples)
+        decay = LR_DECAYS[optim.lr_decay_style]
+        return decay(self, consumed_samples)
 
     def decoupled_lr_at(self, consumed_samples: int) -> float | None:
-        """Learning rate of the embedding and the output layer; None where it is that of all
-        parameters.
+        """Learning rate of the embedding and the output layer; None without `--decoupled-lr`.
 
         It warms up from `lr_warmup_init` to `decoupled_lr` and decays to `decoupled_min_lr`, in the
         style of `lr`.
@@ -84,19 +83,18 @@ class LRSchedule:
         if optim.decoupled_lr is None:
             return None
         min_lr = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
-        return replace(self, optim=replace(optim, lr=optim.decoupled_lr, min_lr=min_lr)).lr_at(
-            consumed_samples
-        )
+        decoupled = replace(optim, lr=optim.decoupled_lr, min_lr=min_lr)
+        return replace(self, optim=decoupled).lr_at(consumed_samples)
 
     def weight_decay_at(self, consumed_samples: int) -> float:
         """Weight decay of the step that starts at `consumed_samples`."""
-        start, end = self.optim.start_weight_decay, self.optim.end_weight_decay
-        if self.optim.weight_decay_incr_style == "constant" or start is None or end is None:
+        start = self.optim.start_weight_decay
+        end = self.optim.end_weight_decay
+        style = self.optim.weight_decay_incr_style
+        if style == "constant" or start is None or end is None:
             return self.optim.weight_decay
         done = min(consumed_samples / self.train_samples, 1.0)
-        return start + WEIGHT_DECAY_INCREASES[self.optim.weight_decay_incr_style](done) * (
-            end - start
-        )
+        return start + WEIGHT_DECAY_INCREASES[style](done) * (end - start)
 
     def interpolate(self, coefficient: float) -> float:
         """Interpolate between min_lr (0) and lr (1)."""
@@ -104,38 +102,47 @@ class LRSchedule:
 
     def decay_done(self, consumed_samples: int) -> float:
         """Completed fraction of the decay."""
-        return (consumed_samples - self.warmup_samples) / max(
-            self.decay_samples - self.warmup_samples, 1
-        )
+        length = self.decay_samples - self.warmup_samples
+        return (consumed_samples - self.warmup_samples) / max(length, 1)
 
 
-def _decay(style: WSDDecayStyle) -> Callable[[LRSchedule, int], float]:
-    return lambda curve, consumed: curve.interpolate(WSD_DECAYS[style](curve.decay_done(consumed)))
+def _constant(schedule: LRSchedule, consumed: int) -> float:
+    return schedule.optim.lr
 
 
-def _inverse_square_root(curve: LRSchedule, consumed: int) -> float:
-    rate = curve.optim.lr * math.sqrt(max(curve.warmup_samples, 1)) / math.sqrt(max(consumed, 1))
-    return max(curve.optim.min_lr, rate)
+def _linear(schedule: LRSchedule, consumed: int) -> float:
+    return schedule.interpolate(WSD_DECAYS["linear"](schedule.decay_done(consumed)))
 
 
-def _wsd(curve: LRSchedule, consumed: int) -> float:
-    length = curve.optim.lr_wsd_decay_samples
+def _cosine(schedule: LRSchedule, consumed: int) -> float:
+    return schedule.interpolate(WSD_DECAYS["cosine"](schedule.decay_done(consumed)))
+
+
+def _inverse_square_root(schedule: LRSchedule, consumed: int) -> float:
+    warmup = math.sqrt(max(schedule.warmup_samples, 1))
+    rate = schedule.optim.lr * warmup / math.sqrt(max(consumed, 1))
+    return max(schedule.optim.min_lr, rate)
+
+
+def _warmup_stable_decay(schedule: LRSchedule, consumed: int) -> float:
+    optim = schedule.optim
+    length = optim.lr_wsd_decay_samples
     if length is None:
-        length = (curve.optim.lr_wsd_decay_iters or 0) * curve.samples_per_step
-    start = curve.decay_samples - length
+        iters = optim.lr_wsd_decay_iters or 0
+        length = iters * schedule.samples_per_step
+    start = schedule.decay_samples - length
     if consumed <= start:
-        return curve.optim.lr
-    return curve.interpolate(
-        WSD_DECAYS[curve.optim.lr_wsd_decay_style]((consumed - start) / length)
-    )
+        return optim.lr
+    decay = WSD_DECAYS[optim.lr_wsd_decay_style]
+    return schedule.interpolate(decay((consumed - start) / length))
 
 
 # The values of --lr-decay-style: the learning rate of a step that starts at these consumed samples,
 # between the warmup and the end of the decay.
 LR_DECAYS: dict[str, Callable[[LRSchedule, int], float]] = {
-    "constant": lambda curve, consumed: curve.optim.lr,
-    "linear": _decay("linear"),
-    "cosine": _decay("cosine"),
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
     "inverse-square-root": _inverse_square_root,
-    "WSD": _wsd,
+    "WSD": _warmup_stable_decay,
 }

@@ -8,7 +8,7 @@
 
 A matrix is divided over a grid of ranks (replicate, shard, tensor):
 
-    replicate   optimizer instances, or all data-parallel ranks of no_shard: each has the same pieces
+    replicate   optimizer instances, or all data-parallel ranks of no_shard: all have equal pieces
     shard       the data-parallel ranks that a bucket is sharded over: each has flat pieces of the
                 local matrix; all data-parallel ranks, instance after instance, where optimizer
                 state is sharded across instances too

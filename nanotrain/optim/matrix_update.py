@@ -119,7 +119,7 @@ class Route:
         for rank, message in enumerate(self._sends):
             for sent in message:
                 parts.append(part(sent.number, rank).reshape(-1))
-        output = self._exchange(torch.cat(parts))
+        output = self._all_to_all(torch.cat(parts))
         received = []
         start = 0
         for message in self._receives:
@@ -129,7 +129,7 @@ class Route:
                 start += arrived.numel
         return received
 
-    def _exchange(self, flat: Tensor) -> Tensor:
+    def _all_to_all(self, flat: Tensor) -> Tensor:
         if self._group.size == 1:
             return flat
         assert isinstance(self._group, Group), "a spec is for plans"
@@ -159,41 +159,46 @@ class MatrixRoutes:
 
     def __init__(self, matrices: Sequence[OwnedMatrix], groups: GridGroups) -> None:
         self._matrices = matrices
-        self._me = groups.rank
-        owners = {number: owned.owner for number, owned in enumerate(matrices)}
-        in_replicate = [n for n, owner in owners.items() if owner.replicate == self._me.replicate]
-        in_shard = [n for n in in_replicate if owners[n].shard == self._me.shard]
-        mine = [n for n in in_shard if owners[n].tensor == self._me.tensor]
+        me = groups.rank
+        sizes = groups.sizes
+        every = range(len(matrices))
+        by_replicate = self._by_owner(every, lambda owner: owner.replicate, size=sizes.replicate)
+        in_replicate = by_replicate[me.replicate]
+        by_shard = self._by_owner(in_replicate, lambda owner: owner.shard, size=sizes.shard)
+        in_shard = by_shard[me.shard]
+        by_tensor = self._by_owner(in_shard, lambda owner: owner.tensor, size=sizes.tensor)
+        mine = by_tensor[me.tensor]
 
-        to_owners = []
-        from_shards = []
-        for shard in range(groups.sizes.shard):
-            owned_there = [n for n in in_replicate if owners[n].shard == shard]
-            to_owners.append(self._pieces(owned_there, shard=self._me.shard))
-            from_shards.append(self._pieces(in_shard, shard=shard))
+        to_owners = [self._pieces(numbers, shard=me.shard) for numbers in by_shard]
+        from_shards = [self._pieces(in_shard, shard=shard) for shard in range(sizes.shard)]
         self._gather = Route(groups.shard, sends=to_owners, receives=from_shards)
         self._scatter = self._gather.reverse()
 
-        join_sends = []
-        join_receives = []
-        split_sends = []
-        split_receives = []
-        for tensor in range(groups.sizes.tensor):
-            owned_there = [n for n in in_shard if owners[n].tensor == tensor]
-            is_me = tensor == self._me.tensor
-            join_sends.append(self._blocks(owned_there, reads_replicas=is_me))
-            join_receives.append(self._blocks(mine, reads_replicas=is_me))
-            split_sends.append(self._blocks(mine, reads_replicas=True))
-            split_receives.append(self._blocks(owned_there, reads_replicas=True))
-        self._join = Route(groups.tensor, sends=join_sends, receives=join_receives)
-        self._split = Route(groups.tensor, sends=split_sends, receives=split_receives)
+        to_owners = []
+        from_tensors = []
+        for tensor, numbers in enumerate(by_tensor):
+            is_me = tensor == me.tensor
+            to_owners.append(self._blocks(numbers, reads_replicas=is_me))
+            from_tensors.append(self._blocks(mine, reads_replicas=is_me))
+        self._join = Route(groups.tensor, sends=to_owners, receives=from_tensors)
 
-        from_replicates = []
-        for replicate in range(groups.sizes.replicate):
-            owned_there = [n for n, owner in owners.items() if owner.replicate == replicate]
-            from_replicates.append(self._pieces(owned_there, shard=self._me.shard))
-        to_replicates = [from_replicates[self._me.replicate]] * groups.sizes.replicate
+        to_tensors = [self._blocks(mine)] * sizes.tensor
+        from_owners = [self._blocks(numbers) for numbers in by_tensor]
+        self._split = Route(groups.tensor, sends=to_tensors, receives=from_owners)
+
+        from_replicates = [self._pieces(numbers, shard=me.shard) for numbers in by_replicate]
+        to_replicates = [from_replicates[me.replicate]] * sizes.replicate
         self._spread = Route(groups.replicate, sends=to_replicates, receives=from_replicates)
+
+    def _by_owner(
+        self, numbers: Iterable[int], index_of: Callable[[Coordinate], int], *, size: int
+    ) -> list[list[int]]:
+        """Group matrices by the index of their owner on one axis of the grid."""
+        groups: list[list[int]] = [[] for _ in range(size)]
+        for number in numbers:
+            index = index_of(self._matrices[number].owner)
+            groups[index].append(number)
+        return groups
 
     def _pieces(self, numbers: Iterable[int], *, shard: int) -> Message:
         """The pieces of matrices in one shard; matrices without elements in it are left out."""
@@ -204,7 +209,7 @@ class MatrixRoutes:
                 message.append(Slice(number, piece.numel))
         return message
 
-    def _blocks(self, numbers: Iterable[int], *, reads_replicas: bool) -> Message:
+    def _blocks(self, numbers: Iterable[int], *, reads_replicas: bool = True) -> Message:
         """The local matrices; replicated ones only if `reads_replicas`."""
         message = []
         for number in numbers:

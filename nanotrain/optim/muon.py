@@ -1,5 +1,6 @@
-"""`--optimizer muon`: orthogonalized momentum for hidden matrices, `--muon-scalar-optimizer` for
-the rest.
+"""`--optimizer muon`: orthogonalized momentum for hidden matrices.
+
+Other parameters are updated by `--muon-scalar-optimizer`.
 
     momentum   m = lerp(m, g, 1 - momentum); with Nesterov the direction is lerp(g, m, momentum)
     transform  Newton-Schulz iteration: the direction with all singular values moved near 1
@@ -12,7 +13,7 @@ Source: Jordan et al. 2024, "Muon"; Liu et al. 2025, "Muon is Scalable for LLM T
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from nanotrain.config.config import OptimConfig
 from nanotrain.config.optim import MuonScaleMode
 from nanotrain.optim.elementwise import ADAM, LION
-from nanotrain.optim.rule import MatrixRule, ParamRange, Shape, UpdateRule
+from nanotrain.optim.rule import MatrixRule, ParamRange, Shape, UpdateRule, UpdateStep
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial
 EPSILON = 1e-7  # least norm that a direction is divided by
@@ -37,13 +38,15 @@ def update_momentum(part: ParamRange, config: OptimConfig) -> Tensor:
     """Update the momentum buffer; returns [n], the direction."""
     buffer = part.state["momentum_buffer"]
     buffer.lerp_(part.grad, 1.0 - config.muon_momentum)
-    return part.grad.lerp(buffer, config.muon_momentum) if config.muon_use_nesterov else buffer
+    if config.muon_use_nesterov:
+        return part.grad.lerp(buffer, config.muon_momentum)
+    return buffer
 
 
 def newton_schulz(direction: Tensor, config: OptimConfig) -> Tensor:
     """Move the singular values of [rows, columns] near 1, in the dtype of the direction.
 
-    Five steps bring those from 1e-2 to 1 of the largest into about [0.7, 1.2].
+    Five steps bring singular values of 1e-2 to 1 times the largest into about [0.7, 1.2].
     """
     a, b, c = COEFFICIENTS
     is_tall = direction.shape[0] > direction.shape[1]
@@ -51,19 +54,22 @@ def newton_schulz(direction: Tensor, config: OptimConfig) -> Tensor:
     x = x / x.norm().clamp(min=EPSILON)  # the spectral norm is at most this one
     for _ in range(config.muon_num_ns_steps):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
     return x.T if is_tall else x
 
 
 def newton_schulz_flops(shape: Shape, config: OptimConfig) -> int:
-    """FLOPs of `newton_schulz`: two products with the smaller dim inside, and one of the Gram
-    matrix with itself.
+    """FLOPs of `newton_schulz`: per step two rectangular products and one of the Gram matrix.
 
-    >>> newton_schulz_flops((4096, 1024), OptimConfig(muon_num_ns_steps=1)) == 4 * 1024**2 * 4096 + 2 * 1024**3
-    True
+    >>> newton_schulz_flops((40, 10), OptimConfig(muon_num_ns_steps=1))
+    18000
     """
-    small, large = min(shape), max(shape)
-    return config.muon_num_ns_steps * (4 * small * small * large + 2 * small**3)
+    small = min(shape)
+    large = max(shape)
+    rectangular = 2 * small * small * large
+    square = 2 * small**3
+    return config.muon_num_ns_steps * (2 * rectangular + square)
 
 
 def scale_of(shape: Shape, config: OptimConfig) -> float:
@@ -72,14 +78,29 @@ def scale_of(shape: Shape, config: OptimConfig) -> float:
     >>> scale_of((4096, 1024), OptimConfig(muon_extra_scale_factor=0.5))
     32.0
     """
-    return config.muon_extra_scale_factor * SCALES[config.muon_scale_mode](*shape)
+    rows, columns = shape
+    scale = SCALES[config.muon_scale_mode](rows, columns)
+    return config.muon_extra_scale_factor * scale
 
 
-MUON = UpdateRule(  # parameters that are no hidden matrices have the scalar rule
-    state_names=lambda config: SCALAR_RULES[config.muon_scalar_optimizer].state_names(config),
-    update=lambda ranges, step: SCALAR_RULES[step.config.muon_scalar_optimizer].update(
-        ranges, step
-    ),
+def matmul_dtype(config: OptimConfig) -> torch.dtype:
+    """The dtype of directions and of the products of `newton_schulz`."""
+    return torch.bfloat16 if config.muon_fp32_matmul_prec == "medium" else torch.float32
+
+
+def scalar_state_names(config: OptimConfig) -> tuple[str, ...]:
+    """State of parameters that are not hidden matrices."""
+    return SCALAR_RULES[config.muon_scalar_optimizer].state_names(config)
+
+
+def update_scalars(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
+    """Update parameters that are not hidden matrices."""
+    SCALAR_RULES[step.config.muon_scalar_optimizer].update(ranges, step)
+
+
+MUON = UpdateRule(
+    state_names=scalar_state_names,
+    update=update_scalars,
     matrix=MatrixRule(
         state_names=("momentum_buffer",),
         direction=update_momentum,
@@ -87,8 +108,6 @@ MUON = UpdateRule(  # parameters that are no hidden matrices have the scalar rul
         transform=newton_schulz,
         scale=scale_of,
         flops=newton_schulz_flops,
-        dtype=lambda config: (
-            torch.bfloat16 if config.muon_fp32_matmul_prec == "medium" else torch.float32
-        ),
+        dtype=matmul_dtype,
     ),
 )

@@ -1,12 +1,10 @@
-"""`--optimizer-cpu-offload`: parts of the main params and state are in host memory and are updated
-by the host.
+"""`--optimizer-cpu-offload`: parts of the main params and state are stored and updated on the host.
 
-    device         |scale grads|  update the other parts            |            wait for the copies
+    device         |scale grads|  update the other parts         |        wait for the copies
     side stream      grads of part 0, 1, 2 ->          params of part 0, 1 ->
     host                          | update part 0 | update part 1 | update part 2 |
 
-Values are those of the same rule on the host; gradients and parameters are copied without a
-conversion.
+The rule is computed on the host; gradients and parameters are copied without a conversion.
 
 Source: Ren et al. 2021 (ZeRO-Offload), section 4.
 """
@@ -21,7 +19,7 @@ from nanotrain.optim.state import PartState
 
 
 class HostUpdate:
-    """Updates parts on the host, beside the device.
+    """Updates parts on the host, while the device updates the others.
 
     Args:
         parts: parts with state in host memory, at least one.
@@ -36,9 +34,9 @@ class HostUpdate:
     def start_grads(self) -> None:
         """Start to copy the gradients of all parts to the host."""
         self._copies.wait_for_device()
-        self._arrivals = [
-            self._copies.start(part.grad, host.device_grad) for part, host in self._parts
-        ]
+        self._arrivals = []
+        for part, host in self._parts:
+            self._arrivals.append(self._copies.start(part.grad, host.device_grad))
 
     def wait_for_grads(self) -> None:
         """Wait until the gradients of all parts are on the host."""

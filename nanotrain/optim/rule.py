@@ -1,6 +1,6 @@
 """The interface of an update rule: functions without tensors of their own; state is an argument.
 
-UpdateRule     one row of `OPTIMIZERS`: an elementwise rule and, where it has one, a rule for hidden matrices
+UpdateRule     one row of `OPTIMIZERS`: an elementwise rule and, optionally, a rule for matrices
 MatrixRule     an update that depends on all elements of a matrix (Muon)
 ParamRange     fp32 main params, gradients and state of consecutive elements
 UpdateStep     hyperparameters of one step
@@ -21,13 +21,13 @@ Shape = tuple[int, int]  # rows (outputs) and columns (inputs) of a matrix
 
 @dataclass(frozen=True)
 class ParamRange:
-    """Consecutive elements of a shard with the same hyperparameters; 1-D tensors of equal length."""
+    """Consecutive elements of a shard with the same hyperparameters, as 1-D tensors."""
 
     main_param: Tensor  # [n] fp32
     grad: Tensor  # [n] unscaled and clipped
     state: Mapping[str, Tensor]  # [n] fp32 state tensors by name
     weight_decay: bool  # whether weight decay applies
-    is_decoupled: bool = False  # of the embedding or the output layer: `--decoupled-lr` applies
+    is_decoupled: bool = False  # whether `--decoupled-lr` applies: embedding and output layer
 
 
 @dataclass(frozen=True)
@@ -57,22 +57,22 @@ class UpdateStep:
 
 @dataclass(frozen=True)
 class MatrixRule:
-    """The update of a hidden matrix: main -= lr * (weight_decay * main + scale *
-    transform(direction)).
+    """The update of a hidden matrix.
+
+    main -= lr * (weight_decay * main + scale * transform(direction))
     """
 
     state_names: tuple[str, ...]  # state tensors per element of a matrix
     # elementwise: updates the state of a range in place and returns the direction [n]. In a skipped
     # step the gradient is replaced by one that leaves the state unchanged, see `momentum`
     direction: Callable[[ParamRange, OptimConfig], Tensor]
-    # of the whole matrix of directions, [rows, columns]
+    # transforms a full matrix of directions, [rows, columns]
     transform: Callable[[Tensor, OptimConfig], Tensor]
     scale: Callable[[Shape, OptimConfig], float]  # factor of the update of a matrix of this shape
     flops: Callable[[Shape, OptimConfig], int]  # FLOPs of `transform`
-    # in which directions and transformed matrices are sent
+    # dtype in which directions and transformed matrices are sent
     dtype: Callable[[OptimConfig], torch.dtype]
-    # the state tensor that, as a gradient, leaves the state unchanged; None if a gradient of zeros
-    # does
+    # the state tensor that, as a gradient, leaves the state unchanged; None: zeros do so
     momentum: str | None = None
 
 
@@ -104,15 +104,20 @@ class ParamGroup:
 
 def param_groups(ranges: Sequence[ParamRange], step: UpdateStep) -> list[ParamGroup]:
     """Group ranges by learning rate and weight decay; empty groups are left out."""
+    chosen: dict[tuple[bool, bool], list[ParamRange]] = {}
+    for part in ranges:
+        chosen.setdefault((part.weight_decay, part.is_decoupled), []).append(part)
     groups = []
-    for decays, decoupled in product((True, False), (False, True)):
-        chosen = [
-            part
-            for part in ranges
-            if part.weight_decay is decays and part.is_decoupled is decoupled
-        ]
-        if chosen:
-            params, grads = [part.main_param for part in chosen], [part.grad for part in chosen]
-            weight_decay = step.weight_decay if decays else 0.0
-            groups.append(ParamGroup(chosen, params, grads, step.lr_of(chosen[0]), weight_decay))
+    for decays, is_decoupled in product((True, False), (False, True)):
+        parts = chosen.get((decays, is_decoupled))
+        if parts is None:
+            continue
+        group = ParamGroup(
+            ranges=parts,
+            main_params=[part.main_param for part in parts],
+            grads=[part.grad for part in parts],
+            lr=step.lr_of(parts[0]),
+            weight_decay=step.weight_decay if decays else 0.0,
+        )
+        groups.append(group)
     return groups

@@ -1,9 +1,9 @@
-"""`ShardedModule`: the data-parallel layer and the sharded optimizer around any torch module,
-without the trainer.
+"""`ShardedModule`: data parallelism and the sharded optimizer for any torch module.
 
-    sharded = ShardedModule(model, context, parallel=config, unit_classes=(Block,), optim=OptimConfig(lr=1e-3))
+    optim = OptimConfig(lr=1e-3)
+    sharded = ShardedModule(model, context, parallel=config, unit_classes=(Block,), optim=optim)
     for batch in batches:
-        sharded.backward(loss_of(model, batch))          # once per microbatch, the last with is_last=True (default)
+        sharded.backward(loss_of(model, batch))   # per microbatch, the last with is_last=True
         sharded.step()
     sharded.save(folder, step=100)
 
@@ -17,6 +17,7 @@ parallelism: all ranks have the same parameters, apart from their sharding.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +41,18 @@ from nanotrain.precision.loss_scale import LossScale
 from nanotrain.quantities import count_of
 from nanotrain.spec.params import Constant, LocalParam, ParamSpec
 
-Unit = tuple[str, nn.Module]
+UnitClasses = tuple[type[nn.Module], ...]
+
+
+class Unit(NamedTuple):
+    """An FSDP unit."""
+
+    name: str
+    module: nn.Module
 
 
 class ShardedModule:
-    """A module whose gradients, optimizer state and parameters are sharded over ranks, by one of
-    the strategies.
+    """A module whose gradients, optimizer state and parameters are sharded over ranks.
 
     The module stays usable as it is: `module(...)` runs forward, and its parameters are views of
     flat buffers. Values, names and tied parameters are kept. It must be on the device of the
@@ -73,41 +80,21 @@ class ShardedModule:
         context: ParallelContext,
         *,
         parallel: ParallelConfig,
-        unit_classes: tuple[type[nn.Module], ...],
+        unit_classes: UnitClasses,
         optim: OptimConfig | None = None,
         precision: PrecisionConfig | None = None,
     ) -> None:
-        optim, precision = optim or OptimConfig(), precision or PrecisionConfig()
-        _check(module, context, parallel=parallel, optim=optim)
-        self.module, self._context, self._optim = module, context, optim
-        strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
-        units = find_units(module, unit_classes, must_not_nest=strategy.shard_params)
-        is_outer_sharded = parallel.outer_dp_sharding_strategy == "optim"
-        groups = ReduceGroups(
-            context.group("dp_shard"), context.group("dp_replicate"), shards_across=is_outer_sharded
-        )
+        optim = optim or OptimConfig()
+        precision = precision or PrecisionConfig()
+        _check_axes(context)
+        _check_shard_groups(context, parallel.data_parallel_sharding_strategy)
+        _check_parameters(module, optim)
+        self.module = module
+        self._context = context
+        self._optim = optim
         values = {name: param.detach() for name, param in module.named_parameters()}
-        # tied parameters by their first name
-        name_of = {param: name for name, param in module.named_parameters()}
-        rules = layout_rules(
-            parallel, num_shards=groups.shard.size, num_outer_shards=groups.outer.size
-        )
-        self.data_parallel = DataParallel(
-            module,
-            plan_layout(
-                _declare(module, units, unit_classes=unit_classes, dtype=precision.params_dtype),
-                rules,
-            ),
-            groups=groups,
-            options=replace(
-                DataParallelOptions.of(parallel, precision),
-                is_recomputing=_is_in_backward,
-                units=[
-                    (child, {name_of[param] for param in child.parameters()}) for _, child in units
-                ],
-            ),
-            precision=Precision.of(precision),
-            device=context.device,
+        self.data_parallel = _build_data_parallel(
+            module, context, parallel=parallel, unit_classes=unit_classes, precision=precision
         )
         self.data_parallel.fill_params(lambda params: self._fill(params, values))
         self.optimizer = DistributedOptimizer(
@@ -118,9 +105,9 @@ class ShardedModule:
             groups=context.groups,
         )
         # the loss is divided by the ranks here, unless the collectives divide the gradients
-        self._num_averaged = (
-            1 if parallel.ddp_average_in_collective else context.topology.world_size
-        )
+        self._num_averaged = context.topology.world_size
+        if parallel.ddp_average_in_collective:
+            self._num_averaged = 1
         self._had_last = False  # whether the last microbatch of the step has run
         self.data_parallel.begin_step()
 
@@ -142,19 +129,19 @@ class ShardedModule:
             )
         self._had_last = is_last
         self.data_parallel.backward_begins(is_last=is_last)
-        (loss * (self.optimizer.loss_scale.scale / self._num_averaged)).backward()
+        scale = self.optimizer.loss_scale.scale / self._num_averaged
+        (loss * scale).backward()
         self.data_parallel.backward_ended()
 
     def step(self, lr: float | None = None) -> Update:
         """Update the parameters.
 
         Args:
-            lr: learning rate; None for that of the optimizer configuration.
+            lr: learning rate; None for the one of the optimizer configuration.
 
         Returns:
-            the gradient norm over all ranks before clipping, and whether the step was skipped, as
-            tensors on the
-            device: reading them waits for it.
+            The gradient norm over all ranks before clipping, and whether the step was skipped, as
+            tensors on the device: reading them waits for it.
 
         Raises:
             RuntimeError: no microbatch of this step was the last one.
@@ -173,13 +160,14 @@ class ShardedModule:
         return update
 
     def save(self, folder: Path, *, step: int) -> Path:
-        """Write `folder`/step-N, one file per rank; any number of ranks and any strategy loads it.
-        All ranks call this.
+        """Write `folder`/step-N, one file per rank. All ranks call this.
 
-        Buffers of the module, such as running statistics, are not part of it.
+        Any number of ranks and any strategy can load it. Buffers of the module, such as running
+        statistics, are not part of it.
         """
         self.data_parallel.wait_for_params()
-        return Checkpointer(folder, group=self._context.control).save(
+        checkpointer = Checkpointer(folder, group=self._context.control)
+        return checkpointer.save(
             step,
             self.optimizer.tensors_to_save(),
             objects={"optimizer": self.optimizer.state_dict()},
@@ -201,8 +189,47 @@ class ShardedModule:
             self.module.get_parameter(local.spec.name).data.copy_(values[local.spec.name])
 
 
+def _build_data_parallel(
+    module: nn.Module,
+    context: ParallelContext,
+    *,
+    parallel: ParallelConfig,
+    unit_classes: UnitClasses,
+    precision: PrecisionConfig,
+) -> DataParallel:
+    """Move the parameters of a module into flat buffers."""
+    strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
+    units = find_units(module, unit_classes, must_not_nest=strategy.shard_params)
+    groups = ReduceGroups(
+        context.group("dp_shard"),
+        context.group("dp_replicate"),
+        shards_across=parallel.outer_dp_sharding_strategy == "optim",
+    )
+    # tied parameters by their first name
+    name_of = {param: name for name, param in module.named_parameters()}
+    unit_names = []
+    for unit in units:
+        names = {name_of[param] for param in unit.module.parameters()}
+        unit_names.append((unit.module, names))
+    params = _declare(module, units, unit_classes=unit_classes, dtype=precision.params_dtype)
+    rules = layout_rules(parallel, num_shards=groups.shard.size, num_outer_shards=groups.outer.size)
+    options = replace(
+        DataParallelOptions.of(parallel, precision),
+        is_recomputing=_is_in_backward,
+        units=unit_names,
+    )
+    return DataParallel(
+        module,
+        plan_layout(params, rules),
+        groups=groups,
+        options=options,
+        precision=Precision.of(precision),
+        device=context.device,
+    )
+
+
 def find_units(
-    module: nn.Module, unit_classes: tuple[type[nn.Module], ...], *, must_not_nest: bool = True
+    module: nn.Module, unit_classes: UnitClasses, *, must_not_nest: bool = True
 ) -> list[Unit]:
     """The FSDP units of a module by name, in registration order.
 
@@ -217,31 +244,45 @@ def find_units(
         ConfigError: no module of a unit class, or parameters that no unit can hold.
     """
     units: list[Unit] = []
+    blocks: list[Unit] = []  # units of the unit classes
     for name, child in module.named_modules():
-        if any(
-            not unit or name.startswith(f"{unit}.")
-            for unit, above in units
-            if isinstance(above, unit_classes)
-        ):
+        if any(_is_below(name, block.name) for block in blocks):
             continue
-        if isinstance(child, unit_classes) or _own_parameters(child):
-            units.append((name, child))
-    if not any(isinstance(child, unit_classes) for _, child in units):
+        unit = Unit(name, child)
+        if isinstance(child, unit_classes):
+            blocks.append(unit)
+            units.append(unit)
+        elif _own_parameters(child):
+            units.append(unit)
+    if not blocks:
         names = ", ".join(kind.__name__ for kind in unit_classes) or "none"
         what = f"the module has no module of the unit classes ({names})"
         why = "without units all parameters would be gathered at once"
         fix = f"name the class of its blocks, for example one of {', '.join(_candidates(module))}"
         raise ConfigError(what, why=why, fix=fix)
-    for name, child in units:
-        below = [
-            unit for unit, _ in units if unit != name and (unit.startswith(f"{name}.") or not name)
-        ]
-        if must_not_nest and below and _own_parameters(child):
-            what = f"{name or type(child).__name__} has parameters of its own ({', '.join(_own_parameters(child))})"
-            why = f"it is not freed before {below[0]}, which is a unit inside it, runs"
-            fix = f"add {type(child).__name__} to the unit classes, or choose optim_grads"
-            raise ConfigError(what, why=why, fix=fix)
+    if must_not_nest:
+        _check_nesting(units)
     return units
+
+
+def _check_nesting(units: Sequence[Unit]) -> None:
+    """Refuse units with parameters of their own and with other units inside."""
+    for name, child in units:
+        below = [unit.name for unit in units if _is_below(unit.name, name)]
+        own = _own_parameters(child)
+        if below and own:
+            kind = type(child).__name__
+            what = f"{name or kind} has parameters of its own ({', '.join(own)})"
+            why = f"it is not freed before {below[0]}, which is a unit inside it, runs"
+            fix = f"add {kind} to the unit classes, or choose optim_grads"
+            raise ConfigError(what, why=why, fix=fix)
+
+
+def _is_below(name: str, parent: str) -> bool:
+    """Whether a module is inside another one; the name of the root is empty."""
+    if not parent:
+        return name != ""
+    return name.startswith(f"{parent}.")
 
 
 def _own_parameters(module: nn.Module) -> list[str]:
@@ -252,16 +293,21 @@ def _declare(
     module: nn.Module,
     units: Sequence[Unit],
     *,
-    unit_classes: tuple[type[nn.Module], ...],
+    unit_classes: UnitClasses,
     dtype: str,
 ) -> list[LocalParam]:
-    """Every parameter once, under its first name, with its unit; Muon updates the matrices of the
-    unit classes.
+    """Every parameter once, under its first name, with its unit.
+
+    Muon updates the matrices of the unit classes.
     """
-    unit_of = {
-        param: name or "root" for name, child in units for param in _names_below(name, child)
-    }
-    blocks = {name or "root" for name, child in units if isinstance(child, unit_classes)}
+    unit_of = {}
+    blocks = set()
+    for name, child in units:
+        unit = name or "root"
+        if isinstance(child, unit_classes):
+            blocks.add(unit)
+        for param_name in _names_below(name, child):
+            unit_of[param_name] = unit
 
     params = []
     for name, param in module.named_parameters():
@@ -285,50 +331,49 @@ def _names_below(name: str, child: nn.Module) -> list[str]:
 
 def _candidates(module: nn.Module) -> list[str]:
     """Classes of the items of module lists, usually the transformer blocks."""
-    lists = (
-        child for child in module.modules() if isinstance(child, nn.ModuleList | nn.Sequential)
-    )
-    return sorted({type(item).__name__ for each in lists for item in each}) or [
-        type(module).__name__
-    ]
+    names: set[str] = set()
+    for child in module.modules():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            names.update(type(item).__name__ for item in child)
+    return sorted(names) or [type(module).__name__]
 
 
-def _check(
-    module: nn.Module, context: ParallelContext, *, parallel: ParallelConfig, optim: OptimConfig
-) -> None:
-    wrong = {
-        axis: size for axis in ("tp", "cp", "pp", "ep") if (size := context.topology.size(axis)) > 1
-    }
+def _check_axes(context: ParallelContext) -> None:
+    """Refuse model parallelism."""
+    wrong = []
+    for axis in ("tp", "cp", "pp", "ep"):
+        size = context.topology.size(axis)
+        if size > 1:
+            wrong.append(f"{axis} {size}")
     if wrong:
-        what = (
-            f"a sharded module with {', '.join(f'{axis} {size}' for axis, size in wrong.items())}"
-        )
+        what = f"a sharded module with {', '.join(wrong)}"
         why = "the parameters of an arbitrary module do not declare how these axes shard them"
         raise ConfigError(what, why=why, fix="use data parallelism only, or the trainer")
-    num_shards, strategy = context.group("dp_shard").size, parallel.data_parallel_sharding_strategy
+
+
+def _check_shard_groups(context: ParallelContext, strategy: str) -> None:
+    """Refuse a context that was made for another strategy."""
+    num_shards = context.group("dp_shard").size
     if num_shards > 1 and not STRATEGIES[strategy].shard_optim:
         what = f"{strategy} in a context whose ranks form shard groups of {num_shards}"
         why = "the context was made for another data_parallel_sharding_strategy"
-        raise ConfigError(
-            what, why=why, fix="pass one ParallelConfig to Topology.of and to ShardedModule"
-        )
+        fix = "pass one ParallelConfig to Topology.of and to ShardedModule"
+        raise ConfigError(what, why=why, fix=fix)
+
+
+def _check_parameters(module: nn.Module, optim: OptimConfig) -> None:
+    """Refuse parameters that flat buffers cannot hold, and options that need more about them."""
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     if frozen:
         what = f"{count_of(len(frozen), 'parameter', verb='is')} frozen, the first is {frozen[0]}"
         why = "the optimizer updates the whole flat buffer, so weight decay would change them"
-        raise ConfigError(
-            what, why=why, fix="train all of them, or keep frozen ones as buffers of the module"
-        )
-    sparse = [
-        name or "the module"
-        for name, child in module.named_modules()
-        if getattr(child, "sparse", False) is True
-    ]
-    if sparse:
-        why = "gradients are added and reduced in flat buffers, which are dense"
-        raise ConfigError(
-            f"{sparse[0]} has sparse gradients", why=why, fix="build it with sparse=False"
-        )
+        fix = "train all of them, or keep frozen ones as buffers of the module"
+        raise ConfigError(what, why=why, fix=fix)
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False) is True:
+            what = f"{name or 'the module'} has sparse gradients"
+            why = "gradients are added and reduced in flat buffers, which are dense"
+            raise ConfigError(what, why=why, fix="build it with sparse=False")
     if optim.decoupled_lr is not None:
         why = "a module does not declare which parameters are its embedding and its output layer"
         raise ConfigError("decoupled_lr has no effect", why=why, fix="leave it out")

@@ -4,7 +4,7 @@
                    part of the shard of its instance. Pure
     state_bytes    bytes of main params, state and average of parts. Pure
     PartState      main params, state and gradients of one part, read and written as fp32 ranges
-    BucketState    the parts of one bucket; offsets stay here, tensors leave as `(TensorBox, Tensor)`
+    BucketState    the parts of one bucket; offsets stay here, tensors are named by `TensorBox`
     WeightAverage  the moving average of the weights
 
 A part is consecutive elements whose state is stored together. Parts cover the shard, gaps and
@@ -394,7 +394,7 @@ class BucketState:
 def _boxes(
     name: str, part: FlatRange, *, flat: Tensor, first: int
 ) -> Iterator[tuple[TensorBox, Tensor]]:
-    """A range as boxes of the global tensor, with views of a flat tensor from element `first` on."""
+    """A range as boxes of the global tensor, with views of a tensor from element `first` on."""
     start = part.start - first
     for box in part.boxes(name):
         stop = start + box.box.numel

@@ -1,5 +1,4 @@
-"""`StoredTensor`: main params or a state tensor in fp32, bf16 or fp16, computed in fp32
-(`--exp-avg-dtype`, ...).
+"""`StoredTensor`: main params or a state tensor in fp32, bf16 or fp16, computed in fp32.
 
     fp32   the elements
     bf16   rounded to nearest; the exponent range of fp32
@@ -9,6 +8,8 @@ fp16 has 11 bits of precision against 8 of bf16, but its range is too small for 
 gradients of 1e-5 would be squared to 0. A block is scaled so that its largest element is near 2^15,
 which leaves 2^39 below it. A power of two changes no bit of the significand, so reading and writing
 again is exact.
+
+Options: `--main-params-dtype`, `--exp-avg-dtype`, `--exp-avg-sq-dtype`.
 
 Source: the scaled fp16 moments of Transformer Engine's FusedAdam; blocks as in Dettmers et al.
 2022, section 2.1.
@@ -42,7 +43,9 @@ class StoredTensor:
     def __init__(
         self, values: Tensor, scales: Tensor | None = None, *, is_square: bool = False
     ) -> None:
-        self.values, self.scales, self._is_square = values, scales, is_square
+        self.values = values
+        self.scales = scales
+        self._is_square = is_square
 
     @classmethod
     def zeros(
@@ -54,16 +57,12 @@ class StoredTensor:
         is_square: bool = False,
         on_host: bool = False,
     ) -> Self:
-        """A tensor of zeros, scaled where the dtype is fp16; `on_host`: in host memory, for copies
-        to the device.
-        """
+        """A tensor of zeros, scaled where the dtype is fp16; optionally in host memory."""
         allocate = host_zeros if on_host else torch.zeros
         values = allocate(numel, dtype=dtype, device=device)
-        scales = (
-            torch.ones(num_scales(numel, dtype), device=values.device)
-            if num_scales(numel, dtype)
-            else None
-        )
+        scales = None
+        if dtype is torch.float16:
+            scales = torch.ones(num_scales(numel, dtype), device=values.device)
         return cls(values, scales, is_square=is_square)
 
     @property
@@ -73,19 +72,22 @@ class StoredTensor:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is allocated."""
-        return (self.values,) if self.scales is None else (self.values, self.scales)
+        """Values and, where there are any, scales."""
+        if self.scales is None:
+            return (self.values,)
+        return (self.values, self.scales)
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements [start, stop) in fp32, a view if they are stored so; `start` is a multiple of
-        SCALE_BLOCK.
+        """Elements [start, stop) in fp32, a view of fp32 values.
+
+        `start` is a multiple of SCALE_BLOCK.
         """
         values = self.values[start:stop].float()
         if self.scales is None:
             return values
-        return (_in_blocks(values) * self._scales(start, len(values))[:, None]).flatten()[
-            : len(values)
-        ]
+        numel = len(values)
+        scaled = _in_blocks(values) * self._scales(start, numel)[:, None]
+        return scaled.flatten()[:numel]
 
     def write(self, values: Tensor, start: int = 0) -> None:
         """Store fp32 elements from `start` on, a multiple of SCALE_BLOCK."""
@@ -95,7 +97,7 @@ class StoredTensor:
                 stored.copy_(values)
             return
         blocks = _in_blocks(values)
-        scales = _scales_of(blocks)
+        scales = _block_scales(blocks)
         self._scales(start, len(values)).copy_(scales)
         blocks = blocks / scales[:, None]
         if self._is_square:
@@ -106,7 +108,8 @@ class StoredTensor:
         assert start % SCALE_BLOCK == 0, "a block has one scale"
         assert self.scales is not None, "only scaled tensors have scales"
         first = start // SCALE_BLOCK
-        return self.scales[first : first + -(-numel // SCALE_BLOCK)]
+        count = -(-numel // SCALE_BLOCK)
+        return self.scales[first : first + count]
 
 
 def num_scales(numel: int, dtype: torch.dtype) -> int:
@@ -132,10 +135,9 @@ def _in_blocks(values: Tensor) -> Tensor:
     return pad(values, (0, -len(values) % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
 
 
-def _scales_of(blocks: Tensor) -> Tensor:
-    """The power of two per block that brings its largest element, once rounded to fp16, to 2^14 or
-    above.
-    """
+def _block_scales(blocks: Tensor) -> Tensor:
+    """The power of two per block by which its largest element, in fp16, becomes 2^14 or more."""
     significand, exponent = torch.frexp(blocks.abs().amax(dim=1))
-    exponent = (exponent + (significand >= _ROUNDS_UP)).clamp(min=_SMALLEST_EXPONENT)
+    rounds_up = significand >= _ROUNDS_UP
+    exponent = (exponent + rounds_up).clamp(min=_SMALLEST_EXPONENT)
     return torch.ldexp(torch.ones_like(significand), exponent - _LARGEST_EXPONENT)
