@@ -1,7 +1,7 @@
 """All-to-all over dim 0, with even or uneven split sizes.
 
     start_all_to_all   asynchronous, into a given output
-    all_to_all         differentiable; the backward is the all-to-all with the two split lists swapped
+    all_to_all         differentiable; the backward swaps the two lists of split sizes
     start_differentiable_all_to_all      the same, waited for later, in the backward too
     start_reduce_scatter_by_all_to_all   reduce-scatter of a low-precision tensor with one rounding
 
@@ -183,13 +183,16 @@ def start_reduce_scatter_by_all_to_all(
         if output.data_ptr() != tensor.data_ptr():
             output.copy_(tensor)
         return Work.completed(output)
-    size, splits, rows = group.size, [1] * group.size, tensor.view(group.size, -1)
+    splits = [1] * group.size
+    rows = tensor.view(group.size, -1)
     work = start_all_to_all(
         torch.empty_like(rows), rows, output_splits=splits, input_splits=splits, group=group
     )
 
     def finish(versions: Tensor) -> Tensor:
         total = versions.sum(0, dtype=torch.float32)
-        return output.copy_(total.div_(size) if op == "avg" else total)
+        if op == "avg":
+            total.div_(group.size)
+        return output.copy_(total)
 
     return work.then(finish)

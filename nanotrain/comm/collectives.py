@@ -1,9 +1,9 @@
 """Collectives over a `Group`. The `start_` forms return a `Work` whose result is the output tensor.
 
     start_all_reduce                                    in place
-    start_reduce_scatter_into, start_all_gather_into    flat memory into a given output; gloo.py on gloo
+    start_reduce_scatter_into, start_all_gather_into    flat memory into a given output
     start_reduce_scatter, start_all_gather              along any dim, into a new tensor
-    local_slice                                         the slice along a dim that reduce-scatter would return
+    local_slice                                         the slice that a reduce-scatter returns
     start_all_reduce_scalars                            host numbers
     all_reduce, all_gather_into, all_reduce_scalars,    complete on return
     all_reduce_coalesced

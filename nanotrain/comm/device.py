@@ -76,9 +76,10 @@ def pick_device(
         raise EnvironmentFault(
             f"device {kind} is not available: torch {torch.__version__} finds no GPU",
             why=unseen_gpu_reason() or "torch.cuda.is_available() is false",
-            fix="set --device cpu, or install a CUDA build of torch and check nvidia-smi and CUDA_VISIBLE_DEVICES",
+            fix="set --device cpu, or install a CUDA build of torch and check nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES",
         )
-    if not any(name in environment for name in (_ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")):
+    if environment.keys().isdisjoint((_ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")):
         environment[_ALLOCATOR] = "expandable_segments:True"
     num_devices = torch.cuda.device_count()
     if _has_own_gpu(environment, str(local_rank)):
@@ -90,8 +91,7 @@ def pick_device(
             fix=f"run torchrun with --nproc-per-node {num_devices}, or set --device cpu",
         )
     device = torch.device("cuda", local_rank)
-    # Before any other CUDA call and before the process group, or every rank opens a context on GPU
-    # 0.
+    # Before other CUDA calls and the process group, or every rank opens a context on GPU 0.
     torch.cuda.set_device(device)
     return device
 
@@ -105,29 +105,26 @@ def describe_unused_gpus(kind: str, *, environment: Mapping[str, str] = os.envir
         return f"training on the CPU of a machine with an NVIDIA GPU: {reason}" if reason else ""
     if not _has_too_few_gpus(environment):
         return ""
-    num_ranks, num_devices = environment["WORLD_SIZE"], torch.cuda.device_count()
+    num_ranks = environment["WORLD_SIZE"]
+    num_devices = torch.cuda.device_count()
     return (
-        f"training on the CPU: {num_ranks} ranks and {count_of(num_devices, 'GPU')} on this machine, and every rank "
-        f"uses one; for the GPU start {num_devices}, for the CPU alone set --device cpu"
+        f"training on the CPU: {num_ranks} ranks and {count_of(num_devices, 'GPU')} on this "
+        f"machine, and every rank uses one; for the GPU start {num_devices}, for the CPU alone set "
+        "--device cpu"
     )
 
 
 def _has_too_few_gpus(environment: Mapping[str, str]) -> bool:
     """Whether all ranks are on one machine, which has fewer GPUs."""
-    num_ranks, local_rank = (
-        environment.get("LOCAL_WORLD_SIZE", "1"),
-        environment.get("LOCAL_RANK", "0"),
-    )
+    num_ranks = environment.get("LOCAL_WORLD_SIZE", "1")
     is_one_machine = num_ranks.isdecimal() and num_ranks == environment.get("WORLD_SIZE")
-    return (
-        is_one_machine
-        and int(num_ranks) > torch.cuda.device_count()
-        and not _has_own_gpu(environment, local_rank)
-    )
+    if not is_one_machine or int(num_ranks) <= torch.cuda.device_count():
+        return False
+    return not _has_own_gpu(environment, environment.get("LOCAL_RANK", "0"))
 
 
 def _has_own_gpu(environment: Mapping[str, str], local_rank: str) -> bool:
-    """Whether Slurm or MPI gave this rank its only GPU; torchrun's ranks inherit one environment."""
+    """Whether Slurm or MPI gave this rank its only visible GPU."""
     numbers = {
         environment.get(name)
         for name in ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK")
@@ -147,8 +144,9 @@ def device_name(device: torch.device) -> str:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """The CUDA compute capability, (9, 0) for an H100 and for the meta device of a dry run; None on
-    a CPU.
+    """The CUDA compute capability; None on a CPU.
+
+    It is (9, 0) for an H100 and for the meta device of a dry run.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)
@@ -180,8 +178,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory in bytes: allocated tensors on a GPU, the resident set of the process on a CPU (0
-    if unknown).
+    """Peak memory in bytes: allocated tensors on a GPU, the resident set of a process on a CPU.
+
+    0 if it is unknown.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -193,8 +192,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 def memory_per_rank(device: torch.device, local_world_size: int) -> int | None:
-    """Bytes that a rank may use: all of a GPU, or a share of the available host memory (None if
-    unknown).
+    """Bytes that a rank may use: a GPU, or a share of the available host memory.
+
+    None if they are unknown.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
@@ -241,16 +241,12 @@ def set_arithmetic(config: Config, environment: MutableMapping[str, str] = os.en
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream on which copies wait for collectives; a single one, because torch reuses a pool of
-    32 streams.
-    """
+    """The stream on which copies wait for collectives; one, as torch has a pool of 32 streams."""
     return torch.cuda.Stream(device)
 
 
 def same_stream() -> Callable[[], AbstractContextManager[Any]]:
-    """Make the current device and stream of this thread those of another thread, which enters the
-    context.
-    """
+    """A context in which another thread has the current device and stream of this thread."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return nullcontext
     return partial(torch.cuda.stream, torch.cuda.current_stream())
@@ -264,7 +260,8 @@ class HostCopy:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._host, self._event = tensor, None
+        self._host = tensor
+        self._event = None
         if tensor.device.type == "cuda":
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
@@ -272,9 +269,7 @@ class HostCopy:
 
     @classmethod
     def after(cls, work: Any, tensor: Tensor) -> "HostCopy":
-        """Copy the output of a collective; the current stream of a GPU does not wait for the
-        collective.
-        """
+        """Copy the output of a collective, for which the current stream of a GPU does not wait."""
         if tensor.device.type != "cuda":
             work.wait()
             return cls(tensor)
@@ -299,7 +294,7 @@ class HostCopy:
 
 
 class Stopwatch:
-    """The time from its creation to `stop`: of the host on a CPU, of the current stream on a GPU."""
+    """The time from its creation to `stop`: host time on a CPU, stream time on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -313,9 +308,9 @@ class Stopwatch:
     @property
     def is_ready(self) -> bool:
         """Whether `seconds` returns without waiting."""
-        return isinstance(self._stop, float) or (
-            self._stop is not None and bool(self._stop.query())
-        )
+        if self._stop is None:
+            return False
+        return isinstance(self._stop, float) or bool(self._stop.query())
 
     def seconds(self) -> float:
         """The time in seconds."""
@@ -333,9 +328,7 @@ class Stopwatch:
 
 
 def trace_range(name: str, device: torch.device) -> ExitStack:
-    """Begin a range in traces of torch's profiler, and on a GPU in those of Nsight Systems (NVTX);
-    `close` ends it.
-    """
+    """Begin a range in traces of torch's profiler and Nsight Systems (NVTX); `close` ends it."""
     ranges = ExitStack()
     ranges.enter_context(record_function(name))
     if device.type == "cuda":
@@ -344,8 +337,9 @@ def trace_range(name: str, device: torch.device) -> ExitStack:
 
 
 class HostTransfer:
-    """Copies between a device and host memory, on a side stream of a GPU; complete on return on a
-    CPU.
+    """Copies between a device and host memory.
+
+    They run on a side stream of a GPU; on a CPU they are complete on return.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -367,9 +361,7 @@ class HostTransfer:
             return Copy(target, None if self._stream is None else self._stream.record_event())
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor that the current stream has written to new memory; `start_return`
-        waits for it.
-        """
+        """Start to copy a tensor of the current stream to new host memory."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._stream is not None)
         self.wait_for_device()
         self.start(host, tensor)
@@ -378,7 +370,7 @@ class HostTransfer:
         return host
 
     def start_return(self, host: Tensor) -> "Copy":
-        """Start to copy a tensor back to new memory on the device, after its own copy to the host."""
+        """Start to copy a tensor of `to_host` back to new memory on the device."""
         with torch.cuda.stream(self._stream):
             tensor = torch.empty(host.shape, dtype=host.dtype, device=self._device)
         return self.start(tensor, host)
@@ -406,17 +398,13 @@ class Copy:
         return self.target
 
     def wait_on_host(self) -> None:
-        """Block the host until the copy is complete, so that it may read the target and write the
-        source.
-        """
+        """Block the host until it may read the target and write the source."""
         if self.event is not None:
             self.event.synchronize()
 
 
 def to_device(values: Sequence[float], device: torch.device) -> Tensor:
-    """[n] fp64 of host numbers on a device; copied from pinned memory to a GPU, without a host
-    sync.
-    """
+    """[n] fp64 of host numbers on a device, copied to a GPU from pinned memory without a sync."""
     host = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 

@@ -35,14 +35,18 @@ def unseen_gpu_reason(root: Path = Path("/")) -> str:
     Args:
         root: folder that holds proc, dev and sys.
     """
-    driver, cuda = driver_version(root), torch.version.cuda
+    driver = driver_version(root)
+    cuda = torch.version.cuda
     if driver is None:
         vendors = {path.read_text().strip() for path in root.glob("sys/bus/pci/devices/*/vendor")}
         return "no NVIDIA driver is loaded; install one" if VENDOR in vendors else ""
     if cuda is None:
         return f"torch {torch.__version__} is built without CUDA; install a CUDA build of it"
     if not (root / "dev/nvidiactl").exists():
-        return "this container was given no device; start it with --gpus all (Kubernetes: a limit of nvidia.com/gpu)"
+        return (
+            "this container was given no device; start it with --gpus all (Kubernetes: a limit of "
+            "nvidia.com/gpu)"
+        )
     needed = FIRST_DRIVERS.get(cuda.partition(".")[0], "0")
     if _numbers(driver) < _numbers(needed):
         fix = "update it, or install a torch for an older CUDA"

@@ -104,13 +104,20 @@ class Group:
         assert is_connected or spec.name in UNCONNECTED, (
             "collectives of several ranks need a process group"
         )
-        self.spec, self.process_group, self.coords_text = spec, process_group, coords_text
+        self.spec = spec
+        self.process_group = process_group
+        self.coords_text = coords_text
         # whether gloo carries its collectives; False for a group of one rank
         self.is_gloo = process_group is not None and dist.get_backend(process_group) == "gloo"
-        self.name, self.ranks, self.index = spec.name, spec.ranks, spec.index
-        self.size, self.rank, self.is_first = spec.size, spec.rank, spec.is_first
-        self.traffic, self.heartbeat = traffic or TrafficCounter(), heartbeat or Heartbeat()
-        # of this rank: who waits for tokens of this group lets the other one run
+        self.name = spec.name
+        self.ranks = spec.ranks
+        self.index = spec.index
+        self.size = spec.size
+        self.rank = spec.rank
+        self.is_first = spec.is_first
+        self.traffic = traffic or TrafficCounter()
+        self.heartbeat = heartbeat or Heartbeat()
+        # what waits for tokens of this group lets the other computation of this rank run
         self.turns = Turns()
         self.levels = tuple(levels)
         self.part_of: tuple[int, Sequence[int], str] | None = None  # see `part`
@@ -155,7 +162,7 @@ class Group:
         return group
 
     def all_splits(self, splits: Sequence[int]) -> list[int]:
-        """Split sizes for every rank of the process group, from those for the ranks of this group."""
+        """Split sizes of the process group, from split sizes of this group."""
         if self.part_of is None:
             return list(splits)
         size, indices, _ = self.part_of

@@ -5,7 +5,7 @@ killed rank can be read like any other. `watch/` reads the records of all ranks 
 progress.
 
     record of a rank   counters, phase, action, the collective it waits for
-                       and per group name: sequence number, operation and bytes of the last collective
+                       and per group name sequence number, operation and bytes of the newest
 """
 
 import time
@@ -94,7 +94,8 @@ class Heartbeat:
     def begin(self, phase: str, *, step: int | None = None) -> None:
         """Record that a phase of the run begins."""
         record = self._record
-        record.phase, record.kind = phase.encode(), b""
+        record.phase = phase.encode()
+        record.kind = b""
         if step is not None:
             record.step = step
         record.beats += 1
@@ -103,7 +104,9 @@ class Heartbeat:
     def action(self, kind: str, *, stage: int, microbatch: int) -> None:
         """Record that an action of the pipeline schedule begins."""
         record = self._record
-        record.kind, record.stage, record.microbatch = kind.encode(), stage, microbatch
+        record.kind = kind.encode()
+        record.stage = stage
+        record.microbatch = microbatch
         record.beats += 1
         self.observer(kind, 2)
 
@@ -111,7 +114,8 @@ class Heartbeat:
         """Record that a collective was started over a group."""
         collective = self._newest(group)
         collective.sequence += 1
-        collective.op, collective.num_bytes = op.encode(), num_bytes
+        collective.op = op.encode()
+        collective.num_bytes = num_bytes
         self._record.beats += 1
 
     def sequence(self, group: str) -> int:

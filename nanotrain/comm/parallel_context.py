@@ -95,12 +95,15 @@ def _number(
 class ParallelContext:
     """This rank's device and groups; created by `start` or `attach`.
 
-    Attributes: topology: the plan of all groups. rank: global rank. coords: coordinate on every
-        axis. coords_text: the coordinates for messages, only of dense axes with several ranks ("pp1
-        dp3 tp0"). device: device of this rank's tensors. groups: this rank's groups by name; no
-        `embed` on a stage that is neither first nor last. control: group of all ranks over gloo,
-        for objects and barriers, whatever the device; a tree of small groups in
-            a large world.
+    Attributes:
+        topology: the plan of all groups.
+        rank: global rank.
+        coords: coordinate on every axis.
+        coords_text: the coordinates for messages, as "pp1 dp3 tp0"; dense axes with several ranks.
+        device: device of this rank's tensors.
+        groups: this rank's groups by name; no `embed` on a stage that is neither first nor last.
+        control: group of all ranks over gloo, for objects and barriers on any device; a tree of
+            small groups in a large world.
         traffic: counter of the bytes sent over all groups.
         heartbeat: record of what this rank does, for the watchdog.
         timeout_s: seconds that a collective waits for a slow or lost rank.
@@ -108,9 +111,13 @@ class ParallelContext:
     """
 
     def __init__(self, topology: Topology, rank: int, *, device: torch.device) -> None:
-        self.topology, self.rank, self.device = topology, rank, device
-        self.coords, self.coords_text = topology.coords(rank), topology.coords_text(rank)
-        self.traffic, self.heartbeat = TrafficCounter(), Heartbeat()
+        self.topology = topology
+        self.rank = rank
+        self.device = device
+        self.coords = topology.coords(rank)
+        self.coords_text = topology.coords_text(rank)
+        self.traffic = TrafficCounter()
+        self.heartbeat = Heartbeat()
         self._group = partial(
             Group, traffic=self.traffic, coords_text=self.coords_text, heartbeat=self.heartbeat
         )
@@ -128,9 +135,9 @@ class ParallelContext:
     def start(
         cls, topology: Topology, *, device: str = "auto", timeout_s: float = 600.0
     ) -> Iterator["ParallelContext"]:
-        """Join the world that torchrun launched; leaving the block without an error destroys all
-        process groups.
+        """Join the world that torchrun launched, until the end of the block.
 
+        Process groups are destroyed when the block is left without an error.
         After an error they are not destroyed, because that waits for peers that may be inside a
         collective, on NCCL forever. The entry point ends the process at once.
 
@@ -143,10 +150,12 @@ class ParallelContext:
         """
         launch = Launch.of(os.environ)
         if launch.world_size != topology.world_size:
+            launched = count_of(launch.world_size, "rank", verb="was")
+            planned = count_of(topology.world_size, "rank")
             raise EnvironmentFault(
-                f"{count_of(launch.world_size, 'rank', verb='was')} launched for a topology of {topology.world_size}",
+                f"{launched} launched for a topology of {topology.world_size}",
                 why="the topology is planned for the world it runs in",
-                fix=f"launch {count_of(topology.world_size, 'rank')}, or plan the topology for {launch.world_size}",
+                fix=f"launch {planned}, or plan the topology for {launch.world_size}",
             )
         chosen = pick_device(device, launch.local_rank)
         if chosen.type == "cpu":

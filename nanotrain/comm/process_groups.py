@@ -2,7 +2,7 @@
 
 join_world        the default process group, at torchrun's address
 store_of_attempt  a separate key prefix in the store for every attempt of a job
-create_groups     one per distinct set of ranks that includes this rank; by splits of the world on NCCL
+create_groups     one per distinct set of ranks of this rank; by splits of the world on NCCL
 create_control    the gloo groups of the control tree
 
 After a failure torchrun starts the ranks again at the store of the previous attempt, which still
@@ -10,8 +10,10 @@ has its keys: process groups would read the addresses of ranks that have ended (
 135712). Restart counts do not distinguish attempts, because every agent of torchrun has its own
 count.
 
-    rank r    publishes a random number, waits for the reply to it, and increments the count of joined ranks
-    rank 0    draws the random name of the attempt and sends it in reply to every number, until all ranks have joined
+    rank r    publishes a random number, waits for the reply to it, and increments the count of
+              joined ranks
+    rank 0    draws the random name of the attempt and sends it in reply to every number, until all
+              ranks have joined
 """
 
 import os
@@ -152,8 +154,9 @@ def _check_sizes(groups: Mapping[Ranks, dist.ProcessGroup | None]) -> None:
         size = torch.ones((), device=process_group_device(dist.group.WORLD))
         dist.all_reduce(size, group=process_group)
         if size != len(ranks):
+            group = f"a group of {len(ranks)} ranks (first {ranks[0]}, last {ranks[-1]})"
             raise EnvironmentFault(
-                f"a group of {len(ranks)} ranks (first {ranks[0]}, last {ranks[-1]}) has {size.item():g} members",
+                f"{group} has {size.item():g} members",
                 why="torch gave two groups of one split the same number",
                 fix="use another layout or number of ranks, or report it to PyTorch",
             )

@@ -1,6 +1,6 @@
 """Process groups that send nothing and record: one process is one rank of a world of any size.
 
-    recorded_world    the context of a rank, whose collectives and messages are in flight until they are waited for
+    recorded_world    the context of a rank, whose operations are in flight until a wait
 
 Values of other ranks are made up: numbers on the host are summed as if every rank had the same.
 """
@@ -87,11 +87,9 @@ class RecordingGroup(_ProcessGroup):
         return self._start("receive", tensors[0], outputs=tensors, peer=peer)
 
     # names of torch 2.10
-    _reduce_scatter_base, _allgather_base, alltoall_base = (
-        reduce_scatter_single,
-        all_gather_single,
-        all_to_all_single,
-    )
+    _reduce_scatter_base = reduce_scatter_single
+    _allgather_base = all_gather_single
+    alltoall_base = all_to_all_single
 
     def _start(
         self,

@@ -1,6 +1,6 @@
 """Recorder of one rank: what it sends, the bytes that it allocates, and law L9 (happens-before).
 
-    Recorder      compares every operator with the operations in flight, and counts the storages of the meta device
+    Recorder      compares operators with the operations in flight, counts storages on meta
     Call          a collective, a send or a receive
     Race          a buffer was used between the start of an operation and the wait for it
 
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
@@ -31,32 +32,30 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from nanotrain.quantities import round_up
+
 BLOCK_BYTES = 512  # torch's allocator on GPUs rounds every size up to a multiple of this
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _SEQUENCES = (list, tuple)
 _HIDDEN = tuple(f"{_PACKAGE}{folder}/" for folder in ("comm", "planner"))
 # Operators that take a tensor for its shape, dtype or storage and touch no memory of it.
 _METADATA_ONLY = {
-    *(
-        "empty_like",
-        "new_empty",
-        "new_empty_strided",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "zeros_like",
-        "ones_like",
-    ),
-    *(
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "_unsafe_view",
-        "set_",
-        "is_same_size",
-        "resize_",
-        "record_stream",
-    ),
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "_unsafe_view",
+    "set_",
+    "is_same_size",
+    "resize_",
+    "record_stream",
     "lift_fresh",
 }
 
@@ -88,13 +87,13 @@ class _Buffer(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        start, last = int(tensor.storage_offset()) * tensor.itemsize, -1
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        numel = 0  # from the first element to the last one
         if tensor.numel():
-            last = sum(
-                (size - 1) * stride
-                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            )
-        return cls(tensor.untyped_storage()._cdata, start, start + (last + 1) * tensor.itemsize)
+            numel = 1
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+                numel += (size - 1) * stride
+        return cls(tensor.untyped_storage()._cdata, start, start + numel * tensor.itemsize)
 
 
 @dataclass(eq=False)
@@ -120,8 +119,7 @@ class InFlight:
 
 
 class Recorder(TorchDispatchMode):
-    """Checks every operator against the operations in flight, and counts what is allocated on the
-    meta device.
+    """Checks operators against the operations in flight, and counts allocations on meta.
 
     Args:
         shapes: results of operators on the meta device, by what their arguments look like; may be
@@ -139,16 +137,18 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
         self.moment: int | str = "start"
-        self.num_operators = self.allocated = self.peak = 0
+        self.num_operators = 0
+        self.allocated = 0
+        self.peak = 0
         self.flying: list[InFlight] = []
-        self._shapes, self._sizes = {} if shapes is None else shapes, dict[int, tuple[Any, int]]()
+        self._shapes = {} if shapes is None else shapes
+        # by storage: a weak reference and the counted bytes
+        self._sizes: dict[int, tuple[Any, int]] = {}
         self._resizes: list[Any] = []  # one per `with` block, which may be nested
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch would import its compiler, which takes seconds, and call every operator
-        through it.
-        """
+        """False: else torch imports its compiler, which takes seconds, and calls it each time."""
         return False
 
     def __enter__(self) -> Self:
@@ -169,38 +169,43 @@ class Recorder(TorchDispatchMode):
         if self.flying and func.overloadpacket.__name__ not in _METADATA_ONLY:
             self.num_operators += 1
             if self._are_in_flight(operands):
-                written = _tensors(
-                    [args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)]
-                )
-                read = [each for each in operands if not any(each is other for other in written)]
+                written = _written_tensors(func, args, kwargs=kwargs)
+                written_ids = set(map(id, written))
+                read = [tensor for tensor in operands if id(tensor) not in written_ids]
                 self.check(func._schema.name, reads=read, writes=written)
         result = self._run(func, args, kwargs=kwargs, inputs=operands)
-        for tensor in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(tensor, Tensor) and tensor.is_meta:
+        for tensor in _tensors((result,)):
+            if tensor.is_meta:
                 self._count(tensor.untyped_storage())
         return result
 
     def observe(self, name: str, level: int) -> None:
-        """Note that a phase (level 1) or the next action of the schedule (level 2) begins, as
-        `Heartbeat.observer`.
+        """Note that a phase (level 1) or an action of the schedule (level 2) begins.
+
+        It is called as `Heartbeat.observer`.
         """
-        self.moment = name if level == 1 else self.moment + 1 if isinstance(self.moment, int) else 0
+        if level == 1:
+            self.moment = name
+        elif isinstance(self.moment, int):
+            self.moment += 1
+        else:
+            self.moment = 0
 
     def check(
         self, what: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
     ) -> None:
-        """Raise `Race` if something in flight conflicts with these accesses, or has lost its
-        storage.
-        """
+        """Raise `Race` if these accesses conflict with an operation in flight."""
         self._check_storages(what)
         for flight in self.flying:
-            for tensors, does, buffers in (
-                (reads, "reads an output", flight.outputs),
-                (writes, "writes to an output", flight.outputs),
-                (writes, "writes to an input", flight.inputs),
-            ):
-                if any(_overlap(tensor, buffer) for tensor in tensors for buffer in buffers):
-                    raise Race(f"{what} at {place()} {does} in flight: {flight}")
+            if _overlaps_any(reads, flight.outputs):
+                does = "reads an output"
+            elif _overlaps_any(writes, flight.outputs):
+                does = "writes to an output"
+            elif _overlaps_any(writes, flight.inputs):
+                does = "writes to an input"
+            else:
+                continue
+            raise Race(f"{what} at {place()} {does} in flight: {flight}")
 
     def start(
         self,
@@ -210,16 +215,14 @@ class Recorder(TorchDispatchMode):
         outputs: Sequence[Tensor] = (),
         keeps: bool = False,
     ) -> InFlight:
-        """Note that an operation on these buffers is in flight; it must not conflict with others."""
+        """Note that an operation on these buffers is in flight, and check it against others."""
         self.check(op, reads=inputs, writes=outputs)
         tensors = (*inputs, *outputs)
         flight = InFlight(op, place(), [*map(_Buffer.of, inputs)], [*map(_Buffer.of, outputs)])
         storages = [tensor.untyped_storage() for tensor in tensors]
         flight.storages = frozenset(storage._cdata for storage in storages)
-        flight.kept = (
-            *(tensors if keeps else ()),
-            *(weakref.ref(storage, flight.lose) for storage in storages),
-        )
+        references = tuple(weakref.ref(storage, flight.lose) for storage in storages)
+        flight.kept = tensors + references if keeps else references
         self.flying.append(flight)
         return flight
 
@@ -237,9 +240,7 @@ class Recorder(TorchDispatchMode):
             raise Race(f"never waited for: {'; '.join(map(str, left))}")
 
     def _are_in_flight(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors share a storage with an operation in flight, or a storage in flight is
-        lost.
-        """
+        """Whether tensors share storage with an operation in flight, or such storage is lost."""
         used = {tensor.untyped_storage()._cdata for tensor in tensors}
         return any(flight.is_lost or not used.isdisjoint(flight.storages) for flight in self.flying)
 
@@ -249,36 +250,24 @@ class Recorder(TorchDispatchMode):
             raise Race(f"before {what} at {place()} storage was freed or resized in flight: {lost}")
 
     def _run(self, func: Any, args: Any, *, kwargs: Mapping[str, Any], inputs: list[Tensor]) -> Any:
-        """Run an operator; on the meta device the shapes of its results are those of an earlier run
-        with equal shapes.
+        """Run an operator; results on meta are made as in an earlier run with equal shapes.
 
-        Half of torch's operators compute shapes on the meta device in Python, which takes up to 1
-        ms.
+        Half of torch's operators compute shapes on the meta device in Python, in up to 1 ms.
         """
         # such as set_, which changes what its input looks like
         if torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         key = func, _shapes(args), _shapes(tuple(kwargs.items()))
-        if (known := self._shapes.get(key)) is not None:
-            made = [inputs[each] if isinstance(each, int) else each and each() for each in known]
+        makers = self._shapes.get(key)
+        if makers is not None:
+            made = [make(inputs) for make in makers]
             return made[0] if len(made) == 1 else tuple(made)
         result = func(*args, **kwargs)
-        results = result if isinstance(result, tuple) else (result,)
-        positions = {id(tensor): position for position, tensor in enumerate(inputs)}
-        storages = {tensor.untyped_storage()._cdata for tensor in inputs}
-        is_known = all(tensor.is_meta for tensor in inputs)
-        for each in results:
-            is_new = (
-                isinstance(each, Tensor)
-                and each.is_meta
-                and each.untyped_storage()._cdata not in storages
-            )
-            is_known &= each is None or id(each) in positions or is_new
-        if is_known:
-            # None, the position of the input that it is, or what makes a new one
-            self._shapes[key] = [
-                positions.get(id(each), each if each is None else _maker(each)) for each in results
-            ]
+        if all(tensor.is_meta for tensor in inputs):
+            results = result if isinstance(result, tuple) else (result,)
+            makers = [_maker(value, inputs) for value in results]
+            if None not in makers:
+                self._shapes[key] = makers
         return result
 
     def _resize(self) -> Any:
@@ -296,11 +285,13 @@ class Recorder(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         """Count a storage in its present size."""
-        key, size = storage._cdata, -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
-        reference, before = self._sizes.get(key) or (
-            weakref.ref(storage, partial(self._forget, key)),
-            0,
-        )
+        key = storage._cdata
+        size = round_up(storage.nbytes(), BLOCK_BYTES)
+        if key in self._sizes:
+            reference, before = self._sizes[key]
+        else:
+            reference = weakref.ref(storage, partial(self._forget, key))
+            before = 0
         self._sizes[key] = reference, size
         self.allocated += size - before
         self.peak = max(self.peak, self.allocated)
@@ -319,12 +310,19 @@ def unrecorded() -> Iterator[None]:
 @cache
 def _written(func: Any) -> list[tuple[int, str]]:
     """Positions and names of the arguments that an operator writes to."""
-    arguments = enumerate(func._schema.arguments)
-    return [
-        (i, each.name)
-        for i, each in arguments
-        if each.alias_info is not None and each.alias_info.is_write
-    ]
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append((position, argument.name))
+    return written
+
+
+def _written_tensors(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments that an operator writes to."""
+    values = []
+    for position, name in _written(func):
+        values.append(args[position] if position < len(args) else kwargs.get(name))
+    return _tensors(values)
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
@@ -343,15 +341,37 @@ def _shapes(values: Sequence[Any]) -> tuple[Any, ...]:
     for value in values:
         if isinstance(value, Tensor):
             key.append((value.shape, value.stride(), value.dtype, value.is_meta))
+        elif isinstance(value, _SEQUENCES):
+            key.append(_shapes(value))
         else:
-            key.append(_shapes(value) if isinstance(value, _SEQUENCES) else (type(value), value))
+            key.append((type(value), value))
     return tuple(key)
 
 
-def _maker(tensor: Tensor) -> Callable[[], Tensor]:
-    return partial(
-        torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-    )
+def _maker(result: Any, inputs: list[Tensor]) -> Callable[[list[Tensor]], Any] | None:
+    """What makes such a result from such inputs: None, an input, or a new tensor on meta.
+
+    None if the result is something else, such as a view of an input.
+    """
+    if result is None:
+        return lambda inputs: None
+    for position, tensor in enumerate(inputs):
+        if result is tensor:
+            return itemgetter(position)
+    if not isinstance(result, Tensor) or not result.is_meta:
+        return None
+    storage = result.untyped_storage()._cdata
+    if any(storage == tensor.untyped_storage()._cdata for tensor in inputs):
+        return None
+    shape = result.shape
+    stride = result.stride()
+    dtype = result.dtype
+    return lambda inputs: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _overlaps_any(tensors: Sequence[Tensor], buffers: Sequence[_Buffer]) -> bool:
+    """Whether one of the tensors has elements in one of the buffers."""
+    return any(_overlap(tensor, buffer) for tensor in tensors for buffer in buffers)
 
 
 def _overlap(tensor: Tensor, buffer: _Buffer) -> bool:

@@ -42,19 +42,15 @@ class SendRecv:
 def start_send_recv(
     sends: Sequence[Message], receives: Sequence[Message], *, group: Group
 ) -> SendRecv:
-    """Start a batch of sends and receives; peers are indices in `group`, and no rank sends to
-    itself.
+    """Start a batch of sends and receives; no rank sends to itself.
 
     Args:
         sends: tensors that must not change before `sent.wait()`.
         receives: tensors of the shape and dtype that the peer sends.
     """
-    assert all(message.peer != group.index for message in (*sends, *receives)), (
-        "gloo cannot send to the same rank"
-    )
-    assert all(message.tensor.is_contiguous() for message in (*sends, *receives)), (
-        "bytes are sent in memory order"
-    )
+    for message in (*sends, *receives):
+        assert message.peer != group.index, "gloo cannot send to the same rank"
+        assert message.tensor.is_contiguous(), "bytes are sent in memory order"
     if not sends and not receives:
         return SendRecv(Work.completed(None), ())
     for message in sends:
@@ -67,10 +63,10 @@ def start_send_recv(
         handles = handles * len(batch)
     keep = [message.tensor for message in sends]
     sent = Work(lambda: None, op="p2p", group=group, handles=handles[len(receives) :], keep=keep)
-    received = zip(receives, handles, strict=False)
-    return SendRecv(
-        sent, tuple(_receive(message, handle, group=group) for message, handle in received)
-    )
+    received = []
+    for message, handle in zip(receives, handles, strict=False):
+        received.append(_receive(message, handle, group=group))
+    return SendRecv(sent, tuple(received))
 
 
 def start_ring_send_recv(tensors: Sequence[Tensor], group: Group) -> Work[tuple[Tensor, ...]]:
@@ -88,7 +84,8 @@ def start_ring_send_recv(tensors: Sequence[Tensor], group: Group) -> Work[tuple[
     if group.size == 1:
         return Work.completed(tuple(tensors))
     received = tuple(torch.empty_like(tensor) for tensor in tensors)
-    next_index, prev_index = (group.index + 1) % group.size, (group.index - 1) % group.size
+    next_index = (group.index + 1) % group.size
+    prev_index = (group.index - 1) % group.size
     started = start_send_recv(
         [Message(tensor, next_index) for tensor in tensors],
         [Message(tensor, prev_index) for tensor in received],
@@ -107,5 +104,6 @@ def _operation(start: Callable[..., object], message: Message, *, group: Group) 
 
 
 def _receive(message: Message, handle: dist.Work, *, group: Group) -> Work[Tensor]:
-    peer, tensor = group.ranks[message.peer], message.tensor
+    peer = group.ranks[message.peer]
+    tensor = message.tensor
     return Work(lambda: tensor, op="p2p", group=group, handles=[handle], keep=[tensor], peer=peer)

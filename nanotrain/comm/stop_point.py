@@ -6,7 +6,7 @@ same passes, and positions (pass, microbatch) are ordered. A rank that has to st
 store of the job.
 
     A thread per rank runs once per poll_s, as long as the current pass takes longer than that:
-    request    read the key; short steps never do, because the vote before the next step stops them as early
+    request    read the key; short steps never do, as the vote before the next step comes as early
     hold       this rank begins no further microbatch, and publishes how many it has begun
     decide     the last rank to publish takes the largest of these numbers and publishes it
     finish     every rank completes the microbatches before that point and begins none after it
@@ -34,7 +34,7 @@ RANKS_PER_POLL_S = 10_000  # polls of larger worlds are less frequent: one proce
 
 
 class PassStopped(Exception):
-    """All ranks stopped before a microbatch of a pass; its gradients and its loss are incomplete."""
+    """All ranks stopped before a microbatch of a pass, whose gradients and loss are incomplete."""
 
     def __init__(self, num_microbatches: int) -> None:
         super().__init__(f"stopped after {num_microbatches} microbatches")
@@ -51,7 +51,9 @@ class StopPoint:
     """
 
     def __init__(self, store: Store, control: Group, *, timeout_s: float) -> None:
-        self._store, self._control, self._timeout_s = store, control, timeout_s
+        self._store = store
+        self._control = control
+        self._timeout_s = timeout_s
         self.poll_s = max(POLL_S, control.size / RANKS_PER_POLL_S)
         self._changed = threading.Condition()
         self._begun: Position = (0, 0)

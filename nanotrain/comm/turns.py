@@ -1,8 +1,7 @@
-"""`Turns`: two computations of a rank that take turns where one waits for a transfer, so that the
-other hides it.
+"""`Turns`: two computations of a rank take turns, so that one hides the transfers of the other.
 
-    B   sends gradients to experts |                | experts', sends back  |          | attention' ..
-    F                              | attention, sends tokens                | experts .. |
+    B   sends gradients to experts |               | experts', sends back |          | attention' .
+    F                              | attention, sends tokens              | experts .. |
 
 One host thread runs at a time and hands over at the same places on every rank: all ranks start
 their collectives in one order, and results do not depend on timing. On a GPU both queue their
@@ -40,18 +39,21 @@ class Turns:
             for computation in computations:
                 computation()
             return
-        first, beside = computations
-        self._turn, self._is_shared, self._failure = 1, True, None
-        modes, enter_stream = _get_current_dispatch_mode_stack(), same_stream()
+        first, second = computations
+        self._turn = 1
+        self._is_shared = True
+        self._failure = None
+        modes = _get_current_dispatch_mode_stack()
+        enter_stream = same_stream()
 
-        def run_beside() -> None:
+        def run_second() -> None:
             with ExitStack() as stack:  # what belongs to a thread
                 stack.enter_context(enter_stream())
                 for mode in modes:
                     stack.enter_context(mode)
-                self._run(beside, index=1)
+                self._run(second, index=1)
 
-        other = self._thread.submit(run_beside)
+        other = self._thread.submit(run_second)
         self._gates[0].acquire()
         self._run(first, index=0)
         other.result()

@@ -48,8 +48,12 @@ class Work(Generic[T]):
         peer: int | None = None,
     ) -> None:
         self._finish: Callable[[], T] | None = finish
-        self._op, self._group, self._handles, self._keep = op, group, handles, keep
-        self._peer, self._sequence = peer, group.heartbeat.sequence(group.name) if group else 0
+        self._op = op
+        self._group = group
+        self._handles = handles
+        self._keep = keep  # tensors that must live until the collective is complete
+        self._peer = peer
+        self._sequence = group.heartbeat.sequence(group.name) if group else 0
         self._result: T
         self._failure: EnvironmentFault | None = None
 
@@ -74,8 +78,8 @@ class Work(Generic[T]):
         """Return the result, valid on the current stream.
 
         Raises:
-            CommunicationFault: a rank of the group was lost or timed out; every further call raises
-                it again.
+            CommunicationFault: a rank of the group was lost or timed out; further calls raise it
+                again.
         """
         if self._failure is not None:
             raise self._failure
@@ -93,15 +97,16 @@ class Work(Generic[T]):
             self._failure = failure
             raise
         finally:
-            self._finish, self._group, self._handles, self._keep = None, None, (), ()
+            self._finish = None
+            self._group = None
+            self._handles = ()
+            self._keep = ()
         return self._result
 
 
 @contextmanager
 def waiting(op: str, group: Group, *, sequence: int, peer: int | None = None) -> Iterator[None]:
-    """Record in the heartbeat that this rank waits for a collective inside the block, and translate
-    its errors.
-    """
+    """Record that this rank waits for a collective inside the block, and translate its errors."""
     group.heartbeat.wait_begins(group.name, op, sequence=sequence, peer=peer)
     with translate_errors(op, group, sequence=sequence):
         yield
@@ -110,14 +115,12 @@ def waiting(op: str, group: Group, *, sequence: int, peer: int | None = None) ->
 
 @contextmanager
 def translate_errors(op: str, group: Group, *, sequence: int | None = None) -> Iterator[None]:
-    """Raise torch's errors inside the block as `CommunicationFault` naming the collective, group
-    and rank.
+    """Raise torch's errors inside the block as `CommunicationFault`.
 
     Args:
         op: name of the collective.
         group: the group it runs over.
-        sequence: number of the collective in the group, counted by this rank; None for the newest
-            one.
+        sequence: number of the collective in the group, counted by this rank; None for the newest.
     """
     try:
         yield
@@ -126,8 +129,9 @@ def translate_errors(op: str, group: Group, *, sequence: int | None = None) -> I
         size = group.heartbeat.num_bytes(group.name, number)
         sent = "" if size is None else f" of {size:,} bytes"
         coords = f" ({group.coords_text})" if group.coords_text else ""
+        ranks = ranks_text(group.ranks, most=8)
         raise CommunicationFault(
-            f"{op} #{number}{sent} over group {group.name} (ranks {ranks_text(group.ranks, most=8)}) "
+            f"{op} #{number}{sent} over group {group.name} (ranks {ranks}) "
             f"failed on rank {group.rank}{coords}",
             why=str(error).splitlines()[0],
             fix="look for the first error among these ranks; if one of them is only slow, "
