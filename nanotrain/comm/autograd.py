@@ -51,6 +51,21 @@ def eager(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
+def eager_or_graph(eager_form: F, graph_form: F) -> F:
+    """One function with two forms: one that runs eagerly, one that the compiler traces.
+
+    The choice is made per call, not per module: parts of a compiled block run eagerly, such as
+    experts, recomputed functions, and what the compiler leaves out of a graph.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return graph_form(*args, **kwargs)
+        return eager_form(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
 TensorFunction = Callable[..., Tensor]
 
 

@@ -1,17 +1,16 @@
-"""Keys and values of the tokens that a model has already read, so that each new token is one
-forward pass of length 1.
+"""The cache of generation: each new token is one forward pass of length 1.
 
-    prompts       . . a b c      rows of a batch end together: shorter prompts are padded on the left, padding masked
+    prompts       . . a b c      rows end together: shorter prompts are padded on the left
                   d e f g h
-    position ids  0 0 0 1 2      those of each prompt alone
+    position ids  0 0 0 1 2      positions in the prompt; padding is masked
                   0 1 2 3 4
 
-While a cache is open, every module with state between tokens has other functions in place of some
-of its own (`TokenCache`). The core attention stores its keys and values and attends to all of them.
+While a cache is open, every layer with state between tokens (`CachedLayer`) uses a function of the
+cache in place of its own. The core attention stores its keys and values and attends to all of them.
 It is the same core attention with more keys than queries, so grouped queries, multi-head latent
 attention (whose keys and values are stored after the up-projection), windows and chunks need no
-further code, and logits equal those without a cache up to rounding. Layers that read tokens in
-order keep their state; padding is a document of its own.
+further code, and logits equal those without a cache up to rounding. Recurrent layers keep their
+state; padding is a document of its own.
 
     B prompts   S new tokens   T tokens so far   G key/value heads   D width of a head
 """
@@ -26,6 +25,7 @@ from torch import Tensor
 from nanotrain.attention.call import AttentionCall
 from nanotrain.attention.sdpa import DenseKernel
 from nanotrain.attention.tiles import Spans, first_of_chunks
+from nanotrain.model.context import CachedLayer
 from nanotrain.model.transformer import Stage
 
 
@@ -44,30 +44,26 @@ class KVCache:
         self._padding = np.array([max(lengths) - length for length in lengths])[:, None]  # [B, 1]
         self._num_read = 0  # T before the forward pass
         self._num_new = 0  # S of the forward pass
-        # of this forward pass, without and with a window
+        # by whether layers have a window: the attention of this forward pass
         self._calls: dict[bool, AttentionCall] = {}
-        # modules with state between tokens, and what replaces their functions
-        cached: list[Any] = [module for module in stage.modules() if hasattr(module, "cached")]
-        self._functions = [(module, module.cached(self)) for module in cached]
+        self._layers = [module for module in stage.modules() if isinstance(module, CachedLayer)]
+        # the functions that the layers use next: of the cache, or their own while it is open
+        self._functions = [layer.cached_function(self) for layer in self._layers]
 
     def __enter__(self) -> Self:
-        self._exchange()
+        self._swap_functions()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._exchange()
+        self._swap_functions()
 
-    def _exchange(self) -> None:
-        for module, functions in self._functions:
-            for name, function in functions.items():
-                functions[name] = getattr(module, name)
-                setattr(module, name, function)
+    def _swap_functions(self) -> None:
+        pairs = zip(self._layers, self._functions, strict=True)
+        self._functions = [layer.swap_function(function) for layer, function in pairs]
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Read new tokens [B, S] int64, prompts padded on the left; the logits after the last of
-        them, [B, V].
-        """
+        """Read new tokens [B, S] int64, padded on the left; the logits of the last, [B, V]."""
         self._num_new = tokens.shape[1]
         assert self._num_read + self._num_new <= self._capacity, (
             "more tokens than the cache was made for"
@@ -80,21 +76,28 @@ class KVCache:
         return last
 
     def call(self, has_window: bool, device: torch.device) -> AttentionCall:
-        """New tokens attend to earlier tokens within the window, not to padding; a padding token
-        attends to itself.
+        """The attention of the new tokens to all tokens so far, within the window.
+
+        Padding is masked, except that a padding token attends to itself.
         """
         if has_window not in self._calls:
-            model_config, first = self._stage.model_config, self._padding
             queries = np.arange(self._num_read + self._num_new)
-            if has_window and model_config.window_size is not None:
-                first = np.maximum(first, queries - model_config.window_size)
-            if has_window and model_config.attention_chunk_size is not None:
-                first = first_of_chunks(queries, first, size=model_config.attention_chunk_size)
+            first = self._first_keys(queries, has_window=has_window)
             new = range(self._num_read, len(queries))
             self._calls[has_window] = AttentionCall(
                 DenseKernel(), Spans(np.minimum(first, queries)), new, device
             )
         return self._calls[has_window]
+
+    def _first_keys(self, queries: np.ndarray, *, has_window: bool) -> np.ndarray:
+        """[B, 1] or [B, queries], the first key that every query attends to."""
+        model_config = self._stage.model_config
+        first = self._padding
+        if has_window and model_config.window_size is not None:
+            first = np.maximum(first, queries - model_config.window_size)
+        if has_window and model_config.attention_chunk_size is not None:
+            first = first_of_chunks(queries, first, size=model_config.attention_chunk_size)
+        return first
 
     def attend(
         self, core_attention: Callable[..., Tensor], *, has_window: bool
@@ -103,13 +106,14 @@ class KVCache:
         return _CachedAttention(self, core_attention, has_window=has_window)
 
     def segment_ids(self, device: torch.device, *, before: int) -> Tensor:
-        """[B, before + S]: of the new tokens and of those before them, 1, or 0 for padding."""
+        """[B, before + S], of the last tokens and the new ones: 1, or 0 for padding."""
         positions = np.arange(self._num_read - before, self._num_read + self._num_new)
         return torch.from_numpy((positions >= self._padding).astype(np.int64)).to(device)
 
     def store(self, buffer: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Append [B, S, G, D] to a buffer [B, capacity, G, D], allocated first; returns it and its
-        filled part.
+        """Append [B, S, G, D] to a buffer [B, capacity, G, D]; returns it and its filled part.
+
+        A buffer of None is allocated.
         """
         if buffer is None:
             buffer = new.new_empty(new.shape[0], self._capacity, *new.shape[2:])
@@ -122,7 +126,9 @@ class _CachedAttention:
     """The core attention of one layer, with the keys and values of all tokens so far."""
 
     def __init__(self, cache: KVCache, core: Callable[..., Tensor], *, has_window: bool) -> None:
-        self._cache, self._core, self._has_window = cache, core, has_window
+        self._cache = cache
+        self._core = core
+        self._has_window = has_window
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 

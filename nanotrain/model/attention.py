@@ -1,21 +1,25 @@
 """Causal attention with grouped key/value heads.
 
-Attention     project, norm, rotate, attend, gate, project
+Attention     project, normalize, rotate, attend, gate, project
 LayerScores   softcap, sink and dropout of the scores of a layer, per microbatch
-MaxLogits     the largest logits of every head, counted on the device during forward passes (train/parts/qk_clip.py)
+MaxLogits     the largest logit of every head, counted on the device in forward passes
+              (train/parts/qk_clip.py)
 
-B batch   S sequence   H hidden   N query heads   G key/value heads (N is a multiple of G)   D width of a head
+B batch   S sequence   H hidden   N query heads   G key/value heads (N is a multiple of G)
+D head dim of queries and keys   Dv head dim of values
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nanotrain.attention.call import largest_logits
 from nanotrain.attention.chunks import AttentionChunk, ScoreOptions, WeightDropout
+from nanotrain.comm.group import Group
 from nanotrain.config.model import ModelConfig
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import (
@@ -32,7 +36,6 @@ from nanotrain.model.router_stats import StatefulModule
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
-    TensorParallel,
     column_parallel,
 )
 from nanotrain.spec.shape import ModelShape
@@ -41,8 +44,8 @@ from nanotrain.spec.shape import ModelShape
 class Attention(nn.Module):
     """Causal multi-head attention with grouped key/value heads (Ainslie et al. 2023).
 
-    The number of heads follows from the shapes of the projections, so a rank with a shard of the
-    heads runs this code.
+    The number of heads follows from the shapes of the projections, so the same code runs with all
+    heads and with the shard of a tp rank.
 
     Args:
         model_config: configuration of the model.
@@ -57,47 +60,38 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         shape = ModelShape.of(model_config).of_layer(layer)
+        tp = parallel.tp.group
+        self.head_dim = shape.head_dim
+        self.value_head_dim = shape.value_head_dim
+        self.has_window = shape.has_window(layer)
+        self.has_rope = shape.has_rope(layer)
+        self.norm_is_last = model_config.qk_layernorm_after_rope
+        self.factor = model_config.attention_output_multiplier
+        # the core attention divides scores by the root of the head dim
+        scale = model_config.softmax_scale
+        self.query_factor = 1.0 if scale is None else scale * math.sqrt(shape.head_dim)
         self.softmax_offset = params.get("softmax_offset")
         self.scores = LayerScores(model_config, layer=layer, parallel=parallel)
         self.max_logits = self.scores.max_logits
-        # as projected
-        self.head_dims = (
-            shape.head_dim,
-            shape.head_dim,
-            shape.value_head_dim,
-            shape.value_head_dim,
-        )
-        self.has_window = shape.has_window(layer)
-        # in the order of `layer_tables`
-        self.rotary_index = int(self.has_window) if shape.has_rope(layer) else 2
-        self.factor = model_config.attention_output_multiplier
-        self.core_attention = parallel.core_attention
-        query_rows = _rows(shape, shape.num_heads, tensor_parallel=parallel.tp)
-        key_rows = _rows(shape, shape.query_groups, tensor_parallel=parallel.tp)
-        value_rows = slice(
-            *(
-                row // shape.head_dim * shape.value_head_dim
-                for row in (key_rows.start, key_rows.stop)
-            )
-        )
+        self.core_attention: Callable[..., Tensor] = parallel.core_attention
+
+        query_heads = local_heads(shape.num_heads, tp)
+        key_heads = local_heads(shape.query_groups, tp)
+        query_channels = head_channels(query_heads, shape.head_dim)
+        key_channels = head_channels(key_heads, shape.head_dim)
+        key_rows: slice | None = None
+        value_rows: slice | None = None
+        if shape.replicates_kv_heads(tp.size):
+            key_rows = key_channels
+            value_rows = head_channels(key_heads, shape.value_head_dim)
         column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
-        is_replicated = shape.replicates_kv_heads(parallel.tp.group.size)
         self.query = column(*params.linear("query"))
-        self.key = column(*params.linear("key"), rows=key_rows if is_replicated else None)
-        self.value = column(*params.linear("value"), rows=value_rows if is_replicated else None)
+        self.key = column(*params.linear("key"), rows=key_rows)
+        self.value = column(*params.linear("value"), rows=value_rows)
         self.gate = column(*params.linear("gate")) if shape.has_output_gate else None
-        self.projections = (self.query, self.key, self.value) + (
-            () if self.gate is None else (self.gate,)
-        )
-        head_norm = partial(
-            build_head_norm, model_config, group=parallel.tp.group, is_l2=shape.qk_l2_norm
-        )
-        self.query_norm = head_norm(params.submodule("query_norm"), heads=query_rows)
-        self.key_norm = head_norm(params.submodule("key_norm"), heads=key_rows)
-        self.norm_is_last = model_config.qk_layernorm_after_rope
-        # the core attention divides scores by the root of the head's width
-        scale = model_config.softmax_scale
-        self.query_factor = 1.0 if scale is None else scale * math.sqrt(shape.head_dim)
+        head_norm = partial(build_head_norm, model_config, group=tp, is_l2=shape.qk_l2_norm)
+        self.query_norm = head_norm(params.submodule("query_norm"), channels=query_channels)
+        self.key_norm = head_norm(params.submodule("key_norm"), channels=key_channels)
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
         self.dropout = HiddenDropout(
             model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp
@@ -105,46 +99,70 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        projected = column_parallel(hidden, self.projections)
-        # [B, S, N or G, D or Dv]
-        query, key, value, *gates = (
-            x.unflatten(-1, (-1, d)) for x, d in zip(projected, self.head_dims, strict=False)
-        )
-        query, key = self._position(query, key, rotary=context.rotary[self.rotary_index])
+        inputs = context.windowed if self.has_window else context.full
+        query, key, value, gate = self._project(hidden)
+        if self.has_rope:
+            query, key = self._rotate(query, key, rotary=inputs.rotary)
+        else:
+            query = scale_query(self.query_norm(query), context.query_scale)
+            key = self.key_norm(key)
         if self.query_factor != 1.0:
             query = query * self.query_factor
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)
-        mask = context.masks[int(self.has_window)]  # torch 2.11 does not trace a bool as an index
-        attended = self.core_attention(query, key=key, value=value, mask=mask, scores=scores)
-        for gate in gates:  # one or none
+        attended = self.core_attention(query, key=key, value=value, mask=inputs.mask, scores=scores)
+        if gate is not None:
             attended = attended * gate.sigmoid()
         if self.factor != 1.0:
             attended = attended * self.factor
         return self.dropout(self.output(attended.flatten(2)), context.dropout)
 
-    def _position(
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Query [B, S, N, D], key [B, S, G, D], value [B, S, G, Dv]; gate [B, S, N, Dv] or None."""
+        gate: Tensor | None = None
+        if self.gate is None:
+            query, key, value = column_parallel(hidden, (self.query, self.key, self.value))
+        else:
+            layers = (self.query, self.key, self.value, self.gate)
+            query, key, value, gate = column_parallel(hidden, layers)
+            gate = gate.unflatten(-1, (-1, self.value_head_dim))
+        query = query.unflatten(-1, (-1, self.head_dim))
+        key = key.unflatten(-1, (-1, self.head_dim))
+        value = value.unflatten(-1, (-1, self.value_head_dim))
+        return query, key, value, gate
+
+    def _rotate(
         self, query: Tensor, key: Tensor, *, rotary: Rotary | None
     ) -> tuple[Tensor, Tensor]:
         """Normalize and rotate queries and keys, in the order of the model."""
-        if not self.norm_is_last:
-            query, key = self.query_norm(query), self.key_norm(key)
-        query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         if self.norm_is_last:
-            query, key = self.query_norm(query), self.key_norm(key)
-        return scale_query(query, rotary), key
+            query = self.query_norm(apply_rotary(query, rotary))
+            key = self.key_norm(apply_rotary(key, rotary))
+        else:
+            query = apply_rotary(self.query_norm(query), rotary)
+            key = apply_rotary(self.key_norm(key), rotary)
+        query_scale = None if rotary is None else rotary.query_scale
+        return scale_query(query, query_scale), key
 
-    def cached(self, cache: TokenCache) -> dict[str, Callable[..., Tensor]]:
-        """In generation the core attention attends to all keys so far."""
-        return {"core_attention": cache.attend(self.core_attention, has_window=self.has_window)}
+    def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
+        """The core attention to all tokens so far."""
+        return cache.attend(self.core_attention, has_window=self.has_window)
+
+    def swap_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Use another core attention; returns the one used until now."""
+        before = self.core_attention
+        self.core_attention = function
+        return before
 
 
-def _rows(shape: ModelShape, num_heads: int, *, tensor_parallel: TensorParallel) -> slice:
-    """The outputs of a query, key or value projection that this tp rank computes: its heads, at
-    least one.
-    """
-    group = tensor_parallel.group
+def local_heads(num_heads: int, group: Group) -> range:
+    """The heads that a tp rank computes, at least one; several ranks may share a head."""
     first = group.index * num_heads // group.size
-    return slice(first * shape.head_dim, (first + max(1, num_heads // group.size)) * shape.head_dim)
+    return range(first, first + max(1, num_heads // group.size))
+
+
+def head_channels(heads: range, head_dim: int) -> slice:
+    """The channels of consecutive heads in a projection of all heads."""
+    return slice(heads.start * head_dim, heads.stop * head_dim)
 
 
 class LayerScores:
@@ -155,24 +173,21 @@ class LayerScores:
         layer: index in the model.
         parallel: tp shards the heads.
 
-    Attributes: max_logits: counts the logits in training, not in evaluation; None where they are
-        not tracked.
+    Attributes:
+        max_logits: counts the logits in training; None where they are not tracked.
     """
 
     def __init__(self, model_config: ModelConfig, *, layer: int, parallel: ModelParallel) -> None:
-        self.softcap, self.rate = (
-            model_config.attn_logit_softcapping,
-            model_config.attention_dropout,
-        )
+        tp = parallel.tp.group
+        self.layer = layer
+        self.softcap = model_config.attn_logit_softcapping
+        self.rate = model_config.attention_dropout
         self.has_zero_sink = model_config.softmax_type == "off-by-one"
-        tp, num_heads = (
-            parallel.tp.group,
-            ModelShape.of(model_config).num_heads // parallel.tp.group.size,
-        )
-        self.layer, self.num_heads, self.first_head = layer, num_heads, tp.index * num_heads
-        self.max_logits = (
-            MaxLogits(num_heads, parallel.recompute) if parallel.tracks_logits else None
-        )
+        self.num_heads = ModelShape.of(model_config).num_heads // tp.size
+        self.first_head = tp.index * self.num_heads
+        self.max_logits: MaxLogits | None = None
+        if parallel.tracks_logits:
+            self.max_logits = MaxLogits(self.num_heads, parallel.recompute)
 
     def __call__(
         self, context: LayerContext, *, sink: Tensor | None, device: torch.device
@@ -181,7 +196,7 @@ class LayerScores:
 
         Args:
             context: context of the microbatch.
-            sink: [heads of this rank] where it is learned, else None.
+            sink: [heads of this rank], a learned sink; None without one.
             device: device of the scores.
         """
         if self.has_zero_sink:
@@ -190,13 +205,12 @@ class LayerScores:
         if context.dropout is not None and self.rate > 0:
             words = context.dropout.words_of(self.layer, DropoutPlace.weights)
             dropout = WeightDropout(words, self.rate, self.first_head)
-        observe = (
-            self.max_logits.observe
-            if self.max_logits is not None and torch.is_grad_enabled()
-            else None
-        )
-        is_plain = sink is None and self.softcap is None and dropout is None and observe is None
-        return None if is_plain else ScoreOptions(sink, self.softcap, dropout, observe)
+        observe = None
+        if self.max_logits is not None and torch.is_grad_enabled():
+            observe = self.max_logits.observe
+        if sink is None and self.softcap is None and dropout is None and observe is None:
+            return None
+        return ScoreOptions(sink, self.softcap, dropout, observe)
 
 
 class MaxLogits(StatefulModule):
@@ -204,7 +218,7 @@ class MaxLogits(StatefulModule):
 
     Args:
         num_heads: query heads of this rank.
-        recompute: a layer that is recomputed is counted once.
+        recompute: recomputation of the stage; a recomputed forward counts nothing.
 
     Attributes:
         largest: [N / tp] fp32, minus infinity before the first microbatch.

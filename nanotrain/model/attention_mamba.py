@@ -1,4 +1,4 @@
-"""Attention and Mamba-2 side by side (Falcon-H1): they read one input, and their outputs are added."""
+"""Attention and Mamba-2 on one input, whose outputs are added (Falcon-H1)."""
 
 from torch import Tensor, nn
 
@@ -10,13 +10,15 @@ from nanotrain.model.parameters import Parameters
 
 
 class AttentionMamba2(nn.Module):
-    """The sum of attention and of Mamba-2 times its factor; the same interface as `Attention`.
+    """attention(x) + factor * mamba(x); the same interface as `Attention`.
+
+    Both outputs have the same dropout mask, so the mask applies to their sum.
 
     Args:
         model_config: sizes and factors.
-        params: those of `Attention` in attention, those of `Mamba2` in mamba.
+        params: attention, the parameters of `Attention`; mamba, the parameters of `Mamba2`.
         parallel: tp shards heads and groups, cp the sequence.
-        layer: index in the model. Dropout of both outputs is the same, so that of their sum.
+        layer: index in the model.
     """
 
     def __init__(

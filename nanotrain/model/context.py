@@ -1,18 +1,21 @@
 """Inputs of the layers besides parameters and activations.
 
-    ModelParallel    groups, core attention and recomputation of a stage, for building it
-    BatchContext     a microbatch, for a stage
-    LayerContext     what its layers share
-    TokenCache       tokens that were read before, in generation
-    DropoutContext   random words of the microbatch; `HiddenDropout` drops hidden states at one place in a layer:
+    ModelParallel      groups, core attention and recomputation of a stage, for building it
+    BatchContext       a microbatch, for a stage
+    LayerContext       what the layers of a stage share for a microbatch
+    AttentionInputs    rotary tables and mask of the layers with, or without, a window
+    TokenCache         tokens that were read before, in generation
+    CachedLayer        a layer with state between tokens
+    DropoutContext     random words of the microbatch
+    HiddenDropout      dropout of hidden states at one place in a layer:
 
-    embedding      after the word embeddings                        rate hidden_dropout
-    weights        of the attention                                 attention_dropout
+    embedding      word embeddings                                  rate hidden_dropout
+    weights        attention weights                                attention_dropout
     attention      output of the attention                          hidden_dropout
     mlp            output of the MLP or the experts                 hidden_dropout
 
-Outputs are dropped before the residual sum, and before a norm of them (`--norm-placement post` or
-`sandwich`).
+Outputs are dropped before the residual sum, and before they are normalized (`--norm-placement post`
+or `sandwich`).
 
 A word is a 32-bit hash of the seed, the sample, the layer, the place and the position; see
 kernels/dropout.py.
@@ -23,7 +26,7 @@ kernels/dropout.py.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +42,6 @@ from nanotrain.model.rope import Rotary
 from nanotrain.parallel.cp.split import local_positions
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.tp.layers import TensorParallel
-from nanotrain.topology.groups import GroupName
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class ModelParallel:
     sequence: Group
     dp: Group  # ranks that read different samples
     cp: Group  # ranks that share the sequences
-    # how layers without a core attention do it: "a2a", or by passing states
+    # how recurrent layers share a sequence: "a2a", or any other value to pass states
     cp_comm_type: str = "p2p"
     recompute: Recompute = field(default_factory=Recompute)  # recomputation in the stage
     tracks_logits: bool = False  # attention layers keep their largest logits, for QK-clip
@@ -65,23 +67,21 @@ class ModelParallel:
 
     def of_layer(self, layer: int) -> "ModelParallel":
         """The groups and options of one layer, without fp8 if the layer is excluded from it."""
-        return (
-            replace(self, tp=replace(self.tp, fp8=None)) if layer in self.layers_in_bf16 else self
-        )
+        if layer not in self.layers_in_bf16:
+            return self
+        return replace(self, tp=replace(self.tp, fp8=None))
 
     @classmethod
     def single_rank(cls) -> "ModelParallel":
         """One rank, without model parallelism."""
-        names: tuple[GroupName, ...] = ("ep", "etp", "tp_cp", "dp", "cp")
-        ep, etp, sequence, dp, cp = (Group.single_rank(name) for name in names)
         return cls(
             TensorParallel.single_rank(),
             SDPAttention(),
-            ep=ep,
-            etp=etp,
-            sequence=sequence,
-            dp=dp,
-            cp=cp,
+            ep=Group.single_rank("ep"),
+            etp=Group.single_rank("etp"),
+            sequence=Group.single_rank("tp_cp"),
+            dp=Group.single_rank("dp"),
+            cp=Group.single_rank("cp"),
         )
 
 
@@ -109,7 +109,8 @@ class DropoutContext:
         A graph would take the number of the layer as a constant: one graph per layer, and none
         after the eighth.
         """
-        first, num_places = layer * len(DropoutPlace), len(DropoutPlace)
+        num_places = len(DropoutPlace)
+        first = layer * num_places
         numbers = torch.arange(first, first + num_places, device=self.words.device)
         return replace(self, layer_words=mix_in(self.words, numbers[:, None]))
 
@@ -130,7 +131,7 @@ class HiddenDropout:
     tensor_parallel: TensorParallel
 
     def __call__(self, x: Tensor, context: DropoutContext | None) -> Tensor:
-        """[B, S or S/tp, H] -> the same; without a context, as in evaluation, nothing is dropped."""
+        """[B, S or S/tp, H] -> the same shape; a context of None drops nothing."""
         if context is None or self.rate == 0:
             return x
         positions = self.tensor_parallel.local_slice(context.positions[None])
@@ -159,57 +160,64 @@ class BatchContext:
 
     @classmethod
     def of(cls, batch: Batch, *, cp: Group, **fields: Any) -> Self:
-        """The context of a batch whose sequences are sharded over a cp group, with the other
-        fields.
-        """
+        """The context of a batch whose sequences are sharded over cp, with further fields."""
         positions = None
         if cp.size > 1:
-            length, device = batch.tokens.shape[1] * cp.size, batch.tokens.device
-            positions = local_positions(length, index=cp.index, size=cp.size, device=device)
+            length = batch.tokens.shape[1] * cp.size
+            positions = local_positions(
+                length, index=cp.index, size=cp.size, device=batch.tokens.device
+            )
         return cls(batch, positions, **fields)
 
     def dropout(self) -> DropoutContext | None:
         """The random words of dropout; None if nothing is dropped."""
         if self.dropout_seed is None:
             return None
-        tokens, positions, sample_ids = (
-            self.batch.tokens,
-            self.sequence_positions,
-            self.batch.sample_ids,
-        )
+        sample_ids = self.batch.sample_ids
         assert sample_ids is not None, "dropout needs the indices of the samples"
+        positions = self.sequence_positions
         if positions is None:
+            tokens = self.batch.tokens
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         return DropoutContext(sample_words(self.dropout_seed, sample_ids), positions)
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Inputs of attention that the layers with a window share, or those without one."""
+
+    rotary: Rotary | None = None  # of layers with rotary positions
+    mask: Any = None  # made by `CoreAttention.plan_mask`
 
 
 @dataclass(frozen=True)
 class LayerContext:
     """What all layers of a stage share for one microbatch."""
 
-    # cosines and sines of positions, of layers without and with a window; query factors, of layers
-    # without RoPE
-    rotary: tuple[Rotary | None, Rotary | None, Rotary | None] = (None, None, None)
-    # of layers without and with a window, made by `CoreAttention.plan_mask`
-    masks: tuple[Any, Any] = (None, None)
-    # [B, S] of full sequences, on every rank of cp; None without documents
+    full: AttentionInputs = field(default_factory=AttentionInputs)  # layers without a window
+    windowed: AttentionInputs = field(default_factory=AttentionInputs)  # layers with a window
+    # [S, 1, 1] or [B, S, 1, 1], factors of the queries in layers without rotary positions
+    query_scale: Tensor | None = None
+    # [B, S], the segments of full sequences on every cp rank; None without documents
     segment_ids: Tensor | None = None
     sequence_positions: Tensor | None = None  # see `BatchContext`
     dropout: DropoutContext | None = None  # None where nothing is dropped
     aux_loss_scale: float | Tensor = 0.0  # see `BatchContext`
     is_padding: bool = False  # see `Batch`
-    # tokens_per_expert that a router compares this microbatch with, by router; a recomputed forward
-    # reads its own
+    # by router: tokens_per_expert to which it compares this microbatch; a recomputed forward reads
+    # those of the first forward
     balance_counts: dict[Any, Tensor] = field(default_factory=dict)
-    dispatch_splits: dict[Any, Any] = field(default_factory=dict)  # alike, of token dispatchers
+    dispatch_splits: dict[Any, Any] = field(default_factory=dict)  # likewise, by token dispatcher
 
     def of_layer(self, layer: int) -> Self:
         """The context with the random words of a layer."""
-        return self if self.dropout is None else replace(self, dropout=self.dropout.of_layer(layer))
+        if self.dropout is None:
+            return self
+        return replace(self, dropout=self.dropout.of_layer(layer))
 
     @property
     def starts(self) -> Tensor | None:
-        """[B, S] bool, the first token of every document of full sequences; None without documents."""
+        """[B, S] bool, the first tokens of documents in full sequences; None without documents."""
         if self.segment_ids is None:
             return None
         segments = F.pad(self.segment_ids, (1, 0), value=-1)
@@ -217,14 +225,21 @@ class LayerContext:
 
 
 class TokenCache(Protocol):
-    """A cache of the tokens that a model has read, as layers see it (inference/cache.py).
-
-    A module with state between tokens has a method `cached(cache)`: functions that replace its own
-    while the cache is in use, by the names of its attributes.
-    """
+    """The tokens that a model has read, as layers see them (inference/cache.py)."""
 
     def attend(self, core_attention: Callable[..., Any], *, has_window: bool) -> Callable[..., Any]:
         """A core attention that stores keys and values and attends to all of them."""
 
     def segment_ids(self, device: torch.device, *, before: int) -> Tensor:
-        """[B, before + S]: of the new tokens and of those before them, 1, or 0 for padding."""
+        """[B, before + S], of the last tokens and the new ones: 1, or 0 for padding."""
+
+
+@runtime_checkable
+class CachedLayer(Protocol):
+    """A layer with state between tokens, which a cache keeps in generation."""
+
+    def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
+        """The function of the layer that also reads the earlier tokens of a cache."""
+
+    def swap_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Use such a function in further forward passes; returns the one used until now."""

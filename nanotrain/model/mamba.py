@@ -1,17 +1,21 @@
 """Mamba-2: a scan over tokens with a state per head, in place of attention.
 
-    hidden --+-- value -- value_conv --+
-             +-- key ---- key_conv ----+-- scan (attention/ssd.py) -- + skip * value -- norm(. * silu(gate)) -- output
-             +-- query -- query_conv --+
-             +-- step -- softplus(. + step_bias)    the step of a token; exp(-exp(decay) * step) is its decay
-             +-- gate
+    hidden --+-- x -- x_conv --+
+             +-- B -- B_conv --+-- scan (attention/ssd.py) -- + D * x -- norm(. * silu(z)) -- output
+             +-- C -- C_conv --+
+             +-- dt -- softplus(. + dt_bias) = step; the decay of a token is exp(-exp(A_log) * step)
+             +-- z
 
-Dao and Gu 2024, "Transformers are SSMs", section 7; there value is x, key B, query C, step dt,
-decay A_log, skip D and gate z. Heads share the key and query of their group. The norm is of the
-channels of a group. tp shards groups with their heads, so nothing between the projections is
-communicated over tp.
+Dao and Gu 2024, "Transformers are SSMs", section 7. Heads share the B and C of their group. The
+norm is over the channels of a group. tp shards groups with their heads, so nothing between the
+projections is communicated over tp.
 
-    B batch   S sequence   L local tokens   N heads   G groups   V, K head dims of values and keys
+Parameters keep the names under which they were declared first, which seed their initial values and
+are in checkpoints:
+
+    x value   B key   C query   z gate   dt step   dt_bias step_bias   A_log decay   D skip
+
+    S sequence   N heads   G groups   P head dim of x   K state dim, the head dim of B and C
 """
 
 from collections.abc import Callable, Sequence
@@ -56,28 +60,28 @@ class Mamba2(nn.Module):
         self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
     ) -> None:
         super().__init__()
-        self.sizes, self.eps = model_config.mamba, model_config.norm_epsilon
-        self.step_bias, self.decay, self.skip = (
-            params[name] for name in ("step_bias", "decay", "skip")
-        )
-        self.norm, self.normalize = (
-            params.get("norm"),
-            self._normalize if self.sizes.rms_norm else _in_dtype,
-        )
-        self.scale = _scale_by(self.sizes.multipliers)
+        self.sizes = model_config.mamba
+        self.step_bias = params["step_bias"]
+        self.decay = params["decay"]
+        self.skip = params["skip"]
+        self.norm = params.get("norm")
+        self.eps = model_config.norm_epsilon
         column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
-        self.gate, self.value = column(*params.linear("gate")), column(*params.linear("value"))
-        self.key, self.query = column(*params.linear("key")), column(*params.linear("query"))
-        self.step = ColumnParallelLinear(
-            *params.linear("step"), tensor_parallel=replace(parallel.tp, fp8=None)
-        )
+        narrow = replace(parallel.tp, fp8=None)  # too few outputs for fp8
+        self.gate = column(*params.linear("gate"))
+        self.value = column(*params.linear("value"))
+        self.key = column(*params.linear("key"))
+        self.query = column(*params.linear("query"))
+        self.step = ColumnParallelLinear(*params.linear("step"), tensor_parallel=narrow)
+        self.scale = build_projection_scale(self.sizes.multipliers)
         conv = partial(ShortConvolution, cp=parallel.cp, activation=F.silu)
-        names = ("value_conv", "key_conv", "query_conv")
-        self.value_conv, self.key_conv, self.query_conv = (
-            conv(params.submodule(name)) for name in names
-        )
+        self.value_conv = conv(params.submodule("value_conv"))
+        self.key_conv = conv(params.submodule("key_conv"))
+        self.query_conv = conv(params.submodule("query_conv"))
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
-        self.scan = partial(scan_over, group=parallel.cp, comm_type=parallel.cp_comm_type, rule=SSD)
+        self.scan: Callable[[DeltaInputs], Tensor] = partial(
+            scan_over, group=parallel.cp, comm_type=parallel.cp_comm_type, rule=SSD
+        )
         self.dropout = HiddenDropout(
             model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp
         )
@@ -85,41 +89,59 @@ class Mamba2(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         wide = (self.gate, self.value, self.key, self.query)
-        gate, value, key, query, step = self.scale(
-            project_inputs(hidden, wide, narrow=(self.step,))
-        )
-        value = self.value_conv(value, context).unflatten(-1, (-1, self.sizes.head_dim))
-        key = self.key_conv(key, context).unflatten(-1, (-1, self.sizes.state_dim))
-        query = self.query_conv(query, context).unflatten(-1, (-1, self.sizes.state_dim))
+        z, x, B, C, dt = self.scale(project_inputs(hidden, wide, narrow=(self.step,)))
+        x = self.value_conv(x, context).unflatten(-1, (-1, self.sizes.head_dim))
+        B = self.key_conv(B, context).unflatten(-1, (-1, self.sizes.state_dim))
+        C = self.query_conv(C, context).unflatten(-1, (-1, self.sizes.state_dim))
         dtype = accumulate_dtype(hidden)
-        step = F.softplus(step.to(dtype) + self.step_bias.to(dtype)).clamp(
-            min=self.sizes.time_step_min
-        )[..., None]
-        decay = step * -self.decay.to(dtype).exp()[:, None]
-        out = self.scan(DeltaInputs(query, key, value, decay, step, context.starts))
-        out = (out + value * self.skip.to(dtype)[:, None]).flatten(2) * F.silu(gate.to(dtype))
-        return self.dropout(self.output(self.normalize(out, key)), context.dropout)
-
-    def _normalize(self, out: Tensor, key: Tensor) -> Tensor:
-        """[B, S, channels] -> the same shape, in the dtype of the keys [B, S, G, K]."""
-        num_groups = key.shape[2]
-        normed = F.rms_norm(
-            out.unflatten(-1, (num_groups, -1)), (out.shape[-1] // num_groups,), eps=self.eps
+        dt = F.softplus(dt.to(dtype) + self.step_bias.to(dtype))
+        dt = dt.clamp(min=self.sizes.time_step_min)[..., None]
+        A = -self.decay.to(dtype).exp()[:, None]
+        D = self.skip.to(dtype)[:, None]
+        y = self.scan(
+            DeltaInputs(query=C, key=B, value=x, decay=dt * A, beta=dt, starts=context.starts)
         )
-        assert self.norm is not None, "outputs that are normalized have weights"
-        return self.norm * normed.flatten(2).to(key.dtype)
+        y = (y + x * D).flatten(2) * F.silu(z.to(dtype))
+        return self.dropout(self.output(self._normalize(y, like=B)), context.dropout)
 
-    def cached(self, cache: TokenCache) -> dict[str, Callable[..., Any]]:
-        """In generation the scan goes on from the state after the tokens so far."""
-        return {"scan": CachedScan(cache, ssd)}
+    def _normalize(self, y: Tensor, *, like: Tensor) -> Tensor:
+        """RMSNorm per group where the model has one; the result has the dtype of `like`.
+
+        Args:
+            y: [batch, S, channels].
+            like: [batch, S, G, K].
+        """
+        if self.norm is None:
+            return y.to(like.dtype)
+        grouped = y.unflatten(-1, (like.shape[2], -1))
+        normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps)
+        return self.norm * normed.flatten(2).to(like.dtype)
+
+    def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
+        """The scan that starts from the state after the tokens so far."""
+        return CachedScan(cache, ssd)
+
+    def swap_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Use another scan; returns the one used until now."""
+        before = self.scan
+        self.scan = function
+        return before
 
 
-def _in_dtype(out: Tensor, key: Tensor) -> Tensor:
-    return out.to(key.dtype)
+class ProjectionScale(nn.Module):
+    """Constant factors of several tensors."""
+
+    def __init__(self, factors: Sequence[float]) -> None:
+        super().__init__()
+        self.factors = factors
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The same shapes."""
+        return [x * factor for x, factor in zip(tensors, self.factors, strict=True)]
 
 
-def _scale_by(factors: Sequence[float]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """Multiplies projections by their factors; the identity where all are 1."""
+def build_projection_scale(factors: Sequence[float]) -> nn.Module:
+    """Constant factors of the projections; the identity where all are 1."""
     if all(factor == 1.0 for factor in factors):
-        return lambda projected: projected
-    return lambda projected: [x * factor for x, factor in zip(projected, factors, strict=True)]
+        return nn.Identity()
+    return ProjectionScale(factors)

@@ -1,31 +1,31 @@
-"""Multi-head latent attention (MLA): queries, keys and values are projected from compressed
-vectors.
+"""Multi-head latent attention (MLA): queries, keys and values from compressed vectors.
 
-    hidden --+-- query_down -- query_latent_norm -- query_up --> query   per head: Dn channels without position,
-             |                                                           R rotary channels
-             |                                                           (without q_lora_rank: hidden -- query)
-             +-- kv_down --+-- kv_latent_norm -- kv_up --------> key     per head: Dn channels without position
-                           |                                 --> value   per head: Dv channels
-                           +-- rotary -------------------------> key     R rotary channels, shared by all heads
+    hidden --+-- query_down -- query_latent_norm -- query_up --> query   Dn + R channels per head
+             +-- kv_down --+-- kv_latent_norm -- kv_up --------> key     Dn channels per head
+                           |                                 --> value   Dv channels per head
+                           +-- rotary -------------------------> key     R channels for all heads
 
-The compressed vectors belong to all heads: every tp rank has the down-projections and their norms,
+Without q_lora_rank the query is a projection of the hidden states.
+
+All heads share the compressed vectors: every tp rank has the down-projections and their norms,
 outside the tensor-parallel region; query_up, kv_up and output are sharded by heads. Only compressed
 vectors are communicated.
 
-DeepSeek-V2 (2024), section 2.1. Rotary channel i is paired with i + R/2 as everywhere here
-(rope.py). DeepSeek's files pair neighbours; permuting the rows of query_up and kv_down that produce
-rotary channels converts one into the other. With `scale_lora` the outputs of both norms have the
-variance of hidden states (LongCat-Flash, section 2.3).
+DeepSeek-V2 (2024), section 2.1. Rotary channel i is paired with i + R/2 (rope.py). DeepSeek's files
+pair neighbours; permuting the rows of query_up and kv_down that produce rotary channels converts
+one into the other. With `scale_lora` the outputs of both norms have the variance of hidden states
+(LongCat-Flash, section 2.3).
 
     B batch   S sequence   H hidden   N heads   C width of the compressed keys and values
+    Dn channels without position   R rotary channels   Dv channels of a value
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from nanotrain.config.model import ModelConfig
@@ -60,21 +60,23 @@ class MultiLatentAttention(nn.Module):
     ) -> None:
         super().__init__()
         shape = ModelShape.of(model_config)
+        mla = shape.mla
+        assert mla is not None, "a model without latent attention has the class Attention"
         self.has_window = shape.has_window(layer)
+        self.tensor_parallel = parallel.tp
+        self.query_sizes = (mla.qk_head_dim, mla.qk_pos_emb_head_dim)
+        self.key_value_sizes = (mla.qk_head_dim, shape.value_head_dim)
+        self.compressed_sizes = (mla.kv_lora_rank, mla.qk_pos_emb_head_dim)
         self.scores = LayerScores(model_config, layer=layer, parallel=parallel)
         self.max_logits = self.scores.max_logits
-        assert shape.mla is not None, "a model without latent attention has the class Attention"
-        self.tensor_parallel = parallel.tp
-        self.core_attention: Callable[..., Tensor] = parallel.core_attention
-        self.query_sizes = (shape.mla.qk_head_dim, shape.mla.qk_pos_emb_head_dim)
-        self.key_value_sizes = (shape.mla.qk_head_dim, shape.value_head_dim)
-        self.compressed_sizes = (shape.mla.kv_lora_rank, shape.mla.qk_pos_emb_head_dim)
+        self.core_attention: Callable[..., Any] = parallel.core_attention
+
         sharded = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
         replicated = partial(ColumnParallelLinear, tensor_parallel=parallel.tp.unsharded)
-        epsilon = shape.mla.compressed_norm_epsilon or model_config.norm_epsilon
+        epsilon = mla.compressed_norm_epsilon or model_config.norm_epsilon
         latent_norm = partial(build_norm, replace(model_config, norm_epsilon=epsilon))
         self.query: ColumnParallelLinear | None = None
-        if shape.mla.q_lora_rank is None:
+        if mla.q_lora_rank is None:
             self.query = sharded(*params.linear("query"))
         else:
             self.query_down = replicated(*params.linear("query_down"))
@@ -87,17 +89,15 @@ class MultiLatentAttention(nn.Module):
         self.dropout = HiddenDropout(
             model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp
         )
-        query_scale, key_value_scale = shape.mla.lora_scales(shape.hidden_size)
-        # the core attention has the factor of the width of a head alone, not that of YaRN
+        query_scale, key_value_scale = mla.lora_scales(shape.hidden_size)
+        # the core attention divides scores by the root of the head dim; YaRN has a further factor
         mscale = 1.0 if model_config.yarn is None else model_config.yarn.softmax_mscale
-        self.query_scale, self.key_value_scale = (
-            build_scale(query_scale * mscale),
-            build_scale(key_value_scale),
-        )
+        self.query_scale = build_scale(query_scale * mscale)
+        self.key_value_scale = build_scale(key_value_scale)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        rotary = context.rotary[int(self.has_window)]
+        inputs = context.windowed if self.has_window else context.full
         query, compressed = self._compress(hidden)
         compressed_kv, shared_key = compressed.split(self.compressed_sizes, dim=-1)
         if self.query is None:
@@ -106,26 +106,31 @@ class MultiLatentAttention(nn.Module):
         scores = self.scores(context, sink=None, device=query.device)
         compressed_kv = self.key_value_scale(self.kv_latent_norm(compressed_kv))
         query, key, value = self.up_project(
-            query, compressed_kv, shared_key=shared_key, rotary=rotary
+            query, compressed_kv, shared_key=shared_key, rotary=inputs.rotary
         )
-        mask = context.masks[int(self.has_window)]  # torch 2.11 does not trace a bool as an index
-        attended = attend(query, key=key, value=value, mask=mask, scores=scores)
+        attended = attend(query, key=key, value=value, mask=inputs.mask, scores=scores)
         return self.dropout(self.output(attended.flatten(2)), context.dropout)
 
     def attend(
         self, hidden: Tensor, compressed_query: Tensor, *, context: LayerContext
     ) -> Callable[..., Tensor]:
-        """The core attention for a microbatch; a subclass may read the inputs of the layer for it."""
+        """The core attention of a microbatch; subclasses may read the inputs of the layer."""
         return self.core_attention
 
-    def cached(self, cache: TokenCache) -> dict[str, Callable[..., Tensor]]:
-        """In generation the core attention attends to all keys so far."""
-        return {"core_attention": cache.attend(self.core_attention, has_window=self.has_window)}
+    def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
+        """The core attention to all tokens so far."""
+        return cache.attend(self.core_attention, has_window=self.has_window)
+
+    def swap_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Use another core attention; returns the one used until now."""
+        before = self.core_attention
+        self.core_attention = function
+        return before
 
     def _compress(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S or S/tp, q_lora_rank] and [.., C + R], outside the tensor-parallel region.
 
-        Without q_lora_rank the first is the query [B, S, N/tp * (Dn + R)], inside of it.
+        Without q_lora_rank the first is the query [B, S, N/tp * (Dn + R)], inside the region.
         """
         if self.query is not None:
             return self.query(hidden), self.kv_down(hidden)
@@ -135,17 +140,15 @@ class MultiLatentAttention(nn.Module):
     def up_project(
         self, query: Tensor, compressed_kv: Tensor, *, shared_key: Tensor, rotary: Rotary | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value [B, S, N/tp, ...] from what `_compress` returns, normalized."""
+        """Query, key and value [B, S, N/tp, ...] from the normalized results of `_compress`."""
         if self.query is None:
             query = self.query_up(query)
-        key_value = self.kv_up(compressed_kv)
-        query = rearrange(query, "b s (n d) -> b s n d", d=sum(self.query_sizes))
-        key_value = rearrange(key_value, "b s (n d) -> b s n d", d=sum(self.key_value_sizes))
+        query = query.unflatten(-1, (-1, sum(self.query_sizes)))
+        key_value = self.kv_up(compressed_kv).unflatten(-1, (-1, sum(self.key_value_sizes)))
         query_nope, query_rope = self.query_scale(query).split(self.query_sizes, dim=-1)
         key_nope, value = key_value.split(self.key_value_sizes, dim=-1)
-        query = scale_query(
-            torch.cat((query_nope, apply_rotary(query_rope, rotary)), dim=-1), rotary
-        )
+        query = torch.cat((query_nope, apply_rotary(query_rope, rotary)), dim=-1)
+        query = scale_query(query, None if rotary is None else rotary.query_scale)
         key_rope = apply_rotary(self.tensor_parallel.enter(shared_key)[:, :, None], rotary)
         key = torch.cat((key_nope, key_rope.expand(-1, -1, key_nope.shape[2], -1)), dim=-1)
         return query, key, value

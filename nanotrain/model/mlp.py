@@ -21,14 +21,15 @@ from nanotrain.parallel.tp.layers import (
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)) (Shazeer 2020, "GLU
-    variants").
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)).
+
+    Shazeer 2020, "GLU Variants Improve Transformer", for the gate.
 
     Args:
         model_config: the activation between the projections.
         params: up, down; gate where declared.
         tensor_parallel: shards the inner width F.
-        dropout: dropout of the output; None in an expert, whose layer drops the sum of all.
+        dropout: dropout of the output; None in a shared expert (the layer drops the sum).
     """
 
     def __init__(
@@ -41,19 +42,18 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         column = partial(ColumnParallelLinear, tensor_parallel=tensor_parallel)
-        self.gate = (
-            column(*params.linear("gate")) if params.get("gate.weight") is not None else None
-        )
+        self.gate: ColumnParallelLinear | None = None
+        if "gate.weight" in params:
+            self.gate = column(*params.linear("gate"))
         self.activation = build_activation(model_config, params)
         self.up = column(*params.linear("up"))
-        # a tuple registers none twice
-        self.projections = (self.up,) if self.gate is None else (self.gate, self.up)
         self.down = RowParallelLinear(*params.linear("down"), tensor_parallel=tensor_parallel)
         self.dropout = dropout
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        out: Tensor = self.down(self.activation(*column_parallel(hidden, self.projections)))
+        layers = (self.up,) if self.gate is None else (self.gate, self.up)
+        out: Tensor = self.down(self.activation(*column_parallel(hidden, layers)))
         return out if self.dropout is None else self.dropout(out, context.dropout)
 
 
@@ -62,8 +62,9 @@ def build_mlp(
 ) -> nn.Module:
     """A mixture of experts where a router is declared, else a dense MLP."""
     dropout = HiddenDropout(model_config.hidden_dropout, layer, DropoutPlace.mlp, parallel.tp)
-    if params.get("router.weight") is None:
+    if "router.weight" not in params:
         return MLP(model_config, params, tensor_parallel=parallel.tp, dropout=dropout)
-    shared = params.submodule("shared")
-    shared_mlp = MLP(model_config, shared, tensor_parallel=parallel.tp) if shared else None
-    return MoELayer(model_config, params, parallel=parallel, shared=shared_mlp, dropout=dropout)
+    shared: MLP | None = None
+    if declared := params.submodule("shared"):
+        shared = MLP(model_config, declared, tensor_parallel=parallel.tp)
+    return MoELayer(model_config, params, parallel=parallel, shared=shared, dropout=dropout)

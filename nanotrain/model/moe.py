@@ -1,16 +1,14 @@
-"""The mixture-of-experts layer: a router, experts of which each token uses the top k, and an
-optional shared expert.
+"""The mixture-of-experts layer: a router, experts, and an optional shared expert.
 
-    hidden --+-- local tokens -- router, fc1 -- token dispatcher (experts) -- fc2 -- all tokens
-             --+-- out +-- shared expert (a tensor-parallel MLP) ------------------ times its gate
-             ----------+
+    hidden --+-- local tokens -- router, fc1 -- token dispatcher (experts) -- fc2 --+-- out
+             +-- shared expert (a tensor-parallel MLP) -- times its gate -----------+
 
-With moe_latent_size experts work in a compressed width, to which fc1 projects and from which fc2
-does (LatentMoE of Nemotron 3 Super); without it both are the identity.
+With moe_latent_size experts work in a compressed width: fc1 projects to it and fc2 back (LatentMoE
+of Nemotron 3 Super); without it both are the identity.
 
-Each rank routes tokens of its own. With sequence parallelism its tokens are a slice already.
-Without, all tp ranks have the same tokens, so each routes its slice of the sequence and the outputs
-are gathered. In generation, where a step may have one token, each routes all of them.
+Each rank routes different tokens. With sequence parallelism they are its slice of the sequence
+already. Without, all tp ranks have the same tokens, so each routes a slice of the sequence and the
+outputs are gathered. In generation, where a step may have one token, each rank routes all tokens.
 
     B batch   S tokens of a sequence at the input of the layer   H hidden
 """
@@ -33,7 +31,7 @@ from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
 from nanotrain.parallel.ep.experts import EXPERT_LINEARS, ExpertOptions, Experts
 from nanotrain.parallel.ep.token_dispatcher import build_token_dispatcher
-from nanotrain.parallel.tp.layers import ColumnParallelLinear, TensorParallel
+from nanotrain.parallel.tp.layers import ColumnParallelLinear
 
 _SEQUENCE = 1  # the dim of [B, S, H] that is split over tp
 
@@ -60,67 +58,64 @@ class MoELayer(nn.Module):
         dropout: HiddenDropout,
     ) -> None:
         super().__init__()
-        moe, single = model_config.moe, Group.single_rank("tp")
+        moe = model_config.moe
         assert moe is not None, "a dense layer has no experts"
+        single = Group.single_rank("tp")
         self._tp = single if parallel.sequence.size == 1 else parallel.tp.group
         self._split = single if parallel.tp.sequence_parallel else self._tp
-        self.router, self.weights_inputs = (
-            Router(moe, params, parallel=parallel),
-            moe.apply_probs_on_input,
-        )
-        self._num_experts, self.has_zero_experts = moe.num_experts, moe.num_zero_experts > 0
-        options = replace(parallel.dispatch, may_drop=moe.may_drop, recompute=parallel.recompute)
+        self._num_experts = moe.num_experts
+        self.has_zero_experts = moe.num_zero_experts > 0
+        self.weights_inputs = moe.apply_probs_on_input
+        self.router = Router(moe, params, parallel=parallel)
         self.dispatcher = build_token_dispatcher(
-            moe.num_experts, ep=parallel.ep, etp=parallel.etp, options=options
+            moe.num_experts,
+            ep=parallel.ep,
+            etp=parallel.etp,
+            options=replace(parallel.dispatch, may_drop=moe.may_drop, recompute=parallel.recompute),
         )
-        latent = partial(_latent_projection, params, tensor_parallel=parallel.tp.unsharded)
-        self.fc1_latent_proj, self.fc2_latent_proj = (
-            latent("fc1_latent_proj"),
-            latent("fc2_latent_proj"),
+        self.fc1_latent_proj = _build_latent_projection(
+            params, "fc1_latent_proj", parallel=parallel
         )
-        of_experts, num_local = params.submodule("experts"), moe.num_experts // parallel.ep.size
-        linears = {
-            name: of_experts.linear(name) for name in EXPERT_LINEARS if of_experts.submodule(name)
-        }
-        experts = ExpertRange(parallel.ep.index * num_local, num_local, moe.num_experts)
-        self.experts = Experts(
-            linears,
-            activation=build_activation(model_config, of_experts),
-            options=ExpertOptions(
-                may_drop=self.dispatcher.has_padding,
-                wgrad_queue=parallel.tp.wgrad_queue,
-                experts=experts,
-                fp8=expert_fp8_options(
-                    parallel.tp.fp8, experts, etp=parallel.etp, sequence=parallel.sequence
-                ),
-                adds_down_bias=parallel.etp.is_first,
-            ),
+        self.fc2_latent_proj = _build_latent_projection(
+            params, "fc2_latent_proj", parallel=parallel
         )
-        self.shared, self.dropout = shared, dropout
-        shared_gate = params.get("shared_gate.weight")
-        self.shared_gate = None if shared_gate is None else Linear(shared_gate, None)
+        self.experts = _build_experts(
+            model_config,
+            params.submodule("experts"),
+            parallel=parallel,
+            may_drop=self.dispatcher.has_padding,
+        )
+        self.shared = shared
+        self.shared_gate: Linear | None = None
+        if "shared_gate.weight" in params:
+            self.shared_gate = Linear(params["shared_gate.weight"], None)
+        self.dropout = dropout
 
     @eager
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         finish = self.start(hidden, context)
-        # while tokens travel
-        shared = None if self.shared is None else self.shared(hidden, context)
-        # a factor of each token, the same on every tp rank
-        if shared is not None and self.shared_gate is not None:
+        if self.shared is None:
+            return self.dropout(finish(), context.dropout)
+        # while the tokens are sent
+        shared = self.shared(hidden, context)
+        if self.shared_gate is not None:
+            # a factor of each token, the same on every tp rank
             shared = self.shared_gate.fprop(hidden).sigmoid() * shared
-        out = finish()
-        return self.dropout(out if shared is None else out + shared, context.dropout)
+        return self.dropout(finish() + shared, context.dropout)
 
     @eager  # tokens per expert vary between batches, and there are collectives in between
     def start(self, hidden: Tensor, context: LayerContext) -> Callable[[], Tensor]:
-        """Send tokens [B, S, H] to their experts; returns a function that waits for the sums of
-        their outputs.
+        """Send tokens [B, S, H] to their experts.
+
+        Returns:
+            a function that waits for the summed outputs of the experts, [B, S, H].
         """
         local = split_along(hidden, self._split, dim=_SEQUENCE)
         routing = self.router(local, context, positions=partial(self._positions, local, context))
         tokens = self.fc1_latent_proj(local).flatten(0, 1)
-        if self.weights_inputs:  # of one expert, so a token is scaled before it is sent
+        if self.weights_inputs:
+            # top-1 routing: a token is scaled before it is sent to its one expert
             tokens = (tokens * routing.topk_weights).to(tokens.dtype)
             routing = replace(routing, topk_weights=torch.ones_like(routing.topk_weights))
         sent = routing.of_experts(self._num_experts) if self.has_zero_experts else routing
@@ -129,27 +124,57 @@ class MoELayer(nn.Module):
         @eager
         def finish() -> Tensor:
             out = finish_routed(self.experts)
-            if self.has_zero_experts:  # their outputs are the tokens
+            if self.has_zero_experts:
+                # the output of a zero-computation expert is its token
                 weights = routing.topk_weights.masked_fill(routing.topk_ids < self._num_experts, 0)
                 out = out + (weights.sum(-1, keepdim=True) * tokens).to(out.dtype)
-            return concat_along(
-                self.fc2_latent_proj(out.unflatten(0, local.shape[:2])), self._split, dim=_SEQUENCE
-            )
+            out = self.fc2_latent_proj(out.unflatten(0, local.shape[:2]))
+            return concat_along(out, self._split, dim=_SEQUENCE)
 
         return finish
 
     def _positions(self, local: Tensor, context: LayerContext) -> Tensor:
-        """[S of this tp rank] int64, the positions of its tokens in their sequence."""
-        length, first = local.shape[_SEQUENCE], local.shape[_SEQUENCE] * self._tp.index
+        """[S] or [S/tp] int64, the positions of the local tokens in their sequence."""
+        length = local.shape[_SEQUENCE]
+        first = length * self._tp.index
         if context.sequence_positions is None:
             return torch.arange(first, first + length, device=local.device)
         return context.sequence_positions[first : first + length]
 
 
-def _latent_projection(
-    params: Parameters, name: str, *, tensor_parallel: TensorParallel
+def _build_latent_projection(
+    params: Parameters, name: str, *, parallel: ModelParallel
 ) -> nn.Module:
-    """A projection of the tokens of each tp rank; the identity where none is declared."""
+    """A projection of the local tokens; the identity where none is declared."""
     if not params.submodule(name):
         return nn.Identity()
-    return ColumnParallelLinear(*params.linear(name), tensor_parallel=tensor_parallel)
+    return ColumnParallelLinear(*params.linear(name), tensor_parallel=parallel.tp.unsharded)
+
+
+def _build_experts(
+    model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, may_drop: bool
+) -> Experts:
+    """The local experts.
+
+    Args:
+        model_config: number of experts, activation.
+        params: up, down; gate and biases where declared.
+        parallel: ep shards the experts, etp their matrices.
+        may_drop: whether some rows belong to no expert.
+    """
+    assert model_config.moe is not None
+    num_experts = model_config.moe.num_experts
+    num_local = num_experts // parallel.ep.size
+    local = ExpertRange(parallel.ep.index * num_local, num_local, num_experts)
+    fp8 = expert_fp8_options(parallel.tp.fp8, local, etp=parallel.etp, sequence=parallel.sequence)
+    return Experts(
+        {name: params.linear(name) for name in EXPERT_LINEARS if params.submodule(name)},
+        activation=build_activation(model_config, params),
+        options=ExpertOptions(
+            may_drop=may_drop,
+            wgrad_queue=parallel.tp.wgrad_queue,
+            experts=local,
+            fp8=fp8,
+            adds_down_bias=parallel.etp.is_first,
+        ),
+    )

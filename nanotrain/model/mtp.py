@@ -1,18 +1,17 @@
-"""Multi-token prediction: layers after the model, each of which predicts one token further
-(DeepSeek-V3, section 2.2).
+"""Multi-token prediction: layers after the model that each predict one token further.
 
-    hidden states of the model, after its final norm -- hnorm --+
-                                                                +-- eh_proj -- block -- final_norm --+-- head --> loss
-    embeddings of the next tokens --------------------- enorm --+                                    |
-                                                                                     hidden states of the next layer
+    hidden states, after the final norm -- hnorm --+
+                                                   +-- eh_proj -- block -- final_norm --+-- head
+    embeddings of the next tokens -------- enorm --+                                    |     |
+                                                                    hidden of the next layer  loss
 
-At position i layer k reads token i + k and predicts token i + k + 1. It uses the model's word
-embedding and head; its block is like the last layer of the model. The layers exist for training
-only: evaluation and generation leave them out.
+DeepSeek-V3, section 2.2. At position i layer k reads token i + k and predicts token i + k + 1. It
+uses the model's word embedding and head; its block is like the last layer of the model. Evaluation
+and generation leave these layers out.
 
-The training loss is the model's loss plus `mtp_loss_scaling_factor` times the mean over these
-layers of their losses, each a mean over its own target tokens of the global batch, as in
-Megatron-LM with `--calculate-per-token-loss`.
+The training loss is the model's loss plus `mtp_loss_scaling_factor` times the mean loss of these
+layers. The loss of a layer is a mean over its target tokens of the global batch, as in Megatron-LM
+with `--calculate-per-token-loss`.
 
     B batch   S sequence   H hidden
 """
@@ -37,11 +36,11 @@ class MTPLayer(nn.Module):
         model_config: configuration of the model.
         params: enorm, hnorm, eh_proj, final_norm.
         block: a transformer block with the parameters `block`.
-        tensor_parallel: group of the stage; the projection lies outside the tensor-parallel region.
+        tensor_parallel: tp group of the stage; the projection is outside its sharded region.
         layer: index after the layers of the model.
     """
 
-    reads_shared = True  # as an FSDP unit it reads embedding and head too
+    reads_shared = True  # FSDP: this unit also reads embedding and head
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class MTPLayer(nn.Module):
         self.final_norm = build_norm(model_config, params.submodule("final_norm"))
         # `transform_blocks` may replace the block by a function
         self.block_functions: list[Callable[..., Tensor]] = [block]
-        self._drop_embedded = HiddenDropout(
+        self.drop_embedded = HiddenDropout(
             model_config.hidden_dropout, layer, DropoutPlace.embedding, tensor_parallel
         )
         self.loss_sum: Tensor
@@ -85,13 +84,13 @@ class MTPLayer(nn.Module):
             batch: the sequences, shifted by k tokens for layer k.
             context: context of the layers of the model.
             embed: [B, S] tokens -> [B, S or S/tp, H].
-            sum_losses: hidden states -> the summed cross-entropy.
+            sum_losses: hidden states and their batch -> the summed cross-entropy.
 
         Returns:
-            hidden states for the next layer; the sum over unmasked target tokens of the
-            cross-entropy, an fp32 scalar.
+            hidden states for the next layer, and the summed cross-entropy of unmasked target
+            tokens, an fp32 scalar.
         """
-        embedded = self._drop_embedded(embed(batch.tokens), context.dropout)
+        embedded = self.drop_embedded(embed(batch.tokens), context.dropout)
         hidden = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         for function in self.block_functions:
             hidden = function(hidden, context)

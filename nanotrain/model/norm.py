@@ -1,10 +1,9 @@
 """Norms over the last dim, computed in fp32 for every dtype of activations.
 
-    build_norm   the norm that a configuration names
-    build_post_norm   that of an output of attention or MLP, or a factor in its place
-    build_scale   a constant factor
-    LayerNorm, RMSNorm
-    build_head_norm, WideRMSNorm   norms of queries and keys
+    build_norm          the norm of a configuration: LayerNorm or RMSNorm
+    build_post_norm     the norm, or the factor, of an output of attention or MLP
+    build_head_norm     the norm of queries or keys: per head, or over all heads (WideRMSNorm)
+    build_scale         a constant factor
 
 With `apply_layernorm_1p` the stored weight is the difference from 1, which is added in fp32. torch
 has a fused LayerNorm on every device, and a fused RMSNorm on GPUs.
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanotrain.comm.autograd import copy_to, reduce_from
+from nanotrain.comm.autograd import copy_to, eager_or_graph, reduce_from
 from nanotrain.comm.group import Group
 from nanotrain.config.model import ModelConfig
 from nanotrain.model.parameters import Parameters
@@ -30,40 +29,49 @@ class LayerNorm(nn.Module):
         self, weight: nn.Parameter, bias: nn.Parameter, *, eps: float, is_offset: bool = False
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.eps, self.is_offset = weight, bias, eps, is_offset
+        self.weight = weight
+        self.bias = bias
+        self.eps = eps
+        self.is_offset = is_offset
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
         if self.is_offset:
-            weight, bias = as_fp32(self.weight) + 1, as_fp32(self.bias)
+            weight = as_fp32(self.weight) + 1
+            bias = as_fp32(self.bias)
             return F.layer_norm(as_fp32(x), weight.shape, weight, bias, self.eps).to(x.dtype)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019); a weight of None is 1 (L2Norm)."""
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019); weight None: 1 (L2Norm)."""
 
     def __init__(self, weight: nn.Parameter | None, *, eps: float, is_offset: bool = False) -> None:
         super().__init__()
-        self.weight, self.eps, self.is_offset = weight, eps, is_offset
+        self.weight = weight
+        self.eps = eps
+        self.is_offset = is_offset
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
         weight = x.new_ones(x.shape[-1]) if self.weight is None else self.weight
-        weight = as_fp32(weight) + 1 if self.is_offset else weight
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            out: Tensor = _RMSNormOnCPU.apply(x, weight, self.eps)
-            return out
-        return F.rms_norm(as_fp32(x) if self.is_offset else x, weight.shape, weight, self.eps).to(
-            x.dtype
-        )
+        if self.is_offset:
+            weight = as_fp32(weight) + 1
+        rms_norm = _rms_norm_on_cpu if x.device.type == "cpu" else _rms_norm
+        return rms_norm(x, weight, eps=self.eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """RMSNorm by torch's operator, in the wider dtype of the two tensors."""
+    wide = x.to(torch.promote_types(x.dtype, weight.dtype))
+    return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype)
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """Keeps its input and one number per row; torch's operators keep the input and the normalized
-    rows in fp32 too.
+    """RMSNorm that keeps its input and one number per row for the backward.
 
-    With r = 1 / sqrt(mean(x^2) + eps) and n = x * r: out = n * w, and for the gradient g of out
+    torch's operators keep the input and the normalized rows in fp32. With r = 1 / sqrt(mean(x^2) +
+    eps) and n = x * r: out = n * w, and for the gradient g of out
 
         grad_x = r * (g * w - n * mean(g * w * n))
         grad_w = sum over rows of g * n
@@ -84,7 +92,9 @@ class _RMSNormOnCPU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        grad, weight32, size = as_fp32(grads[0]), as_fp32(weight), x.shape[-1]
+        grad = as_fp32(grads[0])
+        weight32 = as_fp32(weight)
+        size = x.shape[-1]
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
             grad,
             as_fp32(x),
@@ -99,48 +109,57 @@ class _RMSNormOnCPU(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
+def _eager_rms_norm_on_cpu(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    out: Tensor = _RMSNormOnCPU.apply(x, weight, eps)
+    return out
+
+
+_rms_norm_on_cpu = eager_or_graph(_eager_rms_norm_on_cpu, _rms_norm)
+
+
 class WideRMSNorm(nn.Module):
     """RMSNorm over all heads together (OLMo 2), with the heads sharded over a group.
 
     The mean square is reduced over the group. Every rank holds the weights of all heads and uses
-    those of its own, so the gradients of the weights have to be summed over the group.
+    the ones of its heads, so the gradients of the weights have to be summed over the group.
 
     Args:
         weight: [all heads * D].
         eps: added to the mean square.
-        heads: channels of this rank, as a range of the weight; each channel is on the same number
-            of ranks.
+        channels: channels of this rank, as a range of the weight; each channel is on the same
+            number of ranks.
         group: ranks over which the heads are sharded.
     """
 
     def __init__(
-        self, weight: nn.Parameter, *, eps: float, heads: slice, group: Group, is_offset: bool
+        self, weight: nn.Parameter, *, eps: float, channels: slice, group: Group, is_offset: bool
     ) -> None:
         super().__init__()
-        self.weight, self.eps, self.heads, self.group, self.is_offset = (
-            weight,
-            eps,
-            heads,
-            group,
-            is_offset,
-        )
+        self.weight = weight
+        self.eps = eps
+        self.channels = channels
+        self.group = group
+        self.is_offset = is_offset
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, local heads, D] -> the same shape and dtype."""
-        x32, weight = as_fp32(x.flatten(-2)), as_fp32(self.weight[self.heads])
-        # of each channel, over the group
+        x32 = as_fp32(x.flatten(-2))
+        weight = as_fp32(self.weight[self.channels])
+        if self.is_offset:
+            weight = weight + 1
+        # ranks of the group that hold the same channel
         num_copies = self.group.size * x32.shape[-1] / self.weight.shape[0]
         squares = reduce_from(x32.square().sum(-1, keepdim=True), self.group)
         mean = copy_to(squares, self.group) / (num_copies * self.weight.shape[0])
         scale = torch.rsqrt(mean + self.eps)
-        return (x32 * scale * (weight + 1 if self.is_offset else weight)).to(x.dtype).view_as(x)
+        return (x32 * scale * weight).to(x.dtype).view_as(x)
 
 
 def build_head_norm(
     model_config: ModelConfig,
     params: Parameters,
     *,
-    heads: slice,
+    channels: slice,
     group: Group,
     is_l2: bool = False,
 ) -> nn.Module:
@@ -149,7 +168,7 @@ def build_head_norm(
     Args:
         model_config: epsilon; one norm per head, or an RMSNorm over all heads.
         params: weight [D], or [all heads * D]; the bias [D] of a LayerNorm.
-        heads: channels of this rank, as a range of the weight over all heads.
+        channels: channels of this rank, as a range of the weight over all heads.
         group: ranks over which the heads are sharded.
         is_l2: whether it is an RMSNorm without weights per head.
     """
@@ -159,18 +178,24 @@ def build_head_norm(
         return nn.Identity()
     if not model_config.qk_layernorm_across_heads:
         return build_norm(model_config, params)
-    eps, is_offset = model_config.norm_epsilon, model_config.apply_layernorm_1p
-    return WideRMSNorm(params["weight"], eps=eps, heads=heads, group=group, is_offset=is_offset)
+    return WideRMSNorm(
+        params["weight"],
+        eps=model_config.norm_epsilon,
+        channels=channels,
+        group=group,
+        is_offset=model_config.apply_layernorm_1p,
+    )
 
 
 def build_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
-    """The norm of a model; the identity where none is declared, but for one without weights.
+    """A norm of hidden states; the identity where a norm with weights is not declared.
 
     Args:
         model_config: kind and epsilon.
         params: weight, and the bias of a LayerNorm.
     """
-    eps, is_offset = model_config.norm_epsilon, model_config.apply_layernorm_1p
+    eps = model_config.norm_epsilon
+    is_offset = model_config.apply_layernorm_1p
     if model_config.normalization == "L2Norm":
         return RMSNorm(None, eps=eps)
     if not params:
@@ -181,13 +206,19 @@ def build_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
 
 
 def build_post_norm(model_config: ModelConfig, params: Parameters, *, half: str) -> nn.Module:
-    """The norm of the outputs of a half of a block, "attention" or "mlp"; where none is declared,
-    their factor.
+    """The norm of the outputs of a half of a block, or their factor where none is declared.
+
+    Args:
+        model_config: kind and epsilon; the factors.
+        params: parameters of the block.
+        half: "attention" or "mlp".
     """
-    declared, factor = params.submodule(f"{half}_post_norm"), model_config.residual_multiplier
-    factor *= model_config.mlp_output_multiplier if half == "mlp" else 1.0
+    declared = params.submodule(f"{half}_post_norm")
     if declared:
         return build_norm(model_config, declared)
+    factor = model_config.residual_multiplier
+    if half == "mlp":
+        factor *= model_config.mlp_output_multiplier
     return build_scale(factor)
 
 

@@ -1,16 +1,15 @@
 """Parameters of a stage: declared, created without storage, and initialized.
 
     Parameters   the declared parameters of a module and its submodules, by relative name
-    initialize   initial weights, a function of (seed, name, global shape) and the index of an element
+    initialize   initial values, a function of (seed, name, global shape) and an element's index
 
 A matrix is generated in blocks of rows, each from its own generator. A rank generates only the
-blocks that overlap its box, and gets the same bits in every topology.
+blocks that overlap its box, so every topology gets the same bits.
 """
 
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +23,17 @@ BLOCK_ELEMENTS = 2**20
 
 
 class Parameters(dict[str, nn.Parameter]):
-    """Parameters from which a module takes its own, by name relative to the module
-    ("attention.query.weight").
-    """
+    """Declared parameters by name relative to a module ("attention.query.weight")."""
 
     @classmethod
     def on_meta(cls, params: Sequence[LocalParam]) -> "Parameters":
         """The local shard of each parameter, without storage."""
-        empty = partial(torch.empty, device="meta")
-        return cls(
-            {
-                p.spec.name: nn.Parameter(empty(p.box.shape, dtype=TORCH_DTYPES[p.spec.dtype]))
-                for p in params
-            }
-        )
+        declared = cls()
+        for param in params:
+            dtype = TORCH_DTYPES[param.spec.dtype]
+            empty = torch.empty(param.box.shape, dtype=dtype, device="meta")
+            declared[param.spec.name] = nn.Parameter(empty)
+        return declared
 
     def linear(self, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Weight and bias of a linear layer; no bias where none is declared."""
@@ -47,7 +43,7 @@ class Parameters(dict[str, nn.Parameter]):
         """The parameters of a submodule, named relative to it; empty where none is declared."""
         prefix = f"{name}."
         return Parameters(
-            {key[len(prefix) :]: p for key, p in self.items() if key.startswith(prefix)}
+            {key.removeprefix(prefix): p for key, p in self.items() if key.startswith(prefix)}
         )
 
 
@@ -60,13 +56,15 @@ def initialize(stage: nn.Module, params: Iterable[LocalParam], *, seed: int) -> 
         seed: seed of the run.
     """
     for local in params:
-        spec, target = local.spec, stage.get_parameter(local.spec.name).data
+        spec = local.spec
+        target = stage.get_parameter(spec.name).data
         if isinstance(spec.init, Constant):
             target.fill_(spec.init.value)
         else:
             fill_random(target, spec, box=local.box, seed=seed, init=spec.init)
 
 
+# by the names of `Uniform.function`
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "": lambda x: x,
     "log": torch.log,
@@ -89,21 +87,23 @@ def fill_random(
     num_rows, row_shape = spec.shape[0], spec.shape[1:]
     block_rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(row_shape)))
     first, last = box.start[0], box.stop[0]
+    columns = tuple(slice(a, b) for a, b in zip(box.start[1:], box.stop[1:], strict=True))
     for start in range(first - first % block_rows, last, block_rows):
         stop = min(start + block_rows, num_rows)
-        generator = torch.Generator().manual_seed(_block_seed(seed, spec, start_row=start))
         block = torch.empty((stop - start, *row_shape))
-        if isinstance(init, Normal):
-            block.normal_(0.0, init.std, generator=generator)
-        else:
-            block = FUNCTIONS[init.function](
-                block.uniform_(init.low, init.high, generator=generator)
-            )
+        generator = torch.Generator().manual_seed(_block_seed(seed, spec, start_row=start))
+        block = _draw(block, init, generator=generator)
         low, high = max(start, first), min(stop, last)
-        columns = tuple(slice(a, b) for a, b in zip(box.start[1:], box.stop[1:], strict=True))
-        target[low - first : high - first].copy_(
-            block[(slice(low - start, high - start), *columns)]
-        )
+        overlap = block[(slice(low - start, high - start), *columns)]
+        target[low - first : high - first].copy_(overlap)
+
+
+def _draw(block: Tensor, init: Normal | Uniform, *, generator: torch.Generator) -> Tensor:
+    """Fill a block from a distribution."""
+    if isinstance(init, Normal):
+        return block.normal_(0.0, init.std, generator=generator)
+    drawn = block.uniform_(init.low, init.high, generator=generator)
+    return FUNCTIONS[init.function](drawn)
 
 
 def _block_seed(seed: int, spec: ParamSpec, *, start_row: int) -> int:

@@ -1,9 +1,11 @@
-"""Parts of layers that read tokens in order, with context parallelism and in generation.
+"""Parts of recurrent layers, with context parallelism and in generation.
 
-ShortConvolution   a causal convolution of every channel, which sees the tokens before each chunk
-CachedScan         in generation: a scan that goes on from the state after the tokens so far
+ShortConvolution   a depthwise causal convolution; it reads the tokens before each chunk
+CachedScan         a scan for generation, which starts from the state of the previous call
+project_inputs     several projections of one input
 
-B batch   L local tokens   R rows: chunks of sequences   C tokens of a chunk   D channels   K kernel size
+B batch   L local tokens   R rows: chunks of sequences   C tokens of a chunk
+D channels   K kernel size
 """
 
 from collections.abc import Callable
@@ -21,11 +23,12 @@ from nanotrain.model.parameters import Parameters
 from nanotrain.parallel.cp.chunks import chunk_rows, chunk_segments, join_rows, previous_tails
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, column_parallel
 
-Window = tuple[Tensor, Tensor | None]  # tokens after those before them, and their segment ids
+# tokens preceded by the K - 1 tokens before them, and their segment ids
+Window = tuple[Tensor, Tensor | None]
 
 
 class ShortConvolution(nn.Module):
-    """A causal convolution of every channel by itself, and an activation.
+    """A depthwise causal convolution, and an activation.
 
     Args:
         params: weight [D, K], and bias [D] where declared.
@@ -37,50 +40,60 @@ class ShortConvolution(nn.Module):
         self, params: Parameters, *, cp: Group, activation: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.cp, self.activation = (
-            params["weight"],
-            params.get("bias"),
-            cp,
-            activation,
+        self.weight = params["weight"]
+        self.bias = params.get("bias")
+        self.cp = cp
+        self.activation = activation
+        self.num_before = self.weight.shape[1] - 1  # earlier tokens that an output reads
+        self.window: Callable[..., Window] = partial(
+            _window_over_cp, num_before=self.num_before, cp=cp
         )
-        self.extend = partial(_after_chunk_before, count=self.weight.shape[1] - 1, cp=cp)
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, D] -> [B, L, D]."""
-        window, segment_ids = self.extend(x, context.segment_ids)
-        out = join_rows(
-            causal_conv(window, self.weight, bias=self.bias, segment_ids=segment_ids), self.cp
-        )
+        window, segment_ids = self.window(x, context.segment_ids)
+        rows = causal_conv(window, self.weight, bias=self.bias, segment_ids=segment_ids)
+        out = join_rows(rows, self.cp)
         return out if self.activation is None else self.activation(out)
 
-    def cached(self, cache: TokenCache) -> dict[str, Callable[..., Any]]:
-        """In generation the tokens before are those of the last call."""
-        return {"extend": _CachedTokens(cache, count=self.weight.shape[1] - 1)}
+    def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
+        """The window whose earlier tokens come from the previous call."""
+        return _CachedWindow(cache, num_before=self.num_before)
+
+    def swap_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Use another window; returns the one used until now."""
+        before = self.window
+        self.window = function
+        return before
 
 
-def _after_chunk_before(x: Tensor, segment_ids: Tensor | None, *, count: int, cp: Group) -> Window:
-    """[B, L, D] and the segment ids [B, S] of full sequences -> [R, count + C, D], [R, count + C]."""
+def _window_over_cp(x: Tensor, segment_ids: Tensor | None, *, num_before: int, cp: Group) -> Window:
+    """The window of every chunk, whose earlier tokens may be on another cp rank.
+
+    [B, L, D] and the segment ids [B, S] of full sequences -> [R, K - 1 + C, D], [R, K - 1 + C].
+    """
     rows = chunk_rows(x, cp)
-    segments = None if segment_ids is None else chunk_segments(segment_ids, cp, before=count)
-    return torch.cat((previous_tails(rows, cp, count=count), rows), dim=1), segments
+    window = torch.cat((previous_tails(rows, cp, count=num_before), rows), dim=1)
+    if segment_ids is None:
+        return window, None
+    return window, chunk_segments(segment_ids, cp, before=num_before)
 
 
-class _CachedTokens:
-    """The tokens after those of the last call."""
+class _CachedWindow:
+    """The window of a generation: new tokens, preceded by the last tokens of the previous call."""
 
-    def __init__(self, cache: TokenCache, *, count: int) -> None:
-        self._cache, self._count = cache, count
+    def __init__(self, cache: TokenCache, *, num_before: int) -> None:
+        self._cache = cache
+        self._num_before = num_before
         self._before: Tensor | None = None
 
     def __call__(self, x: Tensor, segment_ids: Tensor | None) -> Window:
-        before = (
-            x.new_zeros(x.shape[0], self._count, x.shape[2])
-            if self._before is None
-            else self._before
-        )
+        before = self._before
+        if before is None:
+            before = x.new_zeros(x.shape[0], self._num_before, x.shape[2])
         window = torch.cat((before, x), dim=1)
-        self._before = window[:, -self._count :]
-        return window, self._cache.segment_ids(x.device, before=self._count)
+        self._before = window[:, -self._num_before :]
+        return window, self._cache.segment_ids(x.device, before=self._num_before)
 
 
 def project_inputs(
@@ -89,32 +102,30 @@ def project_inputs(
     *,
     narrow: tuple[ColumnParallelLinear, ...],
 ) -> tuple[Tensor, ...]:
-    """Projections of one input; where the wide ones are in fp8, the narrow ones have products of
-    their own.
-    """
+    """Projections of one input; narrow ones have too few outputs for fp8."""
     if wide[0].fp8 is None:
         return column_parallel(hidden, wide + narrow)
     return column_parallel(hidden, wide) + column_parallel(hidden, narrow)
 
 
 class CachedScan:
-    """A scan with the state after the tokens so far.
+    """A scan that starts from the state after the previous call.
 
     Args:
         cache: the cache of the prompts.
-        scan: inputs with a field `starts`, and the state before them or None -> outputs, and the
+        scan: inputs with a field `starts`, and the state before them or None -> outputs and the
             state after them.
     """
 
     def __init__(
         self, cache: TokenCache, scan: Callable[[Any, Tensor | None], tuple[Tensor, Tensor]]
     ) -> None:
-        self._cache, self._scan = cache, scan
+        self._cache = cache
+        self._scan = scan
         self._state: Tensor | None = None
 
     def __call__(self, inputs: Any) -> Tensor:
         segments = self._cache.segment_ids(inputs.value.device, before=1)
-        out, self._state = self._scan(
-            replace(inputs, starts=segments[:, 1:] != segments[:, :-1]), self._state
-        )
+        starts = segments[:, 1:] != segments[:, :-1]
+        out, self._state = self._scan(replace(inputs, starts=starts), self._state)
         return out

@@ -1,5 +1,10 @@
-"""Rotary position embeddings (RoPE): `inverse_frequencies`, `RotaryTables` (cosines and sines),
-`layer_tables`, `apply_rotary`, `scale_query`.
+"""Rotary position embeddings (RoPE), and the factors of queries by position.
+
+    inverse_frequencies    the angle per position of each pair of channels
+    RotaryTables           cosines and sines of positions, kept per device and dtype
+    QueryScale             a factor of each query that grows with its position
+    PositionTables         the tables of a model's layers
+    apply_rotary, scale_query
 
 R channels of a head are R/2 pairs (x[i], x[i + R/2]), the half-rotation convention of Llama and
 Hugging Face. Pair i at position p is rotated by the angle p * inverse_frequency[i]. The remaining
@@ -14,7 +19,6 @@ softmax (DeepSeek-V2, section 3.1.4).
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,11 +28,7 @@ from nanotrain.config.model import ModelConfig, YarnConfig
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of the angles, each [S, 1, R/2] or [B, S, 1, R/2], in the dtype of the
-    activations.
-
-    A layer without rotary positions has R = 0 where its queries have factors.
-    """
+    """Cosines and sines, each [S, 1, R/2] or [B, S, 1, R/2], in the dtype of the activations."""
 
     cos: Tensor
     sin: Tensor
@@ -36,65 +36,85 @@ class Rotary:
     query_scale: Tensor | None = None
 
     def first(self, length: int) -> "Rotary":
-        """Those of the first positions."""
+        """The tables of the first positions."""
         scale = self.query_scale
-        return Rotary(
-            self.cos[:length], self.sin[:length], None if scale is None else scale[:length]
-        )
+        if scale is not None:
+            scale = scale[:length]
+        return Rotary(self.cos[:length], self.sin[:length], scale)
 
 
 def inverse_frequencies(model_config: ModelConfig, *, is_local: bool = False) -> Tensor:
-    """The angle per position of each pair: [R/2] fp32, on the CPU; of layers with a window where
-    `is_local`.
+    """The angle per position of each pair: [R/2] fp32, on the CPU.
+
+    Args:
+        model_config: base and scaling.
+        is_local: whether layers with a window have a base of their own, which is not scaled.
     """
     size = model_config.rotary_dim
     exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
     if is_local and model_config.rotary_base_local is not None:
         return 1.0 / model_config.rotary_base_local**exponents
-    unscaled = (
-        1.0 / model_config.rotary_base**exponents / model_config.rotary_seq_len_interpolation_factor
-    )
+    unscaled = 1.0 / model_config.rotary_base**exponents
+    unscaled = unscaled / model_config.rotary_seq_len_interpolation_factor
     if model_config.yarn is not None:
         return _scale_yarn(unscaled, model_config.yarn, base=model_config.rotary_base)
-    return _scale(unscaled, model_config) if model_config.use_rope_scaling else unscaled
+    if model_config.use_rope_scaling:
+        return _scale_llama3(unscaled, model_config)
+    return unscaled
 
 
 def _scale_yarn(unscaled: Tensor, yarn: YarnConfig, *, base: float) -> Tensor:
-    """YaRN: divide the frequency of slow pairs by the factor, keep that of fast ones, interpolate
-    between by index.
+    """YaRN: divide the frequencies of slow pairs by the factor, keep those of fast pairs.
+
+    Frequencies in between are interpolated by the index of the pair.
     """
-    size, original = 2 * len(unscaled), yarn.original_max_position_embeddings
+    size = 2 * len(unscaled)
+    original = yarn.original_max_position_embeddings
 
     def pair_with(rotations: float) -> float:
         """The index of the pair that turns this often in the original context."""
         turns = math.log(original / (rotations * 2 * math.pi))
         return size * turns / (2 * math.log(base))
 
-    first, last = pair_with(yarn.beta_fast), pair_with(yarn.beta_slow)
+    first = pair_with(yarn.beta_fast)
+    last = pair_with(yarn.beta_slow)
     if yarn.correction_range_round_to_int:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, size - 1)
-    is_slow = ((torch.arange(len(unscaled), device="cpu") - first) / max(last - first, 1e-3)).clamp(
-        0, 1
-    )
-    return unscaled / yarn.rotary_scaling_factor * is_slow + unscaled * (1 - is_slow)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, size - 1)
+    pairs = torch.arange(len(unscaled), device="cpu")
+    # 0 for fast pairs, 1 for slow ones
+    ramp = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return unscaled / yarn.rotary_scaling_factor * ramp + unscaled * (1 - ramp)
 
 
-def _scale(unscaled: Tensor, model_config: ModelConfig) -> Tensor:
+def _scale_llama3(unscaled: Tensor, model_config: ModelConfig) -> Tensor:
     """Llama 3.1: divide low frequencies by the factor, keep high ones, interpolate between."""
-    original, low, high = (
-        model_config.rope_original_max_positions,
-        model_config.rope_low_freq_factor,
-        model_config.rope_high_freq_factor,
-    )
+    original = model_config.rope_original_max_positions
+    low = model_config.rope_low_freq_factor
+    high = model_config.rope_high_freq_factor
+    factor = model_config.rope_scaling_factor
     wavelength = 2 * math.pi / unscaled
-    scaled = torch.where(
-        wavelength > original / low, unscaled / model_config.rope_scaling_factor, unscaled
-    )
+    scaled = torch.where(wavelength > original / low, unscaled / factor, unscaled)
     weight = (original / wavelength - low) / (high - low)
-    interpolated = (1 - weight) * scaled / model_config.rope_scaling_factor + weight * scaled
+    interpolated = (1 - weight) * scaled / factor + weight * scaled
     is_between = (wavelength <= original / low) & (wavelength >= original / high)
     return torch.where(is_between, interpolated, scaled)
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """The factor 1 + coefficient * log(1 + (position + offset) // length) of a query."""
+
+    coefficient: float
+    length: int  # positions after which the factor changes
+    offset: int = 0
+
+    def at(self, positions: Tensor, *, like: Tensor) -> Tensor:
+        """[S] or [B, S] int64 -> [S, 1, 1] or [B, S, 1, 1], with the dtype of `like`."""
+        contexts = (positions[..., None, None] + self.offset) // self.length
+        return (1 + self.coefficient * contexts.float().log1p()).to(like.dtype)
 
 
 class RotaryTables:
@@ -104,24 +124,20 @@ class RotaryTables:
 
     Args:
         model_config: base and scaling.
-        layers: those that they are for: "full"; "window" with a base of their own, without scaling;
-            or "no rope".
+        is_local: whether layers with a window have a base of their own, which is not scaled.
     """
 
-    def __init__(
-        self, model_config: ModelConfig, *, layers: Literal["full", "window", "no rope"] = "full"
-    ) -> None:
-        yarn = model_config.yarn if layers == "full" else None
-        self._inverse_frequencies = inverse_frequencies(model_config, is_local=layers == "window")
-        self._length = 1.0 if yarn is None else yarn.rotary_mscale
-        # the factor of a query by its position: coefficient, positions of a context, those before
-        # the first one
-        self._scaling = (0.0, 1, 0)
-        if yarn is not None:
-            self._scaling = (yarn.query_scaling_beta, yarn.original_max_position_embeddings, 0)
-        if layers == "no rope":
-            self._inverse_frequencies = self._inverse_frequencies[:0]
-            self._scaling = (model_config.attn_scale, model_config.floor_scale, 1)
+    def __init__(self, model_config: ModelConfig, *, is_local: bool = False) -> None:
+        self._inverse_frequencies = inverse_frequencies(model_config, is_local=is_local)
+        self._length = 1.0  # of rotated queries and keys
+        self._query_scale: QueryScale | None = None
+        yarn = model_config.yarn
+        if yarn is not None and not is_local:
+            self._length = yarn.rotary_mscale
+            if yarn.query_scaling_beta != 0:
+                self._query_scale = QueryScale(
+                    yarn.query_scaling_beta, yarn.original_max_position_embeddings
+                )
         self._cache: dict[tuple[torch.device, torch.dtype], Rotary] = {}
 
     def at(self, positions: int | Tensor, *, like: Tensor) -> Rotary:
@@ -140,38 +156,65 @@ class RotaryTables:
             self._cache[key] = cached
         return cached.first(positions)
 
+    @torch.no_grad()
     def _compute(self, positions: Tensor, like: Tensor) -> Rotary:
         # Kept on the device: the host would wait for a copy of every microbatch, as its memory is
         # not pinned.
         self._inverse_frequencies = self._inverse_frequencies.to(like.device)
         # Angles need fp32: bf16 rounds position 257 to 256.
-        with torch.no_grad():
-            angles = positions.float()[..., None, None] * self._inverse_frequencies
-            cos, sin = ((x * self._length).to(like.dtype) for x in (angles.cos(), angles.sin()))
-            return Rotary(cos, sin, self._query_scale(positions, like))
-
-    def _query_scale(self, positions: Tensor, like: Tensor) -> Tensor | None:
-        """1 in the original context, and more with every further one."""
-        coefficient, length, offset = self._scaling
-        if coefficient == 0:
-            return None
-        contexts = (positions[..., None, None] + offset) // length
-        return (1 + coefficient * contexts.float().log1p()).to(like.dtype)
+        angles = positions.float()[..., None, None] * self._inverse_frequencies
+        cos = (angles.cos() * self._length).to(like.dtype)
+        sin = (angles.sin() * self._length).to(like.dtype)
+        if self._query_scale is None:
+            return Rotary(cos, sin)
+        return Rotary(cos, sin, self._query_scale.at(positions, like=like))
 
 
-def layer_tables(model_config: ModelConfig) -> tuple[RotaryTables | None, ...]:
-    """The tables of layers; of layers with a window where they have others; of layers without
-    rotary positions.
-    """
-    if not model_config.has_rope:
-        return None, None, None
-    local = (
-        RotaryTables(model_config, layers="window")
-        if model_config.rotary_base_local is not None
-        else None
-    )
-    factors = RotaryTables(model_config, layers="no rope") if model_config.attn_scale > 0 else None
-    return RotaryTables(model_config), local, factors
+@dataclass(frozen=True)
+class PositionTables:
+    """What layers read about positions; None where they have nothing of the kind."""
+
+    full: RotaryTables | None  # layers without a window
+    windowed: RotaryTables | None  # layers with a window, the same tables unless their base differs
+    query_scale: QueryScale | None  # layers without rotary positions
+
+    @classmethod
+    def of(cls, model_config: ModelConfig) -> "PositionTables":
+        """The tables of a model."""
+        if not model_config.has_rope:
+            return cls(full=None, windowed=None, query_scale=None)
+        full = RotaryTables(model_config)
+        windowed = full
+        if model_config.rotary_base_local is not None:
+            windowed = RotaryTables(model_config, is_local=True)
+        query_scale = None
+        if model_config.attn_scale > 0:
+            query_scale = QueryScale(model_config.attn_scale, model_config.floor_scale, offset=1)
+        return cls(full, windowed, query_scale)
+
+    def at(self, positions: int | Tensor, *, like: Tensor) -> "PositionInputs":
+        """The inputs of a microbatch; arguments as `RotaryTables.at`."""
+        if self.full is None or self.windowed is None:
+            return PositionInputs(full=None, windowed=None, query_scale=None)
+        full = self.full.at(positions, like=like)
+        windowed = full
+        if self.windowed is not self.full:
+            windowed = self.windowed.at(positions, like=like)
+        query_scale = None
+        if self.query_scale is not None:
+            if not isinstance(positions, Tensor):
+                positions = torch.arange(positions, device=like.device)
+            query_scale = self.query_scale.at(positions, like=like)
+        return PositionInputs(full, windowed, query_scale)
+
+
+@dataclass(frozen=True)
+class PositionInputs:
+    """What layers read about the positions of a microbatch."""
+
+    full: Rotary | None  # layers without a window
+    windowed: Rotary | None  # layers with a window
+    query_scale: Tensor | None  # layers without rotary positions
 
 
 def apply_rotary(x: Tensor, rotary: Rotary | None) -> Tensor:
@@ -184,15 +227,15 @@ def apply_rotary(x: Tensor, rotary: Rotary | None) -> Tensor:
     Returns:
         [B, S, N, D], same dtype.
     """
-    if rotary is None or rotary.cos.shape[-1] == 0:
+    if rotary is None:
         return x
-    cos, sin, num_pairs = rotary.cos, rotary.sin, rotary.cos.shape[-1]
+    cos = rotary.cos
+    sin = rotary.sin
+    num_pairs = cos.shape[-1]
     low, high, rest = x.split((num_pairs, num_pairs, x.shape[-1] - 2 * num_pairs), dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
 
 
-def scale_query(query: Tensor, rotary: Rotary | None) -> Tensor:
-    """[B, S, N, D] -> the same shape, multiplied by the factors of the positions where the tables
-    have them.
-    """
-    return query if rotary is None or rotary.query_scale is None else query * rotary.query_scale
+def scale_query(query: Tensor, scale: Tensor | None) -> Tensor:
+    """[B, S, N, D] -> the same shape, times the factors of the positions where there are any."""
+    return query if scale is None else query * scale

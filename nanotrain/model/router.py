@@ -2,21 +2,22 @@
 
     logits        [E] per token, fp32 for every dtype of activations
     scores        softmax or sigmoid of the logits (SCORES)
-    topk_ids      the K experts with the highest score + bias, within the best groups where there are groups. Softmax
-                  scores that are not the weights (no pre-softmax) and have no bias are compared by their logits, as in
-                  Megatron-LM
+    topk_ids      the K experts with the highest score + bias, within the best groups if there are
+                  groups. Softmax scores without pre-softmax and bias are compared by their logits,
+                  as in Megatron-LM
     topk_weights  factors of the expert outputs; never changed by the bias
-    losses        balance_loss and z_loss, attached to the weights (Megatron-LM's MoEAuxLossAutoScaler)
-    capacity      pairs beyond the most tokens of a sequence that an expert takes are dropped
+    losses        balance_loss and z_loss, attached to the weights (MoEAuxLossAutoScaler of
+                  Megatron-LM)
+    capacity      (token, expert) pairs beyond the capacity of the expert are dropped
     stats         counts for the metrics and for the bias (router_stats.py)
 
-**Balance.** The T tokens of a loss are those of a sequence (seq_aux_loss), of a microbatch
-(aux_loss), or of a microbatch of all ranks, with the mean tokens_per_expert of the microbatches so
-far (global_aux_loss); 1 is perfect balance. Each rank differentiates the share of its own tokens,
-so the sum over ranks does not depend on how the tokens are sharded. The tokens of an expert are
-those with it among their K highest scores: neither bias nor groups count, which balance by other
-means (DeepSeek-V3, equation 18; Megatron-LM, `compute_routing_scores_for_aux_loss`). Megatron-LM
-averages global_aux_loss over dp once more, which `divide_global_aux_loss_by_dp` does too.
+**Balance.** A loss is over the T tokens of a sequence (seq_aux_loss), of a microbatch (aux_loss),
+or of a microbatch on all ranks with the mean tokens_per_expert of the microbatches so far
+(global_aux_loss); 1 is perfect balance. Each rank differentiates the share of its own tokens, so
+the sum over ranks does not depend on how the tokens are sharded. tokens_per_expert counts the K
+highest scores of every token without bias and groups, which balance by other means (DeepSeek-V3,
+equation 18; Megatron-LM, `compute_routing_scores_for_aux_loss`). Megatron-LM averages
+global_aux_loss over dp once more; `divide_global_aux_loss_by_dp` does so too.
 
 **Capacity.** An expert keeps the tokens of a sequence with the highest weights for it; ties go to
 the earlier position. Ranks that share a sequence gather its routing first, so the result does not
@@ -27,12 +28,13 @@ losses per sequence; Shazeer et al. 2017 for top-k; Fedus et al. 2021 (Switch), 
 loss, over the global batch as in Qiu et al. 2025, "Demons in the Detail"; Zoph et al. 2022
 (ST-MoE), equation 5, for the z-loss.
 
-    B batch   S tokens of a sequence on this rank   L all tokens of a sequence   H hidden   E experts
-    K experts per token
+    B batch   S tokens of a sequence on this rank   L all tokens of a sequence
+    H hidden   E experts   K experts per token
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,19 +54,36 @@ from nanotrain.model.router_stats import RouterStats, StatefulModule
 from nanotrain.parallel.ep.token_dispatcher import Routing
 
 
+@dataclass(frozen=True)
+class BalanceTerm:
+    """A load-balancing loss and its coefficient."""
+
+    kind: LoadBalancing
+    coeff: float
+
+
+@dataclass(frozen=True)
+class BalanceCounts:
+    """The tokens that a load-balancing loss is over."""
+
+    tokens_per_expert: Tensor  # [B, E] of every sequence, or [1, E] of all
+    # sequences together; a tensor for global_aux_loss, as some ranks may have padding
+    num_sequences: int | Tensor
+
+
 class Router(StatefulModule):
     """Top-k router.
 
     Args:
         moe: number of experts, scores, losses and capacity.
-        params: those of `MoELayer`: router.weight [E, H], and router.bias [E] of the logits where
-            declared.
-        parallel: ranks that hold the tokens of one sequence, and those that read different samples,
-            which global_aux_loss reads; recomputation, as a recomputed forward counts nothing.
+        params: parameters of `MoELayer`: router.weight [E, H], and router.bias [E] of the logits
+            where declared.
+        parallel: ranks that share a sequence; ranks with different samples, for global_aux_loss;
+            recomputation, as a recomputed forward counts nothing.
 
-    Attributes: expert_bias: [E] fp32 buffer, added to the scores for the selection only; None where
-        it is not enabled. Updated
-            once per step by `update_expert_bias` and saved in checkpoints.
+    Attributes:
+        expert_bias: [E] fp32 buffer, added to the scores for the selection only; None where it is
+            not enabled. Updated once per step by `update_expert_bias` and saved in checkpoints.
         stats: counts since the last collection.
     """
 
@@ -73,17 +92,15 @@ class Router(StatefulModule):
     def __init__(self, moe: MoEConfig, params: Parameters, *, parallel: ModelParallel) -> None:
         super().__init__()
         self.weight, self.bias = params.linear("router")
-        self.moe, self.num_experts, self._recompute = moe, len(self.weight), parallel.recompute
-        self.sequence, self.dp = parallel.sequence, parallel.dp
-        self.register_buffer(
-            "expert_bias", torch.zeros(self.num_experts) if moe.router_enable_expert_bias else None
-        )
+        self.moe = moe
+        self.num_experts = len(self.weight)
+        self.sequence = parallel.sequence
+        self.dp = parallel.dp
+        self._recompute = parallel.recompute
+        expert_bias = torch.zeros(self.num_experts) if moe.router_enable_expert_bias else None
+        self.register_buffer("expert_bias", expert_bias)
         self.stats = RouterStats(self.num_experts)
-        losses = zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True)
-        self._balance = [(kind, coeff) for kind, coeff in losses if kind != "none" and coeff > 0]
-        if moe.divide_global_aux_loss_by_dp:
-            divisors = {"global_aux_loss": self.dp.size}
-            self._balance = [(kind, coeff / divisors.get(kind, 1)) for kind, coeff in self._balance]
+        self._balance = _balance_terms(moe, dp_size=self.dp.size)
 
     def forward(
         self, hidden: Tensor, context: LayerContext, *, positions: Callable[[], Tensor]
@@ -93,7 +110,7 @@ class Router(StatefulModule):
         Args:
             hidden: [B, S, H].
             context: context of the microbatch.
-            positions: returns [S] int64, those of these tokens in their sequence.
+            positions: returns [S] int64, the positions of these tokens in their sequence.
 
         Returns:
             the routing of the B * S tokens.
@@ -108,10 +125,12 @@ class Router(StatefulModule):
         else:
             topk_ids = self._select(logits.detach(), scores.detach())
         topk_weights = self._weights(logits, scores, topk_ids=topk_ids)
-        routing = Routing(topk_ids, topk_weights)
         if self.training and torch.is_grad_enabled():
             topk_weights = self._attach_losses(
-                routing, logits, probabilities=probabilities, context=context
+                Routing(topk_ids, topk_weights),
+                logits,
+                probabilities=probabilities,
+                context=context,
             )
         kept_ids = topk_ids
         if self.moe.expert_capacity_factor is not None:
@@ -122,30 +141,32 @@ class Router(StatefulModule):
                 positions=positions(),
                 sequence=self.sequence,
             )
-        kept_ids = kept_ids.flatten(0, 1)
-        permutation = plan_permutation(kept_ids, self.num_experts)
+        permutation = plan_permutation(kept_ids.flatten(0, 1), self.num_experts)
+        routing = Routing(kept_ids.flatten(0, 1), topk_weights.flatten(0, 1), permutation)
         if self._counts and not context.is_padding:
-            if self.moe.expert_capacity_factor is None:
-                tokens_per_expert, num_dropped = permutation.tokens_per_expert, None
-            else:
-                tokens_per_expert = plan_permutation(
-                    topk_ids.flatten(0, 1), self.num_experts
-                ).tokens_per_expert
-                num_dropped = (kept_ids == self.num_experts).sum()
-            self.stats.count(
-                tokens_per_expert, num_dropped=num_dropped, probabilities=probabilities.detach()
-            )
-        return Routing(kept_ids, topk_weights.flatten(0, 1), permutation)
+            self._count(routing, topk_ids, probabilities=probabilities.detach())
+        return routing
 
     @property
     def _counts(self) -> bool:
         """Whether this forward pass is counted: in training, and only once if it is recomputed."""
         return self.training and torch.is_grad_enabled() and not self._recompute.is_recomputing
 
+    def _count(self, routing: Routing, topk_ids: Tensor, *, probabilities: Tensor) -> None:
+        """Count a microbatch: its routing, and the experts before any pair was dropped."""
+        permutation = routing.permutation
+        num_dropped = None
+        if self.moe.expert_capacity_factor is not None:
+            permutation = plan_permutation(topk_ids.flatten(0, 1), self.num_experts)
+            num_dropped = (routing.topk_ids == self.num_experts).sum()
+        assert permutation is not None
+        self.stats.count(
+            permutation.tokens_per_expert, num_dropped=num_dropped, probabilities=probabilities
+        )
+
     @property
     def _ranks_logits(self) -> bool:
-        """Whether experts are selected by their logits: if there is neither a bias nor groups,
-        which need the scores.
+        """Whether experts are selected by their logits: only a bias or groups need the scores.
 
         Scores much lower than the best underflow to ties; logits do not.
         """
@@ -154,10 +175,11 @@ class Router(StatefulModule):
     def _select(self, logits: Tensor, scores: Tensor) -> Tensor:
         """[B, S, E] -> [B, S, K] int64, best first."""
         moe = self.moe
+        # the weights are a softmax of the selected logits
         has_free_scores = moe.router_score_function == "softmax" and not moe.router_pre_softmax
-        ranked = (
-            logits if self._ranks_logits or has_free_scores and self.expert_bias is None else scores
-        )
+        ranked = scores
+        if self._ranks_logits or (has_free_scores and self.expert_bias is None):
+            ranked = logits
         if self.expert_bias is not None:
             ranked = ranked + self.expert_bias
         if moe.router_num_groups is not None:
@@ -165,9 +187,7 @@ class Router(StatefulModule):
         return ranked.topk(moe.router_topk, dim=-1).indices
 
     def _in_turn(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """[B, S, K] int64: round-robin over the experts by position, K per token, independent of
-        the logits.
-        """
+        """[B, S, K] int64: round-robin over the experts by position, whatever the logits are."""
         topk = self.moe.router_topk
         first = (positions * topk)[:, None]
         turns = (first + torch.arange(topk, device=positions.device)) % self.num_experts
@@ -186,33 +206,31 @@ class Router(StatefulModule):
     def _attach_losses(
         self, routing: Routing, logits: Tensor, *, probabilities: Tensor, context: LayerContext
     ) -> Tensor:
-        """The weights, with the auxiliary losses attached; padding has none, but takes part in
-        their collectives.
+        """The weights with the auxiliary losses attached.
+
+        Padding has no losses, but takes part in their collectives.
         """
         weights = routing.topk_weights
-        length, scale = logits.shape[1] * self.sequence.size, context.aux_loss_scale
+        length = logits.shape[1] * self.sequence.size
+        scale = context.aux_loss_scale
+        tokens: Tensor | None = None
         if self._balance:
-            is_best = self._ranks_logits and not self.moe.router_force_load_balancing
-            best = (
-                routing.topk_ids
-                if is_best
-                else logits.detach().topk(self.moe.router_topk, dim=-1).indices
-            )
-            tokens = count_tokens(best, num_experts=self.num_experts, sequence=self.sequence)
-            tokens = torch.zeros_like(tokens) if context.is_padding else tokens
-        for index, (kind, coeff) in enumerate(self._balance):
-            tokens_per_expert, num_sequences = self._scope(
-                kind, tokens, length=length, context=context
-            )
+            tokens = self._count_best(routing, logits, context=context)
+        for index, term in enumerate(self._balance):
+            assert tokens is not None
+            counts = self._balance_counts(term.kind, tokens, length=length, context=context)
             if context.is_padding:
                 continue
-            num_tokens = num_sequences * length
+            num_tokens = counts.num_sequences * length
             loss = balance_loss(
-                probabilities, tokens_per_expert, topk=self.moe.router_topk, num_tokens=num_tokens
+                probabilities,
+                counts.tokens_per_expert,
+                topk=self.moe.router_topk,
+                num_tokens=num_tokens,
             )
-            if index == 0 and self._counts:  # the metric is that of the first loss
+            if index == 0 and self._counts:  # the metric is the first loss
                 self.stats.aux_loss += loss.detach() * num_tokens
-            weights = attach_loss(weights, loss, scale=coeff * scale * num_sequences)
+            weights = attach_loss(weights, loss, scale=term.coeff * scale * counts.num_sequences)
         if self.moe.z_loss_coeff > 0 and not context.is_padding:
             loss = z_loss(logits)
             if self._counts:
@@ -220,31 +238,52 @@ class Router(StatefulModule):
             weights = attach_loss(weights, loss, scale=self.moe.z_loss_coeff * scale / length)
         return weights
 
-    def _scope(
-        self, kind: LoadBalancing, tokens: Tensor, *, length: int, context: LayerContext
-    ) -> tuple[Tensor, int | Tensor]:
-        """The tokens_per_expert of a loss, from those of every sequence [B, E], and the number of
-        sequences in it.
+    def _count_best(self, routing: Routing, logits: Tensor, *, context: LayerContext) -> Tensor:
+        """[B, E] fp32, tokens per expert in each sequence, by scores alone; 0 for padding."""
+        best = routing.topk_ids
+        if not self._ranks_logits or self.moe.router_force_load_balancing:
+            best = logits.detach().topk(self.moe.router_topk, dim=-1).indices
+        tokens = count_tokens(best, num_experts=self.num_experts, sequence=self.sequence)
+        return torch.zeros_like(tokens) if context.is_padding else tokens
 
-        For `global_aux_loss` the number is a tensor: it follows from the counts, because ranks may
-        have padding.
+    def _balance_counts(
+        self, kind: LoadBalancing, tokens: Tensor, *, length: int, context: LayerContext
+    ) -> BalanceCounts:
+        """The counts of a loss.
+
+        Args:
+            kind: seq_aux_loss, aux_loss or global_aux_loss.
+            tokens: [B, E], tokens per expert in each sequence of this microbatch.
+            length: tokens of a sequence.
+            context: context of the microbatch.
         """
         if kind == "seq_aux_loss":
-            return tokens, 1
-        of_microbatch = tokens.sum(dim=0, keepdim=True)
+            return BalanceCounts(tokens, 1)
+        summed = tokens.sum(dim=0, keepdim=True)
         if kind == "aux_loss":
-            return of_microbatch, len(tokens)
+            return BalanceCounts(summed, len(tokens))
         if self not in context.balance_counts:
-            all_reduce(of_microbatch, self.dp)
-            context.balance_counts[self] = self.stats.average_tokens(of_microbatch)
-        counts = context.balance_counts[self]
-        return counts, counts.sum() / (self.moe.router_topk * length)
+            all_reduce(summed, self.dp)
+            context.balance_counts[self] = self.stats.average_tokens(summed)
+        averaged = context.balance_counts[self]
+        return BalanceCounts(averaged, averaged.sum() / (self.moe.router_topk * length))
+
+
+def _balance_terms(moe: MoEConfig, *, dp_size: int) -> list[BalanceTerm]:
+    """The load-balancing losses with a coefficient above 0."""
+    terms = []
+    for kind, coeff in zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True):
+        if kind == "none" or coeff <= 0:
+            continue
+        if kind == "global_aux_loss" and moe.divide_global_aux_loss_by_dp:
+            coeff = coeff / dp_size
+        terms.append(BalanceTerm(kind, coeff))
+    return terms
 
 
 def router_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[B, S, H], [E, H] -> [B, S, E] fp32; cuBLAS multiplies 16-bit inputs exactly and sums in
-    fp32.
-    """
+    """[B, S, H], [E, H] -> [B, S, E] fp32."""
+    # cuBLAS multiplies 16-bit inputs exactly and sums in fp32
     if hidden.itemsize == 2 and adds_wider(hidden.device.type):
         logits: Tensor = _RouterLogits.apply(hidden.flatten(0, 1), weight)
         return logits.unflatten(0, hidden.shape[:2])
@@ -252,7 +291,10 @@ def router_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 class _RouterLogits(torch.autograd.Function):
-    """Keeps the inputs as they are; the gradient has fp32 digits, so its products are in fp32."""
+    """Logits in fp32 of 16-bit inputs, which are kept as they are.
+
+    The gradient of the logits is in fp32, so its products are too.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -262,27 +304,28 @@ class _RouterLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        return (grads[0] @ weight.float()).to(x.dtype), (grads[0].t() @ x.float()).to(weight.dtype)
+        grad_x = grads[0] @ weight.float()
+        grad_weight = grads[0].t() @ x.float()
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
 
 
 def normalize(scores: Tensor, epsilon: float = 1e-20) -> Tensor:
-    """Scores divided by their sum over the last dim; epsilon avoids a division by zero where all
-    underflow.
-    """
+    """Scores divided by their sum over the last dim; epsilon avoids a division by zero."""
     return scores / (scores.sum(dim=-1, keepdim=True) + epsilon)
 
 
 def _mask_groups(scores: Tensor, moe: MoEConfig) -> Tensor:
-    """Minus infinity for experts outside the best groups; the score of a group is the sum of its
-    best few experts.
+    """Minus infinity for experts outside the best groups.
+
+    The score of a group is the sum of its best few experts.
     """
-    num_groups, group_topk = moe.router_num_groups, moe.router_group_topk or 1
-    grouped = scores.unflatten(-1, (num_groups, -1))
+    group_topk = moe.router_group_topk or 1
+    grouped = scores.unflatten(-1, (moe.router_num_groups, -1))
     num_summed = min(max(1, moe.router_topk // group_topk), grouped.shape[-1])
-    best = grouped.topk(num_summed, dim=-1).values.sum(dim=-1).topk(group_topk, dim=-1).indices
-    penalty = torch.full(grouped.shape[:-1], -torch.inf, device=scores.device).scatter_(
-        -1, best, 0.0
-    )
+    group_scores = grouped.topk(num_summed, dim=-1).values.sum(dim=-1)
+    best = group_scores.topk(group_topk, dim=-1).indices
+    penalty = torch.full(grouped.shape[:-1], -torch.inf, device=scores.device)
+    penalty.scatter_(-1, best, 0.0)
     return (grouped + penalty[..., None]).flatten(-2)
 
 
@@ -296,8 +339,7 @@ def count_tokens(topk_ids: Tensor, *, num_experts: int, sequence: Group) -> Tens
     """Tokens of every expert in each sequence.
 
     Args:
-        topk_ids: [B, S, K] int64, the experts with the highest scores, without bias, groups and
-            capacity.
+        topk_ids: [B, S, K] int64, the experts with the highest scores.
         num_experts: E.
         sequence: the ranks that hold the tokens of one sequence.
 
@@ -318,14 +360,13 @@ def balance_loss(
 
     Args:
         probabilities: [B, S, E] fp32, summing to one per token.
-        tokens_per_expert: [B, E] of every sequence, or [1, E] of all tokens that the loss is over.
+        tokens_per_expert: [B, E] of every sequence, or [1, E] of all tokens of the loss.
         topk: K.
         num_tokens: T.
     """
     num_experts = probabilities.shape[-1]
-    return (tokens_per_expert * probabilities.sum(dim=1)).sum() * (
-        num_experts / (topk * num_tokens**2)
-    )
+    scale = num_experts / (topk * num_tokens**2)
+    return (tokens_per_expert * probabilities.sum(dim=1)).sum() * scale
 
 
 def z_loss(logits: Tensor) -> Tensor:
@@ -342,27 +383,27 @@ def attach_loss(x: Tensor, loss: Tensor, *, scale: float | Tensor) -> Tensor:
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
-        ctx.scale, ctx.dtype = scale, loss.dtype
+        ctx.scale = scale
+        ctx.dtype = loss.dtype
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad = grads[0]
         if isinstance(ctx.scale, Tensor):
-            return grads[0], ctx.scale.to(ctx.dtype), None
-        return grads[0], torch.full((), ctx.scale, dtype=ctx.dtype, device=grads[0].device), None
+            return grad, ctx.scale.to(ctx.dtype), None
+        return grad, torch.full((), ctx.scale, dtype=ctx.dtype, device=grad.device), None
 
 
 def expert_capacity(moe: MoEConfig, length: int) -> int:
-    """Tokens of a sequence that an expert takes: an even share times the capacity factor, rounded
-    up.
+    """Tokens of a sequence that an expert takes: an even share times the factor, rounded up.
 
     >>> expert_capacity(MoEConfig(num_experts=8, router_topk=2, expert_capacity_factor=1.25), 64)
     20
     """
     assert moe.num_experts is not None and moe.expert_capacity_factor is not None
-    return min(
-        length, math.ceil(moe.expert_capacity_factor * length * moe.router_topk / moe.num_experts)
-    )
+    scaled = moe.expert_capacity_factor * length * moe.router_topk / moe.num_experts
+    return min(length, math.ceil(scaled))
 
 
 def drop_over_capacity(
@@ -374,7 +415,7 @@ def drop_over_capacity(
         routing: topk_ids and topk_weights, [B, S, K].
         num_experts: E.
         capacity: tokens of a sequence that an expert takes.
-        positions: [S] int64, of this rank's tokens in their sequence.
+        positions: [S] int64, the positions of this rank's tokens in their sequence.
         sequence: the ranks that hold the tokens of one sequence.
 
     Returns:
@@ -385,15 +426,13 @@ def drop_over_capacity(
     # The weight of every token for every expert, by position; -1 where the token does not choose
     # the expert.
     weights = gathered.topk_weights.new_full((batch, length, num_experts), -1.0)
+    samples = torch.arange(batch, device=weights.device)[:, None, None]
     rows = gathered_positions[:, None].expand_as(gathered.topk_ids[0])
-    weights[torch.arange(batch, device=rows.device)[:, None, None], rows, gathered.topk_ids] = (
-        gathered.topk_weights
-    )
+    weights[samples, rows, gathered.topk_ids] = gathered.topk_weights
     best = weights.argsort(dim=1, descending=True, stable=True)[:, :capacity]
     is_kept = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, best, True)
-    return routing.topk_ids.masked_fill(
-        ~is_kept[:, positions].gather(2, routing.topk_ids), num_experts
-    )
+    is_dropped = ~is_kept[:, positions].gather(2, routing.topk_ids)
+    return routing.topk_ids.masked_fill(is_dropped, num_experts)
 
 
 def _gather_sequence(
@@ -401,7 +440,7 @@ def _gather_sequence(
 ) -> tuple[Routing, Tensor]:
     """The routing of full sequences [B, L, K] and their positions [L], in any order.
 
-    One collective: ids and positions are packed beside the bits of the weights.
+    One collective: ids, positions and the bits of the weights are packed.
     """
     batch, _, topk = routing.topk_ids.shape
     columns = positions.to(torch.int32)[None, :, None].expand(batch, -1, 1)
@@ -409,7 +448,7 @@ def _gather_sequence(
     packed = torch.cat([routing.topk_ids.to(torch.int32), weight_bits, columns], dim=-1)
     gathered = packed.new_empty((sequence.size, *packed.shape))
     all_gather_into(gathered, packed, group=sequence)
-    ids, weights, columns = rearrange(gathered, "r b s c -> b (r s) c").split(
-        [topk, topk, 1], dim=-1
-    )
-    return Routing(ids.long(), weights.contiguous().view(torch.float32)), columns[0, :, 0].long()
+    unpacked = rearrange(gathered, "r b s c -> b (r s) c")
+    ids, weight_bits, columns = unpacked.split([topk, topk, 1], dim=-1)
+    full = Routing(ids.long(), weight_bits.contiguous().view(torch.float32))
+    return full, columns[0, :, 0].long()

@@ -1,8 +1,7 @@
 """Statistics of routers: counted on the device during forward passes, summed once per step.
 
 `RouterStats` holds one router's sums since the last step, as named buffers. A forward pass that is
-recomputed in the backward counts once (`Router`). What is done with the sums is in
-`train/parts/router_balance.py`.
+recomputed in the backward counts once (`Router`). `train/parts/router_balance.py` reads the sums.
 """
 
 from collections.abc import Callable
@@ -15,8 +14,9 @@ SCALARS = ("num_tokens", "num_dropped", "entropy", "aux_loss", "z_loss")
 
 
 class StatefulModule(nn.Module):
-    """A module whose buffers keep dtype and values: `.to()`, `.bfloat16()` and `.to_empty()` only
-    move them.
+    """A module whose buffers keep dtype and values.
+
+    `.to()`, `.bfloat16()` and `.to_empty()` only move them to another device.
     """
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
@@ -37,10 +37,10 @@ class RouterStats(StatefulModule):
         tokens_per_expert: [E], dropped pairs among them.
         num_tokens: routed tokens.
         num_dropped: (token, expert) pairs beyond the capacity.
-        entropy: entropy of the router probabilities of each token, in nats.
-        aux_loss: the first load-balancing loss, times the tokens that it is over.
-        z_loss: z-loss of each token.
-        microbatch_tokens: [E], tokens per expert of all ranks, for global_aux_loss.
+        entropy: entropies of the router probabilities, in nats.
+        aux_loss: the first load-balancing loss, times its number of tokens.
+        z_loss: z-losses of the tokens.
+        microbatch_tokens: [E], tokens per expert on all ranks, for global_aux_loss.
     """
 
     tokens_per_expert: Tensor
@@ -82,22 +82,19 @@ class RouterStats(StatefulModule):
         """Tokens per expert at the mean shares of this microbatch and the earlier ones of the step.
 
         Args:
-            tokens_per_expert: [1, E], of a microbatch of all ranks; with padding on some it has
-                fewer tokens.
+            tokens_per_expert: [1, E], of a microbatch on all ranks; padding ranks have no tokens.
 
         Returns:
             [1, E], with the sum of `tokens_per_expert`.
         """
         self.microbatch_tokens += tokens_per_expert[0]
-        return (self.microbatch_tokens * (tokens_per_expert.sum() / self.microbatch_tokens.sum()))[
-            None
-        ]
+        scale = tokens_per_expert.sum() / self.microbatch_tokens.sum()
+        return (self.microbatch_tokens * scale)[None]
 
     def sums(self) -> Tensor:
-        """All sums in one tensor, [E + 5] fp64; the counts per expert and `SCALARS`."""
-        return torch.cat(
-            [self.tokens_per_expert, torch.stack([self.get_buffer(name) for name in SCALARS])]
-        )
+        """All sums in one tensor, [E + 5] fp64: the counts per expert and `SCALARS`."""
+        scalars = torch.stack([self.get_buffer(name) for name in SCALARS])
+        return torch.cat([self.tokens_per_expert, scalars])
 
     def reset(self) -> None:
         """Set all sums to zero."""
@@ -106,7 +103,7 @@ class RouterStats(StatefulModule):
 
 
 class HasRouterState(Protocol):
-    """The state of a router besides its weight."""
+    """A router with its statistics."""
 
     stats: RouterStats
     expert_bias: Tensor | None
@@ -124,9 +121,8 @@ def routers_of(stage: nn.Module) -> dict[str, HasRouterState]:
 
 def expert_biases(stage: nn.Module) -> dict[str, Tensor]:
     """The expert biases of a stage by their names in a checkpoint."""
-    routers = routers_of(stage).items()
-    return {
-        f"router/{name}.expert_bias": r.expert_bias
-        for name, r in routers
-        if r.expert_bias is not None
-    }
+    biases = {}
+    for name, router in routers_of(stage).items():
+        if router.expert_bias is not None:
+            biases[f"router/{name}.expert_bias"] = router.expert_bias
+    return biases

@@ -4,7 +4,9 @@
              +-- value -----*-- conv -----.
              +-- gate_out ----------------*-- output -->
 
-All have the width of the residual stream; tp shards their channels.
+All projections have the width of the residual stream; tp shards their channels.
+
+    B batch   S sequence   H hidden
 """
 
 from functools import partial
@@ -33,8 +35,9 @@ class ShortConv(nn.Module):
     ) -> None:
         super().__init__()
         column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
-        names = ("gate_in", "gate_out", "value")
-        self.gate_in, self.gate_out, self.value = (column(*params.linear(name)) for name in names)
+        self.gate_in = column(*params.linear("gate_in"))
+        self.gate_out = column(*params.linear("gate_out"))
+        self.value = column(*params.linear("value"))
         self.conv = ShortConvolution(params.submodule("conv"), cp=parallel.cp)
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
         self.dropout = HiddenDropout(
@@ -46,6 +49,5 @@ class ShortConv(nn.Module):
         gate_in, gate_out, value = column_parallel(
             hidden, (self.gate_in, self.gate_out, self.value)
         )
-        return self.dropout(
-            self.output(gate_out * self.conv(gate_in * value, context)), context.dropout
-        )
+        out = gate_out * self.conv(gate_in * value, context)
+        return self.dropout(self.output(out), context.dropout)

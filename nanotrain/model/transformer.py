@@ -1,17 +1,19 @@
 """The transformer, top to bottom.
 
-    Stage      the layers of one pipeline rank; a model without pipeline parallelism is one stage
-    Embedding  tokens -> hidden states        Head  hidden states -> loss or logits
-    Block      x + attention(norm(x)), then x + mlp(norm(x)); or with norms of the outputs
-    HalfBlock  one of the two, in models with a hybrid layer pattern
-    ShortcutBlock   two blocks, to whose end the experts of the first are added
+    Block           x + attention(norm(x)), then x + mlp(norm(x)); or with norms of the outputs
+    HalfBlock       one of the two, in models with a hybrid layer pattern
+    ShortcutBlock   two blocks; the experts of the first are added at the end of the second
+    Embedding       tokens -> hidden states
+    Head            hidden states -> loss or logits
+    Stage           the layers of one pipeline rank; without pipeline parallelism the full model
 
     tokens -> [embedding] -> layers.{first}..{last-1} -> [final_norm -> head] -> loss
               first stage                                 last stage
 
-Other files: those of MIXER_MODULES, norm.py, rope.py, MLPs (mlp.py), experts (moe.py), multi-token
-prediction (mtp.py). Parameters are declared in spec/parameters.py and created on the meta device.
-Their names are global on every stage.
+The other files of the package hold the token mixers (MIXER_MODULES), norms (norm.py), rotary
+positions (rope.py), MLPs (mlp.py), experts (moe.py) and multi-token prediction (mtp.py).
+Parameters are declared in spec/parameters.py and created on the meta device. Their names are global
+on every stage.
 
     B batch   S sequence   H hidden   V vocabulary   Vp vocabulary with padding
 """
@@ -22,17 +24,17 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
-from nanotrain.attention.tiles import chunk_segments
 from nanotrain.comm.autograd import concat_along
 from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.model.attention import Attention
 from nanotrain.model.attention_mamba import AttentionMamba2
 from nanotrain.model.context import (
+    AttentionInputs,
     BatchContext,
+    DropoutContext,
     DropoutPlace,
     HiddenDropout,
     LayerContext,
@@ -41,13 +43,14 @@ from nanotrain.model.context import (
 from nanotrain.model.delta_net import GatedDeltaNet, KimiDeltaAttention
 from nanotrain.model.dsa import SparseLatentAttention
 from nanotrain.model.mamba import Mamba2
+from nanotrain.model.masks import MaskPlanner
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.mlp import build_mlp
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.mtp import MTPLayer
-from nanotrain.model.norm import RMSNorm, build_norm, build_post_norm
+from nanotrain.model.norm import RMSNorm, build_norm, build_post_norm, build_scale
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.rope import layer_tables
+from nanotrain.model.rope import PositionTables
 from nanotrain.model.short_conv import ShortConv
 from nanotrain.parallel.tp.layers import TensorParallel, VocabParallelEmbedding
 from nanotrain.parallel.tp.loss import (
@@ -57,7 +60,6 @@ from nanotrain.parallel.tp.loss import (
     vocab_parallel_cross_entropy,
 )
 from nanotrain.spec.declaration import Declaration
-from nanotrain.spec.kinds import MIXERS
 from nanotrain.spec.parameters import declare_stage
 from nanotrain.spec.params import LocalParam
 from nanotrain.spec.shape import ModelShape
@@ -65,12 +67,13 @@ from nanotrain.spec.stages import StageSpec
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); `norm_placement` also normalizes the outputs,
-    or only these.
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    With `norm_placement` the outputs of attention and MLP are normalized too, or only these.
 
     Args:
         model_config: configuration of the model.
-        params: attention, mlp or experts, and those norms before and after them that are declared.
+        params: attention, mlp, and the declared norms before and after them.
         parallel: groups of the layers.
         layer: index in the model.
     """
@@ -95,14 +98,12 @@ class Block(nn.Module):
 
 
 class ShortcutBlock(Block):
-    """A block with experts and a dense block, at whose end the experts' outputs are added
-    (LongCat-Flash, section 2.2).
+    """A block with experts and a dense block (LongCat-Flash, section 2.2).
 
         x1 = x + attention(norm(x))        routed experts of norm(x1) ---------------+
         x2 = x1 + shared expert(norm(x1)), through the second block ---------------- + --> out
 
-    Tokens travel to their experts and back while the shared expert and the second block are
-    computed.
+    Tokens are sent to their experts and back while the shared expert and the second block run.
     """
 
     mlp: MoELayer
@@ -126,82 +127,79 @@ class ShortcutBlock(Block):
 
 
 class HalfBlock(nn.Module):
-    """x + attention(norm(x)), or x + mlp(norm(x)): one half of a `Block`, with its names and
-    arguments.
-    """
+    """x + attention(norm(x)), or x + mlp(norm(x)): one half of a `Block`, with the same names."""
 
     def __init__(
         self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
     ) -> None:
         super().__init__()
-        half, build = (
-            ("attention", build_mixer) if params.submodule("attention") else ("mlp", build_mlp)
-        )
-        self.add_module(f"{half}_norm", build_norm(model_config, params.submodule(f"{half}_norm")))
-        self.add_module(
-            half, build(model_config, params.submodule(half), parallel=parallel, layer=layer)
-        )
-        self.add_module(f"{half}_post_norm", build_post_norm(model_config, params, half=half))
+        self.is_attention = bool(params.submodule("attention"))
+        if self.is_attention:
+            self.attention_norm = build_norm(model_config, params.submodule("attention_norm"))
+            self.attention = build_mixer(
+                model_config, params.submodule("attention"), parallel=parallel, layer=layer
+            )
+            self.attention_post_norm = build_post_norm(model_config, params, half="attention")
+        else:
+            self.mlp_norm = build_norm(model_config, params.submodule("mlp_norm"))
+            self.mlp = build_mlp(
+                model_config, params.submodule("mlp"), parallel=parallel, layer=layer
+            )
+            self.mlp_post_norm = build_post_norm(model_config, params, half="mlp")
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        norm, layer, post_norm = self.children()
-        return x + post_norm(layer(norm(x), context))
+        if self.is_attention:
+            return x + self.attention_post_norm(self.attention(self.attention_norm(x), context))
+        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x), context))
 
 
 class Embedding(nn.Module):
-    """Word embeddings, plus learned absolute positions (Radford et al. 2019) where they are
-    declared.
+    """Word embeddings, plus learned absolute positions (Radford et al. 2019) if declared.
 
     Args:
-        model_config: factor on the word embeddings, which is rounded to their dtype, and their
-            norm.
+        model_config: norm and scale of the word embeddings; the scale is rounded to their dtype.
         params: word; position [positions, H] where declared, replicated over tp.
         tensor_parallel: shards the vocabulary; under sequence parallelism each rank embeds its
             slice of the positions.
     """
 
-    is_lookup = True  # as an FSDP unit its backward reads no parameters
+    is_lookup = True  # FSDP: the backward of this unit reads no parameters
 
     def __init__(
         self, model_config: ModelConfig, params: Parameters, *, tensor_parallel: TensorParallel
     ) -> None:
         super().__init__()
-        weight, position, self.tensor_parallel = (
-            params["word.weight"],
-            params.get("position.weight"),
-            tensor_parallel,
-        )
-        self.scale = torch.tensor(
-            model_config.embedding_scale, dtype=weight.dtype, device="cpu"
-        ).item()
-        self.norm = (
-            RMSNorm(None, eps=model_config.norm_epsilon)
-            if model_config.embedding_l2_norm
-            else nn.Identity()
-        )
+        weight = params["word.weight"]
         self.word = VocabParallelEmbedding(weight, tensor_parallel=tensor_parallel)
-        unsharded = partial(VocabParallelEmbedding, tensor_parallel=tensor_parallel.unsharded)
-        self.position = None if position is None else unsharded(position)
+        self.position: nn.Module | None = None
+        if "position.weight" in params:
+            self.position = VocabParallelEmbedding(
+                params["position.weight"], tensor_parallel=tensor_parallel.unsharded
+            )
+        scale = torch.tensor(model_config.embedding_scale, dtype=weight.dtype, device="cpu")
+        self.scale = build_scale(scale.item())
+        self.norm: nn.Module = nn.Identity()
+        if model_config.embedding_l2_norm:
+            self.norm = RMSNorm(None, eps=model_config.norm_epsilon)
+        self.tensor_parallel = tensor_parallel
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[B, S] int64 -> [B, S or S/tp, H]; without position ids the positions are 0..S-1."""
-        hidden: Tensor = self.word(tokens)
-        hidden = self.norm(hidden * self.scale if self.scale != 1.0 else hidden)
+        hidden: Tensor = self.norm(self.scale(self.word(tokens)))
         if self.position is None:
             return hidden
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        out: Tensor = hidden + self.position(self.tensor_parallel.local_slice(position_ids))
-        return out
+        positions: Tensor = self.position(self.tensor_parallel.local_slice(position_ids))
+        return hidden + positions
 
 
 class Head(nn.Module):
     """The output layer.
 
     Args:
-        weight: [Vp/tp, H]; None where it is tied to the word embedding, which is then passed to
-            every call.
+        weight: [Vp/tp, H]; None where the word embedding is passed to every call (tied).
         vocabulary: V, scaling and softcap of the logits.
         tensor_parallel: shards the vocabulary.
     """
@@ -214,13 +212,14 @@ class Head(nn.Module):
         tensor_parallel: TensorParallel,
     ) -> None:
         super().__init__()
-        self.weight, self.vocabulary, self.tensor_parallel = weight, vocabulary, tensor_parallel
-        self.reads_shared = weight is None  # as an FSDP unit it reads the word embedding
-        # [2, sources] fp64, sums by `Batch.source_ids` that forward passes add to (`TokenGroups`):
-        # of training steps by corpus, since they were last read, and of evaluations by row of a
-        # task; None where not counted
-        self.source_sums: Tensor | None = None
-        self.row_sums: Tensor | None = None
+        self.weight = weight
+        self.vocabulary = vocabulary
+        self.tensor_parallel = tensor_parallel
+        self.reads_shared = weight is None  # FSDP: this unit also reads the word embedding
+        # [2, sources] fp64, sums by `Batch.source_ids` to which forward passes add (`TokenGroups`);
+        # None where nothing is counted
+        self.source_sums: Tensor | None = None  # training: by corpus, since they were last read
+        self.row_sums: Tensor | None = None  # evaluation: by row of a task
 
     def forward(
         self,
@@ -234,12 +233,13 @@ class Head(nn.Module):
 
         Its gradient is `grad_scale` where that is known.
         """
+        targets = Targets(
+            batch.labels.flatten(), batch.loss_mask.flatten(), self._groups(batch), grad_scale
+        )
         return vocab_parallel_cross_entropy(
-            rearrange(self.tensor_parallel.enter(hidden), "b s h -> (b s) h"),
+            self.tensor_parallel.enter(hidden).flatten(0, 1),
             self._weight(tied),
-            targets=Targets(
-                batch.labels.flatten(), batch.loss_mask.flatten(), self._groups(batch), grad_scale
-            ),
+            targets=targets,
             vocabulary=self.vocabulary,
             group=self.tensor_parallel.group,
         )
@@ -247,20 +247,19 @@ class Head(nn.Module):
     def logits(self, hidden: Tensor, *, tied: nn.Parameter | None) -> Tensor:
         """[..., H] -> [..., V] without padding, gathered over tp; without sequence parallelism."""
         assert not self.tensor_parallel.sequence_parallel, "a rank has the logits of all tokens"
-        local = F.linear(
-            self.tensor_parallel.enter(hidden), self._weight(tied)[: self.vocabulary.size]
-        )
-        gathered = concat_along(
-            self.vocabulary.cap(local), self.tensor_parallel.group, dim=local.ndim - 1
-        )
-        return gathered[..., : self.vocabulary.size]
+        size = self.vocabulary.size
+        local = F.linear(self.tensor_parallel.enter(hidden), self._weight(tied)[:size])
+        capped = self.vocabulary.cap(local)
+        gathered = concat_along(capped, self.tensor_parallel.group, dim=local.ndim - 1)
+        return gathered[..., :size]
 
     def _groups(self, batch: Batch) -> TokenGroups | None:
-        """The corpus of every token, or its row of a task."""
+        """The corpus, or the row of a task, to which every token belongs."""
         sums = self.source_sums if torch.is_grad_enabled() else self.row_sums
         if sums is None or batch.source_ids is None:
             return None
-        return TokenGroups(batch.source_ids.repeat_interleave(batch.labels.shape[1]), sums)
+        source_of_token = batch.source_ids.repeat_interleave(batch.labels.shape[1])
+        return TokenGroups(source_of_token, sums)
 
     def _weight(self, tied: nn.Parameter | None) -> nn.Parameter:
         weight = self.weight if tied is None else tied
@@ -269,8 +268,7 @@ class Head(nn.Module):
 
 
 class Stage(nn.Module):
-    """Consecutive layers of a model, with the embedding on the first stage and the head on the
-    last.
+    """Consecutive layers of a model; the first stage has the embedding, the last one the head.
 
     With tied embeddings or multi-token prediction the last stage has a replica of the word
     embedding. It is passed to the head at each call: parameters may be replaced by views of a flat
@@ -279,7 +277,7 @@ class Stage(nn.Module):
     Args:
         model_config: configuration of the model.
         spec: the layers of the stage.
-        params: what this rank holds of the stage's parameters, in declared order.
+        params: the local shards of the parameters, in declared order.
         parallel: groups of the layers.
     """
 
@@ -292,62 +290,49 @@ class Stage(nn.Module):
         parallel: ModelParallel,
     ) -> None:
         super().__init__()
-        self.model_config, self.spec, self.params, self.parallel = (
-            model_config,
-            spec,
-            tuple(params),
-            parallel,
-        )
-        shape, declared = ModelShape.of(model_config), Parameters.on_meta(params)
-        embed = partial(Embedding, model_config, tensor_parallel=parallel.tp)
-        self.embedding = (
-            embed(embedding) if (embedding := declared.submodule("embedding")) else None
-        )
-        self._drop_embedded = HiddenDropout(
+        self.model_config = model_config
+        self.spec = spec
+        self.params = tuple(params)
+        self.parallel = parallel
+        shape = ModelShape.of(model_config)
+        declared = Parameters.on_meta(params)
+        mtp_layers = shape.mtp_layers if spec.has_head else range(0)
+        self.embedding: Embedding | None = None
+        if embedding := declared.submodule("embedding"):
+            self.embedding = Embedding(model_config, embedding, tensor_parallel=parallel.tp)
+        self.drop_embedded = HiddenDropout(
             model_config.hidden_dropout, 0, DropoutPlace.embedding, parallel.tp
         )
-        # False if a layer attends to all earlier keys, True if one attends within a window; or both
-        mtp_layers = shape.mtp_layers if spec.has_head else range(0)
-        mixers = {i: shape.kinds(i)[0] for i in (*spec.layers, *mtp_layers)}
-        self._has_windows = {
-            shape.has_window(i) for i, mixer in mixers.items() if mixer and MIXERS[mixer].has_keys
-        }
-
-        def build_block(params: Parameters, layer: int) -> nn.Module:
-            usual = ShortcutBlock if len(shape.blocks(layer)) > 1 else Block
-            kind = HalfBlock if None in shape.kinds(layer) else usual
-            block = kind(model_config, params, parallel=parallel.of_layer(layer), layer=layer)
-            if model_config.has_dropout:
-                block.register_forward_pre_hook(lambda _, args: (args[0], args[1].of_layer(layer)))
-            return block
-
-        self.layers = nn.ModuleDict(
-            {str(i): build_block(declared.submodule(f"layers.{i}"), i) for i in spec.layers}
-        )
+        self.layers = nn.ModuleDict()
+        for layer in spec.layers:
+            self.layers[str(layer)] = build_block(
+                model_config, declared.submodule(f"layers.{layer}"), parallel=parallel, layer=layer
+            )
         self.final_norm: nn.Module | None = None
         self.head: Head | None = None
         if spec.has_head:
             self.final_norm = build_norm(model_config, declared.submodule("final_norm"))
-            head = declared.get("head.weight")
             vocabulary = Vocabulary(
                 shape.vocab_size, model_config.final_logit_softcapping, model_config.logits_scaling
             )
-            self.head = Head(head, vocabulary=vocabulary, tensor_parallel=parallel.tp)
+            self.head = Head(
+                declared.get("head.weight"), vocabulary=vocabulary, tensor_parallel=parallel.tp
+            )
         self.mtp = nn.ModuleDict()
         for depth, layer in enumerate(mtp_layers):
             own = declared.submodule(f"mtp.{depth}")
-            block = build_block(own.submodule("block"), layer)
+            block = build_block(
+                model_config, own.submodule("block"), parallel=parallel, layer=layer
+            )
             self.mtp[str(depth)] = MTPLayer(
                 model_config, own, block=block, tensor_parallel=parallel.tp, layer=layer
             )
         # The layers in order; `transform_blocks` may replace them by functions of one or several
         # layers.
         self.layer_functions: list[Callable[..., Tensor]] = list(self.layers.values())
-        self._rotary, self._is_tied = (
-            layer_tables(model_config),
-            not model_config.untie_embeddings_and_output_weights,
-        )
-        self._window, self._chunk = model_config.window_size, model_config.attention_chunk_size
+        self.position_tables = PositionTables.of(model_config)
+        self.masks = MaskPlanner.of(model_config, (*spec.layers, *mtp_layers))
+        self.is_tied = not model_config.untie_embeddings_and_output_weights
         registered = [name for name, _ in self.named_parameters()]
         assert registered == [local.spec.name for local in params], (
             "modules register other parameters than declared"
@@ -359,8 +344,8 @@ class Stage(nn.Module):
         Args:
             hidden: [B, S, H] of the previous stage, [B, S/tp, H] with sequence parallelism; None on
                 the first stage.
-            context: the microbatch, the same on every stage; S tokens of each sequence are on this
-                cp rank.
+            context: the microbatch, the same on every stage; this cp rank has S tokens of each
+                sequence.
 
         Returns:
             With a head the sum over unmasked target tokens of the cross-entropy, an fp32 scalar;
@@ -381,17 +366,18 @@ class Stage(nn.Module):
 
         Args:
             tokens: [B, S] int64.
-            last_only: only those of the last position, for sampling.
+            last_only: whether to compute the logits of the last position only, for sampling.
             position_ids: [B, S] int64; None for 0..S-1.
 
         Returns:
             [B, S, V] or [B, 1, V], without padding, in the dtype of the activations.
         """
         assert self.head is not None, "only a stage with the head has logits"
-        hidden, _ = self._transform(
-            None, BatchContext(replace(Batch.of_tokens(tokens), position_ids=position_ids))
-        )
-        return self.head.logits(hidden[:, -1:] if last_only else hidden, tied=self._tied_weight())
+        batch = replace(Batch.of_tokens(tokens), position_ids=position_ids)
+        hidden, _ = self._transform(None, BatchContext(batch))
+        if last_only:
+            hidden = hidden[:, -1:]
+        return self.head.logits(hidden, tied=self._tied_weight())
 
     @property
     def mtp_layers(self) -> list[MTPLayer]:
@@ -401,21 +387,25 @@ class Stage(nn.Module):
     def _predict_further(
         self, hidden: Tensor, context: BatchContext, *, layer_context: LayerContext, loss: Tensor
     ) -> Tensor:
-        """The loss of the model; its backward also differentiates those of multi-token prediction."""
+        """The loss of the model; its backward also differentiates the losses of further tokens."""
         scales = context.mtp_scales
         for layer, batch, scale in zip(self.mtp_layers, context.batch.mtp, scales, strict=False):
             assert self.embedding is not None and self.head is not None, (
                 "multi-token prediction reads both"
             )
-            # `forward`, not a call: their FSDP hooks must not run, the unit of this layer gathers
-            # their parameters
             grad_scale = None if context.loss_scale is None else context.loss_scale * scale
-            sum_losses = partial(self.head.forward, tied=self._tied_weight(), grad_scale=grad_scale)
-            embed = self.embedding.forward
-            hidden, further = layer(
-                hidden, batch, context=layer_context, embed=embed, sum_losses=sum_losses
+            # `forward`, not a call: the FSDP hooks of embedding and head must not run, the unit of
+            # this layer gathers their parameters
+            hidden, loss_sum = layer(
+                hidden,
+                batch,
+                context=layer_context,
+                embed=self.embedding.forward,
+                sum_losses=partial(
+                    self.head.forward, tied=self._tied_weight(), grad_scale=grad_scale
+                ),
             )
-            scaled = scale * further
+            scaled = scale * loss_sum
             # not `attach_loss`: the step scales both by one gradient
             loss = loss + (scaled - scaled.detach())
         return loss
@@ -423,46 +413,52 @@ class Stage(nn.Module):
     def _transform(
         self, hidden: Tensor | None, context: BatchContext
     ) -> tuple[Tensor, LayerContext]:
-        """Run embedding, layers and final norm; returns the hidden states and the context of the
-        layers.
+        """Run embedding, layers and final norm.
+
+        Returns:
+            the hidden states, and the context of the layers.
         """
-        batch, dropout = context.batch, context.dropout()
+        dropout = context.dropout()
         if self.spec.has_embedding:
             assert self.embedding is not None, "the first stage has the embedding"
-            hidden = self._drop_embedded(self.embedding(batch.tokens, batch.position_ids), dropout)
+            embedded = self.embedding(context.batch.tokens, context.batch.position_ids)
+            hidden = self.drop_embedded(embedded, dropout)
         assert hidden is not None, (
             "a stage without the embedding needs the hidden states of the previous stage"
         )
-        positions = batch.tokens.shape[1] if batch.position_ids is None else batch.position_ids
-        rotary, local, factors = (
-            None if each is None else each.at(positions, like=hidden) for each in self._rotary
-        )
-        plan_mask = partial(self.parallel.core_attention.plan_mask, tokens=batch.tokens)
-        mask = plan_mask(batch.segment_ids) if False in self._has_windows else None
-        chunks, length = batch.segment_ids, batch.tokens.shape[1] * self.parallel.cp.size
-        if self._chunk is not None:
-            chunks = chunk_segments(chunks, length=length, size=self._chunk)
-        window_mask = (
-            plan_mask(chunks, window=self._chunk or self._window)
-            if True in self._has_windows
-            else None
-        )
-        layer_context = LayerContext(
-            rotary=(rotary, local or rotary, factors),
-            masks=(mask, window_mask),
+        layer_context = self._layer_context(context, dropout=dropout, like=hidden)
+        for function in self.layer_functions:
+            hidden = function(hidden, layer_context)
+        assert hidden is not None
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        return hidden, layer_context
+
+    def _layer_context(
+        self, context: BatchContext, *, dropout: DropoutContext | None, like: Tensor
+    ) -> LayerContext:
+        """The inputs that the layers share, with the device and dtype of `like`."""
+        batch = context.batch
+        masks = self.masks.plan(batch, self.parallel)
+        positions: int | Tensor = batch.tokens.shape[1]
+        if batch.position_ids is not None:
+            positions = batch.position_ids
+        rotary = self.position_tables.at(positions, like=like)
+        return LayerContext(
+            full=AttentionInputs(rotary.full, masks.full),
+            windowed=AttentionInputs(rotary.windowed, masks.windowed),
+            query_scale=rotary.query_scale,
             segment_ids=batch.segment_ids,
             sequence_positions=context.sequence_positions,
             dropout=dropout,
             aux_loss_scale=context.aux_loss_scale,
             is_padding=batch.is_padding,
         )
-        for function in self.layer_functions:
-            hidden = function(hidden, layer_context)
-        assert hidden is not None
-        return (hidden if self.final_norm is None else self.final_norm(hidden)), layer_context
 
     def _tied_weight(self) -> nn.Parameter | None:
-        return self.embedding.word.weight if self._is_tied and self.embedding is not None else None
+        if not self.is_tied or self.embedding is None:
+            return None
+        return self.embedding.word.weight
 
 
 def build_stage(
@@ -479,6 +475,23 @@ def build_stage(
     specs = declare_stage(Declaration(ModelShape.of(model_config), dtype), spec)
     params = [LocalParam.unsharded(param) for param in specs]
     return Stage(model_config, spec, params=params, parallel=ModelParallel.single_rank())
+
+
+def build_block(
+    model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
+) -> nn.Module:
+    """The block of a layer, by its index in the model."""
+    shape = ModelShape.of(model_config)
+    kind: type[nn.Module] = Block
+    if None in shape.kinds(layer):
+        kind = HalfBlock
+    elif len(shape.blocks(layer)) > 1:
+        kind = ShortcutBlock
+    block = kind(model_config, params, parallel=parallel.of_layer(layer), layer=layer)
+    if model_config.has_dropout:
+        # outside of compiled graphs, see `DropoutContext.of_layer`
+        block.register_forward_pre_hook(lambda _, args: (args[0], args[1].of_layer(layer)))
+    return block
 
 
 # by the kinds of spec/kinds.MIXERS: __init__(model_config, params, *, parallel, layer),
@@ -498,6 +511,7 @@ MIXER_MODULES: dict[str, type[nn.Module]] = {
 def build_mixer(
     model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
 ) -> nn.Module:
-    """The attention of a layer, or what is in its place."""
-    kind = ModelShape.of(model_config).kinds(layer)[0] or ""
-    return MIXER_MODULES[kind](model_config, params, parallel=parallel, layer=layer)
+    """The token mixer of a layer: attention, or a kind in its place."""
+    mixer, _ = ModelShape.of(model_config).kinds(layer)
+    assert mixer is not None, "the layer is an MLP alone"
+    return MIXER_MODULES[mixer](model_config, params, parallel=parallel, layer=layer)

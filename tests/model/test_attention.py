@@ -1,7 +1,6 @@
 """Attention: the rows that a tensor-parallel rank computes, and the scale of the scores."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 from nanotrain.attention.sdpa import SDPAttention
 from nanotrain.config.model import ModelConfig
 from nanotrain.memory.recompute import Recompute, recompute_modules
-from nanotrain.model.attention import _rows
-from nanotrain.model.context import BatchContext, LayerContext, ModelParallel
+from nanotrain.model.attention import head_channels, local_heads
+from nanotrain.model.context import AttentionInputs, BatchContext, LayerContext, ModelParallel
 from nanotrain.model.parameters import initialize
 from nanotrain.model.rope import RotaryTables
 from nanotrain.model.transformer import Stage
@@ -31,9 +30,8 @@ def test_ranks_compute_their_heads_or_share_one(
     heads: int, expected: list[tuple[int, int]]
 ) -> None:
     for index, (start, stop) in enumerate(expected):
-        tensor_parallel = SimpleNamespace(group=GroupSpec("tp", (0, 1, 2, 3), index))
-        rows = _rows(ModelShape.of(LLAMA), heads, tensor_parallel=tensor_parallel)
-        assert (rows.start, rows.stop) == (start, stop)
+        local = local_heads(heads, GroupSpec("tp", (0, 1, 2, 3), index))
+        assert head_channels(local, ModelShape.of(LLAMA).head_dim) == slice(start, stop)
 
 
 def test_the_scale_of_the_scores_is_that_of_the_width_by_default() -> None:
@@ -108,7 +106,7 @@ def test_a_gated_output_is_that_of_qwen3_next() -> None:
     tables = [x.repeat(1, 1, 2).transpose(0, 1) for x in (rotary.cos, rotary.sin)]
     causal = torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)[None, None]
 
-    found = backward(ours(hidden, LayerContext((rotary, None), (mask, None))), hidden, ours)
+    found = backward(ours(hidden, LayerContext(AttentionInputs(rotary, mask))), hidden, ours)
     expected = backward(theirs(hidden, tuple(tables), causal)[0], hidden, theirs)
 
     assert_near(found[:2], expected[:2])

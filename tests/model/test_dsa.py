@@ -13,7 +13,7 @@ from nanotrain.attention import sparse
 from nanotrain.attention.sdpa import SDPAttention
 from nanotrain.config.layer_kinds import DSAConfig
 from nanotrain.config.model import MLAConfig, ModelConfig
-from nanotrain.model.context import LayerContext
+from nanotrain.model.context import AttentionInputs, LayerContext
 from nanotrain.model.rope import RotaryTables, apply_rotary
 from tests.attention.fp64_transformers import modeling_in_fp64
 from tests.model.building import LLAMA
@@ -53,7 +53,9 @@ def context_of(
     """The context of a microbatch of two sequences, of which the loss is the mean over all tokens."""
     rotary = RotaryTables(model).at(S, like=hidden)
     mask = SDPAttention().plan_mask(segment_ids, tokens=hidden[..., 0])
-    return LayerContext((rotary, None), (mask, None), segment_ids=segment_ids, aux_loss_scale=1 / B)
+    return LayerContext(
+        AttentionInputs(rotary, mask), segment_ids=segment_ids, aux_loss_scale=1 / B
+    )
 
 
 def gradients(model: ModelConfig, segment_ids: Tensor | None = None) -> tuple[Any, list[Tensor]]:

@@ -19,7 +19,7 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.config.load import load_config
 from nanotrain.config.model import MLAConfig, ModelConfig
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
-from nanotrain.model.context import LayerContext, ModelParallel
+from nanotrain.model.context import AttentionInputs, LayerContext, ModelParallel
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import RotaryTables
@@ -116,7 +116,7 @@ def apply(
         S if positions is None else positions.expand(B, -1), like=hidden
     )
     mask = layer.core_attention.plan_mask(None, tokens=tokens)
-    output = layer(hidden, LayerContext((rotary, None), (mask, None)))
+    output = layer(hidden, LayerContext(AttentionInputs(rotary, mask)))
     output.backward(grad)
     assert hidden.grad is not None
     actual = {"output of the layer": output.detach(), "input": hidden.grad}
@@ -133,7 +133,7 @@ def test_without_rotary_positions_all_tokens_are_at_position_0() -> None:
         "output of the layer"
     ]
     mask = layer.core_attention.plan_mask(None, tokens=hidden[..., 0])
-    close(layer(hidden, LayerContext(masks=(mask, None))), expected, what="Kimi Linear")
+    close(layer(hidden, LayerContext(AttentionInputs(mask=mask))), expected, what="Kimi Linear")
 
 
 # --- transformers

@@ -13,7 +13,7 @@ from torch import Tensor
 from nanotrain.comm.group import Group
 from nanotrain.config.model import MTPConfig
 from nanotrain.data.batch import Batch
-from nanotrain.model.context import BatchContext, LayerContext
+from nanotrain.model.context import AttentionInputs, BatchContext, LayerContext
 from nanotrain.model.transformer import Stage
 from nanotrain.spec.stages import StageSpec
 from nanotrain.train.batches import GlobalBatch
@@ -34,10 +34,9 @@ def written_out(stage: Stage, batch: Batch) -> list[Tensor]:
         hidden = hidden[:, :length]
         embedded = F.embedding(batch.tokens[:, depth:], stage.embedding.word.weight)
         joined = torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1)
-        rotary = stage._rotary[0]
-        assert rotary is not None
+        rotary = stage.position_tables.at(length, like=hidden).full
         mask = stage.parallel.core_attention.plan_mask(None, tokens=batch.tokens[:, :length])
-        context = LayerContext((rotary.at(length, like=hidden), None, None), (mask, None))
+        context = LayerContext(AttentionInputs(rotary, mask))
         hidden = layer.final_norm(layer.block(joined @ layer.eh_proj.weight.T, context))
         logits = hidden @ stage.head.weight[:VOCAB].T
         each = F.cross_entropy(

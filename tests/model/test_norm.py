@@ -60,7 +60,7 @@ def test_norms_of_heads_are_of_the_kind_of_the_others(kind: Normalization) -> No
     )
     model_config = ModelConfig(normalization=kind, norm_epsilon=1e-3, qk_layernorm=True)
     of_heads = build_head_norm(
-        model_config, params.submodule("query_norm"), heads=slice(0, 24), group=tp
+        model_config, params.submodule("query_norm"), channels=slice(0, 24), group=tp
     )
     with torch.no_grad():
         for parameter in like.parameters():
@@ -69,13 +69,13 @@ def test_norms_of_heads_are_of_the_kind_of_the_others(kind: Normalization) -> No
     assert torch.equal(of_heads(heads), like(heads))
     model_config = replace(model_config, qk_layernorm=kind != "L2Norm")
     absent = build_head_norm(
-        model_config, params.submodule("key_norm"), heads=slice(0, 24), group=tp
+        model_config, params.submodule("key_norm"), channels=slice(0, 24), group=tp
     )
     assert isinstance(absent, nn.Identity)
     l2_norm = build_head_norm(
         replace(model_config, qk_layernorm=False),
         Parameters({}),
-        heads=slice(0, 24),
+        channels=slice(0, 24),
         group=tp,
         is_l2=True,
     )

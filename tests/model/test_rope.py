@@ -12,11 +12,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanotrain.config.model import MLAConfig, ModelConfig, YarnConfig
 from nanotrain.model.rope import (
+    PositionTables,
     Rotary,
     RotaryTables,
     apply_rotary,
     inverse_frequencies,
-    layer_tables,
     scale_query,
 )
 from tests.model.building import LLAMA, LLAMA3, YARN
@@ -175,14 +175,18 @@ def test_interleaved_pairs_are_the_same_scores_with_the_channels_in_another_orde
 
 def test_queries_of_layers_without_rotary_positions_have_the_factors_of_llama4() -> None:
     model = replace(LLAMA, no_rope_freq="2", attn_scale=0.5, floor_scale=3)
-    query, (full, local, factors) = torch.rand(1, 20, 2, 8), layer_tables(model)
-    table = factors.at(20, like=query)
+    query = torch.rand(1, 20, 2, 8)
+    positions = PositionTables.of(model).at(20, like=query)
     expected = torch.tensor([1 + 0.5 * math.log(1 + (position + 1) // 3) for position in range(20)])
-    torch.testing.assert_close(scale_query(query, table), query * expected[:, None, None])
-    assert apply_rotary(query, table) is query
-    assert local is None and scale_query(query, full.at(20, like=query)) is query
-    assert layer_tables(replace(model, position_embedding_type="none")) == (None, None, None)
-    assert layer_tables(LLAMA)[2] is None
+    torch.testing.assert_close(
+        scale_query(query, positions.query_scale), query * expected[:, None, None]
+    )
+    later = PositionTables.of(model).at(torch.tensor([[17, 8]]), like=query)
+    torch.testing.assert_close(later.query_scale.flatten(), expected[[17, 8]])
+    assert positions.windowed is positions.full and positions.full.query_scale is None
+    absent = PositionTables.of(replace(model, position_embedding_type="none")).at(20, like=query)
+    assert (absent.full, absent.windowed, absent.query_scale) == (None, None, None)
+    assert PositionTables.of(LLAMA).at(20, like=query).query_scale is None
 
 
 def test_queries_of_later_contexts_are_longer() -> None:
@@ -194,7 +198,8 @@ def test_queries_of_later_contexts_are_longer() -> None:
     )
     query, tables = torch.ones(1, 20, 2, 8), RotaryTables(model)
     expected = torch.tensor([1 + 0.5 * math.log(1 + position // 8) for position in range(20)])
-    torch.testing.assert_close(scale_query(query, tables.at(20, like=query))[0, :, 1, 3], expected)
-    later = tables.at(torch.tensor([[17, 8]]), like=query)
+    scale = tables.at(20, like=query).query_scale
+    torch.testing.assert_close(scale_query(query, scale)[0, :, 1, 3], expected)
+    later = tables.at(torch.tensor([[17, 8]]), like=query).query_scale
     torch.testing.assert_close(scale_query(query[:, :2], later)[0, :, 0, 0], expected[[17, 8]])
     assert scale_query(query, None) is query

@@ -12,7 +12,7 @@ from torch import nn
 from nanotrain.attention.sdpa import SDPAttention
 from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
-from nanotrain.model.context import BatchContext, LayerContext, ModelParallel
+from nanotrain.model.context import AttentionInputs, BatchContext, LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.transformer import Attention, Stage, build_stage
 from nanotrain.spec.stages import StageSpec, split_layers
@@ -184,7 +184,7 @@ def test_one_segment_is_causal_attention_without_segments() -> None:
     layer = build(LLAMA).layers["0"].attention
     hidden = torch.randn(2, 9, 32)
     ids = torch.zeros(2, 9, dtype=torch.int32)
-    masked = LayerContext(masks=(SDPAttention().plan_mask(ids, tokens=ids), None))
+    masked = LayerContext(AttentionInputs(mask=SDPAttention().plan_mask(ids, tokens=ids)))
     torch.testing.assert_close(layer(hidden, masked), layer(hidden, LayerContext()))
 
 

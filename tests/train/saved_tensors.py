@@ -5,7 +5,7 @@ real world.
 import gc
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -16,14 +16,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanotrain.attention.tiles import chunk_segments
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
 from nanotrain.data.batch import Batch
 from nanotrain.memory.block_transforms import transform_blocks
-from nanotrain.model.context import BatchContext, LayerContext
+from nanotrain.model.context import AttentionInputs, BatchContext, LayerContext
 from nanotrain.model.transformer import Stage
 from nanotrain.plan.activations import Activations
 from nanotrain.plan.memory_plan import peak_of, train_schedule
@@ -142,17 +141,13 @@ def microbatch(ctx: ParallelContext, config: Config) -> Microbatch:
     dtype = Precision.of(config.precision).params
     hidden = torch.randn(*plan.hidden_shape, dtype=dtype, generator=generator, requires_grad=True)
     context = BatchContext.of(Batch.of_tokens(tokens), cp=ctx.group("cp"), aux_loss_scale=1.0)
-    documents, chunk = _documents(config, len(tokens)), plan.config.model.attention_chunk_size
-    plan_mask = partial(stage.parallel.core_attention.plan_mask, tokens=tokens)
-    chunks = documents
-    if chunk is not None:
-        chunks = chunk_segments(documents, length=config.data.seq_length, size=chunk)
+    batch = replace(context.batch, segment_ids=_documents(config, len(tokens)))
+    masks = stage.masks.plan(batch, stage.parallel)
+    positions = stage.position_tables.at(tokens.shape[1], like=hidden)
     layer_context = LayerContext(
-        rotary=tuple(
-            None if each is None else each.at(tokens.shape[1], like=hidden)
-            for each in stage._rotary
-        ),
-        masks=(plan_mask(documents), plan_mask(chunks, window=chunk)),
+        full=AttentionInputs(positions.full, masks.full),
+        windowed=AttentionInputs(positions.windowed, masks.windowed),
+        query_scale=positions.query_scale,
         sequence_positions=context.sequence_positions,
         aux_loss_scale=1.0,
     )
@@ -162,7 +157,7 @@ def microbatch(ctx: ParallelContext, config: Config) -> Microbatch:
 def kept_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
     """Bytes that a block keeps of a microbatch: counted, and by the formula."""
     case = microbatch(ctx, config)
-    rotary = case.context.rotary[0]
+    rotary = case.context.full.rotary
     shared = [] if rotary is None else [rotary.cos, rotary.sin]
     saved = SavedTensors([*case.stage.parameters(), *shared])
     with saved_tensors_hooks(saved.pack, lambda tensor: tensor):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.model.context import LayerContext, ModelParallel
+from nanotrain.model.context import AttentionInputs, LayerContext, ModelParallel
 from nanotrain.model.dsa import SparseLatentAttention
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import RotaryTables
@@ -69,7 +69,9 @@ def gradients(
     )
     rotary = RotaryTables(model).at(positions, like=hidden)
     mask = parallel.core_attention.plan_mask(SEGMENTS, tokens=torch.empty(B, S // cp.size))
-    context = LayerContext((rotary, None), (mask, None), segment_ids=SEGMENTS, aux_loss_scale=1 / B)
+    context = LayerContext(
+        AttentionInputs(rotary, mask), segment_ids=SEGMENTS, aux_loss_scale=1 / B
+    )
     out = layer(hidden, context)
     out.backward(
         local_tokens(
