@@ -33,12 +33,12 @@ class Scenario:
     gpu: GPU  # of every rank
     engine: Engine  # training program
     matmul_dtype: str  # of the products of linear layers: bf16, fp8, mxfp8, nvfp4, fp16 or fp32
-    # of tokens: alltoall, allgather, hierarchical or flex (DeepEP, HybridEP)
+    # token dispatcher: alltoall, allgather, hierarchical or flex (DeepEP, HybridEP)
     dispatcher: str = "alltoall"
     imbalance: float = 1.0  # tokens of the busiest expert-parallel rank, relative to an even share
     cuda_graphs: bool = False  # the host launches a layer at once
     tp_overlap: str | None = None  # instead of the engine's
-    # what decides bytes and is no setting of nanotrain, such as "fused loss"
+    # features of other programs that decide bytes, such as "fused loss"
     features: frozenset[str] = frozenset()
 
     @cached_property
@@ -56,23 +56,19 @@ class Scenario:
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """Ranks along every axis: tp, cp, dp, pp, etp, ep and expert_dp."""
-        grids = (self.topology.expert, self.topology.dense)
-        return {
-            axis: size for grid in grids for axis, size in zip(grid.axes, grid.sizes, strict=True)
-        }
+        sizes: dict[str, int] = {}
+        for grid in (self.topology.expert, self.topology.dense):
+            sizes.update(zip(grid.axes, grid.sizes, strict=True))
+        return sizes
 
     @cached_property
     def machine(self) -> GPU:
-        """The GPU as calibrated, with the network of the engine's measurements where those had
-        another.
-        """
+        """The GPU as calibrated, with the link between nodes of the engine, if it has one."""
         return machine_of(self.gpu, self.engine.network.link)
 
     @property
     def padding(self) -> float:
-        """Rows in which tokens are sent to their experts, relative to the tokens of the busiest
-        rank.
-        """
+        """Rows that are sent to the experts, relative to the tokens of the busiest rank."""
         factor = self.config.parallel.moe_expert_rank_capacity_factor or 1.0
         return max(1.0, min(factor, self.sizes["ep"]) / self.imbalance)
 
@@ -82,52 +78,62 @@ class Scenario:
         return self.world_size / self.machine.gpus_per_node
 
     def ranks(self, name: str) -> Sequence[int]:
-        """The group of the first rank along an axis, or along dp_cp, its shards or their replicas,
-        also of experts.
-        """
+        """The group of the first rank with a name, such as tp, dp_shard or expert_dp_replicate."""
         return _ranks(self.topology, name)
 
     @cached_property
     def stages(self) -> tuple[tuple[StageSpec, ...], ...]:
         """The stages of every pipeline rank."""
-        parallel, num_ranks = self.config.parallel, self.sizes["pp"]
-        specs = stage_specs(parallel, self.shape)
-        ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-        has_layout = (
-            parallel.pipeline_model_parallel_layout or any(ends) or any(parallel.counted_ends)
-        )
-        if self.engine.pipeline.stages == "shares" and num_ranks > 1:
-            specs = stages_of_lengths(_lengths_by_weights(layer_weights(self.shape), num_ranks))
-        elif (
-            self.engine.pipeline.stages == "balanced"
-            and not has_layout
-            and self.shape.num_layers % len(specs)
-        ):
-            specs = stages_of_lengths(balanced_lengths(layer_weights(self.shape), len(specs)))
+        parallel = self.config.parallel
+        num_ranks = self.sizes["pp"]
+        specs = self._stage_specs(num_ranks)
         return tuple(tuple(specs[i] for i in parallel.stages_of(rank)) for rank in range(num_ranks))
+
+    def _stage_specs(self, num_ranks: int) -> Sequence[StageSpec]:
+        """All stages, with the lengths that the engine gives them."""
+        specs = stage_specs(self.config.parallel, self.shape)
+        stages = self.engine.pipeline.stages
+        if stages == "shares" and num_ranks > 1:
+            return stages_of_lengths(_lengths_by_weights(layer_weights(self.shape), num_ranks))
+        is_uneven = self.shape.num_layers % len(specs) > 0
+        if stages == "balanced" and is_uneven and not self._has_stage_layout:
+            return stages_of_lengths(balanced_lengths(layer_weights(self.shape), len(specs)))
+        return specs
+
+    @property
+    def _has_stage_layout(self) -> bool:
+        """Whether the configuration sets the lengths of stages."""
+        parallel = self.config.parallel
+        has_set_ends = bool(
+            parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
+        )
+        has_layout = bool(parallel.pipeline_model_parallel_layout)
+        return has_layout or has_set_ends or any(parallel.counted_ends)
 
     @cached_property
     def pipeline(self) -> PipelineShape:
         """The arguments of the pipeline schedule."""
-        return PipelineShape.of(
-            self.config.parallel, num_microbatches(self.config.train, self.sizes["dp"])
-        )
+        number = num_microbatches(self.config.train, self.sizes["dp"])
+        return PipelineShape.of(self.config.parallel, number)
 
 
 @lru_cache(maxsize=256)
 def _ranks(topology: Topology, name: GroupName) -> Sequence[int]:
+    """The group of the first rank, as a range if its members are evenly spaced."""
     members = topology.members(0, name)
-    steps = {after - before for before, after in pairwise(members)}
-    return range(0, members[-1] + 1, steps.pop()) if len(steps) == 1 else members
+    strides = {after - before for before, after in pairwise(members)}
+    if len(strides) != 1:
+        return members
+    return range(0, members[-1] + 1, strides.pop())
 
 
 def _lengths_by_weights(weights: Sequence[int], num_ranks: int) -> list[int]:
-    """Layers of every rank; a rank gets layers until they exceed its share of the weights
-    (nanotron, build_model).
-    """
-    shares = (sum(weights) * (rank + 1) // num_ranks // weights[0] for rank in range(num_ranks))
-    ends = [min(len(weights), share + 1) for share in shares]
-    return [end - start for start, end in pairwise([0, *ends])]
+    """Layers of every rank: as many as exceed its share of the weights (nanotron, build_model)."""
+    ends = [0]
+    for rank in range(num_ranks):
+        weight_until = sum(weights) * (rank + 1) // num_ranks
+        ends.append(min(len(weights), weight_until // weights[0] + 1))
+    return [end - start for start, end in pairwise(ends)]
 
 
 def scenario_of(
@@ -151,32 +157,39 @@ def scenario_of(
     dp = config.parallel.data_parallel_size(world_size)
     train = replace(config.train, global_batch_size=global_batch_size(config.train, dp))
     options.setdefault("matmul_dtype", _matmul_dtype(config))
-    options.setdefault(
-        "dispatcher", "hierarchical" if config.parallel.moe_hierarchical_dispatch else "alltoall"
-    )
+    options.setdefault("dispatcher", _dispatcher(config))
     engine = engine_of(engine) if isinstance(engine, str) else engine
     engine = engine_on_cpu(engine) if gpu.is_cpu else engine
     scenario = Scenario(replace(config, train=train), world_size, gpu, engine, **options)
-    if engine.pipeline.stages == "shares" and (count := scenario.pipeline.num_stages_per_rank) > 1:
-        what, why = (
-            f"{count} virtual stages per pipeline rank with --engine {engine.name}",
-            "it has one per rank",
-        )
-        raise ConfigError(
-            what, why=why, fix="leave --num-virtual-stages-per-pipeline-rank and its schedule out"
-        )
+    _check_virtual_stages(scenario)
     assert scenario.pipeline.num_microbatches > 0, (
         "forms the groups and the microbatches, or raises"
     )
     return scenario
 
 
+def _check_virtual_stages(scenario: Scenario) -> None:
+    """An engine that cuts stages by weights has one per rank."""
+    if scenario.engine.pipeline.stages != "shares":
+        return
+    number = scenario.pipeline.num_stages_per_rank
+    if number > 1:
+        name = scenario.engine.name
+        raise ConfigError(
+            f"{number} virtual stages per pipeline rank with --engine {name}",
+            why="it has one per rank",
+            fix="leave --num-virtual-stages-per-pipeline-rank and its schedule out",
+        )
+
+
 def _matmul_dtype(config: Config) -> str:
+    """The dtype of the products of linear layers."""
     fp8 = config.precision.fp8
-    return (
-        config.precision.params_dtype
-        if fp8 is None
-        else "mxfp8"
-        if fp8.recipe == "mxfp8"
-        else "fp8"
-    )
+    if fp8 is None:
+        return config.precision.params_dtype
+    return "mxfp8" if fp8.recipe == "mxfp8" else "fp8"
+
+
+def _dispatcher(config: Config) -> str:
+    """The token dispatcher of nanotrain."""
+    return "hierarchical" if config.parallel.moe_hierarchical_dispatch else "alltoall"

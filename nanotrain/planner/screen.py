@@ -1,4 +1,4 @@
-"""What `nanotrain plan` prints: one screen, JSON, the picture of a step, and the table of a search."""
+"""Output of `nanotrain plan`: a screen, JSON, a picture of a step, and the table of a search."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,12 @@ from nanotrain.config.schema import ENTRIES, argument_of
 from nanotrain.parallel.pp.draw import save_png
 from nanotrain.plan.memory_plan import ROWS
 from nanotrain.planner.prediction import Prediction
+from nanotrain.planner.scenario import Scenario
 from nanotrain.planner.search import Search, layout_of
 from nanotrain.planner.step_time import StepClock, StepTime
 from nanotrain.quantities import count_of, describe_bytes, describe_count
+
+SHOWN_S = 5e-5  # parts of a step that take longer have a line
 
 
 def training_of(prediction: Prediction, tokens: float) -> dict[str, float]:
@@ -21,144 +24,174 @@ def training_of(prediction: Prediction, tokens: float) -> dict[str, float]:
 
 
 def parts_of(time: StepTime) -> dict[str, float]:
-    """Seconds of a step by what they are spent on, the exposed communication by group; they add up
-    to the step.
-    """
-    exposed = {f"exposed {group}": seconds for group, seconds in time.exposed.items()}
-    last = {name: getattr(time, name) for name in ("bubble", "optimizer", "host", "data")}
-    return {"compute": time.compute, **exposed, **last}
+    """Seconds of a step by cause, exposed communication by group; they add up to the step."""
+    parts = {"compute": time.compute}
+    for group, seconds in time.exposed.items():
+        parts[f"exposed {group}"] = seconds
+    parts["bubble"] = time.bubble
+    parts["optimizer"] = time.optimizer
+    parts["host"] = time.host
+    parts["data"] = time.data
+    return parts
 
 
 def screen(
     prediction: Prediction, *, tokens: float | None = None, change: Prediction | None = None
 ) -> str:
-    """One screen: layout, memory, step, throughput, what bounds the step, and the next best change.
+    """One screen: layout, memory, step, throughput, bound, and the next best change.
 
     Args:
         prediction: memory and time of a scenario.
         tokens: tokens of the training; None for a screen without its cost.
         change: the next best change; None if there is none.
     """
-    time, memory, scenario = prediction.time, prediction.memory, prediction.scenario
-    where = f" on pipeline rank {memory.pp_rank}" if scenario.sizes["pp"] > 1 else ""
-    left = f"{describe_bytes(abs(prediction.headroom))} {'are left' if prediction.headroom >= 0 else 'too much'}"
-    parts, speed = parts_of(time), time.tokens_per_s_per_gpu
-    bound = max(parts, key=lambda name: parts[name])
+    scenario = prediction.scenario
+    gpus = count_of(scenario.world_size, "GPU")
     lines = [
-        f"{count_of(scenario.world_size, 'GPU')} {scenario.gpu.name}, engine {scenario.engine.name}",
+        f"{gpus} {scenario.gpu.name}, engine {scenario.engine.name}",
         f"layout      {layout_text(prediction)}",
-        f"memory      {describe_bytes(memory.reserved)} of {describe_bytes(scenario.gpu.memory_bytes)}{where}; {left}",
-        *(f"  {kind:<22}{size:>12}" for kind, size in memory.rows().items()),
-        f"step        {time.total:.3f} s, likely {time.likely[0]:.3f} to {time.likely[1]:.3f} s",
-        *(
-            f"  {name:<22}{s * 1e3:>9,.1f} ms{s / time.total:>7.1%}"
-            for name, s in parts.items()
-            if s > 5e-5
-        ),
-        f"throughput  {speed:,.0f} tokens/s per GPU, {describe_count(speed * scenario.world_size)} in all, "
-        f"MFU {time.mfu:.1%}",
+        *_memory_lines(prediction),
+        *_time_lines(prediction),
     ]
     if tokens:
-        cost = "{days:,.1f} days, {gpu_hours:,.0f} GPU-hours".format(
-            **training_of(prediction, tokens)
-        )
+        training = training_of(prediction, tokens)
+        cost = f"{training['days']:,.1f} days, {training['gpu_hours']:,.0f} GPU-hours"
         lines.append(f"training    {describe_count(tokens)} tokens: {cost}")
+    time = prediction.time
+    parts = parts_of(time)
+    bound = max(parts, key=lambda name: parts[name])
     lines.append(f"bound by    {bound}, {parts[bound] / time.total:.0%} of the step")
     better = "none of the single changes is faster"
     if change:
-        total, flags = change.time.total, flags_of(change.scenario.config, scenario.config)
+        total = change.time.total
+        flags = flags_of(change.scenario.config, scenario.config)
         better = f"{flags}: step {total:.3f} s ({total / time.total - 1:+.1%})"
     return "\n".join([*lines, f"next change {better}"])
 
 
+def _memory_lines(prediction: Prediction) -> list[str]:
+    """The reserved memory and its kinds."""
+    memory = prediction.memory
+    scenario = prediction.scenario
+    used = f"{describe_bytes(memory.reserved)} of {describe_bytes(scenario.gpu.memory_bytes)}"
+    if scenario.sizes["pp"] > 1:
+        used += f" on pipeline rank {memory.pp_rank}"
+    headroom = describe_bytes(abs(prediction.headroom))
+    left = f"{headroom} are left" if prediction.headroom >= 0 else f"{headroom} too much"
+    lines = [f"memory      {used}; {left}"]
+    lines += [f"  {kind:<22}{size:>12}" for kind, size in memory.rows().items()]
+    return lines
+
+
+def _time_lines(prediction: Prediction) -> list[str]:
+    """The step, its parts and the throughput."""
+    time = prediction.time
+    likely = f"likely {time.likely.low:.3f} to {time.likely.high:.3f} s"
+    lines = [f"step        {time.total:.3f} s, {likely}"]
+    for name, seconds in parts_of(time).items():
+        if seconds > SHOWN_S:
+            lines.append(f"  {name:<22}{seconds * 1e3:>9,.1f} ms{seconds / time.total:>7.1%}")
+    speed = time.tokens_per_s_per_gpu
+    in_all = describe_count(speed * prediction.scenario.world_size)
+    lines.append(f"throughput  {speed:,.0f} tokens/s per GPU, {in_all} in all, MFU {time.mfu:.1%}")
+    return lines
+
+
 def layout_text(prediction: Prediction) -> str:
     """The layout in words: "tp 8, pp 4 (interleaved, 2 virtual stages), dp 16, ...\""""
-    scenario, sizes = prediction.scenario, prediction.scenario.sizes
-    parallel, memory, train = (
-        scenario.config.parallel,
-        scenario.config.memory,
-        scenario.config.train,
-    )
-    axes = [f"{axis} {sizes[axis]}" for axis in ("tp", "cp", "pp") if sizes[axis] > 1]
+    scenario = prediction.scenario
+    train = scenario.config.train
+    memory = scenario.config.memory
+    num_microbatches = count_of(scenario.pipeline.num_microbatches, "microbatch")
+    recompute = " ".join([memory.recompute_granularity or "none", *memory.recomputed_modules])
+    parts = [
+        *_axes(scenario),
+        f"micro-batch {train.micro_batch_size}",
+        f"{num_microbatches} of a global batch of {train.global_batch_size:,}",
+        f"recompute {recompute}",
+    ]
+    return ", ".join(parts)
+
+
+def _axes(scenario: Scenario) -> list[str]:
+    """Sizes of the groups, with the schedule and the sharding strategy."""
+    sizes = scenario.sizes
+    parallel = scenario.config.parallel
+    axes = [f"{axis} {sizes[axis]}" for axis in ("tp", "cp") if sizes[axis] > 1]
     if sizes["pp"] > 1:
+        schedule = parallel.pipeline_schedule
         virtual = parallel.num_virtual_stages_per_pipeline_rank
-        axes[-1] += (
-            f" ({parallel.pipeline_schedule}{f', {virtual} virtual stages' if virtual > 1 else ''})"
-        )
-    axes.append(f"dp {sizes['dp']} {parallel.data_parallel_sharding_strategy}")
+        if virtual > 1:
+            schedule += f", {virtual} virtual stages"
+        axes.append(f"pp {sizes['pp']} ({schedule})")
+    data_parallel = f"dp {sizes['dp']} {parallel.data_parallel_sharding_strategy}"
     if parallel.num_distributed_optimizer_instances > 1:
-        axes[-1] += f" in {parallel.num_distributed_optimizer_instances} instances"
+        data_parallel += f" in {parallel.num_distributed_optimizer_instances} instances"
+    axes.append(data_parallel)
     if scenario.shape.moe:
         axes += [f"ep {sizes['ep']}", f"etp {sizes['etp']}"]
-    batch = f"micro-batch {train.micro_batch_size}, {count_of(scenario.pipeline.num_microbatches, 'microbatch')}"
-    recompute = " ".join([memory.recompute_granularity or "none", *memory.recomputed_modules])
-    return ", ".join(
-        [
-            *axes,
-            f"{batch} of a global batch of {train.global_batch_size:,}",
-            f"recompute {recompute}",
-        ]
-    )
+    return axes
 
 
 def flags_of(chosen: Config, config: Config) -> str:
-    """The arguments that change the layout of a configuration to that of another, for the same
-    global batch.
-    """
+    """Arguments that change the layout of `config` to that of `chosen`, for the same global batch."""
     now = layout_of(config)
     changed = {name: value for name, value in layout_of(chosen).items() if value != now[name]}
     if config.train.global_batch_size is None and not config.train.step_batch_size_schedule:
         changed["global_batch_size"] = chosen.train.global_batch_size
-    return " ".join(
-        argument_of(name, value) if value != [] else f"{ENTRIES[name].key}=[]"
-        for name, value in changed.items()
-    )
+    flags = []
+    for name, value in changed.items():
+        is_empty_list = value == []
+        flags.append(f"{ENTRIES[name].key}=[]" if is_empty_list else argument_of(name, value))
+    return " ".join(flags)
 
 
 def as_values(prediction: Prediction, *, tokens: float | None = None) -> dict[str, Any]:
     """A prediction as plain values: seconds, bytes; arguments as for `screen`."""
-    time, memory, scenario = prediction.time, prediction.memory, prediction.scenario
-    return {
+    time = prediction.time
+    scenario = prediction.scenario
+    memory_bytes = {name: getattr(prediction.memory, name) for name in (*ROWS, "pp_rank", "total")}
+    memory_bytes["capacity"] = scenario.gpu.memory_bytes
+    step_s = {"total": time.total, "low": time.likely.low, "high": time.likely.high}
+    values = {
         "gpu": scenario.gpu.name,
         "engine": scenario.engine.name,
         "world_size": scenario.world_size,
         "sizes": dict(scenario.sizes),
         "num_microbatches": scenario.pipeline.num_microbatches,
         "fits": prediction.headroom >= 0,
-        "memory_bytes": {name: getattr(memory, name) for name in (*ROWS, "pp_rank", "total")}
-        | {"capacity": scenario.gpu.memory_bytes},
-        "step_s": {
-            "total": time.total,
-            "low": time.likely[0],
-            "high": time.likely[1],
-            **parts_of(time),
-        },
+        "memory_bytes": memory_bytes,
+        "step_s": step_s | parts_of(time),
         "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
         "mfu": time.mfu,
-        **(training_of(prediction, tokens) if tokens else {}),
     }
+    if tokens:
+        values |= training_of(prediction, tokens)
+    return values
 
 
 def search_text(result: Search, config: Config, *, command: str) -> str:
     """The fastest layouts, those that need less memory, and the command line of the fastest."""
     lines = [f"{result.num_formed:,} layouts, {result.num_timed:,} may fit", "", "fastest"]
-    lines += [_found_line(found) for found in result.best]
+    lines += [_layout_line(prediction) for prediction in result.best]
     if len(result.frontier) > 1:
-        lines += ["", "less memory, slower", *(_found_line(found) for found in result.frontier[1:])]
-    return "\n".join(
-        [*lines, "", f"{command} {flags_of(result.best[0].scenario.config, config)}".rstrip()]
-    )
+        lines += ["", "less memory, slower"]
+        lines += [_layout_line(prediction) for prediction in result.frontier[1:]]
+    flags = flags_of(result.best[0].scenario.config, config)
+    return "\n".join([*lines, "", f"{command} {flags}".rstrip()])
 
 
-def _found_line(found: Prediction) -> str:
-    time, size = found.time, describe_bytes(found.memory.reserved)
-    speed = f"{time.total:>9.3f} s {time.tokens_per_s_per_gpu:>9,.0f} tokens/s per GPU  MFU {time.mfu:>5.1%}"
-    return f"{speed}  {size:>9}  {layout_text(found)}"
+def _layout_line(prediction: Prediction) -> str:
+    """Time, throughput, memory and layout of one line of a search."""
+    time = prediction.time
+    size = describe_bytes(prediction.memory.reserved)
+    speed = f"{time.tokens_per_s_per_gpu:>9,.0f} tokens/s per GPU  MFU {time.mfu:>5.1%}"
+    return f"{time.total:>9.3f} s {speed}  {size:>9}  {layout_text(prediction)}"
 
 
 def draw(prediction: Prediction, path: Path) -> None:
     """Draw the schedule of a step with the predicted times of its actions."""
     timeline = StepClock(prediction.scenario).timeline()
-    drawn = 1 + max(span.action.microbatch for span in timeline.spans[0])
+    num_drawn = 1 + max(span.action.microbatch for span in timeline.spans[0])
     title = f"{layout_text(prediction)}: {prediction.time.total:.3f} s per step"
-    save_png(timeline, path, title=f"{title}; the first {count_of(drawn, 'microbatch')} alone")
+    save_png(timeline, path, title=f"{title}; the first {count_of(num_drawn, 'microbatch')} alone")

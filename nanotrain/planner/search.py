@@ -3,9 +3,8 @@
     sizes --rules of configurations, memory of the first pipeline rank--> layouts --predict_step-->
           ordered by time --memory of all ranks, the fastest first--> Search
 
-Settings that the caller fixes are not varied. Of the ways to save memory every layout gets, for
-each amount of recomputation, the sharding strategy with the least communication whose first
-pipeline rank fits.
+Settings that the caller fixes are not varied. For each amount of recomputation every layout gets
+the sharding strategy with the least communication whose first pipeline rank fits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,9 +33,11 @@ FIRST_SLICE = 4096  # the same, of the layouts that the search begins with
 SHARDED = ("optim", "optim_grads", "optim_grads_params")
 LAYOUTS = read_data("layouts")
 FIRST: Values = LAYOUTS["first"]
+RECOMPUTED: list[dict[str, Any]] = LAYOUTS["recomputed"]
 NAMES = (*FIRST, "cp_comm_type")  # settings of a layout
 SHARD_RANKS = (8, 64, 512)  # of an optimizer instance, where state is sharded inside instances only
-NUM_IMPROVED, NUM_ROUNDS = 16, 4  # layouts of which every single change is tried, and how often
+NUM_IMPROVED = 16  # layouts of which every single change is tried
+NUM_ROUNDS = 4  # rounds of changes
 NUM_BEST = 5  # layouts of the result
 FRONTIER_STEP = 0.8  # of the memory, from one layout of the frontier to the next
 
@@ -46,10 +47,10 @@ class Search:
     """The result of a search."""
 
     best: tuple[Prediction, ...]  # the fastest first
-    # those that no other layout beats in both time and memory, the fastest first
+    # layouts that no other beats in both time and memory, the fastest first
     frontier: tuple[Prediction, ...]
     num_formed: int  # layouts that the rules allow
-    num_timed: int  # of these, those whose first pipeline rank fits
+    num_timed: int  # layouts whose first pipeline rank fits
 
 
 def search(
@@ -76,36 +77,37 @@ def search(
     """
     if config.train.global_batch_size is None:
         dp = config.parallel.data_parallel_size(world_size)
-        config = with_values(
-            config, {"train.global_batch_size": global_batch_size(config.train, dp)}
-        )
+        batch_size = global_batch_size(config.train, dp)
+        config = with_values(config, {"train.global_batch_size": batch_size})
     kept = {KEYS[key].name: value_of(config, key) for key in fixed if key in KEYS}
     max_tp = max_tensor_parallel_size or gpu.gpus_per_node
     space = Space(config, world_size, gpu=gpu, engine=engine, kept=kept, max_tp=max_tp)
     candidates = list(space.candidates())
     if not space.num_formed:
+        batch = f"a global batch of {config.train.global_batch_size:,} samples"
         raise ConfigError(
             f"no layout of {world_size:,} GPUs can be formed",
-            why=f"a global batch of {config.train.global_batch_size:,} samples and the fixed settings leave none",
+            why=f"{batch} and the fixed settings leave none",
             fix="change the number of GPUs or --global-batch-size, or fix fewer settings",
         )
     candidates = space.improved(candidates)
     best = tuple(islice(_fitting(candidates), NUM_BEST))
     if not best:
+        least = f"{space.least_bytes / 1e9:.1f} GB"
         raise ConfigError(
             f"no layout fits on {world_size:,} GPUs of {gpu.memory_bytes / 1e9:.0f} GB",
-            why=f"each of {space.num_formed:,} layouts needs at least {space.least_bytes / 1e9:.1f} GB",
+            why=f"each of {space.num_formed:,} layouts needs at least {least}",
             fix="add GPUs, choose GPUs with more memory, or shorten --seq-length",
         )
     lighter = _fitting(_lighter(candidates, factor=FRONTIER_STEP))
-    return Search(best, tuple(_lighter([best[0], *lighter])), space.num_formed, len(candidates))
+    frontier = tuple(_lighter([best[0], *lighter]))
+    return Search(best, frontier, space.num_formed, len(candidates))
 
 
 def next_change(prediction: Prediction) -> Prediction | None:
-    """The single change of a layout that makes the step the shortest and fits; None if none is
-    faster.
-    """
-    scenario, gpu = prediction.scenario, prediction.scenario.gpu
+    """The fitting single change of a layout with the shortest step; None if none is faster."""
+    scenario = prediction.scenario
+    gpu = scenario.gpu
     space = Space(
         scenario.config,
         scenario.world_size,
@@ -125,7 +127,7 @@ def layout_of(config: Config) -> dict[str, Any]:
 
 
 def _fitting(candidates: Iterable[Prediction]) -> Iterator[Prediction]:
-    """The layouts of which every pipeline rank fits, as the first of every candidate does."""
+    """Layouts whose other pipeline ranks fit; the first rank of every candidate does."""
     for candidate in candidates:
         scenario = candidate.scenario
         plans = (memory_of_rank(scenario, rank) for rank in range(1, scenario.sizes["pp"]))
@@ -134,12 +136,12 @@ def _fitting(candidates: Iterable[Prediction]) -> Iterator[Prediction]:
 
 
 def _lighter(predictions: Iterable[Prediction], *, factor: float = 1.0) -> Iterator[Prediction]:
-    """Of layouts by rising time those with less than a share of the memory of all before."""
+    """Pareto front: keep a layout if it needs less than `factor` times any faster one's memory."""
     least: float = inf
-    for each in predictions:
-        if each.memory.total < factor * least:
-            least = each.memory.total
-            yield each
+    for prediction in predictions:
+        if prediction.memory.total < factor * least:
+            least = prediction.memory.total
+            yield prediction
 
 
 @dataclass(eq=False)
@@ -159,62 +161,73 @@ class Space:
     def candidates(self) -> Iterator[Prediction]:
         """Layouts of all sizes; for each amount of recomputation the first strategy that may fit."""
         for sizes in self._sizes():
-            for recompute in LAYOUTS["recomputed"][::2]:
-                for strategy in SHARDED:
-                    values = {**sizes, **recompute, "data_parallel_sharding_strategy": strategy}
-                    if (candidate := self.candidate(values)) is not None:
-                        yield candidate
-                        break
+            for recompute in (RECOMPUTED[0], RECOMPUTED[-1]):
+                candidate = self._first_fitting_strategy({**sizes, **recompute})
+                if candidate is not None:
+                    yield candidate
+
+    def _first_fitting_strategy(self, values: Values) -> Prediction | None:
+        """A layout with the sharding strategy of the least communication that may fit."""
+        for strategy in SHARDED:
+            candidate = self.candidate({**values, "data_parallel_sharding_strategy": strategy})
+            if candidate is not None:
+                return candidate
+        return None
 
     def improved(self, candidates: Iterable[Prediction]) -> list[Prediction]:
         """All candidates and single changes of the fastest, round by round; the fastest first."""
         known = list(candidates)
         for _ in range(NUM_ROUNDS):
             # other schedules shrink the bubble
-            promising = sorted(known, key=lambda each: each.time.total - each.time.bubble / 2)
-            known += [
-                new
-                for each in promising[:NUM_IMPROVED]
-                for new in self.changes(each.scenario.config)
-            ]
+            promising = sorted(known, key=lambda one: one.time.total - one.time.bubble / 2)
+            for candidate in promising[:NUM_IMPROVED]:
+                known += self.changes(candidate.scenario.config)
         return sorted(known, key=lambda candidate: candidate.time.total)
 
     def changes(self, config: Config) -> Iterator[Prediction]:
         """Every single change of the layout of a configuration that may fit."""
         values = layout_of(config)
         for change in self._single_changes(values):
-            new = {**values, **change}
-            new["sequence_parallel"] = new["tensor_model_parallel_size"] > 1
-            is_free = self.kept.keys().isdisjoint(change)
-            if is_free and new != values and (candidate := self.candidate(new)) is not None:
+            changed = {**values, **change}
+            changed["sequence_parallel"] = changed["tensor_model_parallel_size"] > 1
+            is_kept = not self.kept.keys().isdisjoint(change)
+            if is_kept or changed == values:
+                continue
+            candidate = self.candidate(changed)
+            if candidate is not None:
                 yield candidate
 
     def _single_changes(self, values: Values) -> Iterator[Values]:
         """Other settings where they have an effect; sizes twice or half as large."""
-        yield from LAYOUTS["recomputed"]
-        yield from ({"data_parallel_sharding_strategy": strategy} for strategy in SHARDED)
-        limits = self.max_tp, max(1, self.config.data.seq_length // MIN_SLICE), inf
-        names = "tensor_model_parallel_size", "context_parallel_size", "micro_batch_size"
-        for name, limit in zip(names, limits, strict=True):
-            yield from (
-                {name: size} for size in (2 * values[name], values[name] // 2) if 0 < size <= limit
-            )
-        num_ranks = self.world_size // (
-            values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"]
-        )
-        yield from (
-            {"num_distributed_optimizer_instances": max(1, num_ranks // size)}
-            for size in SHARD_RANKS
-        )
-        if values["pipeline_model_parallel_size"] > 1:
+        yield from RECOMPUTED
+        for strategy in SHARDED:
+            yield {"data_parallel_sharding_strategy": strategy}
+        yield from self._size_changes(values)
+        tp = values["tensor_model_parallel_size"]
+        pp = values["pipeline_model_parallel_size"]
+        num_ranks = self.world_size // (tp * pp)
+        for size in SHARD_RANKS:
+            yield {"num_distributed_optimizer_instances": max(1, num_ranks // size)}
+        if pp > 1:
             yield from LAYOUTS["schedules"]
         if values["context_parallel_size"] > 1:
-            yield from ({"cp_comm_type": kind} for kind in ("p2p", "a2a"))
+            yield {"cp_comm_type": "p2p"}
+            yield {"cp_comm_type": "a2a"}
         if self.config.model.moe:
-            yield from (
-                {"expert_tensor_parallel_size": n}
-                for n in (1, values["tensor_model_parallel_size"])
-            )
+            yield {"expert_tensor_parallel_size": 1}
+            yield {"expert_tensor_parallel_size": tp}
+
+    def _size_changes(self, values: Values) -> Iterator[Values]:
+        """Sizes of tp, cp and the micro-batch twice or half as large."""
+        limits = {
+            "tensor_model_parallel_size": self.max_tp,
+            "context_parallel_size": max(1, self.config.data.seq_length // MIN_SLICE),
+            "micro_batch_size": inf,
+        }
+        for name, limit in limits.items():
+            for size in (2 * values[name], values[name] // 2):
+                if 0 < size <= limit:
+                    yield {name: size}
 
     def candidate(self, values: Values) -> Prediction | None:
         """A layout with its time and the memory of its first pipeline rank.
@@ -222,7 +235,8 @@ class Space:
         None if it is forbidden, cannot fit, or was formed before, as by a third of all changes.
         """
         layout = {**layout_of(self.config), **values, **self.kept}
-        if (key := str(layout)) in self.tried:
+        key = str(layout)
+        if key in self.tried:
             return None
         self.tried.add(key)
         try:
@@ -236,19 +250,34 @@ class Space:
         self.num_formed += 1
         memory = memory_of_rank(scenario, 0)
         self.least_bytes = min(self.least_bytes, memory.reserved)
-        return (
-            None
-            if memory.reserved > self.gpu.memory_bytes
-            else Prediction(scenario, memory, predict_step(scenario))
-        )
+        if memory.reserved > self.gpu.memory_bytes:
+            return None
+        return Prediction(scenario, memory, predict_step(scenario))
 
     def _sizes(self) -> Iterator[Values]:
-        """Layouts of all sizes of tp, cp, pp, ep and the micro-batch that divide the GPUs and the
-        global batch.
-        """
-        model, seq_length = self.config.model, self.config.data.seq_length
+        """Layouts of all sizes that divide the GPUs and the global batch."""
+        num_experts = self.config.model.moe.num_experts if self.config.model.moe else 1
         batch_size = self.config.train.global_batch_size or 0
-        num_experts, etp = (model.moe.num_experts, 1) if model.moe else (1, None)
+        choices = self._size_choices(num_experts)
+        for tp, cp, pp, ep, micro_batch in product(*choices.values()):
+            num_ranks, rest = divmod(self.world_size, tp * cp * pp)  # of data parallelism
+            if rest or num_experts % ep or batch_size % (num_ranks * micro_batch):
+                continue
+            yield {
+                **FIRST,
+                "tensor_model_parallel_size": tp,
+                "context_parallel_size": cp,
+                "pipeline_model_parallel_size": pp,
+                "expert_model_parallel_size": ep,
+                "micro_batch_size": micro_batch,
+                "expert_tensor_parallel_size": 1 if self.config.model.moe else None,
+                "sequence_parallel": tp > 1,
+            }
+
+    def _size_choices(self, num_experts: int) -> dict[str, Iterable[int]]:
+        """Sizes of tp, cp, pp, ep and the micro-batch with which the search begins."""
+        model = self.config.model
+        seq_length = self.config.data.seq_length
         choices: dict[str, Iterable[int]] = {
             "tensor_model_parallel_size": _powers(min(self.max_tp, model.num_attention_heads)),
             "context_parallel_size": _powers(seq_length // FIRST_SLICE),
@@ -256,17 +285,10 @@ class Space:
             "expert_model_parallel_size": _powers(num_experts),
             "micro_batch_size": _powers(MAX_TOKENS // seq_length)[::2],
         }
-        choices |= {name: [self.kept[name]] for name in choices if name in self.kept}
-        for tp, cp, pp, ep, micro_batch in product(*choices.values()):
-            num_ranks, rest = divmod(self.world_size, tp * cp * pp)  # of data parallelism
-            if not rest and num_experts % ep == 0 and batch_size % (num_ranks * micro_batch) == 0:
-                sizes = dict(zip(choices, (tp, cp, pp, ep, micro_batch), strict=True))
-                yield {
-                    **FIRST,
-                    **sizes,
-                    "expert_tensor_parallel_size": etp,
-                    "sequence_parallel": tp > 1,
-                }
+        for name in choices:
+            if name in self.kept:
+                choices[name] = [self.kept[name]]
+        return choices
 
 
 def _powers(limit: int) -> list[int]:
