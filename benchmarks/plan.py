@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from nanotrain.errors import NanotrainError, report
-from nanotrain.planner.rows import RowPrediction, predict_row, read_table
+from nanotrain.planner.rows.table import RowPrediction, predict_row, read_table
 
 SAMPLE = Path(__file__).parent / "data" / "published_runs.tsv"
 # of one set of layouts

@@ -39,7 +39,7 @@ from plan import SAMPLE, Run
 from nanotrain.errors import NanotrainError, report
 from nanotrain.planner.engine import Engine, engines, with_sections
 from nanotrain.planner.hardware import gpu_of, gpus
-from nanotrain.planner.rows import predict_row, read_table
+from nanotrain.planner.rows.table import predict_row, read_table
 
 ARCHITECTURES = {"a100": "a100", "h100": "h100", "b200": "blackwell", "gb200": "blackwell"}
 LARGEST = {

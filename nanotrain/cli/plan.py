@@ -33,7 +33,7 @@ def plan(argv: Sequence[str]) -> int:
     if args.rows is not None and rest:
         parser.error(f"--rows takes every setting from the table: leave out {rest[0]}")
     with importing_torch():
-        from nanotrain.planner.rows import run_rows
+        from nanotrain.planner.rows.table import run_rows
 
     if args.rows is not None:
         print(run_rows(args.rows, args.output, engine=args.engine))

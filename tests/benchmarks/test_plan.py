@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan import SAMPLE, Run, main, regrets, table_of
-from nanotrain.planner.rows import RowPrediction, read_table
+from nanotrain.planner.rows.table import RowPrediction, read_table
 
 
 def run(measured: float, predicted: float, *, fits: str = "yes", **cells: str) -> Run:

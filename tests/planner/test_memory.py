@@ -12,7 +12,8 @@ from nanotrain.plan.memory_plan import worst_memory
 from nanotrain.planner.engine import engine_of
 from nanotrain.planner.memory import estimate_memory, memory_of_rank
 from nanotrain.planner.prediction import predict
-from nanotrain.planner.row_config import Row, scenario_of_row
+from nanotrain.planner.rows.config import scenario_of_row
+from nanotrain.planner.rows.row import Row
 from nanotrain.planner.stage_time import Stages
 from tests.planner.scenarios import llama
 

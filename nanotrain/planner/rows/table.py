@@ -5,18 +5,28 @@ step_time_s, ...
 """
 
 import csv
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.planner.engine import engine_of
-from nanotrain.planner.hardware import read_data
 from nanotrain.planner.memory import memory_of_rank
 from nanotrain.planner.prediction import Prediction, predict
-from nanotrain.planner.row_config import Row, scenario_of_row
+from nanotrain.planner.rows.config import scenario_of_row
+from nanotrain.planner.rows.row import Row
 
-CHOICES: dict[str, list[str]] = read_data("rows")["open"]  # of cells that a row leaves open
+# choices that are tried for columns that a row leaves open
+CHOICES = {
+    "mbs": ["1", "2", "4", "8"],
+    "vp": ["1", "2", "4"],
+    "recompute": [
+        "none",
+        "selective layernorm mla_up_proj moe_act",
+        "selective layernorm mla_up_proj mlp moe",
+    ],
+}
 # a table without one of these columns has no row that could be modelled
 NEEDED = ("layers", "hidden", "seq")
 
@@ -36,6 +46,18 @@ class RowPrediction(NamedTuple):
 COLUMNS = RowPrediction._fields
 
 
+class RowCandidate(NamedTuple):
+    """The prediction of a row with some choices for its open cells."""
+
+    prediction: Prediction
+    assumed: list[str]
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Candidates that fit first, then by throughput."""
+        return self.prediction.headroom >= 0, self.prediction.time.tokens_per_s_per_gpu
+
+
 def read_table(path: Path) -> list[dict[str, str]]:
     """The rows of a TSV file with a header; a row without an id gets its number.
 
@@ -48,26 +70,23 @@ def read_table(path: Path) -> list[dict[str, str]]:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", "") or "it is no text"
         raise ConfigError(f"cannot read {path}", why=why, fix=fix) from None
-    rows = list(
-        csv.reader((line for line in lines if line.strip()), delimiter="\t", quoting=csv.QUOTE_NONE)
-    )
+    lines = [line for line in lines if line.strip()]
+    rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
     header = [name.strip().lower() for name in rows[0]] if rows else []
     missing = [name for name in NEEDED if name not in header]
     if missing or len(set(header)) < len(header):
-        why = (
-            f"the header has no {', '.join(missing)}"
-            if missing
-            else "columns of its header have the same name"
-        )
+        why = "columns of its header have the same name"
+        if missing:
+            why = f"the header has no {', '.join(missing)}"
         raise ConfigError(f"{path} is no table of measurements", why=why, fix=fix)
-    for number, cells in enumerate(rows[1:], start=2):
+    table = []
+    for number, cells in enumerate(rows[1:], start=1):
         if len(cells) > len(header):
-            what = f"line {number} of {path} has {len(cells)} cells"
-            raise ConfigError(what, why=f"the header has {len(header)} columns", fix=fix)
-    table = [dict(zip(header, cells, strict=False)) for cells in rows[1:]]
-    return [
-        {**row, "id": row.get("id") or str(number)} for number, row in enumerate(table, start=1)
-    ]
+            line = f"line {number + 1} of {path} has {len(cells)} cells"
+            raise ConfigError(line, why=f"the header has {len(header)} columns", fix=fix)
+        row = dict(zip(header, cells, strict=False))
+        table.append({**row, "id": row.get("id") or str(number)})
+    return table
 
 
 def predict_row(cells: dict[str, str], *, engine: str | None = None) -> RowPrediction:
@@ -78,58 +97,63 @@ def predict_row(cells: dict[str, str], *, engine: str | None = None) -> RowPredi
         engine: name of the engine; None infers it.
     """
     try:
-        prediction, assumed = _best(cells, engine=engine)
+        prediction, assumed = _best_candidate(cells, engine=engine)
     except NanotrainError as error:
         return RowPrediction(cells["id"], note=" ".join(f"not modelled: {error}".split()))
-    scenario, memory, time = prediction.scenario, prediction.memory, prediction.time
-    shown = memory
+    scenario = prediction.scenario
+    time = prediction.time
+    memory = prediction.memory
     if Row(cells).has_flags:  # Megatron-LM logs the bytes of the last rank
-        shown = memory_of_rank(scenario, scenario.sizes["pp"] - 1)
+        memory = memory_of_rank(scenario, scenario.sizes["pp"] - 1)
         assumed.append("memory of the last pipeline rank")
+    notes = [f"engine {scenario.engine.name}", *dict.fromkeys(assumed)]
     return RowPrediction(
         cells["id"],
         fits="yes" if prediction.headroom >= 0 else "no",
-        memory_gib=f"{shown.total / 2**30:.3f}",
+        memory_gib=f"{memory.total / 2**30:.3f}",
         step_time_s=f"{time.total:.6g}",
         tokens_per_s_per_gpu=f"{time.tokens_per_s_per_gpu:.6g}",
         mfu=f"{time.mfu:.4f}",
-        note="; ".join([f"engine {scenario.engine.name}", *dict.fromkeys(assumed)]),
+        note="; ".join(notes),
     )
 
 
-def _best(cells: dict[str, str], *, engine: str | None) -> tuple[Prediction, list[str]]:
-    """The prediction, and what was assumed; of what a row leaves open, the choice with the best
-    predicted time.
+def _best_candidate(cells: dict[str, str], *, engine: str | None) -> RowCandidate:
+    """The choice for open cells with the best predicted time.
 
     Published runs are tuned, so an open micro-batch size or number of virtual stages is chosen as a
     user would, and recomputation only where nothing fits without.
     """
-    row, found = Row(cells), list[tuple[Prediction, list[str]]]()
+    candidates: list[RowCandidate] = []
     problem: NanotrainError = ConfigError("no micro-batch size divides the batch")
-    names = [name for name in CHOICES if row.leaves_open(name)]
-    for values in product(*(CHOICES[name] for name in names)):
-        chosen = Row(cells | dict(zip(names, values, strict=True)))
+    for choices in _choices(Row(cells)):
+        row = Row(cells | choices)
         try:
-            scenario = scenario_of_row(chosen, engine=engine)
-            if "mbs" in names and row.number("gbs") not in (
-                None,
-                scenario.config.train.global_batch_size,
-            ):
+            scenario = scenario_of_row(row, engine=engine)
+            batch_size = row.number("gbs")
+            was_rounded = batch_size not in (None, scenario.config.train.global_batch_size)
+            if "mbs" in choices and was_rounded:
                 continue  # a micro-batch size that does not divide it
             prediction = predict(scenario)
         except NanotrainError as error:
             problem = error
             continue
-        notes = [f"{name} not stated: {value}" for name, value in zip(names, values, strict=True)]
-        found.append((prediction, [*notes, *chosen.assumed]))
-    if not found:
+        notes = [f"{name} not stated: {value}" for name, value in choices.items()]
+        candidates.append(RowCandidate(prediction, [*notes, *row.assumed]))
+    if not candidates:
         raise problem
-    return max(found, key=lambda each: (each[0].headroom >= 0, each[0].time.tokens_per_s_per_gpu))
+    return max(candidates, key=lambda candidate: candidate.rank)
+
+
+def _choices(row: Row) -> Iterator[dict[str, str]]:
+    """All combinations of choices for the cells that a row leaves open."""
+    names = [name for name in CHOICES if row.leaves_open(name)]
+    for values in product(*(CHOICES[name] for name in names)):
+        yield dict(zip(names, values, strict=True))
 
 
 def run_rows(table: Path, output: Path, *, engine: str | None = None) -> str:
-    """Predict a table and write the predictions as TSV; returns a line that says how many rows were
-    modelled.
+    """Predict a table, write the predictions as TSV and return how many rows were modelled.
 
     Raises:
         ConfigError: a file that cannot be read or written, or an unknown engine.
@@ -137,13 +161,12 @@ def run_rows(table: Path, output: Path, *, engine: str | None = None) -> str:
     if engine is not None:
         engine_of(engine)
     predictions = [predict_row(cells, engine=engine) for cells in read_table(table)]
+    lines = ["\t".join(line) + "\n" for line in (COLUMNS, *predictions)]
     try:
-        output.write_text(
-            "".join("\t".join(line) + "\n" for line in (COLUMNS, *predictions)), encoding="utf-8"
-        )
+        output.write_text("".join(lines), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"cannot write {output}", why=error.strerror or "", fix="choose another --output"
         ) from None
-    modelled = sum(bool(row.memory_gib) for row in predictions)
-    return f"{modelled} of {len(predictions)} rows predicted, written to {output}"
+    num_modelled = sum(1 for row in predictions if row.memory_gib)
+    return f"{num_modelled} of {len(predictions)} rows predicted, written to {output}"

@@ -6,8 +6,8 @@ import pytest
 
 from nanotrain.cli.main import main
 from nanotrain.errors import ConfigError
-from nanotrain.planner.rows import COLUMNS, predict_row, read_table, run_rows
-from tests.planner.test_row_config import DENSE, EXPERTS
+from nanotrain.planner.rows.table import COLUMNS, predict_row, read_table, run_rows
+from tests.planner.rows.test_config import DENSE, EXPERTS
 
 
 def table(path: Path, rows: list[dict[str, str]], columns: list[str] | None = None) -> Path:

@@ -3,7 +3,8 @@
 import pytest
 
 from nanotrain.errors import ConfigError
-from nanotrain.planner.row_config import Row, scenario_of_row
+from nanotrain.planner.rows.config import scenario_of_row
+from nanotrain.planner.rows.row import Row
 
 DENSE = {
     "hardware": "H100 80 GB", "gpus": "64", "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8",
@@ -68,94 +69,10 @@ def test_precisions_as_people_write_them(text: str, matmul: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "granularity", "modules"),
-    [
-        ("full", "full", []),
-        ("none", None, []),
-        (
-            "recompute_granularity = None; recompute_method = None; recompute_num_layers = None",
-            None,
-            [],
-        ),
-        (
-            'recompute_granularity = "selective"; recompute_modules = ["mla_up_proj"]',
-            "selective",
-            ["mla_up_proj"],
-        ),
-        ("selective", "selective", []),
-    ],
-)
-def test_recomputation_as_people_write_it(
-    text: str, granularity: str | None, modules: list[str]
-) -> None:
-    memory = scenario_of_row(Row(DENSE | {"recompute": text})).config.memory
-    assert (memory.recompute_granularity, memory.recompute_modules) == (granularity, modules)
-
-
-def test_selective_recomputation_of_fsdp_programs_takes_as_long_as_every_second_layer() -> None:
-    cells = DENSE | {"zero": "fsdp2 full_shard", "pp": "1", "vp": "1", "recompute": "selective"}
-    memory = scenario_of_row(row := Row(cells)).config.memory
-    assert (memory.recompute_granularity, memory.recompute_num_layers) == ("full", 16)
-    assert any("every second product" in text for text in row.assumed)
-
-
 def test_a_compiled_model_runs_fused_operators() -> None:
     cells = DENSE | {"zero": "fsdp2 full_shard", "pp": "1", "vp": "1"}
     assert not scenario_of_row(Row(cells)).engine.operators.fused
     assert scenario_of_row(Row(cells | {"overlap_flags": "torch.compile"})).engine.operators.fused
-
-
-@pytest.mark.parametrize(
-    ("cells", "dispatcher"),
-    [
-        ({}, "flex"),  # 16 ranks of ep on nodes of 8
-        ({"ep": "8"}, "alltoall"),
-        ({"overlap_flags": 'moe_token_dispatcher_type = "alltoall"'}, "alltoall"),
-        ({"hardware": "GB200"}, "alltoall"),
-    ],
-)
-def test_a_dispatcher_that_is_not_stated_saves_the_network(
-    cells: dict[str, str], dispatcher: str
-) -> None:
-    assert scenario_of_row(Row(EXPERTS | cells)).dispatcher == dispatcher
-
-
-@pytest.mark.parametrize(
-    ("precision", "backend"), [("fp16", "unfused"), ("bf16/fp16", "unfused"), ("bf16", "auto")]
-)
-def test_attention_of_the_years_of_fp16_is_not_fused(precision: str, backend: str) -> None:
-    assert (
-        scenario_of_row(Row(DENSE | {"precision": precision})).config.train.attention_backend
-        == backend
-    )
-    stated = DENSE | {"precision": precision, "overlap_flags": "attn=flash"}
-    assert scenario_of_row(Row(stated)).config.train.attention_backend == "auto"
-
-
-def test_what_a_published_model_has_is_found_by_its_sizes() -> None:
-    row = Row(EXPERTS)
-    shape = scenario_of_row(row).shape
-    assert shape.mla is not None and shape.mla.q_lora_rank == 1536
-    assert (sum(shape.moe_layers), shape.ffn_size, shape.moe_ffn_size) == (58, 18432, 2048)
-    assert shape.num_mtp_layers == 1
-    assert any("as published" in text for text in row.assumed)
-    assert scenario_of_row(Row(EXPERTS | {"note": "(w/o MTP)"})).shape.num_mtp_layers == 0
-    cut = scenario_of_row(Row(EXPERTS | {"layers": "8"})).shape
-    assert (sum(cut.moe_layers), cut.num_mtp_layers) == (7, 0)
-
-
-def test_head_channels_of_a_published_model_are_its_own() -> None:
-    cells = {
-        "layers": "48",
-        "hidden": "2048",
-        "heads": "32",
-        "kv_heads": "4",
-        "ffn": "768",
-        "experts": "128",
-    }
-    shape = scenario_of_row(Row(EXPERTS | cells | {"pp": "1"})).shape
-    assert (shape.head_dim, shape.has_qk_norm) == (128, True)
 
 
 def test_flags_of_megatron_are_read_with_its_defaults() -> None:
