@@ -1,6 +1,10 @@
-"""The dry run: the real step of ranks that stand for all, on meta tensors and with process groups
-that record.
+"""The dry run: the real step of ranks that stand for all, on meta tensors, in a recorded world.
 
-Not here: the recorder of buffers and calls and its process groups (comm/recorder.py), and the plans
-that it is compared with (plan/).
+    check.py        run the ranks of a configuration, compare them, print one screen
+    rank.py         the step of one rank
+    agreement.py    whether all members of a group start the same collectives
+    stand_ins.py    what runs in place of GPU kernels and of values on the host
+    settings.yaml   settings of every dry run
+
+The recorder of calls and buffers is in `comm/`, the plans that it is compared with are in `plan/`.
 """

@@ -1,4 +1,9 @@
-"""Load a model from a checkpoint, generate text, export to Hugging Face.
+"""Load a model from a checkpoint, generate text, compute log-likelihoods, export to Hugging Face.
 
-Runs on one process without a training run; training and its hooks are in train/.
+    checkpoint.py   `load_checkpoint`: the model of a checkpoint or of a Hugging Face folder
+    generate.py     sampling, of one prompt or of several at once; `cache.py` keeps earlier tokens
+    score.py        log-likelihoods of given tokens
+    lm_eval.py      the model class of EleutherAI's lm-eval
+
+It runs on one process without a training run; evaluation in any layout is in `train/`.
 """

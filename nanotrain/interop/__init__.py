@@ -1,4 +1,8 @@
-"""Checkpoints of other frameworks: Hugging Face folders in and out, Megatron-LM and torch DCP out.
+"""Checkpoints of other frameworks.
+
+    hf/           Hugging Face folders, in and out
+    megatron.py   Megatron-LM's `torch_dist` checkpoints, out
+    dcp.py        torch.distributed.checkpoint, out
 
 It holds no training code: it reads and writes files through `checkpoint/`.
 """

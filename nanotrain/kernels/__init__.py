@@ -1,6 +1,12 @@
-"""The matrix products of linear layers, dense and grouped, and the queue that defers weight
-gradients.
+"""The matrix products of linear layers, dense and grouped, and the kernels around them.
 
-No communication and no modules: the layers that call these products are in `parallel/tp` and
-`parallel/ep`.
+    linear.py, grouped.py   {fprop, dgrad, wgrad} of a dense layer and of stacked experts
+    deferred_wgrad.py       the queue of weight gradients of zero-bubble schedules
+    permute.py              tokens in the order of their experts, and back
+    dropout.py              dropout as a hash of indices
+    fp8/                    the products in fp8
+    triton_*.py             Triton kernels of permutation, softmax and SwiGLU
+    compiler.py             whether Triton and inductor work on this machine
+
+No communication and no modules: the layers that call these products are in `parallel/`.
 """

@@ -1,6 +1,14 @@
-"""GPT models: transformer stages with dense or mixture-of-experts layers, built from declared
-parameters.
+"""GPT models: transformer stages with dense or mixture-of-experts layers.
 
-Not here: the declarations themselves (topology/), sharded layers and collectives (parallel/),
-storage (parallel/dp/).
+    transformer.py          embedding, block, head and stage, top to bottom
+    attention.py, mla.py, dsa.py                       attention, latent and sparse attention
+    mamba.py, delta_net.py, short_conv.py, attention_mamba.py    layers in place of attention
+    recurrence.py           convolutions and states of these, over cp and in generation
+    mlp.py, moe.py, router.py, router_stats.py         MLP, mixture of experts
+    mtp.py                  multi-token prediction
+    norm.py, rope.py, activations.py                   their parts
+    context.py, masks.py    inputs of the layers besides hidden states
+    parameters.py           create and initialize the declared parameters
+
+Declarations of parameters are in `spec/`, sharded layers and collectives in `parallel/`.
 """

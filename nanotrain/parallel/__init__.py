@@ -1,6 +1,10 @@
-"""The parallel axes, one package each: `tp`, `cp`, `ep`, `pp` and `dp`, which never import each
-other.
+"""The parallel axes, one package each, which never import each other.
 
-They hold layers, schedules and storage, no groups and no models: groups are made in `comm/`, models
-in `model/`.
+    tp/   linear layers, embedding and loss with sharded weights; sequence parallelism
+    cp/   attention and scans over sequences that are sharded over ranks
+    ep/   experts on several ranks, and the dispatch of tokens
+    pp/   pipeline schedules and their executor
+    dp/   flat buffers, gradient reduction, parameter all-gather (ZeRO)
+
+They hold layers, schedules and storage. Groups are made in `comm/`, models in `model/`.
 """

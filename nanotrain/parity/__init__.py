@@ -1,4 +1,8 @@
 """`nanotrain parity`: compare the training of a layout with that of one rank, on a shrunk model.
 
+    shrink.py   the same structure and layout in a model for a few CPU processes
+    check.py    train both and compare losses, gradient norms and weights
+    report.py   the result, as text and as JSON
+
 It trains through `train/` and holds no training code of its own.
 """

@@ -1,4 +1,9 @@
-"""The run folder: the paths of everything a run writes, and the description of the run.
+"""The run folder: the paths of everything that a run writes.
 
-Checkpoints and metrics are written by their own packages.
+    folder.py         `RunFolder`
+    files.py          files that are complete or absent, and never written through links
+    lock.py           one job per folder
+    metrics_file.py   metrics.jsonl
+
+Checkpoints are written by `checkpoint/`, reports by `report/`.
 """

@@ -1,6 +1,4 @@
-"""Files beyond this machine: objects of s3://, gs://, az:// and hf:// through fsspec, and their
-local copies.
+"""Files beyond this machine: objects of s3://, gs://, az:// and hf://, through fsspec (`remote.py`).
 
-What the files hold is not known here: checkpoints are in `nanotrain/checkpoint`, token files in
-`nanotrain/data`.
+What the files hold is decided elsewhere: checkpoints in `checkpoint/`, token files in `data/`.
 """

@@ -1,5 +1,8 @@
-"""The watchdog of a run: heartbeats in shared memory, the detection of hung and lost ranks, and
-their report.
+"""The watchdog of a run.
 
-What a rank records is `comm/heartbeat.py`; how ranks are started again is `launch/`.
+    processes.py   the ranks of this machine and their heartbeats in shared memory
+    watchdog.py    a thread per rank that ends a run without progress
+    report.py      hang-report.txt: which rank is behind, and where
+
+What a rank records is in `comm/heartbeat.py`; ranks are started again by `launch/`.
 """

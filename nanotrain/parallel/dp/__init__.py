@@ -1,6 +1,12 @@
-"""Data parallelism: parameters and gradients of a module in flat buffers, reduced and all-gathered
-per bucket.
+"""Data parallelism: parameters and gradients of a module in flat buffers.
 
-It holds the buffer layout, the stores of a bucket and their collectives; update rules and optimizer
-state are in `nanotrain.optim`, and which ranks form a group is decided in `nanotrain.topology`.
+    options.py         sharding strategies as traits, and the options of a wrapper
+    layout.py          which elements of a buffer hold each parameter, and which rank updates them
+    stores.py          the memory of a bucket, chosen from the strategy
+    bucket.py          a bucket and its reductions
+    units.py           all-gather of parameters unit by unit (ZeRO-3)
+    fp8_weights.py     weights that are gathered in fp8
+    data_parallel.py   `DataParallel`: the wrapper
+
+Update rules and optimizer state are in `optim/`; which ranks form a group is planned in `topology/`.
 """

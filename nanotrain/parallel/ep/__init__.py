@@ -1,8 +1,8 @@
-"""Expert parallelism: the experts of an MoE layer, and the dispatch of tokens to other ranks.
+"""Expert parallelism: the experts of an MoE layer and the dispatch of tokens to other ranks.
 
-    experts.py            the local experts, as grouped matrix products
-    token_dispatcher.py   tokens to the ranks of their experts and back
-    splits.py             the split sizes of these all-to-alls
+    token_dispatcher.py   the dispatchers, by their value of --moe-token-dispatcher-type
+    splits.py             split sizes and reorderings of a dispatch
+    experts.py            the local experts, with stacked weights
 
-No router: which experts a token uses is decided in `model/`.
+Which experts a token uses is decided in `model/router.py`.
 """

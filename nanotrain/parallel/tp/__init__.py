@@ -1,6 +1,7 @@
-"""Tensor and sequence parallelism: linear layers, embedding and loss with weights sharded over the
-tp group.
+"""Tensor and sequence parallelism: weights sharded over the tp group.
 
-No model code and no matrix products of its own: layers take their parameters, products are those of
-`kernels/`.
+    layers.py   column- and row-parallel linear layers, embedding
+    loss.py     cross-entropy fused with the output layer, over a sharded vocabulary
+
+Layers take their parameters from `model/` and their matrix products from `kernels/`.
 """

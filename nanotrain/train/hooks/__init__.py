@@ -1,4 +1,12 @@
-"""Callbacks of the training loop: evaluation, logging, tracking, checkpoints, profiles and samples.
+"""Callbacks of the training loop, one file each.
+
+    hook.py             `Hook`: the moments at which they are called
+    log.py, track.py    console and metrics.jsonl; wandb, tensorboard, Prometheus, messages
+    checkpoint.py       saves; `object_storage.py` uploads what they leave
+    data_order.py       the record of the data order, and changes of the blend
+    faults.py           values that are not finite, replicas that differ
+    timers.py, profile.py   times of phases; traces and memory snapshots
+    end_of_run.py       a generated text and the report
 
 They read a `Run` and a `StepReport`; the training step itself is in `train/step.py`.
 """

@@ -1,4 +1,7 @@
 """What features add to every training step: one file and one row of `PARTS` (`table.py`) each.
 
-`part.py` has the moments at which a part is called.
+    part.py   `StepPart`: the moments at which a part is called
+    others    losses by corpus, norms, router balance, QK-clip, moving average, fp8, rank capacity
+
+The step that calls them, `train/step.py`, names none of them.
 """

@@ -1,4 +1,7 @@
-"""Resume from a checkpoint: restore the state of a run, or roll back to before a spike of the loss.
+"""Start a run from a checkpoint.
 
-Files and formats of checkpoints are in `nanotrain/checkpoint`.
+    restore.py    load it into a built model, or an older one if it is damaged
+    rollback.py   go back after a spike of the loss and skip the data since then
+
+Files and formats of checkpoints are in `checkpoint/`.
 """
