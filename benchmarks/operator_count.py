@@ -257,7 +257,7 @@ class FusedOperators:
         """One read for the log-sum-exp, then the gradient in place."""
         self._count.add("loss", num_bytes=logits.nbytes)
         logsumexp = given["combine"](logits.new_empty((logits.shape[0], 1), dtype=torch.float32))
-        picked = (logits.gather(1, given["column"]).float() - logsumexp) * given["is_local"]
+        picked = (logits.gather(1, given["column"]).float() - logsumexp) * given["local_mask"]
         self._count.add("loss", num_bytes=2 * logits.nbytes)
         return picked[:, 0], logits
 

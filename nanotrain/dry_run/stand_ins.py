@@ -106,11 +106,11 @@ def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
 
 
 def _softmax_gradient(
-    logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Any, scale: Tensor | None
+    logits: Tensor, *, column: Tensor, local_mask: Tensor, combine: Any, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The Triton kernels: the gradient is in the memory of the logits."""
     logsumexp = combine(logits.new_empty((logits.shape[0], 1), dtype=torch.float32))
-    return ((logits.gather(1, column).float() - logsumexp) * is_local)[:, 0], logits
+    return ((logits.gather(1, column).float() - logsumexp) * local_mask)[:, 0], logits
 
 
 def even_counts(plan: Plan, counts: Tensor, *, ep: Group) -> list[int]:

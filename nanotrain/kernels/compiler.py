@@ -1,9 +1,8 @@
-"""Whether Triton and inductor can compile on this machine: each compiles and runs one small kernel,
-once per process.
+"""Whether Triton and inductor can compile on this machine, tried with a small kernel per process.
 
-    runs_triton       whether a tensor is one that the kernels of this project take, and they can run
-    triton_fault      why the kernels of this project cannot run; torch's operators then compute the same
-    inductor_fault    why torch.compile cannot generate code for a device; functions then run eagerly
+    runs_triton      whether Triton kernels can compute on a tensor
+    triton_fault     why Triton kernels cannot run; torch's operators then compute the same
+    inductor_fault   why torch.compile cannot generate code; functions then run eagerly
 
 Both call a C compiler, for GPUs with the headers of Python (Python.h), which machines with a GPU
 often lack.
@@ -34,23 +33,27 @@ def triton_fault() -> str:
         return "the package triton is not installed"
     from nanotrain.kernels import triton_softmax
 
-    return _fault(lambda: triton_softmax.row_logsumexp(torch.ones(1, 2, device="cuda")))
+    return compile_fault(lambda: triton_softmax.row_logsumexp(torch.ones(1, 2, device="cuda")))
 
 
 @cache
 def inductor_fault(device_type: str) -> str:
     """Why torch.compile cannot generate code for a type of device; empty if it can."""
-    return _fault(lambda: torch.compile(_doubled)(torch.ones(2, device=device_type)))
+    compiled = torch.compile(double)
+    return compile_fault(lambda: compiled(torch.ones(2, device=device_type)))
 
 
-def _doubled(x: Tensor) -> Tensor:
+def double(x: Tensor) -> Tensor:
+    """The function that inductor compiles on trial."""
     return 2 * x
 
 
-def _fault(run: Callable[[], Tensor]) -> str:
+def compile_fault(run: Callable[[], Tensor]) -> str:
+    """Compile and run a function; returns its error, empty if there is none."""
     try:
         run().tolist()
-    except Exception as error:  # of the compiler: each step has errors of its own
+    except Exception as error:  # every step of a compiler has its own types of errors
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return f"{type(error).__name__}: {lines[0] if lines else ''}"[:MAX_REASON]
+        first = lines[0] if lines else ""
+        return f"{type(error).__name__}: {first}"[:MAX_REASON]
     return ""

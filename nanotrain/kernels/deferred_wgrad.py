@@ -4,11 +4,11 @@ Wgrad              the weight gradients of one layer and microbatch, still to be
 WgradQueue         collects them during a backward that computes input gradients only
 accumulate_wgrads  computes them and accumulates into `param.grad`
 
-with queue.defer():                        I: input gradients, sent to the previous stage
-    grads = torch.autograd.grad(...)       ... and those of parameters whose layer does not defer (norms, router)
+with queue.defer():                      I: input gradients, sent to the previous stage
+    grads = torch.autograd.grad(...)     ... and gradients of layers that do not defer (norms)
 wgrads = queue.take()
 ...
-accumulate_wgrads(wgrads, ready=...)       W: weight gradients, as if autograd had just computed them
+accumulate_wgrads(wgrads, ready=...)     W: weight gradients, as if autograd had just computed them
 """
 
 from collections import Counter
@@ -33,9 +33,7 @@ class Wgrad(Protocol):
         """Start the communication that `compute` waits for."""
 
     def compute(self) -> Sequence[Tensor | None]:
-        """The gradients, one per parameter of `params`; None for one that was written to its
-        `grad_view`.
-        """
+        """One gradient per parameter; None for a gradient that was written to its `grad_view`."""
 
 
 class WgradQueue:
@@ -75,36 +73,24 @@ def is_deferring(queue: WgradQueue | None) -> TypeGuard[WgradQueue]:
 def accumulate_wgrads(
     wgrads: list[Wgrad], *, ready: Sequence[tuple[nn.Parameter, Tensor]] = ()
 ) -> None:
-    """Compute weight gradients and accumulate them, each layer's communication overlapped with the
-    previous layer.
+    """Compute weight gradients and accumulate them.
 
-    Hooks run once per parameter, with the complete gradient, even if several layers share a weight.
+    Each layer's communication overlaps with the previous layer. Hooks run once per parameter, with
+    the complete gradient, even if several layers share a weight.
 
     Args:
         wgrads: weight gradients in the order of computation; emptied, so that memory is freed after
             each.
         ready: parameters with gradients that are already computed.
     """
-    uses_left = Counter(id(param) for wgrad in wgrads for param in wgrad.params)
-    uses_left.update(id(param) for param, _ in ready)
-    sums: dict[int, Tensor] = {}
-
-    def accumulate(param: nn.Parameter, grad: Tensor | None) -> None:
-        uses_left[id(param)] -= 1
-        total = sums.pop(id(param), None)
-        if grad is not None:
-            total = grad if total is None else total + grad
-        if total is None:
-            view = grad_view_of(param)
-            if view is not None and not uses_left[id(param)]:  # products wrote all of it
-                view.mark_ready()
-        elif uses_left[id(param)]:
-            sums[id(param)] = total
-        else:  # as autograd does, with grad_dtype and post-accumulate hooks
-            torch.autograd.backward(param, total)
-
+    sums = _GradSums()
+    for param, _ in ready:
+        sums.expect(param)
+    for wgrad in wgrads:
+        for param in wgrad.params:
+            sums.expect(param)
     for param, grad in ready:
-        accumulate(param, grad)
+        sums.add(param, grad)
     wgrads.reverse()
     if wgrads:
         wgrads[-1].start()
@@ -113,4 +99,32 @@ def accumulate_wgrads(
         if wgrads:
             wgrads[-1].start()
         for param, computed in zip(wgrad.params, wgrad.compute(), strict=True):
-            accumulate(param, computed)
+            sums.add(param, computed)
+
+
+class _GradSums:
+    """Sums of the gradients of parameters that may be used several times."""
+
+    def __init__(self) -> None:
+        self._uses_left: Counter[nn.Parameter] = Counter()
+        self._sums: dict[nn.Parameter, Tensor] = {}
+
+    def expect(self, param: nn.Parameter) -> None:
+        """Count one use of a parameter."""
+        self._uses_left[param] += 1
+
+    def add(self, param: nn.Parameter, grad: Tensor | None) -> None:
+        """Add the gradient of one use, None if it was written; accumulate it after the last use."""
+        self._uses_left[param] -= 1
+        total = self._sums.pop(param, None)
+        if grad is not None:
+            total = grad if total is None else total + grad
+        if self._uses_left[param]:
+            if total is not None:
+                self._sums[param] = total
+        elif total is not None:  # as autograd does, with grad_dtype and post-accumulate hooks
+            torch.autograd.backward(param, total)
+        else:  # products wrote all of the gradient
+            view = grad_view_of(param)
+            if view is not None:
+                view.mark_ready()

@@ -1,10 +1,11 @@
-"""Counter-based dropout: the mask is a hash of indices, not of a random state; equal in every
-layout and recomputation.
+"""Counter-based dropout: the mask is a hash of indices, not of a random state.
 
-    32-bit words   seed -- sample -- layer and place -- position -- channel, or head, query and key
+It is equal in every layout and recomputation.
+
+    32-bit words   seed -- sample -- layer and site -- position -- channel, or head, query and key
                           hashed one after the other; the last word is compared with the rate
 
-    sample_words    one word per sample of a microbatch, from the seed of the run and the indices of the samples
+    sample_words    one word per sample of a microbatch, from the seed and the indices of samples
     mix_in          hash further numbers into words
     keep_factors    0 where dropped, else 1 / (1 - rate)
     dropout         of hidden states; keeps no mask for the backward, which computes it again
@@ -26,7 +27,8 @@ GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: consecutive numbers become words far
 def sample_words(seed: int, sample_ids: Tensor) -> Tensor:
     """[B] int64 indices of samples -> [B] words."""
     high = mix_in(torch.full_like(sample_ids, seed & MASK), seed >> 32)
-    return mix_in(mix_in(high, sample_ids), sample_ids >> 32)
+    low = mix_in(high, sample_ids)
+    return mix_in(low, sample_ids >> 32)
 
 
 def mix_in(words: Tensor, numbers: Tensor | int) -> Tensor:
@@ -62,12 +64,14 @@ def dropout(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
 
 
 def _drop(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
-    """Drop and scale; multiplying by a Python number rounds once, while a 16-bit factor would be
-    off by up to 2^-9.
+    """Drop and scale.
+
+    Multiplying by a Python number rounds once; a 16-bit factor would be off by up to 2^-9.
     """
     channels = torch.arange(x.shape[-1], device=x.device)
     is_dropped = mix_in(words[..., None], channels) < _threshold(rate)
-    return (x * (1 / (1 - rate))).masked_fill(is_dropped, 0)
+    scaled = x * (1 / (1 - rate))
+    return scaled.masked_fill(is_dropped, 0)
 
 
 class _Dropout(torch.autograd.Function):

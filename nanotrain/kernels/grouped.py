@@ -1,8 +1,7 @@
-"""Grouped matrix products: one call multiplies the tokens of every expert with the weight of that
-expert.
+"""Grouped matrix products: one call multiplies the tokens of every expert with its weight.
 
     grouped_linear   a grouped linear layer, with gradients and deferred wgrad
-    GroupedMM        {fprop, dgrad, wgrad} of it by torch's kernel; outputs of dropped tokens are undefined
+    GroupedMM        its fprop, dgrad and wgrad by torch's kernel; dropped tokens are undefined
     LoopedMM         the same, one product per expert
 
     x [T, I], sorted by expert       offs [E] int32, the end of each expert's tokens
@@ -47,7 +46,7 @@ class GroupedMM:
     """The products by torch's grouped product, for weights with aligned rows."""
 
     def for_microbatch(self) -> "GroupedMM":
-        """The products of one microbatch, which may keep scales from its forward to its backward."""
+        """The products of one microbatch, which may keep scales for its backward."""
         return self
 
     def fprop(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
@@ -60,28 +59,30 @@ class GroupedMM:
 
     def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
         """[T, O], [T, I] -> [E, O, I]; zero for experts without tokens."""
-        found = self.multiply(grad.t(), x, offs=offs)
-        may_be_unwritten = (
-            compute_capability(x.device) or (0, 0)
-        ) >= _UNWRITTEN_FROM and not self.is_looped(x)
-        return _zero_without_tokens(found, offs) if may_be_unwritten else found
+        grad_weight = self.multiply(grad.t(), x, offs=offs)
+        capability = compute_capability(x.device)
+        if capability is None or capability < _UNWRITTEN_FROM or self.is_looped(x):
+            return grad_weight
+        return _zero_without_tokens(grad_weight, offs)
 
     def accumulate_wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor, view: GradView) -> bool:
-        """Write `wgrad` to the view [E, O, I], or add it there; whether that is possible."""
-        return self.is_looped(x) and accumulate_each(grad, x, ends=offs.tolist(), view=view)
+        """Write `wgrad` to the view [E, O, I], or add it; False if it cannot be written now."""
+        if not self.is_looped(x):
+            return False
+        return accumulate_each(grad, x, ends=offs.tolist(), view=view)
 
     def is_looped(self, x: Tensor) -> bool:
-        """Whether each expert has a product of its own."""
+        """Whether each expert has a separate product."""
         # in 16 bit torch loops too, without padding; fp64 it refuses
         return x.device.type == "cpu" and x.itemsize != 4
 
     def multiply(self, a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
-        """[T, K], [E, K, N] -> [T, N], or [M, T], [T, N] -> [E, M, N]: of each expert its tokens."""
+        """[T, K], [E, K, N] -> [T, N], or [M, T], [T, N] -> [E, M, N], expert by expert."""
         # no tokens: torch's product on GPUs refuses most strides of an empty matrix
         if a.numel() == 0:
-            return a.new_zeros(
-                (len(offs), len(a), b.shape[1]) if b.ndim == 2 else (len(a), b.shape[2])
-            )
+            if b.ndim == 2:
+                return a.new_zeros(len(offs), len(a), b.shape[1])
+            return a.new_zeros(len(a), b.shape[2])
         if self.is_looped(a):
             return multiply_each(a, b, offs=offs)
         out: Tensor = _grouped_mm(a, b, offs=offs)
@@ -97,32 +98,37 @@ class LoopedMM(GroupedMM):
 
 
 def multiply_each(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
-    """`GroupedMM.multiply` with one product per expert; in 16 bit on a CPU over a multiple of
-    `CPU_ROWS` tokens.
+    """`GroupedMM.multiply` with one product per expert.
+
+    In 16 bit on a CPU the number of tokens is padded to a multiple of `CPU_ROWS`.
     """
-    ends, unit = offs.tolist(), _row_unit(a)
+    ends = offs.tolist()
+    unit = _row_unit(a)
     experts = tokens_of_experts(ends)
+    products = []
     if b.ndim == 2:
         rows = a.t()
-        return torch.stack(
-            [_padded(rows[tokens], unit).t() @ _padded(b[tokens], unit) for tokens in experts]
-        )
-    products = [
-        (_padded(a[tokens], unit) @ matrix)[: tokens.stop - tokens.start]
-        for tokens, matrix in zip(experts, b, strict=True)
-    ]
-    return torch.cat([*products, a.new_empty(len(a) - ends[-1], b.shape[2])])
+        for tokens in experts:
+            products.append(_padded(rows[tokens], unit).t() @ _padded(b[tokens], unit))
+        return torch.stack(products)
+    for tokens, matrix in zip(experts, b, strict=True):
+        product = _padded(a[tokens], unit) @ matrix
+        products.append(product[: tokens.stop - tokens.start])
+    dropped = a.new_empty(len(a) - ends[-1], b.shape[2])
+    return torch.cat([*products, dropped])
 
 
 def accumulate_each(grad: Tensor, x: Tensor, *, ends: Sequence[int], view: GradView) -> bool:
-    """Write dW = grad^T x of every expert to its part of the view, or add it; whether the view can
-    be written now.
+    """Write dW = grad^T x of every expert to its part of the view, or add it.
 
     Args:
         grad: [T, O], sorted by expert.
-        x: [T, I], alike.
+        x: [T, I], sorted by expert.
         ends: [E] the end of each expert's tokens.
         view: [E, O, I].
+
+    Returns:
+        False if the view cannot be written now.
     """
     target = view.start_write()
     if target is None:
@@ -130,15 +136,16 @@ def accumulate_each(grad: Tensor, x: Tensor, *, ends: Sequence[int], view: GradV
     buffer, has_grads = target
     unit = _row_unit(x)
     for tokens, matrix in zip(tokens_of_experts(ends), buffer, strict=True):
-        write_wgrad(
-            _padded(grad[tokens], unit), _padded(x[tokens], unit), out=matrix, adds=has_grads
-        )
+        expert_grad = _padded(grad[tokens], unit)
+        expert_x = _padded(x[tokens], unit)
+        write_wgrad(expert_grad, expert_x, out=matrix, adds=has_grads)
     return True
 
 
 def tokens_of_experts(ends: Sequence[int]) -> list[slice]:
     """The tokens of each expert, from their ends."""
-    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    starts = [0, *ends[:-1]]
+    return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
 
 
 def _row_unit(x: Tensor) -> int:
@@ -149,7 +156,9 @@ def _row_unit(x: Tensor) -> int:
 def _padded(rows: Tensor, unit: int) -> Tensor:
     """[T, K] with rows of zeros up to a multiple of `unit`."""
     missing = -len(rows) % unit
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+    if not missing:
+        return rows
+    return F.pad(rows, (0, 0, 0, missing))
 
 
 def select_gemm(weight: Tensor) -> GroupedMM:
@@ -158,7 +167,8 @@ def select_gemm(weight: Tensor) -> GroupedMM:
     >>> [type(select_gemm(torch.empty(4, size, 64))).__name__ for size in (128, 23)]
     ['GroupedMM', 'LoopedMM']
     """
-    is_aligned = all(size * weight.itemsize % _ALIGNMENT_BYTES == 0 for size in weight.shape[1:])
+    row_bytes = [size * weight.itemsize for size in weight.shape[1:]]
+    is_aligned = all(size % _ALIGNMENT_BYTES == 0 for size in row_bytes)
     return GroupedMM() if is_aligned else LoopedMM()
 
 
@@ -192,9 +202,12 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: nn.Parameter, offs: Tensor, options: GroupedOptions
     ) -> Tensor:
         ctx.save_for_backward(x, weight, offs)
-        ctx.options, ctx.param = options, weight
+        ctx.options = options
+        ctx.param = weight
         out = options.gemm.fprop(x, weight, offs=offs)
-        return _zero_dropped(out, offs) if options.may_drop else out
+        if options.may_drop:
+            out = _zero_dropped(out, offs)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -205,7 +218,8 @@ class _GroupedLinear(torch.autograd.Function):
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = options.gemm.dgrad(grad, weight, offs=offs)
-            grad_x = _zero_dropped(grad_x, offs) if options.may_drop else grad_x
+            if options.may_drop:
+                grad_x = _zero_dropped(grad_x, offs)
         if ctx.needs_input_grad[1]:
             # x would keep its graph alive
             wgrad = _GroupedWgrad(ctx.param, options.gemm, grad, x.detach(), offs)
@@ -237,9 +251,8 @@ class _GroupedWgrad:
     def compute(self) -> tuple[Tensor | None]:
         """[E, O, I], or None where it was written to the view of the weight."""
         view = grad_view_of(self.param)
-        if view is not None and self.gemm.accumulate_wgrad(
-            self.grad, self.x, offs=self.offs, view=view
-        ):
+        gemm = self.gemm
+        if view is not None and gemm.accumulate_wgrad(self.grad, self.x, offs=self.offs, view=view):
             return (None,)
         return (self.gemm.wgrad(self.grad, self.x, offs=self.offs),)
 

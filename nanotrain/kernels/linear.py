@@ -1,14 +1,13 @@
-"""Linear layers, y = x W^T + b: their three matrix products, and where weight gradients are
-written.
+"""Linear layers, y = x W^T + b: their matrix products, and where weight gradients are written.
 
-    fprop    y  = x W^T + b                  [..., I], [O, I] -> [..., O]
-    dgrad    dx = dy W                       [T, O], [O, I] -> [T, I]
-    wgrad    dW = dy^T x                     [T, O], [T, I] -> [O, I], or written where gradients are accumulated
+    fprop    y  = x W^T + b     [..., I], [O, I] -> [..., O]
+    dgrad    dx = dy W          [T, O], [O, I] -> [T, I]
+    wgrad    dW = dy^T x        [T, O], [T, I] -> [O, I], or written where gradients are accumulated
 
     Linear       the parameters of a layer and these products
-    Linears      the same of layers that share an input; kernels/fp8/products.py has the fp8 form
+    Linears      the products of layers that share an input; fp8/products.py has the fp8 form
     in_graph     a layer inside of a compiled graph
-    GradView     a parameter's view of the gradient buffer, where products write weight gradients themselves
+    GradView     a parameter's view of the gradient buffer, which products may write to
 
 **Gradient views.** Megatron-LM calls it gradient accumulation fusion. Without it autograd allocates
 every gradient and a hook copies or adds it to the buffer: a second pass over memory, and in 16 bits
@@ -43,12 +42,15 @@ CAST_ELEMENTS = 2**18
 
 def dgrad(grad: Tensor, weight: Tensor, *, add_to: Tensor | None = None) -> Tensor:
     """[T, O], [O, I] -> [T, I], added to `add_to` in place where it is given."""
-    return grad @ weight if add_to is None else add_to.addmm_(grad, weight)
+    if add_to is None:
+        return grad @ weight
+    return add_to.addmm_(grad, weight)
 
 
 def wgrad(grad: Tensor, x: Tensor, *, add_to: Tensor | None = None) -> Tensor:
-    """[T, O], [T, I] -> [O, I], added to `add_to` in place where it is given, perhaps in fp32 from
-    16 bit.
+    """[T, O], [T, I] -> [O, I], added to `add_to` in place where it is given.
+
+    `add_to` may be fp32 where the operands have 16 bits.
     """
     if add_to is None:
         return grad.t() @ x
@@ -60,18 +62,22 @@ def wgrad(grad: Tensor, x: Tensor, *, add_to: Tensor | None = None) -> Tensor:
 
 
 def add_cast(total: Tensor, product: Tensor) -> Tensor:
-    """Add a 16-bit matrix to an fp32 one in place, some rows at a time on CPUs: torch casts it into
-    a copy before.
+    """Add a 16-bit matrix to an fp32 one in place.
+
+    On CPUs some rows at a time, because torch casts them into a copy.
     """
-    num_rows = max(1, CAST_ELEMENTS // total.shape[1]) if total.device.type == "cpu" else len(total)
+    num_rows = len(total)
+    if total.device.type == "cpu":
+        num_rows = max(1, CAST_ELEMENTS // total.shape[1])
     for part, added in zip(total.split(num_rows), product.split(num_rows), strict=True):
         part += added
     return total
 
 
 def write_wgrad(grad: Tensor, x: Tensor, *, out: Tensor, adds: bool = False) -> None:
-    """[T, O], [T, I] -> `out` [O, I], perhaps in fp32 from 16 bit; written, or added to what it
-    holds.
+    """[T, O], [T, I] -> `out` [O, I], written, or added to its values.
+
+    `out` may be fp32 where the operands have 16 bits.
     """
     if adds:
         wgrad(grad, x, add_to=out)
@@ -84,41 +90,40 @@ def write_wgrad(grad: Tensor, x: Tensor, *, out: Tensor, adds: bool = False) -> 
 
 
 def adds_wider(device_type: str) -> bool:
-    """Whether a product of 16-bit matrices can be added to an fp32 matrix where it is computed: by
-    cuBLAS only.
+    """Whether a product of 16-bit matrices can be added to an fp32 matrix in one kernel.
 
-    The meta device has these products from torch 2.13 on.
+    cuBLAS can; the meta device has these products from torch 2.13 on.
     """
-    # compared as versions
-    return device_type == "cuda" or (device_type == "meta" and torch.__version__ >= "2.13")
+    if device_type == "meta":
+        return torch.__version__ >= "2.13"  # compared as versions
+    return device_type == "cuda"
+
+
+# A view, and whether it already holds gradients of this step.
+WriteTarget = tuple[Tensor, bool]
 
 
 @dataclass(frozen=True)
 class GradView:
-    """The view of one parameter; the data-parallel wrapper sets it as the parameter's attribute
-    `grad_view`.
-    """
+    """The view of one parameter: its attribute `grad_view`, set by the data-parallel wrapper."""
 
     dtype: torch.dtype
-    # -> (view, whether it already holds gradients of this step); None outside of a backward of the
-    # wrapper: return the gradient to autograd
-    start_write: Callable[[], tuple[Tensor, bool] | None]
+    # None outside of a backward of the wrapper: return the gradient to autograd
+    start_write: Callable[[], WriteTarget | None]
     # all gradients of a backward are written, and autograd runs no hook
     mark_ready: Callable[[], None]
-    # the same in the forward pass of a step, for a use whose gradient is complete there
-    start_write_ahead: Callable[[], tuple[Tensor, bool] | None] = lambda: None
-    # the same, with the view in every backward of the wrapper; None: graphs return the gradient to
-    # autograd
-    start_write_in_graph: Callable[[], tuple[Tensor, bool] | None] | None = None
+    # `start_write` in the forward pass of a step, for a use whose gradient is complete there
+    start_write_ahead: Callable[[], WriteTarget | None] = lambda: None
+    # `start_write` in a compiled graph; None: graphs return the gradient to autograd
+    start_write_in_graph: Callable[[], WriteTarget | None] | None = None
 
     def accumulate(self, grad: Tensor, x: Tensor) -> bool:
-        """[T, O], [T, I]: write the product to the view [O, I], or add it there; whether it can be
-        written now.
-        """
+        """Write the product of [T, O] and [T, I] to the view, or add it; False if not possible."""
         target = self.start_write()
         if target is None:
             return False
-        write_wgrad(grad, x, out=target[0], adds=target[1])
+        view, has_grads = target
+        write_wgrad(grad, x, out=view, adds=has_grads)
         return True
 
 
@@ -126,9 +131,9 @@ def attach(view: GradView, param: Tensor) -> None:
     """Let products of this parameter write to the view."""
     param.grad_view = view  # type: ignore[attr-defined]
     # A graph gets the weight that autograd saved, after recomputation another tensor without the
-    # attribute. What both share is the storage, in which the offset tells parameters apart. The
-    # storage refers to its views weakly: a view refers to the buffer, and Python's garbage
-    # collector cannot follow what a storage refers to.
+    # attribute. Both share the storage, in which the offset tells parameters apart. The storage
+    # refers to its views weakly: a view refers to the buffer, and Python's garbage collector cannot
+    # follow the references of a storage.
     storage = param.untyped_storage()
     views = getattr(storage, "grad_views", None) or WeakValueDictionary()
     views[param.storage_offset()] = view
@@ -169,28 +174,26 @@ class Linear(nn.Module):
         adds_bias: bool = True,
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.fp8, self.rows, self.adds_bias = (
-            weight,
-            bias,
-            fp8,
-            rows,
-            adds_bias,
-        )
+        self.weight = weight
+        self.bias = bias
+        self.fp8 = fp8
+        self.rows = rows
+        self.adds_bias = adds_bias
 
     @property
     def trained_params(self) -> tuple[nn.Parameter, ...]:
         """Weight and bias of the products, where they exist and require a gradient."""
-        params = (self.weight, self.bias if self.adds_bias else None)
-        return tuple(param for param in params if param is not None and param.requires_grad)
+        params = [self.weight]
+        if self.bias is not None and self.adds_bias:
+            params.append(self.bias)
+        return tuple(param for param in params if param.requires_grad)
 
     @property
     def writes_wgrad(self) -> bool:
         """Whether the product writes the weight's gradient where it is accumulated."""
-        return (
-            self.rows is None
-            and self.weight.requires_grad
-            and grad_view_of(self.weight) is not None
-        )
+        if self.rows is not None or not self.weight.requires_grad:
+            return False
+        return grad_view_of(self.weight) is not None
 
     @property
     def used_weight(self) -> Tensor:
@@ -210,9 +213,11 @@ class Linear(nn.Module):
 
     @property
     def writes_in_graph(self) -> bool:
-        """Whether a graph can do so."""
-        view = grad_view_of(self.weight) if self.writes_wgrad else None
-        return CAN_TRACE and view is not None and view.start_write_in_graph is not None
+        """Whether the product writes the weight's gradient in a compiled graph too."""
+        if not CAN_TRACE or not self.writes_wgrad:
+            return False
+        view = grad_view_of(self.weight)
+        return view is not None and view.start_write_in_graph is not None
 
     def wgrad(self, grad: Tensor, x: Tensor) -> list[Tensor | None]:
         """[T, O], [T, I] -> the gradients of `trained_params`, None for one that was written."""
@@ -227,13 +232,15 @@ class Linear(nn.Module):
         return self.param_grads(grad, wgrad(grad, x))
 
     def param_grads(self, grad: Tensor, grad_weight: Tensor | None) -> list[Tensor | None]:
-        """[T, O], the gradient of the used rows of the weight -> the gradients of `trained_params`."""
-        return [
-            self._all_rows(grad_weight if p is self.weight else grad.sum(0), p)
-            for p in self.trained_params
-        ]
+        """[T, O], the gradient of the used rows -> the gradients of `trained_params`."""
+        gradients = []
+        for param in self.trained_params:
+            used = grad_weight if param is self.weight else grad.sum(0)
+            gradients.append(self._all_rows(used, param))
+        return gradients
 
     def _all_rows(self, grad: Tensor | None, param: Tensor) -> Tensor | None:
+        """The gradient of a parameter from the gradient of its used rows."""
         if grad is None or self.rows is None:
             return grad
         padded = grad.new_zeros(param.shape)
@@ -242,8 +249,9 @@ class Linear(nn.Module):
 
 
 class Linears:
-    """The products of layers that share an input, for one microbatch; `records` is read by the fp8
-    form.
+    """The products of layers that share an input, for one microbatch.
+
+    `records` is an argument of the fp8 form.
     """
 
     def __init__(self, linears: Sequence[Linear], *, records: bool = False) -> None:
@@ -267,37 +275,47 @@ class Linears:
         return total
 
     def wgrad(self, grads: Sequence[Tensor], x: Tensor) -> list[Tensor | None]:
-        """One [T, O] per layer, [T, I] -> the gradients of the trained parameters, None for one
-        that was written.
+        """One [T, O] per layer, [T, I] -> the gradients of the trained parameters.
+
+        None for a gradient that was written where it is accumulated.
         """
-        pairs = zip(grads, self.linears, strict=True)
-        return [computed for grad, linear in pairs for computed in linear.wgrad(grad, x)]
+        gradients: list[Tensor | None] = []
+        for grad, linear in zip(grads, self.linears, strict=True):
+            gradients.extend(linear.wgrad(grad, x))
+        return gradients
 
 
 class LinearsInGraph(Linears):
-    """The products of weights that autograd saved in a graph, and which of their gradients are
-    written.
+    """The products of weights that autograd saved in a graph.
+
+    Args:
+        weights: one [O, I] per layer.
+        writes: whether the gradient of each weight is written where it is accumulated.
     """
 
     weights: Sequence[Tensor] = ()
 
     def __init__(self, weights: Sequence[Tensor], writes: Sequence[bool]) -> None:
         super().__init__(())
-        self.weights, self._writes = weights, writes
+        self.weights = weights
+        self._writes = writes
 
     def wgrad(self, grads: Sequence[Tensor], x: Tensor) -> list[Tensor | None]:
-        """As that of `Linears`."""
+        """One [T, O] per layer, [T, I] -> the gradients; None for one that was written."""
         computed: list[Tensor | None] = []
         for grad, weight, is_written in zip(grads, self.weights, self._writes, strict=True):
             if is_written:
                 _write_saved(weight, (grad, x))
-            computed.append(None if is_written else wgrad(grad, x))
+                computed.append(None)
+            else:
+                computed.append(wgrad(grad, x))
         return computed
 
 
 def in_graph(x: Tensor, linear: Linear) -> Tensor:
-    """[..., I] -> [..., O] inside of a graph, whose backward returns no gradient of a weight that
-    it writes.
+    """[..., I] -> [..., O] inside of a graph.
+
+    Its backward returns None for a weight gradient that it writes where it is accumulated.
     """
     if linear.writes_in_graph and torch.is_grad_enabled():
         out: Tensor = _LinearInGraph.apply(x, linear.weight, linear.used_bias)
@@ -317,36 +335,42 @@ class _LinearInGraph(torch.autograd.Function):
         grad = grads[0].reshape(-1, grads[0].shape[-1])
         torch.ops.nanotrain.write_wgrad(weight, (grad, x.reshape(-1, x.shape[-1])))
         grad_x = dgrad(grad, weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        return grad_x, None, grad.sum(0) if ctx.needs_input_grad[2] else None
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_bias
 
 
 @torch.library.custom_op("nanotrain::write_wgrad", mutates_args=())
 def write_in_graph(weight: Tensor, operands: Sequence[Tensor]) -> None:
-    """Write dW = grad^T x of the two operands to the gradient buffer, or add it after the first
-    microbatch.
+    """Write dW = grad^T x to the gradient buffer, or add it after the first microbatch.
+
+    Args:
+        weight: the weight that autograd saved.
+        operands: grad [T, O] and x [T, I].
     """
     _write_saved(weight, operands)
 
 
 def _write_saved(weight: Tensor, operands: Sequence[Tensor]) -> None:
-    out, adds = target_in_graph(weight)
-    write_wgrad(*operands, out=out, adds=adds)
+    grad, x = operands
+    view, has_grads = target_in_graph(weight)
+    write_wgrad(grad, x, out=view, adds=has_grads)
 
 
-def target_in_graph(weight: Tensor) -> tuple[Tensor, bool]:
-    """The view of a weight that autograd saved, and whether it holds gradients of this step.
+def target_in_graph(weight: Tensor) -> WriteTarget:
+    """The target of a weight that autograd saved.
 
     Raises:
-        RuntimeError: the backward is not that of a step, so nothing would receive the gradient.
+        RuntimeError: the backward is not part of a step, so nothing would receive the gradient.
     """
     view = grad_view_in_graph(weight)
-    target = (
-        None if view is None or view.start_write_in_graph is None else view.start_write_in_graph()
-    )
+    target = None
+    if view is not None and view.start_write_in_graph is not None:
+        target = view.start_write_in_graph()
     if target is None:
         raise RuntimeError(
-            "compiled blocks write weight gradients to the gradient buffer, and this backward is outside of a training"
-            " step: use --no-gradient-accumulation-fusion or --no-torch-compile"
+            "compiled blocks write weight gradients to the gradient buffer, and this backward is "
+            "outside of a training step: use --no-gradient-accumulation-fusion or "
+            "--no-torch-compile"
         )
     return target
 
@@ -356,9 +380,7 @@ CAN_TRACE = torch.__version__ >= "2.11"  # compared as versions
 
 
 def ordered(operator: Any) -> None:
-    """Keep an operator without outputs in graphs: without an effect a compiler removes it, and
-    gradients would be 0.
-    """
+    """Keep an operator without outputs in graphs; a compiler removes it if it has no effect."""
     operator.register_fake(lambda *_, **__: None)
     declare_effect(operator)
 

@@ -4,16 +4,16 @@
     permute            tokens to their positions
     reorder            the same for rows that have one position each
     unpermute          the rows of each token, weighted and summed
-    FORMS              the products of a device: torch's operators, or one Triton kernel each (triton_permute.py)
+    PermuteForm        the operations by torch's operators or by Triton kernels (triton_permute.py)
 
     topk_ids (T=2, K=2)   [[2, 0], [0, 1]]
     permuted              expert 0 | expert 0 | expert 1 | expert 2
       order               pair 1   | pair 2   | pair 3   | pair 0     (pair // K is the token)
     inverse               [[3, 0], [1, 2]]                            the position of each pair
 
-torch's forms only gather by index, forward and backward: a scatter-add on CUDA would sum in a
-different order at every run. Triton's write every row once, and sum in the order of k. Sums over
-the experts of a token are in fp32.
+torch's form only gathers by index, forward and backward: a scatter-add on CUDA would sum in a
+different order at every run. Triton's form writes every row once, and sums in the order of k. Sums
+over the experts of a token are in fp32.
 
     T tokens   K experts per token   E experts   P permuted tokens   H hidden
 """
@@ -50,13 +50,15 @@ class Permutation:
 
 
 def plan_permutation(topk_ids: Tensor, num_experts: int) -> Permutation:
-    """Sort the pairs of topk_ids [T, K] int64 by expert; the sort is stable and `num_experts` marks
-    a dropped pair.
+    """Sort the pairs of topk_ids [T, K] int64 by expert.
+
+    The sort is stable, and `num_experts` marks a dropped pair.
     """
     experts, order = topk_ids.flatten().sort(stable=True)
     numbers = torch.arange(-1, num_experts, device=experts.device)
     bounds = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-    return Permutation(order, inverse_of(order).view_as(topk_ids), bounds)
+    inverse = inverse_of(order).view_as(topk_ids)
+    return Permutation(order, inverse, bounds)
 
 
 def inverse_of(order: Tensor) -> Tensor:
@@ -65,7 +67,8 @@ def inverse_of(order: Tensor) -> Tensor:
     >>> inverse_of(torch.tensor([2, 0, 1])).tolist()
     [1, 2, 0]
     """
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    positions = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, positions)
 
 
 def permute(x: Tensor, permutation: Permutation, *, num_permuted: int) -> Tensor:
@@ -75,7 +78,7 @@ def permute(x: Tensor, permutation: Permutation, *, num_permuted: int) -> Tensor
 
 
 def reorder(permuted: Tensor, order: Tensor, *, inverse: Tensor) -> Tensor:
-    """[P, H] in the order of a permutation [P] int64, of which `inverse` is the inverse."""
+    """[P, H] in the order of a permutation [P] int64; `inverse` is its inverse."""
     reordered: Tensor = _Permute.apply(permuted, order, inverse[:, None])
     return reordered
 
@@ -91,9 +94,8 @@ def unpermute(permuted: Tensor, permutation: Permutation, *, topk_weights: Tenso
     Returns:
         [T, H] in the dtype of `permuted`.
     """
-    out: Tensor = _Unpermute.apply(
-        permuted, topk_weights, permutation.order[: len(permuted)], permutation.inverse
-    )
+    order = permutation.order[: len(permuted)]
+    out: Tensor = _Unpermute.apply(permuted, topk_weights, order, permutation.inverse)
     return out
 
 
@@ -120,20 +122,20 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         permuted, weights, order, inverse = ctx.saved_tensors
-        found = form_of(permuted).combine_backward(
+        grad_permuted, grad_weights = form_of(permuted).combine_backward(
             grads[0], permuted, order=order, inverse=inverse, weights=weights
         )
-        return *found, None, None
+        return grad_permuted, grad_weights, None, None
 
 
 @dataclass(frozen=True)
 class PermuteForm:
-    """The products of a permutation, on tokens and rows of P permuted tokens."""
+    """The operations of a permutation."""
 
     spread: Callable[..., Tensor]  # [T, H] -> [P, H]
     # [P, H], with weights [T, K] fp32 or without -> [T, H]; dropped pairs add nothing
     combine: Callable[..., Tensor]
-    # of [T, H]: gradients [P, H] and [T, K] of rows and weights
+    # gradient [T, H] -> gradients [P, H] and [T, K] of permuted tokens and weights
     combine_backward: Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -142,18 +144,15 @@ def _spread(x: Tensor, order: Tensor, *, inverse: Tensor) -> Tensor:
 
 
 def _combine(permuted: Tensor, inverse: Tensor, *, weights: Tensor | None) -> Tensor:
+    first, *others = range(inverse.shape[1])
     selected = _select(permuted, inverse)
     total = next(selected)
     if weights is not None:
-        total = total * weights[:, :1]
-        selected = (
-            rows * weight[:, None]
-            for rows, weight in zip(selected, weights.unbind(1)[1:], strict=True)
-        )
-    elif inverse.shape[1] > 1:
+        total = total * weights[:, first, None]
+    elif others:
         total = total.float()
-    for rows in selected:
-        total += rows
+    for k, rows in zip(others, selected, strict=True):
+        total += rows if weights is None else rows * weights[:, k, None]
     return total.to(permuted.dtype)
 
 
@@ -161,14 +160,18 @@ def _combine_backward(
     grad: Tensor, permuted: Tensor, *, order: Tensor, inverse: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     grad_permuted = grad.index_select(0, order // inverse.shape[1]) * weights.flatten()[order, None]
-    grad_weights = [(rows * grad.float()).sum(-1) for rows in _select(permuted, inverse)]
+    grad_weights = []
+    for rows in _select(permuted, inverse):
+        grad_weights.append((rows * grad.float()).sum(-1))
     return grad_permuted.to(permuted.dtype), torch.stack(grad_weights, dim=1)
 
 
 def _select(permuted: Tensor, inverse: Tensor) -> Iterator[Tensor]:
-    """[T, H] for each k: the permuted tokens of every token's k-th expert, zeros for dropped pairs."""
-    if len(permuted) < inverse.numel():
-        permuted, inverse = F.pad(permuted, (0, 0, 0, 1)), inverse.clamp(max=len(permuted))
+    """For each k, [T, H] outputs of every token's k-th expert; zeros for dropped pairs."""
+    num_permuted = len(permuted)
+    if num_permuted < inverse.numel():
+        permuted = F.pad(permuted, (0, 0, 0, 1))
+        inverse = inverse.clamp(max=num_permuted)
     for positions in inverse.unbind(1):
         yield permuted.index_select(0, positions)
 
@@ -177,13 +180,13 @@ TORCH_FORM = PermuteForm(_spread, _combine, _combine_backward)
 
 
 def form_of(x: Tensor) -> PermuteForm:
-    """The products for tokens like `x`: Triton's on GPUs, torch's elsewhere."""
+    """The operations for tokens like `x`: Triton's on GPUs, torch's elsewhere."""
     return triton_form() if runs_triton(x) else TORCH_FORM
 
 
 @cache
 def triton_form() -> PermuteForm:
-    """One kernel per product."""
+    """One kernel per operation."""
     from nanotrain.kernels import triton_permute as kernels
 
     return PermuteForm(kernels.spread, kernels.combine, kernels.combine_backward)

@@ -46,7 +46,7 @@ if triton is not None:
         logits: tl.tensor,
         logsumexp: tl.tensor,
         column: tl.tensor,
-        is_local: tl.tensor,
+        local_mask: tl.tensor,
         scale: tl.tensor,
         num_columns: tl.tensor,
         block: tl.constexpr,
@@ -55,7 +55,7 @@ if triton is not None:
         columns = tl.program_id(1) * block + tl.arange(0, block)
         place, inside = logits + row * num_columns + columns, columns < num_columns
         values = tl.load(place, mask=inside, other=-float("inf")).to(tl.float32)
-        label = tl.where(columns == tl.load(column + row), tl.load(is_local + row), 0.0)
+        label = tl.where(columns == tl.load(column + row), tl.load(local_mask + row), 0.0)
         gradient = (tl.exp(values - tl.load(logsumexp + row)) - label) * tl.load(scale + row)
         tl.store(place, gradient.to(logits.dtype.element_ty), mask=inside)
 
@@ -70,7 +70,7 @@ def row_logsumexp(logits: Tensor) -> Tensor:
 
 
 def softmax_gradient_(
-    logits: Tensor, *, logsumexp: Tensor, column: Tensor, is_local: Tensor, scale: Tensor
+    logits: Tensor, *, logsumexp: Tensor, column: Tensor, local_mask: Tensor, scale: Tensor
 ) -> Tensor:
     """(exp(logits - logsumexp) - one-hot label) * scale, in the memory of the logits.
 
@@ -78,13 +78,16 @@ def softmax_gradient_(
         logits: [t, V], contiguous.
         logsumexp: [t, 1] fp32, over the vocabulary of all ranks.
         column: [t, 1] int64, position of the label.
-        is_local: [t, 1] fp32, 1 where the label is in these columns, else 0.
+        local_mask: [t, 1] fp32, 1 where the label is in these columns, else 0.
         scale: [t, 1] fp32, factors of the rows.
     """
     assert logits.is_contiguous(), "rows lie one after the other"
     tokens, columns = logits.shape
     if tokens:
         grid = (tokens, triton.cdiv(columns, BLOCK))
-        arguments = (*(each.contiguous() for each in (logsumexp, column, is_local, scale)), columns)
+        arguments = (
+            *(each.contiguous() for each in (logsumexp, column, local_mask, scale)),
+            columns,
+        )
         _softmax_gradient[grid](logits, *arguments, block=BLOCK)
     return logits

@@ -39,7 +39,7 @@ def test_the_loss_takes_torch_s_operators_where_triton_cannot_compile(
         monkeypatch.setattr(loss, name, lambda logits, name=name, **_: name)
     for fault, expected in (("", "_by_triton"), ("no gcc", "_by_torch")):
         monkeypatch.setattr(compiler, "triton_fault", lambda fault=fault: fault)
-        assert loss.softmax_gradient(logits, column=None, is_local=None, combine=None) == expected
+        assert loss.softmax_gradient(logits, column=None, local_mask=None, combine=None) == expected
 
 
 def test_inductor_names_the_compiler_that_it_lacks(

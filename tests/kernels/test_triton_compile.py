@@ -68,7 +68,7 @@ def test_every_kernel_compiles(compiled: set[str], dtype: torch.dtype) -> None:
     lse = triton_softmax.row_logsumexp(logits)
     ones = torch.ones(5, 1)
     triton_softmax.softmax_gradient_(
-        logits, logsumexp=lse, column=column, is_local=ones, scale=ones
+        logits, logsumexp=lse, column=column, local_mask=ones, scale=ones
     )
     plan, rows = plan_permutation(torch.tensor([[0, 1], [1, 2]]), 3), torch.randn(4, 1000).to(dtype)
     triton_permute.spread(rows[:2], plan.order, inverse=plan.inverse)

@@ -40,10 +40,10 @@ def test_loss_and_gradient_of_two_shards_equal_fp64(interpreted, dtype):
     total, actual = local.logsumexp(1, keepdim=True), []
     for index, shard in enumerate(shards):
         column = labels[:, None] - 37 * index
-        is_local = ((column >= 0) & (column < 37)).float()
+        local_mask = ((column >= 0) & (column < 37)).float()
         actual.append(
             loss.softmax_gradient(
-                shard, column=column.clamp(0, 36), is_local=is_local, combine=lambda _: total
+                shard, column=column.clamp(0, 36), local_mask=local_mask, combine=lambda _: total
             )
         )
         assert actual[-1][1].data_ptr() == shard.data_ptr(), "in place"

@@ -1,7 +1,6 @@
-"""Tensor and sequence parallelism: layers with weights sharded over the tp group (Shoeybi et al.
-2019, section 3).
+"""Tensor and sequence parallelism: layers with weights sharded over the tp group.
 
-    TensorParallel            the group, and the collectives at the entry and exit of a tensor-parallel region
+    TensorParallel            the group, and the collectives at both ends of a parallel region
     ColumnParallelLinear      weight [O/tp, I]: each rank computes a shard of the outputs
     RowParallelLinear         weight [O, I/tp]: each rank computes a partial sum of the outputs
     VocabParallelEmbedding    weight [Vp/tp, H]: each rank looks up the tokens of its shard
@@ -27,11 +26,11 @@ and fp8, it is torch's operator (`_on_one_rank`), in fp8 and compiled a part of 
 backward is one operator that does so (`_over_ranks`):
 
     column      enter x                      y_i = x W_i^T + b_i
-    backward    start all-gather of x        dx = sum_i dy_i W_i           (dgrad) while x is gathered
-                start reduce-scatter of dx   dW_i = dy_i^T x, db_i         (wgrad) while dx is reduced
+    backward    start all-gather of x        dx = sum_i dy_i W_i     (dgrad) while x is gathered
+                start reduce-scatter of dx   dW_i = dy_i^T x, db_i   (wgrad) while dx is reduced
 
     row         y = x W^T                    leave y
-    backward    start all-gather of dy       dx = dy W of the tokens of this rank, while the others' are gathered
+    backward    start all-gather of dy       dx = dy W of the tokens of this rank, meanwhile
                                              dx of the other tokens, dW = dy^T x
 
 Layers that read one input (query, key and value; gate and up) share its all-gather and the
@@ -39,9 +38,10 @@ reduction of its gradient. Only the local shard of x is saved for the backward a
 there (Korthikanti et al., section 4.2.2). Without sequence parallelism nothing is gathered and dx
 is all-reduced.
 
-Layers take their parameters, local shards on any device.
+Layers take their parameters, local shards on any device. Source: Shoeybi et al. 2019, section 3.
 
-    B batch   S sequence   H hidden   I inputs   O local outputs   T = B * S   Vp vocabulary with padding
+    B batch   S sequence   T = B * S   H hidden   I inputs   O local outputs
+    Vp vocabulary with padding
 """
 
 from collections.abc import Callable, Sequence
@@ -77,12 +77,12 @@ class TensorParallel:
     """The group that shards the weights of a layer."""
 
     group: Group  # the tp group
-    # activations between tensor-parallel regions are sharded along the sequence
+    # whether activations between tensor-parallel regions are sharded along the sequence
     sequence_parallel: bool = False
-    # where linear layers defer their weight gradients; None where the schedule has no W actions
+    # the queue of deferred weight gradients; None where the schedule has no W actions
     wgrad_queue: WgradQueue | None = None
     fp8: Fp8Options | None = None  # how linear layers use fp8; None: they do not
-    # as row-parallel layers see it: they reduce their output, others gather their input
+    # whether layers are row-parallel: they reduce their output, others gather their input
     is_row: bool = False
 
     @classmethod
@@ -100,54 +100,50 @@ class TensorParallel:
         """Whether layers neither communicate nor defer weight gradients nor use fp8."""
         return self.group.size == 1 and self.wgrad_queue is None and self.fp8 is None
 
+    @property
+    def gathers_input(self) -> bool:
+        """Whether layers communicate before their products."""
+        return self.group.size > 1 and not self.is_row
+
     def enter(self, x: Tensor) -> Tensor:
-        """[B, S or S/tp, H] -> [B, S, H]; backward sums the gradients of all ranks, once per call."""
-        return (
-            gather_along(x, self.group, dim=SEQUENCE)
-            if self.sequence_parallel
-            else copy_to(x, self.group)
-        )
+        """[B, S or S/tp, H] -> [B, S, H]; each call's backward sums the gradients of all ranks."""
+        if self.sequence_parallel:
+            return gather_along(x, self.group, dim=SEQUENCE)
+        return copy_to(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         """[B, S, H], partial sums -> their sum, [B, S or S/tp, H]."""
-        return (
-            scatter_along(x, self.group, dim=SEQUENCE)
-            if self.sequence_parallel
-            else reduce_from(x, self.group)
-        )
+        if self.sequence_parallel:
+            return scatter_along(x, self.group, dim=SEQUENCE)
+        return reduce_from(x, self.group)
 
     def local_slice(self, tensor: Tensor) -> Tensor:
-        """[B, S, ...], replicated (positions, masks) -> [B, S or S/tp, ...], the tokens of this
-        rank.
-        """
-        return local_slice(tensor, self.group, dim=SEQUENCE) if self.sequence_parallel else tensor
+        """[B, S, ...], replicated (positions, masks) -> [B, S or S/tp, ...], this rank's tokens."""
+        if self.sequence_parallel:
+            return local_slice(tensor, self.group, dim=SEQUENCE)
+        return tensor
 
     def start_enter(self, x: Tensor) -> Work[Tensor]:
         """Start the forward of `enter`, which is the backward of `leave`."""
-        return (
-            start_all_gather(x, self.group, dim=SEQUENCE)
-            if self.sequence_parallel
-            else Work.completed(x)
-        )
+        if self.sequence_parallel:
+            return start_all_gather(x, self.group, dim=SEQUENCE)
+        return Work.completed(x)
 
     def start_leave(self, partial_sum: Tensor) -> Work[Tensor]:
-        """Start the forward of `leave`, the backward of `enter`; a contiguous tensor [B, S, H] is
-        overwritten.
+        """Start the forward of `leave`, which is the backward of `enter`.
+
+        A contiguous tensor [B, S, H] is overwritten.
         """
-        start = (
-            partial(start_reduce_scatter, dim=SEQUENCE)
-            if self.sequence_parallel
-            else start_all_reduce
-        )
-        return start(partial_sum, self.group)
+        if self.sequence_parallel:
+            return start_reduce_scatter(partial_sum, self.group, dim=SEQUENCE)
+        return start_all_reduce(partial_sum, self.group)
 
 
 class ColumnParallelLinear(Linear):
     """A linear layer with sharded outputs: weight [O, I], bias [O] or None.
 
-    With fewer heads than ranks each rank holds all heads and computes the one that it needs: `rows`
-    are those outputs. Gradients of the other rows are zero, and gradients have to be summed over
-    tp.
+    With fewer heads than ranks each rank has all heads and computes the one that it needs: the
+    outputs `rows`. Gradients of the other rows are zero, and gradients have to be summed over tp.
     """
 
     def __init__(
@@ -200,19 +196,21 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, weight: nn.Parameter, *, tensor_parallel: TensorParallel) -> None:
         super().__init__()
-        self.weight, self.tensor_parallel, group = weight, tensor_parallel, tensor_parallel.group
-        first = group.index * weight.shape[0]
-        self._embed = F.embedding if group.size == 1 else partial(_embed_shard, first=first)
+        self.weight = weight
+        self.tensor_parallel = tensor_parallel
+        group = tensor_parallel.group
+        self._embed: Callable[[Tensor, Tensor], Tensor] = F.embedding
+        if group.size > 1:
+            self._embed = partial(_embed_shard, first=group.index * weight.shape[0])
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, S] int64 -> [B, S or S/tp, H]."""
-        return self.tensor_parallel.leave(self._embed(tokens, self.weight))
+        embedded = self._embed(tokens, self.weight)
+        return self.tensor_parallel.leave(embedded)
 
 
 def _embed_shard(tokens: Tensor, weight: Tensor, *, first: int) -> Tensor:
-    """[B, S] -> [B, S, H] by the rows of a vocabulary from `first` on; zero for tokens of other
-    shards.
-    """
+    """[B, S] -> [B, S, H] by the rows of a shard from token `first` on; zero for other tokens."""
     rows = tokens - first
     is_masked = (rows < 0) | (rows >= len(weight))
     hidden = F.embedding(rows.masked_fill(is_masked, 0), weight)
@@ -225,14 +223,14 @@ def _fp8_layer(tensor_parallel: TensorParallel) -> Fp8Layer | None:
 
 def _choose(tensor_parallel: TensorParallel) -> ComputeLinears:
     """The implementation of layers, chosen when they are built."""
-    fp8, is_local = tensor_parallel.fp8, tensor_parallel.is_row or tensor_parallel.group.size == 1
     compute: Callable[..., tuple[Tensor, ...]] = _parallel
     if tensor_parallel.is_plain:
         compute = _on_one_rank
-    elif tensor_parallel.wgrad_queue is None and (
-        fp8 is None or (fp8.reduce_amax is None and is_local)
-    ):
-        compute = _over_ranks if fp8 is None else _in_fp8
+    elif tensor_parallel.wgrad_queue is None:
+        if tensor_parallel.fp8 is None:
+            compute = _over_ranks
+        elif tensor_parallel.fp8.reduce_amax is None and not tensor_parallel.gathers_input:
+            compute = _in_fp8
     return partial(compute, tensor_parallel=tensor_parallel)
 
 
@@ -260,9 +258,7 @@ def _in_fp8(
 def _over_ranks(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
-    """In a graph collectives are operators, and so is the backward of the layers, in which they are
-    overlapped.
-    """
+    """In a graph collectives are operators, and the backward is one operator that overlaps them."""
     if not torch.compiler.is_compiling():
         return _parallel(x, layers, tensor_parallel=tensor_parallel)
     writes = tuple(layer.writes_in_graph and torch.is_grad_enabled() for layer in layers)
@@ -275,11 +271,11 @@ def _over_ranks(
 def _parallel(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
-    products = Linears if tensor_parallel.fp8 is None else Fp8Linears
-    params = [param for layer in layers for param in layer.trained_params]
+    build_products = Linears if tensor_parallel.fp8 is None else Fp8Linears
     # Inside of the function gradients are always off.
-    of_microbatch = products(layers, records=torch.is_grad_enabled())
-    outputs: tuple[Tensor, ...] = _ParallelLinears.apply(x, tensor_parallel, of_microbatch, *params)
+    products = build_products(layers, records=torch.is_grad_enabled())
+    params = [param for layer in layers for param in layer.trained_params]
+    outputs: tuple[Tensor, ...] = _ParallelLinears.apply(x, tensor_parallel, products, *params)
     return outputs
 
 
@@ -288,30 +284,33 @@ class _ParallelLinears(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, tensor_parallel: TensorParallel, products: Linears, *params: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.tensor_parallel, ctx.products = tensor_parallel, products
-        # Parameters are saved for autograd's check that none is overwritten before the backward;
-        # read from `products`.
+        ctx.tensor_parallel = tensor_parallel
+        ctx.products = products
+        # Parameters are saved for autograd's check that none is overwritten before the backward,
+        # which reads them from `products`.
         ctx.save_for_backward(x, *params)
         if tensor_parallel.is_row:
             (partial_sum,) = products.fprop(x)
             return (tensor_parallel.start_leave(partial_sum).wait(),)
-        return products.fprop(tensor_parallel.start_enter(x).wait())
+        gathering = tensor_parallel.start_enter(x)
+        return products.fprop(gathering.wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # create_graph; the detached tensors below would give wrong second derivatives
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "second derivatives of linear layers need one tp rank and --no-gradient-accumulation-fusion"
+                "second derivatives of linear layers need one tp rank and "
+                "--no-gradient-accumulation-fusion"
             )
         # Detached: when deferred, x would keep the graph that it comes from alive.
-        x, needs_dgrad = ctx.saved_tensors[0].detach(), ctx.needs_input_grad[0]
+        x = ctx.saved_tensors[0].detach()
         grad_x, param_grads = _backward(
             x,
             grads,
             tensor_parallel=ctx.tensor_parallel,
             products=ctx.products,
-            needs_dgrad=needs_dgrad,
+            needs_dgrad=ctx.needs_input_grad[0],
         )
         return grad_x, None, None, *param_grads
 
@@ -324,8 +323,9 @@ def _backward(
     products: Linears,
     needs_dgrad: bool = True,
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    """The gradients of x and of the parameters; None for one that is not needed, was written or is
-    deferred.
+    """The gradients of x and of the parameters.
+
+    None for a gradient that is not needed, was written where it is accumulated, or is deferred.
     """
     grad_x: Tensor | None = None
     if tensor_parallel.is_row:
@@ -334,13 +334,15 @@ def _backward(
             grad_x = _dgrad_while_gathered(
                 grads[0], gathering, products=products, group=tensor_parallel.group
             )
+        grads = (gathering.wait(),)
         # x is not sharded along the sequence, its gradient is no partial sum
-        grads, tensor_parallel = (gathering.wait(),), tensor_parallel.unsharded
+        tensor_parallel = tensor_parallel.unsharded
     flat_grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
     wgrad = _LinearsWgrad(x, tensor_parallel, products=products, flat_grads=flat_grads)
-    queue, reducing = tensor_parallel.wgrad_queue, Work[Any].completed(grad_x)
+    queue = tensor_parallel.wgrad_queue
     if not is_deferring(queue):
         wgrad.start()
+    reducing = Work[Any].completed(grad_x)
     if needs_dgrad and grad_x is None:
         partial_sum = products.dgrad(flat_grads).view(*grads[0].shape[:-1], x.shape[-1])
         reducing = tensor_parallel.start_leave(partial_sum)
@@ -355,17 +357,15 @@ def _backward(
 def _dgrad_while_gathered(
     grad: Tensor, gathering: Work[Tensor], *, products: Linears, group: Group
 ) -> Tensor:
-    """[B, S/tp, O] -> [B, S, I]: dgrad of the tokens of this rank before those of other ranks are
-    there.
+    """[B, S/tp, O] -> [B, S, I]: dgrad of this rank's tokens while other gradients are gathered.
 
-    Not wgrad: two products of it would read and write the gradient of the weight twice.
+    Not wgrad: in two products it would read and write the gradient of the weight twice.
     """
-    (weight,), (batch, length, _) = products.weights, grad.shape
-    weights, first, end = (
-        weight.expand(batch, -1, -1),
-        group.index * length,
-        (group.index + 1) * length,
-    )
+    (weight,) = products.weights
+    batch, length, _ = grad.shape
+    weights = weight.expand(batch, -1, -1)
+    first = group.index * length
+    end = first + length
     out = grad.new_empty((batch, group.size * length, weight.shape[1]))
     torch.bmm(grad, weights, out=out[:, first:end])
     gathered = gathering.wait()
@@ -384,12 +384,16 @@ class _ParallelInGraph(torch.autograd.Function):
         writes: Sequence[bool],
         *params: Tensor,
     ) -> tuple[Tensor, ...]:
-        weights, biases = params[: len(writes)], params[len(writes) :]
-        ctx.tensor_parallel, ctx.writes = tensor_parallel, writes
+        weights = params[: len(writes)]
+        biases = params[len(writes) :]
+        ctx.tensor_parallel = tensor_parallel
+        ctx.writes = writes
         ctx.save_for_backward(x, tensor_parallel.group.handle, *weights)
-        gathered = x if tensor_parallel.is_row else tensor_parallel.enter(x)
-        outputs = tuple(F.linear(gathered, *pair) for pair in zip(weights, biases, strict=True))
-        return (tensor_parallel.leave(outputs[0]),) if tensor_parallel.is_row else outputs
+        if tensor_parallel.is_row:
+            partial_sum = F.linear(x, weights[0], biases[0])
+            return (tensor_parallel.leave(partial_sum),)
+        gathered = tensor_parallel.enter(x)
+        return tuple(F.linear(gathered, *pair) for pair in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -399,11 +403,10 @@ class _ParallelInGraph(torch.autograd.Function):
             [x, handle, *grads], weights, flags=flags, writes=ctx.writes
         )
         param_grads = [None if is_written else computed.pop(0) for is_written in ctx.writes]
-        has_bias = ctx.needs_input_grad[3 + len(weights) :]
-        bias_grads = [
-            grad.flatten(0, -2).sum(0) if has else None
-            for grad, has in zip(grads, has_bias, strict=True)
-        ]
+        needs_bias_grad = ctx.needs_input_grad[3 + len(weights) :]
+        bias_grads: list[Tensor | None] = []
+        for grad, is_needed in zip(grads, needs_bias_grad, strict=True):
+            bias_grads.append(grad.flatten(0, -2).sum(0) if is_needed else None)
         return grad_x, None, None, *param_grads, *bias_grads
 
 
@@ -423,7 +426,8 @@ def backward_in_graph(
         flags: `sequence_parallel` and `is_row` of `TensorParallel`.
         writes: whether the gradient of each weight is written where it is accumulated.
     """
-    (x, handle, *grads), (sequence_parallel, is_row) = inputs, flags
+    x, handle, *grads = inputs
+    sequence_parallel, is_row = flags
     tensor_parallel = TensorParallel(Group.of_handle(handle), sequence_parallel, is_row=is_row)
     products = LinearsInGraph(weights, writes)
     grad_x, param_grads = _backward(x, grads, tensor_parallel=tensor_parallel, products=products)
@@ -432,18 +436,21 @@ def backward_in_graph(
 
 @backward_in_graph.register_fake
 def _(inputs: Any, weights: Any, *, flags: Any, writes: Any) -> list[Tensor]:
-    returned = [
-        weight for weight, is_written in zip(weights, writes, strict=True) if not is_written
-    ]
-    return [tensor.new_empty(tensor.shape) for tensor in (inputs[0], *returned)]
+    x = inputs[0]
+    gradients = [x.new_empty(x.shape)]
+    for weight, is_written in zip(weights, writes, strict=True):
+        if not is_written:
+            gradients.append(weight.new_empty(weight.shape))
+    return gradients
 
 
 declare_effect(backward_in_graph)
 
 
 class _LinearsWgrad:
-    """The weight gradients of layers that share an input x [B, S or S/tp, I]; `flat_grads` is one
-    [T, O] per layer.
+    """The weight gradients of layers that share an input x [B, S or S/tp, I].
+
+    `flat_grads` is one [T, O] per layer.
     """
 
     def __init__(
@@ -454,8 +461,10 @@ class _LinearsWgrad:
         products: Linears,
         flat_grads: Sequence[Tensor],
     ) -> None:
-        self._x, self._tensor_parallel = x, tensor_parallel
-        self._products, self._flat_grads = products, flat_grads
+        self._x = x
+        self._tensor_parallel = tensor_parallel
+        self._products = products
+        self._flat_grads = flat_grads
         self._gathering: Work[Tensor] | None = None
 
     @property

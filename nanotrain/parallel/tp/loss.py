@@ -1,18 +1,17 @@
-"""Cross-entropy fused with the output layer, over a sharded vocabulary:
-`vocab_parallel_cross_entropy`.
+"""`vocab_parallel_cross_entropy`: the loss fused with the output layer, over a sharded vocabulary.
 
 The logits of all tokens would be the largest activation of a training step (vocabulary x tokens, in
 fp32). They are computed for one chunk of tokens at a time and not saved: the forward also computes
 the gradients of the chunk, and the backward only scales them. Where the gradient of the loss is
-known in the forward (`Targets.grad_scale`) there is nothing to scale: the gradients of the logits
-are, and their products with the hidden states are added to the gradient buffer of the weight,
-without another [V, H] matrix. Not in fp16, which would lose small ones.
+known in the forward (`Targets.grad_scale`) the gradients of the logits are scaled there, and their
+products with the hidden states are added to the gradient buffer of the weight, without another
+[V, H] matrix. Not in fp16, where small gradients would be lost.
 
 Logits are not gathered: each rank normalizes over its shard of the vocabulary, and an all-gather of
 one number per token combines the shards:
 
-    rank 0   log-sum-exp over tokens 0..49    a0 --+-- all-gather --> global log-sum-exp = log(e^a0 + e^a1)
-    rank 1   log-sum-exp over tokens 50..99   a1 --+
+    rank 0   log-sum-exp over tokens 0..49    a0 --+-- all-gather --> global log-sum-exp
+    rank 1   log-sum-exp over tokens 50..99   a1 --+                  = log(e^a0 + e^a1)
 
 One all-reduce at the end sums the losses of the labels, each computed on the rank whose shard
 contains the label.
@@ -20,7 +19,7 @@ contains the label.
 The loss is outside of compiled graphs, so on GPUs a Triton kernel does what the compiler does
 elsewhere. Bytes per logit in bf16 between the products, 20 by torch: 2 read, 4 written, 4 + 4 exp,
 4 + 2 conversion; 6 by Triton: 2 read for the log-sum-exp, 2 + 2 for the gradient in place. The
-kernel's module imports Triton, on a CPU never.
+kernel's module imports Triton, so it is not imported on a CPU.
 
     t tokens of a chunk   T tokens   H hidden   V vocabulary   Vp vocabulary with padding
 """
@@ -61,20 +60,21 @@ class Vocabulary:
 
     def cap(self, logits: Tensor) -> Tensor:
         """Scaled and soft-capped logits."""
-        logits = logits if self.scaling == 1.0 else logits / self.scaling
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.scaling != 1.0:
+            logits = logits / self.scaling
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
 
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """Groups of tokens, whose losses are also summed separately: a corpus of a blend, or a row of a
-    task.
-    """
+    """Groups of tokens, whose losses are also summed per group: a corpus, or a row of a task."""
 
     ids: Tensor  # [T] int64, the group of each token
-    # [2, groups] fp64: sums of losses, over the labels of this rank's shard; and in training of the
-    # mask, on the first tp rank, in evaluation the number of the shard's labels that are the most
-    # likely tokens
+    # [2, groups] fp64: sums of losses over the labels of this rank's shard; and sums of the mask in
+    # training, on the first tp rank, or in evaluation the number of the shard's labels that are the
+    # most likely tokens
     sums: Tensor
 
     def add(self, losses: Tensor, counts: Tensor, *, chunk: slice) -> None:
@@ -97,8 +97,9 @@ class Targets:
 def vocab_parallel_cross_entropy(
     hidden: Tensor, weight: Tensor, *, targets: Targets, vocabulary: Vocabulary, group: Group
 ) -> Tensor:
-    """The sum over unmasked tokens of -log softmax(hidden @ weight.T)[label]; padding is not part
-    of the softmax.
+    """The sum over unmasked tokens of -log softmax(hidden @ weight.T)[label].
+
+    Padding is not part of the softmax.
 
     Args:
         hidden: [T, H], replicated over the group; its gradient is this rank's partial sum.
@@ -114,22 +115,25 @@ def vocab_parallel_cross_entropy(
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _VocabParallelCrossEntropy.apply(hidden, weight, targets, shard)
         return loss
+    return _evaluate(hidden, weight, targets=targets, shard=shard)
+
+
+def _evaluate(hidden: Tensor, weight: Tensor, *, targets: Targets, shard: "_VocabShard") -> Tensor:
+    """The loss without gradients."""
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for chunk in _chunks(hidden, shard, is_training=False):
-        target, mask = shard.find(targets.labels[chunk]), targets.loss_mask[chunk]
+        target = shard.find(targets.labels[chunk])
+        mask = targets.loss_mask[chunk]
         log_probs = shard.log_probs(hidden[chunk], weight)
         picked = target.pick(log_probs, mask)
         total -= picked.sum()
         if targets.groups is not None:
-            highest = (
-                start_all_gather(log_probs.amax(dim=1, keepdim=True), group, dim=1)
-                .wait()
-                .amax(dim=1)
-            )
-            is_greedy = (picked >= highest) * target.is_local[:, 0] * mask
-            targets.groups.add(-picked, is_greedy, chunk=chunk)
+            local_highest = log_probs.amax(dim=1, keepdim=True)
+            highest = start_all_gather(local_highest, shard.group, dim=1).wait().amax(dim=1)
+            greedy = (picked >= highest).float()
+            targets.groups.add(-picked, greedy * target.local_mask[:, 0] * mask, chunk=chunk)
         del log_probs  # before the logits of the next chunk
-    return start_all_reduce(total, group).wait()
+    return start_all_reduce(total, shard.group).wait()
 
 
 @dataclass(frozen=True)
@@ -137,11 +141,12 @@ class _Target:
     """The position of each label in the local logits."""
 
     column: Tensor  # [t, 1] int64, arbitrary where the label is in another shard
-    is_local: Tensor  # [t, 1] fp32, 1 where the label is in this shard, else 0
+    local_mask: Tensor  # [t, 1] fp32, 1 where the label is in this shard, else 0
 
     def pick(self, log_probs: Tensor, mask: Tensor) -> Tensor:
         """[t], the log-probabilities of the local labels, times the mask."""
-        return (log_probs.gather(1, self.column) * self.is_local)[:, 0].mul_(mask)
+        picked = log_probs.gather(1, self.column) * self.local_mask
+        return picked[:, 0].mul_(mask)
 
 
 @dataclass(frozen=True)
@@ -159,22 +164,31 @@ class _VocabShard:
 
     @classmethod
     def of(cls, weight: Tensor, vocabulary: Vocabulary, *, group: Group) -> "_VocabShard":
-        start, max_tokens = group.index * weight.shape[0], min(weight.shape[0], vocabulary.size)
+        start = group.index * weight.shape[0]
         num_tokens = min(weight.shape[0], vocabulary.size - start)
         return cls(
-            group, start, max(1, num_tokens), max_tokens, vocabulary, is_padding=num_tokens < 1
+            group=group,
+            start=start,
+            num_tokens=max(1, num_tokens),
+            max_tokens=min(weight.shape[0], vocabulary.size),
+            vocabulary=vocabulary,
+            is_padding=num_tokens < 1,
         )
 
     def find(self, labels: Tensor) -> _Target:
         """[t] int64 -> their positions."""
         column = labels[:, None] - self.start
-        is_local = (column >= 0) & (column < self.num_tokens) & (not self.is_padding)
+        is_local = (column >= 0) & (column < self.num_tokens)
+        if self.is_padding:
+            is_local = torch.zeros_like(is_local)
         return _Target(column.clamp(0, self.num_tokens - 1), is_local.float())
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """[t, H] -> [t, num_tokens], scaled and soft-capped."""
         logits = self.vocabulary.cap(F.linear(hidden, weight[: self.num_tokens]))
-        return logits.fill_(torch.finfo(logits.dtype).min / 2) if self.is_padding else logits
+        if self.is_padding:
+            logits.fill_(torch.finfo(logits.dtype).min / 2)
+        return logits
 
     def log_probs(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """[t, H] -> [t, num_tokens] fp32, normalized over the global vocabulary."""
@@ -187,13 +201,13 @@ class _VocabShard:
         return start_all_gather(local, self.group, dim=1).wait().logsumexp(dim=1, keepdim=True)
 
     def slope(self, logits: Tensor) -> Tensor | float | None:
-        """The derivative of scaled and soft-capped logits with respect to the products; None if it
-        is 1.
-        """
-        cap, factor = self.vocabulary.softcap, 1 / self.vocabulary.scaling
+        """The derivative of scaled and soft-capped logits by the products; None if it is 1."""
+        cap = self.vocabulary.softcap
+        factor = 1 / self.vocabulary.scaling
         if cap is None or self.is_padding:
             return None if factor == 1.0 else factor
-        return (1 - (logits.float() / cap).square()) * factor
+        slope = 1 - (logits.float() / cap).square()
+        return slope * factor
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -203,18 +217,20 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         used = weight[: shard.num_tokens]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_hidden, buffer = torch.empty_like(hidden), _Buffer.of(weight, targets)
+        grad_hidden = torch.empty_like(hidden)
+        buffer = _Buffer.of(weight, targets)
         # fp32 also for bf16 weights, as it accumulates over chunks
-        shape = (0, 0) if buffer is not None else weight.shape
+        shape = weight.shape if buffer is None else (0, 0)
         grad_weight = torch.zeros(shape, dtype=torch.float32, device=weight.device)
         for chunk in _chunks(hidden, shard):
-            target, mask = shard.find(targets.labels[chunk]), targets.loss_mask[chunk]
+            target = shard.find(targets.labels[chunk])
+            mask = targets.loss_mask[chunk]
             logits = shard.logits(hidden[chunk], weight)
             slope = shard.slope(logits)
             log_probs, grad_logits = softmax_gradient(
                 logits,
                 column=target.column,
-                is_local=target.is_local,
+                local_mask=target.local_mask,
                 combine=shard.combine,
                 scale=None if buffer is None else mask[:, None] * buffer.scale,
             )
@@ -222,7 +238,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             log_probs = log_probs * mask
             total -= log_probs.sum()
             if targets.groups is not None:
-                targets.groups.add(-log_probs, mask * shard.group.is_first, chunk=chunk)
+                counts = mask if shard.group.is_first else torch.zeros_like(mask)
+                targets.groups.add(-log_probs, counts, chunk=chunk)
             if slope is not None:
                 grad_logits *= slope
             low = grad_logits.to(hidden.dtype)
@@ -235,7 +252,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 wgrad(low, hidden[chunk] * scale, add_to=grad_weight[: shard.num_tokens])
             del grad_logits, low  # before the logits of the next chunk
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.param, ctx.is_complete = weight, buffer is not None
+        ctx.param = weight
+        ctx.is_complete = buffer is not None
         return start_all_reduce(total, shard.group).wait()
 
     @staticmethod
@@ -247,7 +265,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             return grad_hidden, None, None, None
         scale = grads[0]
         grad_hidden.mul_(scale)
-        if _write(grad_weight, scale, param=ctx.param):
+        if _write_grad(grad_weight, scale, param=ctx.param):
             return grad_hidden, None, None, None
         return grad_hidden, grad_weight.mul_(scale), None, None
 
@@ -257,21 +275,23 @@ class _Buffer:
     """The gradient buffer of the weight, written in the forward pass."""
 
     view: Tensor  # [Vp/tp, H] fp32
-    has_grads: bool  # of this step
+    has_grads: bool  # whether it holds gradients of this step
     scale: float | Tensor  # the gradient of the loss
 
     @classmethod
     def of(cls, weight: Tensor, targets: Targets) -> "_Buffer | None":
-        view, scale = grad_view_of(weight), targets.grad_scale
-        if (
-            scale is None
-            or view is None
-            or view.dtype is not torch.float32
-            or weight.dtype is torch.float16
-        ):
+        """The buffer, if gradients can be written to it in the forward pass."""
+        scale = targets.grad_scale
+        view = grad_view_of(weight)
+        if scale is None or view is None:
+            return None
+        if view.dtype is not torch.float32 or weight.dtype is torch.float16:
             return None
         target = view.start_write_ahead()
-        return None if target is None else cls(*target, scale)
+        if target is None:
+            return None
+        grad_view, has_grads = target
+        return cls(grad_view, has_grads, scale)
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         """Add the weight gradient of a chunk, from [t, num_tokens] and [t, H]."""
@@ -282,12 +302,12 @@ class _Buffer:
         self.has_grads = True
 
 
-def _write(grad_weight: Tensor, scale: Tensor, *, param: Tensor) -> bool:
-    """Write a scaled gradient to the gradient buffer of the weight; returns False if that is not
-    possible now.
-    """
+def _write_grad(grad_weight: Tensor, scale: Tensor, *, param: Tensor) -> bool:
+    """Write a scaled gradient to the gradient buffer of the weight; False if it cannot be now."""
     view = grad_view_of(param)
-    target = view.start_write() if view is not None and view.dtype is grad_weight.dtype else None
+    if view is None or view.dtype is not grad_weight.dtype:
+        return False
+    target = view.start_write()
     if target is None:
         return False
     buffer, has_grads = target
@@ -299,28 +319,31 @@ def _write(grad_weight: Tensor, scale: Tensor, *, param: Tensor) -> bool:
 
 
 def chunk_tokens(columns: int, *, device: str, is_training: bool) -> int:
-    """Tokens of a chunk with so many logits per token.
+    """Tokens of a chunk with `columns` logits per token.
 
-    In evaluation GPUs have the probabilities in fp32 beside the logits, so chunks are half as
-    large.
+    In evaluation GPUs store logits and fp32 probabilities, so chunks are half as large.
     """
     elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"])
-    return max(
-        MIN_CHUNK_TOKENS, elements // (1 if is_training or device == "cpu" else 2) // columns
-    )
+    if not is_training and device != "cpu":
+        elements //= 2
+    return max(MIN_CHUNK_TOKENS, elements // columns)
 
 
 def _chunks(hidden: Tensor, shard: _VocabShard, *, is_training: bool = True) -> list[slice]:
+    """The tokens of each chunk."""
     num_tokens = hidden.shape[0]
     size = chunk_tokens(shard.max_tokens, device=hidden.device.type, is_training=is_training)
-    return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
+    chunks = []
+    for start in range(0, num_tokens, size):
+        chunks.append(slice(start, min(start + size, num_tokens)))
+    return chunks
 
 
 def softmax_gradient(
     logits: Tensor,
     *,
     column: Tensor,
-    is_local: Tensor,
+    local_mask: Tensor,
     combine: Combine,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -329,7 +352,7 @@ def softmax_gradient(
     Args:
         logits: [t, V]; may be overwritten.
         column: [t, 1] int64, position of the label, arbitrary where it is in another shard.
-        is_local: [t, 1] fp32, 1 where the label is in this shard, else 0.
+        local_mask: [t, 1] fp32, 1 where the label is in this shard, else 0.
         combine: [t, 1] log-sum-exp of the local columns -> that of all ranks.
         scale: [t, 1] fp32, factors of the gradient; None for 1.
 
@@ -337,30 +360,36 @@ def softmax_gradient(
         [t] fp32, 0 where the label is not local; and [t, V], fp32 or in the memory of the logits.
     """
     compute = _by_triton if runs_triton(logits) else _by_torch
-    return compute(logits, column=column, is_local=is_local, combine=combine, scale=scale)
+    return compute(logits, column=column, local_mask=local_mask, combine=combine, scale=scale)
 
 
 def _by_torch(
-    logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Combine, scale: Tensor | None
+    logits: Tensor, *, column: Tensor, local_mask: Tensor, combine: Combine, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     log_probs = normalize(logits, combine)
-    picked = (log_probs.gather(1, column) * is_local)[:, 0]
-    gradient = log_probs.exp_().scatter_add_(1, column, -is_local)
-    return picked, gradient if scale is None else gradient.mul_(scale)
+    picked = log_probs.gather(1, column) * local_mask
+    gradient = log_probs.exp_().scatter_add_(1, column, -local_mask)
+    if scale is not None:
+        gradient.mul_(scale)
+    return picked[:, 0], gradient
 
 
 def _by_triton(
-    logits: Tensor, *, column: Tensor, is_local: Tensor, combine: Combine, scale: Tensor | None
+    logits: Tensor, *, column: Tensor, local_mask: Tensor, combine: Combine, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     from nanotrain.kernels import triton_softmax
 
     logsumexp = combine(triton_softmax.row_logsumexp(logits))
-    picked = ((logits.gather(1, column).float() - logsumexp) * is_local)[:, 0]
-    factors = torch.ones_like(is_local) if scale is None else scale
-    where = {"column": column, "is_local": is_local}
-    return picked, triton_softmax.softmax_gradient_(
-        logits, logsumexp=logsumexp, scale=factors, **where
+    log_probs = logits.gather(1, column).float() - logsumexp
+    picked = log_probs * local_mask
+    gradient = triton_softmax.softmax_gradient_(
+        logits,
+        logsumexp=logsumexp,
+        scale=torch.ones_like(local_mask) if scale is None else scale,
+        column=column,
+        local_mask=local_mask,
     )
+    return picked[:, 0], gradient
 
 
 def normalize(logits: Tensor, combine: Combine) -> Tensor:
@@ -368,4 +397,6 @@ def normalize(logits: Tensor, combine: Combine) -> Tensor:
     log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)
     local = logits[:, :1].float() - log_probs[:, :1]  # the local log-sum-exp, from any column
     total = combine(local)
-    return log_probs if total is local else log_probs.add_(local - total)
+    if total is local:  # one rank
+        return log_probs
+    return log_probs.add_(local - total)

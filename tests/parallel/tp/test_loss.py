@@ -284,7 +284,7 @@ def test_the_torch_form_equals_fp64(dtype):
     log_probs = exact.log_softmax(1).gather(1, column)[:, 0]
     (-log_probs.sum()).backward()
     picked, gradient = softmax_gradient(
-        logits, column=column, is_local=torch.ones(5, 1), combine=lambda local: local
+        logits, column=column, local_mask=torch.ones(5, 1), combine=lambda local: local
     )
     torch.testing.assert_close(picked.double(), log_probs.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient.double(), exact.grad, rtol=1e-4, atol=1e-6)
