@@ -1,5 +1,4 @@
-"""Write a checkpoint in the format of torch.distributed.checkpoint, which `dcp.load` reads on any
-number of ranks.
+"""Write a checkpoint for torch.distributed.checkpoint, whose `dcp.load` reads it on any ranks.
 
     export_dcp      the folder
     torch_export    the folder of every export through torch.distributed.checkpoint
@@ -39,7 +38,8 @@ class _ReadingPlanner(DefaultSavePlanner):
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__(flatten_state_dict=False)
-        self.path, self.manifest = path, manifest
+        self.path = path
+        self.manifest = manifest
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The values of one item of the plan."""
@@ -64,11 +64,11 @@ def export_dcp(path: Path, output: Path) -> str:
         EnvironmentFault: `output` cannot be written; nothing is left there.
     """
     source, manifest = find_manifest(Path(path))
-    state: dict[str, Any] = {
-        name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
-        for name, entry in manifest.tensors.items()
-    }
-    state |= {"objects": dict(manifest.objects), "config": dict(manifest.config)}
+    state: dict[str, Any] = {}
+    for name, entry in manifest.tensors.items():
+        state[name] = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
+    state["objects"] = dict(manifest.objects)
+    state["config"] = dict(manifest.config)
     nbytes = sum(entry.nbytes for entry in manifest.tensors.values())
     with torch_export(output, nbytes=nbytes) as folder:
         writer = FileSystemWriter(folder, thread_count=1)
@@ -81,17 +81,18 @@ def torch_export(output: Path, *, nbytes: int) -> Iterator[Path]:
     """`export_folder` for torch.distributed.checkpoint, whose errors and warnings are wrapped.
 
     Raises:
-        NanotrainError: the error of the block inside torch's wrapper; where its writer fails, that
-            of a full disk.
+        NanotrainError: the error inside torch's wrapper.
+        OSError: no space left, where torch's writer fails.
     """
     with export_folder(output, nbytes=nbytes) as folder, warnings.catch_warnings():
-        # that there are no process groups, which no_dist asks for
+        # torch warns that there are no process groups, which no_dist asks for
         warnings.simplefilter("ignore", UserWarning)
         try:
             yield folder
         except (CheckpointException, RuntimeError) as error:
-            wrapped = error.failures if isinstance(error, CheckpointException) else {}
-            cause = next((failure for failure, _ in wrapped.values()), error)
+            cause: BaseException = error
+            if isinstance(error, CheckpointException) and error.failures:
+                cause, _ = next(iter(error.failures.values()))
             if isinstance(cause, RuntimeError) and "inline_container" in str(cause):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
             raise cause from None

@@ -1,9 +1,11 @@
-"""Write the weights of a checkpoint as a `torch_dist` checkpoint of Megatron-LM, one chunk in
-memory at a time.
+"""Write the weights of a checkpoint as a `torch_dist` checkpoint of Megatron-LM.
 
     export_megatron   the folder
     check_model       the error for a model that cannot be written
-    plan_chunks       the chunks of all tensors (pure): boxes of ours in boxes of theirs
+    plan_chunks       the chunks of all tensors (pure): our boxes in their boxes
+    join_rows         the values of a chunk
+
+One chunk is in memory at a time.
 
 FOLDER/latest_checkpointed_iteration.txt    the step, or "release" for step 0
 FOLDER/iter_0000300/metadata.json           the names of the formats
@@ -12,9 +14,9 @@ FOLDER/iter_0000300/.metadata, *.distcp     the tensors, as torch.distributed.ch
 
 Megatron-LM stacks the layers of a model along a new first dim, and the experts of a layer along a
 second one; where only some layers have experts, every layer has tensors of its own name. The rows
-of `linear_qkv` are grouped by query group (its query heads, its key head, its value head); those of
-`linear_fc1` are the gate's, then the others. The norms before attention and MLP have the names of
-transformer-engine's fused layers.
+of `linear_qkv` are grouped by query group (its query heads, its key head, its value head);
+`linear_fc1` has the rows of the gate, then the others. The norms before attention and MLP have the
+names of transformer-engine's fused layers.
 """
 
 import io
@@ -22,7 +24,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -61,26 +63,33 @@ class MegatronChunk:
     """One chunk of a tensor of Megatron-LM."""
 
     key: str  # name of the tensor
-    shape: Shape  # of the whole tensor
-    box: Box  # the chunk
+    shape: Shape  # shape of the whole tensor
+    box: Box  # the chunk in it
     sources: tuple[TensorBox, ...]  # boxes of our tensors
-    num_groups: int = 1  # number of row groups of each source; the groups of the sources alternate
+    num_groups: int = 1  # number of row groups of a source; the groups of the sources alternate
 
 
+class StackIndex(NamedTuple):
+    """One of the layers, or experts, that a tensor stacks along a dim."""
+
+    number: int  # which of them
+    size: int  # how many there are
+
+
+LEAVES = ("weight", "bias")
 TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def check_model(model_config: ModelConfig) -> None:
-    """Check that Megatron-LM has a place for every weight and a setting for what the model
-    computes.
+    """Check that Megatron-LM can represent every weight and what the model computes.
 
     Raises:
-        CheckpointError: all that it has not, in one message.
+        CheckpointError: everything that it cannot represent, in one message.
     """
     values = Values(Config(model=model_config))
-    if unsupported := [
-        name for name, where in TABLES["unsupported"].items() if holds(values, where)
-    ]:
+    conditions = TABLES["unsupported"].items()
+    unsupported = [name for name, condition in conditions if holds(values, condition)]
+    if unsupported:
         raise CheckpointError(
             f"this model cannot be written for Megatron-LM: {', '.join(unsupported)}",
             why="its checkpoints have no place, or no known one, for these weights or settings",
@@ -101,65 +110,78 @@ def plan_chunks(model_config: ModelConfig) -> Iterator[MegatronChunk]:
     """
     shape = ModelShape.of(model_config)
     sizes = {f"model/{spec.name}": spec.shape for spec in declare_model(shape)}
-    sizes |= {f"router/{name}": size for name, size in expert_bias_shapes(model_config).items()}
+    for name, size in expert_bias_shapes(model_config).items():
+        sizes[f"router/{name}"] = size
     for key, (module,) in TABLES["ends"].items():
-        for leaf in ("weight", "bias"):
-            if (size := sizes.get(f"model/{module}{leaf}")) is not None:
-                yield _chunk(key + leaf, [TensorBox.full(f"model/{module}{leaf}", size)])
+        for leaf in LEAVES:
+            sources = _find_sources([f"model/{module}{leaf}"], sizes)
+            if sources:
+                yield _join_chunk(key + leaf, sources)
     for layer in range(shape.num_layers):
-        yield from _layer(layer, sizes, shape=shape)
+        yield from _plan_layer(layer, sizes, shape=shape)
 
 
-def _layer(layer: int, sizes: Mapping[str, Shape], *, shape: ModelShape) -> Iterator[MegatronChunk]:
-    """The chunks of a layer, in the tensors of all layers, or in tensors of its own where layers
-    differ.
-    """
-    prefix, stack = f"decoder.layers.{layer}.", []
+def _find_sources(names: Sequence[str], sizes: Mapping[str, Shape]) -> list[TensorBox]:
+    """The tensors that the model has."""
+    return [TensorBox.full(name, sizes[name]) for name in names if name in sizes]
+
+
+def _plan_layer(
+    layer: int, sizes: Mapping[str, Shape], *, shape: ModelShape
+) -> Iterator[MegatronChunk]:
+    """The chunks of a layer: in the tensors of all layers, or in its own where layers differ."""
     if is_uniform(shape):
-        prefix, stack = "decoder.layers.", [(layer, shape.num_layers)]
+        prefix, stack = "decoder.layers.", [StackIndex(layer, shape.num_layers)]
+    else:
+        prefix, stack = f"decoder.layers.{layer}.", []
     modules = TABLES["attention"] | TABLES["moe" if shape.has_experts(layer) else "mlp"]
     for key, parts in modules.items():
-        for leaf in ("weight", "bias"):
-            names = [
-                name for part in parts if (name := f"model/layers.{layer}.{part}{leaf}") in sizes
-            ]
-            sources = [TensorBox.full(name, sizes[name]) for name in names]
-            if sources and key.startswith("mlp.experts."):
-                num_experts = sources[0].shape[0]
-                for expert in range(num_experts):
-                    boxes = [replace(full, box=_of_expert(full.box, expert)) for full in sources]
-                    yield _chunk(prefix + key + leaf, boxes, stack=[*stack, (expert, num_experts)])
-            elif sources:
-                num_groups = shape.query_groups if len(parts) == 3 else 1
-                yield _chunk(prefix + key + leaf, sources, stack=stack, num_groups=num_groups)
+        # query, key and value alternate by query group
+        num_groups = shape.query_groups if len(parts) == 3 else 1
+        for leaf in LEAVES:
+            names = [f"model/layers.{layer}.{part}{leaf}" for part in parts]
+            sources = _find_sources(names, sizes)
+            if not sources:
+                continue
+            if key.startswith("mlp.experts."):
+                yield from _plan_experts(prefix + key + leaf, sources, stack=stack)
+            else:
+                yield _join_chunk(prefix + key + leaf, sources, stack=stack, num_groups=num_groups)
     bias = "mlp.router.expert_bias"
-    if (size := sizes.get(f"router/layers.{layer}.{bias}")) is not None:
-        yield _chunk(
-            prefix + bias, [TensorBox.full(f"router/layers.{layer}.{bias}", size)], stack=stack
-        )
+    sources = _find_sources([f"router/layers.{layer}.{bias}"], sizes)
+    if sources:
+        yield _join_chunk(prefix + bias, sources, stack=stack)
 
 
-def _of_expert(box: Box, expert: int) -> Box:
-    return Box((expert, *box.start[1:]), (expert + 1, *box.stop[1:]))
+def _plan_experts(
+    key: str, sources: Sequence[TensorBox], *, stack: Sequence[StackIndex]
+) -> Iterator[MegatronChunk]:
+    """One chunk per expert, the first dim of the sources."""
+    num_experts = sources[0].shape[0]
+    for expert in range(num_experts):
+        boxes = []
+        for full in sources:
+            box = Box((expert, *full.box.start[1:]), (expert + 1, *full.box.stop[1:]))
+            boxes.append(replace(full, box=box))
+        yield _join_chunk(key, boxes, stack=[*stack, StackIndex(expert, num_experts)])
 
 
-def _chunk(
+def _join_chunk(
     key: str,
     sources: Sequence[TensorBox],
     *,
-    stack: Sequence[tuple[int, int]] = (),
+    stack: Sequence[StackIndex] = (),
     num_groups: int = 1,
 ) -> MegatronChunk:
-    """The rows of all sources, in a tensor with further first dims: (index, size) of each in
-    `stack`.
-    """
+    """The rows of all sources, in a tensor with a first dim for every index of `stack`."""
     shapes = [source.box.shape[-2:] for source in sources]
-    size = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    start = (*(index for index, _ in stack), *[0] * len(size))
-    stop = (*(index + 1 for index, _ in stack), *size)
-    return MegatronChunk(
-        key, (*(count for _, count in stack), *size), Box(start, stop), tuple(sources), num_groups
-    )
+    num_rows = sum(shape[0] for shape in shapes)
+    size = (num_rows, *shapes[0][1:])
+    numbers = [level.number for level in stack]
+    start = (*numbers, *[0] * len(size))
+    stop = (*(number + 1 for number in numbers), *size)
+    shape = (*(level.size for level in stack), *size)
+    return MegatronChunk(key, shape, Box(start, stop), tuple(sources), num_groups)
 
 
 class _ChunkPlanner(DefaultSavePlanner):
@@ -169,17 +191,17 @@ class _ChunkPlanner(DefaultSavePlanner):
         self, path: Path, manifest: Manifest, *, chunks: Sequence[MegatronChunk], dtype: str
     ) -> None:
         super().__init__(flatten_state_dict=False)
-        self.path, self.manifest, self.dtype = path, manifest, dtype
+        self.path = path
+        self.manifest = manifest
+        self.dtype = dtype
         self.chunks = {(chunk.key, chunk.box.start): chunk for chunk in chunks}
 
     def create_local_plan(self) -> SavePlan:
         """One item per chunk, and one per linear layer for its empty state."""
         items = [self._item(chunk) for chunk in self.chunks.values()]
-        states = [
-            WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
-            for name in _extra_states(self.chunks.values())
-        ]
-        self.plan = SavePlan(items + states)
+        for name in _extra_states(self.chunks.values()):
+            items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+        self.plan = SavePlan(items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -207,14 +229,15 @@ class _ChunkPlanner(DefaultSavePlanner):
 
 
 def join_rows(sources: Sequence[torch.Tensor], chunk: MegatronChunk) -> torch.Tensor:
-    """The values of a chunk from those of its sources, each [..., rows] or [..., rows, columns].
+    """The values of a chunk from those of its sources, [..., rows] or [..., rows, columns].
 
     With several groups the rows alternate: group 0 of every source, group 1 of every source, and so
     on.
     """
+    first = sources[0]
     if len(sources) == 1:
-        return sources[0].reshape(chunk.box.shape)
-    columns = sources[0].shape[1:] if sources[0].dim() < 3 else sources[0].shape[2:]
+        return first.reshape(chunk.box.shape)
+    columns = first.shape[1:] if first.dim() < 3 else first.shape[2:]
     groups = [source.reshape(chunk.num_groups, -1, *columns) for source in sources]
     return torch.cat(groups, dim=1).reshape(chunk.box.shape)
 
@@ -237,39 +260,43 @@ def export_megatron(path: Path, output: Path, *, dtype: str = "fp32") -> str:
     model_config = config_from_dict(manifest.config).model
     check_model(model_config)
     chunks = list(plan_chunks(model_config))
-    name = f"iter_{manifest.step:07d}" if manifest.step else "release"
+    if manifest.step:
+        name, tracker = f"iter_{manifest.step:07d}", str(manifest.step)
+    else:
+        name = tracker = "release"
     planner = _ChunkPlanner(source, manifest, chunks=chunks, dtype=dtype)
     nbytes = sum(chunk.box.numel for chunk in chunks) * TORCH_DTYPES[dtype].itemsize
     with torch_export(output, nbytes=nbytes) as parent:
         folder = parent / name
-        save(
-            {},
-            storage_writer=FileSystemWriter(folder, thread_count=1),
-            planner=planner,
-            no_dist=True,
-        )
-        content = {"singleton_local_shards": False}
-        if not is_uniform(ModelShape.of(model_config)):
-            content["non_homogeneous_layers"] = True
-        # what Megatron-LM reads before the tensors; without `args`, it compares no settings
-        common = {
-            "iteration": manifest.step,
-            "checkpoint_version": 3.0,
-            "content_metadata": content,
-        }
+        writer = FileSystemWriter(folder, thread_count=1)
+        save({}, storage_writer=writer, planner=planner, no_dist=True)
+        common = _common_state(model_config, step=manifest.step)
         torch.save(common, folder / "common.pt")
         (folder / "metadata.json").write_text(json.dumps(TABLES["metadata"]))
-        tracker = str(manifest.step) if manifest.step else "release"
         (parent / "latest_checkpointed_iteration.txt").write_text(tracker)
     num_tensors = len({chunk.key for chunk in chunks})
     return f"{output / name}: {num_tensors} tensors of step {manifest.step}, {dtype}, from {source}"
 
 
+def _common_state(model_config: ModelConfig, *, step: int) -> dict[str, Any]:
+    """What Megatron-LM reads before the tensors; without `args` it compares no settings."""
+    content = {"singleton_local_shards": False}
+    if not is_uniform(ModelShape.of(model_config)):
+        content["non_homogeneous_layers"] = True
+    return {"iteration": step, "checkpoint_version": 3.0, "content_metadata": content}
+
+
 def _extra_states(chunks: Iterable[MegatronChunk]) -> Iterator[str]:
-    """Names of the empty states that Megatron-LM stores beside each of its parallel linear layers."""
+    """Names of the empty states that Megatron-LM stores with its parallel linear layers."""
     for chunk in chunks:
-        if chunk.key.endswith(tuple(TABLES["parallel_linear"])):
-            num_stacked = len(chunk.shape) - 2
-            offset, shape = chunk.box.start[:num_stacked] or (0,), chunk.shape[:num_stacked] or (1,)
-            place = f"shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
-            yield f"{chunk.key.removesuffix('weight')}_extra_state/{place}"
+        if not chunk.key.endswith(tuple(TABLES["parallel_linear"])):
+            continue
+        num_stacked = len(chunk.shape) - 2
+        offset = chunk.box.start[:num_stacked] or (0,)
+        shape = chunk.shape[:num_stacked] or (1,)
+        shard = f"shard_{_join_numbers(offset)}_{_join_numbers(shape)}"
+        yield f"{chunk.key.removesuffix('weight')}_extra_state/{shard}"
+
+
+def _join_numbers(numbers: Shape) -> str:
+    return ".".join(map(str, numbers))

@@ -1,12 +1,18 @@
-"""Model sections that describe the same model: `canonical` makes them equal, `resolved` sets
-derived sizes.
+"""Model sections that describe the same model.
+
+free_keys                    keys of the section that do not depend on the weights
+resolved                     the same model with derived sizes set
+canonical                    the same model in one form, so that equal models compare equal
+write_layers, mixed_layers   the pattern of some layers
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from nanotrain.config.config import Config
-from nanotrain.config.model import ModelConfig
+from nanotrain.config.layer_kinds import LinearAttentionConfig, MLAConfig
+from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.config.notation import write_pattern
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import KEYS
@@ -18,73 +24,114 @@ from nanotrain.spec.shape import ModelShape
 def free_keys(model_config: ModelConfig) -> tuple[str, ...]:
     """Keys of the model section that do not depend on the weights."""
     tables = read_tables()
-    of_sections = {"free_expert_keys": model_config.moe, "free_dsa_keys": model_config.dsa}
-    return (
-        *tables["free_keys"],
-        *(key for name, section in of_sections.items() if section for key in tables[name]),
-    )
+    keys = list(tables["free_keys"])
+    if model_config.moe:
+        keys += tables["free_expert_keys"]
+    if model_config.dsa:
+        keys += tables["free_dsa_keys"]
+    return tuple(keys)
 
 
 def resolved(model_config: ModelConfig) -> ModelConfig:
     """The same model with derived sizes set."""
-    shape, moe = ModelShape.of(model_config), model_config.moe
+    shape = ModelShape.of(model_config)
+    moe = model_config.moe
+    if moe is not None:
+        moe = replace(moe, ffn_hidden_size=shape.moe_ffn_size)
     return replace(
         model_config,
         num_query_groups=shape.query_groups,
         kv_channels=shape.head_dim,
         value_channels=None if model_config.mla else shape.value_head_dim,
         ffn_hidden_size=shape.ffn_size,
-        moe=moe and replace(moe, ffn_hidden_size=shape.moe_ffn_size),
+        moe=moe,
     )
 
 
 def canonical(model_config: ModelConfig) -> ModelConfig:
-    """The same model with derived sizes resolved and fields without effect (`unused.yaml`) at their
-    defaults.
-    """
-    # what is wrong in itself keeps its value
-    config, errors = Config(model=model_config), ErrorCollector()
-    config, _ = reset_unused(config, explicit=frozenset(), errors=errors, defaults=frozenset(KEYS))
+    """The same model with derived sizes resolved and fields without effect at their defaults."""
+    # a field that is wrong in itself keeps its value: the errors are not raised
+    config, _ = reset_unused(
+        Config(model=model_config),
+        explicit=frozenset(),
+        errors=ErrorCollector(),
+        defaults=frozenset(KEYS),
+    )
     model_config = resolved(config.model)
     shape = ModelShape.of(model_config)
-    moe = shape.moe if any(shape.moe_layers) else None
-    if moe is not None:
-        moe = replace(
-            moe, ffn_hidden_size=shape.moe_ffn_size, layer_freq=write_pattern(shape.moe_layers)
-        )
-    scale, local = model_config.softmax_scale, model_config.rotary_base_local
-    is_usual = scale is not None and math.isclose(scale, shape.head_dim**-0.5)
-    is_scaled = (
-        model_config.use_rope_scaling or model_config.rotary_seq_len_interpolation_factor != 1
-    )
-    is_shared = local == model_config.rotary_base and not is_scaled and model_config.yarn is None
-    without, windows = model_config.no_rope_layers, model_config.window_layers
-    linear = tuple(
-        mixer is not None and mixer == model_config.linear_attention_type for mixer in shape.mixers
-    )
-    is_mixed = any(linear) and not all(linear) and model_config.hybrid_layer_pattern is None
-    epsilon, mla, linear_sizes = (
-        model_config.norm_epsilon,
-        model_config.mla,
-        model_config.linear_attention,
-    )
-    if mla is not None and mla.compressed_norm_epsilon == epsilon:
-        mla = replace(mla, compressed_norm_epsilon=None)
-    if linear_sizes is not None and linear_sizes.norm_epsilon == epsilon:
-        linear_sizes = replace(linear_sizes, norm_epsilon=None)
-    has_all_windows = all(windows) or not any(windows)
+    epsilon = model_config.norm_epsilon
     pattern = model_config.hybrid_layer_pattern
     return replace(
         model_config,
         hybrid_layer_pattern=None if pattern is None else pattern.replace("|", ""),
         ffn_hidden_size=None if all(shape.moe_layers) else shape.ffn_size,
         mtp=replace(model_config.mtp, num_layers=shape.num_mtp_layers or None),
-        moe=moe,
-        mla=mla,
-        linear_attention=linear_sizes,
-        softmax_scale=None if is_usual else scale,
-        rotary_base_local=None if is_shared else local,
-        no_rope_freq=write_pattern(without) if any(without) else "0",
-        linear_attention_freq=write_pattern(linear) if is_mixed else "0",
-        window_attn_skip_freq="0" if has_all_windows else write_pattern(windows),
+        moe=_canonical_moe(shape),
+        mla=_canonical_mla(model_config.mla, epsilon=epsilon),
+        linear_attention=_canonical_linear(model_config.linear_attention, epsilon=epsilon),
+        softmax_scale=_canonical_scale(model_config, shape),
+        rotary_base_local=_canonical_local_base(model_config),
+        no_rope_freq=write_layers(model_config.no_rope_layers),
+        linear_attention_freq=_canonical_linear_layers(model_config, shape),
+        window_attn_skip_freq=mixed_layers(model_config.window_layers),
     )
+
+
+def write_layers(layers: Sequence[bool]) -> str:
+    """The pattern of the layers for which the value is true; "0" if there are none."""
+    return write_pattern(tuple(layers)) if any(layers) else "0"
+
+
+def mixed_layers(layers: Sequence[bool]) -> str:
+    """As `write_layers`, but "0" also if the value is true for all layers."""
+    return "0" if all(layers) else write_layers(layers)
+
+
+def _canonical_moe(shape: ModelShape) -> MoEConfig | None:
+    """None where no layer has experts."""
+    if shape.moe is None or not any(shape.moe_layers):
+        return None
+    layer_freq = write_pattern(shape.moe_layers)
+    return replace(shape.moe, ffn_hidden_size=shape.moe_ffn_size, layer_freq=layer_freq)
+
+
+def _canonical_mla(mla: MLAConfig | None, *, epsilon: float) -> MLAConfig | None:
+    """Without an epsilon that is that of the other norms."""
+    if mla is not None and mla.compressed_norm_epsilon == epsilon:
+        return replace(mla, compressed_norm_epsilon=None)
+    return mla
+
+
+def _canonical_linear(
+    linear: LinearAttentionConfig | None, *, epsilon: float
+) -> LinearAttentionConfig | None:
+    """Without an epsilon that is that of the other norms."""
+    if linear is not None and linear.norm_epsilon == epsilon:
+        return replace(linear, norm_epsilon=None)
+    return linear
+
+
+def _canonical_scale(model_config: ModelConfig, shape: ModelShape) -> float | None:
+    """None for the usual scale of attention scores, 1 / sqrt(head_dim)."""
+    scale = model_config.softmax_scale
+    if scale is not None and math.isclose(scale, shape.head_dim**-0.5):
+        return None
+    return scale
+
+
+def _canonical_local_base(model_config: ModelConfig) -> float | None:
+    """None where layers with a window have the rotary positions of the others."""
+    local = model_config.rotary_base_local
+    is_scaled = model_config.use_rope_scaling or model_config.yarn is not None
+    is_interpolated = model_config.rotary_seq_len_interpolation_factor != 1
+    if local == model_config.rotary_base and not is_scaled and not is_interpolated:
+        return None
+    return local
+
+
+def _canonical_linear_layers(model_config: ModelConfig, shape: ModelShape) -> str:
+    """The layers with linear attention; "0" where a hybrid pattern says it."""
+    if model_config.hybrid_layer_pattern is not None:
+        return "0"
+    kind = model_config.linear_attention_type
+    return mixed_layers([mixer is not None and mixer == kind for mixer in shape.mixers])

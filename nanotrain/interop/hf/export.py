@@ -1,18 +1,18 @@
 """Write a Hugging Face folder from a stream of parameters.
 
-assemble    tensors are assembled from their parameters (GPT-2's c_attn has three)
-shard       and written in files of at most MAX_SHARD_BYTES, each as soon as it is full
-finish      index, model card, config.json; the folder is whole, or not there
-
-The tokenizer is written first, since it may be refused.
+1. the tokenizer first, since it may be refused
+2. tensors, assembled from their parameters (GPT-2's c_attn has three)
+3. files of at most MAX_SHARD_BYTES, each written as soon as it is full
+4. index, model card and config.json; the folder is complete, or not there
 """
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -25,15 +25,16 @@ from nanotrain.checkpoint.export_folder import export_folder
 from nanotrain.config.model import ModelConfig
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.companions import CONFIG_FILE, Companions
-from nanotrain.interop.hf.families import FAMILIES, config_to_hf, family_of
+from nanotrain.interop.hf.families import FAMILIES, Family, config_to_hf, family_of
 from nanotrain.interop.hf.hub import CARD_FILE, model_card
 from nanotrain.interop.hf.names import (
-    TensorMapping,
-    constants_of,
+    Constant,
+    constant_tensors,
     map_parameters,
     mtp_copies,
     tensor_shapes,
 )
+from nanotrain.interop.hf.tensor_mapping import TensorMapping
 from nanotrain.precision.dtypes import TORCH_DTYPES, torch_name
 from nanotrain.runs.files import write_text
 from nanotrain.spec.boxes import Box
@@ -55,11 +56,11 @@ def export_weights(
     Args:
         folder: the folder to write, created if absent; must be empty.
         model_config: configuration of the model, its vocabulary size set.
-        tensors: (parameter name, full tensor with padding) in any order, each parameter once. A
+        tensors: (parameter name, full tensor with padding) in any order, every parameter once. A
             lazy stream is read one by one, so at most about one file is in memory.
         dtype: dtype of the written weights, "fp32", "bf16" or "fp16".
-        family: a key of FAMILIES; None selects that of the model's origin, else the first that can
-            represent the model.
+        family: a key of FAMILIES; None selects the family of the model's origin, else the first
+            that can represent the model.
         companions: sources of tokenizer, generation_config.json and config.json.
 
     Returns:
@@ -71,84 +72,125 @@ def export_weights(
         EnvironmentFault: the folder cannot be written; nothing is left in it.
     """
     companions = companions or Companions()
-    family = _choose_family(
-        model_config, family, preferred=str(companions.origin_config.get("model_type"))
-    )
-    mappings = map_parameters(model_config, FAMILIES[family])
-    copies, constants = (
-        mtp_copies(model_config, FAMILIES[family]),
-        constants_of(model_config, FAMILIES[family]),
-    )
-    numel = sum(
-        prod(shape) * (1 + len(copies.get(name, ())))
-        for name, shape in tensor_shapes(mappings).items()
-    )
-    numel += sum(prod(shape) for _, shape in constants.values())
-    name, has_tokenizer = folder.resolve().name, companions.tokenizer is not None
-    with export_folder(folder, nbytes=numel * TORCH_DTYPES[dtype].itemsize) as temporary:
+    preferred = str(companions.origin_config.get("model_type"))
+    family = _choose_family(model_config, family, preferred=preferred)
+    contents = _Contents.plan(model_config, FAMILIES[family])
+    torch_dtype = TORCH_DTYPES[dtype]
+    with export_folder(folder, nbytes=contents.numel * torch_dtype.itemsize) as temporary:
         written = config_to_hf(model_config, family=family, dtype=torch_name(dtype))
         config, same_file = companions.config(model_config, written)
         write_text(temporary / CONFIG_FILE, json.dumps(config))  # AutoTokenizer reads it
         tokens = companions.write_tokenizer(temporary)
-        shards = _ShardWriter(temporary)
-        for stored, tensor in _assemble(tensors, mappings, dtype=TORCH_DTYPES[dtype]):
-            shards.add(stored, tensor)
-            for copy in copies.get(stored, ()):
-                shards.add(copy, tensor.clone())  # a file refuses two names of one storage
-        for constant, (value, shape) in constants.items():
-            shards.add(constant, torch.full(shape, value, dtype=TORCH_DTYPES[dtype]))
-        shards.finish()
+        _write_shards(temporary, contents, tensors, dtype=torch_dtype)
         companions.write_generation_config(temporary, tokens)
         card = model_card(
-            model_config, name=name, family=family, dtype=dtype, has_tokenizer=has_tokenizer
+            model_config,
+            name=folder.resolve().name,
+            family=family,
+            dtype=dtype,
+            has_tokenizer=companions.tokenizer is not None,
         )
         write_text(temporary / CARD_FILE, card)
         if same_file is not None and not tokens:
             shutil.copyfile(same_file, temporary / CONFIG_FILE)
         else:
-            write_text(
-                temporary / CONFIG_FILE,
-                json.dumps(config | tokens, indent=2, sort_keys=True) + "\n",
-            )
+            text = json.dumps(config | tokens, indent=2, sort_keys=True)
+            write_text(temporary / CONFIG_FILE, text + "\n")
     return family
 
 
 def _choose_family(model_config: ModelConfig, name: str | None, *, preferred: str) -> str:
-    """The family of that name, else the preferred one if it can represent the model, else the first
-    that can.
-    """
+    """The family of that name, else the preferred one if it can represent the model, else any."""
     if name is None and preferred in FAMILIES:
-        with suppress(HuggingFaceError):  # the model has changed since it was imported
+        try:
             return family_of(model_config, name=preferred)
+        except HuggingFaceError:
+            pass  # the model has changed since it was imported
     return family_of(model_config, name=name)
 
 
+@dataclass(frozen=True)
+class _Contents:
+    """The tensors of an exported folder."""
+
+    mappings: Mapping[str, TensorMapping]  # tensors of every parameter
+    copies: Mapping[str, Sequence[str]]  # names of copies, by the name of the original
+    constants: Mapping[str, Constant]  # tensors without parameters
+    numel: int  # number of elements of all tensors
+
+    @classmethod
+    def plan(cls, model_config: ModelConfig, family: Family) -> "_Contents":
+        """The tensors of a model in the names of a family."""
+        mappings = map_parameters(model_config, family)
+        copies = mtp_copies(model_config, family)
+        constants = constant_tensors(model_config, family)
+        numel = sum(prod(constant.shape) for constant in constants.values())
+        for name, shape in tensor_shapes(mappings).items():
+            numel += prod(shape) * (1 + len(copies.get(name, ())))
+        return cls(mappings, copies, constants, numel=numel)
+
+
+def _write_shards(
+    folder: Path,
+    contents: _Contents,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Write all tensors into files, and the index of the files."""
+    shards = _ShardWriter(folder)
+    for name, tensor in _assemble(tensors, contents.mappings, dtype=dtype):
+        shards.add(name, tensor)
+        for copy in contents.copies.get(name, ()):
+            shards.add(copy, tensor.clone())  # a file refuses two names of one storage
+    for name, constant in contents.constants.items():
+        shards.add(name, torch.full(constant.shape, constant.value, dtype=dtype))
+    shards.finish()
+
+
 def _assemble(
-    tensors: Iterable[tuple[str, Tensor]], mappings: dict[str, TensorMapping], *, dtype: torch.dtype
+    tensors: Iterable[tuple[str, Tensor]],
+    mappings: Mapping[str, TensorMapping],
+    *,
+    dtype: torch.dtype,
 ) -> Iterable[tuple[str, Tensor]]:
     """Full Hugging Face tensors, each as soon as its last parameter was read."""
-    missing: dict[str, set[str]] = {}
-    for name, mapping in mappings.items():
-        for stored in mapping.tensor_shapes:
-            missing.setdefault(stored, set()).add(name)
+    missing = _parameters_by_tensor(mappings)
     incomplete: dict[str, Tensor] = {}
     for name, tensor in tensors:
         assert name in mappings, f"{name} is not in this family: the exported model would lack it"
-        mapping = mappings[name]
-        shapes = mapping.tensor_shapes
-        kept = tensor.dtype if name.endswith(".expert_bias") else dtype  # fp32 in every checkpoint
-        for part in mapping.slices(Box.full(mapping.shape)):
-            if part.tensor not in incomplete:
-                incomplete[part.tensor] = torch.empty(shapes[part.tensor], dtype=kept)
-            target = part.picked(incomplete[part.tensor][part.stored.slices()])
-            target.copy_(part.as_stored(tensor.detach()[part.box.slices()]))
+        # expert biases are fp32 in every checkpoint
+        stored_dtype = tensor.dtype if name.endswith(".expert_bias") else dtype
+        shapes = mappings[name].tensor_shapes
+        for stored, shape in shapes.items():
+            if stored not in incomplete:
+                incomplete[stored] = torch.empty(shape, dtype=stored_dtype)
+        _copy_parameter(tensor.detach(), mappings[name], targets=incomplete)
         for stored in shapes:
             missing[stored].remove(name)
             if not missing[stored]:
                 del missing[stored]
                 yield stored, incomplete.pop(stored)
-    absent = sorted(name for names in missing.values() for name in names)
+    absent = sorted(chain(*missing.values()))
     assert not absent, f"{absent} were not in the stream: the exported model would lack them"
+
+
+def _parameters_by_tensor(mappings: Mapping[str, TensorMapping]) -> dict[str, set[str]]:
+    """The names of the parameters that a tensor is assembled from, for every tensor."""
+    parameters: dict[str, set[str]] = {}
+    for name, mapping in mappings.items():
+        for stored in mapping.tensor_shapes:
+            parameters.setdefault(stored, set()).add(name)
+    return parameters
+
+
+def _copy_parameter(
+    parameter: Tensor, mapping: TensorMapping, *, targets: Mapping[str, Tensor]
+) -> None:
+    """Copy a parameter into its tensors."""
+    for part in mapping.slices(Box.full(mapping.shape)):
+        target = part.picked(targets[part.tensor][part.stored.slices()])
+        target.copy_(part.as_stored(parameter[part.box.slices()]))
 
 
 class _ShardWriter:
@@ -157,23 +199,20 @@ class _ShardWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[str, Tensor] = {}
+        self._open_bytes = 0
         self._written: list[list[str]] = []
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor; a full file is written first."""
-        if (
-            self._open
-            and sum(each.nbytes for each in self._open.values()) + tensor.nbytes > MAX_SHARD_BYTES
-        ):
+        if self._open and self._open_bytes + tensor.nbytes > MAX_SHARD_BYTES:
             self._flush()
         self._open[name] = tensor
+        self._open_bytes += tensor.nbytes
         self._total_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write the last file and give all files their final names, which contain the number of
-        files.
-        """
+        """Write the last file and the index; the final names contain the number of files."""
         self._flush()
         count = len(self._written)
         if count == 1:
@@ -188,9 +227,8 @@ class _ShardWriter:
             "metadata": {"total_size": self._total_bytes},
             "weight_map": dict(sorted(weight_map.items())),
         }
-        (self._folder / "model.safetensors.index.json").write_text(
-            json.dumps(table, indent=2) + "\n"
-        )
+        index_file = self._folder / "model.safetensors.index.json"
+        index_file.write_text(json.dumps(table, indent=2) + "\n")
 
     def _flush(self) -> None:
         part = self._part(len(self._written))
@@ -200,12 +238,15 @@ class _ShardWriter:
             # transformers refuses files without this mark
             save_file(self._open, part, metadata={"format": "pt"})
         except SafetensorError as error:
-            if number := re.search(r"os error (\d+)", str(error)):
-                raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
-            raise
+            number = re.search(r"os error (\d+)", str(error))
+            if number is None:
+                raise
+            code = int(number[1])
+            raise OSError(code, os.strerror(code)) from None
         part.chmod(mode)  # save_file ignores the umask and makes files private
         self._written.append(list(self._open))
         self._open = {}
+        self._open_bytes = 0
 
     def _part(self, index: int) -> Path:
         return self._folder / f"part-{index:05d}.safetensors"

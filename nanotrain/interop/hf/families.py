@@ -4,10 +4,11 @@ A family can represent a model exactly if writing its config.json and reading it
 model, so no feature is lost. docs/new_family.md shows how to add a family: one row of
 families.yaml.
 
-    FAMILIES, load_families                 the families, from the tables of families.yaml
-    config_from_hf, model_from_hf           config.json -> ModelConfig
-    family_of, config_to_hf                 ModelConfig -> config.json
-    check_against                           checks the configured model against a pretrained checkpoint
+    FAMILIES, load_families           the families, from the tables of families.yaml
+    config_from_hf, model_from_hf     config.json -> ModelConfig
+    read_config, read_full_config     the parsed config.json of a folder
+    family_of, config_to_hf           ModelConfig -> config.json
+    check_against                     the configured model against a pretrained checkpoint
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from nanotrain.config.schema import (
 )
 from nanotrain.errors import ConfigError, HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical, free_keys
-from nanotrain.interop.hf.layout import COUNTED, Layout
+from nanotrain.interop.hf.layout import COUNTED, Layout, Raw, Values
 from nanotrain.interop.hf.names import HFName, Naming
 from nanotrain.interop.hf.parts import PARTS
 from nanotrain.interop.hf.tables import MODELS, TABLES, read_tables
@@ -45,7 +46,9 @@ from nanotrain.untrusted import (
     whole_number,
 )
 
-MAX_CONFIG_BYTES = 1 << 24  # those of models have 1 to 20 kB
+MAX_CONFIG_BYTES = 1 << 24  # the config.json of a model has 1 to 20 kB
+
+Row = dict[str, Any]  # a family as a row of families.yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,71 +56,81 @@ class Family(Layout, Naming):
     """One `model_type` of Hugging Face: its config.json, and the names of its tensors."""
 
     architecture: str  # class name in config.json
-    # of every tensor but the head; files of the base model without a head omit it
+    # prefix of every tensor but the head; files of the base model without a head omit it
     prefix: str = "model."
     # patterns of names that are no weights of the model (buffers in old files)
     ignored: Sequence[str] = ()
-    # files may have layers beyond the model's, for multi-token prediction that is left out
+    # files may have layers after the model's, for multi-token prediction that is left out
     ignores_later_layers: bool = False
 
     @property
     def namings(self) -> tuple[Naming, ...]:
         """The names that files may have; the first ones are written."""
-        return self, *(
-            replace(self, layers={**self.layers, **other}) for other in self.other_layers
-        )
+        others = [replace(self, layers={**self.layers, **other}) for other in self.other_layers]
+        return (self, *others)
 
 
 def load_families(path: Path = TABLES) -> dict[str, Family]:
-    """The families of a file such as families.yaml, which describes the tables and whose rows
-    others may start from.
-    """
-    rows = {name: row for file in (TABLES, path) for name, row in _rows(read_tables(file)).items()}
-    return {name: _family_of_row(_complete(name, rows)) for name in read_tables(path)["families"]}
+    """The families of a file such as families.yaml; its rows may start from rows of that file."""
+    rows: dict[str, Row] = {}
+    for file in (TABLES, path):
+        tables = read_tables(file)
+        rows |= tables.get("shared", {})
+        rows |= tables["families"]
+    families = {}
+    for name in read_tables(path)["families"]:
+        families[name] = _build_family(_complete_row(name, rows))
+    return families
 
 
-def _rows(tables: Mapping[str, Any]) -> dict[str, Any]:
-    return {**tables.get("shared", {}), **tables["families"]}
-
-
-def _complete(name: str, rows: Mapping[str, Any]) -> dict[str, Any]:
+def _complete_row(name: str, rows: Mapping[str, Row]) -> Row:
     """A row with the tables and lists of the rows that it starts from, in front of its own."""
     row = dict(rows[name])
     bases = row.pop("from", [])
-    complete: dict[str, Any] = {}
-    for part in [
-        *(_complete(base, rows) for base in ([bases] if isinstance(bases, str) else bases)),
-        row,
-    ]:
-        for key, value in part.items():
-            if isinstance(value, dict):
-                complete[key] = complete.get(key, {}) | value
-            else:
-                complete[key] = complete.get(key, []) + value if isinstance(value, list) else value
+    if isinstance(bases, str):
+        bases = [bases]
+    complete: Row = {}
+    for base in bases:
+        _add_row(complete, _complete_row(base, rows))
+    _add_row(complete, row)
     return complete
 
 
-def _family_of_row(row: dict[str, Any]) -> Family:
-    row["fixed"] = {
-        key: convert(KEYS[f"model.{key}"], value) for key, value in row.get("fixed", {}).items()
-    }
-    row["required"] = {entry: values for entry, values in row.get("required", {}).items() if values}
+def _add_row(complete: Row, row: Row) -> None:
+    """Add the values of a row: tables and lists join those that are there, the rest replaces."""
+    for key, value in row.items():
+        if isinstance(value, dict):
+            complete[key] = complete.get(key, {}) | value
+        elif isinstance(value, list):
+            complete[key] = complete.get(key, []) + value
+        else:
+            complete[key] = value
+
+
+def _build_family(row: Row) -> Family:
+    fixed = row.get("fixed", {})
+    required = row.get("required", {})
+    row["fixed"] = {key: convert(KEYS[f"model.{key}"], value) for key, value in fixed.items()}
+    row["required"] = {entry: values for entry, values in required.items() if values}
     row["parts"] = [PARTS[name] for name in row["parts"]]
-    row["layers"], *row["other_layers"] = (
-        {
-            module: HFName(**(name if isinstance(name, dict) else {"name": name}))
-            for module, name in table.items()
-        }
-        for table in (row["layers"], *row.get("other_layers", []))
-    )
+    row["layers"] = _build_names(row["layers"])
+    row["other_layers"] = [_build_names(table) for table in row.get("other_layers", [])]
     return Family(**row)
+
+
+def _build_names(table: Mapping[str, Any]) -> dict[str, HFName]:
+    """The names of the modules of a layer; one that is text has no further fields."""
+    names = {}
+    for module, name in table.items():
+        names[module] = HFName(**name) if isinstance(name, dict) else HFName(name)
+    return names
 
 
 # A model is exported as the first family that can represent it.
 FAMILIES: dict[str, Family] = load_families()
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf(raw: Raw) -> ModelConfig:
     """Read the model configuration of a parsed config.json.
 
     Raises:
@@ -126,29 +139,30 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     >>> config_from_hf({"model_type": "gpt2", "n_embd": 96, "n_head": 3}).hidden_size
     96
     """
-    family = _family(str(raw.get("model_type", "(none)")))
+    family = _find_family(str(raw.get("model_type", "(none)")))
     try:
-        # With the bounds of a configuration: a size may be text, negative or a fraction in a
-        # damaged file.
-        return without_absent(config_from_dict({"model": nest(_checked(family.read(raw)))}).model)
+        # With the bounds of a configuration: in a damaged file a size may be text, negative or a
+        # fraction.
+        values = family.read(raw)
+        _check_values(values)
+        config = config_from_dict({"model": nest(values)})
+        return without_absent(config.model)
     except (ConfigError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         what = "config.json has an entry that describes no model"
         raise HuggingFaceError(what, why=why, fix="fetch the folder again") from None
 
 
-def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """Values of the model section as JSON has them: numbers are no text, and what is counted is
-    bounded.
-    """
+def _check_values(values: Values) -> None:
+    """Check values of the model section: numbers are no text, and counts are bounded."""
     for key, value in values.items():
         if isinstance(value, str) and KEYS[f"model.{key}"].item in (int, float):
             raise ValueError(f"{key} is {shown(value)}, it must be a number")
     for key in COUNTED.keys() & values.keys():
         whole_number(values[key] or 0, key, high=COUNTED[key])
-    layers, experts = (values.get(key) or 0 for key in ("num_layers", "moe.num_experts"))
-    whole_number(layers * experts, "layers x experts", high=COUNTED["all experts"])
-    return values
+    num_layers = values.get("num_layers") or 0
+    num_experts = values.get("moe.num_experts") or 0
+    whole_number(num_layers * num_experts, "layers x experts", high=COUNTED["all experts"])
 
 
 def model_from_hf(folder: Path) -> ModelConfig:
@@ -164,64 +178,87 @@ def model_from_hf(folder: Path) -> ModelConfig:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a folder; of a model that sees images too, that of its text model.
+    """The parsed config.json of a folder; of a model that also sees images, its text model's.
 
     Raises:
         HuggingFaceError: no such folder, no config.json, or not a JSON object.
     """
     raw = read_full_config(folder)
-    text = raw["text_config"] if isinstance(raw.get("text_config"), dict) else {}
-    kind, of_text = str(raw.get("model_type")), str(text.get("model_type"))
-    if kind in FAMILIES or of_text not in FAMILIES:
+    text = raw.get("text_config")
+    if str(raw.get("model_type")) in FAMILIES or not isinstance(text, dict):
+        return raw
+    kind = str(text.get("model_type"))
+    if kind not in FAMILIES:
         return raw
     shared = {key: raw[key] for key in ("quantization_config", "tie_word_embeddings") if key in raw}
-    return shared | text | {"architectures": [FAMILIES[of_text].architecture]}
+    return shared | text | {"architectures": [FAMILIES[kind].architecture]}
 
 
 def read_full_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder as it is; see `read_config`."""
     path = folder / "config.json"
     try:
-        return object_of(
-            parse_json(read_file(own_file(path), most=MAX_CONFIG_BYTES), allow_nan=True), "it"
-        )
+        content = read_file(own_file(path), most=MAX_CONFIG_BYTES)
+        return object_of(parse_json(content, allow_nan=True), "it")
     except (OSError, ValueError) as error:
         fix = "give a folder as `save_pretrained` writes it, with config.json and *.safetensors"
         raise HuggingFaceError(f"cannot read {path}", why=unreadable(error), fix=fix) from None
 
 
 def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:
-    """The family a model is exported as: `name`, or the first of FAMILIES that can represent the
-    model.
+    """The family a model is exported as: `name`, or the first of FAMILIES that can represent it.
 
     Raises:
         HuggingFaceError: `name` is unknown, or no family (of that name) can represent the model.
     """
-    families = FAMILIES if name is None else {name: _family(name)}
-    lost: dict[str, list[str]] = {}
-    free = {*free_keys(model_config)} - {"init_method_std"}
-    values = {
-        key: value for key, value in flat_values(canonical(model_config)).items() if key not in free
-    }
+    families = FAMILIES if name is None else {name: _find_family(name)}
+    free = set(free_keys(model_config)) - {"init_method_std"}
+    values = flat_values(canonical(model_config))
+    values = {key: value for key, value in values.items() if key not in free}
+    reasons = []
     for candidate, family in families.items():
-        lost[candidate] = _lost_fields(model_config, family, values=values)
-        if not lost[candidate]:
+        lost = _lost_fields(model_config, family, values=values)
+        if not lost:
             return candidate
-    reasons = "; ".join(
-        f"{candidate} cannot represent {', '.join(missing)}" for candidate, missing in lost.items()
-    )
+        reasons.append(f"{candidate} cannot represent {', '.join(lost)}")
     raise HuggingFaceError(
         "this model cannot be written as a Hugging Face model",
-        why=reasons,
+        why="; ".join(reasons),
         fix="export models of these families only, or add a family (docs/new_family.md)",
     )
+
+
+def _lost_fields(
+    model_config: ModelConfig, family: Family, *, values: Mapping[str, Any]
+) -> list[str]:
+    """What a family cannot represent.
+
+    Args:
+        model_config: the model.
+        family: the family.
+        values: values of the canonical model that depend on the weights, by key.
+    """
+    needs_experts = "moe.num_experts" in family.entries.values()
+    if needs_experts and not value_of(model_config, "moe.num_experts"):
+        return ["a model without experts"]
+    try:
+        written = family.write(model_config)
+        back = with_values(ModelConfig(), family.read(written))
+    except HuggingFaceError as error:
+        return [error.what]
+    values_back = flat_values(canonical(back))
+    return [key for key, value in values.items() if value != values_back[key]]
 
 
 def config_to_hf(
     model_config: ModelConfig, *, family: str, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """The config.json of a model that `family` can represent, as transformers 4 and 5 read it;
-    `dtype` as in torch.
+    """The config.json of a model that `family` can represent, for transformers 4 and 5.
+
+    Args:
+        model_config: the model.
+        family: a key of FAMILIES.
+        dtype: dtype of the weights, as torch names it.
     """
     shared = {
         "architectures": [FAMILIES[family].architecture],
@@ -249,54 +286,50 @@ def check_against(
         HuggingFaceError: an explicit field that contradicts config.json, with both values.
     """
     if "mtp.num_layers" in explicit and not configured.mtp.num_layers:
-        # leaves the layers of the files out
-        from_hf, explicit = replace(from_hf, mtp=MTPConfig()), explicit - {"mtp.num_layers"}
+        # the layers of multi-token prediction in the files are left out
+        from_hf = replace(from_hf, mtp=MTPConfig())
+        explicit = explicit - {"mtp.num_layers"}
     free = free_keys(from_hf)
     given = {key: value_of(configured, key) for key in sorted(explicit - set(free))}
     given = {key: value for key, value in given.items() if value is not None}
     if all(from_hf.moe_layers):
-        # the width of an MLP that no layer has; harmless in training too
+        # no layer has an MLP of this width; harmless in training too
         given.pop("ffn_hidden_size", None)
-    ours, theirs = canonical(with_values(from_hf, given)), canonical(from_hf)
+    _check_fields(from_hf, given)
+    return with_values(from_hf, {key: value_of(configured, key) for key in free})
+
+
+def _check_fields(from_hf: ModelConfig, given: Mapping[str, Any]) -> None:
+    """Check that config.json describes the same model with the given fields, each with effect."""
+    ours = canonical(with_values(from_hf, given))
+    theirs = canonical(from_hf)
     for key, value in given.items():
-        configured_value, expected = value_of(ours, key), value_of(theirs, key)
-        # which has several spellings
-        has_no_effect = configured_value != value and key != "moe.layer_freq"
-        if configured_value != expected or has_no_effect:
+        configured = value_of(ours, key)
+        expected = value_of(theirs, key)
+        # moe.layer_freq has several spellings
+        has_effect = configured == value or key == "moe.layer_freq"
+        if configured != expected or not has_effect:
             flag = KEYS[f"model.{key}"].flag
             raise HuggingFaceError(
                 f"{flag} {typed(value)} contradicts the pretrained checkpoint",
                 why=f"its config.json has {key} = {typed(expected)}",
                 fix=f"leave {flag} out, or train without --pretrained-checkpoint",
             )
-    return with_values(from_hf, {key: value_of(configured, key) for key in free})
 
 
-def _lost_fields(
-    model_config: ModelConfig, family: Family, *, values: Mapping[str, Any]
-) -> list[str]:
-    """What a family cannot represent; `values` are those of the canonical model that depend on the
-    weights.
-    """
-    if "moe.num_experts" in family.entries.values() and not value_of(
-        model_config, "moe.num_experts"
-    ):
-        return ["a model without experts"]
-    try:
-        back = with_values(ModelConfig(), family.read(family.write(model_config)))
-    except HuggingFaceError as error:
-        return [error.what]
-    theirs = flat_values(canonical(back))
-    return [key for key, value in values.items() if value != theirs[key]]
-
-
-def _family(name: str) -> Family:
+def _find_family(name: str) -> Family:
     if name in FAMILIES:
         return FAMILIES[name]
     needs = read_tables(MODELS)["unsupported"].get(name)
-    known = f"the nearest names are {', '.join(get_close_matches(name, FAMILIES, cutoff=0.0))}"
+    if needs:
+        why = f"it would need {needs}"
+    else:
+        why = f"the nearest names are {', '.join(get_close_matches(name, FAMILIES, cutoff=0.0))}"
     raise HuggingFaceError(
         f"Hugging Face model_type {name} is not supported",
-        why=f"it would need {needs}" if needs else known,
-        fix="use a checkpoint of a family of docs/families.md, or add the family (docs/new_family.md)",
+        why=why,
+        fix=(
+            "use a checkpoint of a family of docs/families.md, "
+            "or add the family (docs/new_family.md)"
+        ),
     )

@@ -28,10 +28,10 @@ def check_repository(repository: str) -> None:
 
 
 def push_folder(folder: Path, repository: str) -> str:
-    """Upload a folder to a repository of the hub, created private if it does not exist; returns a
-    summary line.
+    """Upload a folder to a repository of the hub; returns a summary line.
 
-    Without a network nothing is uploaded, and the line has the command that does it later.
+    The repository is created, private, if it does not exist. Without a network nothing is uploaded,
+    and the line has the command that does it later.
 
     Raises:
         EnvironmentFault: the hub refuses it.
@@ -60,15 +60,21 @@ CARD_FILE = "README.md"
 def model_card(
     model_config: ModelConfig, *, name: str, family: str, dtype: str, has_tokenizer: bool
 ) -> str:
-    """The text of a model card: what the hub reads of it, the sizes of the model, and how it is
-    loaded.
-    """
+    """The text of a model card: metadata for the hub, sizes of the model, and how to load it."""
     shape = ModelShape.of(model_config)
-    total, active = num_parameters(shape), num_active_parameters(shape)
+    total = num_parameters(shape)
+    active = num_active_parameters(shape)
+    sizes = f"{total:,} parameters"
+    if active < total:
+        sizes += f" ({active:,} active per token)"
+    sizes += f", {shape.num_layers} layers of width"
     positions = model_config.max_position_embeddings
-    experts = f" ({active:,} active per token)" if active < total else ""
-    classes = "AutoModelForCausalLM, AutoTokenizer" if has_tokenizer else "AutoModelForCausalLM"
-    tokenizer = f"\ntokenizer = AutoTokenizer.{_loaded(name)}" if has_tokenizer else ""
+    vocabulary = f"a vocabulary of {shape.vocab_size:,} tokens"
+    classes = "AutoModelForCausalLM"
+    loading = f"model = AutoModelForCausalLM.{_load_call(name)}"
+    if has_tokenizer:
+        classes += ", AutoTokenizer"
+        loading += f"\ntokenizer = AutoTokenizer.{_load_call(name)}"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -79,30 +85,27 @@ tags:
 
 # {name}
 
-A language model trained with nanotrain: {total:,} parameters{experts}, {shape.num_layers} layers of width
-{shape.hidden_size:,}, a vocabulary of {shape.vocab_size:,} tokens and up to {positions:,} positions.
+A language model trained with nanotrain: {sizes}
+{shape.hidden_size:,}, {vocabulary} and up to {positions:,} positions.
 The weights are {dtype}, with the names of the family `{family}`.
 
 ```python
 from transformers import {classes}
 
-model = AutoModelForCausalLM.{_loaded(name)}{tokenizer}
+{loading}
 ```
 """
 
 
 def name_card(folder: Path, name: str) -> None:
-    """Give the model card of an exported folder the name of the repository that the folder is
-    uploaded to.
-    """
-    before, card = folder.resolve().name, folder / CARD_FILE
-    text = (
-        card.read_text()
-        .replace(f"\n# {before}\n", f"\n# {name}\n")
-        .replace(_loaded(before), _loaded(name))
-    )
+    """Give the model card of an exported folder the name of a repository on the hub."""
+    before = folder.resolve().name
+    card = folder / CARD_FILE
+    text = card.read_text()
+    text = text.replace(f"\n# {before}\n", f"\n# {name}\n")
+    text = text.replace(_load_call(before), _load_call(name))
     write_text(card, text)
 
 
-def _loaded(name: str) -> str:
+def _load_call(name: str) -> str:
     return f'from_pretrained("{name}")'

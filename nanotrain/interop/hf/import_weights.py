@@ -1,12 +1,14 @@
 """Read weights from a Hugging Face folder; each rank reads only the boxes of its shards.
 
-import_weights   fill boxes of parameters from slices of the files, transposed, offset or per expert, after a check that
-                 the files contain exactly the tensors of the model, with their shapes
-import_hf        write a folder as a checkpoint of step 0, which `generate`, `diff`, `average` and `export-hf` read
+import_weights   fill boxes of parameters from slices of the files: transposed, offset or per
+                 expert; first the files must have exactly the tensors of the model
+WeightReader     the same, for several calls
+import_hf        write a folder as a checkpoint of step 0, which `generate`, `diff`, `average`
+                 and `export-hf` read
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -22,21 +24,21 @@ from nanotrain.config.schema import to_dict
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.families import FAMILIES, Family, model_from_hf, read_config
 from nanotrain.interop.hf.names import (
-    TensorMapping,
-    constants_of,
+    Constant,
+    constant_tensors,
     expert_bias_shapes,
     map_parameters,
     mtp_copies,
     tensor_shapes,
 )
+from nanotrain.interop.hf.tensor_mapping import Shape, TensorMapping
 from nanotrain.interop.hf.weights import WeightFiles, fp8_block_size
 from nanotrain.log import progress
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.shape import ModelShape
 
-# How many names an error lists.
-SHOWN = 5
+SHOWN = 5  # number of names that an error lists
 
 
 def import_weights(
@@ -45,6 +47,7 @@ def import_weights(
     """Read boxes of parameters from a Hugging Face folder.
 
     Args:
+        folder: the folder with config.json and weights.
         model_config: configuration of the model, as `model_from_hf` reads it.
         wanted: boxes of parameters -> tensors of the same shapes, any dtype or device; filled in
             place. Rows of the vocabulary's padding become zero.
@@ -58,34 +61,25 @@ def import_weights(
 
 
 class WeightReader:
-    """The weights of a Hugging Face folder, opened and checked once; arguments and errors as for
-    `import_weights`.
+    """The weights of a Hugging Face folder, opened and checked once.
+
+    Arguments and errors are those of `import_weights`.
     """
 
     def __init__(self, folder: Path, model_config: ModelConfig) -> None:
         raw = read_config(folder)
         family = FAMILIES[raw["model_type"]]
         self._files = WeightFiles(folder, prefix=family.prefix, block_size=fp8_block_size(raw))
-        candidates = [map_parameters(model_config, naming) for naming in family.namings]
-        present = self._files.shapes.keys()
-        self._mappings = {
-            name: max(
-                (each[name] for each in candidates),
-                key=lambda mapping: mapping.tensor_shapes.keys() <= present,
-            )
-            for name in candidates[0]
-        }
-        copies = {copy for names in mtp_copies(model_config, family).values() for copy in names}
-        constants = constants_of(model_config, family)
-        _check(self._files, self._mappings, family=family, needless={*copies, *constants})
-        scalars = {name: value for name, (value, shape) in constants.items() if shape == ()}
-        for name in scalars.keys() & self._files.shapes.keys():
-            stored = self._files.read(name, Box((), ()))
-            if stored.item() != torch.tensor(scalars[name], dtype=stored.dtype).item():
-                what, why = f"{name} is {stored.item()}", f"nanotrain computes with {scalars[name]}"
-                raise HuggingFaceError(
-                    what, why=why, fix="choose a checkpoint of a published model of this family"
-                )
+        self._mappings = _choose_mappings(model_config, family, present=self._files.shapes.keys())
+        constants = constant_tensors(model_config, family)
+        needless = set(constants)
+        for copies in mtp_copies(model_config, family).values():
+            needless.update(copies)
+        if "head.weight" not in self._mappings:
+            needless.add("lm_head.weight")  # files often have a tied head as well
+        present = _relevant_shapes(self._files, self._mappings, family=family, needless=needless)
+        _check_shapes(folder, tensor_shapes(self._mappings), present=present)
+        _check_constants(self._files, constants)
 
     def fill(self, target: Tensor, wanted: TensorBox) -> None:
         """Read one box of a parameter into a tensor of its shape."""
@@ -96,7 +90,9 @@ class WeightReader:
         unpadded = wanted.box.intersect(Box.full(mapping.shape))
         if unpadded != wanted.box:
             target.zero_()
-        for part in mapping.slices(unpadded) if unpadded is not None else ():
+        if unpadded is None:
+            return
+        for part in mapping.slices(unpadded):
             stored = self._files.read(part.tensor, part.stored)
             target[part.box.within(wanted.box).slices()].copy_(part.as_parameter(stored))
 
@@ -114,83 +110,119 @@ def import_hf(folder: Path, output: Path) -> str:
         CheckpointError: `output` has files.
     """
     model_config = model_from_hf(folder)
-    shapes = {
-        f"model/{spec.name}": spec.shape for spec in declare_model(ModelShape.of(model_config))
-    }
-    shapes |= {f"router/{name}": shape for name, shape in expert_bias_shapes(model_config).items()}
+    shapes: dict[str, Shape] = {}
+    for spec in declare_model(ModelShape.of(model_config)):
+        shapes[f"model/{spec.name}"] = spec.shape
+    for name, shape in expert_bias_shapes(model_config).items():
+        shapes[f"router/{name}"] = shape
     reader = WeightReader(folder, model_config)
 
     def read(chunk: ChunkWrite) -> Tensor:
-        name, values = chunk.source.name, torch.empty(chunk.box.shape)
+        name = chunk.source.name
+        values = torch.empty(chunk.box.shape)
         reader.fill(values, TensorBox(name.partition("/")[2], shapes[name], chunk.box))
         return values
 
-    tokenizer = str(folder.resolve()) if (folder / "tokenizer.json").exists() else None
-    # whose other files an export copies
-    origin = CheckpointConfig(pretrained_checkpoint=str(folder.resolve()))
+    source = str(folder.resolve())
+    tokenizer = source if (folder / "tokenizer.json").exists() else None
     config = Config(
-        model=model_config, data=DataConfig(tokenizer_model=tokenizer), checkpoint=origin
+        model=model_config,
+        data=DataConfig(tokenizer_model=tokenizer),
+        # an export copies its other files
+        checkpoint=CheckpointConfig(pretrained_checkpoint=source),
     )
-    manifest = Manifest(0, {}, {}, objects={}, config=to_dict(config), topology={})
     write_checkpoint(
         output,
         {name: (shape, "fp32") for name, shape in shapes.items()},
         read=read,
-        manifest=manifest,
+        manifest=Manifest(0, {}, {}, objects={}, config=to_dict(config), topology={}),
     )
     return f"{output}: {len(shapes)} tensors in fp32, from {folder}"
 
 
-def _check(
+def _choose_mappings(
+    model_config: ModelConfig, family: Family, *, present: Set[str]
+) -> dict[str, TensorMapping]:
+    """The tensors of every parameter, with the first of the family's names that the files have."""
+    candidates = [map_parameters(model_config, naming) for naming in family.namings]
+    chosen = {}
+    for name in candidates[0]:
+        mappings = [candidate[name] for candidate in candidates]
+        complete = [mapping for mapping in mappings if mapping.tensor_shapes.keys() <= present]
+        chosen[name] = (complete or mappings)[0]
+    return chosen
+
+
+def _relevant_shapes(
     files: WeightFiles,
     mappings: Mapping[str, TensorMapping],
     *,
     family: Family,
     needless: Collection[str],
-) -> None:
+) -> dict[str, Shape]:
+    """Shapes of the tensors in the files, without the ones that the model may lack."""
     expected = tensor_shapes(mappings)
-    # Files often contain a tied head as well.
-    needless = {*needless, *(["lm_head.weight"] if "head.weight" not in mappings else [])}
-    present = {
-        name: shape
-        for name, shape in files.shapes.items()
-        if name in expected
-        or name not in needless
-        and not any(fnmatchcase(name, each) for each in family.ignored)
-    }
-    if family.ignores_later_layers:
-        present = {
-            name: shape for name, shape in present.items() if not _is_later_layer(name, expected)
-        }
-    complaints = []
-    for label, shapes, others in (("missing", expected, present), ("unknown", present, expected)):
-        if names := sorted(shapes.keys() - others.keys()):
-            complaints.append(
-                f"{label}: {_listed([f'{name} {list(shapes[name])}' for name in names])}"
-            )
+    shapes = {}
+    for name, shape in files.shapes.items():
+        is_ignored = any(fnmatchcase(name, pattern) for pattern in family.ignored)
+        if name not in expected and (is_ignored or name in needless):
+            continue
+        if family.ignores_later_layers and _is_later_layer(name, expected):
+            continue
+        shapes[name] = shape
+    return shapes
+
+
+def _is_later_layer(name: str, expected: Mapping[str, Shape]) -> bool:
+    """Whether a tensor belongs to a layer with a number that the model does not have."""
+    layer = re.match(r"(.*\.layers\.\d+\.)", name)
+    return layer is not None and not any(other.startswith(layer[1]) for other in expected)
+
+
+def _check_shapes(
+    folder: Path, expected: Mapping[str, Shape], *, present: Mapping[str, Shape]
+) -> None:
+    """Check that the files have the tensors of the model, in their shapes."""
+    missing = sorted(expected.keys() - present.keys())
+    unknown = sorted(present.keys() - expected.keys())
     wrong = [
-        name for name in sorted(expected.keys() & present.keys()) if expected[name] != present[name]
+        name for name in sorted(expected) if present.get(name, expected[name]) != expected[name]
     ]
+    complaints = []
+    if missing:
+        texts = [f"{name} {list(expected[name])}" for name in missing]
+        complaints.append(f"missing: {_list_some(texts)}")
+    if unknown:
+        texts = [f"{name} {list(present[name])}" for name in unknown]
+        complaints.append(f"unknown: {_list_some(texts)}")
     if wrong:
-        texts = [
-            f"{name} is {list(present[name])} and should be {list(expected[name])}"
-            for name in wrong
-        ]
-        complaints.append(f"mis-shaped: {_listed(texts)}")
+        texts = []
+        for name in wrong:
+            texts.append(f"{name} is {list(present[name])} and should be {list(expected[name])}")
+        complaints.append(f"mis-shaped: {_list_some(texts)}")
     if complaints:
         raise HuggingFaceError(
-            f"the weights in {files.folder} are not those its config.json describes",
+            f"the weights in {folder} are not those its config.json describes",
             why="; ".join(complaints),
             fix="use a folder whose config.json and weights were saved together",
         )
 
 
-def _is_later_layer(name: str, expected: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a tensor belongs to a layer, and the model has none of this number."""
-    layer = re.match(r"(.*\.layers\.\d+\.)", name)
-    return layer is not None and not any(other.startswith(layer[1]) for other in expected)
+def _check_constants(files: WeightFiles, constants: Mapping[str, Constant]) -> None:
+    """Check that the scalars in the files have the values that nanotrain computes with."""
+    for name, constant in constants.items():
+        if constant.shape != () or name not in files.shapes:
+            continue
+        stored = files.read(name, Box((), ()))
+        if stored.item() != torch.tensor(constant.value, dtype=stored.dtype).item():
+            raise HuggingFaceError(
+                f"{name} is {stored.item()}",
+                why=f"nanotrain computes with {constant.value}",
+                fix="choose a checkpoint of a published model of this family",
+            )
 
 
-def _listed(items: list[str]) -> str:
+def _list_some(items: list[str]) -> str:
+    """The first items, and the number of the others."""
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return ", ".join(items[:SHOWN]) + more

@@ -17,42 +17,46 @@ from nanotrain.untrusted import whole_number
 
 Values = dict[str, Any]
 Raw = Mapping[str, Any]  # a parsed config.json
-# Largest numbers of what is listed one by one.
+# largest numbers of what is listed one by one
 COUNTED = {
     "num_layers": 1000,
     "moe.num_experts": 4096,
     "mtp.num_layers": 100,
     "all experts": 1 << 17,
 }
-# Entries that may be null; others are written as 0 for a model without the feature, which is not
-# read as that model.
+# Entries that may be null. Others are written as 0 for a model without the feature, and reading
+# them back gives another model.
 NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping", "moe_latent_size", "q_lora_rank")
 
 
 def reject(key: str, value: Any, *, instead: str) -> NoReturn:
     """Raise for an entry of config.json; `instead` is its supported value."""
-    why = f"only {instead} is supported; weights trained with another setting would compute something else"
-    fix = f"choose a checkpoint whose {key} is {instead}"
-    raise HuggingFaceError(f"config.json has {key}: {value!r}", why=why, fix=fix)
+    raise HuggingFaceError(
+        f"config.json has {key}: {value!r}",
+        why=(
+            f"only {instead} is supported; "
+            "weights trained with another setting would compute something else"
+        ),
+        fix=f"choose a checkpoint whose {key} is {instead}",
+    )
 
 
 @dataclass(frozen=True)
 class Part:
     """Entries that a table cannot express."""
 
-    # config.json, with defaults -> values of the model section by key; model -> entries
+    # config.json, with defaults -> values of the model section by key
     read: Callable[[Raw], Values] = lambda raw: {}
+    # model -> entries
     write: Callable[[ModelConfig], Values] = lambda model_config: {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The config.json of a family; what it cannot represent is detected by writing and reading
-    back.
-    """
+    """The config.json of a family; writing and reading back shows what it cannot represent."""
 
     entries: Mapping[str, str]  # entry -> the key of the model section with its value
-    # of transformers for entries that config.json leaves out
+    # values of transformers for entries that config.json leaves out
     defaults: Raw = field(default_factory=dict)
     # supported values; the first is written
     required: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -60,8 +64,8 @@ class Layout:
     fixed: Values = field(default_factory=dict)
     # entries that describe no weights: written and not read
     written: Values = field(default_factory=dict)
-    # entries that tables and parts have under another name: theirs
-    renamed: Values = field(default_factory=dict)
+    # entries that tables and parts have under another name -> their name in the files
+    renamed: Mapping[str, str] = field(default_factory=dict)
     parts: Sequence[Part] = ()
 
     def read(self, raw: Raw) -> Values:
@@ -70,17 +74,9 @@ class Layout:
         Raises:
             HuggingFaceError: an unsupported feature.
         """
-        renamed = {name: raw[other] for name, other in read_tables()["synonyms"] if other in raw}
-        raw = {**self.defaults, **renamed, **raw}
-        raw |= {entry: raw[name] for entry, name in self.renamed.items() if name in raw}
-        for entry, key in self.entries.items():
-            if key in COUNTED and raw.get(entry) is not None:
-                whole_number(raw[entry], entry, high=COUNTED[key])
-        # a missing entry has the first, and null is false
-        for key, supported in self.required.items():
-            present = raw.get(key, supported[0])
-            if present not in supported and (present or supported[0]):
-                reject(key, present, instead=str(supported[0]).lower())
+        raw = self._complete(raw)
+        self._check_counts(raw)
+        self._check_required(raw)
         values = {key: raw[entry] for entry, key in self.entries.items() if entry in raw}
         if not values.get("moe.num_experts", True):
             reject("num_experts", values["moe.num_experts"], instead="above 0")
@@ -88,20 +84,46 @@ class Layout:
         for part in self.parts:
             values |= part.read(raw)
         has_experts = values.get("moe.num_experts") is not None
-        return {
-            key: value
-            for key, value in (values | self.fixed).items()
-            if has_experts or not key.startswith("moe.")
+        values |= self.fixed
+        if has_experts:
+            return values
+        return {key: value for key, value in values.items() if not key.startswith("moe.")}
+
+    def _complete(self, raw: Raw) -> Raw:
+        """The entries with defaults, and under the names that the tables have for them."""
+        complete = dict(self.defaults)
+        for name, synonym in read_tables()["synonyms"]:
+            if synonym in raw:
+                complete[name] = raw[synonym]
+        complete |= raw
+        renamed = {
+            entry: complete[name] for entry, name in self.renamed.items() if name in complete
         }
+        return complete | renamed
+
+    def _check_counts(self, raw: Raw) -> None:
+        for entry, key in self.entries.items():
+            if key in COUNTED and raw.get(entry) is not None:
+                whole_number(raw[entry], entry, high=COUNTED[key])
+
+    def _check_required(self, raw: Raw) -> None:
+        """Check the entries with few supported values; null is false, a missing one the first."""
+        for key, supported in self.required.items():
+            value = raw.get(key, supported[0])
+            is_absent = not value and not supported[0]
+            if value not in supported and not is_absent:
+                reject(key, value, instead=str(supported[0]).lower())
 
     def write(self, model_config: ModelConfig) -> Values:
         """The entries of a model."""
         values = flat_values(resolved(model_config))
-        entries = {name: supported[0] for name, supported in self.required.items()} | self.written
+        entries = {name: supported[0] for name, supported in self.required.items()}
+        entries |= self.written
         for entry, key in self.entries.items():
-            entries[entry] = (
-                0 if values.get(key) is None and entry not in NULLABLE else values.get(key)
-            )
+            value = values.get(key)
+            if value is None and entry not in NULLABLE:
+                value = 0
+            entries[entry] = value
         entries["tie_word_embeddings"] = not model_config.untie_embeddings_and_output_weights
         for part in self.parts:
             entries |= part.write(model_config)

@@ -1,54 +1,48 @@
-"""The tensor names of a Hugging Face family, and where a parameter is in its tensors.
+"""The tensor names of a Hugging Face family, and the tensors of every parameter of a model.
 
-    HFName, Naming   the names of a family: a table in families.yaml
-    map_parameters   every declared parameter of a model -> TensorMapping: its tensors, and their slices for any box
-    mtp_copies       the copies of embedding and head that files have in their layers of multi-token prediction
-    constants_of     what files have beside the parameters
+    HFName, Naming       the names of a family: a table in families.yaml
+    map_parameters       every declared parameter of a model -> TensorMapping
+    tensor_shapes        names and shapes of all tensors of a model
+    expert_bias_shapes   the expert biases of routers, which are no parameters
+    mtp_copies           copies of embedding and head in the layers of multi-token prediction
+    constant_tensors     tensors that the files have and the model lacks
 
 Shapes come from the declared parameters. Import and export both read these mappings and nothing
 else.
-
-Most parameters are one tensor. Some are a slice of one (GPT-2's query, key and value; gate and up
-of fused experts). Stacked experts are one tensor per expert where a family stores them apart. Some
-have their rows in another order (rotary channels of DeepSeek-V3; query, key, value and gate of
-Qwen3-Next, head by head).
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-
-from torch import Tensor
+from typing import NamedTuple
 
 from nanotrain.config.model import ModelConfig
-from nanotrain.spec.boxes import Box
+from nanotrain.interop.hf.tensor_mapping import Interleave, Shape, TensorMapping
 from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.shape import ModelShape
 
-EXPERT = "{expert}"
-Constant = tuple[float, tuple[int, ...]]  # the value of all elements of a tensor, and its shape
+Sizes = Mapping[str, Shape]  # shapes of parameters by name
 
 
 @dataclass(frozen=True)
 class HFName:
-    """The name of a tensor, and what of it is the parameter."""
+    """The name of a tensor, and which part of it is the parameter."""
 
-    # without ".weight" and ".bias" unless `is_full`; with {expert} there is one tensor per expert
+    # without ".weight" and ".bias" unless `is_full`; with {expert}, there is one tensor per expert
     name: str
-    # the modules, itself among them, that the tensor concatenates along the outputs
+    # modules, this one among them, that the tensor concatenates along the outputs
     fused: Sequence[str] = ()
     transposed: bool = False  # a matrix is stored as [inputs, outputs]
-    # of modules whose outputs alternate in the tensor: which, of how many
-    interleaved: Sequence[int] = (0, 1)
-    # where outputs are in groups with a part of every fused module: their number in `ModelShape`
+    interleaved: Sequence[int] = Interleave()  # first and step, as in `Interleave`
+    # attribute of `ModelShape` with the number of groups, where outputs are stored in groups that
+    # have a part of every fused module
     groups: str = ""
     is_full: bool = False  # the name has no ".weight" appended
     has_neighbour_pairs: bool = False  # rotary channels are stored so that neighbours are a pair
     has_swapped_halves: bool = False  # rotary channels are stored with their second half first
-    # dims of size 1 that the tensor (of a weight) has and the parameter has not
-    unsqueezed: Sequence[int] = ()
-    is_rotary_first: bool = False  # they are the first channels of a head of the indexer
+    unsqueezed: Sequence[int] = ()  # dims of size 1 that only the tensor of the weight has
+    is_rotary_first: bool = False  # rotary channels are the first of an indexer's head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,145 +55,221 @@ class Naming:
     # of the layer in place of "attention" ("kda.query", "kda_norm")
     layers: Mapping[str, HFName]
     other_layers: Sequence[Mapping[str, HFName]] = ()  # names that are read and never written
-    # of a layer of multi-token prediction, whose numbers follow those of the model: what it has
-    # beside a layer, and the ends of the model that it has a copy of, both relative to that prefix
+    # names, relative to that prefix, of the modules that only a layer of multi-token prediction
+    # has; these layers have the numbers after the model's
     mtp: Mapping[str, str] = field(default_factory=dict)
+    # names, relative to that prefix, of its copies of embedding and head, by their keys in `ends`
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
-    # values of scalars that files have in every layer, by their name in it
+    # values of scalars that the files have in every layer, by their name in it
     constants: Mapping[str, float] = field(default_factory=dict)
-    # of matrices as those of gates, with {expert}, of experts that return their input: transformers
-    # demands them, and computes nothing with them
+    # names, with {expert}, of matrices of experts that return their input: transformers demands
+    # them, and computes nothing with them
     zero_experts: Sequence[str] = ()
-    # prefix with {depth} where these layers have one of their own; names in `mtp` are then full
+    # prefix, with {depth}, of a layer of multi-token prediction where it has another one than
+    # `layer`; names in `mtp` are then full
     mtp_layer: str = ""
 
 
-def map_parameters(model_config: ModelConfig, naming: Naming) -> dict[str, "TensorMapping"]:
+def map_parameters(model_config: ModelConfig, naming: Naming) -> dict[str, TensorMapping]:
     """The tensors of every parameter of a model that the family can hold, by the parameter's name.
 
-    The expert bias of a router, which is no parameter, is among them.
+    Expert biases of routers, which are no parameters, are included.
     """
     shape = ModelShape.of(model_config)
-    declared = declare_model(replace(shape, padded_vocab_size=shape.vocab_size))
-    sizes = {spec.name: spec.shape for spec in declared} | expert_bias_shapes(model_config)
-    return {name: _map(name, sizes, naming=naming, shape=shape) for name in sizes}
+    unpadded = replace(shape, padded_vocab_size=shape.vocab_size)
+    sizes = {spec.name: spec.shape for spec in declare_model(unpadded)}
+    sizes |= expert_bias_shapes(model_config)
+    mappings = {}
+    for name in sizes:
+        parameter = _split_name(name, naming=naming, shape=shape)
+        mappings[name] = _map_parameter(parameter, sizes, shape=shape)
+    return mappings
 
 
-def tensor_shapes(mappings: Mapping[str, "TensorMapping"]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(mappings: Mapping[str, TensorMapping]) -> dict[str, Shape]:
     """Names and shapes of all tensors of a model."""
-    return {
-        name: shape
-        for mapping in mappings.values()
-        for name, shape in mapping.tensor_shapes.items()
-    }
+    shapes: dict[str, Shape] = {}
+    for mapping in mappings.values():
+        shapes |= mapping.tensor_shapes
+    return shapes
 
 
-def expert_bias_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def expert_bias_shapes(model_config: ModelConfig) -> dict[str, Shape]:
     """Shapes of the expert biases of routers, by their names behind "router/" in a checkpoint."""
-    shape, moe = ModelShape.of(model_config), model_config.moe
+    moe = model_config.moe
     if moe is None or not moe.router_enable_expert_bias:
         return {}
+    shape = ModelShape.of(model_config)
     blocks = {layer: f"layers.{layer}" for layer in range(shape.num_layers)}
-    blocks |= {layer: f"mtp.{depth}.block" for depth, layer in enumerate(shape.mtp_layers)}
-    with_experts = [block for layer, block in blocks.items() if shape.has_experts(layer)]
-    return {f"{block}.mlp.router.expert_bias": (moe.num_choices,) for block in with_experts}
+    for depth, layer in enumerate(shape.mtp_layers):
+        blocks[layer] = f"mtp.{depth}.block"
+    shapes: dict[str, Shape] = {}
+    for layer, block in blocks.items():
+        if shape.has_experts(layer):
+            shapes[f"{block}.mlp.router.expert_bias"] = (moe.num_choices,)
+    return shapes
 
 
 def mtp_copies(model_config: ModelConfig, naming: Naming) -> dict[str, list[str]]:
-    """The copies in layers of multi-token prediction, by the name of the tensor that they are
-    copies of.
-    """
-    return {
-        f"{naming.ends[end]}.weight": [
-            f"{naming.layer.format(layer=layer)}.{name}.weight"
-            for layer in ModelShape.of(model_config).mtp_layers
-        ]
-        for end, name in naming.mtp_copies.items()
-    }
+    """Copies in the layers of multi-token prediction, by the name of the original tensor."""
+    layers = ModelShape.of(model_config).mtp_layers
+    prefixes = [naming.layer.format(layer=layer) for layer in layers]
+    copies = {}
+    for end, name in naming.mtp_copies.items():
+        original = f"{naming.ends[end]}.weight"
+        copies[original] = [f"{prefix}.{name}.weight" for prefix in prefixes]
+    return copies
 
 
-def constants_of(model_config: ModelConfig, naming: Naming) -> dict[str, Constant]:
-    """The values and shapes of what files have beside the parameters, by name: scalars, and zeros
-    of experts.
-    """
-    moe, layers = (
-        model_config.moe,
-        [naming.layer.format(layer=layer) for layer in range(model_config.num_layers)],
-    )
-    constants: dict[str, Constant] = {name: (value, ()) for name, value in naming.constants.items()}
+class Constant(NamedTuple):
+    """A tensor whose elements are all equal."""
+
+    value: float
+    shape: Shape
+
+
+def constant_tensors(model_config: ModelConfig, naming: Naming) -> dict[str, Constant]:
+    """Tensors that the files have and the model lacks: scalar constants and zero expert weights."""
+    constants = {name: Constant(value, ()) for name, value in naming.constants.items()}
+    moe = model_config.moe
     if moe is not None:
-        zeros = 0.0, (model_config.moe_ffn_size, model_config.expert_input_size)
-        numbers = range(moe.num_experts, moe.num_choices)
-        constants |= {
-            name.format(expert=number): zeros for number in numbers for name in naming.zero_experts
-        }
-    return {f"{layer}.{name}": constant for layer in layers for name, constant in constants.items()}
+        zeros = Constant(0.0, (model_config.moe_ffn_size, model_config.expert_input_size))
+        for expert in range(moe.num_experts, moe.num_choices):
+            for name in naming.zero_experts:
+                constants[name.format(expert=expert)] = zeros
+    tensors = {}
+    for layer in range(model_config.num_layers):
+        prefix = naming.layer.format(layer=layer)
+        for name, constant in constants.items():
+            tensors[f"{prefix}.{name}"] = constant
+    return tensors
 
 
-def _map(
-    name: str, sizes: Mapping[str, tuple[int, ...]], *, naming: Naming, shape: ModelShape
-) -> "TensorMapping":
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter by the parts of its name, and the name of its tensor in a family."""
+
+    block: str  # "layers.3." or "mtp.0.block."; "" outside of layers
+    module: str  # "attention.query"
+    leaf: str  # "weight" or "bias"
+    prefix: str  # prefix of the tensor's name
+    hf: HFName
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return f"{self.block}{self.module}.{self.leaf}"
+
+    @property
+    def tensor(self) -> str:
+        """The full name of the tensor."""
+        if self.hf.is_full:
+            return f"{self.prefix}{self.hf.name}"
+        return f"{self.prefix}{self.hf.name}.{self.leaf}"
+
+
+def _split_name(name: str, *, naming: Naming, shape: ModelShape) -> _Parameter:
+    """Split the name of a parameter, and look up its tensor in the tables of a family."""
     path, _, leaf = name.rpartition(".")
     in_layer = re.fullmatch(r"(layers\.(\d+)\.|mtp\.(\d+)\.(?:block\.)?)(.+)", path)
-    names: Mapping[str, str | HFName] = naming.ends
-    prefix, module, parent, kind = "", path, "", "attention"
-    if in_layer is not None:
-        prefix, layer, depth, module = in_layer.groups()
-        names = naming.mtp if depth and not prefix.endswith("block.") else naming.layers
-        number = int(layer) if layer else shape.mtp_layers[int(depth)]
-        parent, kind = f"{naming.layer.format(layer=number)}.", str(shape.kinds(number)[0])
-        if depth and naming.mtp_layer:
-            parent = "" if names is naming.mtp else f"{naming.mtp_layer.format(depth=depth)}."
-    keys = [
-        key
-        for each in (re.sub("^attention", kind, module), module)
-        for key in (f"{each}.{leaf}", each)
-    ]
-    known = next((names[key] for key in keys if key in names), None)
-    assert known is not None, f"{name} has no name in this family: the exported model would lack it"
-    hf = known if isinstance(known, HFName) else HFName(known)
-    own, offset, num_outputs = sizes[name], 0, None
-    rows = (
-        _rotary_rows(own[0], shape, hf=hf)
-        if hf.has_neighbour_pairs or hf.has_swapped_halves
-        else None
-    )
-    if hf.fused:
-        dim = max(0, len(own) - 2)
-        outputs = [sizes[f"{prefix}{part}.{leaf}"][dim] for part in hf.fused]
-        offset, num_outputs = sum(outputs[: hf.fused.index(module)]), sum(outputs)
+    if in_layer is None:
+        hf = _find_name(naming.ends, path, leaf=leaf)
+        assert hf is not None, _missing_name(name)
+        return _Parameter("", path, leaf=leaf, prefix="", hf=hf)
+    block, layer, depth, module = in_layer.groups()
+    number = int(layer) if layer else shape.mtp_layers[int(depth)]
+    kind = str(shape.kinds(number)[0])
+    prefix = f"{naming.layer.format(layer=number)}."
+    names: Mapping[str, str | HFName] = naming.layers
+    is_beside_block = bool(depth) and not block.endswith("block.")
+    if is_beside_block:
+        names = naming.mtp
+    if depth and naming.mtp_layer:
+        prefix = "" if is_beside_block else f"{naming.mtp_layer.format(depth=depth)}."
+    hf = _find_name(names, module, leaf=leaf, kind=kind)
+    assert hf is not None, _missing_name(name)
+    return _Parameter(block, module, leaf=leaf, prefix=prefix, hf=hf)
+
+
+def _missing_name(name: str) -> str:
+    return f"{name} has no name in this family: the exported model would lack it"
+
+
+def _find_name(
+    names: Mapping[str, str | HFName], module: str, *, leaf: str, kind: str = "attention"
+) -> HFName | None:
+    """The entry of a module; one with the kind of its layer or with its leaf comes first."""
+    for candidate in (re.sub("^attention", kind, module), module):
+        for key in (f"{candidate}.{leaf}", candidate):
+            if key in names:
+                name = names[key]
+                return name if isinstance(name, HFName) else HFName(name)
+    return None
+
+
+def _map_parameter(parameter: _Parameter, sizes: Sizes, *, shape: ModelShape) -> TensorMapping:
+    """The tensors of one parameter, from its size and those of the modules fused with it."""
+    hf = parameter.hf
+    own_shape = sizes[parameter.name]
+    num_rows = own_shape[0]
+    is_bias = parameter.leaf == "bias"
+    is_matrix = len(own_shape) >= 2
+    fused = _find_fused_outputs(parameter, sizes) if hf.fused else _FusedOutputs(0, None)
+    rows = None
+    if hf.has_neighbour_pairs or hf.has_swapped_halves:
+        rows = _rotary_rows(num_rows, shape, hf=hf)
     if hf.groups:
-        num_groups = attrgetter(hf.groups)(shape)
-        width, stride, first = (
-            size // num_groups for size in (own[0], num_outputs or own[0], offset)
-        )
-        rows = tuple(row // width * stride + first + row % width for row in range(own[0]))
+        rows = _grouped_rows(num_rows, fused, num_groups=attrgetter(hf.groups)(shape))
     return TensorMapping(
-        parent + (hf.name if hf.is_full else f"{hf.name}.{leaf}"),
-        own,
-        transposed=hf.transposed and len(own) >= 2,
-        interleaved=hf.interleaved,
-        is_bias=leaf == "bias" and len(own) >= 2,
-        offset=offset,
-        num_outputs=num_outputs,
-        unsqueezed=() if leaf == "bias" else hf.unsqueezed,
+        parameter.tensor,
+        own_shape,
+        transposed=hf.transposed and is_matrix,
+        interleaved=Interleave(*hf.interleaved),
+        is_bias=is_bias and is_matrix,
+        offset=fused.offset,
+        num_outputs=fused.total,
+        unsqueezed=() if is_bias else hf.unsqueezed,
         rows=rows,
     )
 
 
-def _rotary_rows(num_rows: int, shape: ModelShape, *, hf: HFName) -> tuple[int, ...]:
-    """The stored row of every row, where R rows of each head store pair i as rows 2 i and 2 i + 1,
-    or R/2 + i and i.
+class _FusedOutputs(NamedTuple):
+    """Outputs of a parameter among those of a tensor."""
 
-    They are the first ones; with MLA the last ones, as are those of the one head that the rows of
-    compressed keys have.
+    offset: int  # the first one
+    total: int | None  # outputs of the tensor; None for as many as the parameter's
+
+
+def _find_fused_outputs(parameter: _Parameter, sizes: Sizes) -> _FusedOutputs:
+    """The outputs of a parameter in the tensor that it is fused into."""
+    fused = parameter.hf.fused
+    output_dim = max(0, len(sizes[parameter.name]) - 2)
+    outputs = []
+    for module in fused:
+        size = sizes[f"{parameter.block}{module}.{parameter.leaf}"]
+        outputs.append(size[output_dim])
+    offset = sum(outputs[: fused.index(parameter.module)])
+    return _FusedOutputs(offset, total=sum(outputs))
+
+
+def _grouped_rows(num_rows: int, fused: _FusedOutputs, *, num_groups: int) -> tuple[int, ...]:
+    """The stored row of every row, where each group has a part of every fused module."""
+    width = num_rows // num_groups
+    stride = (fused.total or num_rows) // num_groups
+    first = fused.offset // num_groups
+    return tuple(row // width * stride + first + row % width for row in range(num_rows))
+
+
+def _rotary_rows(num_rows: int, shape: ModelShape, *, hf: HFName) -> tuple[int, ...]:
+    """The stored row of every row, where a head stores its R rotary rows in another order.
+
+    Pair i is stored as rows 2 i and 2 i + 1, or as rows R/2 + i and i. The rotary rows are the
+    first of a head, with MLA the last. The rows of compressed keys have one head.
     """
     rotary = shape.rotary_dim
-    head = (
-        shape.head_dim
-        if shape.mla is None or num_rows == shape.num_heads * shape.head_dim
-        else num_rows
-    )
+    head = shape.head_dim
+    if shape.mla is not None and num_rows != shape.num_heads * shape.head_dim:
+        head = num_rows
     first = 0 if shape.mla is None else head - rotary
     if hf.is_rotary_first and shape.dsa is not None:
         head, first = shape.dsa.head_dim, 0
@@ -214,147 +284,3 @@ def _rotary_rows(num_rows: int, shape: ModelShape, *, hf: HFName) -> tuple[int, 
         return row - channel + 2 * pair + half
 
     return tuple(map(stored, range(num_rows)))
-
-
-@dataclass(frozen=True)
-class TensorSlice:
-    """The part of a parameter in one tensor."""
-
-    tensor: str  # name of the tensor
-    stored: Box  # box of the part in the tensor
-    box: Box  # its box in the parameter
-    transposed: bool  # the tensor has the last two dims of the parameter swapped
-    interleaved: Sequence[int] = (0, 1)  # as in `TensorMapping`, along the last stored dim
-
-    def as_parameter(self, stored: Tensor) -> Tensor:
-        """Stored values in the parameter's shape."""
-        stored = self.picked(stored)
-        return (stored.mT if self.transposed else stored).reshape(self.box.shape)
-
-    def as_stored(self, part: Tensor) -> Tensor:
-        """Values of the parameter in the shape of `picked`."""
-        if self.transposed:
-            return part.mT
-        return part.reshape(self.stored.shape) if self.interleaved[1] == 1 else part
-
-    def picked(self, stored: Tensor) -> Tensor:
-        """The elements of the tensor's box that belong to the parameter, as a view."""
-        first, step = self.interleaved
-        return stored[..., first::step]
-
-
-@dataclass(frozen=True)
-class TensorMapping:
-    """A parameter in Hugging Face tensors.
-
-    Outputs are the last dim but one, as in [outputs, inputs] and [experts, outputs, inputs], and
-    the dim of a bias.
-    """
-
-    # full name of the tensor; with {expert}, each entry of the parameter's first dim is one tensor
-    tensor: str
-    shape: tuple[int, ...]  # of the parameter, without the padding of the vocabulary
-    # the tensor is [inputs, outputs] where the parameter is [outputs, inputs]
-    transposed: bool = False
-    offset: int = 0  # the first output of the parameter in the tensor
-    num_outputs: int | None = None  # outputs of the tensor; None for those of the parameter
-    interleaved: Sequence[int] = (0, 1)  # of parameters whose outputs alternate: which, of how many
-    is_bias: bool = False  # outputs are the last dim
-    # the row of the tensor for each row of the parameter; None for the same
-    rows: tuple[int, ...] | None = None
-    unsqueezed: Sequence[int] = ()  # dims of size 1 of the tensor alone
-
-    @property
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and full shapes of the tensors.
-
-        >>> TensorMapping("experts.{expert}.w1.weight", (2, 3, 4)).tensor_shapes
-        {'experts.0.w1.weight': (3, 4), 'experts.1.w1.weight': (3, 4)}
-        """
-        if EXPERT in self.tensor:
-            return {self._of_expert(expert): self.shape[1:] for expert in range(self.shape[0])}
-        dim = self._output_dim
-        num_outputs = (
-            self.shape[dim] * self.interleaved[1] if self.num_outputs is None else self.num_outputs
-        )
-        shape = (*self.shape[:dim], num_outputs, *self.shape[dim + 1 :])
-        return {
-            self.tensor: _swapped(shape)
-            if self.transposed
-            else _inserted(shape, self.unsqueezed, value=1)
-        }
-
-    def slices(self, box: Box) -> Iterator[TensorSlice]:
-        """A box of the parameter as slices of the tensors.
-
-        >>> mapping = TensorMapping("c_attn.weight", (4, 4), transposed=True, offset=4, num_outputs=12)
-        >>> [found.stored for found in mapping.slices(Box((1, 0), (3, 4)))]
-        [Box(start=(0, 5), stop=(4, 7))]
-        """
-        if EXPERT in self.tensor:
-            for expert in range(box.start[0], box.stop[0]):
-                entry = Box((expert, *box.start[1:]), (expert + 1, *box.stop[1:]))
-                yield TensorSlice(
-                    self._of_expert(expert),
-                    Box(box.start[1:], box.stop[1:]),
-                    entry,
-                    transposed=False,
-                )
-        elif self.rows is not None:
-            for start, stop in _runs(self.rows, start=box.start[0], stop=box.stop[0]):
-                part = Box((start, *box.start[1:]), (stop, *box.stop[1:]))
-                distance = self.rows[start] - start
-                stored = part.shifted([distance, *[0] * (len(self.shape) - 1)])
-                yield TensorSlice(self.tensor, stored, part, transposed=False)
-        else:
-            corners = (self._stored(box.start), 0), (self._stored(box.stop), 1)
-            stored = Box(
-                *(_inserted(corner, self.unsqueezed, value=value) for corner, value in corners)
-            )
-            yield TensorSlice(self.tensor, stored, box, self.transposed, self.interleaved)
-
-    def _stored(self, corner: tuple[int, ...]) -> tuple[int, ...]:
-        """A corner of a box of the parameter, in the tensor."""
-        dim = self._output_dim
-        moved = (
-            *corner[:dim],
-            (corner[dim] + self.offset) * self.interleaved[1],
-            *corner[dim + 1 :],
-        )
-        return _swapped(moved) if self.transposed else moved
-
-    @property
-    def _output_dim(self) -> int:
-        return len(self.shape) - 1 if self.is_bias else max(0, len(self.shape) - 2)
-
-    def _of_expert(self, expert: int) -> str:
-        return self.tensor.replace(EXPERT, str(expert))
-
-
-def _inserted(sizes: tuple[int, ...], dims: Sequence[int], *, value: int) -> tuple[int, ...]:
-    """The sizes with the value at these dims.
-
-    >>> _inserted((8, 4), [1], value=1)
-    (8, 1, 4)
-    """
-    for dim in dims:
-        sizes = (*sizes[:dim], value, *sizes[dim:])
-    return sizes
-
-
-def _swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes with the last two swapped."""
-    return (*sizes[:-2], *reversed(sizes[-2:]))
-
-
-def _runs(rows: tuple[int, ...], *, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The ranges of [start, stop) whose rows follow one another.
-
-    >>> list(_runs((0, 1, 2, 4, 3), start=1, stop=5))
-    [(1, 3), (3, 4), (4, 5)]
-    """
-    first = start
-    for row in range(start + 1, stop + 1):
-        if row == stop or rows[row] != rows[row - 1] + 1:
-            yield first, row
-            first = row

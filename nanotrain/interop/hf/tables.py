@@ -6,10 +6,12 @@ from typing import Any
 
 import yaml
 
-TABLES, MODELS = (Path(__file__).with_name(name) for name in ("families.yaml", "models.yaml"))
+TABLES = Path(__file__).with_name("families.yaml")
+MODELS = Path(__file__).with_name("models.yaml")
 
 
 @cache
 def read_tables(path: Path = TABLES) -> Any:
     """The content of families.yaml, or of a file like it."""
-    return yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(path.read_bytes(), Loader=loader)

@@ -187,42 +187,6 @@ def test_an_explicit_field_may_repeat_what_config_json_says() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("entries", "pattern"),
-    [
-        ({}, "1"),
-        ({"decoder_sparse_step": 2}, "[0]+[1]+[0]+[1]"),
-        ({"mlp_only_layers": [0, 1, 3]}, "[0]*2+[1]+[0]"),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, "[0]+[1]+[0]*2"),
-    ],
-)
-def test_dense_layers_of_a_qwen3_moe_become_a_pattern_and_come_back(
-    entries: dict[str, Any], pattern: str
-) -> None:
-    raw = (
-        LLAMA_JSON | {"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 4} | entries
-    )
-    model = config_from_hf(raw)
-    assert model.moe.layer_freq == pattern
-    assert (model.ffn_hidden_size is None) is (pattern == "1")
-    dense = [index for index, has_experts in enumerate(model.moe_layers) if not has_experts]
-    written = config_to_hf(model, family="qwen3_moe")
-    assert (written["mlp_only_layers"], written["decoder_sparse_step"]) == (dense, 1)
-    assert config_from_hf(written) == model
-
-
-def test_a_chosen_softmax_is_the_renormalized_one() -> None:
-    raw = LLAMA_JSON | {"model_type": "qwen3_moe"}
-    assert not config_from_hf(raw | {"norm_topk_prob": True}).moe.router_pre_softmax
-    assert config_from_hf(raw | {"norm_topk_prob": False}).moe.router_pre_softmax
-
-
-def test_both_names_of_the_number_of_experts_are_read() -> None:
-    raw = LLAMA_JSON | {"model_type": "qwen3_moe"}
-    assert config_from_hf(raw | {"num_experts": 6}).moe.num_experts == 6
-    assert config_from_hf(raw | {"num_local_experts": 6}).moe.num_experts == 6
-
-
 MIXTRAL = replace(LLAMA, moe=MoEConfig(num_experts=4, ffn_hidden_size=24))
 
 

@@ -2,7 +2,6 @@
 features.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,22 +122,6 @@ def test_what_would_compute_something_else_is_refused(raw: dict[str, Any], named
         config_from_hf(raw)
 
 
-def test_a_window_counts_the_query_itself_in_transformers() -> None:
-    model = config_from_hf(MISTRAL | {"sliding_window": 8})
-    assert model.window_size == 7 and family_of(model) == "mistral"
-    assert config_to_hf(model, family="mistral")["sliding_window"] == 8
-    everywhere = replace(model, window_attn_skip_freq="[1]*2")
-    assert (
-        canonical(everywhere)
-        == canonical(model)
-        != canonical(replace(model, window_attn_skip_freq="2"))
-    )
-
-
-def test_a_window_as_long_as_the_model_hides_nothing() -> None:
-    assert config_from_hf(MISTRAL | {"sliding_window": 64}) == config_from_hf(MISTRAL)
-
-
 def test_a_model_comes_back_equal_and_partial_rotation_is_a_phi3() -> None:
     mistral, phi3 = config_from_hf(MISTRAL), config_from_hf(PHI3 | {"partial_rotary_factor": 0.5})
     assert canonical(config_from_hf(config_to_hf(mistral, family="mistral"))) == canonical(mistral)
@@ -162,13 +145,6 @@ def test_layers_with_a_window_keep_unscaled_positions() -> None:
     model = config_from_hf({"model_type": "olmo3", "num_hidden_layers": 8, "rope_scaling": YARN})
     assert (model.position_embedding_type, model.rotary_base_local) == ("yarn", 500000)
     assert model.window_layers == (True, True, True, False) * 2
-
-
-def test_a_window_in_every_layer_and_none() -> None:
-    both = {"model_type": "olmo3", "num_hidden_layers": 2}
-    assert config_from_hf(both | {"layer_types": ["full_attention"] * 2}).window_size is None
-    windows = config_from_hf(both | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9})
-    assert (windows.window_size, windows.window_attn_skip_freq) == (8, "0")
 
 
 @pytest.mark.parametrize("kind", ["olmo2", "olmo3"])

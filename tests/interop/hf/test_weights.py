@@ -13,7 +13,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import nanotrain
 from nanotrain.errors import HuggingFaceError
-from nanotrain.interop.hf.weights import Mxfp4Tensor, WeightFiles, dequantized
+from nanotrain.interop.hf.mxfp4 import Mxfp4Tensor, dequantized
+from nanotrain.interop.hf.weights import WeightFiles
 from nanotrain.spec.boxes import Box
 from tests.interop.hf.reference import load, reference
 
