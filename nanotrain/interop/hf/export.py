@@ -81,7 +81,7 @@ def export_weights(
         config, same_file = companions.config(model_config, written)
         write_text(temporary / CONFIG_FILE, json.dumps(config))  # AutoTokenizer reads it
         tokens = companions.write_tokenizer(temporary)
-        _write_shards(temporary, contents, tensors, dtype=torch_dtype)
+        _write_shards(temporary, contents, tensors=tensors, dtype=torch_dtype)
         companions.write_generation_config(temporary, tokens)
         card = model_card(
             model_config,
@@ -133,8 +133,8 @@ class _Contents:
 def _write_shards(
     folder: Path,
     contents: _Contents,
-    tensors: Iterable[tuple[str, Tensor]],
     *,
+    tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
 ) -> None:
     """Write all tensors into files, and the index of the files."""
