@@ -16,9 +16,10 @@ from typing import NoReturn
 import pytest
 
 import nanotrain
+from nanotrain.cli import places
 from nanotrain.cli.launch import OPTIONS, split_arguments
 from nanotrain.cli.main import CHECKPOINT_COMMANDS, COMMANDS, DATA_COMMANDS, main
-from nanotrain.cli.parser import TYPES, CommandParser
+from nanotrain.cli.parser import CommandParser
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES
 from nanotrain.config.flags import OWN_FLAGS
 from nanotrain.config.load import load
@@ -165,8 +166,9 @@ def test_every_other_command_parses_and_names_files_that_exist(
     """
     monkeypatch.setattr(CommandParser, "parse_known_args", stop_behind_flags)
     monkeypatch.setattr(CommandParser, "parse_args", stop_behind_arguments)
-    for name in ("read_path", "written_path"):  # nothing is requested of the places that are named
-        monkeypatch.setitem(TYPES, name, Path)
+    # nothing is requested of the addresses that are named
+    monkeypatch.setattr(places, "is_address", lambda text: False)
+    monkeypatch.setattr(places, "local_path", Path)
     for line in code_lines(page):
         if "..." in line or not re.match(r"(nanotrain|scripts/|python|sbatch|torchrun) ?", line):
             continue

@@ -7,13 +7,20 @@ export-megatron
 from collections.abc import Sequence
 
 from nanotrain.cli.parser import Command, CommandParser
+from nanotrain.cli.places import read_name, read_path, written_path
+from nanotrain.cli.values import count, positive
 from nanotrain.errors import EXIT_CODE
 from nanotrain.quantities import count_of
+
+CHECKPOINT = "step folder, or run folder for its newest step"
 
 
 def inspect(argv: Sequence[str]) -> int:
     """Print the model, counters, layout and sizes of a checkpoint."""
-    args = CommandParser("checkpoint inspect", inspect).parse_args(argv)
+    parser = CommandParser("checkpoint inspect", inspect)
+    parser.add_argument("path", type=read_path, help=CHECKPOINT)
+    parser.add_argument("--tensors", action="store_true", help="also list every tensor")
+    args = parser.parse_args(argv)
     from nanotrain.checkpoint.report import describe
 
     print(describe(args.path, tensors=args.tensors))
@@ -22,7 +29,9 @@ def inspect(argv: Sequence[str]) -> int:
 
 def verify(argv: Sequence[str]) -> int:
     """Compare every byte of a checkpoint with its checksums; exit code 2 where one differs."""
-    args = CommandParser("checkpoint verify", verify).parse_args(argv)
+    parser = CommandParser("checkpoint verify", verify)
+    parser.add_argument("path", type=read_path, help=CHECKPOINT)
+    args = parser.parse_args(argv)
     from nanotrain.checkpoint.report import verify as verify_checkpoint
 
     outcome = verify_checkpoint(args.path)
@@ -32,7 +41,10 @@ def verify(argv: Sequence[str]) -> int:
 
 def diff(argv: Sequence[str]) -> int:
     """Compare the values, settings and counters of two checkpoints; exit code 2 where they differ."""
-    args = CommandParser("checkpoint diff", diff).parse_args(argv)
+    parser = CommandParser("checkpoint diff", diff)
+    parser.add_argument("first", type=read_path, help=CHECKPOINT)
+    parser.add_argument("second", type=read_path, help=CHECKPOINT)
+    args = parser.parse_args(argv)
     from nanotrain.checkpoint.report import diff as diff_checkpoints
 
     outcome = diff_checkpoints(args.first, args.second)
@@ -44,7 +56,18 @@ def average(argv: Sequence[str]) -> int:
     """Average the weights of checkpoints, oldest first; the tokenizer stays, optimizer state is
     left out.
     """
-    args = CommandParser("checkpoint average", average).parse_args(argv)
+    parser = CommandParser("checkpoint average", average)
+    parser.add_argument("paths", type=read_path, nargs="+", metavar="PATH", help=CHECKPOINT)
+    parser.add_argument(
+        "--output", type=written_path, required=True, metavar="FOLDER", help="the folder to write"
+    )
+    parser.add_argument(
+        "--ema-decay",
+        type=positive,
+        metavar="D",
+        help="weight of a checkpoint relative to the next one (default: 1, the mean)",
+    )
+    args = parser.parse_args(argv)
     from nanotrain.inference.checkpoint import average_with_tokenizer
 
     folder = average_with_tokenizer(args.paths, args.output, decay=args.ema_decay)
@@ -54,7 +77,13 @@ def average(argv: Sequence[str]) -> int:
 
 def prune(argv: Sequence[str]) -> int:
     """Delete the oldest complete checkpoints of a run."""
-    args = CommandParser("checkpoint prune", prune).parse_args(argv)
+    parser = CommandParser("checkpoint prune", prune)
+    parser.add_argument("path", type=read_path, help="run folder, or its checkpoints folder")
+    parser.add_argument(
+        "--keep-last", type=count, required=True, metavar="N", help="number of checkpoints to keep"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    args = parser.parse_args(argv)
     from nanotrain.checkpoint.retention import prune as prune_folder
 
     for path in prune_folder(args.path, args.keep_last, is_dry=args.dry_run):
@@ -64,7 +93,10 @@ def prune(argv: Sequence[str]) -> int:
 
 def import_hf(argv: Sequence[str]) -> int:
     """Write the weights of a Hugging Face folder as a checkpoint, in fp32."""
-    args = CommandParser("checkpoint import-hf", import_hf).parse_args(argv)
+    parser = CommandParser("checkpoint import-hf", import_hf)
+    parser.add_argument("folder", type=read_path, help="the Hugging Face folder")
+    parser.add_argument("output", type=written_path, help="the folder to write")
+    args = parser.parse_args(argv)
     from nanotrain.interop.hf.import_weights import import_hf as import_folder
 
     print(import_folder(args.folder, args.output))
@@ -73,7 +105,7 @@ def import_hf(argv: Sequence[str]) -> int:
 
 def export_hf(argv: Sequence[str]) -> int:
     """Write the weights of a checkpoint as a Hugging Face folder."""
-    args = vars(CommandParser("checkpoint export-hf", export_hf).parse_args(argv))
+    args = vars(export_hf_parser().parse_args(argv))
     repository = args.pop("push")
     from nanotrain.inference.checkpoint import export_checkpoint
     from nanotrain.interop.hf.hub import check_repository, name_card, push_folder
@@ -87,9 +119,51 @@ def export_hf(argv: Sequence[str]) -> int:
     return 0
 
 
+def export_hf_parser() -> CommandParser:
+    """The parser of `nanotrain checkpoint export-hf`, whose arguments are those of the export."""
+    parser = CommandParser("checkpoint export-hf", export_hf)
+    parser.add_argument("path", type=read_path, help=CHECKPOINT)
+    parser.add_argument("folder", type=written_path, help="the Hugging Face folder to write")
+    add_dtype(parser)
+    parser.add_argument(
+        "--family",
+        help="Hugging Face model_type, for example llama; unset: the first that fits the model",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=read_name,
+        help="the one to write next to the weights, or none; unset: the run's",
+    )
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="write the moving average of the weights (--ema-decay)",
+    )
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help="then upload the folder to this repository of the hub; without a network print the "
+        "command for later",
+    )
+    return parser
+
+
+def add_dtype(parser: CommandParser) -> None:
+    """Add the argument for the data type of exported weights."""
+    parser.add_argument(
+        "--dtype",
+        choices=["fp32", "bf16", "fp16"],
+        default="fp32",
+        help="data type of the weights (default: fp32)",
+    )
+
+
 def export_dcp(argv: Sequence[str]) -> int:
     """Write a checkpoint in the format of torch.distributed.checkpoint."""
-    args = CommandParser("checkpoint export-dcp", export_dcp).parse_args(argv)
+    parser = CommandParser("checkpoint export-dcp", export_dcp)
+    parser.add_argument("path", type=read_path, help=CHECKPOINT)
+    parser.add_argument("output", type=written_path, help="the folder to write")
+    args = parser.parse_args(argv)
     from nanotrain.interop.dcp import export_dcp as export
 
     print(export(args.path, args.output))
@@ -98,14 +172,27 @@ def export_dcp(argv: Sequence[str]) -> int:
 
 def export_megatron(argv: Sequence[str]) -> int:
     """Write the weights of a checkpoint for Megatron-LM (torch_dist)."""
-    args = CommandParser("checkpoint export-megatron", export_megatron).parse_args(argv)
+    parser = CommandParser("checkpoint export-megatron", export_megatron)
+    parser.add_argument("path", type=read_path, help=CHECKPOINT)
+    parser.add_argument(
+        "output", type=written_path, help="the folder to write, for --load of Megatron-LM"
+    )
+    add_dtype(parser)
+    args = parser.parse_args(argv)
     from nanotrain.interop.megatron import export_megatron as export
 
     print(export(args.path, args.output, dtype=args.dtype))
     return 0
 
 
-_ALL = (inspect, verify, diff, average, prune, import_hf, export_hf, export_dcp, export_megatron)
 CHECKPOINT_COMMANDS: dict[str, Command] = {
-    command.__name__.replace("_", "-"): command for command in _ALL
+    "inspect": inspect,
+    "verify": verify,
+    "diff": diff,
+    "average": average,
+    "prune": prune,
+    "import-hf": import_hf,
+    "export-hf": export_hf,
+    "export-dcp": export_dcp,
+    "export-megatron": export_megatron,
 }

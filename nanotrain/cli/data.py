@@ -6,110 +6,183 @@ step | find | ledger | mix
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from nanotrain.cli.parser import Command, CommandParser
+from nanotrain.cli.places import read_path
+from nanotrain.cli.values import count
 from nanotrain.errors import DataError
+from nanotrain.paths import local_path
 from nanotrain.quantities import table_lines
+
+REQUESTS_ARE_LOCAL = (
+    "the job reads requests in its local folder; "
+    "name the run folder below --staging-dir, on the machine of the first rank"
+)
 
 
 def step(argv: Sequence[str]) -> int:
     """List the documents of a step: corpus, document, epoch, bytes in the .bin, tokens, hash of the
     document.
     """
-    args = CommandParser("data step", step).parse_args(argv)
+    parser = CommandParser("data step", step)
+    add_run(parser)
+    parser.add_argument(
+        "step", type=count, metavar="N", help="a step of the run, trained or to come"
+    )
+    add_json(parser)
+    args = parser.parse_args(argv)
     from nanotrain.data.order import DataOrder, document_hash
 
     rows = []
     for use in DataOrder.read(args.run).documents(args.step):
         hashed = document_hash(use.corpus, use.document)
         rows.append({**asdict(use), "corpus": str(use.corpus.prefix), "hash": hashed})
-    _print_rows(rows, as_json=args.json)
+    print_rows(rows, as_json=args.json)
     return 0
+
+
+def add_run(parser: CommandParser) -> None:
+    """Add the argument for a run folder."""
+    parser.add_argument("run", type=read_path, metavar="RUN", help="run folder")
+
+
+def add_json(parser: CommandParser) -> None:
+    """Add the argument for the form of the output."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
 
 
 def find(argv: Sequence[str]) -> int:
     """List the steps that read a document, or the documents with a text."""
-    args = CommandParser("data find", find).parse_args(argv)
+    args = find_parser().parse_args(argv)
     from nanotrain.data.find import documents_with
     from nanotrain.data.order import DataOrder
     from nanotrain.runs.metrics_file import last_step
 
-    order, done = DataOrder.read(args.run), last_step(args.run / "metrics.jsonl")
-    documents = (
-        [order.document(args.document)]
-        if args.document
-        else documents_with(args.text, order, run=args.run)
-    )
-    rows = []
-    for corpus, document in documents:
-        for number, sample in order.samples_of(corpus, document, last_step=order.train_iters):
-            state = "trained" if number <= done else "planned"
-            row = {
-                "corpus": str(corpus),
-                "document": document,
-                "step": number,
-                "sample": sample,
-                "state": state,
-            }
-            rows.append(row)
+    order = DataOrder.read(args.run)
+    done = last_step(args.run / "metrics.jsonl")
+    if args.document:
+        documents = [order.document(args.document)]
+    else:
+        documents = documents_with(args.text, order, run=args.run)
     if not documents:
         raise DataError(
             "no document has the text",
             why="all training documents were searched",
             fix="give less of it",
         )
-    _print_rows(rows, as_json=args.json)
+    rows = []
+    for corpus, document in documents:
+        for number, sample in order.samples_of(corpus, document, last_step=order.train_iters):
+            row = {
+                "corpus": str(corpus),
+                "document": document,
+                "step": number,
+                "sample": sample,
+                "state": "trained" if number <= done else "planned",
+            }
+            rows.append(row)
+    print_rows(rows, as_json=args.json)
     return 0
+
+
+def find_parser() -> CommandParser:
+    """The parser of `nanotrain data find`."""
+    parser = CommandParser("data find", find)
+    document = parser.add_mutually_exclusive_group(required=True)
+    document.add_argument(
+        "--text", metavar="TEXT", help="text of a document, at least a few words of it"
+    )
+    document.add_argument(
+        "--document", metavar="PREFIX:INDEX", help="a document by corpus and index"
+    )
+    add_run(parser)
+    add_json(parser)
+    return parser
 
 
 def tokens_read(argv: Sequence[str]) -> int:
     """Print the tokens that a run has read of each corpus."""
-    args = CommandParser("data ledger", tokens_read).parse_args(argv)
+    parser = CommandParser("data ledger", tokens_read)
+    add_run(parser)
+    parser.add_argument(
+        "--step", type=count, metavar="N", help="the last step that counts (default: the newest)"
+    )
+    add_json(parser)
+    args = parser.parse_args(argv)
     from nanotrain.data.order import DataOrder
     from nanotrain.runs.metrics_file import last_step
 
     until = args.step or last_step(args.run / "metrics.jsonl")
-    read = DataOrder.read(args.run).tokens_by_corpus(until)
-    total = max(1, sum(tokens for tokens, _ in read.values()))
-    rows = [
-        {
+    tokens_by_corpus = DataOrder.read(args.run).tokens_by_corpus(until)
+    total = max(1, sum(tokens for tokens, _ in tokens_by_corpus.values()))
+    rows = []
+    for corpus, (tokens, epochs) in tokens_by_corpus.items():
+        row = {
             "corpus": corpus,
             "tokens": tokens,
             "share": round(tokens / total, 4),
             "epochs": round(epochs, 4),
         }
-        for corpus, (tokens, epochs) in read.items()
-    ]
-    _print_rows(rows, as_json=args.json)
+        rows.append(row)
+    print_rows(rows, as_json=args.json)
     return 0
 
 
 def mix(argv: Sequence[str]) -> int:
     """Ask the running job of a run folder to change the weights of its corpora from a step on."""
-    args = CommandParser("data mix", mix).parse_args(argv)
+    args = mix_parser().parse_args(argv)
     from nanotrain.data.mix import request_mix
     from nanotrain.data.order import DataOrder
 
-    DataOrder.read(args.run)  # it is a run's
+    DataOrder.read(args.run)  # an error for a folder that is no run's
     request_mix(args.run, args.weights, step=args.step)
     print(f"{args.run}: the job takes the request at its next logged step")
     return 0
 
 
-def _print_rows(rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
+def mix_parser() -> CommandParser:
+    """The parser of `nanotrain data mix`."""
+    parser = CommandParser("data mix", mix)
+    parser.add_argument(
+        "run",
+        type=partial(local_path, why=REQUESTS_ARE_LOCAL),
+        metavar="RUN",
+        help="run folder",
+    )
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        required=True,
+        metavar="WORD",
+        help="weights and corpora of the run, as 0.5 web 0.5 math",
+    )
+    parser.add_argument(
+        "--step",
+        type=count,
+        metavar="N",
+        help="the first step with these weights (default: the next one)",
+    )
+    return parser
+
+
+def print_rows(rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
     """One JSON object per line, or columns."""
     if as_json:
         for row in rows:
             print(json.dumps(row))
         return
-    lines = (
-        [list(rows[0]), *(list(map(_shown, row.values())) for row in rows)] if rows else [["none"]]
-    )
-    print("\n".join(table_lines(lines)))
+    table = [["none"]]
+    if rows:
+        table = [list(rows[0])]
+        for row in rows:
+            table.append([cell_text(value) for value in row.values()])
+    print("\n".join(table_lines(table)))
 
 
-def _shown(value: Any) -> str:
+def cell_text(value: Any) -> str:
+    """A value as a cell of a table."""
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -1,5 +1,4 @@
-"""`nanotrain train --nproc-per-node N ...`: torchrun's options among the arguments; also of
-evaluate and generate.
+"""`nanotrain train --nproc-per-node N ...`: torchrun's options, also for evaluate and generate.
 
     argv -> torchrun's options, training arguments       split_arguments, without torch
          -> mistakes, --help, --cfg job                   answered once, before any rank starts
@@ -23,23 +22,23 @@ from nanotrain.system import importing_torch
 
 # The options of torchrun that are accepted; each takes a value, except those in SWITCHES.
 OPTIONS = (
-    *(
-        "--nproc-per-node",
-        "--nnodes",
-        "--node-rank",
-        "--master-addr",
-        "--master-port",
-        "--local-addr",
-    ),
-    *(
-        "--rdzv-backend",
-        "--rdzv-endpoint",
-        "--rdzv-id",
-        "--rdzv-conf",
-        "--max-restarts",
-        "--monitor-interval",
-    ),
-    *("--log-dir", "--redirects", "--tee", "--local-ranks-filter", "--numa-binding"),
+    "--nproc-per-node",
+    "--nnodes",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--local-addr",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--rdzv-conf",
+    "--max-restarts",
+    "--monitor-interval",
+    "--log-dir",
+    "--redirects",
+    "--tee",
+    "--local-ranks-filter",
+    "--numa-binding",
 )
 SWITCHES = ("--standalone",)
 
@@ -68,10 +67,15 @@ def require_no_misspelled(arguments: Sequence[str]) -> None:
     known = known_flags()
     for argument in arguments:
         flag = argument.partition("=")[0]
-        is_unknown = flag.startswith("--") and flag not in known and not by_spelling(flag, known)
-        if is_unknown and (meant := by_spelling(flag, (*OPTIONS, *SWITCHES))):
-            why = "neither nanotrain nor torchrun has such a flag"
-            raise ConfigError(f"unknown flag {flag}", why=why, fix=f"did you mean {meant}?")
+        if not flag.startswith("--") or flag in known or by_spelling(flag, known):
+            continue
+        meant = by_spelling(flag, (*OPTIONS, *SWITCHES))
+        if meant is not None:
+            raise ConfigError(
+                f"unknown flag {flag}",
+                why="neither nanotrain nor torchrun has such a flag",
+                fix=f"did you mean {meant}?",
+            )
 
 
 def take_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -89,14 +93,17 @@ def take_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if name in SWITCHES:
             options.append(name)
         elif name in OPTIONS:
-            following = value if has_value else next(arguments, "")
-            if not following or (not has_value and begins_argument(following)):
+            if not has_value:
+                value = next(arguments, "")
+            if not value or (not has_value and begins_argument(value)):
                 raise ConfigError(
                     f"{argument} has no value",
                     why="torchrun's option takes one",
                     fix=f"{name} VALUE",
                 )
-            options.append(f"{name}={expanded(following) if name == '--log-dir' else following}")
+            if name == "--log-dir":
+                value = expanded(value)
+            options.append(f"{name}={value}")
         else:
             rest.append(argument)
     return options, rest
@@ -110,12 +117,12 @@ def launch(
     Args:
         options: torchrun's options, from `split_arguments`.
         arguments: arguments of the training.
-        environment: environment of this process, which the ranks inherit; OMP_NUM_THREADS is set in
-            it.
+        environment: environment of this process, which the ranks inherit; OMP_NUM_THREADS is set
+            in it.
 
     Returns:
-        The exit code: 0 after the last step or a saved stop, otherwise that of the rank that failed
-            first.
+        The exit code: 0 after the last step or a saved stop, otherwise the code of the first rank
+        that failed.
 
     Raises:
         NanotrainError: a mistake in the options or the arguments, or machines that do not meet.
@@ -158,6 +165,7 @@ def refuse_inside_torchrun(
     if "TORCHELASTIC_RUN_ID" in environment:
         raise ConfigError(
             f"{options[0]} inside torchrun",
-            why="this process is a rank that torchrun started, and every rank would start ranks of its own",
+            why="this process is a rank that torchrun started, and every rank would start ranks "
+            "of its own",
             fix=f"leave it out, or start `nanotrain {name}` without torchrun",
         )

@@ -1,18 +1,18 @@
-"""Addresses where commands take folders: what is read is brought to this machine before, what is
-written is uploaded.
+"""Addresses in object storage as arguments of commands.
 
-    read_path, read_name,     the converters of such arguments; is_fetched tells what the first two made
-    written_path
-    transfers                 around a command: uploads when it has succeeded, then removes the local files
+    read_path, read_name    download the small files of an address into a local folder
+    written_path            a local path, to be uploaded
+    is_fetched              whether a path is in a folder that `read_path` made
+    transfers               around a command: upload after success, then remove the local files
 
-Shards of checkpoints are not brought: they are read in object storage, chunk by chunk.
+Shards of checkpoints are not downloaded: they are read in object storage, chunk by chunk.
 """
 
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from nanotrain.errors import ConfigError
@@ -24,8 +24,7 @@ _FIX = "set TMPDIR to another folder"
 
 
 def read_path(text: str) -> Path:
-    """The path of a text; of an address, that of the local folder to which its small files are
-    brought.
+    """Parse a path. For an address, download its small files and return the local folder.
 
     Raises:
         CheckpointError: there is nothing at the address.
@@ -35,18 +34,20 @@ def read_path(text: str) -> Path:
         return local_path(text)
     from nanotrain.checkpoint.stored import fetched
 
-    return fetched(parse(text), _base("read"))
+    return fetched(parse(text), local_folder("read"))
 
 
 def read_name(text: str) -> str:
-    """A name as `expanded`, of a hub or a path; of an address, the local path as of `read_path`."""
+    """A name on the hub, or a path as from `read_path`."""
     return str(read_path(text)) if is_address(text) else expanded(text)
 
 
 def written_path(text: str, *, suffix: str = "") -> Path:
-    """The path of a text; of an address, that of a local file or folder which `transfers` uploads.
+    """Parse a path. For an address, return a local path that `transfers` uploads.
 
-    `suffix` is of the file that a prefix stands for.
+    Args:
+        text: path or address.
+        suffix: ending of the file that a prefix stands for.
 
     Raises:
         ConfigError: there is something at the address.
@@ -55,28 +56,34 @@ def written_path(text: str, *, suffix: str = "") -> Path:
     if not is_address(text):
         return local_path(text)
     remote = parse(text)
-    with suppress(MissingObject):
-        found = Remote(remote.scheme, remote.path + suffix)
-        if found.read(0, 1) if suffix else remote.sizes():
-            raise ConfigError(
-                f"{remote} is not empty",
-                why="its objects would be replaced",
-                fix="name another place",
-            )
-    path = _base("written") / remote.scheme / remote.path
+    if has_objects(remote, suffix=suffix):
+        raise ConfigError(
+            f"{remote} is not empty",
+            why="its objects would be replaced",
+            fix="name another place",
+        )
+    path = local_folder("written") / remote.scheme / remote.path
     with disk_errors(path, fix=_FIX):
         path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
+def has_objects(remote: Remote, *, suffix: str) -> bool:
+    """Whether there is a file, or for an empty suffix a folder, at an address."""
+    try:
+        if suffix:
+            return bool(Remote(remote.scheme, remote.path + suffix).read(0, 1))
+        return bool(remote.sizes())
+    except MissingObject:
+        return False
+
+
 @contextmanager
 def transfers() -> Iterator[None]:
-    """Upload what the block has written, in the order in which it was; a block that fails uploads
-    nothing.
-    """
+    """Upload what the block has written, in that order; a block that fails uploads nothing."""
     try:
         yield
-        written = _base("written", makes=False)
+        written = local_folder("written", makes=False)
         files = [path for path in written.rglob("*") if path.is_file()]
         for file in sorted(files, key=lambda path: path.stat().st_mtime_ns):
             scheme, *names = file.relative_to(written).parts
@@ -84,10 +91,10 @@ def transfers() -> Iterator[None]:
             remote.put(file)
             print(f"uploaded {remote}", flush=True)
     finally:
-        shutil.rmtree(_base("", makes=False), ignore_errors=True)
+        shutil.rmtree(local_folder("", makes=False), ignore_errors=True)
 
 
-def _base(name: str, *, makes: bool = True) -> Path:
+def local_folder(name: str, *, makes: bool = True) -> Path:
     """A folder of this process for temporary files."""
     base = Path(tempfile.gettempdir()) / f"nanotrain-{os.getuid()}-{os.getpid()}"
     if makes:
@@ -100,5 +107,5 @@ def _base(name: str, *, makes: bool = True) -> Path:
 
 
 def is_fetched(path: Path) -> bool:
-    """Whether a path is in a folder that `read_path` made, which goes at the end."""
-    return path.is_relative_to(_base("read", makes=False))
+    """Whether a path is in a folder that `read_path` made, which is removed at the end."""
+    return path.is_relative_to(local_folder("read", makes=False))

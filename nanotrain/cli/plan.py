@@ -13,9 +13,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanotrain.cli.dry_run import complete
-from nanotrain.cli.parser import CommandParser
+from nanotrain.cli.parser import ANY_FLAG, CommandParser
+from nanotrain.cli.values import count, png_file, tokens, world_size
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
+from nanotrain.paths import local_path
 from nanotrain.system import importing_torch
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ def plan(argv: Sequence[str]) -> int:
     """Predict memory, time and the best layout of a run on many GPUs, or of every row of a table of
     measurements.
     """
-    parser = CommandParser("plan", plan)
+    parser = plan_parser()
     args, rest = parser.parse_known_args(argv)
     if (args.rows is None) != (args.output is None):
         parser.error("--rows FILE.tsv and --output OUT.tsv belong together")
@@ -40,12 +42,85 @@ def plan(argv: Sequence[str]) -> int:
         return 0
     loaded = load_line(parse(rest))
     loaded = replace(loaded, config=complete(loaded))
-    found = _search(args, loaded, rest=rest) if args.search else _predict(args, loaded)
-    print(json.dumps(found, indent=2) if args.json else found)
+    if args.search:
+        outcome = search_layouts(args, loaded, rest=rest)
+    else:
+        outcome = predict_layout(args, loaded)
+    print(json.dumps(outcome, indent=2) if args.json else outcome)
     return 0
 
 
-def _predict(args: argparse.Namespace, loaded: Loaded) -> Any:
+def plan_parser() -> CommandParser:
+    """The parser of `nanotrain plan`."""
+    parser = CommandParser("plan", plan, epilog=ANY_FLAG)
+    run_or_table = parser.add_mutually_exclusive_group(required=True)
+    run_or_table.add_argument(
+        "--world-size", type=world_size, metavar="N", help="number of GPUs of the run"
+    )
+    run_or_table.add_argument(
+        "--rows", type=local_path, metavar="FILE.tsv", help="table of measurements"
+    )
+    parser.add_argument(
+        "--gpu",
+        default="h100",
+        metavar="NAME",
+        help="GPU of every rank: a100-80gb, h100, b200, mi300x ... (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--engine",
+        metavar="NAME",
+        help="program whose overlaps and bytes are modelled: nanotrain, megatron, fsdp2 or "
+        "nanotron (default: nanotrain; --rows infers it from each row)",
+    )
+    parser.add_argument(
+        "--train-tokens",
+        type=tokens,
+        metavar="T",
+        help="also print the days and GPU-hours of a training of T tokens (2e12)",
+    )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="also print every operator with its efficiency, and the formulas",
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="search the layouts that fit, the fastest first; settings of the command line stay "
+        "fixed",
+    )
+    parser.add_argument(
+        "--max-tensor-parallel-size",
+        type=count,
+        metavar="N",
+        help="largest tp of --search (default: the GPUs of a node)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_files(parser)
+    return parser
+
+
+def add_files(parser: CommandParser) -> None:
+    """Add the arguments that name files and run folders."""
+    parser.add_argument(
+        "--png",
+        type=png_file,
+        metavar="FILE",
+        help="draw the pipeline schedule of a step with the times of its actions",
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=local_path,
+        nargs="+",
+        metavar="RUN",
+        help="folders of finished runs on --gpu, whose speed is that of the machine",
+    )
+    parser.add_argument(
+        "--output", type=local_path, metavar="OUT.tsv", help="file for the predictions of --rows"
+    )
+
+
+def predict_layout(args: argparse.Namespace, loaded: Loaded) -> Any:
     """The screen of one layout, or its values."""
     from nanotrain.planner.explain import explain
     from nanotrain.planner.prediction import predict
@@ -53,11 +128,9 @@ def _predict(args: argparse.Namespace, loaded: Loaded) -> Any:
     from nanotrain.planner.screen import as_values, draw, screen
     from nanotrain.planner.search import next_change
 
-    prediction = predict(
-        scenario_of(
-            loaded.config, args.world_size, gpu=_gpu(args), engine=args.engine or "nanotrain"
-        )
-    )
+    engine = args.engine or "nanotrain"
+    scenario = scenario_of(loaded.config, args.world_size, gpu=chosen_gpu(args), engine=engine)
+    prediction = predict(scenario)
     if args.png:
         draw(prediction, args.png)
     if args.json:
@@ -66,7 +139,7 @@ def _predict(args: argparse.Namespace, loaded: Loaded) -> Any:
     return f"{text}\n\n{explain(prediction)}" if args.explain else text
 
 
-def _search(args: argparse.Namespace, loaded: Loaded, *, rest: Sequence[str]) -> Any:
+def search_layouts(args: argparse.Namespace, loaded: Loaded, *, rest: Sequence[str]) -> Any:
     """The fastest layouts and the command line of the first, or their values."""
     from nanotrain.planner.screen import as_values, search_text
     from nanotrain.planner.search import layout_of, search
@@ -74,27 +147,28 @@ def _search(args: argparse.Namespace, loaded: Loaded, *, rest: Sequence[str]) ->
     result = search(
         loaded.config,
         args.world_size,
-        gpu=_gpu(args),
+        gpu=chosen_gpu(args),
         engine=args.engine or "nanotrain",
         fixed=loaded.explicit,
         max_tensor_parallel_size=args.max_tensor_parallel_size,
     )
     if args.json:
-        return [
-            {"settings": layout_of(each.scenario.config), **as_values(each)} for each in result.best
-        ]
+        predictions = []
+        for prediction in result.best:
+            settings = layout_of(prediction.scenario.config)
+            predictions.append({"settings": settings, **as_values(prediction)})
+        return predictions
     return search_text(result, loaded.config, command=f"nanotrain train {' '.join(rest)}")
 
 
-def _gpu(args: argparse.Namespace) -> "GPU":
-    """The GPU, with the speed that runs had on it where --calibrate names some."""
+def chosen_gpu(args: argparse.Namespace) -> "GPU":
+    """The GPU, with the measured speed of the runs that --calibrate names."""
     from nanotrain.planner.hardware import gpu_of
 
     gpu = gpu_of(args.gpu)
-    if args.calibrate:
-        from nanotrain.planner.calibrate import calibrate, measured
+    if not args.calibrate:
+        return gpu
+    from nanotrain.planner.calibrate import calibrate, measured
 
-        gpu = replace(
-            gpu, calibration=calibrate([measured(run, gpu=gpu) for run in args.calibrate])
-        )
-    return gpu
+    runs = [measured(run, gpu=gpu) for run in args.calibrate]
+    return replace(gpu, calibration=calibrate(runs))

@@ -1,5 +1,4 @@
-"""`nanotrain sweep --over NAME=V1,V2 ...`: one training for each value, each in a run folder of its
-own.
+"""`nanotrain sweep --over NAME=V1,V2 ...`: one training per value, each in its own run folder.
 
     --over lr=1e-3,3e-4 --over seed=1,2      split_axis, once for each
          -> lr=1e-3,seed=1 | lr=1e-3,seed=2 | ...          plan_trials: every combination
@@ -15,14 +14,15 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanotrain.cli.launch import check_names, split_arguments
 from nanotrain.cli.parser import CommandParser
+from nanotrain.cli.values import words
 from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
@@ -57,27 +57,52 @@ class Trial:
 
 def sweep(argv: Sequence[str]) -> int:
     """Train once for each of several values: one run after another, each in its own folder."""
-    args, rest = CommandParser("sweep", sweep).parse_known_args(argv)
+    args, rest = sweep_parser().parse_known_args(argv)
     options, shared = split_arguments(rest)
     trials = check_trials(plan_trials(args.over), shared=shared, options=options)
-    command = args.launch_with or [sys.executable, "-m", "nanotrain", "train"]
     if args.print:
-        shown = args.launch_with or ["nanotrain", "train"]
-        print(
-            "\n".join(shlex.join([*shown, *options, *trial.arguments(shared)]) for trial in trials)
-        )
+        command = args.launch_with or ["nanotrain", "train"]
+        for trial in trials:
+            print(shlex.join([*command, *options, *trial.arguments(shared)]))
         return 0
-    if args.launch_with is None and any(
-        re.fullmatch("--nnodes=(?!1$).*", option) for option in options
-    ):
-        why, fix = (
-            "the machines would not agree on the trial",
-            "submit a job per trial with --launch-with, or --print",
+    is_local = args.launch_with is None
+    if is_local and any(re.fullmatch("--nnodes=(?!1$).*", option) for option in options):
+        raise ConfigError(
+            "a sweep on several machines",
+            why="the machines would not agree on the trial",
+            fix="submit a job per trial with --launch-with, or --print",
         )
-        raise ConfigError("a sweep on several machines", why=why, fix=fix)
-    return run_trials(
-        trials, [*command, *options], shared=shared, is_local=args.launch_with is None
+    command = args.launch_with or [sys.executable, "-m", "nanotrain", "train"]
+    return run_trials(trials, [*command, *options], shared=shared, is_local=is_local)
+
+
+def sweep_parser() -> CommandParser:
+    """The parser of `nanotrain sweep`."""
+    parser = CommandParser(
+        "sweep",
+        sweep,
+        epilog="the arguments of `nanotrain train` follow, for example --nproc-per-node 2 "
+        "+config=tiny --run-dir runs/lr",
     )
+    parser.add_argument(
+        "--over",
+        action="append",
+        required=True,
+        metavar="NAME=V1,V2",
+        help="a setting and its values, as lr=1e-3,3e-4; may be repeated, and every combination "
+        "is run",
+    )
+    parser.add_argument(
+        "--launch-with",
+        type=words,
+        metavar="COMMAND",
+        help="start each run with this instead of `nanotrain train`, as 'sbatch "
+        "scripts/launch_slurm'",
+    )
+    parser.add_argument(
+        "--print", action="store_true", help="print the command of each run and start none"
+    )
+    return parser
 
 
 def plan_trials(axes: Sequence[str]) -> list[Trial]:
@@ -106,20 +131,30 @@ def plan_trials(axes: Sequence[str]) -> list[Trial]:
         )
     trials: dict[str, Trial] = {}
     for chosen in combinations:
-        pairs = list(zip(by_name, chosen, strict=True))
-        label = ",".join(f"{name.rpartition('.')[2].lstrip('-+')}={value}" for name, value in pairs)
-        name = re.sub(r"[^\w.+=,-]", "_", label)[:MAX_NAME]
-        if name in trials:
+        values_by_name = dict(zip(by_name, chosen, strict=True))
+        folder_name = trial_name(values_by_name)
+        if folder_name in trials:
             raise ConfigError(
-                f"two runs of the sweep would be in a folder {name}", fix="give each value once"
+                f"two runs of the sweep would be in a folder {folder_name}",
+                fix="give each value once",
             )
-        trials[name] = Trial(name, tuple(setting(name, value) for name, value in pairs))
+        settings = tuple(setting(name, value) for name, value in values_by_name.items())
+        trials[folder_name] = Trial(folder_name, settings)
     return list(trials.values())
 
 
+def trial_name(values: Mapping[str, str]) -> str:
+    """The name of a trial's folder.
+
+    >>> trial_name({"optim.lr": "1", "+config": "my/own"})
+    'lr=1,config=my_own'
+    """
+    parts = [f"{name.rpartition('.')[2].lstrip('-+')}={value}" for name, value in values.items()]
+    return re.sub(r"[^\w.+=,-]", "_", ",".join(parts))[:MAX_NAME]
+
+
 def split_axis(axis: str) -> tuple[str, list[str]]:
-    """The name of `--over NAME=V1,V2` and its values; with spaces between the values, they may hold
-    commas.
+    """The name of `--over NAME=V1,V2` and its values; values may hold commas if spaces divide them.
 
     Raises:
         ConfigError: no name, or no value.
@@ -168,53 +203,64 @@ def check_trials(
     Raises:
         ConfigError: the first trial that cannot be trained, and why.
     """
-    placed: list[Trial] = []
+    checked: list[Trial] = []
+    base: Path | None = None  # the folder of all run folders, which the first trial names
     for trial in trials:
         try:
-            arguments = [*shared, *trial.settings]
-            loaded = load_line(parse(arguments))
-            check_names(loaded.config)
-            if options:
-                from nanotrain.launch.start_ranks import check_ranks
-
-                check = partial(
-                    validate_start, loaded.config, expected_dp=loaded.data_parallel_size
-                )
-                check_ranks(["nanotrain.train", *arguments], options=options, check=check)
+            loaded = load_trial(trial, shared=shared, options=options)
         except NanotrainError as error:
             raise ConfigError(f"run {trial.name}: {error}") from None
         run_dir = expanded(str(loaded.config.train.run_dir))  # refuses addresses
-        base = Path(run_dir if "train.run_dir" in loaded.explicit else f"{run_dir}-sweep")
-        folder = (placed[0].folder.parent if placed else base) / trial.name
-        if run := _run_of(folder):
-            _check_same_run(run, loaded)
-        placed.append(replace(trial, folder=folder, train_iters=loaded.config.train.train_iters))
-    return placed
+        if base is None:
+            base = Path(run_dir if "train.run_dir" in loaded.explicit else f"{run_dir}-sweep")
+        folder = base / trial.name
+        run = read_run(folder)
+        if run is not None:
+            check_same_run(run, loaded)
+        checked.append(replace(trial, folder=folder, train_iters=loaded.config.train.train_iters))
+    return checked
 
 
-def _run_of(folder: Path) -> "RunHistory | None":
+def load_trial(trial: Trial, *, shared: Sequence[str], options: Sequence[str]) -> Loaded:
+    """The checked configuration of a trial.
+
+    Raises:
+        NanotrainError: a mistake in its arguments or in torchrun's options.
+    """
+    arguments = [*shared, *trial.settings]
+    loaded = load_line(parse(arguments))
+    check_names(loaded.config)
+    if options:
+        from nanotrain.launch.start_ranks import check_ranks
+
+        check = partial(validate_start, loaded.config, expected_dp=loaded.data_parallel_size)
+        check_ranks(["nanotrain.train", *arguments], options=options, check=check)
+    return loaded
+
+
+def read_run(folder: Path) -> "RunHistory | None":
     """The run of a trial; None before it was started."""
     from nanotrain.report.history import RunHistory
 
     return RunHistory.read(folder) if (folder / "config.yaml").is_file() else None
 
 
-def _check_same_run(run: "RunHistory", loaded: Loaded) -> None:
-    """Refuse a run folder that was trained with other values of the settings that a command line
-    gives.
+def check_same_run(run: "RunHistory", loaded: Loaded) -> None:
+    """Check that a run folder was trained with the settings that a command line gives.
+
+    Raises:
+        ConfigError: some have other values.
     """
     from nanotrain.train.resume.restore import changed_settings
 
-    saved, given = nest(run.config), to_dict(loaded.config)
-    changed = [
-        each for each in changed_settings(saved, given) if each.split()[0] in loaded.explicit
-    ]
-    if changed:
-        why, fix = (
-            f"it was trained with others: {', '.join(changed)}",
-            "choose another --run-dir, or remove the folder",
+    changes = changed_settings(nest(run.config), to_dict(loaded.config))
+    given = [change for change in changes if change.split()[0] in loaded.explicit]
+    if given:
+        raise ConfigError(
+            f"run folder {run.folder} is not of these settings",
+            why=f"it was trained with others: {', '.join(given)}",
+            fix="choose another --run-dir, or remove the folder",
         )
-        raise ConfigError(f"run folder {run.folder} is not of these settings", why=why, fix=fix)
 
 
 def run_trials(
@@ -232,57 +278,74 @@ def run_trials(
     Returns:
         The exit code: 0, or that of the first trial that failed.
     """
-    running: list[subprocess.Popen[bytes]] = []
-    stops: list[int] = []
-    failures: dict[str, int] = {}
-
-    def on_signal(number: int) -> None:
-        """A stop lets the training save and end, and ends the sweep after it; SIGUSR1 lets it save
-        and continue.
-        """
-        is_stop = number != signal.SIGUSR1
-        stops.extend([number] * is_stop)
-        for process in running:
-            process.send_signal(signal.SIGTERM if is_stop else number)
-
-    with handling_signals(on_signal):
+    runner = TrialRunner()
+    with handling_signals(runner.on_signal):
         for number, trial in enumerate(trials, start=1):
-            if stops:
+            if runner.is_stopped:
                 break
             progress = f"run {number} of {len(trials)}: {trial.name}"
-            before = _run_of(trial.folder) if is_local else None
-            if before is not None and before.last_step >= trial.train_iters:
+            if is_local and has_finished(trial):
                 print(f"{progress} has finished before", flush=True)
                 continue
             print(progress, flush=True)
-            running[:] = [_start([*command, *trial.arguments(shared)])]
-            if stops:  # a signal came while it was started
-                running[0].send_signal(signal.SIGTERM)
-            if code := running[0].wait():
-                failures[trial.name] = 128 - code if code < 0 else code
+            runner.run(trial, [*command, *trial.arguments(shared)])
     if is_local:
-        _list(trials)
-    for name, code in failures.items():
+        list_by_loss(trials)
+    for name, code in runner.failures.items():
         print(f"error: run {name} ended with exit code {code}", file=sys.stderr)
-    return next(iter(failures.values()), 0)
+    return next(iter(runner.failures.values()), 0)
 
 
-def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def has_finished(trial: Trial) -> bool:
+    """Whether the run of a trial has all its steps."""
+    run = read_run(trial.folder)
+    return run is not None and run.last_step >= trial.train_iters
+
+
+@dataclass
+class TrialRunner:
+    """The process of the running trial, and what became of those before."""
+
+    process: "subprocess.Popen[bytes] | None" = None
+    is_stopped: bool = False  # a signal ends the sweep
+    failures: dict[str, int] = field(default_factory=dict)  # exit codes by trial
+
+    def on_signal(self, number: int) -> None:
+        """Pass on a signal: SIGUSR1 lets the training save, any other also ends it and the sweep."""
+        is_stop = number != signal.SIGUSR1
+        if is_stop:
+            self.is_stopped = True
+        if self.process is not None:
+            self.process.send_signal(signal.SIGTERM if is_stop else number)
+
+    def run(self, trial: Trial, command: Sequence[str]) -> None:
+        """Run a command to its end."""
+        self.process = start_process(command)
+        if self.is_stopped:  # a signal came while it was started
+            self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait()
+        if code != 0:
+            self.failures[trial.name] = 128 - code if code < 0 else code
+
+
+def start_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a command in a process group of its own, so that a signal reaches it once, from here."""
     try:
         return subprocess.Popen(command, process_group=0)
     except OSError as error:
-        fix = "--launch-with names a program and its first arguments, as 'sbatch scripts/launch_slurm'"
         raise ConfigError(
-            f"{command[0]} cannot be started", why=error.strerror or str(error), fix=fix
+            f"{command[0]} cannot be started",
+            why=error.strerror or str(error),
+            fix="--launch-with names a program and its first arguments, as "
+            "'sbatch scripts/launch_slurm'",
         ) from None
 
 
-def _list(trials: Sequence[Trial]) -> None:
-    """The runs there are, the lowest validation or training loss first."""
+def list_by_loss(trials: Sequence[Trial]) -> None:
+    """List the runs there are, the lowest validation or training loss first."""
     from nanotrain.report.terminal import list_runs, terminal
 
-    runs = [run for trial in trials if (run := _run_of(trial.folder))]
+    runs = [run for run in (read_run(trial.folder) for trial in trials) if run is not None]
     ranked = sorted(
         runs, key=lambda run: run.last("valid_loss") or run.last("loss") or float("inf")
     )

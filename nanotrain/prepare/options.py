@@ -1,4 +1,4 @@
-"""The options of `nanotrain prepare`, checked; cli/commands.yaml declares its arguments."""
+"""The options of `nanotrain prepare`, checked; cli/prepare.py declares its arguments."""
 
 import argparse
 import re

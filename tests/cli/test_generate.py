@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanotrain.cli.generate import generate, generation_config, print_pieces
 from nanotrain.cli.main import main
-from nanotrain.cli.trained import _print, generate, generation_config
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
@@ -223,7 +223,7 @@ def test_only_the_first_rank_prints_and_a_closed_pipe_holds_up_no_rank(
         while left:
             yield left.pop(0)
 
-    _print(["a"], pieces(), is_first=False, is_alone=False)
+    print_pieces(["a"], pieces(), is_first=False, is_alone=False)
     assert capsys.readouterr().out == "" and not left
 
     def closed(*_: object, **__: object) -> None:
@@ -232,5 +232,5 @@ def test_only_the_first_rank_prints_and_a_closed_pipe_holds_up_no_rank(
     left += [(0, "b"), (0, "c")]
     monkeypatch.setattr("nanotrain.inference.generate.print_texts", closed)
     with pytest.raises(BrokenPipeError):
-        _print(["a"], pieces(), is_first=True, is_alone=False)
+        print_pieces(["a"], pieces(), is_first=True, is_alone=False)
     assert not left

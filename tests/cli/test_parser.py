@@ -1,33 +1,12 @@
-"""Numbers and commands of a command line, and how a mistake in them is answered."""
-
-from argparse import ArgumentTypeError
+"""Arguments and names of commands, and how a mistake in them is answered."""
 
 import pytest
 
 from nanotrain.cli.main import COMMANDS
-from nanotrain.cli.parser import TYPES, CommandParser, run_command, usage
+from nanotrain.cli.parity import parity_parser
+from nanotrain.cli.parser import CommandParser, run_command, usage
+from nanotrain.cli.prepare import prepare_parser
 from nanotrain.errors import ConfigError
-
-
-@pytest.mark.parametrize(
-    ("name", "good", "bad"),
-    [
-        ("count", "3", ["0", "-1", "1.5", "x"]),
-        ("positive", "0.5", ["0", "inf", "nan"]),
-        ("not_negative", "0", ["-1", "inf"]),
-        ("processes", "2", ["0", "257"]),
-        ("world_size", "9", ["0", "200001"]),
-        ("seed", "0", ["-1", "1" * 20]),
-        ("port", "0", ["-1", "65536"]),
-        ("examples", "0", ["-1", "65"]),
-    ],
-)
-def test_numbers_out_of_bounds_are_no_values(name, good, bad):
-    convert = TYPES[name]
-    assert convert(good) == float(good)
-    for text in bad:
-        with pytest.raises(ArgumentTypeError, match=text):
-            convert(text)
 
 
 def test_a_mistake_in_the_arguments_is_a_config_error():
@@ -122,7 +101,7 @@ def test_the_commands_of_nanotrain_fit(width):
     [["--output-prefix", "a", "--json-keys=text"], ["--json-key=text", "--output-prefix", "a"]],
 )
 def test_flags_of_other_programs_are_one_error_that_says_what_to_write(argv):
-    parser = CommandParser("prepare", len)
+    parser = prepare_parser()
     with pytest.raises(ConfigError) as caught:
         parser.parse_args(argv)
     assert "--output-prefix (write --output PREFIX)" in str(caught.value)
@@ -156,9 +135,4 @@ def test_settings_may_stand_before_the_arguments_of_a_command(flags):
 
 def test_a_value_of_a_flag_that_takes_none_stays_behind_it():
     line = ["--bf16", "true", "--lr", "1e-3", "--qk-layernorm"]
-    assert (
-        CommandParser("parity", COMMANDS["parity"]).parse_known_args([*line, "--world-size", "2"])[
-            1
-        ]
-        == line
-    )
+    assert parity_parser().parse_known_args([*line, "--world-size", "2"])[1] == line

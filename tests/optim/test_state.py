@@ -442,7 +442,7 @@ def loaded_weights(folder: Path, *, ema: bool = False) -> dict[str, Tensor]:
 
 
 def test_evaluate_reads_the_average(tmp_path, capsys):
-    from nanotrain.cli.trained import evaluate
+    from nanotrain.cli.evaluate import evaluate
 
     with small_run(
         tmp_path / "run", "--train-iters", "2", "--lr", "0.1", "--ema-decay", "0.9"

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanotrain.cli.main import prepare_parser
+from nanotrain.cli.prepare import prepare_parser
 from nanotrain.data.corpus_info import CorpusInfo, read_info, recorded_tokenizer, write_info
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.tokenizer import ByteTokenizer, load_tokenizer

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nanotrain.cli.main import prepare_parser
+from nanotrain.cli.prepare import prepare_parser
 from nanotrain.errors import ConfigError, DataError
 from nanotrain.prepare.options import PrepareOptions
 

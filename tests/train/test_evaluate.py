@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanotrain.cli.evaluate import evaluation_config
 from nanotrain.cli.main import main
-from nanotrain.cli.trained import evaluation_config
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from nanotrain.cli.evaluate import evaluation_config
 from nanotrain.cli.main import main
-from nanotrain.cli.trained import evaluation_config
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line

@@ -1,0 +1,226 @@
+"""`nanotrain generate`: text from a trained model."""
+
+import os
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import lcm
+
+from nanotrain.cli.parser import CommandParser
+from nanotrain.cli.places import read_name
+from nanotrain.cli.trained import MODEL_FLAGS, ModelCommand, add_model
+from nanotrain.cli.values import count, not_negative, probability, seed
+from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.load import Loaded
+from nanotrain.config.rules.check import check_layout, validate_for_world
+from nanotrain.errors import ConfigError, TopologyError
+from nanotrain.quantities import count_of
+from nanotrain.system import importing_torch
+
+# settings that a command line may have; pipeline and context parallelism only of size 1
+SETTINGS = {
+    "train.device",
+    "precision.params_dtype",
+    "parallel.distributed_timeout_minutes",
+    "parallel.tensor_model_parallel_size",
+    "parallel.expert_model_parallel_size",
+    "parallel.expert_tensor_parallel_size",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.context_parallel_size",
+}
+LENGTH_FLAGS = dict.fromkeys(
+    ("--max-new-tokens", "--max_new_tokens", "--max-tokens", "--max-length", "--generate-tokens"),
+    "--num-tokens",
+)
+
+
+def generate(argv: Sequence[str]) -> int:
+    """Continue texts with the model of a checkpoint or Hugging Face folder."""
+    command = ModelCommand.parse("generate", generate_parser(), argv=argv)
+    return command.run(generate_on_rank, check=generation_config)
+
+
+def generate_parser() -> CommandParser:
+    """The parser of `nanotrain generate`."""
+    parser = CommandParser(
+        "generate",
+        generate,
+        epilog="the sizes of tensor and expert parallelism, --bf16, --device and, for shards, "
+        "--nproc-per-node may follow",
+        elsewhere={**MODEL_FLAGS, **LENGTH_FLAGS},
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        help="the text to continue (default: none); several are sampled together and printed one "
+        "after the other",
+    )
+    parser.add_argument(
+        "--num-tokens",
+        type=count,
+        default=120,
+        metavar="N",
+        help="largest number of tokens to generate (default: 120)",
+    )
+    add_sampling(parser)
+    parser.add_argument(
+        "--tokenizer",
+        type=read_name,
+        help="Hugging Face name or folder, tokenizer.json; unset: the run's",
+    )
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="read the whole text again for every token, instead of keeping keys and values",
+    )
+    return parser
+
+
+def add_sampling(parser: CommandParser) -> None:
+    """Add the arguments that choose the next token, and where a text ends."""
+    parser.add_argument(
+        "--temperature",
+        type=not_negative,
+        default=0.8,
+        metavar="T",
+        help="sampling temperature; 0 is greedy (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=count,
+        metavar="K",
+        help="sample from the K most likely tokens; unset: from all",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=probability,
+        metavar="P",
+        help="sample from the fewest most likely tokens of probability P; unset: from all",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end at this text, which is not printed; may be repeated",
+    )
+    parser.add_argument(
+        "--seed", type=seed, default=0, help="random seed of the sampling (default: 0)"
+    )
+
+
+def generate_on_rank(args: Namespace, loaded: Loaded) -> int:
+    """Generate on all ranks; the first prints."""
+    with importing_torch():
+        from nanotrain.comm.parallel_context import Launch, ParallelContext
+        from nanotrain.inference.checkpoint import load_model, open_model
+        from nanotrain.inference.generate import Sampling
+        from nanotrain.topology.topology import Topology
+
+    launch = Launch.of(os.environ)
+    checkpoint = open_model(args.path, ema=args.ema)
+    config = generation_config(checkpoint.config, loaded, world_size=launch.world_size)
+    has_experts = config.model.moe is not None
+    topology = Topology.of(config.parallel, launch.world_size, has_experts=has_experts)
+    timeout_s = config.parallel.distributed_timeout_minutes * 60
+    sampling = Sampling(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
+    )
+    prompts = [without_surrogates(text) for text in args.prompt or [""]]
+    with ParallelContext.start(
+        topology, device=config.train.device, timeout_s=timeout_s
+    ) as context:
+        model = load_model(
+            checkpoint.with_model(config.model),
+            tokenizer=args.tokenizer,
+            context=context,
+            dtype=config.precision.params_dtype,
+        )
+        pieces = model.stream(
+            prompts,
+            num_tokens=args.num_tokens,
+            sampling=sampling,
+            stops=args.stop,
+            use_cache=not args.no_cache,
+        )
+        print_pieces(prompts, pieces, is_first=launch.rank == 0, is_alone=launch.world_size == 1)
+    return 0
+
+
+def without_surrogates(text: str) -> str:
+    """A text without lone surrogates, which no tokenizer encodes.
+
+    Python reads bytes of an argument that are not of the locale's encoding as such.
+    """
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def print_pieces(
+    prompts: Sequence[str], pieces: Iterator[tuple[int, str]], *, is_first: bool, is_alone: bool
+) -> None:
+    """Print the texts on the first rank; the others generate them too, also after a pipe's reader
+    has closed it.
+    """
+    from nanotrain.inference.generate import print_texts
+
+    try:
+        if is_first:
+            print_texts(prompts, pieces)
+    finally:
+        if not is_alone:
+            deque(pieces, maxlen=0)
+
+
+def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Config:
+    """The model of a run in the layout of a command line, in fp32 unless it sets another dtype.
+
+    Args:
+        trained: the configuration of the model's run.
+        loaded: settings of the command line.
+        world_size: ranks of the generation.
+
+    Raises:
+        ConfigError: a setting that generation does not read.
+        TopologyError: ranks that are not those of the shards.
+    """
+    loaded.require_only(
+        SETTINGS,
+        what="generation",
+        why="the model's own configuration gives everything but the sizes of tensor and expert "
+        "parallelism",
+    )
+    parallel = loaded.config.parallel
+    pp = parallel.pipeline_model_parallel_size
+    cp = parallel.context_parallel_size
+    tp = parallel.tensor_model_parallel_size
+    if pp > 1 or cp > 1:
+        raise ConfigError(
+            f"generation cannot run with pp={pp} and cp={cp}",
+            why="every rank runs all layers on all tokens; only tensor and expert parallelism "
+            "shard them",
+            fix=f"set --tensor-model-parallel-size {tp * pp * cp} instead: a checkpoint of any "
+            "layout loads in it",
+        )
+    config = replace(
+        loaded.config,
+        model=trained.model.with_padding_for(tp),
+        # no rank has a part of a sequence: its length is one that the rules on training accept
+        data=DataConfig(seq_length=tp),
+    )
+    check_layout(config)
+    ep = parallel.expert_model_parallel_size
+    ranks = tp
+    if trained.model.moe is not None:
+        ranks = lcm(tp, ep * (parallel.expert_tensor_parallel_size or tp))
+    if world_size != ranks:
+        raise TopologyError(
+            f"generation on {count_of(world_size, 'rank')} with tp={tp} and ep={ep}",
+            why=f"the shards of one model are on {count_of(ranks, 'rank')}, and there is one "
+            "replica",
+            fix=f"set --tensor-model-parallel-size {world_size}, or start {ranks}: "
+            f"nanotrain generate --nproc-per-node {ranks} ...",
+        )
+    validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
+    return config

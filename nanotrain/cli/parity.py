@@ -1,0 +1,46 @@
+"""`nanotrain parity`: a parallel layout compared with one rank."""
+
+from collections.abc import Sequence
+
+from nanotrain.cli.parser import ANY_FLAG, CommandParser
+from nanotrain.cli.values import count, positive, processes
+from nanotrain.config.flags import parse
+from nanotrain.config.load import load_line
+from nanotrain.errors import EXIT_CODE
+
+
+def parity(argv: Sequence[str]) -> int:
+    """Compare the training of a parallel layout with one rank: a shrunk model, on CPU processes of
+    this machine.
+    """
+    args, rest = parity_parser().parse_known_args(argv)
+    loaded = load_line(parse(rest))
+    from nanotrain.parity.check import check_parity
+
+    result = check_parity(loaded, args.world_size, num_steps=args.steps, tolerance=args.tolerance)
+    print(result.to_json() if args.json else result.text())
+    return 0 if result.holds else EXIT_CODE
+
+
+def parity_parser() -> CommandParser:
+    """The parser of `nanotrain parity`."""
+    parser = CommandParser("parity", parity, epilog=ANY_FLAG)
+    parser.add_argument(
+        "--world-size",
+        type=processes,
+        metavar="N",
+        required=True,
+        help="number of ranks, one process per rank",
+    )
+    parser.add_argument(
+        "--steps", type=count, default=3, metavar="K", help="optimizer steps (default: 3)"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=positive,
+        default=1e-5,
+        metavar="T",
+        help="largest relative difference; ten times that for gradients (default: 1e-5)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser
