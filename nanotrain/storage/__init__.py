@@ -1,4 +1,4 @@
-"""Files beyond this machine: objects of s3://, gs://, az:// and hf://, through fsspec (`remote.py`).
+"""Files beyond this machine: objects of s3://, gs://, az:// and hf://, through fsspec.
 
 What the files hold is decided elsewhere: checkpoints in `checkpoint/`, token files in `data/`.
 """

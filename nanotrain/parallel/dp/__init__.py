@@ -8,5 +8,5 @@
     fp8_weights.py     weights that are gathered in fp8
     data_parallel.py   `DataParallel`: the wrapper
 
-Update rules and optimizer state are in `optim/`; which ranks form a group is planned in `topology/`.
+Update rules and optimizer state are in `optim/`; groups of ranks are planned in `topology/`.
 """
