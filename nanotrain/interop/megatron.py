@@ -41,14 +41,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.read import read_box
 from nanotrain.checkpoint.store import find_manifest
-from nanotrain.config.config import Config
 from nanotrain.config.model import ModelConfig
-from nanotrain.config.rules.rule import holds
-from nanotrain.config.rules.sizes import Values
 from nanotrain.config.schema import config_from_dict
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp import torch_export
 from nanotrain.interop.hf.names import expert_bias_shapes
+from nanotrain.interop.megatron_limits import unsupported_settings
 from nanotrain.log import progress
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box, TensorBox
@@ -86,9 +84,7 @@ def check_model(model_config: ModelConfig) -> None:
     Raises:
         CheckpointError: everything that it cannot represent, in one message.
     """
-    values = Values(Config(model=model_config))
-    conditions = TABLES["unsupported"].items()
-    unsupported = [name for name, condition in conditions if holds(values, condition)]
+    unsupported = unsupported_settings(model_config)
     if unsupported:
         raise CheckpointError(
             f"this model cannot be written for Megatron-LM: {', '.join(unsupported)}",

@@ -5,19 +5,23 @@ graph_breaks     the parts of this configuration's blocks that run outside of gr
 """
 
 from dataclasses import replace
-from pathlib import Path
-
-import yaml
 
 from nanotrain.config.config import Config
-from nanotrain.config.parallel import ParallelConfig
-from nanotrain.config.rules.rule import holds
-from nanotrain.config.rules.sizes import Values
+from nanotrain.config.parallel import DISCARDED_MODULES, ParallelConfig
+from nanotrain.config.rules.settings import Settings
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
 
-TABLE: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+# where graphs end; docs/gpu.md counts them for three layouts
 DEFERRED = "linear layers with deferred weight gradients (parallel/tp/layers.py)"
+FP8_WITH_TP = "linear layers in fp8 with tensor parallelism (parallel/tp/layers.py)"
+SHARED_SCALES = "linear layers in fp8 with scales that ranks share (parallel/tp/layers.py)"
+ATTENTION = (
+    "attention with context parallelism, segments, a window, sinks, soft-capped scores or dropout "
+    "(parallel/cp)"
+)
+EXPERTS = "the routed experts (model/moe.py)"
+RECOMPUTED = "recomputed modules (memory/recompute.py)"
 
 
 def with_compile(config: Config, device_type: str) -> Config:
@@ -29,45 +33,75 @@ def with_compile(config: Config, device_type: str) -> Config:
     """
     if config.train.torch_compile is not None:
         return config
-    compiles = device_type == "cuda" and not _rows(config, "unsupported")
+    compiles = device_type == "cuda" and not unsupported_flags(config)
     return replace(config, train=replace(config.train, torch_compile=compiles))
 
 
-def graph_breaks(config: Config) -> list[str]:
-    """Where the graphs of this configuration's blocks end, with the files; empty where a block is
-    one graph.
+def unsupported_flags(config: Config) -> list[str]:
+    """The settings that compiled blocks do not support.
+
+    Together with an explicit --torch-compile they are errors (config/rules).
     """
-    return [*([DEFERRED] if _defers_wgrad(config.parallel) else []), *_rows(config, "breaks")]
+    flags = []
+    if config.memory.cpu_offloading:
+        flags.append("--cpu-offloading")
+    if DISCARDED_MODULES.intersection(config.memory.recomputed_modules):
+        flags.append("--recompute-modules")
+    if config.train.debug_nan:
+        flags.append("--debug-nan")
+    return flags
+
+
+def graph_breaks(config: Config) -> list[str]:
+    """Where the graphs of this configuration's blocks end, with the files.
+
+    Empty where a block is one graph.
+    """
+    settings = Settings(config)
+    breaks = []
+    if _defers_wgrad(config.parallel):
+        breaks.append(DEFERRED)
+    if settings.has_fp8 and settings.tp > 1:
+        breaks.append(FP8_WITH_TP)
+    if settings.has_fp8 and settings.cp > 1 and settings.fp8.recipe in ("tensorwise", "delayed"):
+        breaks.append(SHARED_SCALES)
+    if _breaks_in_attention(config):
+        breaks.append(ATTENTION)
+    if settings.has_experts:
+        breaks.append(EXPERTS)
+    if config.memory.recompute_granularity == "selective":
+        breaks.append(RECOMPUTED)
+    return breaks
 
 
 def describe_compile(config: Config, device_type: str) -> str:
     """One sentence for the log: whether blocks are compiled, why, and where graphs end."""
-    resolved, unsupported = with_compile(config, device_type), _rows(config, "unsupported")
-    if not resolved.train.torch_compile:
+    if not with_compile(config, device_type).train.torch_compile:
         unset = f"{device_type}, --torch-compile is unset"
         why = "--no-torch-compile" if config.train.torch_compile is False else unset
-        return f"off ({', '.join(unsupported) or why})"
-    why = (
-        "--torch-compile"
-        if config.train.torch_compile
-        else "unset on a GPU; --no-torch-compile turns it off"
-    )
+        return f"off ({', '.join(unsupported_flags(config)) or why})"
+    unset = "unset on a GPU; --no-torch-compile turns it off"
+    why = "--torch-compile" if config.train.torch_compile else unset
     breaks = graph_breaks(config)
-    return f"every block ({why})" + (
-        f"; graphs end at {'; '.join(breaks)}" if breaks else "; one graph each"
-    )
+    ends = f"graphs end at {'; '.join(breaks)}" if breaks else "one graph each"
+    return f"every block ({why}); {ends}"
 
 
 def _defers_wgrad(parallel: ParallelConfig) -> bool:
     """Whether the pipeline schedule has W actions."""
-    pp, virtual = (
-        parallel.pipeline_model_parallel_size,
-        parallel.num_virtual_stages_per_pipeline_rank,
-    )
+    pp = parallel.pipeline_model_parallel_size
+    virtual = parallel.num_virtual_stages_per_pipeline_rank
     schedule = build_schedule(parallel.pipeline_schedule, PipelineShape(pp, virtual, pp))
     return any(action.kind is ActionKind.backward_weight for action in schedule)
 
 
-def _rows(config: Config, name: str) -> list[str]:
-    """The rows of a table whose condition holds."""
-    return [row for row, where in TABLE[name].items() if holds(Values(config), where)]
+def _breaks_in_attention(config: Config) -> bool:
+    """Whether core attention runs outside of graphs."""
+    model = config.model
+    return (
+        config.parallel.context_parallel_size > 1
+        or config.data.reset_attention_mask
+        or any(model.window_layers)
+        or model.has_score_options
+        or config.optim.qk_clip
+    )

@@ -19,7 +19,7 @@ import yaml
 
 from nanotrain.comm.device import device_name
 from nanotrain.config.config import Config
-from nanotrain.config.rules.check import check_layout, check_table, validate_for_world
+from nanotrain.config.rules.check import check_groups, check_layout, validate_for_world
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import ENTRIES, KEYS, unnest, value_of, with_values
 from nanotrain.errors import ErrorCollector, NanotrainError
@@ -69,7 +69,7 @@ def with_auto_layout(
             else ""
         )
     log.info("--auto-layout %s", text)
-    check_table(chosen, "layout", "start", start.device.type)
+    check_groups(chosen, "layout", "start", start.device.type)
     changed = [key for key in KEYS if value_of(chosen, key) != value_of(config, key)]
     return chosen, replace(
         inputs, origins={**inputs.origins, **dict.fromkeys(changed, "--auto-layout")}

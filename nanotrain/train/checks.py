@@ -20,7 +20,7 @@ from nanotrain.comm import device
 from nanotrain.comm.parallel_context import Launch
 from nanotrain.config.config import Config, Fp8Config
 from nanotrain.config.layer_kinds import DELTA_RULES
-from nanotrain.config.rules.check import check_table
+from nanotrain.config.rules.check import check_groups
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.log import get_logger
 from nanotrain.plan.memory_plan import require_memory
@@ -127,7 +127,7 @@ def check_prometheus(start: Start) -> None:
 
 def check_settings(start: Start) -> None:
     """No setting contradicts another one or the device."""
-    check_table(start.config, "start", start.device.type)
+    check_groups(start.config, "start", start.device.type)
 
 
 def check_memory(start: Start) -> None:

@@ -1,22 +1,25 @@
-"""Settings without effect: which fields another field switches off, and what happens to them.
+"""Fields without effect: which fields another field switches off, and what happens to them.
 
-The rows are `config/tables/unused.yaml`, and one per section that a model may not have, for the
-fields of its switch. Such a setting is an error, with two exceptions. Where the command line
-changes the cause, a setting of a YAML file returns to its default (`+config=tiny
---data-parallel-sharding-strategy no_shard`, where tiny overlaps the parameter gather). What
-published scripts of Megatron-LM set without effect (`is_harmless`) returns to its default in any
-case. `nanotrain config --explain` names the reason.
+The rules are in `unused_model.py`, `unused_layout.py` and `unused_run.py`; `absent_sections` has
+the fields of the sections that a model does not have. Such a setting is an error, with two
+exceptions. Where the command line changes the cause, a setting of a YAML file returns to its
+default (`+config=tiny --data-parallel-sharding-strategy no_shard`, where tiny overlaps the
+parameter gather). What published scripts of Megatron-LM set without effect (`is_harmless`) returns
+to its default in any case. `nanotrain config --explain` names the reason.
+
+reset_unused   the configuration without them, and the errors
 """
 
-import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from nanotrain.config.config import Config
 from nanotrain.config.option import Entry
-from nanotrain.config.rules.rule import holds
-from nanotrain.config.rules.sizes import Values
+from nanotrain.config.rules import unused_layout, unused_model, unused_run
+from nanotrain.config.rules.settings import Settings
+from nanotrain.config.rules.unused_fields import Unused, UnusedFields
 from nanotrain.config.schema import (
     ENTRIES,
     KEYS,
@@ -29,9 +32,48 @@ from nanotrain.config.schema import (
     with_values,
     without_absent,
 )
-from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError, ErrorCollector
 
+# after the sections that a model does not have; a function reads what those before it have reset
+UNUSED: tuple[Callable[[Settings], UnusedFields], ...] = (
+    unused_model.unused_positions,
+    unused_model.unused_query_scale,
+    unused_model.unused_floor_scale,
+    unused_model.unused_gates,
+    unused_model.unused_rope_scaling,
+    unused_model.unused_linear_attention,
+    unused_model.unused_mamba,
+    unused_model.unused_heads,
+    unused_model.unused_query_norms,
+    unused_model.unused_position_ids,
+    unused_model.unused_with_mla,
+    unused_model.unused_checkpoint_args,
+    unused_model.unused_expert_axes,
+    unused_model.unused_mlp_width,
+    unused_model.unused_router,
+    unused_model.unused_router_scores,
+    unused_layout.unused_sharding,
+    unused_layout.unused_axes,
+    unused_layout.unused_stages,
+    unused_layout.unused_recomputation,
+    unused_run.unused_final_decay,
+    unused_run.unused_schedule,
+    unused_run.unused_schedule_steps,
+    unused_run.unused_warmup_steps,
+    unused_run.unused_warmup_rate,
+    unused_layout.unused_optimizer,
+    unused_layout.unused_muon,
+    unused_layout.unused_moments,
+    unused_layout.unused_weight_decay,
+    unused_layout.unused_loss_scale,
+    unused_layout.unused_fp8,
+    unused_layout.unused_fp8_layers,
+    unused_run.unused_corpora,
+    unused_run.unused_splits,
+    unused_run.unused_tokenizer,
+    unused_run.unused_saving,
+    unused_run.unused_trackers,
+)
 # fields of absent sections that published scripts of Megatron-LM set
 HARMLESS = {
     "rotary_scaling_factor",
@@ -42,53 +84,95 @@ HARMLESS = {
 
 
 @dataclass(frozen=True)
-class Unused:
-    """Fields without effect under a condition; unused.yaml describes the entries."""
+class OptionalSection:
+    """A section that a model may not have."""
 
-    fields: tuple[str, ...]  # their unique names
-    where: str  # the condition
-    causes: tuple[str, ...]  # unique names of the fields that decide
-    why: str  # the reason
-    fix: str = ""  # how the fields get an effect; empty: change the causes
-    # published scripts of Megatron-LM set the fields all the same: reset, not refused
-    is_harmless: bool = False
+    switch: Entry  # the field without which it is absent
+    value: str  # the value of the switch with which it is present; empty: any
+    fields: tuple[str, ...]  # unique names, without the switch
+
+    def is_absent(self, config: Config) -> bool:
+        """Whether a configuration does not have it."""
+        value = value_of(config, self.switch.key)
+        return bool(value != self.value) if self.value else not value
+
+    def unused(self, *, is_harmless: bool) -> Unused:
+        """Its fields, of which Megatron-LM's scripts set those that are harmless."""
+        why = f"it belongs to {self.switch.name} {self.value}".rstrip()
+        if self.switch.is_optional:
+            why += ", which is unset"
+        return Unused(
+            tuple(name for name in self.fields if (name in HARMLESS) is is_harmless),
+            causes=(self.switch.name,),
+            why=why,
+            fix=f"set {self.switch.flag} {self.value}".rstrip(),
+            is_harmless=is_harmless,
+        )
 
 
 @cache
-def unused() -> tuple[Unused, ...]:
-    """All rows."""
-    return (*of_absent_sections(), *of_table())
-
-
-def of_table() -> Iterator[Unused]:
-    """The rows of unused.yaml."""
-    for row in read_table("unused"):
-        causes = (
-            row["causes"].split() if "causes" in row else re.findall(r"(\w+) is ", row["where"])
-        )
-        lists = {"fields": tuple(row["fields"].split()), "causes": tuple(dict.fromkeys(causes))}
-        yield Unused(**(row | lists))
-
-
-def of_absent_sections() -> Iterator[Unused]:
-    """Rows for the sections that a model may not have."""
+def optional_sections() -> tuple[OptionalSection, ...]:
+    """The sections that a model may not have."""
+    sections = []
     for section, field, _ in walk_sections():
-        name, value = field.metadata["switch"], field.metadata["value"]
-        if not name:
-            continue
-        switch = KEYS.get(f"{section}.{name}") or KEYS[f"{section.rpartition('.')[0]}.{name}"]
-        names = [entry.name for entry in entries_of(section) if entry is not switch]
-        off = f"not {value}" if value else "unset" if switch.is_optional else "false"
-        for is_harmless in (False, True):
-            yield Unused(
-                fields=tuple(name for name in names if (name in HARMLESS) is is_harmless),
-                where=f"{switch.name} is {off}",
-                causes=(switch.name,),
-                why=f"it belongs to {switch.name} {value}".rstrip()
-                + ", which is unset" * switch.is_optional,
-                fix=f"set {switch.flag} {value}".rstrip(),
-                is_harmless=is_harmless,
-            )
+        name = field.metadata["switch"]
+        if name:
+            parent = section.rpartition(".")[0]
+            switch = KEYS.get(f"{section}.{name}") or KEYS[f"{parent}.{name}"]
+            names = tuple(entry.name for entry in entries_of(section) if entry is not switch)
+            sections.append(OptionalSection(switch, field.metadata["value"], names))
+    return tuple(sections)
+
+
+def absent_sections(c: Settings) -> UnusedFields:
+    """The fields of the sections that a model does not have."""
+    for section in optional_sections():
+        if section.is_absent(c.config):
+            yield section.unused(is_harmless=False)
+            yield section.unused(is_harmless=True)
+
+
+@dataclass
+class Reset:
+    """A configuration whose fields without effect return to their defaults one after another.
+
+    Args:
+        config: the composed configuration, then the one with the values that were reset.
+        explicit: keys set on the command line.
+        defaults: keys whose value is a default of Megatron-LM, which no one set.
+        errors: collects a ConfigError per setting that is refused.
+        changed: values by unique name of the fields that do not have their defaults.
+        origins: the origin of each value that was reset, by key.
+    """
+
+    config: Config
+    explicit: frozenset[str]
+    defaults: frozenset[str]
+    errors: ErrorCollector
+    changed: dict[str, Any]
+    origins: dict[str, str]
+
+    def apply(self, row: Unused) -> None:
+        """Reset or refuse the fields of a rule that holds."""
+        is_overruled = any(ENTRIES[cause].key in self.explicit for cause in row.causes)
+        for name in row.fields:
+            if name not in self.changed:
+                continue
+            entry = ENTRIES[name]
+            is_own = entry.key in self.explicit
+            if row.is_harmless or entry.key in self.defaults or (is_overruled and not is_own):
+                self._reset(entry, why=row.why)
+            else:
+                self.errors.errors.append(without_effect(self.config, entry, row=row))
+
+    def _reset(self, entry: Entry, *, why: str) -> None:
+        """Return one field to its default, and note its origin."""
+        source = "the command line" if entry.key in self.explicit else "the YAML"
+        if entry.key in self.defaults:
+            source = "Megatron-LM"
+        value = typed(self.changed.pop(entry.name))
+        self.config = with_values(self.config, {entry.key: entry.default})
+        self.origins[entry.key] = f"default, not {source}'s {value}: {why}"
 
 
 def reset_unused(
@@ -114,52 +198,44 @@ def reset_unused(
     Returns:
         The configuration, and the origin of each value that was reset.
     """
-    values, origins = flat_values(config), dict[str, str]()
+    values = flat_values(config)
     changed = {
         name: values[entry.key]
         for name, entry in ENTRIES.items()
         if values[entry.key] != entry.default
     }
-    for rule in unused():
-        # of most rules: conditions take several times as long
-        if changed.keys().isdisjoint(rule.fields):
-            continue
-        causes = [ENTRIES[name] for name in rule.causes]
-        if not unreadable.isdisjoint(cause.name for cause in causes):
-            continue
-        # The model section may be read later, from a checkpoint or from config.json of pretrained
-        # weights.
-        if not config.is_model_known and any(cause.key.startswith("model.") for cause in causes):
-            continue
-        with errors:
-            if not holds(Values(config), rule.where):
-                continue
-        is_overruled = any(cause.key in explicit for cause in causes)
-        for entry in [ENTRIES[name] for name in rule.fields if name in changed]:
-            is_reset = (
-                rule.is_harmless
-                or entry.key in defaults
-                or (is_overruled and entry.key not in explicit)
-            )
-            if not is_reset:
-                errors.errors.append(without_effect(config, entry, rule=rule))
-                continue
-            config = with_values(config, {entry.key: entry.default})
-            source = "the command line" if entry.key in explicit else "the YAML"
-            source = "Megatron-LM" if entry.key in defaults else source
-            origins[entry.key] = (
-                f"default, not {source}'s {typed(changed.pop(entry.name))}: {rule.why}"
-            )
-    return without_absent(config) if config.is_model_known else config, origins
+    reset = Reset(config, explicit, defaults, errors, changed, origins={})
+    for rules in (absent_sections, *UNUSED):
+        with errors:  # a rule may find that a pattern of layers is invalid
+            for row in rules(Settings(reset.config)):
+                if is_decided(config, row, unreadable=unreadable):
+                    reset.apply(row)
+    config = reset.config
+    return without_absent(config) if config.is_model_known else config, reset.origins
 
 
-def without_effect(config: Config, entry: Entry, *, rule: Unused) -> ConfigError:
+def is_decided(config: Config, row: Unused, *, unreadable: frozenset[str]) -> bool:
+    """Whether the values of all causes are known.
+
+    The model section may be read later, from a checkpoint or from config.json of pretrained
+    weights.
+    """
+    if not unreadable.isdisjoint(row.causes):
+        return False
+    is_of_model = any(ENTRIES[cause].key.startswith("model.") for cause in row.causes)
+    return config.is_model_known or not is_of_model
+
+
+def without_effect(config: Config, entry: Entry, *, row: Unused) -> ConfigError:
     """The error for a setting without effect."""
     value = value_of(config, entry.key)
-    causes = [ENTRIES[cause] for cause in rule.causes]
+    causes = [ENTRIES[cause] for cause in row.causes]
     change = f"change {' or '.join(cause.flag for cause in causes)}"
     if len(causes) == 1 and causes[0].kind is bool:
         change = f"set {argument_of(causes[0].name, not value_of(config, causes[0].key))}"
     flag = argument_of(entry.name, value) if entry.kind is bool else entry.flag
-    fix = f"leave {flag} out or {rule.fix or change}"
-    return ConfigError(f"{entry.key} = {typed(value)} has no effect", why=rule.why, fix=fix)
+    return ConfigError(
+        f"{entry.key} = {typed(value)} has no effect",
+        why=row.why,
+        fix=f"leave {flag} out or {row.fix or change}",
+    )

@@ -1,5 +1,4 @@
-"""Tables as YAML files: Megatron-LM's flags, names of other frameworks, contradictions, settings
-without effect, peaks.
+"""Tables as YAML files: flags of Megatron-LM, names of other frameworks, patterns of layers, peaks.
 
 It does not hold conversions of values: rows name functions of `config/conversions.py`.
 """

@@ -1,0 +1,314 @@
+"""Rules of the parallel layout for a model: what the ranks of an axis share evenly.
+
+tp splits heads, MLP width and vocabulary rows; cp the sequence into two chunks per rank; ep the
+experts and etp the width of each. `stages.py` has the layers of pipeline stages, `memory.py`
+recomputation, offloading and fp8.
+"""
+
+from math import lcm
+
+from nanotrain.config.rules.settings import Errors, Settings
+from nanotrain.config.schedules import length_schedule
+from nanotrain.errors import ConfigError
+from nanotrain.quantities import count_of, round_up
+
+TP_DIVIDES = "tensor_model_parallel_size must divide it"
+OTHER_TP = "or another --tensor-model-parallel-size"
+NO_EXPERTS = "the model has no experts: num_experts is unset"
+
+
+def check_optimizer_instances(c: Settings) -> Errors:
+    """Optimizer instances replicate shards; `nanotrain topology` shows them without a strategy."""
+    instances = c.parallel.num_distributed_optimizer_instances
+    if instances > 1 and c.parallel.data_parallel_sharding_strategy == "no_shard":
+        yield ConfigError(
+            f"--num-distributed-optimizer-instances {instances} has no effect with no_shard",
+            why="no_shard replicates the optimizer state on every rank, so there are no shards to "
+            "replicate",
+            fix="set --data-parallel-sharding-strategy optim or "
+            "--num-distributed-optimizer-instances 1",
+        )
+
+
+def check_query_heads(c: Settings) -> Errors:
+    """Query heads over tensor-parallel ranks."""
+    num_heads = c.model.num_attention_heads
+    if num_heads % c.tp != 0:
+        yield ConfigError(
+            f"num_attention_heads {num_heads} cannot be shared by tp={c.tp} ranks",
+            why=TP_DIVIDES,
+            fix=f"set --num-attention-heads {round_up(num_heads, c.tp)} {OTHER_TP}",
+        )
+
+
+def check_key_value_heads(c: Settings) -> Errors:
+    """Key/value heads over tensor-parallel ranks."""
+    groups = c.model.window_query_groups
+    if groups is not None and groups % c.tp != 0 and c.tp % groups != 0:
+        yield ConfigError(
+            f"{count_of(groups, 'key/value head')} of layers with a window (window_query_groups) "
+            f"cannot be shared by tp={c.tp} ranks",
+            why="they are split over the ranks, or each is held by as many ranks as share it",
+            fix=f"set --window-query-groups to a divisor or a multiple of {c.tp}",
+        )
+    if c.model.multi_latent_attention:
+        return
+    groups = c.model.query_groups
+    if groups % c.tp != 0 and c.tp % groups != 0:
+        yield ConfigError(
+            f"{count_of(groups, 'key/value head')} (num_query_groups) cannot be shared by "
+            f"tp={c.tp} ranks",
+            why="a rank has several whole heads, or several ranks replicate one",
+            fix="set --num-query-groups or --tensor-model-parallel-size so that one divides the "
+            f"other, as --num-query-groups {c.tp}",
+        )
+
+
+def check_mlp_width(c: Settings) -> Errors:
+    """Widths of dense MLPs and shared experts over tensor-parallel ranks."""
+    width = c.model.ffn_size
+    if c.has_dense_layers and width % c.tp != 0:
+        yield ConfigError(
+            f"ffn_hidden_size {width} cannot be shared by tp={c.tp} ranks",
+            why=TP_DIVIDES,
+            fix=f"set --ffn-hidden-size {round_up(width, c.tp)} {OTHER_TP}",
+        )
+    shared = c.moe.shared_expert_intermediate_size
+    if any(c.model.moe_layers) and shared is not None and shared % c.tp != 0:
+        yield ConfigError(
+            f"moe_shared_expert_intermediate_size {shared} cannot be shared by tp={c.tp} ranks",
+            why=TP_DIVIDES,
+            fix=f"set --moe-shared-expert-intermediate-size {round_up(shared, c.tp)} {OTHER_TP}",
+        )
+
+
+def check_vocabulary(c: Settings) -> Errors:
+    """Rows of the vocabulary over tensor-parallel ranks, once its size is known."""
+    if c.model.vocab_size is None:
+        return
+    num_rows = c.model.padded_vocab_size
+    multiple = c.model.make_vocab_size_divisible_by
+    if num_rows % c.tp != 0:
+        yield ConfigError(
+            f"a vocabulary padded to a multiple of {multiple} cannot be shared by tp={c.tp} ranks",
+            why=f"they would share {count_of(num_rows, 'row')}",
+            fix=f"set --make-vocab-size-divisible-by {lcm(multiple, c.tp)}",
+        )
+
+
+def check_sequence_length(c: Settings) -> Errors:
+    """Sequences over context-parallel and tensor-parallel ranks."""
+    length = c.data.seq_length
+    parts = sequence_parts(c)
+    if length % parts != 0:
+        yield ConfigError(
+            f"seq_length {length} cannot be split into {parts} parts",
+            why=why_sequence_parts(c),
+            fix=f"set --seq-length {round_up(length, parts)}",
+        )
+    if uneven := uneven_lengths(c):
+        yield ConfigError(
+            f"the length {uneven[0]} of step_seq_length_schedule cannot be split into {parts} "
+            "parts",
+            why=why_sequence_parts(c),
+            fix=f"use lengths that are multiples of {parts} in --step-seq-length-schedule",
+        )
+
+
+def splits_sequence_by_tp(c: Settings) -> bool:
+    """Whether tensor-parallel ranks split the sequence in some layers."""
+    if c.tp == 1:
+        return False
+    return c.parallel.sequence_parallel or c.has_experts
+
+
+def sequence_parts(c: Settings) -> int:
+    """The number that seq_length must be a multiple of."""
+    chunks = 2 * c.cp if c.cp > 1 else 1
+    return lcm(chunks, c.tp * c.cp) if splits_sequence_by_tp(c) else chunks
+
+
+def why_sequence_parts(c: Settings) -> str:
+    """The reasons for `sequence_parts`."""
+    reasons = []
+    split = "the sequence"
+    if c.cp > 1:
+        reasons.append(f"cp={c.cp} ranks have two chunks each")
+        split = "the two together"
+    if splits_sequence_by_tp(c):
+        splitter = "sequence_parallel" if c.parallel.sequence_parallel else "a layer with experts"
+        reasons.append(f"{splitter} splits {split} over tp={c.tp} ranks")
+    return " and ".join(reasons)
+
+
+def uneven_lengths(c: Settings) -> list[int]:
+    """Lengths of the schedule below seq_length that cannot be split into `sequence_parts`."""
+    if not c.train.step_seq_length_schedule:
+        return []
+    try:
+        schedule = length_schedule(c.config)
+    except ConfigError:  # the mistake in the schedule is an error of its own
+        return []
+    if schedule is None:
+        return []
+    return [length for length in schedule.sizes[:-1] if length % sequence_parts(c) != 0]
+
+
+def check_attention_over_cp(c: Settings) -> Errors:
+    """Attention over context-parallel ranks."""
+    num_heads = c.model.num_attention_heads
+    comm_type = c.parallel.cp_comm_type
+    ranks = c.tp * c.cp
+    if comm_type == "a2a" and num_heads % ranks != 0:
+        yield ConfigError(
+            f"{count_of(num_heads, 'attention head')} cannot be shared by cp={c.cp} ranks",
+            why=f"cp_comm_type a2a needs tp*cp = {ranks} to divide num_attention_heads",
+            fix=f"set --cp-comm-type p2p or --num-attention-heads {round_up(num_heads, ranks)}",
+        )
+    is_sparse = c.model.sparse_attention_type == "dsa"
+    if is_sparse and c.cp > 1 and comm_type != "allgather":
+        yield ConfigError(
+            f"sparse_attention_type dsa with cp_comm_type {comm_type} over cp={c.cp} ranks",
+            why="an indexer compares a query with every earlier token before attention can begin",
+            fix="set --cp-comm-type allgather",
+        )
+
+
+def check_delta_rule_heads(c: Settings) -> Errors:
+    """Heads of Gated DeltaNet and KDA over ranks."""
+    if not c.has_delta_rule:
+        return
+    num_keys = c.linear.num_key_heads
+    num_values = c.linear.num_value_heads
+    ranks = c.tp * c.cp
+    if num_keys % c.tp != 0:
+        yield ConfigError(
+            f"linear_num_key_heads {num_keys} cannot be shared by tp={c.tp} ranks",
+            why=TP_DIVIDES,
+            fix=f"set --linear-num-key-heads {round_up(num_keys, c.tp)} {OTHER_TP}",
+        )
+    if c.parallel.cp_comm_type == "a2a" and num_values % ranks != 0:
+        yield ConfigError(
+            f"{count_of(num_values, 'value head')} (linear_num_value_heads) cannot be shared by "
+            f"cp={c.cp} ranks",
+            why=f"cp_comm_type a2a needs tp*cp = {ranks} to divide linear_num_value_heads",
+            fix=f"set --cp-comm-type p2p or --linear-num-value-heads {round_up(num_values, ranks)}",
+        )
+
+
+def check_mamba_heads(c: Settings) -> Errors:
+    """Groups and heads of Mamba-2 over ranks."""
+    if not c.has_mamba:
+        return
+    num_groups = c.mamba.num_groups
+    num_heads = c.model.mamba_heads
+    ranks = c.tp * c.cp
+    if num_groups % c.tp != 0:
+        yield ConfigError(
+            f"mamba_num_groups {num_groups} cannot be shared by tp={c.tp} ranks",
+            why=TP_DIVIDES,
+            fix=f"set --mamba-num-groups {round_up(num_groups, c.tp)} {OTHER_TP}",
+        )
+    if c.parallel.cp_comm_type == "a2a" and num_heads % ranks != 0:
+        yield ConfigError(
+            f"{count_of(num_heads, 'head')} of Mamba-2 cannot be shared by cp={c.cp} ranks",
+            why=f"cp_comm_type a2a needs tp*cp = {ranks} to divide mamba_num_heads",
+            fix=f"set --cp-comm-type p2p or --mamba-num-heads {round_up(num_heads, ranks)}",
+        )
+
+
+def check_short_convolutions(c: Settings) -> Errors:
+    """Channels of short convolutions over tp, and their tokens over cp."""
+    hidden_size = c.model.hidden_size
+    if "short_conv" in c.mixers and hidden_size % c.tp != 0:
+        yield ConfigError(
+            f"hidden_size {hidden_size} cannot be shared by tp={c.tp} ranks",
+            why="linear_attention_type short_conv splits its channels",
+            fix=f"set --hidden-size {round_up(hidden_size, c.tp)} {OTHER_TP}",
+        )
+    if c.cp == 1:
+        return
+    length = c.data.seq_length
+    chunk_tokens = length // (2 * c.cp)
+    halo_tokens = num_halo_tokens(c)
+    if chunk_tokens < halo_tokens:
+        yield ConfigError(
+            f"seq_length {length} has {count_of(chunk_tokens, 'token')} in each of the two chunks "
+            f"of cp={c.cp} ranks",
+            why=f"a short convolution sees {count_of(halo_tokens, 'token')} before its own, in one "
+            "chunk",
+            fix="raise --seq-length or set a smaller --context-parallel-size",
+        )
+
+
+def num_halo_tokens(c: Settings) -> int:
+    """The tokens that a chunk gets from the chunk before it."""
+    longest = 1
+    if c.has_mamba:
+        longest = c.mamba.conv_kernel_dim
+    if c.has_linear_layers:
+        longest = max(longest, c.linear.conv_kernel_dim)
+    return longest - 1
+
+
+def check_axes_without_experts(c: Settings) -> Errors:
+    """Expert axes have no effect without experts."""
+    if c.has_experts:
+        return
+    if c.ep > 1:
+        yield ConfigError(
+            f"expert_model_parallel_size {c.ep} has no effect",
+            why=NO_EXPERTS,
+            fix="set --num-experts or leave --expert-model-parallel-size out",
+        )
+    etp = c.parallel.expert_tensor_parallel_size
+    if etp is not None and etp > 1:
+        yield ConfigError(
+            f"expert_tensor_parallel_size {etp} has no effect",
+            why=NO_EXPERTS,
+            fix="set --num-experts or leave --expert-tensor-parallel-size out",
+        )
+
+
+def check_experts(c: Settings) -> Errors:
+    """Experts over expert-parallel ranks."""
+    num_experts = c.moe.num_experts
+    if c.has_experts and num_experts % c.ep != 0:
+        yield ConfigError(
+            f"{count_of(num_experts, 'expert')} cannot be shared by ep={c.ep} ranks",
+            why="expert_model_parallel_size must divide num_experts",
+            fix=f"set --num-experts {round_up(num_experts, c.ep)} or another "
+            "--expert-model-parallel-size",
+        )
+
+
+def check_hierarchical_dispatch(c: Settings) -> Errors:
+    """Dispatch that sends a token once to a group of ranks."""
+    group = c.parallel.moe_hierarchical_dispatch
+    if group is None:
+        return
+    if c.ep % group != 0:
+        yield ConfigError(
+            f"ep={c.ep} ranks do not form groups of moe_hierarchical_dispatch {group}",
+            why="a token is sent once to every so many ranks of ep",
+            fix="set --moe-hierarchical-dispatch 1, or the ranks of ep on a node",
+        )
+    if c.parallel.moe_expert_rank_capacity_factor is not None:
+        yield ConfigError(
+            "moe_expert_rank_capacity_factor with moe_hierarchical_dispatch",
+            why="tokens that cross to a node once are sent in exact numbers",
+            fix="leave --moe-hierarchical-dispatch or --moe-expert-rank-capacity-factor out",
+        )
+
+
+def check_expert_width(c: Settings) -> Errors:
+    """Width of an expert over its tensor-parallel ranks."""
+    width = c.model.moe_ffn_size
+    if c.has_experts and width % c.etp != 0:
+        yield ConfigError(
+            f"an expert of width {width} cannot be shared by etp={c.etp} ranks",
+            why="expert_tensor_parallel_size (unset: as tensor_model_parallel_size) must divide "
+            "moe_ffn_hidden_size",
+            fix="set --expert-tensor-parallel-size 1 or --moe-ffn-hidden-size "
+            f"{round_up(width, c.etp)}",
+        )

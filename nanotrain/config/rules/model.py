@@ -1,0 +1,416 @@
+"""Rules of the model section: positions, attention, layers and heads; `experts.py` has the others.
+
+A rule is an `if` and the error that it yields. A function ends at a field that could not be read.
+"""
+
+from math import ceil
+
+from nanotrain.config.notation import read_hybrid_pattern, read_mtp_patterns
+from nanotrain.config.rules.settings import Errors, Settings
+from nanotrain.config.schema import typed
+from nanotrain.errors import ConfigError
+from nanotrain.quantities import count_of, round_up
+
+
+def check_positions(c: Settings) -> Errors:
+    """Sequence length and learned positions."""
+    longest = c.model.max_position_embeddings
+    if c.data.seq_length > longest:
+        yield ConfigError(
+            f"seq_length {c.data.seq_length} is longer than max_position_embeddings {longest}",
+            why="the model has no positions beyond",
+            fix=f"set --seq-length {longest} or raise --max-position-embeddings",
+        )
+    if c.mtp.num_layers and c.model.position_embedding_type == "learned_absolute":
+        yield ConfigError(
+            f"mtp_num_layers {c.mtp.num_layers} with position_embedding_type learned_absolute",
+            why="multi-token prediction reads tokens after the last position of the table, as in "
+            "Megatron-LM",
+            fix="set --position-embedding-type rope, or leave --mtp-num-layers out",
+        )
+
+
+def check_query_norms(c: Settings) -> Errors:
+    """Norms of queries and keys."""
+    model = c.model
+    no_effect = (
+        "queries and keys are normalized after their projections, so the size of those weights "
+        "has no effect"
+    )
+    if c.optim.qk_clip and model.qk_layernorm and not model.multi_latent_attention:
+        yield ConfigError(
+            "qk_clip with qk_layernorm",
+            why=no_effect,
+            fix="leave out --qk-clip or --qk-layernorm",
+        )
+    if c.optim.qk_clip and model.qk_l2_norm:
+        yield ConfigError(
+            "qk_clip with qk_l2_norm",
+            why=no_effect,
+            fix="leave out --qk-clip or --qk-l2-norm",
+        )
+    if model.qk_l2_norm and model.qk_layernorm:
+        yield ConfigError(
+            "qk_l2_norm with qk_layernorm",
+            why="queries and keys have one norm, without weights or with them",
+            fix="leave out --qk-l2-norm or --qk-layernorm",
+        )
+
+
+def check_rotary_embedding(c: Settings) -> Errors:
+    """RoPE and YaRN."""
+    model = c.model
+    if model.rotary_percent > 1 and not model.multi_latent_attention:
+        yield ConfigError(
+            f"rotary_percent is {model.rotary_percent}",
+            why="it is a share of the channels of a head",
+            fix="set --rotary-percent to at most 1",
+        )
+    factor = c.yarn.rotary_scaling_factor
+    if model.position_embedding_type == "yarn" and factor <= 1:
+        yield ConfigError(
+            f"position_embedding_type is yarn and rotary_scaling_factor is {factor}",
+            why="YaRN extends the context by this factor",
+            fix="set --rotary-scaling-factor above 1, or --position-embedding-type rope",
+        )
+    if c.yarn.beta_fast <= c.yarn.beta_slow:
+        yield ConfigError(
+            f"beta_fast {c.yarn.beta_fast} is not above beta_slow {c.yarn.beta_slow}",
+            why="pairs between the two rotation counts are interpolated",
+            fix="set --beta-fast above --beta-slow",
+        )
+
+
+def check_multi_latent_attention(c: Settings) -> Errors:
+    """What multi-latent attention does not have."""
+    if not c.model.multi_latent_attention:
+        return
+    if c.model.position_embedding_type == "learned_absolute":
+        yield ConfigError(
+            "position_embedding_type is learned_absolute with multi_latent_attention",
+            why=f"{c.mla.qk_pos_emb_head_dim} channels per head (qk_pos_emb_head_dim) are for "
+            "rotary positions, or for none",
+            fix="set --position-embedding-type rope, yarn or none",
+        )
+    if c.model.add_bias_linear:
+        yield ConfigError(
+            "add_bias_linear with multi_latent_attention",
+            why="its projections have no biases",
+            fix="leave out --add-bias-linear or --multi-latent-attention",
+        )
+
+
+def check_sparse_attention(c: Settings) -> Errors:
+    """DeepSeek Sparse Attention and its indexer."""
+    model = c.model
+    if model.sparse_attention_type != "dsa":
+        return
+    if not model.multi_latent_attention:
+        yield ConfigError(
+            "sparse_attention_type dsa without multi_latent_attention",
+            why="its indexer reads the compressed queries of multi-latent attention",
+            fix="set --multi-latent-attention and --q-lora-rank, or leave --sparse-attention-type "
+            "out",
+        )
+    if model.multi_latent_attention and c.mla.q_lora_rank is None:
+        yield ConfigError(
+            "sparse_attention_type dsa and q_lora_rank is unset",
+            why="its indexer reads the compressed queries, and without q_lora_rank queries are "
+            "projected directly",
+            fix="set --q-lora-rank, 1536 in DeepSeek-V3.2",
+        )
+    rotary = c.mla.qk_pos_emb_head_dim
+    if c.dsa.head_dim < rotary:
+        yield ConfigError(
+            f"dsa_indexer_head_dim {c.dsa.head_dim} is below qk_pos_emb_head_dim {rotary}",
+            why=f"the first {rotary} channels of an index head are rotary",
+            fix=f"set --dsa-indexer-head-dim to at least {rotary}",
+        )
+
+
+def check_sparse_attention_windows(c: Settings) -> Errors:
+    """DeepSeek Sparse Attention has no windows."""
+    model = c.model
+    if model.sparse_attention_type != "dsa":
+        return
+    if model.window_size is not None:
+        yield ConfigError(
+            f"sparse_attention_type dsa with window_size {model.window_size}",
+            why="an indexer selects the keys of a query in every layer",
+            fix="leave --window-size out",
+        )
+    if model.attention_chunk_size is not None:
+        yield ConfigError(
+            f"sparse_attention_type dsa with attention_chunk_size {model.attention_chunk_size}",
+            why="an indexer selects the keys of a query in every layer",
+            fix="leave --attention-chunk-size out",
+        )
+
+
+def check_multipliers(c: Settings) -> Errors:
+    """Factors on outputs and on the projections of Mamba-2."""
+    residual = c.model.residual_multiplier
+    mlp_output = c.model.mlp_output_multiplier
+    placement = c.model.norm_placement
+    if residual * mlp_output != 1 and placement != "pre":
+        yield ConfigError(
+            f"residual_multiplier {residual} and mlp_output_multiplier {mlp_output} with "
+            f"norm_placement {placement}",
+            why="the norms of the outputs of attention and MLP already give their scale",
+            fix="leave --residual-multiplier and --mlp-output-multiplier out, or set "
+            "--norm-placement pre",
+        )
+    if len(c.mamba.multipliers) != 5:
+        yield ConfigError(
+            f"mamba_multipliers has {count_of(len(c.mamba.multipliers), 'number')}",
+            why="Mamba-2 has five projections: gate, value, key, query and step",
+            fix="set --mamba-multipliers with five numbers",
+        )
+
+
+def check_window_heads(c: Settings) -> Errors:
+    """Key/value heads of layers with a window."""
+    num_heads = c.model.num_attention_heads
+    groups = c.model.window_query_groups
+    if groups is None:
+        return
+    if num_heads % groups != 0:
+        yield ConfigError(
+            f"{num_heads} query heads cannot share {groups} key/value heads of layers with a "
+            "window",
+            why="window_query_groups must divide num_attention_heads",
+            fix="set --window-query-groups to a divisor",
+        )
+    if c.optim.qk_clip:
+        yield ConfigError(
+            f"qk_clip with window_query_groups {groups}",
+            why="heads that share a key are clipped alike, and layers have other numbers of them",
+            fix="leave out --qk-clip or --window-query-groups",
+        )
+    if c.has_fp8:
+        yield ConfigError(
+            f"fp8 with window_query_groups {groups}",
+            why="which sizes fp8 can multiply is checked for layers that are alike",
+            fix="leave out --fp8-format or --window-query-groups",
+        )
+
+
+def check_values_and_norms(c: Settings) -> Errors:
+    """Width of values, norms without weights, and activations with weights."""
+    model = c.model
+    if c.has_fp8 and model.value_channels is not None:
+        yield ConfigError(
+            f"fp8 with value_channels {model.value_channels}",
+            why="which sizes fp8 can multiply is checked for values as wide as keys",
+            fix="leave out --fp8-format or --value-channels",
+        )
+    if model.normalization == "L2Norm" and model.norm_placement != "pre":
+        yield ConfigError(
+            f"normalization L2Norm with norm_placement {model.norm_placement}",
+            why="norms without weights are those of the inputs of attention and MLP",
+            fix="set --normalization RMSNorm or --norm-placement pre",
+        )
+    if model.activation == "xielu" and c.has_experts:
+        yield ConfigError(
+            f"activation xielu with num_experts {c.moe.num_experts}",
+            why="its weights are those of dense MLPs, and experts have none",
+            fix="choose another --activation or leave --num-experts out",
+        )
+
+
+def check_pattern_length(c: Settings) -> Errors:
+    """`hybrid_layer_pattern` has one letter per layer."""
+    letters = read_hybrid_pattern(c.model.hybrid_layer_pattern or "")
+    if letters and len(letters) != c.model.num_layers:
+        yield ConfigError(
+            f"hybrid_layer_pattern has {len(letters)} of {count_of(c.model.num_layers, 'layer')}",
+            why="every letter is a layer",
+            fix=f"set --num-layers {len(letters)} or change --hybrid-layer-pattern",
+        )
+
+
+def check_pattern_letters(c: Settings) -> Errors:
+    """Letters of `hybrid_layer_pattern` that need experts or linear attention."""
+    letters = read_hybrid_pattern(c.model.hybrid_layer_pattern or "")
+    if "E" in letters and not c.has_experts:
+        yield ConfigError(
+            "hybrid_layer_pattern has E and num_experts is unset",
+            why="E is a layer of experts",
+            fix="set --num-experts",
+        )
+    if "G" in letters and c.model.linear_attention_type is None:
+        yield ConfigError(
+            "hybrid_layer_pattern has G and linear_attention_type is unset",
+            why="G is a layer of linear attention",
+            fix="set --linear-attention-type",
+        )
+
+
+def check_attention_letters(c: Settings) -> Errors:
+    """Letters of attention, with and without MLA, and of multi-token prediction."""
+    pattern = c.model.hybrid_layer_pattern
+    if pattern is None:
+        return
+    letters = read_hybrid_pattern(pattern)
+    if "+" in letters and not c.model.multi_latent_attention:
+        yield ConfigError(
+            "hybrid_layer_pattern has + and multi_latent_attention is off",
+            why="+ is a layer of multi-latent attention",
+            fix="set --multi-latent-attention or write *",
+        )
+    if "*" in letters and c.model.multi_latent_attention:
+        yield ConfigError(
+            "hybrid_layer_pattern has * and multi_latent_attention is on",
+            why="* is attention without it, and a model has one of the two",
+            fix="write + or leave --multi-latent-attention out",
+        )
+    num_mtp_layers = len(read_mtp_patterns(pattern))
+    if num_mtp_layers != (c.mtp.num_layers or 0):
+        yield ConfigError(
+            f"hybrid_layer_pattern has {count_of(num_mtp_layers, 'layer')} of multi-token "
+            "prediction",
+            why=f"mtp_num_layers is {typed(c.mtp.num_layers)}",
+            fix="end --hybrid-layer-pattern with /*E or /*- once per layer of --mtp-num-layers",
+        )
+
+
+def check_delta_rule_heads(c: Settings) -> Errors:
+    """Heads of Gated DeltaNet and KDA."""
+    if not c.has_delta_rule:
+        return
+    num_keys = c.linear.num_key_heads
+    num_values = c.linear.num_value_heads
+    value_heads = count_of(num_values, "value head")
+    key_heads = count_of(num_keys, "key head")
+    if num_values % num_keys != 0:
+        yield ConfigError(
+            f"{value_heads} cannot share {key_heads}",
+            why="linear_num_key_heads must divide linear_num_value_heads",
+            fix="set --linear-num-key-heads to a divisor",
+        )
+    if "kda" in c.mixers and num_values > num_keys:
+        yield ConfigError(
+            f"{value_heads} beside {key_heads}",
+            why="linear_attention_type kda has a decay for every channel of the key of a value "
+            "head",
+            fix=f"set --linear-num-key-heads {num_values}",
+        )
+
+
+def check_linear_layers(c: Settings) -> Errors:
+    """`linear_attention_type` needs a layer of its kind."""
+    kind = c.model.linear_attention_type
+    if kind is not None and not c.has_linear_layers:
+        frequency = f"linear_attention_freq is {c.model.linear_attention_freq}"
+        has_pattern = bool(c.model.hybrid_layer_pattern)
+        yield ConfigError(
+            f"no layer has linear_attention_type {kind}",
+            why="hybrid_layer_pattern has no G" if has_pattern else frequency,
+            fix="leave --linear-attention-type out",
+        )
+
+
+def check_mamba_heads(c: Settings) -> Errors:
+    """Heads and groups of Mamba-2."""
+    num_groups = c.mamba.num_groups
+    if c.has_mamba and c.model.mamba_heads % num_groups != 0:
+        num_heads = c.model.mamba_heads
+        yield ConfigError(
+            f"{count_of(num_heads, 'head')} of Mamba-2 cannot form {count_of(num_groups, 'group')}",
+            why="mamba_num_groups must divide mamba_num_heads, which is "
+            "2 * hidden_size / mamba_head_dim if unset",
+            fix=f"set --mamba-num-heads {round_up(num_heads, num_groups)} or another "
+            "--mamba-num-groups",
+        )
+
+
+def check_heads(c: Settings) -> Errors:
+    """Heads of attention without MLA."""
+    model = c.model
+    num_heads = model.num_attention_heads
+    if model.multi_latent_attention:
+        return
+    if model.kv_channels is None and model.hidden_size % num_heads != 0:
+        yield ConfigError(
+            f"hidden_size {model.hidden_size} cannot be split into {num_heads} heads",
+            why="num_attention_heads must divide it where kv_channels is unset",
+            fix="set --num-attention-heads to a divisor or --kv-channels to the width of a head",
+        )
+    if num_heads % model.query_groups != 0:
+        yield ConfigError(
+            f"{num_heads} query heads cannot share {model.query_groups} key/value heads",
+            why="num_query_groups must divide num_attention_heads",
+            fix="set --num-query-groups to a divisor",
+        )
+
+
+def check_rotated_pairs(c: Settings) -> Errors:
+    """RoPE rotates an even number of channels."""
+    model = c.model
+    why = "RoPE rotates pairs of channels, so their number must be even"
+    if model.multi_latent_attention:
+        channels = c.mla.qk_pos_emb_head_dim
+        if channels % 2 != 0:
+            yield ConfigError(
+                f"qk_pos_emb_head_dim is {channels}",
+                why=why,
+                fix=f"set --qk-pos-emb-head-dim {channels + 1}",
+            )
+        return
+    has_pairs = model.rotary_dim > 0 and model.rotary_dim % 2 == 0
+    has_whole_heads = model.hidden_size % model.num_attention_heads == 0
+    if model.has_rope and not has_pairs and (model.kv_channels is not None or has_whole_heads):
+        yield ConfigError(
+            f"a head has {model.head_dim} channels, of which {model.rotary_dim} are rotated "
+            f"(rotary_percent {model.rotary_percent})",
+            why=why,
+            fix=f"set --kv-channels {channels_with_pairs(c)}, or another --num-attention-heads or "
+            "--rotary-percent",
+        )
+
+
+def channels_with_pairs(c: Settings) -> int:
+    """The fewest channels per head of which RoPE rotates an even number, at least as many as
+    now.
+    """
+    percent = c.model.rotary_percent
+    rotated = max(2, round_up(c.model.rotary_dim, 2))
+    channels = ceil(rotated / percent)
+    if int(channels * percent) < rotated:  # 100 * 0.58 is 57.99 in floating point
+        return channels + 1
+    return channels
+
+
+def check_layers_with_positions(c: Settings) -> Errors:
+    """A model with rotary positions needs a layer that has them."""
+    if c.model.has_rope and all(c.model.no_rope_layers):
+        yield ConfigError(
+            "no layer has rotary positions",
+            why=f"no_rope_freq is {c.model.no_rope_freq}",
+            fix="set --no-rope-freq 0, or --position-embedding-type none",
+        )
+
+
+def check_windows(c: Settings) -> Errors:
+    """Sliding windows and chunks of attention."""
+    window = c.model.window_size
+    chunk = c.model.attention_chunk_size
+    if window is not None and chunk is not None:
+        yield ConfigError(
+            f"window_size {window} with attention_chunk_size {chunk}",
+            why="a layer attends to a sliding window or within a chunk, not both",
+            fix="leave out --window-size or --attention-chunk-size",
+        )
+    why = f"window_attn_skip_freq is {c.model.window_attn_skip_freq}"
+    if chunk is not None and not any(c.model.window_layers):
+        yield ConfigError(
+            f"no layer attends within chunks of {chunk} positions",
+            why=why,
+            fix="set --window-attn-skip-freq 0 or leave --attention-chunk-size out",
+        )
+    if window is not None and not any(c.model.window_layers):
+        yield ConfigError(
+            f"no layer has the window of {window} keys",
+            why=why,
+            fix="set --window-attn-skip-freq 0 or leave --window-size out",
+        )

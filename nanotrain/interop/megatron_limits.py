@@ -1,0 +1,69 @@
+"""Settings of a model for which checkpoints of Megatron-LM have no place, or no known one."""
+
+from nanotrain.config.config import Config
+from nanotrain.config.model import ModelConfig
+from nanotrain.config.rules.settings import Settings
+
+
+def unsupported_settings(model_config: ModelConfig) -> list[str]:
+    """The settings of a model for which Megatron-LM has no place."""
+    settings = Settings(Config(model=model_config))
+    unsupported = layer_settings(settings) | other_settings(settings)
+    return [name for name, is_set in unsupported.items() if is_set]
+
+
+def layer_settings(c: Settings) -> dict[str, bool]:
+    """Whether settings of layers and of their attention are set, by name."""
+    model = c.model
+    has_bias = model.add_bias_linear
+    after_rope = model.qk_layernorm_after_rope
+    across_heads = model.qk_layernorm_across_heads
+    has_experts = c.has_experts
+    return {
+        "multi_latent_attention": model.multi_latent_attention,
+        "attention_output_gate": model.attention_output_gate,
+        "linear_attention_type": model.linear_attention_type is not None,
+        "hybrid_layer_pattern": model.hybrid_layer_pattern is not None,
+        "mtp_num_layers": bool(c.mtp.num_layers),
+        "norm_placement other than pre": model.norm_placement != "pre",
+        "qk_layernorm_across_heads": model.qk_layernorm and across_heads,
+        "softmax_type learnable": model.softmax_type == "learnable",
+        "add_bias_linear with experts": has_bias and has_experts,
+        "scale_embeddings": model.scale_embeddings,
+        "embedding_l2_norm": model.embedding_l2_norm,
+        "normalization L2Norm": model.normalization == "L2Norm",
+        "activation xielu": model.activation == "xielu",
+        "value_channels": model.value_channels is not None,
+        "window_query_groups": model.window_query_groups is not None,
+        "attention_output_multiplier": model.attention_output_multiplier != 1,
+        "attn_logit_softcapping": model.attn_logit_softcapping is not None,
+        "final_logit_softcapping": model.final_logit_softcapping is not None,
+        "qk_layernorm_after_rope": model.qk_layernorm and after_rope,
+    }
+
+
+def other_settings(c: Settings) -> dict[str, bool]:
+    """Whether settings of positions, experts and factors are set, by name."""
+    model = c.model
+    moe = c.moe
+    has_bias = moe.router_enable_expert_bias
+    is_partly_rotary = model.no_rope_freq != "0"
+    return {
+        "qk_l2_norm beside layers without rotary positions": model.qk_l2_norm and is_partly_rotary,
+        "attention_chunk_size": model.attention_chunk_size is not None,
+        "attn_scale": model.attn_scale > 0,
+        "query_scaling_beta": c.yarn.query_scaling_beta > 0,
+        "mla_scale_lora": c.mla.scale_lora,
+        "compressed_norm_epsilon": c.mla.compressed_norm_epsilon is not None,
+        "moe_router_enable_expert_bias with softmax": has_bias
+        and moe.router_score_function == "softmax",
+        "rotary_base_local": model.rotary_base_local is not None,
+        "moe_num_zero_experts": moe.num_zero_experts > 0,
+        "moe_shortcut": moe.shortcut,
+        "moe_latent_size": moe.latent_size is not None,
+        "embedding_multiplier": model.embedding_multiplier != 1,
+        "residual_multiplier": model.residual_multiplier != 1,
+        "logits_scaling": model.logits_scaling != 1,
+        "mlp_gate_multiplier": model.mlp_gate_multiplier != 1,
+        "mlp_output_multiplier": model.mlp_output_multiplier != 1,
+    }
