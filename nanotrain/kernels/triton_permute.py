@@ -10,8 +10,6 @@ are annotated for Triton's compiler, and with TRITON_INTERPRET=1 the kernels run
     T tokens   K experts per token   P permuted tokens   H hidden
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -84,48 +82,59 @@ if triton is not None:
         topk: tl.constexpr,
         block: tl.constexpr,
     ) -> None:
-        # those of a token run together and read its gradient from the cache
+        # pairs of a token run together and read its gradient from the cache
         pair = tl.program_id(0).to(tl.int64)
-        row, weight = tl.load(positions + pair), tl.load(weights + pair)
+        row = tl.load(positions + pair)
+        weight = tl.load(weights + pair)
         along = tl.zeros([block], tl.float32)
         for start in range(0, width, block):
             columns = start + tl.arange(0, block)
             inside = (columns < width) & (row < num_rows)
-            of_token = tl.load(grad + pair // topk * width + columns, mask=inside, other=0.0).to(
-                tl.float32
-            )
+            token_grad = tl.load(grad + pair // topk * width + columns, mask=inside, other=0.0)
+            token_grad = token_grad.to(tl.float32)
             values = tl.load(rows + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-            along += values * of_token
-            result = (of_token * weight).to(grad_rows.dtype.element_ty)
+            along += values * token_grad
+            result = (token_grad * weight).to(grad_rows.dtype.element_ty)
             tl.store(grad_rows + row * width + columns, result, mask=inside)
         tl.store(grad_weights + pair, tl.sum(along, 0))
 
 
 def spread(x: Tensor, order: Tensor, *, inverse: Tensor) -> Tensor:
-    """[T, H] -> [P, H], each token at the positions `inverse` [T, K] below P, the length of
-    `order`.
-    """
-    out = x.new_empty(len(order), x.shape[1])
+    """[T, H] -> [P, H], each token at its positions in `inverse` [T, K] below P = len(order)."""
+    width = x.shape[1]
+    out = x.new_empty(len(order), width)
     if out.numel():
-        _spread[_grid(inverse, x)](x.contiguous(), inverse.contiguous(), out, *_sizes(out, inverse))
+        _spread[_grid(inverse, width)](
+            x.contiguous(),
+            inverse.contiguous(),
+            out,
+            len(out),
+            width,
+            topk=inverse.shape[1],
+            block=BLOCK,
+        )
     return out
 
 
 def combine(permuted: Tensor, inverse: Tensor, *, weights: Tensor | None) -> Tensor:
-    """[P, H] -> [T, H]: the sum of the rows at each token's positions, times weights [T, K] fp32
-    where given.
+    """[P, H] -> [T, H]: the sum of the rows at each token's positions.
+
+    Rows are multiplied by weights [T, K] fp32 where they are given.
     """
-    out = permuted.new_empty(len(inverse), permuted.shape[1])
+    width = permuted.shape[1]
+    out = permuted.new_empty(len(inverse), width)
     if out.numel():
-        permuted, inverse, is_weighted = (
-            permuted.contiguous(),
+        permuted = permuted.contiguous()
+        _combine[_grid(inverse, width)](
+            permuted,
             inverse.contiguous(),
-            weights is not None,
-        )
-        factors = permuted if weights is None else weights.contiguous()
-        sizes = _sizes(permuted, inverse)
-        _combine[_grid(inverse, out)](
-            permuted, inverse, factors, out, *sizes[:3], is_weighted, sizes[3]
+            permuted if weights is None else weights.contiguous(),
+            out,
+            len(permuted),
+            width,
+            topk=inverse.shape[1],
+            is_weighted=weights is not None,
+            block=BLOCK,
         )
     return out
 
@@ -134,20 +143,27 @@ def combine_backward(
     grad: Tensor, permuted: Tensor, *, order: Tensor, inverse: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `combine`: [P, H] of the rows and [T, K] fp32 of the weights."""
-    permuted, weights = permuted.contiguous(), weights.contiguous()
-    grad_rows, grad_weights = torch.empty_like(permuted), torch.empty_like(weights)
-    if inverse.numel():
-        inputs = (grad.contiguous(), permuted, inverse.contiguous(), weights)
-        _combine_backward[(inverse.numel(),)](
-            *inputs, grad_rows, grad_weights, *_sizes(permuted, inverse)
+    permuted = permuted.contiguous()
+    weights = weights.contiguous()
+    grad_rows = torch.empty_like(permuted)
+    grad_weights = torch.empty_like(weights)
+    num_pairs = inverse.numel()
+    if num_pairs:
+        _combine_backward[(num_pairs,)](
+            grad.contiguous(),
+            permuted,
+            inverse.contiguous(),
+            weights,
+            grad_rows,
+            grad_weights,
+            len(permuted),
+            permuted.shape[1],
+            topk=inverse.shape[1],
+            block=BLOCK,
         )
     return grad_rows, grad_weights
 
 
-def _grid(inverse: Tensor, tokens: Tensor) -> tuple[int, int]:
-    return len(inverse), triton.cdiv(tokens.shape[1], BLOCK)
-
-
-def _sizes(rows: Tensor, inverse: Tensor) -> tuple[Any, ...]:
-    """Rows, their width, rows of a token, and elements of a program."""
-    return len(rows), rows.shape[1], inverse.shape[1], BLOCK
+def _grid(inverse: Tensor, width: int) -> tuple[int, int]:
+    """A program per token and block of columns."""
+    return len(inverse), triton.cdiv(width, BLOCK)

@@ -3,9 +3,9 @@
     row_logsumexp        one read of the logits
     softmax_gradient_    one read and one write, in place
 
-Parameters of kernels are annotated as `tl.tensor`: Triton's compiler refuses annotations that are
-not its own. Without the package `triton` the module has no kernels. With TRITON_INTERPRET=1, set
-before it is imported, they run on CPU tensors, slowly.
+Parameters of kernels are annotated as `tl.tensor`: Triton's compiler refuses other annotations.
+Without the package `triton` the module has no kernels. With TRITON_INTERPRET=1, set before it is
+imported, they run on CPU tensors, slowly.
 """
 
 import torch
@@ -27,7 +27,8 @@ if triton is not None:
         logits: tl.tensor, out: tl.tensor, num_columns: tl.tensor, block: tl.constexpr
     ) -> None:
         row = tl.program_id(0).to(tl.int64)
-        largest, total = -float("inf"), 0.0
+        largest = -float("inf")
+        total = 0.0
         for start in range(0, num_columns, block):
             columns = start + tl.arange(0, block)
             values = tl.load(
@@ -53,11 +54,12 @@ if triton is not None:
     ) -> None:
         row = tl.program_id(0).to(tl.int64)
         columns = tl.program_id(1) * block + tl.arange(0, block)
-        place, inside = logits + row * num_columns + columns, columns < num_columns
-        values = tl.load(place, mask=inside, other=-float("inf")).to(tl.float32)
+        pointers = logits + row * num_columns + columns
+        inside = columns < num_columns
+        values = tl.load(pointers, mask=inside, other=-float("inf")).to(tl.float32)
         label = tl.where(columns == tl.load(column + row), tl.load(local_mask + row), 0.0)
         gradient = (tl.exp(values - tl.load(logsumexp + row)) - label) * tl.load(scale + row)
-        tl.store(place, gradient.to(logits.dtype.element_ty), mask=inside)
+        tl.store(pointers, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
 def row_logsumexp(logits: Tensor) -> Tensor:
@@ -85,9 +87,13 @@ def softmax_gradient_(
     tokens, columns = logits.shape
     if tokens:
         grid = (tokens, triton.cdiv(columns, BLOCK))
-        arguments = (
-            *(each.contiguous() for each in (logsumexp, column, local_mask, scale)),
+        _softmax_gradient[grid](
+            logits,
+            logsumexp.contiguous(),
+            column.contiguous(),
+            local_mask.contiguous(),
+            scale.contiguous(),
             columns,
+            block=BLOCK,
         )
-        _softmax_gradient[grid](logits, *arguments, block=BLOCK)
     return logits

@@ -25,11 +25,11 @@ if triton is not None:
     def _swiglu(
         gate: tl.tensor, up: tl.tensor, out: tl.tensor, number: tl.tensor, block: tl.constexpr
     ) -> None:
-        places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-        inside = places < number
-        x = tl.load(gate + places, mask=inside).to(tl.float32)
-        y = tl.load(up + places, mask=inside).to(tl.float32)
-        tl.store(out + places, (x * tl.sigmoid(x) * y).to(out.dtype.element_ty), mask=inside)
+        offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+        inside = offsets < number
+        x = tl.load(gate + offsets, mask=inside).to(tl.float32)
+        y = tl.load(up + offsets, mask=inside).to(tl.float32)
+        tl.store(out + offsets, (x * tl.sigmoid(x) * y).to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
     def _swiglu_backward(
@@ -41,31 +41,38 @@ if triton is not None:
         number: tl.tensor,
         block: tl.constexpr,
     ) -> None:
-        places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-        inside = places < number
-        g = tl.load(grad + places, mask=inside).to(tl.float32)
-        x = tl.load(gate + places, mask=inside).to(tl.float32)
-        y = tl.load(up + places, mask=inside).to(tl.float32)
-        share = tl.sigmoid(x)
-        of_gate = g * y * share * (1 + x * (1 - share))
-        tl.store(grad_gate + places, of_gate.to(grad_gate.dtype.element_ty), mask=inside)
-        tl.store(grad_up + places, (g * x * share).to(grad_up.dtype.element_ty), mask=inside)
+        offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+        inside = offsets < number
+        g = tl.load(grad + offsets, mask=inside).to(tl.float32)
+        x = tl.load(gate + offsets, mask=inside).to(tl.float32)
+        y = tl.load(up + offsets, mask=inside).to(tl.float32)
+        sigmoid = tl.sigmoid(x)
+        gate_grad = g * y * sigmoid * (1 + x * (1 - sigmoid))
+        tl.store(grad_gate + offsets, gate_grad.to(grad_gate.dtype.element_ty), mask=inside)
+        tl.store(grad_up + offsets, (g * x * sigmoid).to(grad_up.dtype.element_ty), mask=inside)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, of one shape and dtype."""
-    gate, up = gate.contiguous(), up.contiguous()
+    gate = gate.contiguous()
+    up = up.contiguous()
     out = torch.empty_like(gate)
-    if out.numel():
-        _swiglu[(triton.cdiv(out.numel(), BLOCK),)](gate, up, out, out.numel(), block=BLOCK)
+    number = out.numel()
+    if number:
+        grid = (triton.cdiv(number, BLOCK),)
+        _swiglu[grid](gate, up, out, number, block=BLOCK)
     return out
 
 
 def swiglu_backward(grad: Tensor, *, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up."""
-    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
-    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    if grad.numel():
-        grid, outputs = (triton.cdiv(grad.numel(), BLOCK),), (grad_gate, grad_up)
-        _swiglu_backward[grid](grad, gate, up, *outputs, grad.numel(), block=BLOCK)
+    grad = grad.contiguous()
+    gate = gate.contiguous()
+    up = up.contiguous()
+    grad_gate = torch.empty_like(gate)
+    grad_up = torch.empty_like(up)
+    number = grad.numel()
+    if number:
+        grid = (triton.cdiv(number, BLOCK),)
+        _swiglu_backward[grid](grad, gate, up, grad_gate, grad_up, number, block=BLOCK)
     return grad_gate, grad_up

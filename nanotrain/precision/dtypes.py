@@ -1,8 +1,9 @@
 """Dtypes: their table, and the precision policy.
 
-TORCH_DTYPES, DTYPE_NAMES, SAFETENSORS_NAMES   name in configurations, torch dtype, name in safetensors headers
-as_fp32                                        a tensor in at least fp32
-Precision                                      the dtypes of parameters, gradients, main params, optimizer state
+TORCH_DTYPES        torch dtype by name in configurations; DTYPE_NAMES: the inverse
+SAFETENSORS_NAMES   name in safetensors headers, by name in configurations
+as_fp32             a tensor in at least fp32
+Precision           the dtypes of parameters, gradients, main params, optimizer state
 """
 
 from dataclasses import dataclass
@@ -12,21 +13,31 @@ from torch import Tensor
 
 from nanotrain.config.config import PrecisionConfig
 
-_ROWS = (
-    ("fp64", torch.float64, "F64"),
-    ("fp32", torch.float32, "F32"),
-    ("fp16", torch.float16, "F16"),
-    ("bf16", torch.bfloat16, "BF16"),
-    ("int64", torch.int64, "I64"),
-    ("int32", torch.int32, "I32"),
-    ("int16", torch.int16, "I16"),
-    ("int8", torch.int8, "I8"),
-    ("uint8", torch.uint8, "U8"),
-    ("bool", torch.bool, "BOOL"),
-)
-TORCH_DTYPES = {name: dtype for name, dtype, _ in _ROWS}
-DTYPE_NAMES = {dtype: name for name, dtype, _ in _ROWS}
-SAFETENSORS_NAMES = {name: safetensors for name, _, safetensors in _ROWS}
+TORCH_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+SAFETENSORS_NAMES = {
+    "fp64": "F64",
+    "fp32": "F32",
+    "fp16": "F16",
+    "bf16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 
 
 def torch_name(name: str) -> str:
@@ -40,7 +51,9 @@ def torch_name(name: str) -> str:
 
 def as_fp32(x: Tensor) -> Tensor:
     """At least fp32; fp64 stays."""
-    return x.float() if x.itemsize < 4 else x
+    if x.itemsize >= 4:
+        return x
+    return x.float()
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,7 @@ class Precision:
     """The dtypes of a run."""
 
     params: torch.dtype  # model params and activations
-    grads: torch.dtype = torch.float32  # gradient buffers, accumulation in them and their reduction
+    grads: torch.dtype = torch.float32  # gradient buffers: accumulation and reduction
     main: torch.dtype = torch.float32  # main params, which the optimizer updates
     main_grads: torch.dtype = torch.float32  # reduced gradients, which the optimizer reads
     exp_avg: torch.dtype = torch.float32  # first moments and momentum buffers
@@ -58,9 +71,10 @@ class Precision:
     def of(cls, config: PrecisionConfig) -> "Precision":
         """The dtypes of a `precision` config section."""
         params = TORCH_DTYPES[config.params_dtype]
+        grads = torch.float32 if config.accumulates_grads_in_fp32 else params
         return cls(
             params=params,
-            grads=torch.float32 if config.accumulates_grads_in_fp32 else params,
+            grads=grads,
             main_grads=TORCH_DTYPES[config.main_grads_dtype],
             main=TORCH_DTYPES[config.main_params_dtype],
             exp_avg=TORCH_DTYPES[config.exp_avg_dtype],
@@ -69,9 +83,7 @@ class Precision:
 
     @property
     def has_separate_main_params(self) -> bool:
-        """Whether main params are stored apart from model params; those of equal dtype are the same
-        tensor.
-        """
+        """Whether main params are stored separately from model params, in another dtype."""
         return self.params != self.main
 
     def state_dtype(self, name: str) -> torch.dtype:

@@ -33,9 +33,7 @@ FP8_FORMATS: dict[str, Fp8Dtypes] = {
     "e4m3": Fp8Dtypes(torch.float8_e4m3fn, torch.float8_e4m3fn),
     "hybrid": Fp8Dtypes(torch.float8_e4m3fn, torch.float8_e5m2),
 }
-
-
-WEIGHT_DTYPE = torch.float8_e4m3fn  # of weights, in both formats
+WEIGHT_DTYPE = torch.float8_e4m3fn  # dtype of weights, in both formats
 
 
 @dataclass(frozen=True)
@@ -44,13 +42,13 @@ class Recipe:
 
     block: Block  # of activations and gradients
     weight_block: Block
-    # scales are powers of two: dequantization is exact, and values that stay normal do not depend
-    # on the scale
+    # whether scales are powers of two: dequantization is then exact, and values that stay normal do
+    # not depend on the scale
     power_of_two: bool = False
-    has_history: bool = False  # scales follow from the amaxes of earlier steps
+    has_history: bool = False  # whether scales follow from the amaxes of earlier steps
     capability: tuple[int, int] = (8, 9)  # the first CUDA compute capability with kernels
-    last_capability: tuple[int, int] | None = None  # the last one; None: all later ones
-    e4m3_only: bool = False  # torch has no kernels for e5m2
+    last_capability: tuple[int, int] | None = None  # the last one; None: no limit
+    e4m3_only: bool = False  # whether torch lacks kernels for e5m2
 
     @property
     def is_per_tensor(self) -> bool:

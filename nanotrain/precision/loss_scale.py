@@ -1,12 +1,13 @@
-"""Loss scale of fp16 training, which keeps small gradients from underflow (Micikevicius et al.
-2018, section 3.2).
+"""Loss scale of fp16 training, which keeps small gradients from underflow.
 
 The loss is multiplied by `scale` before the backward pass; gradients are divided by it before the
 update. A step whose gradients overflow is skipped on every rank. `hysteresis` overflows halve the
 scale; `loss_scale_window` consecutive steps without overflow double it. It is constant if the
 option `loss_scale` is set; fp32 and bf16 runs use the same class with a constant scale of 1.
 
-A dynamic scale and its counters are on the device, so that no step waits for the host.
+A dynamic scale and its counters are on the device, so that the host waits in no step.
+
+Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 """
 
 from collections.abc import Mapping
@@ -28,27 +29,25 @@ class LossScale:
     def __init__(self, config: PrecisionConfig, device: torch.device | str = "cpu") -> None:
         is_fp16 = config.params_dtype == "fp16"
         self.is_dynamic = is_fp16 and not config.loss_scale
-        self.minimum, self._config, self._device = (
-            config.min_loss_scale,
-            config,
-            torch.device(device),
-        )
+        self.minimum = config.min_loss_scale
+        self._config = config
+        self._device = torch.device(device)
         self._constant = config.loss_scale if is_fp16 else 1.0
         self._set(config.initial_loss_scale, clean_steps=0, overflows_left=config.hysteresis)
 
     def _set(self, scale: float, *, clean_steps: int, overflows_left: int) -> None:
-        self._scale = torch.full((), scale, dtype=torch.float64, device=self._device)
-        self._clean_steps = torch.full((), clean_steps, dtype=torch.int64, device=self._device)
-        self._overflows_left = torch.full(
-            (), overflows_left, dtype=torch.int64, device=self._device
-        )
+        """Put the scale and its counters on the device."""
+        device = self._device
+        self._scale = torch.full((), scale, dtype=torch.float64, device=device)
+        self._clean_steps = torch.full((), clean_steps, dtype=torch.int64, device=device)
+        self._overflows_left = torch.full((), overflows_left, dtype=torch.int64, device=device)
 
     @property
     def scale(self) -> float | Tensor:
-        """Factor of the loss: a number if it is constant, else an fp64 scalar on the device;
-        updates replace it.
-        """
-        return self._scale if self.is_dynamic else self._constant
+        """Factor of the loss: a number if constant, else an fp64 scalar that updates replace."""
+        if self.is_dynamic:
+            return self._scale
+        return self._constant
 
     def update(self, found_inf: Tensor) -> None:
         """Count one step.
@@ -61,11 +60,11 @@ class LossScale:
         overflowed = found_inf > 0
         left = torch.where(overflowed, self._overflows_left - 1, self._overflows_left)
         clean = torch.where(overflowed, 0, self._clean_steps + 1)
-        halves, doubles = overflowed & (left <= 0), clean == self._config.loss_scale_window
+        halves = overflowed & (left <= 0)
+        doubles = clean == self._config.loss_scale_window
         halved = (self._scale / 2).clamp(min=self.minimum)
-        self._scale = torch.where(
-            halves, halved, torch.where(doubles, self._scale * 2, self._scale)
-        )
+        scale = torch.where(doubles, self._scale * 2, self._scale)
+        self._scale = torch.where(halves, halved, scale)
         self._clean_steps = torch.where(doubles, 0, clean)
         self._overflows_left = torch.where(doubles, self._config.hysteresis, left)
 
@@ -79,11 +78,13 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a saved state; if only one of the two scales is dynamic, the initial scale
-        stays.
+        """Continue from a saved state.
+
+        If only one of the two scales is dynamic, the initial scale stays.
         """
         # Checkpoints of format 1 lack the flag; a constant scale is 1 and never counts a step.
         was_dynamic = state.get("is_dynamic", state["scale"] != 1.0 or state["clean_steps"] > 0)
         if self.is_dynamic and was_dynamic:
-            clean_steps, overflows_left = int(state["clean_steps"]), int(state["overflows_left"])
+            clean_steps = int(state["clean_steps"])
+            overflows_left = int(state["overflows_left"])
             self._set(state["scale"], clean_steps=clean_steps, overflows_left=overflows_left)

@@ -1,18 +1,19 @@
 """fp8 in the layers of a stage.
 
-    fp8_options    options from the configuration; `expert_fp8_options` of the experts of an MoE layer
-    SharedAmax     amaxes reduced over the ranks that share a tensor: tp x cp, for the tokens of an expert also etp
-    StoredWeight   a weight that is kept in fp8
+    fp8_options    options from the configuration; `expert_fp8_options`: options of MoE experts
+    SharedAmax     amaxes reduced over the ranks that share a tensor: tp x cp, and etp for experts
+    StoredWeight   a weight that is stored in fp8
     Fp8Layer       the options of a layer, and its amax history for delayed scaling
 
-    history [3, E, L]     amaxes of the last L steps: operands x expert x step, newest first; E = 1 in a dense layer
-    step_amax [3, E]      the largest amaxes of this step so far, on this rank
+    history [3, E, L]   amaxes of the last L steps: operand, expert, step, newest first; E = 1 in a
+                        dense layer
+    step_amax [3, E]    the largest amaxes of this step so far, on this rank
 
-    forward, backward     record(amax)                       largest over microbatches, so recomputation changes nothing
-    end of a step         step_amax -- max over ranks --> update(amax): history shifts by one
+    forward, backward   record(amax): largest over microbatches, so recomputation changes nothing
+    end of a step       step_amax -- max over ranks --> update(amax): history shifts by one
 
-A scale is that of the whole tensor, the same that a single rank would compute for the microbatch.
-The history is the same on all ranks of a stage. While it is empty (in the first step of a run, or
+Scales are computed for whole tensors, as a single rank would compute them for the microbatch. The
+history is the same on all ranks of a stage. While it is empty (in the first step of a run, or
 for an expert that had no tokens) tensors are scaled by their own amax.
 """
 
@@ -65,14 +66,14 @@ class Fp8Options:
     recipe: Recipe
     dtypes: Fp8Dtypes
     wgrad: bool = True  # whether weight gradients are fp8 products
-    margin: int = 0  # delayed: scales are lower by 2^margin
-    history_length: int = 1  # delayed
-    uses_largest: bool = False  # delayed: the largest amax of the history instead of the newest
+    margin: int = 0  # delayed scaling: scales are lower by 2^margin
+    history_length: int = 1  # delayed scaling: steps of the amax history
+    uses_largest: bool = False  # delayed scaling: the largest amax instead of the newest
     # whether torch multiplies all experts in one product, with scales per row
     has_grouped_mm: bool = False
-    is_fused: bool = False  # whether kernels of Triton cast operands
+    is_fused: bool = False  # whether Triton kernels cast operands
     keeps_weights: bool = False  # whether weights are cast once per step
-    # one scale per tensor: over the ranks that share one; None: not shared
+    # reduces amaxes over the ranks that share a tensor; None: tensors or scales are not shared
     reduce_amax: ReduceAmax | None = None
 
     def dtype(self, operand: Operand) -> torch.dtype:
@@ -87,23 +88,27 @@ class StoredWeight:
     values: Tensor  # [E, O, I] fp8, contiguous; E = 1 in a dense layer
     # [E, O / o, I / i] fp32, one per block (o, i); one per matrix with a scale per tensor
     inverse_scales: Tensor
-    amax: Tensor  # [E] fp32, of the whole weight over all ranks that share it
+    amax: Tensor  # [E] fp32, over all ranks that share the weight
     block: Block
 
     def matrix(
         self, *, expert: int = 0, rows: slice = slice(None), transposed: bool = False
     ) -> Quantized:
         """Rows of a weight [R, I], or [I, R]; all rows where scales are per block."""
-        values, scales = self.values[expert, rows], self.inverse_scales[expert]
+        values = self.values[expert, rows]
+        scales = self.inverse_scales[expert]
         if transposed:
-            values, scales = values.t().contiguous(), scales.t().contiguous()
+            values = values.t().contiguous()
+            scales = scales.t().contiguous()
         return Quantized(values, scales, self.block)
 
     def matrices(self, *, transposed: bool = False) -> Quantized:
-        """The rows of all matrices, [E * O, I], or of all transposed ones."""
-        values, scales = self.values, self.inverse_scales
+        """The rows of all matrices, [E * O, I], or of all transposed ones, [E * I, O]."""
+        values = self.values
+        scales = self.inverse_scales
         if transposed:
-            values, scales = values.mT.contiguous(), scales.mT.contiguous()
+            values = values.mT.contiguous()
+            scales = scales.mT.contiguous()
         return Quantized(values.flatten(0, 1), scales.flatten(0, 1), self.block)
 
 
@@ -115,60 +120,58 @@ class Fp8Layer(nn.Module):
 
     def __init__(self, options: Fp8Options, experts: ExpertRange | None = None) -> None:
         super().__init__()
-        self.options, self.experts = options, experts or ExpertRange(0, 1, 1)
-        self.stored: StoredWeight | None = None  # the weight in fp8, if it is kept so
-        # the weight, cast in this step, for the products that sum over its columns and over its
-        # rows
-        self.kept: Forms | None = None
+        self.options = options
+        self.experts = experts or ExpertRange(0, 1, 1)
+        self.stored: StoredWeight | None = None  # the weight, if it is stored in fp8
+        self.kept: Forms | None = None  # the weight, if it was cast in this step
         self.has_history = False  # whether `history` has amaxes of an earlier step
-        shape = (len(Operand), self.experts.num_global)
-        keeps = options.recipe.has_history
-        self.register_buffer(
-            "history", torch.zeros(*shape, options.history_length) if keeps else None
-        )
-        self.register_buffer("step_amax", torch.zeros(shape) if keeps else None, persistent=False)
+        history = None
+        step_amax = None
+        if options.recipe.has_history:
+            step_amax = torch.zeros(len(Operand), self.experts.num_global)
+            history = torch.zeros(*step_amax.shape, options.history_length)
+        self.register_buffer("history", history)
+        self.register_buffer("step_amax", step_amax, persistent=False)
 
     @torch.no_grad()
     def record(self, operand: Operand, amax: Tensor) -> None:
-        """Raise the amaxes of this step to those [E of this rank] of a microbatch."""
+        """Raise the amaxes of this step to the amaxes [E of this rank] of a microbatch."""
         if self.step_amax is not None:
             local = self._local(self.step_amax[operand])
             torch.maximum(local, amax, out=local)
 
     def inverse_scales(self, operand: Operand, amax: Tensor) -> Tensor:
         """The inverse scales [E of this rank] for tensors with these amaxes."""
-        dtype, earlier = self.options.dtype(operand), self.earlier_amax(operand)
+        dtype = self.options.dtype(operand)
+        earlier = self.earlier_amax(operand)
         used = amax if earlier is None else torch.where(earlier > 0, earlier, amax)
         inverse = inverse_scales(used, dtype, power_of_two=False) * 2.0**self.options.margin
         # clamping must not hide an overflow
         return torch.where(amax.isfinite(), inverse, torch.nan)
 
     def earlier_amax(self, operand: Operand) -> Tensor | None:
-        """[E of this rank], from the history; 0 without one, None where scales do not follow from
-        it.
-        """
+        """[E of this rank], from the history; 0 while it is empty, None without delayed scaling."""
         if self.history is None:
             return None
         history = self._local(self.history[operand])
         return history.amax(-1) if self.options.uses_largest else history[:, 0]
 
     def weight_scales(self, amax: Tensor) -> Tensor:
-        """The inverse scales of a weight, from the amaxes [E, O / o, I / i] of its blocks (o, i)."""
+        """Inverse scales of a weight, from the amaxes [E, O / o, I / i] of its blocks (o, i)."""
         recipe = self.options.recipe
         if recipe.is_per_tensor:
             return self.inverse_scales(Operand.WEIGHT, amax.flatten()).view(amax.shape)
-        return inverse_scales(
-            amax, self.options.dtype(Operand.WEIGHT), power_of_two=recipe.power_of_two
-        )
+        dtype = self.options.dtype(Operand.WEIGHT)
+        return inverse_scales(amax, dtype, power_of_two=recipe.power_of_two)
 
     @torch.no_grad()
     def update(self, amax: Tensor) -> None:
-        """Append the amaxes [3, E] of a step, over all ranks, and reset them; those of an overflow
-        are left out.
+        """Append the amaxes [3, E] of a step, over all ranks, and reset them.
+
+        Amaxes of an overflow are left out.
         """
-        assert self.history is not None and self.step_amax is not None, (
-            "only delayed scaling keeps a history"
-        )
+        assert self.history is not None, "only delayed scaling has a history"
+        assert self.step_amax is not None, "only delayed scaling has a history"
         amax = torch.where(amax.isfinite(), amax, self.history[..., 0])
         self.history.copy_(torch.cat([amax[..., None], self.history[..., :-1]], dim=-1))
         self.step_amax.zero_()
@@ -176,7 +179,8 @@ class Fp8Layer(nn.Module):
 
     def restored(self) -> None:
         """Note that `history` was read from a checkpoint."""
-        self.has_history = self.history is not None and bool((self.history > 0).any())
+        if self.history is not None:
+            self.has_history = bool((self.history > 0).any())
 
     def _local(self, per_expert: Tensor) -> Tensor:
         return per_expert.narrow(0, self.experts.first, self.experts.num_local)
@@ -184,23 +188,22 @@ class Fp8Layer(nn.Module):
 
 @dataclass(frozen=True)
 class SharedAmax:
-    """The largest amaxes over the ranks that hold the tokens of one sequence; of experts also over
-    their shards.
-    """
+    """The largest amaxes over the ranks that share a tensor."""
 
-    sequence: Group
-    etp: Group
-    experts: ExpertRange  # of a dense layer one, on every rank
+    sequence: Group  # ranks that hold the tokens of one sequence
+    etp: Group  # ranks that hold shards of an expert
+    experts: ExpertRange  # experts of this rank; a dense layer counts as one expert
 
     def __call__(self, amax: Tensor) -> Tensor:
         """[number of tensors, local experts]; may be overwritten."""
         all_reduce(amax, self.etp, op="max")
-        first, num_local = self.experts.first, self.experts.num_local
+        first = self.experts.first
+        last = first + self.experts.num_local
         # ranks of a sequence have different experts
         full = amax.new_zeros((len(amax), self.experts.num_global))
-        full[:, first : first + num_local] = amax
+        full[:, first:last] = amax
         all_reduce(full, self.sequence, op="max")
-        return full[:, first : first + num_local]
+        return full[:, first:last]
 
 
 def fp8_options(
@@ -218,7 +221,7 @@ def fp8_options(
         sequence: ranks that hold the tokens of one sequence (tp x cp).
         capability: CUDA compute capability; None on a CPU, which emulates every product.
         is_fused: whether Triton kernels can run.
-        keeps_weights: whether weights are cast once per step, and kept in fp8 beside those in
+        keeps_weights: whether weights are cast once per step and kept, in addition to weights in
             params_dtype.
     """
     if fp8 is None:
@@ -251,13 +254,15 @@ def expert_fp8_options(
 def _share(
     recipe: Recipe, sequence: Group, *, etp: Group, experts: ExpertRange = ExpertRange(0, 1, 1)
 ) -> SharedAmax | None:
-    is_shared = recipe.is_per_tensor and sequence.size * etp.size > 1
-    return SharedAmax(sequence, etp, experts) if is_shared else None
+    if not recipe.is_per_tensor or sequence.size * etp.size == 1:
+        return None
+    return SharedAmax(sequence, etp, experts)
 
 
 def layers_in_bf16(fp8: Fp8Config | None, num_layers: int) -> frozenset[int]:
     """The layers without fp8 products."""
     if fp8 is None or not fp8.first_last_layers_bf16:
         return frozenset()
-    start, end = fp8.num_layers_at_start_in_bf16, fp8.num_layers_at_end_in_bf16
-    return frozenset(range(num_layers)) - frozenset(range(start, num_layers - end))
+    first = fp8.num_layers_at_start_in_bf16
+    last = num_layers - fp8.num_layers_at_end_in_bf16
+    return frozenset(range(num_layers)) - frozenset(range(first, last))

@@ -1,5 +1,9 @@
-"""fp8 products of linear layers: `Fp8Linears` for layers that share an input; stacked experts are
-in grouped.py.
+"""fp8 products of linear layers that share an input; grouped.py has stacked experts.
+
+    Scales         scales per tensor of one microbatch, and the casts of operands
+    Fp8Linears     the three products
+    fp8_in_graph   layers inside of a compiled graph
+    keep_weights   cast the weights of a block once per step
 
     fprop    x [T, I]         W [O, I]         scales along I
     dgrad    dy [T, O]        W^T [I, O]       scales along O
@@ -32,16 +36,16 @@ from nanotrain.kernels.fp8.quantize import (
 from nanotrain.kernels.fp8.scaled_mm import packed, scaled_mm, unpacked, write_scaled_mm
 from nanotrain.kernels.linear import Linear, Linears, grad_view_of, ordered, target_in_graph
 
-Key = tuple[int, Operand]  # of a layer among those that are multiplied together
+Key = tuple[int, Operand]  # number of a layer among layers that share an input, and an operand
 
 
 class Scales:
-    """The scales per tensor of one microbatch in some layers that are multiplied together.
+    """The scales per tensor of one microbatch, in layers that share an input.
 
     Args:
         layers: layers with the same options.
         records: whether amaxes count for the history.
-        inverse: inverse scales of the same microbatch that are known.
+        inverse: known inverse scales of the same microbatch.
     """
 
     def __init__(
@@ -51,50 +55,45 @@ class Scales:
         records: bool,
         inverse: Mapping[Key, Tensor] | None = None,
     ) -> None:
-        self._layers, self._records = layers, records
+        self._layers = layers
+        self._records = records
         self._options = layers[0].options
         self.inverse = dict(inverse or {})
         self._measured = set(self.inverse)
 
     def has(self, operand: Operand) -> bool:
-        """Whether the scales of an operand are known, or are computed by `quantize` itself."""
+        """Whether the scales of an operand are known, or are computed by `quantize`."""
         return not self._options.recipe.is_per_tensor or (0, operand) in self.inverse
 
     @property
     def is_local(self) -> bool:
-        """Whether no other rank is asked: scales follow from the history or from values of this
-        rank.
-        """
-        options = self._options
-        return (
-            not options.recipe.is_per_tensor
-            or options.reduce_amax is None
-            or self._layers[0].has_history
-        )
+        """Whether scales need no collective: they follow from the history or this rank's values."""
+        if not self._options.recipe.is_per_tensor:
+            return True
+        return self._options.reduce_amax is None or self._layers[0].has_history
 
     @property
     def _measures(self) -> bool:
-        """Whether amaxes are measured while tensors are cast, with scales that follow from earlier
-        ones.
-        """
+        """Whether casts measure amaxes, with scales that follow from earlier amaxes."""
         return self._options.is_fused and self._options.recipe.has_history and self.is_local
 
     def amax(
         self, x: Tensor, operand: Operand, *, layer: int = 0, offs: Tensor | None = None
     ) -> Tensor:
-        """[E], the amax of each expert's rows; 0 where its scale follows from the history, and
-        `cast` measures it.
-        """
+        """[E], the amax of each expert's rows; 0 where `cast` measures it."""
         if not self._options.is_fused:
             return tensor_amax(x)
         from nanotrain.kernels.fp8 import triton_cast  # imports Triton
 
-        earlier = self._layers[layer].earlier_amax(operand) if self._measures else None
+        earlier = None
+        if self._measures:
+            earlier = self._layers[layer].earlier_amax(operand)
         return triton_cast.amaxes(x, offs, unless=earlier)
 
     def set(self, amaxes: Mapping[Key, Tensor]) -> None:
-        """Compute scales from this rank's amaxes [E] by layer and operand; one collective where
-        they are shared.
+        """Compute scales from this rank's amaxes [E] by layer and operand.
+
+        Where tensors are shared this is one collective.
         """
         if self._records and not self._measures:
             for (layer, operand), amax in amaxes.items():
@@ -108,14 +107,13 @@ class Scales:
     def quantize(
         self, x: Tensor, operand: Operand, *, layer: int = 0, expert: int = 0
     ) -> Quantized:
-        """x [R, K] in fp8, K being what the product sums over."""
-        how, recipe = self._how(operand), self._options.recipe
-        if recipe.is_per_tensor:
+        """x [R, K] in fp8, for a product that sums over K."""
+        how = self._how(operand)
+        if self._options.recipe.is_per_tensor:
             inverse = self.inverse[layer, operand][expert].view(1, 1)
         else:
-            inverse = inverse_scales(
-                block_amax(x, how.block), how.dtype, power_of_two=recipe.power_of_two
-            )
+            amax = block_amax(x, how.block)
+            inverse = inverse_scales(amax, how.dtype, power_of_two=how.power_of_two)
         return quantize(x, inverse, block=how.block, dtype=how.dtype)
 
     def cast(
@@ -128,10 +126,12 @@ class Scales:
         columns: bool = False,
         offs: Tensor | None = None,
     ) -> Forms:
-        """x [R, K] in fp8, for products that sum over its columns and over its rows; kernels take
-        rows of experts.
+        """x [R, K] in fp8, for products that sum over its columns or over its rows.
+
+        `offs` [E] int32 is the end of each expert's rows; only Triton kernels take experts.
         """
-        how, key = replace(self._how(operand), rows=rows, columns=columns), (layer, operand)
+        how = replace(self._how(operand), rows=rows, columns=columns)
+        key = (layer, operand)
         inverse = self.inverse[key] if self._options.recipe.is_per_tensor else None
         if not self._options.is_fused:
             return cast(x, how, inverse=inverse)
@@ -142,22 +142,27 @@ class Scales:
         forms, amax = triton_cast.cast(
             x, how, inverse=inverse, offs=offs, is_stack=is_stack, measures=measures
         )
-        return self._guarded(forms, amax, key=key) if measures else forms
+        if measures:
+            forms = self._record_measured(forms, amax, key=key)
+        return forms
 
-    def _guarded(self, forms: Forms, amax: Tensor, *, key: Key) -> Forms:
-        """Record an amax; where it is not finite the scale is NaN, as clamped values must not hide
-        it.
+    def _record_measured(self, forms: Forms, amax: Tensor, *, key: Key) -> Forms:
+        """Record an amax that a cast has measured.
+
+        Where it is not finite the scale becomes NaN, as clamped values must not hide it.
         """
         self._measured.add(key)
-        is_input = key[1] is Operand.INPUT  # of all layers
-        for index, layer in enumerate(self._layers):
-            if self._records and (is_input or index == key[0]):
-                layer.record(key[1], amax)
-        self.inverse[key] = inverse = torch.where(amax.isfinite(), self.inverse[key], torch.nan)
-        rows, columns = (
-            form and replace(form, inverse_scales=inverse.view(-1, 1)) for form in forms
-        )
-        return rows, columns
+        layer, operand = key
+        if self._records:
+            reading = self._layers if operand is Operand.INPUT else [self._layers[layer]]
+            for fp8_layer in reading:
+                fp8_layer.record(operand, amax)
+        inverse = torch.where(amax.isfinite(), self.inverse[key], torch.nan)
+        self.inverse[key] = inverse
+        scales = inverse.view(-1, 1)
+        rows = forms.rows and replace(forms.rows, inverse_scales=scales)
+        columns = forms.columns and replace(forms.columns, inverse_scales=scales)
+        return Forms(rows, columns)
 
     def _how(self, operand: Operand) -> Cast:
         recipe = self._options.recipe
@@ -171,7 +176,7 @@ class Fp8Linears(Linears):
     Args:
         linears: linear layers with `fp8` set.
         records: whether amaxes count for the history.
-        inverse: inverse scales of the same microbatch that are known.
+        inverse: known inverse scales of the same microbatch.
     """
 
     def __init__(
@@ -183,85 +188,87 @@ class Fp8Linears(Linears):
     ) -> None:
         super().__init__(linears, records=records)
         self._layers = [linear.fp8 for linear in linears if linear.fp8 is not None]
-        assert len(self._layers) == len(linears), (
-            "layers that share an input are all in fp8 or all not"
-        )
+        assert len(self._layers) == len(linears), "layers that share an input all use fp8"
         self._scales = Scales(self._layers, records=records, inverse=inverse)
         self._options = self._layers[0].options
-        # transposed gradients, cast together with those of dgrad
+        # transposed gradients for wgrad, cast together with the gradients for dgrad
         self._grads_t: dict[int, Quantized] = {}
 
     def fprop(self, x: Tensor) -> tuple[Tensor, ...]:
         """[..., I] -> one [..., O] per layer."""
-        flat, dtype = x.flatten(0, -2), x.dtype
+        flat = x.flatten(0, -2)
         if not self._scales.has(Operand.INPUT):
-            amax = self._scales.amax(flat, Operand.INPUT)
-            amaxes: dict[Key, Tensor] = dict.fromkeys(
-                ((i, Operand.INPUT) for i in range(len(self.linears))), amax
-            )
-            for i, (linear, layer) in enumerate(zip(self.linears, self._layers, strict=True)):
-                if layer.stored is not None:
-                    amaxes[i, Operand.WEIGHT] = layer.stored.amax
-                elif layer.kept is None:
-                    amaxes[i, Operand.WEIGHT] = self._scales.amax(
-                        linear.used_weight, Operand.WEIGHT, layer=i
-                    )
-            self._scales.set(amaxes)
-        quantized, _ = self._scales.cast(flat, Operand.INPUT)
-        assert quantized is not None, "it is the default"
+            self._scales.set(self._forward_amaxes(flat))
+        quantized = self._scales.cast(flat, Operand.INPUT).get()
         outputs = []
         for i, linear in enumerate(self.linears):
-            out = scaled_mm(quantized, self._weight(i), dtype=dtype).view(*x.shape[:-1], -1)
-            outputs.append(out if linear.used_bias is None else out + linear.used_bias)
+            product = scaled_mm(quantized, self._weight(i), dtype=x.dtype)
+            out = product.view(*x.shape[:-1], -1)
+            if linear.used_bias is not None:
+                out = out + linear.used_bias
+            outputs.append(out)
         return tuple(outputs)
+
+    def _forward_amaxes(self, x: Tensor) -> dict[Key, Tensor]:
+        """Amaxes of the input [T, I], and of weights without scales; inputs first."""
+        input_amax = self._scales.amax(x, Operand.INPUT)
+        amaxes: dict[Key, Tensor] = {}
+        for i in range(len(self.linears)):
+            amaxes[i, Operand.INPUT] = input_amax
+        for i, (linear, layer) in enumerate(zip(self.linears, self._layers, strict=True)):
+            if layer.stored is not None:
+                amaxes[i, Operand.WEIGHT] = layer.stored.amax
+            elif layer.kept is None:
+                weight = linear.used_weight
+                amaxes[i, Operand.WEIGHT] = self._scales.amax(weight, Operand.WEIGHT, layer=i)
+        return amaxes
 
     def dgrad(self, grads: Sequence[Tensor]) -> Tensor:
         """One [T, O] per layer -> [T, I], their sum."""
         self._scale_grads(grads)
         total: Tensor | None = None
         for i, (grad, linear) in enumerate(zip(grads, self.linears, strict=True)):
-            casts_both = (
-                self._options.is_fused and self._options.wgrad and linear.weight.requires_grad
-            )
-            quantized, grad_t = self._scales.cast(grad, Operand.GRAD, layer=i, columns=casts_both)
-            if grad_t is not None:
-                self._grads_t[i] = grad_t
-            assert quantized is not None, "it is the default"
-            partial = scaled_mm(quantized, self._weight(i, transposed=True), dtype=grad.dtype)
+            has_wgrad = self._options.wgrad and linear.weight.requires_grad
+            casts_both = self._options.is_fused and has_wgrad
+            forms = self._scales.cast(grad, Operand.GRAD, layer=i, columns=casts_both)
+            if forms.columns is not None:
+                self._grads_t[i] = forms.columns
+            partial = scaled_mm(forms.get(), self._weight(i, transposed=True), dtype=grad.dtype)
             total = partial if total is None else total.add_(partial)
         assert total is not None, "there is at least one layer"
         return total
 
     def wgrad(self, grads: Sequence[Tensor], x: Tensor) -> list[Tensor | None]:
-        """One [T, O] per layer, [T, I] -> the gradients of the trained parameters, None for one
-        that was written.
+        """One [T, O] per layer, [T, I] -> the gradients of the trained parameters.
+
+        None for a gradient that was written where it is accumulated.
         """
         if not self._options.wgrad:
             return super().wgrad(grads, x)
         self._scale_grads(grads)
-        _, x_t = self._scales.cast(x, Operand.INPUT, rows=False, columns=True)
-        found: list[Tensor | None] = []
+        x_forms = self._scales.cast(x, Operand.INPUT, rows=False, columns=True)
+        x_t = x_forms.get(transposed=True)
+        gradients: list[Tensor | None] = []
         for i, (grad, linear) in enumerate(zip(grads, self.linears, strict=True)):
             grad_weight = None
             if linear.weight.requires_grad:
                 grad_t = self._grads_t.pop(i, None)
                 if grad_t is None:
-                    _, grad_t = self._scales.cast(
-                        grad, Operand.GRAD, layer=i, rows=False, columns=True
-                    )
-                assert grad_t is not None and x_t is not None, "both were asked for"
+                    forms = self._scales.cast(grad, Operand.GRAD, layer=i, rows=False, columns=True)
+                    grad_t = forms.get(transposed=True)
                 grad_weight = _wgrad(linear, (grad_t, x_t), dtype=grad.dtype)
-            found += linear.param_grads(grad, grad_weight)
-        return found
+            gradients += linear.param_grads(grad, grad_weight)
+        return gradients
 
     @property
     def inverse(self) -> dict[Key, Tensor]:
-        """The inverse scales per tensor that are known."""
+        """The known inverse scales per tensor."""
         return self._scales.inverse
 
     def _weight(self, layer: int, *, transposed: bool = False) -> Quantized:
-        """[O, I] or [I, O]: as it is kept in fp8, or quantized."""
-        linear, fp8 = self.linears[layer], self._layers[layer]
+        """[O, I] or [I, O]: the weight that is kept in fp8, or cast now."""
+        linear = self.linears[layer]
+        fp8 = self._layers[layer]
         if fp8.stored is not None:
             return fp8.stored.matrix(rows=linear.rows or slice(None), transposed=transposed)
         forms = fp8.kept
@@ -270,20 +277,16 @@ class Fp8Linears(Linears):
             forms = self._scales.cast(
                 weight, Operand.WEIGHT, layer=layer, rows=not transposed, columns=transposed
             )
-        rows, columns = forms
-        form = columns if transposed else rows
-        assert form is not None, "it was asked for"
-        return form
+        return forms.get(transposed=transposed)
 
     def _scale_grads(self, grads: Sequence[Tensor]) -> None:
-        if not self._scales.has(Operand.GRAD):
-            scales = self._scales
-            scales.set(
-                {
-                    (i, Operand.GRAD): scales.amax(grad, Operand.GRAD, layer=i)
-                    for i, grad in enumerate(grads)
-                }
-            )
+        """Compute the scales of the gradients, once per microbatch."""
+        if self._scales.has(Operand.GRAD):
+            return
+        amaxes: dict[Key, Tensor] = {}
+        for i, grad in enumerate(grads):
+            amaxes[i, Operand.GRAD] = self._scales.amax(grad, Operand.GRAD, layer=i)
+        self._scales.set(amaxes)
 
 
 def _wgrad(
@@ -301,7 +304,8 @@ def _wgrad(
     target = None if view is None else view.start_write()
     if target is None:
         return scaled_mm(grad_t, x_t, dtype=dtype)
-    write_scaled_mm(grad_t, x_t, out=target[0], adds=target[1])
+    out, has_grads = target
+    write_scaled_mm(grad_t, x_t, out=out, adds=has_grads)
     return None
 
 
@@ -309,10 +313,10 @@ def _wgrad(
 def write_fp8_in_graph(
     weight: Tensor, operands: Sequence[Tensor], *, blocks: Sequence[int]
 ) -> None:
-    """As `nanotrain::write_wgrad`, of two matrices in fp8."""
+    """`nanotrain::write_wgrad` of two matrices in fp8."""
     a, b = unpacked(operands, blocks)
-    out, adds = target_in_graph(weight)
-    write_scaled_mm(a, b, out=out, adds=adds)
+    out, has_grads = target_in_graph(weight)
+    write_scaled_mm(a, b, out=out, adds=has_grads)
 
 
 ordered(write_fp8_in_graph)
@@ -321,14 +325,13 @@ ordered(write_fp8_in_graph)
 def fp8_in_graph(x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
     """[..., I] -> one [..., O] per layer, inside of a graph."""
     params = [param for linear in linears for param in linear.trained_params]
-    outputs: tuple[Tensor, ...] = _Fp8InGraph.apply(
-        x, tuple(linears), torch.is_grad_enabled(), *params
-    )
+    records = torch.is_grad_enabled()
+    outputs: tuple[Tensor, ...] = _Fp8InGraph.apply(x, tuple(linears), records, *params)
     return outputs
 
 
 class _Fp8InGraph(torch.autograd.Function):
-    """What a microbatch shares between its products is saved as tensors: a graph holds no objects."""
+    """Scales that products share are saved as tensors, because a graph holds no objects."""
 
     @staticmethod
     def forward(
@@ -336,49 +339,57 @@ class _Fp8InGraph(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         products = Fp8Linears(linears, records=records)
         outputs = products.fprop(x)
-        ctx.linears, ctx.keys = linears, tuple(products.inverse)
+        ctx.linears = linears
+        ctx.keys = tuple(products.inverse)
         ctx.save_for_backward(x, *products.inverse.values())
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *inverse = ctx.saved_tensors
-        products = Fp8Linears(
-            ctx.linears, records=True, inverse=dict(zip(ctx.keys, inverse, strict=True))
-        )
+        x, *scales = ctx.saved_tensors
+        inverse = dict(zip(ctx.keys, scales, strict=True))
+        products = Fp8Linears(ctx.linears, records=True, inverse=inverse)
         flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         grad_x = products.dgrad(flat).view(x.shape) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, *products.wgrad(flat, x.flatten(0, -2))
 
 
 def keep_weights(block: nn.Module) -> None:
-    """Let a block cast its weights when it first runs in a step: outside of its graphs, which get
-    them as inputs.
+    """Let a block cast its weights when it first runs in a step.
+
+    This is outside of its graphs, which have the weights as inputs.
     """
-    linears = [module for module in block.modules() if isinstance(module, Linear)]
-    layers = [
-        (linear, linear.fp8)
-        for linear in linears
-        if linear.fp8 is not None and linear.fp8.options.keeps_weights
-    ]
+    linears = []
+    for module in block.modules():
+        if isinstance(module, Linear) and _keeps_weight(module):
+            linears.append(module)
 
     def cast_weights(*_: object) -> None:
-        # amaxes of validation do not count
-        for linear, fp8 in layers if torch.is_grad_enabled() else ():
-            scales = Scales([fp8], records=True)
-            if fp8.kept is None and fp8.stored is None and scales.is_local:
-                fp8.kept = _cast_weight(linear, scales)
+        if not torch.is_grad_enabled():  # amaxes of validation do not count
+            return
+        for linear in linears:
+            _keep_weight(linear)
 
-    if layers:
+    if linears:
         block.register_forward_pre_hook(cast_weights)
 
 
+def _keeps_weight(linear: Linear) -> bool:
+    return linear.fp8 is not None and linear.fp8.options.keeps_weights
+
+
 @torch.no_grad()
-def _cast_weight(linear: Linear, scales: Scales) -> Forms:
+def _keep_weight(linear: Linear) -> None:
+    """Cast a weight, unless it is kept or needs other ranks for its scale."""
+    fp8 = linear.fp8
+    assert fp8 is not None, "only layers in fp8 keep weights"
+    scales = Scales([fp8], records=True)
+    if fp8.kept is not None or fp8.stored is not None or not scales.is_local:
+        return
     weight = linear.used_weight
     if not scales.has(Operand.WEIGHT):
         scales.set({(0, Operand.WEIGHT): scales.amax(weight, Operand.WEIGHT)})
-    return scales.cast(weight, Operand.WEIGHT, columns=True)
+    fp8.kept = scales.cast(weight, Operand.WEIGHT, columns=True)
 
 
 def tensor_amax(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
     block_amax       x [R, K] -> the amax of each block
     inverse_scales   amaxes -> the factors that turn fp8 values back
     quantize         x, inverse scales -> `Quantized`
-    cast             the steps above in one, for x and x transposed; kernels/fp8/triton_cast.py is the kernel of it
+    cast             the steps above in one, for x and x transposed; triton_cast.py is its kernel
 
     x [R, K]                 amax, inverse scales      block (1, None): one per row
     +-----+-----+-----+      +---+---+---+             block (None, None): one
@@ -16,6 +16,7 @@ on.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +39,8 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """[R, K] fp32."""
-        return self.values.float() * _expand(
-            self.inverse_scales, self.values.shape, block=self.block
-        )
+        factors = _expand(self.inverse_scales, self.values.shape, block=self.block)
+        return self.values.float() * factors
 
 
 @dataclass(frozen=True)
@@ -50,50 +50,68 @@ class Cast:
     block: Block
     dtype: torch.dtype
     power_of_two: bool = False
-    rows: bool = True  # as it is, for products that sum over its columns
-    columns: bool = False  # transposed, for those that sum over its rows
+    rows: bool = True  # not transposed, for products that sum over its columns
+    columns: bool = False  # transposed, for products that sum over its rows
 
 
-Forms = tuple[Quantized | None, Quantized | None]
+class Forms(NamedTuple):
+    """An operand in fp8."""
+
+    rows: Quantized | None  # not transposed, for products that sum over its columns
+    columns: Quantized | None  # transposed, for products that sum over its rows
+
+    def get(self, *, transposed: bool = False) -> Quantized:
+        """One of the forms, which was cast."""
+        form = self.columns if transposed else self.rows
+        assert form is not None, "only forms that were cast are used"
+        return form
 
 
 def cast(x: Tensor, how: Cast, *, inverse: Tensor | None = None) -> Forms:
-    """Both forms of x [R, K]; `inverse` [1] is the scale of the whole tensor, None where a recipe
-    has blocks.
+    """Both forms of x [R, K].
+
+    Args:
+        x: the operand.
+        how: blocks, dtype and the forms that are cast.
+        inverse: [1] inverse scale of the whole tensor; None where a recipe has blocks.
     """
-    forms: list[Quantized | None] = [None, None]
-    for index, (is_wanted, matrix) in enumerate(((how.rows, x), (how.columns, x.t()))):
-        if is_wanted:
-            scales = inverse
-            if scales is None:
-                scales = inverse_scales(
-                    block_amax(matrix, how.block), how.dtype, power_of_two=how.power_of_two
-                )
-            forms[index] = quantize(
-                matrix,
-                scales.view(1, 1) if inverse is not None else scales,
-                block=how.block,
-                dtype=how.dtype,
-            )
-    return forms[0], forms[1]
+    rows = None
+    columns = None
+    if how.rows:
+        rows = _cast_matrix(x, how, inverse=inverse)
+    if how.columns:
+        columns = _cast_matrix(x.t(), how, inverse=inverse)
+    return Forms(rows, columns)
+
+
+def _cast_matrix(x: Tensor, how: Cast, *, inverse: Tensor | None) -> Quantized:
+    if inverse is not None:
+        scales = inverse.view(1, 1)
+    else:
+        amax = block_amax(x, how.block)
+        scales = inverse_scales(amax, how.dtype, power_of_two=how.power_of_two)
+    return quantize(x, scales, block=how.block, dtype=how.dtype)
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """The largest absolute value of each block of x [R, K]: [R / r, K / k] fp32, inf for a block
-    with a NaN.
+    """The largest absolute value of each block of x [R, K]: [R / r, K / k] fp32.
+
+    It is infinite for a block with a NaN.
     """
-    rows, columns = (size or length for size, length in zip(block, x.shape, strict=True))
+    num_rows, num_columns = x.shape
+    rows = block[0] or num_rows
+    columns = block[1] or num_columns
     if x.numel() == 0:
-        return x.new_zeros(
-            (_count(x.shape[0], rows), _count(x.shape[1], columns)), dtype=torch.float32
-        )
+        counts = (_count(num_rows, rows), _count(num_columns, columns))
+        return x.new_zeros(counts, dtype=torch.float32)
     if block == (None, None):
         # without a copy of x; NaN stays NaN
         amax = torch.stack(x.aminmax()).abs().amax().view(1, 1)
     else:
-        padding = (0, -x.shape[1] % columns, 0, -x.shape[0] % rows)
+        padding = (0, -num_columns % columns, 0, -num_rows % rows)
         padded = F.pad(x, padding) if any(padding) else x  # torch copies x also to pad by nothing
-        amax = padded.abs().unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
+        blocks = padded.abs().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        amax = blocks.amax((1, 3))
     return amax.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
@@ -108,7 +126,8 @@ def inverse_scales(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> T
     factors = amax.clamp(min=MIN_AMAX) / torch.finfo(dtype).max
     if power_of_two:
         mantissa, exponent = factors.frexp()  # 0.5 <= mantissa < 1
-        factors = torch.ldexp(torch.ones_like(factors), exponent - (mantissa == 0.5).int())
+        exponent = exponent - (mantissa == 0.5).int()
+        factors = torch.ldexp(torch.ones_like(factors), exponent)
     return torch.where(amax.isfinite(), factors, torch.nan)
 
 
@@ -137,4 +156,5 @@ def _expand(per_block: Tensor, shape: torch.Size, *, block: Block) -> Tensor:
 
 
 def _count(length: int, size: int) -> int:
+    """Blocks of `size` in `length`; none of size 0."""
     return -(-length // size) if length else 0

@@ -1,12 +1,12 @@
-"""A Triton kernel for the fp8 products of all experts, with blocks and formats that torch's grouped
-product lacks.
+"""A Triton kernel for the fp8 products of all experts, with blocks that torch lacks.
 
-    tokens     a [T, K], b [E * N, K]   -> [T, N], of each token with the matrix of its expert
-    gradients  a [M, T], b [N, T]       -> [E, M, N], over the tokens of each expert, written or added to what is there
+    tokens     a [T, K], b [E * N, K]   -> [T, N], each token times the matrix of its expert
+    gradients  a [M, T], b [N, T]       -> [E, M, N], sums over the tokens of each expert, written
+                                           or added
 
-The tokens of expert e end at `offs[e]`, which stays on the device; gradients sum over tokens as
-`triton_cast` places them. Sums are fp32: over a block of 128 values before its scales are applied,
-of 32 by the tensor cores (`dot_scaled`).
+The tokens of expert e end at `offs[e]`, which stays on the device; for gradients tokens are padded
+as in `triton_cast`. Sums are fp32: over a block of 128 values before its scales are applied, over
+blocks of 32 by the tensor cores (`dot_scaled`).
 """
 
 from collections.abc import Sequence
@@ -15,36 +15,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanotrain.kernels.fp8.quantize import Quantized
 from nanotrain.kernels.fp8.scaled_mm import unpacked
-from nanotrain.kernels.fp8.triton_cast import TILE, WARPS, How, Source, num_lanes
+from nanotrain.kernels.fp8.triton_tiles import TILE, WARPS, How, Source, num_lanes
 
 try:
     import triton
     import triton.language as tl
 
-    from nanotrain.kernels.fp8.triton_cast import locate, span
+    from nanotrain.kernels.fp8.triton_tiles import locate, span
 except ImportError:
     triton = None
 
 
 class Factor(NamedTuple):
-    """One of two matrices; each stride is of an expert, a row, and for scales a block."""
+    """One of two matrices."""
 
     data: Tensor
-    strides: tuple[int, int]
+    strides: tuple[int, int]  # of an expert and a row
     scales: Tensor
-    scale_strides: tuple[int, int, int]
+    scale_strides: tuple[int, int, int]  # of an expert, a row and a block
     block_rows: int  # rows that share a scale
 
 
 class Out(NamedTuple):
-    """The product, and the sizes of all three."""
+    """The product, and the sizes of all three matrices."""
 
     data: Tensor
-    strides: tuple[int, int]
+    strides: tuple[int, int]  # of an expert and a row
     num_rows: int
     num_columns: int
-    length: int  # of rows of both factors
+    length: int  # length of the rows of both factors
 
 
 if triton is not None:
@@ -53,10 +54,16 @@ if triton is not None:
     def _scales(
         factor: tl.tuple, expert: tl.tensor, rows: tl.tensor, block: tl.tensor, mask: tl.tensor
     ) -> tl.tensor:
-        place = (
-            expert * factor.scale_strides[0] + rows // factor.block_rows * factor.scale_strides[1]
-        )
-        return tl.load(factor.scales + place + block * factor.scale_strides[2], mask=mask, other=0)
+        row_offsets = rows // factor.block_rows * factor.scale_strides[1]
+        offsets = expert * factor.scale_strides[0] + row_offsets + block * factor.scale_strides[2]
+        return tl.load(factor.scales + offsets, mask=mask, other=0)
+
+    @triton.jit
+    def _offsets(
+        factor: tl.tuple, expert: tl.tensor, rows: tl.tensor, first: tl.tensor, inner: tl.tensor
+    ) -> tl.tensor:
+        row_offsets = expert * factor.strides[0] + rows.to(tl.int64) * factor.strides[1]
+        return row_offsets + first + inner
 
     @triton.jit
     def _multiply(
@@ -73,72 +80,59 @@ if triton is not None:
         columns = tl.program_id(1) * size + inner
         if sums:
             expert = tl.program_id(0) // tl.cdiv(out.num_rows, size)
-            rows, end = tl.program_id(0) % tl.cdiv(out.num_rows, size) * size + inner, out.num_rows
+            rows = tl.program_id(0) % tl.cdiv(out.num_rows, size) * size + inner
+            end = out.num_rows
             start, stop, first = span(source, expert, how)
             length = (stop - start + how.unit - 1) // how.unit * how.unit
         else:
             expert, start, end, _ = locate(source, how)
-            rows, first, length = (
-                start + inner,
-                0,
-                tl.where(expert < source.num_experts, out.length, 0),
-            )
-        is_row, is_column, expert = rows < end, columns < out.num_columns, expert.to(tl.int64)
-        place_a = (
-            expert * a.strides[0]
-            + rows[:, None].to(tl.int64) * a.strides[1]
-            + first
-            + inner[None, :]
-        )
-        place_b = (
-            expert * b.strides[0]
-            + columns[None, :].to(tl.int64) * b.strides[1]
-            + first
-            + inner[:, None]
-        )
+            rows = start + inner
+            first = 0
+            length = tl.where(expert < source.num_experts, out.length, 0)
+        is_row = rows < end
+        is_column = columns < out.num_columns
+        expert = expert.to(tl.int64)
+        offsets_a = _offsets(a, expert, rows[:, None], first, inner[None, :])
+        offsets_b = _offsets(b, expert, columns[None, :], first, inner[:, None])
         total = tl.zeros([size, size], tl.float32)
         for k in range(0, length, size):
             is_inner = inner < length - k
-            x = tl.load(a.data + place_a + k, mask=is_row[:, None] & is_inner[None, :], other=0.0)
-            y = tl.load(
-                b.data + place_b + k, mask=is_column[None, :] & is_inner[:, None], other=0.0
-            )
+            mask_a = is_row[:, None] & is_inner[None, :]
+            mask_b = is_column[None, :] & is_inner[:, None]
+            x = tl.load(a.data + offsets_a + k, mask=mask_a, other=0.0)
+            y = tl.load(b.data + offsets_b + k, mask=mask_b, other=0.0)
             if how.block == 0:
                 total += tl.dot(x, y)
             elif how.block == size:
                 block = (first + k) // size
-                of_rows = _scales(a, expert, rows, block, is_row)[:, None]
-                total += (
-                    tl.dot(x, y) * of_rows * _scales(b, expert, columns, block, is_column)[None, :]
-                )
+                scales_a = _scales(a, expert, rows, block, is_row)[:, None]
+                scales_b = _scales(b, expert, columns, block, is_column)[None, :]
+                total += tl.dot(x, y) * scales_a * scales_b
             else:
                 inner_blocks = tl.arange(0, size // how.block)
                 block = (inner_blocks + (first + k) // how.block)[None, :]
                 is_block = (inner_blocks * how.block < length - k)[None, :]
-                of_rows = _scales(a, expert, rows[:, None], block, is_row[:, None] & is_block)
-                of_columns = _scales(
+                scales_a = _scales(a, expert, rows[:, None], block, is_row[:, None] & is_block)
+                scales_b = _scales(
                     b, expert, columns[:, None], block, is_column[:, None] & is_block
                 )
-                total = tl.dot_scaled(x, of_rows, "e4m3", y, of_columns, "e4m3", acc=total)
+                total = tl.dot_scaled(x, scales_a, "e4m3", y, scales_b, "e4m3", acc=total)
         if how.block == 0:
-            total *= (
-                _scales(a, expert, rows, 0, is_row)[:, None]
-                * _scales(b, expert, columns, 0, is_column)[None, :]
-            )
-        place = (
-            expert * out.strides[0] + rows[:, None].to(tl.int64) * out.strides[1] + columns[None, :]
-        )
+            scales_a = _scales(a, expert, rows, 0, is_row)[:, None]
+            scales_b = _scales(b, expert, columns, 0, is_column)[None, :]
+            total *= scales_a * scales_b
+        offsets = _offsets(out, expert, rows[:, None], 0, columns[None, :])
         mask = is_row[:, None] & is_column[None, :]
         if adds:
-            total += tl.load(out.data + place, mask=mask, other=0).to(tl.float32)
-        tl.store(out.data + place, total.to(out.data.dtype.element_ty), mask=mask)
+            total += tl.load(out.data + offsets, mask=mask, other=0).to(tl.float32)
+        tl.store(out.data + offsets, total.to(out.data.dtype.element_ty), mask=mask)
 
 
 @torch.library.custom_op("nanotrain::fp8_grouped_mm", mutates_args=())
 def fp8_grouped_mm(
     operands: Sequence[Tensor], *, blocks: Sequence[int], sums: bool, dtype: torch.dtype
 ) -> Tensor:
-    """[T, N] for tokens, or [E, M, N] for gradients; operands are those of `packed`, and `offs`."""
+    """[T, N] for tokens, or [E, M, N] for gradients; operands are from `packed`, and `offs`."""
     out = _empty(operands, blocks=blocks, sums=sums, dtype=dtype)
     write_grouped_mm(operands, blocks, out=out, adds=False)
     return out
@@ -148,53 +142,70 @@ def fp8_grouped_mm(
 def _empty(
     operands: Sequence[Tensor], *, blocks: Sequence[int], sums: bool, dtype: torch.dtype
 ) -> Tensor:
-    rows, columns, experts = len(operands[0]), len(operands[2]), len(operands[4])
-    return operands[0].new_empty(
-        (experts, rows, columns) if sums else (rows, columns // experts), dtype=dtype
-    )
+    a, _, b, _, offs = operands
+    experts = len(offs)
+    shape = (experts, len(a), len(b)) if sums else (len(a), len(b) // experts)
+    return a.new_empty(shape, dtype=dtype)
 
 
 def write_grouped_mm(
     operands: Sequence[Tensor], blocks: Sequence[int], *, out: Tensor, adds: bool
 ) -> None:
     """The product in `out`, or added to it: [T, N] for tokens, [E, M, N] for gradients."""
-    (a, b), offs, sums = unpacked(operands[:4], blocks), operands[4], out.dim() == 3
-    experts, (rows, columns) = len(offs), out.shape[-2:]
+    a, b = unpacked(operands[:4], blocks)
+    offs = operands[4]
+    experts = len(offs)
+    sums = out.dim() == 3
+    rows, columns = out.shape[-2:]
     block = a.block[1] or 0
-    source = Source(a.values, rows, 0, (0, 0), offs, experts)
-    how = How(num_lanes(experts), TILE, max(16, block), block=block).constants()
+    has_expert_scales = sums and not block  # scales of gradients are per expert
     target = Out(
-        out,
-        (out.stride(0) * sums, out.stride(-2)),
-        rows,
-        columns,
-        min(a.values.shape[1], b.values.shape[1]),
+        data=out,
+        strides=(out.stride(0) if sums else 0, out.stride(-2)),
+        num_rows=rows,
+        num_columns=columns,
+        length=min(a.values.shape[1], b.values.shape[1]),
     )
-    num_tiles = experts * triton.cdiv(rows, TILE) if sums else triton.cdiv(rows, TILE) + experts
-    factors = (
-        Factor(
-            each.values,
-            (each.values.stride(0) * columns * is_stack, each.values.stride(0)),
-            each.inverse_scales,
-            _scale_strides(
-                each.inverse_scales,
-                experts=experts,
-                block=each.block,
-                is_stack=is_stack or (sums and not block),
-            ),
-            each.block[0] or 1,
-        )
-        for each, is_stack in ((a, False), (b, not sums))
-    )
+    row_tiles = triton.cdiv(rows, TILE)
+    num_tiles = experts * row_tiles if sums else row_tiles + experts
     grid = (num_tiles, triton.cdiv(columns, TILE))
     _multiply[grid](
-        *factors, target, source, how, sums=sums, adds=adds, num_warps=WARPS, num_stages=3
+        _factor(a, experts=experts, rows_per_expert=0, has_expert_scales=has_expert_scales),
+        _factor(
+            b,
+            experts=experts,
+            rows_per_expert=0 if sums else columns,
+            has_expert_scales=has_expert_scales or not sums,
+        ),
+        target,
+        Source(a.values, rows, 0, (0, 0), offs, experts),
+        How(num_lanes(experts), unit=max(16, block), block=block).constants(),
+        sums=sums,
+        adds=adds,
+        num_warps=WARPS,
+        num_stages=3,
     )
 
 
-def _scale_strides(
-    scales: Tensor, *, experts: int, block: tuple[int | None, int | None], is_stack: bool
-) -> tuple[int, int, int]:
-    if block == (None, None):
+def _factor(
+    matrix: Quantized, *, experts: int, rows_per_expert: int, has_expert_scales: bool
+) -> Factor:
+    """A matrix with its strides; `rows_per_expert` is 0 where experts share its rows."""
+    row_stride = matrix.values.stride(0)
+    return Factor(
+        data=matrix.values,
+        strides=(row_stride * rows_per_expert, row_stride),
+        scales=matrix.inverse_scales,
+        scale_strides=_scale_strides(matrix, experts=experts, is_stack=has_expert_scales),
+        block_rows=matrix.block[0] or 1,
+    )
+
+
+def _scale_strides(matrix: Quantized, *, experts: int, is_stack: bool) -> tuple[int, int, int]:
+    """Strides of an expert, a row and a block."""
+    if matrix.block == (None, None):
         return 1, 0, 0
-    return len(scales) // experts * scales.stride(0) * is_stack, scales.stride(0), scales.stride(1)
+    scales = matrix.inverse_scales
+    row_stride = scales.stride(0)
+    expert_stride = len(scales) // experts * row_stride if is_stack else 0
+    return expert_stride, row_stride, scales.stride(1)

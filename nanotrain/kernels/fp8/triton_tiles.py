@@ -1,0 +1,115 @@
+"""Tiles of the rows of several experts, for the programs of fp8 kernels.
+
+    rows     | expert 0      | expert 1 | expert 3 (none for 2) | left out |
+    offs                     offs[0]    offs[1] = offs[2]       offs[3]
+    tiles    |  0   |  1   | |  2   | | |  3   |  4   |  5   |             of TILE rows, or fewer
+
+    Source        a matrix that programs read
+    How           constants of a kernel
+    plan_source   the grid of programs that read a matrix
+    span          the rows of an expert, in a program
+    locate        the rows of a program
+
+Where a product sums over rows, each expert is padded to a multiple of a unit.
+"""
+
+from typing import NamedTuple, Self
+
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+TILE = 128  # rows and columns of a program
+WARPS = 8  # of a program
+
+
+class Source(NamedTuple):
+    """A matrix that programs read."""
+
+    data: Tensor
+    num_rows: int
+    num_columns: int
+    strides: tuple[int, int]
+    offs: Tensor | None
+    num_experts: int
+
+
+class How(NamedTuple):
+    """Constants of a kernel."""
+
+    lanes: int  # the number of experts as a power of two
+    tile: int = TILE
+    unit: int = 1
+    block_rows: int = 0
+    block: int = 0
+    power_of_two: bool = False
+    swizzles: bool = False
+    largest: float = 0.0  # of the dtype
+    has_rows: bool = False  # whether the plain form is written
+    has_columns: bool = False  # whether the transposed form is written
+
+    def constants(self) -> Self:
+        """The constants as arguments of a kernel."""
+        return type(self)(*map(tl.constexpr, self))
+
+
+if triton is not None:
+
+    @triton.jit
+    def _counts(source: tl.tuple, how: tl.tuple) -> tl.tuple:
+        index = tl.arange(0, how.lanes)
+        is_expert = index < source.num_experts
+        ends = tl.load(source.offs + index, mask=is_expert, other=0).to(tl.int64)
+        starts = tl.load(source.offs + index - 1, mask=is_expert & (index > 0), other=0).to(
+            tl.int64
+        )
+        return index, starts, ends - starts
+
+    @triton.jit
+    def span(source: tl.tuple, expert: tl.tensor, how: tl.tuple) -> tl.tuple:
+        """The first row of an expert, its end, and its first row with padding."""
+        index, starts, counts = _counts(source, how)
+        padded = tl.sum(
+            tl.where(index < expert, (counts + how.unit - 1) // how.unit * how.unit, 0), 0
+        )
+        start = tl.sum(tl.where(index == expert, starts, 0), 0)
+        return start, start + tl.sum(tl.where(index == expert, counts, 0), 0), padded
+
+    @triton.jit
+    def locate(source: tl.tuple, how: tl.tuple) -> tl.tuple:
+        """The expert of a tile, its first row, the expert's end, the first row with padding."""
+        tile = tl.program_id(0)
+        expert = 0
+        first = tile.to(tl.int64) * how.tile
+        end = source.num_rows
+        padded = tile.to(tl.int64) * how.tile
+        if source.offs is not None:
+            index, _, counts = _counts(source, how)
+            tiles = (counts + how.tile - 1) // how.tile
+            expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+            first, end, padded = span(source, expert, how)
+            inner = (tile - tl.sum(tl.where(index < expert, tiles, 0), 0)) * how.tile
+            first = first + inner
+            padded = padded + inner
+        return expert, first, end, padded
+
+
+def plan_source(x: Tensor, offs: Tensor | None) -> tuple[tuple[int, int], Source]:
+    """The grid of programs, and the matrix."""
+    rows, columns = x.shape
+    num_tiles = triton.cdiv(rows, TILE)
+    experts = 1
+    if offs is not None:  # every expert may have a tile that is not full
+        experts = len(offs)
+        num_tiles += experts
+    source = Source(x, rows, columns, (x.stride(0), x.stride(1)), offs, experts)
+    return (num_tiles, triton.cdiv(columns, TILE)), source
+
+
+def num_lanes(experts: int) -> int:
+    """The number of experts as a power of two."""
+    return 1 << (experts - 1).bit_length()
