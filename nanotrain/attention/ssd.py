@@ -1,26 +1,28 @@
-r"""State space duality (Mamba-2): linear attention whose state decays per head, computed in chunks
-by matrix products.
+r"""State space duality (Mamba-2): linear attention whose state decays per head, in chunks.
 
-    S_t = exp(g_t) S_{t-1} + beta_t v_t k_t^T          o_t = S_t q_t
+    S_t = exp(g_t) S_{t-1} + dt_t x_t B_t^T          y_t = S_t C_t          g_t = A dt_t, at most 0
 
-In the words of Mamba-2: v is x, k is B, q is C, beta the step Delta and g = A Delta, at most 0. The
-inputs are those of the gated delta rule (delta_rule.py), without its correction. In a chunk of C
-tokens, with u = beta v, D_ij the decay between tokens j <= i, d_i from the start of the chunk to
-token i and e_j from token j to its end:
+The inputs are those of the gated delta rule (delta_rule.py), without its correction: x is the
+value, B the key, C the query, dt is beta and g the decay. In a chunk of L tokens, with u = dt x,
+D_ij the decay between tokens j <= i, d_i from the start of the chunk to token i and e_j from token
+j to its end:
 
-    S <- d_C S + (e u)^T K          chunk after chunk, S the state before a chunk
-    O = d Q S^T + (Q K^T * D) u     all chunks at once
+    S <- d_L S + (e u)^T B          chunk after chunk, S the state before a chunk
+    Y = d C S^T + (C B^T * D) u     all chunks at once
 
 A token that starts a document sees no earlier state. Computed in fp32 (fp64 for fp64). Only the
 inputs are kept for the backward, which computes the rest again. Dao and Gu 2024, "Transformers are
 SSMs", section 6.
 
     ssd        outputs and the state at the end, from the state at the start
-    span_map   the state at the end as an affine function of the state at the start, for context parallelism
+    span_map   the state at the end as an affine function of the state at the start, for context
+               parallelism
 
-    B batch   S sequence   G groups of heads with one query and key   N heads (a multiple of G)   K, V head dims
-    M chunks   C tokens of a chunk   R = N / G
+    batch samples   S sequence   G groups of heads with one B and C   N heads (a multiple of G)
+    P head dim of x   K state dim   M chunks   L tokens of a chunk   R = N / G
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -41,60 +43,89 @@ def ssd(
 
     Args:
         inputs: a sequence, or a span of one; decays per head.
-        initial_state: [B, N, V, K]; None for zeros.
-        chunk_size: C.
+        initial_state: [batch, N, P, K]; None for zeros.
+        chunk_size: L.
 
     Returns:
-        [B, S, N, V] and [B, N, V, K], in fp32.
+        [batch, S, N, P] and [batch, N, P, K], in fp32.
     """
-    out, state = recomputed(_ssd, inputs, initial_state, chunk_size=chunk_size)
-    return out, state
+    y, state = recomputed(_ssd, inputs, initial_state, chunk_size=chunk_size)
+    return y, state
 
 
 def _ssd(
     inputs: DeltaInputs, initial_state: Tensor | None, *, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    length, groups, dtype = inputs.key.shape[1], inputs.key.shape[2], accumulate_dtype(inputs.value)
-    padding = -length % chunk_size  # tokens that leave the state as it is
+    chunks = _Chunks.of(inputs, chunk_size)
+    pairs = chunks.pairs()
+    steps = (chunks.u * chunks.to_end).flatten(3, 4) @ chunks.B
+    steps = steps.unflatten(3, chunks.u.shape[3:5])  # [batch, M, G, R, P, K]
+    state = torch.zeros_like(steps[:, 0])
+    if initial_state is not None:
+        state = initial_state.to(steps.dtype).view_as(state)
+    states = [state]  # before each chunk
+    of_chunk = chunks.from_start[..., -1:]  # the decay over a chunk
+    for decay, step in zip(of_chunk.unbind(1), steps.unbind(1), strict=True):
+        states.append(decay * states[-1] + step)
+    before = torch.stack(states[:-1], dim=1).flatten(3, 4)
+    y = (before @ chunks.C.mT).view_as(chunks.u) * chunks.from_start
+    y = y + chunks.u @ pairs.mT
+    y = rearrange(y, "b m g r p l -> b (m l) (g r) p")[:, : inputs.value.shape[1]]
+    return y, states[-1].flatten(1, 2)
 
-    def split(x: Tensor, into: str) -> Tensor:
-        padded = F.pad(x, (0, 0, 0, 0, 0, padding)).to(dtype)
-        return rearrange(padded, f"b (m c) (g r) d -> {into}", c=chunk_size, g=groups).contiguous()
 
-    query, key = (split(x, "b m g (r c) d") for x in (inputs.query, inputs.key))
-    updates = split(inputs.value * inputs.beta, "b m g r d c")
-    decay = split(inputs.decay, "b m g (r d) c").cumsum(-1)
-    from_start, to_end = decay.exp(), (decay[..., -1:] - decay).exp()
-    allowed = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=decay.device).tril()
-    if inputs.starts is not None:  # the number of starts so far in the chunk
-        document = rearrange(
-            F.pad(inputs.starts, (0, padding)), "b (m c) -> b m 1 1 c", c=chunk_size
-        ).cumsum(-1)
-        from_start, to_end = from_start * (document == 0), to_end * (document == document[..., -1:])
-        allowed = allowed & (document[..., None] == document[..., None, :])
-    pairs = (decay[..., None] - decay[..., None, :]).masked_fill(~allowed, -torch.inf).exp()
-    pairs = pairs * (query @ key.mT)[:, :, :, None]
-    # [B, M, G, R, V, K]
-    steps = ((updates * to_end[..., None, :]).flatten(3, 4) @ key).view(*updates.shape[:-1], -1)
-    state = (
-        torch.zeros_like(steps[:, 0])
-        if initial_state is None
-        else initial_state.to(dtype).view_as(steps[:, 0])
-    )
-    states = [state]
-    for factor, step in zip(from_start[..., -1:, None].unbind(1), steps.unbind(1), strict=True):
-        states.append(factor * states[-1] + step)
-    read = (torch.stack(states[:-1], dim=1).flatten(3, 4) @ query.mT).view_as(updates) * from_start[
-        ..., None, :
-    ]
-    out = rearrange(read + updates @ pairs.mT, "b m g r v c -> b (m c) (g r) v")[:, :length]
-    return out, states[-1].flatten(1, 2)
+@dataclass(frozen=True)
+class _Chunks:
+    """A sequence in chunks; the last one is padded with tokens that leave the state as it is."""
+
+    C: Tensor  # [batch, M, G, L, K]
+    B: Tensor  # [batch, M, G, L, K]
+    u: Tensor  # [batch, M, G, R, P, L], dt x
+    decay: Tensor  # [batch, M, G, R, L], sums of g from the start of the chunk
+    from_start: Tensor  # [batch, M, G, R, 1, L], decays of the state until a token reads it
+    to_end: Tensor  # [batch, M, G, R, 1, L], decays of a token until the end of the chunk
+    allowed: Tensor  # bool, broadcasts to [batch, M, G, R, L, L]: a token reads an earlier one
+
+    @classmethod
+    def of(cls, inputs: DeltaInputs, size: int) -> "_Chunks":
+        """Split a sequence into chunks of a size."""
+        dtype = accumulate_dtype(inputs.value)
+        num_groups = inputs.key.shape[2]
+        padding = -inputs.key.shape[1] % size
+
+        def split(x: Tensor, into: str) -> Tensor:
+            padded = F.pad(x, (0, 0, 0, 0, 0, padding)).to(dtype)
+            chunks = rearrange(padded, f"b (m l) (g r) d -> {into}", l=size, g=num_groups)
+            return chunks.contiguous()
+
+        C = split(inputs.query, "b m g (r l) d")
+        B = split(inputs.key, "b m g (r l) d")
+        u = split(inputs.value * inputs.beta, "b m g r d l")
+        decay = split(inputs.decay, "b m g (r d) l").cumsum(-1)
+        from_start = decay.exp()
+        to_end = (decay[..., -1:] - decay).exp()
+        allowed = torch.ones(size, size, dtype=torch.bool, device=decay.device).tril()
+        if inputs.starts is not None:
+            starts = rearrange(F.pad(inputs.starts, (0, padding)), "b (m l) -> b m 1 1 l", l=size)
+            document = starts.cumsum(-1)  # starts so far in the chunk
+            from_start = from_start * (document == 0)
+            to_end = to_end * (document == document[..., -1:])
+            allowed = allowed & (document[..., None] == document[..., None, :])
+        return cls(C, B, u, decay, from_start[..., None, :], to_end[..., None, :], allowed)
+
+    def pairs(self) -> Tensor:
+        """[batch, M, G, R, L, L]: C B^T of allowed pairs, decayed from token to token; else 0."""
+        logarithms = self.decay[..., None] - self.decay[..., None, :]
+        decays = logarithms.masked_fill(~self.allowed, -torch.inf).exp()
+        return decays * (self.C @ self.B.mT)[:, :, :, None]
 
 
 @eager
 def span_map(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
-    """The state after a span as `factor * state + offset` of the state before it: [B, N, 1, 1], [B,
-    N, V, K].
+    """The state after a span as `factor * state + offset` of the state before it.
+
+    Returns:
+        factor [batch, N, 1, 1] and offset [batch, N, P, K].
     """
     factor, offset = recomputed(_span_map, inputs, chunk_size=CHUNK_SIZE)
     return factor, offset
@@ -103,13 +134,16 @@ def span_map(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
 def _span_map(inputs: DeltaInputs, *, chunk_size: int) -> tuple[Tensor, Tensor]:
     dtype = accumulate_dtype(inputs.value)
     decay = inputs.decay.to(dtype).cumsum(1)
-    factor, to_end = decay[:, -1:].exp(), (decay[:, -1:] - decay).exp()
+    factor = decay[:, -1:].exp()
+    to_end = (decay[:, -1:] - decay).exp()
     if inputs.starts is not None:
         document = inputs.starts.cumsum(1)[..., None, None]
-        factor, to_end = factor * (document[:, -1:] == 0), to_end * (document == document[:, -1:])
-    updates = (inputs.value * inputs.beta).to(dtype) * to_end
-    updates = rearrange(updates, "b s (g r) v -> b g (r v) s", g=inputs.key.shape[2])
-    offset = updates @ rearrange(inputs.key.to(dtype), "b s g k -> b g s k")
-    return factor.transpose(1, 2), rearrange(
-        offset, "b g (r v) k -> b (g r) v k", v=inputs.value.shape[-1]
-    )
+        factor = factor * (document[:, -1:] == 0)
+        to_end = to_end * (document == document[:, -1:])
+    x = inputs.value
+    B = inputs.key.to(dtype)
+    u = (x * inputs.beta).to(dtype) * to_end
+    u = rearrange(u, "b s (g r) p -> b g (r p) s", g=B.shape[2])
+    offset = u @ rearrange(B, "b s g k -> b g s k")
+    offset = rearrange(offset, "b g (r p) k -> b (g r) p k", p=x.shape[-1])
+    return factor.transpose(1, 2), offset
