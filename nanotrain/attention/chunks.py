@@ -1,10 +1,10 @@
-"""Attention of queries to one chunk of keys, with the log-sum-exp that merges the results of
-several chunks.
+"""Attention of queries to one chunk of keys, with the log-sum-exp that merges several chunks.
 
 Softmax over all keys follows from softmax over chunks of them, and the gradients of a chunk from
 the merged result:
 
-    lse = log(exp(lse_1) + exp(lse_2))        out = out_1 * exp(lse_1 - lse) + out_2 * exp(lse_2 - lse)
+    lse = log(exp(lse_1) + exp(lse_2))
+    out = out_1 * exp(lse_1 - lse) + out_2 * exp(lse_2 - lse)
 
     AttentionChunk        queries, one chunk of keys and values, mask
     AttentionResult       out and lse
@@ -26,6 +26,7 @@ section 3.1.
     B batch   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +38,9 @@ from torch import Tensor
 from nanotrain.comm.device import compute_capability
 from nanotrain.kernels.dropout import keep_factors, mix_in
 
-MAX_FLASH_HEAD_DIM, FLASH_CAPABILITY = 256, (8, 0)  # of the flash operator on GPUs
+# limits of the flash operator on GPUs
+MAX_FLASH_HEAD_DIM = 256
+FLASH_CAPABILITY = (8, 0)
 EAGER_SCORES = 2**26  # scores that are computed at once without a fused operator: 256 MiB in fp32
 
 
@@ -52,9 +55,9 @@ class AttentionChunk:
     # mask
     mask: Tensor | None
     is_causal: bool  # query i attends to keys 0..i (Q equals K); only without a mask
-    scale: float  # of the scores
+    scale: float  # factor of the scores
     softcap: float | None = None  # scores become c * tanh(score / c); None: unchanged
-    # of the weights, at the positions of the queries and keys
+    # dropout of the weights at the positions of the queries and keys; None: nothing is dropped
     dropout: "WeightDropout | None" = None
 
     def rows(self, rows: slice) -> "AttentionChunk":
@@ -78,8 +81,9 @@ class AttentionResult:
 
 @dataclass(frozen=True)
 class ChunkGradients:
-    """Gradients of query [B, N, Q, D], key [B, G, K, D] and value [B, G, K, Dv]; accumulate in
-    `accumulate_dtype`.
+    """Gradients of query [B, N, Q, D], key [B, G, K, D] and value [B, G, K, Dv].
+
+    Sums of several have the dtype `accumulate_dtype`.
     """
 
     query: Tensor
@@ -93,11 +97,11 @@ class AttentionOps:
 
     forward: Callable[[AttentionChunk], AttentionResult]
     backward: Callable[..., ChunkGradients]
-    takes_groups: bool = False  # of query heads, which share a head of keys and values
+    takes_groups: bool = False  # whether query heads may share a head of keys and values
 
 
 def accumulate_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which results and gradients of chunks are accumulated: fp32, or fp64 for fp64."""
+    """The dtype of sums of results and gradients: fp32, or fp64 for fp64."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -135,13 +139,11 @@ def chunk_backward(
         grad: [B, N, Q, Dv], the gradient of `merged.out`.
     """
     padded = _repeat_and_pad(chunk)
-    out, grad = (_pad(x, padded.value.shape[-1]) for x in (merged.out, grad))
+    out = _pad(merged.out, padded.value.shape[-1])
+    grad = _pad(grad, padded.value.shape[-1])
     gradients = _ops(chunk).backward(padded, replace(merged, out=out), grad=grad)
-    groups, head_dim, value_head_dim = (
-        chunk.key.shape[1],
-        chunk.key.shape[-1],
-        chunk.value.shape[-1],
-    )
+    groups, head_dim = chunk.key.shape[1], chunk.key.shape[-1]
+    value_head_dim = chunk.value.shape[-1]
     return ChunkGradients(
         gradients.query[..., :head_dim],
         _sum_repeats(gradients.key, groups)[..., :head_dim],
@@ -150,7 +152,7 @@ def chunk_backward(
 
 
 def _ops(chunk: AttentionChunk) -> AttentionOps:
-    """torch's fused operator where it can compute the chunk, else the eager form."""
+    """torch's fused operator where it can compute the chunk, else EAGER."""
     has_options = chunk.softcap is not None or chunk.dropout is not None
     if has_options or (not chunk.query.is_cpu and not _is_for_flash(chunk)):
         return EAGER
@@ -166,38 +168,43 @@ def _is_for_flash(chunk: AttentionChunk) -> bool:
 
 
 def _repeat_and_pad(chunk: AttentionChunk) -> AttentionChunk:
-    """Repeat key/value heads where the operator needs it, and zero-pad head dims to one multiple of
-    8, as CUDA's does.
+    """Repeat key/value heads where the operator needs it, and pad all head dims to one size.
 
-    The zeros change neither scores nor outputs.
+    The size is a multiple of 8, as CUDA's operator needs it. The zeros change neither scores nor
+    outputs.
     """
-    repeats = 1 if _ops(chunk).takes_groups else chunk.query.shape[1] // chunk.key.shape[1]
-    key, value = (
-        x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (chunk.key, chunk.value)
+    key, value = chunk.key, chunk.value
+    repeats = chunk.query.shape[1] // key.shape[1]
+    if repeats > 1 and not _ops(chunk).takes_groups:
+        key = key.repeat_interleave(repeats, dim=1)
+        value = value.repeat_interleave(repeats, dim=1)
+    head_dim = math.ceil(max(key.shape[-1], value.shape[-1]) / 8) * 8
+    return replace(
+        chunk,
+        query=_pad(chunk.query, head_dim),
+        key=_pad(key, head_dim),
+        value=_pad(value, head_dim),
     )
-    head_dim = -(-max(key.shape[-1], value.shape[-1]) // 8) * 8
-    query, key, value = (_pad(x, head_dim) for x in (chunk.query, key, value))
-    return replace(chunk, query=query, key=key, value=value)
 
 
 def _pad(x: Tensor, head_dim: int) -> Tensor:
-    return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
+    if x.shape[-1] == head_dim:
+        return x
+    return F.pad(x, (0, head_dim - x.shape[-1]))
 
 
 def _sum_repeats(grad: Tensor, groups: int) -> Tensor:
-    return (
-        grad
-        if grad.shape[1] == groups
-        else grad.unflatten(1, (groups, -1)).sum(2, dtype=accumulate_dtype(grad))
-    )
+    """Sum the gradients of repeated heads."""
+    if grad.shape[1] == groups:
+        return grad
+    return grad.unflatten(1, (groups, -1)).sum(2, dtype=accumulate_dtype(grad))
 
 
-def _bias(chunk: AttentionChunk) -> Tensor | None:
-    """The mask as a bias of the scores, finite: torch's operator returns a log-sum-exp of 0 for
-    rows of -inf.
-    """
+def _mask_as_bias(chunk: AttentionChunk) -> Tensor | None:
+    """The mask as a finite bias of the scores."""
     if chunk.mask is None:
         return None
+    # torch's operator returns a log-sum-exp of 0 for rows of -inf
     masked = torch.finfo(chunk.query.dtype).min / 2
     return torch.zeros_like(chunk.mask, dtype=chunk.query.dtype).masked_fill_(~chunk.mask, masked)
 
@@ -209,7 +216,7 @@ def _forward_cpu(chunk: AttentionChunk) -> AttentionResult:
         chunk.value,
         0.0,
         chunk.is_causal,
-        attn_mask=_bias(chunk),
+        attn_mask=_mask_as_bias(chunk),
         scale=chunk.scale,
     )
     return AttentionResult(out, lse)
@@ -218,9 +225,17 @@ def _forward_cpu(chunk: AttentionChunk) -> AttentionResult:
 def _backward_cpu(
     chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor
 ) -> ChunkGradients:
-    inputs = grad, chunk.query, chunk.key, chunk.value, merged.out, merged.lse
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *inputs, 0.0, chunk.is_causal, attn_mask=_bias(chunk), scale=chunk.scale
+        grad,
+        chunk.query,
+        chunk.key,
+        chunk.value,
+        merged.out,
+        merged.lse,
+        0.0,
+        chunk.is_causal,
+        attn_mask=_mask_as_bias(chunk),
+        scale=chunk.scale,
     )
     return ChunkGradients(*gradients)
 
@@ -236,37 +251,43 @@ def _backward_cuda(
     chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor
 ) -> ChunkGradients:
     # The state of the random generator only matters with dropout.
-    seed, offset = (
-        torch.zeros(shape, dtype=torch.uint64, device=grad.device) for shape in ((2,), ())
-    )
-    inputs = (
+    seed = torch.zeros((2,), dtype=torch.uint64, device=grad.device)
+    offset = torch.zeros((), dtype=torch.uint64, device=grad.device)
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad,
         chunk.query,
         chunk.key,
         chunk.value,
         merged.out.contiguous(),
         merged.lse.contiguous(),
-    )
-    lengths = None, None, chunk.query.shape[2], chunk.key.shape[2]
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *inputs, *lengths, 0.0, chunk.is_causal, seed, offset, scale=chunk.scale
+        None,  # cumulative lengths
+        None,
+        chunk.query.shape[2],
+        chunk.key.shape[2],
+        0.0,
+        chunk.is_causal,
+        seed,
+        offset,
+        scale=chunk.scale,
     )
     return ChunkGradients(*gradients)
 
 
 def _scores(chunk: AttentionChunk) -> tuple[Tensor, Tensor | None]:
-    """[B, N, Q, K], very low but finite where masked, and the derivative by scores without softcap;
-    None for 1.
+    """Scores [B, N, Q, K], very low but finite where masked, and the slope of the softcap.
+
+    The slope is the derivative by the scores before the softcap; None without one.
     """
     dtype = accumulate_dtype(chunk.query)
-    scores, slope = (chunk.query.to(dtype) @ chunk.key.to(dtype).mT) * chunk.scale, None
+    scores = (chunk.query.to(dtype) @ chunk.key.to(dtype).mT) * chunk.scale
+    slope: Tensor | None = None
     if chunk.softcap is not None:
         scores = scores.div_(chunk.softcap).tanh_()
         slope = 1 - scores.square()
         scores = scores.mul_(chunk.softcap)
-    return scores if chunk.mask is None else scores.masked_fill_(
-        ~chunk.mask, torch.finfo(dtype).min / 2
-    ), slope
+    if chunk.mask is not None:
+        scores = scores.masked_fill_(~chunk.mask, torch.finfo(dtype).min / 2)
+    return scores, slope
 
 
 def _row_blocks(chunk: AttentionChunk) -> list[slice]:
@@ -277,6 +298,7 @@ def _row_blocks(chunk: AttentionChunk) -> list[slice]:
 
 
 def _with_mask(chunk: AttentionChunk) -> AttentionChunk:
+    """A causal chunk with its mask."""
     if not chunk.is_causal:
         return chunk
     positions = torch.arange(chunk.key.shape[2], device=chunk.query.device)
@@ -286,9 +308,9 @@ def _with_mask(chunk: AttentionChunk) -> AttentionChunk:
 def _forward_eager(chunk: AttentionChunk) -> AttentionResult:
     chunk = _with_mask(chunk)
     parts = [_forward_rows(chunk.rows(rows)) for rows in _row_blocks(chunk)]
-    return AttentionResult(
-        torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2)
-    )
+    out = torch.cat([part.out for part in parts], dim=2)
+    lse = torch.cat([part.lse for part in parts], dim=2)
+    return AttentionResult(out, lse)
 
 
 def _forward_rows(chunk: AttentionChunk) -> AttentionResult:
@@ -297,17 +319,17 @@ def _forward_rows(chunk: AttentionChunk) -> AttentionResult:
     weights = scores.sub_(lse[..., None]).exp_()
     if chunk.dropout is not None:
         weights *= chunk.dropout.factors(weights.shape[1], weights.dtype)
-    return AttentionResult((weights @ chunk.value.to(weights.dtype)).to(chunk.query.dtype), lse)
+    out = weights @ chunk.value.to(weights.dtype)
+    return AttentionResult(out.to(chunk.query.dtype), lse)
 
 
 def _backward_eager(
     chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor
 ) -> ChunkGradients:
-    chunk, queries = _with_mask(chunk), []
-    key, value = (
-        torch.zeros(x.shape, dtype=merged.lse.dtype, device=x.device)
-        for x in (chunk.key, chunk.value)
-    )
+    chunk = _with_mask(chunk)
+    key = merged.lse.new_zeros(chunk.key.shape)
+    value = merged.lse.new_zeros(chunk.value.shape)
+    queries = []
     for rows in _row_blocks(chunk):
         part = _backward_rows(chunk.rows(rows), merged.queries(rows), grad=grad[:, :, rows])
         queries.append(part.query)
@@ -321,20 +343,25 @@ def _backward_rows(
 ) -> ChunkGradients:
     scores, slope = _scores(chunk)
     weights = scores.sub_(merged.lse[..., None]).exp_()
-    query, key, value, out, grad = (
-        x.to(weights.dtype) for x in (chunk.query, chunk.key, chunk.value, merged.out, grad)
-    )
-    weights_grad, dropped = grad @ value.mT, weights
+    dtype = weights.dtype
+    grad = grad.to(dtype)
+    weights_grad = grad @ chunk.value.to(dtype).mT
+    dropped = weights
     if chunk.dropout is not None:
-        factors = chunk.dropout.factors(weights.shape[1], weights.dtype)
+        factors = chunk.dropout.factors(weights.shape[1], dtype)
         weights_grad *= factors
         dropped = weights * factors
     # Derivative of softmax: sum(grad * out) equals the sum over *all* keys of weight times the
     # weight's gradient.
-    scores_grad = weights * (weights_grad - (grad * out).sum(-1, keepdim=True)) * chunk.scale
+    sums = (grad * merged.out.to(dtype)).sum(-1, keepdim=True)
+    scores_grad = weights * (weights_grad - sums) * chunk.scale
     if slope is not None:
         scores_grad *= slope
-    return ChunkGradients(scores_grad @ key, scores_grad.mT @ query, dropped.mT @ grad)
+    return ChunkGradients(
+        scores_grad @ chunk.key.to(dtype),
+        scores_grad.mT @ chunk.query.to(dtype),
+        dropped.mT @ grad,
+    )
 
 
 EAGER = AttentionOps(_forward_eager, _backward_eager)
@@ -346,13 +373,14 @@ FUSED = {
 
 @dataclass(frozen=True)
 class WeightDropout:
-    """Dropout of the attention weights of one layer and microbatch, at some positions where these
-    are given.
+    """Dropout of the attention weights of one layer and microbatch.
+
+    The dropout of a chunk has the positions of its queries and keys.
     """
 
     words: Tensor  # [B], one random word per sample
     rate: float
-    first_head: int = 0  # of the queries, among all heads of the model
+    first_head: int = 0  # index of the first query head of this rank in the model
     queries: Tensor | None = None  # [Q] int64, positions in the sequence
     keys: Tensor | None = None  # [K] int64
 
@@ -379,12 +407,12 @@ class ScoreOptions:
     softcap: float | None = None
     dropout: WeightDropout | None = None
     # for QK-clip, called with all queries and keys that attend to each other, one chunk at a time;
-    # the option `first_head` is the index on this rank of the first of the chunk's query heads
+    # its option `first_head` is the local index of the chunk's first query head
     observe: Callable[..., None] | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether they change no scores."""
+        """Whether no option changes the scores."""
         return self.sink is None and self.softcap is None and self.dropout is None
 
     def of_heads(self, first: int, number: int) -> "ScoreOptions":
@@ -399,8 +427,13 @@ class ScoreOptions:
     def apply_to(
         self, chunk: AttentionChunk, *, samples: slice, queries: Tensor, keys: Tensor
     ) -> AttentionChunk:
-        """A chunk with the softcap and the dropout, its queries and keys at these positions of some
-        samples.
+        """A chunk with the softcap and the dropout.
+
+        Args:
+            chunk: chunk of some samples.
+            samples: its samples.
+            queries: [Q] int64, positions of its queries.
+            keys: [K] int64, positions of its keys.
         """
         dropout = self.dropout
         if dropout is not None:
@@ -418,7 +451,7 @@ def add_sink(total: AttentionResult, sink: Tensor | None) -> AttentionResult:
 
 
 def sink_grad(sink: Tensor | None, merged: AttentionResult, *, grad: Tensor) -> Tensor | None:
-    """The gradient of the sinks, from the result with them and its gradient [B, N, Q, Dv]."""
+    """The gradient of the sinks, from the result with sinks and its gradient [B, N, Q, Dv]."""
     if sink is None:
         return None
     weight = (sink.to(merged.lse.dtype)[:, None] - merged.lse).exp_()

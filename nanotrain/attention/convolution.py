@@ -1,6 +1,6 @@
-"""Short causal convolutions of every channel by itself, as in front of linear attention.
+"""Short depthwise causal convolutions, as before linear attention.
 
-out_t = sum_k weight_k x_{t - K + 1 + k} + bias          tokens of other documents count as zeros
+out_t = sum_k weight_k x_{t - K + 1 + k} + bias          tokens of other documents are zeros
 
 R rows: sequences, or chunks of them   C tokens   K kernel size   D channels
 """
@@ -14,22 +14,24 @@ from nanotrain.attention.chunks import accumulate_dtype
 def causal_conv(
     window: Tensor, weight: Tensor, *, bias: Tensor | None = None, segment_ids: Tensor | None = None
 ) -> Tensor:
-    """The convolution of every token with those before it.
+    """The convolution of every token with the tokens before it.
 
     Args:
         window: [R, K - 1 + C, D], the tokens and the K - 1 before them.
         weight: [D, K].
         bias: [D] or None.
-        segment_ids: [R, K - 1 + C], documents of the tokens; None where all are of one.
+        segment_ids: [R, K - 1 + C], documents of the tokens; None for one document.
 
     Returns:
         [R, C, D].
     """
     if segment_ids is None:
         return F.conv1d(window.mT, weight[:, None], bias, groups=len(weight)).mT
-    kernel, dtype = weight.shape[1], accumulate_dtype(window)
-    length = window.shape[1] - kernel + 1
-    own, out = segment_ids[:, kernel - 1 :], None if bias is None else bias.to(dtype)
+    kernel_size = weight.shape[1]
+    length = window.shape[1] - kernel_size + 1
+    own = segment_ids[:, kernel_size - 1 :]
+    dtype = accumulate_dtype(window)
+    out: Tensor | None = None if bias is None else bias.to(dtype)
     for k, tap in enumerate(weight.to(dtype).unbind(1)):
         is_seen = (segment_ids[:, k : k + length] == own)[..., None]
         term = window[:, k : k + length].to(dtype) * is_seen * tap

@@ -1,14 +1,14 @@
-r"""Gated delta rule: linear attention whose state is a matrix per head, computed in chunks by
-matrix products.
+r"""Gated delta rule: linear attention whose state is a matrix per head, in chunks.
 
-    S' = exp(g_t) * S_{t-1}                              decay, per head (Gated DeltaNet) or per key channel (KDA)
-    S_t = S' + k_t (beta_t (v_t - S'^T k_t))^T           the value at the key k_t is corrected towards v_t
-    o_t = S_t^T q_t / sqrt(K)                            queries and keys are divided by their lengths
+    S' = exp(g_t) * S_{t-1}                      decay per head (Gated DeltaNet) or channel (KDA)
+    S_t = S' + k_t (beta_t (v_t - S'^T k_t))^T   the value at the key k_t is moved towards v_t
+    o_t = S_t^T q_t / sqrt(K)                    queries and keys are divided by their lengths
 
-    DeltaInputs      query, key, value, gates and borders of documents
+    DeltaInputs      query, key, value, gates and the first tokens of documents
     delta_rule       outputs and the state at the end, from the state at the start
-    span_map         the state at the end as an affine function of the state at the start, for context parallelism
-    fla_delta_rule   the same by the kernels of the fla package, for 16-bit tensors on a GPU where it is installed
+    span_map         the state at the end as an affine function of the state at the start, for
+                     context parallelism
+    fla_delta_rule   the rule by the kernels of the fla package, for 16-bit tensors on a GPU
 
 In a chunk of C tokens the corrections u_t = beta_t (v_t - S'^T k_t) solve one triangular system
 (the WY form: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
@@ -16,25 +16,25 @@ Length", section 3). With D_ij the decay between tokens j <= i, d_i from the sta
 token i and e_j from token j to its end:
 
     (I + tril(beta K K^T * D, -1)) [U | W] = [beta V | beta d K]       all chunks at once
-    U' = U - W S        S <- d_C S + (e K)^T U'                        chunk after chunk, S the state before a chunk
+    U' = U - W S        S <- d_C S + (e K)^T U'       chunk after chunk, S the state before a chunk
     O = d Q S + (Q K^T * D) U'                                         all chunks at once
 
 Every exponent is at most 0, so no decay overflows. With decays per channel D is part of the sums
 over channels: the pairs of two neighbouring blocks of tokens are one product, with decays to and
 from the border between the blocks.
 
-A token that starts a document sees no earlier state: pairs across a border and the paths between
-tokens and state that cross one are 0. Computed in fp32 (fp64 for fp64). Only the inputs are kept
-for the backward, which computes the rest again. Decays per head: Yang et al. 2025, "Gated Delta
-Networks"; per channel: "Kimi Linear" (2025), section 3.
+A token that starts a document sees no earlier state: pairs of tokens across a border are 0, and so
+are the paths between tokens and state that cross one. Computed in fp32 (fp64 for fp64). Only the
+inputs are kept for the backward, which computes the rest again. Decays per head: Yang et al. 2025,
+"Gated Delta Networks"; per channel: "Kimi Linear" (2025), section 3.
 
-    B batch   S sequence   G heads of queries and keys   N heads of values (a multiple of G)   K, V head dims
-    M chunks   C tokens of a chunk   X = B * N
+    B batch   S sequence   G heads of queries and keys   N heads of values (a multiple of G)
+    K, V head dims of keys and values   M chunks   C tokens of a chunk   X = B * N
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Self
@@ -56,7 +56,7 @@ NORM_EPS = 1e-6  # added to squared lengths, as in transformers and fla
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """Inputs of the gated delta rule."""
+    """Inputs of the gated delta rule, and of the scan of Mamba-2 (ssd.py)."""
 
     query: Tensor  # [B, S, G, K]
     key: Tensor  # [B, S, G, K]
@@ -68,8 +68,12 @@ class DeltaInputs:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Change every tensor."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: function(x) for name, x in values.items() if x is not None})
+        changed = {}
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            if tensor is not None:
+                changed[field.name] = function(tensor)
+        return replace(self, **changed)
 
 
 @eager  # a compiled graph would keep what is computed again
@@ -94,8 +98,10 @@ def delta_rule(
 
 @eager
 def span_map(inputs: DeltaInputs, *, chunk_size: int = CHUNK_SIZE) -> tuple[Tensor, Tensor]:
-    """The state after a span as `transition @ state + offset` of the state before it: [B, N, K, K],
-    [B, N, K, V].
+    """The state after a span as `transition @ state + offset` of the state before it.
+
+    Returns:
+        transition [B, N, K, K] and offset [B, N, K, V].
     """
     transition, offset = recomputed(_span_map, inputs, chunk_size=chunk_size)
     return transition, offset
@@ -104,14 +110,22 @@ def span_map(inputs: DeltaInputs, *, chunk_size: int = CHUNK_SIZE) -> tuple[Tens
 def recomputed(
     function: Callable[..., Any], inputs: DeltaInputs, *more: Tensor | None, chunk_size: int
 ) -> Any:
-    """Call a function that keeps its tensors alone; they are positional, so that saved-tensor hooks
-    see them.
+    """Call a function that keeps only its arguments for the backward.
+
+    Args:
+        function: function of the inputs, further tensors, and the size of a chunk.
+        inputs: first argument.
+        more: further tensors.
+        chunk_size: largest size of a chunk; a short sequence has a smaller power of 2.
     """
+    # positional arguments, so that saved-tensor hooks see them
     tensors = [getattr(inputs, field.name) for field in fields(inputs)]
-    size, count = min(chunk_size, 1 << (inputs.key.shape[1] - 1).bit_length()), len(tensors)
+    num_inputs = len(tensors)
+    length = inputs.key.shape[1]
+    size = min(chunk_size, 1 << (length - 1).bit_length())
 
     def call(*args: Any) -> Any:
-        return function(DeltaInputs(*args[:count]), *args[count:], chunk_size=size)
+        return function(DeltaInputs(*args[:num_inputs]), *args[num_inputs:], chunk_size=size)
 
     return checkpoint(call, *tensors, *more, use_reentrant=False, preserve_rng_state=False)
 
@@ -119,36 +133,37 @@ def recomputed(
 def _delta_rule(
     inputs: DeltaInputs, initial_state: Tensor | None, *, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
+    batch, length, heads, value_dim = inputs.value.shape
+    key_dim = inputs.key.shape[-1]
     chunks = _Chunks.of(inputs, chunk_size)
     updates = chunks.updates()
-    batch, heads = inputs.value.shape[0], inputs.value.shape[2]
-    sizes = inputs.key.shape[-1], inputs.value.shape[-1]
-    state = updates[0].new_zeros(batch * heads, *sizes)
-    if initial_state is not None:
-        state = initial_state.to(state.dtype).flatten(0, 1)
+    if initial_state is None:
+        state = updates[0].new_zeros(batch * heads, key_dim, value_dim)
+    else:
+        state = initial_state.to(updates[0].dtype).flatten(0, 1)
     corrections, states, final = _Scan.apply(*updates, state)
     read = (chunks.query * chunks.decays_from_start).flatten(1, 3) @ states
     out = read + chunks.pairs(chunks.query).flatten(1, 3) @ corrections
-    out = rearrange(out.unflatten(1, (batch, heads)), "m b n c v -> b (m c) n v")[
-        :, : inputs.value.shape[1]
-    ]
+    out = rearrange(out.unflatten(1, (batch, heads)), "m b n c v -> b (m c) n v")[:, :length]
     return out.to(inputs.value.dtype), final.unflatten(0, (batch, heads))
 
 
 def _span_map(inputs: DeltaInputs, *, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """The rule with the identity as the state, without values, beside that with the values, from
-    zeros.
+    """Transition and offset in one call of the rule.
+
+    The offset has columns with values and a zero state, the transition columns with an identity
+    state and no values.
     """
-    size, width = inputs.key.shape[-1], inputs.value.shape[-1]
-    identity = torch.eye(size, dtype=accumulate_dtype(inputs.value), device=inputs.value.device)
-    state = F.pad(identity, (width, 0)).expand(len(inputs.value), inputs.value.shape[2], -1, -1)
-    wider = replace(inputs, value=F.pad(inputs.value, (0, size)))
-    _, final = (
-        fla_delta_rule(wider, state)
-        if fla_takes(wider)
-        else _delta_rule(wider, state, chunk_size=chunk_size)
-    )
-    offset, transition = final.split((width, size), dim=-1)
+    batch, _, heads, value_dim = inputs.value.shape
+    key_dim = inputs.key.shape[-1]
+    identity = torch.eye(key_dim, dtype=accumulate_dtype(inputs.value), device=inputs.value.device)
+    state = F.pad(identity, (value_dim, 0)).expand(batch, heads, -1, -1)
+    wider = replace(inputs, value=F.pad(inputs.value, (0, key_dim)))
+    if fla_takes(wider):
+        _, final = fla_delta_rule(wider, state)
+    else:
+        _, final = _delta_rule(wider, state, chunk_size=chunk_size)
+    offset, transition = final.split((value_dim, key_dim), dim=-1)
     return transition, offset
 
 
@@ -165,41 +180,61 @@ def fla_takes(inputs: DeltaInputs) -> bool:
 
 def fla_delta_rule(inputs: DeltaInputs, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
     """The kernels of fla; documents are packed, with cumulative lengths from the host."""
-    by_channel, device = inputs.decay.shape[-1] > 1, inputs.value.device
-    module, name = (
-        ("kda", "chunk_kda") if by_channel else ("gated_delta_rule", "chunk_gated_delta_rule")
-    )
-    rule: Callable[..., tuple[Tensor, Tensor]] = getattr(import_module(f"fla.ops.{module}"), name)
-    options: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    decay = inputs.decay if by_channel else inputs.decay[..., 0]
+    rule: Callable[..., tuple[Tensor, Tensor]]
+    if inputs.decay.shape[-1] > 1:
+        rule = import_module("fla.ops.kda").chunk_kda
+        decay = inputs.decay
+    else:
+        rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        decay = inputs.decay[..., 0]
+    rule = partial(rule, output_final_state=True, use_qk_l2norm_in_kernel=True)
     tensors = (inputs.query, inputs.key, inputs.value, decay, inputs.beta[..., 0])
     if inputs.starts is None:
-        return rule(*tensors, initial_state=initial_state, **options)
-    starts = inputs.starts.cpu().numpy()
-    rows = np.arange(len(starts)) * starts.shape[1]
-    lengths = np.union1d(np.flatnonzero(starts), [*rows, starts.size])
-    # documents; the one before the first of the next row is the last of a row
-    first = np.searchsorted(lengths, rows)
-    last = np.append(first[1:], len(lengths) - 1) - 1
-    key, value = inputs.key, inputs.value
-    shape = (len(lengths) - 1, value.shape[2], key.shape[3], value.shape[3])
-    states = key.new_zeros(shape, dtype=accumulate_dtype(key))
+        return rule(*tensors, initial_state=initial_state)
+    device = inputs.value.device
+    documents = _PackedDocuments.of(inputs.starts.cpu().numpy())
+    heads, value_dim = inputs.value.shape[2:]
+    shape = (documents.number, heads, inputs.key.shape[3], value_dim)
+    states = inputs.key.new_zeros(shape, dtype=accumulate_dtype(inputs.key))
     if initial_state is not None:
-        continues = on_device(~starts[:, 0], device)[:, None, None, None]
-        states = states.index_copy(0, on_device(first, device), initial_state * continues)
-    options |= {
-        "cu_seqlens": on_device(lengths, device),
-        "cu_seqlens_cpu": torch.from_numpy(lengths),
-    }
-    out, final = rule(*(x.flatten(0, 1)[None] for x in tensors), initial_state=states, **options)
-    return out.view_as(value), final[on_device(last, device)]
+        continues = on_device(documents.continues, device)[:, None, None, None]
+        states = states.index_copy(0, on_device(documents.first, device), initial_state * continues)
+    out, final = rule(
+        *(x.flatten(0, 1)[None] for x in tensors),
+        initial_state=states,
+        cu_seqlens=on_device(documents.bounds, device),
+        cu_seqlens_cpu=torch.from_numpy(documents.bounds),
+    )
+    return out.view_as(inputs.value), final[on_device(documents.last, device)]
+
+
+@dataclass(frozen=True)
+class _PackedDocuments:
+    """The documents of a batch whose rows are concatenated; a row ends its last document."""
+
+    bounds: np.ndarray  # [documents + 1] int64, cumulative lengths
+    first: np.ndarray  # [B] int64, the first document of each row
+    last: np.ndarray  # [B] int64, the last document of each row
+    continues: np.ndarray  # [B] bool, whether the first document began before the row
+
+    @classmethod
+    def of(cls, starts: np.ndarray) -> "_PackedDocuments":
+        """The documents of [B, S] bool, True for the first token of a document."""
+        rows = np.arange(len(starts)) * starts.shape[1]
+        bounds = np.union1d(np.flatnonzero(starts), [*rows, starts.size])
+        first = np.searchsorted(bounds, rows)
+        last = np.append(first[1:], len(bounds) - 1) - 1
+        return cls(bounds, first, last, continues=~starts[:, 0])
+
+    @property
+    def number(self) -> int:
+        """The number of documents."""
+        return len(self.bounds) - 1
 
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Chunks of all heads, [M, B, G, N / G, C, ...]; queries and keys have a size of 1 instead of N
-    / G.
-    """
+    """Chunks of all heads, [M, B, G, N / G, C, ...]; queries and keys have 1 instead of N / G."""
 
     query: Tensor
     key: Tensor
@@ -211,88 +246,95 @@ class _Chunks:
     @classmethod
     def of(cls, inputs: DeltaInputs, size: int) -> "_Chunks":
         """Split a sequence; the last chunk is padded with tokens that leave the state as it is."""
-        dtype, groups, padding = (
-            accumulate_dtype(inputs.value),
-            inputs.key.shape[2],
-            -inputs.key.shape[1] % size,
-        )
+        dtype = accumulate_dtype(inputs.value)
+        groups = inputs.key.shape[2]
+        padding = -inputs.key.shape[1] % size
 
         def split(x: Tensor) -> Tensor:
             padded = F.pad(x, (0, 0, 0, 0, 0, padding))
             chunks = rearrange(padded, "b (m c) (g r) d -> m b g r c d", c=size, g=groups)
             return chunks.to(dtype, memory_format=torch.contiguous_format)
 
-        starts = inputs.starts
-        if starts is not None:
-            starts = starts.to(inputs.key.device, non_blocking=True)
-            starts = rearrange(F.pad(starts, (0, padding)), "b (m c) -> m b 1 1 c", c=size).cumsum(
-                -1
-            )
-        query, key, value, decay, beta = map(
-            split, (inputs.query, inputs.key, inputs.value, inputs.decay, inputs.beta)
-        )
-        query, key = (
-            x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS) for x in (query, key)
-        )
-        return cls(query * query.shape[-1] ** -0.5, key, value, decay.cumsum(-2), beta, starts)
+        document: Tensor | None = None
+        if inputs.starts is not None:
+            starts = F.pad(inputs.starts.to(inputs.key.device, non_blocking=True), (0, padding))
+            document = rearrange(starts, "b (m c) -> m b 1 1 c", c=size).cumsum(-1)
+        query = split(inputs.query)
+        key = split(inputs.key)
+        value = split(inputs.value)
+        decay = split(inputs.decay)
+        beta = split(inputs.beta)
+        query = _normalized(query)
+        key = _normalized(key)
+        scale = query.shape[-1] ** -0.5
+        return cls(query * scale, key, value, decay.cumsum(-2), beta, document)
 
     @cached_property
     def decays_from_start(self) -> Tensor:
-        """[..., C, 1 or K]: of the state before the chunk, until a token has read it."""
+        """[..., C, 1 or K]: decays of the state before the chunk until a token has read it."""
         decays = self.decay.exp()
-        return decays if self.document is None else decays * (self.document == 0)[..., None]
+        if self.document is None:
+            return decays
+        return decays * (self.document == 0)[..., None]
 
     def updates(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What each chunk does to the state, as arguments of `_Scan`."""
+        """The arguments of `_Scan`: how each chunk changes the state."""
         to_end = (self.decay[..., -1:, :] - self.decay).exp()
         if self.document is not None:
             to_end = to_end * (self.document == self.document[..., -1:])[..., None]
         targets = (self.beta * self.value, self.beta * self.decays_from_start * self.key)
-        system = self.beta * self.pairs(self.key)  # the solver reads what is below its diagonal
+        system = self.beta * self.pairs(self.key)  # the solver reads only below the diagonal
         solved = torch.linalg.solve_triangular(
             system, torch.cat(targets, -1), upper=False, unitriangular=True
         )
         values, reads = solved.split((self.value.shape[-1], self.key.shape[-1]), dim=-1)
-        whole = self.decays_from_start[..., -1:, :].mT
-        values, reads, writes, decays = (
-            x.flatten(1, 3) for x in (values, reads, self.key * to_end, whole)
-        )
-        return values, reads, writes, decays
+        decays = self.decays_from_start[..., -1:, :].mT
+        writes = self.key * to_end
+        return values.flatten(1, 3), reads.flatten(1, 3), writes.flatten(1, 3), decays.flatten(1, 3)
 
     def pairs(self, rows: Tensor) -> Tensor:
-        """[..., C, C]: products of rows and earlier keys of their documents, decayed from key to
-        row; else 0.
+        """[..., C, C]: products of rows and earlier keys, decayed from key to row.
+
+        Pairs of different documents are 0.
         """
         if self.decay.shape[-1] == 1:
             return (rows @ self.key.mT) * self._pair_decays
         pairs = _channel_pairs(rows.expand_as(self.decay), self.key, decay=self.decay)
-        return pairs if self.document is None else pairs * self._is_allowed
+        if self.document is None:
+            return pairs
+        return pairs * self._is_allowed
 
     @cached_property
     def _is_allowed(self) -> Tensor:
         """[C, C] or [M, B, 1, 1, C, C] bool, True for a row and an earlier key of its document."""
         size = self.decay.shape[-2]
         causal = torch.ones(size, size, dtype=torch.bool, device=self.decay.device).tril()
-        return (
-            causal
-            if self.document is None
-            else causal & (self.document[..., None] == self.document[..., None, :])
-        )
+        if self.document is None:
+            return causal
+        return causal & (self.document[..., None] == self.document[..., None, :])
 
     @cached_property
     def _pair_decays(self) -> Tensor:
         return (self.decay - self.decay.mT).masked_fill(~self._is_allowed, -torch.inf).exp()
 
 
+def _normalized(x: Tensor) -> Tensor:
+    """Vectors divided by their lengths."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
+
+
 def _channel_pairs(rows: Tensor, keys: Tensor, *, decay: Tensor) -> Tensor:
     """sum_k rows[i, k] keys[j, k] exp(decay[i, k] - decay[j, k]) for j <= i, else 0: [..., C, C]."""
     pairs = (rows * keys).sum(-1)[..., None, None]  # [..., blocks, size, size]
     while pairs.shape[-3] > 1:
+        # two neighbouring blocks become one of twice the size
         size = pairs.shape[-1]
-        decays, later, earlier = (x.unflatten(-2, (-1, 2, size)) for x in (decay, rows, keys))
+        decays = decay.unflatten(-2, (-1, 2, size))
+        row_blocks = rows.unflatten(-2, (-1, 2, size))
+        key_blocks = keys.unflatten(-2, (-1, 2, size))
         border = decays[..., 1, :1, :]
-        later = later[..., 1, :, :] * (decays[..., 1, :, :] - border).exp()
-        earlier = earlier[..., 0, :, :] * (border - decays[..., 0, :, :]).exp()
+        later = row_blocks[..., 1, :, :] * (decays[..., 1, :, :] - border).exp()
+        earlier = key_blocks[..., 0, :, :] * (border - decays[..., 0, :, :]).exp()
         first, second = pairs.unflatten(-3, (-1, 2)).unbind(-3)
         below = torch.cat((later @ earlier.mT, second), dim=-1)
         pairs = torch.cat((F.pad(first, (0, size)), below), dim=-2)
@@ -314,7 +356,8 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         reads, writes, decays, state = inputs
-        corrections, states = torch.empty_like(values), values.new_empty(len(values), *state.shape)
+        corrections = torch.empty_like(values)
+        states = values.new_empty(len(values), *state.shape)
         for chunk in _order(values):
             states[chunk] = state
             torch.baddbmm(values[chunk], reads[chunk], state, alpha=-1, out=corrections[chunk])
@@ -325,13 +368,16 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         reads, writes, decays, corrections, states = ctx.saved_tensors
-        of_corrections, of_states, grad = grads[0].clone(), grads[1], grads[2]
-        of_next = torch.empty_like(states)  # gradients of the states after the chunks
+        grad_corrections = grads[0].clone()
+        grad_states = grads[1]
+        grad = grads[2]  # gradient of the state after a chunk
+        grad_next = torch.empty_like(states)  # gradients of the states after all chunks
         for chunk in reversed(_order(states)):
-            of_next[chunk] = grad
-            of_corrections[chunk].baddbmm_(writes[chunk], grad)
-            carried = torch.addcmul(of_states[chunk], decays[chunk], grad)
-            grad = torch.baddbmm(carried, reads[chunk].mT, of_corrections[chunk], alpha=-1)
-        of_reads, of_writes = -(of_corrections @ states.mT), corrections @ of_next.mT
-        of_decays = (of_next * states).sum(-1, keepdim=True).sum_to_size(decays.shape)
-        return of_corrections, of_reads, of_writes, of_decays, grad
+            grad_next[chunk] = grad
+            grad_corrections[chunk].baddbmm_(writes[chunk], grad)
+            carried = torch.addcmul(grad_states[chunk], decays[chunk], grad)
+            grad = torch.baddbmm(carried, reads[chunk].mT, grad_corrections[chunk], alpha=-1)
+        grad_reads = -(grad_corrections @ states.mT)
+        grad_writes = corrections @ grad_next.mT
+        grad_decays = (grad_next * states).sum(-1, keepdim=True).sum_to_size(decays.shape)
+        return grad_corrections, grad_reads, grad_writes, grad_decays, grad

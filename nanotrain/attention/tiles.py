@@ -1,5 +1,4 @@
-r"""Tiles: rectangles of queries and keys that need no mask, or a small one, instead of one dense
-mask.
+r"""Tiles: rectangles of queries and keys without a mask, or with a small one.
 
 A query attends to the keys from its first key, which a document or a window bounds, up to its own
 position:
@@ -78,24 +77,27 @@ class Spans:
         >>> Spans.of(torch.tensor([[0, 0, 0, 1, 1]]), length=5, window=1).first_keys.tolist()
         [[0, 0, 1, 3, 3]]
         """
-        positions, starts = np.arange(length), np.zeros((1, length), dtype=np.int64)
+        positions = np.arange(length)
+        starts = np.zeros((1, length), dtype=np.int64)
         if segment_ids is not None:
-            # raises for a tensor on a GPU, which the host would have to wait for
+            # raises for a tensor on a GPU, for which the host would have to wait
             ids = np.asarray(segment_ids)
             borders = np.where(ids[:, 1:] != ids[:, :-1], positions[1:], 0)
             starts = np.maximum.accumulate(np.pad(borders, ((0, 0), (1, 0))), axis=1)
-        first_keys = starts if window is None else np.maximum(starts, positions - window)
-        return cls(first_keys, starts, window if (first_keys > starts).any() else None)
+        if window is None:
+            return cls(starts, starts)
+        first_keys = np.maximum(starts, positions - window)
+        is_bounded = bool((first_keys > starts).any())
+        return cls(first_keys, starts, window if is_bounded else None)
 
 
 def first_of_chunks(positions: np.ndarray, starts: np.ndarray, *, size: int) -> np.ndarray:
-    """The first positions of the chunks that positions are in, which begin with those of segments."""
+    """The first position in the chunk of each position; chunks begin at the starts of segments."""
     return starts + (positions - starts) // size * size
 
 
 def chunk_segments(segment_ids: Tensor | None, *, length: int, size: int) -> Tensor:
-    """Segment ids [B or 1, S] with a segment for every chunk of `size` positions, which begin with
-    every segment.
+    """Segment ids [B or 1, S] with a segment for every chunk of `size` positions of a segment.
 
     >>> chunk_segments(torch.tensor([[7, 7, 7, 8, 8]]), length=5, size=2).tolist()
     [[0, 0, 2, 3, 3]]
@@ -107,11 +109,9 @@ def chunk_segments(segment_ids: Tensor | None, *, length: int, size: int) -> Ten
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy of a host array on a device, without a host sync."""
     host = torch.from_numpy(np.ascontiguousarray(array))
-    return (
-        host.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else host.to(device)
-    )
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,13 @@ class Tile:
     queries: slice
     keys: slice
     is_causal: bool = False  # query i attends to keys 0..i of the tile
-    is_masked: bool = False  # by the spans
+    is_masked: bool = False  # whether a mask of the spans applies
     is_first: bool = True  # whether no earlier tile has these queries
+
+    def of(self, result: AttentionResult) -> AttentionResult:
+        """A view of the result of the tile's queries."""
+        samples = AttentionResult(result.out[self.samples], result.lse[self.samples])
+        return samples.queries(self.queries)
 
 
 @dataclass(frozen=True)
@@ -143,9 +148,12 @@ class TilePlan:
     @property
     def is_one_tile(self) -> bool:
         """Whether one tile has all queries and keys."""
+        if len(self.tiles) != 1:
+            return False
         only = self.tiles[0]
-        everything = (slice(0, len(self.queries)), slice(0, len(self.keys)))
-        return len(self.tiles) == 1 and only.is_first and (only.queries, only.keys) == everything
+        has_all_queries = only.queries == slice(0, len(self.queries))
+        has_all_keys = only.keys == slice(0, len(self.keys))
+        return only.is_first and has_all_queries and has_all_keys
 
     def chunk(self, tile: Tile, inputs: Inputs, *, scores: ScoreOptions | None) -> AttentionChunk:
         """The attention of a tile.
@@ -153,14 +161,16 @@ class TilePlan:
         Args:
             tile: one of the tiles.
             inputs: query, key and value of the call.
-            scores: options beside mask and scale.
+            scores: options besides mask and scale.
         """
         query, key, value = inputs
-        query = query[tile.samples, :, tile.queries]
-        key, value = (x[tile.samples, :, tile.keys] for x in (key, value))
-        mask = self.mask(tile) if tile.is_masked else None
         chunk = AttentionChunk(
-            query, key, value, mask, tile.is_causal, scale=query.shape[-1] ** -0.5
+            query[tile.samples, :, tile.queries],
+            key[tile.samples, :, tile.keys],
+            value[tile.samples, :, tile.keys],
+            mask=self.mask(tile) if tile.is_masked else None,
+            is_causal=tile.is_causal,
+            scale=query.shape[-1] ** -0.5,
         )
         if scores is None:
             return chunk
@@ -168,8 +178,9 @@ class TilePlan:
         return scores.apply_to(chunk, samples=tile.samples, queries=queries, keys=keys)
 
     def mask(self, tile: Tile | None = None) -> Tensor:
-        """[samples or 1, 1, queries, keys] bool, True where the queries of a tile attend to its
-        keys; of the first.
+        """The mask of a tile, or of the first one.
+
+        [samples or 1, 1, queries, keys] bool, True where a query attends to a key.
         """
         tile = tile or self.tiles[0]
         assert self.first_keys is not None, "masked tiles are planned with their spans"
@@ -202,23 +213,25 @@ def plan_tiles(
         keys: positions that all lie before the queries, or that include the queries.
         is_first: whether the queries have no tiles with other keys.
     """
-    includes = (
-        keys.positions.start <= queries.positions.start
-        and keys.positions.stop >= queries.positions.stop
-    )
+    starts_before = keys.positions.start <= queries.positions.start
+    includes = starts_before and keys.positions.stop >= queries.positions.stop
     assert includes or keys.positions.stop <= queries.positions.start, (
         "keys lie before the queries or include them"
     )
     for row, first_keys in enumerate(spans.first_keys):
         samples = slice(None) if len(spans.first_keys) == 1 else slice(row, row + 1)
-        for start, stop, is_run in _groups(first_keys, queries.positions):
-            low = max(int(first_keys[start]), keys.positions.start)
-            before = start if includes else keys.positions.stop
-            end = stop if includes else before
+        for group in _groups(first_keys, queries.positions):
+            low = max(int(first_keys[group.start]), keys.positions.start)
+            # keys before all queries of the group; the keys of the group itself
+            before = group.start if includes else keys.positions.stop
+            end = group.stop if includes else before
             tile = Tile(
-                samples, queries.local(start, stop), keys.local(low, before), is_first=is_first
+                samples,
+                queries.local(group.start, group.stop),
+                keys.local(low, before),
+                is_first=is_first,
             )
-            if not is_run:
+            if not group.is_run:
                 if low < end:
                     yield replace(tile, keys=keys.local(low, end), is_masked=True)
                 continue
@@ -226,22 +239,34 @@ def plan_tiles(
                 yield tile
                 tile = replace(tile, is_first=False)
             if includes:
-                yield replace(tile, keys=keys.local(start, stop), is_causal=True)
+                own = keys.local(group.start, group.stop)
+                yield replace(tile, keys=own, is_causal=True)
 
 
-def _groups(first_keys: np.ndarray, queries: range) -> Iterator[tuple[int, int, bool]]:
-    """Bounds of runs of queries with the same first key, or of several short ones, and whether it
-    is one run.
-    """
+@dataclass(frozen=True)
+class _QueryGroup:
+    """Consecutive queries [start, stop)."""
+
+    start: int
+    stop: int
+    is_run: bool  # whether all have the same first key; else several short runs
+
+
+def _groups(first_keys: np.ndarray, queries: range) -> Iterator[_QueryGroup]:
+    """Runs of queries with the same first key; short runs are joined."""
     local = first_keys[queries.start : queries.stop]
-    bounds = [0, *(np.flatnonzero(local[1:] != local[:-1]) + 1).tolist(), len(local)]
-    start, number = 0, 0
-    for bound, after in zip(bounds[1:], [*bounds[2:], None], strict=True):
-        number += 1
-        is_followed = after is not None and after - bound < QUERIES_PER_MASK  # by a short run
-        if bound - start >= QUERIES_PER_MASK or not is_followed:
-            yield queries.start + start, queries.start + bound, number == 1
-            start, number = bound, 0
+    borders = (np.flatnonzero(local[1:] != local[:-1]) + 1).tolist()
+    bounds = [*borders, len(local)]  # where runs end
+    start = 0
+    num_runs = 0
+    for index, bound in enumerate(bounds):
+        num_runs += 1
+        is_last = index + 1 == len(bounds)
+        is_next_short = not is_last and bounds[index + 1] - bound < QUERIES_PER_MASK
+        if bound - start >= QUERIES_PER_MASK or not is_next_short:
+            yield _QueryGroup(queries.start + start, queries.start + bound, num_runs == 1)
+            start = bound
+            num_runs = 0
 
 
 def plan_chunks(
@@ -251,23 +276,22 @@ def plan_chunks(
     queries: Tensor,
     keys: Tensor,
 ) -> TilePlan:
-    """The plan of pairs of chunks: queries, keys, and whether the queries have no tiles before.
+    """The plan of pairs of chunks.
 
     Args:
         spans: spans of full sequences.
-        pairs: pairs of chunks in the order of computation.
+        pairs: queries, keys, and whether the queries have no tiles before, in the order of
+            computation.
         queries: [Q] int64, the positions of the queries, on the device.
-        keys: [K] int64, those of the keys.
+        keys: [K] int64, the positions of the keys, on the device.
     """
-    tiles = tuple(
-        tile
-        for q, k, is_first in pairs
-        for tile in plan_tiles(spans, queries=q, keys=k, is_first=is_first)
-    )
-    is_masked = any(tile.is_masked for tile in tiles)
-    return TilePlan(
-        tiles, queries, keys, on_device(spans.first_keys, queries.device) if is_masked else None
-    )
+    tiles: list[Tile] = []
+    for query_chunk, key_chunk, is_first in pairs:
+        tiles += plan_tiles(spans, queries=query_chunk, keys=key_chunk, is_first=is_first)
+    first_keys: Tensor | None = None
+    if any(tile.is_masked for tile in tiles):
+        first_keys = on_device(spans.first_keys, queries.device)
+    return TilePlan(tuple(tiles), queries, keys, first_keys)
 
 
 def forward_tiles(
@@ -282,11 +306,10 @@ def forward_tiles(
     Args:
         plan: tiles of the call.
         inputs: query [B, N, Q, D], key [B, G, K, D], value [B, G, K, Dv].
-        scores: options beside mask and scale.
-        total: the result of earlier calls, into which this one is merged in place; in the
-            accumulation dtype.
+        scores: options besides mask and scale.
+        total: the result of earlier calls in the accumulation dtype, into which this call is merged
+            in place.
     """
-    query, _, value = inputs
     for tile in plan.tiles:
         chunk = plan.chunk(tile, inputs, scores=scores)
         if scores is not None and scores.observe is not None:
@@ -295,22 +318,25 @@ def forward_tiles(
         if total is None and plan.is_one_tile:
             return part
         if total is None:
-            dtype = accumulate_dtype(query) if plan.has_repeated_queries else query.dtype
-            batch, heads, queries, _ = query.shape
-            # as the next layer reads it
-            out = query.new_empty((batch, queries, heads, value.shape[-1]), dtype=dtype)
-            lse = query.new_empty(query.shape[:3], dtype=accumulate_dtype(query))
-            total = AttentionResult(out.transpose(1, 2), lse)
-        of_tile = AttentionResult(total.out[tile.samples], total.lse[tile.samples]).queries(
-            tile.queries
-        )
+            total = _empty_result(plan, inputs)
         if tile.is_first:
-            of_tile.out.copy_(part.out)
-            of_tile.lse.copy_(part.lse)
+            tile.of(total).out.copy_(part.out)
+            tile.of(total).lse.copy_(part.lse)
         else:
-            merge_log_sum_exp(of_tile, part)
+            merge_log_sum_exp(tile.of(total), part)
     assert total is not None, "every query attends to its own key"
     return total
+
+
+def _empty_result(plan: TilePlan, inputs: Inputs) -> AttentionResult:
+    """The result of all queries, not filled yet."""
+    query, _, value = inputs
+    batch, heads, queries, _ = query.shape
+    dtype = accumulate_dtype(query) if plan.has_repeated_queries else query.dtype
+    # [B, Q, N, Dv], as the next layer reads it
+    out = query.new_empty((batch, queries, heads, value.shape[-1]), dtype=dtype)
+    lse = query.new_empty(query.shape[:3], dtype=accumulate_dtype(query))
+    return AttentionResult(out.transpose(1, 2), lse)
 
 
 def tile_gradients(
@@ -324,16 +350,16 @@ def tile_gradients(
     """The gradients that each tile contributes.
 
     Args:
-        plan, inputs, scores: arguments of the forward.
+        plan: tiles of the call.
+        inputs: query, key and value of the forward.
+        scores: options of the forward.
         merged: the result of the queries over all keys, with the sink.
         grad: [B, N, Q, Dv], the gradient of `merged.out`.
     """
     for tile in plan.tiles:
-        of_tile = AttentionResult(merged.out[tile.samples], merged.lse[tile.samples]).queries(
-            tile.queries
-        )
         chunk = plan.chunk(tile, inputs, scores=scores)
-        yield tile, chunk_backward(chunk, of_tile, grad=grad[tile.samples, :, tile.queries])
+        tile_grad = grad[tile.samples, :, tile.queries]
+        yield tile, chunk_backward(chunk, tile.of(merged), grad=tile_grad)
 
 
 def backward_tiles(
@@ -344,16 +370,17 @@ def backward_tiles(
     scores: ScoreOptions | None,
     grad: Tensor,
 ) -> ChunkGradients:
-    """The gradients of query [B, N, Q, D], key [B, G, K, D] and value [B, G, K, Dv]; arguments as
-    `tile_gradients`.
-    """
+    """The gradients of query, key and value, with their shapes; arguments as `tile_gradients`."""
     gradients = tile_gradients(plan, inputs, merged=merged, scores=scores, grad=grad)
     if plan.is_one_tile:
         return next(gradients)[1]
-    query = inputs[0]
+    query, key, value = inputs
     query_dtype = accumulate_dtype(query) if plan.has_repeated_queries else query.dtype
-    key_sum, value_sum = (torch.zeros_like(x, dtype=accumulate_dtype(x)) for x in inputs[1:])
-    sums = ChunkGradients(torch.zeros_like(query, dtype=query_dtype), key_sum, value_sum)
+    sums = ChunkGradients(
+        torch.zeros_like(query, dtype=query_dtype),
+        torch.zeros_like(key, dtype=accumulate_dtype(key)),
+        torch.zeros_like(value, dtype=accumulate_dtype(value)),
+    )
     for tile, part in gradients:
         sums.query[tile.samples, :, tile.queries] += part.query
         sums.key[tile.samples, :, tile.keys] += part.key
@@ -361,12 +388,21 @@ def backward_tiles(
     return sums
 
 
-@eager  # an operator of its own, whose backward torch's compiler cannot trace
+@eager  # torch's compiler cannot trace the backward of the operator
 def attend_tiles(
     query: Tensor, *, key: Tensor, value: Tensor, plan: TilePlan, scores: ScoreOptions | None = None
 ) -> Tensor:
-    """Softmax attention: query [B, Q, N, D], key [B, K, G, D], value [B, K, G, Dv] -> [B, Q, N,
-    Dv].
+    """Softmax attention in tiles.
+
+    Args:
+        query: [B, Q, N, D].
+        key: [B, K, G, D].
+        value: [B, K, G, Dv].
+        plan: tiles of the call.
+        scores: options besides mask and scale.
+
+    Returns:
+        [B, Q, N, Dv].
     """
     inputs = [x.transpose(1, 2) for x in (query, key, value)]
     sink = None if scores is None else scores.sink
@@ -384,18 +420,23 @@ class _AttendTiles(torch.autograd.Function):
         if sink is not None:
             total = add_sink(replace(total, out=total.out.to(accumulate_dtype(query))), sink)
         out = total.out.to(query.dtype)
-        ctx.plan, ctx.scores = plan, None if scores is None else replace(scores, sink=None)
+        ctx.plan = plan
+        ctx.scores = None if scores is None else replace(scores, sink=None)
         ctx.save_for_backward(query, key, value, sink, out, total.lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sink, out, lse = ctx.saved_tensors
-        inputs, merged = (query, key, value), AttentionResult(out, lse)
-        found = backward_tiles(ctx.plan, inputs, merged=merged, scores=ctx.scores, grad=grads[0])
-        gradients = (
-            found.query.to(query.dtype),
-            found.key.to(key.dtype),
-            found.value.to(value.dtype),
+        merged = AttentionResult(out, lse)
+        gradients = backward_tiles(
+            ctx.plan, (query, key, value), merged=merged, scores=ctx.scores, grad=grads[0]
         )
-        return *gradients, sink_grad(sink, merged, grad=grads[0]), None, None
+        return (
+            gradients.query.to(query.dtype),
+            gradients.key.to(key.dtype),
+            gradients.value.to(value.dtype),
+            sink_grad(sink, merged, grad=grads[0]),
+            None,  # plan
+            None,  # scores
+        )

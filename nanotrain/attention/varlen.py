@@ -1,5 +1,4 @@
-"""Attention to packed documents with `torch.nn.attention.varlen`: flash kernels over documents of
-any lengths.
+"""Attention to packed documents with `torch.nn.attention.varlen`, of flash kernels.
 
     a batch of sequences     a a a b b | c d d d d       documents of sample 0 | of sample 1
     packed                   a a a b b c d d d d         cumulative lengths 0 3 5 6 10
@@ -28,14 +27,36 @@ class PackedLengths:
 
     queries: np.ndarray  # [documents + 1] int32
     keys: np.ndarray  # [documents + 1] int32
-    first_keys: tuple[int, ...]  # of each sample: the first key of its first document
+    first_keys: tuple[int, ...]  # the first key of the first document of each sample
 
     def pack(self, keys: Tensor) -> Tensor:
         """[B, K, G, D] -> [all keys of the documents, G, D]."""
         if not any(self.first_keys):
             return keys.flatten(0, 1)
-        return torch.cat(
-            [sample[first:] for sample, first in zip(keys, self.first_keys, strict=True)]
+        pairs = zip(keys, self.first_keys, strict=True)
+        return torch.cat([sample[first:] for sample, first in pairs])
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """The lengths of a call on its device, as arguments of `varlen_attn`."""
+
+    lengths: PackedLengths
+    queries: Tensor  # [documents + 1] int32
+    keys: Tensor  # [documents + 1] int32
+    max_queries: int
+    max_keys: int
+
+    @classmethod
+    def of(cls, call: AttentionCall, batch_size: int) -> "PackedCall":
+        """The lengths of a call of some samples."""
+        lengths = pack_lengths(call, batch_size)
+        return cls(
+            lengths,
+            on_device(lengths.queries, call.device),
+            on_device(lengths.keys, call.device),
+            max_queries=int(np.diff(lengths.queries).max()),
+            max_keys=int(np.diff(lengths.keys).max()),
         )
 
 
@@ -43,7 +64,9 @@ def pack_lengths(call: AttentionCall, batch_size: int) -> PackedLengths:
     """The documents of a call of full sequences or of a chunk of them; pure."""
     spans = call.spans
     starts = spans.first_keys if spans.starts is None else spans.starts
-    queries, keys, first_keys = [0], [0], []
+    queries = [0]
+    keys = [0]
+    first_keys = []
     for row in np.broadcast_to(starts, (batch_size, starts.shape[1])):
         local = row[call.queries.start : call.queries.stop]
         borders = np.flatnonzero(local[1:] != local[:-1]) + 1
@@ -71,25 +94,23 @@ class VarlenKernel:
         scores: ScoreOptions | None,
     ) -> Tensor:
         """Attend to packed documents."""
-        # not in every version that the package runs with
+        # not in every version of torch that nanotrain supports
         from torch.nn.attention.varlen import varlen_attn
 
         assert scores is None, "the table of backends sends softcap, sinks and dropout elsewhere"
         if "varlen" not in call.kernel_plans:
-            packed = pack_lengths(call, query.shape[0])
-            cumulative = packed.queries, packed.keys
-            longest = [int(np.diff(x).max()) for x in cumulative]
-            call.kernel_plans["varlen"] = (
-                packed,
-                [*(on_device(x, call.device) for x in cumulative), *longest],
-            )
-        packed, lengths = call.kernel_plans["varlen"]
+            call.kernel_plans["varlen"] = PackedCall.of(call, query.shape[0])
+        packed: PackedCall = call.kernel_plans["varlen"]
+        window = -1 if call.spans.window is None else call.spans.window
         out = varlen_attn(
             query.flatten(0, 1),
-            packed.pack(key),
-            packed.pack(value),
-            *lengths,
-            window_size=(-1 if call.spans.window is None else call.spans.window, 0),
+            packed.lengths.pack(key),
+            packed.lengths.pack(value),
+            packed.queries,
+            packed.keys,
+            packed.max_queries,
+            packed.max_keys,
+            window_size=(window, 0),
             enable_gqa=query.shape[2] != key.shape[2],
         )
         assert isinstance(out, Tensor), "no log-sum-exp is requested"
