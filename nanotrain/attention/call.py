@@ -1,7 +1,6 @@
-"""The protocols of attention, and `AttentionCall`: what a kernel computes, planned once per
-microbatch for all layers.
+"""The protocols of attention, and attention calls, planned once per microbatch for all layers.
 
-    CoreAttention     what a layer calls: query, key, value of this rank's tokens
+    CoreAttention     the attention of a layer: query, key and value of this rank's tokens
     AttentionKernel   a row of backends.py: a function of query, key, value and an AttentionCall
     AttentionCall     attention of some queries to keys of full sequences
     TileKernel        the kernel that computes every call, in tiles
@@ -13,6 +12,7 @@ time: one of the two matrix products of a forward, without gradients.
     B batch   S sequence   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nanotrain.attention.chunks import AttentionChunk, ScoreOptions
 from nanotrain.attention.tiles import (
+    Inputs,
     LocalChunk,
     Spans,
     Tile,
@@ -63,8 +64,7 @@ class CoreAttention(Protocol):
             key: [B, S / cp, G, D]; N is a multiple of G.
             value: [B, S / cp, G, Dv].
             mask: the result of `plan_mask` for this microbatch.
-            scores: softcap, sink, dropout and an observer of the logits; None if the model has none
-                of them.
+            scores: softcap, sink, dropout and an observer of the logits; None without any.
 
         Returns:
             [B, S / cp, N, Dv].
@@ -91,8 +91,8 @@ class AttentionCall:
     """Queries attend to the keys from their first key up to their own position."""
 
     kernel: AttentionKernel
-    spans: Spans  # of full sequences
-    queries: range  # their positions
+    spans: Spans  # the first keys in full sequences
+    queries: range  # positions of the queries
     device: torch.device
 
     @property
@@ -121,13 +121,12 @@ class AttentionCall:
 
     @cached_property
     def kernel_plans(self) -> dict[str, Any]:
-        """Data that kernels derive from this call once and use for all layers, by a key per kernel."""
+        """By kernel: data that it derives from this call once and uses for all layers."""
         return {}
 
     def _positions(self) -> tuple[Tensor, Tensor]:
-        queries, keys = (
-            torch.arange(x.start, x.stop, device=self.device) for x in (self.queries, self.keys)
-        )
+        queries = torch.arange(self.queries.start, self.queries.stop, device=self.device)
+        keys = torch.arange(self.queries.stop, device=self.device)
         return queries, keys
 
     @eager
@@ -136,12 +135,16 @@ class AttentionCall:
     ) -> Tensor:
         """Attend: query [B, Q, N, D], key [B, K, G, D], value [B, K, G, Dv] -> [B, Q, N, Dv]."""
         if scores is not None and scores.observe is not None:
-            with torch.no_grad():
-                inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-                for tile in self.tiles.tiles:
-                    scores.observe(self.tiles.chunk(tile, inputs, scores=None))
+            inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+            self._observe_logits(inputs, scores.observe)
             scores = None if scores.is_plain else replace(scores, observe=None)
         return self.kernel(query, key=key, value=value, call=self, scores=scores)
+
+    @torch.no_grad()
+    def _observe_logits(self, inputs: Inputs, observe: Callable[..., None]) -> None:
+        """Call the observer with every tile of query, key and value."""
+        for tile in self.tiles.tiles:
+            observe(self.tiles.chunk(tile, inputs, scores=None))
 
 
 class TileKernel:
@@ -162,8 +165,7 @@ class TileKernel:
 
 @torch.no_grad()
 def largest_logits(chunk: AttentionChunk, *, block_numel: int = BLOCK_NUMEL) -> Tensor:
-    """The largest scaled and unmasked score of each head: [N] fp32, minus infinity for a head
-    without any.
+    """The largest scaled and unmasked score of each head: [N] fp32, minus infinity without any.
 
     The products have the dtype of the queries: in bf16 a logit is exact to 2^-9.
     """
@@ -175,19 +177,19 @@ def largest_logits(chunk: AttentionChunk, *, block_numel: int = BLOCK_NUMEL) -> 
     for start in range(0, num_queries, length):
         stop = min(start + length, num_queries)
         keys = chunk.key[:, :, :stop] if chunk.is_causal else chunk.key
-        scores = (grouped[:, :, :, start:stop].flatten(2, 3) @ keys.mT).unflatten(
-            2, (-1, stop - start)
-        )
-        mask = _mask(chunk, start=start, stop=stop)
+        scores = grouped[:, :, :, start:stop].flatten(2, 3) @ keys.mT
+        scores = scores.unflatten(2, (-1, stop - start))  # [B, G, N / G, queries, K]
+        mask = _mask_of_queries(chunk, start=start, stop=stop)
         if mask is not None:
             scores.masked_fill_(~mask, -torch.inf)
         torch.maximum(largest, scores.amax((0, 3, 4)).flatten().float() * chunk.scale, out=largest)
     return largest
 
 
-def _mask(chunk: AttentionChunk, *, start: int, stop: int) -> Tensor | None:
-    """A mask that broadcasts to [B, G, N / G, stop - start, K], True where queries [start, stop)
-    may attend.
+def _mask_of_queries(chunk: AttentionChunk, *, start: int, stop: int) -> Tensor | None:
+    """The mask of queries [start, stop), True where they may attend.
+
+    It broadcasts to [B, G, N / G, stop - start, K].
     """
     if chunk.is_causal:
         positions = torch.arange(stop, device=chunk.query.device)

@@ -1,5 +1,4 @@
-"""Attention with `torch.nn.attention.flex_attention`: documents, windows, sinks and soft-capped
-scores in one kernel.
+"""Attention with FlexAttention: documents, windows, sinks and soft-capped scores in one kernel.
 
 The mask is a table of blocks of queries and keys: a block is skipped, full, or masked by positions
 inside the kernel. The table is made on the host from the spans, without a tensor of queries by
@@ -13,6 +12,7 @@ with the last query, and the outputs of padded queries are dropped.
     B batch   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -31,24 +31,27 @@ BLOCK = 128  # queries and keys of a block, the default of FlexAttention
 
 
 def plan_blocks(call: AttentionCall, block: int = BLOCK) -> tuple[np.ndarray, np.ndarray]:
-    """The blocks of keys to which each block of queries attends in part, and those to which it does
-    so in full; pure.
+    """The blocks of keys to which each block of queries attends in part, and in full; pure.
 
     A partial block may have no pair; a block with padded keys is never full.
 
     Returns:
-        two times [B or 1, Q / BLOCK, K / BLOCK] bool.
+        partial and full, each [B or 1, Q / BLOCK, K / BLOCK] bool.
     """
-    first_query, num_queries, num_keys = call.queries.start, len(call.queries), len(call.keys)
+    first_query, num_queries = call.queries.start, len(call.queries)
+    num_keys = len(call.keys)
     first_keys = call.spans.first_keys[:, first_query : call.queries.stop]
-    starts, key_starts = np.arange(0, num_queries, block), np.arange(0, num_keys, block)
-    ends, key_ends = np.minimum(starts + block, num_queries) - 1, key_starts + block - 1
-    # first keys ascend: the first query of a block attends to the lowest keys, the last one to the
-    # fewest of them
-    low, low_of_all = first_keys[:, starts, None], first_keys[:, ends, None]
-    has_some = (key_starts <= (first_query + ends)[:, None]) & (
-        np.minimum(key_ends, num_keys - 1) >= low
-    )
+    # first and last query and key of every block
+    starts = np.arange(0, num_queries, block)
+    ends = np.minimum(starts + block, num_queries) - 1
+    key_starts = np.arange(0, num_keys, block)
+    key_ends = key_starts + block - 1
+    # first keys ascend: the first query of a block attends to the lowest keys, the last query to
+    # the fewest low keys
+    low = first_keys[:, starts, None]
+    low_of_all = first_keys[:, ends, None]
+    is_causal_for_some = key_starts <= (first_query + ends)[:, None]
+    has_some = is_causal_for_some & (np.minimum(key_ends, num_keys - 1) >= low)
     has_all = (key_ends <= (first_query + starts)[:, None]) & (key_starts >= low_of_all)
     return has_some & ~has_all, has_all
 
@@ -58,41 +61,47 @@ def build_block_mask(call: AttentionCall, block: int = BLOCK) -> Any:
     # imports the compiler, which takes seconds
     from torch.nn.attention.flex_attention import BlockMask
 
-    (partial, full), first_query = plan_blocks(call, block), call.queries.start
-    num_queries, num_keys = (
-        -(-len(positions) // block) * block for positions in (call.queries, call.keys)
-    )
-    of_queries = call.spans.first_keys[:, first_query : call.queries.stop]
+    partial, full = plan_blocks(call, block)
+    first_query = call.queries.start
+    num_queries = math.ceil(len(call.queries) / block) * block
+    num_keys = math.ceil(len(call.keys) / block) * block
+    host_first_keys = call.spans.first_keys[:, first_query : call.queries.stop]
     padding = ((0, 0), (0, num_queries - len(call.queries)))
-    first_keys = on_device(np.pad(of_queries, padding, mode="edge"), call.device)
+    first_keys = on_device(np.pad(host_first_keys, padding, mode="edge"), call.device)
     has_rows = len(first_keys) > 1
 
+    def may_attend(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        first_key = first_keys[sample if has_rows else 0, query]
+        return (key <= query + first_query) & (key >= first_key)
+
     return BlockMask.from_kv_blocks(
-        *_blocks(partial, call.device),
-        *_blocks(full, call.device),
+        *_key_blocks(partial, call.device),
+        *_key_blocks(full, call.device),
         BLOCK_SIZE=block,
-        mask_mod=lambda sample, head, query, key: (
-            (key <= query + first_query) & (key >= first_keys[sample if has_rows else 0, query])
-        ),
+        mask_mod=may_attend,
         seq_lengths=(num_queries, num_keys),
     )
 
 
-def _blocks(table: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The number of key blocks of each query block [B or 1, 1, Q / BLOCK] int32, and their indices
-    first.
+def _key_blocks(table: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The key blocks of each query block, as `BlockMask` stores them, in int32.
+
+    Args:
+        table: [B or 1, Q / BLOCK, K / BLOCK] bool.
+        device: device of the result.
+
+    Returns:
+        their number [B or 1, 1, Q / BLOCK]; all key blocks [B or 1, 1, Q / BLOCK, K / BLOCK], the
+        ones that count first.
     """
-    numbers, indices = table.sum(-1), np.argsort(~table, axis=-1, kind="stable")
-    return on_device(numbers[:, None].astype(np.int32), device), on_device(
-        indices[:, None].astype(np.int32), device
-    )
+    numbers = table.sum(-1)[:, None].astype(np.int32)
+    indices = np.argsort(~table, axis=-1, kind="stable")[:, None].astype(np.int32)
+    return on_device(numbers, device), on_device(indices, device)
 
 
 @cache
 def _attend(device_type: str) -> Callable[..., Any]:
-    """FlexAttention: compiled on a GPU; else it writes out all scores, and on a CPU it has no
-    backward.
-    """
+    """FlexAttention, compiled on a GPU; else it stores all scores, and has no backward on a CPU."""
     from torch.nn.attention.flex_attention import flex_attention
 
     attention: Any = flex_attention
@@ -116,28 +125,33 @@ class FlexKernel:
         assert scores is None or scores.dropout is None, (
             "the table of backends sends dropout elsewhere"
         )
-        mask = call.kernel_plans.get("flex")
-        if mask is None:
-            mask = call.kernel_plans["flex"] = build_block_mask(call)
-        length, (num_queries, num_keys) = query.shape[1], mask.shape[-2:]
+        if "flex" not in call.kernel_plans:
+            call.kernel_plans["flex"] = build_block_mask(call)
+        mask = call.kernel_plans["flex"]
+        scores = scores or ScoreOptions()
+        length = query.shape[1]
+        num_queries, num_keys = mask.shape[-2:]
         query = _padded(query, num_queries).transpose(1, 2)
-        key, value = (_padded(x, num_keys).transpose(1, 2) for x in (key, value))
-        sink, cap = (None, None) if scores is None else (scores.sink, scores.softcap)
+        key = _padded(key, num_keys).transpose(1, 2)
+        value = _padded(value, num_keys).transpose(1, 2)
         options: dict[str, Any] = {"block_mask": mask, "enable_gqa": query.shape[1] != key.shape[1]}
+        cap = scores.softcap
         if cap is not None:
             options["score_mod"] = lambda score, sample, head, q, k: cap * torch.tanh(score / cap)
         attend = _attend(query.device.type)
-        if sink is None:
+        if scores.sink is None:
             out: Tensor = attend(query, key, value, **options)
             return out.transpose(1, 2)[:, :length]
         from torch.nn.attention.flex_attention import AuxRequest
 
         out, aux = attend(query, key, value, return_aux=AuxRequest(lse=True), **options)
         # a sink takes part in the softmax: out * exp(lse) / (exp(lse) + exp(sink))
-        kept = torch.sigmoid(aux.lse - sink.to(aux.lse.dtype)[:, None])[..., None]
+        kept = torch.sigmoid(aux.lse - scores.sink.to(aux.lse.dtype)[:, None])[..., None]
         return (out * kept.to(out.dtype)).transpose(1, 2)[:, :length]
 
 
 def _padded(x: Tensor, length: int) -> Tensor:
     """[B, S, heads, dim] with zeros up to a length."""
-    return F.pad(x, (0, 0, 0, 0, 0, length - x.shape[1])) if x.shape[1] < length else x
+    if x.shape[1] == length:
+        return x
+    return F.pad(x, (0, 0, 0, 0, 0, length - x.shape[1]))

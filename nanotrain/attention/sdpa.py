@@ -1,9 +1,8 @@
-"""Core attention with `torch.nn.functional.scaled_dot_product_attention`, for full sequences on one
-rank.
+"""Core attention with torch's `scaled_dot_product_attention`, for full sequences on one rank.
 
 attend         softmax attention, causal and aligned to the last key, or with a mask
-SdpaKernel     the causal one as a kernel; other calls are computed in tiles
-DenseKernel    with the mask of the call
+SdpaKernel     the kernel of plain causal attention; it computes other calls in tiles
+DenseKernel    the kernel with a dense mask
 LayerKernels   the kernels of a model's layers
 SDPAttention   the core attention of a group of one rank
 
@@ -12,7 +11,7 @@ B batch   S sequence   N query heads   G key/value heads (N is a multiple of G) 
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,35 +50,40 @@ def attend(
     Returns:
         [B, Q, N, Dv].
     """
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    grouped = query.shape[1] != key.shape[1]
-    is_rounded = query.is_cpu and query.itemsize == 2 and torch.is_grad_enabled()
-    if grouped and (repeats_heads or is_rounded):
+    query = query.transpose(1, 2)
+    key = key.transpose(1, 2)
+    value = value.transpose(1, 2)
+    is_grouped = query.shape[1] != key.shape[1]
+    sums_in_16_bits = query.is_cpu and query.itemsize == 2 and torch.is_grad_enabled()
+    if is_grouped and (repeats_heads or sums_in_16_bits):
         repeats = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        grouped = False
+        key = key.repeat_interleave(repeats, dim=1)
+        value = value.repeat_interleave(repeats, dim=1)
+        is_grouped = False
     head_dim, value_head_dim = key.shape[-1], value.shape[-1]
     is_padded = value_head_dim < head_dim and (pads_values or query.is_cpu)
     if is_padded:
         value = F.pad(value, (0, head_dim - value_head_dim))
-    is_causal, bias = mask is None, cast(Any, mask)
+    is_causal = mask is None
+    bias: Any = mask
     # An `if`: in a graph for sequences of any length the lengths are symbols, and torch refuses a
     # symbol as a flag.
     if is_causal and query.shape[2] != key.shape[2]:
         # imports the compiler, which takes seconds
         from torch.nn.attention.bias import causal_lower_right
 
-        is_causal, bias = False, causal_lower_right(query.shape[2], key.shape[2])
+        bias = causal_lower_right(query.shape[2], key.shape[2])
+        is_causal = False
     out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias, is_causal=is_causal, enable_gqa=grouped
+        query, key, value, attn_mask=bias, is_causal=is_causal, enable_gqa=is_grouped
     )
-    return (out[..., :value_head_dim] if is_padded else out).transpose(1, 2)
+    if is_padded:
+        out = out[..., :value_head_dim]
+    return out.transpose(1, 2)
 
 
 def restricted(backend: str | None) -> AbstractContextManager[None]:
-    """Let torch select one kernel of SDPA, by its name in `torch.nn.attention.SDPBackend`; None:
-    any.
-    """
+    """Restrict SDPA to one kernel, by its name in `torch.nn.attention.SDPBackend`; None: any."""
     if backend is None:
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -132,7 +136,7 @@ class DenseKernel:
     """`attend` with a dense mask of all queries and keys, for few queries or as a reference.
 
     Args:
-        backend: the kernel of SDPA, as of `SdpaKernel`.
+        backend: the kernel of SDPA, as in `SdpaKernel`.
     """
 
     def __init__(self, backend: str | None = None) -> None:
@@ -195,8 +199,8 @@ class SDPAttention:
         kernel = self.kernels.full
         if mask is None and scores is None and isinstance(kernel, SdpaKernel):
             return kernel.attend(query, key=key, value=value)
-        length = query.shape[1]
-        call = mask or AttentionCall(
-            kernel, Spans.of(None, length=length), range(length), query.device
-        )
-        return call(query, key=key, value=value, scores=scores)
+        if mask is None:
+            length = query.shape[1]
+            spans = Spans.of(None, length=length)
+            mask = AttentionCall(kernel, spans, range(length), query.device)
+        return mask(query, key=key, value=value, scores=scores)

@@ -1,14 +1,15 @@
-"""Attention to the keys that a lightning indexer selects: DeepSeek Sparse Attention (DeepSeek-V3.2,
-section 2.1).
+"""Attention to the keys that a lightning indexer selects (DeepSeek-V3.2, section 2.1).
 
-    index score     of a query and a key: sum over index heads i of weight_i * relu(query_i . key), with one key for all
-                    heads, equation 1
-    selected keys   the K with the highest index scores among those that the query may attend to; of equal ones the
-                    earlier. All layouts select the same, because nothing depends on the order in which keys are read
-    loss            the divergence KL(p || softmax of the index scores), where p is the mean over the heads of the
-                    attention probabilities: over all keys (equation 3), or over the selected ones (equation 4)
+    index score     of a query and a key: sum over index heads i of weight_i * relu(query_i . key),
+                    with one key for all heads, equation 1
+    selected keys   the K keys with the highest index scores among the allowed ones; of equal scores
+                    the earlier key. All layouts select the same keys, because nothing depends on
+                    the order in which keys are read
+    loss            the divergence KL(p || softmax of the index scores), where p is the mean over
+                    the heads of the attention probabilities: over all keys (equation 3), or over
+                    the selected keys (equation 4)
 
-    Index              what the indexer computes, for attention and for the loss
+    Index              the projections of the indexer, for attention and for the loss
     attend_selected    attention of the queries of a call
     SelectedTiles      the selected keys of each query, a bit per key, as masked tiles
 
@@ -40,8 +41,8 @@ BITS = 8  # of a byte
 class IndexerLoss:
     """How the divergence of a microbatch is differentiated and counted."""
 
-    scale: float | Tensor  # of the divergence of one query in the differentiated loss
-    is_sparse: bool  # over the selected keys alone
+    scale: float | Tensor  # factor of the divergence of one query in the differentiated loss
+    is_sparse: bool  # whether it is over the selected keys only
     tp: Group  # ranks with other heads
     # [2], to which the divergences and the number of queries are added; None: not counted
     sums: Tensor | None
@@ -58,27 +59,28 @@ class Index:
     loss: IndexerLoss | None = None  # None: gradients, if any, are zero
 
     def products(self, rows: slice, num_keys: int) -> Tensor:
-        """relu(query . key) / sqrt(I E) of some queries and the first keys, [B, rows, I, num_keys]
-        in fp32.
+        """relu(query . key) / sqrt(I E) of some queries and the first keys.
+
+        Returns:
+            [B, rows, I, num_keys] in fp32.
         """
         query, key = self.query[:, rows], self.key[:, :num_keys]
-        dtype, num_heads, width = accumulate_dtype(query), *query.shape[2:]
+        dtype = accumulate_dtype(query)
+        num_heads, width = query.shape[2:]
         scaled = query.to(dtype).flatten(1, 2) * (num_heads * width) ** -0.5
         return (scaled @ key.to(dtype).mT).relu_().unflatten(1, (-1, num_heads))
 
 
 @dataclass(frozen=True)
 class SelectedTiles(TilePlan):
-    """Blocks of queries, each a tile with a mask of its own."""
+    """Blocks of queries, each a tile with its mask of selected keys."""
 
-    # by the first query: [B, queries, keys / 8] uint8
+    # by the first query of a tile: [B, queries, keys / 8] uint8
     bits: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def is_one_tile(self) -> bool:
-        """False: the output of a single tile too is written without padding, as the next layer
-        reads it.
-        """
+        """False, so that the output of a single tile has no padding either."""
         return False
 
     def mask(self, tile: Tile | None = None) -> Tensor:
@@ -98,16 +100,15 @@ def attend_selected(
     index: Index,
     scores: ScoreOptions | None,
 ) -> Tensor:
-    """Softmax attention to the selected keys; its backward also differentiates the loss of the
-    index.
+    """Softmax attention to the selected keys, with the gradients of the loss of the index.
 
     Args:
         query: [B, Q, N, D], N heads of this rank.
         key: [B, S, N, D].
         value: [B, S, N, Dv].
         call: the queries, and the keys that they may attend to.
-        index: of these queries and keys.
-        scores: options beside mask and scale; None for none.
+        index: index of these queries and keys.
+        scores: options besides mask and scale; None for none.
 
     Returns:
         [B, Q, N, Dv].
@@ -123,55 +124,98 @@ def attend_selected(
 def _select(
     index: Index, *, call: AttentionCall, query: Tensor, key: Tensor
 ) -> tuple[SelectedTiles, list[Tensor]]:
-    """The selected keys, and the gradients of the loss with respect to the tensors of the index."""
-    allowed, dtype, loss = call.masked_tile, accumulate_dtype(query), index.loss
-    key = key.transpose(1, 2).to(dtype) if loss is not None else key
-    grads = [torch.zeros_like(x, dtype=dtype) for x in (index.query, index.key, index.weight)]
-    divergence, tiles, bits = torch.zeros((), dtype=torch.float64, device=query.device), [], {}
+    """The selected keys, and the gradients of the loss by query, key and weight of the index."""
+    allowed = call.masked_tile
+    dtype = accumulate_dtype(query)
+    loss = index.loss
+    sums = _LossSums.zeros(index, dtype)
+    # [B, N, S, D], read by the loss only
+    wide_key = key if loss is None else key.transpose(1, 2).to(dtype)
+    tiles = []
+    bits = {}
     for rows, num_keys in _blocks(index, call, num_heads=query.shape[2]):
         tile = Tile(slice(None), rows, slice(0, num_keys), is_masked=True)
-        products, may_attend = index.products(rows, num_keys), allowed.mask(tile)[:, 0]
+        may_attend = allowed.mask(tile)[:, 0]
+        products = index.products(rows, num_keys)
         weight = index.weight[:, rows].to(dtype)
         index_scores = (weight[:, :, None] @ products)[:, :, 0].masked_fill_(
             ~may_attend, -torch.inf
         )
         selected = _highest(index_scores, index.topk) & may_attend
         tiles.append(tile)
-        bits[rows.start] = _packed(selected)
+        bits[rows.start] = _pack_bits(selected)
         if loss is None:
             continue
         seen = selected if loss.is_sparse else may_attend
         target = _mean_of_heads(
-            query[:, rows].transpose(1, 2), key[:, :, :num_keys], mask=seen, tp=loss.tp
+            query[:, rows].transpose(1, 2), wide_key[:, :, :num_keys], mask=seen, tp=loss.tp
         )
         log_probs = index_scores.masked_fill_(~seen, -torch.inf).log_softmax(-1)
-        divergence += (
-            torch.xlogy(target, target) - target * log_probs.masked_fill(~seen, 0.0)
-        ).sum()
-        grad = log_probs.exp_() - target  # of the scores
-        grads[2][:, rows] = (products @ grad[..., None])[..., 0]
-        through = (
-            (weight[..., None] * grad[:, :, None]).masked_fill_(products == 0, 0.0).flatten(1, 2)
-        )
-        scale = index.query[0, 0].numel() ** -0.5
-        grads[0][:, rows] = (through @ index.key[:, :num_keys].to(dtype)).unflatten(
-            1, (-1, weight.shape[2])
-        ) * scale
-        grads[1][:, :num_keys] += through.mT @ index.query[:, rows].to(dtype).flatten(1, 2) * scale
+        cross_entropy = target * log_probs.masked_fill(~seen, 0.0)
+        sums.divergence += (torch.xlogy(target, target) - cross_entropy).sum()
+        sums.add(index, rows, products=products, grad_scores=log_probs.exp_() - target)
     if loss is not None and loss.sums is not None:
-        loss.sums[0] += divergence
+        loss.sums[0] += sums.divergence
         loss.sums[1] += query.shape[:2].numel()
-    grads = [grad * loss.scale for grad in grads] if loss is not None else grads
-    like = (index.query, index.key, index.weight)
-    return SelectedTiles(tuple(tiles), allowed.queries, allowed.keys, bits=bits), [
-        grad.to(x.dtype) for grad, x in zip(grads, like, strict=True)
-    ]
+    plan = SelectedTiles(tuple(tiles), allowed.queries, allowed.keys, bits=bits)
+    return plan, sums.gradients(index)
+
+
+@dataclass
+class _LossSums:
+    """The divergence of a microbatch, and its gradients by the tensors of the index."""
+
+    divergence: Tensor  # fp64 scalar
+    query: Tensor  # [B, Q, I, E]
+    key: Tensor  # [B, S, E]
+    weight: Tensor  # [B, Q, I]
+
+    @classmethod
+    def zeros(cls, index: Index, dtype: torch.dtype) -> "_LossSums":
+        """Sums over no queries."""
+        return cls(
+            torch.zeros((), dtype=torch.float64, device=index.query.device),
+            torch.zeros_like(index.query, dtype=dtype),
+            torch.zeros_like(index.key, dtype=dtype),
+            torch.zeros_like(index.weight, dtype=dtype),
+        )
+
+    def add(self, index: Index, rows: slice, *, products: Tensor, grad_scores: Tensor) -> None:
+        """Add the gradients of some queries.
+
+        Args:
+            index: index of the microbatch.
+            rows: the queries.
+            products: [B, rows, I, keys], see `Index.products`.
+            grad_scores: [B, rows, keys], the gradient of the index scores.
+        """
+        dtype = grad_scores.dtype
+        num_keys = grad_scores.shape[-1]
+        self.weight[:, rows] = (products @ grad_scores[..., None])[..., 0]
+        weight = index.weight[:, rows].to(dtype)
+        grad_products = weight[..., None] * grad_scores[:, :, None]
+        grad_products = grad_products.masked_fill_(products == 0, 0.0).flatten(1, 2)
+        scale = index.query[0, 0].numel() ** -0.5
+        key = index.key[:, :num_keys].to(dtype)
+        query = index.query[:, rows].to(dtype).flatten(1, 2)
+        num_heads = weight.shape[2]
+        self.query[:, rows] = (grad_products @ key).unflatten(1, (-1, num_heads)) * scale
+        self.key[:, :num_keys] += grad_products.mT @ query * scale
+
+    def gradients(self, index: Index) -> list[Tensor]:
+        """The gradients in the dtypes of the index, times the scale of the loss."""
+        pairs = ((self.query, index.query), (self.key, index.key), (self.weight, index.weight))
+        if index.loss is None:
+            return [grad.to(like.dtype) for grad, like in pairs]
+        scale = index.loss.scale
+        return [(grad * scale).to(like.dtype) for grad, like in pairs]
 
 
 def _blocks(index: Index, call: AttentionCall, *, num_heads: int) -> Iterator[tuple[slice, int]]:
-    """Queries whose scores are computed at once, and the number of keys up to the last of them."""
+    """Queries whose scores are computed at once, and the number of keys up to the last one."""
     batch, num_queries, num_index_heads, _ = index.query.shape
-    size = max(1, BLOCK_SCORES // (batch * max(num_heads, num_index_heads) * len(call.keys)))
+    scores_per_query = batch * max(num_heads, num_index_heads) * len(call.keys)
+    size = max(1, BLOCK_SCORES // scores_per_query)
     for start in range(0, num_queries, size):
         stop = min(start + size, num_queries)
         yield slice(start, stop), call.queries.start + stop
@@ -181,21 +225,23 @@ def _highest(scores: Tensor, topk: int) -> Tensor:
     """[..., S] -> bool, True for the highest ones; of equal scores the first ones."""
     topk = min(topk, scores.shape[-1])
     lowest = scores.topk(topk, dim=-1).values[..., -1:]
-    above, equal = scores > lowest, scores == lowest
+    above = scores > lowest
+    equal = scores == lowest
     return above | (equal & (equal.cumsum(-1) <= topk - above.sum(-1, keepdim=True)))
 
 
-def _packed(mask: Tensor) -> Tensor:
+def _pack_bits(mask: Tensor) -> Tensor:
     """[..., S] bool -> [..., S / 8] uint8, the first in the lowest bit; zeros after the last."""
-    bytes_ = F.pad(mask, (0, -mask.shape[-1] % BITS)).unflatten(-1, (-1, BITS)).to(torch.uint8)
-    return (bytes_ << torch.arange(BITS, dtype=torch.uint8, device=mask.device)).sum(
-        -1, dtype=torch.uint8
-    )
+    padded = F.pad(mask, (0, -mask.shape[-1] % BITS))
+    bits = padded.unflatten(-1, (-1, BITS)).to(torch.uint8)
+    shifts = torch.arange(BITS, dtype=torch.uint8, device=mask.device)
+    return (bits << shifts).sum(-1, dtype=torch.uint8)
 
 
 def _mean_of_heads(query: Tensor, key: Tensor, *, mask: Tensor, tp: Group) -> Tensor:
-    """Attention probabilities of all heads: query [B, N, Q, D], key [B, N, S, D], mask [B or 1, Q,
-    S] -> [B, Q, S].
+    """The mean attention probabilities of all heads.
+
+    query [B, N, Q, D], key [B, N, S, D], mask [B or 1, Q, S] -> [B, Q, S].
     """
     scores = (query.to(key.dtype) * query.shape[-1] ** -0.5) @ key.mT
     summed = scores.masked_fill_(~mask[:, None], -torch.inf).softmax(-1).sum(1)
@@ -204,11 +250,12 @@ def _mean_of_heads(query: Tensor, key: Tensor, *, mask: Tensor, tp: Group) -> Te
 
 
 class _AttachGradients(torch.autograd.Function):
-    """The first tensor; its backward gives the others gradients that are known already."""
+    """The first argument unchanged; the backward returns known gradients of the next arguments."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors[len(tensors) // 2 :])
+        num_inputs = len(tensors) // 2  # followed by their gradients
+        ctx.save_for_backward(*tensors[num_inputs:])
         return out.view_as(out)
 
     @staticmethod
