@@ -1,12 +1,11 @@
-"""The table of attention backends: the features of each, and the choice of one for the layers of a
-model.
+"""The table of attention backends, and the choice of one for each layer of a model.
 
-BACKENDS           the rows of backends.yaml, in the order of preference; a row is a kernel and its limits
-AttentionNeed      dtype, head dims and features of a layer
-AttentionDevice    the kind of device; both are pure data, so a choice needs no GPU
-backend_flags      the values of --attention-backend
-choose_backend     the first backend that can compute a need, of all or of one value of --attention-backend
-AttentionChoice    the backends of a model's layers
+    BACKENDS           the rows of backends.yaml, in the order of preference: kernels and limits
+    AttentionNeed      dtype, head dims and features of a layer
+    AttentionDevice    the kind of device; pure data, so a choice needs no GPU
+    backend_flags      the values of --attention-backend
+    choose_backend     the first backend of a flag that can compute a need
+    AttentionChoice    the backends of a model's layers
 
 A new backend is a row of backends.yaml and of KERNELS.
 """
@@ -31,15 +30,12 @@ FEATURES = ("documents", "window", "sinks", "softcap", "dropout", "all-gather cp
 EVERYTHING = frozenset(FEATURES)
 AUTO = "auto"  # the value of --attention-backend that allows every automatic row
 HOPPER = (9, 0)
-# the first CUDA compute capability with it, of kernels that older ones have too
-FIRST_BF16 = (8, 0)
+FIRST_BF16 = (8, 0)  # the first CUDA compute capability whose kernels take bf16
 
 
 @dataclass(frozen=True)
 class Ability:
-    """Dtypes and features of a backend on one kind of device; all compute causal attention with
-    grouped queries.
-    """
+    """Dtypes and features of a backend on one kind of device."""
 
     dtypes: frozenset[str]
     features: frozenset[str]  # of FEATURES
@@ -58,7 +54,7 @@ class AttentionBackend:
     # on compute capability 9.0, and the first cuDNN that has it
     max_head_dim_hopper: tuple[int, int] | None = None
     head_dim_multiple: int = 1
-    # beside the head dim of keys: any, "as wide as keys", or "no wider than keys"
+    # head dims of values: "any", "as wide as keys", or "no wider than keys"
     value_dims: str = "any"
     capability: tuple[int, int] = (0, 0)  # the first CUDA compute capability
     torch_version: tuple[int, int] = (2, 10)  # the first one
@@ -79,21 +75,28 @@ class AttentionNeed:
     @classmethod
     def of(cls, config: Config, *, has_window: bool) -> "AttentionNeed":
         """The need of a layer of a model in training."""
-        model, parallel = config.model, config.parallel
+        model_config, parallel = config.model, config.parallel
+        is_chunked = model_config.attention_chunk_size is not None
+        has_sinks = model_config.softmax_type != "vanilla"
+        if model_config.sinks_in_windows_only and not has_window:
+            has_sinks = False
         cp_comm_type = parallel.cp_comm_type if parallel.context_parallel_size > 1 else None
-        is_chunked = model.attention_chunk_size is not None  # chunks are segments, as documents are
         is_wanted = {
-            "documents": config.data.reset_attention_mask or has_window and is_chunked,
+            # chunks of positions are segments, as documents are
+            "documents": config.data.reset_attention_mask or (has_window and is_chunked),
             "window": has_window and not is_chunked,
-            "sinks": model.softmax_type != "vanilla"
-            and (has_window or not model.sinks_in_windows_only),
-            "softcap": model.attn_logit_softcapping is not None,
-            "dropout": model.attention_dropout > 0,
+            "sinks": has_sinks,
+            "softcap": model_config.attn_logit_softcapping is not None,
+            "dropout": model_config.attention_dropout > 0,
             "all-gather cp": cp_comm_type == "allgather",
             "ring cp": cp_comm_type == "p2p",
         }
-        features = frozenset(name for name, wanted in is_wanted.items() if wanted)
-        return cls(config.precision.params_dtype, model.head_dim, model.value_head_dim, features)
+        return cls(
+            config.precision.params_dtype,
+            model_config.head_dim,
+            model_config.value_head_dim,
+            frozenset(name for name, wanted in is_wanted.items() if wanted),
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class AttentionDevice:
     kind: str  # "cpu" or "cuda"
     capability: tuple[int, int] | None = None  # CUDA compute capability
     torch_version: tuple[int, int] = (2, 13)
-    cudnn: int = 0  # its version, 91002 for 9.10.2; 0 without it
+    cudnn: int = 0  # version of cuDNN, 91002 for 9.10.2; 0 without it
 
     @classmethod
     def of(cls, device: torch.device) -> "AttentionDevice":
@@ -126,8 +129,8 @@ def _sdpa(backend: str, **options: bool) -> Callable[[bool], AttentionKernel]:
     return lambda is_forced: SdpaKernel(backend if is_forced else None, **options)
 
 
-# by name of the row: the kernel; the argument says whether --attention-backend names the row, so
-# SDPA must use it
+# by name of the row: the kernel; the argument is whether --attention-backend selected the row, so
+# that SDPA must use it
 KERNELS: dict[str, Callable[[bool], AttentionKernel]] = {
     "sdpa flash": _sdpa("FLASH_ATTENTION", pads_values=True),
     "varlen flash": lambda _: VarlenKernel(),
@@ -140,26 +143,23 @@ KERNELS: dict[str, Callable[[bool], AttentionKernel]] = {
 }
 
 
-def _row(name: str, row: dict[str, Any]) -> AttentionBackend:
+def _parse_row(name: str, row: dict[str, Any]) -> AttentionBackend:
     """A row of backends.yaml."""
-    abilities: dict[str, Ability] = {
-        kind: Ability(**{key: frozenset(names) for key, names in row.pop(kind).items()})
-        for kind in ("cpu", "cuda")
-        if kind in row
-    }
-    row |= {
-        key: tuple(row[key])
-        for key in ("capability", "torch_version", "max_head_dim_hopper")
-        if key in row
-    }
-    return AttentionBackend(name, kernel=KERNELS[name], abilities=abilities, **row)
+    columns: dict[str, Any] = {}
+    abilities: dict[str, Ability] = {}
+    for column, value in row.items():
+        if column in ("cpu", "cuda"):
+            abilities[column] = Ability(frozenset(value["dtypes"]), frozenset(value["features"]))
+        else:
+            columns[column] = tuple(value) if isinstance(value, list) else value
+    return AttentionBackend(name, kernel=KERNELS[name], abilities=abilities, **columns)
 
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-BACKENDS: dict[str, AttentionBackend] = {name: _row(name, row) for name, row in TABLE.items()}
+BACKENDS: dict[str, AttentionBackend] = {name: _parse_row(name, row) for name, row in TABLE.items()}
 
 
-def named(features: frozenset[str]) -> list[str]:
+def sort_features(features: frozenset[str]) -> list[str]:
     """The features in the order of FEATURES."""
     return sorted(features, key=FEATURES.index)
 
@@ -175,54 +175,68 @@ def lacks(backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDe
     if ability is None:
         return [f"runs on {' and '.join(backend.abilities)} only"]
     missing = []
-    if need.features - ability.features:
-        missing.append("has no " + ", ".join(named(need.features - ability.features)))
+    features = sort_features(need.features - ability.features)
+    if features:
+        missing.append("has no " + ", ".join(features))
     if need.dtype not in ability.dtypes:
         missing.append(f"takes {' and '.join(sorted(ability.dtypes))}, not {need.dtype}")
     if device.torch_version < backend.torch_version:
-        missing.append(
-            f"needs torch {_dotted(backend.torch_version)} or newer, not {_dotted(device.torch_version)}"
-        )
-    return (
-        missing
-        if device.kind == "cpu"
-        else [*missing, *_lacks_on_gpu(backend, need, device=device)]
-    )
+        needed, installed = _dotted(backend.torch_version), _dotted(device.torch_version)
+        missing.append(f"needs torch {needed} or newer, not {installed}")
+    if device.kind != "cpu":
+        missing += _lacks_capability(backend, need, device=device)
+        missing += _lacks_head_dims(backend, need, device=device)
+    return missing
 
 
-def _lacks_on_gpu(
+def _lacks_capability(
     backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDevice
 ) -> list[str]:
-    missing, width = [], max(need.head_dim, need.value_head_dim)
-    if device.capability is not None and device.capability < backend.capability:
-        missing.append(
-            f"needs compute capability {_dotted(backend.capability)}, not {_dotted(device.capability)}"
-        )
-    elif (
-        backend.is_in_graphs
-        and need.dtype == "bf16"
-        and (device.capability or FIRST_BF16) < FIRST_BF16
-    ):
-        missing.append(
-            f"takes bf16 from compute capability 8.0 on, not {_dotted(device.capability or FIRST_BF16)}"
-        )
-    most, wide = backend.max_head_dim, backend.max_head_dim_hopper
-    if wide is not None and device.capability == HOPPER and device.cudnn >= wide[1]:
-        most = wide[0]
-    if most is not None and width > most:
-        missing.append(f"takes heads of up to {most} channels, not {width}")
-    if (narrow := min(need.head_dim, need.value_head_dim)) < backend.min_head_dim:
-        missing.append(f"takes heads of at least {backend.min_head_dim} channels, not {narrow}")
-    if need.head_dim % backend.head_dim_multiple or need.value_head_dim % backend.head_dim_multiple:
-        missing.append(f"takes heads of multiples of {backend.head_dim_multiple} channels")
-    is_wider, is_equal = need.value_head_dim > need.head_dim, need.value_head_dim == need.head_dim
-    if {"any": False, "as wide as keys": not is_equal, "no wider than keys": is_wider}[
-        backend.value_dims
-    ]:
-        missing.append(
-            f"takes values {backend.value_dims}, not {need.value_head_dim} and {need.head_dim} channels"
-        )
+    """Why a GPU is too old."""
+    if device.capability is None:
+        return []
+    capability = _dotted(device.capability)
+    if device.capability < backend.capability:
+        return [f"needs compute capability {_dotted(backend.capability)}, not {capability}"]
+    is_too_old_for_bf16 = need.dtype == "bf16" and device.capability < FIRST_BF16
+    if backend.is_in_graphs and is_too_old_for_bf16:
+        return [f"takes bf16 from compute capability 8.0 on, not {capability}"]
+    return []
+
+
+def _lacks_head_dims(
+    backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDevice
+) -> list[str]:
+    """Why the head dims do not fit a backend on a GPU."""
+    missing = []
+    key_dim, value_dim = need.head_dim, need.value_head_dim
+    widest = max(key_dim, value_dim)
+    narrowest = min(key_dim, value_dim)
+    largest = _max_head_dim(backend, device)
+    if largest is not None and widest > largest:
+        missing.append(f"takes heads of up to {largest} channels, not {widest}")
+    if narrowest < backend.min_head_dim:
+        missing.append(f"takes heads of at least {backend.min_head_dim} channels, not {narrowest}")
+    multiple = backend.head_dim_multiple
+    if key_dim % multiple or value_dim % multiple:
+        missing.append(f"takes heads of multiples of {multiple} channels")
+    takes_values = {
+        "any": True,
+        "as wide as keys": value_dim == key_dim,
+        "no wider than keys": value_dim <= key_dim,
+    }
+    if not takes_values[backend.value_dims]:
+        missing.append(f"takes values {backend.value_dims}, not {value_dim} and {key_dim} channels")
     return missing
+
+
+def _max_head_dim(backend: AttentionBackend, device: AttentionDevice) -> int | None:
+    """The largest head dim of a backend on a GPU; None for any."""
+    if backend.max_head_dim_hopper is not None and device.capability == HOPPER:
+        largest, first_cudnn = backend.max_head_dim_hopper
+        if device.cudnn >= first_cudnn:
+            return largest
+    return backend.max_head_dim
 
 
 def _dotted(version: tuple[int, int]) -> str:
@@ -261,15 +275,12 @@ def choose_backend(flag: str, need: AttentionNeed, *, device: AttentionDevice) -
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The backends of a model's layers.
+    """The backends of a model's layers."""
 
-    Attributes: backends: backends and needs of layers without a window (False) and of layers with a
-        window (True). is_forced: whether --attention-backend selected them. warning: why they are
-        not the backends that --attention-backend selects; empty if they are.
-    """
-
+    # by whether layers have a window: their backend and their need
     backends: Mapping[bool, tuple[AttentionBackend, AttentionNeed]]
-    is_forced: bool
+    is_forced: bool  # whether --attention-backend selected them
+    # why they are not the backends that --attention-backend selects; empty if they are
     warning: str = ""
 
     @classmethod
@@ -277,8 +288,9 @@ class AttentionChoice:
         """The choice for a configuration.
 
         All backends compute the same attention. If the selected one cannot compute a layer on this
-        device, those of "auto" are used, so that a script written for another device runs.
+        device, the backends of "auto" are used, so that a script for another device runs.
         """
+        flag = config.train.attention_backend
         kinds = sorted(set(config.model.window_layers))
         needs = {
             has_window: AttentionNeed.of(config, has_window=has_window) for has_window in kinds
@@ -291,21 +303,23 @@ class AttentionChoice:
             }
 
         try:
-            return cls(
-                choose(config.train.attention_backend), config.train.attention_backend != AUTO
-            )
+            return cls(choose(flag), is_forced=flag != AUTO)
         except ConfigError as error:
             warning = (
                 f"{error.what}: {error.why}; the backends of --attention-backend auto are used"
             )
-            return cls(choose(AUTO), False, warning)
+            return cls(choose(AUTO), is_forced=False, warning=warning)
 
     def kernels(self) -> LayerKernels:
         """The kernels of the layers."""
-        kernels = {
-            kind: backend.kernel(self.is_forced) for kind, (backend, _) in self.backends.items()
-        }
-        return LayerKernels(kernels.get(False) or SdpaKernel(), kernels.get(True) or TileKernel())
+        full: AttentionKernel = SdpaKernel()
+        window: AttentionKernel = TileKernel()
+        for has_window, (backend, _) in self.backends.items():
+            if has_window:
+                window = backend.kernel(self.is_forced)
+            else:
+                full = backend.kernel(self.is_forced)
+        return LayerKernels(full, window)
 
     def __str__(self) -> str:
         """The text in the header of a run.
@@ -313,8 +327,8 @@ class AttentionChoice:
         >>> str(AttentionChoice.of(Config(), AttentionDevice("cpu")))
         'sdpa flash (fp32)'
         """
-        pairs = self.backends.values()
-        texts = [
-            f"{row.name} ({', '.join((need.dtype, *named(need.features)))})" for row, need in pairs
-        ]
+        texts = []
+        for backend, need in self.backends.values():
+            details = ", ".join([need.dtype, *sort_features(need.features)])
+            texts.append(f"{backend.name} ({details})")
         return "; ".join(dict.fromkeys(texts))
