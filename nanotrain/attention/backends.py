@@ -255,7 +255,8 @@ def choose_backend(flag: str, need: AttentionNeed, *, device: AttentionDevice) -
         ConfigError: none of the flag's backends can.
 
     >>> h100 = AttentionDevice("cuda", (9, 0))
-    >>> choose_backend("auto", AttentionNeed("bf16", 128, 128, frozenset({"documents"})), device=h100).name
+    >>> need = AttentionNeed("bf16", 128, 128, frozenset({"documents"}))
+    >>> choose_backend("auto", need, device=h100).name
     'varlen flash'
     """
     reasons = []

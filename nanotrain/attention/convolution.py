@@ -5,6 +5,7 @@ out_t = sum_k weight_k x_{t - K + 1 + k} + bias          tokens of other documen
 R rows: sequences, or chunks of them   C tokens   K kernel size   D channels
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -33,8 +34,9 @@ def causal_conv(
     dtype = accumulate_dtype(window)
     out: Tensor | None = None if bias is None else bias.to(dtype)
     for k, tap in enumerate(weight.to(dtype).unbind(1)):
-        is_seen = (segment_ids[:, k : k + length] == own)[..., None]
-        term = window[:, k : k + length].to(dtype) * is_seen * tap
+        tokens = window[:, k : k + length].to(dtype)
+        is_own = segment_ids[:, k : k + length] == own
+        term = torch.where(is_own[..., None], tokens, 0.0) * tap
         out = term if out is None else out + term
     assert out is not None, "a kernel has at least one weight"
     return out.to(window.dtype)

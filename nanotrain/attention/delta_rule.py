@@ -324,7 +324,10 @@ def _normalized(x: Tensor) -> Tensor:
 
 
 def _channel_pairs(rows: Tensor, keys: Tensor, *, decay: Tensor) -> Tensor:
-    """sum_k rows[i, k] keys[j, k] exp(decay[i, k] - decay[j, k]) for j <= i, else 0: [..., C, C]."""
+    """Pairs with decays per channel: [..., C, C], 0 for j > i.
+
+    sum_k rows[i, k] keys[j, k] exp(decay[i, k] - decay[j, k])
+    """
     pairs = (rows * keys).sum(-1)[..., None, None]  # [..., blocks, size, size]
     while pairs.shape[-3] > 1:
         # two neighbouring blocks become one of twice the size

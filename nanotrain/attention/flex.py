@@ -70,15 +70,13 @@ def build_block_mask(call: AttentionCall, block: int = BLOCK) -> Any:
     first_keys = on_device(np.pad(host_first_keys, padding, mode="edge"), call.device)
     has_rows = len(first_keys) > 1
 
-    def may_attend(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        first_key = first_keys[sample if has_rows else 0, query]
-        return (key <= query + first_query) & (key >= first_key)
-
     return BlockMask.from_kv_blocks(
         *_key_blocks(partial, call.device),
         *_key_blocks(full, call.device),
         BLOCK_SIZE=block,
-        mask_mod=may_attend,
+        mask_mod=lambda sample, head, query, key: (
+            (key <= query + first_query) & (key >= first_keys[sample if has_rows else 0, query])
+        ),
         seq_lengths=(num_queries, num_keys),
     )
 

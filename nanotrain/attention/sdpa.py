@@ -53,13 +53,9 @@ def attend(
     query = query.transpose(1, 2)
     key = key.transpose(1, 2)
     value = value.transpose(1, 2)
-    is_grouped = query.shape[1] != key.shape[1]
-    sums_in_16_bits = query.is_cpu and query.itemsize == 2 and torch.is_grad_enabled()
-    if is_grouped and (repeats_heads or sums_in_16_bits):
-        repeats = query.shape[1] // key.shape[1]
-        key = key.repeat_interleave(repeats, dim=1)
-        value = value.repeat_interleave(repeats, dim=1)
-        is_grouped = False
+    if repeats_heads or _sums_in_16_bits(query):
+        key = _repeat_heads(key, query.shape[1])
+        value = _repeat_heads(value, query.shape[1])
     head_dim, value_head_dim = key.shape[-1], value.shape[-1]
     is_padded = value_head_dim < head_dim and (pads_values or query.is_cpu)
     if is_padded:
@@ -74,12 +70,25 @@ def attend(
 
         bias = causal_lower_right(query.shape[2], key.shape[2])
         is_causal = False
+    is_grouped = query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, is_causal=is_causal, enable_gqa=is_grouped
     )
     if is_padded:
         out = out[..., :value_head_dim]
     return out.transpose(1, 2)
+
+
+def _sums_in_16_bits(query: Tensor) -> bool:
+    """Whether torch sums the gradients of a group of heads in 16 bits."""
+    return query.is_cpu and query.itemsize == 2 and torch.is_grad_enabled()
+
+
+def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
+    """[B, G, K, D] -> [B, N, K, D]."""
+    if x.shape[1] == num_heads:
+        return x
+    return x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def restricted(backend: str | None) -> AbstractContextManager[None]:

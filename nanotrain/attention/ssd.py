@@ -64,8 +64,8 @@ def _ssd(
     if initial_state is not None:
         state = initial_state.to(steps.dtype).view_as(state)
     states = [state]  # before each chunk
-    of_chunk = chunks.from_start[..., -1:]  # the decay over a chunk
-    for decay, step in zip(of_chunk.unbind(1), steps.unbind(1), strict=True):
+    decays = chunks.from_start[..., -1:]  # of the state over a chunk
+    for decay, step in zip(decays.unbind(1), steps.unbind(1), strict=True):
         states.append(decay * states[-1] + step)
     before = torch.stack(states[:-1], dim=1).flatten(3, 4)
     y = (before @ chunks.C.mT).view_as(chunks.u) * chunks.from_start
@@ -108,8 +108,8 @@ class _Chunks:
         if inputs.starts is not None:
             starts = rearrange(F.pad(inputs.starts, (0, padding)), "b (m l) -> b m 1 1 l", l=size)
             document = starts.cumsum(-1)  # starts so far in the chunk
-            from_start = from_start * (document == 0)
-            to_end = to_end * (document == document[..., -1:])
+            from_start = torch.where(document == 0, from_start, 0.0)
+            to_end = torch.where(document == document[..., -1:], to_end, 0.0)
             allowed = allowed & (document[..., None] == document[..., None, :])
         return cls(C, B, u, decay, from_start[..., None, :], to_end[..., None, :], allowed)
 
@@ -138,8 +138,8 @@ def _span_map(inputs: DeltaInputs, *, chunk_size: int) -> tuple[Tensor, Tensor]:
     to_end = (decay[:, -1:] - decay).exp()
     if inputs.starts is not None:
         document = inputs.starts.cumsum(1)[..., None, None]
-        factor = factor * (document[:, -1:] == 0)
-        to_end = to_end * (document == document[:, -1:])
+        factor = torch.where(document[:, -1:] == 0, factor, 0.0)
+        to_end = torch.where(document == document[:, -1:], to_end, 0.0)
     x = inputs.value
     B = inputs.key.to(dtype)
     u = (x * inputs.beta).to(dtype) * to_end

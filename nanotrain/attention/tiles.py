@@ -3,12 +3,12 @@ r"""Tiles: rectangles of queries and keys without a mask, or with a small one.
 A query attends to the keys from its first key, which a document or a window bounds, up to its own
 position:
 
-    documents          a chunk of queries inside a document          a window
+    documents     a chunk of queries inside a document     a window
 
-    \                 x x \                                         x
-    x\                x x x\                                        x x         masked tiles of at least
-       \              before  causal, of                              x x       QUERIES_PER_MASK queries
-       x\            it      its own keys                               x x
+    \             x x \                                    x x
+    x\            x x x\                                   x x         masked tiles of at least
+       \          before  its own keys                       x x       QUERIES_PER_MASK queries
+       x\         it      (causal)                           x x
 
     Spans            the first key of every query
     chunk_segments   segments for attention within chunks of positions
@@ -56,7 +56,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # query [B, N, Q, D], key [B, G, K, D], 
 
 @dataclass(frozen=True)
 class Spans:
-    """Queries of full sequences attend to the keys from their first key up to their own position."""
+    """Queries of full sequences attend to keys from their first key up to their own position."""
 
     # [B or 1, S] int64, ascending along S; one row where it is the same for all samples
     first_keys: np.ndarray
@@ -222,25 +222,36 @@ def plan_tiles(
         samples = slice(None) if len(spans.first_keys) == 1 else slice(row, row + 1)
         for group in _groups(first_keys, queries.positions):
             low = max(int(first_keys[group.start]), keys.positions.start)
-            # keys before all queries of the group; the keys of the group itself
-            before = group.start if includes else keys.positions.stop
-            end = group.stop if includes else before
-            tile = Tile(
-                samples,
-                queries.local(group.start, group.stop),
-                keys.local(low, before),
-                is_first=is_first,
-            )
-            if not group.is_run:
-                if low < end:
-                    yield replace(tile, keys=keys.local(low, end), is_masked=True)
-                continue
-            if low < before:
-                yield tile
-                tile = replace(tile, is_first=False)
+            local_queries = queries.local(group.start, group.stop)
             if includes:
+                earlier = keys.local(low, group.start)
                 own = keys.local(group.start, group.stop)
-                yield replace(tile, keys=own, is_causal=True)
+            else:
+                earlier = keys.local(low, keys.positions.stop)
+                own = None
+            tile = Tile(samples, local_queries, earlier, is_first=is_first)
+            yield from _group_tiles(tile, own, is_run=group.is_run)
+
+
+def _group_tiles(tile: Tile, own_keys: slice | None, *, is_run: bool) -> Iterator[Tile]:
+    """The tiles of a group of queries.
+
+    Args:
+        tile: tile of the keys before the group, which may be empty.
+        own_keys: keys of the group itself, which follow; None where the keys lie before it.
+        is_run: whether all queries of the group have the same first key.
+    """
+    has_earlier = tile.keys.start < tile.keys.stop
+    if not is_run:
+        stop = tile.keys.stop if own_keys is None else own_keys.stop
+        if tile.keys.start < stop:
+            yield replace(tile, keys=slice(tile.keys.start, stop), is_masked=True)
+        return
+    if has_earlier:
+        yield tile
+    if own_keys is not None:
+        is_first = tile.is_first and not has_earlier
+        yield replace(tile, keys=own_keys, is_causal=True, is_first=is_first)
 
 
 @dataclass(frozen=True)

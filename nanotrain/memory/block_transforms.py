@@ -22,7 +22,8 @@ from nanotrain.memory.offload import offloaded
 from nanotrain.memory.recompute import Recompute, recompute_modules
 from nanotrain.quantities import count_of
 
-# of one function: torch runs it eagerly from the ninth on, and models may have more kinds of blocks
+# graphs of one function; torch runs it eagerly from the ninth on, and models may have more kinds of
+# blocks
 MAX_GRAPHS = 64
 # hidden states and the context of the layers -> hidden states; or the block itself
 BlockFunction = Callable[..., Any]
@@ -58,8 +59,8 @@ def compile_blocks(
     from torch._dynamo import config as dynamo  # 1 to 5 s of CPU time, which only compiled runs pay
 
     if torch.__version__ < "2.11":  # compared as versions
-        # Its kernels that sum over rows and over columns may return sums of memory that nothing
-        # wrote, as gradients of biases and norms
+        # Kernels that sum over rows and over columns may return sums of uninitialized memory, as
+        # gradients of biases and norms
         # (https://github.com/pytorch/pytorch/issues/190796).
         from torch._inductor import config as inductor
 
@@ -74,7 +75,8 @@ def compile_blocks(
     # other kinds too; if the graph used last comes first, a block may be recomputed by other graphs
     # than it was computed by, which torch.utils.checkpoint refuses
     # (https://github.com/pytorch/pytorch/issues/166926).
-    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]  # torch declares it from 2.15 on
+    eval_frame: Any = torch._C._dynamo.eval_frame  # torch declares the function from 2.15 on
+    eval_frame._set_lru_cache(False)
     return list(blocks)
 
 
@@ -94,12 +96,12 @@ def recompute_blocks(
     blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute
 ) -> list[BlockFunction]:
     """Recompute whole blocks: groups of N ("uniform"), or the first N one by one ("block")."""
-    groups = recomputed_groups(config, len(blocks))
-    num_grouped = sum(map(len, groups))
-    return [
-        *(recompute.checkpointed(_in_turn([blocks[i] for i in group])) for group in groups),
-        *blocks[num_grouped:],
-    ]
+    functions: list[BlockFunction] = []
+    num_grouped = 0
+    for group in recomputed_groups(config, len(blocks)):
+        functions.append(recompute.checkpointed(_in_turn(blocks[group.start : group.stop])))
+        num_grouped = group.stop
+    return [*functions, *blocks[num_grouped:]]
 
 
 def recomputed_groups(config: Config, num_blocks: int) -> list[range]:
@@ -181,7 +183,7 @@ def transform_blocks(
         transforms: applied first to last.
 
     Returns:
-        what the stage calls, one after another.
+        the functions that the stage calls, one after another.
     """
     functions: list[BlockFunction] = list(blocks)
     for transform in transforms:

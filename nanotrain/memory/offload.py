@@ -1,8 +1,7 @@
-"""Offload of activations: saved tensors of the first blocks are in host memory between forward and
-backward.
+"""Offload of activations: saved tensors of the first blocks in host memory until the backward.
 
     forward of block i     saved tensors -> host, overlapped with the following blocks
-    backward of block i    its tensors are back on the device; the copies of block i - 1 to the device start
+    backward of block i    its tensors are back; the copies of block i - 1 to the device start
 
 Every storage is copied once, however many views of it are saved. Parameters and tensors that all
 blocks share (mask, rotary tables) stay on the device. Source: Rhu et al. 2016 (vDNN), section 3.
@@ -22,9 +21,7 @@ MIN_BYTES = 4096  # smaller storages stay on the device: copying them costs more
 
 
 def offloaded(blocks: Sequence[nn.Module]) -> list[Callable[..., Tensor]]:
-    """Blocks that run one after another, with their saved tensors in host memory; a stage may have
-    none.
-    """
+    """Functions of consecutive blocks that keep their saved tensors in host memory."""
     if not blocks:
         return []
     transfer = HostTransfer(next(blocks[0].parameters()).device)
@@ -37,6 +34,8 @@ def offloaded(blocks: Sequence[nn.Module]) -> list[Callable[..., Tensor]]:
 def _offloaded(
     block: nn.Module, transfer: HostTransfer, *, chain: "_Chain", is_first: bool
 ) -> Callable[..., Tensor]:
+    """A block that keeps its saved tensors in host memory."""
+
     def run(hidden: Tensor, *args: Any) -> Tensor:
         if not torch.is_grad_enabled():
             out: Tensor = block(hidden, *args)
@@ -91,7 +90,8 @@ class _SavedBlock:
     def __init__(
         self, transfer: HostTransfer, shared: Sequence[Tensor], *, previous: "_SavedBlock | None"
     ) -> None:
-        self._transfer, self._previous = transfer, previous
+        self._transfer = transfer
+        self._previous = previous
         # The storage object, not its address, which changes for a sharded parameter when it is
         # gathered.
         self._shared = {tensor.untyped_storage()._cdata for tensor in shared}
@@ -107,9 +107,8 @@ class _SavedBlock:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             stored = self._stored[storage._cdata] = _Stored(self._transfer.to_host(whole), whole)
         stored.num_unread += 1
-        return _View(
-            self, stored, tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride())
-        )
+        geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        return _View(self, stored, tensor.dtype, geometry)
 
     def forward_ended(self) -> None:
         """Free the tensors on the device."""
@@ -123,9 +122,7 @@ class _SavedBlock:
                 stored.returning = self._transfer.start_return(stored.host)
 
     def read(self, view: _View) -> Tensor:
-        """The saved tensor, back on the device; its storage is freed after the last view of it is
-        read.
-        """
+        """The saved tensor on the device; its storage is freed after the last view is read."""
         self.start_return()
         if self._previous is not None:
             self._previous.start_return()
@@ -143,7 +140,9 @@ class _SavedBlock:
 
 
 def _unpack(packed: Tensor | _View) -> Tensor:
-    return packed.block.read(packed) if isinstance(packed, _View) else packed
+    if isinstance(packed, _View):
+        return packed.block.read(packed)
+    return packed
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -1,25 +1,25 @@
-"""Parts of a stage that are computed again in the backward pass, instead of keeping their
-activations.
+"""Recomputation: parts of a stage run again in the backward instead of keeping activations.
 
-    Recompute           run a function again (torch.utils.checkpoint, non-reentrant); it keeps its inputs and output
-    recompute_modules   do so in a block with the modules that are named by `--recompute-modules`
+    Recompute           run a function again (torch.utils.checkpoint, non-reentrant)
+    recompute_modules   recompute the modules of a block that `--recompute-modules` names
 
     name          recomputes                                  keeps
     core_attn     core attention                              its inputs and its output
     mlp           dense MLP                                   its input and its output
-    moe           mixture-of-experts layer, router included   its input and its output
-    layernorm     both norms of a block                       their inputs; the outputs are discarded
-    mla_up_proj   up-projections and rotary positions of MLA  their inputs; query, key and value are discarded
-    moe_act       activation of the experts                   its inputs; the output is discarded
+    moe           mixture-of-experts layer with its router    its input and its output
+    layernorm     both norms of a block                       their inputs
+    mla_up_proj   up-projections and rotary positions of MLA  their inputs
+    moe_act       activation of the experts                   its inputs
 
 A plain checkpoint of a norm would keep its output, because the matrix product that follows saves
-it. So it is discarded there, as Megatron-LM's `CheckpointWithoutOutput` does:
+it. The last three discard their outputs instead, as Megatron-LM's `CheckpointWithoutOutput` does:
 
     inputs --first--> outputs --second--> result
 
-    kept       the inputs of `first`, and what `second` saves beside the outputs of `first`
+    kept       the inputs of `first`, and the tensors that only `second` saves
     discarded  the outputs of `first`, even if `second` saves them
-    backward   when `second` first reads a discarded output, `first` runs again; both backwards use its results
+    backward   `first` runs again when `second` first reads a discarded output; both backwards use
+               the results
 
 Names and meaning are those of Megatron-LM. Source: Chen et al. 2016; Korthikanti et al. 2022,
 section 5, for selective recomputation. Parameters are not copied: the second run reads them during
@@ -44,39 +44,38 @@ TensorFunction = Callable[..., Any]
 
 
 class Recompute(threading.local):
-    """Recomputation in one stage; per thread, as a forward may run in turns with the backward of
-    another microbatch.
+    """Recomputation in one stage.
 
-    Attributes: is_recomputing: True while a function runs for the second time. Side effects of a
-        forward pass (statistics,
-            storage of gathered parameters) must not happen again then.
+    Per thread, as a forward may alternate with the backward of another microbatch.
+
+    Attributes:
+        is_recomputing: True while a function runs for the second time. Side effects of a forward
+            pass (statistics, storage of gathered parameters) must not happen again then.
     """
 
     def __init__(self) -> None:
         self.is_recomputing = False
 
     def checkpointed(self, function: TensorFunction) -> TensorFunction:
-        """A function with the same result that keeps its arguments and is run again when its
-        backward begins.
-        """
+        """A function that keeps only its arguments and runs again when its backward begins."""
 
         def run(*args: Any, **options: Any) -> Any:
             # `call` must not reference the tensors: they may be discarded
-            names, num_args = tuple(options), len(args)
+            names = tuple(options)
+            num_args = len(args)
 
             def call(*values: Any) -> Any:
-                return function(
-                    *values[:num_args], **dict(zip(names, values[num_args:], strict=True))
-                )
+                named = dict(zip(names, values[num_args:], strict=True))
+                return function(*values[:num_args], **named)
 
-            # All arguments are positional: torch keeps those through saved-tensor hooks, which may
-            # discard them.
-            values = (*args, *options.values())
+            # All arguments are positional: torch keeps positional ones through saved-tensor hooks,
+            # which may discard them.
             # No block draws from the random state of torch: dropout masks are a function of
             # samples.
             return checkpoint(
                 call,
-                *values,
+                *args,
+                *options.values(),
                 use_reentrant=False,
                 preserve_rng_state=False,
                 context_fn=self._contexts,
@@ -87,8 +86,7 @@ class Recompute(threading.local):
     def discarding(
         self, first: TensorFunction, *, second: TensorFunction
     ) -> tuple[TensorFunction, TensorFunction]:
-        """Two functions with the same results, the second of which does not keep what the first
-        returns.
+        """Two functions with the same results; the second does not keep the outputs of the first.
 
         Args:
             first: returns a tensor or a tuple of tensors; recomputed.
@@ -97,9 +95,10 @@ class Recompute(threading.local):
 
         def first_and_keep(*inputs: Any, **options: Any) -> Any:
             outputs = first(*inputs, **options)
-            is_tuple = isinstance(outputs, tuple)
-            kept: tuple[Tensor, ...] = _Keep.apply(*(outputs if is_tuple else (outputs,)))
-            return kept if is_tuple else kept[0]
+            if isinstance(outputs, tuple):
+                return _Keep.apply(*outputs)
+            (kept,) = _Keep.apply(outputs)
+            return kept
 
         def run_second(*inputs: Any, **options: Any) -> Any:
             outputs = [x for x in (*inputs, *options.values()) if _is_kept(x)]
@@ -112,7 +111,7 @@ class Recompute(threading.local):
         return self.checkpointed(first_and_keep), eager(run_second)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Entered around the first and around the second run of a function."""
+        """The contexts of the first and of the second run of a function."""
         return nullcontext(), self._recomputing()
 
     @contextmanager
@@ -124,9 +123,9 @@ class Recompute(threading.local):
             self.is_recomputing = before
 
 
-# The functions of a block that keep their inputs and outputs, then the pairs between which outputs
-# are discarded.
+# by name: the function of a block that keeps its inputs and outputs
 CHECKPOINTED = {"core_attn": "attention.core_attention", "mlp": "mlp.forward", "moe": "mlp.forward"}
+# by name: pairs of functions; the second does not keep the outputs of the first
 DISCARDED = {
     "mla_up_proj": (("attention.up_project", "attention.core_attention"),),
     "moe_act": (("mlp.experts.activation", "mlp.experts.down.forward"),),
@@ -138,27 +137,32 @@ DISCARDED = {
 
 
 def recompute_modules(block: nn.Module, modules: Collection[str], *, recompute: Recompute) -> None:
-    """Replace functions of a block in place; no module gets a second name, under which it would be
-    saved twice.
+    """Replace functions of a block in place.
+
+    No module gets a second name, under which it would be saved twice.
     """
-    if isinstance(second := getattr(block, "second", None), nn.Module):  # of a `ShortcutBlock`
-        recompute_modules(second, modules, recompute=recompute)
+    second_block = getattr(block, "second", None)  # of a `ShortcutBlock`
+    if isinstance(second_block, nn.Module):
+        recompute_modules(second_block, modules, recompute=recompute)
     other_mlp = "mlp" if _has(block, "mlp.experts") else "moe"
-    for path in [
-        path for name, path in CHECKPOINTED.items() if name in modules and name != other_mlp
-    ]:
-        if not _has(block, path):
-            continue
-        _set(block, path, function=recompute.checkpointed(attrgetter(path)(block)))
-    for first, second in [
-        pair for name, pairs in DISCARDED.items() if name in modules for pair in pairs
-    ]:
-        if _has(block, first):
-            functions = recompute.discarding(
-                attrgetter(first)(block), second=attrgetter(second)(block)
-            )
-            for path, function in zip((first, second), functions, strict=True):
-                _set(block, path, function=function)
+    for name, path in CHECKPOINTED.items():
+        if name in modules and name != other_mlp and _has(block, path):
+            _set(block, path, function=recompute.checkpointed(attrgetter(path)(block)))
+    for name, pairs in DISCARDED.items():
+        if name in modules:
+            for first, second in pairs:
+                _discard_outputs(block, first, second=second, recompute=recompute)
+
+
+def _discard_outputs(block: nn.Module, first: str, *, second: str, recompute: Recompute) -> None:
+    """Replace two functions of a block, if it has them, such that outputs are discarded."""
+    if not _has(block, first):
+        return
+    run_first, run_second = recompute.discarding(
+        attrgetter(first)(block), second=attrgetter(second)(block)
+    )
+    _set(block, first, function=run_first)
+    _set(block, second, function=run_second)
 
 
 def _has(block: nn.Module, path: str) -> bool:
@@ -176,7 +180,7 @@ def _set(block: nn.Module, path: str, *, function: TensorFunction) -> None:
 
 
 class _Keep(torch.autograd.Function):
-    """Identity that saves its outputs. Under a checkpoint they are recomputed when they are read."""
+    """Identity that saves its outputs; under a checkpoint they are recomputed when read."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -213,7 +217,7 @@ class _Discarded:
         self._values: tuple[Tensor, ...] = ()
 
     def pack(self, tensor: Tensor) -> "Tensor | _Reference":
-        """A reference instead of a discarded output; other tensors are kept."""
+        """A reference in place of a discarded output; other tensors are kept."""
         index = self._indices.get(tensor.untyped_storage().data_ptr())
         if index is None:
             return tensor
@@ -232,4 +236,6 @@ class _Discarded:
 
 
 def _unpack(packed: "Tensor | _Reference") -> Tensor:
-    return packed.discarded.read(packed) if isinstance(packed, _Reference) else packed
+    if isinstance(packed, _Reference):
+        return packed.discarded.read(packed)
+    return packed
