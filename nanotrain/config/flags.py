@@ -1,10 +1,14 @@
 """The parser of the command line: flags, Hydra overrides and choices of YAML files, in any order.
 
-A flag is a field's name in kebab case (`--flag value`, `--flag=value`, `--flag`/`--no-flag`); an
-override is Hydra's `section.field=value`; a choice names a YAML file of a group (`+config=NAME` a
-recipe, `model=NAME` a model). No file is read here.
+flags       a field's name in kebab case: `--flag value`, `--flag=value`, `--flag`/`--no-flag`
+overrides   Hydra's `section.field=value` and `++section.field=value` set a field,
+            `~section.field` returns it to its default
+choices     a YAML file of a group: `+config=NAME` a recipe, `model=NAME` a model
+
+No file is read here. docs/decisions/0021-the-command-line.md says which part of it is Hydra's.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -26,24 +30,24 @@ from nanotrain.config.arguments import (
     unknown_flag,
 )
 from nanotrain.config.megatron import MANY, MegatronFlag, megatron, row_of
-from nanotrain.config.option import Entry
+from nanotrain.config.option import Entry, flag_of
 from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, SECTIONS, unknown_key
 from nanotrain.config.suggest import LISTED_BY
 from nanotrain.errors import ConfigError, ErrorCollector
 
 OVERRIDE = re.compile(r"^(?P<prefix>[+~]*)(?P<key>[A-Za-z_][\w.@/]*)=(?P<value>.*)$", re.DOTALL)
+DELETION = re.compile(r"^~(?P<key>[A-Za-z_]\w*(\.\w+)+)$")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field set on the command line: its key, the text of its value, and the arguments as
-    written.
-    """
+    """One field set on the command line."""
 
     key: str
-    value: str | list[str]
-    text: str
+    value: str | list[str]  # text of the value; of a deletion the value that it requires, or ""
+    text: str  # the arguments as written
     is_hydra: bool = False  # the text follows Hydra's grammar: [a,b] and quotes mean something
+    is_deletion: bool = False  # the field returns to its default
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def parse(argv: Sequence[str], *, listed_by: str = LISTED_BY) -> CommandLine:
             elif argument.startswith(NO_HYPHENS):
                 take_values(rest)  # they are no further mistakes
                 raise no_hyphen(argument)
-            elif OVERRIDE.match(argument):
+            elif OVERRIDE.match(argument) or DELETION.match(argument):
                 read_override(line, argument)
             elif argument in KEYS or argument == "+config":
                 raise spaced(argument, rest=take_values(rest))
@@ -119,35 +123,65 @@ def parse(argv: Sequence[str], *, listed_by: str = LISTED_BY) -> CommandLine:
     return line
 
 
+@dataclass(frozen=True)
+class Flag:
+    """One argument that begins with a dash."""
+
+    text: str  # the argument as written, as `--lr=1e-3`
+    name: str  # the part before `=`
+    value: str | None  # the part after `=`; None without `=`
+
+    @classmethod
+    def split(cls, argument: str) -> "Flag":
+        name, has_value, value = argument.partition("=")
+        return cls(argument, name, value if has_value else None)
+
+
 def read_flag(line: CommandLine, argument: str, *, rest: list[str]) -> None:
     """Read a flag; its values are taken from `rest`."""
-    flag, has_value, text = argument.partition("=")
-    value = text if has_value else None
-    if flag in HELP:
-        line.help_topic = text if has_value or not rest or rest[0] not in TOPICS else rest.pop(0)
-    elif flag in OWN_FLAGS:
-        OWN_FLAGS[flag](line, text if has_value else take_value(flag, rest))
+    flag = Flag.split(argument)
+    if flag.name in HELP:
+        line.help_topic = help_topic(flag, rest)
+    elif flag.name in OWN_FLAGS:
+        value = take_value(flag.name, rest) if flag.value is None else flag.value
+        OWN_FLAGS[flag.name](line, value)
     elif argument in SWITCHES:
         setattr(line, SWITCHES[argument], True)
     elif argument in ALIASES:
         line.aliases.append(argument)
-    elif flag == "--save" and (settings := read_save(argument, rest)):
-        line.settings += settings
-    elif flag in FLAGS:
-        line.settings.append(read_field(FLAGS[flag], flag, value=value, rest=rest))
+    elif flag.name in FLAGS:
+        line.settings += read_field(flag, rest=rest)
     elif argument in NEGATIONS:
         line.settings.append(Setting(NEGATIONS[argument].key, "false", argument))
-    elif flag not in NEGATIONS and (row := row_of(flag)) is not None:
-        line.megatron.append(read_megatron(flag, row, value=value, rest=rest))
-    elif has_value and flag in {*ALIASES, *NEGATIONS, *SWITCHES}:
-        raise takes_no_value(flag, text)
     else:
-        take_values(rest)  # they are no further mistakes
-        if " " in flag:
-            raise quoted(argument)
-        known, table = known_flags(), megatron().flags
-        known = [name for name in known if name not in table or table[name].kind != "not yet"]
-        raise unknown_flag(flag, known=known, listed_by=line.listed_by)
+        read_other_flag(line, flag, rest=rest)
+
+
+def help_topic(flag: Flag, rest: list[str]) -> str:
+    """The topic of `--help=TOPIC` or `--help TOPIC`; empty for `--help`."""
+    if flag.value is not None:
+        return flag.value
+    return rest.pop(0) if rest and rest[0] in TOPICS else ""
+
+
+def read_other_flag(line: CommandLine, flag: Flag, *, rest: list[str]) -> None:
+    """Read a flag of Megatron-LM that is no field.
+
+    Raises:
+        ConfigError: the flag is none of them either.
+    """
+    row = None if flag.name in NEGATIONS else row_of(flag.name)
+    if row is not None:
+        line.megatron.append(read_megatron(flag, row, rest=rest))
+        return
+    if flag.value is not None and flag.name in {*ALIASES, *NEGATIONS, *SWITCHES}:
+        raise takes_no_value(flag.name, flag.value)
+    take_values(rest)  # they are no further mistakes
+    if " " in flag.name:
+        raise quoted(flag.text)
+    refused = {name for name, other in megatron().flags.items() if other.kind == "not yet"}
+    known = [name for name in known_flags() if name not in refused]
+    raise unknown_flag(flag.name, known=known, listed_by=line.listed_by)
 
 
 def split_settings(
@@ -161,31 +195,52 @@ def split_settings(
         own: flags of the command itself.
         with_value: flags of the command that take one value.
 
-    >>> split_settings(["--seq-length", "8", "run", "--json", "train.seed=1"], own={"--json"}, with_value=())
+    >>> line = ["--seq-length", "8", "run", "--json", "train.seed=1"]
+    >>> split_settings(line, own={"--json"}, with_value=())
     (['--seq-length', '8', 'train.seed=1'], ['run', '--json'])
     """
     settings: list[str] = []
     others: list[str] = []
-    rest, known = list(argv), {*known_flags(), *HELP}
+    rest = list(argv)
+    known = {*known_flags(), *HELP}
     while rest and rest[0] != "--":
         argument = rest.pop(0)
-        flag, has_value, _ = argument.partition("=")
-        if flag in own:
-            others += [argument, *rest[: argument in with_value]]
-            del rest[: argument in with_value]
-        elif flag in known or flag.startswith("--") and row_of(flag):
-            before, line = list(rest), CommandLine()
-            with line.errors:  # found again when the settings are parsed
-                read_flag(line, argument, rest=rest)
-            # of a flag without a value, which its error names
-            if rest[:1] in (["true"], ["false"]):
-                rest.pop(0)
-            settings += [argument, *before[: len(before) - len(rest)]]
-        elif has_value and flag in ("+config", *KEYS):
+        name = argument.partition("=")[0]
+        if name in own:
+            others.append(argument)
+            if argument in with_value and rest:
+                others.append(rest.pop(0))
+        elif name in known or (name.startswith("--") and row_of(name)):
+            settings += [argument, *values_of_flag(argument, rest)]
+        elif is_override(argument):
             settings.append(argument)
         else:
             others.append(argument)
     return settings, others + rest
+
+
+def values_of_flag(argument: str, rest: list[str]) -> list[str]:
+    """The arguments that a flag of a training takes; they are removed from `rest`."""
+    before = list(rest)
+    line = CommandLine()
+    with line.errors:  # found again when the settings are parsed
+        read_flag(line, argument, rest=rest)
+    # a value of a flag that takes none, which its error names
+    if rest[:1] in (["true"], ["false"]):
+        rest.pop(0)
+    return before[: len(before) - len(rest)]
+
+
+def is_override(argument: str) -> bool:
+    """Whether an argument sets or deletes a field, or chooses a recipe.
+
+    >>> is_override("++optim.lr=3"), is_override("~optim.lr"), is_override("~/data")
+    (True, True, False)
+    """
+    name, has_value, _ = argument.partition("=")
+    if not has_value:
+        return name.startswith("~") and name[1:] in KEYS
+    return name == "+config" or name.lstrip("+~") in KEYS
 
 
 def known_flags() -> list[str]:
@@ -193,64 +248,79 @@ def known_flags() -> list[str]:
     return [*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES, *megatron().flags]
 
 
-def read_field(entry: Entry, flag: str, *, value: str | None, rest: list[str]) -> Setting:
-    """A field's flag and its value: after `=`, the next argument, or for a list all arguments up to
-    the next flag.
+def read_field(flag: Flag, *, rest: list[str]) -> list[Setting]:
+    """The setting of a field's flag; two for Megatron-LM's `--save DIR`.
+
+    The value is what follows `=`, or the next argument, or for a list all arguments up to the next
+    flag.
     """
+    entry = FLAGS[flag.name]
+    if flag.name == "--save":
+        settings = read_save(flag, rest)
+        if settings:
+            return settings
     if entry.kind is bool:
-        return Setting(entry.key, "true" if value is None else value, flag)
+        return [Setting(entry.key, "true" if flag.value is None else flag.value, flag.name)]
     if entry.kind is list:
-        items = [*(value or "").split(), *take_values(rest)]
+        items = [*(flag.value or "").split(), *take_values(rest)]
         if not items:
-            raise no_value(flag)
-        return Setting(entry.key, items, " ".join([flag, *items]))
-    if value is None:
-        value = take_value(flag, rest)
-    # quotes inside a shell array reach us
-    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
-        value = value[1:-1]
-    text = f"{flag} {value}"
+            raise no_value(flag.name)
+        return [Setting(entry.key, items, " ".join([flag.name, *items]))]
+    value = take_value(flag.name, rest) if flag.value is None else flag.value
+    value = without_quotes(value)
+    return [Setting(entry.key, other_spelling(entry, value), f"{flag.name} {value}")]
+
+
+def without_quotes(value: str) -> str:
+    """A value without the quotes around it, which a shell array passes on."""
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    return value[1:-1] if is_quoted else value
+
+
+def other_spelling(entry: Entry, value: str) -> str:
+    """The value of a field that Megatron-LM writes otherwise; most values as they are."""
     # Megatron-LM's pair of left and right
     if entry.name == "window_size" and re.fullmatch(r"\(?\d+, ?0\)?", value):
         value = value.strip("()").partition(",")[0]
-    return Setting(entry.key, VALUES.get(entry.name, {}).get(value, value), text)
+    return VALUES.get(entry.name, {}).get(value, value)
 
 
-def read_megatron(
-    flag: str, row: MegatronFlag, *, value: str | None, rest: list[str]
-) -> MegatronArgument:
+def read_megatron(flag: Flag, row: MegatronFlag, *, rest: list[str]) -> MegatronArgument:
     """A flag of Megatron-LM with as many values as it takes; one of a pattern may take none."""
-    arity = row.arity
-    if arity == 0 and value is not None:
-        raise takes_no_value(flag, value)
-    values = [] if value is None else [value]
-    if arity == MANY:
+    if row.arity == 0 and flag.value is not None:
+        raise takes_no_value(flag.name, flag.value)
+    values = [] if flag.value is None else [flag.value]
+    if row.arity == MANY:
         values += take_values(rest)
-    elif arity == 1 and not values:
-        values = [take_value(flag, rest)]
-    if arity and not values and flag in megatron().flags:
-        raise no_value(flag)
-    return MegatronArgument(flag, row, " ".join(values))
+    elif row.arity == 1 and not values:
+        values = [take_value(flag.name, rest)]
+    if row.arity != 0 and not values and flag.name in megatron().flags:
+        raise no_value(flag.name)
+    return MegatronArgument(flag.name, row, " ".join(values))
 
 
-def read_save(argument: str, rest: list[str]) -> list[Setting]:
+def read_save(flag: Flag, rest: list[str]) -> list[Setting]:
     """Megatron-LM's `--save DIR`, which also names the run folder; nothing for the field's own
     `--save[=true]`.
     """
-    _, has_value, folder = argument.partition("=")
-    if not has_value and rest and not begins_argument(rest[0]):
+    folder = flag.value
+    if folder is None and rest and not begins_argument(rest[0]):
         folder = rest[0]
     if not folder or folder.lower() in BOOLEANS:
         return []
-    del rest[: not has_value]
-    values = {"save": "true", "run_dir": folder}
-    return [Setting(ENTRIES[name].key, value, f"--save {folder}") for name, value in values.items()]
+    if flag.value is None:
+        rest.pop(0)
+    text = f"--save {folder}"
+    return [
+        Setting(ENTRIES["save"].key, "true", text),
+        Setting(ENTRIES["run_dir"].key, folder, text),
+    ]
 
 
 def take_values(rest: list[str]) -> list[str]:
     """The arguments up to the next flag, override or choice; they are removed from `rest`."""
-    count = next((index for index, text in enumerate(rest) if begins_argument(text)), len(rest))
-    taken, rest[:] = rest[:count], rest[count:]
+    taken = list(itertools.takewhile(lambda text: not begins_argument(text), rest))
+    del rest[: len(taken)]
     return taken
 
 
@@ -269,22 +339,28 @@ def begins_argument(text: str) -> bool:
         return True
     match = OVERRIDE.match(text)
     if match is None:
-        return False
+        return is_override(text)
+    if match["prefix"]:
+        return True
     section, dot, name = match["key"].partition(".")
-    is_key = bool(dot) and all(part.isidentifier() for part in name.split("."))
-    is_name = not dot and section in {"config", *SECTIONS, *ENTRIES}
-    return bool(match["prefix"]) or "/" not in section and (is_key or is_name)
+    if "/" in section:
+        return False
+    if dot:
+        return all(part.isidentifier() for part in name.split("."))
+    return section in {"config", *SECTIONS, *ENTRIES}
 
 
 def read_override(line: CommandLine, argument: str) -> None:
-    """Read an argument with `=`: a field, Hydra's search path, or the choice of a YAML file."""
+    """Read Hydra's forms: `key=value`, `++key=value`, `~key`, a search path, the choice of a file."""
     match = OVERRIDE.match(argument)
-    assert match is not None, "parse only passes arguments that match"
-    prefix, key, value = match["prefix"], match["key"], match["value"]
+    if match is None:
+        line.settings.append(read_deletion(argument, key=argument[1:]))
+        return
+    prefix = match["prefix"]
+    key = match["key"]
+    value = match["value"]
     if key == "hydra.searchpath":
-        line.search_path += [
-            path.strip().strip("'\"") for path in value.strip("[]").split(",") if path.strip()
-        ]
+        line.search_path += read_search_path(value)
     elif key.startswith("hydra."):
         raise ConfigError(
             f"{argument} has no effect",
@@ -292,38 +368,81 @@ def read_override(line: CommandLine, argument: str) -> None:
         )
     elif "." not in key and key not in ENTRIES:
         if prefix not in ("", "+"):
-            why, fix = "a YAML file is chosen, not removed or added", f"write {choice_of(key)}=NAME"
-            raise ConfigError(f"{argument} begins with {prefix}", why=why, fix=fix)
-        line.choices[key] = value  # as of a flag, the last one
-    elif key not in KEYS:
-        flag = f"--{key.rpartition('.')[2].replace('_', '-')}"
-        is_megatron = flag in megatron().flags and megatron().flags[flag].kind == "rename"
-        raise (
-            ConfigError(f"unknown key {key}", fix=f"write {flag}")
-            if is_megatron
-            else unknown_key(key)
-        )
-    elif prefix:
-        why, fix = "every field exists already", f"write {key}={value}"
-        raise ConfigError(f"{argument} begins with {prefix}", why=why, fix=fix)
+            raise ConfigError(
+                f"{argument} begins with {prefix}",
+                why="a YAML file is chosen, not removed or added",
+                fix=f"write {choice_of(key)}=NAME",
+            )
+        line.choices[key] = value  # the last one counts, as of a flag
+    elif prefix == "~":
+        line.settings.append(read_deletion(argument, key=key, value=value))
     else:
-        line.settings.append(Setting(key, value, argument, is_hydra=True))
+        line.settings.append(read_value(argument, prefix=prefix, key=key, value=value))
+
+
+def read_search_path(value: str) -> list[str]:
+    """The folders of `hydra.searchpath=[DIR,...]`."""
+    parts = [part.strip() for part in value.strip("[]").split(",")]
+    return [part.strip("'\"") for part in parts if part]
+
+
+def read_value(argument: str, *, prefix: str, key: str, value: str) -> Setting:
+    """The setting of `key=value` or `++key=value`, which are the same: all keys exist.
+
+    Raises:
+        ConfigError: no field has the key, or another prefix, as `+` for a key that does not exist.
+    """
+    require_key(key)
+    if prefix not in ("", "++"):
+        raise ConfigError(
+            f"{argument} begins with {prefix}",
+            why="every field exists already",
+            fix=f"write {key}={value}",
+        )
+    return Setting(key, value, argument, is_hydra=True)
+
+
+def read_deletion(argument: str, *, key: str, value: str = "") -> Setting:
+    """The setting of `~key`, or of `~key=value`, which requires that value.
+
+    Raises:
+        ConfigError: no field has the key.
+    """
+    require_key(key)
+    return Setting(key, value, argument, is_deletion=True)
+
+
+def require_key(key: str) -> None:
+    """Check that a field has a key.
+
+    Raises:
+        ConfigError: none has it; the key may be named as a flag of Megatron-LM.
+    """
+    if key in KEYS:
+        return
+    flag = flag_of(key.rpartition(".")[2])
+    row = megatron().flags.get(flag)
+    if row is not None and row.kind == "rename":
+        raise ConfigError(f"unknown key {key}", fix=f"write {flag}")
+    raise unknown_key(key)
 
 
 def apply_aliases(line: CommandLine) -> None:
     """Turn aliases into settings, before the others; a contradiction with another argument is an
     error.
     """
-    aliases = [(flag, ALIASES[flag], ENTRIES[ALIASES[flag].name].key) for flag in line.aliases]
     given: list[Setting] = []
-    settings = list(line.settings)
-    for flag, alias, key in dict.fromkeys(aliases):
-        for other in [*given, *settings]:
+    for flag in dict.fromkeys(line.aliases):
+        alias = ALIASES[flag]
+        key = ENTRIES[alias.name].key
+        for other in [*given, *line.settings]:
             if other.key == key and agreed(other) not in alias.agrees:
-                why, fix = f"{flag} means {key}={alias.value}", "leave one of them out"
-                line.errors.errors.append(
-                    ConfigError(f"{flag} contradicts {other.text}", why=why, fix=fix)
+                error = ConfigError(
+                    f"{flag} contradicts {other.text}",
+                    why=f"{flag} means {key}={alias.value}",
+                    fix="leave one of them out",
                 )
+                line.errors.errors.append(error)
         given.append(Setting(key, alias.value, flag))
     line.settings[:0] = reversed(given)
 
@@ -331,7 +450,9 @@ def apply_aliases(line: CommandLine) -> None:
 def agreed(setting: Setting) -> str:
     """The text of a value, with one spelling of true and of false."""
     text = str(setting.value)
-    return str(BOOLEANS.get(text.lower(), text)).lower() if KEYS[setting.key].kind is bool else text
+    if KEYS[setting.key].kind is not bool:
+        return text
+    return str(BOOLEANS.get(text.lower(), text)).lower()
 
 
 def set_data_parallel_size(line: CommandLine, value: str) -> None:
@@ -354,12 +475,12 @@ def set_cfg(line: CommandLine, value: str) -> None:
     line.wants_job = True
 
 
-# Flags that set no field: with a value, and without (the attribute of CommandLine that becomes
-# true).
+# flags that set no field, and how each reads its value
 OWN_FLAGS: dict[str, Callable[[CommandLine, str], None]] = {
     "--config-dir": lambda line, value: line.search_path.append(value),
     "--config-name": lambda line, value: setattr(line, "config_name", value.removesuffix(".yaml")),
     "--data-parallel-size": set_data_parallel_size,
     "--cfg": set_cfg,
 }
-HELP, TOPICS = ("--help", "-h"), ("all", "megatron", *SECTIONS)
+HELP = ("--help", "-h")
+TOPICS = ("all", "megatron", *SECTIONS)

@@ -1,16 +1,15 @@
-"""From a parsed command line to a `Config`: compose, merge, convert, reset, check. In Python:
-`configure`.
+"""From a command line to a checked `Config`; `configure` does the same from Python values.
 
-    arguments --flags.parse--> CommandLine --compose_files--> values of the YAML --merge_settings-->
-              plain values --read_config--> Config --translate--> Config --reset_unused--> Config
-              --validate--> Config
+    arguments --parse--> CommandLine --compose_files, merge_settings--> plain values by key
+              --read_config--> Config --translate--> Config --reset_unused--> Config
+              --collect_errors--> checked Config
 
 All mistakes of a command line are in one error: first those in arguments, names and types, then
 broken rules. Rules on fields that could not be read are not checked.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,17 +28,15 @@ from nanotrain.config.schema import (
     ENTRIES,
     KEYS,
     flat_values,
-    nest,
     read_config,
     to_dict,
-    value_of,
     with_values,
 )
-from nanotrain.config.translate import megatron_values, translate
+from nanotrain.config.translate import Translation, megatron_values, translate
 from nanotrain.errors import ConfigError, ErrorCollector
 
+# a YAML writer that puts text such as 1e3 into quotes: OmegaConf reads it as a number without them
 _WRITER: Any = type("_Writer", (getattr(yaml, "CSafeDumper", yaml.SafeDumper),), {})
-# OmegaConf, which reads the files, takes 1e3 for a number: text of this form is written in quotes
 _EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
 _WRITER.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
@@ -48,7 +45,7 @@ _WRITER.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123
 class Loaded:
     """A configuration and how it was composed."""
 
-    config: Config  # the configuration
+    config: Config
     origins: dict[str, str]  # key -> source of its value: "default", a YAML file, or the arguments
     explicit: frozenset[str] = frozenset()  # keys set on the command line, as "model.hidden_size"
     recipe: str | None = None  # NAME of +config=NAME
@@ -106,20 +103,31 @@ def configure(recipe: str | Path | None = None, **values: Any) -> Config:
     line = CommandLine(choices={"config": str(recipe)} if recipe else {})
     for name, value in values.items():
         with line.errors:
-            flag = flag_of(name)
-            if flag in ALIASES and value is True:
-                line.aliases.append(flag)
-                continue
-            if flag in ALIASES:
-                why, fix = f"{flag} takes no value", f"write {name}=True, or leave it out"
-                raise ConfigError(f"{name}={value!r}", why=why, fix=fix)
-            if name not in ENTRIES:
-                raise unknown_flag(flag, known=[*FLAGS, *ALIASES])
-            line.settings.append(
-                Setting(ENTRIES[name].key, text_of(value), f"{name}={as_written(value)!r}")
-            )
+            add_value(line, name, value=value)
     apply_aliases(line)
     return load_line(line).config
+
+
+def add_value(line: CommandLine, name: str, *, value: Any) -> None:
+    """Add a field or an alias, by its unique name, to a command line.
+
+    Raises:
+        ConfigError: an unknown name, or a value for an alias.
+    """
+    flag = flag_of(name)
+    if flag in ALIASES:
+        if value is not True:
+            raise ConfigError(
+                f"{name}={value!r}",
+                why=f"{flag} takes no value",
+                fix=f"write {name}=True, or leave it out",
+            )
+        line.aliases.append(flag)
+        return
+    if name not in ENTRIES:
+        raise unknown_flag(flag, known=[*FLAGS, *ALIASES])
+    text = f"{name}={as_written(value)!r}"
+    line.settings.append(Setting(ENTRIES[name].key, text_of(value), text))
 
 
 def shown(setting: Setting) -> str:
@@ -132,8 +140,10 @@ def text_of(value: Any) -> str | list[str]:
     """A Python value as the text of a flag."""
     if isinstance(value, list | tuple):
         return [str(as_written(item)) for item in value]
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
     return str(as_written(value))
 
 
@@ -144,18 +154,17 @@ def load_object(config: Config) -> Loaded:
         ConfigError: all mistakes.
     """
     errors = ErrorCollector()
-    # with the secrets, which files hide
-    config, unreadable = read_config(nest(flat_values(config)), errors=errors)
+    # flat_values keeps secrets, which files hide
+    config, bad_keys = read_config(flat_values(config), errors=errors)
     if config.train.run_dir is None:
         config = with_values(config, {"train.run_dir": "runs/train"})
-    unreadable = frozenset(KEYS[key].name for key in unreadable)
+    unreadable = frozenset(KEYS[key].name for key in bad_keys)
     config, reset = reset_unused(config, explicit=frozenset(), errors=errors, unreadable=unreadable)
     collect_errors(config, to_train=True, errors=errors, unreadable=unreadable)
     errors.raise_errors()
-    values = flat_values(config)
-    origins = {
-        key: "default" if values[key] == entry.default else "Python" for key, entry in KEYS.items()
-    }
+    origins = {}
+    for key, value in flat_values(config).items():
+        origins[key] = "default" if value == KEYS[key].default else "Python"
     return Loaded(config, origins | reset, unreadable=unreadable)
 
 
@@ -193,49 +202,28 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     Raises:
         ConfigError: YAML files that cannot be composed, with all mistakes found by then.
     """
-    # Hydra takes 0.2 s; not for --help
-    from nanotrain.config.compose import compose_files, merge_settings
-
     errors.errors += line.errors.errors
-    defaults = megatron_values() if line.wants_megatron_defaults else {}
-    values = None
-    with errors:
-        values_of_files, files = compose_files(line)
-        values = merge_settings(values_of_files, line.settings, defaults=defaults)
-    if values is None:
-        errors.raise_errors()
-        raise AssertionError("values are missing without an error")
-    of_files = {key: file for key, file in files.items() if key not in line.explicit}
-    config, bad_keys = read_config(values, errors=errors, files=of_files)
-    unreadable = frozenset(KEYS[key].name for key in bad_keys) | fields_in_cures(errors)
-    origins = (
-        dict.fromkeys(KEYS, "default") | dict.fromkeys(defaults, "--megatron-defaults") | files
+    composed = compose_values(line, errors=errors)
+    config, bad_keys = read_config(
+        composed.values, errors=errors, files=composed.files_of(line.explicit)
     )
-    origins |= {setting.key: f"command line: {shown(setting)}" for setting in line.settings}
+    unreadable = frozenset(KEYS[key].name for key in bad_keys) | fields_in_cures(errors)
     recipe = line.choices.get("config")
     if config.train.run_dir is None:
-        config = with_values(
-            config, {"train.run_dir": f"runs/{Path(recipe).stem if recipe else 'train'}"}
-        )
-    result = translate(config, line, errors=errors, from_files=frozenset(files))
-    # a prompt that comes with the quick-start corpus goes with it
-    is_own = origins["train.generate_prompt"] != origins["data.quickstart"]
-    explicit = result.explicit | {"train.generate_prompt"} if is_own else result.explicit
-    implied = without_quickstart(result.config, explicit=explicit)
-    result.config = with_values(result.config, {key: value for key, (value, _) in implied.items()})
-    result.origins.update({key: why for key, (_, why) in implied.items()})
-    unset = (
-        frozenset(key for key, source in origins.items() if source == "--megatron-defaults")
-        - result.explicit
-    )
+        name = Path(recipe).stem if recipe else "train"
+        config = with_values(config, {"train.run_dir": f"runs/{name}"})
+    result = translate(config, line, errors=errors, from_files=frozenset(composed.files))
+    origins = composed.origins(line)
+    leave_quickstart(result, origins)
+    unset = {key for key, source in origins.items() if source == "--megatron-defaults"}
     config, reset = reset_unused(
         result.config,
         explicit=result.explicit,
         errors=errors,
-        defaults=unset,
+        defaults=frozenset(unset - result.explicit),
         unreadable=unreadable,
     )
-    hide_values(errors, values)
+    hide_values(errors, composed.values)
     result.notes += [f"{key}: {why}" for key, why in reset.items() if key in result.explicit]
     return Loaded(
         config,
@@ -248,6 +236,64 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     )
 
 
+@dataclass(frozen=True)
+class Composed:
+    """The values that files and settings give, by key."""
+
+    values: Mapping[str, Any]
+    files: Mapping[str, str]  # the last file that sets a key
+    defaults: Mapping[str, Any]  # Megatron-LM's defaults
+
+    def files_of(self, explicit: Collection[str]) -> dict[str, str]:
+        """The files of the keys that the command line does not set, for errors."""
+        return {key: file for key, file in self.files.items() if key not in explicit}
+
+    def origins(self, line: CommandLine) -> dict[str, str]:
+        """The source of every field's value."""
+        origins = dict.fromkeys(KEYS, "default")
+        origins |= dict.fromkeys(self.defaults, "--megatron-defaults")
+        origins |= self.files
+        for setting in line.settings:
+            origins[setting.key] = f"command line: {shown(setting)}"
+        return origins
+
+
+def compose_values(line: CommandLine, *, errors: ErrorCollector) -> Composed:
+    """Compose the files of a command line and merge its settings into them.
+
+    Raises:
+        ConfigError: they cannot be composed, with all mistakes found by then.
+    """
+    # Hydra takes 0.2 s; not for --help
+    from nanotrain.config.compose import compose_files
+    from nanotrain.config.merge import merge_settings
+
+    defaults = megatron_values() if line.wants_megatron_defaults else {}
+    with errors:
+        values, files = compose_files(line)
+        values = merge_settings(values, line.settings, defaults=defaults)
+        return Composed(values, files, defaults)
+    errors.raise_errors()
+    raise AssertionError("values are missing without an error")
+
+
+def leave_quickstart(result: Translation, origins: Mapping[str, str]) -> None:
+    """Set what a quick-start recipe changes on other data.
+
+    The recipe's prompt is left out with its corpus. A prompt from elsewhere stays.
+
+    Args:
+        result: configuration of a command line.
+        origins: source of every value.
+    """
+    explicit = result.explicit
+    if origins["train.generate_prompt"] != origins["data.quickstart"]:
+        explicit |= {"train.generate_prompt"}
+    changes = without_quickstart(result.config, explicit=explicit)
+    result.config = with_values(result.config, {key: value for key, (value, _) in changes.items()})
+    result.origins.update({key: why for key, (_, why) in changes.items()})
+
+
 def without_quickstart(config: Config, *, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
     """Values that a quick-start recipe changes on other data, by key, each with its reason.
 
@@ -258,29 +304,34 @@ def without_quickstart(config: Config, *, explicit: Collection[str]) -> dict[str
         config: configuration of a command line.
         explicit: keys that the command line sets; they stay.
     """
-    data, values = config.data, dict[str, tuple[Any, str]]()
+    data = config.data
     if not data.quickstart:
         return {}
+    changes: dict[str, tuple[Any, str]] = {}
     if data.mock_data:
         has_tokenizer = data.tokenizer_model is not None or data.vocab_file is not None
         if config.model.vocab_size is None and not has_tokenizer:
-            values["model.vocab_size"] = (
-                data.quickstart_vocab_size,
-                "--mock-data: data.quickstart_vocab_size",
-            )
+            why = "--mock-data: data.quickstart_vocab_size"
+            changes["model.vocab_size"] = (data.quickstart_vocab_size, why)
     elif data.data_path or data.train_data_path or data.stages:
         why = "the corpus is not that of the quick start"
-        values = {"data.quickstart": (False, why), "train.generate_prompt": ("", why)}
-    return {key: value for key, value in values.items() if key not in explicit}
+        changes["data.quickstart"] = (False, why)
+        changes["train.generate_prompt"] = ("", why)
+    return {key: change for key, change in changes.items() if key not in explicit}
 
 
 def fields_in_cures(errors: ErrorCollector) -> frozenset[str]:
-    """Unique names of the fields that the cures of argument mistakes name; their values are not the
-    intended ones.
+    """Unique names of the fields that the cures of argument mistakes name.
+
+    Their values are not the intended ones.
     """
-    words = [word for error in errors.errors for word in re.findall(r"[\w.-]+", error.fix)]
-    entries = [entry for word in words if (entry := FLAGS.get(word) or KEYS.get(word))]
-    return frozenset(entry.name for entry in entries)
+    names = set[str]()
+    for error in errors.errors:
+        for word in re.findall(r"[\w.-]+", error.fix):
+            entry = FLAGS.get(word) or KEYS.get(word)
+            if entry is not None:
+                names.add(entry.name)
+    return frozenset(names)
 
 
 def reply(line: CommandLine, *, usage: str = USAGE) -> str | None:
@@ -301,13 +352,14 @@ def explain(loaded: Loaded, line: CommandLine) -> str:
     """The configuration with the origin of every value, defaults last; then what Megatron-LM's
     flags became.
     """
+    values = {key: yaml_value(value) for key, value in flat_values(loaded.config).items()}
     keys = sorted(KEYS, key=lambda key: loaded.origins[key] == "default")
-    rows = [
-        (key, yaml_value(value_of(loaded.config, key)), loaded.origins[key].replace("\n", "\\n"))
-        for key in keys
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    lines = [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for key, value, origin in rows]
+    key_width = max(map(len, keys))
+    value_width = max(map(len, values.values()))
+    lines = []
+    for key in keys:
+        origin = loaded.origins[key].replace("\n", "\\n")
+        lines.append(f"{key:<{key_width}}  {values[key]:<{value_width}}  {origin}")
     if line.megatron:
         lines += ["", "flags of Megatron-LM that are no field:", *flag_lines(line)]
     return "\n".join(lines)
@@ -319,7 +371,10 @@ def flag_lines(line: CommandLine) -> list[str]:
     """
     arguments = dict.fromkeys(line.megatron)
     width = max((len(argument.text) for argument in arguments), default=0)
-    return [f"{each.text:<{width}}  {each.row.kind:<9}  {each.row.meaning}" for each in arguments]
+    return [
+        f"{argument.text:<{width}}  {argument.row.kind:<9}  {argument.row.meaning}"
+        for argument in arguments
+    ]
 
 
 def yaml_value(value: object) -> str:

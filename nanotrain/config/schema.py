@@ -63,7 +63,7 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
     0.0002
     """
     errors = ErrorCollector()
-    config, _ = read_config(values, errors=errors)
+    config, _ = read_config(dict(flatten(values, errors=errors)), errors=errors)
     errors.raise_errors()
     return config
 
@@ -71,24 +71,27 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
 def read_config(
     values: Mapping[str, Any], *, errors: ErrorCollector, files: Mapping[str, str] | None = None
 ) -> tuple[Config, frozenset[str]]:
-    """As `config_from_dict` with collected errors, and the keys of fields that cannot be read; they
-    keep defaults.
+    """Convert values by key into a `Config`; mistakes are collected in `errors`.
 
-    Errors name the file of a key in `files`.
+    Args:
+        values: plain values by key.
+        errors: collects values that cannot be converted.
+        files: the file of a key, which its error names.
+
+    Returns:
+        The configuration, and the keys whose value cannot be read; they keep their defaults.
     """
-    converted, unreadable = {}, set[str]()
-    for key, value in flatten(values, errors=errors):
-        unreadable.add(key)
+    files = files or {}
+    converted: dict[str, Any] = {}
+    for key, value in values.items():
         with errors:
             try:
                 converted[key] = convert(KEYS[key], value)
             except ConfigError as error:
-                raise error.with_note(
-                    f" in {files[key]}" if files and key in files else ""
-                ) from None
-            unreadable.remove(key)
+                where = f" in {files[key]}" if key in files else ""
+                raise error.with_note(where) from None
     config: Config = build_section(Config, converted)
-    return config, frozenset(unreadable)
+    return config, frozenset(values.keys() - converted.keys())
 
 
 def build_section(kind: Any, converted: Mapping[str, Any], *, path: str = "") -> Any:

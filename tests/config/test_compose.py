@@ -8,9 +8,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from nanotrain.config.compose import compose_files, config_dir, merge_settings, read_yaml
+from nanotrain.config.compose import compose_files, config_dir
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_config
+from nanotrain.config.merge import merge_settings
+from nanotrain.config.recipe_files import read_yaml
 from nanotrain.config.schema import nest
 from nanotrain.errors import ConfigError
 
@@ -32,8 +34,8 @@ def test_nested_sections_are_composed_with_their_file():
 def test_settings_are_merged_over_the_files_in_order():
     line = parse(["--lr", "1", "optim.lr=2", "model.moe.num_experts=4"])
     values = merge_settings({"optim.clip_grad": 3.0}, line.settings)
-    assert values["optim"]["lr"] == "2" and values["optim"]["clip_grad"] == 3.0
-    assert values["model"]["moe"]["num_experts"] == "4"
+    assert values["optim.lr"] == "2" and values["optim.clip_grad"] == 3.0
+    assert values["model.moe.num_experts"] == "4"
 
 
 def test_the_sections_of_an_old_run_are_read_and_a_flag_overrides_them(tmp_path):

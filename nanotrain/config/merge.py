@@ -1,0 +1,153 @@
+"""Merge the settings of a command line into the values of the files, and replace `${...}`."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nanotrain.config.config import Config
+from nanotrain.config.flags import Setting
+from nanotrain.config.references import mark_references
+from nanotrain.config.schema import KEYS, convert, flat_values, nest, typed
+from nanotrain.errors import ConfigError
+
+
+def merge_settings(
+    values: Mapping[str, Any],
+    settings: Sequence[Setting],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Merge settings of the command line into the values of the files, in order.
+
+    Args:
+        values: values of the files, by key.
+        settings: settings of the command line.
+        defaults: values in place of the fields' own defaults, by key.
+
+    Returns:
+        Values by key, without interpolations; fields that are left out have their defaults.
+    """
+    defaults = defaults or {}
+    merged = {**defaults, **values}
+    for setting in settings:
+        if not setting.is_deletion:
+            merged[setting.key] = parse_value(setting)
+            continue
+        require_value(setting, merged)
+        merged.pop(setting.key, None)
+        if setting.key in defaults:
+            merged[setting.key] = defaults[setting.key]
+    merged = {key: merged[key] for key in KEYS if key in merged}  # mistakes are in this order
+    if "${" not in str(merged):
+        return merged  # OmegaConf takes 15 ms
+    return resolve(merged, settings=settings)
+
+
+def require_value(setting: Setting, merged: Mapping[str, Any]) -> None:
+    """Check that a field has the value that `~key=value` names, as Hydra does.
+
+    Raises:
+        ConfigError: it has another one.
+    """
+    if not setting.value:
+        return
+    entry = KEYS[setting.key]
+    current = convert(entry, merged.get(setting.key, entry.default))
+    if convert(entry, setting.value) != current:
+        raise ConfigError(
+            f"{setting.text} deletes nothing",
+            why=f"{setting.key} is {typed(current)}",
+            fix=f"write ~{setting.key} for any value",
+        )
+
+
+def resolve(merged: Mapping[str, Any], *, settings: Sequence[Setting]) -> dict[str, Any]:
+    """Values by key with their `${...}` replaced.
+
+    Raises:
+        ConfigError: a reference that leads nowhere, or back to itself.
+    """
+    written = nest({**flat_values(Config()), **merged})
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(written), resolve=True)
+    except OmegaConfBaseException as error:
+        raise interpolation_error(error, settings) from None
+    marked = mark_references(resolved, written)
+    return {key: nested_value(marked, key) for key in merged}
+
+
+def nested_value(values: Any, key: str) -> Any:
+    """The value of a dotted key in nested mappings."""
+    for name in key.split("."):
+        values = values[name]
+    return values
+
+
+def interpolation_error(error: OmegaConfBaseException, settings: Sequence[Setting]) -> ConfigError:
+    """The error of a `${...}` that cannot be replaced by a value."""
+    reason = str(error).splitlines()[0]
+    if "Recursive" in reason:
+        return ConfigError(
+            f"the value of {error.full_key or 'a field'} refers to itself",
+            why="${...} of several fields lead back to it",
+            fix="give one of them a value",
+        )
+    missing = re.findall("'([^']+)'", reason)
+    endings = [f"{name}}}" for name in missing]
+    texts = [
+        setting.text for setting in settings if any(ending in setting.text for ending in endings)
+    ]
+    subject = ", ".join(texts) or error.full_key or "a value"
+    what = f"{subject} refers to a value that cannot be found"
+    if "Environment variable" in reason:
+        return ConfigError(
+            what,
+            why=f"{missing[0]} is not in the environment",
+            fix=f"export it, or write ${{oc.env:{missing[0]},DEFAULT}}",
+        )
+    return ConfigError(
+        what,
+        why=reason,
+        fix="replace the variable before the program starts, or write ${oc.env:NAME} for one of "
+        "the environment",
+    )
+
+
+def parse_value(setting: Setting) -> Any:
+    """The value of a setting.
+
+    The text of a flag is the value. An override has lists and quotes by Hydra's grammar.
+    """
+    if KEYS[setting.key].is_path:
+        setting = with_shell_variables(setting)
+    if not setting.is_hydra or not isinstance(setting.value, str):
+        return setting.value
+    if not setting.value:
+        raise ConfigError(
+            f"{setting.text} has no value", why="it takes one", fix=f"write {setting.key}=VALUE"
+        )
+    if setting.value[0] not in "['\"":
+        return setting.value
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(setting.text).value()
+    except HydraException as error:
+        raise ConfigError(
+            f"{setting.text} cannot be read",
+            why=str(error).splitlines()[0],
+            fix=f"close quotes and brackets, or write {KEYS[setting.key].flag} VALUE",
+        ) from None
+
+
+def with_shell_variables(setting: Setting) -> Setting:
+    """The setting of a path with `${NAME}` written as `$NAME`: there it is a shell's variable."""
+    if isinstance(setting.value, list):
+        texts = [re.sub(r"\$\{(\w+)\}", r"$\1", text) for text in setting.value]
+        return replace(setting, value=texts)
+    return replace(setting, value=re.sub(r"\$\{(\w+)\}", r"$\1", setting.value))
