@@ -28,8 +28,8 @@ from throughput import Contender, Figure, Job, Outcome, nanotrain_command, run, 
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.plan.traffic import COUNT_BYTES, EXPERT_BYTES, TOKEN_TRIPS
-from nanotrain.spec.declaration import ContextRank
-from nanotrain.spec.kinds.attention import cp_bytes
+from nanotrain.spec.kinds.attention import key_values_over_cp
+from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.shape import ModelShape
 
 NUM_EXPERTS, TOPK, EXPERT_WIDTH = 8, 2, 256
@@ -111,15 +111,23 @@ def pp_sent(step: Step, *, num_stages: int) -> float:
 
 def cp_sent(step: Step, *, comm_type: str) -> float:
     """docs/parallel/cp.md on 2 ranks."""
-    shape, num_positions = step.shape, step.micro_batch * step.shape.seq // 2
+    shape = step.shape
     sizes = {
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.heads,
         "num_query_groups": shape.kv_heads,
     }
-    rank = ContextRank(0, 2, 1, step.micro_batch, BYTES, num_positions, comm_type)
-    sent = cp_bytes(ModelShape.of(ModelConfig(**sizes)), rank)
-    return step.num_microbatches * shape.layers * sum(map(sum, sent.values()))
+    rank = LayerSizes(
+        ModelShape.of(ModelConfig(**sizes)),
+        batch_size=step.micro_batch,
+        seq_length=shape.seq // 2,
+        itemsize=BYTES,
+        cp=2,
+        cp_comm_type=comm_type,
+    )
+    operations = key_values_over_cp(rank, heads=shape.heads, groups=shape.kv_heads)
+    num_bytes = sum(sent.forward + sent.backward for sent in operations)
+    return step.num_microbatches * shape.layers * num_bytes
 
 
 def ep_sent(step: Step) -> float:

@@ -24,11 +24,12 @@ from nanotrain.parallel.dp.units import traced_units
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import MAX_SENDS
 from nanotrain.parallel.pp.schedules import build_schedule
-from nanotrain.plan.activations import INT64, Activations, StageBytes
 from nanotrain.plan.compile import with_compile
 from nanotrain.plan.plan import Plan, plan_run, with_fp8_products
+from nanotrain.plan.saved_bytes import SavedBytes, StageBytes
 from nanotrain.precision.dtypes import Precision
 from nanotrain.quantities import describe_bytes
+from nanotrain.spec.layer_sizes import INT64
 from nanotrain.topology.groups import UNCONNECTED
 from nanotrain.topology.topology import Topology
 
@@ -135,7 +136,7 @@ def plan_memory(
     topology = Topology.of(parallel, world_size, has_experts=config.model.moe is not None)
     rank = topology.group_specs(0)["pp"].ranks[pp_rank]
     plan = plan_run(few, world_size, rank=rank)
-    kept, resident = Activations(plan, device), plan.resident_bytes
+    kept, resident = SavedBytes(plan, device), plan.resident_bytes
     peak = peak_of(plan, kept, schedule=schedule or train_schedule(config, world_size))
     # the largest copy of an asynchronous save: main params and optimizer state, in host memory
     staged = (
@@ -144,7 +145,7 @@ def plan_memory(
         else 0
     )
     granularity = config.memory.recompute_granularity
-    messages = 2 * MAX_SENDS * kept.outside * kept.width if pp_size > 1 else 0
+    messages = 2 * MAX_SENDS * kept.sizes.outside * kept.sizes.width if pp_size > 1 else 0
     in_fp8 = 0  # weights as they are and transposed
     if device == "cuda" and plan.keeps_fp8_weights(count):
         in_fp8 = 2 * sum(
@@ -158,7 +159,10 @@ def plan_memory(
         activations=peak.activations,
         in_flight=peak.in_flight,
         recompute=" ".join([granularity, *config.memory.recomputed_modules]) if granularity else "",
-        working=PROCESS_BYTES[device] + staged + peak.working + 3 * INT64 * kept.tokens * count,
+        working=PROCESS_BYTES[device]
+        + staged
+        + peak.working
+        + 3 * INT64 * kept.sizes.tokens * count,
         communication=messages
         + resident.grad_buckets
         + resident.units
@@ -266,7 +270,7 @@ class Peak(NamedTuple):
         return self.activations + self.working
 
 
-def peak_of(plan: Plan, kept: Activations, *, schedule: Schedule) -> Peak:
+def peak_of(plan: Plan, kept: SavedBytes, *, schedule: Schedule) -> Peak:
     """The peak of a training step, or of a validation."""
     stages = {stage.spec.index: kept.stage(stage.spec) for stage in plan.stages}
     evaluates = plan.config.evaluates and any(stage.spec.has_head for stage in plan.stages)

@@ -28,10 +28,10 @@ from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.parallel.pp.transfers import TransferBatch
 from nanotrain.plan.plan import BufferPlan, Plan, StagePlan
+from nanotrain.plan.saved_bytes import layer_sizes
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
-from nanotrain.spec.declaration import ContextRank
-from nanotrain.spec.kinds import MIXERS
+from nanotrain.spec.kinds.block import block_operators
 from nanotrain.topology.groups import GroupName
 
 Key = tuple[str, str]  # group, operation
@@ -130,35 +130,27 @@ def pipeline(plan: Plan) -> Iterator[tuple[Key, int]]:
 
 
 def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
-    """Every attention layer of this rank, or what is in its place, forward and backward."""
-    config, group, shape = plan.config, plan.groups["cp"], plan.shape
-    size, tp, itemsize = (
-        group.size,
-        plan.groups["tp"].size,
-        Precision.of(config.precision).params.itemsize,
-    )
-    if size == 1:
+    """Every attention layer of this rank, or other token mixer, forward and backward."""
+    sizes = layer_sizes(plan, "cpu")
+    if sizes.cp == 1:
         return
-    comm_type, num_sequences = config.parallel.cp_comm_type, config.train.micro_batch_size
-    positions = num_sequences * config.data.seq_length // size
-    rank = ContextRank(group.index, size, tp, num_sequences, itemsize, positions, comm_type)
-    is_full, unsent = config.memory.recompute_granularity == "full", 0
-    if comm_type == "a2a" and not is_full:
+    is_full = plan.config.memory.recompute_granularity == "full"
+    unsent = 0
+    if sizes.cp_comm_type == "a2a" and not is_full:
         # a core attention that runs again alone, not in a layer, ends at its last saved tensor: the
         # output is not sent
-        unsent = reduced_bytes(
-            positions * shape.num_heads // tp * shape.value_head_dim * itemsize, size
-        )
-    again = Counter(recomputed_layers(plan, "core_attn"))
+        heads = plan.shape.num_heads // sizes.tp
+        output = sizes.tokens * heads * plan.shape.value_head_dim * sizes.itemsize
+        unsent = reduced_bytes(output, sizes.cp)
+    num_again = Counter(recomputed_layers(plan, "core_attn"))
     for layer in _layers(plan):
-        own, mixers = shape.of_layer(layer), [mixer for mixer, _ in shape.blocks(layer) if mixer]
-        for kind in (MIXERS[part] for mixer in mixers for part in MIXERS[mixer].parts or (mixer,)):
-            num_again = again[layer] if kind.has_keys or is_full else 0
-            for operation, (forward, backward) in (
-                kind.cp_bytes(own, rank) if kind.cp_bytes else {}
-            ).items():
-                num_bytes = forward + backward + num_again * max(0, forward - unsent)
-                yield ("cp", operation), plan.num_microbatches * num_bytes
+        for operator in block_operators(sizes, layer):
+            is_again = is_full or operator.module == "core_attn"
+            for sent in operator.over_cp:
+                num_bytes = sent.forward + sent.backward
+                if is_again:
+                    num_bytes += num_again[layer] * max(0, sent.forward - unsent)
+                yield ("cp", sent.operation), plan.num_microbatches * num_bytes
 
 
 def experts(plan: Plan) -> Iterator[tuple[Key, int]]:

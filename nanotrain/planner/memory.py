@@ -1,7 +1,7 @@
 """Peak memory of the heaviest rank, by kind.
 
 Engine nanotrain: the numbers that a run plans before it starts (plan/). Other engines: their
-parameters, gradients and optimizer state, and the operators of `layer_bytes.py` over the pipeline
+parameters, gradients and optimizer state, and the operators of `program_bytes.py` over the pipeline
 schedule.
 """
 
@@ -11,7 +11,6 @@ from typing import get_args
 
 from nanotrain.config.parallel import ShardingStrategy
 from nanotrain.parallel.pp.actions import Schedule
-from nanotrain.plan.activations import StageBytes
 from nanotrain.plan.memory_plan import (
     MemoryPlan,
     built_schedule,
@@ -19,10 +18,12 @@ from nanotrain.plan.memory_plan import (
     plan_memory,
     runtime_bytes,
 )
-from nanotrain.planner.layer_bytes import FP32, INT64, LayerBytes
+from nanotrain.plan.saved_bytes import StageBytes
+from nanotrain.planner.program_bytes import ProgramBytes
 from nanotrain.planner.scenario import Scenario
 from nanotrain.planner.stage_time import Numel, Stages
 from nanotrain.precision.dtypes import Precision
+from nanotrain.spec.layer_sizes import FP32, INT64
 
 MIB = 2**20
 
@@ -94,19 +95,20 @@ def _gathered(scenario: Scenario, elements: int) -> int:
 
 def _estimated(scenario: Scenario, pp_rank: int) -> MemoryPlan:
     """The memory of another program."""
-    stages, layers = scenario.stages[pp_rank], LayerBytes(scenario)
+    stages, layers = scenario.stages[pp_rank], ProgramBytes(scenario)
     numel = Stages(scenario).numel(stages)
     peaks = {stage.index: layers.stage(stage) for stage in stages}
     weights = frozenset(weight for peak in peaks.values() for weight in peak.weights)
     # Transformer Engine returns a tensor of a weight's shape where the product has added its
     # gradient to the buffer
-    unused = sum(map(prod, weights)) * layers.itemsize if layers.fuses_wgrads else 0
+    unused = sum(map(prod, weights)) * layers.sizes.itemsize if layers.fuses_wgrads else 0
     bytes_of = {
-        index: StageBytes(peak.kept, 0, peak.kept, working=peak.beside)
+        index: StageBytes(peak.kept, 0, peak.kept, working=peak.further)
         for index, peak in peaks.items()
     }
     most = peak_of_step(_in_flight_schedule(scenario).freeing_first(pp_rank), bytes_of)
-    tokens = layers.tokens * 5 * INT64
+    sizes = layers.sizes
+    tokens = sizes.tokens * 5 * INT64
     if scenario.sizes["pp"] > 1:  # hidden states and gradients on their way
         tokens += 3 * layers.hidden
     if "attention mask" in scenario.features:
@@ -116,8 +118,8 @@ def _estimated(scenario: Scenario, pp_rank: int) -> MemoryPlan:
             // scenario.sizes["cp"]
         )
     if "deferred wgrad of the head" in scenario.features and stages[-1].has_head:
-        tokens += 2 * (layers.columns * layers.itemsize * layers.tokens + layers.inside)
-        tokens += layers.columns * layers.width  # measured: a further tensor of the weight's shape
+        tokens += 2 * (sizes.columns * sizes.itemsize * sizes.tokens + layers.inside)
+        tokens += sizes.columns * sizes.width  # measured: a further tensor of the weight's shape
     params, grads, optimizer = _state(scenario, numel)
     return MemoryPlan(
         pp_rank=pp_rank,

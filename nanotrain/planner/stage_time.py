@@ -14,11 +14,18 @@ from typing import NamedTuple
 
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.pp.actions import ActionKind
-from nanotrain.planner.operators import GRAPH_LAUNCHES, Layers
+from nanotrain.planner.dispatch_time import GRAPH_LAUNCHES
+from nanotrain.planner.operator_time import OperatorTimes
 from nanotrain.planner.parts import Part, Parts, Streams
 from nanotrain.planner.scenario import Scenario
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.declaration import Declaration
+from nanotrain.spec.kinds.block import (
+    block_operators,
+    embedding_operators,
+    head_operators,
+    mtp_operators,
+)
 from nanotrain.spec.parameters import declare_stage, layer
 from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.stages import StageSpec
@@ -89,7 +96,8 @@ class Stages:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.config = scenario.config
-        self.layers = Layers(scenario)
+        self.times = OperatorTimes(scenario)
+        self.sizes = self.times.sizes
         self.precision = Precision.of(self.config.precision)
         self.strategy = self.config.parallel.data_parallel_sharding_strategy
         self.units = cache(self._build_units)
@@ -152,7 +160,7 @@ class Stages:
         modules: list[str | int] = ["embedding"] if spec.has_embedding else []
         modules += spec.layers
         if spec.has_head:
-            modules += ["head", *self.layers.shape.mtp_layers]
+            modules += ["head", *self.sizes.shape.mtp_layers]
         return modules
 
     def _build_units(self, spec: StageSpec) -> tuple[Unit, ...]:
@@ -173,29 +181,32 @@ class Stages:
         groups = recomputed_groups(self.config, len(spec.layers))
         recomputed = {spec.layers[index] for group in groups for index in group}
         if groups:
-            recomputed.update(self.layers.shape.mtp_layers)
+            recomputed.update(self.sizes.shape.mtp_layers)
         return recomputed
 
     def _layer_like(self, index: int) -> int:
         """The first layer of the same kind."""
-        shape = self.layers.shape
+        shape = self.sizes.shape
         kind = (shape.kinds(index), shape.has_window(index), index >= shape.num_layers)
         return self._first_of_kind.setdefault(kind, index)
 
     def _build_unit(self, name: str | int, *, is_recomputed: bool, has_embedding: bool) -> Unit:
         """A module; a tied head has no parameters if the stage has the embedding."""
-        num_layers = self.layers.shape.num_layers
+        num_layers = self.sizes.shape.num_layers
         if name == "embedding":
-            return Unit(self.layers.embedding(), self._end_numel({"embedding"}, is_first=True))
+            parts = self.times.parts(embedding_operators(self.sizes))
+            return Unit(parts, self._end_numel({"embedding"}, is_first=True))
         if name == "head":
             names = {"final_norm", "head"} if has_embedding else {"final_norm", "head", "embedding"}
-            return Unit(self.layers.head(), self._end_numel(names))
+            parts = self.times.parts(head_operators(self.sizes))
+            return Unit(parts, self._end_numel(names))
         index = int(name)
         if index < num_layers:
-            numel = self._count(layer(self._declaration, index))
-            return Unit(self.layers.block(index), numel, is_recomputed)
+            parts = self.times.parts(block_operators(self.sizes, index))
+            return Unit(parts, self._count(layer(self._declaration, index)), is_recomputed)
         numel = self._end_numel({f"mtp.{index - num_layers}"})
-        return Unit(self.layers.multi_token(index), numel, is_recomputed)
+        parts = self.times.parts(mtp_operators(self.sizes, index))
+        return Unit(parts, numel, is_recomputed)
 
     def _end_numel(self, units: set[str], *, is_first: bool = False) -> Numel:
         """Parameters of some units of the first or the last stage, without layers."""
@@ -206,9 +217,9 @@ class Stages:
     @cached_property
     def _declaration(self) -> Declaration:
         return Declaration(
-            self.layers.shape,
-            self.layers.dtype,
-            self.layers.tp,
+            self.sizes.shape,
+            self.times.dtype,
+            self.sizes.tp,
             self.config.parallel.sequence_parallel,
         )
 
@@ -333,17 +344,17 @@ class Stages:
         seconds = 0.0
         if numel.dense:
             dense_bytes = numel.dense * itemsize
-            seconds += self.layers.collective(f"dp_{level}", operation, num_bytes=dense_bytes)
+            seconds += self.times.collective(f"dp_{level}", operation, num_bytes=dense_bytes)
         if numel.expert:
             expert_bytes = numel.expert * itemsize
             group = f"expert_dp_{level}"
-            seconds += self.layers.collective(group, operation, num_bytes=expert_bytes)
+            seconds += self.times.collective(group, operation, num_bytes=expert_bytes)
         return seconds
 
     def _offload(self, streams: Streams, units: Sequence[Unit]) -> None:
         """Copies of activations to the host and back during the computation."""
         num_offloaded = min(self.config.memory.cpu_offloading_num_layers, len(units))
-        hidden_bytes = self.layers.tokens * self.layers.width
+        hidden_bytes = self.sizes.tokens * self.sizes.width
         num_bytes = num_offloaded * hidden_bytes * LAYER_BYTES / 2
-        seconds = num_bytes / self.layers.tp / self.scenario.gpu.host_bandwidth
+        seconds = num_bytes / self.sizes.tp / self.scenario.gpu.host_bandwidth
         streams.wait("host", seconds, beside=streams.compute)

@@ -284,7 +284,7 @@ class StepClock:
             has_many_nodes = num_nodes >= slow.min_nodes
             if has_many_nodes or self.memory_share >= slow.min_memory_share:
                 return slow.seconds
-        num_bytes = self.stages.layers.outside * self.stages.layers.width
+        num_bytes = self.stages.sizes.outside * self.stages.sizes.width
         ranks = self.scenario.ranks("pp")[:2]
         return collective_s(self.gpu, "p2p", num_bytes=num_bytes, ranks=ranks)
 

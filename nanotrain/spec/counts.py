@@ -6,12 +6,18 @@ Counts come from the declared parameters, without the padding of the vocabulary.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 from nanotrain.config.tables import read_table
-from nanotrain.spec.declaration import Declaration
-from nanotrain.spec.kinds import MIXERS
-from nanotrain.spec.parameters import declare_model, layer
+from nanotrain.spec.kinds.block import (
+    block_operators,
+    head_operators,
+    model_operators,
+)
+from nanotrain.spec.layer_sizes import LayerSizes
+from nanotrain.spec.operators import Operator
+from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.shape import ModelShape
 
@@ -53,20 +59,15 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> int:
     >>> flops_per_token(ModelShape.of(llama7b), 4096)
     42863689728
     """
-    # each of them uses the head again
-    weights = shape.num_mtp_layers * shape.vocab_size * shape.hidden_size
-    weights += sum(_active(spec, shape) for spec in _unpadded(shape) if _is_multiplied(spec, shape))
-    layers = range(shape.num_layers + shape.num_mtp_layers)
-    mixers = (
-        (layer, MIXERS[mixer])
-        for layer in layers
-        for mixer, _ in shape.blocks(layer)
-        if mixer is not None
+    sizes = LayerSizes.of_model(
+        replace(shape, padded_vocab_size=shape.vocab_size), seq_length=seq_length
     )
-    of_sequence = sum(
-        kind.sequence_flops(shape, layer, seq_length=seq_length) for layer, kind in mixers
-    )
-    return 6 * weights + of_sequence // max(1, seq_length)
+    weights = 0
+    sequence_flops = 0
+    for operator in model_operators(sizes):
+        weights += operator.active_weights
+        sequence_flops += operator.sequence_flops
+    return 6 * weights + 3 * sequence_flops // max(1, seq_length)
 
 
 def layer_weights(shape: ModelShape) -> tuple[int, ...]:
@@ -77,19 +78,18 @@ def layer_weights(shape: ModelShape) -> tuple[int, ...]:
     >>> layer_weights(ModelShape.of(ModelConfig(hidden_size=8, num_layers=2, vocab_size=10)))
     (1792, 1872)
     """
-    layers = range(shape.num_layers + shape.num_mtp_layers)
-    of_kinds = {
-        shape.kinds(index): sum(
-            _active(spec, shape)
-            for spec in layer(Declaration(shape, "fp32"), index)
-            if _is_multiplied(spec, shape)
-        )
-        for index in {shape.kinds(index): index for index in layers}.values()
-    }
-    weights = [of_kinds[shape.kinds(index)] for index in layers]
-    # every prediction uses the head
-    further = (1 + shape.num_mtp_layers) * shape.vocab_size * shape.hidden_size
-    return (*weights[: shape.num_layers - 1], sum(weights[shape.num_layers - 1 :]) + further)
+    sizes = LayerSizes.of_model(replace(shape, padded_vocab_size=shape.vocab_size), seq_length=1)
+    weights = [_active_weights(block_operators(sizes, layer)) for layer in range(shape.num_layers)]
+    head = _active_weights(head_operators(sizes))
+    weights[-1] += head
+    for layer in shape.mtp_layers:  # every prediction uses the head
+        weights[-1] += _active_weights(block_operators(sizes, layer)) + head
+    return tuple(weights)
+
+
+def _active_weights(operators: Iterable[Operator]) -> int:
+    """Weights that operators multiply a token with, on average."""
+    return sum(operator.active_weights for operator in operators)
 
 
 def _unpadded(shape: ModelShape) -> tuple[ParamSpec, ...]:
@@ -100,15 +100,6 @@ def _active(spec: ParamSpec, shape: ModelShape) -> int:
     if not spec.is_expert or shape.moe is None:
         return spec.numel
     return spec.numel * shape.moe.router_topk // shape.moe.num_choices
-
-
-def _is_multiplied(spec: ParamSpec, shape: ModelShape) -> bool:
-    """Whether a parameter is the weight of a counted matrix product; a tied word embedding is the
-    head's.
-    """
-    is_lookup = spec.unit == "embedding" and not (shape.is_tied and spec.is_embedding_or_output)
-    is_bias = spec.name.endswith(".bias")
-    return len(spec.shape) >= 2 and not is_lookup and not is_bias and ".router." not in spec.name
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

@@ -1,9 +1,8 @@
-"""What a kind of layer declares: its parameters, FLOPs and saved bytes; pure, without torch.
+"""What a kind of layer declares: its parameters and its operators; pure, without torch.
 
     Declaration             sizes, dtype and parallelism; declares the kinds of linear layers
     norm                    the parameters of a norm
     LayerKind               one row of the tables in spec/kinds
-    RankSizes, ContextRank  sizes of a rank, for saved bytes and for bytes sent over cp
     nest, grouped, summed   names, groups and gradient axes of parameters
 
 Weights are [outputs, inputs]. Over tp, column-parallel layers are sharded along their outputs and
@@ -17,15 +16,13 @@ heads only.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import lcm
-from typing import Any
 
-from nanotrain.config.config import Config
+from nanotrain.spec.layer_sizes import LayerSizes
+from nanotrain.spec.operators import Operators
 from nanotrain.spec.params import Constant, Normal, ParamSpec, Shard, Uniform
 from nanotrain.spec.shape import ModelShape
 
 Specs = tuple[ParamSpec, ...]
-FP32 = 4  # bytes of states and decays
 
 
 @dataclass(frozen=True)
@@ -138,115 +135,14 @@ def summed(specs: Iterable[ParamSpec], axes: tuple[str, ...]) -> Specs:
     return tuple(replace(spec, grad_sum_axes=axes) for spec in specs)
 
 
-class RankSizes:
-    """What one rank computes of a microbatch.
-
-    Args:
-        config: a validated configuration.
-        shape: shape of its model.
-        sizes: ranks of tp, cp, ep and etp.
-    """
-
-    # bytes that softmax attention keeps (layer, heads, *, modules), an MLP and a mixture of experts
-    # (modules), the inputs of both included; in the planner also other things about them
-    core_attention: Callable[..., Any]
-    dense: Callable[..., Any]
-    experts: Callable[..., Any]
-
-    def __init__(self, config: Config, shape: ModelShape, *, sizes: Mapping[str, int]) -> None:
-        self.config, self.shape = config, shape
-        self.tp, self.cp, self.ep, self.etp = (sizes[axis] for axis in ("tp", "cp", "ep", "etp"))
-        self.modules = frozenset(config.memory.recomputed_modules)
-        self.cp_comm_type = config.parallel.cp_comm_type if self.cp > 1 else None
-        self.batch_size, self.seq_length = (
-            config.train.micro_batch_size,
-            config.data.seq_length // self.cp,
-        )
-        self.tokens = self.batch_size * self.seq_length  # of the rank
-        self.sequence_parallel = config.parallel.sequence_parallel and self.tp > 1
-        # outside of tensor-parallel layers
-        self.outside = self.tokens // (self.tp if self.sequence_parallel else 1)
-        self.itemsize = 4 if config.precision.params_dtype == "fp32" else 2  # of activations
-        self.width = shape.hidden_size * self.itemsize  # bytes of a token's hidden state
-        self.columns = shape.padded_vocab_size // self.tp  # of the vocabulary
-
-
-@dataclass(frozen=True)
-class ContextRank:
-    """A rank of a context-parallel group, with two chunks of every sequence
-    (parallel/cp/chunks.py).
-    """
-
-    index: int  # in the group
-    size: int  # ranks of the group
-    tp: int  # ranks of tp, which shard heads and channels
-    num_sequences: int  # of a microbatch
-    itemsize: int  # bytes per element of activations
-    num_positions: int = 0  # tokens of the rank
-    comm_type: str = "p2p"  # `--cp-comm-type`
-
-    def scan_bytes(
-        self,
-        keys: tuple[int, int],
-        values: tuple[int, int],
-        *,
-        transition: int,
-        num_decays: int = 1,
-        output_itemsize: int | None = None,
-    ) -> dict[str, tuple[int, int]]:
-        """Bytes sent for a scan, forward and backward, by operation
-        (parallel/cp/linear_attention.py).
-
-        Args:
-            keys: heads over tp, and channels, of queries and keys.
-            values: the same of values.
-            transition: elements of the map of a state per head: 1, or the squared channels of a
-                key.
-            num_decays: decays of a token per head.
-            output_itemsize: bytes per element of the output; None for those of the inputs.
-        """
-        key_heads, value_heads = keys[0] // self.tp, values[0] // self.tp
-        if self.comm_type == "a2a":
-            of_keys, of_values = 2 * lcm(key_heads, self.size) * keys[1], value_heads * values[1]
-            of_token = (of_keys + of_values) * self.itemsize + (num_decays + 1) * value_heads * FP32
-            of_token += of_values * (output_itemsize or self.itemsize)
-            return {
-                "all_to_all": (self.num_positions * of_token * (self.size - 1) // self.size,) * 2
-            }
-        elements = 2 * self.num_sequences * value_heads * (transition + keys[1] * values[1])
-        num_bytes = (self.size - 1) * elements * FP32
-        return {"all_gather": (num_bytes, 0), "reduce_scatter": (0, num_bytes)}
-
-    def halo_bytes(self, elements: int) -> int:
-        """Bytes sent for a halo of so many elements over tp before each chunk, in one direction.
-
-        >>> [ContextRank(index, 4, tp=2, num_sequences=1, itemsize=4).halo_bytes(6) for index in range(4)]
-        [12, 24, 24, 12]
-        """
-        num_neighbours = (self.index > 0) + (self.index < self.size - 1)
-        return num_neighbours * self.num_sequences * elements // self.tp * self.itemsize
-
-
 @dataclass(frozen=True)
 class LayerKind:
-    """A kind of attention, of what is in its place, or of MLP."""
+    """A kind of attention, of another token mixer, or of MLP."""
 
     declare: Callable[[Declaration], Specs]  # parameters, named relative to the module
-    # (RankSizes, layer, *, modules): bytes that autograd keeps of a microbatch with these modules
-    # recomputed; of attention without the normalized input, which the block counts
-    saved_bytes: Callable[..., int]
-    # (ModelShape, layer, *, seq_length): forward and backward FLOPs of a sequence that are no
-    # product with a weight
-    sequence_flops: Callable[..., int] = lambda *_, **__: 0
-    # (RankSizes): bytes of the temporaries of its backward, where they may be more than those of an
-    # MLP
-    working_bytes: Callable[[RankSizes], int] = lambda rank: 0
-    # kinds that a layer has side by side, whose times and sent bytes add up; () for itself
-    parts: tuple[str, ...] = ()
+    operators: Callable[[LayerSizes], Operators]  # in forward order
     # queries attend to keys: the layer has a mask, a window and a cache of keys and values
     has_keys: bool = False
     # of QK-clip: (heads, channels) of the rows of a query or key parameter, head by head, by the
     # parameter's name; heads are those that scale alike: "query", "key", "both" or "none"
     clipped_rows: Callable[[ModelShape], Mapping[str, tuple[tuple[str, int], ...]]] | None = None
-    # bytes that a rank sends over cp for a microbatch, forward and backward, by operation
-    cp_bytes: Callable[[ModelShape, "ContextRank"], Mapping[str, tuple[int, int]]] | None = None

@@ -4,8 +4,10 @@ once.
 Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them derives one again.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from functools import cached_property
+from typing import NamedTuple, Self
 
 from nanotrain.config.layer_kinds import (
     DELTA_RULES,
@@ -16,6 +18,13 @@ from nanotrain.config.layer_kinds import (
 )
 from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig
 from nanotrain.config.model_fields import Normalization
+
+
+class Chunks(NamedTuple):
+    """Equally long chunks of a sequence, within which tokens attend to each other."""
+
+    number: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,12 @@ class ModelShape:
     mlps: tuple[str | None, ...] = ()  # kind of MLP of each layer
     has_output_gate: bool = False  # attention multiplies its output by a sigmoid
     rotary_dim: int = 0  # channels of a head with rotary positions
+    has_rotary: bool = True  # queries and keys have rotary positions, but in `no_rope_layers`
+    embedding_l2_norm: bool = False  # word embeddings are normalized
+    # of gated activations: added to the linear part, and the bound of both parts
+    glu_linear_offset: float = 0.0
+    activation_func_clamp_value: float | None = None
+    has_score_options: bool = False  # scores are capped or dropped, or have a sink
     mla: MLAConfig | None = None  # sizes of multi-head latent attention (DeepSeek-V2)
     dsa: DSAConfig | None = None  # sizes of the indexer of sparse attention
     # sizes of layers with linear_attention_type
@@ -97,6 +112,7 @@ class ModelShape:
             **shared,
             num_positions=model_config.max_position_embeddings if has_learned_positions else None,
             num_heads=model_config.num_attention_heads,
+            has_rotary=model_config.has_rope,
             has_linear_bias=model_config.add_bias_linear,
             has_qkv_bias=model_config.add_bias_linear or model_config.add_qkv_bias,
             has_qk_norm=model_config.qk_layernorm and not model_config.qk_layernorm_across_heads,
@@ -116,15 +132,14 @@ class ModelShape:
         index = self._kind_of(layer)
         return self.mixers[index], self.mlps[index]
 
-    def attention_lengths(self, layer: int, *, seq_length: int) -> tuple[tuple[int, int], ...]:
-        """The sequences within which a layer attends, as numbers and lengths: full chunks, and the
-        last one.
-        """
+    def attention_chunks(self, layer: int, *, seq_length: int) -> tuple[Chunks, ...]:
+        """The chunks of a sequence within which a layer attends: full ones, and the last one."""
         size = self.attention_chunk_size
         if size is None or size >= seq_length or not self.has_window(layer):
-            return ((1, seq_length),)
-        full, rest = divmod(seq_length, size)
-        return ((full, size), (1, rest)) if rest else ((full, size),)
+            return (Chunks(1, seq_length),)
+        num_full, rest = divmod(seq_length, size)
+        full = Chunks(num_full, size)
+        return (full, Chunks(1, rest)) if rest else (full,)
 
     def blocks(self, layer: int) -> tuple[tuple[str | None, str | None], ...]:
         """The kinds of attention and MLP of the blocks of a layer, by its index in the model: two
@@ -167,6 +182,22 @@ class ModelShape:
     def has_rope(self, layer: int) -> bool:
         """Whether a layer, by its index in the model, has the rotary positions of the model."""
         return not self.no_rope_layers[self._kind_of(layer)]
+
+    def first_like(self, layer: int) -> int:
+        """The first layer that has the kinds, the window and the rotary positions of a layer."""
+        return self._first_of_kind[self._structure(layer)]
+
+    @cached_property
+    def _first_of_kind(self) -> dict[Hashable, int]:
+        """The first layer of every structure."""
+        first: dict[Hashable, int] = {}
+        for layer in range(self.num_layers + self.num_mtp_layers):
+            first.setdefault(self._structure(layer), layer)
+        return first
+
+    def _structure(self, layer: int) -> Hashable:
+        """What tells layers apart."""
+        return self.kinds(layer), self.has_window(layer), self.has_rope(layer)
 
     @property
     def has_half_layers(self) -> bool:

@@ -17,6 +17,7 @@ from nanotrain.attention.delta_rule import DeltaInputs, delta_rule, fla_delta_ru
 from nanotrain.config.layer_kinds import LinearAttentionConfig
 from nanotrain.config.model import ModelConfig
 from nanotrain.spec.kinds import MIXERS
+from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.shape import ModelShape
 from tests.attention.delta_inputs import BATCH, KEY_DIM, random_inputs, recurrence, tensors
 from tests.attention.fp64_transformers import modeling_in_fp64
@@ -172,7 +173,8 @@ def test_the_backward_allocates_what_the_plan_says(kind: str) -> None:
         key_head_dim=key, value_head_dim=value, num_key_heads=groups, num_value_heads=heads
     )
     model = ModelConfig(vocab_size=128, linear_attention_type=kind, linear_attention=sizes)
-    rank = SimpleNamespace(shape=ModelShape.of(model), tokens=length, tp=1)
+    sizes_of_layer = LayerSizes.of_model(ModelShape.of(model), seq_length=length)
+    working = max(operator.working for operator in MIXERS[kind].operators(sizes_of_layer))
     widths = {
         "query": (groups, key),
         "key": (groups, key),
@@ -191,4 +193,4 @@ def test_the_backward_allocates_what_the_plan_says(kind: str) -> None:
     held = np.cumsum(
         [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     )
-    assert max(held) == pytest.approx(MIXERS[kind].working_bytes(rank), rel=0.06)
+    assert max(held) == pytest.approx(working, rel=0.06)

@@ -14,8 +14,8 @@ from nanotrain.parallel.cp import CORE_ATTENTIONS, build_core_attention
 from nanotrain.parallel.dp.units import GatherOrder
 from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.plan.traffic import step_gathers
-from nanotrain.spec.declaration import ContextRank
-from nanotrain.spec.kinds.attention import cp_bytes
+from nanotrain.spec.kinds.attention import key_values_over_cp
+from nanotrain.spec.layer_sizes import LayerSizes
 from tests.harness import run_ranks
 from tests.parallel.cp.sequences import Shape, random_inputs, shard
 
@@ -47,16 +47,24 @@ def test_measured_bytes_are_those_of_the_closed_form(comm_type, size):
         sizes: Any = SimpleNamespace(
             **heads, head_dim=shape.head_dim, value_head_dim=shape.value_head_dim
         )
-        positions = shape.batch * shape.length // size
-        rank = ContextRank(0, size, 1, shape.batch, dtype.itemsize, positions, comm_type)
+        rank = LayerSizes(
+            sizes,
+            batch_size=shape.batch,
+            seq_length=shape.length // size,
+            itemsize=dtype.itemsize,
+            cp=size,
+            cp_comm_type=comm_type,
+        )
         sent = run_ranks(size, sent_by_this_rank, comm_type, shape, dtype, cp=size)
-        planned = {operation: sum(both) for operation, both in cp_bytes(sizes, rank).items()}
+        operations = key_values_over_cp(rank, heads=shape.heads, groups=shape.groups)
+        planned = {each.operation: each.forward + each.backward for each in operations}
         assert sent == [planned] * size, shape
 
 
 def test_a_way_that_is_added_from_outside_needs_no_closed_form():
     sizes: Any = SimpleNamespace(num_heads=4, query_groups=2, head_dim=8, value_head_dim=8)
-    assert cp_bytes(sizes, ContextRank(0, 2, 1, 1, 2, 8, "mine")) == {}
+    rank = LayerSizes(sizes, batch_size=1, seq_length=8, cp=2, cp_comm_type="mine")
+    assert key_values_over_cp(rank, heads=4, groups=2) == ()
 
 
 # embedding, five layers, final norm, head

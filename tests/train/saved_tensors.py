@@ -24,9 +24,9 @@ from nanotrain.data.batch import Batch
 from nanotrain.memory.block_transforms import transform_blocks
 from nanotrain.model.context import AttentionInputs, BatchContext, LayerContext
 from nanotrain.model.transformer import Stage
-from nanotrain.plan.activations import Activations
 from nanotrain.plan.memory_plan import peak_of, train_schedule
 from nanotrain.plan.plan import Plan, plan_run
+from nanotrain.plan.saved_bytes import SavedBytes
 from nanotrain.precision.dtypes import Precision
 from nanotrain.train.build import build_stages
 
@@ -163,7 +163,7 @@ def kept_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
     with saved_tensors_hooks(saved.pack, lambda tensor: tensor):
         out = case.stage.layers["0"](case.hidden, case.context)
     assert out.shape == case.hidden.shape  # keeps the graph until here
-    return saved.num_bytes, Activations(case.plan, "cpu").block(0)
+    return saved.num_bytes, SavedBytes(case.plan, "cpu").block(0)
 
 
 def live_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
@@ -188,7 +188,7 @@ def live_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
     time.sleep(0.02)  # gloo's threads drop the tensors of a transfer soon after it
     num_bytes = live.num_bytes
     assert graph is not None  # keeps the graph until here
-    kept, spec = Activations(case.plan, "cpu"), case.plan.stages[0].spec
+    kept, spec = SavedBytes(case.plan, "cpu"), case.plan.stages[0].spec
     return num_bytes, kept.stage(spec).kept - kept.head()
 
 
@@ -204,7 +204,7 @@ def stage_kept_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, i
     with saved_tensors_hooks(saved.pack, lambda tensor: tensor):
         loss = case.stage(None, BatchContext(batch, mtp_scales=(0.1,) * depth))
     assert loss.requires_grad  # keeps the graph until here
-    return saved.num_bytes, Activations(case.plan, "cpu").stage(case.plan.stages[0].spec).kept
+    return saved.num_bytes, SavedBytes(case.plan, "cpu").stage(case.plan.stages[0].spec).kept
 
 
 def peak_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
@@ -219,6 +219,6 @@ def peak_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
     with PeakStorages() as live:
         case.stage(None, BatchContext.of(batch, cp=ctx.group("cp"), aux_loss_scale=1.0)).backward()
     peak = peak_of(
-        case.plan, Activations(case.plan, "cpu"), schedule=train_schedule(case.plan.config, 1)
+        case.plan, SavedBytes(case.plan, "cpu"), schedule=train_schedule(case.plan.config, 1)
     )
     return live.peak, peak.total

@@ -1,13 +1,15 @@
-"""Attention and Mamba-2 side by side (Falcon-H1), the pure half of model/attention_mamba.py."""
+"""Attention and Mamba-2 of one input, side by side (Falcon-H1); the module is
+model/attention_mamba.py.
+"""
 
-from collections.abc import Collection
+from dataclasses import replace
 
-from nanotrain.spec.declaration import Declaration, RankSizes, Specs, nest
-from nanotrain.spec.kinds.attention import attention, attention_bytes, pair_flops
+from nanotrain.spec.declaration import Declaration, Specs, nest
+from nanotrain.spec.kinds.attention import attention, attention_operators
 from nanotrain.spec.kinds.mamba import declare as mamba
-from nanotrain.spec.kinds.mamba import saved_bytes as mamba_bytes
-from nanotrain.spec.kinds.mamba import sequence_flops as scan_flops
-from nanotrain.spec.shape import ModelShape
+from nanotrain.spec.kinds.mamba import operators as mamba_operators
+from nanotrain.spec.layer_sizes import LayerSizes
+from nanotrain.spec.operators import Operators
 
 
 def declare(declare: Declaration) -> Specs:
@@ -15,12 +17,7 @@ def declare(declare: Declaration) -> Specs:
     return nest("attention", attention(declare)) + nest("mamba", mamba(declare))
 
 
-def saved_bytes(rank: RankSizes, layer: int, *, modules: Collection[str]) -> int:
-    """What both keep."""
-    return attention_bytes(rank, layer, modules=modules) + mamba_bytes(rank, layer, modules=modules)
-
-
-def sequence_flops(shape: ModelShape, layer: int, *, seq_length: int) -> int:
-    """Those of pairs and of the recurrence."""
-    of_pairs = pair_flops(shape, layer, seq_length=seq_length)
-    return of_pairs + scan_flops(shape, layer, seq_length=seq_length)
+def operators(s: LayerSizes) -> Operators:
+    """The operators of both, which share their input."""
+    first, *others = mamba_operators(s)
+    return [*attention_operators(s), replace(first, saves=()), *others]

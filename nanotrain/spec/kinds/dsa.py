@@ -1,20 +1,26 @@
-"""DeepSeek Sparse Attention, the pure half of model/dsa.py."""
+"""DeepSeek Sparse Attention: parameters and operators; the module is model/dsa.py."""
 
-from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import fields
 
 from nanotrain.config.layer_kinds import DSAConfig
-from nanotrain.spec.declaration import (
-    FP32,
-    ContextRank,
-    Declaration,
-    RankSizes,
-    Specs,
-    grouped,
-    nest,
-    summed,
+from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
+from nanotrain.spec.kinds.attention import (
+    compressed_projections,
+    core_attention,
+    down_projection,
+    mla,
 )
-from nanotrain.spec.kinds.attention import mla, pair_flops
+from nanotrain.spec.layer_sizes import FP32, LayerSizes
+from nanotrain.spec.operators import (
+    Attention,
+    Indexer,
+    Norm,
+    Operators,
+    Product,
+    Saved,
+    Sent,
+    SparseAttention,
+)
 from nanotrain.spec.shape import ModelShape
 
 BLOCK_SCORES = 2**26  # scores of all heads that are computed at once: 256 MiB in fp32
@@ -22,22 +28,19 @@ BLOCK_SCORES = 2**26  # scores of all heads that are computed at once: 256 MiB i
 
 def declare(declare: Declaration) -> Specs:
     """Multi-latent attention, and an indexer that every tp rank has."""
-    shape, dsa = declare.shape, _sizes(declare.shape)
-    assert shape.mla is not None and shape.mla.q_lora_rank is not None, (
-        "a rule demands compressed queries"
+    shape = declare.shape
+    dsa = _sizes(shape)
+    rank = _query_rank(shape)
+    hidden = shape.hidden_size
+    norm = (
+        declare.vector("weight", dsa.head_dim, value=1.0),
+        declare.vector("bias", dsa.head_dim),
     )
-    norm = declare.vector("weight", dsa.head_dim, value=1.0), declare.vector("bias", dsa.head_dim)
-    indexer = (
-        *nest(
-            "query", declare.replicated_linear(dsa.n_heads * dsa.head_dim, shape.mla.q_lora_rank)
-        ),
-        *nest("key", declare.replicated_linear(dsa.head_dim, shape.hidden_size)),
-        *nest("key_norm", grouped("norms", summed(norm, declare.sequence_axes))),
-        *nest(
-            "head_weight",
-            summed([declare.weight(dsa.n_heads, shape.hidden_size)], declare.sequence_axes),
-        ),
-    )
+    head_weight = declare.weight(dsa.n_heads, hidden)
+    indexer = nest("query", declare.replicated_linear(dsa.n_heads * dsa.head_dim, rank))
+    indexer += nest("key", declare.replicated_linear(dsa.head_dim, hidden))
+    indexer += nest("key_norm", grouped("norms", summed(norm, declare.sequence_axes)))
+    indexer += nest("head_weight", summed([head_weight], declare.sequence_axes))
     return mla(declare) + nest("indexer", indexer)
 
 
@@ -46,68 +49,132 @@ def _sizes(shape: ModelShape) -> DSAConfig:
     return shape.dsa
 
 
-def sequence_flops(shape: ModelShape, layer: int, *, seq_length: int) -> int:
-    """Attention to the selected keys, and index scores of all pairs; scores that are masked are not
-    counted.
-    """
-    dsa = _sizes(shape)
-    chosen = replace(shape, window_size=dsa.topk, window_layers=(True,) * shape.num_layers)
-    of_index = 3 * dsa.n_heads * dsa.head_dim * seq_length**2
-    return pair_flops(chosen, layer, seq_length=seq_length) + of_index
-
-
-def cp_bytes(shape: ModelShape, rank: ContextRank) -> dict[str, tuple[int, int]]:
-    """Keys, values and index keys to every other rank, and their gradients."""
-    width = (
-        shape.num_heads // rank.tp * (shape.head_dim + shape.value_head_dim)
-        + _sizes(shape).head_dim
+def _query_rank(shape: ModelShape) -> int:
+    assert shape.mla is not None and shape.mla.q_lora_rank is not None, (
+        "a rule demands compressed queries"
     )
-    num_bytes = (rank.size - 1) * rank.num_positions * width * rank.itemsize
-    return {"all_gather": (num_bytes, 0), "reduce_scatter": (0, num_bytes)}
+    return shape.mla.q_lora_rank
 
 
-def saved_bytes(rank: RankSizes, layer: int, *, modules: Collection[str]) -> int:
-    """What MLA keeps with attention in tiles, the gradients of the index, and a bit per query and
-    key.
-    """
-    shape, sizes, dsa, heads = (
-        rank.shape,
-        rank.shape.mla,
-        _sizes(rank.shape),
-        rank.shape.num_heads // rank.tp,
+def operators(s: LayerSizes) -> Operators:
+    """The operators of MLA with an indexer, and attention to the keys that it selects."""
+    heads = s.shape.num_heads // s.tp
+    return [
+        *compressed_projections(s),
+        *_indexer(s, heads=heads),
+        _attention(s, heads=heads),
+        s.row(heads * s.shape.value_head_dim),
+    ]
+
+
+def _indexer(s: LayerSizes, *, heads: int) -> Operators:
+    """Queries, keys and weights of the index, and the index scores."""
+    dsa = _sizes(s.shape)
+    query_width = dsa.n_heads * dsa.head_dim
+    key_width = dsa.head_dim
+    # the gradients of the index, which its loss computes in the forward
+    grads = s.tokens * (query_width + dsa.n_heads + key_width) * s.itemsize
+    gathered_keys = s.tokens * (s.cp - 1) * key_width * s.itemsize
+    norm_inputs = s.outside * (key_width * s.itemsize + 2 * FP32)
+    query = Product(
+        name="indexer.query",
+        weights=("indexer.query.weight",),
+        rows=s.outside,
+        outputs=query_width,
+        inputs=_query_rank(s.shape),
     )
-    assert sizes is not None, "a rule demands it"
-    compressed = 2 * (sizes.q_lora_rank or 0) + 2 * sizes.kv_lora_rank + sizes.qk_pos_emb_head_dim
-    kept = rank.outside * ((compressed + dsa.head_dim) * rank.itemsize + 2 * FP32)
-    of_index = dsa.n_heads * dsa.head_dim + dsa.n_heads
+    return [
+        query,
+        down_projection(s, "indexer.key", outputs=key_width),
+        down_projection(s, "indexer.head_weight", outputs=dsa.n_heads),
+        Norm(name="indexer", numel=s.outside * key_width, saves=(Saved(norm_inputs),)),
+        Indexer(
+            name="indexer",
+            heads=dsa.n_heads,
+            head_dim=dsa.head_dim,
+            num_positions=s.tokens,
+            length=s.seq_length * s.cp,
+            attention_heads=heads,
+            attention_head_dim=s.shape.head_dim,
+            has_loss=dsa.loss_coeff > 0,
+            saves=(Saved(grads), Saved(gathered_keys, dropped_by=("core_attn",))),
+            working=_forward_temporaries(s, heads=heads),
+        ),
+    ]
+
+
+def _attention(s: LayerSizes, *, heads: int) -> SparseAttention:
+    """Attention to the selected keys."""
+    dense = core_attention(s, heads=heads, groups=heads)
+    values = {field.name: getattr(dense, field.name) for field in fields(Attention)}
+    values["window"] = _sizes(s.shape).topk
+    values["saves"] = _saves(s, heads=heads)
+    values["over_cp"] = _over_cp(s, heads=heads)
+    values["working"] = _backward_temporaries(s, heads=heads)
+    return SparseAttention(**values)
+
+
+def _saves(s: LayerSizes, *, heads: int) -> tuple[Saved, ...]:
+    """Query, key, value, output and its log-sum-exp, and a bit per query and key."""
+    shape = s.shape
+    assert shape.mla is not None, "a rule demands it"
     key_value = heads * (shape.head_dim + shape.value_head_dim)
-    query, output = heads * shape.head_dim, heads * shape.value_head_dim
-    if rank.cp == 1:
-        key_value += heads * sizes.qk_head_dim  # values are views of what kv_up returns
-    if "mla_up_proj" in modules:
-        query = 0
-        # the gathered ones are no outputs of up-projections
-        key_value *= rank.cp > 1 and "core_attn" not in modules
-    key_value *= 1 if "core_attn" in modules else rank.cp
-    per_token = query + key_value + output + of_index + dsa.head_dim
-    if "core_attn" in modules:
-        return kept + rank.tokens * per_token * rank.itemsize
-    num_keys = rank.cp * rank.tokens // rank.batch_size
-    per_token += output * (rank.cp > 1) + dsa.head_dim * (rank.cp - 1)
-    return kept + rank.tokens * (per_token * rank.itemsize + heads * FP32 + num_keys // 8)
+    if s.cp == 1:
+        key_value += heads * shape.mla.qk_head_dim  # values are views of what kv_up returns
+    query = s.tokens * heads * shape.head_dim * s.itemsize
+    output = s.tokens * heads * shape.value_head_dim * s.itemsize
+    local_keys = s.tokens * key_value * s.itemsize
+    statistics = s.tokens * heads * FP32
+    num_keys = s.cp * s.tokens // s.batch_size
+    selected = s.tokens * (num_keys // 8)
+    core = ("core_attn",)
+    # gathered keys and values are no outputs of up-projections
+    dropped_with_keys = core if s.cp > 1 else (*core, "mla_up_proj")
+    saves = [
+        Saved(query, dropped_by=("mla_up_proj",)),
+        Saved(output),
+        Saved(local_keys, dropped_by=("mla_up_proj",), only_with="core_attn"),
+        Saved(local_keys * s.cp, dropped_by=dropped_with_keys),
+        Saved(statistics + selected, dropped_by=core),
+    ]
+    if s.cp > 1:
+        saves.append(Saved(output, dropped_by=core))  # sliced
+    return tuple(saves)
 
 
-def working_bytes(rank: RankSizes) -> int:
-    """Temporaries in fp32: in the backward scores of a block, and keys, values and sums of their
-    gradients; or in the forward products and gradients of the index.
+def _over_cp(s: LayerSizes, *, heads: int) -> tuple[Sent, ...]:
+    """Keys, values and index keys to every other rank, and their gradients."""
+    shape = s.shape
+    width = heads * (shape.head_dim + shape.value_head_dim) + _sizes(shape).head_dim
+    sent = (s.cp - 1) * s.tokens * width * s.itemsize
+    return Sent("all_gather", sent, 0), Sent("reduce_scatter", 0, sent)
 
-    Within 8 % of what torch allocates for 6 sets of sizes.
+
+def _num_block_scores(s: LayerSizes, *, heads: int) -> int:
+    """Scores of one block of queries, of the index or of attention."""
+    num_keys = s.cp * s.tokens // s.batch_size
+    num_heads = max(heads, _sizes(s.shape).n_heads)
+    return min(BLOCK_SCORES, num_heads * s.tokens * num_keys)
+
+
+def _gathered_keys(s: LayerSizes, *, heads: int) -> int:
+    """Elements of the keys, or of the values, of all cp ranks."""
+    return s.cp * s.tokens * heads * max(s.shape.head_dim, s.shape.value_head_dim)
+
+
+def _forward_temporaries(s: LayerSizes, *, heads: int) -> int:
+    """Products and gradients of the index in fp32, in the forward.
+
+    Within 8 % of what torch allocates for 6 sets of sizes, with `_backward_temporaries`.
     """
-    shape, dsa, heads = rank.shape, _sizes(rank.shape), rank.shape.num_heads // rank.tp
-    num_heads, num_keys = max(heads, dsa.n_heads), rank.cp * rank.tokens // rank.batch_size
-    block = min(BLOCK_SCORES, num_heads * rank.tokens * num_keys)
-    keys = rank.cp * rank.tokens * heads * max(shape.head_dim, shape.value_head_dim)
-    backward = 4 * block * heads // num_heads + 10 * keys
-    return FP32 * max(
-        backward, 5 * block // 2 + keys + 2 * rank.tokens * dsa.n_heads * dsa.head_dim
-    )
+    dsa = _sizes(s.shape)
+    block = _num_block_scores(s, heads=heads)
+    keys = _gathered_keys(s, heads=heads)
+    return FP32 * (5 * block // 2 + keys + 2 * s.tokens * dsa.n_heads * dsa.head_dim)
+
+
+def _backward_temporaries(s: LayerSizes, *, heads: int) -> int:
+    """Scores of a block in fp32, and keys, values and sums of their gradients."""
+    num_heads = max(heads, _sizes(s.shape).n_heads)
+    block = _num_block_scores(s, heads=heads)
+    return FP32 * (4 * block * heads // num_heads + 10 * _gathered_keys(s, heads=heads))

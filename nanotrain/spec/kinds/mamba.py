@@ -1,18 +1,13 @@
-"""Mamba-2, the pure half of model/mamba.py."""
+"""Mamba-2: parameters and operators; the module is model/mamba.py."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import replace
 
-from nanotrain.spec.declaration import (
-    FP32,
-    ContextRank,
-    Declaration,
-    RankSizes,
-    Specs,
-    grouped,
-    nest,
-)
+from nanotrain.spec.declaration import Declaration, Specs, grouped, nest
 from nanotrain.spec.kinds.delta_net import DECAY_RATES, STEPS
+from nanotrain.spec.layer_sizes import FP32, LayerSizes
+from nanotrain.spec.operators import Convolution, Gate, Norm, Operators, Saved, Scan, ScanCost
+from nanotrain.spec.over_cp import Heads, halo, scan_sent
 from nanotrain.spec.params import ParamSpec, Shard, Uniform
 from nanotrain.spec.shape import ModelShape
 
@@ -21,82 +16,145 @@ CONVOLVED = ("value", "key", "query")
 
 
 def declare(declare: Declaration) -> Specs:
-    """Gate, values, keys, queries and steps of the heads, convolutions, and a norm; all sharded by
-    heads or groups.
-    """
-    shape, mamba = declare.shape, declare.shape.mamba
-    heads, hidden = shape.mamba_heads, shape.hidden_size
-
-    def of_heads(name: str, size: int, *, init: Uniform | None = None) -> ParamSpec:
-        spec = declare.vector(name, size, value=1.0)
-        return replace(spec, init=init or spec.init, shards=(Shard(0, "tp"),))
-
+    """Projections, convolutions, and vectors per head; all sharded by heads or groups."""
+    shape = declare.shape
+    heads = shape.mamba_heads
+    hidden = shape.hidden_size
     widths = inner_widths(shape)
-    projections = {"gate": widths["value"], **widths}
     specs: Specs = (
-        of_heads("step_bias", heads, init=STEPS),
-        of_heads("decay", heads, init=DECAY_RATES),
-        of_heads("skip", heads),
-        *grouped("norms", [of_heads("norm", widths["value"])] if mamba.rms_norm else []),
+        _head_vector(declare, "step_bias", size=heads, init=STEPS),
+        _head_vector(declare, "decay", size=heads, init=DECAY_RATES),
+        _head_vector(declare, "skip", size=heads),
     )
-    for name, width in projections.items():
+    if shape.mamba.rms_norm:
+        specs += grouped("norms", [_head_vector(declare, "norm", size=widths["value"])])
+    for name in ("gate", *CONVOLVED):
+        width = widths["value"] if name == "gate" else widths[name]
         specs += nest(name, declare.column_linear(width, hidden))
     specs += nest("step", declare.narrow_linear(heads))
     for name in CONVOLVED:
-        specs += nest(
-            f"{name}_conv", declare.convolution(widths[name], mamba.conv_kernel_dim, bias=True)
-        )
+        kernel = shape.mamba.conv_kernel_dim
+        specs += nest(f"{name}_conv", declare.convolution(widths[name], kernel, bias=True))
     return specs + nest("output", declare.row_linear(hidden, widths["value"]))
 
 
+def _head_vector(
+    declare: Declaration, name: str, *, size: int, init: Uniform | None = None
+) -> ParamSpec:
+    """A vector that tp shards by heads, of ones if no other initial values are given."""
+    spec = declare.vector(name, size, value=1.0)
+    return replace(spec, init=init or spec.init, shards=(Shard(0, "tp"),))
+
+
 def inner_widths(shape: ModelShape) -> dict[str, int]:
-    """Channels of values, keys and queries, over tp."""
-    of_groups = shape.mamba.num_groups * shape.mamba.state_dim
-    return {"value": shape.mamba_heads * shape.mamba.head_dim, "key": of_groups, "query": of_groups}
+    """Channels of values, keys and queries, over all tp ranks."""
+    groups = shape.mamba.num_groups * shape.mamba.state_dim
+    return {"value": shape.mamba_heads * shape.mamba.head_dim, "key": groups, "query": groups}
 
 
-def saved_bytes(rank: RankSizes, layer: int, *, modules: Collection[str]) -> int:
-    """Inputs of convolutions, activations and scan, the normalized output before and after its
-    weight, and in fp32 steps and decays, the gate and its activation, the output, and both
-    multiplied; over cp the states of all chunks.
-    """
-    shape, mamba = rank.shape, rank.shape.mamba
-    widths = {name: width // rank.tp for name, width in inner_widths(shape).items()}
-    inner, value, heads = sum(widths.values()), widths["value"], shape.mamba_heads // rank.tp
-    in_fp32 = rank.tokens * (4 * value + 4 * heads + mamba.num_groups // rank.tp)
-    # the maps of all chunks, and the states between them
-    if rank.cp_comm_type not in (None, "a2a"):
-        in_fp32 += 4 * rank.cp * rank.batch_size * value * mamba.state_dim
-    return rank.tokens * (3 * inner + 2 * value) * rank.itemsize + in_fp32 * FP32
+def operators(s: LayerSizes) -> Operators:
+    """Projections, convolutions, the scan, and the gated and normalized output."""
+    shape = s.shape
+    sizes = shape.mamba
+    widths = {name: width // s.tp for name, width in inner_widths(shape).items()}
+    heads = shape.mamba_heads // s.tp
+    value = s.tokens * widths["value"]
+    inner = s.tokens * sum(widths.values())
+    # in fp32: the output, the gate and its activation, and their product
+    gated = Saved(4 * value * FP32)
+    statistics = Saved(s.tokens * sizes.num_groups // s.tp * FP32)
+    normed = Saved(2 * value * s.itemsize)  # before and after the weight
+    norm = Norm(name="mamba_norm", numel=value, saves=(statistics, normed))
+    return [
+        s.column({"gate": widths["value"], **widths, "step": heads}, saves=(s.layer_input,)),
+        _convolutions(s, widths, saves=(Saved(3 * inner * s.itemsize),)),
+        _scan(s, heads=heads),
+        Gate(name="output_gate", numel=value, saves=(gated,)),
+        norm,
+        s.row(widths["value"]),
+    ]
 
 
-def working_bytes(rank: RankSizes) -> int:
-    """Those of the scan, which is computed again, in fp32: pairs of tokens, values, and states of
-    the chunks.
-
-    Within 3 % of what torch allocates for 9 pairs of sizes.
-    """
-    mamba, heads, groups = (
-        rank.shape.mamba,
-        rank.shape.mamba_heads // rank.tp,
-        rank.shape.mamba.num_groups // rank.tp,
+def _convolutions(
+    s: LayerSizes, widths: Mapping[str, int], *, saves: tuple[Saved, ...]
+) -> Convolution:
+    """Short convolutions, which keep their inputs, outputs and activations."""
+    channels = sum(widths.values())
+    kernel_size = s.shape.mamba.conv_kernel_dim
+    return Convolution(
+        name="conv",
+        weights=tuple(f"{name}_conv.weight" for name in widths),
+        rows=s.tokens,
+        channels=channels,
+        kernel_size=kernel_size,
+        saves=saves,
+        over_cp=halo(s, channels=channels, kernel_size=kernel_size),
     )
-    of_head = (
-        3 * CHUNK_SIZE + 5 * mamba.head_dim + 3 * mamba.head_dim * mamba.state_dim // CHUNK_SIZE
+
+
+def _scan(s: LayerSizes, *, heads: int) -> Scan:
+    """State space duality (attention/ssd.py)."""
+    sizes = s.shape.mamba
+    groups = sizes.num_groups // s.tp
+    state = sizes.head_dim * sizes.state_dim
+    saved = 4 * heads * s.tokens  # steps and decays
+    if s.cp_comm_type not in (None, "a2a"):
+        saved += 4 * s.cp * s.batch_size * heads * state  # the maps of all chunks, and states
+    per_head = 3 * CHUNK_SIZE + 5 * sizes.head_dim + 3 * state // CHUNK_SIZE
+    return Scan(
+        name="ssd",
+        saves=(Saved(saved * FP32),),
+        # pairs of tokens, values and states of the chunks: within 3 % of what torch allocates
+        working=s.tokens * (heads * per_head + 3 * groups * sizes.state_dim) * FP32,
+        over_cp=scan_sent(
+            s,
+            keys=Heads(groups, sizes.state_dim),
+            values=Heads(heads, sizes.head_dim),
+            transition=1,
+            output_itemsize=FP32,
+        ),
+        recurrence_flops=4 * s.tokens * heads * state,
+        fused_bytes=_fused_bytes(s, heads=heads, groups=groups),
+        forward=_forward_cost(s, heads=heads, groups=groups),
+        backward=_backward_cost(s, heads=heads, groups=groups),
     )
-    return rank.tokens * (heads * of_head + 3 * groups * mamba.state_dim) * FP32
 
 
-def sequence_flops(shape: ModelShape, layer: int, *, seq_length: int) -> int:
-    """The recurrence: two products of a state and a vector per token and head, forward, and twice
-    as much backward.
-    """
-    return 12 * seq_length * inner_widths(shape)["value"] * shape.mamba.state_dim
+def _fused_bytes(s: LayerSizes, *, heads: int, groups: int) -> int:
+    """Values, outputs, keys and queries, and the states of the chunks in fp32."""
+    sizes = s.shape.mamba
+    elements = 2 * (heads * sizes.head_dim + groups * sizes.state_dim)
+    states = 2 * heads * sizes.head_dim * sizes.state_dim // CHUNK_SIZE
+    return s.tokens * (elements * s.itemsize + states * FP32)
 
 
-def cp_bytes(shape: ModelShape, rank: ContextRank) -> dict[str, tuple[int, int]]:
-    """The tokens before each chunk for the convolutions, and the states."""
-    mamba = shape.mamba
-    halo = rank.halo_bytes((mamba.conv_kernel_dim - 1) * sum(inner_widths(shape).values()))
-    keys, values = (mamba.num_groups, mamba.state_dim), (shape.mamba_heads, mamba.head_dim)
-    return {"p2p": (halo, halo)} | rank.scan_bytes(keys, values, transition=1, output_itemsize=FP32)
+def _forward_cost(s: LayerSizes, *, heads: int, groups: int) -> ScanCost:
+    """The torch implementation, whose operators read and write in fp32."""
+    sizes = s.shape.mamba
+    value = sizes.head_dim
+    key = sizes.state_dim
+    state = value * key
+    flops = heads * (4 * state + 2 * value * CHUNK_SIZE) + groups * 2 * CHUNK_SIZE * key
+    elements = heads * (8 * CHUNK_SIZE + 18 * value + 9 * state // CHUNK_SIZE)
+    elements += groups * (12 * key + 5 * CHUNK_SIZE)
+    return ScanCost(
+        flops=s.tokens * flops,
+        num_bytes=s.tokens * elements * FP32,
+        launches=32 + 2 * s.seq_length // CHUNK_SIZE,
+    )
+
+
+def _backward_cost(s: LayerSizes, *, heads: int, groups: int) -> ScanCost:
+    """The forward again, and the gradients of its operators."""
+    sizes = s.shape.mamba
+    value = sizes.head_dim
+    key = sizes.state_dim
+    state = value * key
+    flops = heads * (12 * state + 4 * value * CHUNK_SIZE) + groups * 6 * CHUNK_SIZE * key
+    elements = heads * (22 * CHUNK_SIZE + 50 * value + 25 * state // CHUNK_SIZE)
+    elements += groups * (32 * key + 10 * CHUNK_SIZE)
+    return ScanCost(
+        flops=s.tokens * flops,
+        num_bytes=s.tokens * elements * FP32,
+        launches=82 + 6 * s.seq_length // CHUNK_SIZE,
+    )

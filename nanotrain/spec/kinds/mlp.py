@@ -1,68 +1,391 @@
-"""MLPs: dense, and mixtures of experts."""
+"""MLPs, dense and mixtures of experts: parameters and operators.
+
+mlp, dense_operators     up, gate and down projections; model/mlp.py
+moe, moe_operators       router, experts, shared expert; model/moe.py
+"""
 
 import math
 from dataclasses import replace
-from functools import partial
 
+from nanotrain.config.model import MoEConfig
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
+from nanotrain.spec.layer_sizes import FP8, FP32, INT64, LayerSizes
+from nanotrain.spec.operators import (
+    Activation,
+    Dispatch,
+    ExpertProduct,
+    Gate,
+    Operators,
+    Product,
+    Router,
+    Saved,
+)
 from nanotrain.spec.params import Shard
+from nanotrain.spec.shape import ModelShape
 
 # initial values of the weights of activations that have some (model/activations.py)
 ACTIVATION_WEIGHTS = {
     "xielu": {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))}
 }
+ROUTER_TENSORS = 5  # fp32 [tokens, experts]: logits, scores and the probabilities of the losses
+
+
+def dense(declare: Declaration) -> Specs:
+    """A dense MLP."""
+    return mlp(declare, declare.shape.ffn_size)
 
 
 def mlp(declare: Declaration, inner: int) -> Specs:
     """Up and down projections, with a gate or weights where the activation has them."""
-    values = ACTIVATION_WEIGHTS.get(declare.shape.activation, {})
-    # every tp rank has them, and applies them to its channels
-    weights = summed(
-        [declare.vector(name, 1, value=value) for name, value in values.items()], ("tp",)
-    )
-    hidden, bias = declare.shape.hidden_size, declare.shape.has_linear_bias
-    up = declare.column_linear(inner, hidden, bias=bias)
-    gate = nest("gate", up) if declare.shape.is_gated else ()
-    down = nest("down", declare.row_linear(hidden, inner, bias=bias))
-    return (*gate, *nest("activation", weights), *nest("up", up), *down)
+    shape = declare.shape
+    hidden = shape.hidden_size
+    has_bias = shape.has_linear_bias
+    up = declare.column_linear(inner, hidden, bias=has_bias)
+    specs: Specs = ()
+    if shape.is_gated:
+        specs += nest("gate", up)
+    for name, value in ACTIVATION_WEIGHTS.get(shape.activation, {}).items():
+        # every tp rank has them, and applies them to its channels
+        weight = summed([declare.vector(name, 1, value=value)], ("tp",))
+        specs += nest("activation", weight)
+    specs += nest("up", up)
+    return specs + nest("down", declare.row_linear(hidden, inner, bias=has_bias))
 
 
 def moe(declare: Declaration) -> Specs:
-    """A router, stacked experts, and where the model has them projections around these and a gated
-    shared expert.
+    """A router, stacked experts, and where the model has them latent projections and a shared
+    expert.
     """
-    shape, moe_config = declare.shape, declare.shape.moe
-    assert moe_config is not None, "a dense model has no experts"
-    num_experts, hidden, inner = moe_config.num_experts, shape.hidden_size, shape.moe_ffn_size
-    width = shape.expert_input_size
-    bias = partial(declare.bias, exists=shape.has_linear_bias)
+    shape = declare.shape
+    config = _moe_config(shape)
+    has_bias = shape.has_linear_bias
+    router = [declare.weight(config.num_choices, shape.hidden_size)]
+    router += declare.bias(config.num_choices, exists=has_bias)
     # Each tp rank routes a sequence shard, with or without sequence parallelism.
-    router = summed(
-        [declare.weight(moe_config.num_choices, hidden), *bias(moe_config.num_choices)], ("tp",)
-    )
-    specs = nest("router", router)
-    if moe_config.latent_size is not None:
-        fc1 = [declare.linear_weight(width, hidden), *bias(width)]
-        fc2 = [declare.linear_weight(hidden, width, std=declare.output_std), *bias(hidden)]
-        specs += nest("fc1_latent_proj", summed(fc1, ("tp",))) + nest(
-            "fc2_latent_proj", summed(fc2, ("tp",))
-        )
-    up = [declare.linear_weight(num_experts, inner, width), *bias(num_experts, inner)]
+    specs = nest("router", summed(router, ("tp",)))
+    if config.latent_size is not None:
+        specs += _latent_projections(declare)
+    specs += grouped("experts", _experts(declare, config.num_experts))
+    if config.shared_expert_intermediate_size is not None:
+        specs += nest("shared", mlp(declare, config.shared_expert_intermediate_size))
+        if config.shared_expert_gate:
+            gate = [declare.weight(1, shape.hidden_size)]
+            specs += nest("shared_gate", summed(gate, declare.sequence_axes))
+    return specs
+
+
+def _moe_config(shape: ModelShape) -> MoEConfig:
+    assert shape.moe is not None, "a dense model has no experts"
+    return shape.moe
+
+
+def _latent_projections(declare: Declaration) -> Specs:
+    """Projections into the width of the experts and out of it."""
+    shape = declare.shape
+    width = shape.expert_input_size
+    hidden = shape.hidden_size
+    has_bias = shape.has_linear_bias
+    fc1 = [declare.linear_weight(width, hidden)]
+    fc1 += declare.bias(width, exists=has_bias)
+    fc2 = [declare.linear_weight(hidden, width, std=declare.output_std)]
+    fc2 += declare.bias(hidden, exists=has_bias)
+    projections = nest("fc1_latent_proj", summed(fc1, ("tp",)))
+    return projections + nest("fc2_latent_proj", summed(fc2, ("tp",)))
+
+
+def _experts(declare: Declaration, num_experts: int) -> Specs:
+    """Gate, up and down projections of all experts, which ep shards."""
+    shape = declare.shape
+    inner = shape.moe_ffn_size
+    width = shape.expert_input_size
+    has_bias = shape.has_linear_bias
+    up = [declare.linear_weight(num_experts, inner, width)]
+    up += declare.bias(num_experts, inner, exists=has_bias)
     ups = [replace(spec, shards=(Shard(0, "ep"), Shard(1, "etp")), is_expert=True) for spec in up]
     down = declare.linear_weight(num_experts, width, inner, std=declare.output_std)
     downs = [replace(down, shards=(Shard(0, "ep"), Shard(2, "etp")), is_expert=True)]
     # Every rank of etp has the bias after the experts, and its full gradient.
-    downs += [
-        replace(spec, shards=(Shard(0, "ep"),), is_expert=True) for spec in bias(num_experts, width)
-    ]
-    experts = (*nest("experts.up", ups), *nest("experts.down", downs))
-    experts = (*nest("experts.gate", ups), *experts) if shape.is_gated else experts
-    specs += grouped("experts", experts)
-    if moe_config.shared_expert_intermediate_size is None:
-        return specs
-    specs += nest("shared", mlp(declare, moe_config.shared_expert_intermediate_size))
-    if not moe_config.shared_expert_gate:
-        return specs
-    return specs + nest(
-        "shared_gate", summed([declare.weight(1, shape.hidden_size)], declare.sequence_axes)
+    for bias in declare.bias(num_experts, width, exists=has_bias):
+        downs.append(replace(bias, shards=(Shard(0, "ep"),), is_expert=True))
+    specs: Specs = ()
+    if shape.is_gated:
+        specs += nest("experts.gate", ups)
+    return specs + nest("experts.up", ups) + nest("experts.down", downs)
+
+
+def dense_operators(s: LayerSizes) -> Operators:
+    """A dense MLP, which `mlp` recomputes from its input."""
+    return _mlp_operators(s, s.shape.ffn_size, module="mlp", saves=(s.layer_input,))
+
+
+def _mlp_operators(
+    s: LayerSizes, inner_size: int, *, module: str, saves: tuple[Saved, ...], prefix: str = ""
+) -> Operators:
+    """Up, activation and down.
+
+    Args:
+        s: sizes of the layer.
+        inner_size: inner width over all tp ranks.
+        module: the recompute module that drops what is inside.
+        saves: what the up-projection keeps.
+        prefix: of the names of the parameters.
+    """
+    shape = s.shape
+    inner = inner_size // s.tp
+    unit = s.tokens * inner * s.itemsize
+    dropped_by = (module,)
+    up_weights = [f"{prefix}up.weight"]
+    if shape.is_gated:
+        up_weights.append(f"{prefix}gate.weight")
+    up = Product(
+        name=f"{prefix}up",
+        module=module,
+        weights=tuple(up_weights),
+        rows=s.tokens,
+        outputs=len(up_weights) * inner,
+        inputs=shape.hidden_size,
+        shard="column",
+        saves=saves,
     )
+    activation = Activation(
+        name=f"{prefix}activation",
+        module=module,
+        rows=s.tokens,
+        width=inner,
+        is_gated=shape.is_gated,
+        saves=(Saved((num_inner_tensors(shape) - 1) * unit, dropped_by=dropped_by),),
+        working=_mlp_temporaries(s, inner_bytes=_dense_inner_bytes(s)),
+    )
+    down = Product(
+        name=f"{prefix}down",
+        module=module,
+        weights=(f"{prefix}down.weight",),
+        rows=s.tokens,
+        outputs=shape.hidden_size,
+        inputs=inner,
+        shard="row",
+        saves=(Saved(unit, dropped_by=dropped_by),),
+    )
+    return [up, activation, down]
+
+
+def num_inner_tensors(shape: ModelShape) -> int:
+    """Tensors of the inner width that an MLP keeps, the input of the down-projection included."""
+    if not shape.is_gated:
+        return 2
+    number = 3  # gate, up and their product
+    if shape.activation != "swiglu" or shape.glu_linear_offset:
+        number += 1  # the activated gate
+    if shape.activation_func_clamp_value is not None:
+        number += 2  # inputs of both clamps
+    return number
+
+
+def _mlp_temporaries(s: LayerSizes, *, inner_bytes: int) -> int:
+    """Gradients of hidden states and of tensors of the inner width."""
+    hidden = s.tokens * s.width
+    if s.device == "cpu":
+        return 3 * (inner_bytes + hidden) + _fp8_temporaries(s)
+    # Gradients of gate and up; with a saved activation also that of the product, which is freed.
+    num_inner = 1
+    if s.shape.is_gated:
+        num_inner = 3 if num_inner_tensors(s.shape) > 3 else 2
+    return num_inner * inner_bytes + 2 * hidden + _fp8_temporaries(s)
+
+
+def _dense_inner_bytes(s: LayerSizes) -> int:
+    """Bytes of a tensor of the inner width of a dense MLP."""
+    return s.tokens * s.shape.ffn_size // s.tp * s.itemsize
+
+
+def _fp8_temporaries(s: LayerSizes) -> int:
+    """The largest operand of a product while it is quantized: two fp32 copies and the result."""
+    if not s.has_fp8:
+        return 0
+    shape = s.shape
+    widest = max(shape.hidden_size, shape.ffn_size // s.tp)
+    if shape.moe is not None:
+        widest = max(widest, shape.moe_ffn_size // s.etp)
+    return max(s.tokens, shape.hidden_size) * widest * (2 * FP32 + FP8)
+
+
+def moe_operators(s: LayerSizes) -> Operators:
+    """Router, shared expert, dispatch, experts and combine."""
+    config = _moe_config(s.shape)
+    hidden = s.shape.hidden_size
+    width = s.shape.expert_input_size
+    has_shared = config.shared_expert_intermediate_size is not None
+    operators: Operators = [_router(s, has_shared=has_shared)]
+    if has_shared:
+        operators += _shared_expert(s)
+    if config.latent_size is not None:
+        operators.append(_latent_product(s, "fc1_latent_proj", outputs=width, inputs=hidden))
+    # the numbers of the rows of every expert; the rows of every token, their numbers and weights
+    row_numbers = s.expert_rows * s.etp * 2 * INT64
+    returned = s.expert_rows * (width * s.itemsize + 2 * INT64 + FP32)
+    operators += [
+        _dispatch(s, "dispatch", num_bytes=row_numbers),
+        *_expert_operators(s),
+        _dispatch(s, "combine", num_bytes=returned),
+    ]
+    if config.latent_size is not None:
+        kept = s.routed_tokens * width * s.itemsize
+        if config.num_zero_experts > 0:  # which return the compressed tokens
+            kept *= 2
+        product = _latent_product(
+            s, "fc2_latent_proj", outputs=hidden, inputs=width, num_bytes=kept
+        )
+        operators.append(product)
+    return operators
+
+
+def _router(s: LayerSizes, *, has_shared: bool) -> Router:
+    """Scores in fp32 and the input, of which the router keeps a copy in some layouts."""
+    config = _moe_config(s.shape)
+    rows = s.routed_tokens
+    hidden = s.shape.hidden_size
+    is_converted = s.itemsize < FP32 and s.device == "cpu"  # a GPU multiplies 16 bits into fp32
+    is_sliced = s.tp > 1 and not s.sequence_parallel
+    scores = rows * ROUTER_TENSORS * config.num_choices * FP32
+    if is_converted:
+        scores += config.num_choices * hidden * FP32
+    if config.num_zero_experts > 0:  # the mask of their pairs, and the sum of their weights
+        scores += rows * (config.router_topk + FP32)
+    saves = [Saved(scores, dropped_by=("moe",))]
+    if is_converted or is_sliced:
+        copy = rows * hidden * (FP32 if is_converted else s.itemsize)
+        saves.append(Saved(copy, dropped_by=("moe",)))
+        if not has_shared:  # which keeps the input otherwise
+            saves.append(replace(s.layer_input, only_with="moe"))
+    else:
+        saves.append(s.layer_input)
+    return Router(
+        name="router",
+        module="moe",
+        weights=("router.weight",),
+        rows=rows,
+        inputs=hidden,
+        num_choices=config.num_choices,
+        saves=tuple(saves),
+    )
+
+
+def _shared_expert(s: LayerSizes) -> Operators:
+    """An MLP that all tokens use, and its gate."""
+    config = _moe_config(s.shape)
+    inner_size = config.shared_expert_intermediate_size
+    assert inner_size is not None, "callers check it"
+    router = _router(s, has_shared=True)
+    saves = () if s.layer_input in router.saves else (s.layer_input,)
+    operators = _mlp_operators(s, inner_size, module="moe", saves=saves, prefix="shared.")
+    if config.shared_expert_gate:
+        # the output of the expert, and the gate
+        gate_inputs = Saved(s.outside * (s.width + s.itemsize), dropped_by=("moe",))
+        operators.append(
+            Gate(
+                name="shared_gate",
+                module="moe",
+                numel=s.outside * s.shape.hidden_size,
+                weights=("shared_gate.weight",),
+                inputs=s.shape.hidden_size,
+                saves=(gate_inputs,),
+            )
+        )
+    return operators
+
+
+def _latent_product(
+    s: LayerSizes, name: str, *, outputs: int, inputs: int, num_bytes: int = 0
+) -> Product:
+    """A projection into the width of the experts, or out of it, that keeps so many bytes."""
+    return Product(
+        name=name,
+        module="moe",
+        weights=(f"{name}.weight",),
+        rows=s.routed_tokens,
+        outputs=outputs,
+        inputs=inputs,
+        saves=(Saved(num_bytes, dropped_by=("moe",)),),
+    )
+
+
+def _dispatch(s: LayerSizes, name: str, *, num_bytes: int) -> Dispatch:
+    """Tokens to their experts, or back."""
+    return Dispatch(
+        name=name,
+        module="moe",
+        tokens=s.routed_tokens,
+        rows=s.expert_rows,
+        saves=(Saved(num_bytes, dropped_by=("moe",)),),
+    )
+
+
+def _expert_operators(s: LayerSizes) -> Operators:
+    """Up, activation and down of the local experts, of all rows that reach them."""
+    shape = s.shape
+    width = shape.expert_input_size
+    inner = shape.moe_ffn_size // s.etp
+    rows = s.expert_rows * s.etp
+    unit = rows * inner * s.itemsize
+    num_kept = 2 if shape.is_gated else 1  # inputs of the activation
+    recomputed = Saved(
+        (num_inner_tensors(shape) - 1 - num_kept) * unit, dropped_by=("moe", "moe_act")
+    )
+    up_weights = ["experts.up.weight"]
+    if shape.is_gated:
+        up_weights.append("experts.gate.weight")
+    up = _expert_product(
+        s,
+        up_weights,
+        outputs=len(up_weights) * inner,
+        inputs=width,
+        saves=Saved(rows * width * s.itemsize, dropped_by=("moe",)),
+    )
+    activation = Activation(
+        name="experts.activation",
+        module="moe_act",
+        rows=rows,
+        width=inner,
+        is_gated=shape.is_gated,
+        saves=(Saved(num_kept * unit, dropped_by=("moe",)), recomputed),
+        working=_expert_temporaries(s),
+    )
+    down = _expert_product(
+        s,
+        ["experts.down.weight"],
+        outputs=width,
+        inputs=inner,
+        saves=Saved(unit, dropped_by=("moe", "moe_act")),
+    )
+    return [up, activation, down]
+
+
+def _expert_product(
+    s: LayerSizes, weights: list[str], *, outputs: int, inputs: int, saves: Saved
+) -> ExpertProduct:
+    """One product per local expert."""
+    config = _moe_config(s.shape)
+    return ExpertProduct(
+        name=weights[0].removesuffix(".weight"),
+        module="moe",
+        weights=tuple(weights),
+        rows=s.routed_rows * s.etp,
+        outputs=outputs,
+        inputs=inputs,
+        num_experts=config.num_experts // s.ep,
+        topk=config.router_topk,
+        num_choices=config.num_choices,
+        saves=(saves,),
+    )
+
+
+def _expert_temporaries(s: LayerSizes) -> int:
+    """Gradients inside an MLP, of rows of experts, and of weights that a grouped product returns."""
+    shape = s.shape
+    expert_bytes = s.expert_rows * shape.moe_ffn_size * s.itemsize
+    working = _mlp_temporaries(s, inner_bytes=max(_dense_inner_bytes(s), expert_bytes))
+    if s.device == "cpu":
+        return working
+    num_weights = (2 if shape.is_gated else 1) * _moe_config(shape).num_experts // s.ep
+    weight_rows = num_weights * shape.moe_ffn_size // s.etp
+    return working + (s.expert_rows + weight_rows) * s.width

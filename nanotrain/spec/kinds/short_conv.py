@@ -1,22 +1,23 @@
-"""Gated short convolution (LFM2), the pure half of model/short_conv.py."""
+"""Gated short convolution (LFM2): parameters and operators; the module is model/short_conv.py."""
 
-from collections.abc import Collection
-
-from nanotrain.spec.declaration import ContextRank, Declaration, RankSizes, Specs, nest
+from nanotrain.spec.declaration import Declaration, Specs, nest
+from nanotrain.spec.layer_sizes import LayerSizes
+from nanotrain.spec.operators import Convolution, Gate, Operators, Saved
+from nanotrain.spec.over_cp import halo
 from nanotrain.spec.shape import ModelShape
 
 
 def declare(declare: Declaration) -> Specs:
-    """Two gates, the values, their convolution and the output; all of the width of the residual
-    stream.
-    """
-    hidden, bias = declare.shape.hidden_size, declare.shape.has_linear_bias
+    """Two gates, the values, their convolution and the output, all as wide as the hidden state."""
+    hidden = declare.shape.hidden_size
+    bias = declare.shape.has_linear_bias
     projection = declare.column_linear(hidden, hidden, bias=bias)
+    convolution = declare.convolution(hidden, kernel_size(declare.shape), bias=bias)
     return (
         *nest("gate_in", projection),
         *nest("gate_out", projection),
         *nest("value", projection),
-        *nest("conv", declare.convolution(hidden, kernel_size(declare.shape), bias=bias)),
+        *nest("conv", convolution),
         *nest("output", declare.row_linear(hidden, hidden, bias=bias)),
     )
 
@@ -27,12 +28,26 @@ def kernel_size(shape: ModelShape) -> int:
     return shape.linear_attention.conv_kernel_dim
 
 
-def saved_bytes(rank: RankSizes, layer: int, *, modules: Collection[str]) -> int:
-    """The factors of both products, and the input of the output projection."""
-    return rank.tokens * 6 * rank.shape.hidden_size // rank.tp * rank.itemsize
-
-
-def cp_bytes(shape: ModelShape, rank: ContextRank) -> dict[str, tuple[int, int]]:
-    """The tokens before each chunk, and their gradients back."""
-    num_bytes = rank.halo_bytes((kernel_size(shape) - 1) * shape.hidden_size)
-    return {"p2p": (num_bytes, num_bytes)}
+def operators(s: LayerSizes) -> Operators:
+    """output(gate_out * conv(gate_in * value))."""
+    channels = s.shape.hidden_size // s.tp
+    numel = s.tokens * channels
+    factor = Saved(numel * s.itemsize)
+    convolution = Convolution(
+        name="conv",
+        weights=("conv.weight",),
+        rows=s.tokens,
+        channels=channels,
+        kernel_size=kernel_size(s.shape),
+        saves=(factor,),
+        over_cp=halo(s, channels=channels, kernel_size=kernel_size(s.shape)),
+    )
+    return [
+        s.column(
+            {"gate_in": channels, "gate_out": channels, "value": channels}, saves=(s.layer_input,)
+        ),
+        Gate(name="gate_in", numel=numel, saves=(factor, factor)),
+        convolution,
+        Gate(name="gate_out", numel=numel, saves=(factor, factor)),
+        s.row(channels, saves=(factor,)),
+    ]

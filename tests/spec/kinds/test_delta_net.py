@@ -8,9 +8,11 @@ import pytest
 
 from nanotrain.config.layer_kinds import LinearAttentionConfig
 from nanotrain.config.model import ModelConfig
-from nanotrain.spec.declaration import ContextRank, Declaration
+from nanotrain.spec.declaration import Declaration
 from nanotrain.spec.kinds import MIXERS
+from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.shape import ModelShape
+from tests.spec.kinds.sent import sent_over_cp
 
 MODEL = ModelConfig(num_layers=2, hidden_size=2048, vocab_size=8)
 QWEN3_NEXT = replace(
@@ -63,20 +65,26 @@ def test_parameters_are_those_of_the_published_model_and_follow_the_heads(
 
 
 def test_a_state_is_read_twice_and_written_once_per_token() -> None:
-    flops = MIXERS["gated_delta_net"].sequence_flops(ModelShape.of(QWEN3_NEXT), 0, seq_length=10)
-    assert flops == 10 * 3 * 6 * 32 * 128 * 128
+    sizes = LayerSizes.of_model(ModelShape.of(QWEN3_NEXT), seq_length=10)
+    operators = MIXERS["gated_delta_net"].operators(sizes)
+    flops = sum(operator.sequence_flops for operator in operators)
+    assert flops == 10 * 3 * 2 * 32 * 128 * 128
 
 
 @pytest.mark.parametrize("num_tokens", [1024, 4096])
 def test_states_over_cp_are_as_large_for_every_length_and_heads_are_not(num_tokens: int) -> None:
-    shape = ModelShape.of(QWEN3_NEXT)
-    rank = ContextRank(0, 4, tp=2, num_sequences=1, itemsize=2, num_positions=num_tokens)
-    cp_bytes = MIXERS["gated_delta_net"].cp_bytes
-    assert cp_bytes is not None
-    states = cp_bytes(shape, rank)
+    rank = LayerSizes(
+        ModelShape.of(QWEN3_NEXT),
+        batch_size=1,
+        seq_length=num_tokens,
+        tp=2,
+        cp=4,
+        cp_comm_type="p2p",
+    )
+    states = sent_over_cp("gated_delta_net", rank)
     assert states["all_gather"] == (3 * 2 * 16 * 128 * 256 * 4, 0) == states["reduce_scatter"][::-1]
     assert states["p2p"] == (3 * 8192 // 2 * 2,) * 2
-    heads = cp_bytes(shape, replace(rank, comm_type="a2a"))
+    heads = sent_over_cp("gated_delta_net", replace(rank, cp_comm_type="a2a"))
     # key heads are 8 per tp rank, which 4 divides: none is repeated
     assert (
         heads["all_to_all"]

@@ -1,17 +1,17 @@
 """DeepSeek Sparse Attention, pure: what tp replicates, FLOPs, and bytes over cp."""
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 from nanotrain.config.layer_kinds import DSAConfig
 from nanotrain.config.model import MLAConfig, ModelConfig
 from nanotrain.spec.counts import flops_per_token
-from nanotrain.spec.declaration import ContextRank, Declaration, RankSizes
+from nanotrain.spec.declaration import Declaration
 from nanotrain.spec.kinds import MIXERS
+from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.shape import ModelShape
+from tests.spec.kinds.sent import sent_over_cp
 
 MODEL = ModelConfig(
     num_layers=1,
@@ -50,30 +50,31 @@ def test_every_tp_rank_has_the_whole_indexer(sequence_parallel: bool) -> None:
     }
 
 
+def forward_flops(kind: str, shape: ModelShape, *, seq_length: int) -> int:
+    sizes = LayerSizes.of_model(shape, seq_length=seq_length)
+    return sum(operator.sequence_flops for operator in MIXERS[kind].operators(sizes))
+
+
 def test_flops_grow_with_the_selected_keys_and_scores_of_the_index_with_all() -> None:
     def of_sequence(topk: int, length: int) -> int:
         shape = replace(SHAPE, dsa=replace(MODEL.dsa, topk=topk))
-        return KIND.sequence_flops(shape, 0, seq_length=length)
+        return forward_flops("dsa", shape, seq_length=length)
 
-    dense = MIXERS["mla"].sequence_flops(SHAPE, 0, seq_length=64)
-    of_index = 3 * 3 * 8 * 64**2
+    dense = forward_flops("mla", SHAPE, seq_length=64)
+    of_index = 3 * 8 * 64**2
     assert of_sequence(64, 64) == of_sequence(1000, 64) == dense + of_index
     pairs = sum(min(position + 1, 16) for position in range(64))
-    # scores and weighted sum; forward, and twice as much backward; 16 more pairs are those that a
-    # causal mask halves
-    assert of_sequence(16, 64) - of_index == pytest.approx(3 * 4 * (12 + 6) * 2 * pairs, rel=0.02)
+    # scores and weighted sum; 16 more pairs are those that a causal mask halves
+    assert of_sequence(16, 64) - of_index == pytest.approx(4 * (12 + 6) * 2 * pairs, rel=0.02)
     assert flops_per_token(SHAPE, 64) < flops_per_token(
         replace(SHAPE, dsa=replace(MODEL.dsa, topk=64)), 64
     )
 
 
 def test_keys_values_and_index_keys_are_gathered_over_cp() -> None:
-    rank = ContextRank(
-        0, 4, tp=2, num_sequences=2, itemsize=2, num_positions=10, comm_type="allgather"
-    )
-    assert KIND.cp_bytes is not None
+    rank = LayerSizes(SHAPE, batch_size=2, seq_length=5, tp=2, cp=4, cp_comm_type="allgather")
     num_bytes = 3 * 10 * (2 * (12 + 6) + 8) * 2
-    assert KIND.cp_bytes(SHAPE, rank) == {
+    assert sent_over_cp("dsa", rank) == {
         "all_gather": (num_bytes, 0),
         "reduce_scatter": (0, num_bytes),
     }
@@ -86,5 +87,6 @@ def test_temporaries_are_bounded_by_blocks_of_queries_and_the_keys() -> None:
     measured = {(16, 2048): 893_327_104, (32, 4096): 1_502_188_800, (128, 4096): 5_251_339_520}
     for (heads, tokens), num_bytes in measured.items():
         shape = replace(SHAPE, num_heads=heads, head_dim=192, value_head_dim=128, dsa=DSAConfig())
-        rank = SimpleNamespace(shape=shape, tp=1, cp=1, tokens=tokens, batch_size=1)
-        assert KIND.working_bytes(cast(RankSizes, rank)) == pytest.approx(num_bytes, rel=0.08)
+        sizes = LayerSizes.of_model(shape, seq_length=tokens)
+        working = max(operator.working for operator in KIND.operators(sizes))
+        assert working == pytest.approx(num_bytes, rel=0.08)

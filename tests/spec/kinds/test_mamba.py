@@ -6,10 +6,12 @@ import pytest
 
 from nanotrain.config.layer_kinds import MambaConfig
 from nanotrain.config.model import ModelConfig
-from nanotrain.spec.declaration import ContextRank, Declaration
+from nanotrain.spec.declaration import Declaration
 from nanotrain.spec.kinds import MIXERS
+from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.shape import ModelShape
+from tests.spec.kinds.sent import sent_over_cp
 
 MODEL = ModelConfig(
     num_layers=1,
@@ -49,11 +51,8 @@ def test_only_wide_products_are_in_fp8() -> None:
 
 @pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
 def test_what_is_sent_for_the_scan_grows_with_the_sequence_by_heads_only(comm_type: str) -> None:
-    rank = ContextRank(
-        1, 4, tp=1, num_sequences=2, itemsize=2, num_positions=64, comm_type=comm_type
-    )
-    assert KIND.cp_bytes is not None
-    sent, longer = (KIND.cp_bytes(SHAPE, each) for each in (rank, replace(rank, num_positions=128)))
+    rank = LayerSizes(SHAPE, batch_size=2, seq_length=32, cp=4, cp_index=1, cp_comm_type=comm_type)
+    sent, longer = (sent_over_cp("mamba2", each) for each in (rank, replace(rank, seq_length=64)))
     assert (sent == longer) == (comm_type == "p2p")
     # three tokens before both chunks, of values, keys and queries
     assert sent["p2p"] == (2 * 2 * 3 * (64 + 2 * 12) * 2,) * 2

@@ -12,10 +12,12 @@ import pytest
 
 from nanotrain.planner.engine import engine_of, with_sections
 from nanotrain.planner.hardware import gpu_of
-from nanotrain.planner.layer_bytes import LayerBytes
 from nanotrain.planner.memory import estimate_memory
-from nanotrain.planner.operators import Layers
-from nanotrain.planner.parts import Streams
+from nanotrain.planner.operator_time import OperatorTimes
+from nanotrain.planner.parts import Part, Parts, Streams
+from nanotrain.planner.program_bytes import ProgramBytes
+from nanotrain.spec.kinds import MLPS
+from nanotrain.spec.kinds.block import block_operators
 from tests.planner.scenarios import llama
 
 MEASURED = list(
@@ -31,17 +33,24 @@ MODELS: dict[str, dict[str, Any]] = {
 MOE = {"num_experts": 64, "moe_router_topk": 8, "moe_ffn_hidden_size": 1024}
 
 
-def passes(layers: Layers, **options: Any) -> tuple[Streams, Streams]:
+def block(times: OperatorTimes, layer: int = 0) -> Parts:
+    return times.parts(block_operators(times.sizes, layer))
+
+
+def core_attention(times: OperatorTimes, layer: int = 0) -> Part:
+    return next(part for part in block(times, layer) if part.name == "core_attn")
+
+
+def passes(layers: OperatorTimes, **options: Any) -> tuple[Streams, Streams]:
     forward, backward = Streams(), Streams()
-    parts = layers.block(0)
-    for part in parts:
+    for part in block(layers):
         part.run_forward(forward)
         part.run_backward(backward, **options)
     return forward, backward
 
 
 def test_both_halves_of_the_backward_are_all_of_it() -> None:
-    layers = Layers(llama(8))
+    layers = OperatorTimes(llama(8))
     _, whole = passes(layers)
     _, dgrad = passes(layers, wgrad=False)
     _, wgrad = passes(layers, dgrad=False)
@@ -50,14 +59,14 @@ def test_both_halves_of_the_backward_are_all_of_it() -> None:
 
 
 def test_the_backward_is_about_twice_the_forward() -> None:
-    forward, backward = passes(Layers(llama(8)))
+    forward, backward = passes(OperatorTimes(llama(8)))
     assert 1.8 < backward.compute / forward.compute < 2.4
     assert forward.seconds == forward.compute
 
 
 def test_tensor_parallelism_splits_the_products_and_communicates() -> None:
-    one, _ = passes(Layers(llama(8)))
-    eight, _ = passes(Layers(llama(8, tp=8)))
+    one, _ = passes(OperatorTimes(llama(8)))
+    eight, _ = passes(OperatorTimes(llama(8, tp=8)))
     assert one.compute / 8 < eight.compute < one.compute / 4
     assert eight.exposed["tp"] > 0
     assert eight.collectives == 4
@@ -65,30 +74,32 @@ def test_tensor_parallelism_splits_the_products_and_communicates() -> None:
 
 @pytest.mark.parametrize("comm_type", ["p2p", "a2a", "allgather"])
 def test_context_parallelism_splits_the_tokens(comm_type: str) -> None:
-    one, _ = passes(Layers(llama(8, seq_length=16384, max_position_embeddings=16384)))
+    one, _ = passes(OperatorTimes(llama(8, seq_length=16384, max_position_embeddings=16384)))
     values = {
         "seq_length": 16384,
         "max_position_embeddings": 16384,
         "cp": 4,
         "cp_comm_type": comm_type,
     }
-    four, _ = passes(Layers(llama(8, **values)))
+    four, _ = passes(OperatorTimes(llama(8, **values)))
     assert one.compute / 4.5 < four.compute < one.compute / 3
     assert (four.exposed["cp"] > 0) == (comm_type != "p2p")
 
 
 def test_experts_take_the_time_of_the_tokens_that_they_get() -> None:
-    dense, _ = passes(Layers(llama(8, ffn_hidden_size=8 * 1024)))
-    experts, _ = passes(Layers(llama(8, ep=8, **MOE)))
-    busy, _ = passes(Layers(llama(8, ep=8, options={"imbalance": 1.5}, **MOE)))
-    padded, _ = passes(Layers(llama(8, ep=8, moe_expert_rank_capacity_factor=1.5, **MOE)))
+    dense, _ = passes(OperatorTimes(llama(8, ffn_hidden_size=8 * 1024)))
+    experts, _ = passes(OperatorTimes(llama(8, ep=8, **MOE)))
+    busy, _ = passes(OperatorTimes(llama(8, ep=8, options={"imbalance": 1.5}, **MOE)))
+    padded, _ = passes(OperatorTimes(llama(8, ep=8, moe_expert_rank_capacity_factor=1.5, **MOE)))
     assert dense.compute < experts.compute < padded.compute < busy.compute, "products skip padding"
     assert 0 < experts.exposed["ep"] < padded.exposed["ep"] == busy.exposed["ep"]
 
 
 def test_a_node_gets_every_token_once_with_a_flexible_dispatcher() -> None:
     sent, flex = (
-        passes(Layers(llama(64, ep=64, options={"dispatcher": name}, **MOE)))[0].exposed["ep"]
+        passes(OperatorTimes(llama(64, ep=64, options={"dispatcher": name}, **MOE)))[0].exposed[
+            "ep"
+        ]
         for name in ("alltoall", "flex")
     )
     assert flex < sent
@@ -97,7 +108,7 @@ def test_a_node_gets_every_token_once_with_a_flexible_dispatcher() -> None:
 def test_group_limited_routing_reaches_fewer_nodes() -> None:
     limited = {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
     anywhere, grouped = (
-        passes(Layers(llama(64, ep=64, options={"dispatcher": "flex"}, **MOE, **groups)))[
+        passes(OperatorTimes(llama(64, ep=64, options={"dispatcher": "flex"}, **MOE, **groups)))[
             0
         ].exposed["ep"]
         for groups in ({}, limited)
@@ -107,20 +118,20 @@ def test_group_limited_routing_reaches_fewer_nodes() -> None:
 
 
 def test_eight_bits_shorten_products_and_add_casts() -> None:
-    bf16, _ = passes(Layers(llama(8)))
-    fp8, _ = passes(Layers(llama(8, options={"matmul_dtype": "fp8"})))
+    bf16, _ = passes(OperatorTimes(llama(8)))
+    fp8, _ = passes(OperatorTimes(llama(8, options={"matmul_dtype": "fp8"})))
     assert 0.5 < fp8.compute / bf16.compute < 0.9
     assert fp8.launches > bf16.launches
 
 
 def test_latent_attention_and_windows() -> None:
     latent = llama(8, multi_latent_attention=True, q_lora_rank=1536, num_query_groups=None)
-    forward, _ = passes(Layers(latent))
+    forward, _ = passes(OperatorTimes(latent))
     assert forward.compute > 0
     full, window = (
-        Layers(llama(8, seq_length=16384, max_position_embeddings=16384, **more))
-        .core_attention(0, (32, 8))
-        .forward
+        core_attention(
+            OperatorTimes(llama(8, seq_length=16384, max_position_embeddings=16384, **more))
+        ).forward
         for more in ({}, {"window_size": 1024})
     )
     assert window < 0.4 * full
@@ -128,12 +139,12 @@ def test_latent_attention_and_windows() -> None:
 
 def test_chunks_of_attention_are_sequences_of_their_own() -> None:
     sizes = {"seq_length": 8192, "max_position_embeddings": 8192}
-    chunked = Layers(llama(8, **sizes, attention_chunk_size=3072, window_attn_skip_freq="2"))
-    full, first = (chunked.core_attention(layer, (32, 8)) for layer in (1, 0))
-    shape = chunked.shape
+    chunked = OperatorTimes(llama(8, **sizes, attention_chunk_size=3072, window_attn_skip_freq="2"))
+    full, first = (core_attention(chunked, layer) for layer in (1, 0))
+    shape = chunked.sizes.shape
     assert first.flops / full.flops == pytest.approx((2 * 3072**2 + 2048**2) / 8192**2, rel=1e-3)
     assert first.forward < 0.5 * full.forward
-    assert [shape.attention_lengths(layer, seq_length=8192) for layer in (0, 1)] == [
+    assert [shape.attention_chunks(layer, seq_length=8192) for layer in (0, 1)] == [
         ((2, 3072), (1, 2048)),
         ((1, 8192),),
     ]
@@ -143,7 +154,7 @@ def test_sparse_attention_is_bound_by_the_scores_of_all_pairs() -> None:
     sparse = {"multi_latent_attention": True, "q_lora_rank": 256, "num_query_groups": None}
     sparse |= {"sparse_attention_type": "dsa", "dsa_indexer_n_heads": 16}
     (full, _), (one, _), (two, sums), (untrained, _) = (
-        passes(Layers(llama(8, **sparse | more)))
+        passes(OperatorTimes(llama(8, **sparse | more)))
         for more in (
             {"sparse_attention_type": None, "dsa_indexer_n_heads": None},
             {},
@@ -159,7 +170,7 @@ def test_sparse_attention_is_bound_by_the_scores_of_all_pairs() -> None:
 
 def test_attention_that_writes_its_scores_takes_longer() -> None:
     flash, written = (
-        Layers(llama(8, attention_backend=name)).core_attention(0, (32, 8)).forward
+        core_attention(OperatorTimes(llama(8, attention_backend=name))).forward
         for name in ("flash", "unfused")
     )
     assert written > 2 * flash
@@ -176,9 +187,9 @@ def test_layers_with_experts_take_as_long_as_measured() -> None:
             8, ep=8, expert_tensor_parallel_size=1, activation="gelu", num_query_groups=None, **MODELS[row["sizes"]],
             options={"matmul_dtype": row["dtype"], "dispatcher": row["dispatcher"]},
         )  # fmt: skip
-        layers = Layers(replace(scenario, engine=engine))
+        layers = OperatorTimes(replace(scenario, engine=engine))
         streams = Streams(), Streams()
-        for part in layers.experts():
+        for part in layers.parts(MLPS["moe"].operators(layers.sizes)):
             part.run_forward(streams[0])
             part.run_backward(streams[1])
         for name, each in zip(("forward_ms", "backward_ms"), streams, strict=True):
@@ -192,8 +203,8 @@ def test_heads_of_odd_widths_are_slow_where_scores_are_written_out(
     backend: str, is_slow: bool
 ) -> None:
     def seconds(head_dim: int) -> float:
-        layers = Layers(llama(8, kv_channels=head_dim, attention_backend=backend))
-        return next(part.forward for part in layers.block(0) if part.name == "core_attn")
+        layers = OperatorTimes(llama(8, kv_channels=head_dim, attention_backend=backend))
+        return core_attention(layers).forward
 
     assert (seconds(108) > 1.5 * seconds(112)) == is_slow
 
@@ -215,8 +226,9 @@ def test_layers_with_a_window_have_key_heads_of_their_own(engine: str, cp: int) 
     layers = {mixed.shape.has_window(layer): layer for layer in (0, 1)}
     for has_window, other in ((True, wide), (False, narrow)):
         layer = layers[has_window]
-        assert Layers(mixed).block(layer) == Layers(other).block(layer)
-        assert LayerBytes(mixed).block(layer) == LayerBytes(other).block(layer)
-    assert Layers(wide).block(layers[True]) != Layers(narrow).block(layers[True])
+        assert block(OperatorTimes(mixed), layer) == block(OperatorTimes(other), layer)
+        assert ProgramBytes(mixed).block(layer) == ProgramBytes(other).block(layer)
+    windowed = layers[True]
+    assert block(OperatorTimes(wide), windowed) != block(OperatorTimes(narrow), windowed)
     kept = [estimate_memory(each).activations for each in (narrow, mixed, wide)]
     assert kept == sorted(kept) and kept[0] < kept[1] < kept[2]

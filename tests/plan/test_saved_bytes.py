@@ -11,8 +11,8 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
 from nanotrain.config.schema import with_values
-from nanotrain.plan.activations import Activations
 from nanotrain.plan.plan import plan_run
+from nanotrain.plan.saved_bytes import SavedBytes
 from tests.harness import parallel_config, run_ranks
 from tests.train.saved_tensors import (
     config_of,
@@ -197,8 +197,8 @@ def test_a_backward_needs_the_largest_group_at_once():
         )
         for setting in ("", FULL, f"{FULL} --recompute-method uniform --recompute-num-layers 3")
     }
-    stages = [Activations(plan, "cpu").stage(plan.stages[0].spec) for plan in plans.values()]
-    block, block_input = Activations(plans[""], "cpu").block(0), 2 * 128 * 64 * 4
+    stages = [SavedBytes(plan, "cpu").stage(plan.stages[0].spec) for plan in plans.values()]
+    block, block_input = SavedBytes(plans[""], "cpu").block(0), 2 * 128 * 64 * 4
     assert [stage.recomputed for stage in stages] == [
         0,
         block - block_input,
@@ -212,7 +212,7 @@ def test_offloaded_blocks_are_on_the_device_two_at_a_time():
     plan = plan_run(
         load(f"{words} --cpu-offloading --cpu-offloading-num-layers 3".split()).config, 1, rank=0
     )
-    kept = Activations(plan, "cuda")
+    kept = SavedBytes(plan, "cuda")
     stage, block = kept.stage(plan.stages[0].spec), kept.block(0)
     assert (stage.kept, stage.recomputed) == (kept.head() + 2 * block, 2 * block)
 
@@ -221,8 +221,8 @@ def test_documents_add_no_mask_and_keep_grouped_heads_as_a_gpu_does():
     config = load(f"--mock-data --vocab-size 512 {SIZES} {LLAMA} --bf16".split()).config
     plan = plan_run(config, 1, rank=0)
     masked = replace(plan, config=with_values(config, {"data.reset_attention_mask": True}))
-    assert Activations(masked, "cpu").block(0) == Activations(plan, "cuda").block(0)
-    saved = Activations(plan, "cpu").block(0) - Activations(plan, "cuda").block(0)
+    assert SavedBytes(masked, "cpu").block(0) == SavedBytes(plan, "cuda").block(0)
+    saved = SavedBytes(plan, "cpu").block(0) - SavedBytes(plan, "cuda").block(0)
     assert saved == 2 * 128 * 2 * (4 - 2) * 16 * 2  # tokens, key and value, heads, width, bf16
 
 
@@ -231,7 +231,7 @@ def test_a_stage_without_layers_keeps_no_blocks(words: str) -> None:
     layout = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|tL --mock-data --vocab-size 300"
     config = load(f"{SIZES} {layout} {words}".split()).config
     (stage,) = plan_run(config, 2, rank=0).stages
-    of_stage = Activations(plan_run(config, 2, rank=0), "cpu").stage(stage.spec)
+    of_stage = SavedBytes(plan_run(config, 2, rank=0), "cpu").stage(stage.spec)
     assert (
         of_stage.kept
         == of_stage.recomputed

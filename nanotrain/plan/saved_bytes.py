@@ -1,0 +1,257 @@
+"""`SavedBytes`: bytes that autograd saves for one microbatch on one rank, a fold over operators.
+
+Source: Korthikanti et al. 2022, section 4; here neither attention scores nor logits are saved. A
+tensor that several operations save counts once; parameters do not count.
+`tests/plan/test_saved_bytes.py` compares with torch. Recomputation (docs/recompute.md) saves
+less, but during a backward the recomputed part is in memory too.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanotrain.attention.backends import AttentionChoice, AttentionDevice, installed_torch
+from nanotrain.memory.block_transforms import recomputed_groups
+from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
+from nanotrain.parallel.tp.loss import chunk_tokens
+from nanotrain.plan.plan import Plan
+from nanotrain.precision.dtypes import Precision
+from nanotrain.spec.kinds import MIXERS, MLPS
+from nanotrain.spec.kinds.block import (
+    block_operators,
+    embedding_operators,
+    head_operators,
+    mtp_operators,
+)
+from nanotrain.spec.layer_sizes import FP32, LayerSizes
+from nanotrain.spec.operators import Operator
+from nanotrain.spec.stages import StageSpec
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes that a stage keeps of one microbatch."""
+
+    kept: int  # from its forward to its backward
+    # additionally during its backward: the largest part that is recomputed or copied back at once
+    recomputed: int
+    complete: int  # without recomputation, as between I and W
+    freed: int = 0  # bytes of `kept` freed before the backward of the blocks begins
+    working: int = 0  # temporaries of a backward
+    loss: int = 0  # temporaries of the loss, in a forward
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Bytes of the blocks of a stage, or of its layers of multi-token prediction."""
+
+    kept: int
+    recomputed: int
+    complete: int
+
+
+def saved_bytes(operators: Iterable[Operator], modules: Collection[str] = ()) -> int:
+    """Bytes that operators keep for their backward if some modules are recomputed."""
+    return sum(operator.saved_bytes(modules) for operator in operators)
+
+
+def layer_sizes(plan: Plan, device: str) -> LayerSizes:
+    """The sizes of the rank of a plan.
+
+    Args:
+        plan: plan of a rank.
+        device: "cpu" or "cuda"; the attention backends of the two save different tensors.
+    """
+    config = plan.config
+    axis_sizes = {axis: spec.size for axis, spec in plan.groups.items()}
+    sizes = LayerSizes.of(config, plan.shape, sizes=axis_sizes)
+    choice = AttentionChoice.of(config, AttentionDevice(device, (9, 0), installed_torch()))
+    backend_names = {window: backend.name for window, (backend, _) in choice.backends.items()}
+    return replace(
+        sizes,
+        cp_index=plan.groups["cp"].index,
+        device=device,
+        backend=backend_names.get(False, ""),
+        window_backend=backend_names.get(True, ""),
+        expert_rows=_expert_rows(plan, sizes),
+        writes_head=_writes_head(plan, device),
+    )
+
+
+def _expert_rows(plan: Plan, sizes: LayerSizes) -> int:
+    """Rows that a rank sends to experts, those on itself included."""
+    moe = plan.shape.moe
+    if moe is None:
+        return 0
+    options = DispatchOptions.of(plan.config)
+    return options.num_rows(
+        sizes.routed_tokens, moe.router_topk, num_experts=moe.num_experts, ep=sizes.ep
+    )
+
+
+def _is_fused(plan: Plan, device: str) -> bool:
+    """Whether matrix products may add the gradients of weights to the gradient buffer."""
+    fusion = plan.config.parallel.gradient_accumulation_fusion
+    return device == "cuda" if fusion is None else fusion
+
+
+def _writes_head(plan: Plan, device: str) -> bool:
+    """Whether the forward of the loss adds to the gradient buffer (parallel/tp/loss.py)."""
+    precision = Precision.of(plan.config.precision)
+    can_add = precision.grads is torch.float32 and precision.params is not torch.float16
+    is_transient = plan.data_parallel.strategy.shard_grads and plan.shape.has_embedding_at_end
+    return _is_fused(plan, device) and can_add and not is_transient
+
+
+class SavedBytes:
+    """Bytes that the rank of a plan keeps of a microbatch.
+
+    Args:
+        plan: plan of a rank.
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(self, plan: Plan, device: str) -> None:
+        self.sizes = layer_sizes(plan, device)
+        self.shape = plan.shape
+        self.memory = plan.config.memory
+        self.config = plan.config
+        self.modules = frozenset(self.memory.recomputed_modules)
+        is_sharded = plan.data_parallel.strategy.shard_grads
+        writes_wgrads = _is_fused(plan, device) and not is_sharded
+        # Unless it is written, autograd holds the gradient of a weight until all that read the
+        # weight have run.
+        is_held = self.shape.is_tied and not writes_wgrads
+        self.holds_head_grads = self.shape.num_mtp_layers > 0 or is_held
+        self.has_experts = False
+        for stage in plan.stages:
+            for layer in (*stage.spec.layers, *stage.mtp_layers):
+                self.has_experts |= self.shape.has_experts(layer)
+
+    def stage(self, spec: StageSpec) -> StageBytes:
+        """Bytes of a stage, with the recomputation of the plan."""
+        ends = saved_bytes(embedding_operators(self.sizes)) if spec.has_embedding else 0
+        ends += self.head() if spec.has_head else 0
+        blocks = self._blocks(spec.layers)
+        further = self._mtp_layers() if spec.has_head else _Blocks(0, 0, 0)
+        return StageBytes(
+            kept=ends + further.kept + blocks.kept,
+            recomputed=max(blocks.recomputed, further.recomputed),
+            complete=ends + further.complete + blocks.complete,
+            freed=0 if self.holds_head_grads else ends,
+            working=self.block_working(),
+            loss=self.loss_working() if spec.has_head else 0,
+        )
+
+    def _blocks(self, layers: Sequence[int]) -> _Blocks:
+        """Blocks of a stage that are recomputed, offloaded, or kept but for some modules."""
+        complete = [self.block(layer) for layer in layers]
+        if self.memory.recompute_granularity == "full":
+            return self._recomputed_blocks(complete)
+        if self.memory.cpu_offloading:
+            return self._offloaded_blocks(complete)
+        return self._selected_blocks(layers, complete)
+
+    def _recomputed_blocks(self, complete: list[int]) -> _Blocks:
+        """Groups of blocks of which the input is kept, and blocks that are kept after them."""
+        block_input = self.sizes.outside * self.sizes.width
+        groups = recomputed_groups(self.config, len(complete))
+        group_bytes = [sum(complete[index] for index in group) for group in groups]
+        num_grouped = sum(map(len, groups))
+        return _Blocks(
+            kept=len(groups) * block_input + sum(complete[num_grouped:]),
+            recomputed=max(group_bytes, default=block_input) - block_input,
+            complete=sum(complete),
+        )
+
+    def _offloaded_blocks(self, complete: list[int]) -> _Blocks:
+        """The first blocks are in host memory until their backward, which needs two at once."""
+        number = min(self.memory.cpu_offloading_num_layers, len(complete))
+        pairs = zip(complete[:number], [0, *complete], strict=False)
+        return _Blocks(
+            kept=sum(complete[number:]),
+            recomputed=max(map(sum, pairs), default=0),
+            complete=sum(complete),
+        )
+
+    def _selected_blocks(self, layers: Sequence[int], complete: list[int]) -> _Blocks:
+        """Blocks without what the recomputed modules keep."""
+        selected = [self.block(layer, self.modules) for layer in layers]
+        dropped = [a - b for a, b in zip(complete, selected, strict=True)]
+        return _Blocks(
+            kept=sum(selected), recomputed=max(dropped, default=0), complete=sum(complete)
+        )
+
+    def _mtp_layers(self) -> _Blocks:
+        """Layers of multi-token prediction; full recomputation keeps the input of their block."""
+        layers = self.shape.mtp_layers
+        complete = [self.block(layer) for layer in layers]
+        around = 0  # norms, projection and head
+        for layer in layers:
+            around += saved_bytes(mtp_operators(self.sizes, layer)) - self.block(layer)
+        if self.memory.recompute_granularity == "full":
+            selected = [self.sizes.outside * self.sizes.width] * len(complete)
+        else:
+            selected = [self.block(layer, self.modules) for layer in layers]
+        dropped = [a - b for a, b in zip(complete, selected, strict=True)]
+        return _Blocks(
+            kept=around + sum(selected),
+            recomputed=max(dropped, default=0),
+            complete=around + sum(complete),
+        )
+
+    def block(self, layer: int, modules: Collection[str] = ()) -> int:
+        """Bytes of a layer, by its index in the model, if some modules are recomputed."""
+        return saved_bytes(block_operators(self.sizes, layer), modules)
+
+    def head(self) -> int:
+        """The input of the final norm, and the gradients that the loss computes in its forward."""
+        return saved_bytes(head_operators(self.sizes))
+
+    def block_working(self) -> int:
+        """Temporaries of the backward of a block."""
+        largest = self._mlp_working("dense")
+        if self.has_experts:
+            largest = max(largest, self._mlp_working("moe"))
+        layer_of_kind = {self.shape.kinds(layer): layer for layer in range(self.shape.num_layers)}
+        for (mixer, mlp), layer in layer_of_kind.items():
+            if mixer is None:
+                continue
+            sizes = self.sizes.at(layer)
+            operators = MIXERS[mixer].operators(sizes)
+            working = max(operator.working for operator in operators)
+            if mlp is not None:  # what the MLP kept is freed before
+                working -= saved_bytes(MLPS[mlp].operators(sizes))
+            largest = max(largest, working)
+        return largest
+
+    def _mlp_working(self, kind: str) -> int:
+        """Temporaries of the backward of an MLP."""
+        return max(operator.working for operator in MLPS[kind].operators(self.sizes))
+
+    def loss_working(self, *, is_training: bool = True) -> int:
+        """Temporaries of the loss: its inputs, which autograd does not save, logits of a chunk and
+        gradients.
+        """
+        sizes = self.sizes
+        chunk = chunk_tokens(sizes.columns, device=sizes.device, is_training=is_training)
+        logits = min(sizes.tokens, chunk) * sizes.columns
+        chunk_hidden = 2 * min(sizes.tokens, chunk) * sizes.width
+        inputs = sizes.tokens * sizes.width + chunk_hidden
+        has_softcap = self.config.model.final_logit_softcapping is not None
+        if sizes.device == "cpu":
+            num_fp32 = 3 if has_softcap else 2
+            is_low = sizes.itemsize < FP32
+            if not is_low:
+                return inputs + logits * num_fp32 * FP32
+            # logits are converted for the softmax, wgrads for their sum over chunks
+            per_logit = num_fp32 * FP32 + sizes.itemsize
+            return inputs + logits * per_logit + sizes.columns * sizes.width
+        if is_training:  # the gradient is in the memory of the logits (parallel/tp/loss.py)
+            per_logit = sizes.itemsize
+            per_logit += 2 * FP32 if has_softcap else 0
+        else:
+            per_logit = FP32 + sizes.itemsize
+            per_logit += sizes.itemsize if has_softcap else 0
+        return inputs + logits * per_logit

@@ -1,0 +1,102 @@
+"""Times of routing tokens to experts.
+
+router_part           scores, choice and losses of the router
+dispatch_part         tokens to their experts, or back
+hide_behind_shared    a dispatch while the shared expert computes
+"""
+
+from dataclasses import replace
+from math import comb
+
+from nanotrain.planner.collectives import collective_s
+from nanotrain.planner.parts import Part, Parts
+from nanotrain.planner.rank_clock import RankClock
+from nanotrain.spec.operators import Dispatch, Router
+
+# launches that are left with CUDA graphs, which cannot hold the dispatch to experts
+GRAPH_LAUNCHES = 0.1
+ROUTER_LAUNCHES = 20  # scores, top k, losses, counts and their sums
+ROUTER_BYTES = 40  # per token and expert, forward: scores, probabilities and losses in fp32
+
+
+def router_part(clock: RankClock, router: Router) -> Part:
+    """Scores of the experts in fp32, and the choice of the top k."""
+    num_bytes = router.rows * router.num_choices * ROUTER_BYTES + router.rows * clock.sizes.width
+    launches = (ROUTER_LAUNCHES, ROUTER_LAUNCHES)
+    part = clock.memory("moe", num_bytes, backward=2 * num_bytes, launches=launches)
+    return _at_host_pace(clock, part, is_graphed=clock.scenario.cuda_graphs)
+
+
+def _at_host_pace(clock: RankClock, part: Part, *, is_graphed: bool = False) -> Part:
+    """A part that takes at least as long as its launches, because the host waits for counts."""
+    launch_s = clock.engine.launches.operator_s
+    if is_graphed:
+        launch_s *= GRAPH_LAUNCHES
+    forward, dgrad, _ = part.launches
+    return replace(
+        part,
+        forward=max(part.forward, forward * launch_s),
+        dgrad=max(part.dgrad, dgrad * launch_s),
+    )
+
+
+def dispatch_part(clock: RankClock, dispatch: Dispatch) -> Part:
+    """A permutation, and an all-to-all over ep with a gather over etp."""
+    width = clock.sizes.width
+    permuted = (dispatch.rows + dispatch.tokens) * width
+    if clock.scenario.dispatcher != "flex":
+        permuted *= 2
+    part = clock.memory("moe", permuted, backward=permuted, launches=(4, 4))
+    gathered = dispatch.rows * clock.sizes.etp * width
+    seconds = _transfer_s(clock, dispatch)
+    seconds += clock.collective("etp", "all_gather", num_bytes=gathered)
+    return replace(_at_host_pace(clock, part), group="ep", before=seconds, last=seconds)
+
+
+def _transfer_s(clock: RankClock, dispatch: Dispatch) -> float:
+    """Seconds of the transfer over ep."""
+    sizes = clock.sizes
+    dispatcher = clock.scenario.dispatcher
+    sent = dispatch.rows * sizes.width
+    if dispatcher == "allgather":
+        gathered = dispatch.tokens * sizes.ep * sizes.width
+        return clock.collective("ep", "all_gather", num_bytes=gathered)
+    if dispatcher not in ("flex", "hierarchical"):
+        return clock.collective("ep", "all_to_all", num_bytes=sent)
+    num_nodes = sizes.ep * sizes.etp // clock.gpu.gpus_per_node
+    if num_nodes <= 1:
+        num_bytes = sent * _distinct_share(clock, sizes.ep)
+        return clock.collective("ep", "all_to_all", num_bytes=num_bytes)
+    # a token goes to a node once, and on to its ranks while others arrive
+    across = sent * _distinct_share(clock, num_nodes)
+    inside = sent * _distinct_share(clock, sizes.ep)
+    across_s = clock.collective("ep", "all_to_all", num_bytes=across)
+    node = range(clock.gpu.gpus_per_node)
+    return max(across_s, collective_s(clock.gpu, "all_to_all", num_bytes=inside, ranks=node))
+
+
+def _distinct_share(clock: RankClock, num_targets: int) -> float:
+    """Share of the copies of a token that have different targets, of equally likely ones."""
+    moe = clock.sizes.shape.moe
+    assert moe is not None, "a dense model has no experts"
+    groups = moe.router_num_groups or 1
+    chosen = moe.router_group_topk or 1
+    reached = float(num_targets)
+    if chosen < groups and groups % num_targets == 0:  # whole groups of experts per target
+        missed = comb(groups - groups // num_targets, chosen) / comb(groups, chosen)
+        reached *= 1 - missed
+    return reached * (1 - (1 - 1 / reached) ** moe.router_topk) / moe.router_topk
+
+
+def hide_behind_shared(clock: RankClock, dispatch: Part, *, shared: Parts) -> Part:
+    """A dispatch of tokens, and of their gradients, while the shared expert computes."""
+    if not clock.engine.overlap.shared_expert:
+        return dispatch
+    share = clock.engine.operators.time_factor * (1 - clock.engine.overlap.contention)
+    forward = share * sum(part.forward for part in shared)
+    backward = share * sum(part.dgrad for part in shared)
+    return replace(
+        dispatch,
+        before=max(0.0, dispatch.before - forward),
+        last=max(0.0, dispatch.last - backward),
+    )

@@ -1,0 +1,359 @@
+"""`OperatorTimes`: times of the operators of a scenario, one function per class of operators.
+
+An operator whose class has no function is an error, so nothing is planned at the peak of the
+device. Products are in product_time.py, the dispatch to experts is in dispatch_time.py.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from math import ceil
+from typing import Any, NamedTuple
+
+from nanotrain.attention.delta_rule import has_fla
+from nanotrain.planner.dispatch_time import dispatch_part, hide_behind_shared, router_part
+from nanotrain.planner.kernels import (
+    LAUNCH_S,
+    AttentionShape,
+    Work,
+    attention_s,
+    attention_work,
+    matmul_s,
+    memory_s,
+    roofline_s,
+)
+from nanotrain.planner.parts import Part, Parts
+from nanotrain.planner.product_time import product_parts
+from nanotrain.planner.rank_clock import RankClock
+from nanotrain.spec.kinds.dsa import BLOCK_SCORES
+from nanotrain.spec.operators import (
+    Activation,
+    Attention,
+    Convolution,
+    Dispatch,
+    ExpertProduct,
+    Gate,
+    Indexer,
+    Lookup,
+    Loss,
+    Norm,
+    Operator,
+    Product,
+    Residual,
+    Rotary,
+    Router,
+    Scan,
+    ScanCost,
+    SparseAttention,
+)
+
+# of the peak, with rows of no multiple of 16 bytes: heads of 108 against 216 (bigscience)
+UNALIGNED_SHARE = 0.026
+# time of the backward of torch's attention in bf16 on a CPU, relative to fp32 (measured)
+CPU_LOW_BACKWARD = 1.45
+# per attention score that is written out, forward and backward: products, mask, softmax, dropout
+SCORE_FORWARD_BYTES = 13
+SCORE_BACKWARD_BYTES = 22
+# attention/sparse.py and chunks.py in fp32, of every causal pair
+INDEX_BYTES = 16  # per index head
+INDEX_LOSS_BYTES = 46  # per index head, with the loss
+TARGET_BYTES = 24  # per head of attention, with the loss
+SELECTION_BYTES = 160
+SPARSE_FORWARD_BYTES = 65  # per head
+SPARSE_BACKWARD_BYTES = 81  # per head
+# of one operator: the host takes about 6 us per kernel, and 50 us per operator (engines.yaml)
+KERNELS_PER_OPERATOR = 8
+# kernels of a fused scan, such as those of fla and mamba_ssm
+FUSED_SCAN_LAUNCHES = (10, 20)
+
+
+class Seconds(NamedTuple):
+    """Times of a pass."""
+
+    forward: float
+    backward: float
+
+
+class OperatorTimes(RankClock):
+    """The parts that operators take on a rank of a scenario."""
+
+    def parts(self, operators: Iterable[Operator]) -> Parts:
+        """The parts of operators, in their order."""
+        parts: Parts = []
+        shared: Parts = []  # of the shared expert, which a dispatch runs beside
+        has_dispatched = False
+        for operator in operators:
+            timed = TIMES[type(operator)](self, operator)
+            if isinstance(operator, Dispatch) and not has_dispatched:
+                timed = [hide_behind_shared(self, timed[0], shared=shared)]
+                has_dispatched = True
+            if operator.name.startswith("shared."):
+                shared += timed
+            if operator.over_cp and self.sizes.cp > 1:
+                timed = [self._over_cp(operator, part) for part in timed]
+            parts += timed
+        return parts
+
+    def _over_cp(self, operator: Operator, part: Part) -> Part:
+        """A part with the communication of context parallelism."""
+        share = self.sizes.cp / (self.sizes.cp - 1)  # with what a rank sends to itself
+        for sent in operator.over_cp:
+            operation = "all_gather" if sent.operation == "p2p" else sent.operation
+            before = self.collective("cp", operation, num_bytes=share * sent.forward)
+            last = self.collective("cp", operation, num_bytes=share * sent.backward)
+            part = replace(part, group="cp", before=part.before + before, last=part.last + last)
+        is_ring = [sent.operation for sent in operator.over_cp] == ["p2p"]
+        if not isinstance(operator, Attention) or not is_ring:
+            return part
+        # the keys that are there are attended to while others arrive
+        launches = (self.sizes.cp, 3 * self.sizes.cp, 0)
+        return replace(part, hides="tiles", pieces=self.sizes.cp, launches=launches)
+
+    def norm(self, operator: Norm) -> Parts:
+        """A norm reads and writes its elements; the backward reads the input too."""
+        num_bytes = operator.numel * self.sizes.itemsize
+        launches = (operator.launches, operator.backward_launches)
+        return [
+            self.memory(operator.name, 2 * num_bytes, backward=3 * num_bytes, launches=launches)
+        ]
+
+    def rotary(self, operator: Rotary) -> Parts:
+        """Rotary positions, in one operator or in several."""
+        passes = 2 if self.engine.operators.fused else operator.passes
+        num_bytes = passes * operator.numel * self.sizes.itemsize
+        launches = (passes, passes)
+        return [self.memory(operator.name, num_bytes, backward=num_bytes, launches=launches)]
+
+    def residual(self, operator: Residual) -> Parts:
+        """A fused addition reads only what the norm does not."""
+        passes = 1 if self.engine.operators.fused else 3
+        if self.config.model.hidden_dropout > 0:
+            passes += 1
+        num_bytes = passes * operator.numel * self.sizes.itemsize
+        return [self.memory(operator.name, num_bytes, backward=num_bytes)]
+
+    def gate(self, operator: Gate) -> Parts:
+        """The activation of a gate and its product, read and written once where they are fused."""
+        forward, backward = (3, 5) if self.engine.operators.fused else (5, 8)
+        num_bytes = operator.numel * self.sizes.itemsize
+        launches = (1, 1) if self.engine.operators.fused else (2, 3)
+        name = operator.module or operator.name
+        return [
+            self.memory(name, forward * num_bytes, backward=backward * num_bytes, launches=launches)
+        ]
+
+    def activation(self, operator: Activation) -> Parts:
+        """The activation function, by what it reads and writes of tensors of the inner width."""
+        is_fused = self.engine.operators.fused
+        if operator.is_gated:
+            forward, backward = (3, 5) if is_fused else (5, 11)
+            launches = (1, 1) if is_fused else (2, 4)
+        else:
+            forward, backward = (2, 3) if is_fused else (4, 5)
+            launches = (1, 1) if is_fused else (2, 2)
+        num_bytes = operator.numel * self.sizes.itemsize
+        name = operator.module
+        return [
+            self.memory(name, forward * num_bytes, backward=backward * num_bytes, launches=launches)
+        ]
+
+    def convolution(self, operator: Convolution) -> Parts:
+        """Short convolutions: the halo, the convolution and its activation."""
+        num_bytes = operator.rows * operator.channels * self.sizes.itemsize
+        count = len(operator.weights)
+        launches = (3 * count, 5 * count)
+        return [
+            self.memory(operator.name, 6 * num_bytes, backward=10 * num_bytes, launches=launches)
+        ]
+
+    def scan(self, operator: Scan) -> Parts:
+        """A scan in torch, or by fused kernels."""
+        if self._has_fused_scan(operator):
+            return [self._fused_scan(operator)]
+        forward = self._torch_scan_s(operator.forward)
+        backward = self._torch_scan_s(operator.backward)
+        launches = (
+            ceil(operator.forward.launches / KERNELS_PER_OPERATOR),
+            ceil(operator.backward.launches / KERNELS_PER_OPERATOR),
+            0,
+        )
+        flops = float(operator.forward.flops)
+        return [Part(operator.name, forward, backward, launches=launches, flops=flops)]
+
+    def _has_fused_scan(self, operator: Scan) -> bool:
+        """Whether one kernel computes all chunks: other programs, and delta rules with fla."""
+        if self.engine.name != "nanotrain":
+            return True
+        takes_fla = operator.name == "delta_rule" and self.sizes.itemsize == 2
+        return takes_fla and not self.gpu.is_cpu and has_fla()
+
+    def _torch_scan_s(self, cost: ScanCost) -> float:
+        """Seconds of eager operators in fp32: their launches, and their bytes or FLOPs."""
+        flops_per_s = self.gpu.peak("fp32") * self.gpu.reachable["fp32"]
+        work = Work(cost.flops, cost.num_bytes)
+        return (cost.launches - 1) * LAUNCH_S + roofline_s(self.gpu, work, flops_per_s=flops_per_s)
+
+    def _fused_scan(self, operator: Scan) -> Part:
+        """Kernels that multiply in the dtype of the activations and keep chunks on the chip."""
+        flops_per_s = self.gpu.peak(self.dtype) * self.gpu.reachable[self.dtype]
+        forward_work = Work(operator.forward.flops, operator.fused_bytes)
+        backward_work = Work(operator.backward.flops, 3 * operator.fused_bytes)
+        return Part(
+            operator.name,
+            roofline_s(self.gpu, forward_work, flops_per_s=flops_per_s),
+            roofline_s(self.gpu, backward_work, flops_per_s=flops_per_s),
+            launches=(*FUSED_SCAN_LAUNCHES, 0),
+            flops=float(operator.forward.flops),
+        )
+
+    def attention(self, operator: Attention) -> Parts:
+        """Scaled dot-product attention."""
+        cp = self.sizes.cp
+        splits_heads = self.sizes.cp_comm_type == "a2a"  # instead of the sequence
+        heads = max(1, operator.heads // cp) if splits_heads else operator.heads
+        kv_heads = max(1, operator.kv_heads // cp) if splits_heads else operator.kv_heads
+        share = 1 if splits_heads else 1 / cp  # every rank has its part of the pairs
+        forward = backward = flops = 0.0
+        for number, length in operator.chunks:
+            call = AttentionShape(
+                batch=operator.batch * number,
+                heads=heads,
+                kv_heads=kv_heads,
+                length=length,
+                head_dim=operator.head_dim,
+                value_head_dim=operator.value_head_dim,
+                window=operator.window,
+            )
+            seconds = self._attention_s(call)
+            forward += share * seconds.forward
+            backward += share * seconds.backward
+            flops += share * attention_work(call).flops
+        return [Part(operator.name, forward, backward, launches=(1, 3, 0), flops=flops)]
+
+    def _attention_s(self, call: AttentionShape) -> Seconds:
+        """Seconds of one call."""
+        if self.config.train.attention_backend in ("unfused", "local"):
+            return self._written_attention_s(call)
+        dtype = self.dtype if self.dtype in ("bf16", "fp16") else "bf16"
+        factor = self.engine.operators.attention_factor
+        forward = factor * attention_s(self.gpu, call, dtype=dtype)
+        backward = factor * attention_s(self.gpu, call, dtype=dtype, backward=True)
+        if self.gpu.is_cpu and self.sizes.itemsize == 2:
+            backward *= CPU_LOW_BACKWARD
+        return Seconds(forward, backward)
+
+    def _written_attention_s(self, call: AttentionShape) -> Seconds:
+        """Attention that writes its scores out."""
+        batch = call.batch * call.heads
+        scores = batch * call.length**2
+        key_product = (call.length, call.length, call.head_dim)
+        value_product = (call.length, call.head_dim, call.length)
+        products_s = matmul_s(self.gpu, key_product, dtype=self.dtype, num=batch)
+        products_s += matmul_s(self.gpu, value_product, dtype=self.dtype, num=batch)
+        if call.head_dim * self.sizes.itemsize % 16:
+            slow_peak = UNALIGNED_SHARE * self.gpu.peak(self.dtype)
+            products_s = max(products_s, 4.0 * scores * call.head_dim / slow_peak)
+        forward = memory_s(self.gpu, SCORE_FORWARD_BYTES * scores)
+        backward = memory_s(self.gpu, SCORE_BACKWARD_BYTES * scores)
+        return Seconds(products_s + forward, 2 * products_s + backward)
+
+    def indexer(self, operator: Indexer) -> Parts:
+        """Index scores, selection and loss once per forward, in fp32, a block at a time."""
+        pairs = operator.num_positions * operator.length / 2
+        flops = 2 * operator.heads * operator.head_dim
+        num_bytes = SELECTION_BYTES + operator.heads * INDEX_BYTES
+        summed_s = 0.0
+        if operator.has_loss:
+            flops *= 3
+            flops += 2 * operator.attention_heads * operator.attention_head_dim
+            num_bytes = SELECTION_BYTES + operator.heads * INDEX_LOSS_BYTES
+            num_bytes += operator.attention_heads * TARGET_BYTES
+            # the target, over all heads
+            summed_s = self.collective("tp", "all_reduce", num_bytes=4 * pairs)
+        else:
+            summed_s = self.collective("tp", "all_reduce", num_bytes=0)
+        launches = (50 * self._num_blocks(operator.length), 0, 0)
+        seconds = self._pairs_s(pairs, flops=flops, num_bytes=num_bytes)
+        return [
+            Part(
+                operator.name,
+                seconds,
+                launches=launches,
+                group="tp",
+                after=summed_s,
+                flops=flops * pairs,
+            )
+        ]
+
+    def sparse_attention(self, operator: SparseAttention) -> Parts:
+        """Scores of all causal pairs, of which those of other keys are masked."""
+        length = self.config.data.seq_length
+        pairs = self.sizes.tokens * length / 2
+        heads = operator.heads
+        key = operator.head_dim
+        value = operator.value_head_dim
+        num_blocks = self._num_blocks(length)
+        forward_flops = 2 * heads * (key + value)
+        backward_flops = 2 * heads * (3 * key + 2 * value)
+        forward = self._pairs_s(pairs, flops=forward_flops, num_bytes=heads * SPARSE_FORWARD_BYTES)
+        backward = self._pairs_s(
+            pairs, flops=backward_flops, num_bytes=heads * SPARSE_BACKWARD_BYTES
+        )
+        launches = (10 * num_blocks, 20 * num_blocks, 0)
+        flops = forward_flops * pairs
+        return [Part(operator.name, forward, backward, launches=launches, flops=flops)]
+
+    def _num_blocks(self, length: int) -> int:
+        """Blocks of queries of sparse attention."""
+        shape = self.sizes.shape
+        assert shape.dsa is not None, "sparse attention has its sizes"
+        heads = max(shape.num_heads // self.sizes.tp, shape.dsa.n_heads)
+        return max(1, self.sizes.tokens * length * heads // BLOCK_SCORES)
+
+    def _pairs_s(self, pairs: float, *, flops: float, num_bytes: float) -> float:
+        """Seconds of eager operators in fp32, by FLOPs and bytes per pair of tokens."""
+        flops_per_s = self.gpu.peak("fp32") * self.gpu.reachable["fp32"]
+        return pairs * flops / flops_per_s + memory_s(self.gpu, pairs * num_bytes)
+
+    def lookup(self, operator: Lookup) -> Parts:
+        """Look-up of the tokens, and the sum over the vocabularies of tp ranks."""
+        sizes = self.sizes
+        num_bytes = operator.rows * sizes.width
+        backward = 3 * num_bytes
+        if self.engine.operators.accumulation == "separate":
+            backward += 12 * sizes.columns * sizes.shape.hidden_size
+        part = self.memory(operator.name, 2 * num_bytes, backward=backward)
+        if sizes.tp == 1:
+            return [part]
+        if not sizes.sequence_parallel:
+            reduce_s = self.collective("tp", "all_reduce", num_bytes=num_bytes)
+            return [replace(part, group="tp", after=reduce_s)]
+        scatter_s = self.collective("tp", "reduce_scatter", num_bytes=num_bytes)
+        gather_s = self.collective("tp", "all_gather", num_bytes=num_bytes)
+        return [replace(part, group="tp", after=scatter_s, first=gather_s)]
+
+    def loss(self, operator: Loss) -> Parts:
+        """The softmax over the vocabulary, by what it reads and writes per logit."""
+        logits = operator.rows * operator.columns
+        forward = self.engine.operators.loss_forward_bytes * logits
+        backward = self.engine.operators.loss_backward_bytes * logits
+        return [self.memory(operator.name, forward, backward=backward, launches=(8, 4))]
+
+
+TIMES: dict[type[Operator], Callable[[OperatorTimes, Any], Parts]] = {
+    Product: product_parts,
+    ExpertProduct: product_parts,
+    Norm: OperatorTimes.norm,
+    Rotary: OperatorTimes.rotary,
+    Residual: OperatorTimes.residual,
+    Gate: OperatorTimes.gate,
+    Activation: OperatorTimes.activation,
+    Attention: OperatorTimes.attention,
+    SparseAttention: OperatorTimes.sparse_attention,
+    Indexer: OperatorTimes.indexer,
+    Convolution: OperatorTimes.convolution,
+    Scan: OperatorTimes.scan,
+    Router: lambda times, operator: [router_part(times, operator)],
+    Dispatch: lambda times, operator: [dispatch_part(times, operator)],
+    Lookup: OperatorTimes.lookup,
+    Loss: OperatorTimes.loss,
+}

@@ -1,0 +1,81 @@
+"""Times of matrix products with weights, and of the collectives of tensor parallelism.
+
+product_parts   linear layers, and those of experts; in 8 bits with the casts of their operands
+"""
+
+from dataclasses import replace
+
+from nanotrain.planner.kernels import BYTES, grouped_matmul_s, matmul_s, memory_s
+from nanotrain.planner.parts import Part, Parts
+from nanotrain.planner.rank_clock import RankClock
+from nanotrain.spec.operators import ExpertProduct, Product
+
+ACCUMULATED_BYTES = 10  # per weight: an operator of its own adds the gradient to an fp32 buffer
+
+
+def product_parts(clock: RankClock, product: Product) -> Parts:
+    """The parts of a product."""
+    sizes = clock.sizes
+    dtype = clock.dtype if product.name == "head" else clock.scenario.matmul_dtype
+    part = _product_part(clock, product, dtype=dtype)
+    if product.shard and sizes.tp > 1:
+        width = product.inputs if product.shard == "column" else product.outputs
+        num_bytes = product.rows * width * sizes.itemsize
+        part = _with_collectives(clock, part, shard=product.shard, num_bytes=num_bytes)
+    if dtype == clock.dtype:
+        return [part]
+    # operands into fewer bits, in both layouts
+    per_element = sizes.itemsize + 2 * BYTES[dtype]
+    read = product.rows * product.inputs * per_element
+    written = product.rows * product.outputs * per_element
+    return [clock.memory(part.name, read, backward=written), part]
+
+
+def _product_part(clock: RankClock, product: Product, *, dtype: str) -> Part:
+    """The products of forward and backward."""
+    gpu = clock.gpu
+    accumulation = clock.engine.operators.accumulation
+    is_fused = accumulation == "fused"
+    shape = (product.rows, product.outputs, product.inputs)
+    transposed = (product.rows, product.inputs, product.outputs)
+    num_experts = 1
+    if isinstance(product, ExpertProduct):
+        num_experts = product.num_experts
+        forward = grouped_matmul_s(gpu, shape, num_experts=num_experts, dtype=dtype)
+        dgrad = grouped_matmul_s(gpu, transposed, num_experts=num_experts, dtype=dtype)
+        wgrad = grouped_matmul_s(gpu, shape, num_experts=num_experts, dtype=dtype, accumulate=True)
+    else:
+        weight = (product.outputs, product.inputs, product.rows)
+        forward = matmul_s(gpu, shape, dtype=dtype)
+        dgrad = matmul_s(gpu, transposed, dtype=dtype)
+        wgrad = matmul_s(gpu, weight, dtype=dtype, accumulate=is_fused)
+    if accumulation == "separate":
+        numel = num_experts * product.outputs * product.inputs
+        wgrad += memory_s(gpu, ACCUMULATED_BYTES * numel)
+    return Part(
+        product.module or product.name,
+        forward,
+        dgrad,
+        wgrad,
+        launches=(1, 1, 1 if is_fused else 2),
+        sizes=shape,
+        flops=float(product.flops),
+    )
+
+
+def _with_collectives(clock: RankClock, part: Part, *, shard: str, num_bytes: float) -> Part:
+    """A product with the collectives of tensor parallelism, of so many bytes on all ranks."""
+    part = replace(
+        part,
+        group="tp",
+        hides=clock.scenario.tp_overlap or clock.engine.overlap.tp,
+        pieces=clock.sizes.tp,
+    )
+    if not clock.sizes.sequence_parallel:
+        reduce_s = clock.collective("tp", "all_reduce", num_bytes=num_bytes)
+        return replace(part, last=reduce_s) if shard == "column" else replace(part, after=reduce_s)
+    gather_s = clock.collective("tp", "all_gather", num_bytes=num_bytes)
+    scatter_s = clock.collective("tp", "reduce_scatter", num_bytes=num_bytes)
+    if shard == "column":
+        return replace(part, before=gather_s, again=gather_s, last=scatter_s)
+    return replace(part, after=scatter_s, first=gather_s)

@@ -1,0 +1,114 @@
+"""A transformer block and both ends of a model: operators that all kinds of layers share.
+
+block_operators        norms, residual additions, the mixer and the MLP of a layer
+embedding_operators    look-up of the tokens
+head_operators         final norm, output layer and loss
+mtp_operators          a layer of multi-token prediction
+model_operators        all of a model
+"""
+
+from functools import lru_cache
+
+from nanotrain.spec.kinds import MIXERS, MLPS
+from nanotrain.spec.layer_sizes import FP32, LayerSizes
+from nanotrain.spec.operators import (
+    Lookup,
+    Loss,
+    Norm,
+    Operator,
+    Operators,
+    Product,
+    Residual,
+    Saved,
+)
+
+
+def block_operators(s: LayerSizes, layer: int) -> tuple[Operator, ...]:
+    """The operators of a layer of the model, by its index; layers of one kind share them."""
+    return _block_operators(s, s.shape.first_like(layer))
+
+
+@lru_cache(maxsize=1024)  # a search asks for the layers of hundreds of layouts
+def _block_operators(s: LayerSizes, layer: int) -> tuple[Operator, ...]:
+    sizes = s.at(layer)
+    operators: Operators = []
+    for mixer, mlp in s.shape.blocks(layer):
+        if mixer is not None:
+            operators += _in_residual(sizes, MIXERS[mixer].operators(sizes))
+        if mlp is not None:
+            operators += _in_residual(sizes, MLPS[mlp].operators(sizes))
+    return tuple(operators)
+
+
+def _in_residual(s: LayerSizes, inner: Operators) -> Operators:
+    """A mixer or an MLP with its norms and the addition to the residual stream."""
+    numel = s.outside * s.shape.hidden_size
+    has_pre, has_post = s.shape.norms_of(s.layer)
+    statistics = Saved(s.outside * 2 * FP32, dropped_by=("layernorm",) if has_pre else ())
+    first = _norm(s, saves=(Saved(s.outside * s.width), statistics))
+    add = Residual(name="add", numel=numel)
+    if has_pre and has_post:  # the second norm is never recomputed
+        second = _norm(s, saves=(Saved(s.outside * (s.width + FP32)),))
+        return [first, *inner, second, add]
+    return [first, *inner, add] if has_pre else [*inner, first, add]
+
+
+def _norm(s: LayerSizes, *, name: str = "layernorm", saves: tuple[Saved, ...]) -> Norm:
+    """A norm of hidden states."""
+    return Norm(name=name, module=name, numel=s.outside * s.shape.hidden_size, saves=saves)
+
+
+def embedding_operators(s: LayerSizes) -> Operators:
+    """Look-up of the tokens, and a norm of the embeddings where the model has it."""
+    saves: tuple[Saved, ...] = ()
+    if s.shape.embedding_l2_norm:
+        saves = (Saved(s.outside * (s.width + FP32)),)
+    return [Lookup(name="embedding", rows=s.tokens, saves=saves)]
+
+
+def head_operators(s: LayerSizes) -> Operators:
+    """Final norm, output layer and loss, which computes the gradients of its inputs at once."""
+    hidden = s.shape.hidden_size
+    grads = s.tokens * s.width
+    if not s.writes_head:
+        grads += s.columns * hidden * FP32
+    product = Product(
+        name="head",
+        weights=("head.weight",),
+        rows=s.tokens,
+        outputs=s.columns,
+        inputs=hidden,
+        shard="column",
+        saves=(Saved(grads),),
+    )
+    return [
+        _norm(s, name="final_norm", saves=(Saved(s.outside * s.width),)),
+        product,
+        Loss(name="loss", rows=s.tokens, columns=s.columns),
+    ]
+
+
+def mtp_operators(s: LayerSizes, layer: int) -> Operators:
+    """Norms of embeddings and hidden states, the projection of both, a block and the head."""
+    hidden = s.shape.hidden_size
+    norm = _norm(s, name="mtp_norm", saves=(Saved(s.outside * (s.width + FP32)),))
+    projection = Product(
+        name="eh_proj",
+        weights=("eh_proj.weight",),
+        rows=s.outside,
+        outputs=hidden,
+        inputs=2 * hidden,
+        saves=(Saved(s.outside * 2 * s.width),),
+    )
+    return [norm, norm, projection, *block_operators(s, layer), *head_operators(s)]
+
+
+def model_operators(s: LayerSizes) -> Operators:
+    """The operators of a model on one pipeline rank."""
+    operators = embedding_operators(s)
+    for layer in range(s.shape.num_layers):
+        operators += block_operators(s, layer)
+    operators += head_operators(s)
+    for layer in s.shape.mtp_layers:
+        operators += mtp_operators(s, layer)
+    return operators

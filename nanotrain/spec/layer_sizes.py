@@ -1,0 +1,129 @@
+"""`LayerSizes`: the sizes of one rank, one layer and one microbatch that operators depend on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from nanotrain.config.config import Config
+from nanotrain.spec.operators import Product, Saved
+from nanotrain.spec.shape import ModelShape
+
+FP8, FP32, INT64 = 1, 4, 8  # bytes
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """The sizes of a rank, and of the layer that `at` selects."""
+
+    shape: ModelShape  # of the model, with the heads and norms of the layer
+    batch_size: int  # sequences of a microbatch
+    seq_length: int  # tokens of a sequence on this rank
+    itemsize: int = 2  # bytes per element of activations
+    layer: int = 0  # index in the model
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp_index: int = 0  # rank in the cp group
+    cp_comm_type: str | None = None  # None without context parallelism
+    sequence_parallel: bool = False
+    device: str = "cuda"
+    backend: str = ""  # attention backend of layers without a window
+    window_backend: str = ""  # attention backend of layers with a window
+    routed_rows: int = 0  # rows that the rank's tokens need at their experts
+    expert_rows: int = 0  # rows that the rank sends to experts, padding included
+    has_fp8: bool = False  # linear layers multiply in fp8
+    writes_head: bool = False  # the gradient of the head is added to the gradient buffer
+
+    @classmethod
+    def of(cls, config: Config, shape: ModelShape, *, sizes: Mapping[Any, int]) -> Self:
+        """The sizes of a rank.
+
+        Args:
+            config: a validated configuration.
+            shape: shape of its model.
+            sizes: ranks of tp, cp, ep and etp.
+        """
+        tp, cp = sizes["tp"], sizes["cp"]
+        return cls(
+            shape,
+            batch_size=config.train.micro_batch_size,
+            seq_length=config.data.seq_length // cp,
+            itemsize=FP32 if config.precision.params_dtype == "fp32" else 2,
+            tp=tp,
+            cp=cp,
+            ep=sizes["ep"],
+            etp=sizes["etp"],
+            cp_comm_type=config.parallel.cp_comm_type if cp > 1 else None,
+            sequence_parallel=config.parallel.sequence_parallel and tp > 1,
+            has_fp8=config.precision.fp8 is not None,
+        )
+
+    @classmethod
+    def of_model(cls, shape: ModelShape, *, seq_length: int) -> Self:
+        """The sizes of a model on one rank that computes one sequence."""
+        return cls(shape, batch_size=1, seq_length=seq_length)
+
+    def at(self, layer: int) -> Self:
+        """The sizes of a layer of the model, by its index."""
+        return replace(self, shape=self.shape.of_layer(layer), layer=layer)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the rank."""
+        return self.batch_size * self.seq_length
+
+    @property
+    def outside(self) -> int:
+        """Tokens of the rank outside of tensor-parallel layers."""
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+    @property
+    def routed_tokens(self) -> int:
+        """Tokens that the rank routes: each tp rank a slice of the sequence."""
+        return self.tokens // self.tp
+
+    @property
+    def width(self) -> int:
+        """Bytes of the hidden state of a token."""
+        return self.shape.hidden_size * self.itemsize
+
+    @property
+    def columns(self) -> int:
+        """Columns of the vocabulary."""
+        return self.shape.padded_vocab_size // self.tp
+
+    @property
+    def attention_backend(self) -> str:
+        """The attention backend of the layer."""
+        return self.window_backend if self.shape.has_window(self.layer) else self.backend
+
+    @property
+    def layer_input(self) -> Saved:
+        """The input of a mixer or MLP; recomputed norms drop it where it is the output of one."""
+        has_norm = self.shape.norms_of(self.layer)[0]
+        return Saved(self.outside * self.width, dropped_by=("layernorm",) if has_norm else ())
+
+    def column(self, widths: Mapping[str, int], *, saves: tuple[Saved, ...] = ()) -> Product:
+        """Projections of the layer's input, by the local widths of their outputs."""
+        return Product(
+            name="column",
+            weights=tuple(f"{name}.weight" for name in widths),
+            rows=self.tokens,
+            outputs=sum(widths.values()),
+            inputs=self.shape.hidden_size,
+            shard="column",
+            saves=saves,
+        )
+
+    def row(self, inputs: int, *, saves: tuple[Saved, ...] = ()) -> Product:
+        """The projection into the residual stream of so many local inputs."""
+        return Product(
+            name="row",
+            weights=("output.weight",),
+            rows=self.tokens,
+            outputs=self.shape.hidden_size,
+            inputs=inputs,
+            shard="row",
+            saves=saves,
+        )

@@ -1,0 +1,286 @@
+"""Operators of a layer: what one rank computes, keeps, sends and launches; pure, without torch.
+
+    Saved, Sent                  bytes kept for the backward; bytes sent over cp
+    Operator                     fields of every operator
+    Product, ExpertProduct       matrix products with a weight, and with the weights of experts
+    Norm, Rotary, Residual, Gate, Activation     elementwise operators
+    Attention, SparseAttention, Indexer          operators on pairs of tokens
+    Convolution, Scan            operators that read the tokens in order
+    Router, Dispatch             tokens to experts
+    Lookup, Loss                 both ends of a model
+
+A kind of layer returns its operators in forward order (spec/kinds). All other numbers are folds:
+FLOPs (spec/counts.py), saved bytes (plan/saved_bytes.py), bytes over cp (plan/traffic.py), time
+(planner/operator_time.py) and the bytes of other programs (planner/other_programs.py).
+
+Sizes are those of one rank and one microbatch.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nanotrain.spec.shape import Chunks
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes that autograd keeps from the forward of an operator to its backward."""
+
+    num_bytes: int
+    dropped_by: tuple[str, ...] = ()  # recompute modules, any of which drops them
+    only_with: str = ""  # recompute module that keeps them; empty: kept without one
+
+    def bytes_with(self, modules: Collection[str]) -> int:
+        """Bytes that are kept if some modules are recomputed.
+
+        >>> Saved(8, dropped_by=("mlp",)).bytes_with({"mlp"})
+        0
+        """
+        if self.only_with and self.only_with not in modules:
+            return 0
+        if not modules:
+            return self.num_bytes
+        is_dropped = any(module in modules for module in self.dropped_by)
+        return 0 if is_dropped else self.num_bytes
+
+
+class Sent(NamedTuple):
+    """Bytes that a rank sends over cp by one collective operation."""
+
+    operation: str
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """Fields of every operator."""
+
+    name: str
+    module: str = ""  # the recompute module that runs it again
+    saves: tuple[Saved, ...] = ()
+    working: int = 0  # bytes of temporaries during its backward
+    over_cp: tuple[Sent, ...] = ()
+
+    @property
+    def active_weights(self) -> int:
+        """Weights that a token is multiplied with, on average."""
+        return 0
+
+    @property
+    def sequence_flops(self) -> int:
+        """Forward FLOPs that are no product with a weight, as MFU counts them."""
+        return 0
+
+    def saved_bytes(self, modules: Collection[str] = ()) -> int:
+        """Bytes kept for the backward if some modules are recomputed."""
+        return sum(saved.bytes_with(modules) for saved in self.saves)
+
+
+Operators = list[Operator]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product(Operator):
+    """Product of tokens with the weights of one or several linear layers that share their input."""
+
+    weights: tuple[str, ...]  # names of the parameters, relative to the layer
+    rows: int  # tokens
+    outputs: int
+    inputs: int
+    shard: str = ""  # "column" or "row": its parallelism over tp; empty: replicated
+
+    @property
+    def active_weights(self) -> int:
+        """Elements of the weights."""
+        return self.outputs * self.inputs
+
+    @property
+    def flops(self) -> int:
+        """Forward FLOPs."""
+        return 2 * self.rows * self.outputs * self.inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertProduct(Product):
+    """Products of routed tokens with one weight per local expert."""
+
+    num_experts: int  # of the rank
+    topk: int  # choices per token
+    num_choices: int  # experts of all ranks, zero experts included
+
+    @property
+    def active_weights(self) -> int:
+        """Elements of the weights of the chosen experts, on average."""
+        return self.num_experts * self.outputs * self.inputs * self.topk // self.num_choices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm(Operator):
+    """A norm of each row, or of each head."""
+
+    numel: int
+    launches: int = 1  # kernels of the forward
+    backward_launches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary(Operator):
+    """Rotary positions of queries and keys."""
+
+    numel: int
+    passes: int = 6  # reads and writes of all elements where it is not one fused operator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residual(Operator):
+    """Addition to the residual stream, after dropout."""
+
+    numel: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate(Operator):
+    """A product with the activation of a gate."""
+
+    numel: int
+    weights: tuple[str, ...] = ()  # the projection of a scalar gate
+    inputs: int = 0  # width that this projection reads
+
+    @property
+    def active_weights(self) -> int:
+        """Elements of the projection."""
+        return self.inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation(Operator):
+    """The activation function of an MLP, or of experts, and the product with its gate."""
+
+    rows: int
+    width: int  # inner width
+    is_gated: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of the output."""
+        return self.rows * self.width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Operator):
+    """Causal attention of all queries of the rank's sequences; cp shards heads or queries."""
+
+    batch: int
+    heads: int  # of the tp rank
+    kv_heads: int  # of the tp rank
+    head_dim: int
+    value_head_dim: int
+    chunks: tuple[Chunks, ...]  # of one sequence
+    window: int | None = None  # keys that a query attends to at most
+
+    @property
+    def sequence_flops(self) -> int:
+        """Scores and weighted sums of values of the causal half of all pairs."""
+        doubled_pairs = 0
+        for number, length in self.chunks:
+            seen = length if self.window is None else min(self.window, length)
+            doubled_pairs += number * seen * (2 * length - seen)  # length^2 without a window
+        width = self.head_dim + self.value_head_dim
+        return self.batch * self.heads * width * doubled_pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAttention(Attention):
+    """Attention to selected keys, computed in torch: scores of all keys, a block at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Indexer(Operator):
+    """Index scores of all pairs of tokens, the selection of keys, and the loss of the scores."""
+
+    heads: int  # of the index; every tp rank has all of them
+    head_dim: int
+    num_positions: int  # of the rank's sequences, on all cp ranks
+    length: int  # of a sequence
+    attention_heads: int  # of the tp rank, whose probabilities are the target of the loss
+    attention_head_dim: int
+    has_loss: bool
+
+    @property
+    def sequence_flops(self) -> int:
+        """Scores of the causal half of all pairs."""
+        return self.heads * self.head_dim * self.length * self.num_positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convolution(Operator):
+    """Short convolutions over tokens, of every channel by itself."""
+
+    weights: tuple[str, ...]
+    rows: int  # tokens
+    channels: int  # of all convolutions
+    kernel_size: int
+
+    @property
+    def active_weights(self) -> int:
+        """Elements of the weights."""
+        return self.channels * self.kernel_size
+
+
+@dataclass(frozen=True)
+class ScanCost:
+    """What the kernels of a scan do in one pass; of all chunks."""
+
+    flops: int
+    num_bytes: int  # read and written
+    launches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan(Operator):
+    """A recurrence over tokens, computed in chunks in fp32; the backward computes it again."""
+
+    recurrence_flops: int  # of the recurrence, token by token
+    fused_bytes: int  # inputs, outputs and states of the chunks, where one kernel computes it
+    forward: ScanCost
+    backward: ScanCost  # with the forward that it computes again
+
+    @property
+    def sequence_flops(self) -> int:
+        """Products of the state and vectors."""
+        return self.recurrence_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router(Operator):
+    """Scores of experts, the choice of the top k, and the balance losses."""
+
+    weights: tuple[str, ...]
+    rows: int  # tokens that the rank routes
+    inputs: int
+    num_choices: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatch(Operator):
+    """Tokens to the ranks of their experts, or back."""
+
+    tokens: int  # tokens that the rank routes
+    rows: int  # rows that it sends, padding included
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup(Operator):
+    """Embeddings of the tokens."""
+
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss(Operator):
+    """Cross-entropy over the vocabulary."""
+
+    rows: int
+    columns: int  # of the vocabulary

@@ -1,0 +1,49 @@
+"""Times of the dispatch to experts: what is sent to a node once, and what the shared expert hides."""
+
+from typing import Any
+
+import pytest
+
+from nanotrain.planner.dispatch_time import dispatch_part, hide_behind_shared, router_part
+from nanotrain.planner.parts import Part
+from nanotrain.planner.rank_clock import RankClock
+from nanotrain.spec.kinds import MLPS
+from nanotrain.spec.operators import Dispatch, Router
+from tests.planner.scenarios import llama
+
+MOE = {"num_experts": 64, "moe_router_topk": 8, "moe_ffn_hidden_size": 1024}
+
+
+def clock(num_ranks: int = 64, **values: Any) -> RankClock:
+    return RankClock(llama(num_ranks, **MOE | {"ep": num_ranks} | values))
+
+
+def dispatch(times: RankClock) -> Part:
+    operators = MLPS["moe"].operators(times.sizes)
+    return dispatch_part(times, next(each for each in operators if isinstance(each, Dispatch)))
+
+
+def test_tokens_are_sent_once_to_each_node() -> None:
+    times = {
+        name: dispatch(clock(options={"dispatcher": name})).before
+        for name in ("alltoall", "hierarchical", "flex", "allgather")
+    }
+    assert times["flex"] == times["hierarchical"] < times["alltoall"] < times["allgather"]
+
+
+def test_a_router_takes_at_least_as_long_as_its_launches() -> None:
+    times = clock(8)
+    operators = MLPS["moe"].operators(times.sizes)
+    (router,) = (each for each in operators if isinstance(each, Router))
+    part = router_part(times, router)
+    assert part.forward >= 20 * times.engine.launches.operator_s
+
+
+@pytest.mark.parametrize(("engine", "is_hidden"), [("nanotrain", True), ("megatron", False)])
+def test_a_shared_expert_hides_the_dispatch_where_both_run_at_once(
+    engine: str, is_hidden: bool
+) -> None:
+    times = clock(engine=engine)
+    sent = dispatch(times)
+    hidden = hide_behind_shared(times, sent, shared=[Part("moe", 1.0, 1.0)])
+    assert (hidden.before == hidden.last == 0.0) == is_hidden
