@@ -60,12 +60,12 @@ if triton is not None:
         inside = columns < width
         total = tl.zeros([block], tl.float32)
         for k in range(topk):
-            row = tl.load(positions + token * topk + k)
-            values = tl.load(
-                rows + row * width + columns, mask=inside & (row < num_rows), other=0.0
-            ).to(tl.float32)
+            pair = token * topk + k
+            row = tl.load(positions + pair)
+            mask = inside & (row < num_rows)
+            values = tl.load(rows + row * width + columns, mask=mask, other=0.0).to(tl.float32)
             if is_weighted:
-                values *= tl.load(weights + token * topk + k)
+                values *= tl.load(weights + pair)
             total += values
         tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
 
@@ -90,12 +90,13 @@ if triton is not None:
         for start in range(0, width, block):
             columns = start + tl.arange(0, block)
             inside = (columns < width) & (row < num_rows)
-            token_grad = tl.load(grad + pair // topk * width + columns, mask=inside, other=0.0)
-            token_grad = token_grad.to(tl.float32)
-            values = tl.load(rows + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+            token_offsets = pair // topk * width + columns
+            row_offsets = row * width + columns
+            token_grad = tl.load(grad + token_offsets, mask=inside, other=0.0).to(tl.float32)
+            values = tl.load(rows + row_offsets, mask=inside, other=0.0).to(tl.float32)
             along += values * token_grad
-            result = (token_grad * weight).to(grad_rows.dtype.element_ty)
-            tl.store(grad_rows + row * width + columns, result, mask=inside)
+            row_grad = token_grad * weight
+            tl.store(grad_rows + row_offsets, row_grad.to(grad_rows.dtype.element_ty), mask=inside)
         tl.store(grad_weights + pair, tl.sum(along, 0))
 
 

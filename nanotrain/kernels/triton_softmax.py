@@ -31,14 +31,12 @@ if triton is not None:
         total = 0.0
         for start in range(0, num_columns, block):
             columns = start + tl.arange(0, block)
-            values = tl.load(
-                logits + row * num_columns + columns,
-                mask=columns < num_columns,
-                other=-float("inf"),
-            )
-            values = values.to(tl.float32)
+            inside = columns < num_columns
+            pointers = logits + row * num_columns + columns
+            values = tl.load(pointers, mask=inside, other=-float("inf")).to(tl.float32)
             larger = tl.maximum(largest, tl.max(values, 0))
-            total = total * tl.exp(largest - larger) + tl.sum(tl.exp(values - larger), 0)
+            added = tl.sum(tl.exp(values - larger), 0)
+            total = total * tl.exp(largest - larger) + added
             largest = larger
         tl.store(out + row, largest + tl.log(total))
 
@@ -57,8 +55,10 @@ if triton is not None:
         pointers = logits + row * num_columns + columns
         inside = columns < num_columns
         values = tl.load(pointers, mask=inside, other=-float("inf")).to(tl.float32)
-        label = tl.where(columns == tl.load(column + row), tl.load(local_mask + row), 0.0)
-        gradient = (tl.exp(values - tl.load(logsumexp + row)) - label) * tl.load(scale + row)
+        probability = tl.exp(values - tl.load(logsumexp + row))
+        is_label = columns == tl.load(column + row)
+        label = tl.where(is_label, tl.load(local_mask + row), 0.0)
+        gradient = (probability - label) * tl.load(scale + row)
         tl.store(pointers, gradient.to(logits.dtype.element_ty), mask=inside)
 
 

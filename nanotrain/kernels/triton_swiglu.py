@@ -29,7 +29,8 @@ if triton is not None:
         inside = offsets < number
         x = tl.load(gate + offsets, mask=inside).to(tl.float32)
         y = tl.load(up + offsets, mask=inside).to(tl.float32)
-        tl.store(out + offsets, (x * tl.sigmoid(x) * y).to(out.dtype.element_ty), mask=inside)
+        product = x * tl.sigmoid(x) * y
+        tl.store(out + offsets, product.to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
     def _swiglu_backward(
@@ -47,9 +48,11 @@ if triton is not None:
         x = tl.load(gate + offsets, mask=inside).to(tl.float32)
         y = tl.load(up + offsets, mask=inside).to(tl.float32)
         sigmoid = tl.sigmoid(x)
-        gate_grad = g * y * sigmoid * (1 + x * (1 - sigmoid))
+        slope = 1 + x * (1 - sigmoid)
+        gate_grad = g * y * sigmoid * slope
+        up_grad = g * x * sigmoid
         tl.store(grad_gate + offsets, gate_grad.to(grad_gate.dtype.element_ty), mask=inside)
-        tl.store(grad_up + offsets, (g * x * sigmoid).to(grad_up.dtype.element_ty), mask=inside)
+        tl.store(grad_up + offsets, up_grad.to(grad_up.dtype.element_ty), mask=inside)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

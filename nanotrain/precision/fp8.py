@@ -19,6 +19,8 @@ GROUPED_CAPABILITY = (9, 0)
 
 # Rows and elements of a row that share a scale; None is all of them.
 Block = tuple[int | None, int | None]
+PER_TENSOR: Block = (None, None)
+PER_ROW: Block = (1, None)
 
 
 @dataclass(frozen=True)
@@ -53,20 +55,20 @@ class Recipe:
     @property
     def is_per_tensor(self) -> bool:
         """Whether a tensor has one scale."""
-        return self.block == (None, None)
+        return self.block == PER_TENSOR
 
 
 RECIPES: dict[str, Recipe] = {
     # current scaling: the amax of the tensor itself
-    "tensorwise": Recipe((None, None), (None, None)),
+    "tensorwise": Recipe(PER_TENSOR, PER_TENSOR),
     # delayed scaling: the amaxes of earlier steps
-    "delayed": Recipe((None, None), (None, None), has_history=True),
+    "delayed": Recipe(PER_TENSOR, PER_TENSOR, has_history=True),
     # one scale per token or output channel
-    "rowwise": Recipe((1, None), (1, None), power_of_two=True),
+    "rowwise": Recipe(PER_ROW, PER_ROW, power_of_two=True),
     # DeepSeek-V3 (2024), section 3.3.2; torch has kernels for Hopper only
     "blockwise": Recipe(
-        (1, 128),
-        (128, 128),
+        block=(1, 128),
+        weight_block=(128, 128),
         power_of_two=True,
         capability=(9, 0),
         last_capability=(9, 9),

@@ -22,8 +22,7 @@ from nanotrain.kernels.fp8.quantize import Quantized, block_amax
 from nanotrain.kernels.fp8.scaled_mm import grouped_by_torch, packed, scaled_mm
 from nanotrain.kernels.grouped import GroupedMM, accumulate_each, tokens_of_experts
 from nanotrain.kernels.linear import GradView, wgrad
-
-ROW = (1, None)
+from nanotrain.precision.fp8 import PER_ROW
 
 
 class Fp8LoopedMM(GroupedMM):
@@ -283,5 +282,5 @@ def _part_amaxes(parts: Sequence[Tensor]) -> Tensor:
 
 def _matrix_amaxes(weight: Tensor) -> Tensor:
     """[E, N, K] -> [E]."""
-    row_amax = block_amax(weight.flatten(0, 1), ROW)
+    row_amax = block_amax(weight.flatten(0, 1), PER_ROW)
     return row_amax.view(len(weight), -1).amax(1)

@@ -35,6 +35,7 @@ from nanotrain.kernels.fp8.quantize import (
 )
 from nanotrain.kernels.fp8.scaled_mm import packed, scaled_mm, unpacked, write_scaled_mm
 from nanotrain.kernels.linear import Linear, Linears, grad_view_of, ordered, target_in_graph
+from nanotrain.precision.fp8 import PER_TENSOR
 
 Key = tuple[int, Operand]  # number of a layer among layers that share an input, and an operand
 
@@ -394,4 +395,4 @@ def _keep_weight(linear: Linear) -> None:
 
 def tensor_amax(x: Tensor) -> Tensor:
     """[1], the amax of a tensor."""
-    return block_amax(x.detach(), (None, None)).view(1)
+    return block_amax(x.detach(), PER_TENSOR).view(1)

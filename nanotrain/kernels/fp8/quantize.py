@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanotrain.precision.fp8 import Block
+from nanotrain.precision.fp8 import PER_TENSOR, Block
 
 # Smaller amaxes get the scale of this one: the inverse scale stays a normal fp32 number.
 MIN_AMAX = 2.0**-100
@@ -104,7 +104,7 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     if x.numel() == 0:
         counts = (_count(num_rows, rows), _count(num_columns, columns))
         return x.new_zeros(counts, dtype=torch.float32)
-    if block == (None, None):
+    if block == PER_TENSOR:
         # without a copy of x; NaN stays NaN
         amax = torch.stack(x.aminmax()).abs().amax().view(1, 1)
     else:

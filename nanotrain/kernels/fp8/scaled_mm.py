@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nanotrain.kernels.fp8.quantize import Quantized
 from nanotrain.kernels.linear import add_cast
-from nanotrain.precision.fp8 import Block
+from nanotrain.precision.fp8 import PER_ROW, PER_TENSOR, Block
 
 # torch's kernels take sizes that are multiples of this; M and K are padded here, K also to whole
 # blocks
@@ -71,7 +71,7 @@ def _(operands: Sequence[Tensor], *, blocks: Sequence[int], dtype: torch.dtype) 
 def write_scaled_mm(a: Quantized, b: Quantized, *, out: Tensor, adds: bool) -> None:
     """[M, K], [N, K] -> `out` [M, N], written, or added to its values."""
     # kernels of other blocks return bf16
-    is_wide = a.values.device.type == "cpu" or a.block == (None, None)
+    is_wide = a.values.device.type == "cpu" or a.block == PER_TENSOR
     if adds:
         dtype = torch.bfloat16 if out.is_cuda else out.dtype
         add_cast(out, scaled_mm(a, b, dtype=dtype))
@@ -102,7 +102,7 @@ def multiply_by_kernel(
     num_rows = len(a.values)
     a = _pad_rows(a)
     # Only the kernels with one scale per tensor have fp32 results on all devices.
-    kernel_dtype = dtype if a.block == (None, None) else torch.bfloat16
+    kernel_dtype = dtype if a.block == PER_TENSOR else torch.bfloat16
     functional: Any = F
     swizzle = functional.SwizzleType.NO_SWIZZLE
     if a.block == (1, 32):
@@ -110,7 +110,7 @@ def multiply_by_kernel(
     layout_a = _LAYOUTS[a.block]
     layout_b = _LAYOUTS[b.block]
     scales_b = layout_b.arrange(b.inverse_scales)
-    if b.block == (1, None):
+    if b.block == PER_ROW:
         scales_b = scales_b.t()
     arguments = (
         _pad_k(a),
@@ -169,8 +169,8 @@ class ScaleLayout(NamedTuple):
 
 
 _LAYOUTS: dict[Block, ScaleLayout] = {
-    (None, None): ScaleLayout("TensorWise", lambda scales: scales.reshape(())),
-    (1, None): ScaleLayout("RowWise", torch.Tensor.contiguous),
+    PER_TENSOR: ScaleLayout("TensorWise", lambda scales: scales.reshape(())),
+    PER_ROW: ScaleLayout("RowWise", torch.Tensor.contiguous),
     (1, 128): ScaleLayout("BlockWise1x128", _column_major),
     (128, 128): ScaleLayout("BlockWise128x128", _transposed_tiles),
     (1, 32): ScaleLayout("BlockWise1x32", _swizzle),
@@ -223,14 +223,14 @@ def _multiply_tokens(a: Quantized, b: Quantized, *, offs: Tensor) -> Tensor:
     if a.values.numel() == 0:  # torch refuses most strides of an empty matrix
         return a.values.new_zeros((0, width), dtype=torch.bfloat16)
     scales_a = a.inverse_scales
-    if a.block == (None, None):  # from one per expert to one per token
+    if a.block == PER_TENSOR:  # from one per expert to one per token
         positions = torch.arange(num_tokens, device=offs.device, dtype=offs.dtype)
         expert_of_token = torch.searchsorted(offs, positions, right=True).clamp(max=experts - 1)
         scales_a = scales_a[expert_of_token]
     return _grouped_mm(
         a.values,
         b.values.unflatten(0, (experts, -1)).mT,
-        scales_a=scales_a.view(num_tokens, -1).expand(num_tokens, 1).contiguous().view(-1),
+        scales_a=scales_a.flatten().contiguous(),
         scales_b=b.inverse_scales.view(experts, -1).expand(experts, width).contiguous(),
         offs=offs,
     )

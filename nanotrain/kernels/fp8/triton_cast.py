@@ -56,7 +56,8 @@ if triton is not None:
         offsets = rows[:, None] * source.strides[0] + column_offsets
         mask = (rows < end)[:, None] & (columns < source.num_columns)[None, :]
         values = tl.load(source.data + offsets, mask=mask, other=0).to(tl.float32)
-        return values, tl.where(values == values, tl.abs(values), float("inf"))
+        is_number = values == values  # false for NaN
+        return values, tl.where(is_number, tl.abs(values), float("inf"))
 
     @triton.jit
     def _amax(source: tl.tuple, unless: tl.tensor, targets: tl.tuple, how: tl.tuple) -> None:
@@ -64,7 +65,8 @@ if triton is not None:
         expert, first, end, _ = locate(source, how)
         is_read = expert < source.num_experts
         if unless is not None:
-            is_read = is_read & (tl.load(unless + expert, mask=is_read, other=1) <= 0)
+            known = tl.load(unless + expert, mask=is_read, other=1)
+            is_read = is_read & (known <= 0)
         end = tl.where(is_read, end, 0)
         rows = first + tl.arange(0, how.tile)
         columns = tl.program_id(1) * how.tile + tl.arange(0, how.tile)
@@ -97,45 +99,60 @@ if triton is not None:
         tl.store(target.scales + offsets, inverse.to(target.scales.dtype.element_ty), mask=mask)
 
     @triton.jit
+    def _row_factors(
+        target: tl.tuple, expert: tl.tensor, rows: tl.tensor, is_row: tl.tensor, how: tl.tuple
+    ) -> tl.tensor:
+        """Factors from given scales, or from given amaxes of rows."""
+        given = target.given + expert * target.given_strides[0]
+        inverse = tl.load(given + rows * target.given_strides[1], mask=is_row, other=1)
+        if how.block_rows == 1:
+            inverse = _inverse(inverse, how)
+            offsets = expert * target.scale_strides[0] + rows * target.scale_strides[1]
+            _store_scales(target, offsets, inverse, is_row)
+        return tl.div_rn(1.0, inverse)[:, None]
+
+    @triton.jit
+    def _block_factors(
+        target: tl.tuple, magnitude: tl.tensor, where: tl.tuple, how: tl.tuple
+    ) -> tl.tensor:
+        """Factors of blocks of each row."""
+        expert, rows, is_row, _, start, length, blocks = where
+        size: tl.constexpr = how.tile
+        number: tl.constexpr = size // how.block
+        inner = tl.arange(0, number)
+        amax = tl.max(tl.reshape(magnitude, [size, number, how.block]), 2)
+        inverse = _inverse(amax, how)
+        row = rows[:, None]
+        column = (start // how.block + inner)[None, :]
+        if how.swizzles:  # see `swizzle_32_4_4`
+            tile = row // 128 * ((blocks + 3) // 4) + column // 4
+            offsets = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+        else:
+            row_offsets = expert * target.scale_strides[0] + row * target.scale_strides[1]
+            offsets = row_offsets + column * target.scale_strides[2]
+        is_scale = is_row[:, None] & (inner * how.block < length)[None, :]
+        _store_scales(target, offsets, inverse, is_scale)
+        factors = tl.div_rn(1.0, inverse)[:, :, None]
+        wide = tl.broadcast_to(factors, [size, number, how.block])
+        return tl.reshape(wide, [size, size])
+
+    @triton.jit
     def _write(target: tl.tuple, read: tl.tuple, where: tl.tuple, how: tl.tuple) -> None:
         """A tile: `length` values from `start` of `rows`; a full row has `blocks` blocks."""
         values, magnitude, whole = read
         expert, rows, is_row, row_block, start, length, blocks = where
-        size: tl.constexpr = how.tile
         if how.block == 0:
-            given = target.given + expert * target.given_strides[0]
-            inverse = tl.load(given + rows * target.given_strides[1], mask=is_row, other=1)
-            if how.block_rows == 1:
-                inverse = _inverse(inverse, how)
-                scales = expert * target.scale_strides[0] + rows * target.scale_strides[1]
-                _store_scales(target, scales, inverse, is_row)
-            factors = tl.div_rn(1.0, inverse)[:, None]
+            factors = _row_factors(target, expert, rows, is_row, how)
         elif how.block_rows == 1:
-            number: tl.constexpr = size // how.block
-            inner = tl.arange(0, number)
-            inverse = _inverse(tl.max(tl.reshape(magnitude, [size, number, how.block]), 2), how)
-            row = rows[:, None]
-            column = (start // how.block + inner)[None, :]
-            scales = (
-                expert * target.scale_strides[0]
-                + row * target.scale_strides[1]
-                + column * target.scale_strides[2]
-            )
-            if how.swizzles:
-                tile = row // 128 * ((blocks + 3) // 4) + column // 4
-                scales = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
-            is_scale = is_row[:, None] & (inner * how.block < length)[None, :]
-            _store_scales(target, scales, inverse, is_scale)
-            wide = tl.broadcast_to(tl.div_rn(1.0, inverse)[:, :, None], [size, number, how.block])
-            factors = tl.reshape(wide, [size, size])
+            factors = _block_factors(target, magnitude, where, how)
         else:
             factors = tl.div_rn(1.0, whole)
             is_block = (length > 0) & (tl.max(is_row.to(tl.int32), 0) > 0)
-            scales = expert * target.scale_strides[0] + row_block * target.scale_strides[1]
-            scales += start // how.block * target.scale_strides[2]
-            _store_scales(target, scales, whole, is_block)
+            offset = expert * target.scale_strides[0] + row_block * target.scale_strides[1]
+            offset += start // how.block * target.scale_strides[2]
+            _store_scales(target, offset, whole, is_block)
         scaled = tl.minimum(tl.maximum(values * factors, -how.largest), how.largest)
-        inner = tl.arange(0, size)
+        inner = tl.arange(0, how.tile)
         row_offsets = expert * target.strides[0] + rows[:, None] * target.strides[1]
         offsets = row_offsets + (start + inner)[None, :]
         mask = is_row[:, None] & (inner < length)[None, :]

@@ -18,6 +18,7 @@ from torch import Tensor
 from nanotrain.kernels.fp8.quantize import Quantized
 from nanotrain.kernels.fp8.scaled_mm import unpacked
 from nanotrain.kernels.fp8.triton_tiles import TILE, WARPS, How, Source, num_lanes
+from nanotrain.precision.fp8 import PER_TENSOR
 
 try:
     import triton
@@ -79,8 +80,9 @@ if triton is not None:
         inner = tl.arange(0, size)
         columns = tl.program_id(1) * size + inner
         if sums:
-            expert = tl.program_id(0) // tl.cdiv(out.num_rows, size)
-            rows = tl.program_id(0) % tl.cdiv(out.num_rows, size) * size + inner
+            num_tiles = tl.cdiv(out.num_rows, size)
+            expert = tl.program_id(0) // num_tiles
+            rows = tl.program_id(0) % num_tiles * size + inner
             end = out.num_rows
             start, stop, first = span(source, expert, how)
             length = (stop - start + how.unit - 1) // how.unit * how.unit
@@ -112,10 +114,10 @@ if triton is not None:
                 inner_blocks = tl.arange(0, size // how.block)
                 block = (inner_blocks + (first + k) // how.block)[None, :]
                 is_block = (inner_blocks * how.block < length - k)[None, :]
-                scales_a = _scales(a, expert, rows[:, None], block, is_row[:, None] & is_block)
-                scales_b = _scales(
-                    b, expert, columns[:, None], block, is_column[:, None] & is_block
-                )
+                has_scale_a = is_row[:, None] & is_block
+                has_scale_b = is_column[:, None] & is_block
+                scales_a = _scales(a, expert, rows[:, None], block, has_scale_a)
+                scales_b = _scales(b, expert, columns[:, None], block, has_scale_b)
                 total = tl.dot_scaled(x, scales_a, "e4m3", y, scales_b, "e4m3", acc=total)
         if how.block == 0:
             scales_a = _scales(a, expert, rows, 0, is_row)[:, None]
@@ -203,7 +205,7 @@ def _factor(
 
 def _scale_strides(matrix: Quantized, *, experts: int, is_stack: bool) -> tuple[int, int, int]:
     """Strides of an expert, a row and a block."""
-    if matrix.block == (None, None):
+    if matrix.block == PER_TENSOR:
         return 1, 0, 0
     scales = matrix.inverse_scales
     row_stride = scales.stride(0)

@@ -63,21 +63,20 @@ if triton is not None:
     def _counts(source: tl.tuple, how: tl.tuple) -> tl.tuple:
         index = tl.arange(0, how.lanes)
         is_expert = index < source.num_experts
+        has_start = is_expert & (index > 0)
         ends = tl.load(source.offs + index, mask=is_expert, other=0).to(tl.int64)
-        starts = tl.load(source.offs + index - 1, mask=is_expert & (index > 0), other=0).to(
-            tl.int64
-        )
+        starts = tl.load(source.offs + index - 1, mask=has_start, other=0).to(tl.int64)
         return index, starts, ends - starts
 
     @triton.jit
     def span(source: tl.tuple, expert: tl.tensor, how: tl.tuple) -> tl.tuple:
         """The first row of an expert, its end, and its first row with padding."""
         index, starts, counts = _counts(source, how)
-        padded = tl.sum(
-            tl.where(index < expert, (counts + how.unit - 1) // how.unit * how.unit, 0), 0
-        )
+        padded_counts = (counts + how.unit - 1) // how.unit * how.unit
+        padded = tl.sum(tl.where(index < expert, padded_counts, 0), 0)
         start = tl.sum(tl.where(index == expert, starts, 0), 0)
-        return start, start + tl.sum(tl.where(index == expert, counts, 0), 0), padded
+        count = tl.sum(tl.where(index == expert, counts, 0), 0)
+        return start, start + count, padded
 
     @triton.jit
     def locate(source: tl.tuple, how: tl.tuple) -> tl.tuple:
@@ -90,9 +89,11 @@ if triton is not None:
         if source.offs is not None:
             index, _, counts = _counts(source, how)
             tiles = (counts + how.tile - 1) // how.tile
-            expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+            is_before = tl.cumsum(tiles, 0) <= tile
+            expert = tl.sum(is_before.to(tl.int32), 0)
             first, end, padded = span(source, expert, how)
-            inner = (tile - tl.sum(tl.where(index < expert, tiles, 0), 0)) * how.tile
+            first_tile = tl.sum(tl.where(index < expert, tiles, 0), 0)
+            inner = (tile - first_tile) * how.tile
             first = first + inner
             padded = padded + inner
         return expert, first, end, padded

@@ -45,10 +45,10 @@ class Splits:
             etp: group of the ranks that share an expert's matrices.
         """
         num_local = counts.shape[1] // ep.size
-        sums = [sum(numbers[i : i + num_local]) for i in range(0, len(numbers), num_local)]
-        received = [sums[i : i + ep.size] for i in range(ep.size, len(sums), ep.size)]
+        sums = [sum(counts_of_rank) for counts_of_rank in _divide(numbers, num_local)]
+        sent, *received = _divide(sums, ep.size)
         return cls(
-            ep_inputs=sums[: ep.size],
+            ep_inputs=sent,
             ep_outputs=received[etp.index],
             etp=[sum(outputs) for outputs in received],
             tokens_per_expert=counts[1:].reshape(-1, num_local),
@@ -68,6 +68,11 @@ class Splits:
             tokens_per_expert=torch.cat([received, padding], 1),
             num_experts=received.shape[1],
         )
+
+
+def _divide(numbers: list[int], size: int) -> list[list[int]]:
+    """Consecutive lists of `size` numbers."""
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
 def all_gather_tokens(permuted: Tensor, group: Group, *, splits: list[int]) -> Tensor:
