@@ -33,37 +33,34 @@ from nanotrain.comm.group import Group
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def eager(function: F) -> F:
-    """Run a function eagerly inside compiled code: a graph ends before it and the next one starts
-    after it.
+def eager_or_graph(eager_form: F, graph_form: Callable[..., Any]) -> F:
+    """A function of two forms: one runs eagerly, the compiler traces the other.
 
-    `torch.compiler.disable` as a decorator imports torch._dynamo when the module is imported: 1.3
-    to 5 s of CPU time per process, even if nothing is compiled. This decorator calls it only while
-    a graph is being compiled.
+    The only place that asks the compiler. It is asked per call, not per module: parts of a compiled
+    block run eagerly (experts, recomputed functions, functions left out of a graph).
     """
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
-
-
-def eager_or_graph(eager_form: F, graph_form: F) -> F:
-    """One function with two forms: one that runs eagerly, one that the compiler traces.
-
-    The choice is made per call, not per module: parts of a compiled block run eagerly, such as
-    experts, recomputed functions, and what the compiler leaves out of a graph.
-    """
-
+    @functools.wraps(eager_form)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return graph_form(*args, **kwargs)
         return eager_form(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def eager(function: F) -> F:
+    """Run a function eagerly inside compiled code: a graph ends before it, another one follows.
+
+    `torch.compiler.disable` as a decorator imports torch._dynamo when the module is imported: 1.3
+    to 5 s of CPU time per process, even if nothing is compiled. This decorator calls it only while
+    a graph is being compiled.
+    """
+
+    def end_graph(*args: Any, **kwargs: Any) -> Any:
+        return torch.compiler.disable(function)(*args, **kwargs)
+
+    return eager_or_graph(function, end_graph)
 
 
 TensorFunction = Callable[..., Tensor]
@@ -134,26 +131,24 @@ def _local_slice(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
     return local_slice(tensor, group, dim=dim).contiguous()
 
 
-def collective(tensor: Tensor, group: Group, *, op: str, dim: int) -> Tensor:
-    """An all-reduce, all-gather or reduce-scatter without autograd, complete on return; in a graph
-    an operator.
-    """
-    if torch.compiler.is_compiling():
-        return collective_in_graph(tensor, group.handle, op=op, dim=dim, size=group.size)
-    return _run(tensor, group, op=op, dim=dim)
-
-
 def _run(tensor: Tensor, group: Group, *, op: str, dim: int) -> Tensor:
-    # of a copy: the activation or gradient may be in use elsewhere in the graph
+    """A collective without autograd, complete on return."""
     if op == "all_reduce":
+        # of a copy: the activation or gradient may be in use elsewhere in the graph
         return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group).wait()
     start = start_all_gather if op == "all_gather" else start_reduce_scatter
     return start(tensor, group, dim=dim).wait()
 
 
-_all_reduce, _all_gather, _reduce_scatter = (
-    partial(collective, op=op) for op in ("all_reduce", "all_gather", "reduce_scatter")
-)
+def _run_in_graph(tensor: Tensor, group: Group, *, op: str, dim: int) -> Tensor:
+    return collective_in_graph(tensor, group.handle, op=op, dim=dim, size=group.size)
+
+
+# an all-reduce, all-gather or reduce-scatter without autograd; in a graph it is one operator
+collective = eager_or_graph(_run, _run_in_graph)
+_all_reduce = partial(collective, op="all_reduce")
+_all_gather = partial(collective, op="all_gather")
+_reduce_scatter = partial(collective, op="reduce_scatter")
 
 
 @torch.library.custom_op("nanotrain::collective", mutates_args=())

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanotrain.comm.autograd import eager_or_graph
+
 MASK = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: consecutive numbers become words far apart
 
@@ -57,10 +59,7 @@ def dropout(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
         words: [B, S], one per token.
         rate: share of the elements that become 0; the others are scaled by 1 / (1 - rate).
     """
-    if torch.compiler.is_compiling():
-        return _drop(x, words, rate=rate)
-    out: Tensor = _Dropout.apply(x, words, rate)
-    return out
+    return _choose_dropout(x, words, rate=rate)
 
 
 def _drop(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
@@ -85,3 +84,11 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (words,) = ctx.saved_tensors
         return _drop(grads[0], words, rate=ctx.rate), None, None
+
+
+def _drop_without_mask(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
+    out: Tensor = _Dropout.apply(x, words, rate)
+    return out
+
+
+_choose_dropout = eager_or_graph(_drop_without_mask, _drop)

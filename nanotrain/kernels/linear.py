@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanotrain.comm.autograd import eager_or_graph
 from nanotrain.kernels.fp8.layer import Fp8Layer
 
 # A copy of this size stays in the cache, and its memory is used again: measured on one core, adding
@@ -221,13 +222,7 @@ class Linear(nn.Module):
 
     def wgrad(self, grad: Tensor, x: Tensor) -> list[Tensor | None]:
         """[T, O], [T, I] -> the gradients of `trained_params`, None for one that was written."""
-        if torch.compiler.is_compiling() and self.weight.requires_grad:
-            if not self.writes_in_graph:
-                return self.param_grads(grad, wgrad(grad, x))
-            write_in_graph(self.weight, (grad, x))
-            return self.param_grads(grad, None)
-        view = grad_view_of(self.weight) if self.writes_wgrad else None
-        if not self.weight.requires_grad or (view is not None and view.accumulate(grad, x)):
+        if not self.weight.requires_grad or _write_wgrad(self, grad, x=x):
             return self.param_grads(grad, None)
         return self.param_grads(grad, wgrad(grad, x))
 
@@ -246,6 +241,23 @@ class Linear(nn.Module):
         padded = grad.new_zeros(param.shape)
         padded[self.rows] = grad
         return padded
+
+
+def _write_eagerly(linear: Linear, grad: Tensor, *, x: Tensor) -> bool:
+    """Write the weight's gradient where it is accumulated; returns whether it was written."""
+    view = grad_view_of(linear.weight) if linear.writes_wgrad else None
+    return view is not None and view.accumulate(grad, x)
+
+
+def _write_by_operator(linear: Linear, grad: Tensor, *, x: Tensor) -> bool:
+    """Write the weight's gradient by an operator of a graph; returns whether a graph can do so."""
+    if not linear.writes_in_graph:
+        return False
+    write_in_graph(linear.weight, (grad, x))
+    return True
+
+
+_write_wgrad = eager_or_graph(_write_eagerly, _write_by_operator)
 
 
 class Linears:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanotrain.comm.autograd import eager_or_graph
 from nanotrain.kernels.fp8.layer import Fp8Layer, Operand
 from nanotrain.kernels.fp8.quantize import (
     Cast,
@@ -294,20 +295,33 @@ def _wgrad(
     linear: Linear, operands: tuple[Quantized, Quantized], *, dtype: torch.dtype
 ) -> Tensor | None:
     """dW = grad_t x_t^T [O, I], or None where it was written."""
-    grad_t, x_t = operands
-    if torch.compiler.is_compiling():
-        if not linear.writes_in_graph:
-            return scaled_mm(grad_t, x_t, dtype=dtype)
-        tensors, blocks = packed(grad_t, x_t)
-        write_fp8_in_graph(linear.weight, tensors, blocks=blocks)
+    if _write_wgrad(linear, operands):
         return None
+    grad_t, x_t = operands
+    return scaled_mm(grad_t, x_t, dtype=dtype)
+
+
+def _write_eagerly(linear: Linear, operands: tuple[Quantized, Quantized]) -> bool:
+    """Write the weight's gradient where it is accumulated; returns whether it was written."""
     view = grad_view_of(linear.weight) if linear.writes_wgrad else None
     target = None if view is None else view.start_write()
     if target is None:
-        return scaled_mm(grad_t, x_t, dtype=dtype)
+        return False
     out, has_grads = target
-    write_scaled_mm(grad_t, x_t, out=out, adds=has_grads)
-    return None
+    write_scaled_mm(*operands, out=out, adds=has_grads)
+    return True
+
+
+def _write_by_operator(linear: Linear, operands: tuple[Quantized, Quantized]) -> bool:
+    """Write the weight's gradient by an operator of a graph; returns whether a graph can do so."""
+    if not linear.writes_in_graph:
+        return False
+    tensors, blocks = packed(*operands)
+    write_fp8_in_graph(linear.weight, tensors, blocks=blocks)
+    return True
+
+
+_write_wgrad = eager_or_graph(_write_eagerly, _write_by_operator)
 
 
 @torch.library.custom_op("nanotrain::write_fp8_wgrad", mutates_args=())

@@ -53,7 +53,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanotrain.comm.autograd import copy_to, eager, gather_along, reduce_from, scatter_along
+from nanotrain.comm.autograd import (
+    copy_to,
+    eager,
+    eager_or_graph,
+    gather_along,
+    reduce_from,
+    scatter_along,
+)
 from nanotrain.comm.collectives import (
     local_slice,
     start_all_gather,
@@ -225,12 +232,12 @@ def _choose(tensor_parallel: TensorParallel) -> ComputeLinears:
     """The implementation of layers, chosen when they are built."""
     compute: Callable[..., tuple[Tensor, ...]] = _parallel
     if tensor_parallel.is_plain:
-        compute = _on_one_rank
+        compute = eager_or_graph(_on_one_rank, _on_one_rank_in_graph)
     elif tensor_parallel.wgrad_queue is None:
         if tensor_parallel.fp8 is None:
-            compute = _over_ranks
+            compute = eager_or_graph(_parallel, _over_ranks_in_graph)
         elif tensor_parallel.fp8.reduce_amax is None and not tensor_parallel.gathers_input:
-            compute = _in_fp8
+            compute = eager_or_graph(_parallel, _in_fp8_in_graph)
     return partial(compute, tensor_parallel=tensor_parallel)
 
 
@@ -238,29 +245,30 @@ def _on_one_rank(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
     """Torch's operator, unless weight gradients are written where they are accumulated."""
-    if torch.compiler.is_compiling():
-        return tuple(in_graph(x, layer) for layer in layers)
     if torch.is_grad_enabled() and any(layer.writes_wgrad for layer in layers):
         return _parallel(x, layers, tensor_parallel=tensor_parallel)
     return tuple(layer.fprop(x) for layer in layers)
 
 
-def _in_fp8(
+def _on_one_rank_in_graph(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
-    """Without communication before the products."""
-    if torch.compiler.is_compiling():
-        outputs = fp8_in_graph(x, layers)
-        return (tensor_parallel.leave(outputs[0]),) if tensor_parallel.is_row else outputs
-    return _parallel(x, layers, tensor_parallel=tensor_parallel)
+    """Torch's operator, or one whose backward writes the weight gradient."""
+    return tuple(in_graph(x, layer) for layer in layers)
 
 
-def _over_ranks(
+def _in_fp8_in_graph(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
-    """In a graph collectives are operators, and the backward is one operator that overlaps them."""
-    if not torch.compiler.is_compiling():
-        return _parallel(x, layers, tensor_parallel=tensor_parallel)
+    """Products in fp8 without communication before them."""
+    outputs = fp8_in_graph(x, layers)
+    return (tensor_parallel.leave(outputs[0]),) if tensor_parallel.is_row else outputs
+
+
+def _over_ranks_in_graph(
+    x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
+) -> tuple[Tensor, ...]:
+    """Collectives are operators, and the backward is one operator that overlaps them."""
     writes = tuple(layer.writes_in_graph and torch.is_grad_enabled() for layer in layers)
     params = [*(layer.used_weight for layer in layers), *(layer.used_bias for layer in layers)]
     outputs: tuple[Tensor, ...] = _ParallelInGraph.apply(x, tensor_parallel, writes, *params)
