@@ -182,7 +182,8 @@ def largest_logits(chunk: AttentionChunk, *, block_numel: int = BLOCK_NUMEL) -> 
         mask = _mask_of_queries(chunk, start=start, stop=stop)
         if mask is not None:
             scores.masked_fill_(~mask, -torch.inf)
-        torch.maximum(largest, scores.amax((0, 3, 4)).flatten().float() * chunk.scale, out=largest)
+        block_largest = scores.amax((0, 3, 4)).flatten().float() * chunk.scale
+        torch.maximum(largest, block_largest, out=largest)
     return largest
 
 

@@ -113,8 +113,10 @@ def merge_log_sum_exp(total: AttentionResult, part: AttentionResult) -> None:
         part: fully masked rows contribute nothing.
     """
     lse = torch.logaddexp(total.lse, part.lse)
-    total.out.mul_((total.lse - lse).exp_()[..., None])
-    total.out.addcmul_(part.out.to(total.out.dtype), (part.lse - lse).exp_()[..., None])
+    total_weight = (total.lse - lse).exp_()
+    part_weight = (part.lse - lse).exp_()
+    total.out.mul_(total_weight[..., None])
+    total.out.addcmul_(part.out.to(total.out.dtype), part_weight[..., None])
     total.lse.copy_(lse)
 
 
@@ -142,12 +144,13 @@ def chunk_backward(
     out = _pad(merged.out, padded.value.shape[-1])
     grad = _pad(grad, padded.value.shape[-1])
     gradients = _ops(chunk).backward(padded, replace(merged, out=out), grad=grad)
-    groups, head_dim = chunk.key.shape[1], chunk.key.shape[-1]
-    value_head_dim = chunk.value.shape[-1]
+    num_groups, head_dim = chunk.key.shape[1], chunk.key.shape[-1]
+    key_grad = _sum_repeats(gradients.key, num_groups)
+    value_grad = _sum_repeats(gradients.value, num_groups)
     return ChunkGradients(
         gradients.query[..., :head_dim],
-        _sum_repeats(gradients.key, groups)[..., :head_dim],
-        _sum_repeats(gradients.value, groups)[..., :value_head_dim],
+        key_grad[..., :head_dim],
+        value_grad[..., : chunk.value.shape[-1]],
     )
 
 
@@ -206,7 +209,8 @@ def _mask_as_bias(chunk: AttentionChunk) -> Tensor | None:
         return None
     # torch's operator returns a log-sum-exp of 0 for rows of -inf
     masked = torch.finfo(chunk.query.dtype).min / 2
-    return torch.zeros_like(chunk.mask, dtype=chunk.query.dtype).masked_fill_(~chunk.mask, masked)
+    bias = torch.zeros_like(chunk.mask, dtype=chunk.query.dtype)
+    return bias.masked_fill_(~chunk.mask, masked)
 
 
 def _forward_cpu(chunk: AttentionChunk) -> AttentionResult:
@@ -293,7 +297,8 @@ def _scores(chunk: AttentionChunk) -> tuple[Tensor, Tensor | None]:
 def _row_blocks(chunk: AttentionChunk) -> list[slice]:
     """Queries whose scores are computed at once."""
     batch, heads, queries, _ = chunk.query.shape
-    size = max(1, EAGER_SCORES // max(1, batch * heads * chunk.key.shape[2]))
+    scores_per_query = batch * heads * chunk.key.shape[2]
+    size = max(1, EAGER_SCORES // max(1, scores_per_query))
     return [slice(start, min(start + size, queries)) for start in range(0, queries, size)]
 
 
@@ -302,7 +307,8 @@ def _with_mask(chunk: AttentionChunk) -> AttentionChunk:
     if not chunk.is_causal:
         return chunk
     positions = torch.arange(chunk.key.shape[2], device=chunk.query.device)
-    return replace(chunk, mask=(positions[:, None] >= positions)[None, None], is_causal=False)
+    mask = positions[:, None] >= positions
+    return replace(chunk, mask=mask[None, None], is_causal=False)
 
 
 def _forward_eager(chunk: AttentionChunk) -> AttentionResult:
@@ -395,8 +401,10 @@ class WeightDropout:
             "the dropout of a chunk has positions"
         )
         heads = torch.arange(self.first_head, self.first_head + num_heads, device=self.words.device)
-        words = mix_in(mix_in(self.words[:, None], heads)[..., None], self.queries)
-        return keep_factors(mix_in(words[..., None], self.keys), self.rate, dtype=dtype)
+        words = mix_in(self.words[:, None], heads)
+        words = mix_in(words[..., None], self.queries)
+        words = mix_in(words[..., None], self.keys)
+        return keep_factors(words, self.rate, dtype=dtype)
 
 
 @dataclass(frozen=True)

@@ -142,9 +142,12 @@ def _delta_rule(
     else:
         state = initial_state.to(updates[0].dtype).flatten(0, 1)
     corrections, states, final = _Scan.apply(*updates, state)
-    read = (chunks.query * chunks.decays_from_start).flatten(1, 3) @ states
-    out = read + chunks.pairs(chunks.query).flatten(1, 3) @ corrections
-    out = rearrange(out.unflatten(1, (batch, heads)), "m b n c v -> b (m c) n v")[:, :length]
+    query = (chunks.query * chunks.decays_from_start).flatten(1, 3)
+    read = query @ states
+    pairs = chunks.pairs(chunks.query).flatten(1, 3)
+    out = read + pairs @ corrections
+    out = out.unflatten(1, (batch, heads))
+    out = rearrange(out, "m b n c v -> b (m c) n v")[:, :length]
     return out.to(inputs.value.dtype), final.unflatten(0, (batch, heads))
 
 
@@ -282,11 +285,11 @@ class _Chunks:
         to_end = (self.decay[..., -1:, :] - self.decay).exp()
         if self.document is not None:
             to_end = to_end * (self.document == self.document[..., -1:])[..., None]
-        targets = (self.beta * self.value, self.beta * self.decays_from_start * self.key)
+        value_targets = self.beta * self.value
+        state_targets = self.beta * self.decays_from_start * self.key
+        targets = torch.cat((value_targets, state_targets), dim=-1)
         system = self.beta * self.pairs(self.key)  # the solver reads only below the diagonal
-        solved = torch.linalg.solve_triangular(
-            system, torch.cat(targets, -1), upper=False, unitriangular=True
-        )
+        solved = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
         values, reads = solved.split((self.value.shape[-1], self.key.shape[-1]), dim=-1)
         decays = self.decays_from_start[..., -1:, :].mT
         writes = self.key * to_end
@@ -332,16 +335,23 @@ def _channel_pairs(rows: Tensor, keys: Tensor, *, decay: Tensor) -> Tensor:
     while pairs.shape[-3] > 1:
         # two neighbouring blocks become one of twice the size
         size = pairs.shape[-1]
-        decays = decay.unflatten(-2, (-1, 2, size))
-        row_blocks = rows.unflatten(-2, (-1, 2, size))
-        key_blocks = keys.unflatten(-2, (-1, 2, size))
-        border = decays[..., 1, :1, :]
-        later = row_blocks[..., 1, :, :] * (decays[..., 1, :, :] - border).exp()
-        earlier = key_blocks[..., 0, :, :] * (border - decays[..., 0, :, :]).exp()
+        earlier_decay, later_decay = _split_blocks(decay, size)
+        _, later_rows = _split_blocks(rows, size)
+        earlier_keys, _ = _split_blocks(keys, size)
+        border = later_decay[..., :1, :]
+        later = later_rows * (later_decay - border).exp()
+        earlier = earlier_keys * (border - earlier_decay).exp()
         first, second = pairs.unflatten(-3, (-1, 2)).unbind(-3)
+        above = F.pad(first, (0, size))
         below = torch.cat((later @ earlier.mT, second), dim=-1)
-        pairs = torch.cat((F.pad(first, (0, size)), below), dim=-2)
+        pairs = torch.cat((above, below), dim=-2)
     return pairs.squeeze(-3)
+
+
+def _split_blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """[..., C, K] -> the earlier and the later block of every two, [..., C / 2 size, size, K]."""
+    blocks = x.unflatten(-2, (-1, 2, size))
+    return blocks[..., 0, :, :], blocks[..., 1, :, :]
 
 
 def _order(chunks: Tensor) -> range:

@@ -68,7 +68,8 @@ class Index:
         dtype = accumulate_dtype(query)
         num_heads, width = query.shape[2:]
         scaled = query.to(dtype).flatten(1, 2) * (num_heads * width) ** -0.5
-        return (scaled @ key.to(dtype).mT).relu_().unflatten(1, (-1, num_heads))
+        products = scaled @ key.to(dtype).mT
+        return products.relu_().unflatten(1, (-1, num_heads))
 
 
 @dataclass(frozen=True)
@@ -138,18 +139,17 @@ def _select(
         may_attend = allowed.mask(tile)[:, 0]
         products = index.products(rows, num_keys)
         weight = index.weight[:, rows].to(dtype)
-        index_scores = (weight[:, :, None] @ products)[:, :, 0].masked_fill_(
-            ~may_attend, -torch.inf
-        )
+        index_scores = (weight[:, :, None] @ products)[:, :, 0]
+        index_scores.masked_fill_(~may_attend, -torch.inf)
         selected = _highest(index_scores, index.topk) & may_attend
         tiles.append(tile)
         bits[rows.start] = _pack_bits(selected)
         if loss is None:
             continue
         seen = selected if loss.is_sparse else may_attend
-        target = _mean_of_heads(
-            query[:, rows].transpose(1, 2), wide_key[:, :, :num_keys], mask=seen, tp=loss.tp
-        )
+        queries = query[:, rows].transpose(1, 2)
+        keys = wide_key[:, :, :num_keys]
+        target = _mean_of_heads(queries, keys, mask=seen, tp=loss.tp)
         log_probs = index_scores.masked_fill_(~seen, -torch.inf).log_softmax(-1)
         cross_entropy = target * log_probs.masked_fill(~seen, 0.0)
         sums.divergence += (torch.xlogy(target, target) - cross_entropy).sum()
@@ -198,9 +198,10 @@ class _LossSums:
         scale = index.query[0, 0].numel() ** -0.5
         key = index.key[:, :num_keys].to(dtype)
         query = index.query[:, rows].to(dtype).flatten(1, 2)
-        num_heads = weight.shape[2]
-        self.query[:, rows] = (grad_products @ key).unflatten(1, (-1, num_heads)) * scale
-        self.key[:, :num_keys] += grad_products.mT @ query * scale
+        grad_query = (grad_products @ key).unflatten(1, (-1, weight.shape[2]))
+        grad_key = grad_products.mT @ query
+        self.query[:, rows] = grad_query * scale
+        self.key[:, :num_keys] += grad_key * scale
 
     def gradients(self, index: Index) -> list[Tensor]:
         """The gradients in the dtypes of the index, times the scale of the loss."""
@@ -243,8 +244,10 @@ def _mean_of_heads(query: Tensor, key: Tensor, *, mask: Tensor, tp: Group) -> Te
 
     query [B, N, Q, D], key [B, N, S, D], mask [B or 1, Q, S] -> [B, Q, S].
     """
-    scores = (query.to(key.dtype) * query.shape[-1] ** -0.5) @ key.mT
-    summed = scores.masked_fill_(~mask[:, None], -torch.inf).softmax(-1).sum(1)
+    scaled = query.to(key.dtype) * query.shape[-1] ** -0.5
+    scores = scaled @ key.mT
+    scores.masked_fill_(~mask[:, None], -torch.inf)
+    summed = scores.softmax(-1).sum(1)
     all_reduce(summed, tp)
     return summed.div_(query.shape[1] * tp.size)
 

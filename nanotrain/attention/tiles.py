@@ -164,11 +164,12 @@ class TilePlan:
             scores: options besides mask and scale.
         """
         query, key, value = inputs
+        mask = self.mask(tile) if tile.is_masked else None
         chunk = AttentionChunk(
             query[tile.samples, :, tile.queries],
             key[tile.samples, :, tile.keys],
             value[tile.samples, :, tile.keys],
-            mask=self.mask(tile) if tile.is_masked else None,
+            mask=mask,
             is_causal=tile.is_causal,
             scale=query.shape[-1] ** -0.5,
         )
@@ -186,7 +187,9 @@ class TilePlan:
         assert self.first_keys is not None, "masked tiles are planned with their spans"
         queries, keys = self.queries[tile.queries], self.keys[tile.keys]
         first_keys = self.first_keys[tile.samples][:, queries, None]
-        return ((keys <= queries[:, None]) & (keys >= first_keys))[:, None]
+        is_causal = keys <= queries[:, None]
+        is_in_span = keys >= first_keys
+        return (is_causal & is_in_span)[:, None]
 
 
 @dataclass(frozen=True)
@@ -443,11 +446,7 @@ class _AttendTiles(torch.autograd.Function):
         gradients = backward_tiles(
             ctx.plan, (query, key, value), merged=merged, scores=ctx.scores, grad=grads[0]
         )
-        return (
-            gradients.query.to(query.dtype),
-            gradients.key.to(key.dtype),
-            gradients.value.to(value.dtype),
-            sink_grad(sink, merged, grad=grads[0]),
-            None,  # plan
-            None,  # scores
-        )
+        query_grad = gradients.query.to(query.dtype)
+        key_grad = gradients.key.to(key.dtype)
+        value_grad = gradients.value.to(value.dtype)
+        return query_grad, key_grad, value_grad, sink_grad(sink, merged, grad=grads[0]), None, None

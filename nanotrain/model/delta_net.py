@@ -105,15 +105,21 @@ class GatedDeltaNet(nn.Module):
         dtype = accumulate_dtype(dt)
         num_heads = len(self.decay)
         dt = F.softplus(dt.to(dtype) + self.step_bias).unflatten(-1, (num_heads, -1))
+        query = self.query_conv(query, context)
+        key = self.key_conv(key, context)
+        value = self.value_conv(value, context)
+        A = -self.decay.to(dtype).exp()[:, None]
+        beta = self.max_beta * beta.to(dtype).sigmoid()
         inputs = DeltaInputs(
-            query=self.query_conv(query, context).unflatten(-1, (-1, self.key_head_dim)),
-            key=self.key_conv(key, context).unflatten(-1, (-1, self.key_head_dim)),
-            value=self.value_conv(value, context).unflatten(-1, (-1, self.value_head_dim)),
-            decay=-self.decay.to(dtype).exp()[:, None] * dt,
-            beta=self.max_beta * beta.to(dtype).sigmoid()[..., None],
+            query=query.unflatten(-1, (-1, self.key_head_dim)),
+            key=key.unflatten(-1, (-1, self.key_head_dim)),
+            value=value.unflatten(-1, (-1, self.value_head_dim)),
+            decay=A * dt,
+            beta=beta[..., None],
             starts=context.starts,
         )
-        out = self.norm(self.scan(inputs)).flatten(2) * self.activation(gate)
+        out = self.norm(self.scan(inputs)).flatten(2)
+        out = out * self.activation(gate)
         return self.dropout(self.output(out), context.dropout)
 
     def cached_function(self, cache: TokenCache) -> Callable[..., Any]:

@@ -90,18 +90,20 @@ class Mamba2(nn.Module):
         """[B, S or S/tp, H] -> the same shape."""
         wide = (self.gate, self.value, self.key, self.query)
         z, x, B, C, dt = self.scale(project_inputs(hidden, wide, narrow=(self.step,)))
-        x = self.value_conv(x, context).unflatten(-1, (-1, self.sizes.head_dim))
-        B = self.key_conv(B, context).unflatten(-1, (-1, self.sizes.state_dim))
-        C = self.query_conv(C, context).unflatten(-1, (-1, self.sizes.state_dim))
+        x = self.value_conv(x, context)
+        B = self.key_conv(B, context)
+        C = self.query_conv(C, context)
+        x = x.unflatten(-1, (-1, self.sizes.head_dim))
+        B = B.unflatten(-1, (-1, self.sizes.state_dim))
+        C = C.unflatten(-1, (-1, self.sizes.state_dim))
         dtype = accumulate_dtype(hidden)
         dt = F.softplus(dt.to(dtype) + self.step_bias.to(dtype))
         dt = dt.clamp(min=self.sizes.time_step_min)[..., None]
         A = -self.decay.to(dtype).exp()[:, None]
         D = self.skip.to(dtype)[:, None]
-        y = self.scan(
-            DeltaInputs(query=C, key=B, value=x, decay=dt * A, beta=dt, starts=context.starts)
-        )
-        y = (y + x * D).flatten(2) * F.silu(z.to(dtype))
+        inputs = DeltaInputs(C, B, x, decay=dt * A, beta=dt, starts=context.starts)
+        y = self.scan(inputs) + x * D
+        y = y.flatten(2) * F.silu(z.to(dtype))
         return self.dropout(self.output(self._normalize(y, like=B)), context.dropout)
 
     def _normalize(self, y: Tensor, *, like: Tensor) -> Tensor:

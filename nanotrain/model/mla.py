@@ -144,11 +144,16 @@ class MultiLatentAttention(nn.Module):
         if self.query is None:
             query = self.query_up(query)
         query = query.unflatten(-1, (-1, sum(self.query_sizes)))
-        key_value = self.kv_up(compressed_kv).unflatten(-1, (-1, sum(self.key_value_sizes)))
+        key_value = self.kv_up(compressed_kv)
+        key_value = key_value.unflatten(-1, (-1, sum(self.key_value_sizes)))
         query_nope, query_rope = self.query_scale(query).split(self.query_sizes, dim=-1)
         key_nope, value = key_value.split(self.key_value_sizes, dim=-1)
-        query = torch.cat((query_nope, apply_rotary(query_rope, rotary)), dim=-1)
-        query = scale_query(query, None if rotary is None else rotary.query_scale)
-        key_rope = apply_rotary(self.tensor_parallel.enter(shared_key)[:, :, None], rotary)
-        key = torch.cat((key_nope, key_rope.expand(-1, -1, key_nope.shape[2], -1)), dim=-1)
+        query_rope = apply_rotary(query_rope, rotary)
+        query = torch.cat((query_nope, query_rope), dim=-1)
+        if rotary is not None:
+            query = scale_query(query, rotary.query_scale)
+        shared_key = self.tensor_parallel.enter(shared_key)
+        key_rope = apply_rotary(shared_key[:, :, None], rotary)
+        key_rope = key_rope.expand(-1, -1, key_nope.shape[2], -1)
+        key = torch.cat((key_nope, key_rope), dim=-1)
         return query, key, value

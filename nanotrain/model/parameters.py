@@ -84,18 +84,22 @@ def fill_random(
         seed: seed of the run.
         init: distribution.
     """
-    num_rows, row_shape = spec.shape[0], spec.shape[1:]
+    num_rows = spec.shape[0]
+    row_shape = spec.shape[1:]
     block_rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(row_shape)))
     first, last = box.start[0], box.stop[0]
-    columns = tuple(slice(a, b) for a, b in zip(box.start[1:], box.stop[1:], strict=True))
-    for start in range(first - first % block_rows, last, block_rows):
+    columns = [slice(*bounds) for bounds in zip(box.start[1:], box.stop[1:], strict=True)]
+    first_block = first - first % block_rows
+    for start in range(first_block, last, block_rows):
         stop = min(start + block_rows, num_rows)
-        block = torch.empty((stop - start, *row_shape))
-        generator = torch.Generator().manual_seed(_block_seed(seed, spec, start_row=start))
-        block = _draw(block, init, generator=generator)
-        low, high = max(start, first), min(stop, last)
-        overlap = block[(slice(low - start, high - start), *columns)]
-        target[low - first : high - first].copy_(overlap)
+        generator = torch.Generator()
+        generator.manual_seed(_block_seed(seed, spec, start_row=start))
+        empty = torch.empty((stop - start, *row_shape))
+        block = _draw(empty, init, generator=generator)
+        low = max(start, first)
+        high = min(stop, last)
+        rows = slice(low - start, high - start)
+        target[low - first : high - first].copy_(block[(rows, *columns)])
 
 
 def _draw(block: Tensor, init: Normal | Uniform, *, generator: torch.Generator) -> Tensor:

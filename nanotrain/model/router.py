@@ -450,5 +450,5 @@ def _gather_sequence(
     all_gather_into(gathered, packed, group=sequence)
     unpacked = rearrange(gathered, "r b s c -> b (r s) c")
     ids, weight_bits, columns = unpacked.split([topk, topk, 1], dim=-1)
-    full = Routing(ids.long(), weight_bits.contiguous().view(torch.float32))
-    return full, columns[0, :, 0].long()
+    weights = weight_bits.contiguous().view(torch.float32)
+    return Routing(ids.long(), weights), columns[0, :, 0].long()

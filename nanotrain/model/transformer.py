@@ -236,8 +236,9 @@ class Head(nn.Module):
         targets = Targets(
             batch.labels.flatten(), batch.loss_mask.flatten(), self._groups(batch), grad_scale
         )
+        hidden = self.tensor_parallel.enter(hidden)
         return vocab_parallel_cross_entropy(
-            self.tensor_parallel.enter(hidden).flatten(0, 1),
+            hidden.flatten(0, 1),
             self._weight(tied),
             targets=targets,
             vocabulary=self.vocabulary,
