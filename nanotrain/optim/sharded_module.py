@@ -130,7 +130,7 @@ class ShardedModule:
         self._had_last = is_last
         self.data_parallel.backward_begins(is_last=is_last)
         scale = self.optimizer.loss_scale.scale / self._num_averaged
-        (loss * scale).backward()
+        torch.autograd.backward(loss * scale)
         self.data_parallel.backward_ended()
 
     def step(self, lr: float | None = None) -> Update:
