@@ -14,7 +14,7 @@ with the last query, and the outputs of padded queries are dropped.
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ def build_block_mask(call: AttentionCall, block: int = BLOCK) -> Any:
     # imports the compiler, which takes seconds
     from torch.nn.attention.flex_attention import BlockMask
 
-    partial, full = plan_blocks(call, block)
+    partial_blocks, full_blocks = plan_blocks(call, block)
     first_query = call.queries.start
     num_queries = math.ceil(len(call.queries) / block) * block
     num_keys = math.ceil(len(call.keys) / block) * block
@@ -71,8 +71,8 @@ def build_block_mask(call: AttentionCall, block: int = BLOCK) -> Any:
     has_rows = len(first_keys) > 1
 
     return BlockMask.from_kv_blocks(
-        *_key_blocks(partial, call.device),
-        *_key_blocks(full, call.device),
+        *_key_blocks(partial_blocks, call.device),
+        *_key_blocks(full_blocks, call.device),
         BLOCK_SIZE=block,
         mask_mod=lambda sample, head, query, key: (
             (key <= query + first_query) & (key >= first_keys[sample if has_rows else 0, query])
@@ -132,20 +132,27 @@ class FlexKernel:
         query = _padded(query, num_queries).transpose(1, 2)
         key = _padded(key, num_keys).transpose(1, 2)
         value = _padded(value, num_keys).transpose(1, 2)
-        options: dict[str, Any] = {"block_mask": mask, "enable_gqa": query.shape[1] != key.shape[1]}
-        cap = scores.softcap
-        if cap is not None:
-            options["score_mod"] = lambda score, sample, head, q, k: cap * torch.tanh(score / cap)
-        attend = _attend(query.device.type)
+        is_grouped = query.shape[1] != key.shape[1]
+        attend = partial(_attend(query.device.type), block_mask=mask, enable_gqa=is_grouped)
+        if scores.softcap is not None:
+            attend = partial(attend, score_mod=_softcap(scores.softcap))
+        out: Tensor
         if scores.sink is None:
-            out: Tensor = attend(query, key, value, **options)
-            return out.transpose(1, 2)[:, :length]
-        from torch.nn.attention.flex_attention import AuxRequest
+            out = attend(query, key, value)
+        else:
+            from torch.nn.attention.flex_attention import AuxRequest
 
-        out, aux = attend(query, key, value, return_aux=AuxRequest(lse=True), **options)
-        # a sink takes part in the softmax: out * exp(lse) / (exp(lse) + exp(sink))
-        kept = torch.sigmoid(aux.lse - scores.sink.to(aux.lse.dtype)[:, None])[..., None]
-        return (out * kept.to(out.dtype)).transpose(1, 2)[:, :length]
+            out, aux = attend(query, key, value, return_aux=AuxRequest(lse=True))
+            # a sink takes part in the softmax: out * exp(lse) / (exp(lse) + exp(sink))
+            sink = scores.sink.to(aux.lse.dtype)[:, None]
+            kept = torch.sigmoid(aux.lse - sink)
+            out = out * kept[..., None].to(out.dtype)
+        return out.transpose(1, 2)[:, :length]
+
+
+def _softcap(cap: float) -> Callable[..., Tensor]:
+    """A function of a score, as FlexAttention calls it."""
+    return lambda score, sample, head, query, key: cap * torch.tanh(score / cap)
 
 
 def _padded(x: Tensor, length: int) -> Tensor:

@@ -68,10 +68,11 @@ def _ssd(
     for decay, step in zip(decays.unbind(1), steps.unbind(1), strict=True):
         states.append(decay * states[-1] + step)
     before = torch.stack(states[:-1], dim=1).flatten(3, 4)
-    y = (before @ chunks.C.mT).view_as(chunks.u) * chunks.from_start
-    y = y + chunks.u @ pairs.mT
-    y = rearrange(y, "b m g r p l -> b (m l) (g r) p")[:, : inputs.value.shape[1]]
-    return y, states[-1].flatten(1, 2)
+    read = (before @ chunks.C.mT).view_as(chunks.u)
+    y = read * chunks.from_start + chunks.u @ pairs.mT
+    y = rearrange(y, "b m g r p l -> b (m l) (g r) p")
+    length = inputs.value.shape[1]
+    return y[:, :length], states[-1].flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class _Chunks:
         to_end = (decay[..., -1:] - decay).exp()
         allowed = torch.ones(size, size, dtype=torch.bool, device=decay.device).tril()
         if inputs.starts is not None:
-            starts = rearrange(F.pad(inputs.starts, (0, padding)), "b (m l) -> b m 1 1 l", l=size)
+            starts = F.pad(inputs.starts, (0, padding))
+            starts = rearrange(starts, "b (m l) -> b m 1 1 l", l=size)
             document = starts.cumsum(-1)  # starts so far in the chunk
             from_start = torch.where(document == 0, from_start, 0.0)
             to_end = torch.where(document == document[..., -1:], to_end, 0.0)

@@ -102,10 +102,12 @@ class VarlenKernel:
             call.kernel_plans["varlen"] = PackedCall.of(call, query.shape[0])
         packed: PackedCall = call.kernel_plans["varlen"]
         window = -1 if call.spans.window is None else call.spans.window
+        packed_key = packed.lengths.pack(key)
+        packed_value = packed.lengths.pack(value)
         out = varlen_attn(
             query.flatten(0, 1),
-            packed.lengths.pack(key),
-            packed.lengths.pack(value),
+            packed_key,
+            packed_value,
             packed.queries,
             packed.keys,
             packed.max_queries,

@@ -36,8 +36,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def eager_or_graph(eager_form: F, graph_form: Callable[..., Any]) -> F:
     """A function of two forms: one runs eagerly, the compiler traces the other.
 
-    The only place that asks the compiler. It is asked per call, not per module: parts of a compiled
-    block run eagerly (experts, recomputed functions, functions left out of a graph).
+    The compiler is asked per call, not per module: parts of a compiled block run eagerly (experts,
+    recomputed functions, functions left out of a graph).
     """
 
     @functools.wraps(eager_form)
@@ -52,9 +52,8 @@ def eager_or_graph(eager_form: F, graph_form: Callable[..., Any]) -> F:
 def eager(function: F) -> F:
     """Run a function eagerly inside compiled code: a graph ends before it, another one follows.
 
-    `torch.compiler.disable` as a decorator imports torch._dynamo when the module is imported: 1.3
-    to 5 s of CPU time per process, even if nothing is compiled. This decorator calls it only while
-    a graph is being compiled.
+    `torch.compiler.disable` as a decorator imports torch._dynamo with the module: 1.3 to 5 s of CPU
+    time per process, even if nothing is compiled. Here it is called only while a graph is compiled.
     """
 
     def end_graph(*args: Any, **kwargs: Any) -> Any:

@@ -134,22 +134,12 @@ class GatedDeltaNet(nn.Module):
 
 
 class KimiDeltaAttention(GatedDeltaNet):
-    """KDA: gated DeltaNet with a decay per key channel.
-
-    Args:
-        model_config: sizes of the heads.
-        params: as of `GatedDeltaNet`, with gate_down, gate_up, step_down and step_up.
-        parallel: tp shards the heads, cp the sequence.
-        layer: index in the model.
-    """
+    """KDA: gated DeltaNet with a decay per key channel; gate and dt have two projections each."""
 
     activation = staticmethod(torch.sigmoid)
 
     def add_gates(self, params: Parameters, parallel: ModelParallel) -> None:
-        """Register beta, and gate and dt as two projections each.
-
-        The first projection of the two is outside the tensor-parallel region.
-        """
+        """Register beta, gate and dt; down-projections are outside the tensor-parallel region."""
         column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
         replicated = partial(ColumnParallelLinear, tensor_parallel=parallel.tp.unsharded)
         narrow = replace(parallel.tp, fp8=None)

@@ -10,8 +10,8 @@ Dao and Gu 2024, "Transformers are SSMs", section 7. Heads share the B and C of 
 norm is over the channels of a group. tp shards groups with their heads, so nothing between the
 projections is communicated over tp.
 
-Parameters keep the names under which they were declared first, which seed their initial values and
-are in checkpoints:
+Parameters keep their first names, which seed their initial values and are in checkpoints
+(docs/decisions/0022):
 
     x value   B key   C query   z gate   dt step   dt_bias step_bias   A_log decay   D skip
 
