@@ -1,5 +1,9 @@
-"""Memory of a run before it starts: what the worst rank needs, and the error with settings that fit
-(docs/memory.md).
+"""Memory of a run before it starts, and the error with settings that fit (docs/memory.md).
+
+    plan_memory      MemoryPlan of one rank
+    worst_memory     MemoryPlan of the pipeline rank that needs the most
+    require_memory   the same, or an error if it cannot fit
+    peak_of_step     the moment of a schedule with the most activations and temporaries
 
 Parameters, gradients and optimizer state are exact, the rest is estimated. Pure: nothing is
 allocated.
@@ -7,7 +11,7 @@ allocated.
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, product
@@ -17,7 +21,8 @@ from typing import Any, NamedTuple, get_args
 from nanotrain.config.config import Config
 from nanotrain.config.parallel import ShardingStrategy
 from nanotrain.config.rules.check import check_layout
-from nanotrain.config.schedules import num_microbatches, with_batch_size
+from nanotrain.config.schedules import num_microbatches as count_microbatches
+from nanotrain.config.schedules import with_batch_size
 from nanotrain.config.schema import with_values
 from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.parallel.dp.units import traced_units
@@ -35,22 +40,23 @@ from nanotrain.topology.topology import Topology
 
 # A run is refused only if the exact part and this share of the activations exceed the memory: the
 # estimate is within 10 %, and a compiled block may save only half.
-CERTAIN_SHARE, CERTAIN_SHARE_COMPILED = 0.8, 0.4
+CERTAIN_SHARE = 0.8
+CERTAIN_SHARE_COMPILED = 0.4
 # cpu: measured with a tiny model, libraries in its first steps; cuda: workspaces of cuBLAS, which
-# torch allocates on compute capability 9.0 once for the thread of the forward and once for that of
-# the backward, and what is left of blocks that its allocator does not split (0 to 15 MB over the
+# torch allocates on compute capability 9.0 once for the thread of the forward and once for the thread
+# of the backward, and the rest of blocks that its allocator does not split (0 to 15 MB over the
 # layouts of docs/gpu.md)
 PROCESS_BYTES = {"cpu": 75_000_000, "cuda": 2 * 32 * 2**20 + 16_000_000}
-# What a process takes of a GPU besides tensors. The context, with the kernels of torch, cuBLAS and
-# cuDNN that are loaded as they are used: 0.5 to 0.8 GB. The channels of a communicator of NCCL: 0.2
-# to 0.4 GB.
-CONTEXT_BYTES, NCCL_BYTES = 700 * 2**20, 256 * 2**20
-FRAGMENTS = (
-    # of the tensors: reserved memory exceeds allocated memory by 2 to 7 % in the runs that SimuMax
-    # measured
-    0.03
-)
+# Memory of a GPU that a process takes besides tensors. The context, with the kernels of torch, cuBLAS
+# and cuDNN that are loaded as they are used: 0.5 to 0.8 GB. The channels of a communicator of NCCL:
+# 0.2 to 0.4 GB.
+CONTEXT_BYTES = 700 * 2**20
+NCCL_BYTES = 256 * 2**20
+# Share of the tensors: reserved memory exceeds allocated memory by 2 to 7 % in the runs that SimuMax
+# measured.
+FRAGMENTS = 0.03
 ROWS = ("params", "grads", "optimizer", "activations", "working", "communication", "overhead")
+OPTIONAL_ROWS = ("communication", "overhead")  # rows that are left out where they are empty
 SEARCH_S = 4.0  # of CPU time, after which the search for settings that fit ends
 built_schedule = lru_cache(maxsize=64)(build_schedule)  # layouts that differ elsewhere share one
 
@@ -69,7 +75,7 @@ class MemoryPlan:
     runtime: int  # on a GPU its context and NCCL
     in_flight: int = 0  # forwards whose activations are kept at that peak
     recompute: str = ""  # what is recomputed, as the user sets it; empty for nothing
-    unplanned: str = ""  # what the plan leaves out, and is large
+    unplanned: str = ""  # large memory that the plan leaves out
 
     @property
     def total(self) -> int:
@@ -78,42 +84,46 @@ class MemoryPlan:
 
     @property
     def overhead(self) -> int:
-        """What tensors do not use: `runtime` and the fragments of a GPU's allocator."""
-        return self.runtime + int(FRAGMENTS * self.total) * (self.runtime > 0)
+        """Memory besides tensors: `runtime` and the fragments of a GPU's allocator."""
+        fragments = int(FRAGMENTS * self.total) if self.runtime > 0 else 0
+        return self.runtime + fragments
 
     @property
     def reserved(self) -> int:
-        """All of them."""
+        """Tensors and overhead."""
         return self.total + self.overhead
 
     def certain(self, share: float) -> int:
         """The exact part, the runtime and a share of the activations."""
-        return (
-            self.params + self.grads + self.optimizer + self.runtime + int(share * self.activations)
-        )
+        exact = self.params + self.grads + self.optimizer + self.runtime
+        return exact + int(share * self.activations)
 
     def rows(self) -> dict[str, str]:
         """The rows of the table by name; without communication and overhead if there is none."""
-        sizes = {name: getattr(self, name) for name in ROWS}
-        return {
-            name: describe_bytes(size)
-            for name, size in sizes.items()
-            if size or name not in ROWS[-2:]
-        }
+        rows = {}
+        for name in ROWS:
+            size = getattr(self, name)
+            if size or name not in OPTIONAL_ROWS:
+                rows[name] = describe_bytes(size)
+        return rows
 
     def table(self, available: int | None, *, pp_size: int = 1) -> str:
-        """A small table; with more than one pipeline rank the title names the one that needs the
-        most.
-        """
-        lines = [f"  {name:<14}{text:>12}" for name, text in self.rows().items()]
-        lines[3] += f"  {self.in_flight} in flight" + (
-            f", recompute {self.recompute}" if self.recompute else ""
-        )
-        lines.append(f"  {'total':<14}{describe_bytes(self.reserved):>12}")
-        lines[-1] += f" of {describe_bytes(available)}" if available else ""
-        lines += [f"  without {self.unplanned}"] if self.unplanned else []
-        worst = f" (pipeline rank {self.pp_rank} needs the most)" if pp_size > 1 else ""
-        return "\n".join([f"planned memory per rank{worst}:", *lines])
+        """A small table; its title names the pipeline rank that needs the most, if there are several."""
+        title = "planned memory per rank"
+        if pp_size > 1:
+            title += f" (pipeline rank {self.pp_rank} needs the most)"
+        lines = [f"{title}:"]
+        for name, size in self.rows().items():
+            line = f"  {name:<14}{size:>12}"
+            if name == "activations":
+                line += f"  {self.in_flight} in flight"
+                line += f", recompute {self.recompute}" if self.recompute else ""
+            lines.append(line)
+        total = f"  {'total':<14}{describe_bytes(self.reserved):>12}"
+        lines.append(f"{total} of {describe_bytes(available)}" if available else total)
+        if self.unplanned:
+            lines.append(f"  without {self.unplanned}")
+        return "\n".join(lines)
 
 
 def plan_memory(
@@ -128,48 +138,59 @@ def plan_memory(
         device: "cpu" or "cuda".
         schedule: `train_schedule` of these arguments, where it was built before.
     """
-    parallel, dp_size = config.parallel, config.parallel.data_parallel_size(world_size)
-    pp_size, count = parallel.pipeline_model_parallel_size, num_microbatches(config.train, dp_size)
+    parallel = config.parallel
+    dp_size = parallel.data_parallel_size(world_size)
+    pp_size = parallel.pipeline_model_parallel_size
+    num_microbatches = count_microbatches(config.train, dp_size)
     # Planning the transfers of many microbatches takes seconds. A plan for few has the same stages,
     # buffers and groups. Schedules of the batch size change only the number of microbatches.
     few = with_batch_size(config, config.train.micro_batch_size * dp_size * pp_size)
     topology = Topology.of(parallel, world_size, has_experts=config.model.moe is not None)
     rank = topology.group_specs(0)["pp"].ranks[pp_rank]
     plan = plan_run(few, world_size, rank=rank)
-    kept, resident = SavedBytes(plan, device), plan.resident_bytes
+    kept = SavedBytes(plan, device)
+    resident = plan.resident_bytes
     peak = peak_of(plan, kept, schedule=schedule or train_schedule(config, world_size))
-    # the largest copy of an asynchronous save: main params and optimizer state, in host memory
-    staged = (
-        resident.params + resident.optimizer
-        if device == "cpu" and config.checkpoint.async_save
-        else 0
-    )
-    granularity = config.memory.recompute_granularity
-    messages = 2 * MAX_SENDS * kept.sizes.outside * kept.sizes.width if pp_size > 1 else 0
-    in_fp8 = 0  # weights as they are and transposed
-    if device == "cuda" and plan.keeps_fp8_weights(count):
-        in_fp8 = 2 * sum(
-            p.box.numel for stage in plan.stages for p in with_fp8_products(stage.params, config)
-        )
+
+    working = PROCESS_BYTES[device] + peak.working + 3 * INT64 * kept.sizes.tokens * num_microbatches
+    if device == "cpu" and config.checkpoint.async_save:
+        # the largest copy of an asynchronous save: main params and optimizer state, in host memory
+        working += resident.params + resident.optimizer
+    communication = resident.grad_buckets + resident.units + _returned_by_graphs(plan, device)
+    if pp_size > 1:
+        communication += 2 * MAX_SENDS * kept.sizes.outside * kept.sizes.width
+    params = resident.params
+    if device == "cuda" and plan.keeps_fp8_weights(num_microbatches):
+        params += _fp8_weight_bytes(plan)
     return MemoryPlan(
         pp_rank=pp_rank,
-        params=resident.params + in_fp8,
+        params=params,
         grads=resident.grads,
         optimizer=resident.optimizer,
         activations=peak.activations,
-        in_flight=peak.in_flight,
-        recompute=" ".join([granularity, *config.memory.recomputed_modules]) if granularity else "",
-        working=PROCESS_BYTES[device]
-        + staged
-        + peak.working
-        + 3 * INT64 * kept.sizes.tokens * count,
-        communication=messages
-        + resident.grad_buckets
-        + resident.units
-        + _returned_by_graphs(plan, device),
+        working=working,
+        communication=communication,
         runtime=runtime_bytes(_num_communicators(plan)) if device == "cuda" else 0,
+        in_flight=peak.in_flight,
+        recompute=_describe_recompute(config),
         unplanned="the records of --profile" if config.train.profile else "",
     )
+
+
+def _fp8_weight_bytes(plan: Plan) -> int:
+    """Weights of fp8 products, as they are and transposed."""
+    numel = 0
+    for stage in plan.stages:
+        numel += sum(param.box.numel for param in with_fp8_products(stage.params, plan.config))
+    return 2 * numel
+
+
+def _describe_recompute(config: Config) -> str:
+    """Recomputation as the user sets it; empty for none."""
+    granularity = config.memory.recompute_granularity
+    if granularity is None:
+        return ""
+    return " ".join([granularity, *config.memory.recomputed_modules])
 
 
 def runtime_bytes(num_communicators: int) -> int:
@@ -179,8 +200,11 @@ def runtime_bytes(num_communicators: int) -> int:
 
 def _num_communicators(plan: Plan) -> int:
     """Distinct sets of several ranks over which a rank communicates."""
-    groups = plan.groups.items()
-    return len({spec.ranks for name, spec in groups if spec.size > 1 and name not in UNCONNECTED})
+    sets = set()
+    for name, spec in plan.groups.items():
+        if spec.size > 1 and name not in UNCONNECTED:
+            sets.add(spec.ranks)
+    return len(sets)
 
 
 def worst_memory(config: Config, world_size: int, *, device: str) -> MemoryPlan:
@@ -195,9 +219,9 @@ def worst_memory(config: Config, world_size: int, *, device: str) -> MemoryPlan:
 
 def train_schedule(config: Config, world_size: int) -> Schedule:
     """The pipeline schedule of a training step, of all pipeline ranks."""
-    parallel, dp_size = config.parallel, config.parallel.data_parallel_size(world_size)
-    shape = PipelineShape.of(parallel, num_microbatches(config.train, dp_size))
-    return built_schedule(parallel.pipeline_schedule, shape)
+    dp_size = config.parallel.data_parallel_size(world_size)
+    shape = PipelineShape.of(config.parallel, count_microbatches(config.train, dp_size))
+    return built_schedule(config.parallel.pipeline_schedule, shape)
 
 
 def require_memory(
@@ -215,46 +239,53 @@ def require_memory(
         ConfigError: it cannot fit.
     """
     worst = worst_memory(config, world_size, device=device)
-    share = (
-        CERTAIN_SHARE_COMPILED
-        if with_compile(config, device).train.torch_compile
-        else CERTAIN_SHARE
-    )
-    share *= config.train.train_iters > 0  # without steps everything is built, nothing is computed
-    if available is None or worst.certain(share) <= available:
+    if available is None or worst.certain(_certain_share(config, device)) <= available:
         return worst
     fitting = _find_fitting(
         config, world_size, pp_rank=worst.pp_rank, device=device, available=available
     )
-    rows = ", ".join(f"{name} {text}" for name, text in worst.rows().items())
-    advice = "choose a smaller model or --seq-length"
+    fix = "choose a smaller model or --seq-length"
+    if fitting:
+        fix = f"with the same memory per rank it fits with {', or '.join(fitting)}"
+    needed = describe_bytes(worst.reserved)
     raise ConfigError(
-        f"a rank needs {describe_bytes(worst.reserved)} of memory and has {describe_bytes(available)}",
-        why=rows,
-        fix=f"with the same memory per rank it fits with {', or '.join(fitting)}"
-        if fitting
-        else advice,
+        f"a rank needs {needed} of memory and has {describe_bytes(available)}",
+        why=", ".join(f"{name} {text}" for name, text in worst.rows().items()),
+        fix=fix,
     )
 
 
+def _certain_share(config: Config, device: str) -> float:
+    """The share of the activations that a run needs with certainty."""
+    if config.train.train_iters <= 0:  # everything is built, nothing is computed
+        return 0.0
+    is_compiled = with_compile(config, device).train.torch_compile
+    return CERTAIN_SHARE_COMPILED if is_compiled else CERTAIN_SHARE
+
+
 def _returned_by_graphs(plan: Plan, device: str) -> int:
-    """Gradients of the largest compiled block that its graph returns to hooks, which run after its
-    whole backward.
+    """Bytes of gradients that the graph of the largest compiled block returns.
+
+    Hooks take them after the whole backward of the graph.
     """
     if not with_compile(plan.config, device).train.torch_compile:
         return 0
-    options, num_bytes = plan.data_parallel, 0
+    options = plan.data_parallel
+    itemsize = Precision.of(plan.config.precision).params.itemsize
+    num_bytes = 0
     for buffer in plan.buffers:
-        layout, num_blocks = buffer.layout, options.num_gather_blocks
         traced = traced_units(
-            layout, is_transient=options.strategy.shard_grads, num_blocks=num_blocks
+            buffer.layout,
+            is_transient=options.strategy.shard_grads,
+            num_blocks=options.num_gather_blocks,
         )
         returned: Counter[str] = Counter()
-        for spec, numel in ((param.spec, param.box.numel) for param in layout.params):
-            returned[spec.unit] += numel * (
-                spec.unit.startswith("layers.") and not spec.is_expert and spec.unit not in traced
-            )
-        num_bytes += max(returned.values()) * Precision.of(plan.config.precision).params.itemsize
+        for param in buffer.layout.params:
+            unit = param.spec.unit
+            is_layer = unit.startswith("layers.")
+            if is_layer and not param.spec.is_expert and unit not in traced:
+                returned[unit] += param.box.numel
+        num_bytes += max(returned.values(), default=0) * itemsize
     return num_bytes
 
 
@@ -267,6 +298,7 @@ class Peak(NamedTuple):
 
     @property
     def total(self) -> int:
+        """All bytes of the moment."""
         return self.activations + self.working
 
 
@@ -288,104 +320,161 @@ def peak_of_step(actions: Iterable[Action], stages: Mapping[int, StageBytes]) ->
         actions: what a rank runs, in order.
         stages: bytes of its stages, by index.
     """
-    now, count, moments = 0, 0, [Peak(0, 0, 0)]
+    kept = 0
+    in_flight = 0
+    peak = Peak(0, 0, 0)
     for action in actions:
-        stage, is_forward = stages[action.stage], action.kind is ActionKind.forward
-        changes = {
-            ActionKind.forward: stage.kept,
-            ActionKind.full_backward: -stage.kept,
-            ActionKind.backward_input: stage.complete - stage.kept,
-            ActionKind.backward_weight: -stage.complete,
-        }
+        stage = stages[action.stage]
         if action.kind.has_dgrad:
-            moments.append(Peak(now + stage.recomputed - stage.freed, count, stage.working))
-        now, count = now + changes[action.kind], count + is_forward - action.kind.has_wgrad
-        moments.append(Peak(now, count, stage.loss * is_forward))
-    return max(moments, key=lambda moment: moment.total)
+            during = Peak(kept + stage.recomputed - stage.freed, in_flight, stage.working)
+            peak = max(peak, during, key=lambda moment: moment.total)
+        kept += _kept_change(action.kind, stage)
+        in_flight += 1 if action.kind is ActionKind.forward else 0
+        in_flight -= 1 if action.kind.has_wgrad else 0
+        loss = stage.loss if action.kind is ActionKind.forward else 0
+        peak = max(peak, Peak(kept, in_flight, loss), key=lambda moment: moment.total)
+    return peak
+
+
+def _kept_change(kind: ActionKind, stage: StageBytes) -> int:
+    """Change of the kept bytes by an action."""
+    changes = {
+        ActionKind.forward: stage.kept,
+        ActionKind.full_backward: -stage.kept,
+        ActionKind.backward_input: stage.complete - stage.kept,
+        ActionKind.backward_weight: -stage.complete,
+    }
+    return changes[kind]
 
 
 class _Change(NamedTuple):
-    """A change of a run: as the user writes it, as values by key, and as a factor of the number of
-    ranks.
-    """
+    """A change of a run."""
 
-    text: str
-    values: Mapping[str, Any]
-    factor: int = 1
+    text: str  # as the user writes it
+    values: Mapping[str, Any]  # settings by key
+    rank_factor: int = 1  # factor of the number of ranks
 
 
-def _changes(config: Config, world_size: int) -> tuple[list[_Change], ...]:
-    """Changes of strategy, recomputation, micro-batch, tensor parallelism and ranks; per kind the
-    smallest first.
-    """
-    parallel, strategies = config.parallel, get_args(ShardingStrategy)
-    stronger = strategies[strategies.index(parallel.data_parallel_sharding_strategy) + 1 :]
-    flag, doubled = "--data-parallel-sharding-strategy", [2**power for power in range(1, 9)]
-    smaller = [
-        config.train.micro_batch_size // n
-        for n in doubled
-        if config.train.micro_batch_size % n == 0
-    ]
-    tp_sizes = [n for n in doubled[:4] if n > parallel.tensor_model_parallel_size]
-    granularities: list[str | None] = [None, "selective", "full"]
-    more = granularities[granularities.index(config.memory.recompute_granularity) + 1 :]
-    return (
-        [
-            _Change(f"{flag} {each}", {"parallel.data_parallel_sharding_strategy": each})
-            for each in stronger
-        ],
-        [
-            _Change(
-                f"--recompute-granularity {each}",
-                {"memory.recompute_granularity": each, "memory.recompute_modules": []},
-            )
-            for each in more
-        ],
-        [_Change(f"--micro-batch-size {n}", {"train.micro_batch_size": n}) for n in smaller],
-        [
-            _Change(
-                f"--tensor-model-parallel-size {n} --sequence-parallel",
-                {"parallel.tensor_model_parallel_size": n, "parallel.sequence_parallel": True},
-            )
-            for n in tp_sizes
-        ],
-        [_Change(f"{n * world_size} ranks", {}, n) for n in doubled],
+class _Changes(NamedTuple):
+    """Changes of a run by kind, the smallest first."""
+
+    strategies: list[_Change]
+    recomputation: list[_Change]
+    micro_batch: list[_Change]
+    tensor_parallel: list[_Change]
+    ranks: list[_Change]
+
+
+def _changes(config: Config, world_size: int) -> _Changes:
+    """Changes that need less memory per rank."""
+    doubled = [2**power for power in range(1, 9)]
+    micro_batch = []
+    for number in doubled:
+        if config.train.micro_batch_size % number == 0:
+            size = config.train.micro_batch_size // number
+            change = _Change(f"--micro-batch-size {size}", {"train.micro_batch_size": size})
+            micro_batch.append(change)
+    tensor_parallel = []
+    for size in doubled[:4]:
+        if size > config.parallel.tensor_model_parallel_size:
+            values = {
+                "parallel.tensor_model_parallel_size": size,
+                "parallel.sequence_parallel": True,
+            }
+            text = f"--tensor-model-parallel-size {size} --sequence-parallel"
+            tensor_parallel.append(_Change(text, values))
+    return _Changes(
+        strategies=_stronger_strategies(config),
+        recomputation=_more_recomputation(config),
+        micro_batch=micro_batch,
+        tensor_parallel=tensor_parallel,
+        ranks=[_Change(f"{number * world_size} ranks", {}, number) for number in doubled],
     )
+
+
+def _stronger_strategies(config: Config) -> list[_Change]:
+    """Sharding strategies that shard more."""
+    strategies = get_args(ShardingStrategy)
+    now = strategies.index(config.parallel.data_parallel_sharding_strategy)
+    changes = []
+    for strategy in strategies[now + 1 :]:
+        values = {"parallel.data_parallel_sharding_strategy": strategy}
+        changes.append(_Change(f"--data-parallel-sharding-strategy {strategy}", values))
+    return changes
+
+
+def _more_recomputation(config: Config) -> list[_Change]:
+    """Granularities that recompute more."""
+    granularities: list[str | None] = [None, "selective", "full"]
+    now = granularities.index(config.memory.recompute_granularity)
+    changes = []
+    for granularity in granularities[now + 1 :]:
+        values: dict[str, Any] = {
+            "memory.recompute_granularity": granularity,
+            "memory.recompute_modules": [],
+        }
+        changes.append(_Change(f"--recompute-granularity {granularity}", values))
+    return changes
 
 
 def _find_fitting(
     config: Config, world_size: int, *, pp_rank: int, device: str, available: int
 ) -> list[str]:
-    """The smallest change of each kind with which the run fits; if none fits, several changes on
-    the fewest ranks.
-    """
-    end, kinds = time.thread_time() + SEARCH_S, _changes(config, world_size)
+    """The smallest change of each kind that fits; if none fits, several on the fewest ranks."""
+    search = _FittingSearch(
+        config,
+        world_size,
+        pp_rank=pp_rank,
+        device=device,
+        available=available,
+        end_s=time.thread_time() + SEARCH_S,
+    )
+    changes = _changes(config, world_size)
+    fitting: list[str] = []
+    for kind in changes:
+        fitting += search.first_that_fits([change] for change in kind)
+    return fitting or search.first_that_fits(_several_changes(changes))
 
-    def fits(*changes: _Change) -> str | None:
-        if time.thread_time() > end:
-            return None
-        changed = with_values(
-            config, {key: value for each in changes for key, value in each.values.items()}
-        )
-        num_ranks = world_size * prod(each.factor for each in changes)
+
+@dataclass(frozen=True)
+class _FittingSearch:
+    """A search for changes with which a run fits."""
+
+    config: Config
+    world_size: int
+    pp_rank: int  # pipeline rank that needs the most
+    device: str
+    available: int  # bytes per rank
+    end_s: float  # CPU time of the thread at which it ends
+
+    def first_that_fits(self, candidates: Iterable[Sequence[_Change]]) -> list[str]:
+        """The description of the first candidate that fits, or nothing."""
+        for changes in candidates:
+            if time.thread_time() > self.end_s:
+                return []
+            needed = self.needed_bytes(changes)
+            if needed is not None and needed <= self.available:
+                texts = ", ".join(change.text for change in changes)
+                return [f"{texts} ({describe_bytes(needed)})"]
+        return []
+
+    def needed_bytes(self, changes: Sequence[_Change]) -> int | None:
+        """Bytes of a rank with some changes; None if they cannot be combined."""
+        values = dict(chain.from_iterable(change.values.items() for change in changes))
+        changed = with_values(self.config, values)
+        num_ranks = self.world_size * prod(change.rank_factor for change in changes)
         try:
             check_layout(changed)
-            needed = plan_memory(changed, num_ranks, pp_rank=pp_rank, device=device).reserved
+            plan = plan_memory(changed, num_ranks, pp_rank=self.pp_rank, device=self.device)
         except NanotrainError:
             return None
-        return (
-            f"{', '.join(each.text for each in changes)} ({describe_bytes(needed)})"
-            if needed <= available
-            else None
-        )
+        return plan.reserved
 
-    fitting = [
-        next((text for change in changes if (text := fits(change))), None) for changes in kinds
-    ]
-    if not any(fitting):
-        strategies, recompute, _, tp, num_ranks = (
-            [(each,) for each in changes] for changes in kinds
-        )
-        several = product(num_ranks, [(), *tp], [(), *strategies[-1:]], [(), *recompute[-1:]])
-        fitting = [next((text for parts in several if (text := fits(*chain(*parts)))), None)]
-    return [text for text in fitting if text]
+
+def _several_changes(changes: _Changes) -> Iterator[list[_Change]]:
+    """Combinations of changes: ranks, tensor parallelism, the strongest strategy, recomputation."""
+    tensor_parallel = [None, *changes.tensor_parallel]
+    strategies = [None, *changes.strategies[-1:]]
+    recomputation = [None, *changes.recomputation[-1:]]
+    for several in product(changes.ranks, tensor_parallel, strategies, recomputation):
+        yield [change for change in several if change is not None]

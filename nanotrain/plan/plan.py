@@ -1,16 +1,17 @@
-"""`Plan`: everything that is determined before a device is touched, for one rank. Pure: no process
-group, no module.
+"""`Plan`: everything of one rank that is determined before a device is touched.
 
     Config -> plan_run(config, world_size, rank) -> Plan -> build.build_run
 
-`plan_run` accepts any rank of any world size and takes the same time for all of them.
+Pure: no process group, no module. `plan_run` accepts any rank of any world size and takes the same
+time for all of them.
 `traffic.sent_bytes` computes the bytes that a step sends from a plan.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 from nanotrain.attention.backends import backend_flags
 from nanotrain.config.config import Config, DataConfig
@@ -80,15 +81,24 @@ class StagePlan:
 class ResidentBytes:
     """Bytes resident on a rank during the run, alignment and padding included."""
 
-    params: int  # model params, or their shards
+    params: int = 0  # model params, or their shards
     # at most this much for gathered FSDP units where params are sharded; exactly this much with a
     # double buffer
-    units: int
-    grads: int  # gradient buffers, or gradient shards
+    units: int = 0
+    grads: int = 0  # gradient buffers, or gradient shards
     # at most this much for full-size buckets in flight, if gradients are sharded or received
-    grad_buckets: int
+    grad_buckets: int = 0
     # the state of the update rule, and main params that are separate from the model params
-    optimizer: int
+    optimizer: int = 0
+
+    def __add__(self, other: "ResidentBytes") -> "ResidentBytes":
+        return ResidentBytes(
+            params=self.params + other.params,
+            units=self.units + other.units,
+            grads=self.grads + other.grads,
+            grad_buckets=self.grad_buckets + other.grad_buckets,
+            optimizer=self.optimizer + other.optimizer,
+        )
 
     @property
     def total(self) -> int:
@@ -121,38 +131,45 @@ class Plan:
 
     @property
     def data_parallel(self) -> DataParallelOptions:
-        """What data parallelism shards, reduces and gathers; the run uses the same options for
-        every buffer.
-        """
+        """Sharding, reductions and gathers of data parallelism, the same for every buffer."""
         return DataParallelOptions.of(self.config.parallel, self.config.precision)
 
     def keeps_fp8_weights(self, num_microbatches: int) -> bool:
-        """Whether GPUs cast weights once per step for fp8 products, and keep them so until its end."""
-        fp8, is_whole = self.config.precision.fp8, not self.data_parallel.strategy.shard_params
-        return fp8 is not None and not fp8.param_gather and is_whole and num_microbatches > 1
+        """Whether GPUs cast weights for fp8 products once per step, and keep them until its end."""
+        fp8 = self.config.precision.fp8
+        if fp8 is None or fp8.param_gather or self.data_parallel.strategy.shard_params:
+            return False
+        return num_microbatches > 1
 
     def _gathered_numel(self, layout: BufferLayout) -> int:
+        """Most elements of gathered FSDP units of a buffer at any time."""
         if self.data_parallel.num_gather_blocks:
             return sum(layout.gather_blocks(self.data_parallel.num_gather_blocks).numel.values())
         if not self.config.parallel.reshard_after_forward:
             return layout.numel
-        numel = layout.numel_of_units
-        # multi-token prediction reads embedding and head beside its own unit
-        shared = (
-            [numel.pop(min(b.units)) for b in layout.buckets if b.is_shared]
-            if self.shape.num_mtp_layers
-            else []
-        )
-        # the final norm, beside the embedding
-        if not shared and self.shape.is_tied and "head" in numel:
-            numel["head"] += numel.get("embedding", 0)
-        num_units, sizes = 1 + self.data_parallel.num_prefetched_units, list(numel.values())
+        shared_numel, numel = self._shared_and_unit_numel(layout)
+        sizes = list(numel.values())
+        num_units = 1 + self.data_parallel.num_prefetched_units
         together = max(sum(sizes[first : first + num_units]) for first in range(len(sizes)))
-        # if a group of layers is recomputed, one of them is gathered beside the layer whose
-        # backward waits
         if (self.config.memory.recompute_num_layers or 1) > 1:
+            # if a group of layers is recomputed, one of them is gathered together with the layer
+            # whose backward waits
             together = sum(sorted(sizes)[-max(2, num_units) :])
-        return sum(shared) + together
+        return shared_numel + together
+
+    def _shared_and_unit_numel(self, layout: BufferLayout) -> tuple[int, dict[str, int]]:
+        """Elements that are gathered with every unit, and elements of each unit."""
+        numel = layout.numel_of_units
+        shared_numel = 0
+        if self.shape.num_mtp_layers:
+            # multi-token prediction reads embedding and head together with its own unit
+            for bucket in layout.buckets:
+                if bucket.is_shared:
+                    shared_numel += numel.pop(min(bucket.units))
+        if not shared_numel and self.shape.is_tied and "head" in numel:
+            # the final norm is gathered together with the embedding
+            numel["head"] += numel.get("embedding", 0)
+        return shared_numel, numel
 
     @property
     def rule(self) -> UpdateRule:
@@ -175,28 +192,25 @@ class Plan:
         return tuple(buffer for stage in self.stages for buffer in stage.buffers)
 
     def samples_of(self, steps: int, *, batch_size: int | None = None) -> int:
-        """Samples of the first `steps` steps; `batch_size` is that of step 0 where a resume has
-        changed it.
+        """Samples of the first `steps` steps.
+
+        Args:
+            steps: number of steps.
+            batch_size: global batch size of step 0 where a resume has changed it.
         """
-        schedule = self.sampler.schedule
-        return (
-            samples_of_steps(schedule, steps)
-            if schedule
-            else steps * (batch_size or self.sampler.global_batch_size)
-        )
+        if self.sampler.schedule:
+            return samples_of_steps(self.sampler.schedule, steps)
+        return steps * (batch_size or self.sampler.global_batch_size)
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
-        """[B, S, H] of this rank's hidden states between two stages, for samples that are not
-        split.
-        """
+        """[B, S, H] of this rank's hidden states between two stages, for samples without a split."""
         return self.hidden_shape_of(self.config.data.seq_length)
 
     def hidden_shape_of(self, seq_length: int) -> tuple[int, int, int]:
         """`hidden_shape` where samples are split into sequences of `seq_length` tokens."""
-        batch_size = self.config.train.micro_batch_size * (
-            self.config.data.seq_length // seq_length
-        )
+        num_sequences = self.config.data.seq_length // seq_length
+        batch_size = self.config.train.micro_batch_size * num_sequences
         return batch_size, seq_length // self.num_sequence_shards, self.shape.hidden_size
 
     @property
@@ -208,38 +222,53 @@ class Plan:
     @property
     def resident_bytes(self) -> ResidentBytes:
         """Bytes of params, grads and optimizer state (the table in docs/zero.md)."""
-        precision, strategy = Precision.of(self.config.precision), self.data_parallel.strategy
-        grad_size, main_grad_size = precision.grads.itemsize, precision.main_grads.itemsize
-        params = units = grads = buckets = optimizer = 0
-        for buffer in self.buffers:
-            layout, num_shards, param_size = (
-                buffer.layout,
-                buffer.shard.size,
-                buffer.param_size(precision),
-            )
-            params += layout.numel // (num_shards if strategy.shard_params else 1) * param_size
-            if strategy.shard_params:
-                units += self._gathered_numel(layout) * param_size
-            num_updated = layout.numel // num_shards // layout.num_outer_shards
-            # what the optimizer writes
-            params += num_updated * precision.params.itemsize * buffer.is_fp8
-            optimizer += state_bytes(
+        return sum((self._buffer_bytes(buffer) for buffer in self.buffers), ResidentBytes())
+
+    def _buffer_bytes(self, buffer: BufferPlan) -> ResidentBytes:
+        """Resident bytes of one buffer."""
+        layout = buffer.layout
+        num_shards = buffer.shard.size
+        num_updated = layout.numel // num_shards // layout.num_outer_shards
+        precision = Precision.of(self.config.precision)
+        param_size = buffer.param_size(precision)
+        units = 0
+        params = layout.numel * param_size
+        if self.data_parallel.strategy.shard_params:
+            params = layout.numel // num_shards * param_size
+            units = self._gathered_numel(layout) * param_size
+        if buffer.is_fp8:
+            params += num_updated * precision.params.itemsize  # written by the optimizer
+        return ResidentBytes(
+            params=params,
+            units=units,
+            grads=self._grad_bytes(buffer, num_updated, precision=precision),
+            grad_buckets=self._grad_bucket_bytes(buffer, precision=precision),
+            optimizer=state_bytes(
                 self.parts_of(buffer), self.rule, config=self.config.optim, precision=precision
-            )
-            opened = layout.open_numel * grad_size
-            if strategy.shard_grads:
-                grads += layout.numel // num_shards * main_grad_size
-                buckets += opened
-                if precision.main_grads != precision.grads and buffer.replicate.size > 1:
-                    buckets += opened // num_shards  # the shard in the reduced dtype
-            else:
-                grads += layout.numel * grad_size
-                grads += (
-                    num_updated * main_grad_size if precision.main_grads != precision.grads else 0
-                )
-            if self.data_parallel.by_all_to_all:
-                buckets += opened  # received
-        return ResidentBytes(params, units, grads, buckets, optimizer)
+            ),
+        )
+
+    def _grad_bytes(self, buffer: BufferPlan, num_updated: int, *, precision: Precision) -> int:
+        """Bytes of the gradient buffer, or of its shard."""
+        numel = buffer.layout.numel
+        if self.data_parallel.strategy.shard_grads:
+            return numel // buffer.shard.size * precision.main_grads.itemsize
+        num_bytes = numel * precision.grads.itemsize
+        if precision.main_grads != precision.grads:
+            num_bytes += num_updated * precision.main_grads.itemsize
+        return num_bytes
+
+    def _grad_bucket_bytes(self, buffer: BufferPlan, *, precision: Precision) -> int:
+        """Bytes of full-size gradient buckets in flight."""
+        opened = buffer.layout.open_numel * precision.grads.itemsize
+        num_bytes = 0
+        if self.data_parallel.strategy.shard_grads:
+            num_bytes += opened
+            if precision.main_grads != precision.grads and buffer.replicate.size > 1:
+                num_bytes += opened // buffer.shard.size  # the shard in the reduced dtype
+        if self.data_parallel.by_all_to_all:
+            num_bytes += opened  # received
+        return num_bytes
 
 
 def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
@@ -257,12 +286,13 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
     """
     check_names(config)
     topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
-    groups, shape = topology.group_specs(rank), ModelShape.of(config.model)
+    groups = topology.group_specs(rank)
+    shape = ModelShape.of(config.model)
     batch_size = global_batch_size(config.train, groups["dp"].size)
     # Saved with the configuration, so that a resume on other ranks reports that an unset size has
     # changed.
     config = replace(config, train=replace(config.train, global_batch_size=batch_size))
-    num_readers, is_reader = _readers(config.data, groups, end_ranks=topology.end_ranks)
+    readers = _readers(config.data, groups, end_ranks=topology.end_ranks)
     sampler = SamplerConfig(
         dp_rank=groups["dp"].index,
         dp_size=groups["dp"].size,
@@ -270,13 +300,12 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         global_batch_size=batch_size,
         schedule=batch_schedule(config),
         lengths=length_schedule(config),
-        readers_per_sample=num_readers,
-        unread_length=None if is_reader else config.data.seq_length,
+        readers_per_sample=readers.num_ranks,
+        unread_length=None if readers.includes_rank else config.data.seq_length,
     )
     pipeline = PipelineShape.of(config.parallel, sampler.num_microbatches)
-    of_pipeline = partial(
-        _rank_plan, config.parallel.pipeline_schedule, pipeline, rank=groups["pp"].index
-    )
+    schedule = config.parallel.pipeline_schedule
+    pp_rank = groups["pp"].index
     return Plan(
         config=config,
         topology=topology,
@@ -285,23 +314,32 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         shape=shape,
         stages=tuple(_plan_stages(config, shape, groups=groups, coords=topology.coords(rank))),
         sampler=sampler,
-        train_schedule=of_pipeline(),
-        valid_schedule=of_pipeline(is_training=False),
+        train_schedule=_rank_plan(schedule, pipeline, rank=pp_rank),
+        valid_schedule=_rank_plan(schedule, pipeline, rank=pp_rank, is_training=False),
         num_averaged_ranks=groups["dp_cp"].size if config.parallel.ddp_average_in_collective else 1,
     )
 
 
+class Readers(NamedTuple):
+    """Ranks that read a sample."""
+
+    num_ranks: int
+    includes_rank: bool  # whether the planned rank is one of them
+
+
 def _readers(
     data: DataConfig, groups: Mapping[GroupName, GroupSpec], *, end_ranks: Sequence[int]
-) -> tuple[int, bool]:
-    """The number of ranks that read a sample, and whether this rank is one of them.
+) -> Readers:
+    """The ranks that read a sample.
 
-    The first stage needs tokens, the last one labels, and those between at most the borders of
-    documents.
+    The first stage needs tokens, the last one labels, and the stages between them at most the
+    borders of documents.
     """
-    pp, is_by_all = groups["pp"], data.reset_position_ids or data.reset_attention_mask
-    readers = range(pp.size) if is_by_all else end_ranks
-    return groups["tp"].size * groups["cp"].size * len(readers), pp.index in readers
+    pp = groups["pp"]
+    is_by_all = data.reset_position_ids or data.reset_attention_mask
+    pipeline_ranks = range(pp.size) if is_by_all else end_ranks
+    num_ranks = groups["tp"].size * groups["cp"].size * len(pipeline_ranks)
+    return Readers(num_ranks, pp.index in pipeline_ranks)
 
 
 def plan_train_schedule(
@@ -351,6 +389,7 @@ def _plan_stages(
     groups: Mapping[GroupName, GroupSpec],
     coords: Mapping[str, int],
 ) -> Iterator[StagePlan]:
+    """The stages of this rank, ascending."""
     sizes = {axis: groups[axis].size for axis in ("tp", "ep", "etp")}
     declaration = Declaration(
         shape,
@@ -360,7 +399,8 @@ def _plan_stages(
         config.optim.apply_wd_to_qk_layernorm,
     )
     specs = stage_specs(config.parallel, shape)
-    for spec in (specs[index] for index in config.parallel.stages_of(coords["pp"])):
+    for index in config.parallel.stages_of(coords["pp"]):
+        spec = specs[index]
         declared = declare_stage(declaration, spec)
         params = tuple(localize(param, coords=coords, sizes=sizes) for param in declared)
         buffers = tuple(_plan_buffers(params, config, groups=groups))
@@ -368,23 +408,15 @@ def _plan_stages(
 
 
 def stage_specs(parallel: ParallelConfig, shape: ModelShape) -> tuple[StageSpec, ...]:
-    """The stages of all pipeline ranks; of a hybrid layer pattern those that share its weights
-    best.
-    """
+    """The stages of all pipeline ranks; a hybrid layer pattern is split by its weights."""
     if parallel.pipeline_model_parallel_layout is not None:
         return stages_of_lengths(read_pipeline_layout(parallel.pipeline_model_parallel_layout))
     per_rank = parallel.num_virtual_stages_per_pipeline_rank
     num_stages = parallel.pipeline_model_parallel_size * per_rank
-    first, last = (
-        parallel.decoder_first_pipeline_num_layers,
-        parallel.decoder_last_pipeline_num_layers,
-    )
-    if (
-        shape.has_half_layers
-        and num_stages > 1
-        and first is last is None
-        and not any(parallel.counted_ends)
-    ):
+    first = parallel.decoder_first_pipeline_num_layers
+    last = parallel.decoder_last_pipeline_num_layers
+    has_set_ends = first is not None or last is not None or any(parallel.counted_ends)
+    if shape.has_half_layers and num_stages > 1 and not has_set_ends:
         return stages_of_lengths(balanced_lengths(layer_weights(shape), num_stages))
     return split_layers(
         shape.num_layers,
@@ -399,27 +431,26 @@ def stage_specs(parallel: ParallelConfig, shape: ModelShape) -> tuple[StageSpec,
 def _plan_buffers(
     params: Sequence[LocalParam], config: Config, *, groups: Mapping[GroupName, GroupSpec]
 ) -> Iterator[BufferPlan]:
-    """The buffers of a stage: dense, dense in fp8, experts, experts in fp8; those that have
-    parameters.
-    """
-    parallel, fp8_names = config.parallel, set(fp8_gathered(params, config))
-    pairs = (
-        (groups["dp_shard"], groups["dp_replicate"]),
-        (groups["expert_dp_shard"], groups["expert_dp_replicate"]),
-    )
-    is_outer_sharded = parallel.outer_dp_sharding_strategy == "optim"
+    """The buffers of a stage that have parameters: dense, dense in fp8, experts, experts in fp8."""
+    fp8_names = set(fp8_gathered(params, config))
+    is_outer_sharded = config.parallel.outer_dp_sharding_strategy == "optim"
     for is_expert, is_fp8 in product((False, True), (False, True)):
-        shard, replicate = pairs[is_expert]
-        chosen = [
-            param
-            for param in params
-            if param.spec.is_expert == is_expert and (param.spec.name in fp8_names) == is_fp8
-        ]
-        num_outer_shards = replicate.size if is_outer_sharded else 1
-        sizes = {"num_shards": shard.size, "num_outer_shards": num_outer_shards}
-        rules = layout_rules(parallel, **sizes, is_expert=is_expert)
-        if chosen:
-            yield BufferPlan(shard, replicate, plan_layout(chosen, rules), is_fp8)
+        chosen = []
+        for param in params:
+            is_param_fp8 = param.spec.name in fp8_names
+            if param.spec.is_expert == is_expert and is_param_fp8 == is_fp8:
+                chosen.append(param)
+        if not chosen:
+            continue
+        shard = groups["expert_dp_shard" if is_expert else "dp_shard"]
+        replicate = groups["expert_dp_replicate" if is_expert else "dp_replicate"]
+        rules = layout_rules(
+            config.parallel,
+            num_shards=shard.size,
+            num_outer_shards=replicate.size if is_outer_sharded else 1,
+            is_expert=is_expert,
+        )
+        yield BufferPlan(shard, replicate, plan_layout(chosen, rules), is_fp8)
 
 
 def fp8_gathered(params: Sequence[LocalParam], config: Config) -> Iterator[str]:
@@ -432,7 +463,8 @@ def fp8_gathered(params: Sequence[LocalParam], config: Config) -> Iterator[str]:
     if fp8 is None or not fp8.param_gather:
         return
     is_per_tensor = RECIPES[fp8.recipe].is_per_tensor
-    for spec in (param.spec for param in with_fp8_products(params, config)):
+    for param in with_fp8_products(params, config):
+        spec = param.spec
         has_rows_of_ranks = "tp" in spec.grad_sum_axes and not is_per_tensor
         if spec.unit.startswith("layers.") and not has_rows_of_ranks:
             yield spec.name
@@ -440,12 +472,8 @@ def fp8_gathered(params: Sequence[LocalParam], config: Config) -> Iterator[str]:
 
 def with_fp8_products(params: Sequence[LocalParam], config: Config) -> list[LocalParam]:
     """The weights of fp8 products."""
-    in_bf16 = {
-        f"layers.{layer}" for layer in layers_in_bf16(config.precision.fp8, config.model.num_layers)
-    }
-    has_fp8 = config.precision.fp8 is not None
-    return [
-        param
-        for param in params
-        if has_fp8 and param.spec.in_fp8 and param.spec.unit not in in_bf16
-    ]
+    fp8 = config.precision.fp8
+    if fp8 is None:
+        return []
+    in_bf16 = {f"layers.{layer}" for layer in layers_in_bf16(fp8, config.model.num_layers)}
+    return [param for param in params if param.spec.in_fp8 and param.spec.unit not in in_bf16]

@@ -1,11 +1,11 @@
 """Bytes that a rank sends per training step, by (group, operation), in closed form from a `Plan`.
 
-    data_parallel   gradients and parameters: dp_shard, dp_replicate, expert_dp_shard, expert_dp_replicate
+    data_parallel   gradients and parameters: (expert_)dp_shard, (expert_)dp_replicate
     embedding       gradients of the tied embedding: embed
     pipeline        hidden states and their gradients: pp
     attention       keys, values, outputs and states: cp, by kind of layer
-    experts         tokens: ep, etp; padded, or for routers that choose every expert equally often, and as many nodes
-                    per token as there can be
+    experts         tokens: ep, etp; padded, or for routers that choose every expert equally often,
+                    and as many nodes per token as there can be
     matrices        hidden matrices of Muon: shard and replicate groups, tp, etp
 
 The counts equal those of `comm/group.py` in a run; a recomputed forward counts twice. Not included:
@@ -22,7 +22,7 @@ from nanotrain.config.model import MoEConfig
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.optim.matrix_update import MatrixRoutes, grid_groups, plan_matrices
 from nanotrain.parallel.dp.fp8_weights import scales_shape
-from nanotrain.parallel.dp.layout import BufferLayout
+from nanotrain.parallel.dp.layout import BucketLayout, BufferLayout
 from nanotrain.parallel.dp.units import GatherOrder
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.pp.actions import ActionKind
@@ -32,7 +32,7 @@ from nanotrain.plan.saved_bytes import layer_sizes
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.spec.kinds.block import block_operators
-from nanotrain.topology.groups import GroupName
+from nanotrain.topology.groups import GroupName, GroupSpec
 
 Key = tuple[str, str]  # group, operation
 COUNT_BYTES = 4  # token counts are int32
@@ -40,9 +40,7 @@ TOKEN_TRIPS = 4  # dispatch and combine, forward and backward
 
 
 def sent_bytes(plan: Plan) -> dict[Key, int]:
-    """Bytes that this rank sends per training step, by (group, operation); operations without bytes
-    are left out.
-    """
+    """Bytes that this rank sends per training step, without operations that send nothing."""
     total: Counter[Key] = Counter()
     for part in (data_parallel, embedding, pipeline, attention, experts, matrices):
         for key, num_bytes in part(plan):
@@ -51,60 +49,69 @@ def sent_bytes(plan: Plan) -> dict[Key, int]:
 
 
 def data_parallel(plan: Plan) -> Iterator[tuple[Key, int]]:
-    """Reduce-scatter and all-gather in the shard group, and the collectives across instances, per
-    bucket.
+    """Collectives of gradients and parameters per bucket, in the shard group and across instances.
 
     Across instances shards are all-reduced, or reduce-scattered and all-gathered if they are
     sharded across instances.
     """
-    precision, strategy = Precision.of(plan.config.precision), plan.data_parallel.strategy
-    num_scatters = plan.num_microbatches if strategy.shard_grads else 1
+    for stage in plan.stages:
+        for buffer in stage.buffers:
+            num_gathers = bucket_gathers(plan, stage, layout=buffer.layout)
+            for bucket, gathers in zip(buffer.layout.buckets, num_gathers, strict=True):
+                yield from _bucket(plan, buffer, bucket=bucket, num_gathers=gathers)
+            if buffer.is_fp8:
+                yield from _amaxes(plan, buffer)
+
+
+def _bucket(
+    plan: Plan, buffer: BufferPlan, *, bucket: BucketLayout, num_gathers: int
+) -> Iterator[tuple[Key, int]]:
+    """Collectives of one bucket."""
+    shard = buffer.shard
+    replicate = buffer.replicate
+    precision = Precision.of(plan.config.precision)
     keeps_full = plan.config.parallel.force_all_reduce
     reduce_scatter = "all_to_all" if plan.data_parallel.by_all_to_all else "reduce_scatter"
-    for stage, buffer in ((each, buffer) for each in plan.stages for buffer in each.buffers):
-        shard, replicate = buffer.shard, buffer.replicate
-        num_gathers = bucket_gathers(plan, stage, layout=buffer.layout)
-        for bucket, gathers in zip(buffer.layout.buckets, num_gathers, strict=True):
-            grads, params = (
-                bucket.numel * precision.grads.itemsize,
-                bucket.numel * buffer.param_size(precision),
-            )
-            inside = reduced_bytes(grads, shard.size)
-            across = reduced_bytes(grads if keeps_full else grads // shard.size, replicate.size)
-            if keeps_full:
-                yield (shard.name, "all_reduce"), 2 * inside
-            else:
-                yield (shard.name, reduce_scatter), num_scatters * inside
-            yield (shard.name, "all_gather"), gathers * reduced_bytes(params, shard.size)
-            if bucket.num_outer_shards > 1:
-                yield (
-                    (replicate.name, "all_gather"),
-                    reduced_bytes(params // shard.size, replicate.size),
-                )
-            if bucket.num_outer_shards > 1 and not keeps_full:
-                yield (replicate.name, reduce_scatter), across
-            else:
-                yield (replicate.name, "all_reduce"), 2 * across
-        if buffer.is_fp8:
-            yield from _amaxes(plan, buffer)
+    grads = bucket.numel * precision.grads.itemsize
+    params = bucket.numel * buffer.param_size(precision)
+
+    inside = reduced_bytes(grads, shard.size)
+    if keeps_full:
+        yield (shard.name, "all_reduce"), 2 * inside
+    else:
+        num_scatters = plan.num_microbatches if plan.data_parallel.strategy.shard_grads else 1
+        yield (shard.name, reduce_scatter), num_scatters * inside
+    yield (shard.name, "all_gather"), num_gathers * reduced_bytes(params, shard.size)
+
+    if bucket.num_outer_shards > 1:
+        gathered = reduced_bytes(params // shard.size, replicate.size)
+        yield (replicate.name, "all_gather"), gathered
+    across = reduced_bytes(grads if keeps_full else grads // shard.size, replicate.size)
+    if bucket.num_outer_shards > 1 and not keeps_full:
+        yield (replicate.name, reduce_scatter), across
+    else:
+        yield (replicate.name, "all_reduce"), 2 * across
 
 
 def _amaxes(plan: Plan, buffer: BufferPlan) -> Iterator[tuple[Key, int]]:
     """Amaxes of fp8 weights, all-reduced in fp32 before they are quantized."""
-    assert (fp8 := plan.config.precision.fp8) is not None, "callers have fp8 weights"
+    fp8 = plan.config.precision.fp8
+    assert fp8 is not None, "callers have fp8 weights"
     block = RECIPES[fp8.recipe].weight_block
-    num_bytes = sum(
-        4 * math.prod(scales_shape(param.box.shape, block)) for param in buffer.layout.params
-    )
-    for group in (
-        (buffer.shard, buffer.replicate) if buffer.layout.num_outer_shards > 1 else (buffer.shard,)
-    ):
-        yield (group.name, "all_reduce"), 2 * reduced_bytes(num_bytes, group.size)
+    num_scales = 0
+    for param in buffer.layout.params:
+        num_scales += math.prod(scales_shape(param.box.shape, block))
+    groups = [buffer.shard]
+    if buffer.layout.num_outer_shards > 1:
+        groups.append(buffer.replicate)
+    for group in groups:
+        yield (group.name, "all_reduce"), 2 * reduced_bytes(4 * num_scales, group.size)
 
 
 def embedding(plan: Plan) -> Iterator[tuple[Key, int]]:
     """One all-reduce of this rank's gradient shard of the tied embedding."""
-    if (group := plan.groups.get("embed")) is None:
+    group = plan.groups.get("embed")
+    if group is None:
         return
     itemsize = Precision.of(plan.config.precision).main_grads.itemsize
     for buffer in plan.buffers:
@@ -112,20 +119,18 @@ def embedding(plan: Plan) -> Iterator[tuple[Key, int]]:
         for bucket in buffer.layout.buckets:
             for part in bucket.update_ranges(buffer.shard.index, outer_index=outer_index):
                 if "embed" in part.param.spec.grad_sum_axes:
-                    yield (
-                        ("embed", "all_reduce"),
-                        2 * reduced_bytes(part.numel * itemsize, group.size),
-                    )
+                    num_bytes = reduced_bytes(part.numel * itemsize, group.size)
+                    yield ("embed", "all_reduce"), 2 * num_bytes
 
 
 def pipeline(plan: Plan) -> Iterator[tuple[Key, int]]:
     """Hidden states to the next stage, gradients to the previous one."""
-    message_bytes = (
-        math.prod(plan.hidden_shape) * Precision.of(plan.config.precision).params.itemsize
-    )
-    num_messages = sum(
-        len(step.sends) for step in plan.train_schedule.steps if isinstance(step, TransferBatch)
-    )
+    itemsize = Precision.of(plan.config.precision).params.itemsize
+    message_bytes = math.prod(plan.hidden_shape) * itemsize
+    num_messages = 0
+    for step in plan.train_schedule.steps:
+        if isinstance(step, TransferBatch):
+            num_messages += len(step.sends)
     yield ("pp", "p2p"), num_messages * message_bytes
 
 
@@ -155,69 +160,79 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
 
 def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
     """Every mixture-of-experts layer of this rank, forward and backward."""
-    moe, train = plan.shape.moe, plan.config.train
+    moe = plan.shape.moe
     if moe is None:
         return
-    num_tokens = (
-        train.micro_batch_size
-        * plan.config.data.seq_length
-        // (plan.groups["cp"].size * plan.groups["tp"].size)
-    )
-    # what experts read of all tokens of this rank, once per expert they are sent to
-    row = plan.shape.expert_input_size * Precision.of(plan.config.precision).params.itemsize
-    sizes = {"num_experts": moe.num_experts, "ep": plan.groups["ep"].size}
-    routed = DispatchOptions.of(plan.config).num_rows(num_tokens, moe.router_topk, **sizes) * row
     counts = moe.num_experts * COUNT_BYTES  # known where layers are recomputed
-    passes = (
-        (_layers(plan), TOKEN_TRIPS, counts),
-        (recomputed_layers(plan, "moe"), TOKEN_TRIPS // 2, 0),
+    recomputed = recomputed_layers(plan, "moe")
+    yield from _expert_pass(plan, moe, layers=_layers(plan), trips=TOKEN_TRIPS, counts=counts)
+    yield from _expert_pass(plan, moe, layers=recomputed, trips=TOKEN_TRIPS // 2, counts=0)
+
+
+def _expert_pass(
+    plan: Plan, moe: MoEConfig, *, layers: Sequence[int], trips: int, counts: int
+) -> Iterator[tuple[Key, int]]:
+    """Tokens and token counts of some layers.
+
+    Args:
+        plan: plan of the rank.
+        moe: section of the configuration.
+        layers: indices of layers, of which some have experts.
+        trips: how often tokens are sent, there and back counting twice.
+        counts: bytes of the token counts.
+    """
+    ep = plan.groups["ep"].size
+    num_tokens = plan.config.train.micro_batch_size * plan.config.data.seq_length
+    num_tokens //= plan.groups["cp"].size * plan.groups["tp"].size
+    # inputs of the experts of all tokens of this rank, once per expert they are sent to
+    row = plan.shape.expert_input_size * Precision.of(plan.config.precision).params.itemsize
+    num_rows = DispatchOptions.of(plan.config).num_rows(
+        num_tokens, moe.router_topk, num_experts=moe.num_experts, ep=ep
     )
-    for layers, trips, counted in passes:
-        number = plan.num_microbatches * sum(map(plan.shape.has_experts, layers))
-        nodes = plan.groups["ep"].size // (
-            plan.config.parallel.moe_hierarchical_dispatch or plan.groups["ep"].size
-        )
+    routed = num_rows * row
+    number = plan.num_microbatches * sum(1 for layer in layers if plan.shape.has_experts(layer))
+    nodes = ep // (plan.config.parallel.moe_hierarchical_dispatch or ep)
+    if nodes > 1:
         # one row per token and node, with the numbers and weights of its experts in fp32
-        if nodes > 1:
-            rows = num_tokens * reached_nodes(moe, nodes)
-            row_bytes = (
-                trips * routed // (num_tokens * moe.router_topk) + trips // 2 * 8 * moe.router_topk
-            )
-            across = rows * row_bytes + (nodes * COUNT_BYTES if counted else 0)
-            yield ("ep", "all_to_all_across"), number * reduced_bytes(across, nodes)
-        for (group, operation), count in EXPERT_BYTES.items():
-            # ranks of a node, experts of a node
-            size, shared = plan.groups[group].size, nodes if group == "ep" else 1
-            yield (
-                (group, operation),
-                number * count(trips * routed, counted // nodes, size // shared),
-            )
+        token_bytes = trips * routed // (num_tokens * moe.router_topk)
+        weight_bytes = trips // 2 * 8 * moe.router_topk
+        across = num_tokens * reached_nodes(moe, nodes) * (token_bytes + weight_bytes)
+        if counts:
+            across += nodes * COUNT_BYTES
+        yield ("ep", "all_to_all_across"), number * reduced_bytes(across, nodes)
+    for (group, operation), count in EXPERT_BYTES.items():
+        size = plan.groups[group].size
+        if group == "ep":
+            size //= nodes  # ranks of a node, which send counts of the experts of a node
+        num_bytes = count(trips * routed, counts // nodes, size)
+        yield (group, operation), number * num_bytes
 
 
 def reached_nodes(moe: MoEConfig, num_nodes: int) -> int:
-    """The most nodes that hold experts of one token; experts are chosen from a few groups where
-    there are groups.
+    """The most nodes that hold experts of one token, which may be chosen from a few groups.
 
-    >>> reached_nodes(MoEConfig(num_experts=64, router_topk=8, router_num_groups=8, router_group_topk=4), 8)
+    >>> moe = MoEConfig(num_experts=64, router_topk=8, router_num_groups=8, router_group_topk=4)
+    >>> reached_nodes(moe, 8)
     4
     """
-    groups, group_topk = moe.router_num_groups or 1, moe.router_group_topk or 1
-    is_inside = groups % num_nodes == 0  # every group on one node
-    return min(num_nodes, moe.router_topk, group_topk if is_inside else num_nodes)
+    num_groups = moe.router_num_groups or 1
+    most = min(num_nodes, moe.router_topk)
+    if num_groups % num_nodes == 0:  # every group is on one node
+        return min(most, moe.router_group_topk or 1)
+    return most
 
 
 def recomputed_layers(plan: Plan, module: str) -> list[int]:
     """The layers of this rank in which a module runs again in the backward."""
     config = plan.config
-    if config.memory.recompute_granularity == "full":
-        return [
-            layers[i]
-            for stage in plan.stages
-            for layers in (stage.spec.layers, *([layer] for layer in stage.mtp_layers))
-            for group in recomputed_groups(config, len(layers))
-            for i in group
-        ]
-    return _layers(plan) if module in config.memory.recomputed_modules else []
+    if config.memory.recompute_granularity != "full":
+        return _layers(plan) if module in config.memory.recomputed_modules else []
+    recomputed = []
+    for stage in plan.stages:
+        for layers in (stage.spec.layers, *([layer] for layer in stage.mtp_layers)):
+            for group in recomputed_groups(config, len(layers)):
+                recomputed += [layers[index] for index in group]
+    return recomputed
 
 
 def _layers(plan: Plan) -> list[int]:
@@ -227,9 +242,10 @@ def _layers(plan: Plan) -> list[int]:
 
 def matrices(plan: Plan) -> Iterator[tuple[Key, int]]:
     """Directions of hidden matrices to their owners, and transformed matrices back."""
-    rule, config = plan.rule.matrix, plan.config.optim
+    rule = plan.rule.matrix
     if rule is None:
         return
+    config = plan.config.optim
     for name in dict.fromkeys(buffer.shard.name for buffer in plan.buffers):
         buffers = [buffer for buffer in plan.buffers if buffer.shard.name == name]
         groups = grid_groups(
@@ -239,16 +255,16 @@ def matrices(plan: Plan) -> Iterator[tuple[Key, int]]:
             config=config,
             shards_across=buffers[0].layout.num_outer_shards > 1,
         )
-        placed = plan_matrices(
-            [buffer.layout for buffer in buffers], rule, config=config, groups=groups
-        )
+        layouts = [buffer.layout for buffer in buffers]
+        placed = plan_matrices(layouts, rule, config=config, groups=groups)
         for axis, numel in MatrixRoutes(placed, groups).sent_numel().items():
-            yield (getattr(groups, axis).name, "all_to_all"), numel * rule.dtype(config).itemsize
+            group: GroupSpec = getattr(groups, axis)
+            yield (group.name, "all_to_all"), numel * rule.dtype(config).itemsize
 
 
-# bytes of a layer, from those of its tokens over all trips, those of the counts and the size of the
-# group: tokens go to the ranks of their experts and back, with the counts, and to every shard of an
-# expert and back
+# Bytes of a layer from the bytes of its tokens over all trips, the bytes of the counts and the size
+# of the group: tokens go to the ranks of their experts and back, with the counts, and to every
+# shard of an expert and back.
 EXPERT_BYTES: dict[tuple[GroupName, str], Callable[[int, int, int], int]] = {
     ("ep", "all_to_all"): lambda tokens, counts, size: reduced_bytes(tokens + counts, size),
     ("etp", "all_to_all"): lambda tokens, counts, size: tokens * (size - 1),
@@ -261,17 +277,22 @@ def bucket_gathers(plan: Plan, stage: StagePlan, *, layout: BufferLayout) -> lis
     options = plan.data_parallel
     if not options.strategy.shard_params:
         return [1] * len(layout.buckets)
-    first, groups = int(stage.spec.has_embedding), []
-    if plan.config.memory.recompute_granularity == "full":
-        groups = recomputed_groups(plan.config, len(stage.spec.layers))
+    spec = stage.spec
     units = stage_units(stage, layout)
-    lookups = range(bool(first and units[0]))  # the embedding, where it is in this buffer
+    has_lookup = spec.has_embedding and len(units[0]) > 0  # the embedding is in this buffer
+    lookups = range(1) if has_lookup else range(0)
+    groups = []
+    if plan.config.memory.recompute_granularity == "full":
+        num_before = 1 if spec.has_embedding else 0  # modules before the layers
+        for group in recomputed_groups(plan.config, len(spec.layers)):
+            groups.append(range(group.start + num_before, group.stop + num_before))
+    kinds = [action.kind for action in plan.train_schedule.actions if action.stage == spec.index]
     counts = step_gathers(
-        (action.kind for action in plan.train_schedule.actions if action.stage == stage.spec.index),
+        kinds,
         units,
         order=GatherOrder.of(filter(None, units), layout, options=options, lookups=lookups),
-        groups=[range(group.start + first, group.stop + first) for group in groups],
-        has_loss=stage.spec.has_head and bool(units[-1]),
+        groups=groups,
+        has_loss=spec.has_head and bool(units[-1]),
     )
     return [counts[index] for index in range(len(layout.buckets))]
 
@@ -280,19 +301,26 @@ def stage_units(stage: StagePlan, layout: BufferLayout) -> list[tuple[int, ...]]
     """The buckets of one buffer that each module of a stage reads, by index, in forward order; see
     `child_units`.
     """
-    spec = stage.spec
-    mtp = [f"mtp.{depth}" for depth in range(len(stage.mtp_layers))]
-    names = [f"layers.{layer}" for layer in spec.layers]
-    names = ["embedding"] * spec.has_embedding + names + ["head"] * spec.has_head + mtp
-    by_name = {
-        name: tuple(i for i, bucket in enumerate(layout.buckets) if name in bucket.units)
-        for name in names
-    }
-    shared = tuple(i for i, bucket in enumerate(layout.buckets) if bucket.is_shared)
-    if spec.has_head and all(param.spec.name != "head.weight" for param in stage.params):
-        by_name["head"] += shared
-    by_name |= {name: by_name[name] + shared for name in mtp}
-    return [by_name[name] for name in names]
+    buckets = layout.buckets
+    shared = tuple(index for index, bucket in enumerate(buckets) if bucket.is_shared)
+    has_tied_head = all(param.spec.name != "head.weight" for param in stage.params)
+    units = []
+    for name in _module_names(stage):
+        own = tuple(index for index, bucket in enumerate(buckets) if name in bucket.units)
+        is_tied_head = name == "head" and has_tied_head
+        reads_shared = is_tied_head or name.startswith("mtp.")
+        units.append(own + shared if reads_shared else own)
+    return units
+
+
+def _module_names(stage: StagePlan) -> list[str]:
+    """FSDP units of the modules of a stage, in forward order."""
+    names = ["embedding"] if stage.spec.has_embedding else []
+    names += [f"layers.{layer}" for layer in stage.spec.layers]
+    if stage.spec.has_head:
+        names.append("head")
+    names += [f"mtp.{depth}" for depth in range(len(stage.mtp_layers))]
+    return names
 
 
 def step_gathers(
@@ -313,27 +341,54 @@ def step_gathers(
         groups: ranges of modules that are recomputed together.
         has_loss: whether the last unit returns a loss.
     """
-    unit_of = {
-        module: index for index, module in enumerate(m for m, unit in enumerate(units) if unit)
-    }
-    again = {
-        group[-1]: [unit_of[module] for module in group if module in unit_of] for group in groups
-    }
-    counts: Counter[int] = Counter()
+    gathers = StageGathers(order, units, groups=groups)
     for kind in kinds:
         if kind is ActionKind.forward:
-            for index in range(len(order.units)):
-                counts.update(order.before_forward(index).started)
-                order.after_forward(index, has_backward=True, is_loss=has_loss)
+            gathers.forward(has_loss=has_loss)
             continue
         # the first unit of an I action stays until W or another forward
         if kind is not ActionKind.backward_input:
             order.free()
-        for module in reversed(range(len(units))) if kind.has_dgrad else ():
-            if module in unit_of:
-                counts.update(order.before_backward(unit_of[module]).started)
-            for index in again.get(module, ()):
-                counts.update(order.before_recomputation(index).started)
+        if kind.has_dgrad:
+            gathers.backward()
         if kind is not ActionKind.backward_input:
             order.free()
-    return counts
+    return gathers.counts
+
+
+class StageGathers:
+    """A counter of the all-gathers of the actions of one stage.
+
+    Args:
+        order: gather order of the units that are not empty.
+        units: buckets that each module reads, in forward order.
+        groups: ranges of modules that are recomputed together.
+    """
+
+    def __init__(
+        self, order: GatherOrder, units: Sequence[tuple[int, ...]], *, groups: Sequence[range]
+    ) -> None:
+        self.order = order
+        self.counts: Counter[int] = Counter()
+        full = [module for module, unit in enumerate(units) if unit]
+        self.num_modules = len(units)
+        self.unit_of_module = {module: index for index, module in enumerate(full)}
+        self.recomputed_before: dict[int, list[int]] = {}  # units by the last module of a group
+        for group in groups:
+            modules = [module for module in group if module in self.unit_of_module]
+            self.recomputed_before[group[-1]] = [self.unit_of_module[m] for m in modules]
+
+    def forward(self, *, has_loss: bool) -> None:
+        """A forward of all units."""
+        for index in range(len(self.order.units)):
+            self.counts.update(self.order.before_forward(index).started)
+            self.order.after_forward(index, has_backward=True, is_loss=has_loss)
+
+    def backward(self) -> None:
+        """A backward of all units, with the recomputation of groups."""
+        for module in reversed(range(self.num_modules)):
+            if module in self.unit_of_module:
+                index = self.unit_of_module[module]
+                self.counts.update(self.order.before_backward(index).started)
+            for index in self.recomputed_before.get(module, ()):
+                self.counts.update(self.order.before_recomputation(index).started)

@@ -18,6 +18,7 @@ from nanotrain.plan.memory_plan import plan_memory, require_memory, worst_memory
 from nanotrain.plan.plan import plan_run
 from nanotrain.quantities import describe_bytes
 from nanotrain.train.main import main
+from tests.train.conftest import logging_as_before  # noqa: F401 a fixture
 
 SMALL = "--mock-data --vocab-size 512 --num-layers 8 --hidden-size 64 --seq-length 64"
 GB = 10**9
