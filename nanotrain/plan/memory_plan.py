@@ -152,7 +152,9 @@ def plan_memory(
     resident = plan.resident_bytes
     peak = peak_of(plan, kept, schedule=schedule or train_schedule(config, world_size))
 
-    working = PROCESS_BYTES[device] + peak.working + 3 * INT64 * kept.sizes.tokens * num_microbatches
+    working = (
+        PROCESS_BYTES[device] + peak.working + 3 * INT64 * kept.sizes.tokens * num_microbatches
+    )
     if device == "cpu" and config.checkpoint.async_save:
         # the largest copy of an asynchronous save: main params and optimizer state, in host memory
         working += resident.params + resident.optimizer

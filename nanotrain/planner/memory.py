@@ -74,8 +74,8 @@ def _state_bytes(scenario: Scenario, local: Numel) -> StateBytes:
 
     Weights in fp8 take as much as in bf16: Transformer Engine has them by rows and by columns.
     """
-    dense = _group_state_bytes(scenario, local.dense, "dp_shard")
-    expert = _group_state_bytes(scenario, local.expert, "expert_dp_shard")
+    dense = _group_state_bytes(scenario, local.dense, shard_group="dp_shard")
+    expert = _group_state_bytes(scenario, local.expert, shard_group="expert_dp_shard")
     return StateBytes(
         params=dense.params + expert.params,
         grads=dense.grads + expert.grads,
@@ -83,7 +83,7 @@ def _state_bytes(scenario: Scenario, local: Numel) -> StateBytes:
     )
 
 
-def _group_state_bytes(scenario: Scenario, numel: int, shard_group: str) -> StateBytes:
+def _group_state_bytes(scenario: Scenario, numel: int, *, shard_group: str) -> StateBytes:
     """State of the dense or the expert parameters of a rank."""
     engine = scenario.engine
     precision = Precision.of(scenario.config.precision)

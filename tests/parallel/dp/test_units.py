@@ -20,8 +20,9 @@ from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions
 from nanotrain.parallel.dp.stores import ShardedParams
 from nanotrain.parallel.dp.units import child_units, given_units, traced_units, unit_modules
 from nanotrain.parallel.pp.executor import run_forward
+from nanotrain.plan.gathers import stage_units
 from nanotrain.plan.plan import plan_run
-from nanotrain.plan.traffic import sent_bytes, stage_units
+from nanotrain.plan.traffic import sent_bytes
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.params import Constant, LocalParam, ParamSpec
 from nanotrain.train.run import Run
