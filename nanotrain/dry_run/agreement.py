@@ -1,10 +1,10 @@
 """Whether all members of every group start the same collectives, and every send has its receive.
 
-    RankClasses     the ranks that run the same program, and those that are run
-    full_calls      what a rank has recorded, replayed in the order of the full schedule
+    RankClasses     the ranks that run the same program, and the ranks that are run
+    full_calls      the recorded calls of a rank, replayed in the order of the full schedule
     disagreements   every group and pair of ranks compared
 
-A class are the ranks of one pipeline rank and one context-parallel rank with equally many rows of
+A class is the ranks of one pipeline rank and one context-parallel rank with equally many rows of
 the vocabulary. Its first and last rank are run, and stand for all; in a small world all ranks are.
 The shards of replicated parameters and of tied embeddings differ between data-parallel ranks, so
 sums over tp and embed are compared between ranks of one of them.
@@ -15,20 +15,54 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
+from typing import NamedTuple
 
 from nanotrain.comm.recorder import Call
 from nanotrain.config.config import Config
 from nanotrain.dry_run.rank import RankRecord
 from nanotrain.parallel.pp.actions import Action, Pair
-from nanotrain.parallel.pp.transfers import RankPlan
+from nanotrain.parallel.pp.transfers import RankPlan, TransferBatch
 from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.groups import GroupName, GroupSpec
 from nanotrain.topology.topology import Topology
 
-Message = tuple[str, int]  # operation, and index of the other side in the group
 MAX_ALL = 8  # ranks of a world that are all run
 # of more context-parallel ranks the first, the last and one of the others are run
 MAX_CP_CLASSES = 8
+
+
+class Message(NamedTuple):
+    """A series of messages between two ranks."""
+
+    op: str  # send or receive
+    peer: int  # index of the other side in the group
+
+    @property
+    def opposite_op(self) -> str:
+        """The operation of the other side."""
+        return "send" if self.op == "receive" else "receive"
+
+
+class SeriesKey(NamedTuple):
+    """A series of calls of one rank: collectives of a group, or messages in it."""
+
+    ranks: tuple[int, ...]  # members of the group
+    message: Message | None  # None for collectives
+
+
+class RankClass(NamedTuple):
+    """Properties that ranks of the same program have in common."""
+
+    pp: int
+    cp_kind: int  # context-parallel rank, or the rank that stands for it
+    vocabulary_rows: int  # 0 in stages without embedding and head
+
+
+class ClassBounds(NamedTuple):
+    """The ranks of a class that are run."""
+
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -39,85 +73,141 @@ class RankClasses:
     topology: Topology
 
     @cached_property
-    def _keys(self) -> list[tuple[int, ...]]:
-        """By rank: what the ranks of its class have in common, and the data-parallel rank."""
-        shape, size = ModelShape.of(self.config.model), self.topology.size
-        (tp, cp), ends = (size("tp"), size("cp")), self.topology.end_ranks
-        rows = shape.padded_vocab_size // tp
-        kinds = [
-            rank if cp <= MAX_CP_CLASSES or rank == cp - 1 else min(rank, 1) for rank in range(cp)
-        ]
-        tokens = [min(rows, max(0, shape.vocab_size - index * rows)) for index in range(tp)]
-        coords = map(self.topology.dense.coords, range(self.topology.world_size))
-        return [
-            (c["pp"], kinds[c["cp"]], tokens[c["tp"]] * (c["pp"] in ends), c["dp"]) for c in coords
-        ]
+    def _classes(self) -> list[RankClass]:
+        """The class of every rank."""
+        classes = []
+        for rank in range(self.topology.world_size):
+            coords = self.topology.dense.coords(rank)
+            has_rows = coords["pp"] in self.topology.end_ranks
+            rows = self._rows_of_tp_rank[coords["tp"]] if has_rows else 0
+            classes.append(RankClass(coords["pp"], self._cp_kind(coords["cp"]), rows))
+        return classes
 
     @cached_property
-    def bounds(self) -> dict[tuple[int, ...], tuple[int, int]]:
+    def _dp_ranks(self) -> list[int]:
+        """The data-parallel index of every rank."""
+        grid = self.topology.dense
+        return [grid.coords(rank)["dp"] for rank in range(self.topology.world_size)]
+
+    @cached_property
+    def _rows_of_tp_rank(self) -> list[int]:
+        """Rows of the vocabulary of every tp rank, without padding."""
+        shape = ModelShape.of(self.config.model)
+        tp = self.topology.size("tp")
+        rows = shape.padded_vocab_size // tp
+        return [min(rows, max(0, shape.vocab_size - index * rows)) for index in range(tp)]
+
+    def _cp_kind(self, cp_rank: int) -> int:
+        """The context-parallel rank that stands for another one."""
+        size = self.topology.size("cp")
+        if size <= MAX_CP_CLASSES or cp_rank == size - 1:
+            return cp_rank
+        return min(cp_rank, 1)
+
+    @cached_property
+    def bounds(self) -> dict[RankClass, ClassBounds]:
         """The first and the last rank of every class."""
-        bounds: dict[tuple[int, ...], tuple[int, int]] = {}
-        for rank, (*key, _) in enumerate(self._keys):
-            bounds[*key] = bounds.get((*key,), (rank, rank))[0], rank
+        bounds: dict[RankClass, ClassBounds] = {}
+        for rank, rank_class in enumerate(self._classes):
+            first = bounds[rank_class].first if rank_class in bounds else rank
+            bounds[rank_class] = ClassBounds(first, rank)
         return bounds
 
     @property
-    def run_ranks(self) -> tuple[list[int], list[int]]:
-        """The first ranks of all classes; and the last ones, or in a small world all others."""
-        firsts = [first for first, _ in self.bounds.values()]
+    def first_ranks(self) -> list[int]:
+        """The first ranks of all classes."""
+        return [bounds.first for bounds in self.bounds.values()]
+
+    @property
+    def other_ranks(self) -> list[int]:
+        """The last ranks of all classes, or in a small world all others."""
+        firsts = self.first_ranks
+        lasts = [bounds.last for bounds in self.bounds.values()]
         number = self.topology.world_size
-        others = range(number) if number <= MAX_ALL else [last for _, last in self.bounds.values()]
-        return firsts, [rank for rank in others if rank not in firsts]
+        others = range(number) if number <= MAX_ALL else lasts
+        return [rank for rank in others if rank not in firsts]
 
     def stand_in(self, rank: int) -> int:
-        """The rank that is run for a rank: itself, or one of the same data-parallel rank, or the
-        first of the class.
+        """The rank that is run for a rank.
+
+        It is the rank itself, or one of the same data-parallel rank, or the first of the class.
         """
         if self.topology.world_size <= MAX_ALL:
             return rank
-        *key, dp = self._keys[rank]
-        first, last = self.bounds[*key]
-        return (
-            last if rank == last or (self._keys[last][-1] == dp != self._keys[first][-1]) else first
-        )
+        first, last = self.bounds[self._classes[rank]]
+        dp = self._dp_ranks[rank]
+        is_of_last = self._dp_ranks[last] == dp and self._dp_ranks[first] != dp
+        return last if rank == last or is_of_last else first
 
 
 def full_calls(record: RankRecord, full: RankPlan) -> Iterator[Call]:
-    """The calls of a step with the full schedule: an action's are those of a microbatch that was
-    run.
+    """The calls of a step with the full schedule, from a record of fewer microbatches.
 
     The first and last microbatches are those at the same distance from the ends, the others one
     between.
     """
-    few, pp = record.plan.train_schedule, record.plan.groups["pp"]
-    actions, by_action = [*few.actions], defaultdict[Action, list[Call]](list)
-    step: list[Call] = []
-    messages: list[Call] = []
-    for call in record.step:
-        (messages if call.peer is not None and call.ranks == pp.ranks else step).append(call)
-    for call in step:
-        if isinstance(call.moment, int):
-            by_action[actions[call.moment]].append(call)
-    first = next((i for i, call in enumerate(step) if isinstance(call.moment, int)), len(step))
-    yield from step[:first]
-    number, total = few.num_microbatches, full.num_microbatches
+    few = record.plan.train_schedule
+    recorded = _recorded_calls(record)
+    yield from recorded.before
     for planned in full.steps:
-        if isinstance(planned, Action | Pair):
-            assert isinstance(planned, Action), "the dry run has no pairs"
-            index, to_end = planned.microbatch, total - planned.microbatch
-            near = (
-                index
-                if index < number // 2
-                else number - to_end
-                if to_end <= number - number // 2
-                else number // 2
-            )
-            yield from by_action[planned._replace(microbatch=near)]
+        if isinstance(planned, TransferBatch):
+            if recorded.message is not None:
+                yield from _message_calls(recorded.message, planned)
             continue
-        for op, transfers in (("receive", planned.receives), ("send", planned.sends)):
-            for transfer, message in zip(transfers, messages[:1] * len(transfers), strict=False):
-                yield message._replace(op=op, peer=transfer.peer)
-    yield from (call for call in step[first:] if isinstance(call.moment, str))
+        assert not isinstance(planned, Pair), "the dry run has no pairs"
+        microbatch = _recorded_microbatch(
+            planned.microbatch, few.num_microbatches, total=full.num_microbatches
+        )
+        yield from recorded.by_action[planned._replace(microbatch=microbatch)]
+    yield from recorded.after
+
+
+class _RecordedCalls(NamedTuple):
+    """The recorded calls of a step."""
+
+    before: list[Call]  # before the first action
+    by_action: Mapping[Action, list[Call]]  # without messages of the pipeline
+    message: Call | None  # one message of the pipeline, whose tensors all have one size
+    after: list[Call]  # after the last action, without messages
+
+
+def _recorded_calls(record: RankRecord) -> _RecordedCalls:
+    """Sort the recorded calls of a step by the actions that start them."""
+    pp = record.plan.groups["pp"]
+    actions = [*record.plan.train_schedule.actions]
+    messages: list[Call] = []
+    before: list[Call] = []
+    by_action = defaultdict[Action, list[Call]](list)
+    after: list[Call] = []
+    for call in record.step:
+        if call.peer is not None and call.ranks == pp.ranks:
+            messages.append(call)
+        elif isinstance(call.moment, int):
+            by_action[actions[call.moment]].append(call)
+        elif by_action:
+            after.append(call)
+        else:
+            before.append(call)
+    return _RecordedCalls(before, by_action, messages[0] if messages else None, after)
+
+
+def _recorded_microbatch(microbatch: int, num_recorded: int, *, total: int) -> int:
+    """The recorded microbatch that stands for one of the full schedule."""
+    middle = num_recorded // 2
+    if microbatch < middle:
+        return microbatch
+    to_end = total - microbatch
+    if to_end <= num_recorded - middle:
+        return num_recorded - to_end
+    return middle
+
+
+def _message_calls(message: Call, transfers: TransferBatch) -> Iterator[Call]:
+    """The messages of transfers, as a recorded message."""
+    for transfer in transfers.receives:
+        yield message._replace(op="receive", peer=transfer.peer)
+    for transfer in transfers.sends:
+        yield message._replace(op="send", peer=transfer.peer)
 
 
 @dataclass(frozen=True)
@@ -128,80 +218,112 @@ class Side:
     group: GroupSpec
     calls: Sequence[Call]
 
+    def describe(self, call: Call | None) -> str:
+        """One call of the rank for messages."""
+        return f"rank {self.record.plan.rank} {self.record.describe(call)}"
+
+
+class Comparison:
+    """Ranks whose calls are compared.
+
+    Args:
+        records: records of the ranks that were run.
+        calls: calls of some of them, perhaps of the full schedule.
+        classes: classes of all ranks.
+    """
+
+    def __init__(
+        self,
+        records: Mapping[int, RankRecord],
+        calls: Mapping[int, Sequence[Call]],
+        *,
+        classes: RankClasses,
+    ) -> None:
+        self.records = records
+        self.classes = classes
+        self.series = {rank: _split_series(rank_calls) for rank, rank_calls in calls.items()}
+
+    def disagreements(self) -> Iterator[str]:
+        """The first disagreement of every group and pair of ranks."""
+        for rank in self.series:
+            for spec in self.records[rank].distinct_groups:
+                yield from self._collectives(rank, spec)
+                yield from self._messages(rank, spec)
+
+    def _collectives(self, rank: int, spec: GroupSpec) -> Iterator[str]:
+        """Disagreements of a rank with the later ranks of a group."""
+        others = {self.classes.stand_in(member) for member in spec.ranks}
+        for other in others.intersection(self.series):
+            if rank < other:
+                ours = self._side(rank, spec.name)
+                yield from _first_difference(ours, self._side(other, spec.name))
+
+    def _messages(self, rank: int, spec: GroupSpec) -> Iterator[str]:
+        """Messages of a rank in a group that the other side does not have."""
+        for ranks, message in [*self.series[rank]]:
+            if message is None or ranks != spec.ranks:
+                continue
+            other = self.classes.stand_in(spec.ranks[message.peer])
+            if other not in self.series:
+                continue
+            # the rank that stands for the peer has a partner at the same distance
+            group = self.records[other].plan.groups[spec.name]
+            partner = (group.index - message.peer + spec.index) % spec.size
+            ours = self._side(rank, spec.name, message=message)
+            theirs = self._side(other, spec.name, message=Message(message.opposite_op, partner))
+            yield from _first_difference(ours, theirs)
+
+    def _side(self, rank: int, name: GroupName, *, message: Message | None = None) -> Side:
+        """Collectives of a rank in a group, or its messages."""
+        spec = self.records[rank].plan.groups[name]
+        calls = self.series[rank][SeriesKey(spec.ranks, message)]
+        return Side(self.records[rank], spec, calls)
+
 
 def disagreements(
     records: Mapping[int, RankRecord], calls: Mapping[int, Sequence[Call]], *, classes: RankClasses
 ) -> Iterator[str]:
-    """The first disagreement of every group and pair of ranks.
-
-    Args:
-        records: what the ranks did that were run.
-        calls: calls of some of them, perhaps of the full schedule.
-        classes: classes of all ranks.
-    """
-    series = {rank: _series(each) for rank, each in calls.items()}
-
-    def side(rank: int, name: GroupName, *, message: Message | None = None) -> Side:
-        spec = records[rank].plan.groups[name]
-        return Side(records[rank], spec, series[rank][spec.ranks, message])
-
-    for rank in calls:
-        groups = {
-            spec.ranks: spec
-            for spec in reversed([*records[rank].plan.groups.values()])
-            if spec.size > 1
-        }
-        for spec in groups.values():
-            for other in {classes.stand_in(member) for member in spec.ranks}.intersection(calls):
-                if rank < other:
-                    yield from _first_difference(side(rank, spec.name), side(other, spec.name))
-            for op, peer in [
-                message for ranks, message in series[rank] if message and ranks == spec.ranks
-            ]:
-                other = classes.stand_in(spec.ranks[peer])
-                if other in calls:
-                    back = (
-                        records[other].plan.groups[spec.name].index - peer + spec.index
-                    ) % spec.size
-                    theirs = side(
-                        other, spec.name, message=("send" if op == "receive" else "receive", back)
-                    )
-                    yield from _first_difference(side(rank, spec.name, message=(op, peer)), theirs)
+    """The first disagreement of every group and pair of ranks; arguments as for `Comparison`."""
+    return Comparison(records, calls, classes=classes).disagreements()
 
 
-def _series(calls: Sequence[Call]) -> dict[tuple[tuple[int, ...], Message | None], list[Call]]:
+def _split_series(calls: Sequence[Call]) -> dict[SeriesKey, list[Call]]:
     """The collectives of every group, and its messages by operation and peer."""
-    series = defaultdict[tuple[tuple[int, ...], Message | None], list[Call]](list)
+    series = defaultdict[SeriesKey, list[Call]](list)
     for call in calls:
-        series[call.ranks, None if call.peer is None else (call.op, call.peer)].append(call)
+        message = None if call.peer is None else Message(call.op, call.peer)
+        series[SeriesKey(call.ranks, message)].append(call)
     return series
 
 
 def _first_difference(one: Side, two: Side) -> Iterator[str]:
-    for number, pair in enumerate(zip_longest(one.calls, two.calls), start=1):
-        if pair[0] is not pair[1] and not _match(*pair, groups=(one.group, two.group)):
-            sides = (
-                f"rank {s.record.plan.rank} {s.record.describe(call)}"
-                for s, call in zip((one, two), pair, strict=True)
-            )
-            first, last = one.group.ranks[0], one.group.ranks[-1]
-            yield f"group {one.group.name} (ranks {first} to {last}), call {number}: {', but '.join(sides)}"
-            return
+    """The first calls of two sides that do not match."""
+    pairs = zip_longest(one.calls, two.calls)
+    for number, (ours, theirs) in enumerate(pairs, start=1):
+        if ours is theirs or _do_match(ours, theirs, groups=(one.group, two.group)):
+            continue
+        first = one.group.ranks[0]
+        last = one.group.ranks[-1]
+        where = f"group {one.group.name} (ranks {first} to {last}), call {number}"
+        yield f"{where}: {one.describe(ours)}, but {two.describe(theirs)}"
+        return
 
 
-def _match(ours: Call | None, theirs: Call | None, *, groups: tuple[GroupSpec, GroupSpec]) -> bool:
+def _do_match(
+    ours: Call | None, theirs: Call | None, *, groups: tuple[GroupSpec, GroupSpec]
+) -> bool:
     """Whether two calls are one collective, or the two sides of a message."""
-    if (
-        ours is None
-        or theirs is None
-        or ours.size != theirs.size
-        or (ours.peer is None and ours.op != theirs.op)
-    ):
+    if ours is None or theirs is None or ours.size != theirs.size:
+        return False
+    is_collective = ours.peer is None
+    if is_collective and ours.op != theirs.op:
         return False
     if not ours.splits:
         return True
-    (sent, received), (their_sent, their_received), (one, two) = ours.splits, theirs.splits, groups
-    return (
-        sent[two.index] == their_received[one.index]
-        and received[two.index] == their_sent[one.index]
-    )
+    our_sent, our_received = ours.splits
+    their_sent, their_received = theirs.splits
+    our_index = groups[0].index
+    their_index = groups[1].index
+    receives_what_we_send = our_sent[their_index] == their_received[our_index]
+    sends_what_we_receive = our_received[their_index] == their_sent[our_index]
+    return receives_what_we_send and sends_what_we_receive

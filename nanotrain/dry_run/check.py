@@ -4,13 +4,13 @@ dry_run(config, world_size) -> DryRun.text(), DryRun.faults
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from heapq import nlargest
 from pathlib import Path
 from traceback import extract_tb
-from typing import cast
+from types import TracebackType
+from typing import NamedTuple, cast
 
 from nanotrain.checkpoint.plan import coverage_fault
 from nanotrain.comm.recorder import Call
@@ -20,6 +20,7 @@ from nanotrain.config.schema import with_values
 from nanotrain.config.tables import read_table
 from nanotrain.dry_run.agreement import RankClasses, disagreements, full_calls
 from nanotrain.dry_run.rank import RankRecord, run_rank
+from nanotrain.parallel.dp.layout import BucketLayout
 from nanotrain.parallel.pp.transfers import plan_rank
 from nanotrain.plan.memory_plan import train_schedule
 from nanotrain.plan.plan import plan_run
@@ -29,19 +30,35 @@ from nanotrain.spec.boxes import Box
 from nanotrain.topology.groups import GroupName
 from nanotrain.topology.topology import Topology
 
-# Beside the planned buffers: scalars, statistics of routers, and the ends of the allocator's
+# Memory besides the planned buffers: scalars, statistics of routers, and the ends of the allocator's
 # blocks.
 SMALL_BYTES = 2 * 2**20
 PEAK_SHARE = 0.1  # the planned peak is an estimate (docs/memory.md)
 FEWEST = 3  # microbatches: the first, the last and one between
-MAX_FAULTS, MAX_ROWS = 12, 4  # that are printed
+MAX_FAULTS = 12  # that are printed
+MAX_ROWS = 4  # ranks whose memory is printed
 MEMORY = ["memory", "planned", "reached", "peak planned", "peak reached", "a save writes"]
-AXES: tuple[GroupName, ...] = ("tp", "cp", "dp", "pp", "ep", "etp")
+DENSE_AXES: tuple[GroupName, ...] = ("tp", "cp", "dp", "pp")
+EXPERT_AXES: tuple[GroupName, ...] = ("ep", "etp")
+
+
+class GroupRow(NamedTuple):
+    """Calls over a group in a step of one rank."""
+
+    num_bytes: int
+    num_calls: int
+    operations: list[str]  # with their counts, the most frequent first
+    size: int  # ranks of the group
+
+    def cells(self, name: str) -> list[str]:
+        """A line of the table."""
+        sizes = [f"{self.size:,}", f"{self.num_calls:,}", describe_bytes(self.num_bytes)]
+        return [name, *sizes, ", ".join(self.operations)]
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What the ranks did that were run, and what is wrong."""
+    """Records of the ranks that were run, and the faults that were found."""
 
     config: Config
     topology: Topology
@@ -51,70 +68,85 @@ class DryRun:
 
     def text(self) -> str:
         """One screen."""
-        size, has_experts = self.topology.size, self.config.model.moe is not None
-        sizes = [
-            f"{axis} {size(axis)}" for axis in AXES[: 6 if has_experts else 4] if size(axis) > 1
-        ]
-        number = num_microbatches(self.config.train, size("dp"))
-        run = max((record.plan.num_microbatches for record in self.records.values()), default=0)
+        groups = [["group", "ranks", "calls", "bytes", "operations"], *self._group_lines()]
         largest = nlargest(MAX_ROWS, self.records.values(), key=lambda record: record.peak)
+        memory = [MEMORY, *(self._memory_line(record) for record in largest)]
         lines = [
-            f"{count_of(self.topology.world_size, 'rank')}: {' '.join(sizes) or 'one'}; {len(self.records)} run",
-            f"{count_of(number, 'microbatch')}: {run} run"
-            + ", which stand for the others" * (run < number),
-            *["experts: all get equally many tokens"] * has_experts,
+            *self._size_lines(),
             "",
-            *table_lines(
-                [["group", "ranks", "calls", "bytes", "operations"], *self._groups()],
-                right=(1, 2, 3),
-            ),
+            *table_lines(groups, right=(1, 2, 3)),
             "",
-            *table_lines([MEMORY, *map(self._memory, largest)], right=range(1, 6)),
+            *table_lines(memory, right=range(1, 6)),
             "",
-            *([f"error: {fault}" for fault in self.faults[:MAX_FAULTS]] or [self._agreement()]),
-            *[f"and {len(self.faults) - MAX_FAULTS} more"] * (len(self.faults) > MAX_FAULTS),
         ]
+        if not self.faults:
+            lines.append(self._agreement())
+        lines += [f"error: {fault}" for fault in self.faults[:MAX_FAULTS]]
+        if len(self.faults) > MAX_FAULTS:
+            lines.append(f"and {len(self.faults) - MAX_FAULTS} more")
         return "\n".join(lines)
 
+    def _size_lines(self) -> list[str]:
+        """Ranks, groups and microbatches, and how many of them were run."""
+        has_experts = self.config.model.moe is not None
+        axes = (*DENSE_AXES, *EXPERT_AXES) if has_experts else DENSE_AXES
+        size = self.topology.size
+        sizes = [f"{axis} {size(axis)}" for axis in axes if size(axis) > 1]
+        ranks = count_of(self.topology.world_size, "rank")
+        number = num_microbatches(self.config.train, size("dp"))
+        run = max((record.plan.num_microbatches for record in self.records.values()), default=0)
+        microbatches = f"{count_of(number, 'microbatch')}: {run} run"
+        if run < number:
+            microbatches += ", which stand for the others"
+        lines = [f"{ranks}: {' '.join(sizes) or 'one'}; {len(self.records)} run", microbatches]
+        if has_experts:
+            lines.append("experts: all get equally many tokens")
+        return lines
+
     def _agreement(self) -> str:
-        shares = [record.peak / record.planned[1] for record in self.records.values()]
-        agree = (
-            "all members of a group agree, all messages are received"
-            if len(shares) > 1
-            else "on this rank alone"
-        )
+        """The line of a dry run without faults."""
+        shares = [record.peak / record.planned.peak for record in self.records.values()]
+        agree = "on this rank alone"
+        if len(shares) > 1:
+            agree = "all members of a group agree, all messages are received"
         used = f"{min(shares):.1%} to {max(shares):.1%} of the planned memory is used"
         return f"no fault: {agree}, no buffer is reused; {used}"
 
-    def _memory(self, record: RankRecord) -> list[str]:
-        (resident, peak), rank = record.planned, record.plan.rank
-        sizes = resident, record.resident, peak, record.peak, sum(record.saved.values())
-        return [
-            f"rank {rank} {self.topology.coords_text(rank)}".rstrip(),
-            *map(describe_bytes, sizes),
+    def _memory_line(self, record: RankRecord) -> list[str]:
+        """Planned and reached memory of a rank, and the size of a save."""
+        rank = record.plan.rank
+        sizes = [
+            record.planned.resident,
+            record.resident,
+            record.planned.peak,
+            record.peak,
+            sum(record.saved.values()),
         ]
+        name = f"rank {rank} {self.topology.coords_text(rank)}".rstrip()
+        return [name, *(describe_bytes(size) for size in sizes)]
 
-    def _groups(self) -> Iterator[list[str]]:
-        """Calls and bytes in a step, of the rank with the most, by group."""
-        most: dict[str, tuple[int, int, list[str]]] = {}
+    def _group_lines(self) -> Iterator[list[str]]:
+        """Calls and bytes in a step by group, of the rank with the most."""
+        most: dict[str, GroupRow] = {}
         for rank, record in self.records.items():
-            for ranks, spec in {
-                spec.ranks: spec for spec in reversed([*record.plan.groups.values()])
-            }.items():
-                calls = [call for call in self.steps[rank] if call.ranks == ranks]
-                operations = [
-                    f"{op} {count:,}"
-                    for op, count in Counter(call.op for call in calls).most_common()
-                ]
-                row = (
-                    sum(call.num_bytes for call in calls),
-                    len(calls),
-                    [spec.name, f"{spec.size:,}", *operations],
-                )
+            for spec in record.distinct_groups:
+                calls = [call for call in self.steps[rank] if call.ranks == spec.ranks]
+                row = _group_row(calls, size=spec.size)
                 most[spec.name] = max(most.get(spec.name, row), row)
-        for num_bytes, number, (name, size, *operations) in most.values():
-            if number:
-                yield [name, size, f"{number:,}", describe_bytes(num_bytes), ", ".join(operations)]
+        for name, row in most.items():
+            if row.num_calls:
+                yield row.cells(name)
+
+
+def _group_row(calls: Sequence[Call], *, size: int) -> GroupRow:
+    """The calls of a rank over one group."""
+    counts = Counter(call.op for call in calls)
+    return GroupRow(
+        num_bytes=sum(call.num_bytes for call in calls),
+        num_calls=len(calls),
+        operations=[f"{op} {count:,}" for op, count in counts.most_common()],
+        size=size,
+    )
 
 
 def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryRun:
@@ -123,43 +155,32 @@ def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryR
     Args:
         config: a validated configuration with the vocabulary size set.
         world_size: ranks of the run.
-        rank: the only rank to run; None for those of all classes.
+        rank: the only rank to run; None for the ranks of all classes.
     """
     config = with_values(config, read_table("settings", folder=Path(__file__).parent))
     topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
-    classes, schedule = RankClasses(config, topology), train_schedule(config, world_size)
-    firsts, others = classes.run_ranks if rank is None else ([rank], [])
+    classes = RankClasses(config, topology)
+    firsts = [rank] if rank is not None else classes.first_ranks
+    others = [] if rank is not None else classes.other_ranks
     records: dict[int, RankRecord] = {}
-    shapes: dict[object, object] = {}
     faults: list[str] = []
-    for ranks, few in (
-        (firsts, _few(config, topology)),
-        (others, _few(config, topology, fewest=True)),
-    ):
-        for each in ranks:
-            try:
-                records[each] = run_rank(plan_run(few, world_size, rank=each), shapes=shapes)
-            except Exception as error:  # of the code that is run
-                frames = [
-                    f"{frame.filename}:{frame.lineno}" for frame in extract_tb(error.__traceback__)
-                ]
-                place = [
-                    frame for frame in frames if "/nanotrain/" in frame and "/dry_run/" not in frame
-                ][-1]
-                place = place.rpartition("/nanotrain/")[2]
-                faults.append(
-                    f"rank {each} ({topology.coords_text(each)}) stops: {error or type(error).__name__} ({place})"
-                )
-    plans = {index: plan_rank(schedule, index) for index in {r.pp_index for r in records.values()}}
-    steps = {
-        each: [*full_calls(record, plans[record.pp_index])] for each, record in records.items()
-    }
-    find = partial(disagreements, records, classes=classes)
-    for ranks in (firsts, others):  # what was run, then what is replayed
-        faults += find(
-            {each: [*records[each].setup, *records[each].step] for each in ranks if each in records}
-        )
-    faults += [text for text in find(steps) if text not in faults]
+    shapes: dict[object, object] = {}
+    several = _with_few_microbatches(config, topology)
+    fewest = _with_few_microbatches(config, topology, fewest=True)
+    for chosen in [*firsts, *others]:
+        few = several if chosen in firsts else fewest
+        try:
+            records[chosen] = run_rank(plan_run(few, world_size, rank=chosen), shapes=shapes)
+        except Exception as error:  # of the code that is run
+            faults.append(_describe_stop(chosen, error, topology=topology))
+    steps = _full_steps(records, config=config, world_size=world_size)
+    for ranks in (firsts, others):  # first the calls that were run
+        run_calls = {
+            one: [*records[one].setup, *records[one].step] for one in ranks if one in records
+        }
+        faults += disagreements(records, run_calls, classes=classes)
+    replayed = disagreements(records, steps, classes=classes)
+    faults += [fault for fault in replayed if fault not in faults]
     if len(records) == world_size:
         faults += _save_faults(records)
     for record in records.values():
@@ -167,63 +188,106 @@ def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryR
     return DryRun(config, topology, records, steps, faults)
 
 
-def _few(config: Config, topology: Topology, *, fewest: bool = False) -> Config:
-    """The configuration with as many microbatches as show every part of its schedule, or with the
-    fewest.
-    """
-    train, dp, pp = config.train, topology.size("dp"), topology.size("pp")
-    number = num_microbatches(train, dp)
-    # gpipe keeps all at once
-    enough = number if config.parallel.pipeline_schedule == "gpipe" else pp + 2
-    few = FEWEST if fewest else enough
+def _full_steps(
+    records: Mapping[int, RankRecord], *, config: Config, world_size: int
+) -> dict[int, list[Call]]:
+    """Calls of a step with all microbatches, by rank."""
+    schedule = train_schedule(config, world_size)
+    plan_of_pp_rank = {
+        pp_rank: plan_rank(schedule, pp_rank)
+        for pp_rank in {record.pp_index for record in records.values()}
+    }
+    return {
+        rank: list(full_calls(record, plan_of_pp_rank[record.pp_index]))
+        for rank, record in records.items()
+    }
+
+
+def _describe_stop(rank: int, error: Exception, *, topology: Topology) -> str:
+    """A rank whose code has raised an error, with the innermost line of nanotrain."""
+    who = f"rank {rank} ({topology.coords_text(rank)})"
+    return f"{who} stops: {error or type(error).__name__} ({_innermost(error.__traceback__)})"
+
+
+def _innermost(traceback: TracebackType | None) -> str:
+    """The innermost line of nanotrain outside of the dry run."""
+    lines = []
+    for frame in extract_tb(traceback):
+        if "/nanotrain/" in frame.filename and "/dry_run/" not in frame.filename:
+            lines.append(f"{frame.filename}:{frame.lineno}")
+    return lines[-1].rpartition("/nanotrain/")[2]
+
+
+def _with_few_microbatches(config: Config, topology: Topology, *, fewest: bool = False) -> Config:
+    """The configuration with enough microbatches for every part of its schedule, or the fewest."""
+    dp = topology.size("dp")
+    pp = topology.size("pp")
+    number = num_microbatches(config.train, dp)
     if config.parallel.num_virtual_stages_per_pipeline_rank > 1:
         few = 2 * pp
-    return with_batch_size(config, train.micro_batch_size * dp * min(few, number))
+    elif fewest:
+        few = FEWEST
+    elif config.parallel.pipeline_schedule == "gpipe":
+        few = number  # it keeps all at once
+    else:
+        few = pp + 2
+    return with_batch_size(config, config.train.micro_batch_size * dp * min(few, number))
 
 
 def _save_faults(records: Mapping[int, RankRecord]) -> Iterator[str]:
     """Tensors of which the ranks together save some elements twice, or not at all."""
     boxes = defaultdict[tuple[str, tuple[int, ...]], list[Box]](list)
-    for box in (box for record in records.values() for box in record.saved):
-        boxes[box.name, box.shape].append(box.box)
+    for record in records.values():
+        for box in record.saved:
+            boxes[box.name, box.shape].append(box.box)
     for (name, shape), saved in boxes.items():
-        if fault := coverage_fault(shape, saved):
+        fault = coverage_fault(shape, saved)
+        if fault:
             yield f"a save does not cover {name} {list(shape)} exactly once: {fault}"
 
 
 def _traffic_faults(record: RankRecord) -> Iterator[str]:
     """Groups over which a rank sends other bytes than planned."""
     for (name, op), planned in sent_bytes(record.plan).items():
-        if record.sent[name, op] == planned:
+        sent = record.sent[name, op]
+        if sent == planned:
             continue
         group = record.plan.groups[cast(GroupName, name)]
-        calls = [call for call in record.step if (call.ranks, call.op) == (group.ranks, op)]
-        counts = Counter(
-            int(call.size.partition(" ")[0].replace(",", "")) for call in calls if not call.splits
-        )
-        buffers = [
-            buffer
-            for buffer in record.plan.buffers
-            if name in (buffer.shard.name, buffer.replicate.name)
-        ]
-        buckets = [bucket for buffer in buffers for bucket in buffer.layout.buckets]
-        expected = Counter(bucket.numel for bucket in buckets)
-        most = max((counts[numel] / number for numel, number in expected.items()), default=0)
-        missing = [b for b in buckets if counts[b.numel] < most * expected[b.numel]]
-        text = f"rank {record.plan.rank} sends {record.sent[name, op]:,} bytes by {op} over group {name} in a step, "
-        text += f"planned are {planned:,}" + (
-            f"; the last one is at {calls[-1].place}" if calls else ""
-        )
-        yield text + "".join(
-            f"; none for the bucket of {b.params[0].name} ({b.numel:,} elements)"
-            for b in missing[:1]
-        )
+        calls = [call for call in record.step if call.ranks == group.ranks and call.op == op]
+        rank = record.plan.rank
+        text = f"rank {rank} sends {sent:,} bytes by {op} over group {name} in a step"
+        text += f", planned are {planned:,}"
+        if calls:
+            text += f"; the last one is at {calls[-1].place}"
+        yield text + _missing_bucket(record, calls, group_name=name)
+
+
+def _missing_bucket(record: RankRecord, calls: Sequence[Call], *, group_name: str) -> str:
+    """The first bucket of a group whose calls are fewer than those of others; empty without one."""
+    counts: Counter[int] = Counter()  # calls by their number of elements
+    for call in calls:
+        if not call.splits:
+            counts[int(call.size.partition(" ")[0].replace(",", ""))] += 1
+    buckets: list[BucketLayout] = []
+    for buffer in record.plan.buffers:
+        if group_name in (buffer.shard.name, buffer.replicate.name):
+            buckets += buffer.layout.buckets
+    expected = Counter(bucket.numel for bucket in buckets)
+    most = max((counts[numel] / number for numel, number in expected.items()), default=0)
+    for bucket in buckets:
+        if counts[bucket.numel] < most * expected[bucket.numel]:
+            name = bucket.params[0].name
+            return f"; none for the bucket of {name} ({bucket.numel:,} elements)"
+    return ""
 
 
 def _memory_faults(record: RankRecord) -> Iterator[str]:
-    """Bytes that are not as planned."""
-    name, (resident, peak) = f"rank {record.plan.rank} allocates", record.planned
-    if not 0 <= record.resident - resident <= SMALL_BYTES:
-        yield f"{name} {record.resident:,} bytes before the first step, planned are {resident:,}"
-    if abs(record.peak - peak) > PEAK_SHARE * peak:
-        yield f"{name} {record.peak:,} bytes at the peak of a step, planned are {peak:,}"
+    """Memory that is not as planned."""
+    planned = record.planned
+    rank = f"rank {record.plan.rank}"
+    if not 0 <= record.resident - planned.resident <= SMALL_BYTES:
+        allocated = f"{rank} allocates {record.resident:,} bytes before the first step"
+        yield f"{allocated}, planned are {planned.resident:,}"
+    if abs(record.peak - planned.peak) > PEAK_SHARE * planned.peak:
+        allocated = f"{rank} allocates {record.peak:,} bytes at the peak of a step"
+        yield f"{allocated}, planned are {planned.peak:,}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanotrain.comm.recorded_world import recorded_world
 from nanotrain.comm.recorder import Call, Recorder
@@ -17,48 +17,62 @@ from nanotrain.plan.plan import Plan
 from nanotrain.plan.traffic import sent_bytes
 from nanotrain.runs.folder import RunFolder
 from nanotrain.spec.boxes import TensorBox
+from nanotrain.topology.groups import GroupSpec
 from nanotrain.train.build import build_run
-from nanotrain.train.run import RunInputs
+from nanotrain.train.run import Run, RunInputs
 from nanotrain.train.step import train_step
+
+
+class PlannedBytes(NamedTuple):
+    """Planned memory of a rank."""
+
+    resident: int  # before the first step
+    peak: int  # at the peak of a step
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank did."""
+    """The recorded run of one rank."""
 
     plan: Plan
     setup: list[Call]  # of the build and of a first step of few microbatches
     step: list[Call]  # of the second step
     resident: int  # bytes allocated before the first step
     peak: int  # largest number of bytes allocated in a step
-    saved: Mapping[TensorBox, int]  # bytes of what the rank writes into a checkpoint
+    saved: Mapping[TensorBox, int]  # bytes that the rank writes into a checkpoint
     sent: Mapping[tuple[str, str], int]  # bytes of the second step by group and operation
 
     @cached_property
-    def planned(self) -> tuple[int, int]:
-        """Planned bytes before the first step, and at the peak of a step."""
-        plan = plan_memory(
+    def planned(self) -> PlannedBytes:
+        """Planned memory, without the libraries of the process."""
+        memory = plan_memory(
             self.plan.config, self.plan.topology.world_size, pp_rank=self.pp_index, device="cuda"
         )
         resident = self.plan.resident_bytes
-        return resident.params + resident.grads + resident.optimizer, plan.total - PROCESS_BYTES[
-            "cuda"
-        ]
+        return PlannedBytes(
+            resident=resident.params + resident.grads + resident.optimizer,
+            peak=memory.total - PROCESS_BYTES["cuda"],
+        )
 
     @property
     def pp_index(self) -> int:
         """The pipeline rank."""
         return self.plan.groups["pp"].index
 
+    @property
+    def distinct_groups(self) -> list[GroupSpec]:
+        """One group for every set of several ranks; the first name of each."""
+        groups = list(self.plan.groups.values())
+        by_ranks = {spec.ranks: spec for spec in reversed(groups)}
+        return [spec for spec in by_ranks.values() if spec.size > 1]
+
     def describe(self, call: Call | None) -> str:
         """A call for messages."""
         if call is None:
             return "starts none"
-        during = (
-            [*self.plan.train_schedule.actions][call.moment]
-            if isinstance(call.moment, int)
-            else call.moment
-        )
+        during: object = call.moment
+        if isinstance(call.moment, int):
+            during = [*self.plan.train_schedule.actions][call.moment]
         return f"starts {call.op} of {call.size} in {during} at {call.place}"
 
 
@@ -72,28 +86,20 @@ def run_rank(plan: Plan, *, shapes: dict[Any, Any]) -> RankRecord:
     Raises:
         Race: a buffer is used while an operation in flight may read or write it.
     """
-    recorder, parallel = Recorder(shapes), plan.config.parallel
-    fewest = plan.groups["pp"].size if parallel.num_virtual_stages_per_pipeline_rank > 1 else 1
+    recorder = Recorder(shapes)
     with (
         TemporaryDirectory() as folder,
         recorded_world(plan.topology, plan.rank, recorder=recorder) as context,
         on_meta(plan),
         recorder,
     ):
-        data = replace(DataConfig(), mock_data=True, seq_length=plan.config.data.seq_length)
-        datasets = build_data(data, vocab_size=plan.shape.vocab_size, seed=0, required={"train"})
-        inputs = RunInputs(RunFolder(Path(folder)), datasets)
-        run = build_run(plan, inputs, context=context)
-        # while it builds, initial values and buffers are both there
-        resident = recorder.peak = recorder.allocated
-        starts = []
-        for num_microbatches in (fewest, plan.num_microbatches):
-            starts.append(len(recorder.calls))
-            recorder.moment = "batch"
-            context.traffic.reset()
-            batch = run.batch_iterator.next()
-            assert batch is not None
-            train_step(run, replace(batch, microbatches=batch.microbatches[:num_microbatches]))
+        run = build_run(plan, _run_inputs(plan, Path(folder)), context=context)
+        resident = recorder.allocated
+        recorder.peak = resident  # while it builds, initial values and buffers both exist
+        _train_step(run, recorder, num_microbatches=_fewest_microbatches(plan))
+        num_setup_calls = len(recorder.calls)
+        context.traffic.reset()
+        _train_step(run, recorder, num_microbatches=plan.num_microbatches)
         sent = {(name, op): context.traffic.bytes(name, op) for name, op in sent_bytes(plan)}
         run.batch_iterator.discard()
         for dp in run.data_parallel:
@@ -101,5 +107,33 @@ def run_rank(plan: Plan, *, shapes: dict[Any, Any]) -> RankRecord:
         recorder.finish()
         tensors = run.optimizer.tensors_to_save() | run.parts.tensors_to_save()
         saved = {box: tensor.nbytes for box, tensor in tensors.items()}
-    setup, step = recorder.calls[: starts[1]], recorder.calls[starts[1] :]
-    return RankRecord(plan, setup, step, resident, recorder.peak, saved, sent)
+    return RankRecord(
+        plan,
+        setup=recorder.calls[:num_setup_calls],
+        step=recorder.calls[num_setup_calls:],
+        resident=resident,
+        peak=recorder.peak,
+        saved=saved,
+        sent=sent,
+    )
+
+
+def _run_inputs(plan: Plan, folder: Path) -> RunInputs:
+    """A run folder and mock data."""
+    data = replace(DataConfig(), mock_data=True, seq_length=plan.config.data.seq_length)
+    datasets = build_data(data, vocab_size=plan.shape.vocab_size, seed=0, required={"train"})
+    return RunInputs(RunFolder(folder), datasets)
+
+
+def _fewest_microbatches(plan: Plan) -> int:
+    """The microbatches of the first step; interleaved schedules need one per pipeline rank."""
+    is_interleaved = plan.config.parallel.num_virtual_stages_per_pipeline_rank > 1
+    return plan.groups["pp"].size if is_interleaved else 1
+
+
+def _train_step(run: Run, recorder: Recorder, *, num_microbatches: int) -> None:
+    """Train on the first microbatches of the next batch."""
+    recorder.moment = "batch"
+    batch = run.batch_iterator.next()
+    assert batch is not None
+    train_step(run, replace(batch, microbatches=batch.microbatches[:num_microbatches]))
