@@ -1,19 +1,19 @@
 """A schedule, attention backend, optimizer, family and so on are one row each from outside, a file
-format two.
+format and a kind of layer two.
 """
 
 import json
 import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanotrain.attention import backends
 from nanotrain.attention.backends import EVERYTHING, Ability, AttentionBackend
@@ -21,8 +21,13 @@ from nanotrain.attention.sdpa import DenseKernel, LayerKernels
 from nanotrain.comm.autograd import gather_along
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.config.config import OptimConfig
+from nanotrain.config.config import Config, OptimConfig
+from nanotrain.config.model import ModelConfig
+from nanotrain.config.schema import KEYS
 from nanotrain.interop.hf.families import FAMILIES, load_families, model_from_hf
+from nanotrain.model.context import LayerContext, ModelParallel
+from nanotrain.model.parameters import Parameters
+from nanotrain.model.transformer import MIXER_MODULES
 from nanotrain.optim import OPTIMIZERS
 from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep
@@ -30,13 +35,24 @@ from nanotrain.parallel.cp import CORE_ATTENTIONS, SDPAttention
 from nanotrain.parallel.cp.split import join_shards, local_chunks
 from nanotrain.parallel.pp.actions import PipelineShape, Schedule, forward, full_backward
 from nanotrain.parallel.pp.schedules import SCHEDULES
+from nanotrain.parallel.tp.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
+from nanotrain.planner.operator_time import OperatorTimes
+from nanotrain.planner.scenario import Scenario
+from nanotrain.planner.step_time import predict_step
 from nanotrain.prepare import chunks
 from nanotrain.prepare.chunks import InputChunk, plan_chunks
 from nanotrain.prepare.readers import READERS, DocumentReader
+from nanotrain.spec.counts import flops_per_token
+from nanotrain.spec.declaration import Declaration, LayerKind, Specs, nest
+from nanotrain.spec.kinds import MIXERS
+from nanotrain.spec.layer_sizes import LayerSizes
+from nanotrain.spec.operators import Gate, Operator, Operators, Saved
 from tests.harness import run_ranks
 from tests.laws.compare import assert_alike
 from tests.laws.worlds import LR, Case, Outcome, train_here
 from tests.model.building import MODELS, build, randomize
+from tests.planner.scenarios import llama
+from tests.train.saved_tensors import config_of, kept_and_planned
 
 CASE = Case(2)
 
@@ -180,6 +196,103 @@ def test_an_attention_backend_is_chosen_and_trains_as_the_others() -> None:
     [(outcome, num_calls)] = run_ranks(1, train_with_a_backend, named)
     assert_alike([outcome], run_ranks(1, train_here, case), row="backend", lr=LR)
     assert num_calls > 0
+
+
+class GatedUnit(nn.Module):
+    """A token mixer that mixes no tokens: output(sigmoid(gate) * value)."""
+
+    def __init__(
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
+    ) -> None:
+        super().__init__()
+        self.gate = ColumnParallelLinear(*params.linear("gate"), tensor_parallel=parallel.tp)
+        self.value = ColumnParallelLinear(*params.linear("value"), tensor_parallel=parallel.tp)
+        self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        gate, value = column_parallel(hidden, (self.gate, self.value))
+        return self.output(gate.sigmoid() * value)
+
+
+def declare_gated_unit(declare: Declaration) -> Specs:
+    hidden = declare.shape.hidden_size
+    projection = declare.column_linear(hidden, hidden)
+    specs = nest("gate", projection) + nest("value", projection)
+    return specs + nest("output", declare.row_linear(hidden, hidden))
+
+
+def gated_unit_operators(s: LayerSizes) -> Operators:
+    channels = s.shape.hidden_size // s.tp
+    numel = s.tokens * channels
+    factor = Saved(numel * s.itemsize)
+    return [
+        s.column({"gate": channels, "value": channels}, saves=(s.layer_input,)),
+        Gate(name="gate", numel=numel, saves=(factor, factor)),
+        s.row(channels, saves=(factor,)),
+    ]
+
+
+def add_gated_unit() -> None:
+    """Add the rows of the kind, and its name where the configuration lists those."""
+    entry = KEYS["model.linear_attention_type"]
+    vars(entry)["choices"] = (*entry.choices, "gated_unit")
+    MIXERS["gated_unit"] = LayerKind(declare_gated_unit, gated_unit_operators)
+    MIXER_MODULES["gated_unit"] = GatedUnit
+
+
+def with_gated_units(config: Config) -> Config:
+    """A configuration whose layers are of the kind."""
+    model = replace(config.model, linear_attention_type="gated_unit")  # type: ignore[arg-type]
+    return replace(config, model=model)
+
+
+def scenario_of_gated_units(num_ranks: int) -> Scenario:
+    scenario = llama(num_ranks)
+    return replace(scenario, config=with_gated_units(scenario.config))
+
+
+def train_with_kind(ctx: ParallelContext, case: Case) -> Outcome:
+    add_gated_unit()
+    return train_here(ctx, case)
+
+
+def bytes_with_kind(ctx: ParallelContext, config: Config) -> tuple[int, int]:
+    add_gated_unit()
+    return kept_and_planned(ctx, config)
+
+
+@pytest.fixture
+def gated_unit() -> Iterator[None]:
+    """The rows of the kind, in this process."""
+    add_gated_unit()
+    yield
+    del MIXERS["gated_unit"], MIXER_MODULES["gated_unit"]
+
+
+def test_a_kind_of_layer_is_a_module_and_a_list_of_operators() -> None:
+    case = CASE.but(model={"linear_attention_type": "gated_unit"})
+    single = run_ranks(1, train_with_kind, case)
+    sharded = case.but(parallel={"tensor_model_parallel_size": 2})
+    outcomes = run_ranks(2, train_with_kind, sharded, tp=2)
+    assert_alike(outcomes, single, row="kind", lr=LR)
+
+
+def test_the_bytes_and_the_time_of_a_kind_follow_from_its_operators(gated_unit: None) -> None:
+    config = config_of("--num-layers 1 --hidden-size 64 --seq-length 128 --micro-batch-size 2")
+    ((counted, planned),) = run_ranks(1, bytes_with_kind, with_gated_units(config))
+    assert planned == pytest.approx(counted, rel=0.03)
+    scenario = scenario_of_gated_units(8)
+    assert predict_step(scenario).total > 0
+    attention = flops_per_token(llama(8).shape, 4096)
+    assert 0 < flops_per_token(scenario.shape, 4096) < attention
+
+
+def test_an_operator_without_a_time_is_not_planned_at_the_peak_of_the_device() -> None:
+    class Unknown(Operator):
+        """An operator of a class that the planner has no time for."""
+
+    with pytest.raises(KeyError, match="Unknown"):
+        OperatorTimes(llama(8)).parts([Unknown(name="unknown")])
 
 
 def test_a_file_format_of_prepare_is_a_splitter_and_a_reader(

@@ -9,6 +9,7 @@ model_operators        all of a model
 
 from functools import lru_cache
 
+from nanotrain.spec.declaration import LayerKind
 from nanotrain.spec.kinds import MIXERS, MLPS
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import (
@@ -25,18 +26,22 @@ from nanotrain.spec.operators import (
 
 def block_operators(s: LayerSizes, layer: int) -> tuple[Operator, ...]:
     """The operators of a layer of the model, by its index; layers of one kind share them."""
-    return _block_operators(s, s.shape.first_like(layer))
+    first = s.shape.first_like(layer)
+    kinds: list[LayerKind] = []
+    for mixer, mlp in s.shape.blocks(first):
+        if mixer is not None:
+            kinds.append(MIXERS[mixer])
+        if mlp is not None:
+            kinds.append(MLPS[mlp])
+    return _block_operators(s.at(first), tuple(kinds))
 
 
 @lru_cache(maxsize=1024)  # a search asks for the layers of hundreds of layouts
-def _block_operators(s: LayerSizes, layer: int) -> tuple[Operator, ...]:
-    sizes = s.at(layer)
+def _block_operators(s: LayerSizes, kinds: tuple[LayerKind, ...]) -> tuple[Operator, ...]:
+    """Mixers and MLPs, in their order, with what is around them."""
     operators: Operators = []
-    for mixer, mlp in s.shape.blocks(layer):
-        if mixer is not None:
-            operators += _in_residual(sizes, MIXERS[mixer].operators(sizes))
-        if mlp is not None:
-            operators += _in_residual(sizes, MLPS[mlp].operators(sizes))
+    for kind in kinds:
+        operators += _in_residual(s, kind.operators(s))
     return tuple(operators)
 
 
