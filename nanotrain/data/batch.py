@@ -1,7 +1,9 @@
 """Samples and microbatches.
 
-    Sample   one sequence as numpy arrays, from a dataset
-    Batch    samples stacked into torch tensors by `collate`; `split_sequences` makes shorter sequences of them
+    Sample            one sequence as numpy arrays, from a dataset
+    SampleDataset     samples by index
+    Batch             samples stacked into torch tensors by `collate`
+    split_sequences   shorter sequences from the samples of a batch
 
 Shape legend: B samples per microbatch, S tokens per sample.
 """
@@ -67,9 +69,8 @@ class Batch:
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> "Batch":
         """A batch of tokens [B, S] without labels, for inference."""
-        return cls(
-            tokens, torch.zeros_like(tokens), torch.zeros(tokens.shape, device=tokens.device)
-        )
+        no_loss = torch.zeros(tokens.shape, device=tokens.device)
+        return cls(tokens, torch.zeros_like(tokens), no_loss)
 
     @property
     def num_target_tokens(self) -> Tensor:
@@ -77,10 +78,10 @@ class Batch:
         return self.loss_mask.sum()
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Copy the batch to a device, asynchronously from pinned memory; segment ids stay in host
-        memory.
+        """Copy the batch to a device, asynchronously from pinned memory.
 
-        Attention masks are planned on the host, which would otherwise wait for the device.
+        Segment ids stay in host memory: attention masks are planned on the host, which would
+        otherwise wait for the device.
         """
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
         return replace(moved, segment_ids=self.segment_ids)
@@ -94,23 +95,23 @@ class Batch:
         return self._map(lambda tensor: tensor.share_memory_())
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors: dict[str, Any] = {
-            name: change(value) for name, value in values.items() if isinstance(value, Tensor)
-        }
+        """The batch with every tensor changed."""
+        tensors: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                tensors[field.name] = change(value)
         return replace(self, **tensors, mtp=tuple(shifted._map(change) for shifted in self.mtp))
 
     def with_mtp(self, num_layers: int) -> "Batch":
-        """The batch with its sequences shifted by 1 to `num_layers` tokens (DeepSeek-V3, section
-        2.2).
+        """Add the sequences shifted by 1 to `num_layers` tokens (DeepSeek-V3, section 2.2).
 
         Position i of the k-th one has token, label and mask of position i + k. The mask is 0 if
         that is beyond the end of the sequence, or in another document and attention does not cross
         documents.
         """
-        return replace(
-            self, mtp=tuple(self._shifted(distance) for distance in range(1, num_layers + 1))
-        )
+        shifted = [self._shifted(distance) for distance in range(1, num_layers + 1)]
+        return replace(self, mtp=tuple(shifted))
 
     def _shifted(self, distance: int) -> "Batch":
         def shift(tensor: Tensor) -> Tensor:
@@ -118,9 +119,11 @@ class Batch:
             shifted[:, :-distance] = tensor[:, distance:]
             return shifted
 
-        mask, segments = shift(self.loss_mask), self.segment_ids
+        mask = shift(self.loss_mask)
+        segments = self.segment_ids
         if segments is not None:
-            mask *= shift(segments) == segments  # in place: it stays pinned
+            # in place: the mask stays pinned
+            mask.masked_fill_(shift(segments) != segments, 0.0)
         return Batch(shift(self.tokens), shift(self.labels), mask)
 
 
@@ -134,41 +137,43 @@ def collate(samples: Sequence[Sample]) -> Batch:
 
 
 def split_sequences(batch: Batch, length: int | None) -> Batch:
-    """Split every sample of a microbatch into N = S / L consecutive sequences: [B, S] -> [B * N,
-    L].
+    """Split every sample into N = S / L consecutive sequences: [B, S] -> [B * N, L].
 
         sample            a  a  a  E  b  b  E  c      S = 8
         sequences         a  a  a  E | b  b  E  c     L = 4
-        position_ids      0  1  2  3 | 0  1  2  0     where they restart with a document; else None, for 0..L-1
+        position_ids      0  1  2  3 | 0  1  2  0     if they restart with a document;
+                                                      else None, for 0..L-1
 
     The label of the last token of a sequence is the first token of the next one. The sequences of a
     sample get different sample ids, so that their dropout masks differ.
 
     Args:
-        batch: without labels of multi-token prediction.
+        batch: a microbatch without labels of multi-token prediction.
         length: L, which divides S; None for S.
     """
     if length is None or length == batch.tokens.shape[1]:
         return batch
-    parts = batch.tokens.shape[1] // length
+    num_samples, sample_length = batch.tokens.shape
+    parts = sample_length // length
     assert not batch.mtp, "labels of multi-token prediction end with a sequence"
 
     def split(tensor: Tensor) -> Tensor:
-        return tensor.reshape(-1, length) if tensor.dim() == 2 else tensor.repeat_interleave(parts)
+        if tensor.dim() == 2:
+            return tensor.reshape(-1, length)
+        return tensor.repeat_interleave(parts)
 
     sequences = batch._map(split)
-    ids, positions = sequences.sample_ids, sequences.position_ids
-    numbers = torch.arange(parts).repeat(batch.tokens.shape[0]) << SEQUENCE_BITS
-    return replace(
-        sequences,
-        position_ids=None if positions is None else _from_zero(positions),
-        sample_ids=None if ids is None else ids + numbers,
-    )
+    positions = sequences.position_ids
+    if positions is not None:
+        positions = _count_from_zero(positions)
+    ids = sequences.sample_ids
+    if ids is not None:
+        ids = ids + (torch.arange(parts).repeat(num_samples) << SEQUENCE_BITS)
+    return replace(sequences, position_ids=positions, sample_ids=ids)
 
 
-def _from_zero(positions: Tensor) -> Tensor:
-    """[B * N, L]: tokens of a document that began in an earlier sequence count from the start of
-    their own.
-    """
+def _count_from_zero(positions: Tensor) -> Tensor:
+    """[B * N, L]: a document that began in an earlier sequence counts from the sequence's start."""
     is_continued = (positions == 0).cumsum(dim=1) == 0
-    return positions.sub_(positions[:, :1] * is_continued)
+    offsets = torch.where(is_continued, positions[:, :1], 0)
+    return positions.sub_(offsets)  # in place: it stays pinned

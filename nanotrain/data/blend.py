@@ -8,9 +8,12 @@ left, and every leaf index follows from n:
                    n              weights 4 1 1 2
               p = 5/8
              /       \\
-        p = 4/5     p = 1/3       the error of a node is at most 1/2 visit, and a child inherits only its share of it:
-         /   \\       /   \\        of any n samples a dataset of weight w gets n*w within 1/2 * depth.
+        p = 4/5     p = 1/3
+         /   \\       /   \\
         4     1     1     2
+
+The error of a node is at most 1/2 visit, and a child inherits only its share of it: of any n
+samples a dataset of weight w gets n*w within 1/2 * depth.
 
 Shares are exact fractions, so the error does not grow with n.
 """
@@ -19,41 +22,40 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import pairwise
 from typing import Self
 
 from nanotrain.data.batch import Sample, SampleDataset
 
-# of a linear change of weights: the weights of a part are at most half a percent off
+# parts of a linear change of weights, whose weights are at most half a percent off
 LINEAR_PARTS = 100
 
 
 @dataclass(frozen=True)
 class _Node:
-    share: Fraction
+    share: Fraction  # weight of the left child over that of the node
     left: "_Node | int"
     right: "_Node | int"
 
     def visits_left(self, visits: int) -> int:
+        """round(visits * share)."""
         share = self.share
         return (2 * visits * share.numerator + share.denominator) // (2 * share.denominator)
 
 
 def plan_blend(weights: Sequence[Fraction], first: int = 0) -> "_Node | int":
-    """The tree of a blend, for `locate`, from one weight above 0 per dataset; they need not sum to
-    1.
+    """The tree of a blend, for `locate`.
 
-    The datasets are numbered from `first`.
+    Args:
+        weights: one weight above 0 per dataset; they need not sum to 1.
+        first: number of the first dataset.
     """
     if len(weights) == 1:
         return first
     middle = len(weights) // 2
-    left, right = weights[:middle], weights[middle:]
-    return _Node(
-        Fraction(sum(left)) / sum(weights),
-        plan_blend(left, first),
-        plan_blend(right, first + middle),
-    )
+    share = Fraction(sum(weights[:middle])) / sum(weights)
+    left = plan_blend(weights[:middle], first)
+    right = plan_blend(weights[middle:], first + middle)
+    return _Node(share, left, right)
 
 
 def locate(tree: "_Node | int", index: int) -> tuple[int, int]:
@@ -92,40 +94,44 @@ class StageBlend:
     start: int  # its first sample
     sources: tuple[int, ...]  # indices of the sources that it reads
     weights: tuple[Fraction, ...]  # above 0, one per source
-    end: int | None = (
-        # the first sample with these weights, which change linearly from those before; None: at
-        # once
-        None
-    )
+    # the first sample with these weights, which change linearly from the stage before; None: at
+    # once
+    end: int | None = None
 
     def share_of(self, source: int) -> Fraction:
-        """The share of the samples that come from a source."""
+        """The fraction of the samples that come from a source."""
         if source not in self.sources:
             return Fraction(0)
         return Fraction(self.weights[self.sources.index(source)]) / sum(self.weights)
 
 
 def _constant_parts(stages: Sequence[StageBlend]) -> Iterator[StageBlend]:
-    """Stages of constant weights: a linear change is LINEAR_PARTS of them, each with the weights of
-    its middle.
-    """
-    for before, stage in zip((None, *stages), stages, strict=False):
-        if stage.end is None or before is None:
+    """Stages of constant weights; a linear change becomes LINEAR_PARTS stages."""
+    before: StageBlend | None = None
+    for stage in stages:
+        if stage.end is not None and before is not None:
+            yield from _linear_parts(before, stage, end=stage.end)
+            yield replace(stage, start=stage.end)
+        else:
             yield stage
+        before = stage
+
+
+def _linear_parts(before: StageBlend, stage: StageBlend, *, end: int) -> Iterator[StageBlend]:
+    """The parts of a linear change, each with the weights of its middle."""
+    sources = tuple(sorted({*before.sources, *stage.sources}))
+    length = end - stage.start
+    for part in range(LINEAR_PARTS):
+        first = stage.start + length * part // LINEAR_PARTS
+        last = stage.start + length * (part + 1) // LINEAR_PARTS
+        if first == last:
             continue
-        sources = tuple(sorted({*before.sources, *stage.sources}))
-        starts = [
-            stage.start + (stage.end - stage.start) * part // LINEAR_PARTS
-            for part in range(LINEAR_PARTS)
-        ]
-        for part, (start, end) in enumerate(pairwise([*starts, stage.end])):
-            if start < end:
-                done = Fraction(2 * part + 1, 2 * LINEAR_PARTS)
-                weights = (
-                    before.share_of(s) * (1 - done) + stage.share_of(s) * done for s in sources
-                )
-                yield StageBlend(stage.name, start, sources, tuple(weights))
-        yield replace(stage, start=stage.end)
+        done = Fraction(2 * part + 1, 2 * LINEAR_PARTS)
+        weights = []
+        for source in sources:
+            old, new = before.share_of(source), stage.share_of(source)
+            weights.append(old * (1 - done) + new * done)
+        yield StageBlend(stage.name, first, sources, tuple(weights))
 
 
 class BlendedDataset:
@@ -133,10 +139,10 @@ class BlendedDataset:
 
         samples         0 ............... start 1 ............ start 2 ......
         blend           stage 0           stage 1              stage 2
-        source a        0 1 2 ... 41      42 43 ... 60         (none)          every source continues where it stopped
+        source a        0 1 2 ... 41      42 43 ... 60         (none)
         source b        (none)            0 1 2 ...            ...
 
-    The source of sample n, and its index there, follow from n, the weights and the starts alone, so
+    Every source continues where it stopped. The source of sample n, and its index there, follow from n, the weights and the starts alone, so
     a run resumes anywhere. The samples of a source in earlier stages are counted, not stored, so
     none is read again before its epoch ends.
 
@@ -147,11 +153,12 @@ class BlendedDataset:
 
     def __init__(self, datasets: Sequence[SampleDataset], stages: Sequence[StageBlend]) -> None:
         assert stages and stages[0].start == 0, "the first stage starts at sample 0"
-        self.datasets, self.stages = tuple(datasets), tuple(stages)
+        self.datasets = tuple(datasets)
+        self.stages = tuple(stages)
         self._parts = tuple(_constant_parts(stages))
         self._starts = [part.start for part in self._parts]
         self._trees = [plan_blend(part.weights) for part in self._parts]
-        # by stage and source: samples read in earlier stages
+        # samples read in earlier stages, by stage and source
         self._read_before = [[0] * len(self.datasets)]
         for end in self._starts[1:]:
             self._read_before.append(self._read_at(end))
@@ -159,14 +166,14 @@ class BlendedDataset:
     @classmethod
     def by_weight(cls, datasets: Sequence[SampleDataset], weights: Sequence[Fraction]) -> Self:
         """One blend of all datasets, in proportion to weights above 0."""
-        return cls(datasets, [StageBlend("", 0, tuple(range(len(datasets))), tuple(weights))])
+        sources = tuple(range(len(datasets)))
+        return cls(datasets, [StageBlend("", 0, sources, tuple(weights))])
 
     def starting_at(self, bounds: Sequence[tuple[int, int | None]]) -> "BlendedDataset":
         """The same blends with other first samples, and ends of linear changes."""
-        stages = [
-            replace(stage, start=start, end=end)
-            for stage, (start, end) in zip(self.stages, bounds, strict=True)
-        ]
+        stages = []
+        for stage, (start, end) in zip(self.stages, bounds, strict=True):
+            stages.append(replace(stage, start=start, end=end))
         return BlendedDataset(self.datasets, stages)
 
     @property
@@ -199,8 +206,10 @@ class BlendedDataset:
         return bisect_right(self._starts, index) - 1
 
     def _read_at(self, end: int) -> list[int]:
+        """The samples per source among the first `end` > 0."""
         number = self._stage_index(end - 1)
-        stage, read = self._parts[number], list(self._read_before[number])
+        stage = self._parts[number]
+        read = list(self._read_before[number])
         for dataset, count in count_visits(self._trees[number], end - stage.start).items():
             read[stage.sources[dataset]] += count
         return read

@@ -1,5 +1,13 @@
 """From the data section of the configuration to datasets.
 
+    build_data                          the dataset of every split
+    tokenizer_of, first_blend           tokenizer and first blend of a run
+    starting_stages                     data stages at their samples in a run
+    without_documents, read_document    documents that are left out
+    corpora_of, fingerprints            the corpora of a split
+    require_same_corpora                a checkpoint counts samples of the same corpora
+    source_names                        names of the corpora of a blend
+
 Everything here takes constant time for any size of the corpora and needs no device, so user
 mistakes are found before any rank waits for another.
 """
@@ -7,6 +15,7 @@ mistakes are found before any rank waits for another.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +53,7 @@ class DatasetSplits:
     train: SampleDataset | None
     valid: SampleDataset | None
     test: SampleDataset | None
-    # named ones, instead of `valid`
+    # named validation sets, instead of `valid`
     valid_sets: Mapping[str, SampleDataset] = field(default_factory=dict)
 
 
@@ -54,17 +63,15 @@ def uses_quickstart(data: DataConfig) -> bool:
 
 
 def first_blend(data: DataConfig) -> list[str]:
-    """The blend that training begins with, as `parse_data_path` takes it; empty where no corpus is
-    set.
-    """
+    """The blend that training begins with, for `parse_data_path`; empty if no corpus is set."""
     stages = read_stages(data.stages)
-    return [stages[0].blend] if stages else data.data_path or data.train_data_path
+    if stages:
+        return [stages[0].blend]
+    return data.data_path or data.train_data_path
 
 
 def tokenizer_of(data: DataConfig) -> str | None:
-    """The tokenizer of a run, as `load_tokenizer` takes it: from the data section, else from the
-    first corpus.
-    """
+    """The tokenizer of a run: from the data section, else from the first corpus."""
     if data.vocab_file and data.merge_file:
         return f"{data.vocab_file},{data.merge_file}"
     paths = first_blend(data)
@@ -89,87 +96,133 @@ def build_data(
     Raises:
         DataError: a corpus that cannot be read, has ids outside the vocabulary (first sample), or
             too few tokens.
-        ConfigError: blends that cannot be parsed, those of all stages in one error; corpora of
+        ConfigError: blends that cannot be parsed, with all stages in one error; corpora of
             different tokenizers.
     """
     if data.mock_data:
-        train, valid, test = (
+        train, valid, test = [
             SyntheticDataset(vocab_size, data.seq_length, seed + split) for split in range(3)
-        )
-        return DatasetSplits(train, valid, test)
-    named = {
-        name: parse_data_path([path]) for name, path in read_named(data.valid_data_path).items()
-    }
-    if named:
-        data, required = replace(data, valid_data_path=[]), {*required} - {"valid"}
-    parsed = [parse_data_path(_paths(data, name)) for name in SPLITS]
-    require_same_tokenizer(
-        entry.prefix for prefixes in (*parsed, *named.values()) for entry in prefixes
-    )
-    cache, built = ChunkCache.of(data), dict[str, SampleDataset | None]()
-    for split, name in enumerate(SPLITS):
-        prefixes = parsed[split]
-        datasets = [
-            _dataset(
-                IndexedTokens(entry.prefix, cache),
-                data,
-                split=split,
-                vocab_size=vocab_size,
-                seed=seed,
-            )
-            for entry in prefixes
         ]
-        if name == "train" and data.fim_data:
-            fim = FillInTheMiddle.of(
-                data, tokenizer=tokenizer_of(data), vocab_size=vocab_size, seed=seed
-            )
-            datasets = [replace(dataset, changes=(fim,)) for dataset in datasets]
-        if name == "train" and data.exclude_documents:
-            datasets = without_documents(datasets, Path(data.exclude_documents))
+        return DatasetSplits(train, valid, test)
+    named = _parse_named(data)
+    if named:
+        data = replace(data, valid_data_path=[])
+        required = set(required) - {"valid"}
+    blends = [parse_data_path(_paths(data, name)) for name in SPLITS]
+    entries = [*chain(*blends), *named.values()]
+    require_same_tokenizer(entry.prefix for entry in entries)
+    opener = _CorpusOpener(data, ChunkCache.of(data), vocab_size=vocab_size, seed=seed)
+    built: dict[str, SampleDataset | None] = {}
+    for split, (name, blend) in enumerate(zip(SPLITS, blends, strict=True)):
+        datasets = [opener.open_split(entry.prefix, split) for entry in blend]
+        if name == "train":
+            datasets = opener.change_training(datasets)
         if name in required:
             _check_samples(name, datasets, proportions=data.split)
-        is_staged = data.stages and name == "train"
-        built[name] = _stage(datasets, data) if is_staged else _blend(datasets, prefixes)
+        if name == "train" and data.stages:
+            built[name] = _blend_stages(datasets, data)
+        else:
+            built[name] = _blend(datasets, blend)
     valid_sets: dict[str, SampleDataset] = {}
-    for name, (entry, *_) in named.items():
-        corpus = IndexedTokens(entry.prefix, cache)
-        dataset = PACKINGS[data.packing](
-            corpus, 0, corpus.num_tokens, data, vocab_size=vocab_size, seed=seed
-        )
+    for name, entry in named.items():
+        dataset = opener.open_whole(entry.prefix)
         _check_samples("valid", [dataset], proportions=data.split)
         valid_sets[name] = dataset
     return DatasetSplits(**built, valid_sets=valid_sets)
 
 
+def _parse_named(data: DataConfig) -> dict[str, WeightedPrefix]:
+    """The corpus of every named validation set."""
+    named = {}
+    for name, path in read_named(data.valid_data_path).items():
+        named[name] = parse_data_path([path])[0]
+    return named
+
+
+@dataclass(frozen=True)
+class _CorpusOpener:
+    """Opens corpora as datasets of one run."""
+
+    data: DataConfig
+    cache: ChunkCache | None
+    vocab_size: int
+    seed: int
+
+    def open_split(self, prefix: Path, split: int) -> GPTDataset:
+        """The documents of a corpus in a split; all if the split has its own corpora."""
+        corpus = IndexedTokens(prefix, self.cache)
+        documents = split_documents(corpus.num_documents, self.data.split)[split]
+        if _has_own_splits(self.data):
+            documents = range(corpus.num_documents)
+        start = corpus.document_start(documents.start)
+        return self._dataset(corpus, start, stop=corpus.document_start(documents.stop))
+
+    def open_whole(self, prefix: Path) -> GPTDataset:
+        """All tokens of a corpus."""
+        corpus = IndexedTokens(prefix, self.cache)
+        return self._dataset(corpus, 0, stop=corpus.num_tokens)
+
+    def _dataset(self, corpus: IndexedTokens, start: int, *, stop: int) -> GPTDataset:
+        packing = PACKINGS[self.data.packing]
+        return packing(corpus, start, stop, self.data, vocab_size=self.vocab_size, seed=self.seed)
+
+    def change_training(self, datasets: list[GPTDataset]) -> list[GPTDataset]:
+        """The training datasets with gaps to fill, and without excluded documents."""
+        data = self.data
+        if data.fim_data:
+            fim = FillInTheMiddle.of(
+                data,
+                tokenizer=tokenizer_of(data),
+                vocab_size=self.vocab_size,
+                seed=self.seed,
+            )
+            datasets = [replace(dataset, changes=(fim,)) for dataset in datasets]
+        if data.exclude_documents:
+            datasets = without_documents(datasets, Path(data.exclude_documents))
+        return datasets
+
+
 def without_documents(datasets: Sequence[GPTDataset], file: Path) -> list[GPTDataset]:
-    """The datasets without the documents of a file: a line is PREFIX:INDEX, or JSON with corpus and
-    document.
+    """The datasets without the documents of a file.
+
+    Args:
+        datasets: datasets of the training split.
+        file: one document per line, PREFIX:INDEX or JSON with corpus and document.
 
     Raises:
         DataError: a line of another form, or of a document that no corpus of the run has.
     """
-    excluded: dict[Path, set[int]] = {dataset.corpus.prefix: set() for dataset in datasets}
-    sizes = {dataset.corpus.prefix: dataset.corpus.num_documents for dataset in datasets}
     try:
-        for line in read_file(file).decode().splitlines():
-            if line.strip():
-                prefix, document = read_document(line)
-                if document >= sizes.get(prefix, 0):
-                    raise ValueError(f"{line} is no document of {', '.join(map(str, sizes))}")
-                excluded[prefix].add(document)
+        excluded = _read_excluded(file, [dataset.corpus for dataset in datasets])
     except (OSError, ValueError) as error:
-        fix = "write one PREFIX:INDEX per line; `nanotrain data find --json` prints such lines"
         raise DataError(
-            f"--exclude-documents {file} cannot be used", why=unreadable(error), fix=fix
+            f"--exclude-documents {file} cannot be used",
+            why=unreadable(error),
+            fix="write one PREFIX:INDEX per line; `nanotrain data find --json` prints such lines",
         ) from None
-    return [
-        replace(dataset, excluded=frozenset(excluded[dataset.corpus.prefix]))
-        for dataset in datasets
-    ]
+    changed = []
+    for dataset in datasets:
+        documents = frozenset(excluded[dataset.corpus.prefix])
+        changed.append(replace(dataset, excluded=documents))
+    return changed
+
+
+def _read_excluded(file: Path, corpora: Sequence[IndexedTokens]) -> dict[Path, set[int]]:
+    """Documents to leave out, by the prefix of their corpus; ValueError for an unknown one."""
+    sizes = {corpus.prefix: corpus.num_documents for corpus in corpora}
+    excluded: dict[Path, set[int]] = {prefix: set() for prefix in sizes}
+    for line in read_file(file).decode().splitlines():
+        if not line.strip():
+            continue
+        prefix, document = read_document(line)
+        if document >= sizes.get(prefix, 0):
+            raise ValueError(f"{line} is no document of {', '.join(map(str, sizes))}")
+        excluded[prefix].add(document)
+    return excluded
 
 
 def read_document(text: str) -> tuple[Path, int]:
-    """The prefix of a corpus and the index of a document in it, from PREFIX:INDEX or JSON.
+    """The prefix of a corpus and the index of a document, from PREFIX:INDEX or JSON.
 
     Raises:
         ValueError: text of another form.
@@ -179,9 +232,8 @@ def read_document(text: str) -> tuple[Path, int]:
     """
     if text.startswith("{"):
         row = object_of(parse_json(text), "it")
-        return Path(text_of(row.get("corpus"), "corpus")), whole_number(
-            row.get("document"), "document"
-        )
+        corpus = text_of(row.get("corpus"), "corpus")
+        return Path(corpus), whole_number(row.get("document"), "document")
     prefix, _, number = text.strip().rpartition(":")
     if not prefix or not number.isdigit():
         raise ValueError(f"{shown(text)} is not PREFIX:INDEX")
@@ -189,16 +241,13 @@ def read_document(text: str) -> tuple[Path, int]:
 
 
 def _paths(data: DataConfig, name: str) -> list[str]:
-    """The blend of a split: its own, or the one that all splits share; with stages, every corpus
-    blended by size.
-    """
+    """The blend of a split: its own, or the shared one; with stages, every corpus by size."""
     own = {"valid": data.valid_data_path, "test": data.test_data_path}
     if name != "train" and _has_own_splits(data):
         return own[name]
     if data.stages:
-        return list(
-            dict.fromkeys(str(entry.prefix) for blend in _stage_blends(data) for entry in blend)
-        )
+        entries = chain(*_stage_blends(data))
+        return list(dict.fromkeys(str(entry.prefix) for entry in entries))
     assert first_blend(data), "the quick-start corpus is prepared before build_data"
     return first_blend(data)
 
@@ -210,32 +259,28 @@ def _has_own_splits(data: DataConfig) -> bool:
 
 def _stage_blends(data: DataConfig) -> list[tuple[WeightedPrefix, ...]]:
     """The blend of every stage; mistakes in any of them are raised as one error."""
-    blends, errors = [], ErrorCollector()
+    blends = []
+    errors = ErrorCollector()
     for stage in read_stages(data.stages):
         with errors:
             try:
                 blends.append(parse_data_path([stage.blend]))
             except ConfigError as error:
-                raise ConfigError(
-                    f"stage {stage.name}: {error.what}", why=error.why, fix=error.fix
-                ) from None
+                what = f"stage {stage.name}: {error.what}"
+                raise ConfigError(what, why=error.why, fix=error.fix) from None
     errors.raise_errors()
     return blends
 
 
-def _stage(datasets: Sequence[GPTDataset], data: DataConfig) -> BlendedDataset:
-    """The blends of all stages over the corpora of `_paths`, each corpus once."""
+def _blend_stages(datasets: Sequence[GPTDataset], data: DataConfig) -> BlendedDataset:
+    """The blends of all stages over the corpora of `_paths`, without repetition."""
     indices = {dataset.corpus.prefix: index for index, dataset in enumerate(datasets)}
     stages = []
     for stage, blend in zip(read_stages(data.stages), _stage_blends(data), strict=True):
         weights: dict[int, Fraction] = {}
         for entry in blend:
             index = indices[entry.prefix]
-            weight = (
-                Fraction(datasets[index].samples_per_epoch)
-                if entry.weight is None
-                else entry.weight
-            )
+            weight = _weight_of(entry, datasets[index])
             weights[index] = weights.get(index, Fraction(0)) + weight
         stages.append(
             StageBlend(stage.name, stage.start, tuple(weights), tuple(weights.values()), stage.end)
@@ -243,11 +288,17 @@ def _stage(datasets: Sequence[GPTDataset], data: DataConfig) -> BlendedDataset:
     return BlendedDataset(datasets, stages)
 
 
+def _weight_of(entry: WeightedPrefix, dataset: GPTDataset) -> Fraction:
+    """The weight of a corpus in a blend; its size where none is given."""
+    if entry.weight is None:
+        return Fraction(dataset.samples_per_epoch)
+    return entry.weight
+
+
 def starting_stages(
     samples: SampleDataset, data: DataConfig, *, samples_of: Callable[[int], int]
 ) -> SampleDataset:
-    """The training samples with the stages of `data_stages` at the samples where they start in a
-    run.
+    """The training samples, with the stages of `data_stages` at their starts in a run.
 
     Args:
         samples: training split of `build_data`.
@@ -255,27 +306,17 @@ def starting_stages(
         samples_of: number of samples in the first steps of the run.
     """
     stages = read_stages(data.stages)
-    if not (stages and isinstance(samples, BlendedDataset)):
+    if not stages or not isinstance(samples, BlendedDataset):
         return samples
     return samples.starting_at(stage_bounds(stages, samples_of))
 
 
-def _dataset(
-    corpus: IndexedTokens, data: DataConfig, *, split: int, vocab_size: int, seed: int
-) -> GPTDataset:
-    """The part of a corpus that belongs to a split; all of it if the split has its own corpora."""
-    documents = split_documents(corpus.num_documents, data.split)[split]
-    if _has_own_splits(data):
-        documents = range(corpus.num_documents)
-    start, stop = corpus.document_start(documents.start), corpus.document_start(documents.stop)
-    return PACKINGS[data.packing](corpus, start, stop, data, vocab_size=vocab_size, seed=seed)
-
-
 def _check_samples(name: str, datasets: Sequence[GPTDataset], *, proportions: str) -> None:
+    """Check that a split has samples, and token ids in the vocabulary."""
     if not datasets:
-        fix = f"set --{name}-data-path" + (
-            ", or turn validation off with --eval-interval 0" if name == "valid" else ""
-        )
+        fix = f"set --{name}-data-path"
+        if name == "valid":
+            fix += ", or turn validation off with --eval-interval 0"
         raise DataError(
             f"the {name} split has no corpus",
             why="with --train-data-path each split has its own",
@@ -288,39 +329,44 @@ def _check_samples(name: str, datasets: Sequence[GPTDataset], *, proportions: st
 
 
 def _too_few_tokens(name: str, dataset: GPTDataset, *, proportions: str) -> DataError:
-    corpus, tokens = dataset.corpus, dataset.stop - dataset.start
+    corpus = dataset.corpus
+    num_tokens = dataset.stop - dataset.start
     why = f"a sample needs seq_length + 1 = {dataset.config.seq_length + 1}"
     cures = ["give a longer corpus"]
-    if tokens < corpus.num_tokens:
+    if num_tokens < corpus.num_tokens:
         documents = count_of(corpus.num_documents, "document")
-        why = f"{why}; --split {proportions} divides the corpus's {documents} ({count_of(corpus.num_tokens, 'token')})"
-        several = "prepare the text as several documents"  # one is not divided
-        cures = [several if corpus.num_documents == 1 else f"give {name} a larger share of --split"]
-    cures += ["turn validation off with --eval-interval 0"] if name == "valid" else []
-    cures += ["lower --seq-length"] if tokens > 1 else []
+        all_tokens = count_of(corpus.num_tokens, "token")
+        why += f"; --split {proportions} divides the corpus's {documents} ({all_tokens})"
+        cures = [f"give {name} a larger share of --split"]
+        if corpus.num_documents == 1:  # one document is not divided
+            cures = ["prepare the text as several documents"]
+    if name == "valid":
+        cures.append("turn validation off with --eval-interval 0")
+    if num_tokens > 1:
+        cures.append("lower --seq-length")
+    tokens = count_of(num_tokens, "token")
     return DataError(
-        f"the {name} split of {corpus.prefix} has {count_of(tokens, 'token')}, too few for one sample",
+        f"the {name} split of {corpus.prefix} has {tokens}, too few for one sample",
         why=why,
         fix=", or ".join(cures),
     )
 
 
 def _blend(
-    datasets: Sequence[GPTDataset], prefixes: Sequence[WeightedPrefix]
+    datasets: Sequence[GPTDataset], entries: Sequence[WeightedPrefix]
 ) -> SampleDataset | None:
     """Blend the datasets that have samples, by weight or by size."""
-    filled = [
-        (dataset, entry)
-        for dataset, entry in zip(datasets, prefixes, strict=True)
-        if dataset.samples_per_epoch
-    ]
-    if len(filled) <= 1:
-        return filled[0][0] if filled else None
-    weights = [
-        entry.weight if entry.weight is not None else Fraction(dataset.samples_per_epoch)
-        for dataset, entry in filled
-    ]
-    return BlendedDataset.by_weight([dataset for dataset, _ in filled], weights)
+    filled = []
+    weights = []
+    for dataset, entry in zip(datasets, entries, strict=True):
+        if dataset.samples_per_epoch:
+            filled.append(dataset)
+            weights.append(_weight_of(entry, dataset))
+    if not filled:
+        return None
+    if len(filled) == 1:
+        return filled[0]
+    return BlendedDataset.by_weight(filled, weights)
 
 
 def corpora_of(samples: SampleDataset | None) -> tuple[GPTDataset, ...]:
@@ -330,43 +376,47 @@ def corpora_of(samples: SampleDataset | None) -> tuple[GPTDataset, ...]:
 
 
 def fingerprints(samples: SampleDataset | None) -> dict[str, str]:
-    """By prefix, the fingerprint of every corpus of a split."""
+    """The fingerprint of every corpus of a split, by prefix."""
     return {str(part.corpus.prefix): part.corpus.fingerprint for part in corpora_of(samples)}
 
 
 def require_same_corpora(samples: SampleDataset | None, saved: Mapping[str, Any]) -> None:
-    """Check that no corpus was replaced by another of the same name since a checkpoint was written.
+    """Check that every corpus is still the one that a checkpoint was written with.
 
     Args:
         samples: training split of the run.
         saved: `fingerprints` in the checkpoint.
 
     Raises:
-        DataError: one was: its samples would be others than those that the checkpoint counts.
+        DataError: another corpus has the name of one that the checkpoint counts samples of.
     """
     for prefix, now in fingerprints(samples).items():
         if saved.get(prefix, now) != now:
             raise DataError(
                 f"{prefix} is not the corpus that the run has read",
                 why=f"its fingerprint is {now}, in the checkpoint it is {saved[prefix]}",
-                fix="restore it, give the new corpus another name, or start at its beginning with --finetune",
+                fix=(
+                    "restore it, give the new corpus another name, "
+                    "or start at its beginning with --finetune"
+                ),
             )
 
 
 def source_names(dataset: SampleDataset) -> tuple[str, ...]:
-    """One name per corpus, in the order of `source_of`: the shortest path endings that differ; ()
-    if not a blend.
+    """One name per corpus, in the order of `source_of`; () if not a blend.
+
+    The names are the shortest endings of the paths that differ.
     """
     if not isinstance(dataset, BlendedDataset):
         return ()
-    paths = [
-        part.corpus.prefix if isinstance(part, GPTDataset) else None for part in dataset.datasets
-    ]
-    parts = [
-        ("source", str(index)) if path is None else path.parts for index, path in enumerate(paths)
-    ]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(each[-length:]) for each in parts]
+    paths: list[tuple[str, ...]] = []
+    for index, part in enumerate(dataset.datasets):
+        if isinstance(part, GPTDataset):
+            paths.append(part.corpus.prefix.parts)
+        else:
+            paths.append(("source", str(index)))
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(path[-length:]) for path in paths]
         if len(set(names)) == len(names):
             return tuple(names)
     return tuple(f"{name} ({index})" for index, name in enumerate(names))  # one corpus twice

@@ -1,10 +1,10 @@
-"""Checksums of token files: `PREFIX.bin.crc32` has the CRC-32 of every block of a `.bin`, four
-bytes each.
+"""Checksums of token files: `PREFIX.bin.crc32` has the CRC-32 of every block, four bytes each.
 
-    BlockSums       of what `nanotrain prepare` writes
-    check_blocks    some blocks when a corpus is opened, which takes the same time for any size; all for `--verify`
+    BlockSums       the checksums of what `nanotrain prepare` writes
+    check_blocks    some blocks when a corpus is opened, in a time that does not depend on its
+                    size; all for `--verify`
     BlockCheck      every block when a process first reads it
-    fingerprint     of a corpus, for checkpoints
+    fingerprint     a short identification of a corpus, for checkpoints
 
 Corpora without the file, such as Megatron-LM's, are not checked.
 """
@@ -26,25 +26,29 @@ class BlockSums:
 
     def __init__(self) -> None:
         self._sums: list[int] = []
-        self._crc32 = self._size = 0  # of the last, incomplete block
+        # checksum and size of the last, incomplete block
+        self._crc32 = 0
+        self._size = 0
 
     def add(self, data: memoryview | bytes) -> None:
         """Add the next bytes."""
         data = memoryview(data).cast("B")
         while data:
             part = data[: BLOCK_BYTES - self._size]
-            self._crc32, self._size, data = (
-                crc32(part, self._crc32),
-                self._size + len(part),
-                data[len(part) :],
-            )
+            data = data[len(part) :]
+            self._crc32 = crc32(part, self._crc32)
+            self._size += len(part)
             if self._size == BLOCK_BYTES:
                 self._sums.append(self._crc32)
-                self._crc32 = self._size = 0
+                self._crc32 = 0
+                self._size = 0
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
-        return np.array(self._sums + [self._crc32] * bool(self._size), dtype="<u4").tobytes()
+        sums = list(self._sums)
+        if self._size:
+            sums.append(self._crc32)
+        return np.array(sums, dtype="<u4").tobytes()
 
 
 def check_blocks(prefix: Path) -> int:
@@ -57,7 +61,9 @@ def check_blocks(prefix: Path) -> int:
         DataError: a block differs.
     """
     sums = open_file(sums_path(prefix))
-    return 0 if sums is None else BlockCheck(require_file(bin_path(prefix)), sums).check(prefix)
+    if sums is None:
+        return 0
+    return BlockCheck(require_file(bin_path(prefix)), sums).check(prefix)
 
 
 class BlockCheck:
@@ -69,69 +75,85 @@ class BlockCheck:
     """
 
     def __init__(self, file: CorpusFile, sums: CorpusFile | None) -> None:
-        self.file, self.sums = file, np.empty(0, dtype="<u4")
+        self.file = file
+        self.sums = np.empty(0, dtype="<u4")
         self._has_sums = sums is not None
         if sums is not None and sums.size:
             self.sums = np.memmap(sums.local, dtype="<u4", mode="r")
         self._is_checked = np.zeros(len(self.sums), dtype=bool)
 
     def check(self, prefix: Path, *, most: int | None = None) -> int:
-        """Compare `most` evenly spread blocks, or all; returns their number. Errors as of
-        `check_blocks`.
+        """Compare `most` evenly spread blocks, or all; returns their number.
+
+        Raises:
+            DataError: a block differs.
         """
-        total = -(-self.file.size // BLOCK_BYTES)
         if not self._has_sums:
             return 0
-        why = f"it has {total} blocks, {sums_path(prefix).name} has checksums of {len(self.sums)}"
-        if len(self.sums) == total:
-            numbers = range(total) if most is None else _spread(total, most)
-            bad = [number for number in numbers if not self._is_sound(number)]
-            if not bad:
-                return len(numbers)
-            begin, name = bad[0] * BLOCK_BYTES, sums_path(prefix).name
-            why = f"{len(bad)} of {len(numbers)} checked blocks differ from {name}, the first from byte {begin:,} on"
-        fix = f"copy or prepare the corpus again; `nanotrain prepare --verify {prefix}` checks all blocks"
-        raise DataError(f"{self.file.path} is not as it was written", why=why, fix=fix)
+        total = -(-self.file.size // BLOCK_BYTES)
+        sums_name = sums_path(prefix).name
+        if len(self.sums) != total:
+            why = f"it has {total} blocks, {sums_name} has checksums of {len(self.sums)}"
+            raise self._damaged_file(prefix, why)
+        numbers = range(total) if most is None else _spread(total, most)
+        bad = [number for number in numbers if not self._is_sound(number)]
+        if bad:
+            first_byte = bad[0] * BLOCK_BYTES
+            blocks = f"{len(bad)} of {len(numbers)} checked blocks"
+            why = f"{blocks} differ from {sums_name}, the first from byte {first_byte:,} on"
+            raise self._damaged_file(prefix, why)
+        return len(numbers)
+
+    def _damaged_file(self, prefix: Path, why: str) -> DataError:
+        return DataError(
+            f"{self.file.path} is not as it was written",
+            why=why,
+            fix=(
+                "copy or prepare the corpus again; "
+                f"`nanotrain prepare --verify {prefix}` checks all blocks"
+            ),
+        )
 
     def damaged(self, start: int, stop: int) -> int | None:
-        """The first byte of the first damaged block among those that hold bytes [start, stop); None
-        without one.
+        """The first byte of the first damaged block that holds bytes [start, stop), or None.
 
-        A block is compared once per process, which takes 0.1 ms, beside the step where workers load
-        the data.
+        A block is compared once per process, which takes 0.1 ms, hidden by the step where workers
+        load the data.
         """
-        for number in range(start // BLOCK_BYTES, min(-(-stop // BLOCK_BYTES), len(self.sums))):
-            if not self._is_checked[number]:
-                if not self._is_sound(number):
-                    return number * BLOCK_BYTES
-                self._is_checked[number] = True
+        last = min(-(-stop // BLOCK_BYTES), len(self.sums))
+        for number in range(start // BLOCK_BYTES, last):
+            if self._is_checked[number]:
+                continue
+            if not self._is_sound(number):
+                return number * BLOCK_BYTES
+            self._is_checked[number] = True
         return None
 
     def _is_sound(self, number: int) -> bool:
-        """Whether a block has its checksum; one of a cache is fetched again before it counts as
-        damaged.
-        """
-        while crc32(_block(self.file, number)) != self.sums[number]:
+        """Whether a block has its checksum; a cached block is fetched again before it is damaged."""
+        while crc32(_read_block(self.file, number)) != self.sums[number]:
             if not self.file.drop(number * BLOCK_BYTES):
                 return False
         return True
 
 
 def fingerprint(prefix: Path, cache: ChunkCache | None = None) -> str:
-    """Eight hexadecimal digits that differ between corpora: of the sizes, the index's ends and the
-    checksums.
+    """Eight hexadecimal digits that differ between corpora.
 
-    Without checksums, as of Megatron-LM's corpora, evenly spread blocks of the tokens stand for all
-    of them.
+    They follow from the sizes, the ends of the index and the checksums. Without checksums, as in
+    Megatron-LM's corpora, evenly spread blocks of the tokens stand for all of them.
     """
     value = 0
     for path in (bin_path(prefix), idx_path(prefix)):
         file = require_file(path, cache)
         value = crc32(file.size.to_bytes(8, "little"), value)
-        for number in _spread(-(-file.size // BLOCK_BYTES), CHECKED_ON_OPENING):
-            value = crc32(_block(file, number), value)
+        num_blocks = -(-file.size // BLOCK_BYTES)
+        for number in _spread(num_blocks, CHECKED_ON_OPENING):
+            value = crc32(_read_block(file, number), value)
     sums = open_file(sums_path(prefix), cache)
-    return f"{value if sums is None else crc32(sums.local.read_bytes(), value):08x}"
+    if sums is not None:
+        value = crc32(sums.local.read_bytes(), value)
+    return f"{value:08x}"
 
 
 def _spread(total: int, most: int) -> list[int]:
@@ -139,5 +161,5 @@ def _spread(total: int, most: int) -> list[int]:
     return sorted({*np.linspace(0, total - 1, most).astype(int).tolist()})
 
 
-def _block(file: CorpusFile, number: int) -> bytes:
+def _read_block(file: CorpusFile, number: int) -> bytes:
     return file.read(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES)

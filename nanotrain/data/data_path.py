@@ -1,6 +1,4 @@
-"""Parse `--data-path`, prefixes of token files with or without weights, and `--split`, shares of
-their documents.
-"""
+"""Parse `--data-path`, prefixes of token files with or without weights, and `--split`."""
 
 import re
 from collections.abc import Sequence
@@ -36,35 +34,43 @@ def parse_data_path(entries: Sequence[str]) -> tuple[WeightedPrefix, ...]:
     >>> parse_data_path(["0.7", "a", "0.3", "b"])[1].weight
     Fraction(3, 10)
     """
-    items = [
-        item
-        for entry in map(str, entries)
-        for item in ([entry] if _is_prefix(entry) else entry.split())
-    ]
+    items = _split_entries(entries)
     numbers = [_weight(item) for item in items]
     if all(number is None for number in numbers):
         return tuple(WeightedPrefix(_prefix(item)) for item in items)
-    weights, names = numbers[::2], items[1::2]
-    is_wrong = len(weights) != len(names) or any(number is not None for number in numbers[1::2])
-    if is_wrong or any(weight is None or weight <= 0 for weight in weights):
+    weights = numbers[::2]
+    names = items[1::2]
+    has_pairs = len(weights) == len(names)
+    has_names = all(number is None for number in numbers[1::2])
+    has_weights = all(weight is not None and weight > 0 for weight in weights)
+    if not (has_pairs and has_names and has_weights):
         raise ConfigError(
             f"--data-path {' '.join(items)} cannot be parsed",
             why="either every prefix has a weight above 0 before it, or none has",
             fix="write for example --data-path 0.7 web 0.3 code",
         )
-    return tuple(
-        WeightedPrefix(_prefix(name), weight) for weight, name in zip(weights, names, strict=True)
-    )
+    pairs = zip(names, weights, strict=True)
+    return tuple(WeightedPrefix(_prefix(name), weight) for name, weight in pairs)
+
+
+def _split_entries(entries: Sequence[str]) -> list[str]:
+    """Split entries at blanks, unless one names a corpus."""
+    items = []
+    for entry in map(str, entries):
+        items += [entry] if _is_prefix(entry) else entry.split()
+    return items
 
 
 def _weight(item: str) -> Fraction | None:
-    is_number = _NUMBER.fullmatch(item) and not _is_prefix(item)
-    return Fraction(item) if is_number else None
+    if _NUMBER.fullmatch(item) and not _is_prefix(item):
+        return Fraction(item)
+    return None
 
 
 def _is_prefix(item: str) -> bool:
     """Whether an entry names a corpus, which may contain blanks or look like a number."""
-    return isinstance(_prefix(item), Address) or idx_path(_prefix(item)).exists()
+    prefix = _prefix(item)
+    return isinstance(prefix, Address) or idx_path(prefix).exists()
 
 
 def _prefix(item: str) -> Path:
@@ -73,8 +79,9 @@ def _prefix(item: str) -> Path:
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Parse up to three numbers ("969,30,1", "99,1") into three proportions that sum to 1; missing
-    ones are 0.
+    """Parse up to three numbers ("969,30,1", "99,1") into proportions that sum to 1.
+
+    Missing numbers are 0.
 
     Raises:
         ConfigError: no numbers, more than three, a negative one, or all zero.
@@ -86,11 +93,9 @@ def parse_split(split: str) -> tuple[float, float, float]:
         parts = [float(part) for part in split.replace("/", ",").split(",")]
     except ValueError:
         parts = []
-    if (
-        not 1 <= len(parts) <= 3
-        or any(not part >= 0 for part in parts)
-        or not 0 < sum(parts) < float("inf")
-    ):
+    total = sum(parts)
+    is_positive = all(part >= 0 for part in parts) and 0 < total < float("inf")
+    if len(parts) > 3 or not is_positive:
         raise ConfigError(
             f"--split {split} cannot be parsed",
             why="it takes up to three proportions of at least 0, not all 0",
@@ -107,6 +112,5 @@ def split_documents(num_documents: int, split: str) -> tuple[range, range, range
     >>> split_documents(1000, "969,30,1")[1]
     range(969, 999)
     """
-    ends = [round(share * num_documents) for share in accumulate(parse_split(split))]
-    train, valid, test = (range(start, stop) for start, stop in zip([0, *ends], ends, strict=False))
-    return train, valid, test
+    first, second, last = [round(share * num_documents) for share in accumulate(parse_split(split))]
+    return range(first), range(first, second), range(second, last)

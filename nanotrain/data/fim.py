@@ -1,14 +1,13 @@
-"""Fill-in-the-middle (`--fim-data`): from a text before and after a gap the model learns to write
-what is in it.
+"""Fill-in-the-middle (`--fim-data`): learn to write what is missing between two parts of a text.
 
     part of a document      p p p p m m m s s s s s E        E end-of-document
-    PSM                     P p p p p S s s M m m m E        P, S, M sentinels before prefix, suffix and middle
-    SPM (`--fim-spm-rate`)  P S s s M p p p p m m m E
+    PSM                     P p p p p S s s M m m m E        P, S, M sentinels before prefix,
+    SPM (`--fim-spm-rate`)  P S s s M p p p p m m m E        suffix and middle
 
 A part of a document in a sample keeps its place, its length and its end: the sentinels replace the
 last tokens of the suffix. So positions, segments and the documents of a sample are those of plain
 samples. Where a part goes on in the next sample, the label after the gap is no target. Corpora with
-a loss mask, as of conversations, stay as they are.
+a loss mask, such as conversations, stay as they are.
 
 Source: Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the Middle",
 sections 3 and 4.
@@ -32,13 +31,11 @@ _ONE = 1 << 64
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """Rewrite parts of documents; a pure function of the seed, the epoch and the place of a part in
-    the corpus.
-    """
+    """Rewrite parts of documents, as a pure function of seed, epoch and position in the corpus."""
 
     sentinels: tuple[int, int, int]  # ids before prefix, suffix and middle
-    rate: float  # share of the parts that are rewritten
-    spm_rate: float  # share of those that begin with the suffix
+    rate: float  # fraction of the parts that are rewritten
+    spm_rate: float  # fraction of the rewritten parts that begin with the suffix
     seed: int
 
     @classmethod
@@ -54,52 +51,50 @@ class FillInTheMiddle:
         Raises:
             ConfigError: a sentinel is no token.
         """
-        named = {
-            kind: getattr(data, f"fim_{kind}_token") for kind in ("prefix", "suffix", "middle")
+        names = {
+            "prefix": data.fim_prefix_token,
+            "suffix": data.fim_suffix_token,
+            "middle": data.fim_middle_token,
         }
-        known: dict[str, int] = {}
-        if tokenizer is not None and not all(text.isdigit() for text in named.values()):
-            loaded = load_with_files(tokenizer)
-            known = (
-                loaded.backend.get_vocab()
-                if isinstance(loaded, FastTokenizer)
-                else loaded.wrapped.get_vocab()
-            )
-        ids = {
-            kind: int(text) if text.isdigit() else known.get(text, vocab_size)
-            for kind, text in named.items()
-        }
-        wrong = [
-            f"--fim-{kind}-token {named[kind]}"
-            for kind, token in ids.items()
-            if token >= vocab_size
-        ]
+        vocabulary: dict[str, int] = {}
+        if tokenizer is not None and not all(name.isdigit() for name in names.values()):
+            vocabulary = _read_vocabulary(tokenizer)
+        sentinels = []
+        wrong = []
+        for kind, name in names.items():
+            token = int(name) if name.isdigit() else vocabulary.get(name, vocab_size)
+            sentinels.append(token)
+            if token >= vocab_size:
+                wrong.append(f"--fim-{kind}-token {name}")
         if wrong:
             raise ConfigError(
                 f"{', '.join(wrong)}: no token",
-                why=f"the tokenizer is {tokenizer or 'unknown'}, and the model has the ids 0 to {vocab_size - 1}",
+                why=(
+                    f"the tokenizer is {tokenizer or 'unknown'}, "
+                    f"and the model has the ids 0 to {vocab_size - 1}"
+                ),
                 fix="name special tokens of the tokenizer, or give unused ids",
             )
-        return cls(
-            (ids["prefix"], ids["suffix"], ids["middle"]), data.fim_rate, data.fim_spm_rate, seed
-        )
+        prefix, suffix, middle = sentinels
+        return cls((prefix, suffix, middle), data.fim_rate, data.fim_spm_rate, seed)
 
     def __call__(self, dataset: GPTDataset, index: int, sample: Sample) -> Sample:
         """Sample `index` of a dataset with its parts rewritten."""
         if dataset.corpus.mask_file is not None:
             return sample
-        tokens, labels, loss_mask = (
-            sample.tokens.copy(),
-            sample.labels.copy(),
-            sample.loss_mask.copy(),
-        )
-        length, epoch = len(tokens), index // dataset.samples_per_epoch
+        tokens = sample.tokens.copy()
+        labels = sample.labels.copy()
+        loss_mask = sample.loss_mask.copy()
+        length = len(tokens)
+        epoch = index // dataset.samples_per_epoch
         for part in dataset.parts(index):
-            is_end = part.stop == dataset.corpus.document_start(part.document + 1)
-            stop = part.place + part.stop - part.start - is_end
+            stop = part.place + part.stop - part.start
+            if part.stop == dataset.corpus.document_start(part.document + 1):
+                stop -= 1  # the end-of-document token stays
             inside = slice(part.place, min(stop, length))
-            tokens[inside] = self.rewritten(sample.tokens[inside], key=f"{epoch} {part.start}")
-            if stop > length and not np.array_equal(tokens[inside], sample.tokens[inside]):
+            original = sample.tokens[inside]
+            tokens[inside] = self.rewritten(original, key=f"{epoch} {part.start}")
+            if stop > length and not np.array_equal(tokens[inside], original):
                 loss_mask[-1] = 0.0
         labels[:-1] = tokens[1:]
         return replace(sample, tokens=tokens, labels=labels, loss_mask=loss_mask)
@@ -107,7 +102,8 @@ class FillInTheMiddle:
     def rewritten(self, ids: np.ndarray, *, key: str) -> np.ndarray:
         """[n] tokens -> [n] tokens, perhaps with a gap; the last three are then left out.
 
-        >>> FillInTheMiddle((97, 98, 99), 1.0, 0.0, seed=1).rewritten(np.arange(9), key="0 0").tolist()
+        >>> fim = FillInTheMiddle((97, 98, 99), 1.0, 0.0, seed=1)
+        >>> fim.rewritten(np.arange(9), key="0 0").tolist()
         [97, 0, 1, 98, 5, 99, 2, 3, 4]
         """
         digest = hashlib.blake2b(f"fim {self.seed} {key}".encode(), digest_size=32).digest()
@@ -117,7 +113,19 @@ class FillInTheMiddle:
             return ids
         first, last = sorted(end * (kept + 1) // _ONE for end in ends)
         before, after, middle = ([token] for token in self.sentinels)
-        prefix, gap, suffix = ids[:first], ids[first:last], ids[last:kept]
+        prefix = ids[:first]
+        gap = ids[first:last]
+        suffix = ids[last:kept]
         if order < self.spm_rate * _ONE:
             return np.concatenate([before, after, suffix, middle, prefix, gap])
         return np.concatenate([before, prefix, after, suffix, middle, gap])
+
+
+def _read_vocabulary(tokenizer: str) -> dict[str, int]:
+    """The ids of a tokenizer's tokens."""
+    loaded = load_with_files(tokenizer)
+    if isinstance(loaded, FastTokenizer):
+        vocabulary: dict[str, int] = loaded.backend.get_vocab()
+    else:
+        vocabulary = loaded.wrapped.get_vocab()
+    return vocabulary

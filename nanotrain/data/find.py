@@ -19,53 +19,69 @@ _MARGIN = 2  # tokens at each end of a text that may be others inside of a docum
 def documents_with(text: str, order: DataOrder, *, run: Path) -> list[tuple[Path, int]]:
     """The documents of the training split, as prefix and index, whose text contains `text`.
 
-    The tokens of the text without those at its ends, which depend on what is around it, are
+    The tokens of the text, without those at its ends that depend on the surrounding text, are
     searched in the token files, and every document in which they occur is decoded.
 
     Raises:
         DataError: the tokenizer of the run is unknown, or the text is too short to be searched.
     """
-    stored = RunFolder(run).tokenizer
-    name = (
-        str(stored) if (stored / SETTINGS).is_file() else tokenizer_of(order.starts[-1].config.data)
-    )
-    if name is None:
-        why = "its corpora were prepared without one, and it has no --tokenizer-model"
-        raise DataError(
-            f"{run} has no tokenizer", why=why, fix="search with --document PREFIX:INDEX"
-        )
-    tokenizer, found = load_tokenizer(name), {}
+    tokenizer = _load_run_tokenizer(order, run)
     tokens = tokenizer.encode(text)
     inner = tokens[_MARGIN:-_MARGIN]
     if not inner:
-        why = f"it has {len(tokens)} tokens, of which {2 * _MARGIN} at its ends depend on what is around it"
         raise DataError(
-            f"the text {text!r} is too short to be searched", why=why, fix="give more of it"
+            f"the text {text!r} is too short to be searched",
+            why=(
+                f"it has {len(tokens)} tokens, "
+                f"of which {2 * _MARGIN} at its ends depend on what is around it"
+            ),
+            fix="give more of it",
         )
+    has_text: dict[tuple[Path, int], bool] = {}
     for start in order.starts:
         for part in start.corpora:
             for document in _candidates(part, inner):
                 key = part.corpus.prefix, document
-                if key not in found:
-                    found[key] = text in _text(part, document, tokenizer=tokenizer)
-    return [key for key, has_text in found.items() if has_text]
+                if key not in has_text:
+                    has_text[key] = text in _decode(part, document, tokenizer=tokenizer)
+    return [key for key, is_match in has_text.items() if is_match]
+
+
+def _load_run_tokenizer(order: DataOrder, run: Path) -> Tokenizer:
+    """The tokenizer in the run folder, else that of its data section."""
+    stored = RunFolder(run).tokenizer
+    if (stored / SETTINGS).is_file():
+        return load_tokenizer(str(stored))
+    name = tokenizer_of(order.starts[-1].config.data)
+    if name is None:
+        raise DataError(
+            f"{run} has no tokenizer",
+            why="its corpora were prepared without one, and it has no --tokenizer-model",
+            fix="search with --document PREFIX:INDEX",
+        )
+    return load_tokenizer(name)
 
 
 def _candidates(part: GPTDataset, tokens: list[int]) -> Iterator[int]:
     """Documents of the split in which tokens begin."""
-    corpus, size, length = part.corpus, part.corpus.dtype.itemsize, len(tokens)
+    corpus = part.corpus
+    size = corpus.dtype.itemsize
     if max(tokens) > np.iinfo(corpus.dtype).max:
         return
     wanted = np.array(tokens, dtype=corpus.dtype).tobytes()
     for first in range(part.start, part.stop, _BLOCK_TOKENS):
-        block = corpus.read(first, min(first + _BLOCK_TOKENS + length - 1, part.stop)).tobytes()
-        at = block.find(wanted)
-        while at >= 0:
-            if at % size == 0:
-                yield next(corpus.documents_in(first + at // size, first + at // size + 1))[0]
-            at = block.find(wanted, at + 1)
+        last = min(first + _BLOCK_TOKENS + len(tokens) - 1, part.stop)
+        block = corpus.read(first, last).tobytes()
+        offset = block.find(wanted)
+        while offset >= 0:
+            if offset % size == 0:
+                position = first + offset // size
+                document, _, _ = next(corpus.documents_in(position, position + 1))
+                yield document
+            offset = block.find(wanted, offset + 1)
 
 
-def _text(part: GPTDataset, document: int, *, tokenizer: Tokenizer) -> str:
-    start, stop = part.corpus.document_start(document), part.corpus.document_start(document + 1)
+def _decode(part: GPTDataset, document: int, *, tokenizer: Tokenizer) -> str:
+    start = part.corpus.document_start(document)
+    stop = part.corpus.document_start(document + 1)
     return tokenizer.decode(part.corpus.read(start, stop).tolist())

@@ -1,7 +1,8 @@
 """Microbatches of one rank, loaded in this process or by worker processes.
 
-    all_microbatches (indices) -> _BatchReader (samples, collated) in this process or in a worker ->
-    Batch
+    all_microbatches    indices of the samples of every microbatch
+    _BatchReader        indices -> Batch, in this process or in a worker
+    GlobalBatchLoader   the microbatches of every step
 
 A batch depends only on its sample indices. So a resume starts from another `consumed_samples`, and
 the number of workers changes time, never values.
@@ -14,10 +15,11 @@ only the trainer may handle it.
 """
 
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 from multiprocessing import resource_tracker
 from pathlib import Path
 from queue import SimpleQueue
@@ -40,21 +42,20 @@ from nanotrain.runs.files import free_space
 _INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
 # Microbatches per worker: at least double buffering, at most what keeps /dev/shm small.
 _MIN_PREFETCH, _MAX_PREFETCH = 2, 16
-_STEPS_AHEAD, _THREADS_AHEAD = 2, 16  # of samples in object storage
-# in the RuntimeErrors that torch raises when a worker died or cannot be reached
+_STEPS_AHEAD, _THREADS_AHEAD = 2, 16  # to read samples in object storage
+# words in the RuntimeErrors that torch raises when a worker died or cannot be reached
 _WORKER_ERRORS = ("DataLoader worker", "Communication with the workers")
 
 
 class _ReadAhead:
     """Reads the samples of the next steps on threads, in the order in which they will be needed.
 
-    What it reads of remote files is in the host's cache then. Errors are left to whoever needs the
-    sample.
+    Chunks of remote files are then in the host's cache. Errors are left to whoever needs the sample.
 
     Args:
         dataset: the samples.
         sampler: data-parallel index and batch sizes.
-        consumed_samples: samples that are not read any more.
+        consumed_samples: number of samples that were read before.
         skipped_samples: added to every index.
     """
 
@@ -67,18 +68,16 @@ class _ReadAhead:
         skipped_samples: int,
     ) -> None:
         batches = all_microbatches(sampler, consumed_samples)
-        self._coming = (
-            index + skipped_samples for batch in batches for index in batch if index >= 0
-        )
-        self._next, self._distance = next(self._coming), _STEPS_AHEAD * sampler.global_batch_size
+        indices = chain.from_iterable(batches)
+        self._coming = (index + skipped_samples for index in indices if index >= 0)
+        self._next = next(self._coming)
+        self._distance = _STEPS_AHEAD * sampler.global_batch_size
         self._queue = SimpleQueue[int | None]()
         for _ in range(_THREADS_AHEAD):
             Thread(target=_read_all, args=(dataset, self._queue), daemon=True).start()
 
     def advance(self, position: int) -> None:
-        """Read the samples from `position` of the dataset, which is needed now, to those some steps
-        later.
-        """
+        """Read the samples after `position`, which is needed now, up to some steps later."""
         while self._next <= position + self._distance:
             if self._next > position:
                 self._queue.put(self._next)
@@ -91,7 +90,7 @@ class _ReadAhead:
 
 def _read_all(dataset: SampleDataset, queue: "SimpleQueue[int | None]") -> None:
     while (position := queue.get()) is not None:
-        with suppress(NanotrainError):
+        with suppress(NanotrainError):  # raised again where the sample is needed
             dataset[position]
 
 
@@ -106,26 +105,28 @@ class _BatchReader(Dataset[Any]):
         consumed_samples: int,
         skipped_samples: int,
     ) -> None:
-        self.dataset, self.skipped_samples, self.unread_length = (
-            dataset,
-            skipped_samples,
-            sampler.unread_length,
-        )
-        order = {"consumed_samples": consumed_samples, "skipped_samples": skipped_samples}
-        is_slow = sampler.unread_length is None and any(
-            part.corpus.is_remote for part in corpora_of(dataset)
-        )
-        self._read_ahead = (
-            partial(_ReadAhead, dataset, sampler=sampler, **order) if is_slow else None
-        )
+        self.dataset = dataset
+        self.skipped_samples = skipped_samples
+        self.unread_length = sampler.unread_length
+        self._read_ahead: Callable[[], _ReadAhead] | None = None
+        is_remote = any(part.corpus.is_remote for part in corpora_of(dataset))
+        if is_remote and self.unread_length is None:
+            self._read_ahead = partial(
+                _ReadAhead,
+                dataset,
+                sampler=sampler,
+                consumed_samples=consumed_samples,
+                skipped_samples=skipped_samples,
+            )
 
     @cached_property
     def _ahead(self) -> _ReadAhead | None:
-        """Of the first worker; the others find what it has read."""
+        """Only the first worker reads ahead; the others hit the cache."""
         worker = get_worker_info()
-        return (
-            self._read_ahead() if self._read_ahead and (worker is None or worker.id == 0) else None
-        )
+        is_first = worker is None or worker.id == 0
+        if self._read_ahead is None or not is_first:
+            return None
+        return self._read_ahead()
 
     def __getitems__(self, indices: Sequence[int]) -> Batch | NanotrainError:
         samples = [max(index, ~index) for index in indices]  # padding is a negative index
@@ -133,13 +134,13 @@ class _BatchReader(Dataset[Any]):
         if self._ahead is not None:
             self._ahead.advance(max(positions))
         try:
-            batch = collate([self._sample(*each) for each in zip(positions, indices, strict=True)])
+            rows = [self._read_sample(*pair) for pair in zip(positions, indices, strict=True)]
             sources = None
             if isinstance(self.dataset, BlendedDataset):
                 sources = torch.tensor([self.dataset.locate(position)[0] for position in positions])
             # padding has the dropout of the sample that it repeats, so QK-clip gets no other logits
             batch = replace(
-                batch,
+                collate(rows),
                 sample_ids=torch.tensor(samples),
                 source_ids=sources,
                 is_padding=max(indices) < 0,
@@ -147,26 +148,33 @@ class _BatchReader(Dataset[Any]):
         except NanotrainError as error:
             # returned, not raised: torch would put the worker's traceback into the message
             return error
-        if get_worker_info() is None:
-            return batch
-        try:
-            # Here, not in the queue's own thread, which would only print the error and let the
-            # trainer wait forever.
-            return batch.share_memory()
-        except (RuntimeError, OSError) as error:
-            return EnvironmentFault(
-                "a data worker found no shared memory for a batch",
-                why=f"{str(error).splitlines()[0]}; {free_space(Path('/dev/shm'))}",
-                fix="enlarge /dev/shm (docker run --shm-size), or set --num-workers 0",
-            )
+        return batch if get_worker_info() is None else _share(batch)
 
-    def _sample(self, position: int, index: int) -> Sample:
+    def _read_sample(self, position: int, index: int) -> Sample:
         """A sample of the dataset; for a negative index without target tokens, as padding."""
         if self.unread_length is not None:
             zeros = np.zeros(self.unread_length, dtype=np.int64)
             return Sample(zeros, zeros, loss_mask=zeros.astype(np.float32))
         sample = self.dataset[position]
-        return sample if index >= 0 else replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
+        if index < 0:
+            return replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
+        return sample
+
+
+def _share(batch: Batch) -> Batch | NanotrainError:
+    """Move a worker's batch to shared memory.
+
+    This is done here, not in the queue's own thread, which would only print the error and let the
+    trainer wait forever.
+    """
+    try:
+        return batch.share_memory()
+    except (RuntimeError, OSError) as error:
+        return EnvironmentFault(
+            "a data worker found no shared memory for a batch",
+            why=f"{str(error).splitlines()[0]}; {free_space(Path('/dev/shm'))}",
+            fix="enlarge /dev/shm (docker run --shm-size), or set --num-workers 0",
+        )
 
 
 class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
@@ -193,11 +201,10 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        self.dataset, self.sampler = dataset, sampler
-        self.num_workers, self.pin_memory = (
-            num_workers if sampler.unread_length is None else 0,
-            pin_memory,
-        )
+        self.dataset = dataset
+        self.sampler = sampler
+        self.num_workers = num_workers if sampler.unread_length is None else 0
+        self.pin_memory = pin_memory
         self._microbatches: Iterator[Batch | NanotrainError] | None = None
         self.restart(consumed_samples=consumed_samples, skipped_samples=skipped_samples)
 
@@ -210,51 +217,68 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
         """
         self.close()
         self.consumed_samples = consumed_samples
-        num_workers, context = self.num_workers, _fork_server() if self.num_workers else None
-        prefetch = -(-2 * self.sampler.num_microbatches // max(1, num_workers))
-        loader = DataLoader(
-            _BatchReader(
-                self.dataset,
-                sampler=self.sampler,
-                consumed_samples=consumed_samples,
-                skipped_samples=skipped_samples,
-            ),
+        reader = _BatchReader(
+            self.dataset,
+            sampler=self.sampler,
+            consumed_samples=consumed_samples,
+            skipped_samples=skipped_samples,
+        )
+        loader = partial(
+            DataLoader,
+            reader,
             batch_sampler=all_microbatches(self.sampler, consumed_samples),
             collate_fn=_identity,
-            worker_init_fn=_start_worker if num_workers else None,
-            num_workers=num_workers,
-            multiprocessing_context=context,
-            prefetch_factor=min(max(prefetch, _MIN_PREFETCH), _MAX_PREFETCH)
-            if num_workers
-            else None,
             pin_memory=self.pin_memory,
         )
+        if self.num_workers:
+            self._microbatches = self._start_workers(loader)
+        else:
+            self._microbatches = iter(loader())
+
+    def _start_workers(
+        self, loader: "Callable[..., DataLoader[Any]]"
+    ) -> Iterator[Batch | NanotrainError]:
+        """Start the worker processes of a loader."""
+        context = _fork_server()
+        prefetch = -(-2 * self.sampler.num_microbatches // self.num_workers)
         try:
-            if context is not None:
-                # raises before torch's iterator is half made, whose end prints a traceback
-                context.Semaphore()
-            with _interrupts_blocked() if num_workers else nullcontext():
-                self._microbatches = iter(loader)
+            # raises before torch's iterator is half made, whose end prints a traceback
+            context.Semaphore()
+            with _interrupts_blocked():
+                return iter(
+                    loader(
+                        worker_init_fn=_start_worker,
+                        num_workers=self.num_workers,
+                        multiprocessing_context=context,
+                        prefetch_factor=min(max(prefetch, _MIN_PREFETCH), _MAX_PREFETCH),
+                    )
+                )
         except OSError as error:  # the semaphores of its queues are files in /dev/shm
             raise LocalFault(
-                f"{num_workers} data workers could not be started",
+                f"{self.num_workers} data workers could not be started",
                 why=f"{error.strerror or error}; {free_space(Path('/dev/shm'))}",
-                fix="enlarge /dev/shm (docker run --shm-size), raise ulimit -n, or set --num-workers 0",
+                fix=(
+                    "enlarge /dev/shm (docker run --shm-size), raise ulimit -n, "
+                    "or set --num-workers 0"
+                ),
             ) from None
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
 
     def __next__(self) -> list[Batch]:
-        """The microbatches of the next global batch, in order; samples are split if sequences are
-        shorter.
+        """The microbatches of the next global batch, in order.
+
+        Samples are split where sequences are shorter.
 
         Raises:
             DataError: a sample that cannot be used.
             EnvironmentFault: a worker process died.
         """
-        sampler, consumed = self.sampler, self.consumed_samples
-        count, length = sampler.num_microbatches_at(consumed), sampler.length_at(consumed)
+        sampler = self.sampler
+        consumed = self.consumed_samples
+        count = sampler.num_microbatches_at(consumed)
+        length = sampler.length_at(consumed)
         microbatches = [split_sequences(self._next_microbatch(), length) for _ in range(count)]
         self.consumed_samples += sampler.size_at(consumed)
         return microbatches
@@ -274,20 +298,27 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
         try:
             batch = next(self._microbatches)
         except (RuntimeError, OSError, EOFError) as error:
-            # A dead worker shows as torch's RuntimeError or as the end of its socket.
-            is_of_workers = not isinstance(error, RuntimeError) or any(
-                words in str(error) for words in _WORKER_ERRORS
-            )
-            if self.num_workers and is_of_workers:
+            if self.num_workers and _is_worker_error(error):
+                reason = str(error) or type(error).__name__
                 raise EnvironmentFault(
                     "a data worker process died or cannot be reached",
-                    why=f"{str(error) or type(error).__name__}; usually memory, /dev/shm or ulimit -n is exhausted",
-                    fix="lower --num-workers, or set --num-workers 0 to load in the training process",
+                    why=f"{reason}; usually memory, /dev/shm or ulimit -n is exhausted",
+                    fix=(
+                        "lower --num-workers, "
+                        "or set --num-workers 0 to load in the training process"
+                    ),
                 ) from None
             raise
         if isinstance(batch, NanotrainError):
             raise batch
         return batch
+
+
+def _is_worker_error(error: Exception) -> bool:
+    """Whether a worker died: torch's RuntimeError, or the end of its socket."""
+    if not isinstance(error, RuntimeError):
+        return True
+    return any(words in str(error) for words in _WORKER_ERRORS)
 
 
 def _identity(batch: Any) -> Any:
@@ -310,9 +341,7 @@ def _fork_server() -> Any:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block the signals to stop or to save in this process; signals that arrive meanwhile are
-    delivered afterwards.
-    """
+    """Block the signals to stop or to save; signals that arrive meanwhile are delivered later."""
     # Starting the resource tracker unblocks these signals, so it has to run before they are
     # blocked.
     resource_tracker.ensure_running()

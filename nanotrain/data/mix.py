@@ -1,7 +1,7 @@
 """Change the blend of a running job: `nanotrain data mix RUN --weights 0.5 web 0.5 math`.
 
     RUN/data-mix.request   what is asked for; the job removes it at a logged step
-    RUN/data-mix.jsonl     what was done: the step, and all stages of the run, with starts in samples
+    RUN/data-mix.jsonl     what was done: the step, and all stages of the run, starts in samples
 
 The change is a further stage of the data, so the samples after it follow from their index as all
 others do, on any layout, and a resume reads the stages from the file.
@@ -35,8 +35,12 @@ REQUEST, DONE = "data-mix.request", "data-mix.jsonl"
 
 
 def request_mix(folder: Path, weights: Sequence[str], *, step: int | None) -> None:
-    """Ask the job of a run folder to change its blend from a step on; None: from the next one that
-    it can.
+    """Ask the job of a run folder to change its blend.
+
+    Args:
+        folder: the run folder.
+        weights: the new blend, for `parse_data_path`.
+        step: the first step with it; None for the next one possible.
 
     Raises:
         ConfigError: weights that cannot be parsed.
@@ -46,7 +50,8 @@ def request_mix(folder: Path, weights: Sequence[str], *, step: int | None) -> No
         raise ConfigError(
             f"--weights {' '.join(weights)}", why="every corpus has a weight before it", fix=fix
         )
-    write_text(folder / REQUEST, json.dumps({"weights": list(weights), "step": step}) + "\n")
+    request = {"weights": list(weights), "step": step}
+    write_text(folder / REQUEST, json.dumps(request) + "\n")
 
 
 def take_request(folder: Path) -> dict[str, Any] | None:
@@ -62,11 +67,12 @@ def take_request(folder: Path) -> dict[str, Any] | None:
         request = object_of(parse_json(read_file(file, follows_links=False)), "it")
         weights = [text_of(word, "weights") for word in list_of(request.get("weights"), "weights")]
         step = request.get("step")
-        return {"weights": weights, "step": None if step is None else whole_number(step, "step")}
+        if step is not None:
+            step = whole_number(step, "step")
+        return {"weights": weights, "step": step}
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"{file} cannot be read", why=str(error), fix="use `nanotrain data mix`"
-        ) from None
+        what = f"{file} cannot be read"
+        raise DataError(what, why=str(error), fix="use `nanotrain data mix`") from None
     finally:
         file.unlink(missing_ok=True)
 
@@ -75,40 +81,45 @@ def with_mix(dataset: SampleDataset, weights: Sequence[str], *, sample: int) -> 
     """The training samples with other weights from a sample on, up to the next stage.
 
     Raises:
-        DataError: the run has one corpus, or none of a name, or its weights are changing at that
-            sample.
+        DataError: the run has one corpus, a weight names no corpus of the run, or the weights are
+            changing at that sample.
     """
-    numbers = {part.corpus.prefix: index for index, part in enumerate(corpora_of(dataset))}
     if not isinstance(dataset, BlendedDataset):
         raise DataError(
             "the blend cannot be changed",
             why="the run has one corpus",
             fix="start it with all of them",
         )
+    numbers = {part.corpus.prefix: index for index, part in enumerate(corpora_of(dataset))}
     mixed: dict[int, Fraction] = {}
     for entry in parse_data_path(weights):
-        named = [prefix for prefix in numbers if entry.prefix in (prefix, Path(prefix.name))]
-        if not named or entry.weight is None:
+        index = _find_corpus(entry.prefix, numbers)
+        if index is None or entry.weight is None:
             why = f"the corpora of the run are {', '.join(map(str, numbers))}"
-            raise DataError(
-                f"{entry.prefix} is no corpus of the run", why=why, fix="start a run with it"
-            )
-        mixed[numbers[named[0]]] = mixed.get(numbers[named[0]], Fraction(0)) + entry.weight
-    stages = [
-        replace(stage, name=stage.name or "start")
-        for stage in dataset.stages
-        if stage.start != sample
-    ]
-    for stage in stages:
+            what = f"{entry.prefix} is no corpus of the run"
+            raise DataError(what, why=why, fix="start a run with it")
+        mixed[index] = mixed.get(index, Fraction(0)) + entry.weight
+    stages = []
+    for stage in dataset.stages:
+        if stage.start == sample:
+            continue
         if stage.end is not None and stage.start < sample < stage.end:
-            why = f"the weights change until sample {stage.end}"
             raise DataError(
                 f"the blend cannot be changed at sample {sample}",
-                why=why,
+                why=f"the weights change until sample {stage.end}",
                 fix="name a later --step",
             )
+        stages.append(replace(stage, name=stage.name or "start"))
     stages.append(StageBlend(f"mix-{len(stages)}", sample, tuple(mixed), tuple(mixed.values())))
     return BlendedDataset(dataset.datasets, sorted(stages, key=lambda stage: stage.start))
+
+
+def _find_corpus(name: Path, numbers: Mapping[Path, int]) -> int | None:
+    """The number of a corpus by its prefix, or by the last part of it; None for an unknown name."""
+    for prefix, number in numbers.items():
+        if name in (prefix, Path(prefix.name)):
+            return number
+    return None
 
 
 def stages_of(dataset: BlendedDataset) -> list[str]:
@@ -116,10 +127,8 @@ def stages_of(dataset: BlendedDataset) -> list[str]:
     prefixes = [part.corpus.prefix for part in corpora_of(dataset)]
     texts = []
     for stage in dataset.stages:
-        blend = " ".join(
-            f"{weight} {prefixes[s]}"
-            for s, weight in zip(stage.sources, stage.weights, strict=True)
-        )
+        weights = zip(stage.sources, stage.weights, strict=True)
+        blend = " ".join(f"{weight} {prefixes[source]}" for source, weight in weights)
         until = "" if stage.end is None else f"..{stage.end}"
         texts.append(f"{stage.name}@{stage.start}{until}samples: {blend}")
     return texts
@@ -131,8 +140,9 @@ def record_mix(folder: Path, stages: Sequence[str], *, step: int) -> None:
     Raises:
         EnvironmentFault: the disk is full or the folder cannot be written.
     """
+    row = json.dumps({"step": step, "stages": list(stages)})
     with open_append(folder / DONE) as file, disk_errors(folder / DONE):
-        write_all(file, json.dumps({"step": step, "stages": list(stages)}).encode() + b"\n")
+        write_all(file, row.encode() + b"\n")
 
 
 def with_recorded_mix(data: DataConfig, folder: Path) -> DataConfig:
@@ -145,14 +155,15 @@ def with_recorded_mix(data: DataConfig, folder: Path) -> DataConfig:
 
 
 def with_stages(data: DataConfig, stages: Sequence[str]) -> DataConfig:
-    """The data section with stages in place of its corpora, which are divided by `split` only if
-    they were.
+    """The data section with stages in place of its corpora.
+
+    The corpora are divided by `split` only if they were before.
     """
-    is_divided = not (data.train_data_path or data.valid_data_path)
+    has_own_splits = bool(data.train_data_path or data.valid_data_path)
     return replace(
         data,
         stages=list(stages),
         data_path=[],
         train_data_path=[],
-        split=data.split if is_divided else "1",
+        split="1" if has_own_splits else data.split,
     )

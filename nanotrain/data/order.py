@@ -1,9 +1,12 @@
 """The order in which a run reads its data, and the documents in it.
 
-    RUN/data-order.jsonl   one row per start and rollback: counters, and the settings from which the order follows
-    OrderStart             a row: the samples of any step until the next row, and the step of any sample
-    DataOrder              the rows that count: documents of a step, steps of a document, tokens by corpus
+    RUN/data-order.jsonl   one row per start and rollback: counters, and the settings from which the
+                           order follows
+    OrderStart             a row: samples of any step until the next row, and the step of any sample
+    DataOrder              the rows that count: documents of a step, steps of a document, tokens by
+                           corpus
     DocumentUse            the part of a document in a sample
+    document_hash          the hash of a document's tokens
 
 The order is a pure function of the settings and the counters, so nothing is logged per step, and
 steps that a run has yet to train are answered like those that it has trained. A start at an earlier
@@ -42,10 +45,10 @@ class DocumentUse:
     step: int
     sample: int  # index in the order of the run
     corpus: IndexedTokens
-    epoch: int  # of the corpus, from 0
+    epoch: int  # epoch of the corpus, from 0
     document: int  # index in the corpus
-    first_byte: int  # of the part, in the .bin
-    last_byte: int  # after the part
+    first_byte: int  # first byte of the part in the .bin
+    last_byte: int  # the byte after the part
     tokens: int  # tokens of the part; every token of a sample but its last label counts
 
 
@@ -78,14 +81,11 @@ class OrderStart:
         Raises:
             EnvironmentFault: the disk is full or the folder cannot be written.
         """
-        sections = {
-            name: values
-            for name, values in to_dict(self.config).items()
-            if name in ("data", "train")
+        row: dict[str, Any] = {
+            name: value for name, value in vars(self).items() if isinstance(value, int)
         }
-        row = {name: value for name, value in vars(self).items() if isinstance(value, int)} | {
-            "config": sections
-        }
+        sections = to_dict(self.config)
+        row["config"] = {name: sections[name] for name in ("data", "train") if name in sections}
         with open_append(folder / ORDER_NAME) as file, disk_errors(folder / ORDER_NAME):
             write_all(file, json.dumps(row).encode() + b"\n")
 
@@ -97,16 +97,17 @@ class OrderStart:
             DataError: a corpus is missing or damaged.
         """
         data = self.config.data
-        train = build_data(
-            data, vocab_size=self.vocab_size, seed=self.config.train.seed, required=("train",)
-        ).train
-        assert train is not None, "a required split"
-        schedule, size = batch_schedule(self.config), self.curve_batch_size or self._batch_size
-        return starting_stages(
-            train,
-            data,
-            samples_of=lambda n: samples_of_steps(schedule, n) if schedule else n * size,
-        )
+        seed = self.config.train.seed
+        splits = build_data(data, vocab_size=self.vocab_size, seed=seed, required=("train",))
+        assert splits.train is not None, "a required split"
+        return starting_stages(splits.train, data, samples_of=self._samples_of_steps)
+
+    def _samples_of_steps(self, num_steps: int) -> int:
+        """The number of samples in the first steps of the run."""
+        schedule = batch_schedule(self.config)
+        if schedule:
+            return samples_of_steps(schedule, num_steps)
+        return num_steps * (self.curve_batch_size or self._batch_size)
 
     @cached_property
     def corpora(self) -> tuple[GPTDataset, ...]:
@@ -126,38 +127,40 @@ class OrderStart:
 
     def samples(self, step: int) -> range:
         """The samples of a step after this start, as indices of the dataset."""
-        schedule, steps, consumed = (
-            batch_schedule(self.config),
-            step - 1 - self.step,
-            self.consumed_samples,
-        )
-        consumed = (
-            samples_of_steps(schedule, steps, consumed=consumed)
-            if schedule
-            else consumed + steps * self._batch_size
-        )
-        first, size = (
-            consumed + self.skipped_samples,
-            schedule.size_at(consumed) if schedule else self._batch_size,
-        )
+        schedule = batch_schedule(self.config)
+        num_steps = step - 1 - self.step
+        consumed = self.consumed_samples
+        if schedule:
+            consumed = samples_of_steps(schedule, num_steps, consumed=consumed)
+            size = schedule.size_at(consumed)
+        else:
+            size = self._batch_size
+            consumed += num_steps * size
+        first = consumed + self.skipped_samples
         return range(first, first + size)
 
     def read_by(self, index: int) -> list[int]:
-        """By corpus, the samples among the first `index` of the dataset."""
-        return self.dataset.read_by(index) if isinstance(self.dataset, BlendedDataset) else [index]
+        """The number of samples per corpus among the first `index` of the dataset."""
+        if isinstance(self.dataset, BlendedDataset):
+            return self.dataset.read_by(index)
+        return [index]
+
+    def _locate(self, sample: int) -> tuple[int, int]:
+        """The corpus of a sample, and the sample's index in it."""
+        if isinstance(self.dataset, BlendedDataset):
+            return self.dataset.locate(sample)
+        return 0, sample
 
     def documents(self, step: int) -> Iterator[DocumentUse]:
         """The documents of a step after this start, sample after sample."""
         for sample in self.samples(step):
-            source, index = (
-                self.dataset.locate(sample)
-                if isinstance(self.dataset, BlendedDataset)
-                else (0, sample)
-            )
+            source, index = self._locate(sample)
             dataset = self.corpora[source]
-            corpus, length = dataset.corpus, dataset.config.seq_length
+            corpus = dataset.corpus
             for part in dataset.parts(index):
-                stop = min(part.stop, part.start + length - part.place)  # without the last label
+                # without the last label of the sample
+                length = dataset.config.seq_length - part.place
+                stop = min(part.stop, part.start + length)
                 if part.document in dataset.excluded or stop <= part.start:
                     continue
                 yield DocumentUse(
@@ -172,28 +175,36 @@ class OrderStart:
                 )
 
     def samples_of(self, corpus: int, document: int, *, steps: range) -> Iterator[tuple[int, int]]:
-        """Every step of a range, and sample in it, that holds a token of a document of one of the
-        corpora.
+        """Steps, and samples in them, that hold a token of a document.
+
+        Args:
+            corpus: number of the corpus.
+            document: index in it.
+            steps: the steps to search.
         """
-        part, samples = (
-            self.corpora[corpus],
-            range(self.samples(steps[0]).start, self.samples(steps[-1]).stop),
-        )
-        before, after = self.read_by(samples.start)[corpus], self.read_by(samples.stop)[corpus]
+        part = self.corpora[corpus]
+        samples = range(self.samples(steps[0]).start, self.samples(steps[-1]).stop)
+        before = self.read_by(samples.start)[corpus]
+        after = self.read_by(samples.stop)[corpus]
         if before == after or document in part.excluded:
             return
         windows = part.windows_with(document)
-        epochs = range(before // part.samples_per_epoch, (after - 1) // part.samples_per_epoch + 1)
-        indices = sorted(part.index_of(window, epoch) for epoch in epochs for window in windows)
-        for index in indices:
+        indices = []
+        for epoch in range(
+            before // part.samples_per_epoch, (after - 1) // part.samples_per_epoch + 1
+        ):
+            indices += [part.index_of(window, epoch) for window in windows]
+
+        def num_read(sample: int) -> int:
+            return self.read_by(sample + 1)[corpus]
+
+        def last_sample(step: int) -> int:
+            return self.samples(step).stop
+
+        for index in sorted(indices):
             if before <= index < after:
-                sample = samples[
-                    bisect_left(samples, index + 1, key=lambda n: self.read_by(n + 1)[corpus])
-                ]
-                yield (
-                    steps[bisect_right(steps, sample, key=lambda step: self.samples(step).stop)],
-                    sample,
-                )
+                sample = samples[bisect_left(samples, index + 1, key=num_read)]
+                yield steps[bisect_right(steps, sample, key=last_sample)], sample
 
     @property
     def _batch_size(self) -> int:
@@ -206,7 +217,7 @@ class DataOrder:
     """The order of a run.
 
     Args:
-        starts: rows of data-order.jsonl in the order in which they were written; those of steps
+        starts: rows of data-order.jsonl in the order in which they were written; rows at steps
             that a later row repeats are left out.
     """
 
@@ -224,14 +235,14 @@ class DataOrder:
         Raises:
             EnvironmentFault: there is none.
         """
-        starts, file = [], folder / ORDER_NAME
+        file = folder / ORDER_NAME
+        if not file.is_file():
+            why = "it does not exist: the folder is no run's, or of an older version"
+        else:
+            why = "it has no rows"
+        starts = []
         try:
             starts = [OrderStart.from_row(row) for row in read_rows(file)]
-            why = (
-                "it has no rows"
-                if file.is_file()
-                else "it does not exist: the folder is no run's, or of an older version"
-            )
         except (ValueError, ConfigError) as error:
             why = str(error)
         if not starts:
@@ -241,27 +252,27 @@ class DataOrder:
         return cls(starts)
 
     def document(self, text: str) -> tuple[Path, int]:
-        """A document of the run by PREFIX:INDEX; of the prefix its last part is enough.
+        """A document of the run by PREFIX:INDEX; the last part of a prefix is enough.
 
         Raises:
             DataError: no corpus of the run has it.
         """
-        known = {
-            part.corpus.prefix: part.corpus.num_documents
-            for start in self.starts
-            for part in start.corpora
-        }
+        sizes: dict[Path, int] = {}
+        for start in self.starts:
+            for part in start.corpora:
+                sizes[part.corpus.prefix] = part.corpus.num_documents
+        why = f"a document is PREFIX:INDEX, and the corpora are {', '.join(map(str, sizes))}"
         try:
             named, document = read_document(text)
-            prefix = next(prefix for prefix in known if named in (prefix, Path(prefix.name)))
-            if document < known[prefix]:
+        except ValueError:
+            raise _no_document(text, why=why) from None
+        for prefix, size in sizes.items():
+            if named not in (prefix, Path(prefix.name)):
+                continue
+            if document < size:
                 return prefix, document
-            why = f"{prefix} has {count_of(known[prefix], 'document')}"
-        except (ValueError, StopIteration):
-            why = f"a document is PREFIX:INDEX, and the corpora are {', '.join(map(str, known))}"
-        raise DataError(
-            f"{text} names no document of the run", why=why, fix="write for example web:1200"
-        )
+            raise _no_document(text, why=f"{prefix} has {count_of(size, 'document')}")
+        raise _no_document(text, why=why)
 
     @property
     def train_iters(self) -> int:
@@ -288,8 +299,12 @@ class DataOrder:
     def samples_of(
         self, corpus: Path, document: int, *, last_step: int
     ) -> Iterator[tuple[int, int]]:
-        """Every step up to `last_step`, and sample in it, that holds a token of a document of a
-        corpus.
+        """Steps up to `last_step`, and samples in them, that hold a token of a document.
+
+        Args:
+            corpus: prefix of the corpus.
+            document: index in it.
+            last_step: the last step to search.
         """
         for start, steps in self.ranges(last_step):
             for number, part in enumerate(start.corpora):
@@ -297,20 +312,17 @@ class DataOrder:
                     yield from start.samples_of(number, document, steps=steps)
 
     def tokens_by_corpus(self, last_step: int) -> dict[str, tuple[int, float]]:
-        """By corpus, the tokens read up to a step and how many epochs they are."""
+        """Tokens read up to a step and their number of epochs, by corpus."""
         read: dict[str, tuple[int, float]] = {}
         for start, steps in self.ranges(last_step):
-            before, after = (
-                start.read_by(start.samples(steps[0]).start),
-                start.read_by(start.samples(steps[-1]).stop),
-            )
+            before = start.read_by(start.samples(steps[0]).start)
+            after = start.read_by(start.samples(steps[-1]).stop)
             for part, first, last in zip(start.corpora, before, after, strict=True):
-                tokens, epochs = read.get(str(part.corpus.prefix), (0, 0.0))
-                tokens, epochs = (
-                    tokens + part.num_tokens(first, last),
-                    epochs + (last - first) / part.samples_per_epoch,
-                )
-                read[str(part.corpus.prefix)] = tokens, epochs
+                name = str(part.corpus.prefix)
+                tokens, epochs = read.get(name, (0, 0.0))
+                tokens += part.num_tokens(first, last)
+                epochs += (last - first) / part.samples_per_epoch
+                read[name] = tokens, epochs
         return read
 
     def ranges(self, last_step: int) -> Iterator[tuple[OrderStart, range]]:
@@ -323,9 +335,16 @@ class DataOrder:
 
 
 def document_hash(corpus: IndexedTokens, document: int) -> str:
-    """The hash of the tokens of a document, 16 hexadecimal digits; equal texts of one tokenizer
-    have equal hashes.
+    """The hash of the tokens of a document, 16 hexadecimal digits.
+
+    Equal texts have equal hashes, if the tokenizer is the same.
     """
-    start, stop = corpus.document_start(document), corpus.document_start(document + 1)
+    start = corpus.document_start(document)
+    stop = corpus.document_start(document + 1)
     tokens = corpus.read(start, stop).astype("<i8").tobytes() if stop > start else b""
     return hashlib.blake2b(tokens, digest_size=8).hexdigest()
+
+
+def _no_document(text: str, *, why: str) -> DataError:
+    what = f"{text} names no document of the run"
+    return DataError(what, why=why, fix="write for example web:1200")

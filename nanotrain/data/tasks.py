@@ -1,18 +1,19 @@
-"""Tasks from local JSONL files: questions whose continuations are compared by their
-log-likelihoods.
+"""Tasks from local JSONL files: the log-likelihoods of continuations are compared.
 
 One line per question, in one of the three forms of the CORE tasks (Li et al. 2024, "DataComp-LM",
 appendix G):
 
-    {"query": "Water boils at", "choices": ["100 C", "50 C"], "gold": 0}              multiple choice
-    {"context_options": ["The cat", "The pen"], "continuation": "sleeps", "gold": 0}  schema: two contexts
-    {"context": "She opened the", "continuation": "door"}                             cloze: right if sampled greedily
+    multiple choice   {"query": "Water boils at", "choices": ["100 C", "50 C"], "gold": 0}
+    schema            {"context_options": ["The cat", "The pen"], "continuation": "sleeps",
+                       "gold": 0}
+    cloze             {"context": "She opened the", "continuation": "door"}
 
-An optional "delimiter" stands between a context and its continuation; a blank if it is not set.
+A cloze question is right if the continuation is sampled greedily. An optional "delimiter" stands
+between a context and its continuation; a blank if it is not set.
 
-read_task       a file -> Task
-TaskDataset     the rows of a task, several to one sample of training's length
-Task.score      log-likelihoods of the rows -> TaskScore
+    read_task       a file -> Task
+    TaskDataset     the rows of a task, several to one sample of training's length
+    Task.score      log-likelihoods of the rows -> TaskScore
 
     L tokens per row   S tokens per sample, a multiple of L
 """
@@ -52,10 +53,10 @@ FORMS = (
 class Question:
     """Contexts and the continuations that follow them."""
 
-    # (context, continuation); several to compare, or one of a cloze question
+    # (context, continuation): several to compare, or one if it is a cloze question
     pairs: tuple[tuple[str, str], ...]
     gold: int  # index of the right pair
-    # UTF-8 bytes of each continuation without the delimiter, as lm-eval counts them
+    # UTF-8 bytes of the continuations without the delimiter, as lm-eval counts them
     num_bytes: tuple[int, ...]
     is_cloze: bool = False  # right if every token of the continuation is the most likely one
 
@@ -69,20 +70,20 @@ class Question:
 class Row:
     """One context and continuation in tokens."""
 
-    tokens: tuple[int, ...]  # of both
+    tokens: tuple[int, ...]  # tokens of both
     num_scored: int  # tokens of the continuation
 
 
 @dataclass(frozen=True)
 class TaskScore:
-    """The score of a model on a task; shares are of the questions."""
+    """The score of a model on a task; accuracies are fractions of the questions."""
 
     questions: int
     # the right continuation has the highest log-likelihood; cloze: it is the greedy one
     accuracy: float
     # the same with log-likelihoods divided by the UTF-8 bytes of the continuation
     accuracy_per_byte: float
-    bits_per_byte: float  # of the right continuations
+    bits_per_byte: float  # over the right continuations
 
     def to_dict(self) -> dict[str, float]:
         """The fields."""
@@ -105,33 +106,37 @@ class Task:
     rows: tuple[Row, ...]
 
     def score(self, log_likelihoods: Sequence[float], greedy_tokens: Sequence[float]) -> TaskScore:
-        """The score, from every row's log-likelihood in nats and the number of its scored tokens
-        that are greedy.
+        """The score of the questions.
+
+        Args:
+            log_likelihoods: log-likelihood of every row's continuation, in nats.
+            greedy_tokens: number of every row's scored tokens that are greedy.
         """
-        num_right, num_right_per_byte, nats, num_bytes, first = 0, 0, 0.0, 0, 0
+        num_right = 0
+        num_right_per_byte = 0
+        nats = 0.0
+        num_bytes = 0
+        first = 0
         for question in self.questions:
-            rows = slice(first, first := first + len(question.pairs))
+            rows = slice(first, first + len(question.pairs))
+            first = rows.stop
             sums = np.array(log_likelihoods[rows])
             sizes = np.maximum(question.num_bytes, 1)
             if question.is_cloze:
-                is_right = is_right_per_byte = (
-                    round(greedy_tokens[rows][0]) == self.rows[rows][0].num_scored
-                )
+                is_greedy = round(greedy_tokens[rows][0]) == self.rows[rows][0].num_scored
+                num_right += int(is_greedy)
+                num_right_per_byte += int(is_greedy)
             else:
-                is_right, is_right_per_byte = (
-                    int(np.argmax(each)) == question.gold for each in (sums, sums / sizes)
-                )
-            num_right, num_right_per_byte = (
-                num_right + is_right,
-                num_right_per_byte + is_right_per_byte,
-            )
-            nats, num_bytes = (
-                nats - float(sums[question.gold]),
-                num_bytes + int(sizes[question.gold]),
-            )
+                num_right += int(np.argmax(sums) == question.gold)
+                num_right_per_byte += int(np.argmax(sums / sizes) == question.gold)
+            nats -= float(sums[question.gold])
+            num_bytes += int(sizes[question.gold])
         count = len(self.questions)
         return TaskScore(
-            count, num_right / count, num_right_per_byte / count, nats / math.log(2) / num_bytes
+            count,
+            accuracy=num_right / count,
+            accuracy_per_byte=num_right_per_byte / count,
+            bits_per_byte=nats / math.log(2) / num_bytes,
         )
 
 
@@ -152,36 +157,41 @@ def read_task(
         DataError: the file cannot be read, or a line is no question.
     """
     try:
-        lines = read_file(path, most=MAX_TASK_BYTES).splitlines()
-        questions = [
-            _question(line, number) for number, line in enumerate(lines, start=1) if line.strip()
-        ]
+        questions = _read_questions(path)
         if len(questions) <= num_fewshot:
             raise ValueError(
-                f"it has {len(questions)} questions, too few for {num_fewshot} examples and one question"
+                f"it has {len(questions)} questions, "
+                f"too few for {num_fewshot} examples and one question"
             )
     except (OSError, ValueError) as error:
         fix = f"write one JSON object per line, with {'; or '.join(FORMS)}"
-        raise DataError(
-            f"task {name} cannot be read from {path}", why=unreadable(error), fix=fix
-        ) from None
-    chosen, rows = questions[:limit], []
+        what = f"task {name} cannot be read from {path}"
+        raise DataError(what, why=unreadable(error), fix=fix) from None
+    chosen = questions[:limit]
+    rows = []
     for index, question in enumerate(chosen):
-        examples = [
-            other.text for place, other in enumerate(questions[: num_fewshot + 1]) if place != index
-        ]
-        before = "".join(f"{example}\n\n" for example in examples[:num_fewshot])
+        others = [*questions[:index], *questions[index + 1 : num_fewshot + 1]]
+        before = "".join(f"{other.text}\n\n" for other in others[:num_fewshot])
         for context, continuation in question.pairs:
             tokens, scored = encode_pair(before + context, continuation, tokenizer=tokenizer)
             rows.append(Row((*tokens, *scored), len(scored)))
     return Task(name, tuple(chosen), tuple(rows))
 
 
+def _read_questions(path: Path) -> list[Question]:
+    """The questions of a file, without blank lines."""
+    questions = []
+    lines = read_file(path, most=MAX_TASK_BYTES).splitlines()
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            questions.append(_parse_question(line, number))
+    return questions
+
+
 def encode_pair(
     context: str, continuation: str, *, tokenizer: Tokenizer
 ) -> tuple[list[int], list[int]]:
-    """Tokens of a context and of its continuation, encoded as one text, so that the border is that
-    of training.
+    """Tokens of a context and of its continuation, encoded as one text, as in training.
 
     Blanks at the end of the context belong to the continuation. An empty context is the end of a
     document. Where tokens reach over the border, the continuation has at least the last one:
@@ -198,8 +208,8 @@ def encode_pair(
 class TaskDataset:
     """The rows of a task: sample i holds rows [i * S/L, (i + 1) * S/L), each padded to L tokens.
 
-    Only the labels of continuations count in the loss. Of a longer row the last L + 1 tokens are
-    kept. A sample after the last one is fully masked.
+    Only the labels of continuations count in the loss. A longer row keeps its last L + 1
+    tokens. A sample after the last one is fully masked.
 
     Args:
         task: the rows.
@@ -208,11 +218,9 @@ class TaskDataset:
     """
 
     def __init__(self, task: Task, *, seq_length: int, row_length: int) -> None:
-        self.task, self.row_length, self.rows_per_sample = (
-            task,
-            row_length,
-            seq_length // row_length,
-        )
+        self.task = task
+        self.row_length = row_length
+        self.rows_per_sample = seq_length // row_length
 
     @property
     def samples_per_epoch(self) -> int:
@@ -221,16 +229,20 @@ class TaskDataset:
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index` >= 0."""
-        length, count = self.row_length, self.rows_per_sample
+        length = self.row_length
+        count = self.rows_per_sample
         ids = np.zeros((count, length + 1), dtype=np.int64)
         loss_mask = np.zeros((count, length), dtype=np.float32)
-        for place, row in enumerate(self.task.rows[index * count : (index + 1) * count]):
+        rows = self.task.rows[index * count : (index + 1) * count]
+        for number, row in enumerate(rows):
             tokens = row.tokens[-(length + 1) :]
-            ids[place, : len(tokens)] = tokens
-            loss_mask[place, max(0, len(tokens) - 1 - row.num_scored) : len(tokens) - 1] = 1.0
-        return Sample(
-            ids[:, :-1].reshape(-1), ids[:, 1:].reshape(-1), loss_mask=loss_mask.reshape(-1)
-        )
+            num_labels = len(tokens) - 1
+            first_scored = max(0, num_labels - row.num_scored)
+            ids[number, : len(tokens)] = tokens
+            loss_mask[number, first_scored:num_labels] = 1.0
+        inputs = ids[:, :-1].reshape(-1)
+        labels = ids[:, 1:].reshape(-1)
+        return Sample(inputs, labels, loss_mask=loss_mask.reshape(-1))
 
 
 def row_length(task: Task, seq_length: int, *, multiple: int) -> int:
@@ -245,17 +257,21 @@ def row_length(task: Task, seq_length: int, *, multiple: int) -> int:
     >>> row_length(Task("t", (), (Row((1,) * 70, 1),)), 1024, multiple=4)
     128
     """
-    longest, length = max(len(row.tokens) for row in task.rows) - 1, seq_length
+    longest = max(len(row.tokens) for row in task.rows) - 1
+    length = seq_length
     while length % (2 * multiple) == 0 and length // 2 >= longest:
         length //= 2
     return length
 
 
-def _question(line: bytes, number: int) -> Question:
+def _parse_question(line: bytes, number: int) -> Question:
     """A line of a file; `ValueError` if it is no question."""
     where = f"line {number}"
     fields: Mapping[str, Any] = object_of(parse_json(line), where)
     delimiter = text_of(fields.get("delimiter", " "), f"{where}: delimiter")
+
+    def text(name: str) -> str:
+        return text_of(fields[name], f"{where}: {name}")
 
     def texts(name: str) -> list[str]:
         values = list_of(fields[name], f"{where}: {name}")
@@ -267,22 +283,19 @@ def _question(line: bytes, number: int) -> Question:
 
     if {"query", "choices"} <= fields.keys():
         continuations = texts("choices")
-        contexts = [text_of(fields["query"], f"{where}: query")] * len(continuations)
+        contexts = [text("query")] * len(continuations)
     elif {"context_options", "continuation"} <= fields.keys():
         contexts = texts("context_options")
-        continuations = [text_of(fields["continuation"], f"{where}: continuation")] * len(contexts)
+        continuations = [text("continuation")] * len(contexts)
     elif {"context", "continuation"} <= fields.keys():
-        contexts = [text_of(fields["context"], f"{where}: context")]
-        continuations = [text_of(fields["continuation"], f"{where}: continuation")]
+        contexts = [text("context")]
+        continuations = [text("continuation")]
     else:
         raise ValueError(f"{where} has the fields {json.dumps(sorted(fields))[:80]}")
     is_cloze = len(contexts) == 1
-    gold = (
-        0
-        if is_cloze
-        else whole_number(fields.get("gold"), f"{where}: gold", high=len(contexts) - 1)
-    )
-    pairs = tuple(
-        (context, delimiter + text) for context, text in zip(contexts, continuations, strict=True)
-    )
-    return Question(pairs, gold, tuple(len(text.encode()) for text in continuations), is_cloze)
+    gold = 0
+    if not is_cloze:
+        gold = whole_number(fields.get("gold"), f"{where}: gold", high=len(contexts) - 1)
+    endings = [delimiter + continuation for continuation in continuations]
+    num_bytes = tuple(len(continuation.encode()) for continuation in continuations)
+    return Question(tuple(zip(contexts, endings, strict=True)), gold, num_bytes, is_cloze)

@@ -16,8 +16,7 @@ _BYTE_FALLBACK = re.compile("<0x[0-9A-F]{2}>")
 
 
 def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> list[int] | None:
-    """The bytes of the tokens 0 to vocab_size - 1; None for a tokenizer whose entries cannot be
-    read as bytes.
+    """The bytes of the tokens 0 to vocab_size - 1; None if the entries cannot be read as bytes.
 
     >>> bytes_per_token(ByteTokenizer(), 258)[-3:]
     [1, 0, 0]
@@ -27,32 +26,40 @@ def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> list[int] | None:
     if not isinstance(tokenizer, FastTokenizer):
         return None
     settings = json.loads(tokenizer.backend.to_str())
-    kind = _kind(settings)
-    if kind is None:
+    vocabulary_kind = _vocabulary_kind(settings)
+    if vocabulary_kind is None:
         return None
-    added = {entry["id"]: entry for entry in settings["added_tokens"]}
+    special_by_added = {entry["id"]: entry["special"] for entry in settings["added_tokens"]}
     sizes = [0] * vocab_size
     for text, token in tokenizer.backend.get_vocab(with_added_tokens=True).items():
-        if token < vocab_size:
-            is_special = token in added and added[token]["special"]
-            sizes[token] = 0 if is_special else _num_bytes(text, "text" if token in added else kind)
+        is_special = special_by_added.get(token, False)
+        if token >= vocab_size or is_special:
+            continue
+        kind = "text" if token in special_by_added else vocabulary_kind
+        sizes[token] = _num_bytes(text, kind)
     return sizes
 
 
 def _num_bytes(text: str, kind: str) -> int:
+    """UTF-8 bytes that a vocabulary entry of a kind stands for."""
     if kind == "bytes":
         return len(text)
     if kind == "pieces":
-        return 1 if _BYTE_FALLBACK.fullmatch(text) else len(text.replace("▁", " ").encode())
+        if _BYTE_FALLBACK.fullmatch(text):
+            return 1
+        text = text.replace("▁", " ")
     return len(text.encode())
 
 
-def _kind(settings: dict[str, object]) -> str | None:
-    """The kind of vocabulary entries: bytes, or pieces of text with U+2581 for a blank; None for
-    others.
+def _vocabulary_kind(settings: dict[str, object]) -> str | None:
+    """The kind of vocabulary entries: bytes, or pieces of text with U+2581 for a blank.
+
+    None for other kinds.
     """
     stages = [settings.get(name) for name in ("pre_tokenizer", "decoder", "normalizer")]
-    found = json.dumps(stages, ensure_ascii=False)
-    if '"ByteLevel"' in found:
+    text = json.dumps(stages, ensure_ascii=False)
+    if '"ByteLevel"' in text:
         return "bytes"
-    return "pieces" if '"Metaspace"' in found or "▁" in found else None
+    if '"Metaspace"' in text or "▁" in text:
+        return "pieces"
+    return None
