@@ -35,12 +35,7 @@ REQUEST, DONE = "data-mix.request", "data-mix.jsonl"
 
 
 def request_mix(folder: Path, weights: Sequence[str], *, step: int | None) -> None:
-    """Ask the job of a run folder to change its blend.
-
-    Args:
-        folder: the run folder.
-        weights: the new blend, for `parse_data_path`.
-        step: the first step with it; None for the next one possible.
+    """Ask the job of a run to change its blend at a step; None: at the next one possible.
 
     Raises:
         ConfigError: weights that cannot be parsed.

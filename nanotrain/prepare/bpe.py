@@ -6,6 +6,7 @@ splitting pattern.
 
 import re
 from collections.abc import Iterable
+from itertools import chain
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -14,7 +15,7 @@ from nanotrain.errors import DataError
 from nanotrain.log import progress
 
 EOD_TEXT = "<|endoftext|>"
-# the library takes 70 bytes for each at once, and ends the process without them
+# the library allocates 70 bytes per token at once, and ends the process if it cannot
 MIN_VOCAB, MAX_VOCAB = 257, 1 << 22
 LONG_RUN = re.compile(r"(\S{1000}|\s{1000})")
 
@@ -29,9 +30,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
         DataError: the vocabulary is too small for the bytes, or too large for memory.
     """
     if not MIN_VOCAB <= vocab_size <= MAX_VOCAB:
+        size = "small" if vocab_size < MIN_VOCAB else "large"
         raise DataError(
-            f"a BPE vocabulary of {vocab_size:,} is too {'small' if vocab_size < MIN_VOCAB else 'large'}",
-            why=f"256 bytes and {EOD_TEXT} are {MIN_VOCAB} tokens, and at most {MAX_VOCAB:,} are trained",
+            f"a BPE vocabulary of {vocab_size:,} is too {size}",
+            why=(
+                f"256 bytes and {EOD_TEXT} are {MIN_VOCAB} tokens, "
+                f"and at most {MAX_VOCAB:,} are trained"
+            ),
             fix="write for example bpe:32768",
         )
     backend = Tokenizer(models.BPE())
@@ -44,15 +49,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
         show_progress=False,
     )
     with progress("BPE training"):
-        backend.train_from_iterator((part for text in texts for part in split_runs(text)), trainer)
+        backend.train_from_iterator(chain.from_iterable(map(split_runs, texts)), trainer)
     return FastTokenizer(backend, eod_text=EOD_TEXT)
 
 
 def split_runs(text: str) -> list[str]:
-    """A text in parts without longer runs of blanks or of other characters, of which the trainer
-    makes one word each.
+    """Split a text so that no run of blanks, or of other characters, is longer than 1000.
 
-    Its time grows with the square of the length of a word.
+    The trainer makes one word of such a run, and its time grows with the square of the length of a
+    word.
 
     >>> [len(part) for part in split_runs("a b" + "c" * 2500)]
     [2, 1000, 1000, 501]

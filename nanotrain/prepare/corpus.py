@@ -2,7 +2,8 @@
 
     1 plan       split the inputs into chunks (chunks.py); depends on the inputs only
     2 tokenizer  load it, or train it on the inputs (bpe:SIZE), and save a copy for the workers
-    3 parts      tokenize every chunk into a part file (parts.py); complete parts of an earlier run are kept
+    3 parts      tokenize every chunk into a part file (parts.py); complete parts of an earlier run
+                 are kept
     4 merge      concatenate the parts, in order, into PREFIX.bin/.idx; write PREFIX.nanotrain.json
 
 The result depends neither on the number of workers nor on interruptions.
@@ -85,14 +86,20 @@ def prepare_corpus(options: PrepareOptions) -> None:
         with nullcontext() if is_ready(options.parts, plan) else hold(wait_s=SET_UP_S):
             job, _ = _set_up(options, plan, chunks=chunks, tokenizer=tokenizer)
         _write_missing(job, chunks, planned=chunks)
-        done = sum(is_complete(options.parts, number) for number in range(len(chunks)))
-        print(f"share {options.part} is complete; {done} of {count_of(len(chunks), 'part')} are")
+        num_complete = sum(_completeness(options, len(chunks)))
+        parts = count_of(len(chunks), "part")
+        print(f"share {options.part} is complete; {num_complete} of {parts} are")
         return
     with hold():
         if _is_prepared(prefix, plan):
             remove_folder(options.parts)
         else:
             _prepare(options, plan, chunks=chunks, tokenizer=tokenizer)
+
+
+def _completeness(options: PrepareOptions, num_parts: int) -> list[bool]:
+    """Whether a part is complete, for the first parts."""
+    return [is_complete(options.parts, number) for number in range(num_parts)]
 
 
 def _prepare(
@@ -106,15 +113,18 @@ def _prepare(
     prefix = options.output
     job, tokenizer = _set_up(options, plan, chunks=chunks, tokenizer=tokenizer)
     num_parts = _write_missing(job, chunks or _stream(options), planned=chunks)
-    needed = sum(
-        file.stat().st_size
-        for file in options.parts.iterdir()
-        if file.suffix in (".bin", ".idx", ".mask")
-    )
+    needed = 0
+    for file in options.parts.iterdir():
+        if file.suffix in (".bin", ".idx", ".mask"):
+            needed += file.stat().st_size
     with disk_errors(bin_path(prefix), needed=needed, fix=CURE):
-        files = sorted({file for chunk in chunks for file in chunk.files})
+        files = _input_files(chunks)
         info = _merge(job, num_parts=num_parts, tokenizer=tokenizer, plan=_hash(plan), files=files)
     print(f"{bin_path(prefix)}: {_summary(info)}")
+
+
+def _input_files(chunks: Iterable[InputChunk]) -> list[str]:
+    return sorted(set(chain.from_iterable(chunk.files for chunk in chunks)))
 
 
 def _set_up(
@@ -145,15 +155,19 @@ def _plan(
     Its hash is stored with every prepared corpus: with another key every corpus would count as
     outdated.
     """
-    files = sorted({file for chunk in chunks for file in chunk.files})
-    return {
+    files = []
+    for file in _input_files(chunks):
+        stat = os.stat(file)
+        files.append([file, stat.st_size, stat.st_mtime_ns])
+    vocabulary = None
+    if isinstance(tokenizer, FastTokenizer):
+        vocabulary = _hash(tokenizer.backend.to_str())
+    plan: dict[str, Any] = {
         "inputs": options.input,
-        "files": [[file, (stat := os.stat(file)).st_size, stat.st_mtime_ns] for file in files],
+        "files": files,
         "pieces": _hash([[chunk.kind, chunk.files, chunk.start, chunk.stop] for chunk in chunks]),
         "tokenizer": options.tokenizer,
-        "vocabulary": _hash(tokenizer.backend.to_str())
-        if isinstance(tokenizer, FastTokenizer)
-        else None,
+        "vocabulary": vocabulary,
         "options": [
             options.subset,
             options.split_name,
@@ -162,16 +176,19 @@ def _plan(
             options.dtype,
         ],
         "streaming": [options.streaming, options.max_documents],
-    } | ({"format": options.format} if options.is_chat else {})
+    }
+    if options.is_chat:
+        plan["format"] = options.format
+    return plan
 
 
 def _is_prepared(prefix: Path, plan: dict[str, Any]) -> bool:
-    """Whether the corpus is that of the plan; says so."""
+    """Whether the corpus is the one of the plan; prints it if so."""
     info = read_info(prefix)
-    is_same = idx_path(prefix).exists() and info.plan == _hash(plan)
-    if is_same:
-        print(f"{prefix} is already prepared: {_summary(info)}")
-    return is_same
+    if not idx_path(prefix).exists() or info.plan != _hash(plan):
+        return False
+    print(f"{prefix} is already prepared: {_summary(info)}")
+    return True
 
 
 def _require_replaceable(options: PrepareOptions) -> None:
@@ -180,7 +197,7 @@ def _require_replaceable(options: PrepareOptions) -> None:
     Raises:
         DataError: a file or folder of others has one of the names, or --overwrite is missing.
     """
-    prefix, tokenizer = options.output, tokenizer_path(options.output)
+    prefix = options.output
     if read_info(prefix).plan:
         if idx_path(prefix).exists() and not options.overwrite:
             raise DataError(
@@ -190,6 +207,7 @@ def _require_replaceable(options: PrepareOptions) -> None:
             )
         return
     foreign = [path for path in (bin_path(prefix), idx_path(prefix)) if os.path.lexists(path)]
+    tokenizer = tokenizer_path(prefix)
     if tokenizer.exists() and not is_own(tokenizer):
         foreign.append(tokenizer)
     if foreign:
@@ -208,9 +226,10 @@ def _trained_tokenizer(options: PrepareOptions, chunks: tuple[InputChunk, ...]) 
     assert options.bpe_vocab_size is not None, "called only to train a tokenizer"
     print(f"training a BPE of {options.bpe_vocab_size} tokens", flush=True)
     # evenly spaced chunks of about the training size
-    chunks = chunks[:: max(1, -(-sum(chunk.num_bytes for chunk in chunks) // _BPE_TRAINING_BYTES))]
+    total_bytes = sum(chunk.num_bytes for chunk in chunks)
+    step = max(1, -(-total_bytes // _BPE_TRAINING_BYTES))
     reader = DocumentReader(options.column, options.limits)
-    texts = chain.from_iterable(map(reader.read, chunks or _stream(options)))
+    texts = chain.from_iterable(map(reader.read, chunks[::step] or _stream(options)))
     return train_bpe(_truncate(texts, _BPE_TRAINING_BYTES), options.bpe_vocab_size)
 
 
@@ -230,29 +249,26 @@ def _plan_job(options: PrepareOptions, tokenizer: Tokenizer) -> PartJob:
             why="its tokenizer_config.json names none, and no token has a usual name",
             fix="pass --no-append-eod, or name an eos_token in tokenizer_config.json",
         )
-    dtype = (
-        smallest_dtype(tokenizer.vocab_size) if options.dtype == "auto" else np.dtype(options.dtype)
-    )
+    if options.dtype == "auto":
+        dtype = smallest_dtype(tokenizer.vocab_size)
+    else:
+        dtype = np.dtype(options.dtype)
     check_dtype(dtype, tokenizer.vocab_size)
     if options.is_chat:
         ChatTemplate(options.tokenizer)
-    saved = (
-        "bytes"
-        if isinstance(tokenizer, ByteTokenizer)
-        else str(options.parts.absolute() / "tokenizer")
-    )
+    saved = str(options.parts.absolute() / "tokenizer")
+    if isinstance(tokenizer, ByteTokenizer):
+        saved = "bytes"
     return PartJob(options, tokenizer=saved, dtype=dtype.name)
 
 
 def _stream(options: PrepareOptions) -> Iterator[InputChunk]:
+    """Chunks of the documents of streamed datasets."""
+    reader = DocumentReader(options.column, is_chat=options.is_chat)
     for name in options.input:
         dataset = streamed_dataset(name, subset=options.subset, split=options.split_name)
         rows = islice(load_rows(dataset, streaming=True), options.max_documents)
-        pick = partial(
-            DocumentReader(options.column, is_chat=options.is_chat).pick,
-            column=options.column,
-            source=name,
-        )
+        pick = partial(reader.pick, column=options.column, source=name)
         while texts := tuple(map(pick, islice(rows, _STREAMED_ROWS))):
             yield InputChunk("texts", texts=texts)
 
@@ -260,35 +276,43 @@ def _stream(options: PrepareOptions) -> Iterator[InputChunk]:
 def _write_missing(
     job: PartJob, chunks: Iterable[InputChunk], *, planned: tuple[InputChunk, ...]
 ) -> int:
-    """Write the missing parts of this process's share; returns the number of all parts up to the
-    first missing one.
+    """Write the missing parts of this process's share; returns the number of complete first parts.
+
+    Args:
+        job: how chunks become parts.
+        chunks: chunks of all parts, in order, perhaps of a stream.
+        planned: the same chunks; empty for a stream.
     """
-    options, folder = job.options, job.options.parts
-    (share, shares), workers = options.share, min(options.workers, len(planned) or options.workers)
-    own = ((number, chunk) for number, chunk in enumerate(chunks) if number % shares == share - 1)
-    missing = ((number, chunk) for number, chunk in own if not is_complete(folder, number))
-    complete = [is_complete(folder, number) for number in range(len(planned))]
+    options = job.options
+    complete = _completeness(options, len(planned))
     if any(complete):
         print(f"resuming: {sum(complete)} of {len(planned)} parts are complete", flush=True)
-    left = [chunk.num_bytes for number, chunk in enumerate(planned) if number % shares == share - 1]
-    left = [
-        num_bytes
-        for num_bytes, is_done in zip(left, complete[share - 1 :: shares], strict=True)
-        if not is_done
-    ]
-    with progress("tokenizing", total=sum(left) or None) as advance:
-        for num_bytes in EXECUTORS[options.executor](job, missing, workers=workers):
+
+    def is_missing(number: int) -> bool:
+        is_own = number % options.share.total == options.share.number - 1
+        return is_own and not is_complete(options.parts, number)
+
+    total_bytes = 0
+    for number, chunk in enumerate(planned):
+        if is_missing(number):
+            total_bytes += chunk.num_bytes
+    missing = (pair for pair in enumerate(chunks) if is_missing(pair[0]))
+    workers = min(options.workers, len(planned) or options.workers)
+    write = EXECUTORS[options.executor]
+    with progress("tokenizing", total=total_bytes or None) as advance:
+        for num_bytes in write(job, missing, workers=workers):
             advance(num_bytes)
-    return next(number for number in count() if not is_complete(folder, number))
+    return next(number for number in count() if not is_complete(options.parts, number))
 
 
 def _merge(
     job: PartJob, *, num_parts: int, tokenizer: Tokenizer, plan: str, files: Sequence[str]
 ) -> CorpusInfo:
-    prefix, folder = job.options.output, job.options.parts
-    with TokenWriter(
-        prefix, np.dtype(job.dtype), scratch=folder, has_mask=job.options.is_chat
-    ) as writer:
+    """Concatenate the parts, and write the files that describe the corpus."""
+    prefix = job.options.output
+    folder = job.options.parts
+    dtype = np.dtype(job.dtype)
+    with TokenWriter(prefix, dtype, scratch=folder, has_mask=job.options.is_chat) as writer:
         for number in range(num_parts):
             writer.append_pair(part_prefix(folder, number))
         if not writer.num_tokens:
@@ -298,12 +322,15 @@ def _merge(
                 fix="check --input",
             )
         writer.complete()  # a full disk is found while the older pair is whole
-        # an older pair never stands beside another's tokenizer and plan
+        # an older pair never stands with another tokenizer and plan
         idx_path(prefix).unlink(missing_ok=True)
         write_bytes(sums_path(prefix), writer.sums.to_bytes(), fix=CURE)
         if job.tokenizer != "bytes":
             make_folder(tokenizer_path(prefix), fix=CURE)
         saved = tokenizer.save(tokenizer_path(prefix))
+        tokenizer_sha256 = ""
+        if isinstance(tokenizer, FastTokenizer):
+            tokenizer_sha256 = _text_hash(tokenizer.backend.to_str())
         info = CorpusInfo(
             saved,
             tokenizer.vocab_size,
@@ -311,27 +338,23 @@ def _merge(
             writer.num_documents,
             writer.num_tokens,
             plan,
-            inputs=dict(zip(files, _hashes(files), strict=True)),
-            tokenizer_sha256=_text_hash(tokenizer.backend.to_str())
-            if isinstance(tokenizer, FastTokenizer)
-            else "",
+            inputs=dict(zip(files, _hash_files(files), strict=True)),
+            tokenizer_sha256=tokenizer_sha256,
         )
         write_info(prefix, info)
     remove_folder(folder)
     return info
 
 
-def _hashes(files: Sequence[str]) -> list[str]:
-    """SHA-256 of files, on several threads, which hashing leaves the interpreter to: 0.5 to 2 GB/s
-    each.
-    """
+def _hash_files(files: Sequence[str]) -> list[str]:
+    """SHA-256 of files, on several threads: hashing releases the interpreter, 0.5 to 2 GB/s each."""
 
-    def of_file(name: str) -> str:
+    def hash_file(name: str) -> str:
         with open(name, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     with ThreadPoolExecutor(usable_cores()) as pool, progress("hashing the input"):
-        return list(pool.map(of_file, files))
+        return list(pool.map(hash_file, files))
 
 
 def _text_hash(text: str) -> str:
@@ -339,8 +362,11 @@ def _text_hash(text: str) -> str:
 
 
 def _summary(info: CorpusInfo) -> str:
-    return f"{count_of(info.documents, 'document')}, {count_of(info.tokens, 'token')}, vocabulary {info.vocab_size:,}"
+    documents = count_of(info.documents, "document")
+    tokens = count_of(info.tokens, "token")
+    return f"{documents}, {tokens}, vocabulary {info.vocab_size:,}"
 
 
 def _hash(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
-"""Where the parts of a corpus are written: processes of this machine, a Ray cluster, or a Slurm
-array.
+"""Where the parts of a corpus are written: processes of this machine, a Ray cluster, or Slurm.
 
-    EXECUTORS    one function per name of --executor: (job, missing chunks, workers=) -> planned bytes of complete parts
+    EXECUTORS    one function per name of --executor:
+                 (job, missing chunks, workers=) -> planned bytes of complete parts
 
 Parts lie in a folder that all machines share, and each is complete or absent. So an executor
 decides about time, never about bytes, and whatever it lost is written by the next start.
@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from shlex import join, quote
+from typing import Any
 
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.log import get_logger
@@ -26,8 +27,8 @@ from nanotrain.quantities import count_of
 
 log = get_logger(__name__)
 Numbered = tuple[int, InputChunk]
-# seconds between looks at the parts; and after which a job that Slurm lost counts as ended
-POLL_S, GONE_S = 5.0, 60.0
+POLL_S = 5.0  # seconds between looks at the parts
+GONE_S = 60.0  # seconds after which a job that Slurm does not list has ended
 
 
 def on_ray(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iterator[int]:
@@ -37,6 +38,23 @@ def on_ray(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iterat
         EnvironmentFault: Ray is not installed, or no cluster runs.
         DataError: a document that cannot be read or encoded.
     """
+    ray = _connect_ray()
+    task = ray.remote(max_retries=-1)(write_part)
+    options = replace(job.options, output=job.options.output.absolute())
+    job = replace(job, options=options)
+    waiting = map(_absolute, missing)
+    running = [task.remote(job, numbered) for numbered in islice(waiting, workers)]
+    while running:
+        done, running = ray.wait(running)
+        running += [task.remote(job, numbered) for numbered in islice(waiting, len(done))]
+        for outcome in ray.get(done):
+            if isinstance(outcome, NanotrainError):
+                raise outcome
+            yield outcome
+
+
+def _connect_ray() -> Any:
+    """The package `ray`, connected to a running cluster."""
     try:
         import ray
     except ImportError:
@@ -52,50 +70,41 @@ def on_ray(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iterat
             raise EnvironmentFault(
                 "no Ray cluster was found", why=str(error).splitlines()[0], fix=fix
             ) from None
-    task = ray.remote(max_retries=-1)(write_part)
-    options = replace(job.options, output=job.options.output.absolute())
-    waiting, job = map(_absolute, missing), replace(job, options=options)
-    running = [task.remote(job, numbered) for numbered in islice(waiting, workers)]
-    while running:
-        done, running = ray.wait(running)
-        running += [task.remote(job, numbered) for numbered in islice(waiting, len(done))]
-        for outcome in ray.get(done):
-            if isinstance(outcome, NanotrainError):
-                raise outcome
-            yield outcome
+    return ray
 
 
 def on_slurm(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iterator[int]:
-    """An array of `workers` tasks, each of which writes its share of the parts; this process waits
-    for them.
+    """An array of `workers` tasks that write shares of the parts; this process waits for them.
 
     Raises:
         EnvironmentFault: there is no sbatch, it refuses the job, or the job ended without all
             parts.
     """
     left = dict(missing)
-    workers = min(workers, len(left) or 1)
     if not left:
         return
+    folder = job.options.parts
+    workers = min(workers, len(left))
     array = _submit(job.options, workers)
-    log.info(
-        "Slurm job %s tokenizes in %d tasks; its output is %s",
-        array,
-        workers,
-        job.options.parts / "slurm-*.out",
-    )
-    ended: float | None = None
-    while left:
-        done = [number for number in left if is_complete(job.options.parts, number)]
-        yield from (left.pop(number).num_bytes for number in done)
+    output = folder / "slurm-*.out"
+    log.info("Slurm job %s tokenizes in %d tasks; its output is %s", array, workers, output)
+    ended_at: float | None = None
+    while True:
+        for number in list(left):
+            if is_complete(folder, number):
+                yield left.pop(number).num_bytes
         if not left:
             return
-        ended = None if _is_queued(array) else ended or time.monotonic()
+        if _is_queued(array):
+            ended_at = None
+        elif ended_at is None:
+            ended_at = time.monotonic()
         # files of other machines appear late
-        if ended is not None and time.monotonic() - ended > GONE_S:
+        if ended_at is not None and time.monotonic() - ended_at > GONE_S:
+            parts = count_of(len(left), "part", verb="is")
             raise EnvironmentFault(
-                f"the Slurm job {array} has ended, and {count_of(len(left), 'part', verb='is')} missing",
-                why=f"its tasks wrote why to {job.options.parts / 'slurm-*.out'}",
+                f"the Slurm job {array} has ended, and {parts} missing",
+                why=f"its tasks wrote why to {output}",
                 fix="run the same command again; complete parts are kept",
             )
         time.sleep(POLL_S)
@@ -103,10 +112,8 @@ def on_slurm(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iter
 
 def _submit(options: PrepareOptions, workers: int) -> str:
     """Start the array; returns the id of the job."""
-    program, (part, _, *words) = (
-        shutil.which("nanotrain") or "nanotrain",
-        options.for_part(0, workers),
-    )
+    program = shutil.which("nanotrain") or "nanotrain"
+    part, _, *words = options.for_part(0, workers)
     own = f"{part} $((SLURM_ARRAY_TASK_ID))/{workers}"  # a shell computes the number of the task
     command = f"exec {quote(program)} prepare {own} {join(words)}"
     script = f"#!/bin/sh\ncd {quote(os.getcwd())}\n{command}"
@@ -115,11 +122,10 @@ def _submit(options: PrepareOptions, workers: int) -> str:
         "--parsable",
         f"--array=1-{workers}",
         f"--output={options.parts}/slurm-%A-%a.out",
+        *options.sbatch,
     ]
     try:
-        submitted = subprocess.run(
-            [*line, *options.sbatch], input=script, capture_output=True, text=True, check=True
-        )
+        submitted = subprocess.run(line, input=script, capture_output=True, text=True, check=True)
     except FileNotFoundError:
         fix = "run it where Slurm is, or tokenize shares with --part I/N"
         raise EnvironmentFault(
@@ -133,12 +139,11 @@ def _submit(options: PrepareOptions, workers: int) -> str:
 
 def _is_queued(array: str) -> bool:
     """Whether Slurm still has tasks of a job; True where it cannot be asked."""
-    reply = subprocess.run(
-        ["squeue", "--noheader", "--jobs", array], capture_output=True, text=True, check=False
-    )
-    return bool(reply.stdout.strip()) or (
-        reply.returncode != 0 and "Invalid job id" not in reply.stderr
-    )
+    line = ["squeue", "--noheader", "--jobs", array]
+    reply = subprocess.run(line, capture_output=True, text=True, check=False)
+    if reply.stdout.strip():
+        return True
+    return reply.returncode != 0 and "Invalid job id" not in reply.stderr
 
 
 def _absolute(numbered: Numbered) -> Numbered:

@@ -1,5 +1,4 @@
-"""Input files that may be compressed, and rows of Hugging Face datasets from the hub or from local
-files.
+"""Input files that may be compressed, and rows of Hugging Face datasets.
 
 `datasets` takes seconds to import, so it is imported only when such rows are read; no other file
 imports it.
@@ -22,21 +21,24 @@ from nanotrain.errors import DataError, NanotrainError
 from nanotrain.untrusted import LARGEST
 
 MAX_ZST_WINDOW = 1 << 31  # bytes of memory at most; `zstd --long=31` needs them
-ZST_READ_BYTES = 1 << 10  # at a time: they inflate to 32 MiB at most
-ALWAYS_BYTES = 1 << 24  # that any compressed file may hold
+ZST_READ_BYTES = 1 << 10  # bytes read at a time: they inflate to 32 MiB at most
+ALWAYS_BYTES = 1 << 24  # bytes that any compressed file may hold
 
 
 @dataclass(frozen=True)
 class Limits:
     """How much is read: a small file can be made to hold more than the memory."""
 
-    document_bytes: int = 1 << 28  # of one document
-    inflation: int = 200  # bytes that a compressed file may hold per byte of it; text has 3 to 20
+    document_bytes: int = 1 << 28  # bytes of one document
+    # bytes that a compressed file may hold per byte of its size; text has 3 to 20
+    inflation: int = 200
 
     def of_file(self, file: str) -> int:
         """The bytes that a file may hold."""
-        is_plain = not is_compressed(Path(file)) and Path(file).suffix.lower() != ".parquet"
-        return LARGEST if is_plain else ALWAYS_BYTES + self.inflation * Path(file).stat().st_size
+        path = Path(file)
+        if not is_compressed(path) and path.suffix.lower() != ".parquet":
+            return LARGEST
+        return ALWAYS_BYTES + self.inflation * path.stat().st_size
 
     def check_document(self, source: str, nbytes: int) -> None:
         """Check the bytes of a document of a source.
@@ -45,11 +47,10 @@ class Limits:
             DataError: more than the limit.
         """
         if nbytes > self.document_bytes:
-            why, fix = "it is in memory with its tokens", "split it, or raise --max-document-bytes"
             raise DataError(
                 f"a document of {source} has more than {self.document_bytes:,} bytes",
-                why=why,
-                fix=fix,
+                why="it is in memory with its tokens",
+                fix="split it, or raise --max-document-bytes",
             )
 
     def check_file(self, file: str, nbytes: int, *, most: int) -> None:
@@ -59,16 +60,21 @@ class Limits:
             DataError: more than `most`.
         """
         if nbytes > most:
-            why = f"text is not {self.inflation} times smaller when compressed; such a file is made to fill the memory"
-            fix = "leave it out, or raise --max-inflation"
-            raise DataError(f"{file} holds more than {most:,} bytes", why=why, fix=fix)
+            raise DataError(
+                f"{file} holds more than {most:,} bytes",
+                why=(
+                    f"text is not {self.inflation} times smaller when compressed; "
+                    "such a file is made to fill the memory"
+                ),
+                fix="leave it out, or raise --max-inflation",
+            )
 
 
 def uncompressed_suffix(path: Path) -> str:
-    """The type of a file by its name, in small letters: .jsonl of corpus.jsonl.gz and of
-    CORPUS.JSONL.
-    """
-    return (Path(path.stem) if is_compressed(path) else path).suffix.lower()
+    """The type of a file by its name: .jsonl for corpus.jsonl.gz and for CORPUS.JSONL."""
+    if is_compressed(path):
+        path = Path(path.stem)
+    return path.suffix.lower()
 
 
 def is_compressed(path: Path) -> bool:
@@ -83,8 +89,9 @@ def open_input(file: str) -> Iterator[BinaryIO]:
     Raises:
         DataError: unreadable, damaged, or zstandard is not installed.
     """
+    open_file = _OPENERS.get(Path(file).suffix.lower(), partial(open, mode="rb"))
     try:
-        with _OPENERS.get(Path(file).suffix.lower(), partial(open, mode="rb"))(file) as stream:
+        with open_file(file) as stream:
             yield stream
     except NanotrainError:
         raise
@@ -113,15 +120,18 @@ def _open_zst(file: str) -> Any:
 
 
 class _ZstReader(io.RawIOBase):
-    """The text of a .zst file of one or more frames; zstandard's own reader takes a truncated file
-    for a shorter one.
+    """The text of a .zst file of one or more frames.
+
+    zstandard's own reader takes a truncated file for a shorter one.
 
     Raises:
         EOFError: the file ends inside a frame.
     """
 
     def __init__(self, file: str) -> None:
-        self._blocks, self._block, self._position = _zst_blocks(file), memoryview(b""), 0
+        self._blocks = _zst_blocks(file)
+        self._block = memoryview(b"")
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -130,9 +140,11 @@ class _ZstReader(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        self._block = self._block or memoryview(next(filter(None, self._blocks), b""))
+        if not self._block:
+            self._block = memoryview(next(filter(None, self._blocks), b""))
         size = min(len(buffer), len(self._block))
-        buffer[:size], self._block = self._block[:size], self._block[size:]
+        buffer[:size] = self._block[:size]
+        self._block = self._block[size:]
         self._position += size
         return size
 
@@ -140,11 +152,13 @@ class _ZstReader(io.RawIOBase):
 def _zst_blocks(file: str) -> Iterator[bytes]:
     import zstandard
 
-    decompressor, frame = zstandard.ZstdDecompressor(max_window_size=MAX_ZST_WINDOW), None
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_ZST_WINDOW)
+    frame = None
     with Path(file).open("rb") as compressed:
         while data := compressed.read(ZST_READ_BYTES):
             while data:
-                frame = decompressor.decompressobj() if frame is None or frame.eof else frame
+                if frame is None or frame.eof:
+                    frame = decompressor.decompressobj()
                 yield frame.decompress(data)
                 data = frame.unused_data
     if frame is not None and not frame.eof:
@@ -171,10 +185,9 @@ class HubDataset:
 
 def is_saved_dataset(folder: Path) -> bool:
     """Whether `save_to_disk` of `datasets` wrote the folder: one dataset, or one per split."""
-    one = ("state.json", "dataset_info.json")
-    return (folder / "dataset_dict.json").is_file() or all(
-        (folder / name).is_file() for name in one
-    )
+    if (folder / "dataset_dict.json").is_file():
+        return True
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
 def load_rows(dataset: HubDataset, *, streaming: bool = False) -> Any:
@@ -201,33 +214,33 @@ def load_rows(dataset: HubDataset, *, streaming: bool = False) -> Any:
     except NanotrainError:
         raise
     except Exception as error:  # a loader may raise anything; its first line is what the user needs
+        name = dataset.files[0] if dataset.files else dataset.name
         raise DataError(
-            f"the dataset {dataset.files[0] if dataset.files else dataset.name} cannot be loaded",
-            why=f"it is no local file or folder of text, and Hugging Face datasets reports: {first_line(error)}",
+            f"the dataset {name} cannot be loaded",
+            why=(
+                "it is no local file or folder of text, "
+                f"and Hugging Face datasets reports: {first_line(error)}"
+            ),
             fix="check the spelling, --subset and --split-name; without a network give local files",
         ) from None
 
 
 def _leave_pickles_unread() -> None:
-    """Leave `.pth` files within tar files as bytes: they are the only pickles that `datasets`
-    reads.
-    """
+    """Leave `.pth` files in tar files as bytes: no other file is unpickled by `datasets`."""
     from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
     WebDataset.DECODERS.pop("pth", None)
 
 
 def _saved_rows(saved: Any, dataset: HubDataset) -> Any:
-    """The rows of a dataset that `save_to_disk` wrote, or of a split where it wrote several."""
+    """The rows of a dataset that `save_to_disk` wrote, or of one of its splits."""
     what = f"{dataset.name} has no split {dataset.split}"
-    if not isinstance(saved, dict):
-        if dataset.split not in ("train", str(saved.split)):  # "train" is the default
-            raise DataError(
-                what, why="it is one dataset without splits", fix="leave --split-name out"
-            )
-        return saved
-    if dataset.split not in saved:
-        raise DataError(
-            what, why=f"its splits are {', '.join(saved)}", fix="name one with --split-name"
-        )
-    return saved[dataset.split]
+    if isinstance(saved, dict):
+        if dataset.split not in saved:
+            why = f"its splits are {', '.join(saved)}"
+            raise DataError(what, why=why, fix="name one with --split-name")
+        return saved[dataset.split]
+    if dataset.split not in ("train", str(saved.split)):  # "train" is the default
+        why = "it is one dataset without splits"
+        raise DataError(what, why=why, fix="leave --split-name out")
+    return saved

@@ -4,7 +4,7 @@ import argparse
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanotrain.data.checksums import check_blocks
 from nanotrain.data.token_format import bin_path, prefix_of
@@ -15,6 +15,13 @@ from nanotrain.quantities import count_of
 
 _BPE = "bpe:"
 _PART = re.compile(r"\d{1,6}/\d{1,6}")
+
+
+class Share(NamedTuple):
+    """One of several shares of the input."""
+
+    number: int  # from 1
+    total: int
 
 
 @dataclass(frozen=True)
@@ -45,23 +52,7 @@ class PrepareOptions:
     sbatch: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.tokenizer:
-            raise DataError(
-                "--tokenizer is empty",
-                why="it names the tokenizer",
-                fix="write for example bpe:8192",
-            )
-        if self.tokenizer.startswith(_BPE) and not self.tokenizer.removeprefix(_BPE).isdecimal():
-            raise DataError(
-                f"--tokenizer {self.tokenizer} has no size", fix="write for example bpe:8192"
-            )
-        if self.is_chat and (self.bpe_vocab_size is not None or self.tokenizer == "bytes"):
-            why = "the chat template of a tokenizer turns conversations into text"
-            raise DataError(
-                f"--format chat with --tokenizer {self.tokenizer}",
-                why=why,
-                fix="name that of a chat model",
-            )
+        self._check_tokenizer()
         if not self.output.name:
             raise DataError(
                 "--output names no file",
@@ -73,24 +64,52 @@ class PrepareOptions:
                 "--max-documents has no effect without --streaming",
                 fix="add --streaming or leave it out",
             )
+        self._check_part()
+        self._check_executor()
 
-        if self.part is not None and (
-            not _PART.fullmatch(self.part) or not 1 <= self.share[0] <= self.share[1]
-        ):
-            why = "it is I/N: this process tokenizes the I-th of N shares of the input"
+    def _check_tokenizer(self) -> None:
+        if not self.tokenizer:
             raise DataError(
-                f"--part {self.part} cannot be read", why=why, fix="write for example --part 1/4"
+                "--tokenizer is empty",
+                why="it names the tokenizer",
+                fix="write for example bpe:8192",
             )
+        if self.trains_bpe and not self.tokenizer.removeprefix(_BPE).isdecimal():
+            raise DataError(
+                f"--tokenizer {self.tokenizer} has no size", fix="write for example bpe:8192"
+            )
+        if self.is_chat and (self.trains_bpe or self.tokenizer == "bytes"):
+            raise DataError(
+                f"--format chat with --tokenizer {self.tokenizer}",
+                why="the chat template of a tokenizer turns conversations into text",
+                fix="name that of a chat model",
+            )
+
+    def _check_part(self) -> None:
+        if self.part is None:
+            return
+        is_valid = _PART.fullmatch(self.part) and 1 <= self.share.number <= self.share.total
+        if not is_valid:
+            raise DataError(
+                f"--part {self.part} cannot be read",
+                why="it is I/N: this process tokenizes the I-th of N shares of the input",
+                fix="write for example --part 1/4",
+            )
+
+    def _check_executor(self) -> None:
+        has_part = self.part is not None
+        has_executor = self.executor != "local"
         if self.sbatch and self.executor != "slurm":
             raise DataError(
                 "--sbatch has no effect", why="it is for --executor slurm", fix="leave it out"
             )
-        if self.streaming and (self.part is not None or self.executor != "local"):
-            why = "a stream is read by one machine, in order"
+        if self.streaming and (has_part or has_executor):
             raise DataError(
-                "--streaming with --part or --executor", why=why, fix="leave --streaming out"
+                "--streaming with --part or --executor",
+                why="a stream is read by one machine, in order",
+                fix="leave --streaming out",
             )
-        if self.part is not None and self.executor != "local":
+        if has_part and has_executor:
             raise DataError(
                 "--part with --executor",
                 why="the executor divides the input",
@@ -98,15 +117,20 @@ class PrepareOptions:
             )
 
     @property
-    def share(self) -> tuple[int, int]:
-        """The share of the parts that this process writes, from 1, and the number of shares."""
-        number, _, count = (self.part or "1/1").partition("/")
-        return int(number), int(count)
+    def share(self) -> Share:
+        """The share of the parts that this process writes."""
+        number, _, total = (self.part or "1/1").partition("/")
+        return Share(int(number), int(total))
+
+    @property
+    def trains_bpe(self) -> bool:
+        """Whether a BPE is trained, and no tokenizer loaded."""
+        return self.tokenizer.startswith(_BPE)
 
     @property
     def bpe_vocab_size(self) -> int | None:
         """Vocabulary of the BPE to train; None to load a tokenizer."""
-        return int(self.tokenizer.removeprefix(_BPE)) if self.tokenizer.startswith(_BPE) else None
+        return int(self.tokenizer.removeprefix(_BPE)) if self.trains_bpe else None
 
     @property
     def is_chat(self) -> bool:
@@ -120,6 +144,7 @@ class PrepareOptions:
 
     @property
     def limits(self) -> Limits:
+        """How much is read of an input."""
         return Limits(self.max_document_bytes, self.max_inflation)
 
     @property
@@ -131,28 +156,27 @@ class PrepareOptions:
     def from_args(cls, args: argparse.Namespace) -> "PrepareOptions":
         """The options of a parsed command line."""
         values = {field.name: getattr(args, field.name) for field in fields(cls)}
-        sbatch = tuple(word if word.startswith("-") else f"--{word}" for word in args.sbatch)
-        given = {
-            "input": tuple(args.input),
-            "output": local_path(prefix_of(args.output)),
-            "sbatch": sbatch,
-        }
-        return cls(**values | given)
+        values["input"] = tuple(args.input)
+        values["output"] = local_path(prefix_of(args.output))
+        values["sbatch"] = tuple(
+            word if word.startswith("-") else f"--{word}" for word in args.sbatch
+        )
+        return cls(**values)
 
     def for_part(self, number: int, count: int) -> list[str]:
-        """The arguments of `nanotrain prepare` for one of `count` shares of this corpus, wherever
-        it runs.
-        """
+        """The arguments of `nanotrain prepare` for one of `count` shares, wherever it runs."""
         words = ["--part", f"{number}/{count}"]
         for field in fields(self):
             value = getattr(self, field.name)
-            flag = f"--{field.name.replace('_', '-')}"
             if field.name in ("part", "executor", "sbatch", "workers") or value == field.default:
                 continue
+            name = field.name.replace("_", "-")
             if isinstance(value, bool):
-                words.append(flag if value else flag.replace("--", "--no-", 1))
+                words.append(f"--{name}" if value else f"--no-{name}")
+            elif isinstance(value, tuple):
+                words += [f"--{name}", *map(str, value)]
             else:
-                words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
+                words += [f"--{name}", str(value)]
         return words
 
 

@@ -1,5 +1,4 @@
-"""Part files: every chunk of the input becomes one small `.bin/.idx` pair, written by any worker
-process.
+"""Part files: a worker process writes every chunk of the input as one small `.bin/.idx` pair.
 
     PREFIX.parts/plan.json        the plan of this corpus; parts of another plan are deleted
                  tokenizer/       the tokenizer that every worker loads
@@ -13,7 +12,7 @@ import json
 import multiprocessing
 import signal
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cache
@@ -34,6 +33,7 @@ from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.runs.files import disk_errors, disk_fault, make_folder, remove_folder, write_text
 
+PLAN_FILE = "plan.json"
 READY = "ready"
 CURE = "choose another --output"  # the cure for errors of the disk
 _DOCUMENTS_PER_WRITE, _CHARACTERS_PER_WRITE = 64, 1 << 20
@@ -66,11 +66,16 @@ def open_parts(folder: Path, plan: dict[str, Any]) -> None:
         EnvironmentFault: the folder cannot be written, or has content that is not of `nanotrain
             prepare`.
     """
-    text, file = _plan_text(plan), folder / "plan.json"
-    if not (file.is_file() and file.read_text(errors="replace") == text):
+    if not _has_plan(folder, plan):
         remove_folder(folder)
     make_folder(folder, fix=CURE)
-    write_text(file, text)
+    write_text(folder / PLAN_FILE, _plan_text(plan))
+
+
+def _has_plan(folder: Path, plan: dict[str, Any]) -> bool:
+    """Whether a folder has the parts of a plan."""
+    file = folder / PLAN_FILE
+    return file.is_file() and file.read_text(errors="replace") == _plan_text(plan)
 
 
 def _plan_text(plan: dict[str, Any]) -> str:
@@ -78,18 +83,14 @@ def _plan_text(plan: dict[str, Any]) -> str:
 
 
 def is_ready(folder: Path, plan: dict[str, Any]) -> bool:
-    """Whether another process has prepared the folder of part files of a plan, its tokenizer
-    included.
-    """
-    file = folder / "plan.json"
-    return (folder / READY).is_file() and file.read_text(errors="replace") == _plan_text(plan)
+    """Whether another process has prepared the folder of a plan, its tokenizer included."""
+    return (folder / READY).is_file() and _has_plan(folder, plan)
 
 
 def write_parts(
     job: PartJob, chunks: Iterable[tuple[int, InputChunk]], *, workers: int
 ) -> Iterator[int]:
-    """Write the parts of numbered chunks in `workers` processes; yields the planned bytes of each
-    complete part.
+    """Write the parts of numbered chunks in processes; yields the planned bytes of complete parts.
 
     Chunks are consumed only as fast as they are written.
 
@@ -102,15 +103,14 @@ def write_parts(
     waiting = iter(chunks)
     try:
         with ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
-            running = {
-                pool.submit(write_part, job, numbered) for numbered in islice(waiting, workers)
-            }
+
+            def submit(count: int) -> "set[Future[int | NanotrainError]]":
+                return {pool.submit(write_part, job, chunk) for chunk in islice(waiting, count)}
+
+            running = submit(workers)
             while running:
                 done, running = wait(running, return_when=FIRST_COMPLETED)
-                running |= {
-                    pool.submit(write_part, job, numbered)
-                    for numbered in islice(waiting, len(done))
-                }
+                running |= submit(len(done))
                 for future in done:
                     outcome = future.result()
                     if isinstance(outcome, NanotrainError):
@@ -129,26 +129,23 @@ class PartWriter:
 
     def __init__(self, job: PartJob) -> None:
         options = job.options
-        self.job, self.reader = (
-            job,
-            DocumentReader(options.column, options.limits, is_chat=options.is_chat),
-        )
+        self.job = job
+        self.reader = DocumentReader(options.column, options.limits, is_chat=options.is_chat)
         self.chat = ChatTemplate(job.tokenizer) if options.is_chat else None
         self.tokenizer = load_tokenizer(job.tokenizer)
-        self._eod = (
-            [self.tokenizer.eod]
-            if job.options.append_eod and self.tokenizer.eod is not None
-            else []
-        )
+        self._eod: list[int] = []
+        if options.append_eod and self.tokenizer.eod is not None:
+            self._eod = [self.tokenizer.eod]
 
     def write(self, number: int, chunk: InputChunk) -> None:
         """Tokenize one chunk into its part file."""
-        texts, prefix = self.reader.read(chunk), part_prefix(self.job.options.parts, number)
+        texts = self.reader.read(chunk)
+        prefix = part_prefix(self.job.options.parts, number)
         dtype = np.dtype(self.job.dtype)
         with TokenWriter(prefix, dtype, has_mask=self.chat is not None) as writer:
-            while some := _next_texts(texts):
+            while batch := _next_texts(texts):
                 # One text at a time keeps to one thread: the processes are the parallelism.
-                documents, masks = self._encode(some)
+                documents, masks = self._encode(batch)
                 needed = dtype.itemsize * (writer.num_tokens + sum(map(len, documents)))
                 with disk_errors(bin_path(prefix), needed=needed, fix=CURE):
                     writer.add_documents(documents, masks)
@@ -158,28 +155,33 @@ class PartWriter:
                 writer.complete()
 
     def _encode(self, texts: Sequence[str]) -> tuple[list[list[int]], list[np.ndarray]]:
-        """Token ids of documents, and of conversations their masks, whose end is a target as the
-        last token is.
+        """Token ids of documents, and the masks of conversations.
+
+        The end of a conversation is a target if its last token is.
         """
-        if self.chat is None:
-            return [self.tokenizer.encode(text) + self._eod for text in texts], []
-        encoded = [self.chat.encode(text) for text in texts]
-        ends = [[] if ids[-1:] == self._eod else self._eod for ids, _ in encoded]
-        documents = [ids + end for (ids, _), end in zip(encoded, ends, strict=True)]
-        return documents, [
-            np.append(mask, mask[-1:].repeat(len(end)))
-            for (_, mask), end in zip(encoded, ends, strict=True)
-        ]
+        documents: list[list[int]] = []
+        masks: list[np.ndarray] = []
+        for text in texts:
+            if self.chat is None:
+                documents.append(self.tokenizer.encode(text) + self._eod)
+                continue
+            ids, mask = self.chat.encode(text)
+            end = [] if ids[-1:] == self._eod else self._eod
+            documents.append(ids + end)
+            masks.append(np.append(mask, mask[-1:].repeat(len(end))))
+        return documents, masks
 
 
 def _next_texts(texts: Iterator[str]) -> list[str]:
     """The next documents, as many as are in memory with their tokens at a time; empty at the end."""
-    some: list[str] = []
+    batch: list[str] = []
+    num_characters = 0
     for text in texts:
-        some.append(text)
-        if len(some) == _DOCUMENTS_PER_WRITE or sum(map(len, some)) > _CHARACTERS_PER_WRITE:
+        batch.append(text)
+        num_characters += len(text)
+        if len(batch) == _DOCUMENTS_PER_WRITE or num_characters > _CHARACTERS_PER_WRITE:
             break
-    return some
+    return batch
 
 
 _part_writer = cache(PartWriter)  # one per worker process
@@ -192,12 +194,14 @@ def _start_worker() -> None:
 
 
 def write_part(job: PartJob, numbered: tuple[int, InputChunk]) -> int | NanotrainError:
-    """Write a part in a worker process; errors are returned, as the pool would add a traceback to
-    those raised.
+    """Write a part in a worker process.
+
+    Errors are returned: the pool would add a traceback to a raised error.
     """
+    number, chunk = numbered
     try:
-        _part_writer(job).write(*numbered)
-        return numbered[1].num_bytes
+        _part_writer(job).write(number, chunk)
+        return chunk.num_bytes
     except NanotrainError as error:
         return error
     except OSError as error:

@@ -21,7 +21,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from platformdirs import user_cache_path
 
@@ -36,13 +36,13 @@ from nanotrain.runs.files import MARKER, disk_errors, make_folder, remove_folder
 _VERSION = 2  # increase it when the same Python and vocabulary would give other files
 _CURE = "choose another --run-dir"
 _ENCODE_BATCH = 64
-NUM_QUESTIONS, NUM_CHOICES, CONTEXT_LINES, CONTEXT_CHARACTERS = 64, 4, 8, 300
+NUM_QUESTIONS, NUM_CHOICES = 64, 4
+CONTEXT_LINES, CONTEXT_CHARACTERS = 8, 300
 _EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
 
 
 def prepare_quickstart(folder: Path, vocab_size: int, *, cache: Path | None = None) -> Path:
-    """Prepare the corpus in a folder of `folder`, unless it is there; progress is printed on
-    standard error.
+    """Prepare the corpus below `folder`, unless it is there; prints progress on standard error.
 
     Args:
         folder: parent of the corpus folder.
@@ -58,25 +58,33 @@ def prepare_quickstart(folder: Path, vocab_size: int, *, cache: Path | None = No
         EnvironmentFault: the folder cannot be written.
     """
     prefix = folder / f"python-{platform.python_version()}-bpe-{vocab_size}-v{_VERSION}" / "corpus"
-    if not idx_path(prefix).is_file():
-        building = folder / f".building-{secrets.token_hex(4)}"
-        make_folder(building, fix=_CURE)
-        try:
-            with disk_errors(building / "corpus", fix=_CURE):
-                cached = cache / f"{prefix.parent.name}-{_digest_of_library()}" if cache else None
-                if cached is None or not fetch(cached, building):
-                    _build(building / "corpus", vocab_size)
-                    if cached is not None:
-                        keep(building, cached)
-                try:
-                    building.rename(prefix.parent)
-                except OSError:
-                    # else another process was first, and its corpus is equal
-                    if not idx_path(prefix).is_file():
-                        raise
-        finally:
-            remove_folder(building)
+    if idx_path(prefix).is_file():
+        return prefix
+    building = folder / f".building-{secrets.token_hex(4)}"
+    make_folder(building, fix=_CURE)
+    try:
+        with disk_errors(building / "corpus", fix=_CURE):
+            _fetch_or_build(building, vocab_size, name=prefix.parent.name, cache=cache)
+            try:
+                building.rename(prefix.parent)
+            except OSError:
+                # else another process was first, and its corpus is equal
+                if not idx_path(prefix).is_file():
+                    raise
+    finally:
+        remove_folder(building)
     return prefix
+
+
+def _fetch_or_build(building: Path, vocab_size: int, *, name: str, cache: Path | None) -> None:
+    """Take the corpus from the cache, or build it and leave it there."""
+    if cache is None:
+        _build(building / "corpus", vocab_size)
+        return
+    cached = cache / f"{name}-{_digest_of_library()}"
+    if not fetch(cached, building):
+        _build(building / "corpus", vocab_size)
+        keep(building, cached)
 
 
 def task_path(prefix: Path) -> Path:
@@ -85,9 +93,7 @@ def task_path(prefix: Path) -> Path:
 
 
 def find_quickstart(folder: Path, vocab_size: int) -> Path | None:
-    """Prefix of the newest quick-start corpus in a folder, prepared by any Python version; None if
-    there is none.
-    """
+    """Prefix of the newest quick-start corpus in a folder, of any Python version, or None."""
     found = sorted(folder.glob(f"python-*-bpe-{vocab_size}-v*/corpus.idx"))
     return found[-1].with_suffix("") if found else None
 
@@ -99,9 +105,7 @@ def library_sources(root: Path | None = None) -> Iterator[str]:
     the folder of the library; None for the running Python's.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
-    for file in sorted(
-        _library_files(root), key=lambda file: hashlib.blake2b(file.as_posix().encode()).digest()
-    ):
+    for file in sorted(_library_files(root), key=_name_digest):
         try:
             text = (root / file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
@@ -110,22 +114,28 @@ def library_sources(root: Path | None = None) -> Iterator[str]:
             yield text
 
 
+def _name_digest(file: Path) -> bytes:
+    return hashlib.blake2b(file.as_posix().encode()).digest()
+
+
 def _library_files(root: Path) -> Iterator[Path]:
+    """Source files, relative to the folder of the library."""
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if name not in _EXCLUDED]
-        yield from (Path(folder, name).relative_to(root) for name in names if name.endswith(".py"))
+        for name in names:
+            if name.endswith(".py"):
+                yield Path(folder, name).relative_to(root)
 
 
 def _digest_of_library() -> str:
-    """A digest of the names and sizes of the library's files, which may be installed with or
-    without tests.
-    """
+    """A digest of the names and sizes of the library's files, with or without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted((file.as_posix(), (root / file).stat().st_size) for file in _library_files(root))
     return hashlib.blake2b(repr(files).encode(), digest_size=8).hexdigest()
 
 
 def _build(prefix: Path, vocab_size: int) -> None:
+    """Write the corpus, its tokenizer and its task."""
     texts = list(library_sources())
     if not texts:
         raise DataError(
@@ -133,10 +143,9 @@ def _build(prefix: Path, vocab_size: int) -> None:
             why=f"there are no .py files below {sysconfig.get_path('stdlib')}",
             fix="give another corpus with --data-path",
         )
-    size = sum(map(len, texts)) / 1e6
-    _print(
-        f"quick start: training a BPE of {vocab_size} tokens on {len(texts)} library files, {size:.0f} MB"
-    )
+    megabytes = sum(map(len, texts)) / 1e6
+    files = f"{len(texts)} library files, {megabytes:.0f} MB"
+    _print(f"quick start: training a BPE of {vocab_size} tokens on {files}")
     tokenizer = train_bpe(texts, vocab_size)
     assert tokenizer.eod is not None, "train_bpe adds an end-of-document token"
     _print("quick start: tokenizing")
@@ -161,32 +170,43 @@ def _print(line: str) -> None:  # not a log line: logging is silent on every ran
 
 
 def next_line_questions(texts: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Multiple-choice questions, as `data/tasks.py` reads them: which line continues a file of the
-    validation split?
+    """Multiple-choice questions for `data/tasks.py`: which line continues a file?
 
-    The wrong lines are of other files, with the indentation of the right one and about its length.
+    The files are those of the validation split. The wrong lines are of other files, with the
+    indentation of the right one and about its length.
     """
     random = Random(0)
-    documents = [text.splitlines() for text in texts[round(0.97 * len(texts)) :]]
-    places = [
-        (lines, place)
-        for lines in documents
-        for place in range(CONTEXT_LINES, len(lines))
-        if 12 <= len(lines[place].strip()) <= 60
-    ]
-    pool = [lines[place].strip() for lines, place in places]
-    for lines, place in random.sample(places, min(NUM_QUESTIONS, len(places))):
-        right = lines[place].rstrip()
-        text = right.strip()
+    lines = _candidate_lines(texts[round(0.97 * len(texts)) :])
+    pool = [line.text.strip() for line in lines]
+    for line in random.sample(lines, min(NUM_QUESTIONS, len(lines))):
+        text = line.text.strip()
         others = set(random.sample(pool, min(30, len(pool)))) - {text}
-        nearest = sorted(others, key=lambda other: (abs(len(other) - len(text)), other))[
-            : NUM_CHOICES - 1
-        ]
-        choices = [right.replace(text, other) for other in nearest]
+        # the nearest lengths first, then by alphabet
+        ranked = sorted((abs(len(other) - len(text)), other) for other in others)
+        choices = [line.text.replace(text, other) for _, other in ranked[: NUM_CHOICES - 1]]
         gold = random.randrange(len(choices) + 1)
-        choices.insert(gold, right)
-        query = "\n".join(lines[place - CONTEXT_LINES : place])[-CONTEXT_CHARACTERS:] + "\n"
+        choices.insert(gold, line.text)
+        query = line.before[-CONTEXT_CHARACTERS:] + "\n"
         yield {"query": query, "choices": choices, "gold": gold, "delimiter": ""}
+
+
+class _Line(NamedTuple):
+    """A line of a file, and the lines before it."""
+
+    before: str
+    text: str
+
+
+def _candidate_lines(texts: Sequence[str]) -> list[_Line]:
+    """Lines of some length with enough lines before them."""
+    candidates = []
+    for text in texts:
+        lines = text.splitlines()
+        for number in range(CONTEXT_LINES, len(lines)):
+            if 12 <= len(lines[number].strip()) <= 60:
+                before = "\n".join(lines[number - CONTEXT_LINES : number])
+                candidates.append(_Line(before, lines[number].rstrip()))
+    return candidates
 
 
 def user_cache(kind: str) -> Path:
@@ -195,9 +215,7 @@ def user_cache(kind: str) -> Path:
 
 
 def fetch(cached: Path, target: Path) -> bool:
-    """Copy a cached folder into an existing one; whether all of it was there. A partial copy may be
-    left.
-    """
+    """Copy a cached folder into an existing one; False, perhaps with a partial copy, on failure."""
     try:
         shutil.copytree(cached, target, dirs_exist_ok=True)
     except OSError:  # shutil.Error too

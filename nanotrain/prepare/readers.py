@@ -11,9 +11,9 @@ from nanotrain.prepare.inputs import Limits, load_rows, open_input
 from nanotrain.untrusted import parse_json
 
 _ROWS_PER_READ = 256
-_SKIPPED_BYTES = 1 << 16  # at a time
-_BLANK_LINES = 1_000_000  # in a row
-_PARQUET_ROWS = 8  # at a time: a dictionary may hold one long text for all of them
+_SKIPPED_BYTES = 1 << 16  # bytes skipped at a time
+_BLANK_LINES = 1_000_000  # blank lines in a row, at most
+_PARQUET_ROWS = 8  # rows read at a time: a dictionary may hold one long text for all of them
 KINDS = {
     int: "a number",
     float: "a number",
@@ -24,18 +24,18 @@ KINDS = {
 
 
 class DocumentReader:
-    """Reads the documents of chunks from a column of their rows; keeps a dataset of rows open
-    between its chunks.
-    """
+    """Reads the documents of chunks from a column of their rows; keeps datasets of rows open."""
 
     def __init__(self, column: str, limits: Limits | None = None, *, is_chat: bool = False) -> None:
-        self.column, self.limits = column, limits or Limits()
+        self.column = column
+        self.limits = limits or Limits()
         self.pick = pick_messages if is_chat else pick_text
-        self.rows = cache(load_rows)  # of a dataset, loaded on first use
+        self.rows = cache(load_rows)  # loads a dataset on first use
 
     def read(self, chunk: InputChunk) -> Iterator[str]:
-        """The documents of a chunk, in order, without empty ones; lone surrogates become question
-        marks.
+        """The documents of a chunk, in order, without empty ones.
+
+        Lone surrogates become question marks.
 
         Raises:
             DataError: unreadable text, broken JSON, no such column, or more than the limits.
@@ -53,8 +53,9 @@ def pick_text(
 
     Args:
         row: column name -> value.
+        column: name of the column with the text.
         source: file or dataset of the row, for the error.
-        columns: all columns, if the row holds only that of the text.
+        columns: all columns, if the row holds only the one with the text.
 
     Raises:
         DataError: no such column, or no text in it.
@@ -72,10 +73,15 @@ def pick_text(
     if not isinstance(text, str):
         raise DataError(
             f"{source} holds no text in column {column}",
-            why=f"it holds {KINDS.get(type(text), type(text).__name__)}; the columns are {names}",
+            why=f"it holds {_kind(text)}; the columns are {names}",
             fix="name a column of strings with --text-column",
         )
     return text
+
+
+def _kind(value: Any) -> str:
+    """What a value is, for the error."""
+    return KINDS.get(type(value), type(value).__name__)
 
 
 def pick_messages(
@@ -83,22 +89,21 @@ def pick_messages(
 ) -> str:
     """Get the messages of a row as JSON; empty for null. Arguments and errors as for `pick_text`."""
     messages = row.get(column)
-    return (
-        as_text(messages)
-        if isinstance(messages, list)
-        else pick_text(row, column, source=source, columns=columns)
-    )
+    if isinstance(messages, list):
+        return as_text(messages)
+    return pick_text(row, column, source=source, columns=columns)
 
 
 def _read_text(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
+    limits = reader.limits
     for file in chunk.files:
-        limits, most = reader.limits, reader.limits.of_file(file)
+        most = limits.of_file(file)
         with open_input(file) as stream:
             data = stream.read(min(limits.document_bytes, most) + 1)
         limits.check_file(file, len(data), most=most)
         limits.check_document(file, len(data))
         try:
-            # the mark that some editors write before the text
+            # without the mark that some editors write before the text
             yield data.decode("utf-8").removeprefix("\ufeff")
         except UnicodeDecodeError as error:
             why = f"byte {error.start} is {data[error.start]:#04x}"
@@ -106,8 +111,10 @@ def _read_text(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
 
 
 def _read_lines(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
-    file, limits = chunk.files[0], reader.limits
-    most, blank_lines = limits.of_file(file), 0
+    file = chunk.files[0]
+    limits = reader.limits
+    most = limits.of_file(file)
+    num_blank = 0
     with open_input(file) as stream:
         if chunk.start:
             # A line belongs to the chunk it starts in: skip to the first newline from the byte
@@ -121,22 +128,25 @@ def _read_lines(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
             limits.check_document(file, len(line))
             if not line:
                 return
-            is_blank = not line.strip()
-            blank_lines = blank_lines + 1 if is_blank else 0
-            if blank_lines > _BLANK_LINES:
-                why, fix = "they take the time of documents and hold none", "remove them"
+            if line.strip():
+                num_blank = 0
+                yield _read_line(line, reader, file=file, begin=begin)
+                continue
+            num_blank += 1
+            if num_blank > _BLANK_LINES:
                 raise DataError(
-                    f"{file} has more than {_BLANK_LINES:,} blank lines in a row", why=why, fix=fix
+                    f"{file} has more than {_BLANK_LINES:,} blank lines in a row",
+                    why="they take the time of documents and hold none",
+                    fix="remove them",
                 )
-            if not is_blank:
-                yield _text_of_line(line, reader, file=file, begin=begin)
 
 
-def _text_of_line(line: bytes, reader: DocumentReader, *, file: str, begin: int) -> str:
+def _read_line(line: bytes, reader: DocumentReader, *, file: str, begin: int) -> str:
+    """The text of a line that begins at a byte of a file."""
     try:
         row = parse_json(line, allow_nan=True)
         if not isinstance(row, dict):
-            raise ValueError(f"it is {KINDS.get(type(row), type(row).__name__)}")
+            raise ValueError(f"it is {_kind(row)}")
     except ValueError as error:
         raise DataError(
             f"{file} line {_line_number(file, begin)} is no JSON object",
@@ -151,16 +161,18 @@ def _text_of_line(line: bytes, reader: DocumentReader, *, file: str, begin: int)
 def _read_parquet(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     import pyarrow.parquet
 
-    column, source = reader.column, chunk.files[0]
+    column = reader.column
+    source = chunk.files[0]
     with open_input(source) as stream:
         file = pyarrow.parquet.ParquetFile(stream)
         names = file.schema_arrow.names
         if column not in names:
             reader.pick(dict.fromkeys(names), column, source=source)
         groups = range(chunk.start, chunk.stop)
-        most, total = reader.limits.of_file(source), 0
+        most = reader.limits.of_file(source)
         stored = sum(file.metadata.row_group(group).total_byte_size for group in groups)
         reader.limits.check_file(source, stored, most=most)
+        total = 0
         for batch in file.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=[column]):
             for value in batch.column(0):
                 text = reader.pick({column: value.as_py()}, column, source=source, columns=names)
@@ -171,15 +183,16 @@ def _read_parquet(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
 
 def _read_rows(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     assert chunk.dataset is not None, "a chunk of rows has a dataset"
-    rows, column = reader.rows(chunk.dataset), reader.column
+    rows = reader.rows(chunk.dataset)
+    column = reader.column
+    names = rows.column_names
     source = chunk.files[0] if chunk.files else chunk.dataset.name
-    if column not in rows.column_names:
-        reader.pick(dict.fromkeys(rows.column_names), column, source=source)
-    for batch in (
-        rows.select(range(chunk.start, chunk.stop)).select_columns([column]).iter(_ROWS_PER_READ)
-    ):
+    if column not in names:
+        reader.pick(dict.fromkeys(names), column, source=source)
+    selected = rows.select(range(chunk.start, chunk.stop)).select_columns([column])
+    for batch in selected.iter(_ROWS_PER_READ):
         for text in batch[column]:
-            yield reader.pick({column: text}, column, source=source, columns=rows.column_names)
+            yield reader.pick({column: text}, column, source=source, columns=names)
 
 
 def _read_texts(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
@@ -196,9 +209,12 @@ READERS: dict[str, Callable[[DocumentReader, InputChunk], Iterator[str]]] = {
 
 
 def _line_number(file: str, begin: int) -> int:
-    newlines, left = 0, begin
+    """The number of the line that begins at a byte of a file."""
+    num_newlines = 0
+    left = begin
     with open_input(file) as stream:
         while left:
             data = stream.read(min(left, 1 << 24))
-            newlines, left = newlines + data.count(b"\n"), left - len(data)
-    return newlines + 1
+            num_newlines += data.count(b"\n")
+            left -= len(data)
+    return num_newlines + 1

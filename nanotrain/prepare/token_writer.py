@@ -29,15 +29,14 @@ _COPY_BYTES = 1 << 22
 
 
 class TokenWriter(AbstractContextManager["TokenWriter"]):
-    """Writes the pair `prefix`.bin and .idx, as a context manager; after an exception inside, the
-    older pair is left.
+    """Writes the pair `prefix`.bin and .idx; an exception in the block leaves the older pair.
 
     Args:
         prefix: path of the pair without `.bin` and `.idx`; an existing pair is replaced.
         dtype: dtype of the tokens.
         scratch: folder of the temporary files, on the same file system; a killed writer leaves them
             there. None for the folder of the pair.
-        has_mask: whether a loss mask is written beside the tokens, `prefix`.mask.
+        has_mask: whether a loss mask is written with the tokens, `prefix`.mask.
     """
 
     def __init__(
@@ -50,28 +49,36 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
     ) -> None:
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype)
-        folder, token = scratch or self.prefix.parent, secrets.token_hex(4)
-        self._partials = [
-            folder / f".{self.prefix.name}.{suffix}.{token}.partial"
-            for suffix in ("bin", "idx", "mask")
-        ]
+        folder = scratch or self.prefix.parent
+        token = secrets.token_hex(4)
+
+        def partial(suffix: str) -> Path:
+            return folder / f".{self.prefix.name}.{suffix}.{token}.partial"
+
+        self._partial_tokens = partial("bin")
+        self._partial_index = partial("idx")
+        self._partial_mask = partial("mask")
         self._lengths: list[np.ndarray] = []
-        self.num_documents = self.num_tokens = 0  # written so far
-        self.sums = BlockSums()  # of the tokens written so far
-        self._file = self._partials[0].open("xb")
-        self._mask = self._partials[2].open("xb") if has_mask else None
+        # documents, tokens and checksums written so far
+        self.num_documents = 0
+        self.num_tokens = 0
+        self.sums = BlockSums()
+        self._file = self._partial_tokens.open("xb")
+        self._mask = self._partial_mask.open("xb") if has_mask else None
         self._is_complete = False
 
     def add_documents(
         self, documents: Sequence[Sequence[int]], masks: Sequence[np.ndarray] = ()
     ) -> None:
-        """Append documents as token ids, each with its end-of-document token; with a mask also
-        [tokens] uint8 each.
+        """Append documents.
+
+        Args:
+            documents: token ids, with the end-of-document token.
+            masks: [tokens] uint8 per document, if a loss mask is written.
         """
         lengths = np.fromiter(map(len, documents), dtype="<i4", count=len(documents))
-        self._write(
-            np.fromiter(chain.from_iterable(documents), dtype=self.dtype, count=lengths.sum()).data
-        )
+        ids = chain.from_iterable(documents)
+        self._write(np.fromiter(ids, dtype=self.dtype, count=lengths.sum()).data)
         self._add_lengths(lengths)
         if self._mask is not None:
             assert list(map(len, masks)) == lengths.tolist(), (
@@ -87,8 +94,8 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
             index.seek(HEADER.size)
             self._add_lengths(np.fromfile(index, dtype="<i4", count=header.num_sequences))
         with bin_path(prefix).open("rb") as tokens:
-            while some := tokens.read(_COPY_BYTES):
-                self._write(some)
+            while data := tokens.read(_COPY_BYTES):
+                self._write(data)
         if self._mask is not None:
             with mask_path(prefix).open("rb") as mask:
                 shutil.copyfileobj(mask, self._mask, _COPY_BYTES)
@@ -103,45 +110,55 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         self.num_tokens += int(lengths.sum(dtype=np.int64))
 
     def complete(self) -> None:
-        """Write the index and sync both files to disk, still under their temporary names; nothing
-        may be added then.
+        """Write the index and sync all files, still under their temporary names.
+
+        Nothing may be added afterwards.
         """
-        if not self._is_complete:
-            _sync(self._file)
-            if self._mask is not None:
-                _sync(self._mask)
-            with self._partials[1].open("xb") as file:
-                self._write_index(file)
-                _sync(file)
+        if self._is_complete:
+            return
+        _sync(self._file)
+        if self._mask is not None:
+            _sync(self._mask)
+        with self._partial_index.open("xb") as file:
+            self._write_index(file)
+            _sync(file)
         self._is_complete = True
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        tokens, index, mask = self._partials
         try:
-            if kind is not None:
-                return
-            self.complete()
-            # an index never stands beside the tokens of another
-            idx_path(self.prefix).unlink(missing_ok=True)
-            mask_path(self.prefix).unlink(missing_ok=True)
-            os.replace(tokens, bin_path(self.prefix))
-            if self._mask is not None:
-                os.replace(mask, mask_path(self.prefix))
-            os.replace(index, idx_path(self.prefix))
-        finally:  # on a full disk even closing fails, as it writes what is buffered
-            for file in (self._file, self._mask):
-                with suppress(OSError, AttributeError):
-                    file.close()  # type: ignore[union-attr]
-            for partial in self._partials:
-                partial.unlink(missing_ok=True)
+            if kind is None:
+                self.complete()
+                self._rename()
+        finally:
+            self._close()
+
+    def _rename(self) -> None:
+        """Give the files their names, the index last: it never stands with other tokens."""
+        idx_path(self.prefix).unlink(missing_ok=True)
+        mask_path(self.prefix).unlink(missing_ok=True)
+        os.replace(self._partial_tokens, bin_path(self.prefix))
+        if self._mask is not None:
+            os.replace(self._partial_mask, mask_path(self.prefix))
+        os.replace(self._partial_index, idx_path(self.prefix))
+
+    def _close(self) -> None:
+        """Close the files, and remove temporary ones that are left."""
+        for file in (self._file, self._mask):
+            if file is not None:
+                with suppress(OSError):  # a full disk: closing writes what is buffered
+                    file.close()
+        for partial in (self._partial_tokens, self._partial_index, self._partial_mask):
+            partial.unlink(missing_ok=True)
 
     def _write_index(self, file: BinaryIO) -> None:
         lengths = np.concatenate([np.empty(0, dtype="<i4"), *self._lengths])
-        file.write(IndexHeader(self.dtype, len(lengths), len(lengths) + 1).pack())
-        file.write(lengths.data)
+        count = len(lengths)
         ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
-        file.write(np.concatenate([np.zeros(1, dtype="<i8"), ends[:-1]])[: len(lengths)].data)
-        file.write(np.arange(len(lengths) + 1, dtype="<i8").data)
+        pointers = np.concatenate([np.zeros(1, dtype="<i8"), ends[:-1]])[:count]
+        file.write(IndexHeader(self.dtype, count, count + 1).pack())
+        file.write(lengths.data)
+        file.write(pointers.data)
+        file.write(np.arange(count + 1, dtype="<i8").data)
 
 
 def _sync(file: BinaryIO) -> None:
