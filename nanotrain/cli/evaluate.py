@@ -176,7 +176,7 @@ def evaluate_on_rank(args: Namespace, loaded: Loaded) -> int:
     """Evaluate on a corpus or on tasks of files, on all ranks."""
     with importing_torch():
         from nanotrain.comm.parallel_context import Launch, ParallelContext
-        from nanotrain.data.corpus_info import require_tokenizer_of
+        from nanotrain.data.same_tokenizer import require_tokenizer_of
         from nanotrain.data.tokenizer import load_tokenizer
         from nanotrain.inference.checkpoint import open_model, tokenizer_name
         from nanotrain.plan.plan import plan_run

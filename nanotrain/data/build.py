@@ -23,13 +23,14 @@ from nanotrain.config.config import DataConfig
 from nanotrain.config.notation import read_named, read_stages, stage_bounds
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset, StageBlend
-from nanotrain.data.corpus_info import recorded_tokenizer, require_same_tokenizer
+from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import WeightedPrefix, parse_data_path, split_documents
 from nanotrain.data.fim import FillInTheMiddle
 from nanotrain.data.gpt import GPTDataset, SyntheticDataset
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.packing import PackedDataset
 from nanotrain.data.remote import ChunkCache
+from nanotrain.data.same_tokenizer import require_same_tokenizer
 from nanotrain.errors import ConfigError, DataError, ErrorCollector
 from nanotrain.quantities import count_of
 from nanotrain.untrusted import (

@@ -1,9 +1,16 @@
-"""Fixed-length samples from a token stream: `GPTDataset`, `AllWindows` for evaluation,
-`SyntheticDataset`.
+"""Fixed-length samples from a token stream.
 
-    sample index --(divmod by samples_per_epoch)--> epoch, position position --(keyed permutation of
-    the epoch, or unchanged)--> window i window i --> tokens [start + i*S, start + i*S + S + 1) of
-    the corpus; the last one is only a label
+    GPTDataset         the samples of training
+    AllWindows         the windows in file order, for evaluation
+    SyntheticDataset   random tokens
+    permuted           one element of a random permutation
+
+How a sample index becomes tokens:
+
+    sample index --(divmod by samples_per_epoch)--> epoch, position
+    position     --(keyed permutation of the epoch, or unchanged)--> window i
+    window i     --> tokens [start + i*S, start + i*S + S + 1) of the corpus; the last one is only a
+                     label
 
 A window crosses document boundaries. The `.idx` stores them, so no tokenizer is needed: the
 end-of-document token (E) is the last token of its document, as `nanotrain prepare` and Megatron-LM
@@ -12,7 +19,7 @@ write it.
     stream        a  a  a  E  b  b  E  c  c
     position_ids  0  1  2  3  0  1  2  0  1     reset_position_ids
     segment_ids   0  0  0  0  1  1  1  2  2     reset_attention_mask
-    loss_mask     1  1  1  0  1  1  0  1  1     eod_mask_loss: the next document cannot be predicted from E
+    loss_mask     1  1  1  0  1  1  0  1  1     eod_mask_loss: E does not predict what follows
 """
 
 import hashlib
@@ -38,7 +45,7 @@ class Part(NamedTuple):
     document: int  # index in the corpus
     start: int  # stream offset of the first token
     stop: int  # stream offset after the last token
-    place: int  # of the first token in the S + 1 tokens of the sample
+    place: int  # position of the first token in the S + 1 tokens of the sample
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class GPTDataset:
     vocab_size: int  # token ids must be in [0, vocab_size)
     seed: int = 0  # key of the shuffle of every epoch
     excluded: frozenset[int] = frozenset()  # documents that are not read
-    # made to every sample, in order
+    # changes to every sample, in order
     changes: tuple[Callable[["GPTDataset", int, Sample], Sample], ...] = ()
 
     @property
@@ -84,80 +91,82 @@ class GPTDataset:
         return window
 
     def index_of(self, window: int, epoch: int) -> int:
-        """The index of the sample that is a window of the split, in an epoch; the inverse of
-        `window`.
-        """
+        """The index of the sample that is a window in an epoch; the inverse of `window`."""
+        size = self.samples_per_epoch
         if self.config.shuffle:
-            window = permuted(
-                window, self.samples_per_epoch, seed=self.seed, epoch=epoch, inverse=True
-            )
-        return epoch * self.samples_per_epoch + window
+            window = permuted(window, size, seed=self.seed, epoch=epoch, inverse=True)
+        return epoch * size + window
 
     def parts(self, index: int) -> Iterator[Part]:
         """The parts of documents in the S + 1 tokens of a sample, in order."""
         first = self.start + self.window(index) * self.config.seq_length
-        for document, start, stop in self.corpus.documents_in(
-            first, first + self.config.seq_length + 1
-        ):
+        last = first + self.config.seq_length + 1
+        for document, start, stop in self.corpus.documents_in(first, last):
             yield Part(document, start, stop, start - first)
 
     def windows_with(self, document: int) -> Sequence[int]:
         """The windows whose first S tokens hold a token of a document."""
-        start, stop = self.corpus.document_start(document), self.corpus.document_start(document + 1)
+        start = self.corpus.document_start(document)
+        stop = self.corpus.document_start(document + 1)
+        if start == stop:
+            return range(0)
         first = max(0, start - self.start) // self.config.seq_length
         last = (min(stop, self.stop) - 1 - self.start) // self.config.seq_length
-        return range(first, min(last + 1, self.samples_per_epoch)) if start < stop else range(0)
+        return range(first, min(last + 1, self.samples_per_epoch))
 
     def num_tokens(self, before: int, after: int) -> int:
         """Tokens in the first S tokens of samples [before, after)."""
         return (after - before) * self.config.seq_length
 
     def _without_excluded(self, sample: Sample, index: int) -> Sample:
-        """A sample whose excluded documents are masked, their tokens replaced by the last one:
-        end-of-document.
-        """
-        ids, loss_mask = np.append(sample.tokens, sample.labels[-1]), sample.loss_mask.copy()
+        """A sample with excluded documents masked, their tokens replaced by end-of-document."""
+        ids = np.append(sample.tokens, sample.labels[-1])
+        loss_mask = sample.loss_mask.copy()
         for part in self.parts(index):
             if part.document in self.excluded:
-                end, after = (
-                    self.corpus.document_start(part.document + 1),
-                    part.place + part.stop - part.start,
-                )
+                end = self.corpus.document_start(part.document + 1)
+                after = part.place + part.stop - part.start
                 ids[part.place : after] = self.corpus.read(end - 1, end)[0]
                 loss_mask[max(0, part.place - 1) : after - 1] = 0.0
         return replace(sample, tokens=ids[:-1], labels=ids[1:], loss_mask=loss_mask)
 
     def _sample(self, ids: np.ndarray, first: int) -> Sample:
-        """A sample of S + 1 tokens from `first` of the stream on, with the masks and positions of
-        its documents.
+        """A sample of S + 1 tokens of the stream, with the masks and positions of its documents.
 
         A document that started before the window counts from the window's start, as in Megatron-LM,
         so positions stay below S.
+
+        Args:
+            ids: the tokens.
+            first: stream offset of the first one.
         """
-        config, seq_length = self.config, self.config.seq_length
+        config = self.config
+        seq_length = config.seq_length
+        last = min(first + seq_length + 1, self.stop)
         starts = np.zeros(0, dtype=np.int64)  # positions in (0, S] at which documents start
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
-            starts = (
-                self.corpus.document_starts(first + 1, min(first + seq_length + 1, self.stop))
-                - first
-            )
+            starts = self.corpus.document_starts(first + 1, last) - first
         loss_mask = np.ones(seq_length, dtype=np.float32)
         if self.corpus.mask_file is not None:
-            targets = self.corpus.read_mask(first + 1, min(first + seq_length + 1, self.stop))
+            targets = self.corpus.read_mask(first + 1, last)
             loss_mask[: len(targets)] = targets
         if config.eod_mask_loss:
             loss_mask[starts - 1] = 0.0
         positions = np.arange(seq_length)
-        # documents that have started in the window
+        # number of documents that have started in the window
         segments = np.searchsorted(starts, positions, side="right")
+        position_ids = None
+        if config.reset_position_ids:
+            position_ids = positions - np.append(0, starts)[segments]
+        segment_ids = None
+        if config.reset_attention_mask:
+            segment_ids = segments.astype(np.int32)
         return Sample(
             ids[:-1],
             ids[1:],
             loss_mask=loss_mask,
-            position_ids=positions - np.append(0, starts)[segments]
-            if config.reset_position_ids
-            else None,
-            segment_ids=segments.astype(np.int32) if config.reset_attention_mask else None,
+            position_ids=position_ids,
+            segment_ids=segment_ids,
         )
 
     def _read(self, first: int, last: int) -> np.ndarray:
@@ -165,22 +174,26 @@ class GPTDataset:
         ids = self.corpus.read(first, last).astype(np.int64)
         wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         if wrong.size:
+            token = ids[wrong[0]]
+            position = first + wrong[0]
             raise DataError(
-                f"token id {ids[wrong[0]]} at position {first + wrong[0]} of {self.corpus.bin_file}",
+                f"token id {token} at position {position} of {self.corpus.bin_file}",
                 why=f"the model's vocabulary has ids 0 to {self.vocab_size - 1}",
-                fix="set --vocab-size to the tokenizer's, or prepare the corpus with the model's tokenizer",
+                fix=(
+                    "set --vocab-size to the tokenizer's, "
+                    "or prepare the corpus with the model's tokenizer"
+                ),
             )
         return ids
 
 
 class AllWindows(GPTDataset):
-    """The windows of tokens [start, stop) of a corpus in file order: every token but the first is
-    predicted once.
+    """The windows of tokens [start, stop) in file order: every token but the first is predicted once.
 
         tokens     t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9           S = 4
-        labels     t1 t2 t3 t4 | t5 t6 t7 t8 | t9 .. .. ..     the last window is padded, its padding masked
+        labels     t1 t2 t3 t4 | t5 t6 t7 t8 | t9 .. .. ..
 
-    An index after the last window is a fully masked sample: a global batch may pass the end.
+    The last window is padded, and its padding masked. An index after the last window is a fully masked sample: a global batch may pass the end.
     """
 
     @property
@@ -204,8 +217,7 @@ class AllWindows(GPTDataset):
 
 
 def permuted(index: int, size: int, *, seed: int, epoch: int, inverse: bool = False) -> int:
-    """Element `index` of a random permutation of [0, size), one per seed and epoch; computed, not
-    stored.
+    """Element `index` of a random permutation of [0, size), one per seed and epoch; not stored.
 
     With `inverse` the index at which the permutation has the element `index`.
 
@@ -219,8 +231,8 @@ def permuted(index: int, size: int, *, seed: int, epoch: int, inverse: bool = Fa
 
     >>> sorted(permuted(index, 5, seed=1, epoch=0) for index in range(5))
     [0, 1, 2, 3, 4]
-    >>> [permuted(permuted(index, 5, seed=1, epoch=0), 5, seed=1, epoch=0, inverse=True) for index in range(5)]
-    [0, 1, 2, 3, 4]
+    >>> permuted(permuted(3, 5, seed=1, epoch=0), 5, seed=1, epoch=0, inverse=True)
+    3
     """
     assert 0 <= index < size, f"index {index} is outside [0, {size}): the loop might not end"
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)

@@ -36,11 +36,11 @@ from nanotrain.errors import DataError
 from nanotrain.quantities import count_of
 
 # Up to _CHECK_ALL sequences every pointer is checked on opening (12 MB to read). Above, _CHECK_SOME
-# evenly spread ones are checked, and those of each window when it is read.
+# evenly spread ones are checked, and the pointers of a window when it is read.
 _CHECK_ALL = 1_000_000
 _CHECK_SOME = 4096
 _AGAIN = "copy or prepare the corpus again"
-_SHOWN = 4  # pairs that are named where one is missing
+_SHOWN = 4  # number of pairs that are named where one is missing
 
 
 class IndexedTokens:
@@ -55,12 +55,15 @@ class IndexedTokens:
     """
 
     def __init__(self, prefix: Path | str, cache: ChunkCache | None = None) -> None:
-        self.prefix, self.cache = prefix if isinstance(prefix, Path) else Path(prefix), cache
+        self.prefix = prefix if isinstance(prefix, Path) else Path(prefix)
+        self.cache = cache
         self.bin_file = bin_path(self.prefix)
-        tokens, index = (open_file(path, cache) for path in (self.bin_file, idx_path(self.prefix)))
+        tokens = open_file(self.bin_file, cache)
+        index = open_file(idx_path(self.prefix), cache)
         if tokens is None or index is None:
             raise _missing_pair(self.prefix)
-        self._tokens, idx_file = tokens, index.local
+        self._tokens = tokens
+        idx_file = index.local
         header = read_header(idx_file, index.path)
         self.dtype = header.dtype
         self.num_sequences = header.num_sequences
@@ -113,23 +116,20 @@ class IndexedTokens:
         return self._sequence_start(int(self._documents[document]))
 
     def documents_in(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The documents with tokens in [start, stop) of the stream: index, and the part of the
-        range that they have.
-        """
+        """The documents with tokens in [start, stop) of the stream: (index, start, stop) each."""
         document = bisect_right(range(self.num_documents), start, key=self.document_start) - 1
         while start < stop:
             end = min(stop, self.document_start(document + 1))
             if start < end:  # not an empty document
                 yield document, start, end
-            start, document = max(start, end), document + 1
+            start = max(start, end)
+            document += 1
 
     def byte_of(self, position: int) -> int:
         """The offset in the .bin of a token of the stream."""
         sequence = bisect_right(range(self.num_sequences), position, key=self._sequence_start) - 1
-        return (
-            int(self._pointers[sequence])
-            + (position - self._sequence_start(sequence)) * self.dtype.itemsize
-        )
+        offset = position - self._sequence_start(sequence)
+        return int(self._pointers[sequence]) + offset * self.dtype.itemsize
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Stream offsets in [start, stop) at which documents begin, ascending, int64."""
@@ -137,9 +137,8 @@ class IndexedTokens:
         first = bisect_left(documents, start, key=self.document_start)
         last = bisect_left(documents, stop, lo=first, key=self.document_start)
         self._check_order(np.arange(max(0, first - 1), min(last + 1, self.num_documents)))
-        return np.unique([self.document_start(document) for document in range(first, last)]).astype(
-            np.int64
-        )
+        starts = [self.document_start(document) for document in range(first, last)]
+        return np.unique(starts).astype(np.int64)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream, in the file's dtype.
@@ -149,9 +148,8 @@ class IndexedTokens:
                 that are not contiguous.
         """
         if not 0 <= start < stop <= self.num_tokens:
-            what = f"tokens [{start}, {stop}) of {self.prefix} cannot be read"
             raise DataError(
-                what,
+                f"tokens [{start}, {stop}) of {self.prefix} cannot be read",
                 why=f"the corpus has tokens [0, {self.num_tokens})",
                 fix="read a range inside it",
             )
@@ -162,19 +160,17 @@ class IndexedTokens:
             return self._pread(start * self.dtype.itemsize, stop - start)
         parts = []
         for sequence in range(first, last):
-            begins = self._sequence_start(sequence)
-            skipped = max(0, start - begins)
-            count = min(stop, begins + int(self._lengths[sequence])) - begins - skipped
+            sequence_start = self._sequence_start(sequence)
+            sequence_stop = sequence_start + int(self._lengths[sequence])
+            skipped = max(0, start - sequence_start)
+            count = min(stop, sequence_stop) - sequence_start - skipped
             if count > 0:
-                parts.append(
-                    self._pread(
-                        int(self._pointers[sequence]) + skipped * self.dtype.itemsize, count
-                    )
-                )
+                offset = int(self._pointers[sequence]) + skipped * self.dtype.itemsize
+                parts.append(self._pread(offset, count))
         return np.concatenate(parts)
 
     def read_mask(self, start: int, stop: int) -> np.ndarray:
-        """[stop - start] uint8, whether tokens of the stream are targets; ones without a loss mask."""
+        """[stop - start] uint8, whether tokens are targets; ones without a loss mask."""
         if self.mask_file is None:
             return np.ones(stop - start, dtype=np.uint8)
         return np.frombuffer(self.mask_file.read(start, stop), dtype=np.uint8)
@@ -202,10 +198,8 @@ class IndexedTokens:
         return self._are_adjacent(checked) and bool(np.all(np.diff(self._pointers[checked]) >= 0))
 
     def _are_adjacent(self, sequences: np.ndarray) -> bool:
-        ends = (
-            self._pointers[sequences]
-            + self._lengths[sequences].astype(np.int64) * self.dtype.itemsize
-        )
+        num_bytes = self._lengths[sequences].astype(np.int64) * self.dtype.itemsize
+        ends = self._pointers[sequences] + num_bytes
         return bool(np.array_equal(self._pointers[sequences + 1], ends))
 
     def _pread(self, offset: int, count: int) -> np.ndarray:
@@ -215,8 +209,14 @@ class IndexedTokens:
             document, *_ = next(self.documents_in(offset // self.dtype.itemsize, self.num_tokens))
             raise DataError(
                 f"{self.bin_file} is not as it was written",
-                why=f"its block from byte {damaged:,} on differs from its checksum; document {document} is read there",
-                fix=f"copy or prepare the corpus again; `nanotrain prepare --verify {self.prefix}` checks all blocks",
+                why=(
+                    f"its block from byte {damaged:,} on differs from its checksum; "
+                    f"document {document} is read there"
+                ),
+                fix=(
+                    "copy or prepare the corpus again; "
+                    f"`nanotrain prepare --verify {self.prefix}` checks all blocks"
+                ),
             )
         data = self._tokens.read(offset, offset + num_bytes)
         if len(data) < num_bytes:
@@ -228,11 +228,16 @@ class IndexedTokens:
         return np.frombuffer(data, dtype=self.dtype)
 
     def _check_documents(self) -> None:
-        ends = [int(self._documents[i]) for i in (0, -1)] if len(self._documents) > 1 else []
+        ends: list[int] = []
+        if len(self._documents) > 1:
+            ends = [int(self._documents[0]), int(self._documents[-1])]
         if ends != [0, self.num_sequences]:
             raise self._damaged(
                 f"its document indices run over {ends or 'nothing'}",
-                why=f"they must begin with 0 and end with the number of sequences, {self.num_sequences}",
+                why=(
+                    "they must begin with 0 and end with the number of sequences, "
+                    f"{self.num_sequences}"
+                ),
             )
         self._check_order(_to_check(self.num_documents))
 
@@ -248,29 +253,37 @@ class IndexedTokens:
             )
 
     def _check_size(self) -> None:
+        """Check that sequences that are not contiguous cover the .bin."""
         if self._offsets is None:
             return
+        itemsize = self.dtype.itemsize
+        pointers = self._pointers
         lengths = self._lengths.astype(np.int64)
-        bad = (lengths < 0) | (self._pointers < 0) | (self._pointers % self.dtype.itemsize != 0)
+        bad = (lengths < 0) | (pointers < 0) | (pointers % itemsize != 0)
         if bad.any():
             sequence = int(bad.argmax())
+            length, pointer = lengths[sequence], pointers[sequence]
             raise self._damaged(
-                f"sequence {sequence} has length {lengths[sequence]} and pointer {self._pointers[sequence]}",
-                why=f"neither is negative, and pointers are multiples of {self.dtype.itemsize} bytes",
+                f"sequence {sequence} has length {length} and pointer {pointer}",
+                why=f"neither is negative, and pointers are multiples of {itemsize} bytes",
             )
-        needed = int(lengths.sum()) * self.dtype.itemsize
+        needed = int(lengths.sum()) * itemsize
         if needed != self._file_bytes:
+            sequences = count_of(self.num_sequences, "sequence")
             raise DataError(
                 f"{self.bin_file} has {self._file_bytes} bytes where its index asks for {needed}",
-                why=f"{count_of(self.num_sequences, 'sequence')} of {self.dtype.name} tokens; the copy is incomplete, "
-                "or the .idx belongs to another .bin",
+                why=(
+                    f"{sequences} of {self.dtype.name} tokens; the copy is incomplete, "
+                    "or the .idx belongs to another .bin"
+                ),
                 fix=_AGAIN,
             )
-        order = np.lexsort((lengths, self._pointers))  # as stored: sequences may lie in any order
-        starts = self._pointers[order]
-        ends = starts + lengths[order] * self.dtype.itemsize
-        if starts[0] != 0 or not np.array_equal(starts[1:], ends[:-1]):
-            sequence = int(order[(starts != np.concatenate(([0], ends[:-1]))).argmax()])
+        order = np.lexsort((lengths, pointers))  # as stored: sequences may lie in any order
+        starts = pointers[order]
+        ends = starts + lengths[order] * itemsize
+        expected = np.concatenate(([0], ends[:-1]))
+        if not np.array_equal(starts, expected):
+            sequence = int(order[(starts != expected).argmax()])
             what = f"its sequences overlap or leave gaps at sequence {sequence}"
             raise self._damaged(what, why="every token of the .bin belongs to one sequence")
 
@@ -278,7 +291,10 @@ class IndexedTokens:
         if not self._are_adjacent(np.arange(first, min(last, self.num_sequences - 1))):
             raise self._damaged(
                 f"its pointers are out of order near sequence {first}",
-                why="those checked on opening are contiguous, these are not, so offsets would be wrong",
+                why=(
+                    "those checked on opening are contiguous, these are not, "
+                    "so offsets would be wrong"
+                ),
             )
 
     def _damaged(self, what: str, *, why: str) -> DataError:
@@ -287,16 +303,13 @@ class IndexedTokens:
 
 def _to_check(number: int) -> np.ndarray:
     """The indices below `number` that are checked on opening: all, or evenly spread ones."""
-    return (
-        np.arange(number)
-        if number <= _CHECK_ALL
-        else np.linspace(0, number - 1, _CHECK_SOME).astype(np.int64)
-    )
+    if number <= _CHECK_ALL:
+        return np.arange(number)
+    return np.linspace(0, number - 1, _CHECK_SOME).astype(np.int64)
 
 
 def _missing_pair(prefix: Path) -> DataError:
-    """The error for a prefix of which the .bin, the .idx or both are missing: what the path is, and
-    the command to run.
+    """The error for a prefix without .bin or .idx: what the path is, and the command to run.
 
     --data-path story.txt       a text: prepare it
     --data-path folder          a folder: its pairs, or prepare the texts in it
@@ -305,26 +318,23 @@ def _missing_pair(prefix: Path) -> DataError:
     missing, other = sorted((idx_path(prefix), bin_path(prefix)), key=Path.is_file)
     is_folder = prefix.is_dir()
     folder = prefix if is_folder else prefix.parent
-    why, fix = (
-        f"{other.name} is missing too",
-        "check the path, or write the pair with `nanotrain prepare`",
-    )
+    pairs = []
+    if not other.is_file() and not prefix.is_file():
+        pairs = [str(path.with_suffix("")) for path in sorted(folder.glob("*.idx"))]
     if other.is_file():
-        why, fix = f"{other.name} is there", "check the path, or copy the missing file"
-    elif not prefix.is_file() and (
-        pairs := [str(path.with_suffix("")) for path in sorted(folder.glob("*.idx"))]
-    ):
-        why, fix = (
-            f"the folder {folder} has {', '.join(pairs[:_SHOWN])}",
-            f"write for example --data-path {pairs[0]}",
-        )
+        why = f"{other.name} is there"
+        fix = "check the path, or copy the missing file"
+    elif pairs:
+        why = f"the folder {folder} has {', '.join(pairs[:_SHOWN])}"
+        fix = f"write for example --data-path {pairs[0]}"
     elif prefix.exists():
         output = prefix.with_name(f"{prefix.name}-tokens") if is_folder else prefix.with_suffix("")
+        command = f"nanotrain prepare --input {prefix} --output {output} --tokenizer bpe:8192"
         why = f"{prefix} is a {'folder' if is_folder else 'file'}"
-        fix = (
-            f"make token files: nanotrain prepare --input {prefix} --output {output} --tokenizer bpe:8192, "
-            f"then train with --data-path {output}"
-        )
+        fix = f"make token files: {command}, then train with --data-path {output}"
+    else:
+        why = f"{other.name} is missing too"
+        fix = "check the path, or write the pair with `nanotrain prepare`"
     return DataError(
         f"{missing} does not exist",
         why=f"--data-path names prefixes of .bin/.idx pairs; {why}",

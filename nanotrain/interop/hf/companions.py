@@ -20,7 +20,7 @@ from typing import Any
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import value_of, with_values
-from nanotrain.data.corpus_info import is_same_tokenizer
+from nanotrain.data.same_tokenizer import is_same_tokenizer
 from nanotrain.data.tokenizer import (
     VOCABULARY_FILES,
     FastTokenizer,

@@ -24,8 +24,9 @@ from nanotrain.checkpoint.store import describe_not_finite, none_usable, step_of
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.schema import config_from_dict, to_dict, unnest
 from nanotrain.data.build import first_blend, require_same_corpora, uses_quickstart
-from nanotrain.data.corpus_info import is_same_tokenizer, recorded_tokenizer
+from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path
+from nanotrain.data.same_tokenizer import is_same_tokenizer
 from nanotrain.errors import NanotrainError
 from nanotrain.inference.checkpoint import OpenedCheckpoint, tokenizer_name
 from nanotrain.log import get_logger

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from nanotrain.data.corpus_info import is_same_tokenizer
+from nanotrain.data.same_tokenizer import is_same_tokenizer
 from nanotrain.inference import checkpoint as checkpoint_module
 from nanotrain.inference.checkpoint import export_checkpoint
 from nanotrain.interop.hf.companions import SPECIAL_TOKENS, Companions, fullest_tokenizer
