@@ -13,14 +13,17 @@ from dataclasses import dataclass
 
 import torch
 
-# The only CUDA compute capability with a grouped product of fp8 matrices with a scale per row
-# (torch 2.13).
-GROUPED_CAPABILITY = (9, 0)
+Capability = tuple[int, int]  # CUDA compute capability
+# The only one with a grouped product of fp8 matrices with a scale per row (torch 2.13).
+GROUPED_CAPABILITY: Capability = (9, 0)
 
 # Rows and elements of a row that share a scale; None is all of them.
 Block = tuple[int | None, int | None]
 PER_TENSOR: Block = (None, None)
 PER_ROW: Block = (1, None)
+BLOCK_1X32: Block = (1, 32)
+BLOCK_1X128: Block = (1, 128)
+BLOCK_128X128: Block = (128, 128)
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class Recipe:
     # not depend on the scale
     power_of_two: bool = False
     has_history: bool = False  # whether scales follow from the amaxes of earlier steps
-    capability: tuple[int, int] = (8, 9)  # the first CUDA compute capability with kernels
-    last_capability: tuple[int, int] | None = None  # the last one; None: no limit
+    capability: Capability = (8, 9)  # the first with kernels
+    last_capability: Capability | None = None  # the last one; None: no limit
     e4m3_only: bool = False  # whether torch lacks kernels for e5m2
 
     @property
@@ -67,13 +70,19 @@ RECIPES: dict[str, Recipe] = {
     "rowwise": Recipe(PER_ROW, PER_ROW, power_of_two=True),
     # DeepSeek-V3 (2024), section 3.3.2; torch has kernels for Hopper only
     "blockwise": Recipe(
-        block=(1, 128),
-        weight_block=(128, 128),
+        block=BLOCK_1X128,
+        weight_block=BLOCK_128X128,
         power_of_two=True,
         capability=(9, 0),
         last_capability=(9, 9),
         e4m3_only=True,
     ),
     # OCP Microscaling Formats 1.0: scales are e8m0
-    "mxfp8": Recipe((1, 32), (1, 32), power_of_two=True, capability=(10, 0), e4m3_only=True),
+    "mxfp8": Recipe(
+        block=BLOCK_1X32,
+        weight_block=BLOCK_1X32,
+        power_of_two=True,
+        capability=(10, 0),
+        e4m3_only=True,
+    ),
 }

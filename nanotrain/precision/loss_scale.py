@@ -58,7 +58,7 @@ class LossScale:
         if not self.is_dynamic:
             return
         overflowed = found_inf > 0
-        left = torch.where(overflowed, self._overflows_left - 1, self._overflows_left)
+        left = self._overflows_left - overflowed.long()
         clean = torch.where(overflowed, 0, self._clean_steps + 1)
         halves = overflowed & (left <= 0)
         doubles = clean == self._config.loss_scale_window

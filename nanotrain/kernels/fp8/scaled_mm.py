@@ -23,7 +23,14 @@ from torch import Tensor
 
 from nanotrain.kernels.fp8.quantize import Quantized
 from nanotrain.kernels.linear import add_cast
-from nanotrain.precision.fp8 import PER_ROW, PER_TENSOR, Block
+from nanotrain.precision.fp8 import (
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_128X128,
+    PER_ROW,
+    PER_TENSOR,
+    Block,
+)
 
 # torch's kernels take sizes that are multiples of this; M and K are padded here, K also to whole
 # blocks
@@ -105,21 +112,24 @@ def multiply_by_kernel(
     kernel_dtype = dtype if a.block == PER_TENSOR else torch.bfloat16
     functional: Any = F
     swizzle = functional.SwizzleType.NO_SWIZZLE
-    if a.block == (1, 32):
+    if a.block == BLOCK_1X32:
         swizzle = functional.SwizzleType.SWIZZLE_32_4_4
     layout_a = _LAYOUTS[a.block]
     layout_b = _LAYOUTS[b.block]
+    scaling_a = getattr(functional.ScalingType, layout_a.scaling_type)
+    scaling_b = getattr(functional.ScalingType, layout_b.scaling_type)
+    scales_a = layout_a.arrange(a.inverse_scales)
     scales_b = layout_b.arrange(b.inverse_scales)
     if b.block == PER_ROW:
         scales_b = scales_b.t()
     arguments = (
         _pad_k(a),
         _pad_k(b).t(),
-        [layout_a.arrange(a.inverse_scales)],
-        [getattr(functional.ScalingType, layout_a.scaling_type).value],
+        [scales_a],
+        [scaling_a.value],
         [swizzle.value],
         [scales_b],
-        [getattr(functional.ScalingType, layout_b.scaling_type).value],
+        [scaling_b.value],
         [swizzle.value],
         None,  # no bias
         kernel_dtype,
@@ -136,7 +146,8 @@ def swizzle_32_4_4(scales: Tensor) -> Tensor:
 
     Source: cuBLAS documentation, "1D block scaling factors layout".
     """
-    padded = F.pad(scales, (0, -scales.shape[1] % 4, 0, -scales.shape[0] % 128))
+    rows, columns = scales.shape
+    padded = F.pad(scales, (0, -columns % 4, 0, -rows % 128))
     tiles = padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).flatten()
 
@@ -171,9 +182,9 @@ class ScaleLayout(NamedTuple):
 _LAYOUTS: dict[Block, ScaleLayout] = {
     PER_TENSOR: ScaleLayout("TensorWise", lambda scales: scales.reshape(())),
     PER_ROW: ScaleLayout("RowWise", torch.Tensor.contiguous),
-    (1, 128): ScaleLayout("BlockWise1x128", _column_major),
-    (128, 128): ScaleLayout("BlockWise128x128", _transposed_tiles),
-    (1, 32): ScaleLayout("BlockWise1x32", _swizzle),
+    BLOCK_1X128: ScaleLayout("BlockWise1x128", _column_major),
+    BLOCK_128X128: ScaleLayout("BlockWise128x128", _transposed_tiles),
+    BLOCK_1X32: ScaleLayout("BlockWise1x32", _swizzle),
 }
 
 
@@ -227,11 +238,12 @@ def _multiply_tokens(a: Quantized, b: Quantized, *, offs: Tensor) -> Tensor:
         positions = torch.arange(num_tokens, device=offs.device, dtype=offs.dtype)
         expert_of_token = torch.searchsorted(offs, positions, right=True).clamp(max=experts - 1)
         scales_a = scales_a[expert_of_token]
+    matrices = b.values.unflatten(0, (experts, -1))
     return _grouped_mm(
         a.values,
-        b.values.unflatten(0, (experts, -1)).mT,
+        matrices.mT,
         scales_a=scales_a.flatten().contiguous(),
-        scales_b=b.inverse_scales.view(experts, -1).expand(experts, width).contiguous(),
+        scales_b=_expert_scales(b, experts=experts, width=width),
         offs=offs,
     )
 
@@ -248,10 +260,16 @@ def _sum_over_tokens(a: Quantized, b: Quantized, *, offs: Tensor) -> Tensor:
     return _grouped_mm(
         a.values,
         b.values.t(),
-        scales_a=a.inverse_scales.view(experts, -1).expand(experts, rows).flatten(),
-        scales_b=b.inverse_scales.view(experts, -1).expand(experts, columns).flatten(),
+        scales_a=_expert_scales(a, experts=experts, width=rows).flatten(),
+        scales_b=_expert_scales(b, experts=experts, width=columns).flatten(),
         offs=padded_counts.cumsum(0).int(),
     )
+
+
+def _expert_scales(matrix: Quantized, *, experts: int, width: int) -> Tensor:
+    """[E, width] scales, from one per expert or one per row of each expert."""
+    scales = matrix.inverse_scales.view(experts, -1)
+    return scales.expand(experts, width).contiguous()
 
 
 def _grouped_mm(

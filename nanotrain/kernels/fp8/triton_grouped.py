@@ -171,17 +171,21 @@ def write_grouped_mm(
     row_tiles = triton.cdiv(rows, TILE)
     num_tiles = experts * row_tiles if sums else row_tiles + experts
     grid = (num_tiles, triton.cdiv(columns, TILE))
+    factor_a = _factor(a, experts=experts, rows_per_expert=0, has_expert_scales=has_expert_scales)
+    factor_b = _factor(
+        b,
+        experts=experts,
+        rows_per_expert=0 if sums else columns,
+        has_expert_scales=has_expert_scales or not sums,
+    )
+    source = Source(a.values, rows, 0, (0, 0), offs, experts)
+    how = How(num_lanes(experts), unit=max(16, block), block=block)
     _multiply[grid](
-        _factor(a, experts=experts, rows_per_expert=0, has_expert_scales=has_expert_scales),
-        _factor(
-            b,
-            experts=experts,
-            rows_per_expert=0 if sums else columns,
-            has_expert_scales=has_expert_scales or not sums,
-        ),
+        factor_a,
+        factor_b,
         target,
-        Source(a.values, rows, 0, (0, 0), offs, experts),
-        How(num_lanes(experts), unit=max(16, block), block=block).constants(),
+        source,
+        how.constants(),
         sums=sums,
         adds=adds,
         num_warps=WARPS,

@@ -100,11 +100,9 @@ def _shift_chunks(rows: Tensor, group: Group, *, is_forward: bool) -> Tensor:
     step = 1 if is_forward else -1
     after = group.index + step
     before = group.index - step
-    started = start_send_recv(
-        _inside([Message(first, after), Message(second, before)], group),
-        _inside([Message(new_first, before), Message(new_second, after)], group),
-        group=group,
-    )
+    sends = [Message(first, after), Message(second, before)]
+    receives = [Message(new_first, before), Message(new_second, after)]
+    started = start_send_recv(_inside(sends, group), _inside(receives, group), group=group)
     is_last = group.index == group.size - 1  # it holds both chunks in the middle of the sequence
     if is_last and is_forward:
         new_second.copy_(first)

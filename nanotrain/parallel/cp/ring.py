@@ -211,15 +211,9 @@ class _Ring(torch.autograd.Function):
             work = start_ring_send_recv((key_grad, value_grad), ctx.group)
         assert work is not None, "a ring has at least the step with the local keys"
         key_grad, value_grad = work.wait()
-        return (
-            query_grad.transpose(1, 2).to(query.dtype),
-            key_grad.to(key.dtype),
-            value_grad.to(value.dtype),
-            sink_grad(sink, merged, grad=grad),
-            None,
-            None,
-            None,
-        )
+        query_grad = query_grad.transpose(1, 2).to(query.dtype)
+        gradients = (query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype))
+        return *gradients, sink_grad(sink, merged, grad=grad), None, None, None
 
 
 def _ring_steps(

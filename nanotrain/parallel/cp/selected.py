@@ -78,9 +78,10 @@ class SelectedAttention:
         self, key: Tensor, value: Tensor, *, index: Index
     ) -> tuple[Tensor, Tensor, Index]:
         """Keys, values and index keys of full sequences, in one all-gather."""
-        local = torch.cat((key.flatten(2), value.flatten(2), index.key), dim=-1)
+        tensors = (key.flatten(2), value.flatten(2), index.key)
+        local = torch.cat(tensors, dim=-1)
         gathered = join_shards(gather_along(local[None], self.group, dim=0))
-        widths = (key[0, 0].numel(), value[0, 0].numel(), index.key.shape[-1])
+        widths = [x.shape[-1] for x in tensors]
         flat_key, flat_value, index_key = gathered.split(widths, dim=-1)
         full_key = flat_key.unflatten(-1, key.shape[2:])
         full_value = flat_value.unflatten(-1, value.shape[2:])
