@@ -23,7 +23,7 @@ from torch import Tensor
 from nanotrain.comm.autograd import eager_or_graph
 
 MASK = 0xFFFFFFFF
-GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: consecutive numbers become words far apart
+GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: consecutive numbers become distant words
 
 
 def sample_words(seed: int, sample_ids: Tensor) -> Tensor:

@@ -109,10 +109,10 @@ def multiply_each(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
     if b.ndim == 2:
         rows = a.t()
         for tokens in experts:
-            products.append(_padded(rows[tokens], unit).t() @ _padded(b[tokens], unit))
+            products.append(_pad_to_unit(rows[tokens], unit).t() @ _pad_to_unit(b[tokens], unit))
         return torch.stack(products)
     for tokens, matrix in zip(experts, b, strict=True):
-        product = _padded(a[tokens], unit) @ matrix
+        product = _pad_to_unit(a[tokens], unit) @ matrix
         products.append(product[: tokens.stop - tokens.start])
     dropped = a.new_empty(len(a) - ends[-1], b.shape[2])
     return torch.cat([*products, dropped])
@@ -136,8 +136,8 @@ def accumulate_each(grad: Tensor, x: Tensor, *, ends: Sequence[int], view: GradV
     buffer, has_grads = target
     unit = _row_unit(x)
     for tokens, matrix in zip(tokens_of_experts(ends), buffer, strict=True):
-        expert_grad = _padded(grad[tokens], unit)
-        expert_x = _padded(x[tokens], unit)
+        expert_grad = _pad_to_unit(grad[tokens], unit)
+        expert_x = _pad_to_unit(x[tokens], unit)
         write_wgrad(expert_grad, expert_x, out=matrix, adds=has_grads)
     return True
 
@@ -153,7 +153,7 @@ def _row_unit(x: Tensor) -> int:
     return CPU_ROWS if x.device.type == "cpu" and x.itemsize == 2 else 1
 
 
-def _padded(rows: Tensor, unit: int) -> Tensor:
+def _pad_to_unit(rows: Tensor, unit: int) -> Tensor:
     """[T, K] with rows of zeros up to a multiple of `unit`."""
     missing = -len(rows) % unit
     if not missing:

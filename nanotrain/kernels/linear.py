@@ -132,7 +132,7 @@ def attach(view: GradView, param: Tensor) -> None:
     """Let products of this parameter write to the view."""
     param.grad_view = view  # type: ignore[attr-defined]
     # A graph gets the weight that autograd saved, after recomputation another tensor without the
-    # attribute. Both share the storage, in which the offset tells parameters apart. The storage
+    # attribute. Both share the storage, in which the offset identifies a parameter. The storage
     # refers to its views weakly: a view refers to the buffer, and Python's garbage collector cannot
     # follow the references of a storage.
     storage = param.untyped_storage()

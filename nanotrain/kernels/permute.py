@@ -72,7 +72,7 @@ def inverse_of(order: Tensor) -> Tensor:
 
 
 def permute(x: Tensor, permutation: Permutation, *, num_permuted: int) -> Tensor:
-    """[T, H] -> [P, H]; `num_permuted` is P, either all pairs or those that are not dropped."""
+    """[T, H] -> [P, H]; `num_permuted` is P, the number of all pairs or of kept pairs."""
     permuted: Tensor = _Permute.apply(x, permutation.order[:num_permuted], permutation.inverse)
     return permuted
 
@@ -87,7 +87,7 @@ def unpermute(permuted: Tensor, permutation: Permutation, *, topk_weights: Tenso
     """The expert outputs of each token, weighted and summed in fp32.
 
     Args:
-        permuted: [P, H]; P is all pairs or those that are not dropped. Dropped pairs must be zero.
+        permuted: [P, H], all pairs or kept pairs; dropped pairs must be zero.
         permutation: the one of `permute`.
         topk_weights: [T, K] fp32.
 
@@ -145,7 +145,7 @@ def _spread(x: Tensor, order: Tensor, *, inverse: Tensor) -> Tensor:
 
 def _combine(permuted: Tensor, inverse: Tensor, *, weights: Tensor | None) -> Tensor:
     first, *others = range(inverse.shape[1])
-    selected = _select(permuted, inverse)
+    selected = _expert_outputs(permuted, inverse)
     total = next(selected)
     if weights is not None:
         total = total * weights[:, first, None]
@@ -161,12 +161,12 @@ def _combine_backward(
 ) -> tuple[Tensor, Tensor]:
     grad_permuted = grad.index_select(0, order // inverse.shape[1]) * weights.flatten()[order, None]
     grad_weights = []
-    for rows in _select(permuted, inverse):
+    for rows in _expert_outputs(permuted, inverse):
         grad_weights.append((rows * grad.float()).sum(-1))
     return grad_permuted.to(permuted.dtype), torch.stack(grad_weights, dim=1)
 
 
-def _select(permuted: Tensor, inverse: Tensor) -> Iterator[Tensor]:
+def _expert_outputs(permuted: Tensor, inverse: Tensor) -> Iterator[Tensor]:
     """For each k, [T, H] outputs of every token's k-th expert; zeros for dropped pairs."""
     num_permuted = len(permuted)
     if num_permuted < inverse.numel():

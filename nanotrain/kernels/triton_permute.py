@@ -4,7 +4,7 @@
     combine            the rows of a token, weighted, summed in fp32  reads P rows, writes T
     combine_backward   gradients of the rows and of their weights     reads T + P rows, writes P
 
-Positions from the number of rows on are those of dropped pairs. As in triton_softmax.py, parameters
+Positions from the number of rows on belong to dropped pairs. As in triton_softmax.py, parameters
 are annotated for Triton's compiler, and with TRITON_INTERPRET=1 the kernels run on CPU tensors.
 
     T tokens   K experts per token   P permuted tokens   H hidden

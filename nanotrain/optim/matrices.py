@@ -68,7 +68,7 @@ class Piece:
     """Consecutive elements of a local matrix in one shard of its bucket."""
 
     start: int  # the first element, counted in the part of the bucket that the rank updates
-    elements: slice  # of the local matrix
+    elements: slice  # elements of the local matrix
 
     @property
     def numel(self) -> int:
@@ -90,7 +90,7 @@ class OwnedMatrix:
     # by the index of the rank in the shard axis of the grid, in the order of the local matrix
     pieces: Mapping[int, Piece]
     owner: Coordinate
-    flops: int  # of its update
+    flops: int  # FLOPs of the update
 
 
 def matrices_of(param: LocalParam, *, splits_tensors: bool) -> list[Matrix]:
@@ -167,7 +167,7 @@ def split_matrix(matrix: Matrix, entry: FlatRange, *, bucket: BucketLayout) -> d
         offset = number * length
         start = max(first, offset)
         stop = min(last, offset + length)
-        # Parts of one shard follow each other in the bucket; ranks of one instance in their group.
+        # Parts of one shard are adjacent in the bucket, ranks of one instance in their group.
         shard, outer = divmod(number, bucket.num_outer_shards)
         rank = outer * bucket.num_shards + shard
         pieces[rank] = Piece(start - offset, slice(start - first, stop - first))

@@ -47,7 +47,7 @@ from nanotrain.topology.groups import GroupName, GroupSpec
 
 @dataclass(frozen=True)
 class GridGroups:
-    """The groups of the three axes of the grid; specs suffice to count what is sent."""
+    """The groups of the three axes of the grid; specs suffice to count sent elements."""
 
     replicate: Group | GroupSpec
     shard: Group | GroupSpec
@@ -67,14 +67,14 @@ class GridGroups:
 class Slice(NamedTuple):
     """Elements of one matrix in a message."""
 
-    number: int  # of the matrix
+    number: int  # number of the matrix
     numel: int
 
 
 class ReceivedSlice(NamedTuple):
     """Elements of one matrix that arrived."""
 
-    number: int  # of the matrix
+    number: int  # number of the matrix
     elements: Tensor
 
 
@@ -296,7 +296,7 @@ def _by_number(received: Iterable[ReceivedSlice]) -> dict[int, list[Tensor]]:
 
 
 class LocalPiece(NamedTuple):
-    """This rank's elements [start, stop) of a matrix, in what it updates of the bucket."""
+    """Elements [start, stop) that this rank updates, counted in its part of the bucket."""
 
     owned: OwnedMatrix
     start: int
@@ -309,7 +309,7 @@ class MatrixBucket:
     def __init__(self, parts: Sequence[PartState]) -> None:
         self.parts = parts
         self.pieces: list[LocalPiece] = []
-        self.start = 0  # first element of the parts, in what the rank updates of the bucket
+        self.start = 0  # first element of the parts, counted in this rank's part of the bucket
         self.numel = 0  # from the first part to the end of the last one
         if parts:
             self.start = parts[0].part.start

@@ -6,7 +6,7 @@ Other parameters are updated by `--muon-scalar-optimizer`.
     transform  Newton-Schulz iteration: the direction with all singular values moved near 1
     update     w = w * (1 - lr * weight_decay) - lr * scale * transform(direction)
 
-The arithmetic is that of torch.optim.Muon, bf16 included: equal inputs give equal bits.
+The arithmetic equals torch.optim.Muon, bf16 included: equal inputs give equal bits.
 
 Source: Jordan et al. 2024, "Muon"; Liu et al. 2025, "Muon is Scalable for LLM Training", section
 2.2, for the scale.
@@ -23,7 +23,7 @@ from nanotrain.config.optim import MuonScaleMode
 from nanotrain.optim.elementwise import ADAM, LION
 from nanotrain.optim.rule import MatrixRule, ParamRange, Shape, UpdateRule, UpdateStep
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic polynomial
 EPSILON = 1e-7  # least norm that a direction is divided by
 
 SCALAR_RULES: dict[str, UpdateRule] = {"adam": ADAM, "lion": LION}

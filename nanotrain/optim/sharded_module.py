@@ -7,11 +7,11 @@
         sharded.step()
     sharded.save(folder, step=100)
 
-Sharding strategies, optimizer instances (HSDP), overlap and update rules are those of the trainer.
+Sharding strategies, optimizer instances (HSDP), overlap and update rules are as in the trainer.
 With `optim_grads_params` each module of `unit_classes` is one FSDP unit (Megatron-FSDP:
 `fsdp_unit_modules`): gathered before its forward and its backward, freed right after. Every other
 module with parameters of its own, such as an embedding, is a unit too. There is no model
-parallelism: all ranks have the same parameters, apart from their sharding.
+parallelism: all ranks have the same parameters, except for their sharding.
 """
 
 from collections.abc import Sequence
@@ -96,7 +96,7 @@ class ShardedModule:
         self.data_parallel = _build_data_parallel(
             module, context, parallel=parallel, unit_classes=unit_classes, precision=precision
         )
-        self.data_parallel.fill_params(lambda params: self._fill(params, values))
+        self.data_parallel.fill_params(lambda params: self._fill_params(params, values))
         self.optimizer = DistributedOptimizer(
             [self.data_parallel],
             optim,
@@ -184,7 +184,7 @@ class ShardedModule:
         self.data_parallel.start_param_gather()
         return manifest.step
 
-    def _fill(self, params: Sequence[LocalParam], values: dict[str, Tensor]) -> None:
+    def _fill_params(self, params: Sequence[LocalParam], values: dict[str, Tensor]) -> None:
         for local in params:
             self.module.get_parameter(local.spec.name).data.copy_(values[local.spec.name])
 
@@ -211,7 +211,7 @@ def _build_data_parallel(
     for unit in units:
         names = {name_of[param] for param in unit.module.parameters()}
         unit_names.append((unit.module, names))
-    params = _declare(module, units, unit_classes=unit_classes, dtype=precision.params_dtype)
+    params = _declare_params(module, units, unit_classes=unit_classes, dtype=precision.params_dtype)
     rules = layout_rules(parallel, num_shards=groups.shard.size, num_outer_shards=groups.outer.size)
     options = replace(
         DataParallelOptions.of(parallel, precision),
@@ -258,7 +258,8 @@ def find_units(
         names = ", ".join(kind.__name__ for kind in unit_classes) or "none"
         what = f"the module has no module of the unit classes ({names})"
         why = "without units all parameters would be gathered at once"
-        fix = f"name the class of its blocks, for example one of {', '.join(_candidates(module))}"
+        candidates = ", ".join(_candidate_classes(module))
+        fix = f"name the class of its blocks, for example one of {candidates}"
         raise ConfigError(what, why=why, fix=fix)
     if must_not_nest:
         _check_nesting(units)
@@ -289,7 +290,7 @@ def _own_parameters(module: nn.Module) -> list[str]:
     return [name for name, param in module._parameters.items() if param is not None]
 
 
-def _declare(
+def _declare_params(
     module: nn.Module,
     units: Sequence[Unit],
     *,
@@ -329,7 +330,7 @@ def _names_below(name: str, child: nn.Module) -> list[str]:
     return [prefix + param for param, _ in child.named_parameters(remove_duplicate=False)]
 
 
-def _candidates(module: nn.Module) -> list[str]:
+def _candidate_classes(module: nn.Module) -> list[str]:
     """Classes of the items of module lists, usually the transformer blocks."""
     names: set[str] = set()
     for child in module.modules():

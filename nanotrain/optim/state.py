@@ -291,7 +291,7 @@ def _param_options(param_range: FlatRange) -> ParamOptions:
 def _element_factors(part: FlatRange, row_factors: Tensor) -> Tensor:
     """[numel of the range] from the factors of the rows of the global parameter."""
     box = part.param.box
-    width = box.numel // box.shape[0]  # of a local row
+    width = box.numel // box.shape[0]  # width of a local row
     stop = part.param_start + part.numel
     first = part.param_start // width
     last = -(-stop // width)
@@ -360,7 +360,7 @@ class BucketState:
     def grad_tensors(self, ranges: Sequence[FlatRange]) -> Iterator[tuple[TensorBox, Tensor]]:
         """Reduced gradients of these parameters, as views."""
         for part in ranges:
-            yield from _boxes(part.name, part, flat=self.grads, first=0)
+            yield from _range_boxes(part.name, part, flat=self.grads, first=0)
 
     def tensors(
         self,
@@ -388,10 +388,10 @@ class BucketState:
                     flat = stored.read()
                     copies.append((stored, flat))
                 for part in inside:
-                    yield from _boxes(f"{prefix}/{part.name}", part, flat=flat, first=start)
+                    yield from _range_boxes(f"{prefix}/{part.name}", part, flat=flat, first=start)
 
 
-def _boxes(
+def _range_boxes(
     name: str, part: FlatRange, *, flat: Tensor, first: int
 ) -> Iterator[tuple[TensorBox, Tensor]]:
     """A range as boxes of the global tensor, with views of a tensor from element `first` on."""

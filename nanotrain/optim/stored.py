@@ -24,9 +24,9 @@ from torch.nn.functional import pad
 from nanotrain.comm.device import host_zeros
 
 SCALE_BLOCK = 2048  # elements per scale: 4 bytes of scale per 4096 bytes of fp16
-_LARGEST_EXPONENT = 15  # of a scaled element: below the largest fp16 number, 65504
+_LARGEST_EXPONENT = 15  # a scaled element is below the largest fp16 number, 65504
 _SMALLEST_FP16 = 2.0**-24
-_SMALLEST_EXPONENT = -100  # of the largest element of a block; keeps scales in the range of fp32
+_SMALLEST_EXPONENT = -100  # least exponent of a block: keeps scales in the range of fp32
 _ROUNDS_UP = 1.0 - 2.0**-12  # an fp16 significand from here on rounds up to the next power of two
 
 

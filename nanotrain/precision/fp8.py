@@ -45,7 +45,7 @@ WEIGHT_DTYPE = torch.float8_e4m3fn  # dtype of weights, in both formats
 class Recipe:
     """The scaling of operands [R, K] of a matrix product."""
 
-    block: Block  # of activations and gradients
+    block: Block  # block of activations and gradients
     weight_block: Block
     # whether scales are powers of two: dequantization is then exact, and values that stay normal do
     # not depend on the scale

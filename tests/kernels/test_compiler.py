@@ -35,9 +35,12 @@ def test_the_loss_takes_torch_s_operators_where_triton_cannot_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     logits: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
-    for name in ("_by_torch", "_by_triton"):
+    for name in ("_softmax_gradient_by_torch", "_softmax_gradient_by_triton"):
         monkeypatch.setattr(loss, name, lambda logits, name=name, **_: name)
-    for fault, expected in (("", "_by_triton"), ("no gcc", "_by_torch")):
+    for fault, expected in (
+        ("", "_softmax_gradient_by_triton"),
+        ("no gcc", "_softmax_gradient_by_torch"),
+    ):
         monkeypatch.setattr(compiler, "triton_fault", lambda fault=fault: fault)
         assert loss.softmax_gradient(logits, column=None, local_mask=None, combine=None) == expected
 

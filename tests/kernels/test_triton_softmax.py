@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}  # bf16 rounds the res
 def interpreted(monkeypatch):
     """The kernels in blocks of 16 elements, chosen for every tensor."""
     monkeypatch.setattr(triton_softmax, "BLOCK", 16)
-    monkeypatch.setattr(loss, "_by_torch", loss._by_triton)
+    monkeypatch.setattr(loss, "_softmax_gradient_by_torch", loss._softmax_gradient_by_triton)
     return triton_softmax
 
 

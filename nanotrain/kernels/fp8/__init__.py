@@ -1,4 +1,4 @@
-"""fp8 matrix products behind the same interface as those of bf16.
+"""fp8 matrix products, with the interface of the bf16 products.
 
 Which tensors are fp8 and how they are scaled is `precision/fp8.py`.
 

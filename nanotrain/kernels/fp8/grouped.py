@@ -38,7 +38,7 @@ class Fp8LoopedMM(GroupedMM):
     def __init__(self, layer: Fp8Layer, *, records: bool = False) -> None:
         self._layer = layer
         self._scales = Scales([layer], records=records)
-        self._ends: list[int] | None = None  # `offs` on the host
+        self._matrix_ends: list[int] | None = None  # `offs` on the host
 
     def for_microbatch(self) -> Self:
         """New products, with separate scales."""
@@ -46,7 +46,7 @@ class Fp8LoopedMM(GroupedMM):
 
     def fprop(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
         """[T, I], [E, O, I] -> [T, O]."""
-        parts = self._split(x, offs)
+        parts = self._split_by_expert(x, offs)
         if not self._scales.has(Operand.INPUT):
             self._set_forward_scales(_part_amaxes(parts), weight)
         return self._multiply(parts, weight, operand=Operand.INPUT, length=len(x))
@@ -59,7 +59,7 @@ class Fp8LoopedMM(GroupedMM):
     def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
         """[T, O], [T, I] -> [E, O, I]."""
         grads = self._scaled_grads(grad, offs)
-        inputs = self._split(x, offs)
+        inputs = self._split_by_expert(x, offs)
         products = []
         for expert, (expert_grad, expert_x) in enumerate(zip(grads, inputs, strict=True)):
             if self._layer.options.wgrad:
@@ -76,19 +76,19 @@ class Fp8LoopedMM(GroupedMM):
             return False
         return accumulate_each(grad, x, ends=self._read_ends(offs), view=view)
 
-    def _split(self, x: Tensor, offs: Tensor) -> list[Tensor]:
+    def _split_by_expert(self, x: Tensor, offs: Tensor) -> list[Tensor]:
         """The tokens of each expert."""
         return [x[tokens] for tokens in tokens_of_experts(self._read_ends(offs))]
 
     def _read_ends(self, offs: Tensor) -> list[int]:
         """`offs`; the host waits for it once per microbatch."""
-        if self._ends is None:
-            self._ends = offs.tolist()
-        return self._ends
+        if self._matrix_ends is None:
+            self._matrix_ends = offs.tolist()
+        return self._matrix_ends
 
     def _scaled_grads(self, grad: Tensor, offs: Tensor) -> list[Tensor]:
         """The gradients of each expert, once their scales are known."""
-        parts = self._split(grad, offs)
+        parts = self._split_by_expert(grad, offs)
         if not self._scales.has(Operand.GRAD):
             self._scales.set({(0, Operand.GRAD): _part_amaxes(parts)})
         return parts
@@ -160,7 +160,9 @@ class Fp8GroupedMM(GroupedMM):
             amaxes[0, Operand.WEIGHT] = self._layer.stored.amax
         elif self._layer.kept is None:
             rows = weight.flatten(0, 1)
-            amaxes[0, Operand.WEIGHT] = self._scales.amax(rows, Operand.WEIGHT, offs=_ends(weight))
+            amaxes[0, Operand.WEIGHT] = self._scales.amax(
+                rows, Operand.WEIGHT, offs=_matrix_ends(weight)
+            )
         return amaxes
 
     def dgrad(self, grad: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
@@ -176,7 +178,7 @@ class Fp8GroupedMM(GroupedMM):
         """[T, O], [T, I] -> [E, O, I]."""
         if not self._layer.options.wgrad:
             return super().wgrad(grad, x, offs=offs)
-        operands = self._columns(grad, x, offs=offs)
+        operands = self._wgrad_operands(grad, x, offs=offs)
         return self._multiply(operands, offs, dtype=grad.dtype, sums=True)
 
     def accumulate_wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor, view: GradView) -> bool:
@@ -191,11 +193,13 @@ class Fp8GroupedMM(GroupedMM):
         out, has_grads = target
         from nanotrain.kernels.fp8 import triton_grouped  # imports Triton
 
-        operands, blocks = packed(*self._columns(grad, x, offs=offs))
+        operands, blocks = packed(*self._wgrad_operands(grad, x, offs=offs))
         triton_grouped.write_grouped_mm([*operands, offs], blocks, out=out, adds=has_grads)
         return True
 
-    def _columns(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> tuple[Quantized, Quantized]:
+    def _wgrad_operands(
+        self, grad: Tensor, x: Tensor, *, offs: Tensor
+    ) -> tuple[Quantized, Quantized]:
         """[O, T] and [I, T]; each expert's tokens begin at a multiple of the unit."""
         grad_t = self._grad_t
         self._grad_t = None
@@ -225,7 +229,7 @@ class Fp8GroupedMM(GroupedMM):
             Operand.WEIGHT,
             rows=keeps or not transposed,
             columns=keeps or transposed,
-            offs=_ends(weight),
+            offs=_matrix_ends(weight),
         )
         if keeps:
             layer.kept = forms
@@ -263,7 +267,7 @@ def select_fp8_gemm(layer: Fp8Layer) -> GroupedMM:
     return Fp8GroupedMM(layer) if layer.options.is_fused else Fp8LoopedMM(layer)
 
 
-def _ends(weight: Tensor) -> Tensor:
+def _matrix_ends(weight: Tensor) -> Tensor:
     """[E], the end of the rows of each matrix of [E, O, I]."""
     experts, rows, _ = weight.shape
     return torch.arange(rows, experts * rows + 1, rows, dtype=torch.int32, device=weight.device)

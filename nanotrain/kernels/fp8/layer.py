@@ -47,7 +47,7 @@ class Operand(IntEnum):
 
     INPUT = 0
     WEIGHT = 1
-    GRAD = 2  # of the output
+    GRAD = 2  # gradient of the output
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Fp8Layer(nn.Module):
     def record(self, operand: Operand, amax: Tensor) -> None:
         """Raise the amaxes of this step to the amaxes [E of this rank] of a microbatch."""
         if self.step_amax is not None:
-            local = self._local(self.step_amax[operand])
+            local = self._local_experts(self.step_amax[operand])
             torch.maximum(local, amax, out=local)
 
     def inverse_scales(self, operand: Operand, amax: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class Fp8Layer(nn.Module):
         """[E of this rank], from the history; 0 while it is empty, None without delayed scaling."""
         if self.history is None:
             return None
-        history = self._local(self.history[operand])
+        history = self._local_experts(self.history[operand])
         return history.amax(-1) if self.options.uses_largest else history[:, 0]
 
     def weight_scales(self, amax: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class Fp8Layer(nn.Module):
         if self.history is not None:
             self.has_history = bool((self.history > 0).any())
 
-    def _local(self, per_expert: Tensor) -> Tensor:
+    def _local_experts(self, per_expert: Tensor) -> Tensor:
         return per_expert.narrow(0, self.experts.first, self.experts.num_local)
 
 
@@ -237,21 +237,21 @@ def fp8_options(
         has_grouped_mm=capability == GROUPED_CAPABILITY,
         is_fused=is_fused,
         keeps_weights=keeps_weights,
-        reduce_amax=_share(recipe, sequence, etp=Group.single_rank("etp")),
+        reduce_amax=_shared_amax(recipe, sequence, etp=Group.single_rank("etp")),
     )
 
 
 def expert_fp8_options(
     options: Fp8Options | None, experts: ExpertRange, *, etp: Group, sequence: Group
 ) -> Fp8Options | None:
-    """The options of an MoE layer's experts, from those of dense layers; None without fp8."""
+    """The options of an MoE layer's experts, from the options of dense layers."""
     if options is None:
         return None
-    reduce_amax = _share(options.recipe, sequence, etp=etp, experts=experts)
+    reduce_amax = _shared_amax(options.recipe, sequence, etp=etp, experts=experts)
     return replace(options, reduce_amax=reduce_amax)
 
 
-def _share(
+def _shared_amax(
     recipe: Recipe, sequence: Group, *, etp: Group, experts: ExpertRange = ExpertRange(0, 1, 1)
 ) -> SharedAmax | None:
     if not recipe.is_per_tensor or sequence.size * etp.size == 1:

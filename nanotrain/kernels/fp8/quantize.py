@@ -39,7 +39,7 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """[R, K] fp32."""
-        factors = _expand(self.inverse_scales, self.values.shape, block=self.block)
+        factors = _expand_blocks(self.inverse_scales, self.values.shape, block=self.block)
         return self.values.float() * factors
 
 
@@ -102,7 +102,7 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     rows = block[0] or num_rows
     columns = block[1] or num_columns
     if x.numel() == 0:
-        counts = (_count(num_rows, rows), _count(num_columns, columns))
+        counts = (_count_blocks(num_rows, rows), _count_blocks(num_columns, columns))
         return x.new_zeros(counts, dtype=torch.float32)
     if block == PER_TENSOR:
         # without a copy of x; NaN stays NaN
@@ -141,13 +141,13 @@ def quantize(x: Tensor, inverse: Tensor, *, block: Block, dtype: torch.dtype) ->
         dtype: dtype of the result.
     """
     largest = torch.finfo(dtype).max
-    scaled = x.float() / _expand(inverse, x.shape, block=block)
-    # Some torch versions cast what is out of range to NaN.
+    scaled = x.float() / _expand_blocks(inverse, x.shape, block=block)
+    # Some torch versions cast values out of range to NaN.
     values = scaled.clamp_(-largest, largest).to(dtype).contiguous()
     return Quantized(values, inverse, block)
 
 
-def _expand(per_block: Tensor, shape: torch.Size, *, block: Block) -> Tensor:
+def _expand_blocks(per_block: Tensor, shape: torch.Size, *, block: Block) -> Tensor:
     """One number per block -> one per element, [R, K] or what broadcasts to it."""
     for dim, size in enumerate(block):
         if size is not None and size > 1:
@@ -155,6 +155,6 @@ def _expand(per_block: Tensor, shape: torch.Size, *, block: Block) -> Tensor:
     return per_block
 
 
-def _count(length: int, size: int) -> int:
+def _count_blocks(length: int, size: int) -> int:
     """Blocks of `size` in `length`; none of size 0."""
     return -(-length // size) if length else 0

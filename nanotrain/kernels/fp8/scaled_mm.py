@@ -212,8 +212,9 @@ def _pad(values: Tensor, padding: tuple[int, ...]) -> Tensor:
 
 
 def grouped_by_torch(a: Quantized, b: Quantized, *, offs: Tensor, sums: bool) -> Tensor:
-    """The products of all experts, in bf16: [T, K], [E * N, K] -> [T, N], or [M, T], [N, T] -> [E,
-    M, N].
+    """The products of all experts, in bf16.
+
+    [T, K], [E * N, K] -> [T, N], or [M, T], [N, T] -> [E, M, N].
 
     Args:
         a: matrix with a scale per expert or per row.

@@ -43,15 +43,17 @@ class Target(NamedTuple):
     data: Tensor
     scales: Tensor | None
     given: Tensor | None  # inverse scales, or amaxes
-    strides: tuple[int, int]  # of an expert and a row
-    scale_strides: tuple[int, int, int]  # of an expert, a row and a block
-    given_strides: tuple[int, int]  # of an expert and a row
+    strides: tuple[int, int]  # per expert and row
+    scale_strides: tuple[int, int, int]  # per expert, row and block
+    given_strides: tuple[int, int]  # per expert and row
 
 
 if triton is not None:
 
     @triton.jit
-    def _read(source: tl.tuple, rows: tl.tensor, columns: tl.tensor, end: tl.tensor) -> tl.tuple:
+    def _read_tile(
+        source: tl.tuple, rows: tl.tensor, columns: tl.tensor, end: tl.tensor
+    ) -> tl.tuple:
         column_offsets = columns[None, :].to(tl.int64) * source.strides[1]
         offsets = rows[:, None] * source.strides[0] + column_offsets
         mask = (rows < end)[:, None] & (columns < source.num_columns)[None, :]
@@ -70,7 +72,7 @@ if triton is not None:
         end = tl.where(is_read, end, 0)
         rows = first + tl.arange(0, how.tile)
         columns = tl.program_id(1) * how.tile + tl.arange(0, how.tile)
-        _, magnitude = _read(source, rows, columns, end)
+        _, magnitude = _read_tile(source, rows, columns, end)
         if row_amaxes is not None:
             tl.atomic_max(row_amaxes + rows, tl.max(magnitude, 1), mask=rows < end)
         if column_amaxes is not None:
@@ -82,7 +84,7 @@ if triton is not None:
             tl.atomic_max(expert_amaxes + expert, amax, mask=is_read)
 
     @triton.jit
-    def _inverse(amax: tl.tensor, how: tl.tuple) -> tl.tensor:
+    def _inverse_scale(amax: tl.tensor, how: tl.tuple) -> tl.tensor:
         """`inverse_scales` of one amax."""
         factor = tl.div_rn(tl.maximum(amax, 2.0**-100), how.largest)
         if how.power_of_two:
@@ -106,7 +108,7 @@ if triton is not None:
         given = target.given + expert * target.given_strides[0]
         inverse = tl.load(given + rows * target.given_strides[1], mask=is_row, other=1)
         if how.block_rows == 1:
-            inverse = _inverse(inverse, how)
+            inverse = _inverse_scale(inverse, how)
             offsets = expert * target.scale_strides[0] + rows * target.scale_strides[1]
             _store_scales(target, offsets, inverse, is_row)
         return tl.div_rn(1.0, inverse)[:, None]
@@ -121,7 +123,7 @@ if triton is not None:
         number: tl.constexpr = size // how.block
         inner = tl.arange(0, number)
         amax = tl.max(tl.reshape(magnitude, [size, number, how.block]), 2)
-        inverse = _inverse(amax, how)
+        inverse = _inverse_scale(amax, how)
         row = rows[:, None]
         column = (start // how.block + inner)[None, :]
         if how.swizzles:  # see `swizzle_32_4_4`
@@ -137,7 +139,7 @@ if triton is not None:
         return tl.reshape(wide, [size, size])
 
     @triton.jit
-    def _write(target: tl.tuple, read: tl.tuple, where: tl.tuple, how: tl.tuple) -> None:
+    def _write_tile(target: tl.tuple, read: tl.tuple, where: tl.tuple, how: tl.tuple) -> None:
         """A tile: `length` values from `start` of `rows`; a full row has `blocks` blocks."""
         values, magnitude, whole = read
         expert, rows, is_row, row_block, start, length, blocks = where
@@ -166,7 +168,7 @@ if triton is not None:
         start = tl.program_id(1).to(tl.int64) * how.tile
         rows = first + tl.arange(0, how.tile)
         columns = start + tl.arange(0, how.tile)
-        values, magnitude = _read(source, rows, columns, end)
+        values, magnitude = _read_tile(source, rows, columns, end)
         whole = 0.0
         blocks = 0
         blocks_t = 0
@@ -175,19 +177,19 @@ if triton is not None:
         if amax is not None:
             tl.atomic_max(amax + expert, whole, mask=first < end)
         if how.block_rows > 1:
-            whole = _inverse(whole, how)
+            whole = _inverse_scale(whole, how)
         if how.swizzles:
             blocks = tl.cdiv(source.num_columns, how.block)
             blocks_t = tl.cdiv(source.num_rows, how.block)
         if how.has_rows:
             length = (source.num_columns - start + how.unit - 1) // how.unit * how.unit
             where = expert, rows, rows < end, padded // how.tile, start, length, blocks
-            _write(target, (values, magnitude, whole), where, how)
+            _write_tile(target, (values, magnitude, whole), where, how)
         if how.has_columns:
             length = (end - first + how.unit - 1) // how.unit * how.unit
             is_row = (columns < source.num_columns) & (first < end)
             where = expert, columns, is_row, start // how.tile, padded, length, blocks_t
-            _write(target_t, (tl.trans(values), tl.trans(magnitude), whole), where, how)
+            _write_tile(target_t, (tl.trans(values), tl.trans(magnitude), whole), where, how)
 
 
 class Plan(NamedTuple):
@@ -263,9 +265,9 @@ def fp8_cast(
     target_t = None
     amax = None
     if how.has_rows:
-        target = _target(out.values, out.scales, given=given)
+        target = _build_target(out.values, out.scales, given=given)
     if how.has_columns:
-        target_t = _target(out.values_t, out.scales_t, given=given_t)
+        target_t = _build_target(out.values_t, out.scales_t, given=given_t)
     if how.measures:
         amax = out.amax.zero_()
     constants = How(
@@ -343,7 +345,7 @@ def _empty_scales(x: Tensor, how: Plan, *, shape: tuple[int, int, int]) -> Tenso
     return x.new_empty((experts, blocks, rows), dtype=torch.float32).mT
 
 
-def _target(values: Tensor, scales: Tensor, *, given: Tensor | None) -> Target:
+def _build_target(values: Tensor, scales: Tensor, *, given: Tensor | None) -> Target:
     """A target with its strides.
 
     Offsets are relative to the first expert, so its elements are not part of the stride.

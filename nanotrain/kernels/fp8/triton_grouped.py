@@ -33,9 +33,9 @@ class Factor(NamedTuple):
     """One of two matrices."""
 
     data: Tensor
-    strides: tuple[int, int]  # of an expert and a row
+    strides: tuple[int, int]  # per expert and row
     scales: Tensor
-    scale_strides: tuple[int, int, int]  # of an expert, a row and a block
+    scale_strides: tuple[int, int, int]  # per expert, row and block
     block_rows: int  # rows that share a scale
 
 
@@ -43,7 +43,7 @@ class Out(NamedTuple):
     """The product, and the sizes of all three matrices."""
 
     data: Tensor
-    strides: tuple[int, int]  # of an expert and a row
+    strides: tuple[int, int]  # per expert and row
     num_rows: int
     num_columns: int
     length: int  # length of the rows of both factors
@@ -52,7 +52,7 @@ class Out(NamedTuple):
 if triton is not None:
 
     @triton.jit
-    def _scales(
+    def _load_scales(
         factor: tl.tuple, expert: tl.tensor, rows: tl.tensor, block: tl.tensor, mask: tl.tensor
     ) -> tl.tensor:
         row_offsets = rows // factor.block_rows * factor.scale_strides[1]
@@ -107,8 +107,8 @@ if triton is not None:
                 total += tl.dot(x, y)
             elif how.block == size:
                 block = (first + k) // size
-                scales_a = _scales(a, expert, rows, block, is_row)[:, None]
-                scales_b = _scales(b, expert, columns, block, is_column)[None, :]
+                scales_a = _load_scales(a, expert, rows, block, is_row)[:, None]
+                scales_b = _load_scales(b, expert, columns, block, is_column)[None, :]
                 total += tl.dot(x, y) * scales_a * scales_b
             else:
                 inner_blocks = tl.arange(0, size // how.block)
@@ -116,12 +116,12 @@ if triton is not None:
                 is_block = (inner_blocks * how.block < length - k)[None, :]
                 has_scale_a = is_row[:, None] & is_block
                 has_scale_b = is_column[:, None] & is_block
-                scales_a = _scales(a, expert, rows[:, None], block, has_scale_a)
-                scales_b = _scales(b, expert, columns[:, None], block, has_scale_b)
+                scales_a = _load_scales(a, expert, rows[:, None], block, has_scale_a)
+                scales_b = _load_scales(b, expert, columns[:, None], block, has_scale_b)
                 total = tl.dot_scaled(x, scales_a, "e4m3", y, scales_b, "e4m3", acc=total)
         if how.block == 0:
-            scales_a = _scales(a, expert, rows, 0, is_row)[:, None]
-            scales_b = _scales(b, expert, columns, 0, is_column)[None, :]
+            scales_a = _load_scales(a, expert, rows, 0, is_row)[:, None]
+            scales_b = _load_scales(b, expert, columns, 0, is_column)[None, :]
             total *= scales_a * scales_b
         offsets = _offsets(out, expert, rows[:, None], 0, columns[None, :])
         mask = is_row[:, None] & is_column[None, :]
@@ -135,13 +135,13 @@ def fp8_grouped_mm(
     operands: Sequence[Tensor], *, blocks: Sequence[int], sums: bool, dtype: torch.dtype
 ) -> Tensor:
     """[T, N] for tokens, or [E, M, N] for gradients; operands are from `packed`, and `offs`."""
-    out = _empty(operands, blocks=blocks, sums=sums, dtype=dtype)
+    out = _empty_product(operands, blocks=blocks, sums=sums, dtype=dtype)
     write_grouped_mm(operands, blocks, out=out, adds=False)
     return out
 
 
 @fp8_grouped_mm.register_fake
-def _empty(
+def _empty_product(
     operands: Sequence[Tensor], *, blocks: Sequence[int], sums: bool, dtype: torch.dtype
 ) -> Tensor:
     a, _, b, _, offs = operands

@@ -24,7 +24,7 @@ except ImportError:
     triton = None
 
 TILE = 128  # rows and columns of a program
-WARPS = 8  # of a program
+WARPS = 8  # warps per program
 
 
 class Source(NamedTuple):
@@ -48,7 +48,7 @@ class How(NamedTuple):
     block: int = 0
     power_of_two: bool = False
     swizzles: bool = False
-    largest: float = 0.0  # of the dtype
+    largest: float = 0.0  # largest number of the dtype
     has_rows: bool = False  # whether the plain form is written
     has_columns: bool = False  # whether the transposed form is written
 

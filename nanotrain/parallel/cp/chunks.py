@@ -102,7 +102,9 @@ def _shift_chunks(rows: Tensor, group: Group, *, is_forward: bool) -> Tensor:
     before = group.index - step
     sends = [Message(first, after), Message(second, before)]
     receives = [Message(new_first, before), Message(new_second, after)]
-    started = start_send_recv(_inside(sends, group), _inside(receives, group), group=group)
+    started = start_send_recv(
+        _with_existing_peer(sends, group), _with_existing_peer(receives, group), group=group
+    )
     is_last = group.index == group.size - 1  # it holds both chunks in the middle of the sequence
     if is_last and is_forward:
         new_second.copy_(first)
@@ -114,7 +116,7 @@ def _shift_chunks(rows: Tensor, group: Group, *, is_forward: bool) -> Tensor:
     return torch.stack((new_first, new_second), dim=1).flatten(0, 1)
 
 
-def _inside(messages: Sequence[Message], group: Group) -> list[Message]:
+def _with_existing_peer(messages: Sequence[Message], group: Group) -> list[Message]:
     """The messages whose peer exists; the ends of a sequence have none."""
     return [message for message in messages if 0 <= message.peer < group.size]
 

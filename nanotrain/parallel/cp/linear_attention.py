@@ -1,7 +1,7 @@
 """Linear attention over sequences that are sharded over cp: states are passed between ranks.
 
 state passing   every rank reduces each of its two chunks to an affine map of the state, all-gathers
-                the maps, composes those of the earlier chunks, and computes its outputs from the
+                the maps, composes the maps of the earlier chunks, and computes its outputs from the
                 states before its chunks
 Ulysses         all-to-all to full sequences of 1 / cp of the heads, and back (--cp-comm-type a2a)
 

@@ -59,7 +59,7 @@ class RingStep(NamedTuple):
 
 
 class ChunkPair(NamedTuple):
-    """Chunks of queries and keys that attend to each other."""
+    """A chunk of queries and a chunk of keys that they attend to."""
 
     queries: LocalChunk
     keys: LocalChunk

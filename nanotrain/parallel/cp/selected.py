@@ -50,7 +50,7 @@ class SelectedAttention:
         """
         if self.group.size > 1:
             key, value, index = self._all_gather(key, value, index=index)
-        calls = _calls(mask, query)
+        calls = _plan_calls(mask, query)
         queries = query.chunk(len(calls), dim=1)
         index_queries = index.query.chunk(len(calls), dim=1)
         index_weights = index.weight.chunk(len(calls), dim=1)
@@ -88,7 +88,7 @@ class SelectedAttention:
         return full_key, full_value, replace(index, key=index_key)
 
 
-def _calls(
+def _plan_calls(
     mask: AttentionCall | tuple[AttentionCall, ...] | None, query: Tensor
 ) -> tuple[AttentionCall, ...]:
     """The calls of a mask; plain causal attention without one."""

@@ -45,8 +45,8 @@ class Splits:
             etp: group of the ranks that share an expert's matrices.
         """
         num_local = counts.shape[1] // ep.size
-        sums = [sum(counts_of_rank) for counts_of_rank in _divide(numbers, num_local)]
-        sent, *received = _divide(sums, ep.size)
+        sums = [sum(counts_of_rank) for counts_of_rank in _split_list(numbers, num_local)]
+        sent, *received = _split_list(sums, ep.size)
         return cls(
             ep_inputs=sent,
             ep_outputs=received[etp.index],
@@ -70,7 +70,7 @@ class Splits:
         )
 
 
-def _divide(numbers: list[int], size: int) -> list[list[int]]:
+def _split_list(numbers: list[int], size: int) -> list[list[int]]:
     """Consecutive lists of `size` numbers."""
     return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
@@ -111,6 +111,6 @@ def run_in_expert_order(permuted: Tensor, splits: Splits, *, run_experts: RunExp
 
 
 def _expert_order(tokens_per_expert: Tensor, *, num_permuted: int) -> Tensor:
-    """The order [P] int64 that sorts by expert what is sorted by source rank, then expert."""
+    """The order [P] int64 by expert, of tokens that are sorted by source rank, then expert."""
     blocks = torch.repeat_interleave(tokens_per_expert.flatten(), output_size=num_permuted)
     return (blocks % tokens_per_expert.shape[1]).argsort(stable=True)

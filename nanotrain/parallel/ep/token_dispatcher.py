@@ -6,7 +6,7 @@
     AllToAllTokenDispatcher       experts are sharded over ep, their matrices over etp (Lepikhin et
                                   al. 2020, section 3):
 
-    permute      (token, expert) pairs sorted by expert, so those for one rank are adjacent
+    permute      (token, expert) pairs sorted by expert, so pairs for one rank are adjacent
     all-to-all   of the token counts, during the permutation; the host waits for their copy, as
                  split sizes are host numbers
     all-to-all   over ep: permuted tokens to the ranks of their experts, while the caller computes
@@ -55,7 +55,7 @@ class Routing:
 
     topk_ids: Tensor  # [T, K] int64; the number of experts marks a dropped pair
     topk_weights: Tensor  # [T, K] fp32, the factors of the expert outputs
-    permutation: Permutation | None = None  # of the pairs; None: not planned yet
+    permutation: Permutation | None = None  # the order of the pairs; None: not planned yet
 
     def of_experts(self, num_experts: int) -> Self:
         """The pairs of the first experts; pairs of other experts count as dropped."""
@@ -148,7 +148,7 @@ class LocalTokenDispatcher:
 
     def __init__(self, num_experts: int, *, may_drop: bool = False) -> None:
         self._num_experts = num_experts
-        # rows of no expert are passed to `RunExperts`, after those of the last one
+        # rows of no expert are passed to `RunExperts`, after the rows of the last expert
         self.has_padding = may_drop
 
     def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:

@@ -47,7 +47,7 @@ CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}
 MIN_CHUNK_TOKENS = 256
 
 
-Combine = Callable[[Tensor], Tensor]  # [t, 1] log-sum-exp of the local columns -> that of all ranks
+Combine = Callable[[Tensor], Tensor]  # [t, 1] log-sum-exp of the local columns -> of all columns
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def vocab_parallel_cross_entropy(
 def _evaluate(hidden: Tensor, weight: Tensor, *, targets: Targets, shard: "_VocabShard") -> Tensor:
     """The loss without gradients."""
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    for chunk in _chunks(hidden, shard, is_training=False):
-        target = shard.find(targets.labels[chunk])
+    for chunk in _token_chunks(hidden, shard, is_training=False):
+        target = shard.locate(targets.labels[chunk])
         mask = targets.loss_mask[chunk]
         log_probs = shard.log_probs(hidden[chunk], weight)
         picked = target.pick(log_probs, mask)
@@ -175,7 +175,7 @@ class _VocabShard:
             is_padding=num_tokens < 1,
         )
 
-    def find(self, labels: Tensor) -> _Target:
+    def locate(self, labels: Tensor) -> _Target:
         """[t] int64 -> their positions."""
         column = labels[:, None] - self.start
         is_local = (column >= 0) & (column < self.num_tokens)
@@ -222,8 +222,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         # fp32 also for bf16 weights, as it accumulates over chunks
         shape = weight.shape if buffer is None else (0, 0)
         grad_weight = torch.zeros(shape, dtype=torch.float32, device=weight.device)
-        for chunk in _chunks(hidden, shard):
-            target = shard.find(targets.labels[chunk])
+        for chunk in _token_chunks(hidden, shard):
+            target = shard.locate(targets.labels[chunk])
             mask = targets.loss_mask[chunk]
             logits = shard.logits(hidden[chunk], weight)
             slope = shard.slope(logits)
@@ -329,7 +329,7 @@ def chunk_tokens(columns: int, *, device: str, is_training: bool) -> int:
     return max(MIN_CHUNK_TOKENS, elements // columns)
 
 
-def _chunks(hidden: Tensor, shard: _VocabShard, *, is_training: bool = True) -> list[slice]:
+def _token_chunks(hidden: Tensor, shard: _VocabShard, *, is_training: bool = True) -> list[slice]:
     """The tokens of each chunk."""
     num_tokens = hidden.shape[0]
     size = chunk_tokens(shard.max_tokens, device=hidden.device.type, is_training=is_training)
@@ -353,17 +353,17 @@ def softmax_gradient(
         logits: [t, V]; may be overwritten.
         column: [t, 1] int64, position of the label, arbitrary where it is in another shard.
         local_mask: [t, 1] fp32, 1 where the label is in this shard, else 0.
-        combine: [t, 1] log-sum-exp of the local columns -> that of all ranks.
+        combine: [t, 1] log-sum-exp of the local columns -> of all columns.
         scale: [t, 1] fp32, factors of the gradient; None for 1.
 
     Returns:
         [t] fp32, 0 where the label is not local; and [t, V], fp32 or in the memory of the logits.
     """
-    compute = _by_triton if runs_triton(logits) else _by_torch
+    compute = _softmax_gradient_by_triton if runs_triton(logits) else _softmax_gradient_by_torch
     return compute(logits, column=column, local_mask=local_mask, combine=combine, scale=scale)
 
 
-def _by_torch(
+def _softmax_gradient_by_torch(
     logits: Tensor, *, column: Tensor, local_mask: Tensor, combine: Combine, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     log_probs = normalize(logits, combine)
@@ -374,7 +374,7 @@ def _by_torch(
     return picked[:, 0], gradient
 
 
-def _by_triton(
+def _softmax_gradient_by_triton(
     logits: Tensor, *, column: Tensor, local_mask: Tensor, combine: Combine, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     from nanotrain.kernels import triton_softmax
