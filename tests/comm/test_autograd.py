@@ -8,6 +8,7 @@ from nanotrain.comm.autograd import (
     concat_along,
     copy_to,
     eager,
+    eager_or_graph,
     gather_along,
     reduce_from,
     scatter_along,
@@ -140,6 +141,15 @@ def test_in_a_group_of_one_the_output_is_the_input_without_a_graph_node():
     single, x = Group.single_rank("tp"), torch.ones(2, 3, requires_grad=True)
     assert all(function(x, single) is x for function in (copy_to, reduce_from))
     assert all(function(x, single, dim=1) is x for function in ALONG)
+
+
+def test_a_graph_has_the_form_that_is_meant_for_it() -> None:
+    # half a second, which no rank above should pay
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    function, x = eager_or_graph(lambda x: x + 1, lambda x: x + 2), torch.zeros(3)
+    compiled = torch.compile(function, backend=CompileCounterWithBackend("eager"), fullgraph=True)
+    assert (function(x).tolist(), compiled(x).tolist()) == ([1.0] * 3, [2.0] * 3)
 
 
 class _Double(torch.autograd.Function):

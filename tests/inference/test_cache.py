@@ -92,7 +92,7 @@ def functions_of(model: Stage) -> list[object]:
     named = (
         (module, name)
         for module in model.modules()
-        for name in ("core_attention", "extend", "scan")
+        for name in ("core_attention", "window", "scan")
     )
     return [getattr(module, name) for module, name in named if hasattr(module, name)]
 
