@@ -38,7 +38,7 @@ class Ability:
     """Dtypes and features of a backend on one kind of device."""
 
     dtypes: frozenset[str]
-    features: frozenset[str]  # of FEATURES
+    features: frozenset[str]  # names in FEATURES
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class AttentionBackend:
 
     name: str
     flag: str  # the value of --attention-backend that selects it
-    kernel: Callable[[bool], AttentionKernel]  # of KERNELS
+    kernel: Callable[[bool], AttentionKernel]  # value in KERNELS
     abilities: Mapping[str, Ability]  # by kind of device
     min_head_dim: int = 1
     max_head_dim: int | None = None

@@ -355,7 +355,7 @@ def _split_blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _order(chunks: Tensor) -> range:
-    """Numbers of the chunks; a dry run computes the first only."""
+    """The indices of the chunks; a dry run replaces it to compute the first chunk only."""
     return range(len(chunks))
 
 

@@ -34,7 +34,7 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.spec.kinds.dsa import BLOCK_SCORES
 
-BITS = 8  # of a byte
+BITS = 8  # bits of a byte
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class _LossSums:
 
     @classmethod
     def zeros(cls, index: Index, dtype: torch.dtype) -> "_LossSums":
-        """Sums over no queries."""
+        """The sums before the first block of queries."""
         return cls(
             torch.zeros((), dtype=torch.float64, device=index.query.device),
             torch.zeros_like(index.query, dtype=dtype),

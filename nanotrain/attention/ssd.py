@@ -2,7 +2,7 @@ r"""State space duality (Mamba-2): linear attention whose state decays per head,
 
     S_t = exp(g_t) S_{t-1} + dt_t x_t B_t^T          y_t = S_t C_t          g_t = A dt_t, at most 0
 
-The inputs are those of the gated delta rule (delta_rule.py), without its correction: x is the
+The inputs have the names of the gated delta rule (delta_rule.py), without correction: x is the
 value, B the key, C the query, dt is beta and g the decay. In a chunk of L tokens, with u = dt x,
 D_ij the decay between tokens j <= i, d_i from the start of the chunk to token i and e_j from token
 j to its end:
@@ -64,7 +64,7 @@ def _ssd(
     if initial_state is not None:
         state = initial_state.to(steps.dtype).view_as(state)
     states = [state]  # before each chunk
-    decays = chunks.from_start[..., -1:]  # of the state over a chunk
+    decays = chunks.from_start[..., -1:]  # decay of the state over a chunk
     for decay, step in zip(decays.unbind(1), steps.unbind(1), strict=True):
         states.append(decay * states[-1] + step)
     before = torch.stack(states[:-1], dim=1).flatten(3, 4)

@@ -125,7 +125,7 @@ class Tile:
     is_masked: bool = False  # whether a mask of the spans applies
     is_first: bool = True  # whether no earlier tile has these queries
 
-    def of(self, result: AttentionResult) -> AttentionResult:
+    def select(self, result: AttentionResult) -> AttentionResult:
         """A view of the result of the tile's queries."""
         samples = AttentionResult(result.out[self.samples], result.lse[self.samples])
         return samples.queries(self.queries)
@@ -334,10 +334,10 @@ def forward_tiles(
         if total is None:
             total = _empty_result(plan, inputs)
         if tile.is_first:
-            tile.of(total).out.copy_(part.out)
-            tile.of(total).lse.copy_(part.lse)
+            tile.select(total).out.copy_(part.out)
+            tile.select(total).lse.copy_(part.lse)
         else:
-            merge_log_sum_exp(tile.of(total), part)
+            merge_log_sum_exp(tile.select(total), part)
     assert total is not None, "every query attends to its own key"
     return total
 
@@ -373,7 +373,7 @@ def tile_gradients(
     for tile in plan.tiles:
         chunk = plan.chunk(tile, inputs, scores=scores)
         tile_grad = grad[tile.samples, :, tile.queries]
-        yield tile, chunk_backward(chunk, tile.of(merged), grad=tile_grad)
+        yield tile, chunk_backward(chunk, tile.select(merged), grad=tile_grad)
 
 
 def backward_tiles(

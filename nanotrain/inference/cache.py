@@ -10,7 +10,7 @@ cache in place of its own. The core attention stores its keys and values and att
 It is the same core attention with more keys than queries, so grouped queries, multi-head latent
 attention (whose keys and values are stored after the up-projection), windows and chunks need no
 further code, and logits equal those without a cache up to rounding. Recurrent layers keep their
-state; padding is a document of its own.
+state; padding is a separate document.
 
     B prompts   S new tokens   T tokens so far   G key/value heads   D width of a head
 """

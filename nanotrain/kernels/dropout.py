@@ -59,7 +59,7 @@ def dropout(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
         words: [B, S], one per token.
         rate: share of the elements that become 0; the others are scaled by 1 / (1 - rate).
     """
-    return _choose_dropout(x, words, rate=rate)
+    return _dropout_forms(x, words, rate=rate)
 
 
 def _drop(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
@@ -91,4 +91,4 @@ def _drop_without_mask(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
     return out
 
 
-_choose_dropout = eager_or_graph(_drop_without_mask, _drop)
+_dropout_forms = eager_or_graph(_drop_without_mask, _drop)

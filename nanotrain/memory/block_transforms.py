@@ -34,8 +34,7 @@ class BlockTransform:
     """A change of the blocks of a stage that keeps their values."""
 
     is_enabled: Callable[[Config], bool]  # whether a configuration enables it
-    # the functions that replace those of a stage, which run in order; parameter names must stay as
-    # they are
+    # blocks -> functions that replace them, in order; parameter names must stay as they are
     apply: Callable[..., list[BlockFunction]]
 
 
@@ -69,7 +68,7 @@ def compile_blocks(
     # gradients, and each length.
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_GRAPHS)
     for block in blocks:
-        assert isinstance(block, nn.Module), "what replaces blocks comes later in the list"
+        assert isinstance(block, nn.Module), "transforms that replace blocks come later in the list"
         block.forward = torch.compile(block.forward)
     # Blocks share their code. Where a graph of one kind ends early (experts, a window), it fits
     # other kinds too; if the graph used last comes first, a block may be recomputed by other graphs
@@ -105,7 +104,7 @@ def recompute_blocks(
 
 
 def recomputed_groups(config: Config, num_blocks: int) -> list[range]:
-    """The blocks of a stage that full recomputation runs again, those of one group together.
+    """The groups of blocks of a stage that full recomputation runs again together.
 
     >>> from nanotrain.config.config import MemoryConfig
     >>> config = Config(memory=MemoryConfig(recompute_method="uniform", recompute_num_layers=2))
@@ -137,15 +136,16 @@ def describe_activations(config: Config) -> str:
         return f"recompute selective: {', '.join(modules)}" if modules else ""
     method, size = recompute_plan(config)
     layers = "layer" if size == 1 else f"{size} layers"
-    what = f"groups of {count_of(size, 'layer')}"
+    blocks = f"groups of {count_of(size, 'layer')}"
     if method == "block":
-        what = f"the first {layers} of each stage"
+        blocks = f"the first {layers} of each stage"
     flags = {
         "--recompute-method": memory.recompute_method,
         "--recompute-num-layers": memory.recompute_num_layers,
     }
     unset = " and ".join(flag for flag, value in flags.items() if value is None)
-    return f"recompute full: {method}, {what}" + (f" ({unset} unset)" if unset else "")
+    suffix = f" ({unset} unset)" if unset else ""
+    return f"recompute full: {method}, {blocks}{suffix}"
 
 
 BLOCK_TRANSFORMS: list[BlockTransform] = [

@@ -21,7 +21,7 @@ it. The last three discard their outputs instead, as Megatron-LM's `CheckpointWi
     backward   `first` runs again when `second` first reads a discarded output; both backwards use
                the results
 
-Names and meaning are those of Megatron-LM. Source: Chen et al. 2016; Korthikanti et al. 2022,
+Names and meaning as in Megatron-LM. Source: Chen et al. 2016; Korthikanti et al. 2022,
 section 5, for selective recomputation. Parameters are not copied: the second run reads them during
 the backward pass, before the optimizer step changes them.
 """
@@ -141,7 +141,7 @@ def recompute_modules(block: nn.Module, modules: Collection[str], *, recompute: 
 
     No module gets a second name, under which it would be saved twice.
     """
-    second_block = getattr(block, "second", None)  # of a `ShortcutBlock`
+    second_block = getattr(block, "second", None)  # only a `ShortcutBlock` has one
     if isinstance(second_block, nn.Module):
         recompute_modules(second_block, modules, recompute=recompute)
     other_mlp = "mlp" if _has(block, "mlp.experts") else "moe"
@@ -211,7 +211,7 @@ class _Discarded:
 
     def __init__(self, outputs: list[Tensor]) -> None:
         self._node = outputs[0].grad_fn
-        # An empty tensor has no address of its own, and nothing to discard.
+        # An empty tensor has no unique address, and nothing to discard.
         self._indices = {x.untyped_storage().data_ptr(): x.output_nr for x in outputs if x.numel()}
         self._num_unread = 0
         self._values: tuple[Tensor, ...] = ()

@@ -109,12 +109,12 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up  # the compiler keeps only gate and up
 
 
-_choose_swiglu = eager_or_graph(_SwiGLU.apply, _swiglu)
+_swiglu_forms = eager_or_graph(_SwiGLU.apply, _swiglu)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020), of one shape and dtype."""
-    out: Tensor = _choose_swiglu(gate, up)
+    out: Tensor = _swiglu_forms(gate, up)
     return out
 
 
@@ -135,7 +135,7 @@ class XIELU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape and dtype."""
-        out: Tensor = _choose_xielu(x, self.alpha_p, self.alpha_n)
+        out: Tensor = _xielu_forms(x, self.alpha_p, self.alpha_n)
         return out
 
 
@@ -165,7 +165,7 @@ class _XIELU(torch.autograd.Function):
         return torch.autograd.grad(out, inputs, grads)
 
 
-_choose_xielu = eager_or_graph(_XIELU.apply, _xielu)  # the compiler keeps only x
+_xielu_forms = eager_or_graph(_XIELU.apply, _xielu)  # the compiler keeps only x
 
 
 LEARNED: dict[Activation, Callable[[Parameters], nn.Module]] = {"xielu": XIELU}

@@ -2,7 +2,7 @@
 
     ModelParallel      groups, core attention and recomputation of a stage, for building it
     BatchContext       a microbatch, for a stage
-    LayerContext       what the layers of a stage share for a microbatch
+    LayerContext       inputs that the layers of a stage share for a microbatch
     AttentionInputs    rotary tables and mask of the layers with, or without, a window
     TokenCache         tokens that were read before, in generation
     CachedLayer        a layer with state between tokens
@@ -184,15 +184,15 @@ class BatchContext:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Inputs of attention that the layers with a window share, or those without one."""
+    """Inputs that all attention layers with a window share, or all without a window."""
 
-    rotary: Rotary | None = None  # of layers with rotary positions
+    rotary: Rotary | None = None  # for layers with rotary positions
     mask: Any = None  # made by `CoreAttention.plan_mask`
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What all layers of a stage share for one microbatch."""
+    """Inputs that all layers of a stage share for one microbatch."""
 
     full: AttentionInputs = field(default_factory=AttentionInputs)  # layers without a window
     windowed: AttentionInputs = field(default_factory=AttentionInputs)  # layers with a window
@@ -205,7 +205,7 @@ class LayerContext:
     aux_loss_scale: float | Tensor = 0.0  # see `BatchContext`
     is_padding: bool = False  # see `Batch`
     # by router: tokens_per_expert to which it compares this microbatch; a recomputed forward reads
-    # those of the first forward
+    # the counts of the first forward
     balance_counts: dict[Any, Tensor] = field(default_factory=dict)
     dispatch_splits: dict[Any, Any] = field(default_factory=dict)  # likewise, by token dispatcher
 

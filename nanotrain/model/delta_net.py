@@ -55,7 +55,7 @@ class GatedDeltaNet(nn.Module):
         layer: index in the model.
     """
 
-    activation: Callable[[Tensor], Tensor] = staticmethod(F.silu)  # of the gate
+    activation: Callable[[Tensor], Tensor] = staticmethod(F.silu)  # function of the gate
 
     def __init__(
         self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int

@@ -164,7 +164,7 @@ class SparseLatentAttention(MultiLatentAttention):
         def attend(
             query: Tensor, *, key: Tensor, value: Tensor, mask: Any, index: Index, **options: Any
         ) -> Tensor:
-            # a cache stores two tensors per token: keys beside values, and index keys
+            # a cache stores two tensors per token: joined keys and values, and index keys
             key_value, index_key, call = read_cache(
                 query,
                 key=torch.cat((key, value), dim=-1),

@@ -131,7 +131,7 @@ class Mamba2(nn.Module):
 
 
 class ProjectionScale(nn.Module):
-    """Constant factors of several tensors."""
+    """Multiplies each of several tensors by its constant factor."""
 
     def __init__(self, factors: Sequence[float]) -> None:
         super().__init__()

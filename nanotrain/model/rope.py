@@ -48,7 +48,7 @@ def inverse_frequencies(model_config: ModelConfig, *, is_local: bool = False) ->
 
     Args:
         model_config: base and scaling.
-        is_local: whether layers with a window have a base of their own, which is not scaled.
+        is_local: use the base of layers with a window, without scaling, where the model has one.
     """
     size = model_config.rotary_dim
     exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
@@ -64,7 +64,7 @@ def inverse_frequencies(model_config: ModelConfig, *, is_local: bool = False) ->
 
 
 def _scale_yarn(unscaled: Tensor, yarn: YarnConfig, *, base: float) -> Tensor:
-    """YaRN: divide the frequencies of slow pairs by the factor, keep those of fast pairs.
+    """YaRN: divide the frequencies of slow pairs by the factor, keep the ones of fast pairs.
 
     Frequencies in between are interpolated by the index of the pair.
     """
@@ -124,12 +124,12 @@ class RotaryTables:
 
     Args:
         model_config: base and scaling.
-        is_local: whether layers with a window have a base of their own, which is not scaled.
+        is_local: use the base of layers with a window, without scaling, where the model has one.
     """
 
     def __init__(self, model_config: ModelConfig, *, is_local: bool = False) -> None:
         self._inverse_frequencies = inverse_frequencies(model_config, is_local=is_local)
-        self._length = 1.0  # of rotated queries and keys
+        self._length = 1.0  # factor of rotated queries and keys
         self._query_scale: QueryScale | None = None
         yarn = model_config.yarn
         if yarn is not None and not is_local:
