@@ -3,7 +3,7 @@
 Holds datasets, blending, sampling, the batch loader and tokenizers; it does not prepare corpora
 (see prepare/).
 
-token_format -> indexed -> gpt --+
-                    synthetic ---+-> blend -> build (DatasetSplits) -> loader (microbatches of a rank)
-    permutation, split, data_path -/            sampler ---------------/
+    token_format -> indexed -> gpt, packing -> blend -> build (DatasetSplits)
+    build, sampler -> loader (microbatches of a rank)
+    order, find (documents of a run)   mix (another blend)   tasks   tokenizer   remote
 """

@@ -142,9 +142,9 @@ class BlendedDataset:
         source a        0 1 2 ... 41      42 43 ... 60         (none)
         source b        (none)            0 1 2 ...            ...
 
-    Every source continues where it stopped. The source of sample n, and its index there, follow from n, the weights and the starts alone, so
-    a run resumes anywhere. The samples of a source in earlier stages are counted, not stored, so
-    none is read again before its epoch ends.
+    Every source continues where it stopped. The source of sample n, and its index there, follow
+    from n, the weights and the starts alone, so a run resumes anywhere. The samples of a source in
+    earlier stages are counted, not stored, so none is read again before its epoch ends.
 
     Args:
         datasets: the sources; each keeps its own epochs and order.

@@ -113,23 +113,30 @@ def build_data(
     entries = [*chain(*blends), *named.values()]
     require_same_tokenizer(entry.prefix for entry in entries)
     opener = _CorpusOpener(data, ChunkCache.of(data), vocab_size=vocab_size, seed=seed)
-    built: dict[str, SampleDataset | None] = {}
-    for split, (name, blend) in enumerate(zip(SPLITS, blends, strict=True)):
-        datasets = [opener.open_split(entry.prefix, split) for entry in blend]
-        if name == "train":
-            datasets = opener.change_training(datasets)
-        if name in required:
-            _check_samples(name, datasets, proportions=data.split)
-        if name == "train" and data.stages:
-            built[name] = _blend_stages(datasets, data)
-        else:
-            built[name] = _blend(datasets, blend)
+    built = {}
+    for name, blend in zip(SPLITS, blends, strict=True):
+        built[name] = _build_split(name, blend, opener=opener, is_required=name in required)
     valid_sets: dict[str, SampleDataset] = {}
     for name, entry in named.items():
         dataset = opener.open_whole(entry.prefix)
         _check_samples("valid", [dataset], proportions=data.split)
         valid_sets[name] = dataset
     return DatasetSplits(**built, valid_sets=valid_sets)
+
+
+def _build_split(
+    name: str, blend: Sequence[WeightedPrefix], *, opener: "_CorpusOpener", is_required: bool
+) -> SampleDataset | None:
+    """The blend of the corpora of a split."""
+    data = opener.data
+    datasets = [opener.open_split(entry.prefix, SPLITS.index(name)) for entry in blend]
+    if name == "train":
+        datasets = opener.change_training(datasets)
+    if is_required:
+        _check_samples(name, datasets, proportions=data.split)
+    if name == "train" and data.stages:
+        return _blend_stages(datasets, data)
+    return _blend(datasets, blend)
 
 
 def _parse_named(data: DataConfig) -> dict[str, WeightedPrefix]:

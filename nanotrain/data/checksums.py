@@ -130,7 +130,7 @@ class BlockCheck:
         return None
 
     def _is_sound(self, number: int) -> bool:
-        """Whether a block has its checksum; a cached block is fetched again before it is damaged."""
+        """Whether a block has its checksum, if need be after a cached block is fetched again."""
         while crc32(_read_block(self.file, number)) != self.sums[number]:
             if not self.file.drop(number * BLOCK_BYTES):
                 return False

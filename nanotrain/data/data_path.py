@@ -38,19 +38,22 @@ def parse_data_path(entries: Sequence[str]) -> tuple[WeightedPrefix, ...]:
     numbers = [_weight(item) for item in items]
     if all(number is None for number in numbers):
         return tuple(WeightedPrefix(_prefix(item)) for item in items)
-    weights = numbers[::2]
-    names = items[1::2]
-    has_pairs = len(weights) == len(names)
-    has_names = all(number is None for number in numbers[1::2])
-    has_weights = all(weight is not None and weight > 0 for weight in weights)
-    if not (has_pairs and has_names and has_weights):
+    if not _are_pairs(numbers):
         raise ConfigError(
             f"--data-path {' '.join(items)} cannot be parsed",
             why="either every prefix has a weight above 0 before it, or none has",
             fix="write for example --data-path 0.7 web 0.3 code",
         )
-    pairs = zip(names, weights, strict=True)
+    pairs = zip(items[1::2], numbers[::2], strict=True)
     return tuple(WeightedPrefix(_prefix(name), weight) for name, weight in pairs)
+
+
+def _are_pairs(numbers: Sequence[Fraction | None]) -> bool:
+    """Whether items are pairs of a weight above 0 and a name, which is no number."""
+    if len(numbers) % 2:
+        return False
+    has_weights = all(weight is not None and weight > 0 for weight in numbers[::2])
+    return has_weights and all(name is None for name in numbers[1::2])
 
 
 def _split_entries(entries: Sequence[str]) -> list[str]:

@@ -188,12 +188,13 @@ class GPTDataset:
 
 
 class AllWindows(GPTDataset):
-    """The windows of tokens [start, stop) in file order: every token but the first is predicted once.
+    """The windows of a range in file order: every token but the first is predicted once.
 
         tokens     t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9           S = 4
         labels     t1 t2 t3 t4 | t5 t6 t7 t8 | t9 .. .. ..
 
-    The last window is padded, and its padding masked. An index after the last window is a fully masked sample: a global batch may pass the end.
+    The last window is padded, and its padding masked. An index after the last window is a fully
+    masked sample: a global batch may pass the end.
     """
 
     @property

@@ -50,7 +50,7 @@ _WORKER_ERRORS = ("DataLoader worker", "Communication with the workers")
 class _ReadAhead:
     """Reads the samples of the next steps on threads, in the order in which they will be needed.
 
-    Chunks of remote files are then in the host's cache. Errors are left to whoever needs the sample.
+    Chunks of remote files are then in the host's cache. Errors are raised where a sample is needed.
 
     Args:
         dataset: the samples.

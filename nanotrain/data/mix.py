@@ -19,6 +19,7 @@ from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset, StageBlend
 from nanotrain.data.build import corpora_of
 from nanotrain.data.data_path import parse_data_path
+from nanotrain.data.gpt import GPTDataset
 from nanotrain.errors import ConfigError, DataError
 from nanotrain.runs.files import disk_errors, open_append, write_all, write_text
 from nanotrain.untrusted import (
@@ -85,15 +86,7 @@ def with_mix(dataset: SampleDataset, weights: Sequence[str], *, sample: int) -> 
             why="the run has one corpus",
             fix="start it with all of them",
         )
-    numbers = {part.corpus.prefix: index for index, part in enumerate(corpora_of(dataset))}
-    mixed: dict[int, Fraction] = {}
-    for entry in parse_data_path(weights):
-        index = _find_corpus(entry.prefix, numbers)
-        if index is None or entry.weight is None:
-            why = f"the corpora of the run are {', '.join(map(str, numbers))}"
-            what = f"{entry.prefix} is no corpus of the run"
-            raise DataError(what, why=why, fix="start a run with it")
-        mixed[index] = mixed.get(index, Fraction(0)) + entry.weight
+    mixed = _mixed_weights(weights, corpora_of(dataset))
     stages = []
     for stage in dataset.stages:
         if stage.start == sample:
@@ -107,6 +100,20 @@ def with_mix(dataset: SampleDataset, weights: Sequence[str], *, sample: int) -> 
         stages.append(replace(stage, name=stage.name or "start"))
     stages.append(StageBlend(f"mix-{len(stages)}", sample, tuple(mixed), tuple(mixed.values())))
     return BlendedDataset(dataset.datasets, sorted(stages, key=lambda stage: stage.start))
+
+
+def _mixed_weights(weights: Sequence[str], corpora: Sequence[GPTDataset]) -> dict[int, Fraction]:
+    """The new weight of every corpus, by its number."""
+    numbers = {part.corpus.prefix: index for index, part in enumerate(corpora)}
+    mixed: dict[int, Fraction] = {}
+    for entry in parse_data_path(weights):
+        index = _find_corpus(entry.prefix, numbers)
+        if index is None or entry.weight is None:
+            why = f"the corpora of the run are {', '.join(map(str, numbers))}"
+            what = f"{entry.prefix} is no corpus of the run"
+            raise DataError(what, why=why, fix="start a run with it")
+        mixed[index] = mixed.get(index, Fraction(0)) + entry.weight
+    return mixed
 
 
 def _find_corpus(name: Path, numbers: Mapping[Path, int]) -> int | None:

@@ -107,7 +107,8 @@ class OrderStart:
         schedule = batch_schedule(self.config)
         if schedule:
             return samples_of_steps(schedule, num_steps)
-        return num_steps * (self.curve_batch_size or self._batch_size)
+        batch_size = self.curve_batch_size or self._batch_size
+        return num_steps * batch_size
 
     @cached_property
     def corpora(self) -> tuple[GPTDataset, ...]:

@@ -1,11 +1,11 @@
-"""The files of a corpus: local ones, and those of object storage, read through a cache on the
-host's disk.
+"""The files of a corpus: local ones, and objects, read through a cache on the host's disk.
 
     LocalFile     a file, by `pread`
     RemoteFile    an object, by ranged requests of 256 KiB, as much as a checksum covers
     ChunkCache    FOLDER/objects/<object>/12      one such chunk
                   FOLDER/objects/<object>/whole   an index or checksums: all of an object
-                  FOLDER/locks/, FOLDER/used      whoever fetches a chunk holds its lock; the bytes of all chunks
+                  FOLDER/locks/                   whoever fetches a chunk holds its lock
+                  FOLDER/used                     the bytes of all chunks
 
 All processes of a host share the folder, so a chunk is requested once per host, however many ranks
 need it. A file in it is complete, as it gets its name when it has been written: a killed process
@@ -27,7 +27,7 @@ from fcntl import LOCK_EX, flock
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from nanotrain.config.config import DataConfig
 from nanotrain.data.token_format import BLOCK_BYTES
@@ -37,9 +37,9 @@ from nanotrain.runs.files import disk_errors
 from nanotrain.storage.remote import MissingObject, parse
 
 _NUM_LOCKS = 1024
-_KEPT = 0.9  # share of the bytes that stay when chunks are removed
+_KEPT = 0.9  # fraction of the bytes that stay when chunks are removed
 _STALE_S = 3600.0  # age of a temporary file that nobody writes any more
-_REQUESTS, _REQUEST_BYTES = 8, 16 << 20  # for a whole object: at a time, and bytes of each
+_REQUESTS, _REQUEST_BYTES = 8, 16 << 20  # parallel requests for a whole object, and their size
 _CURE = "choose another --object-storage-cache-path, or lower --object-storage-cache-gib"
 
 
@@ -47,7 +47,8 @@ class LocalFile:
     """A file of this machine."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.size = path, path.stat().st_size
+        self.path = path
+        self.size = path.stat().st_size
 
     @property
     def local(self) -> Path:
@@ -77,24 +78,30 @@ class LocalFile:
             os.close(self._descriptor)
 
 
+class _CachedChunk(NamedTuple):
+    """A file of the cache; sorted by last use."""
+
+    used_ns: int
+    num_bytes: int
+    path: str
+
+
 @dataclass(frozen=True)
 class ChunkCache:
     """A folder with chunks of objects; threads and processes share it."""
 
     folder: Path
-    max_bytes: int  # of the chunks; whole objects come on top
+    max_bytes: int  # bytes of the chunks; whole objects come on top
 
     @classmethod
     def of(cls, data: DataConfig) -> Self:
-        """The cache of a data section; by default in the folder for temporary files, which is on a
-        disk of the host.
-        """
+        """The cache of a data section, by default in the host's folder for temporary files."""
         default = Path(tempfile.gettempdir()) / f"nanotrain-objects-{os.getuid()}"
         folder = Path(data.object_storage_cache_path or default)
         return cls(folder, int(data.object_storage_cache_gib * 2**30))
 
     def make(self) -> None:
-        """Create the folder; that of another user is refused, who could put other tokens into it."""
+        """Create the folder; refuse one of another user, who could put other tokens into it."""
         with disk_errors(self.folder, fix=_CURE):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.folder.stat().st_uid != os.getuid():
@@ -113,40 +120,38 @@ class ChunkCache:
             yield
 
     def add(self, path: Path, data: bytes) -> None:
-        """Count a chunk, remove old ones if they are too many, and write it: a killed process has
-        counted too much.
+        """Count a chunk, remove old ones if they are too many, and write it.
+
+        A killed process has counted too much, never too little.
         """
-        with open(
-            os.open(self.folder / "used", os.O_RDWR | os.O_CREAT), "r+b", buffering=0
-        ) as counter:
+        descriptor = os.open(self.folder / "used", os.O_RDWR | os.O_CREAT)
+        with open(descriptor, "r+b", buffering=0) as counter:
             flock(counter, LOCK_EX)
             text = counter.read()
-            used = len(data) + (int(text) if text else self.max_bytes)
-            used = len(data) + self._remove_oldest() if used > self.max_bytes else used
-            os.pwrite(counter.fileno(), b"%020d" % used, 0)
+            used = int(text) if text else self.max_bytes
+            if used + len(data) > self.max_bytes:
+                used = self._remove_oldest()
+            os.pwrite(counter.fileno(), b"%020d" % (used + len(data)), 0)
         with _renamed(path) as partial:
             partial.write_bytes(data)
 
     def _remove_oldest(self) -> int:
-        """Remove chunks until some space is free, and what killed processes left; returns the bytes
-        of the others.
-        """
-        chunks, most = [], _KEPT * self.max_bytes
-        for entry in (
-            entry for folder in os.scandir(self.folder / "objects") for entry in os.scandir(folder)
-        ):
-            with suppress(FileNotFoundError):
-                status = entry.stat()
-                if entry.name.isdigit():
-                    chunks.append((status.st_mtime_ns, status.st_size, entry.path))
-                elif entry.name != "whole" and status.st_mtime < time.time() - _STALE_S:
-                    os.unlink(entry.path)
-        total = sum(size for _, size, _ in chunks)
-        for _, size, path in sorted(chunks):
-            if total <= most:
+        """Remove old chunks and leftovers of killed processes; returns the bytes of the rest."""
+        chunks = []
+        for folder in os.scandir(self.folder / "objects"):
+            for entry in os.scandir(folder):
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    status = entry.stat()
+                    if entry.name.isdigit():
+                        chunks.append(_CachedChunk(status.st_mtime_ns, status.st_size, entry.path))
+                    elif entry.name != "whole" and status.st_mtime < time.time() - _STALE_S:
+                        os.unlink(entry.path)
+        total = sum(chunk.num_bytes for chunk in chunks)
+        for chunk in sorted(chunks):
+            if total <= _KEPT * self.max_bytes:
                 break
-            Path(path).unlink(missing_ok=True)
-            total -= size
+            Path(chunk.path).unlink(missing_ok=True)
+            total -= chunk.num_bytes
         return total
 
 
@@ -162,49 +167,50 @@ class RemoteFile:
     """
 
     def __init__(self, path: Address, cache: ChunkCache) -> None:
-        self.path, self.cache, self._dropped = path, cache, set[int]()
+        self.path = path
+        self.cache = cache
+        self._dropped: set[int] = set()
         cache.make()
         self._remote = parse(str(path))
         with _storage_errors():
             info = self._remote.info()
-        self.size, version = (
-            int(info["size"]),
-            sorted((key, str(value)) for key, value in info.items()),
-        )
-        self.folder = (
-            cache.folder
-            / "objects"
-            / blake2b(f"{path} {version}".encode(), digest_size=12).hexdigest()
-        )
+        self.size = int(info["size"])
+        version = sorted((key, str(value)) for key, value in info.items())
+        name = blake2b(f"{path} {version}".encode(), digest_size=12).hexdigest()
+        self.folder = cache.folder / "objects" / name
 
     @cached_property
     def local(self) -> Path:
         """A local file with the same content, fetched once per host."""
-        path, starts = self.folder / "whole", range(0, self.size, _REQUEST_BYTES)
+        path = self.folder / "whole"
         with self.cache.locked(path), disk_errors(path, needed=self.size, fix=_CURE):
             if not path.is_file():
-                with (
-                    ThreadPoolExecutor(_REQUESTS) as pool,
-                    _renamed(path) as partial,
-                    partial.open("wb") as file,
-                ):
-                    for data in pool.map(
-                        lambda start: self.fetch(start, start + _REQUEST_BYTES), starts
-                    ):
-                        file.write(data)
+                self._fetch_whole(path)
         return path
+
+    def _fetch_whole(self, path: Path) -> None:
+        def fetch_part(start: int) -> bytes:
+            return self.fetch(start, start + _REQUEST_BYTES)
+
+        starts = range(0, self.size, _REQUEST_BYTES)
+        with (
+            ThreadPoolExecutor(_REQUESTS) as pool,
+            _renamed(path) as partial,
+            partial.open("wb") as file,
+        ):
+            for data in pool.map(fetch_part, starts):
+                file.write(data)
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop); fewer where the object ends."""
         stop = min(stop, self.size)
-        first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
-        data = b"".join(map(self._chunk, range(first, last)))
+        first = start // BLOCK_BYTES
+        last = -(-stop // BLOCK_BYTES)
+        data = b"".join(map(self._read_chunk, range(first, last)))
         return data[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
     def drop(self, start: int) -> bool:
-        """Remove the chunk with a byte that is damaged; whether it can be fetched again, which is
-        so once.
-        """
+        """Remove the chunk with a damaged byte; True, once, if it can be fetched again."""
         number = start // BLOCK_BYTES
         is_first = number not in self._dropped
         self._dropped.add(number)
@@ -220,15 +226,17 @@ class RemoteFile:
         with _storage_errors():
             return self._remote.read(start, min(stop, self.size))
 
-    def _chunk(self, number: int) -> bytes:
-        path, start = self.folder / str(number), number * BLOCK_BYTES
+    def _read_chunk(self, number: int) -> bytes:
+        path = self.folder / str(number)
+        start = number * BLOCK_BYTES
         size = min(BLOCK_BYTES, self.size - start)
         with disk_errors(path, needed=size, fix=_CURE):
-            if (data := _content(path, size)) is not None:
+            data = _read_complete(path, size)
+            if data is not None:
                 return data
             with self.cache.locked(path):
-                # no other process has fetched it meanwhile
-                if (data := _content(path, size)) is None:
+                data = _read_complete(path, size)
+                if data is None:  # no other process has fetched it meanwhile
                     data = self.fetch(start, start + size)
                     self.cache.add(path, data)
                 return data
@@ -239,16 +247,14 @@ CorpusFile = LocalFile | RemoteFile
 
 @contextmanager
 def _storage_errors() -> Iterator[None]:
-    """Raise what is missing as FileNotFoundError, and other faults with the flag that names the
-    place.
-    """
+    """Raise FileNotFoundError for a missing object, and name the flag in other faults."""
     try:
         yield
     except MissingObject as error:
         raise FileNotFoundError(error.what) from None
     except StorageFault as error:
-        fix = f"{error.fix}; the place is that of --data-path, and a run that is started again goes on"
-        raise EnvironmentFault(error.what, why=error.why, fix=fix) from None
+        place = "the place is that of --data-path, and a run that is started again goes on"
+        raise EnvironmentFault(error.what, why=error.why, fix=f"{error.fix}; {place}") from None
 
 
 def require_file(path: Path, cache: ChunkCache | None = None) -> CorpusFile:
@@ -268,11 +274,12 @@ def require_file(path: Path, cache: ChunkCache | None = None) -> CorpusFile:
 
 def open_file(path: Path, cache: ChunkCache | None = None) -> CorpusFile | None:
     """A file of a corpus; None if there is none. Arguments as of `require_file`."""
-    if isinstance(path, Address):
-        with suppress(FileNotFoundError):
-            return require_file(path, cache)
+    if not isinstance(path, Address):
+        return LocalFile(path) if path.is_file() else None
+    try:
+        return require_file(path, cache)
+    except FileNotFoundError:
         return None
-    return LocalFile(path) if path.is_file() else None
 
 
 def local_folder(folder: Path) -> Path:
@@ -283,20 +290,21 @@ def local_folder(folder: Path) -> Path:
     with _storage_errors():
         names = [name for name in parse(str(folder)).sizes() if "/" not in name]
     objects = [RemoteFile(folder / name, cache) for name in sorted(names)]
-    versions = blake2b(
-        "".join(file.folder.name for file in objects).encode(), digest_size=12
-    ).hexdigest()
+    versions = "".join(file.folder.name for file in objects)
+    digest = blake2b(versions.encode(), digest_size=12).hexdigest()
+    target = cache.folder / "folders" / digest
     for file in objects:
-        copy = cache.folder / "folders" / versions / file.path.name
+        copy = target / file.path.name
         if not copy.exists():
             with disk_errors(copy, fix=_CURE), _renamed(copy) as partial:
                 shutil.copyfile(file.local, partial)
-    return cache.folder / "folders" / versions
+    return target
 
 
-def _content(path: Path, size: int) -> bytes | None:
-    """The content of a chunk, which counts as used now; None if it is absent, or incomplete after a
-    power failure.
+def _read_complete(path: Path, size: int) -> bytes | None:
+    """The content of a chunk, which counts as used now; None if it is absent or incomplete.
+
+    A power failure leaves incomplete files.
     """
     try:
         os.utime(path)

@@ -68,7 +68,7 @@ def require_tokenizer_of(model: str | None, source: str) -> None:
 
 
 def is_same_tokenizer(first: str, second: str) -> bool | None:
-    """Whether two tokenizers, as `load_tokenizer` takes them, give the same ids; None if unknown."""
+    """Whether two tokenizers, named as for `load_tokenizer`, give the same ids; None if unknown."""
     if first == second:
         return True
     first_content = _read_definition(first)

@@ -1,8 +1,11 @@
-"""Which samples a rank reads: a pure function of the consumed samples and the rank's data-parallel
-index.
+"""Which samples a rank reads: a pure function of the consumed samples and its data-parallel index.
 
-A global batch is samples [consumed, consumed + global_batch_size) in every topology; only the
-reader of each differs:
+    SamplerConfig        batch sizes and the index of a rank
+    microbatch_samples   the samples of one microbatch
+    all_microbatches     the samples of every microbatch
+
+A global batch is samples [consumed, consumed + global_batch_size) in every topology; only the ranks
+that read them differ:
 
     global batch of 12, micro batch 2, dp 2     microbatch 0 | microbatch 1 | microbatch 2
                                       dp rank 0       0  1   |       4  5   |       8  9
@@ -38,7 +41,7 @@ class SamplerConfig:
     dp_rank: int  # index of this rank in its data-parallel group
     dp_size: int  # ranks of the data-parallel group
     micro_batch_size: int  # samples per microbatch of one rank
-    global_batch_size: int  # samples per optimizer step over all ranks; of a schedule the last size
+    global_batch_size: int  # samples per optimizer step over all ranks; a schedule's last size
     schedule: BatchSchedule | None = None  # the size of each batch; None where it is constant
     # the sequence length of each batch; None where it is that of a sample
     lengths: Steps | None = None
@@ -50,46 +53,48 @@ class SamplerConfig:
         assert 0 <= self.dp_rank < self.dp_size, (
             f"dp rank {self.dp_rank} is outside a group of {self.dp_size}"
         )
-        span = self.micro_batch_size * self.dp_size
+        span = self.samples_per_round
         if self.global_batch_size < span:
+            samples = count_of(self.global_batch_size, "sample")
+            product = f"{self.micro_batch_size} x data-parallel size {self.dp_size}"
             raise ConfigError(
-                f"a global batch of {count_of(self.global_batch_size, 'sample')} has less than one microbatch per rank",
-                why=f"micro_batch_size {self.micro_batch_size} x data-parallel size {self.dp_size} = {span}",
+                f"a global batch of {samples} has less than one microbatch per rank",
+                why=f"micro_batch_size {product} = {span}",
                 fix=f"set --global-batch-size to at least {span}",
             )
 
     @property
+    def samples_per_round(self) -> int:
+        """Samples of one microbatch of every rank."""
+        return self.micro_batch_size * self.dp_size
+
+    @property
     def num_microbatches(self) -> int:
-        """Microbatches per rank and global batch; of a schedule those of its last size."""
-        return -(-self.global_batch_size // (self.micro_batch_size * self.dp_size))
+        """Microbatches per rank and global batch; with a schedule, for its last size."""
+        return -(-self.global_batch_size // self.samples_per_round)
 
     @property
     def num_padded(self) -> int:
-        """Samples of a global batch, over all ranks, that are padding; of a schedule those of its
-        last size.
-        """
-        return self.num_microbatches * self.micro_batch_size * self.dp_size - self.global_batch_size
+        """Padding samples of a global batch, over all ranks; with a schedule, for its last size."""
+        return self.num_microbatches * self.samples_per_round - self.global_batch_size
 
     def size_at(self, consumed_samples: int) -> int:
         """Samples of the global batch that starts at `consumed_samples`."""
         return self.schedule.size_at(consumed_samples) if self.schedule else self.global_batch_size
 
     def length_at(self, consumed_samples: int) -> int | None:
-        """Sequence length of the global batch that starts at `consumed_samples`; None for that of a
-        sample.
-        """
+        """Sequence length of the batch that starts at `consumed_samples`; None if constant."""
         return self.lengths.size_at(consumed_samples) if self.lengths else None
 
     def num_microbatches_at(self, consumed_samples: int) -> int:
         """Microbatches per rank of the global batch that starts at `consumed_samples`."""
-        return -(-self.size_at(consumed_samples) // (self.micro_batch_size * self.dp_size))
+        return -(-self.size_at(consumed_samples) // self.samples_per_round)
 
 
 def microbatch_samples(
     config: SamplerConfig, *, consumed_samples: int, microbatch: int
 ) -> list[int]:
-    """Sample indices of microbatch number `microbatch` of the global batch that follows
-    `consumed_samples`.
+    """Sample indices of a microbatch of the global batch that follows `consumed_samples`.
 
     Padding is `~consumed_samples`, a negative index.
 
@@ -99,18 +104,16 @@ def microbatch_samples(
     [43, -34]
     """
     first = (microbatch * config.dp_size + config.dp_rank) * config.micro_batch_size
-    positions, size = (
-        range(first, first + config.micro_batch_size),
-        config.size_at(consumed_samples),
-    )
-    return [
-        consumed_samples + position if position < size else ~consumed_samples
-        for position in positions
-    ]
+    size = config.size_at(consumed_samples)
+    indices = []
+    for position in range(first, first + config.micro_batch_size):
+        is_padding = position >= size
+        indices.append(~consumed_samples if is_padding else consumed_samples + position)
+    return indices
 
 
 def all_microbatches(config: SamplerConfig, consumed_samples: int) -> Iterator[list[int]]:
-    """The sample indices of every microbatch of a rank from `consumed_samples` on, without an end."""
+    """The sample indices of every microbatch of a rank from `consumed_samples` on, endlessly."""
     while True:
         for microbatch in range(config.num_microbatches_at(consumed_samples)):
             yield microbatch_samples(

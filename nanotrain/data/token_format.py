@@ -1,8 +1,10 @@
 """The `.idx` half of Megatron-LM's token files: dtype codes, header, layout.
 
     PREFIX.bin   token ids, one after the other, little endian, nothing else
-    PREFIX.idx   b"MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 sequences n | u64 document indices d
-                 | n int32 lengths in tokens | n int64 pointers in bytes | d int64 first sequences of documents
+    PREFIX.idx   b"MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code
+                 | u64 sequences n | u64 document indices d
+                 | n int32 lengths in tokens | n int64 pointers in bytes
+                 | d int64 first sequences of documents
 
 The document indices begin with 0 and end with n, so d is the number of documents plus one.
 """
@@ -21,13 +23,12 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 
-# By code, from 1 on.
-DTYPES = dict(
-    enumerate(map(np.dtype, ("uint8", "int8", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")), start=1)
-)
+_DTYPE_NAMES = ("uint8", "int8", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")
+DTYPES = {code: np.dtype(name) for code, name in enumerate(_DTYPE_NAMES, start=1)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-BLOCK_BYTES = 1 << 18  # of a checksum: 16 MB of them per TB; reading a block takes 0.1 ms
+# bytes per checksum: 16 MB of checksums per TB; reading a block takes 0.1 ms
+BLOCK_BYTES = 1 << 18
 
 # Megatron-LM's bound, below 2**16, so that added tokens still fit.
 UINT16_VOCAB = 65500
@@ -73,7 +74,7 @@ def idx_path(prefix: Path) -> Path:
 
 
 def mask_path(prefix: Path) -> Path:
-    """Path of the loss mask, one byte per token: 1 for a target, 0 for a token that is only read."""
+    """Path of the loss mask, one byte per token: 1 for a target, 0 for a token only read."""
     return prefix.with_name(prefix.name + ".mask")
 
 
@@ -97,10 +98,11 @@ def check_dtype(dtype: np.dtype[Any], vocab_size: int) -> None:
     Raises:
         DataError: it cannot hold the largest id.
     """
-    if vocab_size - 1 > np.iinfo(dtype).max:
+    largest = np.iinfo(dtype).max
+    if vocab_size - 1 > largest:
         raise DataError(
             f"{dtype.name} cannot hold the ids of a vocabulary of {vocab_size}",
-            why=f"the largest id is {vocab_size - 1}, the largest {dtype.name} is {np.iinfo(dtype).max}",
+            why=f"the largest id is {vocab_size - 1}, the largest {dtype.name} is {largest}",
             fix="leave --dtype at auto",
         )
 
@@ -110,14 +112,15 @@ def read_header(path: Path, original: Path | None = None) -> IndexHeader:
 
     Args:
         path: the file.
-        original: what it is a copy of, for errors.
+        original: the file or object that it is a copy of, for errors.
 
     Raises:
         DataError: not an index, another version, a non-integer dtype, or a truncated file.
     """
     with path.open("rb") as file:
         start = file.read(HEADER.size)
-    size, path = path.stat().st_size, original or path
+    size = path.stat().st_size
+    path = original or path
     if len(start) < HEADER.size or start[: len(MAGIC)] != MAGIC:
         raise DataError(
             f"{path} is no Megatron-LM index",
@@ -138,10 +141,13 @@ def read_header(path: Path, original: Path | None = None) -> IndexHeader:
         raise DataError(f"{path} has tokens of dtype code {code} ({name})", why=why, fix=fix)
     header = IndexHeader(DTYPES[code], num_sequences, num_document_indices)
     if size != header.file_bytes:
+        sequences = count_of(num_sequences, "sequence")
         raise DataError(
             f"{path} has {size} bytes where its header asks for {header.file_bytes}",
-            why=f"{count_of(num_sequences, 'sequence')} and {num_document_indices} document indices; "
-            "the copy is incomplete, or the file holds more than token sequences (multimodal)",
+            why=(
+                f"{sequences} and {num_document_indices} document indices; the copy is incomplete, "
+                "or the file holds more than token sequences (multimodal)"
+            ),
             fix="copy or prepare the corpus again",
         )
     return header

@@ -13,8 +13,8 @@ Encoding adds no special tokens; `prepare` ends each document with `eod`. Every 
     decode        ids -> text, without special tokens
     save          writes a folder and returns its name, or "bytes" if there is nothing to write
 
-The folder holds all files that the tokenizer was loaded from, and what transformers' AutoTokenizer
-needs beside them.
+The folder holds all files that the tokenizer was loaded from, and what else transformers'
+AutoTokenizer needs.
 """
 
 import json
@@ -44,24 +44,25 @@ from nanotrain.untrusted import (
 
 # Usual names of the end-of-document token, for a bare tokenizer.json, which does not name it.
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[EOS]", "[SEP]")
-_CONNECT_TIMEOUT_S = 3.0  # to the hub
-Files: TypeAlias = Mapping[str, bytes] | None  # contents by name
+_CONNECT_TIMEOUT_S = 3.0  # for a connection to the hub
+Files: TypeAlias = Mapping[str, bytes] | None  # contents of files by name
 _ANY_CLASS = "PreTrainedTokenizerFast"  # transformers' class of whatever a tokenizer.json holds
 VOCABULARY, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-# of a Hugging Face folder, each enough
+# vocabulary files of a Hugging Face folder; one of them is enough
 VOCABULARY_FILES = (VOCABULARY, "tokenizer.model", "vocab.json")
 # What a tokenizer consists of in a Hugging Face folder, and the settings of generation, which name
 # its tokens.
 TOKENIZER_FILES = (
-    *(
-        *VOCABULARY_FILES,
-        SETTINGS,
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "merges.txt",
-        "vocab.txt",
-    ),
-    *("spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "generation_config.json"),
+    *VOCABULARY_FILES,
+    SETTINGS,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "generation_config.json",
 )
 
 
@@ -89,13 +90,11 @@ class ByteTokenizer:
 
     def as_fast(self) -> "FastTokenizer":
         """The same tokenizer as a byte-level BPE without merges, which other libraries load."""
-        # bytes that GPT-2 writes as their own character
+        # bytes that GPT-2 writes as their own character come first in its alphabet
         plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
-        # those first, then those of the others
+        others = [byte for byte in range(256) if byte not in plain]
         characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-        vocabulary = dict(
-            zip(characters, sorted(range(256), key=lambda byte: byte not in plain), strict=True)
-        )
+        vocabulary = dict(zip(characters, [*sorted(plain), *others], strict=True))
         backend = _byte_level(tokenizers.models.BPE(vocabulary, merges=[]))
         backend.add_special_tokens([_EOD_NAMES[0]])
         backend.encode_special_tokens = True  # text never becomes an end-of-document token
@@ -108,8 +107,7 @@ class ByteTokenizer:
 
 
 class FastTokenizer:
-    """A tokenizer of the `tokenizers` library, with `eod_text` or a usual name as end-of-document
-    token.
+    """A tokenizer of the `tokenizers` library.
 
     Truncation and padding stored in the file are switched off; transformers ignores them too.
 
@@ -124,7 +122,8 @@ class FastTokenizer:
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self.backend, self.files = backend, dict(files or {})
+        self.backend = backend
+        self.files = dict(files or {})
         vocabulary = backend.get_vocab(with_added_tokens=True)
         names = [eod_text] if eod_text is not None else _EOD_NAMES
         self.eod_text = next((name for name in names if name in vocabulary), None)
@@ -137,17 +136,14 @@ class FastTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode several texts on all threads that `tokenizers` may use."""
-        return [
-            encoding.ids
-            for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        ]
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: Path, *, as_any_class: bool = False) -> str:
-        """Write the files it was loaded from, with a tokenizer_config.json that names its
-        end-of-document token.
+        """Write the files it was loaded from, and settings that name its end-of-document token.
 
         Args:
             folder: created if absent; the settings are written last.
@@ -157,12 +153,12 @@ class FastTokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         files = {VOCABULARY: self.backend.to_str(pretty=True).encode(), **self.files}
         settings = parse_json(self.files.get(SETTINGS, b"{}"), allow_nan=True)
-        dropped = ("auto_map", "added_tokens_decoder", "tokenizer_class") if as_any_class else ()
         if as_any_class or SETTINGS not in files or _eos_in(settings) != self.eod_text:
-            kept = {name: value for name, value in settings.items() if name not in dropped}
-            files[SETTINGS] = _json_bytes(
-                {"tokenizer_class": _ANY_CLASS, **kept, "eos_token": self.eod_text}
-            )
+            if as_any_class:
+                for name in ("auto_map", "added_tokens_decoder", "tokenizer_class"):
+                    settings.pop(name, None)
+            settings = {"tokenizer_class": _ANY_CLASS, **settings, "eos_token": self.eod_text}
+            files[SETTINGS] = _json_bytes(settings)
         for name in sorted(files, key=SETTINGS.__eq__):
             write_bytes(folder / name, files[name])
         return folder.name
@@ -191,8 +187,7 @@ Tokenizer: TypeAlias = ByteTokenizer | FastTokenizer | SlowTokenizer
 
 
 def document_start(tokenizer: Tokenizer) -> list[int]:
-    """The tokens before the first one of a document: the end of the previous document, or a line
-    break.
+    """The tokens before a document: the end of the previous document, or a line break.
 
     Raises:
         DataError: the tokenizer has neither.
@@ -202,14 +197,16 @@ def document_start(tokenizer: Tokenizer) -> list[int]:
         raise DataError(
             "an empty prompt has no tokens",
             why="the tokenizer has no end-of-document token and none for a line break",
-            fix="give a prompt with text, or name an eos_token of the vocabulary in tokenizer_config.json",
+            fix=(
+                "give a prompt with text, "
+                "or name an eos_token of the vocabulary in tokenizer_config.json"
+            ),
         )
     return start
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load a tokenizer: "bytes", a tokenizer.json, GPT-2's "vocab.json,merges.txt", a folder, or a
-    Hugging Face name.
+    """Load a tokenizer by name; the kinds of names are those of the module's docstring.
 
     Raises:
         DataError: no tokenizer of that name can be loaded.
@@ -230,7 +227,9 @@ def load_tokenizer(name: str) -> Tokenizer:
         return SlowTokenizer(loaded)
     with TemporaryDirectory(prefix="nanotrain-tokenizer-") as saved:
         loaded.save_pretrained(saved)
-        files = _read_files(Path(saved)) | (_read_files(path) if path.is_dir() else {})
+        files = _read_files(Path(saved))
+        if path.is_dir():
+            files |= _read_files(path)
     return FastTokenizer(backend, eod_text=loaded.eos_token, files=files)
 
 
@@ -241,8 +240,7 @@ def load_with_files(name: str) -> FastTokenizer | SlowTokenizer:
 
 
 def is_local(name: str) -> bool:
-    """Whether a tokenizer's name stands for files on this machine or for bytes, not for a
-    repository on the hub.
+    """Whether a tokenizer's name stands for bytes or local files, not for a repository on the hub.
 
     >>> is_local("bytes"), is_local("gpt2")
     (True, False)
@@ -253,8 +251,8 @@ def is_local(name: str) -> bool:
 def _load_gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:
     try:
         files = {
-            name: read_file(Path(path), most=MAX_TOKENIZER_BYTES)
-            for name, path in (("vocab.json", vocab_file), ("merges.txt", merge_file))
+            "vocab.json": read_file(Path(vocab_file), most=MAX_TOKENIZER_BYTES),
+            "merges.txt": read_file(Path(merge_file), most=MAX_TOKENIZER_BYTES),
         }
         backend = _byte_level(tokenizers.models.BPE.from_file(vocab_file, merge_file))
     except Exception as error:  # the library raises bare Exception
@@ -303,8 +301,7 @@ def _load_fast(file: Path) -> FastTokenizer:
 
 
 def _read_files(folder: Path, names: Sequence[str] = TOKENIZER_FILES) -> dict[str, bytes]:
-    """The contents of the files of a tokenizer but tokenizer.json, which is read where it is
-    parsed.
+    """The contents of a tokenizer's files; tokenizer.json is read where it is parsed.
 
     Raises:
         DataError: one of them cannot be read, or is a link out of the folder, whose target would be
@@ -315,13 +312,8 @@ def _read_files(folder: Path, names: Sequence[str] = TOKENIZER_FILES) -> dict[st
         path = folder / name
         if name == VOCABULARY or not os.path.lexists(path):
             continue
-        target = path.resolve()
         try:
-            # blobs: the hub's cache
-            if target.parent.name != "blobs" and not target.is_relative_to(folder.resolve()):
-                raise ValueError(
-                    f"it is a link to {target}, and runs and exports copy the files of their tokenizer"
-                )
+            _check_link(path)
             files[name] = read_file(path, most=MAX_TOKENIZER_BYTES)
         except (OSError, ValueError) as error:
             raise DataError(
@@ -330,10 +322,20 @@ def _read_files(folder: Path, names: Sequence[str] = TOKENIZER_FILES) -> dict[st
     return files
 
 
+def _check_link(path: Path) -> None:
+    """Check that a file is no link out of its folder, except to the blobs of the hub's cache."""
+    target = path.resolve()
+    if target.parent.name != "blobs" and not target.is_relative_to(path.parent.resolve()):
+        raise ValueError(
+            f"it is a link to {target}, and runs and exports copy the files of their tokenizer"
+        )
+
+
 def _eos_in(settings: Mapping[str, Any]) -> str | None:
     """The text of the end-of-document token that a tokenizer_config.json names."""
     eos = settings.get("eos_token")
-    eos = eos["content"] if isinstance(eos, dict) else eos
+    if isinstance(eos, dict):
+        eos = eos["content"]
     return None if eos is None else text_of(eos, "eos_token")
 
 
@@ -342,10 +344,9 @@ def _json_bytes(value: Mapping[str, Any]) -> bytes:
 
 
 def _load_pretrained(name: str) -> Any:
-    """Load a transformers tokenizer by Hugging Face name or folder; never runs code from the
-    repository.
-    """
-    if not Path(name).is_dir():
+    """Load a transformers tokenizer by name or folder; never runs code from the repository."""
+    is_folder = Path(name).is_dir()
+    if not is_folder:
         go_offline_if_unreachable()
     from transformers import AutoTokenizer
 
@@ -354,15 +355,16 @@ def _load_pretrained(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     # OSError, ValueError, ImportError, KeyError: depends on the repository
     except Exception as error:
-        what = (
-            "is a folder without tokenizer.json"
-            if Path(name).is_dir()
-            else "is no tokenizer.json or folder here"
-        )
+        what = "is no tokenizer.json or folder here"
+        if is_folder:
+            what = "is a folder without tokenizer.json"
         raise DataError(
             f"the tokenizer {name} cannot be loaded",
             why=f"it {what}, and Hugging Face reports: {first_line(error)}",
-            fix="without a network give a folder with a tokenizer.json, 'bytes', or in prepare bpe:8192",
+            fix=(
+                "without a network give a folder with a tokenizer.json, 'bytes', "
+                "or in prepare bpe:8192"
+            ),
         ) from None
 
 
@@ -377,10 +379,9 @@ def go_offline_if_unreachable() -> None:
     if constants.HF_HUB_OFFLINE or urllib.request.getproxies():
         return
     hub = urlsplit(constants.ENDPOINT)
+    address = (hub.hostname or "", hub.port or 443)
     try:
-        socket.create_connection(
-            (hub.hostname or "", hub.port or 443), timeout=_CONNECT_TIMEOUT_S
-        ).close()
+        socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S).close()
     except OSError:
         constants.HF_HUB_OFFLINE = True
 

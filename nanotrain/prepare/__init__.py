@@ -3,6 +3,7 @@
 Holds `nanotrain prepare` and the quick-start corpus; training-time reading is in data/, which never
 imports this.
 
-    options -> chunks (splits the inputs) -> parts (one file per chunk, worker processes) -> corpus (merges)
-    inputs, readers: chunk -> documents      token_writer: documents -> .bin/.idx      bpe, quickstart
+    options -> chunks (splits the inputs) -> parts (one file per chunk) -> corpus (merges them)
+    inputs, readers, chat: chunk -> documents      token_writer: documents -> .bin/.idx
+    executors: where parts are written             bpe, quickstart
 """

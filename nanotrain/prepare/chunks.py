@@ -75,18 +75,8 @@ def plan_chunks(inputs: Sequence[str], *, subset: str | None, split: str) -> tup
             any input.
     """
     files_by_input = [_expand(name) for name in inputs]
-    has_dataset = None in files_by_input
-    # test data must not become training data
-    if not has_dataset and (subset is not None or split != "train"):
-        flag = f"--subset {subset}" if subset is not None else f"--split-name {split}"
-        raise DataError(
-            f"{flag} has no effect on {', '.join(inputs)}",
-            why="all of its files are read; subsets and splits are those of Hugging Face datasets",
-            fix=(
-                "name the files that are wanted, for example as a pattern in quotes, "
-                "or leave it out"
-            ),
-        )
+    if None not in files_by_input:
+        _require_no_selection(inputs, subset=subset, split=split)
     total_bytes = 0
     for paths in files_by_input:
         total_bytes += sum(path.stat().st_size for path in paths or ())
@@ -104,6 +94,18 @@ def plan_chunks(inputs: Sequence[str], *, subset: str | None, split: str) -> tup
             fix="give files with text",
         )
     return tuple(chunks)
+
+
+def _require_no_selection(inputs: Sequence[str], *, subset: str | None, split: str) -> None:
+    """Check that files are read without a selection: test data must not become training data."""
+    if subset is None and split == "train":
+        return
+    flag = f"--subset {subset}" if subset is not None else f"--split-name {split}"
+    raise DataError(
+        f"{flag} has no effect on {', '.join(inputs)}",
+        why="all of its files are read; subsets and splits are those of Hugging Face datasets",
+        fix="name the files that are wanted, for example as a pattern in quotes, or leave it out",
+    )
 
 
 def streamed_dataset(name: str, *, subset: str | None, split: str) -> HubDataset:

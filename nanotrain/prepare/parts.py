@@ -173,7 +173,7 @@ class PartWriter:
 
 
 def _next_texts(texts: Iterator[str]) -> list[str]:
-    """The next documents, as many as are in memory with their tokens at a time; empty at the end."""
+    """The next documents to hold in memory with their tokens; empty at the end."""
     batch: list[str] = []
     num_characters = 0
     for text in texts:

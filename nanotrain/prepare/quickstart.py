@@ -224,7 +224,7 @@ def fetch(cached: Path, target: Path) -> bool:
 
 
 def keep(folder: Path, cached: Path) -> None:
-    """Copy a complete folder into the cache; does nothing where that fails or where it is already."""
+    """Copy a complete folder into the cache; does nothing if that fails or it is there."""
     partial = cached.with_name(f".{cached.name}.{secrets.token_hex(4)}.partial")
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)

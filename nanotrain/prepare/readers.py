@@ -87,7 +87,7 @@ def _kind(value: Any) -> str:
 def pick_messages(
     row: Mapping[str, Any], column: str, *, source: str, columns: Sequence[str] | None = None
 ) -> str:
-    """Get the messages of a row as JSON; empty for null. Arguments and errors as for `pick_text`."""
+    """Get the messages of a row as JSON; empty for null. Arguments and errors: see `pick_text`."""
     messages = row.get(column)
     if isinstance(messages, list):
         return as_text(messages)
