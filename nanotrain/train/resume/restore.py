@@ -1,7 +1,7 @@
-"""Load what a run starts from into a built model; for a damaged checkpoint fall back to an older
-one of the same run.
+"""Load the start of a run into a built model; a damaged checkpoint is replaced by an older one.
 
-    restore             tensors, optimizer state and counters, from the newest intact checkpoint of the run
+    restore             tensors, optimizer state and counters, from the newest intact checkpoint of
+                        the run
     load_pretrained     weights of a Hugging Face folder (`--pretrained-checkpoint`)
     changed_settings    settings that change the loss and differ from those of the checkpoint
     changed_decay       another number of steps, where it moves the learning rate
@@ -9,9 +9,10 @@ one of the same run.
 A checkpoint named with --load is never replaced by another.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,21 @@ from nanotrain.untrusted import LARGEST, finite_number, list_of, object_of, whol
 log = get_logger(__name__)
 
 BATCH_SETTINGS = (
-    *("seed", "global_batch_size", "rampup_batch_size"),
-    *("step_batch_size_schedule", "step_seq_length_schedule"),
+    "seed",
+    "global_batch_size",
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+    "step_seq_length_schedule",
 )
+# sections, and the settings in them that change the loss; None for all
+LOSS_SETTINGS: dict[str, Collection[str] | None] = {
+    "model": None,
+    "optim": None,
+    "precision": None,
+    "data": None,
+    "train": BATCH_SETTINGS,
+}
+NO_LOSS_SETTINGS = {"num_workers"}
 
 
 def restore(
@@ -69,27 +82,20 @@ def restore(
     Raises:
         DamagedCheckpoint: `start` is damaged, and no other may or can be used.
     """
-    config, optimizer = config or model.config, model.optimizer
-    own = (param.spec for stage in model.plan.stages for param in stage.params)
-    current, rows = to_dict(config), vocabulary_rows(model.plan.shape, own)
+    config = config or model.config
     weights_alone = config.checkpoint.finetune or not config.checkpoint.load_optim
-    targets = optimizer.state_tensors() | parts.tensors()
-
-    def choose(manifest: Manifest, targets: Mapping[TensorBox, Tensor]) -> dict[TensorBox, Tensor]:
-        """The tensors to read: without optimizer state if only weights are loaded."""
-        left_out = parts.missing(targets, manifest, weights_alone=weights_alone)
-        if weights_alone:
-            left_out |= {box for box in targets if box.name.startswith("optimizer/")}
-        return {box: tensor for box, tensor in targets.items() if box not in left_out}
-
+    targets = model.optimizer.state_tensors() | parts.tensors()
+    read = partial(
+        _read_checkpoint,
+        checkpointer=checkpointer,
+        targets=targets,
+        model=model,
+        parts=parts,
+        config=config,
+    )
     while True:
         try:
-            manifest = checkpointer.restore(
-                start, targets, config=current, padded_rows=rows, choose=choose
-            )
-            state = _load_state(manifest, optimizer, path=start, config=config)
-            if not config.checkpoint.finetune:
-                require_same_corpora(model.dataset, manifest.objects.get("corpora", {}))
+            manifest, state = read(start)
             break
         except DamagedCheckpoint as error:  # the same on every rank
             if not may_fall_back:
@@ -99,16 +105,52 @@ def restore(
         log.warning("%s: %s", start, describe_not_finite(manifest.not_finite))
     missing = parts.missing(targets, manifest, weights_alone=weights_alone)
     parts.restored(missing, checkpoint=None if weights_alone else start)
-    _log_changes(manifest.config, current)
+    _log_changes(manifest.config, to_dict(config))
     warn_after_restore(manifest, config.data, path=start)
     log.info("loaded %s: step %d, %d samples consumed", start, state.step, state.consumed_samples)
     model.start_param_gather()
     return state
 
 
+def _read_checkpoint(
+    start: Path,
+    *,
+    checkpointer: Checkpointer,
+    targets: Mapping[TensorBox, Tensor],
+    model: BuiltModel,
+    parts: StepParts,
+    config: Config,
+) -> tuple[Manifest, TrainState]:
+    """Read the tensors and counters of one checkpoint.
+
+    Raises:
+        DamagedCheckpoint: it is damaged.
+    """
+    weights_alone = config.checkpoint.finetune or not config.checkpoint.load_optim
+    params = (param.spec for stage in model.plan.stages for param in stage.params)
+
+    def choose(manifest: Manifest, targets: Mapping[TensorBox, Tensor]) -> dict[TensorBox, Tensor]:
+        """The tensors to read: without optimizer state if only weights are loaded."""
+        left_out = parts.missing(targets, manifest, weights_alone=weights_alone)
+        if weights_alone:
+            left_out |= {box for box in targets if box.name.startswith("optimizer/")}
+        return {box: tensor for box, tensor in targets.items() if box not in left_out}
+
+    manifest = checkpointer.restore(
+        start,
+        targets,
+        config=to_dict(config),
+        padded_rows=vocabulary_rows(model.plan.shape, params),
+        choose=choose,
+    )
+    state = _load_state(manifest, model.optimizer, path=start, config=config)
+    if not config.checkpoint.finetune:
+        require_same_corpora(model.dataset, manifest.objects.get("corpora", {}))
+    return manifest, state
+
+
 def load_pretrained(folder: Path, *, model: BuiltModel, parts: StepParts) -> None:
-    """Read the main params and expert biases of this rank, and start the all-gather of the
-    parameters.
+    """Read this rank's main params and expert biases, and start the all-gather of the parameters.
 
     Each rank reads its shards alone. Main params get the digits of the files, also where the model
     params have fewer.
@@ -119,12 +161,13 @@ def load_pretrained(folder: Path, *, model: BuiltModel, parts: StepParts) -> Non
     # few runs need Hugging Face's families
     from nanotrain.interop.hf.import_weights import import_weights
 
-    state, config = model.optimizer.state_tensors(), model.config
+    config = model.config
+    state = model.optimizer.state_tensors()
     tensors = {box: tensor for box, tensor in state.items() if box.name.startswith("model/")}
     tensors |= router_biases(model.stages)
-    wanted = {
-        replace(box, name=box.name.partition("/")[2]): tensor for box, tensor in tensors.items()
-    }
+    wanted = {}
+    for box, tensor in tensors.items():
+        wanted[replace(box, name=box.name.partition("/")[2])] = tensor
     import_weights(folder, config.model, wanted=wanted)
     model.optimizer.finish_load()
     parts.restored((state | parts.tensors()).keys() - tensors.keys(), checkpoint=None)
@@ -134,18 +177,17 @@ def load_pretrained(folder: Path, *, model: BuiltModel, parts: StepParts) -> Non
 
 
 def warn_after_restore(manifest: Manifest, data: DataConfig, *, path: Path) -> None:
-    """Log a warning if a checkpoint and the corpus have different tokenizers, for which the same id
-    is other text.
+    """Log a warning if a checkpoint and the corpus have different tokenizers.
+
+    The same id is other text then.
     """
+
+    def find() -> str | None:
+        return tokenizer_name(OpenedCheckpoint(path, config_from_dict(manifest.config), manifest))
+
     # files of another run may be gone, damaged or private, and are not needed
     with suppress(NanotrainError, OSError):
-        _warn_of_other_tokenizer(
-            lambda: tokenizer_name(
-                OpenedCheckpoint(path, config_from_dict(manifest.config), manifest)
-            ),
-            data,
-            path=path,
-        )
+        _warn_of_other_tokenizer(find, data, path=path)
 
 
 def warn_after_import(folder: Path, data: DataConfig) -> None:
@@ -157,23 +199,36 @@ def warn_after_import(folder: Path, data: DataConfig) -> None:
 def _warn_of_other_tokenizer(
     find: Callable[[], str | None], data: DataConfig, *, path: Path
 ) -> None:
-    """`find` returns the tokenizer of weights as `load_tokenizer` takes it, None if unknown; `path`
-    is theirs.
+    """Log a warning if weights and corpus have different tokenizers.
+
+    Args:
+        find: returns the tokenizer of the weights as `load_tokenizer` takes it; None if unknown.
+        data: data section of the run.
+        path: checkpoint or folder of the weights.
     """
-    if uses_quickstart(data) or data.mock_data or (weights := find()) is None:
+    if uses_quickstart(data) or data.mock_data:
+        return
+    tokenizer = find()
+    if tokenizer is None:
         return
     prefix = parse_data_path(first_blend(data))[0].prefix
-    corpus = recorded_tokenizer(prefix)
-    if corpus is not None and is_same_tokenizer(weights, corpus) is False:
-        log.info(  # of the first rank; a warning would be one of each rank
-            "warning: the weights of %s belong to the tokenizer %s, but %s was prepared with %s, in which the same id"
-            " is different text: the loss starts high; prepare the corpus with --tokenizer %s",
-            *(path, weights, prefix, corpus, weights),
-        )
+    corpus_tokenizer = recorded_tokenizer(prefix)
+    if corpus_tokenizer is None or is_same_tokenizer(tokenizer, corpus_tokenizer) is not False:
+        return
+    log.info(  # on the first rank only; a warning would be logged by every rank
+        "warning: the weights of %s belong to the tokenizer %s, but %s was prepared with %s, "
+        "in which the same id is different text: the loss starts high; "
+        "prepare the corpus with --tokenizer %s",
+        path,
+        tokenizer,
+        prefix,
+        corpus_tokenizer,
+        tokenizer,
+    )
 
 
 def _log_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Log what differs between the configurations of a checkpoint and of this run."""
+    """Log the differences between the configurations of a checkpoint and of this run."""
     changed = changed_settings(saved, current) + changed_decay(saved, current)
     if changed:
         log.info("settings changed since the checkpoint was written: %s", "; ".join(changed))
@@ -186,46 +241,36 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
         saved: configuration in the checkpoint.
         current: configuration of this run.
 
-    >>> changed_settings({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2, "clip_grad": 1.0}, "train": {"seed": 1}})
+    >>> changed_settings({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2, "clip_grad": 1.0}})
     ['optim.lr 0.1 -> 0.2']
     """
-    watched = {
-        "model": None,
-        "optim": None,
-        "precision": None,
-        "data": None,
-        "train": BATCH_SETTINGS,
-    }
     changed = []
-    for section, names in watched.items():
-        before, now = unnest(saved.get(section)), unnest(current.get(section))
-        for name in sorted(
-            (before.keys() & now.keys()).intersection(names or now) - {"num_workers"}
-        ):
+    for section, names in LOSS_SETTINGS.items():
+        before = unnest(saved.get(section))
+        now = unnest(current.get(section))
+        shared = (before.keys() & now.keys()).intersection(names or now)
+        for name in sorted(shared - NO_LOSS_SETTINGS):
             if before[name] != now[name]:
                 changed.append(f"{section}.{name} {before[name]} -> {now[name]}")
     return changed
 
 
 def changed_decay(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Another number of steps than in a checkpoint, and what of a step depends on it; empty if
-    nothing does.
-    """
-    was, is_now = (unnest(config.get("train")).get("train_iters") for config in (saved, current))
-    if None in (was, is_now) or was == is_now:
+    """A changed number of steps and the curves that depend on it; empty if no curve does."""
+    before = unnest(saved.get("train")).get("train_iters")
+    now = unnest(current.get("train")).get("train_iters")
+    if before is None or now is None or before == now:
         return []
     optim = unnest(current.get("optim"))
+    has_own_length = optim.get("lr_decay_iters") or optim.get("lr_decay_samples")
     consequences = []
-    if optim.get("lr_decay_style") not in (None, "constant"):
-        lengths = optim.get("lr_decay_iters"), optim.get("lr_decay_samples")
-        consequences += ["to which the learning rate decays"] if lengths == (None, None) else []
+    if optim.get("lr_decay_style") not in (None, "constant") and not has_own_length:
+        consequences.append("to which the learning rate decays")
     if optim.get("weight_decay_incr_style") not in (None, "constant"):
         consequences.append("over which the weight decay changes")
-    return (
-        [f"train.train_iters {was} -> {is_now}, {' and '.join(consequences)}"]
-        if consequences
-        else []
-    )
+    if not consequences:
+        return []
+    return [f"train.train_iters {before} -> {now}, {' and '.join(consequences)}"]
 
 
 def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpoint) -> Path:
@@ -233,8 +278,13 @@ def _fall_back(start: Path, checkpointer: Checkpointer, *, error: DamagedCheckpo
     if older is None:
         raise none_usable(start.parent, why=f"{start.name}: {error.what}: {error.why}") from error
     if checkpointer.group.is_first:
-        text = "%s cannot be loaded and will be renamed (%s: %s); resuming from %s"
-        log.warning(text, start.name, error.what, error.why, older.name)
+        log.warning(
+            "%s cannot be loaded and will be renamed (%s: %s); resuming from %s",
+            start.name,
+            error.what,
+            error.why,
+            older.name,
+        )
     return older
 
 
@@ -248,8 +298,8 @@ def _load_state(
     if not manifest.objects and has_weights_alone(manifest):
         raise weights_alone(manifest)
     try:
-        state = _train_state(manifest)
-        optimizer_state = _optimizer_state(manifest.objects)
+        state = parse_train_state(manifest)
+        optimizer_state = _parse_optimizer_state(manifest.objects)
     except ValueError as error:
         raise damaged(
             f"{path / 'manifest.json'} holds no state of a run", why=str(error), path=path
@@ -261,16 +311,24 @@ def _load_state(
     return state
 
 
-def _train_state(manifest: Manifest) -> TrainState:
+def parse_train_state(manifest: Manifest) -> TrainState:
+    """The counters of a run in a checkpoint.
+
+    Raises:
+        ValueError: a field is unknown or has an invalid value.
+    """
     saved = object_of(manifest.objects.get("train"), "objects.train")
     known = {field.name for field in fields(TrainState)}
     unknown = sorted(saved.keys() - known)
     if unknown:
         raise ValueError(f"objects.train has an unknown field {unknown[0]!r}")
     losses = list_of(saved.get("recent_losses", []), "objects.train.recent_losses")
-    counters = {name: value for name, value in saved.items() if name != "recent_losses"}
+    counters = {}
+    for name, value in saved.items():
+        if name != "recent_losses":
+            counters[name] = whole_number(value, f"objects.train.{name}")
     state = TrainState(
-        **{name: whole_number(value, f"objects.train.{name}") for name, value in counters.items()},
+        **counters,
         recent_losses=[finite_number(loss, "objects.train.recent_losses") for loss in losses],
     )
     if state.step != manifest.step:
@@ -280,7 +338,7 @@ def _train_state(manifest: Manifest) -> TrainState:
     return state
 
 
-def _optimizer_state(objects: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_optimizer_state(objects: Mapping[str, Any]) -> dict[str, Any]:
     saved = object_of(objects.get("optimizer"), "objects.optimizer")
     whole_number(saved.get("num_updates"), "objects.optimizer.num_updates")
     scale = object_of(saved.get("loss_scale"), "objects.optimizer.loss_scale")

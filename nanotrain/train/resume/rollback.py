@@ -1,8 +1,8 @@
 """Roll back to a checkpoint after a spike of the loss, and skip the data since then.
 
     checkpoint              spike
-    step 8 ................ step 11      samples 64 .. 87 are skipped: the run continues with step 9 on samples 88 ..
-    8 x 8 samples consumed
+    step 8 ................ step 11      samples 64 .. 87 are skipped:
+    8 x 8 samples consumed               the run continues with step 9 on samples 88 ..
 
 The learning rate follows the consumed samples, which exclude the skipped ones. If the loss spikes
 again before the run has passed the step of the last spike, it rolls back to an older checkpoint
@@ -22,7 +22,8 @@ from nanotrain.train.run import Run, TrainState
 
 log = get_logger(__name__)
 
-WINDOW, MIN_LOSSES = 32, 8  # losses of the median: at most, and those needed for a decision
+WINDOW = 32  # recent losses at most, over which the median is taken
+MIN_LOSSES = 8  # recent losses that a decision needs
 
 
 def count_loss(state: TrainState, loss: float, *, factor: float) -> bool:
@@ -47,8 +48,7 @@ def count_loss(state: TrainState, loss: float, *, factor: float) -> bool:
 
 
 def checkpoint_before_spike(run: Run) -> Path | None:
-    """The checkpoint to go back to, the same on every rank; None if none was written before the
-    first spike.
+    """The checkpoint to go back to, the same on every rank; None if there is none.
 
     Raises:
         TrainingFault: the run spikes again and again, and no older checkpoint is left.
@@ -61,7 +61,8 @@ def checkpoint_before_spike(run: Run) -> Path | None:
     older = run.checkpointer.latest(below=state.rollback_step or step_of(newest))
     if older is None:
         raise TrainingFault(
-            f"the loss of step {state.step} is a spike again, after going back from step {state.spike_step}",
+            f"the loss of step {state.step} is a spike again, "
+            f"after going back from step {state.spike_step}",
             why="no older checkpoint is left to go back to",
             fix="lower --lr, raise --rollback-on-spike, or keep more checkpoints with --keep-last",
         )
@@ -69,15 +70,16 @@ def checkpoint_before_spike(run: Run) -> Path | None:
 
 
 def leave_spike(run: Run, loss: float) -> bool:
-    """Roll back after a step whose loss is a spike; False if there is no checkpoint. Every rank
-    calls this.
+    """Roll back after a step with a spike; False if there is no checkpoint. Every rank calls this.
 
     Raises:
         TrainingFault: as `checkpoint_before_spike`.
     """
-    checkpoint, usual = checkpoint_before_spike(run), median(run.state.recent_losses)
-    spike = f"step {run.state.step}: the loss {loss:.4f} is {loss / usual:.2f} times its median"
-    warn = log.warning if run.context.control.is_first else log.debug  # the others know the same
+    checkpoint = checkpoint_before_spike(run)
+    ratio = loss / median(run.state.recent_losses)
+    spike = f"step {run.state.step}: the loss {loss:.4f} is {ratio:.2f} times its median"
+    # only one rank warns: all ranks have the same loss
+    warn = log.warning if run.context.control.is_first else log.debug
     if checkpoint is None:
         warn("%s; there is no checkpoint to go back to", spike)
         return False
@@ -98,19 +100,21 @@ def roll_back(run: Run, checkpoint: Path) -> None:
         DamagedCheckpoint: it is damaged, and no older one can be used.
     """
     run.wait_for_params()
-    spike, place = (
-        max(run.state.step, run.state.spike_step),
-        run.state.consumed_samples + run.state.skipped_samples,
-    )
+    spike_step = max(run.state.step, run.state.spike_step)
+    next_sample = run.state.consumed_samples + run.state.skipped_samples
     # --finetune and --no-load-optim apply to the first start, not to the run's own checkpoints.
-    own = replace(
-        run.config, checkpoint=replace(run.config.checkpoint, finetune=False, load_optim=True)
-    )
+    options = replace(run.config.checkpoint, finetune=False, load_optim=True)
     loaded = restore(
-        checkpoint, run.checkpointer, model=run, parts=run.parts, may_fall_back=True, config=own
+        checkpoint,
+        run.checkpointer,
+        model=run,
+        parts=run.parts,
+        may_fall_back=True,
+        config=replace(run.config, checkpoint=options),
     )
-    loaded.skipped_samples = place - loaded.consumed_samples
-    loaded.spike_step, loaded.rollback_step = spike, loaded.step
+    loaded.skipped_samples = next_sample - loaded.consumed_samples
+    loaded.spike_step = spike_step
+    loaded.rollback_step = loaded.step
     for field in fields(TrainState):
         setattr(run.state, field.name, getattr(loaded, field.name))
     run.batch_iterator.discard()
