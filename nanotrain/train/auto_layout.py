@@ -12,7 +12,7 @@ and their speed is that of the row `cpu`.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -24,7 +24,7 @@ from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import ENTRIES, KEYS, unnest, value_of, with_values
 from nanotrain.errors import ErrorCollector, NanotrainError
 from nanotrain.log import get_logger
-from nanotrain.planner.hardware import gpu_of
+from nanotrain.planner.hardware import GPU, gpu_of
 from nanotrain.planner.screen import layout_text
 from nanotrain.planner.search import NAMES, search
 from nanotrain.quantities import count_of
@@ -41,8 +41,7 @@ LAYOUT = tuple(ENTRIES[name].key for name in NAMES)  # keys of what the search c
 def with_auto_layout(
     config: Config, inputs: RunInputs, *, start: Start, explicit: frozenset[str]
 ) -> tuple[Config, RunInputs]:
-    """The configuration with the layout of the run so far, else with the fastest one that fits, and
-    its origins.
+    """The configuration with the layout of the run so far, or the fastest one; and its origins.
 
     Args:
         config: the configuration with the vocabulary size set.
@@ -54,75 +53,93 @@ def with_auto_layout(
         ConfigError: no layout can be formed, none fits, or the planner does not know the GPU.
     """
     world_size = start.launch.world_size
-    saved, num_ranks = saved_layout(inputs.folder)
-    chosen = (
-        _kept(config, saved, world_size=world_size, explicit=explicit)
-        if num_ranks == world_size
-        else None
-    )
+    saved = saved_layout(inputs.folder)
+    chosen = None
+    if saved is not None and saved.num_ranks == world_size:
+        chosen = _with_saved_layout(config, saved, explicit=explicit)
     text = f"keeps that of the run, on {count_of(world_size, 'rank')} as before"
     if chosen is None:
-        chosen, text = _searched(config, start, explicit=explicit)
-        text += (
-            f"; it replaces that of the run so far, on {count_of(num_ranks, 'rank')}"
-            if saved
-            else ""
-        )
+        chosen, text = _search(config, start, explicit=explicit)
+        if saved is not None and saved.settings:
+            ranks = count_of(saved.num_ranks, "rank")
+            text += f"; it replaces that of the run so far, on {ranks}"
     log.info("--auto-layout %s", text)
     check_groups(chosen, "layout", "start", start.device.type)
-    changed = [key for key in KEYS if value_of(chosen, key) != value_of(config, key)]
-    return chosen, replace(
-        inputs, origins={**inputs.origins, **dict.fromkeys(changed, "--auto-layout")}
-    )
+    origins = dict(inputs.origins)
+    for key in KEYS:
+        if value_of(chosen, key) != value_of(config, key):
+            origins[key] = "--auto-layout"
+    return chosen, replace(inputs, origins=origins)
 
 
-def saved_layout(folder: RunFolder) -> tuple[Mapping[str, Any], int]:
-    """The layout, by key, that the last start of a run chose, and its number of ranks; without one
-    nothing and 0.
-    """
+@dataclass(frozen=True)
+class SavedLayout:
+    """The layout that the last start of a run chose."""
+
+    settings: Mapping[str, Any]  # by key
+    num_ranks: int
+
+
+def saved_layout(folder: RunFolder) -> SavedLayout | None:
+    """The layout that the last start of a run chose; None without one."""
     try:
         values = unnest(yaml.safe_load(read_file(folder.path / "config.yaml")))
         num_ranks = int(json.loads(read_file(folder.path / "environment.json"))["world_size"])
     # the first start, or damaged
     except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
-        return {}, 0
+        return None
     if not values.get("parallel.auto_layout"):
-        return {}, 0
-    return {key: values[key] for key in LAYOUT if key in values}, num_ranks
+        return None
+    return SavedLayout({key: values[key] for key in LAYOUT if key in values}, num_ranks)
 
 
-def _kept(
-    config: Config, saved: Mapping[str, Any], *, world_size: int, explicit: frozenset[str]
+def _with_saved_layout(
+    config: Config, saved: SavedLayout, *, explicit: frozenset[str]
 ) -> Config | None:
-    """The configuration with a saved layout; None where settings that changed since then do not
-    allow it.
-    """
-    if any(value_of(config, key) != saved[key] for key in explicit.intersection(saved)):
+    """The configuration with a saved layout; None if changed settings do not allow it."""
+    settings = saved.settings
+    if any(value_of(config, key) != settings[key] for key in explicit.intersection(settings)):
         return None
     try:
-        kept = with_values(config, saved)
+        kept = with_values(config, settings)
         check_layout(kept)
-        validate_for_world(kept, world_size)
+        validate_for_world(kept, saved.num_ranks)
     except NanotrainError:
         return None
     return kept
 
 
-def _searched(config: Config, start: Start, *, explicit: frozenset[str]) -> tuple[Config, str]:
+def _search(config: Config, start: Start, *, explicit: frozenset[str]) -> tuple[Config, str]:
     """The configuration with the fastest layout, and a line on it."""
-    launch, memory = start.launch, start.available  # of a GPU
+    launch = start.launch
+    gpu = _gpu_of(start)
+    result = search(
+        config,
+        launch.world_size,
+        gpu=gpu,
+        fixed=explicit,
+        max_tensor_parallel_size=min(launch.local_world_size, gpu.gpus_per_node),
+    )
+    best = result.best[0]
+    chosen, _ = reset_unused(
+        best.scenario.config,
+        explicit=explicit,
+        errors=ErrorCollector(),
+        defaults=frozenset(LAYOUT) - explicit,
+    )
+    text = (
+        f"chooses {layout_text(best)}: {best.time.total:.3g} s per step planned, "
+        f"the fastest of {result.num_formed:,} layouts for {gpu.name}"
+    )
+    return chosen, text
+
+
+def _gpu_of(start: Start) -> GPU:
+    """The planner's row of the device, with the memory for one rank."""
+    gpu = gpu_of(device_name(start.device))
+    memory_bytes = start.available
     # all of it: what is free differs between ranks, and `require_memory` checks that
     if start.device.type == "cpu":
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // launch.local_world_size
-    known = gpu_of(device_name(start.device))
-    gpu = replace(known, memory_bytes=memory or known.memory_bytes)
-    max_tp = min(launch.local_world_size, gpu.gpus_per_node)
-    result = search(
-        config, launch.world_size, gpu=gpu, fixed=explicit, max_tensor_parallel_size=max_tp
-    )
-    best, free = result.best[0], frozenset(LAYOUT) - explicit
-    chosen, _ = reset_unused(
-        best.scenario.config, explicit=explicit, errors=ErrorCollector(), defaults=free
-    )
-    text = f"chooses {layout_text(best)}: {best.time.total:.3g} s per step planned"
-    return chosen, f"{text}, the fastest of {result.num_formed:,} layouts for {gpu.name}"
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory_bytes = total // start.launch.local_world_size
+    return replace(gpu, memory_bytes=memory_bytes or gpu.memory_bytes)

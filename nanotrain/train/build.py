@@ -1,12 +1,12 @@
 """Build a `Run` from a plan, open inputs and process groups: the only file that imports every part.
 
-    stages with storage -> initial weights -> block transforms -> optimizer -> parts -> saved
-    weights -> batches
+    stages with storage -> initial weights -> block transforms -> optimizer -> parts
+    -> saved weights -> batches
 
 A stage with storage is a module on the meta device, then one `DataParallel` per planned buffer.
 
-Initial weights come from the seed; those of a checkpoint or a Hugging Face folder are read into the
-main params.
+Initial weights come from the seed; saved weights of a checkpoint or a Hugging Face folder are read
+into the main params.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ from nanotrain.data.build import starting_stages
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.kernels.compiler import inductor_fault, triton_fault
 from nanotrain.kernels.deferred_wgrad import WgradQueue
-from nanotrain.kernels.fp8.layer import fp8_options, layers_in_bf16
+from nanotrain.kernels.fp8.layer import Fp8Options, fp8_options, layers_in_bf16
 from nanotrain.kernels.fp8.products import keep_weights
 from nanotrain.log import get_logger, progress
 from nanotrain.memory.block_transforms import WITHOUT_OFFLOAD, transform_blocks
@@ -61,7 +61,7 @@ log = get_logger(__name__)
 
 
 def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run:
-    """Build every part of a run on this rank and load what it starts from.
+    """Build every part of a run on this rank and load the weights that it starts from.
 
     Args:
         plan: plan of this rank.
@@ -76,33 +76,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     assert plan.groups == {name: group.spec for name, group in context.groups.items()}, (
         "planned for other groups"
     )
-    built = build_stages(plan, context)
-    stages = {index: stage.module for index, stage in built.items()}
-    data_parallel = tuple(dp for stage in built.values() for dp in stage.callbacks)
-    if inputs.checkpoint is None and config.checkpoint.pretrained_checkpoint is None:
-        for stage in built.values():
-            for dp in stage.callbacks:
-                dp.fill_params(partial(initialize, stage.module, seed=config.train.seed))
-    _transform_blocks(stages.values(), config, context=context)
-    optimizer = DistributedOptimizer(
-        data_parallel,
-        config.optim,
-        precision=Precision.of(config.precision),
-        loss_scale=LossScale(config.precision, context.device),
-        groups=context.groups,
-    )
-    for balance in optimizer.matrix_balances:
-        log.info("%s: %s", config.optim.optimizer, balance)
-    assert inputs.datasets.train is not None, "open_inputs requires a training split"
-    model = BuiltModel(
-        plan=plan,
-        context=context,
-        dataset=inputs.datasets.train,
-        stages=stages,
-        runnable=built,
-        data_parallel=data_parallel,
-        optimizer=optimizer,
-    )
+    model = _build_model(plan, inputs, context=context)
     parts = build_parts(model)
     checkpointer = _build_checkpointer(config, inputs.folder, context=context)
     state = _load_start(model, parts, inputs=inputs, checkpointer=checkpointer)
@@ -121,6 +95,38 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
         checkpointer=checkpointer,
         state=state,
         schedules=StepSchedules(plan),
+    )
+
+
+def _build_model(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> BuiltModel:
+    """Stages and optimizer of this rank; with initial weights unless saved weights are loaded."""
+    config = plan.config
+    stages = build_stages(plan, context)
+    if inputs.checkpoint is None and config.checkpoint.pretrained_checkpoint is None:
+        for stage in stages.values():
+            for dp in stage.callbacks:
+                dp.fill_params(partial(initialize, stage.module, seed=config.train.seed))
+    modules = {index: stage.module for index, stage in stages.items()}
+    _transform_blocks(modules.values(), config, context=context)
+    data_parallel = tuple(dp for stage in stages.values() for dp in stage.callbacks)
+    optimizer = DistributedOptimizer(
+        data_parallel,
+        config.optim,
+        precision=Precision.of(config.precision),
+        loss_scale=LossScale(config.precision, context.device),
+        groups=context.groups,
+    )
+    for balance in optimizer.matrix_balances:
+        log.info("%s: %s", config.optim.optimizer, balance)
+    assert inputs.datasets.train is not None, "open_inputs requires a training split"
+    return BuiltModel(
+        plan=plan,
+        context=context,
+        dataset=inputs.datasets.train,
+        stages=modules,
+        runnable=stages,
+        data_parallel=data_parallel,
+        optimizer=optimizer,
     )
 
 
@@ -146,33 +152,45 @@ def build_stages(plan: Plan, context: ParallelContext) -> dict[int, BuiltStage]:
 
 
 def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> BuiltStage:
-    config, precision = plan.config, Precision.of(plan.config.precision)
     wgrad_queue = WgradQueue() if plan.train_schedule.defers_wgrad else None
     parallel = _model_parallel(plan, context, wgrad_queue=wgrad_queue)
-    module = Stage(config.model, stage.spec, params=stage.params, parallel=parallel)
-    data_parallel = tuple(
-        DataParallel(
-            module,
-            buffer.layout,
-            groups=ReduceGroups(
-                context.group(buffer.shard.name),
-                context.group(buffer.replicate.name),
-                shards_across=buffer.layout.num_outer_shards > 1,
-            ),
-            options=replace(
-                data_parallel_options(plan, buffer, recompute=parallel.recompute),
-                fp8_amax_groups=_amax_groups(config, buffer, context=context)
-                if buffer.is_fp8
-                else None,
-            ),
-            precision=precision,
-            device=context.device,
+    module = Stage(plan.config.model, stage.spec, params=stage.params, parallel=parallel)
+    data_parallel = []
+    for buffer in stage.buffers:
+        options = data_parallel_options(plan, buffer, recompute=parallel.recompute)
+        if buffer.is_fp8:
+            amax_groups = _amax_groups(plan.config, buffer, context=context)
+            options = replace(options, fp8_amax_groups=amax_groups)
+        data_parallel.append(
+            _build_data_parallel(module, buffer, options=options, plan=plan, context=context)
         )
-        for buffer in stage.buffers
-    )
     # moves registered buffers such as router biases; parameters are on the device already
     module.to(context.device)
-    return BuiltStage(module, data_parallel, wgrad_queue)
+    return BuiltStage(module, tuple(data_parallel), wgrad_queue)
+
+
+def _build_data_parallel(
+    module: Stage,
+    buffer: BufferPlan,
+    *,
+    options: DataParallelOptions,
+    plan: Plan,
+    context: ParallelContext,
+) -> DataParallel:
+    """The flat storage of a buffer, of which the module's parameters become views."""
+    groups = ReduceGroups(
+        context.group(buffer.shard.name),
+        context.group(buffer.replicate.name),
+        shards_across=buffer.layout.num_outer_shards > 1,
+    )
+    return DataParallel(
+        module,
+        buffer.layout,
+        groups=groups,
+        options=options,
+        precision=Precision.of(plan.config.precision),
+        device=context.device,
+    )
 
 
 def _amax_groups(
@@ -189,11 +207,14 @@ def data_parallel_options(
     plan: Plan, buffer: BufferPlan, *, recompute: Recompute
 ) -> DataParallelOptions:
     """The options of one buffer's wrapper, in a stage with this recomputation."""
-    num_ranks, options = buffer.shard.size * buffer.replicate.size, plan.data_parallel
-    return replace(
-        options,
+    grad_scale = 1.0
+    if plan.data_parallel.averages:
         # the loss is scaled for a mean over dp_cp; expert gradients are averaged over fewer ranks
-        grad_scale=num_ranks / plan.num_averaged_ranks if options.averages else 1.0,
+        num_ranks = buffer.shard.size * buffer.replicate.size
+        grad_scale = num_ranks / plan.num_averaged_ranks
+    return replace(
+        plan.data_parallel,
+        grad_scale=grad_scale,
         is_recomputing=lambda: recompute.is_recomputing,
     )
 
@@ -202,27 +223,20 @@ def _model_parallel(
     plan: Plan, context: ParallelContext, *, wgrad_queue: WgradQueue | None
 ) -> ModelParallel:
     """The groups that the layers of a stage communicate over."""
-    config, sequence = plan.config, context.group("tp_cp")
+    config = plan.config
     parallel = config.parallel
+    fp8 = _fp8_options(plan, context)
     attention = AttentionChoice.of(config, AttentionDevice.of(context.device))
-    device = context.device
-    is_fused = device.type == "meta" or (device.type == "cuda" and not triton_fault())
-    fp8 = fp8_options(
-        config.precision.fp8,
-        sequence=sequence,
-        capability=compute_capability(device),
-        is_fused=is_fused,
-        keeps_weights=is_fused and plan.keeps_fp8_weights(plan.num_microbatches),
+    core_attention = build_core_attention(
+        parallel.cp_comm_type, context.group("cp"), kernels=attention.kernels()
     )
     return ModelParallel(
         tp=TensorParallel(context.group("tp"), parallel.sequence_parallel, wgrad_queue, fp8),
-        core_attention=build_core_attention(
-            parallel.cp_comm_type, context.group("cp"), kernels=attention.kernels()
-        ),
+        core_attention=core_attention,
         ep=context.group("ep"),
         etp=context.group("etp"),
         dispatch=DispatchOptions.of(config),
-        sequence=sequence,
+        sequence=context.group("tp_cp"),
         tracks_logits=config.optim.qk_clip or config.train.log_max_attention_logit,
         layers_in_bf16=layers_in_bf16(config.precision.fp8, config.model.num_layers),
         dp=context.group("dp"),
@@ -231,40 +245,58 @@ def _model_parallel(
     )
 
 
+def _fp8_options(plan: Plan, context: ParallelContext) -> Fp8Options | None:
+    """The fp8 products of this device; None without fp8."""
+    device = context.device
+    is_fused = device.type == "meta" or (device.type == "cuda" and not triton_fault())
+    return fp8_options(
+        plan.config.precision.fp8,
+        sequence=context.group("tp_cp"),
+        capability=compute_capability(device),
+        is_fused=is_fused,
+        keeps_weights=is_fused and plan.keeps_fp8_weights(plan.num_microbatches),
+    )
+
+
 def _transform_blocks(stages: Iterable[Stage], config: Config, *, context: ParallelContext) -> None:
-    """Recomputation, offload and compilation; the saved tensors of multi-token prediction stay on
-    the device.
+    """Recomputation, offload and compilation of blocks.
+
+    The saved tensors of multi-token prediction stay on the device.
     """
     resolved = _with_compiler(config, context)
     for stage in stages:
         transform = partial(transform_blocks, config=resolved, recompute=stage.parallel.recompute)
         stage.layer_functions = transform(stage.layers.values())
-        for block in (*stage.layers.values(), *(layer.block for layer in stage.mtp_layers)):
+        for block in stage.layers.values():
             keep_weights(block)
         for layer in stage.mtp_layers:
+            keep_weights(layer.block)
             layer.block_functions = transform([layer.block], transforms=WITHOUT_OFFLOAD)
 
 
 def _with_compiler(config: Config, context: ParallelContext) -> Config:
-    """Whether blocks are compiled, which needs a compiler on every rank: eager blocks reduce in
-    another order.
+    """Resolve whether blocks are compiled, which needs a compiler on every rank.
+
+    Eager blocks reduce in another order than compiled ones.
     """
-    device_type, control = context.device.type, context.control
+    device_type = context.device.type
     resolved = with_compile(config, device_type)
-    if resolved.train.torch_compile and (
-        fault := _first_fault(inductor_fault(device_type), control)
-    ):
+    inductor = ""
+    if resolved.train.torch_compile:
+        inductor = _first_fault(inductor_fault(device_type), context.control)
+    if inductor:
         log.warning(
             "torch.compile: off, blocks run eagerly, as inductor cannot compile: %s; %s",
-            fault,
+            inductor,
             COMPILER,
         )
         resolved = replace(resolved, train=replace(resolved.train, torch_compile=False))
     elif device_type == "cuda" or config.train.torch_compile is not None:
         log.info("torch.compile: %s", describe_compile(config, device_type))
-    if device_type == "cuda" and (fault := triton_fault()):
+    triton = triton_fault() if device_type == "cuda" else ""
+    if triton:
         log.warning(
-            "the loss runs torch's operators, as Triton cannot compile: %s; %s", fault, COMPILER
+            "the loss runs torch's operators, as Triton cannot compile: %s; %s", triton, COMPILER
         )
     return resolved
 
@@ -292,8 +324,9 @@ def build_pipeline(plan: Plan, context: ParallelContext) -> Pipeline:
 def build_batch_iterator(
     batches: GlobalBatchLoader, context: ParallelContext, *, options: BatchOptions | None = None
 ) -> BatchIterator:
-    """Global batches for this rank: tp, cp and pp ranks read the same samples, cp ranks keep a
-    sequence shard each.
+    """Global batches for this rank.
+
+    The ranks of tp, cp and pp read the same samples; each cp rank keeps a sequence shard.
     """
     options = replace(
         options or BatchOptions(),
@@ -312,15 +345,16 @@ def build_batch_iterator(
 def _build_train_iterator(
     batches: GlobalBatchLoader, parts: StepParts, *, model: BuiltModel, lr_schedule: LRSchedule
 ) -> BatchIterator:
+    def settings() -> StepSettings:
+        return StepSettings.at(batches.consumed_samples, plan=model.plan, lr_schedule=lr_schedule)
+
     options = BatchOptions(
         # Voting one step ahead saves time on a GPU only: on a CPU the host runs the step itself and
         # waits just as long.
         is_ahead=model.context.device.type != "cpu",
         prepare=parts.prepare,
         counts=parts.counts,
-        settings=lambda: StepSettings.at(
-            batches.consumed_samples, plan=model.plan, lr_schedule=lr_schedule
-        ),
+        settings=settings,
     )
     return build_batch_iterator(batches, model.context, options=options)
 
@@ -354,11 +388,9 @@ def _open_batches(model: BuiltModel, *, state: TrainState) -> GlobalBatchLoader:
 def _load_start(
     model: BuiltModel, parts: StepParts, *, inputs: RunInputs, checkpointer: Checkpointer
 ) -> TrainState:
-    """Load the checkpoint or the Hugging Face folder that a run starts from, if any; the counters
-    it starts with.
-    """
-    start = inputs.checkpoint or model.config.checkpoint.pretrained_checkpoint
-    if start is None:
+    """Load the checkpoint or Hugging Face folder that a run starts from; returns its counters."""
+    pretrained = model.config.checkpoint.pretrained_checkpoint
+    if inputs.checkpoint is None and pretrained is None:
         return TrainState()
     with progress("loading weights", is_shown=model.context.control.is_first):
         if inputs.checkpoint is not None:
@@ -369,5 +401,6 @@ def _load_start(
                 parts=parts,
                 may_fall_back=inputs.is_resumed,
             )
-        load_pretrained(Path(start), model=model, parts=parts)
+        assert pretrained is not None
+        load_pretrained(Path(pretrained), model=model, parts=parts)
     return TrainState()

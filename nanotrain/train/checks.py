@@ -1,5 +1,4 @@
-"""The checks before a run: what can be found wrong without process groups and data, as rows of
-`CHECKS`.
+"""The checks before a run, which need neither process groups nor data, as rows of `CHECKS`.
 
 Every rank runs them on its own and finds the same mistakes. Nothing is written, and only the last
 group of rows asks for the device.
@@ -7,7 +6,7 @@ group of rows asks for the device.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.log import get_logger
 from nanotrain.plan.memory_plan import require_memory
 from nanotrain.plan.plan import check_names
-from nanotrain.precision.fp8 import RECIPES
+from nanotrain.precision.fp8 import RECIPES, Recipe
 from nanotrain.runs.folder import RunFolder, check_writable
 from nanotrain.system import require_open_files
 
@@ -34,7 +33,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """What a check reads: the configuration, this rank and its device."""
+    """Input of a check: the configuration, this rank and its device."""
 
     config: Config
     launch: Launch
@@ -50,7 +49,7 @@ class Start:
         return device.memory_per_rank(self.device, self.launch.local_world_size)
 
 
-def check(start: Start) -> None:
+def run_checks(start: Start) -> None:
     """Run all checks of `CHECKS`.
 
     Raises:
@@ -59,58 +58,76 @@ def check(start: Start) -> None:
     """
     for group in CHECKS:
         errors = ErrorCollector()
-        for row in group:
+        for check in group:
             with errors:
-                row(start)
+                check(start)
         errors.raise_errors()
 
 
+def check_open_files(start: Start) -> None:
+    """The process may open as many files as data workers need."""
+    require_open_files(num_workers=start.config.data.num_workers)
+
+
+def check_replaceable_names(start: Start) -> None:
+    """The names of replaceable parts, such as optimizers, exist."""
+    check_names(start.config)
+
+
 def check_folders(start: Start) -> None:
-    """Every folder that the run writes can be written, by a file of one rank per machine; none is
-    created yet.
+    """Every folder that the run writes can be written; none is created yet.
+
+    One rank per machine writes a file to find out.
     """
-    train, fallback, folder = (
-        start.config.train,
-        start.config.checkpoint.save_fallback_dir,
-        RunFolder.of(start.config),
-    )
-    snapshot, probes = train.memory_snapshot_path, start.launch.local_rank == 0
-    folder.check_writable(probes=probes)
+    train = start.config.train
+    folder = RunFolder.of(start.config)
+    check = partial(_check_folder, probes=start.launch.local_rank == 0)
+    folder.check_writable(probes=start.launch.local_rank == 0)
     if folder.remote and start.launch.rank == 0:
         require_writable(folder.remote)
-    folders = {
-        ("the fallback folder", "--save-fallback-dir"): fallback,
-        ("the TensorBoard folder", "--tensorboard-dir"): train.tensorboard_dir
-        if train.tensorboard
-        else None,
-        ("the folder of memory snapshots", "--memory-snapshot-path"): snapshot
-        and Path(snapshot).parent,
-    }
-    for (name, flag), path in folders.items():
-        if path is not None:
-            fix = f"choose another folder with {flag}, or free space"
-            check_writable(Path(path), name=name, fix=fix, probes=probes)
+    fallback = start.config.checkpoint.save_fallback_dir
+    if fallback is not None:
+        check(fallback, "the fallback folder", flag="--save-fallback-dir")
+    if train.tensorboard and train.tensorboard_dir is not None:
+        check(train.tensorboard_dir, "the TensorBoard folder", flag="--tensorboard-dir")
+    if train.memory_snapshot_path is not None:
+        snapshots = Path(train.memory_snapshot_path).parent
+        check(snapshots, "the folder of memory snapshots", flag="--memory-snapshot-path")
+
+
+def _check_folder(path: str | Path, name: str, *, flag: str, probes: bool) -> None:
+    fix = f"choose another folder with {flag}, or free space"
+    check_writable(Path(path), name=name, fix=fix, probes=probes)
 
 
 def check_device(start: Start) -> None:
     """The device is there; GPUs that stay idle are a warning."""
-    if start.device.type == "cpu" and (
-        warning := device.describe_unused_gpus(start.config.train.device)
-    ):
+    if start.device.type != "cpu":
+        return
+    warning = device.describe_unused_gpus(start.config.train.device)
+    if warning:
         log.warning("%s", warning)
+
+
+def check_fp8(start: Start) -> None:
+    """The device has the matrix products of the fp8 recipe."""
+    require_fp8(start.config.precision.fp8, device.compute_capability(start.device))
 
 
 def check_attention(start: Start) -> None:
     """The device has an attention backend for every kind of layer; a slow one is a warning."""
-    if warning := AttentionChoice.of(start.config, AttentionDevice.of(start.device)).warning:
-        log.warning("%s", warning)
+    choice = AttentionChoice.of(start.config, AttentionDevice.of(start.device))
+    if choice.warning:
+        log.warning("%s", choice.warning)
 
 
 def check_linear_attention(start: Start) -> None:
     """GPUs have kernels of the gated delta rule; their absence is a warning."""
-    if start.device.type == "cuda" and DELTA_RULES & {*start.config.model.mixers} and not has_fla():
+    has_delta_rule = DELTA_RULES & {*start.config.model.mixers}
+    if start.device.type == "cuda" and has_delta_rule and not has_fla():
         log.warning(
-            "the gated delta rule is computed by torch: pip install flash-linear-attention for its kernels"
+            "the gated delta rule is computed by torch: "
+            "pip install flash-linear-attention for its kernels"
         )
 
 
@@ -131,13 +148,17 @@ def check_settings(start: Start) -> None:
 
 
 def check_memory(start: Start) -> None:
-    """The run fits into the memory of the device, as far as its model is known."""
-    is_chosen = not start.config.parallel.auto_layout
-    if is_chosen and start.config.model.vocab_size is not None and start.config.is_model_known:
-        world_size = start.launch.world_size
-        require_memory(
-            start.config, world_size, device=start.device.type, available=start.available
-        )
+    """The run fits into the memory of the device, as far as its model and layout are known."""
+    config = start.config
+    is_model_known = config.is_model_known and config.model.vocab_size is not None
+    if config.parallel.auto_layout or not is_model_known:
+        return
+    require_memory(
+        config,
+        start.launch.world_size,
+        device=start.device.type,
+        available=start.available,
+    )
 
 
 def require_fp8(fp8: Fp8Config | None, capability: tuple[int, int] | None) -> None:
@@ -152,36 +173,39 @@ def require_fp8(fp8: Fp8Config | None, capability: tuple[int, int] | None) -> No
     """
     if fp8 is None or capability is None:
         return
-    recipe, found = RECIPES[fp8.recipe], ".".join(map(str, capability))
-    if recipe.capability <= capability <= (recipe.last_capability or capability):
+    recipe = RECIPES[fp8.recipe]
+    if _runs_on(recipe, capability):
         return
-    first = ".".join(map(str, recipe.capability))
-    needed = f"{first} or newer" if recipe.last_capability is None else f"{recipe.capability[0]}.x"
-    fitting = [
-        name
-        for name, row in RECIPES.items()
-        if row.capability <= capability <= (row.last_capability or capability)
-        and (fp8.format == "e4m3" or not row.e4m3_only)
-    ]
+    needed = f"{_dotted(recipe.capability)} or newer"
+    if recipe.last_capability is not None:
+        needed = f"{recipe.capability[0]}.x"
+    fitting = []
+    for name, row in RECIPES.items():
+        has_format = fp8.format == "e4m3" or not row.e4m3_only
+        if has_format and _runs_on(row, capability):
+            fitting.append(name)
     raise EnvironmentFault(
-        f"fp8_recipe {fp8.recipe} on a GPU of compute capability {found}",
+        f"fp8_recipe {fp8.recipe} on a GPU of compute capability {_dotted(capability)}",
         why=f"its products need compute capability {needed}",
         fix=f"set --fp8-recipe {' or '.join(fitting)}" if fitting else "leave out --fp8-format",
     )
 
 
+def _runs_on(recipe: Recipe, capability: tuple[int, int]) -> bool:
+    return recipe.capability <= capability <= (recipe.last_capability or capability)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
 # Groups of rows: a later group relies on what an earlier one has checked.
 CHECKS: tuple[tuple[Callable[[Start], None], ...], ...] = (
-    (
-        lambda start: require_open_files(num_workers=start.config.data.num_workers),
-        lambda start: check_names(start.config),
-    ),
+    (check_open_files, check_replaceable_names),
     (check_folders,),
     (
         check_device,
-        lambda start: require_fp8(
-            start.config.precision.fp8, device.compute_capability(start.device)
-        ),
+        check_fp8,
         check_attention,
         check_linear_attention,
         check_prometheus,

@@ -1,9 +1,10 @@
-"""Loss, perplexity and bits per byte in any layout: `nanotrain evaluate`, and validation during
-training.
+"""Loss, perplexity and bits per byte in any layout, for `nanotrain evaluate` and validation.
 
-    checkpoint or Hugging Face folder -> Config -> Plan -> stages with storage -> weights of this
-    rank's boxes token files, or text and its tokenizer -> windows of seq_length tokens -> forward
-    passes -> one loss
+    checkpoint or Hugging Face folder -> Config -> Plan -> stages with storage
+    -> weights of this rank's boxes
+
+    token files, or text and its tokenizer -> windows of seq_length tokens -> forward passes
+    -> one loss
 
 Every token but the first is predicted once, given the tokens before it in its window. `nanotrain
 evaluate` builds no optimizer. Validation is over the same samples each time.
@@ -69,12 +70,15 @@ class Evaluation:
     @classmethod
     def total(cls, parts: Sequence["Evaluation"]) -> "Evaluation":
         """The result on all parts together."""
-        tokens, sizes = (
-            sum(part.tokens for part in parts),
-            [part.bytes for part in parts if part.bytes is not None],
-        )
-        loss = sum(part.loss * part.tokens for part in parts) / max(tokens, 1)
-        return cls(loss, tokens, sum(sizes) if len(sizes) == len(parts) else None)
+        tokens = 0
+        loss_sum = 0.0
+        num_bytes: int | None = 0
+        for part in parts:
+            tokens += part.tokens
+            loss_sum += part.loss * part.tokens
+            if num_bytes is not None:
+                num_bytes = None if part.bytes is None else num_bytes + part.bytes
+        return cls(loss_sum / max(tokens, 1), tokens, num_bytes)
 
     @property
     def perplexity(self) -> float:
@@ -87,22 +91,26 @@ class Evaluation:
         return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields and what follows from them."""
+        """The fields, perplexity and bits per byte."""
         return asdict(self) | {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
 
     def text(self) -> str:
         """One line."""
-        bits = f" | bits per byte {self.bits_per_byte:.4f}" if self.bytes else ""
-        size = count_of(self.tokens, "token") + (
-            f", {count_of(self.bytes, 'byte')}" if self.bytes else ""
-        )
-        return f"loss {self.loss:.4f} | perplexity {self.perplexity:,.2f}{bits} | {size}"
+        texts = [f"loss {self.loss:.4f}", f"perplexity {self.perplexity:,.2f}"]
+        size = count_of(self.tokens, "token")
+        if self.bytes:
+            texts.append(f"bits per byte {self.bits_per_byte:.4f}")
+            size += f", {count_of(self.bytes, 'byte')}"
+        return " | ".join([*texts, size])
 
 
 @contextmanager
 def open_corpus(source: str, tokenizer: Tokenizer | None) -> Iterator[IndexedTokens]:
-    """Token files by their prefix, or a text file, folder or .jsonl, tokenized into temporary token
-    files.
+    """Open token files by their prefix, or tokenize text into temporary token files.
+
+    Args:
+        source: prefix of token files, or a text file, folder or .jsonl.
+        tokenizer: tokenizer for text; None if unknown.
 
     Raises:
         DataError: there is no such corpus, or text without a tokenizer.
@@ -118,18 +126,24 @@ def open_corpus(source: str, tokenizer: Tokenizer | None) -> Iterator[IndexedTok
             fix="check --data",
         )
     if tokenizer is None:
-        why = "the model names no tokenizer"
         raise DataError(
-            f"{source} is text, which cannot be tokenized", why=why, fix="set --tokenizer"
+            f"{source} is text, which cannot be tokenized",
+            why="the model names no tokenizer",
+            fix="set --tokenizer",
         )
     with TemporaryDirectory(prefix="nanotrain-evaluate-") as folder:
-        written, reader = Path(folder) / "tokens", DocumentReader("text")
-        end = [] if tokenizer.eod is None else [tokenizer.eod]
-        with TokenWriter(written, np.dtype(np.int32)) as writer:
-            for chunk in plan_chunks([source], subset=None, split="train"):
-                for text in reader.read(chunk):
-                    writer.add_documents([[*tokenizer.encode(text), *end]])
+        written = Path(folder) / "tokens"
+        _write_tokens(source, tokenizer, prefix=written)
         yield IndexedTokens(written)
+
+
+def _write_tokens(source: str, tokenizer: Tokenizer, *, prefix: Path) -> None:
+    reader = DocumentReader("text")
+    end = [] if tokenizer.eod is None else [tokenizer.eod]
+    with TokenWriter(prefix, np.dtype(np.int32)) as writer:
+        for chunk in plan_chunks([source], subset=None, split="train"):
+            for text in reader.read(chunk):
+                writer.add_documents([[*tokenizer.encode(text), *end]])
 
 
 def windows_of(corpus: IndexedTokens, config: Config) -> AllWindows:
@@ -141,9 +155,10 @@ def windows_of(corpus: IndexedTokens, config: Config) -> AllWindows:
     vocab_size = config.model.vocab_size
     assert vocab_size is not None, "a model has a vocabulary"
     if corpus.num_tokens < 2:
-        what = f"{corpus.prefix} has {count_of(corpus.num_tokens, 'token')}"
         raise DataError(
-            what, why="a prediction needs a token before it", fix="evaluate on a longer text"
+            f"{corpus.prefix} has {count_of(corpus.num_tokens, 'token')}",
+            why="a prediction needs a token before it",
+            fix="evaluate on a longer text",
         )
     return AllWindows(corpus, 0, corpus.num_tokens, config.data, vocab_size=vocab_size)
 
@@ -153,21 +168,18 @@ def load_weights(model: OpenedCheckpoint, stages: Mapping[int, BuiltStage]) -> N
 
     def fill(params: Sequence[LocalParam], *, module: nn.Module, is_sharded: bool) -> None:
         boxes = {local.tensor_box: module.get_parameter(local.spec.name).data for local in params}
+        if not is_sharded:
+            model.read_params(boxes)
+            return
         # files must not be read into the storage of gathered units, which is freed by resizing
-        apart = (
-            {box: torch.empty_like(target) for box, target in boxes.items()}
-            if is_sharded
-            else boxes
-        )
-        model.read_params(apart)
-        if is_sharded:
-            torch._foreach_copy_(list(boxes.values()), list(apart.values()))
+        copies = {box: torch.empty_like(target) for box, target in boxes.items()}
+        model.read_params(copies)
+        torch._foreach_copy_(list(boxes.values()), list(copies.values()))
 
     for stage in stages.values():
         for dp in stage.callbacks:
-            dp.fill_params(
-                partial(fill, module=stage.module, is_sharded=dp.options.strategy.shard_params)
-            )
+            is_sharded = dp.options.strategy.shard_params
+            dp.fill_params(partial(fill, module=stage.module, is_sharded=is_sharded))
     biases = router_biases({index: stage.module for index, stage in stages.items()})
     if biases:
         model.read_params(biases)
@@ -176,8 +188,7 @@ def load_weights(model: OpenedCheckpoint, stages: Mapping[int, BuiltStage]) -> N
 def load_stages(
     model: OpenedCheckpoint, *, plan: Plan, context: ParallelContext
 ) -> dict[int, BuiltStage]:
-    """The stages of a model in the layout of a plan, with their weights gathered for forward
-    passes.
+    """The stages of a model in a layout, with their weights gathered for forward passes.
 
     Args:
         model: checkpoint or Hugging Face folder.
@@ -197,9 +208,14 @@ def score_model(
     model: OpenedCheckpoint, tasks: Sequence[Task], *, plan: Plan, context: ParallelContext
 ) -> dict[str, TaskScore]:
     """Score a model on tasks; every rank calls this. Arguments as for `evaluate_model`."""
-    stages, pipeline = load_stages(model, plan=plan, context=context), build_pipeline(plan, context)
-    score = partial(score_task, plan=plan, stages=stages, pipeline=pipeline, context=context)
-    return {task.name: found for task in tasks if (found := score(task)) is not None}
+    stages = load_stages(model, plan=plan, context=context)
+    pipeline = build_pipeline(plan, context)
+    scores = {}
+    for task in tasks:
+        score = score_task(task, plan=plan, stages=stages, pipeline=pipeline, context=context)
+        if score is not None:
+            scores[task.name] = score
+    return scores
 
 
 @torch.no_grad()
@@ -262,60 +278,64 @@ class EvaluateHook(Hook):
         if all(all_gather_object(is_found, run.context.control)):
             assert self._tokenizer is not None
             assert run.config.model.vocab_size is not None, "set by open_inputs"
-            self._sizes = bytes_per_token(
-                load_tokenizer(self._tokenizer), run.config.model.vocab_size
-            )
+            tokenizer = load_tokenizer(self._tokenizer)
+            self._sizes = bytes_per_token(tokenizer, run.config.model.vocab_size)
         if run.state.step == 0 and run.config.train.train_iters > 0:
             results = validate(run, self._sizes)
             if results:
-                log.info(
-                    "validation loss before training: %.4f",
-                    Evaluation.total(list(results.values())).loss,
-                )
+                total = Evaluation.total(list(results.values()))
+                log.info("validation loss before training: %.4f", total.loss)
 
     def after_step(self, run: Run, report: StepReport) -> None:
         train = run.config.train
-        if report.step % train.eval_interval == 0 or report.step == train.train_iters:
-            results = validate(run, self._sizes)
-            if results:
-                total = Evaluation.total(list(results.values()))
-                report.valid_loss, report.valid_bits_per_byte = total.loss, total.bits_per_byte
-            report.evaluation = (_by_name(results or {}) | self._score_tasks(run)) or None
+        if report.step % train.eval_interval and report.step != train.train_iters:
+            return
+        results = validate(run, self._sizes)
+        if results:
+            total = Evaluation.total(list(results.values()))
+            report.valid_loss = total.loss
+            report.valid_bits_per_byte = total.bits_per_byte
+        evaluation = _named_losses(results or {})
+        evaluation |= self._score_tasks(run)
+        report.evaluation = evaluation or None
 
     def _score_tasks(self, run: Run) -> dict[str, float]:
-        """The scores of the tasks; not of those that a signal ends."""
-        score_of = partial(
-            score_task,
-            plan=run.plan,
-            stages=run.runnable,
-            pipeline=run.pipeline,
-            context=run.context,
-        )
-        scores = {task.name: score_of(task, stop=run.stop) for task in run.inputs.tasks}
-        found = {name: asdict(score) for name, score in scores.items() if score is not None}
-        return {
-            f"task/{task}/{name}": value
-            for task, score in found.items()
-            for name, value in score.items()
-        }
+        """The scores of the tasks, without tasks that a signal ends."""
+        values = {}
+        for task in run.inputs.tasks:
+            score = score_task(
+                task,
+                plan=run.plan,
+                stages=run.runnable,
+                pipeline=run.pipeline,
+                context=run.context,
+                stop=run.stop,
+            )
+            if score is not None:
+                for name, value in asdict(score).items():
+                    values[f"task/{task.name}/{name}"] = value
+        return values
 
 
 def validate(run: Run, sizes: list[int] | None = None) -> dict[str, Evaluation] | None:
-    """Evaluate the first `eval_iters` global batches of every validation set, by name; "" is that
-    of the split.
-
-    None if a rank received a signal during the validation: schedulers kill jobs that do not end
-    soon.
+    """Evaluate the first `eval_iters` global batches of every validation set.
 
     Args:
-        run: the run.
+        run: run with its validation sets.
         sizes: bytes per token of the vocabulary; None if they are unknown.
+
+    Returns:
+        Results by name, "" for the split of the training corpus. None if a rank received a signal
+        meanwhile: schedulers kill jobs that do not end soon.
     """
-    datasets, results = run.inputs.datasets, dict[str, Evaluation]()
+    datasets = run.inputs.datasets
+    valid_sets = datasets.valid_sets
+    if not valid_sets and datasets.valid is not None and run.config.validates:
+        valid_sets = {"": datasets.valid}
     forward = partial(run_forward, run.plan.valid_schedule, run.runnable, pipeline=run.pipeline)
     sampler = replace(run.plan.sampler, schedule=None, lengths=None)
-    split = {"": datasets.valid} if datasets.valid is not None and run.config.validates else {}
-    for name, samples in (datasets.valid_sets or split).items():
+    results = {}
+    for name, samples in valid_sets.items():
         with GlobalBatchLoader(samples, sampler=sampler) as batches:
             result = _evaluate(
                 batches,
@@ -331,16 +351,16 @@ def validate(run: Run, sizes: list[int] | None = None) -> dict[str, Evaluation] 
     return results
 
 
-def _by_name(results: Mapping[str, Evaluation]) -> dict[str, float]:
-    """The losses of named validation sets, and their bits per byte where the bytes of tokens are
-    known.
-    """
-    named = {name: result for name, result in results.items() if name}
-    losses = {f"valid/{name}/loss": result.loss for name, result in named.items()}
-    bits = {name: result.bits_per_byte for name, result in named.items()}
-    return losses | {
-        f"valid/{name}/bits_per_byte": value for name, value in bits.items() if value is not None
-    }
+def _named_losses(results: Mapping[str, Evaluation]) -> dict[str, float]:
+    """The losses of named validation sets, and bits per byte where the bytes are known."""
+    values = {}
+    bits = {}
+    for name, result in results.items():
+        if name:
+            values[f"valid/{name}/loss"] = result.loss
+            if result.bits_per_byte is not None:
+                bits[f"valid/{name}/bits_per_byte"] = result.bits_per_byte
+    return values | bits
 
 
 @torch.no_grad()
@@ -358,15 +378,16 @@ def _evaluate(
     Args:
         batches: microbatches of this rank.
         forward: microbatches -> the summed loss of this rank.
-        num_batches: global batches.
+        num_batches: number of global batches.
         sizes: bytes per token of the vocabulary; None if they are unknown.
         context: device and groups.
         stop: signals of this rank; None if they are not handled.
     """
-    batch_iterator, num_tokens = build_batch_iterator(batches, context), 0
+    batch_iterator = build_batch_iterator(batches, context)
+    num_tokens = 0
     # fp32 rounds the sum of a long corpus
     loss = torch.zeros((), dtype=torch.float64, device=context.device)
-    table = None if sizes is None else torch.tensor(list(sizes), device=context.device)
+    size_of_token = None if sizes is None else torch.tensor(list(sizes), device=context.device)
     num_bytes = torch.zeros((), dtype=torch.int64, device=context.device)
     for _ in range(num_batches):
         context.heartbeat.begin("validation")
@@ -374,28 +395,24 @@ def _evaluate(
         if batch is None:
             return None
         num_tokens += batch.num_target_tokens
-        if table is not None:
-            num_bytes += sum(
-                (table[part.labels] * (part.loss_mask > 0)).sum() for part in batch.microbatches
-            )
+        microbatches = []
+        for part in batch.microbatches:
+            microbatches.append(BatchContext.of(part, cp=context.group("cp")))
+            if size_of_token is not None:
+                sizes_of_targets = torch.where(part.loss_mask > 0, size_of_token[part.labels], 0)
+                num_bytes += sizes_of_targets.sum()
         try:
-            loss += forward(
-                microbatches=[
-                    BatchContext.of(part, cp=context.group("cp")) for part in batch.microbatches
-                ]
-            )
+            loss += forward(microbatches=microbatches)
         except PassStopped:
             return None
-    readers = batches.sampler.readers_per_sample
-    total_bytes = (
-        None if table is None else _sum_over_samples(num_bytes, context, readers_per_sample=readers)
-    )
+    total_bytes = None
+    if size_of_token is not None:
+        readers = batches.sampler.readers_per_sample
+        total_bytes = _sum_over_samples(num_bytes, context, readers_per_sample=readers)
     return Evaluation(global_loss(loss, context) / max(num_tokens, 1), num_tokens, total_bytes)
 
 
 def _sum_over_samples(local: Tensor, context: ParallelContext, *, readers_per_sample: int) -> int:
-    """The sum of counts of this rank's tokens over all ranks, each token counted once; every rank
-    calls this.
-    """
+    """Sum a count of this rank's tokens over all ranks, each token counted once. Collective."""
     (total,) = all_reduce_scalars([float(local.item())], context.group("world"))
     return round(total) * context.group("cp").size // readers_per_sample

@@ -37,7 +37,13 @@ from nanotrain.config.references import as_written
 from nanotrain.config.rules.check import check_layout, check_model
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import KEYS, config_from_dict, flat_values, value_of, with_values
-from nanotrain.data.build import build_data, first_blend, tokenizer_of, uses_quickstart
+from nanotrain.data.build import (
+    DatasetSplits,
+    build_data,
+    first_blend,
+    tokenizer_of,
+    uses_quickstart,
+)
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.indexed import IndexedTokens
@@ -61,8 +67,7 @@ DROPOUT = ("attention_dropout", "hidden_dropout")
 
 
 def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Config, RunInputs]:
-    """Open the inputs of a run, and set the fields that follow from them (vocabulary size,
-    pretrained model).
+    """Open the inputs of a run, and set the fields that follow from them.
 
     Args:
         loaded: a validated configuration.
@@ -71,45 +76,76 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
             file systems are shared.
 
     Returns:
-        the configuration with model and vocabulary size set, and the open inputs.
+        The configuration with model and vocabulary size set, and the open inputs.
 
     Raises:
         NanotrainError: invalid data, model, folder or checkpoint.
     """
-    config, folder = loaded.config, RunFolder.of(loaded.config)
+    config = loaded.config
+    folder = RunFolder.of(config)
     if reads_checkpoint or config.checkpoint.use_checkpoint_args:
         _fetch(config, folder)
     config = with_known_model(with_local_files(config), loaded.explicit)
     folder.require_writable(probes=reads_checkpoint)
     data = _prepare_quickstart(config.data, folder) if uses_quickstart(config.data) else config.data
-    tokenizer = tokenizer_of(data)
-    if tokenizer is not None and (
-        data.tokenizer_model or data.vocab_file or config.train.generate_tokens
-    ):
-        # an unreadable tokenizer would otherwise fail at the end of training
-        load_tokenizer(tokenizer)
+    tokenizer = _find_tokenizer(data, config.train)
     config = _with_vocabulary(config, tokenizer)
     check_model(config)
     check_layout(config)
-    required = {"train", "valid"} if config.validates else {"train"}
+    config, datasets = _open_datasets(config, data, folder)
+    tasks = _open_tasks(config, data, tokenizer)
+    checkpoint = _checkpoint_to_load(config, folder) if reads_checkpoint else None
+    return config, RunInputs(
+        folder=folder,
+        datasets=datasets,
+        tokenizer=tokenizer,
+        checkpoint=checkpoint,
+        is_resumed=checkpoint is not None and config.checkpoint.load is None,
+        origins=loaded.origins,
+        reads_checkpoint=reads_checkpoint,
+        tasks=tasks,
+    )
+
+
+def _find_tokenizer(data: DataConfig, train: TrainConfig) -> str | None:
+    """The tokenizer of the data; loaded if the end of training needs it, to find faults now."""
+    tokenizer = tokenizer_of(data)
+    is_needed = data.tokenizer_model or data.vocab_file or train.generate_tokens
+    if tokenizer is not None and is_needed:
+        load_tokenizer(tokenizer)
+    return tokenizer
+
+
+def _open_datasets(
+    config: Config, data: DataConfig, folder: RunFolder
+) -> tuple[Config, DatasetSplits]:
+    """Open the datasets of a data section; returns the configuration with the recorded blend.
+
+    Args:
+        config: configuration of the run.
+        data: its data section, with the quick-start corpus if that is used.
+        folder: run folder, where `nanotrain data mix` records a changed blend.
+    """
     assert config.model.vocab_size, "set by _with_vocabulary"
     build = partial(build_data, vocab_size=config.model.vocab_size, seed=config.train.seed)
-    datasets, mixed = build(data, required=required), with_recorded_mix(config.data, folder.path)
+    required = {"train", "valid"} if config.validates else {"train"}
+    datasets = build(data, required=required)
+    mixed = with_recorded_mix(config.data, folder.path)
     if mixed is not config.data:  # validation keeps the corpora of the command line
         config = replace(config, data=mixed)
         datasets = replace(datasets, train=build(mixed, required={"train"}).train)
+    return config, datasets
+
+
+def _open_tasks(config: Config, data: DataConfig, tokenizer: str | None) -> tuple[Task, ...]:
+    """The tasks that validations score; the quick-start corpus comes with one."""
     entries = config.train.eval_tasks
     if not entries and uses_quickstart(config.data):
         entries = [f"next-line={task_path(Path(data.data_path[0]))}"]
-    tasks: tuple[Task, ...] = ()
-    if entries and config.evaluates:
-        with_names = replace(config.train, eval_tasks=entries)
-        tasks = read_tasks(with_names, None if tokenizer is None else load_tokenizer(tokenizer))
-    checkpoint = _checkpoint_to_load(config, folder) if reads_checkpoint else None
-    is_resumed = checkpoint is not None and config.checkpoint.load is None
-    return config, RunInputs(
-        folder, datasets, tokenizer, checkpoint, is_resumed, loaded.origins, reads_checkpoint, tasks
-    )
+    if not entries or not config.evaluates:
+        return ()
+    named = replace(config.train, eval_tasks=entries)
+    return read_tasks(named, None if tokenizer is None else load_tokenizer(tokenizer))
 
 
 def read_tasks(train: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Task, ...]:
@@ -121,16 +157,18 @@ def read_tasks(train: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Task, .
     """
     files = read_named(train.eval_tasks)
     if train.eval_tasks and not files:
-        why = "scores are logged by name"
         raise ConfigError(
-            f"the task {train.eval_tasks[0]} has no name", why=why, fix="write NAME=FILE.jsonl"
+            f"the task {train.eval_tasks[0]} has no name",
+            why="scores are logged by name",
+            fix="write NAME=FILE.jsonl",
         )
     if not files:
         return ()
     if tokenizer is None:
-        why = "the questions are text, and the model's tokenizer is unknown"
         raise ConfigError(
-            "tasks need a tokenizer", why=why, fix="name it with --tokenizer-model, or --tokenizer"
+            "tasks need a tokenizer",
+            why="the questions are text, and the model's tokenizer is unknown",
+            fix="name it with --tokenizer-model, or --tokenizer",
         )
     read = partial(
         read_task,
@@ -142,8 +180,7 @@ def read_tasks(train: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Task, .
 
 
 def with_known_model(config: Config, explicit: frozenset[str]) -> Config:
-    """The configuration with the model of the Hugging Face folder or the checkpoint that a run
-    begins from, if any.
+    """The configuration with the model of the folder or checkpoint that a run begins from, if any.
 
     Args:
         config: the configuration; files of a hub that it names are fetched.
@@ -155,11 +192,9 @@ def with_known_model(config: Config, explicit: frozenset[str]) -> Config:
     """
     if config.is_model_known:
         return config
-    complete = (
-        _with_pretrained_model
-        if config.checkpoint.pretrained_checkpoint
-        else _with_checkpoint_model
-    )
+    complete = _with_checkpoint_model
+    if config.checkpoint.pretrained_checkpoint:
+        complete = _with_pretrained_model
     config = complete(with_local_files(config), explicit)
     check_model(config)
     check_layout(config)
@@ -182,8 +217,7 @@ def _with_pretrained_model(config: Config, explicit: frozenset[str]) -> Config:
 
 
 def _with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
-    """Replace the model section by the one of the checkpoint to start from; without a checkpoint
-    nothing changes.
+    """Replace the model section by that of the checkpoint to start from, if there is one.
 
     Model settings of the command line that do not concern the weights stay (loss coefficients,
     capacity). The others are replaced, and differences are logged. The sequence length is the
@@ -212,22 +246,23 @@ def _with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
     if "data.seq_length" not in explicit:
         completed = with_values(completed, {"data.seq_length": saved.data.seq_length})
     log.info("use_checkpoint_args: the model is that of %s", step)
-    before, after = flat_values(config), flat_values(completed)
+    before = flat_values(config)
+    after = flat_values(completed)
     for key in sorted(explicit):
         if before[key] != after[key] and key.startswith("model."):
-            flag, shown = KEYS[key].flag, as_written(before[key])
             log.info(
                 "use_checkpoint_args: %s is the checkpoint's %s, not %s",
-                flag,
+                KEYS[key].flag,
                 as_written(after[key]),
-                shown,
+                as_written(before[key]),
             )
     return completed
 
 
 def _require_effect(config: Config, explicit: frozenset[str]) -> None:
-    """Check the settings without effect on the model of the command line, for which `load` waits
-    for a checkpoint.
+    """Check the settings without effect on the model of the command line.
+
+    `load` leaves them unchecked, as a checkpoint may have another model.
     """
     errors = ErrorCollector()
     reset_unused(
@@ -239,15 +274,18 @@ def _require_effect(config: Config, explicit: frozenset[str]) -> None:
 
 
 def _checkpoint_config(config: Config) -> tuple[Path, Mapping[str, Any]] | None:
-    """The checkpoint of `--load`, otherwise the newest of the run folder, and the configuration in
-    it.
-    """
-    load, folder = _load_path(config), RunFolder.of(config).checkpoints
-    if load is None and not config.checkpoint.auto_resume:
+    """The checkpoint that a run starts from, and the configuration in it; None without one."""
+    load = _load_path(config)
+    folder = RunFolder.of(config).checkpoints
+    if load is not None:
+        steps = [named_checkpoint(load)]
+    elif config.checkpoint.auto_resume:
+        steps = step_entries(folder)[-1:]
+    else:
         return None
-    steps = [named_checkpoint(load)] if load is not None else step_entries(folder)[-1:]
     for step in steps:
-        if (settings := saved_config(step)) is not None:
+        settings = saved_config(step)
+        if settings is not None:
             return step, settings
     # its first lines are not enough: the whole manifest, or the error in it
     newest = load if load is not None else checkpoint_to_resume(folder)
@@ -258,8 +296,7 @@ def _checkpoint_config(config: Config) -> tuple[Path, Mapping[str, Any]] | None:
 
 
 def _prepare_quickstart(data: DataConfig, folder: RunFolder) -> DataConfig:
-    """Put the quick-start corpus and its tokenizer into the run folder; returns a data section that
-    names them.
+    """Put the quick-start corpus and its tokenizer into the run folder; returns its data section.
 
     The saved configuration keeps an empty `data_path`: the corpus belongs to the run folder.
     """
@@ -279,27 +316,28 @@ def _with_vocabulary(config: Config, tokenizer: str | None) -> Config:
             IndexedTokens(entry.prefix)
         raise ConfigError(
             "the vocabulary size is not set",
-            why="neither vocab_size nor a tokenizer is set, and there is no tokenizer beside the data",
+            why="neither vocab_size nor a tokenizer is set, "
+            "and there is no tokenizer beside the data",
             fix="set --vocab-size, or --tokenizer-model NAME_OR_FOLDER",
         )
-    return replace(
-        config, model=replace(config.model, vocab_size=load_tokenizer(tokenizer).vocab_size)
-    )
+    vocab_size = load_tokenizer(tokenizer).vocab_size
+    return replace(config, model=replace(config.model, vocab_size=vocab_size))
 
 
 def _checkpoint_to_load(config: Config, folder: RunFolder) -> Path | None:
     """The checkpoint of `--load`, otherwise the newest complete one of the run folder."""
-    if (load := _load_path(config)) is not None:
+    load = _load_path(config)
+    if load is not None:
         return find_checkpoint(load)
     return checkpoint_to_resume(folder.checkpoints) if config.checkpoint.auto_resume else None
 
 
 def _load_path(config: Config) -> Path | None:
-    """The local path of `--load`, for an address that of `_fetch`."""
+    """The local path of `--load`; `_fetch` brings the files of an address there."""
     load = config.checkpoint.load
-    if load is None or not is_address(load):
-        return None if load is None else Path(load)
-    return _load_base(config) / parse(load).path
+    if load is None:
+        return None
+    return _load_base(config) / parse(load).path if is_address(load) else Path(load)
 
 
 def _load_base(config: Config) -> Path:
@@ -307,9 +345,7 @@ def _load_base(config: Config) -> Path:
 
 
 def _fetch(config: Config, folder: RunFolder) -> None:
-    """Bring small files of a run in object storage, and of `--load`, to this machine; one rank at a
-    time.
-    """
+    """Bring small files of the run folder and of `--load` here; one rank at a time."""
     if folder.remote is not None:
         folder.path.mkdir(parents=True, exist_ok=True)
         with _file_lock(folder.path / ".fetching"):
@@ -318,21 +354,18 @@ def _fetch(config: Config, folder: RunFolder) -> None:
 
 
 def with_local_files(config: Config) -> Config:
-    """The configuration with local copies in place of the addresses of a tokenizer and of a Hugging
-    Face folder.
-    """
+    """The configuration with local copies of a tokenizer and Hugging Face folder at an address."""
     tokenizer = _local_copy(config.data.tokenizer_model, config)
     pretrained = _local_copy(config.checkpoint.pretrained_checkpoint, config)
-    checkpoint = replace(config.checkpoint, pretrained_checkpoint=pretrained)
     return replace(
-        config, data=replace(config.data, tokenizer_model=tokenizer), checkpoint=checkpoint
+        config,
+        data=replace(config.data, tokenizer_model=tokenizer),
+        checkpoint=replace(config.checkpoint, pretrained_checkpoint=pretrained),
     )
 
 
 def _local_copy(text: str | None, config: Config) -> str | None:
-    """The local path of an address, where its files are brought, one rank at a time; other texts as
-    they are.
-    """
+    """The local path of an address, after a download by one rank at a time; or the text itself."""
     if text is None or not is_address(text):
         return text
     base = _load_base(config)
@@ -355,7 +388,8 @@ def _file_lock(path: Path) -> Iterator[None]:
         except OSError as error:
             raise EnvironmentFault(
                 f"{path} cannot be locked",
-                why=f"{error.strerror}: the ranks would write the quick-start corpus at the same time",
+                why=f"{error.strerror}: "
+                "the ranks would write the quick-start corpus at the same time",
                 fix=OTHER_FOLDER,
             ) from None
         yield

@@ -1,5 +1,6 @@
-"""`main`, `pretrain` and `train`: from a command line or a configuration to the end of training, on
-one rank.
+"""`main`, `pretrain` and `train`: from a command line or a configuration to the end of training.
+
+Each runs on one rank.
 
     argv -> Loaded      without torch, so that mistakes show at once
          -> RunInputs   datasets, tokenizer, run folder, checkpoint; completes the config
@@ -85,7 +86,7 @@ def pretrain(config: Config) -> "RunHistory":
     settings.
 
     Returns:
-        What the run wrote into its folder: metrics by column, checkpoints, samples.
+        The files of the run folder: metrics by column, checkpoints, samples.
 
     Raises:
         NanotrainError: what a command line would report.
@@ -107,7 +108,7 @@ def train(loaded: Loaded) -> None:
         from nanotrain.comm.parallel_context import Launch, ParallelContext
         from nanotrain.plan.memory_plan import require_memory
         from nanotrain.plan.plan import plan_run
-        from nanotrain.train.checks import Start, check
+        from nanotrain.train.checks import Start, run_checks
         from nanotrain.train.fit import fit
         from nanotrain.train.inputs import open_inputs
         from nanotrain.train.open_run import open_run
@@ -119,7 +120,7 @@ def train(loaded: Loaded) -> None:
     for note in loaded.notes:
         log.info("%s", note)
     start = Start(loaded.config, launch)
-    check(start)
+    run_checks(start)
     folder = RunFolder.of(loaded.config)
     set_arithmetic(loaded.config)
     with claimed(folder, is_first=is_first):
@@ -149,27 +150,33 @@ def train(loaded: Loaded) -> None:
 
 @contextmanager
 def claimed(folder: RunFolder, *, is_first: bool) -> Iterator[None]:
-    """The run folder, made and, by the first rank, locked; an error before the run's first file
-    removes a new one.
+    """Make the run folder and lock it on the first rank.
+
+    An error before the run's first file removes a new folder.
 
     Raises:
         EnvironmentFault: it cannot be written, another job has it, or it has files that are not a
             run's.
     """
     is_new = not os.path.lexists(folder.path)
-    folder.require_writable(probes=False)  # `check` did
+    folder.require_writable(probes=False)  # `check_folders` did
     if is_first:  # the others would race with it for the lock file
         folder.require_own()
     with lock_run(folder.path) if is_first else nullcontext():
         try:
             yield
         except BaseException:
-            with suppress(OSError):  # the folder has other files
-                if is_new and is_first and os.listdir(folder.path) == [LOCK_NAME]:
-                    (folder.path / LOCK_NAME).unlink()
-                if is_new:
-                    folder.path.rmdir()
+            if is_new:
+                _remove_empty(folder, is_first=is_first)
             raise
+
+
+def _remove_empty(folder: RunFolder, *, is_first: bool) -> None:
+    """Remove a run folder that holds nothing but the lock file of the first rank."""
+    with suppress(OSError):  # the folder has other files
+        if is_first and os.listdir(folder.path) == [LOCK_NAME]:
+            (folder.path / LOCK_NAME).unlink()
+        folder.path.rmdir()
 
 
 def _world_size(text: str) -> int:

@@ -1,5 +1,8 @@
-"""Open a planned run on this rank: the same start on all ranks, the built run, its header, its
-hooks, the watchdog.
+"""Open a planned run on this rank.
+
+open_run        the same start on all ranks, the built run, its header, its hooks, the watchdog
+choose_hooks    the hooks of a run in call order
+header          lines on model, data, batch, layout and precision
 """
 
 import shutil
@@ -10,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import TextWrapper
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +38,7 @@ from nanotrain.quantities import count_of, describe_count
 from nanotrain.runs.files import OTHER_FOLDER, disk_errors, make_folder, remove_folder
 from nanotrain.spec.counts import num_active_parameters, num_parameters
 from nanotrain.storage.remote import is_address
+from nanotrain.topology.groups import GroupName
 from nanotrain.train.build import build_run
 from nanotrain.train.evaluate import EvaluateHook
 from nanotrain.train.hooks.checkpoint import CheckpointHook
@@ -64,11 +69,8 @@ def open_run(
         context: device and process groups of this rank.
         planned: memory of the worst rank, for the summary.
     """
-    inputs, config, device = (
-        require_same_start(plan, inputs, context=context),
-        plan.config,
-        context.device,
-    )
+    config = plan.config
+    inputs = require_same_start(plan, inputs, context=context)
     coords = f" ({context.coords_text})" if context.coords_text else ""
     with (
         watch_ranks(context, inputs.folder.path, timeout_s=config.train.hang_timeout_s),
@@ -76,8 +78,10 @@ def open_run(
         memory_snapshot(config.train, context),
     ):
         torch.manual_seed(config.train.seed)
-        reset_peak_memory(device)
-        peak = PlannedPeak(planned.total, before=peak_memory(device)) if planned else None
+        reset_peak_memory(context.device)
+        peak = None
+        if planned:
+            peak = PlannedPeak(planned.total, before=peak_memory(context.device))
         run = build_run(plan, inputs, context=context)
         try:
             if context.rank == 0:
@@ -88,51 +92,55 @@ def open_run(
 
 
 def describe(run: Run, *, planned: MemoryPlan | None) -> None:
-    """Write the configuration of the run and facts about it into its folder, and log its header."""
-    config, inputs, context = run.config, run.inputs, run.context
-    name = device_name(context.device)
-    world_size, shape, text = context.topology.world_size, run.plan.shape, to_yaml(config)
+    """Write configuration and facts of the run into its folder, and log its header."""
+    config = run.config
+    inputs = run.inputs
+    device = device_name(run.context.device)
+    world_size = run.context.topology.world_size
+    text = to_yaml(config)
     facts = {
-        "device": name,
+        "device": device,
         "world_size": world_size,
-        "layout": _layout(run.plan, name),
-        "parameters": num_parameters(shape),
-        "active_parameters": num_active_parameters(shape),
+        "layout": _describe_layout(run.plan, device),
+        "parameters": num_parameters(run.plan.shape),
+        "active_parameters": num_active_parameters(run.plan.shape),
         "memory": asdict(planned) if planned else None,
         "origins": dict(inputs.origins),
     }
     inputs.folder.add_start(text, step=run.state.step, world_size=world_size)
     inputs.folder.write_description(text, facts, secret=config.train.notify)
     keep_tokenizer(inputs, config.checkpoint.pretrained_checkpoint)
-    width = max(shutil.get_terminal_size().columns if sys.stderr.isatty() else MAX_WIDTH, MIN_WIDTH)
-    attention = str(AttentionChoice.of(config, AttentionDevice.of(context.device)))
-    log.info("%s", header(run.plan, inputs, device=name, attention=attention, width=width))
+    width = MAX_WIDTH
+    if sys.stderr.isatty():
+        width = max(shutil.get_terminal_size().columns, MIN_WIDTH)
+    attention = str(AttentionChoice.of(config, AttentionDevice.of(run.context.device)))
+    log.info("%s", header(run.plan, inputs, device=device, attention=attention, width=width))
     if inputs.is_resumed:
         log.info("resuming; --no-auto-resume starts a new run")
-    done, steps = run.state.step, config.train.train_iters
+    steps = config.train.train_iters
     if steps == 0:
         log.info("--train-iters 0: everything is built, nothing is trained")
-    elif done >= steps:
+    elif run.state.step >= steps:
         log.info(
             "nothing to do: step %d of %d is done; a larger --train-iters goes on from there",
-            done,
+            run.state.step,
             steps,
         )
 
 
 def keep_tokenizer(inputs: RunInputs, pretrained: str | None) -> None:
-    """Copy the tokenizer into the run folder, where generation, evaluation and exports find it from
-    everywhere.
+    """Copy the tokenizer into the run folder, for generation, evaluation and exports anywhere.
 
     Args:
         inputs: open inputs of the run.
-        pretrained: the Hugging Face folder with the initial weights, whose tokenizer is taken where
-            the run's is the same or unknown.
+        pretrained: Hugging Face folder with the initial weights, whose tokenizer is taken if the
+            run's is the same or unknown.
 
     Raises:
         EnvironmentFault: the folder cannot be written, or holds files that are not nanotrain's.
     """
-    name, folder = inputs.tokenizer, inputs.folder.tokenizer
+    name = inputs.tokenizer
+    folder = inputs.folder.tokenizer
     if pretrained is not None:
         # few runs need Hugging Face's families
         from nanotrain.interop.hf.companions import fullest_tokenizer
@@ -151,6 +159,14 @@ def keep_tokenizer(inputs: RunInputs, pretrained: str | None) -> None:
         tokenizer.save(folder)
 
 
+class _RankStart(NamedTuple):
+    """What a rank starts from."""
+
+    name: str | None  # name of the checkpoint; None if the rank does not look for it
+    config_checksum: int
+    checkpoint: Path | None
+
+
 def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> RunInputs:
     """Check that all ranks have the same configuration and start from the same checkpoint.
 
@@ -163,36 +179,38 @@ def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContex
     Raises:
         EnvironmentFault: ranks differ; on every rank.
     """
-    checkpoint = inputs.checkpoint.name if inputs.checkpoint else "no checkpoint"
-    start = checkpoint if inputs.reads_checkpoint else None, zlib.crc32(repr(plan.config).encode())
+    name = None
+    if inputs.reads_checkpoint:
+        name = inputs.checkpoint.name if inputs.checkpoint else "no checkpoint"
+    checksum = zlib.crc32(repr(plan.config).encode())
+    start = _RankStart(name, checksum, inputs.checkpoint)
 
-    def merge(gathered: list[tuple[str | None, int, Path | None]]) -> Path | None:
-        """The checkpoint of the first rank, after a check that all ranks start from it; runs on the
-        first rank.
-        """
-        (first_name, first_config, first), *_ = gathered
-        for rank, (name, config, _) in enumerate(gathered):
-            if (name or first_name) != first_name:
+    def merge(starts: list[_RankStart]) -> Path | None:
+        """The checkpoint of the first rank, if all ranks start alike; runs on the first rank."""
+        first = starts[0]
+        for rank, other in enumerate(starts):
+            if other.name is not None and other.name != first.name:
                 raise EnvironmentFault(
-                    f"rank 0 starts from {first_name}, rank {rank} from {name}",
-                    why=f"their machines have different files in {inputs.folder.path} or behind --load",
+                    f"rank 0 starts from {first.name}, rank {rank} from {other.name}",
+                    why="their machines have different files "
+                    f"in {inputs.folder.path} or behind --load",
                     fix="put them on a file system that all machines share",
                 )
-            if config != first_config:
+            if other.config_checksum != first.config_checksum:
                 raise EnvironmentFault(
                     f"rank {rank} has a different configuration from rank 0",
                     why="all ranks must run the same command line on the same files",
                     fix="compare the output of `nanotrain config` on both machines",
                 )
-        return first
+        return first.checkpoint
 
     # Only the first rank receives the values of all ranks, so the cost of the others does not grow
     # with the world.
-    first = run_on_all(context.control, lambda: (*start, inputs.checkpoint), merge=merge)
+    checkpoint = run_on_all(context.control, lambda: start, merge=merge)
     return replace(
         inputs,
-        checkpoint=first,
-        is_resumed=first is not None and plan.config.checkpoint.load is None,
+        checkpoint=checkpoint,
+        is_resumed=checkpoint is not None and plan.config.checkpoint.load is None,
     )
 
 
@@ -200,30 +218,65 @@ def choose_hooks(
     config: Config, tokenizer: str | None, *, planned: PlannedPeak | None = None
 ) -> list[Hook]:
     """The hooks of a run in call order; validation comes before logging, which reports its loss."""
-    train, later_timeout_s = config.train, config.parallel.distributed_timeout_seconds_after_init
-    hooks: list[tuple[bool, Hook]] = [
-        (later_timeout_s is not None, TimeoutHook(later_timeout_s or 0.0)),
-        (config.evaluates, EvaluateHook(tokenizer)),
-        # before the log, which has the times
-        (train.timing_log_level > 0 or train.profile, TimersHook()),
-        (True, LogHook()),
-        (not config.data.mock_data, DataOrderHook()),
-        (train.debug_nan, DebugNanHook()),
-        (train.check_weight_hash_across_dp_replicas_interval > 0, ReplicasHook()),
-        (any(getattr(train, name) for name in TRACKERS), TrackHook()),
-        (config.checkpoint.save, CheckpointHook()),
-        (train.profile, ProfileHook()),
-        (train.generate_tokens > 0, SampleHook(tokenizer)),
-        (train.report, ReportHook()),
-        (train.notify is not None, NotifyHook()),
-        (is_address(train.run_dir or ""), UploadHook()),
-        (True, SummaryHook(planned)),
+    return [
+        *_hooks_before_log(config, tokenizer),
+        LogHook(),
+        *_hooks_after_steps(config),
+        *_hooks_at_end(config, tokenizer),
+        SummaryHook(planned),
     ]
-    return [hook for is_enabled, hook in hooks if is_enabled]
 
 
-HOST_ALLOCATOR = "can't allocate memory"  # in a plain RuntimeError
-NOT_DETERMINISTIC = "does not have a deterministic implementation"  # as well
+def _hooks_before_log(config: Config, tokenizer: str | None) -> list[Hook]:
+    """Hooks whose numbers the log shows."""
+    hooks: list[Hook] = []
+    later_timeout_s = config.parallel.distributed_timeout_seconds_after_init
+    if later_timeout_s is not None:
+        hooks.append(TimeoutHook(later_timeout_s))
+    if config.evaluates:
+        hooks.append(EvaluateHook(tokenizer))
+    if config.train.timing_log_level > 0 or config.train.profile:
+        hooks.append(TimersHook())
+    return hooks
+
+
+def _hooks_after_steps(config: Config) -> list[Hook]:
+    """Hooks that check, record and save steps."""
+    train = config.train
+    hooks: list[Hook] = []
+    if not config.data.mock_data:
+        hooks.append(DataOrderHook())
+    if train.debug_nan:
+        hooks.append(DebugNanHook())
+    if train.check_weight_hash_across_dp_replicas_interval > 0:
+        hooks.append(ReplicasHook())
+    if any(getattr(train, name) for name in TRACKERS):
+        hooks.append(TrackHook())
+    if config.checkpoint.save:
+        hooks.append(CheckpointHook())
+    if train.profile:
+        hooks.append(ProfileHook())
+    return hooks
+
+
+def _hooks_at_end(config: Config, tokenizer: str | None) -> list[Hook]:
+    """Hooks that act at the end of the run, and perhaps before."""
+    train = config.train
+    hooks: list[Hook] = []
+    if train.generate_tokens > 0:
+        hooks.append(SampleHook(tokenizer))
+    if train.report:
+        hooks.append(ReportHook())
+    if train.notify is not None:
+        hooks.append(NotifyHook())
+    if is_address(train.run_dir or ""):
+        hooks.append(UploadHook())
+    return hooks
+
+
+# texts of plain RuntimeErrors
+HOST_ALLOCATOR = "can't allocate memory"
+NOT_DETERMINISTIC = "does not have a deterministic implementation"
 
 
 @contextmanager
@@ -235,17 +288,17 @@ def explaining_memory_errors(rank_text: str) -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+    except (RuntimeError, MemoryError) as error:
         reason = str(error) or type(error).__name__
         if NOT_DETERMINISTIC in reason:
-            what, why = "--deterministic-mode cannot be kept", reason.partition(",")[0]
             raise EnvironmentFault(
-                what, why=why, fix="leave it out, or what needs this operator"
+                "--deterministic-mode cannot be kept",
+                why=reason.partition(",")[0],
+                fix="leave it out, or what needs this operator",
             ) from error
-        if (
-            not isinstance(error, MemoryError | torch.OutOfMemoryError)
-            and HOST_ALLOCATOR not in reason
-        ):
+        # torch.OutOfMemoryError is a RuntimeError
+        is_memory_error = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not is_memory_error and HOST_ALLOCATOR not in reason:
             raise
         raise LocalFault(
             f"{rank_text} ran out of memory",
@@ -267,43 +320,50 @@ def header(
         attention: the attention backends.
         width: columns; longer lines are wrapped at spaces, commands are not.
     """
-    lines = {
-        "model": _model(plan),
-        "data": _data(plan, inputs),
-        "batch": _batch(plan),
-        "lr": _warmup(plan),
-        "layout": _layout(plan, device),
-        "precision": _precision(plan),
+    facts = {
+        "model": _describe_model(plan),
+        "data": _describe_data(plan, inputs),
+        "batch": _describe_batch(plan),
+        "lr": _describe_warmup(plan),
+        "layout": _describe_layout(plan, device),
+        "precision": _describe_precision(plan),
         "attention": attention,
         "memory": describe_activations(plan.config),
         "run folder": str(inputs.folder.path),
     }
-    wrapped = TextWrapper(
+    wrapper = TextWrapper(
         width, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
     )
-    text = [wrapped.fill(f"{label:<10}  {text}") for label, text in lines.items() if text]
-    return "\n".join(
-        [*text, *(f"{label:<10}  {command}" for label, command in _commands(plan, inputs).items())]
-    )
+    lines = []
+    for label, text in facts.items():
+        if text:
+            lines.append(wrapper.fill(f"{label:<10}  {text}"))
+    for label, command in _commands(plan, inputs).items():
+        lines.append(f"{label:<10}  {command}")
+    return "\n".join(lines)
 
 
-def _model(plan: Plan) -> str:
+def _describe_model(plan: Plan) -> str:
     shape = plan.shape
-    total, active = num_parameters(shape), num_active_parameters(shape)
+    total = num_parameters(shape)
+    active = num_active_parameters(shape)
     experts = f" ({describe_count(active)} active per token)" if active < total else ""
-    sizes = f"{count_of(shape.num_layers, 'layer')}, hidden size {shape.hidden_size:,}, vocabulary {shape.vocab_size:,}"
-    return f"{describe_count(total)} parameters{experts}, {sizes}"
+    layers = count_of(shape.num_layers, "layer")
+    sizes = f"hidden size {shape.hidden_size:,}, vocabulary {shape.vocab_size:,}"
+    return f"{describe_count(total)} parameters{experts}, {layers}, {sizes}"
 
 
-def _data(plan: Plan, inputs: RunInputs) -> str:
-    config, samples = plan.config, inputs.datasets.train
-    steps, read = config.train.train_iters, plan.samples_of(config.train.train_iters)
-    tokens = f"{describe_count(read * config.data.seq_length)} tokens in {count_of(steps, 'step')}"
+def _describe_data(plan: Plan, inputs: RunInputs) -> str:
+    config = plan.config
+    samples = inputs.datasets.train
+    steps = config.train.train_iters
+    num_samples = plan.samples_of(steps)
+    tokens = f"{_describe_tokens(num_samples, config)} in {count_of(steps, 'step')}"
     if samples is None or config.data.mock_data:
         return f"synthetic, {tokens}"
     epoch = samples.samples_per_epoch
-    corpus = f"{describe_count(epoch * config.data.seq_length)} tokens"
-    texts = [f"{corpus}; this run reads {tokens}, {read / epoch:.2f} epochs"]
+    corpus = _describe_tokens(epoch, config)
+    texts = [f"{corpus}; this run reads {tokens}, {num_samples / epoch:.2f} epochs"]
     for stage in read_stages(config.data.stages):
         unit = "sample" if stage.in_samples else "step"
         until = "" if stage.end is None else f", changing until {stage.end:,}"
@@ -314,84 +374,88 @@ def _data(plan: Plan, inputs: RunInputs) -> str:
     return "; ".join(texts)
 
 
+def _describe_tokens(num_samples: int, config: Config) -> str:
+    return f"{describe_count(num_samples * config.data.seq_length)} tokens"
+
+
 def _ids_outside(plan: Plan) -> list[str]:
     """A remark on corpora whose tokenizer has more tokens than the model."""
     limit = plan.shape.vocab_size
-    prefixes = [entry.prefix for entry in parse_data_path(first_blend(plan.config.data))]
-    sizes = {prefix: read_info(prefix).vocab_size for prefix in prefixes}
-    return [
-        f"the tokenizer of {prefix} has {size:,} tokens, the model {limit:,}: a higher id ends the run"
-        for prefix, size in sizes.items()
-        if size > limit
-    ]
+    remarks = {}
+    for entry in parse_data_path(first_blend(plan.config.data)):
+        size = read_info(entry.prefix).vocab_size
+        if size > limit:
+            remarks[entry.prefix] = (
+                f"the tokenizer of {entry.prefix} has {size:,} tokens, the model {limit:,}: "
+                "a higher id ends the run"
+            )
+    return list(remarks.values())
 
 
-def _warmup(plan: Plan) -> str:
-    """A remark if the warmup is longer than the run, for example when a recipe is tried for a few
-    steps; else "".
-    """
-    size, steps, optim = (
-        plan.sampler.global_batch_size,
-        plan.config.train.train_iters,
-        plan.config.optim,
-    )
+def _describe_warmup(plan: Plan) -> str:
+    """A remark if the warmup is longer than the run, as when a recipe is tried for a few steps."""
+    steps = plan.config.train.train_iters
+    optim = plan.config.optim
+    batch_size = plan.sampler.global_batch_size
     samples = plan.samples_of(steps)
-    schedule = LRSchedule(optim, samples_per_step=size, train_samples=samples)
+    schedule = LRSchedule(optim, samples_per_step=batch_size, train_samples=samples)
     if not 0 < samples < schedule.warmup_samples:
         return ""
-    last, warmup = schedule.lr_at(plan.samples_of(steps - 1)), schedule.warmup_samples / size
-    return f"at most {last:.2e} of {optim.lr:.2e}: the run ends within the warmup of {count_of(round(warmup), 'step')}"
+    last_lr = schedule.lr_at(plan.samples_of(steps - 1))
+    warmup = count_of(round(schedule.warmup_samples / batch_size), "step")
+    return f"at most {last_lr:.2e} of {optim.lr:.2e}: the run ends within the warmup of {warmup}"
 
 
-def _batch(plan: Plan) -> str:
-    train, sampler, length = plan.config.train, plan.sampler, plan.config.data.seq_length
+def _describe_batch(plan: Plan) -> str:
+    sampler = plan.sampler
+    size = sampler.global_batch_size
+    seq_length = plan.config.data.seq_length
+    samples = f"{count_of(size, 'sample')} of {count_of(seq_length, 'token')}"
+    if sampler.schedule:
+        samples = f"from {sampler.size_at(0):,} to {samples}"
     lengths = sampler.lengths.sizes[:-1] if sampler.lengths else ()
-    split = (
-        f", split at first into sequences of {', then '.join(f'{size:,}' for size in lengths)}"
-        if lengths
-        else ""
-    )
+    if lengths:
+        first_lengths = ", then ".join(f"{length:,}" for length in lengths)
+        samples += f", split at first into sequences of {first_lengths}"
     microbatches = count_of(sampler.num_microbatches, "microbatch")
-    parts = f"{sampler.dp_size} data-parallel x {microbatches} x {train.micro_batch_size}"
-    size, padded = sampler.global_batch_size, sampler.num_padded
-    grows = f"from {sampler.size_at(0):,} to " if sampler.schedule else ""
-    waste = f" ({padded / (size + padded):.1%} of them padding)" if padded else ""
-    samples = f"{grows}{count_of(size, 'sample')} of {count_of(length, 'token')}{split}"
-    return f"{samples} = {parts}{waste}; {describe_count(size * length)} tokens per step"
+    micro_batch_size = plan.config.train.micro_batch_size
+    parts = f"{sampler.dp_size} data-parallel x {microbatches} x {micro_batch_size}"
+    padded = sampler.num_padded
+    if padded:
+        parts += f" ({padded / (size + padded):.1%} of them padding)"
+    return f"{samples} = {parts}; {describe_count(size * seq_length)} tokens per step"
 
 
-def _layout(plan: Plan, device: str) -> str:
-    topology, parallel = plan.topology, plan.config.parallel
-    sizes = {axis: topology.size(axis) for axis in ("tp", "cp", "pp")}
+def _describe_layout(plan: Plan, device: str) -> str:
+    topology = plan.topology
+    parallel = plan.config.parallel
+    axes: list[GroupName] = ["tp", "cp", "pp"]
     if plan.config.model.moe is not None:
-        sizes |= {axis: topology.size(axis) for axis in ("ep", "etp")}
-    sizes["dp"] = parallel.data_parallel_size(topology.world_size)
-    shown = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+        axes += ["ep", "etp"]
+    texts = [f"{count_of(topology.world_size, 'rank')} on {device}"]
+    for axis in axes:
+        if topology.size(axis) > 1:
+            texts.append(f"{axis} {topology.size(axis)}")
+    dp_size = parallel.data_parallel_size(topology.world_size)
+    if dp_size > 1:
+        texts.append(f"dp {dp_size}")
     if topology.size("pp") > 1:
-        shown.append(f"schedule {parallel.pipeline_schedule}")
-    if parallel.pipeline_model_parallel_layout and moves_mtp_layers(
-        parallel.pipeline_model_parallel_layout
-    ):
-        shown.append(
+        texts.append(f"schedule {parallel.pipeline_schedule}")
+    stages = parallel.pipeline_model_parallel_layout
+    if stages and moves_mtp_layers(stages):
+        texts.append(
             "multi-token prediction on the last stage, with the head (m of the layout is before it)"
         )
-    return ", ".join(
-        [
-            f"{count_of(topology.world_size, 'rank')} on {device}",
-            *shown,
-            parallel.data_parallel_sharding_strategy,
-        ]
-    )
+    texts.append(parallel.data_parallel_sharding_strategy)
+    return ", ".join(texts)
 
 
-def _precision(plan: Plan) -> str:
+def _describe_precision(plan: Plan) -> str:
     precision = plan.config.precision
     params = precision.params_dtype
-    main, first, second = (
-        precision.main_params_dtype,
-        precision.exp_avg_dtype,
-        precision.exp_avg_sq_dtype,
-    )
+    main = precision.main_params_dtype
+    first = precision.exp_avg_dtype
+    second = precision.exp_avg_sq_dtype
     text = "fp32" if params == "fp32" else f"{params}, main params and optimizer in fp32"
     if {main, first, second} != {"fp32"}:
         moments = first if first == second else f"{first} and {second}"
@@ -405,7 +469,8 @@ def _precision(plan: Plan) -> str:
 
 def _commands(plan: Plan, inputs: RunInputs) -> dict[str, str]:
     """Commands that show the running job, by label; each is one line, so that it can be copied."""
-    train, path = plan.config.train, inputs.folder.path
+    train = plan.config.train
+    path = inputs.folder.path
     commands = {"watch": f"nanotrain watch {path}"}
     if train.tensorboard:
         commands["curves"] = f"tensorboard --logdir {train.tensorboard_dir or path / 'tensorboard'}"

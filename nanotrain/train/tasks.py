@@ -1,15 +1,19 @@
-"""Score a task in the layout of the training: no second copy of the model, any tp, pp, cp, ep and
-sharding strategy.
+"""Score a task in the layout of the training, without a second copy of the model.
 
-    rows of the task -> samples of S tokens, several rows each -> forward passes -> one sum of
-    losses per row
+Works for every tp, pp, cp, ep and sharding strategy.
+
+    rows of the task -> samples of S tokens, several rows each -> forward passes
+    -> one sum of losses per row
 
 Each row of the task is a group of tokens, whose losses the output layer sums separately
 (`parallel/tp/loss.py`). One all-reduce at the end gives every rank the log-likelihoods of all rows.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,47 +57,54 @@ def score_task(
     """
     seq_length = plan.config.data.seq_length
     length = row_length(task, seq_length, multiple=2 * plan.num_sequence_shards)
-    dataset, parts = (
-        TaskDataset(task, seq_length=seq_length, row_length=length),
-        seq_length // length,
-    )
+    dataset = TaskDataset(task, seq_length=seq_length, row_length=length)
     sampler = replace(plan.sampler, schedule=None, lengths=Steps(((0, length),)))
-    pipeline = replace(pipeline, hidden_shape=plan.hidden_shape_of(length))
-    # the last one of padding
+    forward = partial(
+        run_forward,
+        plan.valid_schedule,
+        stages,
+        pipeline=replace(pipeline, hidden_shape=plan.hidden_shape_of(length)),
+    )
+    # losses and greedy tokens by row, then those of padding
     sums = torch.zeros(2, len(task.rows) + 1, dtype=torch.float64, device=context.device)
-    heads = [
-        head
-        for stage in stages.values()
-        if (head := getattr(stage.module, "head", None)) is not None
-    ]
-    for head in heads:
-        head.row_sums = sums
     try:
-        with GlobalBatchLoader(dataset, sampler=sampler) as batches:
+        with _summing_rows(stages, sums), GlobalBatchLoader(dataset, sampler=sampler) as batches:
             batch_iterator = build_batch_iterator(batches, context)
-            for _ in range(-(-dataset.samples_per_epoch // sampler.global_batch_size)):
+            for _ in range(math.ceil(dataset.samples_per_epoch / sampler.global_batch_size)):
                 context.heartbeat.begin("validation")
                 batch = batch_iterator.next(wants_stop=bool(stop))
                 if batch is None:
                     return None
-                rows = [
-                    _with_row_numbers(part, parts=parts, num_rows=len(task.rows))
-                    for part in batch.microbatches
-                ]
-                contexts = [BatchContext.of(part, cp=context.group("cp")) for part in rows]
-                run_forward(plan.valid_schedule, stages, microbatches=contexts, pipeline=pipeline)
+                microbatches = []
+                for part in batch.microbatches:
+                    numbers = _row_numbers(part, seq_length // length, num_rows=len(task.rows))
+                    numbered = replace(part, source_ids=numbers)
+                    microbatches.append(BatchContext.of(numbered, cp=context.group("cp")))
+                forward(microbatches=microbatches)
     except PassStopped:
         return None
-    finally:
-        for head in heads:
-            head.row_sums = None
     losses, greedy = start_all_reduce(sums, context.group("world")).wait().tolist()
     return task.score([-loss for loss in losses], greedy)
 
 
-def _with_row_numbers(batch: Batch, *, parts: int, num_rows: int) -> Batch:
-    """A microbatch whose source ids are the numbers of its rows in the task."""
+@contextmanager
+def _summing_rows(stages: Mapping[int, RunnableStage], sums: Tensor) -> Iterator[None]:
+    """Let the output layer add the losses of each row to `sums` in the block."""
+    heads = [getattr(stage.module, "head", None) for stage in stages.values()]
+    for head in heads:
+        if head is not None:
+            head.row_sums = sums
+    try:
+        yield
+    finally:
+        for head in heads:
+            if head is not None:
+                head.row_sums = None
+
+
+def _row_numbers(batch: Batch, rows_per_sample: int, *, num_rows: int) -> Tensor:
+    """The rows of a microbatch by their number in the task; padding has the number `num_rows`."""
     assert batch.sample_ids is not None, "the loader numbers samples"
-    sample, part = batch.sample_ids & ((1 << SEQUENCE_BITS) - 1), batch.sample_ids >> SEQUENCE_BITS
-    numbers: Tensor = (sample * parts + part).clamp(max=num_rows)
-    return replace(batch, source_ids=numbers)
+    sample = batch.sample_ids & ((1 << SEQUENCE_BITS) - 1)
+    row_in_sample = batch.sample_ids >> SEQUENCE_BITS
+    return (sample * rows_per_sample + row_in_sample).clamp(max=num_rows)

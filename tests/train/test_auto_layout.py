@@ -13,7 +13,7 @@ from nanotrain.config.load import load
 from nanotrain.errors import ConfigError
 from nanotrain.plan.plan import plan_run
 from nanotrain.train import auto_layout
-from nanotrain.train.auto_layout import LAYOUT, with_auto_layout
+from nanotrain.train.auto_layout import LAYOUT, SavedLayout, with_auto_layout
 from nanotrain.train.checks import Start
 from nanotrain.train.fit import fit
 from nanotrain.train.inputs import open_inputs
@@ -101,15 +101,15 @@ def test_settings_of_the_command_line_stay(tmp_path, flags, expected):
 def test_a_layout_that_changed_settings_forbid_is_searched_anew(tmp_path):
     config, _ = choose(arguments(tmp_path, *FLAGS), 0, 2)
     saved = {key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in LAYOUT}
-    keep = auto_layout._kept
-    assert keep(config, saved, world_size=2, explicit=frozenset({"model.num_layers"})) == config
+    keep = auto_layout._with_saved_layout
+    same = SavedLayout(saved, num_ranks=2)
+    assert keep(config, same, explicit=frozenset({"model.num_layers"})) == config
     larger = saved | {"train.micro_batch_size": 8}
-    assert keep(config, larger, world_size=2, explicit=frozenset()) is None, (
+    assert keep(config, SavedLayout(larger, num_ranks=2), explicit=frozenset()) is None, (
         "2 ranks x 8 samples are no batch of 8"
     )
-    assert (
-        keep(config, larger, world_size=1, explicit=frozenset({"train.micro_batch_size"})) is None
-    )
+    on_one_rank = SavedLayout(larger, num_ranks=1)
+    assert keep(config, on_one_rank, explicit=frozenset({"train.micro_batch_size"})) is None
 
 
 def test_it_needs_a_global_batch_and_a_gpu_of_the_planner(tmp_path, monkeypatch):

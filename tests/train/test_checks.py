@@ -12,11 +12,11 @@ from nanotrain.train import checks
 from nanotrain.train.checks import (
     CHECKS,
     Start,
-    check,
     check_linear_attention,
     check_prometheus,
     check_settings,
     require_fp8,
+    run_checks,
 )
 from tests.train.small_run import SIZES
 
@@ -32,7 +32,7 @@ def test_all_mistakes_of_a_group_are_one_message(tmp_path) -> None:
     with pytest.raises(
         ConfigError, match=f"(?s)2 mistakes:.*there is no corpus to train on.*{offload}"
     ):
-        check(start_of(*flags))
+        run_checks(start_of(*flags))
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 

@@ -31,6 +31,7 @@ from nanotrain.comm.group import Group
 from nanotrain.errors import CorruptState, TrainingFault
 from nanotrain.parallel.dp.data_parallel import DataParallel, gathered
 from nanotrain.quantities import named_ranks
+from nanotrain.spec.params import LocalParam
 from nanotrain.topology.groups import GroupName
 from nanotrain.train.batches import raise_on_all
 from nanotrain.train.hooks.hook import Hook, ranks_at_fault
@@ -266,13 +267,15 @@ def replicated(
         is_expert = dp.groups.shard.name.startswith("expert")
         yield "expert_dp" if is_expert else "dp_cp", list(dp.params)
         axis: GroupName = "etp" if is_expert else "tp"
-        unsharded = []
-        for name, param in dp.params.items():
-            if axis not in {shard.axis for shard in param.spec.shards}:
-                unsharded.append(name)
-            if "embed" in param.spec.grad_sum_axes:
-                at_both_ends.append(name)
+        unsharded = [name for name, param in dp.params.items() if not _is_sharded(param, axis)]
         if unsharded and axis in groups:
             yield axis, unsharded
+        at_both_ends += [
+            name for name, param in dp.params.items() if "embed" in param.spec.grad_sum_axes
+        ]
     if at_both_ends and "embed" in groups:
         yield "embed", at_both_ends[:1]
+
+
+def _is_sharded(param: LocalParam, axis: str) -> bool:
+    return any(shard.axis == axis for shard in param.spec.shards)

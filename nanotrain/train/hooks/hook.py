@@ -99,15 +99,21 @@ class SkippedSteps(Hook):
             report.skipped_on = ranks_at_fault(self._fault, run.context.control)
             self._fault = None
             self._where = f" on {report.skipped_on}" if report.skipped_on else ""
+        if output.skipped:
+            self._judge(run, report)
+
+    def _judge(self, run: Run, report: StepReport) -> None:
+        """Warn of a skip that no loss scale can prevent; end the run after too many skips."""
         scaling = run.optimizer.loss_scale
-        at_minimum = scaling.is_dynamic and output.loss_scale <= scaling.minimum
+        loss_scale = report.output.loss_scale
+        at_minimum = scaling.is_dynamic and loss_scale <= scaling.minimum
         if self._num_skipped == 1 and at_minimum and run.context.control.is_first:
             log.warning(
                 "step %d overflows at the minimal loss scale %g: no scale makes it finite",
                 report.step,
-                output.loss_scale,
+                loss_scale,
             )
-        if self._num_skipped and self._num_skipped == run.config.train.max_consecutive_skips:
+        if self._num_skipped == run.config.train.max_consecutive_skips:
             raise self._too_many(report, at_minimum=at_minimum)
 
     def _too_many(self, report: StepReport, *, at_minimum: bool) -> TrainingFault:

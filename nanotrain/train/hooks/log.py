@@ -167,7 +167,9 @@ def describe(
     tokens = sum(report.tokens_per_second * report.step_time_s for report in reports)
     tokens_per_second = tokens / seconds
     wait = sum(report.data_wait_s for report in reports) / seconds
-    remaining_s = (train_iters - last.step) * (seconds_per_step or seconds / len(reports))
+    if not seconds_per_step:
+        seconds_per_step = seconds / len(reports)
+    remaining_s = (train_iters - last.step) * seconds_per_step
     memory_label = "process" if on_cpu else "mem"
     line = StepLine()
     line.add(f"step {last.step:>{len(str(train_iters))}}/{train_iters}", priority=0)

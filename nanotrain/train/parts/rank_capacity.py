@@ -43,7 +43,7 @@ class RankCapacity(StepPart):
         return model.context.group("ep").size > 1 and bool(factor)
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
-        """[layers + 1] int64: by layer most tokens and their rank, in one number; pairs per rank."""
+        """[layers + 1] int64: by layer, most tokens and their rank as one number; then pairs."""
         numbers = torch.zeros(len(self._names) + 1, dtype=torch.int64, device=self._device)
         for layer, dispatcher in self.dispatchers.items():
             assert dispatcher.peak is not None, "every layer has seen the microbatches of the step"
