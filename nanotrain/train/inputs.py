@@ -92,8 +92,8 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     config = _with_vocabulary(config, tokenizer)
     check_model(config)
     check_layout(config)
-    config, datasets = _open_datasets(config, data, folder)
-    tasks = _open_tasks(config, data, tokenizer)
+    config, datasets = _open_datasets(config, data, folder=folder)
+    tasks = _open_tasks(config, data, tokenizer=tokenizer)
     checkpoint = _checkpoint_to_load(config, folder) if reads_checkpoint else None
     return config, RunInputs(
         folder=folder,
@@ -117,7 +117,7 @@ def _find_tokenizer(data: DataConfig, train: TrainConfig) -> str | None:
 
 
 def _open_datasets(
-    config: Config, data: DataConfig, folder: RunFolder
+    config: Config, data: DataConfig, *, folder: RunFolder
 ) -> tuple[Config, DatasetSplits]:
     """Open the datasets of a data section; returns the configuration with the recorded blend.
 
@@ -137,7 +137,7 @@ def _open_datasets(
     return config, datasets
 
 
-def _open_tasks(config: Config, data: DataConfig, tokenizer: str | None) -> tuple[Task, ...]:
+def _open_tasks(config: Config, data: DataConfig, *, tokenizer: str | None) -> tuple[Task, ...]:
     """The tasks that validations score; the quick-start corpus comes with one."""
     entries = config.train.eval_tasks
     if not entries and uses_quickstart(config.data):

@@ -83,7 +83,7 @@ def restore(
         DamagedCheckpoint: `start` is damaged, and no other may or can be used.
     """
     config = config or model.config
-    weights_alone = config.checkpoint.finetune or not config.checkpoint.load_optim
+    weights_alone = _loads_weights_alone(config)
     targets = model.optimizer.state_tensors() | parts.tensors()
     read = partial(
         _read_checkpoint,
@@ -126,7 +126,7 @@ def _read_checkpoint(
     Raises:
         DamagedCheckpoint: it is damaged.
     """
-    weights_alone = config.checkpoint.finetune or not config.checkpoint.load_optim
+    weights_alone = _loads_weights_alone(config)
     params = (param.spec for stage in model.plan.stages for param in stage.params)
 
     def choose(manifest: Manifest, targets: Mapping[TensorBox, Tensor]) -> dict[TensorBox, Tensor]:
@@ -147,6 +147,10 @@ def _read_checkpoint(
     if not config.checkpoint.finetune:
         require_same_corpora(model.dataset, manifest.objects.get("corpora", {}))
     return manifest, state
+
+
+def _loads_weights_alone(config: Config) -> bool:
+    return config.checkpoint.finetune or not config.checkpoint.load_optim
 
 
 def load_pretrained(folder: Path, *, model: BuiltModel, parts: StepParts) -> None:
