@@ -67,7 +67,7 @@ RESERVED = {
         "nanotrain/config/compose.py",
         "nanotrain/comm/",
         "nanotrain/launch/",
-        "nanotrain/parity/check.py",
+        "nanotrain/parity/local_ranks.py",
     ),
     "hydra": ("nanotrain/config/",),
 }

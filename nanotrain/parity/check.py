@@ -1,7 +1,7 @@
 """`nanotrain parity`: compare a layout with one rank, on a shrunk model and local CPU processes.
 
-    shrink.py -> one rank and N ranks train on the same samples -> Record per rank -> compare ->
-    ParityReport
+    shrink.py -> one rank and N ranks (local_ranks.py) train on the same samples -> Record per rank
+    -> compare -> ParityReport
 
     losses, gradient norms    every step
     gradients                 of the first step, after reduction, by global name and box
@@ -13,40 +13,21 @@ Gradient differences are relative to the largest element of the parameter's grad
 to `NOISE_FLOOR` of the median over parameters where that is larger: a gradient that is zero by
 construction (a key bias shifts all scores alike) consists of rounding errors only. Weight
 differences are relative to the learning rate.
-
-`run_local_ranks` runs a function on every rank of a new world of CPU processes with one thread
-each, without torchrun. The first rank that fails ends all others, and its error is raised in the
-caller.
 """
 
-import logging
-import multiprocessing
-import os
-import pickle
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
-from itertools import accumulate, chain, islice, pairwise, repeat
+from itertools import chain, repeat
 from math import inf
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import (
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
 
-from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import Loaded
@@ -54,9 +35,8 @@ from nanotrain.config.rules.check import check_layout, check_model, validate_for
 from nanotrain.config.schedules import batch_schedule, batch_sizes
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
-from nanotrain.errors import EnvironmentFault, NanotrainError
-from nanotrain.log import start_logging
 from nanotrain.parallel.dp.data_parallel import DataParallel
+from nanotrain.parity.local_ranks import run_local_ranks
 from nanotrain.parity.report import ParityReport, StepDifference, TensorDifference, relative
 from nanotrain.parity.shrink import left_out, on_one_rank, shrink
 from nanotrain.plan.plan import plan_run
@@ -69,10 +49,6 @@ from nanotrain.train.run import Run, RunInputs
 from nanotrain.train.step import train_step
 
 NOISE_FLOOR = 0.01
-# A rank that lost its peer fails this much later, so that the failure of the peer is found first.
-SECOND_FAILURE_S = 1.0
-TIMEOUT_S = 300.0  # of a collective that waits for a slow or lost rank
-REFUSED = 2  # exit code of a rank that has written its error
 Tensors = dict[TensorBox, Tensor]
 
 
@@ -102,18 +78,17 @@ class Record:
 
 @dataclass
 class RandomDataset:
-    """Random tokens with a different share of masked tokens in each sample; `reads` lists the
-    samples read.
-    """
+    """Random tokens with a different share of masked tokens in each sample."""
 
     config: Config
-    reads: list[int] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)  # samples that were read
     samples_per_epoch: int = 1 << 62
 
     def __getitem__(self, sample_number: int) -> Sample:
         """The sample of a number, a pure function of it and the seed; records the read."""
         self.reads.append(sample_number)
-        data, length = self.config.data, self.config.data.seq_length
+        data = self.config.data
+        length = data.seq_length
         rng = np.random.Generator(np.random.Philox(key=[self.config.train.seed, sample_number]))
         stream = rng.integers(0, self.config.model.vocab_size or 0, length + 1, dtype=np.int64)
         mask = (rng.random(length) < 0.25 + 0.75 * rng.random()).astype(np.float32)
@@ -151,9 +126,8 @@ def check_parity(
     check_model(small)
     check_layout(small)
     single = on_one_rank(small)
-    (reference,) = run_local_ranks(
-        Topology.of(single.parallel, 1), record_steps, arguments=[single]
-    )
+    single_topology = Topology.of(single.parallel, 1)
+    (reference,) = run_local_ranks(single_topology, record_steps, arguments=[single])
     records = run_local_ranks(topology, record_steps, arguments=[small])
     report = compare(reference, records, config=small, tolerance=tolerance)
     return replace(report, left_out=left_out(config))
@@ -161,7 +135,8 @@ def check_parity(
 
 def record_steps(context: ParallelContext, config: Config) -> Record:
     """Train a shrunk configuration on this rank for `train_iters` steps."""
-    record, samples = Record(dp=context.coords["dp"]), RandomDataset(config)
+    record = Record(dp=context.coords["dp"])
+    samples = RandomDataset(config)
     with TemporaryDirectory(prefix="nanotrain-parity-") as folder:
         plan = plan_run(config, context.topology.world_size, rank=context.rank)
         inputs = RunInputs(RunFolder(Path(folder)), DatasetSplits(samples, None, None))
@@ -178,20 +153,26 @@ def record_steps(context: ParallelContext, config: Config) -> Record:
             record.weights |= _weights(module, dp)
     for stage in run.stages.values():
         state = stage.state_dict().keys()  # other buffers are statistics of this rank
-        buffers = {name: buffer for name, buffer in stage.named_buffers() if name in state}
-        record.buffers |= {
-            TensorBox.full(name, buffer.shape): buffer.clone() for name, buffer in buffers.items()
-        }
+        for name, buffer in stage.named_buffers():
+            if name in state:
+                record.buffers[TensorBox.full(name, buffer.shape)] = buffer.clone()
     return record
 
 
 def compare(
     reference: Record, records: Sequence[Record], *, config: Config, tolerance: float
 ) -> ParityReport:
-    """Compare the records of every rank of a layout with that of one rank; `tolerance` as in
-    `ParityReport`.
+    """Compare the records of all ranks of a layout with the record of one rank.
+
+    Args:
+        reference: record of one rank.
+        records: records of the layout, by rank.
+        config: the shrunk configuration.
+        tolerance: see `ParityReport`.
     """
-    shards = {name: text for record in records for name, text in record.shards.items()}
+    shards: dict[str, str] = {}
+    for record in records:
+        shards |= record.shards
     grads = _largest(reference.grads)
     floor = NOISE_FLOOR * median(grads.values())
     grad_scales = {name: max(largest, floor) for name, largest in grads.items()}
@@ -218,6 +199,7 @@ def compare(
 
 
 def _record_step(run: Run, record: Record, *, samples: RandomDataset) -> None:
+    """Train a step and add its values to a record."""
     samples.reads.clear()
     batch = run.batch_iterator.next()
     assert batch is not None, "no rank stops early here"
@@ -248,15 +230,13 @@ def _sharding(dp: DataParallel, context: ParallelContext) -> dict[str, str]:
 
 
 def _compare_steps(reference: Record, records: Sequence[Record]) -> tuple[StepDifference, ...]:
-    """Step by step; of the ranks, which should agree, the one with the largest difference."""
+    """Step by step, the values of the rank with the largest difference; ranks should agree."""
     steps = []
     for index, (loss, norm) in enumerate(zip(reference.losses, reference.grad_norms, strict=True)):
-        worst_loss = max(
-            (record.losses[index] for record in records), key=partial(relative, reference=loss)
-        )
-        worst_norm = max(
-            (record.grad_norms[index] for record in records), key=partial(relative, reference=norm)
-        )
+        losses = [record.losses[index] for record in records]
+        norms = [record.grad_norms[index] for record in records]
+        worst_loss = max(losses, key=partial(relative, reference=loss))
+        worst_norm = max(norms, key=partial(relative, reference=norm))
         steps.append(StepDifference(index + 1, worst_loss, loss, worst_norm, norm))
     return tuple(steps)
 
@@ -276,31 +256,36 @@ def _differences(
     scales: Mapping[str, float],
     shards: Mapping[str, str],
 ) -> tuple[TensorDifference, ...]:
-    """Tensor by tensor, relative to `scales`, largest first; elements that are on no rank differ
-    infinitely.
+    """Tensor by tensor, relative to `scales`, the largest first.
+
+    Elements that are on no rank differ infinitely.
     """
+    rows = []
+    for name, differences in _absolute_differences(reference, local).items():
+        absolute = differences.nan_to_num(nan=inf, posinf=inf).max().item()
+        scale = scales[name]
+        if scale:
+            ratio = absolute / scale
+        else:
+            ratio = inf if absolute else 0.0
+        sharding = shards.get(name, "-")
+        rows.append(TensorDifference(name, tuple(differences.shape), sharding, absolute, ratio))
+    return tuple(sorted(rows, key=lambda row: (-row.relative, row.name)))
+
+
+def _absolute_differences(reference: Tensors, local: Sequence[Tensors]) -> dict[str, Tensor]:
+    """The largest difference of every element on any rank, by name; NaN on no rank."""
     expected = {box.name: torch.zeros(box.shape) for box in reference}
     for box, tensor in reference.items():
         expected[box.name][box.box.slices()] = tensor.float()
-    # nan: on no rank yet
     worst = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
     for tensors in local:
         for box, tensor in tensors.items():
             elements = worst[box.name][box.box.slices()]
-            difference = (
-                (tensor.float() - expected[box.name][box.box.slices()])
-                .abs()
-                .nan_to_num(nan=inf, posinf=inf)
-            )
+            difference = (tensor.float() - expected[box.name][box.box.slices()]).abs()
+            difference = difference.nan_to_num(nan=inf, posinf=inf)
             elements.copy_(torch.fmax(elements, difference))
-    rows = []
-    for name, differences in worst.items():
-        absolute, scale = differences.nan_to_num(nan=inf, posinf=inf).max().item(), scales[name]
-        ratio = absolute / scale if scale else (inf if absolute else 0.0)
-        rows.append(
-            TensorDifference(name, tuple(differences.shape), shards.get(name, "-"), absolute, ratio)
-        )
-    return tuple(sorted(rows, key=lambda row: (-row.relative, row.name)))
+    return worst
 
 
 def _unequal_replicas(records: Sequence[Record]) -> tuple[str, ...]:
@@ -320,9 +305,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _are_read_once(records: Sequence[Record], config: Config) -> bool:
-    """Whether the data-parallel ranks together read every sample of every global batch exactly
-    once.
-    """
+    """Whether the data-parallel ranks together read every sample of every batch exactly once."""
     # stages in the middle of a pipeline read nothing
     readers = [record for record in records if any(record.reads)]
     by_dp = {record.dp: record.reads for record in readers}
@@ -330,87 +313,12 @@ def _are_read_once(records: Sequence[Record], config: Config) -> bool:
         return False
     batches = [sorted(chain(*parts)) for parts in zip(*by_dp.values(), strict=True)]
     schedule = batch_schedule(config)
-    sizes = (
-        repeat(config.train.global_batch_size or 0) if schedule is None else batch_sizes(schedule)
-    )
-    ends = list(accumulate(islice(sizes, len(batches)), initial=0))
-    return batches == [list(range(first, end)) for first, end in pairwise(ends)]
-
-
-def run_local_ranks(
-    topology: Topology, function: Callable[..., Any], *, arguments: Sequence[Any] = ()
-) -> list[Any]:
-    """Call `function(context, *arguments)` on every rank of a new world of local CPU processes.
-
-    Args:
-        topology: topology of the world.
-        function: module-level function, whose arguments and results must be picklable.
-        arguments: arguments of every rank.
-
-    Returns:
-        The results, by rank.
-
-    Raises:
-        NanotrainError: the error of the first failing rank.
-        EnvironmentFault: a rank died.
-        RuntimeError: another error of a rank; its traceback is the message.
-    """
-    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host name may not resolve
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", function.__module__])
-    # names each rank that it ends
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    with TemporaryDirectory(prefix="nanotrain-ranks-") as folder:
-        # one file per rank: its result or its error
-        path, num_ranks = Path(folder), topology.world_size
-        task = partial(
-            _run_rank, folder=path, topology=topology, function=function, arguments=list(arguments)
-        )
-        try:
-            start_processes(task, (), num_ranks, daemon=True, start_method="forkserver")
-        except ProcessRaisedException as error:
-            raise RuntimeError(
-                f"rank {error.error_index}: {str(error).partition(':')[2].strip()}"
-            ) from None
-        except ProcessExitedException as error:
-            if error.exit_code == REFUSED:
-                raise _read(path / str(error.error_index)) from None
-            why, fix = "usually the machine ran out of memory", "run on fewer ranks or free memory"
-            raise EnvironmentFault(f"rank {error.error_index} died", why=why, fix=fix) from None
-        return [_read(path / str(rank)) for rank in range(num_ranks)]
-
-
-def _read(path: Path) -> Any:
-    """What a rank has written."""
-    return pickle.loads(path.read_bytes())
-
-
-def _run_rank(
-    rank: int,
-    *,
-    folder: Path,
-    topology: Topology,
-    function: Callable[..., Any],
-    arguments: list[Any],
-) -> None:
-    """Run one rank in this process, write its result or its error, and exit."""
-    torch.set_num_threads(1)
-    start_logging(is_first=rank == 0, level=logging.ERROR)
-    try:
-        size, timeout = topology.world_size, timedelta(seconds=TIMEOUT_S)
-        if size > 1:
-            url = f"file://{folder / 'rendezvous'}"
-            dist.init_process_group(
-                "gloo", init_method=url, rank=rank, world_size=size, timeout=timeout
-            )
-        context = ParallelContext.attach(topology, timeout_s=TIMEOUT_S)
-        result, code = function(context, *arguments), 0
-        barrier(context.control)  # no rank exits while another one still reads from it
-    except NanotrainError as error:
-        result, code = error, REFUSED
-        if isinstance(error, EnvironmentFault):
-            time.sleep(SECOND_FAILURE_S)
-    (folder / str(rank)).write_bytes(pickle.dumps(result))
-    # skip the teardown of the interpreter and of gloo, which takes longer than most checks
-    os._exit(code)
+    sizes: Iterator[int] = repeat(config.train.global_batch_size or 0)
+    if schedule is not None:
+        sizes = batch_sizes(schedule)
+    first = 0
+    for batch, size in zip(batches, sizes, strict=False):
+        if batch != list(range(first, first + size)):
+            return False
+        first += size
+    return True

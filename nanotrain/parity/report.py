@@ -1,5 +1,8 @@
-"""The report of `nanotrain parity`, as text and as JSON: `ParityReport` of `StepDifference` and
-`TensorDifference`.
+"""`ParityReport` of `nanotrain parity` as text and as JSON.
+
+StepDifference     loss and gradient norm of one step
+TensorDifference   one gradient, weight or buffer
+ParityReport       all of them, complaints and the verdict
 """
 
 import json
@@ -26,9 +29,7 @@ SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 
 @dataclass(frozen=True)
 class StepDifference:
-    """Loss and gradient norm of one step, of the layout and of one rank, and their relative
-    differences.
-    """
+    """Loss and gradient norm of one step, of the layout and of one rank."""
 
     step: int
     loss: float
@@ -38,10 +39,12 @@ class StepDifference:
 
     @property
     def loss_difference(self) -> float:
+        """Relative difference of the losses."""
         return relative(self.loss, self.loss_on_one_rank)
 
     @property
     def grad_norm_difference(self) -> float:
+        """Relative difference of the gradient norms."""
         return relative(self.grad_norm, self.grad_norm_on_one_rank)
 
 
@@ -81,19 +84,14 @@ class ParityReport:
     @property
     def wrong_gradients(self) -> tuple[TensorDifference, ...]:
         """Gradients out of tolerance, largest difference first."""
-        return tuple(
-            row for row in self.parameters if not row.relative <= GRADIENT_FACTOR * self.tolerance
-        )
+        return _out_of_tolerance(self.parameters, GRADIENT_FACTOR * self.tolerance)
 
     @property
     def wrong_state(self) -> tuple[TensorDifference, ...]:
         """Weights and buffers out of tolerance, largest difference first."""
-        rows = [
-            row
-            for row in (*self.weights, *self.buffers)
-            if not row.relative <= WEIGHT_FACTOR * self.tolerance
-        ]
-        return tuple(sorted(rows, key=lambda row: -row.relative))
+        state = (*self.weights, *self.buffers)
+        wrong = _out_of_tolerance(state, WEIGHT_FACTOR * self.tolerance)
+        return tuple(sorted(wrong, key=lambda row: -row.relative))
 
     @property
     def complaints(self) -> tuple[str, ...]:
@@ -102,19 +100,18 @@ class ParityReport:
             "losses": max(step.loss_difference for step in self.steps),
             "gradient norms": max(step.grad_norm_difference for step in self.steps),
         }
-        complaints = [
-            f"{name} differ by {value:.1e}"
-            for name, value in largest.items()
-            if not value <= self.tolerance
-        ]
-        for name, wrong, tensors in (
-            ("gradients", self.wrong_gradients, self.parameters),
-            ("weights and buffers", self.wrong_state, self.weights + self.buffers),
-        ):
-            if wrong:
-                complaints.append(
-                    f"{len(wrong)} of {len(tensors)} {name} differ, {wrong[0].name} most"
-                )
+        complaints = []
+        for name, value in largest.items():
+            if not value <= self.tolerance:
+                complaints.append(f"{name} differ by {value:.1e}")
+        gradients = self.wrong_gradients
+        if gradients:
+            number = f"{len(gradients)} of {len(self.parameters)}"
+            complaints.append(f"{number} gradients differ, {gradients[0].name} most")
+        state = self.wrong_state
+        if state:
+            number = f"{len(state)} of {len(self.weights) + len(self.buffers)}"
+            complaints.append(f"{number} weights and buffers differ, {state[0].name} most")
         if self.unequal_replicas:
             complaints.append(f"replicas of {', '.join(self.unequal_replicas[:3])} are not equal")
         if not self.samples_read_once:
@@ -129,55 +126,54 @@ class ParityReport:
     @property
     def verdict(self) -> str:
         """The result as one line."""
+        within = f"within {self.tolerance:g}"
         if self.holds:
-            return f"equal: {count_of(self.world_size, 'rank', verb='trains')} as one does, within {self.tolerance:g}"
+            ranks = count_of(self.world_size, "rank", verb="trains")
+            return f"equal: {ranks} as one does, {within}"
         ranks = count_of(self.world_size, "rank", verb="does")
-        return f"NOT EQUAL: {ranks} not train as one does, within {self.tolerance:g}: {'; '.join(self.complaints)}"
+        complaints = "; ".join(self.complaints)
+        return f"NOT EQUAL: {ranks} not train as one does, {within}: {complaints}"
 
     def text(self) -> str:
         """Tables for the console."""
-        train, data = self.config.train, self.config.data
-        steps = [("step", "loss", "one rank", "differs", "grad norm", "one rank", "differs")]
-        for step in self.steps:
-            losses = (
-                f"{step.loss:.7f}",
-                f"{step.loss_on_one_rank:.7f}",
-                f"{step.loss_difference:.1e}",
-            )
-            norms = (
-                f"{step.grad_norm:.7f}",
-                f"{step.grad_norm_on_one_rank:.7f}",
-                f"{step.grad_norm_difference:.1e}",
-            )
-            steps.append((str(step.step), *losses, *norms))
-        replicas = "no: " + ", ".join(self.unequal_replicas) if self.unequal_replicas else "yes"
         state = sorted((*self.weights, *self.buffers), key=lambda row: -row.relative)
-        return "\n".join(
-            [
-                f"layout   world_size {self.world_size}, {_changed_fields(self.config.parallel, ParallelConfig())}",
-                f"model    {_changed_fields(self.config.model, ModelConfig())}",
-                f"batch    {train.global_batch_size} samples of {data.seq_length} tokens, by {train.micro_batch_size}"
-                + _schedules(self.config),
-                *(f"left out {line}" for line in self.left_out),
-                *("", *table_lines(steps, right=range(7)), ""),
-                *_tensor_table(
-                    "gradient of the first step", self.parameters, wrong=self.wrong_gradients
-                ),
-                *(
-                    "",
-                    *_tensor_table(
-                        "weights and buffers after the last step", state, wrong=self.wrong_state
-                    ),
-                    "",
-                ),
-                f"replicas bit-equal  {replicas}",
-                f"samples read once   {'yes' if self.samples_read_once else 'no'}",
-                self.verdict,
-            ]
+        gradients = _tensor_table(
+            "gradient of the first step", self.parameters, wrong=self.wrong_gradients
         )
+        weights = _tensor_table(
+            "weights and buffers after the last step", state, wrong=self.wrong_state
+        )
+        replicas = "no: " + ", ".join(self.unequal_replicas) if self.unequal_replicas else "yes"
+        lines = [
+            *self._config_lines(),
+            "",
+            *_step_table(self.steps),
+            "",
+            *gradients,
+            "",
+            *weights,
+            "",
+            f"replicas bit-equal  {replicas}",
+            f"samples read once   {'yes' if self.samples_read_once else 'no'}",
+            self.verdict,
+        ]
+        return "\n".join(lines)
+
+    def _config_lines(self) -> list[str]:
+        """Layout, model and batch of the shrunk configuration, and settings that are left out."""
+        train = self.config.train
+        parallel = _changed_fields(self.config.parallel, ParallelConfig())
+        samples = f"{train.global_batch_size} samples of {self.config.data.seq_length} tokens"
+        schedules = _describe_schedules(self.config)
+        return [
+            f"layout   world_size {self.world_size}, {parallel}",
+            f"model    {_changed_fields(self.config.model, ModelConfig())}",
+            f"batch    {samples}, by {train.micro_batch_size}{schedules}",
+            *(f"left out {line}" for line in self.left_out),
+        ]
 
     def to_json(self) -> str:
-        """All numbers; those that are not finite become null."""
+        """All numbers; numbers that are not finite become null."""
         values = {"equal": self.holds, "complaints": self.complaints, **vars(self)}
         for name in ("steps", "parameters", "weights", "buffers"):
             values[name] = [_json_row(row) for row in getattr(self, name)]
@@ -198,44 +194,71 @@ def relative(value: float, reference: float) -> float:
     return abs(value - reference) / abs(reference) if reference else inf
 
 
-def _schedules(config: Config) -> str:
-    """The schedules that change the batch after the first step, as the end of a line; empty without
-    one.
-    """
+def _out_of_tolerance(
+    rows: Sequence[TensorDifference], tolerance: float
+) -> tuple[TensorDifference, ...]:
+    """Tensors whose relative difference is larger than a tolerance, or not a number."""
+    return tuple(row for row in rows if not row.relative <= tolerance)
+
+
+def _describe_schedules(config: Config) -> str:
+    """Schedules that change the batch after the first step, as the end of a line."""
     train = config.train
-    sizes = ["batch size"] if train.rampup_batch_size or train.step_batch_size_schedule else []
-    sizes += ["sequence length"] if train.step_seq_length_schedule else []
-    return f"; {' and '.join(sizes)} smaller in the first step" if sizes else ""
+    changed = []
+    if train.rampup_batch_size or train.step_batch_size_schedule:
+        changed.append("batch size")
+    if train.step_seq_length_schedule:
+        changed.append("sequence length")
+    return f"; {' and '.join(changed)} smaller in the first step" if changed else ""
 
 
 def _changed_fields(section: object, default: object) -> str:
     """The fields of a section that are not at their defaults, and the sizes of the model."""
-    values, defaults = flat_values(section), flat_values(default)
-    shown = {key: value for key, value in values.items() if key in SIZES or value != defaults[key]}
-    return ", ".join(f"{key} {as_written(value)}" for key, value in shown.items())
+    defaults = flat_values(default)
+    shown = []
+    for key, value in flat_values(section).items():
+        if key in SIZES or value != defaults[key]:
+            shown.append(f"{key} {as_written(value)}")
+    return ", ".join(shown)
 
 
 def _json_row(row: StepDifference | TensorDifference) -> dict[str, Any]:
+    """The fields of a row; numbers that are not finite become None."""
     values = asdict(row)
     if isinstance(row, StepDifference):
-        values |= {
-            "loss_difference": row.loss_difference,
-            "grad_norm_difference": row.grad_norm_difference,
-        }
-    return {
-        key: None if isinstance(value, float) and not isfinite(value) else value
-        for key, value in values.items()
-    }
+        values["loss_difference"] = row.loss_difference
+        values["grad_norm_difference"] = row.grad_norm_difference
+    for name, value in values.items():
+        if isinstance(value, float) and not isfinite(value):
+            values[name] = None
+    return values
+
+
+def _step_table(steps: Sequence[StepDifference]) -> list[str]:
+    """Losses and gradient norms, step by step."""
+    rows = [["step", "loss", "one rank", "differs", "grad norm", "one rank", "differs"]]
+    for step in steps:
+        row = [
+            str(step.step),
+            f"{step.loss:.7f}",
+            f"{step.loss_on_one_rank:.7f}",
+            f"{step.loss_difference:.1e}",
+            f"{step.grad_norm:.7f}",
+            f"{step.grad_norm_on_one_rank:.7f}",
+            f"{step.grad_norm_difference:.1e}",
+        ]
+        rows.append(row)
+    return table_lines(rows, right=range(7))
 
 
 def _tensor_table(
     title: str, tensors: Sequence[TensorDifference], *, wrong: Sequence[TensorDifference]
 ) -> list[str]:
-    rows = [(title, "shape", "sharding", "max abs", "relative", "")]
+    """Differences of tensors; the wrong ones are marked."""
+    rows = [[title, "shape", "sharding", "max abs", "relative", ""]]
     for row in tensors:
-        shape = "x".join(map(str, row.shape))
+        shape = "x".join(str(size) for size in row.shape)
         mark = "<-" if row in wrong else ""
-        rows.append(
-            (row.name, shape, row.sharding, f"{row.absolute:.1e}", f"{row.relative:.1e}", mark)
-        )
+        numbers = [f"{row.absolute:.1e}", f"{row.relative:.1e}"]
+        rows.append([row.name, shape, row.sharding, *numbers, mark])
     return table_lines(rows, right=(3, 4))

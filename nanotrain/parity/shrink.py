@@ -1,24 +1,25 @@
-"""Shrink a configuration: the same structure and layout in a model small enough for a few CPU
-processes.
+"""Shrink a configuration to a model for a few CPU processes, of the same structure and layout.
 
-    unchanged  layout, sharding strategy, overlap, schedule; norms, activation, biases, tied embeddings, positions, kind
-               of attention, query heads per key/value head, routing, kinds of layers; update rule and options; seed;
-               recomputation, which one rank does without
-    shrunk     layers (two per stage), heads, widths, experts, sequence, vocabulary: the smallest sizes that the layout
-               divides, with several heads and experts on every rank; schedules of batch size and sequence length, which
-               change after the first step
-    replaced   fp32 on the CPU; no clipping, warmup or decay, so that a wrong gradient affects only its own parameter
-               and every step updates; Adam's epsilon above the rounding of a gradient; initial weights scaled to the
-               small width; random tokens
-    left out   what left_out.yaml lists, with the reasons; a report names those that are set
+    unchanged  layout, sharding strategy, overlap, schedule; norms, activation, biases, tied
+               embeddings, positions, kind of attention, query heads per key/value head, routing,
+               kinds of layers; update rule and options; seed; recomputation, which one rank does
+               without
+    shrunk     layers (two per stage), heads, widths, experts, sequence, vocabulary: the smallest
+               sizes that the layout divides, with several heads and experts on every rank;
+               schedules of batch size and sequence length, which change after the first step
+    replaced   fp32 on the CPU; no clipping, warmup or decay, so that a wrong gradient affects only
+               its own parameter and every step updates; Adam's epsilon above the rounding of a
+               gradient; initial weights scaled to the small width; random tokens
+    left out   settings of left_out.yaml, with the reasons; a report names those that are set
 
 Every rule is a pure function of the configuration, so a report can be reproduced.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import gcd, lcm
+from itertools import chain
+from math import ceil, gcd, lcm
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +48,36 @@ LEARNING_RATE = 1e-3
 # 1e-1) moves by the full learning rate in either direction, which changed the next loss by 1e-5
 # (observed). This epsilon reduces it to 1%.
 MIN_ADAM_EPS = 1e-5
-# of QK-clip, so that it acts: initial logits have a standard deviation of about 1
+# threshold of QK-clip, so that it acts: initial logits have a standard deviation of about 1
 MAX_ATTENTION_LOGIT = 1.0
-# fields that the small run leaves out, by reason
-LEFT_OUT: dict[str, list[str]] = {
-    reason: [key for name in names for key in KEYS if key == name or key.startswith(f"{name}.")]
-    for reason, names in read_table("left_out", folder=Path(__file__).parent).items()
-}
-# by kind of layer
+
+
+def _read_left_out() -> dict[str, list[str]]:
+    """Keys of fields that the small run leaves out, by reason; a section stands for its fields."""
+    table = {}
+    for reason, names in read_table("left_out", folder=Path(__file__).parent).items():
+        keys: list[str] = []
+        for name in names:
+            keys += [key for key in KEYS if key == name or key.startswith(f"{name}.")]
+        table[reason] = keys
+    return table
+
+
+LEFT_OUT = _read_left_out()
+# sizes of the small model by kind of layer
 SIZES: dict[str, dict[str, Any]] = read_table("sizes", folder=Path(__file__).parent)
 
 
 def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
-    """Shrink a valid configuration, its vocabulary size set or not, to the smallest model of its
-    structure and layout.
+    """Shrink a valid configuration to the smallest model of its structure and layout.
 
     Raises:
         TopologyError: the layout does not fit the ranks.
     """
     dp = config.parallel.data_parallel_size(world_size)
     # the shortest sequence that cp (two chunks per rank) and tp divide
-    seq_unit = config.parallel.context_parallel_size * lcm(
-        2, config.parallel.tensor_model_parallel_size
-    )
+    tp = config.parallel.tensor_model_parallel_size
+    seq_unit = config.parallel.context_parallel_size * lcm(2, tp)
     if config.train.step_seq_length_schedule:
         seq_unit *= 2  # half of it is a length too
     seq_length = round_up(MIN_SEQ_LENGTH, seq_unit)
@@ -100,14 +108,14 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
 
 
 def shrink_batches(config: Config, *, dp: int, seq_length: int) -> dict[str, Any]:
-    """Fields of the train section: sizes of batches, and schedules that change after the first
-    step.
+    """Fields of the train section: sizes of batches and their schedules.
 
-    The first batch of a schedule has one microbatch, all others one more than pipeline ranks of
-    them, at least 2: a steady state of the pipeline. Of a schedule of lengths the first step has
-    half of the sequence length.
+    Schedules change after the first step. Its batch has one microbatch, all others one more than
+    pipeline ranks, at least 2: a steady state of the pipeline. With a schedule of lengths the first
+    step has half of the sequence length.
     """
-    train, micro_batch_size = config.train, min(config.train.micro_batch_size, 2)
+    train = config.train
+    micro_batch_size = min(train.micro_batch_size, 2)
     first = micro_batch_size * dp
     final = first * (config.parallel.pipeline_model_parallel_size + 1)
     fields: dict[str, Any] = {"micro_batch_size": micro_batch_size, "global_batch_size": final}
@@ -125,12 +133,9 @@ def shrink_batches(config: Config, *, dp: int, seq_length: int) -> dict[str, Any
 def shrink_memory(
     memory: MemoryConfig, parallel: ParallelConfig, *, num_layers: int
 ) -> MemoryConfig:
-    """The memory section for a small model of `num_layers`: the same recomputation, nothing
-    offloaded.
-    """
-    num_stages = (
-        parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
-    )
+    """The memory section of a small model: the same recomputation, nothing offloaded."""
+    virtual = parallel.num_virtual_stages_per_pipeline_rank
+    num_stages = parallel.pipeline_model_parallel_size * virtual
     group = memory.recompute_num_layers
     if group is not None:
         group = min(group, max(1, num_layers // num_stages))
@@ -141,13 +146,11 @@ def shrink_memory(
 
 def shrink_optim(optim: OptimConfig) -> OptimConfig:
     """The update rule with a constant learning rate, without clipping, and in fp32."""
-    left_out = [
-        key.removeprefix("optim.")
-        for keys in LEFT_OUT.values()
-        for key in keys
-        if key.startswith("optim.")
-    ]
-    fields = {name: getattr(OptimConfig(), name) for name in left_out}
+    fields: dict[str, Any] = {}
+    for key in chain.from_iterable(LEFT_OUT.values()):
+        section, _, name = key.partition(".")
+        if section == "optim":
+            fields[name] = getattr(OptimConfig(), name)
     fields |= {"lr": LEARNING_RATE, "lr_decay_style": "constant", "clip_grad": 0.0}
     if optim.decoupled_lr is not None:
         fields["decoupled_lr"] = LEARNING_RATE * optim.decoupled_lr / optim.lr
@@ -163,18 +166,15 @@ def shrink_optim(optim: OptimConfig) -> OptimConfig:
 
 
 def on_one_rank(config: Config) -> Config:
-    """A shrunk configuration without parallelism and recomputation: one rank trains on the same
-    samples.
+    """A shrunk configuration for one rank with the same samples, without recomputation.
 
     With global_aux_loss it has as many microbatches, whose counts that loss averages.
     """
-    train, moe = config.train, config.model.moe
+    train = config.train
+    moe = config.model.moe
     parallel = ParallelConfig(ddp_bucket_size=config.parallel.ddp_bucket_size)
-    if (
-        moe is not None
-        and "global_aux_loss" in moe.router_load_balancing_type
-        and train.global_batch_size
-    ):
+    has_global_loss = moe is not None and "global_aux_loss" in moe.router_load_balancing_type
+    if has_global_loss and train.global_batch_size:
         num_microbatches = config.parallel.pipeline_model_parallel_size + 1  # see `shrink_batches`
         train = replace(train, micro_batch_size=train.global_batch_size // num_microbatches)
     return replace(config, parallel=parallel, memory=MemoryConfig(), train=train)
@@ -183,20 +183,21 @@ def on_one_rank(config: Config) -> Config:
 def left_out(config: Config) -> tuple[str, ...]:
     """The settings that the small run leaves out, by reason: "clip_grad, lr_decay_style: reason".
 
-    >>> left_out(replace(Config(), optim=OptimConfig(clip_grad=0.0), data=DataConfig(shuffle=False)))
+    >>> optim = OptimConfig(clip_grad=0.0)
+    >>> left_out(replace(Config(), optim=optim, data=DataConfig(shuffle=False)))
     ('shuffle: samples are random tokens',)
     """
-    values, defaults = (
-        flat_values(config),
-        flat_values(replace(Config(), optim=OptimConfig(clip_grad=0.0))),
-    )
+    values = flat_values(config)
+    defaults = flat_values(replace(Config(), optim=OptimConfig(clip_grad=0.0)))
     lines = []
     for reason, keys in LEFT_OUT.items():
         names = [key.rpartition(".")[2] for key in keys if values[key] != defaults[key]]
-        lines += [f"{', '.join(names)}: {reason}"] if names else []
-    if config.model.moe is not None and _balances_two_microbatches(config.model.moe):
+        if names:
+            lines.append(f"{', '.join(names)}: {reason}")
+    if config.model.moe is not None and _has_two_balance_losses(config.model.moe):
         lines.append(
-            "aux_loss: one rank cannot balance microbatches of a rank and, for global_aux_loss, of all ranks"
+            "aux_loss: one rank cannot balance microbatches of a rank and, "
+            "for global_aux_loss, of all ranks"
         )
     if "lion" in (config.optim.optimizer, config.optim.muon_scalar_optimizer):
         lines.append(
@@ -205,103 +206,123 @@ def left_out(config: Config) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _balances_two_microbatches(moe: MoEConfig) -> bool:
-    """Whether there is a loss over the microbatch of a rank beside one over that of all ranks."""
+def _has_two_balance_losses(moe: MoEConfig) -> bool:
+    """Whether the model has both a per-rank and a global balance loss."""
     return {"aux_loss", "global_aux_loss"} <= set(moe.router_load_balancing_type)
 
 
 def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelConfig:
-    """Shrink the model section to a sequence length and a number of layers; heads, experts and
-    widths stay.
+    """Shrink the model section to a sequence length and a number of layers.
+
+    Heads, experts and widths stay.
     """
-    model_config, moe = config.model, config.model.moe
-    has_longer_positions = model_config.max_position_embeddings > config.data.seq_length
-    multiple, tp = (
-        model_config.make_vocab_size_divisible_by,
-        config.parallel.tensor_model_parallel_size,
-    )
+    model = config.model
+    max_positions = seq_length
+    if model.max_position_embeddings > config.data.seq_length:
+        max_positions += 8
+    window = model.window_size
+    third = seq_length // 3
     pattern = partial(shrink_pattern, num_layers=num_layers)
-    chunk, third = model_config.attention_chunk_size, seq_length // 3
-    if moe is not None:
-        losses = zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True)
-        kept = {
-            name: coeff
-            for name, coeff in losses
-            if name != "aux_loss" or not _balances_two_microbatches(moe)
-        }
-        moe = replace(
-            moe,
-            layer_freq=pattern(moe.layer_freq, model_config.moe_layers),
-            router_load_balancing_type=[*kept],
-            aux_loss_coeff=[*kept.values()],
-            divide_global_aux_loss_by_dp=False,
-        )
+    is_linear = tuple(mixer == model.linear_attention_type for mixer in model.mixers)
     return replace(
-        model_config,
+        model,
         num_layers=num_layers,
-        window_size=None
-        if model_config.window_size is None
-        else min(model_config.window_size, third),
-        attention_chunk_size=chunk and min(chunk, third),
-        floor_scale=min(model_config.floor_scale, third)
-        if model_config.attn_scale > 0
-        else model_config.floor_scale,
-        window_attn_skip_freq=pattern(
-            model_config.window_attn_skip_freq, model_config.window_layers
-        ),
-        no_rope_freq=pattern(model_config.no_rope_freq, model_config.no_rope_layers),
-        hybrid_layer_pattern=shrink_letters(
-            model_config.hybrid_layer_pattern, num_layers=num_layers
-        ),
-        linear_attention_freq=pattern(
-            model_config.linear_attention_freq,
-            tuple(mixer == model_config.linear_attention_type for mixer in model_config.mixers),
-        ),
-        max_position_embeddings=seq_length + 8 * has_longer_positions,
+        window_size=None if window is None else min(window, third),
+        attention_chunk_size=model.attention_chunk_size and min(model.attention_chunk_size, third),
+        floor_scale=min(model.floor_scale, third) if model.attn_scale > 0 else model.floor_scale,
+        window_attn_skip_freq=pattern(model.window_attn_skip_freq, model.window_layers),
+        no_rope_freq=pattern(model.no_rope_freq, model.no_rope_layers),
+        hybrid_layer_pattern=shrink_letters(model.hybrid_layer_pattern, num_layers=num_layers),
+        linear_attention_freq=pattern(model.linear_attention_freq, is_linear),
+        max_position_embeddings=max_positions,
         vocab_size=VOCAB_SIZE,
-        make_vocab_size_divisible_by=multiple
-        if multiple <= 128 and multiple % tp == 0
-        else lcm(16, tp),
-        moe=moe,
+        make_vocab_size_divisible_by=_vocabulary_multiple(config),
+        moe=None if model.moe is None else _shrink_moe(model, model.moe, num_layers=num_layers),
+    )
+
+
+def _vocabulary_multiple(config: Config) -> int:
+    """The multiple to which the vocabulary is padded, if it is small and tp divides it."""
+    multiple = config.model.make_vocab_size_divisible_by
+    tp = config.parallel.tensor_model_parallel_size
+    return multiple if multiple <= 128 and multiple % tp == 0 else lcm(16, tp)
+
+
+def _shrink_moe(model: ModelConfig, moe: MoEConfig, *, num_layers: int) -> MoEConfig:
+    """The section of experts for fewer layers, with one balance loss at most."""
+    coeffs = dict(zip(moe.router_load_balancing_type, moe.aux_loss_coeff, strict=True))
+    if _has_two_balance_losses(moe):
+        del coeffs["aux_loss"]
+    return replace(
+        moe,
+        layer_freq=shrink_pattern(moe.layer_freq, model.moe_layers, num_layers=num_layers),
+        router_load_balancing_type=list(coeffs),
+        aux_loss_coeff=list(coeffs.values()),
+        divide_global_aux_loss_by_dp=False,
     )
 
 
 def shrink_sizes(config: Config) -> Config:
-    """Shrink heads, experts and widths, by the rows of sizes.yaml for the kinds of layers of the
-    model.
-    """
-    softmax = ("attention",) if config.model.mla is None else ("attention", "mla")
-    kinds = dict.fromkeys((*softmax, *config.model.mixers, *config.model.mlps))
-    rows = [SIZES[kind] for kind in kinds if kind in SIZES]
-    # unset, their number follows from the hidden size
-    if {"mamba2", "attention_mamba2"} & kinds.keys():
+    """Shrink heads, experts and widths, by the rows of sizes.yaml for the model's layer kinds."""
+    kinds = _layer_kinds(config.model)
+    rows = [SIZES[kind] for kind in kinds if kind is not None and kind in SIZES]
+    if "mamba2" in kinds or "attention_mamba2" in kinds:
+        # unset, their number follows from the hidden size
         config = with_values(config, {"model.mamba.num_heads": config.model.mamba_heads})
+    values: dict[str, Any] = {}
     for row in rows:
         config = divide(config, row.get("divided", ()))
-    model_config, heads = config.model, config.model.num_attention_heads
-    # RoPE rotates pairs; grouped products need multiples of 4
-    width, share = 4 * -(-8 // heads), model_config.rotary_percent
-    width = next((size for size in range(width, 16, 4) if int(size * share) in range(2, 16, 2)), 16)
-    hidden = 48 if model_config.mla else heads * width + 8 * (model_config.kv_channels is not None)
-    tp, etp = (
-        config.parallel.tensor_model_parallel_size,
-        config.parallel.expert_tensor_parallel_size,
-    )
-    values = {name: size for row in rows for name, size in row.get("set", {}).items()}
-    values |= {
-        "hidden_size": hidden,
-        "init_method_std": hidden**-0.5,
-        "kv_channels": width,
-        "moe_latent_size": hidden // 2,
-    }
-    # every rank gets a multiple of 4: rows of 16 bytes in fp32
-    values["moe_ffn_hidden_size"] = round_up(hidden, 4 * (etp or tp))
-    values["moe_shared_expert_intermediate_size"] = round_up(hidden, 4 * tp)
+        values |= row.get("set", {})
+    values |= _widths(config)
     by_key = {ENTRIES[name].key: value for name, value in values.items()}
     by_key = {key: value for key, value in by_key.items() if value_of(config, key) is not None}
-    if "dense" in kinds or model_config.moe is None or model_config.moe.ffn_hidden_size is None:
-        by_key["model.ffn_hidden_size"] = round_up(2 * hidden, 4 * lcm(tp, etp or 1))
+    if "dense" in kinds or not _has_expert_width(config.model):
+        tp = config.parallel.tensor_model_parallel_size
+        etp = config.parallel.expert_tensor_parallel_size or 1
+        by_key["model.ffn_hidden_size"] = round_up(2 * values["hidden_size"], 4 * lcm(tp, etp))
     return with_values(config, by_key)
+
+
+def _has_expert_width(model: ModelConfig) -> bool:
+    """Whether experts have a width of their own."""
+    return model.moe is not None and model.moe.ffn_hidden_size is not None
+
+
+def _layer_kinds(model: ModelConfig) -> list[str | None]:
+    """Kinds of the layers of a model, softmax attention first; None for half layers."""
+    softmax = ["attention"] if model.mla is None else ["attention", "mla"]
+    return list(dict.fromkeys([*softmax, *model.mixers, *model.mlps]))
+
+
+def _widths(config: Config) -> dict[str, Any]:
+    """Widths of the small model by the name of their setting."""
+    model = config.model
+    tp = config.parallel.tensor_model_parallel_size
+    channels = _head_channels(model)
+    hidden = 48
+    if not model.mla:
+        hidden = model.num_attention_heads * channels
+        if model.kv_channels is not None:
+            hidden += 8
+    return {
+        "hidden_size": hidden,
+        "init_method_std": hidden**-0.5,
+        "kv_channels": channels,
+        "moe_latent_size": hidden // 2,
+        # every rank gets a multiple of 4: rows of 16 bytes in fp32
+        "moe_ffn_hidden_size": round_up(
+            hidden, 4 * (config.parallel.expert_tensor_parallel_size or tp)
+        ),
+        "moe_shared_expert_intermediate_size": round_up(hidden, 4 * tp),
+    }
+
+
+def _head_channels(model: ModelConfig) -> int:
+    """Channels of a head: RoPE rotates pairs, and grouped products need multiples of 4."""
+    for channels in range(4 * ceil(8 / model.num_attention_heads), 16, 4):
+        if int(channels * model.rotary_percent) in range(2, 16, 2):
+            return channels
+    return 16
 
 
 def divide(config: Config, names: Iterable[str]) -> Config:
@@ -310,29 +331,40 @@ def divide(config: Config, names: Iterable[str]) -> Config:
     A rank keeps two heads of each kind if it had as many, and a model twice as many experts as a
     token is routed to.
     """
-    parallel, moe = config.parallel, config.model.moe
-    unit = parallel.tensor_model_parallel_size
-    unit *= parallel.context_parallel_size if parallel.cp_comm_type == "a2a" else 1
-    least = 2 * unit
-    if "num_experts" in names and moe is not None:
-        least = max(8, 2 * moe.router_topk, 2 * parallel.expert_model_parallel_size)
-    sizes = {
-        key: size
-        for name in names
-        if (size := value_of(config, key := ENTRIES[name].key)) is not None
-    }
-    for number in range(gcd(*sizes.values()), 1, -1):
-        if all(
-            size % number == 0 and size // number >= min(size, least) for size in sizes.values()
-        ):
-            small = with_values(config, {key: size // number for key, size in sizes.items()})
-            try:
-                check_model(small)
-                check_layout(small)
-            except ConfigError:
-                continue
-            return small
+    sizes = {}
+    for name in names:
+        key = ENTRIES[name].key
+        size = value_of(config, key)
+        if size is not None:
+            sizes[key] = size
+    least = _least_size(config, names)
+    largest = gcd(*sizes.values())
+    for number in range(largest, 1, -1):
+        if largest % number:
+            continue
+        small_sizes = {key: size // number for key, size in sizes.items()}
+        if any(small_sizes[key] < min(sizes[key], least) for key in sizes):
+            continue
+        small = with_values(config, small_sizes)
+        try:
+            check_model(small)
+            check_layout(small)
+        except ConfigError:
+            continue
+        return small
     return config
+
+
+def _least_size(config: Config, names: Iterable[str]) -> int:
+    """The least number of heads, or of experts."""
+    parallel = config.parallel
+    moe = config.model.moe
+    if "num_experts" in names and moe is not None:
+        return max(8, 2 * moe.router_topk, 2 * parallel.expert_model_parallel_size)
+    unit = parallel.tensor_model_parallel_size
+    if parallel.cp_comm_type == "a2a":
+        unit *= parallel.context_parallel_size
+    return 2 * unit
 
 
 def shrink_layers(num_layers: int, parallel: ParallelConfig) -> tuple[int, ParallelConfig]:
@@ -340,36 +372,62 @@ def shrink_layers(num_layers: int, parallel: ParallelConfig) -> tuple[int, Paral
 
     >>> shrink_layers(80, ParallelConfig(pipeline_model_parallel_size=4))[0]
     8
-    >>> small = shrink_layers(61, ParallelConfig(pipeline_model_parallel_size=4, decoder_first_pipeline_num_layers=7))
-    >>> small[0], small[1].decoder_first_pipeline_num_layers
+    >>> parallel = ParallelConfig(
+    ...     pipeline_model_parallel_size=4, decoder_first_pipeline_num_layers=7
+    ... )
+    >>> num_layers, small = shrink_layers(61, parallel)
+    >>> num_layers, small.decoder_first_pipeline_num_layers
     (9, 3)
     """
     if parallel.pipeline_model_parallel_layout is not None:
-        lengths = read_pipeline_layout(parallel.pipeline_model_parallel_layout)
-        # others have none where Megatron-LM would run multi-token prediction
-        outer = (0, len(lengths) - 1)
-        small = [min(length, 3) or int(index not in outer) for index, length in enumerate(lengths)]
-        return sum(small), replace(
-            parallel, pipeline_model_parallel_layout=write_pipeline_layout(small)
-        )
+        lengths = _shrink_stages(read_pipeline_layout(parallel.pipeline_model_parallel_layout))
+        layout = write_pipeline_layout(lengths)
+        return sum(lengths), replace(parallel, pipeline_model_parallel_layout=layout)
     ends = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
-    # they share the layers of their rank evenly
+    # the virtual stages of a rank share its layers evenly
     virtual = parallel.num_virtual_stages_per_pipeline_rank
     first, last = (None if size is None else virtual * min(size // virtual, 3) for size in ends)
-    ranks = parallel.pipeline_model_parallel_size - sum(size is not None for size in ends)
-    between, left = ranks * virtual, num_layers - sum(size or 0 for size in ends)
-    middle = min(left, 2 * between + (left % between > 0)) if between else 0
-    if counted := sum(parallel.counted_ends):
-        middle = 2 * between - counted  # even again with what the ends count as
+    num_set_ranks = sum(1 for size in ends if size is not None)
+    num_between = (parallel.pipeline_model_parallel_size - num_set_ranks) * virtual
+    left = num_layers - sum(size or 0 for size in ends)
+    middle = _layers_between(left, num_between, counted=sum(parallel.counted_ends))
     parallel = replace(
         parallel, decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last
     )
     return middle + (first or 0) + (last or 0), parallel
 
 
+def _shrink_stages(lengths: Sequence[int]) -> list[int]:
+    """Up to 3 layers per stage; at least 1 in stages between the ends.
+
+    Inner stages have none where Megatron-LM would run multi-token prediction.
+    """
+    small = []
+    for index, length in enumerate(lengths):
+        is_end = index in (0, len(lengths) - 1)
+        least = 0 if is_end else 1
+        small.append(min(length, 3) or least)
+    return small
+
+
+def _layers_between(left: int, num_stages: int, *, counted: int) -> int:
+    """Layers of the stages without a set length.
+
+    Args:
+        left: layers of these stages in the full model.
+        num_stages: number of these stages.
+        counted: layers as which embedding and head count.
+    """
+    if counted:
+        return 2 * num_stages - counted  # even again with the ends
+    if not num_stages:
+        return 0
+    is_uneven = left % num_stages > 0
+    return min(left, 2 * num_stages + (1 if is_uneven else 0))
+
+
 def shrink_pattern(text: str, full: tuple[bool, ...], *, num_layers: int) -> str:
-    """The pattern of fewer layers: evenly sampled from the full one, with both kinds of layers if
-    it has both.
+    """The pattern of fewer layers, evenly sampled, with both kinds of layers if it has both.
 
     >>> shrink_pattern("4", (True, True, True, False) * 2, num_layers=2)
     '[0, 1]'
