@@ -391,7 +391,7 @@ def target_in_graph(weight: Tensor) -> WriteTarget:
 CAN_TRACE = torch.__version__ >= "2.11"  # compared as versions
 
 
-def ordered(operator: Any) -> None:
+def keep_in_graphs(operator: Any) -> None:
     """Keep an operator without outputs in graphs; a compiler removes it if it has no effect."""
     operator.register_fake(lambda *_, **__: None)
     declare_effect(operator)
@@ -405,4 +405,4 @@ def declare_effect(operator: Any) -> None:
         operator.register_effect(EffectType.ORDERED)
 
 
-ordered(write_in_graph)
+keep_in_graphs(write_in_graph)

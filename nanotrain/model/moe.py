@@ -118,7 +118,7 @@ class MoELayer(nn.Module):
             # top-1 routing: a token is scaled before it is sent to its one expert
             tokens = (tokens * routing.topk_weights).to(tokens.dtype)
             routing = replace(routing, topk_weights=torch.ones_like(routing.topk_weights))
-        sent = routing.of_experts(self._num_experts) if self.has_zero_experts else routing
+        sent = routing.restrict_to(self._num_experts) if self.has_zero_experts else routing
         finish_routed = self.dispatcher(tokens, sent, kept=context.dispatch_splits)
 
         @eager

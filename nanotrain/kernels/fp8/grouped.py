@@ -19,7 +19,7 @@ from torch import Tensor
 from nanotrain.kernels.fp8.layer import Fp8Layer, Operand
 from nanotrain.kernels.fp8.products import Key, Scales, tensor_amax
 from nanotrain.kernels.fp8.quantize import Quantized, block_amax
-from nanotrain.kernels.fp8.scaled_mm import grouped_by_torch, packed, scaled_mm
+from nanotrain.kernels.fp8.scaled_mm import grouped_by_torch, pack_operands, scaled_mm
 from nanotrain.kernels.grouped import GroupedMM, accumulate_each, tokens_of_experts
 from nanotrain.kernels.linear import GradView, wgrad
 from nanotrain.precision.fp8 import PER_ROW
@@ -193,7 +193,7 @@ class Fp8GroupedMM(GroupedMM):
         out, has_grads = target
         from nanotrain.kernels.fp8 import triton_grouped  # imports Triton
 
-        operands, blocks = packed(*self._wgrad_operands(grad, x, offs=offs))
+        operands, blocks = pack_operands(*self._wgrad_operands(grad, x, offs=offs))
         triton_grouped.write_grouped_mm([*operands, offs], blocks, out=out, adds=has_grads)
         return True
 
@@ -256,7 +256,7 @@ class Fp8GroupedMM(GroupedMM):
             return grouped_by_torch(a, b, offs=offs, sums=sums).to(dtype)
         from nanotrain.kernels.fp8 import triton_grouped
 
-        tensors, blocks = packed(a, b)
+        tensors, blocks = pack_operands(a, b)
         return triton_grouped.fp8_grouped_mm(
             [*tensors, offs], blocks=blocks, sums=sums, dtype=dtype
         )

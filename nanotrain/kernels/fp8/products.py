@@ -34,8 +34,13 @@ from nanotrain.kernels.fp8.quantize import (
     inverse_scales,
     quantize,
 )
-from nanotrain.kernels.fp8.scaled_mm import packed, scaled_mm, unpacked, write_scaled_mm
-from nanotrain.kernels.linear import Linear, Linears, grad_view_of, ordered, target_in_graph
+from nanotrain.kernels.fp8.scaled_mm import (
+    pack_operands,
+    scaled_mm,
+    unpack_operands,
+    write_scaled_mm,
+)
+from nanotrain.kernels.linear import Linear, Linears, grad_view_of, keep_in_graphs, target_in_graph
 from nanotrain.precision.fp8 import PER_TENSOR
 
 Key = tuple[int, Operand]  # number of a layer among layers that share an input, and an operand
@@ -316,7 +321,7 @@ def _write_by_operator(linear: Linear, operands: tuple[Quantized, Quantized]) ->
     """Write the weight's gradient by an operator of a graph; returns whether a graph can do so."""
     if not linear.writes_in_graph:
         return False
-    tensors, blocks = packed(*operands)
+    tensors, blocks = pack_operands(*operands)
     write_fp8_in_graph(linear.weight, tensors, blocks=blocks)
     return True
 
@@ -329,12 +334,12 @@ def write_fp8_in_graph(
     weight: Tensor, operands: Sequence[Tensor], *, blocks: Sequence[int]
 ) -> None:
     """`nanotrain::write_wgrad` of two matrices in fp8."""
-    a, b = unpacked(operands, blocks)
+    a, b = unpack_operands(operands, blocks)
     out, has_grads = target_in_graph(weight)
     write_scaled_mm(a, b, out=out, adds=has_grads)
 
 
-ordered(write_fp8_in_graph)
+keep_in_graphs(write_fp8_in_graph)
 
 
 def fp8_in_graph(x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:

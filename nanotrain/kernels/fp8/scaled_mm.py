@@ -43,26 +43,28 @@ def scaled_mm(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Tensor:
         return torch.zeros(len(a.values), len(b.values), dtype=dtype, device=a.values.device)
     if a.values.device.type == "cpu":
         return emulate(a, b, dtype=dtype)
-    operands, blocks = packed(a, b)
+    operands, blocks = pack_operands(a, b)
     return fp8_mm(operands, blocks=blocks, dtype=dtype)
 
 
 @torch.library.custom_op("nanotrain::fp8_mm", mutates_args=())
 def fp8_mm(operands: Sequence[Tensor], *, blocks: Sequence[int], dtype: torch.dtype) -> Tensor:
     """`multiply_by_kernel` as a node of graphs: torch's compiler cannot trace most blocks."""
-    a, b = unpacked(operands, blocks)
+    a, b = unpack_operands(operands, blocks)
     return multiply_by_kernel(a, b, dtype=dtype)
 
 
-def packed(a: Quantized, b: Quantized) -> tuple[list[Tensor], list[int]]:
+def pack_operands(a: Quantized, b: Quantized) -> tuple[list[Tensor], list[int]]:
     """Two matrices as arguments of operators: tensors, and block sizes with 0 for None."""
     tensors = [a.values, a.inverse_scales, b.values, b.inverse_scales]
     blocks = [size or 0 for size in (*a.block, *b.block)]
     return tensors, blocks
 
 
-def unpacked(operands: Sequence[Tensor], blocks: Sequence[int]) -> tuple[Quantized, Quantized]:
-    """The inverse of `packed`."""
+def unpack_operands(
+    operands: Sequence[Tensor], blocks: Sequence[int]
+) -> tuple[Quantized, Quantized]:
+    """The inverse of `pack_operands`."""
     a, scales_a, b, scales_b = operands
     rows_a, columns_a, rows_b, columns_b = (size or None for size in blocks)
     first = Quantized(a, scales_a, (rows_a, columns_a))

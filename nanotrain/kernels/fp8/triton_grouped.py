@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.kernels.fp8.quantize import Quantized
-from nanotrain.kernels.fp8.scaled_mm import unpacked
+from nanotrain.kernels.fp8.scaled_mm import unpack_operands
 from nanotrain.kernels.fp8.triton_tiles import TILE, WARPS, How, Source, num_lanes
 from nanotrain.precision.fp8 import PER_TENSOR
 
@@ -134,7 +134,7 @@ if triton is not None:
 def fp8_grouped_mm(
     operands: Sequence[Tensor], *, blocks: Sequence[int], sums: bool, dtype: torch.dtype
 ) -> Tensor:
-    """[T, N] for tokens, or [E, M, N] for gradients; operands are from `packed`, and `offs`."""
+    """[T, N] for tokens, or [E, M, N] for gradients; see `write_grouped_mm`."""
     out = _empty_product(operands, blocks=blocks, sums=sums, dtype=dtype)
     write_grouped_mm(operands, blocks, out=out, adds=False)
     return out
@@ -153,8 +153,15 @@ def _empty_product(
 def write_grouped_mm(
     operands: Sequence[Tensor], blocks: Sequence[int], *, out: Tensor, adds: bool
 ) -> None:
-    """The product in `out`, or added to it: [T, N] for tokens, [E, M, N] for gradients."""
-    a, b = unpacked(operands[:4], blocks)
+    """Write a product to `out`, or add it: [T, N] for tokens, [E, M, N] for gradients.
+
+    Args:
+        operands: the tensors of `pack_operands`, and `offs`.
+        blocks: the block sizes of `pack_operands`.
+        out: the result; its number of dims selects the product.
+        adds: whether to add to the values of `out`.
+    """
+    a, b = unpack_operands(operands[:4], blocks)
     offs = operands[4]
     experts = len(offs)
     sums = out.dim() == 3

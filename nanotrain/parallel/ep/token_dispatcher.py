@@ -57,7 +57,7 @@ class Routing:
     topk_weights: Tensor  # [T, K] fp32, the factors of the expert outputs
     permutation: Permutation | None = None  # the order of the pairs; None: not planned yet
 
-    def of_experts(self, num_experts: int) -> Self:
+    def restrict_to(self, num_experts: int) -> Self:
         """The pairs of the first experts; pairs of other experts count as dropped."""
         permutation = self.permutation
         if permutation is not None:

@@ -21,9 +21,9 @@ Backward is the transpose: `enter` sums gradients, `leave` copies or gathers the
 send the same bytes.
 
 A layer chooses its implementation when it is built. On one rank, without deferred weight gradients
-and fp8, it is torch's operator (`_on_one_rank`), in fp8 and compiled a part of the graph
-(`_in_fp8`). Otherwise communication is overlapped with the products (`_parallel`); in a graph the
-backward is one operator that does so (`_over_ranks`):
+and fp8, it is torch's operator (`_compute_on_one_rank`). Otherwise communication is overlapped with
+the products (`_compute_overlapped`); in a graph the backward is one operator that does so
+(`_compute_over_ranks_in_graph`), and fp8 products are operators (`_compute_fp8_in_graph`):
 
     column      enter x                      y_i = x W_i^T + b_i
     backward    start all-gather of x        dx = sum_i dy_i W_i     (dgrad) while x is gathered
@@ -162,7 +162,7 @@ class ColumnParallelLinear(Linear):
         rows: slice | None = None,
     ) -> None:
         super().__init__(weight, bias, fp8=_fp8_layer(tensor_parallel), rows=rows)
-        self.compute = _choose(tensor_parallel)
+        self.compute = _choose_implementation(tensor_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S or S/tp, I] -> [B, S, O]."""
@@ -190,7 +190,7 @@ class RowParallelLinear(Linear):
         super().__init__(
             weight, bias, fp8=_fp8_layer(tensor_parallel), adds_bias=tensor_parallel.is_plain
         )
-        self.compute = _choose(replace(tensor_parallel, is_row=True))
+        self.compute = _choose_implementation(replace(tensor_parallel, is_row=True))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, I/tp] -> [B, S or S/tp, O]."""
@@ -225,60 +225,68 @@ def _embed_shard(tokens: Tensor, weight: Tensor, *, first: int) -> Tensor:
 
 
 def _fp8_layer(tensor_parallel: TensorParallel) -> Fp8Layer | None:
-    return None if tensor_parallel.fp8 is None else Fp8Layer(tensor_parallel.fp8)
+    if tensor_parallel.fp8 is None:
+        return None
+    return Fp8Layer(tensor_parallel.fp8)
 
 
-def _choose(tensor_parallel: TensorParallel) -> ComputeLinears:
+def _choose_implementation(tensor_parallel: TensorParallel) -> ComputeLinears:
     """The implementation of layers, chosen when they are built."""
-    compute: Callable[..., tuple[Tensor, ...]] = _parallel
+    compute: Callable[..., tuple[Tensor, ...]] = _compute_overlapped
     if tensor_parallel.is_plain:
-        compute = eager_or_graph(_on_one_rank, _on_one_rank_in_graph)
+        compute = eager_or_graph(_compute_on_one_rank, _compute_in_graph)
     elif tensor_parallel.wgrad_queue is None:
         if tensor_parallel.fp8 is None:
-            compute = eager_or_graph(_parallel, _over_ranks_in_graph)
+            compute = eager_or_graph(_compute_overlapped, _compute_over_ranks_in_graph)
         elif tensor_parallel.fp8.reduce_amax is None and not tensor_parallel.gathers_input:
-            compute = eager_or_graph(_parallel, _in_fp8_in_graph)
+            compute = eager_or_graph(_compute_overlapped, _compute_fp8_in_graph)
     return partial(compute, tensor_parallel=tensor_parallel)
 
 
-def _on_one_rank(
+def _compute_on_one_rank(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
     """Torch's operator, unless weight gradients are written where they are accumulated."""
     if torch.is_grad_enabled() and any(layer.writes_wgrad for layer in layers):
-        return _parallel(x, layers, tensor_parallel=tensor_parallel)
+        return _compute_overlapped(x, layers, tensor_parallel=tensor_parallel)
     return tuple(layer.fprop(x) for layer in layers)
 
 
-def _on_one_rank_in_graph(
+def _compute_in_graph(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
     """Torch's operator, or one whose backward writes the weight gradient."""
     return tuple(in_graph(x, layer) for layer in layers)
 
 
-def _in_fp8_in_graph(
+def _compute_fp8_in_graph(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
     """Products in fp8 without communication before them."""
     outputs = fp8_in_graph(x, layers)
-    return (tensor_parallel.leave(outputs[0]),) if tensor_parallel.is_row else outputs
+    if tensor_parallel.is_row:
+        return (tensor_parallel.leave(outputs[0]),)
+    return outputs
 
 
-def _over_ranks_in_graph(
+def _compute_over_ranks_in_graph(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
     """Collectives are operators, and the backward is one operator that overlaps them."""
     writes = tuple(layer.writes_in_graph and torch.is_grad_enabled() for layer in layers)
-    params = [*(layer.used_weight for layer in layers), *(layer.used_bias for layer in layers)]
-    outputs: tuple[Tensor, ...] = _ParallelInGraph.apply(x, tensor_parallel, writes, *params)
+    weights = [layer.used_weight for layer in layers]
+    biases = [layer.used_bias for layer in layers]
+    outputs: tuple[Tensor, ...] = _ParallelInGraph.apply(
+        x, tensor_parallel, writes, *weights, *biases
+    )
     return outputs
 
 
 @eager  # scales that ranks share and the wgrad queue stay out of compiled graphs
-def _parallel(
+def _compute_overlapped(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
+    """Products that overlap with communication; weight gradients may be written or deferred."""
     build_products = Linears if tensor_parallel.fp8 is None else Fp8Linears
     # Inside of the function gradients are always off.
     products = build_products(layers, records=torch.is_grad_enabled())
