@@ -1,5 +1,9 @@
-"""Load the model of a checkpoint or of a Hugging Face folder; export a checkpoint as a Hugging Face
-folder.
+"""Load the model of a checkpoint or of a Hugging Face folder, and export checkpoints.
+
+    open_model          a checkpoint or a Hugging Face folder, with its configuration
+    load_stage          the weights of a model, or this rank's shards of them
+    load_checkpoint     a model with its tokenizer
+    export_checkpoint   a checkpoint as a Hugging Face folder
 
 The manifest of a checkpoint contains the configuration, so its path is enough.
 """
@@ -51,8 +55,8 @@ from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec
 from nanotrain.topology.groups import GroupName
 
-SHARDED_AXES: tuple[GroupName, ...] = ("tp", "ep", "etp")  # of a model that generates
-# of the names of main params and of their moving average in a checkpoint
+SHARDED_AXES: tuple[GroupName, ...] = ("tp", "ep", "etp")  # layouts of a model that generates
+# prefixes of the names of main params and of their moving average in a checkpoint
 PREFIX, AVERAGE = "model/", "ema/"
 HUGGING_FACE_SEQ_LENGTH = 2048  # tokens per window of a model whose training is unknown
 
@@ -65,15 +69,17 @@ class OpenedCheckpoint:
     config: Config  # the configuration of the run that wrote it
     # None: the weights are a Hugging Face folder's
     manifest: Manifest | None = field(default=None, repr=False)
-    prefix: str = PREFIX  # of the names of the weights that are read
+    prefix: str = PREFIX  # prefix of the names of the weights that are read
 
     def with_model(self, model_config: ModelConfig) -> Self:
-        """The checkpoint as one of a model that differs in the padding of its vocabulary alone."""
+        """The checkpoint, read as a model with another padding of its vocabulary."""
         return replace(self, config=replace(self.config, model=model_config))
 
     def read_params(self, wanted: Mapping[TensorBox, Tensor]) -> None:
-        """Read boxes of parameters and of expert biases ("router/NAME"), by their names in the
-        model; fills in place.
+        """Read boxes of parameters and of expert biases ("router/NAME") in place.
+
+        Args:
+            wanted: tensors to fill, by boxes with the names of the model.
 
         Raises:
             NanotrainError: a tensor that is missing or damaged.
@@ -87,35 +93,34 @@ class OpenedCheckpoint:
             }
             import_weights(self.path, self.config.model, wanted=named)
             return
-        targets = {
-            box
-            if box.name.startswith("router/")
-            else replace(box, name=self.prefix + box.name): target
-            for box, target in wanted.items()
-        }
+        targets = {}
+        for box, target in wanted.items():
+            stored = box
+            if not box.name.startswith("router/"):
+                stored = replace(box, name=self.prefix + box.name)
+            targets[stored] = target
         for box in targets:
             require_tensor(self.path, self.manifest, name=box.name)
-        fitted = fit_padding(
-            self.manifest, targets, rows=vocabulary_rows(ModelShape.of(self.config.model))
-        )
+        rows = vocabulary_rows(ModelShape.of(self.config.model))
+        fitted = fit_padding(self.manifest, targets, rows=rows)
         read_chunks(self.path, plan_reads(self.manifest, fitted), targets=fitted)
 
 
 def open_checkpoint(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
-    """Open a checkpoint: a step folder, or a run folder for its newest; `ema` for the moving
-    average of its weights.
+    """Open a checkpoint.
+
+    Args:
+        path: a step folder, or a run folder for its newest checkpoint.
+        ema: whether the moving average of its weights is read.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or no average in it.
     """
     step, manifest = find_manifest(path)
     if ema and not any(name.startswith(AVERAGE) for name in manifest.tensors):
-        is_of_run = not has_weights_alone(manifest)
-        why = (
-            "it was written by a run without --ema-decay"
-            if is_of_run
-            else "it is an average or an import"
-        )
+        why = "it was written by a run without --ema-decay"
+        if has_weights_alone(manifest):
+            why = "it is an average or an import"
         raise CheckpointError(
             f"{step} has no moving average of the weights", why=why, fix="leave out --ema"
         )
@@ -125,8 +130,7 @@ def open_checkpoint(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
 
 
 def open_model(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
-    """Open a checkpoint, as `open_checkpoint`, or a Hugging Face folder, without layers of
-    multi-token prediction.
+    """Open a checkpoint or a Hugging Face folder, without layers of multi-token prediction.
 
     Raises:
         NanotrainError: it is neither.
@@ -135,9 +139,10 @@ def open_model(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
         opened = open_checkpoint(path, ema=ema)
         return replace(opened, config=_without_mtp(opened.config))
     if ema:
-        why = "a Hugging Face folder holds one set of weights"
         raise CheckpointError(
-            f"{path} has no moving average of the weights", why=why, fix="leave out --ema"
+            f"{path} has no moving average of the weights",
+            why="a Hugging Face folder holds one set of weights",
+            fix="leave out --ema",
         )
     # a checkpoint needs no families of Hugging Face
     from nanotrain.interop.hf.families import model_from_hf
@@ -157,43 +162,52 @@ def _without_mtp(config: Config) -> Config:
 def load_stage(
     checkpoint: OpenedCheckpoint, context: ParallelContext | None = None, *, dtype: str = "fp32"
 ) -> Stage:
-    """Load all layers of a model on the CPU, or this rank's shards of them over tp and ep on its
-    device.
+    """Load all layers of a model on the CPU, or this rank's shards on its device.
+
+    Args:
+        checkpoint: a checkpoint of any layout.
+        context: groups that shard the layers (tp, ep, etp), and the device; None for one rank.
+        dtype: dtype of the weights.
     """
-    model_config, device = checkpoint.config.model, "cpu" if context is None else context.device
-    stage = (
-        build_stage(model_config, dtype=dtype)
-        if context is None
-        else _build_shards(model_config, context, dtype=dtype)
-    )
+    model_config = checkpoint.config.model
+    if context is None:
+        device = torch.device("cpu")
+        stage = build_stage(model_config, dtype=dtype)
+    else:
+        device = context.device
+        stage = _build_shards(model_config, context, dtype=dtype)
     # `to_empty` makes each tensor like one on the meta device, for which torch imports sympy: 0.5 s
     stage._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     weights = dict(stage.named_parameters())
-    wanted = {each.tensor_box: weights[each.spec.name].data for each in stage.params}
-    biases = {TensorBox.full(name, bias.shape): bias for name, bias in expert_biases(stage).items()}
-    checkpoint.read_params(wanted | biases)
+    wanted = {param.tensor_box: weights[param.spec.name].data for param in stage.params}
+    for name, bias in expert_biases(stage).items():
+        wanted[TensorBox.full(name, bias.shape)] = bias
+    checkpoint.read_params(wanted)
     return stage
 
 
 def _build_shards(model_config: ModelConfig, context: ParallelContext, *, dtype: str) -> Stage:
-    """All layers, this rank's shards of each, on the meta device; every rank has all tokens of a
-    sequence.
-    """
-    shape, spec = ModelShape.of(model_config), StageSpec.single(model_config.num_layers)
+    """This rank's shards of all layers, on the meta device; every rank reads full sequences."""
+    shape = ModelShape.of(model_config)
+    spec = StageSpec.single(model_config.num_layers)
     sizes: dict[str, int] = {axis: context.topology.size(axis) for axis in SHARDED_AXES}
     declared = declare_stage(Declaration(shape, dtype, sizes["tp"]), spec)
     params = [localize(param, coords=context.coords, sizes=sizes) for param in declared]
-    tp, ep, etp = (context.group(axis) for axis in SHARDED_AXES)
-    parallel = replace(ModelParallel.single_rank(), tp=TensorParallel(tp), ep=ep, etp=etp)
+    parallel = replace(
+        ModelParallel.single_rank(),
+        tp=TensorParallel(context.group("tp")),
+        ep=context.group("ep"),
+        etp=context.group("etp"),
+    )
     return Stage(model_config, spec, params=params, parallel=parallel)
 
 
 def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
     """The tokenizer of the run, as `load_tokenizer` takes it; None if unknown.
 
-    It is the one in the run folder or beside an average. In a folder without one (of an older
-    version) it is --tokenizer-model, else that of the first corpus of --data-path, else that of the
-    quick-start corpus.
+    It is the tokenizer in the run folder or in the folder of an average. Where there is none (in
+    folders of older versions) it is --tokenizer-model, else the tokenizer of the first corpus of
+    --data-path, else of the quick-start corpus.
     """
     data = checkpoint.config.data
     if checkpoint.manifest is None:
@@ -203,28 +217,25 @@ def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
         return str(stored)
     if not uses_quickstart(data) or data.tokenizer_model:
         return tokenizer_of(data)
-    prefix = find_quickstart(
-        RunFolder(checkpoint.path.parent.parent).data, data.quickstart_vocab_size
-    )
+    run = RunFolder(checkpoint.path.parent.parent)
+    prefix = find_quickstart(run.data, data.quickstart_vocab_size)
     return None if prefix is None else recorded_tokenizer(prefix)
 
 
 def stored_tokenizer(path: Path) -> Path | None:
-    """The folder with the tokenizer's files: of the run for a checkpoint of one, inside the folder
-    of an average.
-    """
-    folder = RunFolder(path.parent.parent if path.parent.name == "checkpoints" else path).tokenizer
+    """The folder with the tokenizer's files: in the run of a checkpoint, or in an average."""
+    is_of_run = path.parent.name == "checkpoints"
+    folder = RunFolder(path.parent.parent if is_of_run else path).tokenizer
     return folder if (folder / SETTINGS).is_file() else None
 
 
 def average_with_tokenizer(
     paths: Sequence[Path], output: Path, *, decay: float | None = None
 ) -> Path:
-    """Write the average of checkpoints, as `average` does, and the tokenizer of the last one's run."""
-    folder, stored = (
-        average(paths, output, decay=decay),
-        stored_tokenizer(find_manifest(paths[-1])[0]),
-    )
+    """Write the average of checkpoints, and the tokenizer of the last one's run."""
+    folder = average(paths, output, decay=decay)
+    last_step, _ = find_manifest(paths[-1])
+    stored = stored_tokenizer(last_step)
     if stored is not None:
         load_with_files(str(stored)).save(RunFolder(folder).tokenizer)
     return folder
@@ -237,7 +248,8 @@ def why_unknown(checkpoint: OpenedCheckpoint) -> str:
     paths = first_blend(checkpoint.config.data)
     prefix = parse_data_path(paths)[0].prefix if paths else None
     if prefix is not None and not idx_path(prefix).is_file():
-        return f"the run folder holds none, and the corpus {prefix} of the training is not in {Path.cwd()}"
+        corpus = f"the corpus {prefix} of the training"
+        return f"the run folder holds none, and {corpus} is not in {Path.cwd()}"
     return "--tokenizer-model was not set, and the corpus was prepared without one"
 
 
@@ -253,7 +265,7 @@ class LoadedModel:
     config: Config  # the configuration of the run that wrote it
     model: Stage  # all layers, fp32; in `load_model` with a context this rank's shards
     tokenizer: Tokenizer
-    # those that hold the shards
+    # ranks that hold the shards
     ranks: Group = field(default_factory=lambda: Group.single_rank("world"))
 
     def generate(
@@ -264,7 +276,7 @@ class LoadedModel:
         sampling: Sampling | None = None,
         stops: Sequence[str] = (),
     ) -> str:
-        """Continue a text; returns the prompt and what follows it.
+        """Continue a text; returns the prompt and its continuation.
 
         Args:
             prompt: the text to continue; empty for a new document.
@@ -287,8 +299,7 @@ class LoadedModel:
         stops: Sequence[str] = (),
         use_cache: bool = True,
     ) -> Iterator[tuple[int, str]]:
-        """Continue several texts at once; yields the index of a prompt and the next piece of its
-        text.
+        """Continue several texts; yields the index of a prompt and the next piece of its text.
 
         Args:
             prompts: the texts to continue; an empty one is a new document.
@@ -318,8 +329,9 @@ class LoadedModel:
 def load_checkpoint(
     path: Path | str, *, tokenizer: str | None = None, ema: bool = False
 ) -> LoadedModel:
-    """Load the model and the tokenizer of a checkpoint on the CPU; `loaded.model.to(device)` moves
-    the model.
+    """Load the model and the tokenizer of a checkpoint on the CPU.
+
+    `loaded.model.to(device)` moves the model.
 
     Args:
         path: a step folder, or a run folder for its newest.
@@ -373,18 +385,17 @@ def export_checkpoint(
     tokenizer: str | Path | None = None,
     ema: bool = False,
 ) -> str:
-    """Write the weights of a checkpoint as a Hugging Face folder, one tensor at a time; returns a
-    summary line.
+    """Write a checkpoint as a Hugging Face folder, one tensor at a time; returns a summary line.
 
     Args:
         path: a step folder, or a run folder for its newest.
         folder: the Hugging Face folder; must be empty.
         dtype: dtype of the exported weights: fp32, bf16 or fp16.
-        family: a `model_type` of Hugging Face; None for that of the pretrained checkpoint that the
-            run started from, else the first that can represent the model.
-        tokenizer: name or path of the tokenizer to write beside the weights, as `load_tokenizer`
-            takes it, or "none"; None for the run's, and that of the pretrained checkpoint where the
-            run's is the same or unknown.
+        family: a `model_type` of Hugging Face; None for the family of the pretrained checkpoint
+            that the run started from, else the first that can represent the model.
+        tokenizer: name or path of the tokenizer to write, as `load_tokenizer` takes it, or "none";
+            None for the run's, or the pretrained checkpoint's where the run's is the same or
+            unknown.
         ema: whether the moving average of the weights is written (`--ema-decay`).
     """
     from nanotrain.interop.hf.companions import Companions, fullest_tokenizer
@@ -395,17 +406,14 @@ def export_checkpoint(
     model_config = checkpoint.config.model
     names = [checkpoint.prefix + spec.name for spec in declare_model(ModelShape.of(model_config))]
     names += [f"router/{name}" for name in expert_bias_shapes(model_config)]
-    tensors = (
-        (name.partition("/")[2], tensor)
-        for name, tensor in read_global_tensors(checkpoint.path, names)
-    )
+    stored = read_global_tensors(checkpoint.path, names)
+    tensors = ((name.partition("/")[2], tensor) for name, tensor in stored)
     pretrained = checkpoint.config.checkpoint.pretrained_checkpoint
     origin = None if pretrained is None else Path(pretrained)
-    chosen = (
-        fullest_tokenizer(tokenizer_name(checkpoint), origin)
-        if tokenizer is None
-        else str(tokenizer)
-    )
+    if tokenizer is None:
+        chosen = fullest_tokenizer(tokenizer_name(checkpoint), origin)
+    else:
+        chosen = str(tokenizer)
     companions = Companions(None if chosen == "none" else chosen, origin)
     written = export_weights(
         folder, model_config, tensors=tensors, dtype=dtype, family=family, companions=companions

@@ -1,13 +1,12 @@
-"""Autoregressive sampling, of one prompt or of several at once.
+"""Autoregressive sampling of one prompt or several.
 
-Sampling       how a token is chosen
-Generation     the state of a batch of prompts; one token of each per step
-generate       one prompt to its end
-stream_texts   texts in, pieces of texts out
+    Sampling       how a token is sampled
+    Generation     the state of a batch of prompts; each step samples one token per prompt
+    generate       one prompt to its end
+    stream_texts   texts in, pieces of texts out
 
-A piece is what the new tokens add to a text. It is held back while it may still change: a character
-of which only some bytes are there, or the beginning of a stop string, which is not part of the
-text.
+New tokens add a piece to a text. It is held back while it may still change: an incomplete
+character, or the beginning of a stop string, which is not part of the text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,8 +32,8 @@ class Sampling:
 
     temperature: float = 1.0  # divides the logits; 0 is greedy
     top_k: int | None = None  # sample among the k most likely tokens; None for all
-    # nucleus sampling (Holtzman et al. 2020): among the fewest most likely tokens of this
-    # probability; None for all
+    # nucleus sampling (Holtzman et al. 2020): among the fewest most likely tokens whose
+    # probabilities sum to this; None for all
     top_p: float | None = None
     # seed of the random generator of the first prompt; each further prompt has the next one
     seed: int = 0
@@ -46,8 +45,8 @@ class Generation:
 
     A token is sampled given the last `max_position_embeddings` tokens before it. With the cache
     each step reads one token per prompt, until a text has that length. Without it each step reads
-    the whole window, and also if experts have a capacity, which depends on the number of tokens
-    that are read together.
+    the whole window. Models whose experts have a capacity use no cache, because the capacity
+    depends on the number of tokens that are read together.
 
     Args:
         stage: a model in one stage, or this rank's shards of it.
@@ -68,13 +67,11 @@ class Generation:
         use_cache: bool = True,
         ranks: Group | None = None,
     ) -> None:
-        self.stage, self.sampling, self._ranks = (
-            stage,
-            sampling or Sampling(),
-            ranks or Group.single_rank("world"),
-        )
+        self.stage = stage
+        self.sampling = sampling or Sampling()
         self.texts = [list(prompt) for prompt in prompts]
         self.running = set(range(len(prompts)))  # prompts that are not at their end
+        self._ranks = ranks or Group.single_rank("world")
         self._generators = [
             torch.Generator().manual_seed(self.sampling.seed + row) for row in range(len(prompts))
         ]
@@ -90,21 +87,23 @@ class Generation:
 
     def step(self) -> dict[int, int]:
         """Sample one token for every running prompt; returns them by the index of the prompt."""
-        logits, rows = self._logits(), sorted(self.running)
-        own = [
-            sample_token(logits[row], self.sampling, generator=self._generators[row])
-            for row in rows
-        ]
-        sampled = dict(zip(rows, self._of_first_rank(own), strict=True))
+        logits = self._logits()
+        rows = sorted(self.running)
+        tokens = []
+        for row in rows:
+            generator = self._generators[row]
+            tokens.append(sample_token(logits[row], self.sampling, generator=generator))
+        sampled = dict(zip(rows, self._broadcast(tokens), strict=True))
         for row, token in sampled.items():
             self.texts[row].append(token)
             if token == self.sampling.stop:
                 self.running.discard(row)
         return sampled
 
-    def _of_first_rank(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens of the first rank, on every rank: replicated layers may round differently on
-        each.
+    def _broadcast(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens of the first rank, on every rank.
+
+        Replicated layers may round differently on each rank.
         """
         own = tokens if self._ranks.is_first else [0] * len(tokens)
         return [int(token) for token in all_reduce_scalars(own, self._ranks)]
@@ -113,21 +112,28 @@ class Generation:
         """[V] fp32 on the CPU for each running prompt."""
         device = next(self.stage.parameters()).device
         if self._cache is not None and max(map(len, self.texts)) <= self._positions:
-            columns = self._num_unread
-            rows = [[0] * (columns - len(text)) + text[-columns:] for text in self.texts]
-            with self._cache:
-                logits = self._cache.logits(torch.tensor(rows, device=device)).float().cpu()
-            self._num_unread = 1
-            for row in set(range(len(rows))) - self.running:
-                # rows of a batch grow together; what follows the end is not returned
-                self.texts[row].append(0)
-            return dict(enumerate(logits))
-        self._cache, logits_of = None, {}
+            return self._read_cached(self._cache, device)
+        self._cache = None
+        row_logits = {}
         for row in sorted(self.running):
             window = torch.tensor([self.texts[row][-self._positions :]], device=device)
             with torch.no_grad():
-                logits_of[row] = self.stage.logits(window, last_only=True)[0, 0].float().cpu()
-        return logits_of
+                logits = self.stage.logits(window, last_only=True)
+            row_logits[row] = logits[0, 0].float().cpu()
+        return row_logits
+
+    def _read_cached(self, cache: KVCache, device: torch.device) -> dict[int, Tensor]:
+        """[V] fp32 on the CPU for every prompt, from the tokens that the cache has not read."""
+        num_unread = self._num_unread
+        rows = [[0] * (num_unread - len(text)) + text[-num_unread:] for text in self.texts]
+        tokens = torch.tensor(rows, device=device)
+        with cache:
+            logits = cache.logits(tokens).float().cpu()
+        self._num_unread = 1
+        for row in set(range(len(rows))) - self.running:
+            # rows of a batch grow together; tokens after the end are not returned
+            self.texts[row].append(0)
+        return dict(enumerate(logits))
 
 
 def generate(
@@ -138,9 +144,7 @@ def generate(
     sampling: Sampling | None = None,
     use_cache: bool = True,
 ) -> list[int]:
-    """Generate up to `num_tokens` tokens that continue a prompt of at least one token; returns the
-    new ones.
-    """
+    """Generate up to `num_tokens` tokens after a prompt of at least one token; returns them."""
     generation = Generation(
         stage, [prompt], num_tokens=num_tokens, sampling=sampling, use_cache=use_cache
     )
@@ -177,13 +181,14 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
+        self._tokenizer = tokenizer
+        self._stops = [stop for stop in stops if stop]
         self._tokens: list[int] = []
         self._shown = 0  # characters returned so far
         self.is_ended = False  # whether a stop string was found
 
     def add(self, token: int) -> str:
-        """Add a token; what can be shown of the text beyond what was."""
+        """Add a token; returns the next piece of the text."""
         if token != self._tokenizer.eod:
             self._tokens.append(token)
         text = self._text()
@@ -195,21 +200,24 @@ class TextStream:
 
     def _text(self) -> str:
         text = self._tokenizer.decode(self._tokens)
-        ends = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        ends = [text.find(stop) for stop in self._stops if stop in text]
         self.is_ended = bool(ends)
         return text[: min(ends)] if ends else text
 
     def _num_certain(self, text: str) -> int:
+        """Characters of the text that cannot change any more."""
         certain = len(text.rstrip("\ufffd"))
         for stop in self._stops:
-            longest = next(
-                (size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0
-            )
-            certain = min(certain, len(text) - longest)
+            for size in range(len(stop) - 1, 0, -1):
+                if text.endswith(stop[:size]):
+                    certain = min(certain, len(text) - size)
+                    break
         return certain
 
     def _show(self, text: str) -> str:
-        piece, self._shown = text[self._shown :], max(self._shown, len(text))
+        """The characters that were not returned before."""
+        piece = text[self._shown :]
+        self._shown = max(self._shown, len(text))
         return piece
 
 
@@ -249,19 +257,19 @@ def stream_texts(
         if not generation.running:
             break
         for row, token in generation.step().items():
-            if piece := streams[row].add(token):
+            piece = streams[row].add(token)
+            if piece:
                 yield row, piece
             if streams[row].is_ended:
                 generation.running.discard(row)
     for row, stream in streams.items():
-        if piece := stream.finish():
+        piece = stream.finish()
+        if piece:
             yield row, piece
 
 
 def print_texts(prompts: Sequence[str], pieces: Iterator[tuple[int, str]]) -> None:
-    """Print one text as it grows; several one after the other at their end, with a blank line
-    between them.
-    """
+    """Print one text as it grows, or several at their end with a blank line between them."""
     if len(prompts) == 1:
         print(prompts[0], end="", flush=True)
         for _, piece in pieces:

@@ -57,14 +57,14 @@ class NanotrainLM(LM):
         self.max_length = max_length or self.loaded.config.data.seq_length
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """The log-likelihood of continuations, and whether each is the greedy one; requests are
-        (context, text).
+        """The log-likelihood of continuations, and whether each is the greedy one.
+
+        Requests are (context, text).
         """
+        tokenizer = self.loaded.tokenizer
+        pairs = [encode_pair(*request.args, tokenizer=tokenizer) for request in requests]
         scored = log_likelihoods(
-            self.loaded.model,
-            [encode_pair(*request.args, tokenizer=self.loaded.tokenizer) for request in requests],
-            batch_size=self.batch_size,
-            max_length=self.max_length,
+            self.loaded.model, pairs, batch_size=self.batch_size, max_length=self.max_length
         )
         scores = [(score.log_likelihood, score.is_greedy) for score in scored]
         for request, result in zip(requests, scores, strict=True):
@@ -85,9 +85,7 @@ class NanotrainLM(LM):
         return scores
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Texts that continue contexts up to one of the strings `until`; requests are (context,
-        options).
-        """
+        """Continue contexts up to one of the strings `until`; requests are (context, options)."""
         texts = []
         for request in requests:
             text = self._generate(*request.args)
@@ -108,25 +106,26 @@ class NanotrainLM(LM):
     def _generate(self, context: str, options: Mapping[str, Any]) -> str:
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
-        num_tokens = int(
-            options.get("max_gen_toks") or options.get("max_new_tokens") or MAX_NEW_TOKENS
-        )
+        most = options.get("max_gen_toks") or options.get("max_new_tokens") or MAX_NEW_TOKENS
         # at least half of the input is the context
-        num_tokens = min(num_tokens, self.max_length // 2)
-        temperature = (
-            float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
-        )
+        num_tokens = min(int(most), self.max_length // 2)
+        temperature = 0.0
+        if options.get("do_sample", True):
+            temperature = float(options.get("temperature") or 0.0)
         tokenizer = self.loaded.tokenizer
-        prompt = (tokenizer.encode(context) or [self._start])[num_tokens - self.max_length :]
-        top_k, top_p = options.get("top_k"), options.get("top_p")
-        sampling = Sampling(temperature, top_k=top_k, top_p=top_p, stop=tokenizer.eod)
+        sampling = Sampling(
+            temperature,
+            top_k=options.get("top_k"),
+            top_p=options.get("top_p"),
+            stop=tokenizer.eod,
+        )
+        tokens = tokenizer.encode(context) or [self._start]
+        prompt = tokens[num_tokens - self.max_length :]
         generation = Generation(
             self.loaded.model, [prompt], num_tokens=num_tokens, sampling=sampling
         )
-        return "".join(
-            piece
-            for _, piece in stream_texts(generation, tokenizer, num_tokens=num_tokens, stops=stops)
-        )
+        pieces = stream_texts(generation, tokenizer, num_tokens=num_tokens, stops=stops)
+        return "".join(piece for _, piece in pieces)
 
 
 def evaluate_tasks(
@@ -137,7 +136,7 @@ def evaluate_tasks(
     num_fewshot: int | None,
     limit: int | None,
 ) -> dict[str, dict[str, Any]]:
-    """Run tasks of lm-eval; the metrics of each by name.
+    """Run tasks of lm-eval; returns the metrics of each task by name.
 
     Args:
         model: a `NanotrainLM`.
@@ -157,11 +156,10 @@ def evaluate_tasks(
         manager = TaskManager(include_path=include_path)  # seconds: lm-eval has thousands of files
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
-        fix = "`lm-eval ls tasks` lists them; --include-path adds a folder"
         raise ConfigError(
             f"--tasks: there is no task {', '.join(unknown)}",
             why="it is not in lm-eval's list",
-            fix=fix,
+            fix="`lm-eval ls tasks` lists them; --include-path adds a folder",
         )
     results = simple_evaluate(
         model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager

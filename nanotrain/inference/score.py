@@ -1,10 +1,10 @@
-"""Log-likelihoods of given tokens: what language-model benchmarks ask of a model.
+"""Log-likelihoods of given tokens, for language-model benchmarks.
 
-Scored            one continuation of one context
-log_likelihoods   several of them, in batches
+Scored            the log-likelihood of one continuation of a context
+log_likelihoods   score several continuations, in batches
 rolling_windows   a long text in windows, every token predicted once with as much context as fits
 
-    S tokens per row   V vocabulary
+S tokens per row   V vocabulary
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,37 +32,45 @@ Request = tuple[Sequence[int], Sequence[int]]
 def log_likelihoods(
     stage: Stage, requests: Sequence[Request], *, batch_size: int, max_length: int | None = None
 ) -> list[Scored]:
-    """Score continuations, in the order of the requests; rows of similar length are read together.
+    """Score continuations, in the order of the requests.
 
-    Rows are padded on the right, to which no earlier token attends. Where experts have a capacity,
-    which all tokens of a batch share, a row is read alone.
+    Rows of similar length are read together, padded on the right, where no earlier token attends.
+    Where experts have a capacity, which all tokens of a batch share, a row is read alone.
 
     Args:
         stage: a model in one stage.
-        requests: contexts and continuations; of longer ones the last `max_length` + 1 tokens are
+        requests: contexts and continuations; the last `max_length` + 1 tokens of longer ones are
             read.
         batch_size: rows per forward pass.
         max_length: input tokens of a row; None for the positions of the model.
     """
     limit = max_length or stage.model_config.max_position_embeddings
-    order = sorted(range(len(requests)), key=lambda index: -sum(map(len, requests[index])))
     moe = stage.model_config.moe
-    size = 1 if moe is not None and moe.expert_capacity_factor is not None else batch_size
+    if moe is not None and moe.expert_capacity_factor is not None:
+        batch_size = 1
+    rows = []
+    for context, continuation in requests:
+        row = [*context, *continuation]
+        rows.append(row[-(limit + 1) :])
+    order = sorted(range(len(requests)), key=lambda index: -sum(map(len, requests[index])))
     scores: dict[int, Scored] = {}
-    for start in range(0, len(order), size):
-        chosen = order[start : start + size]
-        rows = [[*requests[index][0], *requests[index][1]][-(limit + 1) :] for index in chosen]
-        logits = _logits(stage, [row[:-1] for row in rows])
-        for index, row, of_row in zip(chosen, rows, logits, strict=True):
-            scores[index] = _score(of_row[: len(row) - 1], row, num_scored=len(requests[index][1]))
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        logits = _logits(stage, [rows[index][:-1] for index in batch])
+        for index, row_logits in zip(batch, logits, strict=True):
+            row = rows[index]
+            _, continuation = requests[index]
+            num_scored = len(continuation)
+            scores[index] = _score(row_logits[: len(row) - 1], row, num_scored=num_scored)
     return [scores[index] for index in range(len(requests))]
 
 
 def rolling_windows(tokens: Sequence[int], *, prefix: int, max_length: int) -> Iterator[Request]:
-    """Windows of at most `max_length` input tokens in which every token is predicted once; the
-    first follows `prefix`.
+    """Windows of at most `max_length` input tokens, in which every token is predicted once.
 
-    >>> [(list(context), list(scored)) for context, scored in rolling_windows([1, 2, 3, 4, 5], prefix=0, max_length=3)]
+    The first token follows `prefix`.
+
+    >>> list(rolling_windows([1, 2, 3, 4, 5], prefix=0, max_length=3))
     [([0], [1, 2, 3]), ([2, 3], [4, 5])]
     """
     text = [prefix, *tokens]
@@ -72,20 +80,22 @@ def rolling_windows(tokens: Sequence[int], *, prefix: int, max_length: int) -> I
 
 
 def _logits(stage: Stage, rows: Sequence[Sequence[int]]) -> Tensor:
-    """[rows, S, V] fp32, of rows padded on the right to S."""
-    longest, device = max(1, *map(len, rows)), next(stage.parameters()).device
-    padded = [[*row, *[0] * (longest - len(row))] for row in rows]
-    return stage.logits(torch.tensor(padded, device=device)).float()
+    """The logits of rows padded on the right: [rows, S, V] fp32."""
+    longest = max(1, *map(len, rows))
+    padded = torch.zeros(len(rows), longest, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = torch.tensor(row, dtype=torch.int64)
+    device = next(stage.parameters()).device
+    return stage.logits(padded.to(device)).float()
 
 
 def _score(logits: Tensor, row: Sequence[int], *, num_scored: int) -> Scored:
-    """The last `num_scored` tokens of a row from the logits [len(row) - 1, V]; fewer where the row
-    was cut.
-    """
+    """Score the last tokens of a row by its logits [len(row) - 1, V]; fewer if the row was cut."""
     num_scored = min(num_scored, len(row) - 1)
     if num_scored == 0:
         return Scored(0.0, True)
     targets = torch.tensor(row[-num_scored:], device=logits.device)
     log_probs = logits[-num_scored:].log_softmax(dim=-1)
-    picked = log_probs.gather(1, targets[:, None]).double().sum()
-    return Scored(float(picked), bool((log_probs.argmax(dim=-1) == targets).all()))
+    log_likelihood = log_probs.gather(1, targets[:, None]).double().sum()
+    is_greedy = (log_probs.argmax(dim=-1) == targets).all()
+    return Scored(float(log_likelihood), bool(is_greedy))
