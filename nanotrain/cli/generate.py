@@ -211,9 +211,8 @@ def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
     )
     check_layout(config)
     ep = parallel.expert_model_parallel_size
-    ranks = tp
-    if trained.model.moe is not None:
-        ranks = lcm(tp, ep * (parallel.expert_tensor_parallel_size or tp))
+    etp = parallel.expert_tensor_parallel_size or tp
+    ranks = tp if trained.model.moe is None else lcm(tp, ep * etp)
     if world_size != ranks:
         raise TopologyError(
             f"generation on {count_of(world_size, 'rank')} with tp={tp} and ep={ep}",

@@ -345,7 +345,11 @@ def list_by_loss(trials: Sequence[Trial]) -> None:
     """List the runs there are, the lowest validation or training loss first."""
     from nanotrain.report.terminal import list_runs, terminal
 
-    runs = [run for run in (read_run(trial.folder) for trial in trials) if run is not None]
+    runs = []
+    for trial in trials:
+        run = read_run(trial.folder)
+        if run is not None:
+            runs.append(run)
     ranked = sorted(
         runs, key=lambda run: run.last("valid_loss") or run.last("loss") or float("inf")
     )

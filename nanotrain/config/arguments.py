@@ -1,7 +1,7 @@
-"""The arguments that exist, as tables: flags of fields, flags for one value; and the errors for
-those that do not.
+"""The arguments that exist, as tables, and the errors for arguments that do not.
 
-An error names what was probably meant, and what to write.
+FLAGS, NEGATIONS, ALIASES, SWITCHES     flags of fields, flags for one value, and other flags
+unknown_flag, unexpected, ...           errors that name what was probably meant, and what to write
 """
 
 import re
@@ -64,24 +64,35 @@ def unknown_flag(flag: str, *, known: Collection[str], listed_by: str = LISTED_B
     >>> unknown_flag("--learning-rate", known=["--lr"]).fix
     'did you mean --lr?'
     """
-    field = flag_of(flag.rpartition(".")[2].strip("-"))
+    cure = cure_of_flag(flag, known)
+    fix = advise(cure) if cure else f"{listed_by} lists the flags"
+    return ConfigError(f"unknown flag {flag}", fix=fix)
+
+
+def cure_of_flag(flag: str, known: Collection[str]) -> str | None:
+    """What to write for a flag that does not exist."""
     # a key, a flag with a section, or another number of dashes
+    field = flag_of(flag.rpartition(".")[2].strip("-"))
     if field in known and not by_meaning(flag):
-        cure: str | None = field
-    else:
-        accepted = [
-            each for each in known if (row := row_of(each)) is None or row.kind != "not yet"
-        ]
-        cure = cure_of(flag, known) or nearest(flag, accepted)
-    return ConfigError(
-        f"unknown flag {flag}", fix=advise(cure) if cure else f"{listed_by} lists the flags"
-    )
+        return field
+    return cure_of(flag, known) or nearest(flag, filter(is_accepted, known))
+
+
+def is_accepted(flag: str) -> bool:
+    """Whether a flag is no refused one of Megatron-LM."""
+    row = row_of(flag)
+    return row is None or row.kind != "not yet"
 
 
 def no_value(flag: str) -> ConfigError:
     """The error for a flag at the end, or in front of another flag."""
-    written = next((text for text in ARGUMENTS if text.split()[0] == flag), "")
-    fix = FLAGS[flag].advice if flag in FLAGS else f"write {written}" if written else ""
+    fix = ""
+    if flag in FLAGS:
+        fix = FLAGS[flag].advice
+    else:
+        for text in ARGUMENTS:
+            if text.split()[0] == flag:
+                fix = f"write {text}"
     return ConfigError(f"{flag} has no value", why="it takes one", fix=fix)
 
 
@@ -93,35 +104,64 @@ def takes_no_value(flag: str, value: str) -> ConfigError:
 
 def quoted(argument: str) -> ConfigError:
     """The error for several words in one argument."""
-    why, fix = (
-        "the shell passes what stands between quotes as one argument",
-        "leave out the quotes around it",
+    return ConfigError(
+        f"one argument holds several: {argument!r}",
+        why="the shell passes what stands between quotes as one argument",
+        fix="leave out the quotes around it",
     )
-    return ConfigError(f"one argument holds several: {argument!r}", why=why, fix=fix)
 
 
 def no_hyphen(argument: str) -> ConfigError:
     """The error for a flag that was copied from a text with typographic dashes."""
-    why = "it begins with a typographic dash in place of hyphens, as some programs write it"
-    fix = f"write --{argument.lstrip(''.join(NO_HYPHENS) + '-')}"
-    return ConfigError(f"unexpected argument {argument!r}", why=why, fix=fix)
+    name = argument.lstrip("".join(NO_HYPHENS) + "-")
+    return ConfigError(
+        f"unexpected argument {argument!r}",
+        why="it begins with a typographic dash in place of hyphens, as some programs write it",
+        fix=f"write --{name}",
+    )
 
 
 def spaced(key: str, *, rest: Sequence[str]) -> ConfigError:
     """The error for `key = value` and `key value`, which a shell passes in parts."""
-    value = "".join(rest).removeprefix("=") or ("NAME" if key == "+config" else "VALUE")
-    why = "a key, = and its value are one argument"
+    value = "".join(rest).removeprefix("=")
+    if not value:
+        value = "NAME" if key == "+config" else "VALUE"
     return ConfigError(
-        f"unexpected argument {' '.join([key, *rest])!r}", why=why, fix=f"write {key}={value}"
+        f"unexpected argument {' '.join([key, *rest])!r}",
+        why="a key, = and its value are one argument",
+        fix=f"write {key}={value}",
     )
 
 
 def unexpected(argument: str, *, previous: str, listed_by: str = LISTED_BY) -> ConfigError:
-    """The error for an argument that is neither a flag, its value nor an override; `previous`
-    stands before it.
+    """The error for an argument that is neither a flag, its value nor an override.
+
+    Args:
+        argument: the argument.
+        previous: the argument before it.
+        listed_by: the command that lists the arguments.
     """
-    flag, what = f"--{argument}", f"unexpected argument {argument!r}"
-    if previous in FLAGS and FLAGS[previous].kind is bool:
+    what = f"unexpected argument {argument!r}"
+    error = one_value_too_many(what, argument, previous=previous)
+    if error is not None:
+        return error
+    why = "it is neither a flag nor key=value"
+    flag = f"--{argument}"
+    if flag in FLAGS or flag in ALIASES or row_of(flag):
+        return ConfigError(what, why=why, fix=f"write {flag}")
+    for row in TABLE["unexpected"]:
+        if re.fullmatch(row["pattern"], argument):
+            return ConfigError(what, why=row["why"], fix=row["fix"])
+    meant = by_meaning(argument)
+    if meant:
+        return ConfigError(what, why=why, fix=advise(meant))
+    return ConfigError(what, why=why, fix=fix_of_unexpected(argument, listed_by=listed_by))
+
+
+def one_value_too_many(what: str, argument: str, *, previous: str) -> ConfigError | None:
+    """The error for a value behind a flag that takes no further one; None behind another flag."""
+    entry = FLAGS.get(previous)
+    if entry is not None and entry.kind is bool:
         return ConfigError(
             what, why=f"{previous} takes no value", fix=f"write {previous}={argument}"
         )
@@ -129,33 +169,28 @@ def unexpected(argument: str, *, previous: str, listed_by: str = LISTED_BY) -> C
         return ConfigError(
             what, why=f"{previous} takes no more values", fix=f"leave {argument} out"
         )
-    if (
-        previous in FLAGS
-        and FLAGS[previous].kind is not list
-        and re.fullmatch(r"[\d.eE+-]+", argument)
-    ):
-        why, name = f"{previous} takes one value", previous.removeprefix("--")
+    if entry is not None and entry.kind is not list and re.fullmatch(r"[\d.eE+-]+", argument):
+        name = previous.removeprefix("--")
         return ConfigError(
-            what, why=why, fix=f"leave it out; nanotrain sweep --over {name}=V1,V2 tries several"
+            what,
+            why=f"{previous} takes one value",
+            fix=f"leave it out; nanotrain sweep --over {name}=V1,V2 tries several",
         )
-    why = "it is neither a flag nor key=value"
-    if flag in FLAGS or flag in ALIASES or row_of(flag):
-        return ConfigError(what, why=why, fix=f"write {flag}")
-    for row in TABLE["unexpected"]:
-        if re.fullmatch(row["pattern"], argument):
-            return ConfigError(what, why=row["why"], fix=row["fix"])
-    meant, suffix = by_meaning(argument), PurePath(argument).suffix
-    if meant:
-        return ConfigError(what, why=why, fix=advise(meant))
-    fix = f"write +config={argument}" + (
-        "" if is_file(argument) else " for the recipe of that name"
-    )
+    return None
+
+
+def fix_of_unexpected(argument: str, *, listed_by: str) -> str:
+    """The cure for an argument that nothing is known about."""
+    needs_flag = f"write the flag that it belongs to before it; {listed_by} lists them"
     if listed_by != LISTED_BY:  # a command without recipes
-        fix = f"write the flag that it belongs to before it; {listed_by} lists them"
-    elif suffix == ".py":
-        fix = "leave it out: the program is python -m nanotrain.train"
-    elif suffix in (".toml", ".json"):
-        fix = "write its settings into a YAML file, and +config=FILE.yaml"
-    elif not (argument.isidentifier() or is_file(argument)):
-        fix = f"write the flag that it belongs to before it; {listed_by} lists them"
-    return ConfigError(what, why=why, fix=fix)
+        return needs_flag
+    suffix = PurePath(argument).suffix
+    if suffix == ".py":
+        return "leave it out: the program is python -m nanotrain.train"
+    if suffix in (".toml", ".json"):
+        return "write its settings into a YAML file, and +config=FILE.yaml"
+    if is_file(argument):
+        return f"write +config={argument}"
+    if argument.isidentifier():
+        return f"write +config={argument} for the recipe of that name"
+    return needs_flag

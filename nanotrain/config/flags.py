@@ -96,14 +96,21 @@ class CommandLine:
 
 
 def parse(argv: Sequence[str], *, listed_by: str = LISTED_BY) -> CommandLine:
-    """Parse the arguments of a command line; mistakes are collected in `errors`, which name
-    `listed_by` for help.
+    """Parse the arguments of a command line; mistakes are collected in `errors`.
+
+    Args:
+        argv: the arguments.
+        listed_by: the command that lists the flags, which errors name.
 
     >>> line = parse(["--lr", "1e-3", "+config=tiny", "--no-shuffle", "train.seed=7"])
-    >>> line.choices, [(s.key, s.value) for s in line.settings]
-    ({'config': 'tiny'}, [('optim.lr', '1e-3'), ('data.shuffle', 'false'), ('train.seed', '7')])
+    >>> line.choices
+    {'config': 'tiny'}
+    >>> [(setting.key, setting.value) for setting in line.settings]
+    [('optim.lr', '1e-3'), ('data.shuffle', 'false'), ('train.seed', '7')]
     """
-    line, rest, flag = CommandLine(listed_by=listed_by), list(argv), ""
+    line = CommandLine(listed_by=listed_by)
+    rest = list(argv)
+    previous = ""
     while rest:
         argument = rest.pop(0)
         with line.errors:
@@ -117,8 +124,8 @@ def parse(argv: Sequence[str], *, listed_by: str = LISTED_BY) -> CommandLine:
             elif argument in KEYS or argument == "+config":
                 raise spaced(argument, rest=take_values(rest))
             else:
-                raise unexpected(argument, previous=flag, listed_by=listed_by)
-        flag = argument
+                raise unexpected(argument, previous=previous, listed_by=listed_by)
+        previous = argument
     apply_aliases(line)
     return line
 

@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from nanotrain.config.arguments import ALIASES, ARGUMENTS, TABLE
 from nanotrain.config.megatron import Kind, megatron
@@ -20,7 +21,8 @@ from nanotrain.config.suggest import did_you_mean
 from nanotrain.errors import ConfigError
 
 USAGE = (
-    "usage: nanotrain train [--nproc-per-node N] [+config=RECIPE] [SECTION.FIELD=VALUE] [--flag VALUE] ...  "
+    "usage: nanotrain train [--nproc-per-node N] [+config=RECIPE] [SECTION.FIELD=VALUE] "
+    "[--flag VALUE] ...  "
     "(torchrun's options; also torchrun --nproc-per-node N -m nanotrain.train ...)"
 )
 CONFIG_USAGE = (
@@ -31,6 +33,21 @@ KINDS: dict[Kind, tuple[str, str]] = HELP["kinds"]  # title, sentence
 # characters: where meanings begin, and what the frame of a panel takes of a line
 COLUMN, FRAME = 36, 4
 MIN_WIDTH, MAX_WIDTH = 60, 120  # characters of a line
+
+
+class Frame(NamedTuple):
+    """The characters of a panel's frame."""
+
+    top_left: str
+    horizontal: str
+    top_right: str
+    vertical: str
+    low_left: str
+    low_right: str
+
+
+UNICODE_FRAME = Frame("╭", "─", "╮", "│", "╰", "╯")
+ASCII_FRAME = Frame("+", "-", "+", "|", "+", "+")
 
 
 def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) -> str:
@@ -50,90 +67,102 @@ def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) 
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     if topic == "megatron":
         return "\n".join(megatron_lines(width))
-    topic = next((name for name in SECTIONS if name.rpartition(".")[2] == topic), topic)
-    if topic in SECTIONS:
-        return "\n".join(section_lines(topic, width))
+    for name in SECTIONS:
+        if topic in (name, name.rpartition(".")[2]):
+            return "\n".join(section_lines(name, width))
     if topic == "all":
-        sections = [line for name in SECTIONS for line in section_lines(name, width)]
-        return "\n".join([*introduction(width, usage), *sections])
+        lines = introduction(width, usage)
+        for name in SECTIONS:
+            lines += section_lines(name, width)
+        return "\n".join(lines)
     if topic:
         return "\n".join(found_lines(topic, width))
-    common = panel(
-        "options used most",
-        rows((describe(ENTRIES[name]) for name in HELP["common"].split()), width),
-        width=width,
+    return "\n".join([*introduction(width, usage), *common_lines(width)])
+
+
+def common_lines(width: int) -> list[str]:
+    """The options used most, and the topics."""
+    pairs = [describe(ENTRIES[name]) for name in HELP["common"].split()]
+    topics = (
+        "--help=WORD lists the options whose name or meaning has a word, "
+        f"--help=all all {len(ENTRIES)} options, --help=megatron those of Megatron-LM, "
+        f"--help=SECTION one of: {', '.join(SECTIONS)}"
     )
-    rest = (
-        f"--help=WORD lists the options whose name or meaning has a word, --help=all all {len(ENTRIES)} options, "
-        "--help=megatron those of Megatron-LM, --help=SECTION one of:"
-    )
-    topic_lines = textwrap.wrap(f"{rest} {', '.join(SECTIONS)}", width)
-    return "\n".join([*introduction(width, usage), *common, *topic_lines])
+    return [
+        *panel("options used most", rows(pairs, width), width=width),
+        *textwrap.wrap(topics, width),
+    ]
 
 
 def introduction(width: int, usage: str = USAGE) -> list[str]:
-    """The usage, the order of precedence, the kinds of arguments, and the flags that stand for one
-    value of a field.
-    """
-    first = textwrap.wrap(usage, width, subsequent_indent=" " * 7, break_on_hyphens=False)
-    arguments = panel("arguments", rows(ARGUMENTS.items(), width), width=width)
-    pairs = ((flag, f"{alias.name}={alias.value}") for flag, alias in ALIASES.items())
-    aliases = panel("aliases", rows(pairs, width), width=width)
-    return [*first, "", *textwrap.wrap(HELP["order"], width), "", *arguments, *aliases]
+    """The usage, the order of precedence, the kinds of arguments, and the aliases."""
+    return [
+        *textwrap.wrap(usage, width, subsequent_indent=" " * 7, break_on_hyphens=False),
+        "",
+        *textwrap.wrap(HELP["order"], width),
+        "",
+        *panel("arguments", rows(ARGUMENTS.items(), width), width=width),
+        *panel("aliases", rows(describe_aliases(), width), width=width),
+    ]
+
+
+def describe_aliases() -> list[tuple[str, str]]:
+    """The flags that stand for one value of a field, each with this value."""
+    return [(flag, f"{alias.name}={alias.value}") for flag, alias in ALIASES.items()]
 
 
 def section_lines(name: str, width: int) -> list[str]:
     """A section's sentence and its flags."""
     sentence = textwrap.wrap(section_help(SECTIONS[name]), width - FRAME)
-    return panel(name, [*sentence, "", *rows(map(describe, entries_of(name)), width)], width=width)
+    pairs = [describe(entry) for entry in entries_of(name)]
+    return panel(name, [*sentence, "", *rows(pairs, width)], width=width)
 
 
 def found_lines(word: str, width: int) -> list[str]:
-    """The flags whose name or meaning has a word, by section, then those of Megatron-LM by what
-    becomes of them.
+    """The flags whose name or meaning has a word, by section; then those of Megatron-LM by kind.
+
+    Raises:
+        ConfigError: no flag has it.
     """
-    texts = {word.lower(), word.lower().replace("_", "-")}
-
-    def has_word(pair: tuple[str, str]) -> bool:
-        return any(text in part.lower() for text in texts for part in pair)
-
-    lines = [
-        line
-        for title, pairs in [
-            *((name, [describe(entry) for entry in entries_of(name)]) for name in SECTIONS),
-            ("aliases", [(flag, f"{alias.name}={alias.value}") for flag, alias in ALIASES.items()]),
-            *(
-                (f"Megatron-LM's flags: {title}", rows_of(kind))
-                for kind, (title, _) in KINDS.items()
-            ),
-        ]
-        if (found := list(filter(has_word, pairs)))
-        for line in panel(title, rows(found, width), width=width)
-    ]
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name in SECTIONS:
+        groups[name] = [describe(entry) for entry in entries_of(name)]
+    groups["aliases"] = describe_aliases()
+    for kind, (title, _) in KINDS.items():
+        groups[f"Megatron-LM's flags: {title}"] = rows_of(kind)
+    lines: list[str] = []
+    for title, pairs in groups.items():
+        matching = [(flag, text) for flag, text in pairs if has_word(word, flag, meaning=text)]
+        if matching:
+            lines += panel(title, rows(matching, width), width=width)
     if not lines:
         topics = ["all", "megatron", *SECTIONS]
-        why = f"no flag has it in its name or meaning, and the topics are {', '.join(topics)}"
         raise ConfigError(
             f"there is no help on {word!r}",
-            why=why,
+            why="no flag has it in its name or meaning, and the topics are " + ", ".join(topics),
             fix=did_you_mean(word, topics, prefix="--help="),
         )
     return lines
 
 
+def has_word(word: str, flag: str, *, meaning: str) -> bool:
+    """Whether a flag or its meaning has a word, also with hyphens in place of underscores."""
+    spellings = (word.lower(), word.lower().replace("_", "-"))
+    return any(text in flag.lower() or text in meaning.lower() for text in spellings)
+
+
 def rows_of(kind: Kind) -> list[tuple[str, str]]:
     """Megatron-LM's flags of a kind, with their meaning."""
-    table = megatron()
-    return [
-        (flag, row.meaning)
-        for flag, row in (table.flags | table.patterns).items()
-        if row.kind == kind
-    ]
+    table = megatron().flags | megatron().patterns
+    return [(flag, row.meaning) for flag, row in table.items() if row.kind == kind]
 
 
 def megatron_lines(width: int) -> Iterator[str]:
     """Megatron-LM's flags that are no field, by what becomes of them."""
-    text = "Flags of Megatron-LM that are no option of the same name here. --help=all lists those that are."
+    text = (
+        "Flags of Megatron-LM that are no option of the same name here. "
+        "--help=all lists those that are."
+    )
     yield from textwrap.wrap(text, width)
     for kind, (title, sentence) in KINDS.items():
         yield from panel(title, [sentence, "", *rows(rows_of(kind), width)], width=width)
@@ -149,10 +178,13 @@ def panel(title: str, lines: list[str], *, width: int) -> list[str]:
         width: characters of a line, frame included.
     """
     is_utf = (sys.stdout.encoding or "").lower().startswith("utf")
-    left, top, right, side, low_left, low_right = "╭─╮│╰╯" if is_utf else "+-+|++"
-    head = f"{left}{top} {title} {top * (width - len(title) - 5)}{right}"
-    inner = [f"{side} {line:<{width - FRAME}} {side}" for line in lines]
-    return [head, *inner, f"{low_left}{top * (width - 2)}{low_right}"]
+    frame = UNICODE_FRAME if is_utf else ASCII_FRAME
+    line_after_title = frame.horizontal * (width - len(title) - 5)
+    return [
+        f"{frame.top_left}{frame.horizontal} {title} {line_after_title}{frame.top_right}",
+        *(f"{frame.vertical} {line:<{width - FRAME}} {frame.vertical}" for line in lines),
+        f"{frame.low_left}{frame.horizontal * (width - 2)}{frame.low_right}",
+    ]
 
 
 def rows(pairs: Iterable[tuple[str, str]], width: int) -> list[str]:

@@ -28,20 +28,22 @@ class MegatronFlag:
     """One flag of Megatron-LM."""
 
     kind: Kind
-    meaning: str  # what it is here; of `not yet`, the cure
+    meaning: str  # what it is here; kind "not yet": the cure
     arity: int = 0  # values it takes
-    accepts: tuple[str, ...] = ()  # the values that are accepted; empty: all, of `not yet` none
-    # of `no effect`: in Megatron-LM it saves time or memory, so the log names it
+    accepts: tuple[str, ...] = ()  # the accepted values; empty: all, kind "not yet": none
+    # kind "no effect": in Megatron-LM it saves time or memory, so the log names it
     saves: bool = False
-    # of a rename: constant values by unique name,
+    # kind "rename", one of four: constant values by unique name
     sets: Mapping[str, Any] = field(default_factory=dict)
-    to: str = ""  # or the unique name of the field that takes its value,
-    # or values of fields by the value that it takes,
+    # the unique name of the field that takes its value
+    to: str = ""
+    # values of fields by the value that it takes
     choices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    convert: str = ""  # or the name of a function of config/conversions.py
-    # of a rename: its values replace those of other flags, as in Megatron-LM
+    # the name of a function of config/conversions.py
+    convert: str = ""
+    # kind "rename": its values replace those of other flags, as in Megatron-LM
     overrules: bool = False
-    # of a rename: it depends on what the other flags set, so it is converted last
+    # kind "rename": it depends on what the other flags set, so it is converted last
     is_check: bool = False
 
     def values(self, config: Config, text: str) -> dict[str, Any]:
@@ -51,7 +53,9 @@ class MegatronFlag:
             return values
         if self.choices:
             return dict(self.choices[text])
-        return {self.to: text} if self.to else dict(self.sets)
+        if self.to:
+            return {self.to: text}
+        return dict(self.sets)
 
 
 @dataclass(frozen=True)
@@ -78,27 +82,49 @@ def megatron() -> MegatronTable:
 def rows_of(table: Mapping[str, Any]) -> dict[str, MegatronFlag]:
     """The rows of a table, by flag.
 
-    >>> rows_of({"always": {"--exit-signal {SIGTERM,15}": "SIGTERM saves"}})["--exit-signal"].accepts
+    >>> table = {"always": {"--exit-signal {SIGTERM,15}": "SIGTERM saves"}}
+    >>> rows_of(table)["--exit-signal"].accepts
     ('SIGTERM', '15')
     """
     rows = {}
     for kind in get_args(Kind):
-        for usage, row in table.get(kind, {}).items():
+        for usage, content in table.get(kind, {}).items():
             flag, _, values = usage.partition(" ")
+            columns = content if isinstance(content, dict) else {"meaning": content}
             rows[flag] = MegatronFlag(
-                kind,
-                arity=MANY if values == "VALUES" or " " in values else int(bool(values)),
-                accepts=tuple(values[1:-1].split(",")) if values.startswith("{") else (),
-                **(row if isinstance(row, dict) else {"meaning": row}),
+                kind, arity=arity_of(values), accepts=accepted_values(values), **columns
             )
     return rows
 
 
+def arity_of(values: str) -> int:
+    """The number of values that a usage names.
+
+    >>> arity_of(""), arity_of("VALUE"), arity_of("{a,b}"), arity_of("VALUES") == MANY
+    (0, 1, 1, True)
+    """
+    if values == "VALUES" or " " in values:
+        return MANY
+    return 1 if values else 0
+
+
+def accepted_values(values: str) -> tuple[str, ...]:
+    """The values that a usage names in braces; empty without braces."""
+    if not values.startswith("{"):
+        return ()
+    return tuple(values[1:-1].split(","))
+
+
 def row_of(flag: str) -> MegatronFlag | None:
-    """The row of a flag, by its name or by a pattern; None for no flag of Megatron-LM.
+    """The row of a flag, by its name or by a pattern; None for a flag that Megatron-LM lacks.
 
     >>> row_of("--mamba-head-dim").kind, row_of("--lr")
     ('not yet', None)
     """
-    patterns = (row for pattern, row in megatron().patterns.items() if fnmatchcase(flag, pattern))
-    return megatron().flags.get(flag) or next(patterns, None)
+    table = megatron()
+    if flag in table.flags:
+        return table.flags[flag]
+    for pattern, row in table.patterns.items():
+        if fnmatchcase(flag, pattern):
+            return row
+    return None

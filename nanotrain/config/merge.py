@@ -97,10 +97,7 @@ def interpolation_error(error: OmegaConfBaseException, settings: Sequence[Settin
             fix="give one of them a value",
         )
     missing = re.findall("'([^']+)'", reason)
-    endings = [f"{name}}}" for name in missing]
-    texts = [
-        setting.text for setting in settings if any(ending in setting.text for ending in endings)
-    ]
+    texts = [setting.text for setting in settings if refers_to(setting.text, missing)]
     subject = ", ".join(texts) or error.full_key or "a value"
     what = f"{subject} refers to a value that cannot be found"
     if "Environment variable" in reason:
@@ -115,6 +112,11 @@ def interpolation_error(error: OmegaConfBaseException, settings: Sequence[Settin
         fix="replace the variable before the program starts, or write ${oc.env:NAME} for one of "
         "the environment",
     )
+
+
+def refers_to(text: str, names: Sequence[str]) -> bool:
+    """Whether a text ends a `${...}` with one of the names."""
+    return any(f"{name}}}" in text for name in names)
 
 
 def parse_value(setting: Setting) -> Any:

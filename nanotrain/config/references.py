@@ -49,35 +49,39 @@ def mark_references(resolved: Any, written: Any) -> Any:
 
 
 def as_written(value: Any) -> Any:
-    """A value in the types of YAML and JSON, with its reference in place of what the environment
-    holds.
-    """
+    """A value in the types of YAML and JSON, with references in place of environment values."""
     if isinstance(value, list):
         return [as_written(item) for item in value]
-    return value.reference if isinstance(value, FromEnvironment) else value
+    if isinstance(value, FromEnvironment):
+        return value.reference
+    return value
 
 
 def without_values(error: ConfigError, values: Any) -> ConfigError:
-    """An error with the references in place of what the environment holds.
+    """An error with references in place of environment values.
 
     Args:
         error: one mistake.
         values: nested lists and dicts in which texts from the environment are marked.
     """
-    hidden = sorted(_marked(values), key=len, reverse=True)
+    # a value that is a part of another one is replaced after it
+    hidden = sorted(marked_values(values), key=len, reverse=True)
 
-    def write(text: str) -> str:
+    def hide(text: str) -> str:
         for value in hidden:
             for form in (str(value), repr(str(value))[1:-1]):
                 text = text.replace(form, value.reference)
         return text
 
-    return type(error)(write(error.what), why=write(error.why), fix=write(error.fix))
+    return type(error)(hide(error.what), why=hide(error.why), fix=hide(error.fix))
 
 
-def _marked(values: Any) -> Iterator[FromEnvironment]:
-    if isinstance(values, dict | list):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _marked(value)
+def marked_values(values: Any) -> Iterator[FromEnvironment]:
+    """The texts from the environment in nested lists and dicts, without the shortest."""
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, list):
+        for value in values:
+            yield from marked_values(value)
     elif isinstance(values, FromEnvironment) and len(values) >= SHORTEST:
         yield values

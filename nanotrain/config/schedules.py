@@ -1,9 +1,9 @@
 """Global batch size and sequence length as functions of the consumed samples.
 
-    constant                    --global-batch-size
-    ramp-up                     --rampup-batch-size START INCREMENT SAMPLES: equal increments over the first samples
-    steps                       --step-batch-size-schedule THRESHOLD:SIZE ...: a size from each threshold of tokens on
-    lengths                     --step-seq-length-schedule THRESHOLD:LENGTH ...: ascending to seq_length
+    --global-batch-size                              constant
+    --rampup-batch-size START INCREMENT SAMPLES      equal increments over the first samples
+    --step-batch-size-schedule THRESHOLD:SIZE ...    a size from each threshold of tokens on
+    --step-seq-length-schedule THRESHOLD:LENGTH ...  lengths that ascend to seq_length
 
 Nothing else is stored: a run that resumes has consumed some number of samples, which gives the size
 of its next batch. Source: Megatron-LM, `num_microbatches_calculator.py`.
@@ -23,13 +23,17 @@ keeps its number of sequences, and the rest of every sequence is not read.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from nanotrain.config.config import Config, TrainConfig
 from nanotrain.config.notation import read_number
+from nanotrain.config.option import flag_of
 from nanotrain.errors import ConfigError
 from nanotrain.quantities import count_of, round_up
 
-MAX_SAMPLES, MAX_INCREMENTS = 10**9, 10_000  # of a ramp-up; far beyond any run
+# limits of a ramp-up, far beyond any run
+MAX_SAMPLES = 10**9
+MAX_INCREMENTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,10 @@ class RampUp:
         if consumed_samples > self.samples:
             return self.final
         # in floating point, as in Megatron-LM, so that the size of every batch is the same as there
-        samples_per_increment = self.samples / ((self.final - self.start) // self.increment)
-        return min(
-            self.final, self.start + int(consumed_samples / samples_per_increment) * self.increment
-        )
+        num_increments = (self.final - self.start) // self.increment
+        samples_per_increment = self.samples / num_increments
+        growth = int(consumed_samples / samples_per_increment) * self.increment
+        return min(self.final, self.start + growth)
 
     @property
     def last_change(self) -> int:
@@ -111,23 +115,32 @@ def batch_schedule(config: Config) -> BatchSchedule | None:
     train = config.train
     if train.step_batch_size_schedule:
         steps = read_steps(train.step_batch_size_schedule, config.data.seq_length)
-        if train.rampup_batch_size or train.global_batch_size not in (None, steps.final):
-            other, fix = "rampup_batch_size", "leave out --rampup-batch-size"
-            if not train.rampup_batch_size:
-                other, fix = (
-                    f"global_batch_size {train.global_batch_size}",
-                    f"set --global-batch-size {steps.final}",
-                )
-            raise ConfigError(
-                f"step_batch_size_schedule ends at {count_of(steps.final, 'sample')}, and {other} is set",
-                why="the schedule gives the size of every batch",
-                fix=f"{fix}, or leave out --step-batch-size-schedule",
-            )
+        require_no_other_size(train, steps)
         return steps
-    return (
-        read_ramp_up(train.rampup_batch_size, train.global_batch_size)
-        if train.rampup_batch_size
-        else None
+    if train.rampup_batch_size:
+        return read_ramp_up(train.rampup_batch_size, train.global_batch_size)
+    return None
+
+
+def require_no_other_size(train: TrainConfig, steps: Steps) -> None:
+    """Check that nothing but the schedule gives the batch size.
+
+    Raises:
+        ConfigError: a ramp-up, or another global batch size.
+    """
+    if train.rampup_batch_size:
+        other = "rampup_batch_size"
+        fix = "leave out --rampup-batch-size"
+    elif train.global_batch_size not in (None, steps.final):
+        other = f"global_batch_size {train.global_batch_size}"
+        fix = f"set --global-batch-size {steps.final}"
+    else:
+        return
+    end = count_of(steps.final, "sample")
+    raise ConfigError(
+        f"step_batch_size_schedule ends at {end}, and {other} is set",
+        why="the schedule gives the size of every batch",
+        fix=f"{fix}, or leave out --step-batch-size-schedule",
     )
 
 
@@ -142,11 +155,10 @@ def read_ramp_up(values: list[int], final: int | None) -> RampUp:
     """
     what = f"rampup_batch_size is {' '.join(map(str, values))}"
     if len(values) != 3:
-        fix = "write --rampup-batch-size START INCREMENT SAMPLES"
         raise ConfigError(
             what,
             why="it takes three numbers: first size, increment, samples of the ramp-up",
-            fix=fix,
+            fix="write --rampup-batch-size START INCREMENT SAMPLES",
         )
     if final is None:
         raise ConfigError(
@@ -156,16 +168,21 @@ def read_ramp_up(values: list[int], final: int | None) -> RampUp:
         )
     start, increment, samples = values
     if start >= final or (final - start) % increment:
+        fix = "lower the first size and the increment"
+        if final > increment:
+            fitting_start = final % increment or increment
+            fix = f"set --rampup-batch-size {fitting_start} {increment} {samples}"
         raise ConfigError(
             f"{what}, which does not end at global_batch_size {final}",
             why=f"from {start} on by {increment} it must reach {final} in one or more increments",
-            fix=f"set --rampup-batch-size {final % increment or increment} {increment} {samples}"
-            if final > increment
-            else "lower the first size and the increment",
+            fix=fix,
         )
     if samples > MAX_SAMPLES or (final - start) // increment > MAX_INCREMENTS:
-        why = f"it has at most {MAX_INCREMENTS:,} increments over {MAX_SAMPLES:,} samples"
-        raise ConfigError(what, why=why, fix="lower SAMPLES or raise INCREMENT")
+        raise ConfigError(
+            what,
+            why=f"it has at most {MAX_INCREMENTS:,} increments over {MAX_SAMPLES:,} samples",
+            fix="lower SAMPLES or raise INCREMENT",
+        )
     return RampUp(start, increment, samples, final)
 
 
@@ -185,15 +202,16 @@ def read_steps(
     >>> read_steps(["0:8", "2K:16"], seq_length=100).thresholds
     ((0, 8), (20, 16))
     """
-    flag, pairs = f"--{option.replace('_', '-')}", []
+    pairs: list[tuple[int, int]] = []
     for text in " ".join(texts).replace(",", " ").split():
         threshold, colon, size = text.partition(":")
-        tokens, samples = read_number(threshold), read_number(size)
+        tokens = read_number(threshold)
+        samples = read_number(size)
         if not colon or tokens is None or not samples:
             raise ConfigError(
                 f"{option} has {text!r}",
                 why="each entry is TOKENS:SIZE, the size above 0",
-                fix=f"write {flag} 0:768 250B:1536 with suffixes K, M, B or T",
+                fix=f"write {flag_of(option)} 0:768 250B:1536 with suffixes K, M, B or T",
             )
         pairs.append((tokens // seq_length, samples))
     pairs.sort(key=lambda pair: pair[0])
@@ -222,7 +240,8 @@ def samples_of_steps(schedule: BatchSchedule, steps: int, *, consumed: int = 0) 
     22
     """
     while steps > 0 and consumed <= schedule.last_change:
-        consumed, steps = consumed + schedule.size_at(consumed), steps - 1
+        consumed += schedule.size_at(consumed)
+        steps -= 1
     return consumed + steps * schedule.final
 
 
@@ -236,16 +255,21 @@ def steps_of_samples(schedule: BatchSchedule, samples: int) -> int:
     """
     is_ramp = isinstance(schedule, RampUp)
     last_start = min(schedule.last_change, samples if is_ramp else samples - 1)
-    consumed = steps = 0
+    consumed = 0
+    steps = 0
     while consumed <= last_start:
-        consumed, steps = consumed + schedule.size_at(consumed), steps + 1
+        consumed += schedule.size_at(consumed)
+        steps += 1
     rest = max(0, samples - consumed)
-    return steps + (rest // schedule.final if is_ramp else -(-rest // schedule.final))
+    if is_ramp:
+        return steps + rest // schedule.final
+    return steps + -(-rest // schedule.final)
 
 
 def global_batch_size(train: TrainConfig, dp: int) -> int:
-    """Samples per optimizer step over all ranks, with a schedule its last size; unset means one
-    microbatch per rank.
+    """Samples per optimizer step over all ranks; with a schedule its last size.
+
+    Unset it is one microbatch per rank.
 
     >>> global_batch_size(TrainConfig(micro_batch_size=4), 2)
     8
@@ -264,29 +288,34 @@ def with_batch_size(config: Config, size: int) -> Config:
 
 
 def num_microbatches(train: TrainConfig, dp: int) -> int:
-    """Microbatches per rank and optimizer step; if they do not divide evenly, some ranks have one
-    of padding.
+    """Microbatches per rank and optimizer step, those of padding on some ranks included.
 
     Raises:
         ConfigError: the microbatch size does not divide the global batch, or there are fewer
             microbatches than ranks.
 
-    >>> [num_microbatches(TrainConfig(micro_batch_size=2, global_batch_size=24), dp) for dp in (4, 5)]
-    [3, 3]
+    >>> train = TrainConfig(micro_batch_size=2, global_batch_size=24)
+    >>> num_microbatches(train, 4), num_microbatches(train, 5)
+    (3, 3)
     """
-    batch_size, per_pass = global_batch_size(train, dp), train.micro_batch_size * dp
+    batch_size = global_batch_size(train, dp)
+    per_pass = train.micro_batch_size * dp  # samples of one microbatch on every rank
+    batch = f"a global batch of {count_of(batch_size, 'sample')}"
     if batch_size % train.micro_batch_size:
+        fitting = round_up(batch_size, per_pass)
         raise ConfigError(
-            f"a global batch of {count_of(batch_size, 'sample')} cannot be split into microbatches",
+            f"{batch} cannot be split into microbatches",
             why=f"micro_batch_size {train.micro_batch_size} must divide it",
-            fix=f"set --global-batch-size {round_up(batch_size, per_pass)} or another --micro-batch-size",
+            fix=f"set --global-batch-size {fitting} or another --micro-batch-size",
         )
     if batch_size < per_pass:
-        fewer = f"run on fewer ranks: data-parallel size {batch_size} or less"
+        other = "another --micro-batch-size"
+        if batch_size < dp:
+            other = f"run on fewer ranks: data-parallel size {batch_size} or less"
         raise ConfigError(
-            f"a global batch of {count_of(batch_size, 'sample')} has less than one microbatch per rank",
+            f"{batch} has less than one microbatch per rank",
             why=f"micro_batch_size {train.micro_batch_size} x data-parallel size {dp} = {per_pass}",
-            fix=f"set --global-batch-size {per_pass} or {'another --micro-batch-size' if batch_size >= dp else fewer}",
+            fix=f"set --global-batch-size {per_pass} or {other}",
         )
     return -(-batch_size // per_pass)
 
@@ -302,32 +331,35 @@ def length_schedule(config: Config) -> Steps | None:
         ConfigError: a schedule that cannot be read, or lengths that do not ascend to seq_length and
             divide it.
     """
-    texts, seq_length = config.train.step_seq_length_schedule, config.data.seq_length
+    texts = config.train.step_seq_length_schedule
+    seq_length = config.data.seq_length
     if not texts:
         return None
     steps = read_steps(texts, seq_length, option=LENGTH_OPTION)
     lengths = steps.sizes
-    shown = " ".join(map(str, lengths))
     if steps.final != seq_length:
         raise ConfigError(
             f"{LENGTH_OPTION} ends at length {steps.final} and seq_length is {seq_length}",
             why="a sample is seq_length tokens, which shorter lengths split",
-            fix=f"set --seq-length {max(lengths)}, or end {LENGTH_FLAG} with the length {seq_length}",
+            fix=f"set --seq-length {max(lengths)}, or end {LENGTH_FLAG} with the length "
+            f"{seq_length}",
         )
-    if any(after <= before for before, after in zip(lengths, lengths[1:], strict=False)):
+    if any(after <= before for before, after in pairwise(lengths)):
         raise ConfigError(
-            f"the lengths of {LENGTH_OPTION} are {shown}",
+            f"the lengths of {LENGTH_OPTION} are {' '.join(map(str, lengths))}",
             why="each length must be above the previous one",
             fix="order them by length, with ascending numbers of tokens",
         )
     uneven = [length for length in lengths if seq_length % length]
     if uneven:
-        fitting = " ".join(
-            str(seq_length // parts) for parts in (8, 4, 2) if seq_length % parts == 0
-        )
+        fitting = [str(seq_length // parts) for parts in (8, 4, 2) if seq_length % parts == 0]
+        fix = f"use divisors of {seq_length}"
+        if fitting:
+            fix = f"use lengths such as {' '.join(fitting)}"
         raise ConfigError(
-            f"{LENGTH_OPTION} has the length {uneven[0]}, which does not divide seq_length {seq_length}",
+            f"{LENGTH_OPTION} has the length {uneven[0]}, which does not divide seq_length "
+            f"{seq_length}",
             why="a sample is split into sequences of one length",
-            fix=f"use lengths such as {fitting}" if fitting else f"use divisors of {seq_length}",
+            fix=fix,
         )
     return steps

@@ -1,9 +1,12 @@
 """The fields of the configuration as a table, and conversion between plain values and a `Config`.
 
-ENTRIES, KEYS      every field, by its unique name ("moe_router_topk") and by its key ("model.moe.router_topk")
+ENTRIES            every field by its unique name, "moe_router_topk"
+KEYS               every field by its key, "model.moe.router_topk"
 config_from_dict   plain values (YAML, JSON, text of a flag) -> Config
+read_config        plain values by key -> Config
 to_dict            Config -> plain values
 with_values        a Config with some fields changed
+convert            the value of one field
 check_choice       refuse a name that a table does not hold
 """
 
@@ -26,26 +29,27 @@ from nanotrain.untrusted import LARGEST
 def walk_sections(
     kind: Any = Config, *, path: str = "", prefix: str = ""
 ) -> Iterator[tuple[str, Field[Any], str]]:
-    """Dotted name, field and flag prefix of every section below `kind`, nested ones after their
-    parent.
-    """
+    """Dotted name, field and flag prefix of every section below `kind`, after its parent."""
     for field in fields(kind):
-        if inner := field.metadata.get("section"):
-            name, inner_prefix = f"{path}{field.name}", prefix + field.metadata["prefix"]
-            yield name, field, inner_prefix
-            yield from walk_sections(inner, path=f"{name}.", prefix=inner_prefix)
+        section = field.metadata.get("section")
+        if section is not None:
+            name = f"{path}{field.name}"
+            section_prefix = prefix + field.metadata["prefix"]
+            yield name, field, section_prefix
+            yield from walk_sections(section, path=f"{name}.", prefix=section_prefix)
+
+
+def walk_entries() -> Iterator[Entry]:
+    """Every field, in order."""
+    for name, parent, prefix in walk_sections():
+        section = parent.metadata["section"]
+        for field in fields(section):
+            if "section" not in field.metadata:
+                yield Entry(name, section, field=field, prefix=prefix)
 
 
 SECTIONS: dict[str, Any] = {name: field.metadata["section"] for name, field, _ in walk_sections()}
-ENTRIES: dict[str, Entry] = {
-    entry.name: entry
-    for section, parent, prefix in walk_sections()
-    for entry in (
-        Entry(section, parent.metadata["section"], field=field, prefix=prefix)
-        for field in fields(parent.metadata["section"])
-        if "section" not in field.metadata
-    )
-}
+ENTRIES: dict[str, Entry] = {entry.name: entry for entry in walk_entries()}
 KEYS: dict[str, Entry] = {entry.key: entry for entry in ENTRIES.values()}
 # fields of earlier versions that changed no value: ignored where a stored configuration has them
 REMOVED = frozenset({"parallel.projection_fusion"})
@@ -59,7 +63,7 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
         ConfigError: unknown sections or fields, values of the wrong type or out of bounds; all of
             them in one error.
 
-    >>> config_from_dict({"optim": {"lr": "2e-4", "lr_decay_style": "inverse-square-root"}}).optim.lr
+    >>> config_from_dict({"optim": {"lr": "2e-4"}}).optim.lr
     0.0002
     """
     errors = ErrorCollector()
@@ -130,11 +134,15 @@ def without_absent(config: Any) -> Any:
 
 def _is_off(section: Any, field: Field[Any]) -> bool:
     """Whether a field is a nested section that its switch turns off."""
-    name, value = field.metadata.get("switch"), field.metadata.get("value")
-    if not name:
+    switch_name = field.metadata.get("switch")
+    if not switch_name:
         return False
-    switch = getattr(section if hasattr(section, name) else _inner(section, field.name), name)
-    return bool(switch != value if value else not switch)
+    holder = section if hasattr(section, switch_name) else section_or_default(section, field.name)
+    switch = getattr(holder, switch_name)
+    value = field.metadata["value"]  # of the switch with which the section is present
+    if value:
+        return bool(switch != value)
+    return not switch
 
 
 def flatten(
@@ -143,7 +151,8 @@ def flatten(
     """Key and value of every field in nested mappings; unknown names are collected in `errors`."""
     for name, value in values.items():
         key = f"{path}{name}"
-        if entry := entry_of(key):
+        entry = entry_of(key)
+        if entry is not None:
             yield entry.key, value
         elif key not in SECTIONS:
             if key not in REMOVED:
@@ -151,10 +160,12 @@ def flatten(
         elif isinstance(value, Mapping | None):
             yield from flatten(value or {}, errors=errors, path=f"{key}.")
         else:
-            fix = f"write {key}.FIELD"
-            errors.errors.append(
-                ConfigError(f"section {key} is {value!r}", why="a section holds fields", fix=fix)
+            error = ConfigError(
+                f"section {key} is {value!r}",
+                why="a section holds fields",
+                fix=f"write {key}.FIELD",
             )
+            errors.errors.append(error)
 
 
 def entry_of(key: str) -> Entry | None:
@@ -165,8 +176,9 @@ def entry_of(key: str) -> Entry | None:
     """
     section, _, name = key.rpartition(".")
     entry = ENTRIES.get(name)
-    is_inside = entry is not None and section != "" and entry.section.startswith(f"{section}.")
-    return entry if is_inside else KEYS.get(key)
+    if entry is not None and section != "" and entry.section.startswith(f"{section}."):
+        return entry
+    return KEYS.get(key)
 
 
 def unknown_key(key: str) -> ConfigError:
@@ -175,50 +187,57 @@ def unknown_key(key: str) -> ConfigError:
     >>> unknown_key("model.moe_router_topk").fix
     'did you mean model.moe.router_topk?'
     """
-    name, lower = key.rpartition(".")[2], key.lower()
+    lower = key.lower()
     if lower != key and lower in (*KEYS, *SECTIONS):
         return ConfigError(f"unknown key {key}", fix=f"did you mean {lower}?")
+    name = key.rpartition(".")[2]
     if name in ENTRIES:
-        is_short = key == name or ENTRIES[name].key.startswith(key.removesuffix(name))
+        right_key = ENTRIES[name].key
+        is_short = key == name or right_key.startswith(key.removesuffix(name))
         why = "a key names its section" if is_short else ""
-        return ConfigError(f"unknown key {key}", why=why, fix=f"did you mean {ENTRIES[name].key}?")
-    known = KEYS if "." in key else SECTIONS
-    if cure := cure_of(key, known):
-        entry = next((entry for entry in ENTRIES.values() if entry.flag == cure), None)
-        fix = advise(entry.key if entry else cure)
-        return ConfigError(f"unknown key {key}", fix=fix)
-    return ConfigError(
-        f"unknown {'key' if known is KEYS else 'section'} {key}", fix=did_you_mean(key, known)
-    )
+        return ConfigError(f"unknown key {key}", why=why, fix=f"did you mean {right_key}?")
+    is_section = "." not in key
+    known = SECTIONS if is_section else KEYS
+    cure = cure_of(key, known)
+    if cure:
+        return ConfigError(f"unknown key {key}", fix=advise(as_key(cure)))
+    what = f"unknown {'section' if is_section else 'key'} {key}"
+    return ConfigError(what, fix=did_you_mean(key, known))
+
+
+def as_key(cure: str) -> str:
+    """The key of a field whose flag is a cure; other cures as they are."""
+    for entry in ENTRIES.values():
+        if entry.flag == cure:
+            return entry.key
+    return cure
 
 
 def value_of(config: Any, key: str) -> Any:
     """The value of a field of a configuration (or section); of an absent section the default."""
     for name in key.split("."):
-        config = _inner(config, name)
+        config = section_or_default(config, name)
     return config
 
 
-def _inner(config: Any, name: str) -> Any:
+def section_or_default(config: Any, name: str) -> Any:
     """A field of a section; in place of an absent section its defaults."""
     value = getattr(config, name)
-    kind = (
-        type(config).__dataclass_fields__[name].metadata.get("section") if value is None else None
-    )
-    return value if kind is None else kind()
+    if value is not None:
+        return value
+    section = type(config).__dataclass_fields__[name].metadata.get("section")
+    return None if section is None else section()
 
 
 def flat_values(config: Any, *, path: str = "") -> dict[str, Any]:
     """The values of a configuration (or section) by key; of absent sections the defaults."""
     values: dict[str, Any] = {}
     for field in _fields(config.__class__):
-        value, section = getattr(config, field.name), field.metadata.get("section")
-        if section is None:
-            values[f"{path}{field.name}"] = value
+        key = f"{path}{field.name}"
+        if "section" in field.metadata:
+            values |= flat_values(section_or_default(config, field.name), path=f"{key}.")
         else:
-            values |= flat_values(
-                section() if value is None else value, path=f"{path}{field.name}."
-            )
+            values[key] = getattr(config, field.name)
     return values
 
 
@@ -237,11 +256,11 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     changed = {key.partition(".")[0] for key in values}
     kept: dict[str, Any] = {}  # sections in which nothing changes are not taken apart
     for field in _fields(config.__class__):
-        value, is_split = (
-            _inner(config, field.name),
-            "section" in field.metadata and field.name in changed,
-        )
-        kept |= flat_values(value, path=f"{field.name}.") if is_split else {field.name: value}
+        value = section_or_default(config, field.name)
+        if "section" in field.metadata and field.name in changed:
+            kept |= flat_values(value, path=f"{field.name}.")
+        else:
+            kept[field.name] = value
     return build_section(type(config), kept | dict(values))
 
 
@@ -264,13 +283,14 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
 def unnest(values: Any) -> dict[str, Any]:
     """Nested values by key, the inverse of `nest`; {} for what is no mapping."""
     flat: dict[str, Any] = {}
-    for name, value in values.items() if isinstance(values, Mapping) else ():
-        is_nested = isinstance(value, Mapping)
-        flat |= (
-            {f"{name}.{key}": item for key, item in unnest(value).items()}
-            if is_nested
-            else {name: value}
-        )
+    if not isinstance(values, Mapping):
+        return flat
+    for name, value in values.items():
+        if not isinstance(value, Mapping):
+            flat[name] = value
+            continue
+        for key, item in unnest(value).items():
+            flat[f"{name}.{key}"] = item
     return flat
 
 
@@ -300,58 +320,72 @@ def check_choice(
     Raises:
         ConfigError: an unknown name.
     """
-    if value not in known:
-        prefix, known = f"{ENTRIES[name].flag} ", list(known)
-        meant = other_value(name, value)
-        near = nearest_choice(value, known)
-        if meant in known:
-            fix = f"write {prefix}{meant}"
-        else:
-            fix = (
-                f"did you mean {prefix}{near}?"
-                if near
-                else f"write {prefix}NAME with one of these names"
-            )
-        raise ConfigError(
-            f"{ENTRIES[name].key} is {value!r}", why=f"{why} {', '.join(known)}", fix=fix
-        )
+    if value in known:
+        return
+    entry = ENTRIES[name]
+    names = list(known)
+    meant = other_value(name, value)
+    near = nearest_choice(value, names)
+    if meant in names:
+        fix = f"write {entry.flag} {meant}"
+    elif near:
+        fix = f"did you mean {entry.flag} {near}?"
+    else:
+        fix = f"write {entry.flag} NAME with one of these names"
+    raise ConfigError(f"{entry.key} is {value!r}", why=f"{why} {', '.join(names)}", fix=fix)
 
 
 def convert(entry: Entry, value: Any) -> Any:
     """The value of a field from a plain value or its text, checked on its own."""
     if entry.secret and isinstance(value, str) and value.startswith(MARK):
         return None  # in a checkpoint, which does not hold it
-    if value is None or (
-        isinstance(value, str) and value.lower() in ("null", "none") and entry.is_optional
-    ):
-        if not entry.is_optional:
-            raise wrong_type(entry, "null")
+    if entry.is_optional and is_null(value):
         return None
+    if value is None:
+        raise wrong_type(entry, "null")
     if entry.kind is list:
         items = value if isinstance(value, list | tuple) else convert_str(entry, value).split()
         return [convert_item(entry, item) for item in items]
     return convert_item(entry, value)
 
 
+def is_null(value: Any) -> bool:
+    """Whether a value is none, or a text that stands for none."""
+    return value is None or (isinstance(value, str) and value.lower() in ("null", "none"))
+
+
 def convert_item(entry: Entry, value: Any) -> Any:
     """One value of a field, or one item of its list."""
-    result: Any = (
-        convert_choice(entry, value) if entry.choices else CONVERSIONS[entry.item](entry, value)
-    )
+    convert_value = convert_choice if entry.choices else CONVERSIONS[entry.item]
+    result: Any = convert_value(entry, value)
     if entry.is_path:
-        result = expanded(
-            result, may_be_address=entry.takes_address or entry.name.endswith("data_path")
-        )
-        if entry.takes_address and is_address(result):
-            parse(result)  # raises where it is none
-    if result == "" and entry.default != "":
-        raise ConfigError(f"{entry.key} is empty", why="it takes text", fix=entry.advice)
-    check = entry.field.metadata["check"]
-    if check is not None and not check(result):
-        raise ConfigError(f"{entry.key} is {result}", why=f"it {check.__doc__}", fix=entry.advice)
+        result = expand_path(entry, result)
+    check_value(entry, result)
     if entry.secret and not isinstance(result, FromEnvironment):
         return FromEnvironment(str(result), reference=f"${{oc.env:{entry.secret},null}}")
     return result
+
+
+def expand_path(entry: Entry, text: str) -> str:
+    """A path with `~` and variables replaced, or an address where the field takes one."""
+    may_be_address = entry.takes_address or entry.name.endswith("data_path")
+    path = expanded(text, may_be_address=may_be_address)
+    if entry.takes_address and is_address(path):
+        parse(path)  # an error for half an address
+    return path
+
+
+def check_value(entry: Entry, value: Any) -> None:
+    """Check the bound of a field, and that text is not empty.
+
+    Raises:
+        ConfigError: the value is out of bounds.
+    """
+    if value == "" and entry.default != "":
+        raise ConfigError(f"{entry.key} is empty", why="it takes text", fix=entry.advice)
+    check = entry.field.metadata["check"]
+    if check is not None and not check(value):
+        raise ConfigError(f"{entry.key} is {value}", why=f"it {check.__doc__}", fix=entry.advice)
 
 
 def convert_bool(entry: Entry, value: Any) -> bool:
@@ -371,9 +405,8 @@ def convert_int(entry: Entry, value: Any) -> int:
         raise ConfigError(
             f"{entry.key} is too large", why=f"numbers are at most {LARGEST:,}", fix=entry.advice
         )
-    return (
-        int(value) if isinstance(value, int) or str(value).lstrip("+-").isdigit() else int(number)
-    )
+    is_whole = isinstance(value, int) or str(value).lstrip("+-").isdigit()
+    return int(value) if is_whole else int(number)  # a large number is not rounded
 
 
 def convert_float(entry: Entry, value: Any) -> float:
@@ -431,7 +464,8 @@ def typed(value: Any) -> str:
         return "unset"
     if isinstance(value, bool):
         return str(value).lower()
-    return (" ".join(map(str, value)) if isinstance(value, list) else str(value)) or "empty"
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text or "empty"
 
 
 def argument_of(name: str, value: Any) -> str:

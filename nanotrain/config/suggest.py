@@ -1,8 +1,8 @@
-"""What was probably meant by a name that does not exist: by meaning, then by spelling; nothing
-where no name is near.
+"""What was probably meant by a name that does not exist: by meaning, then by spelling.
 
 by_meaning      a name of another framework (`tables/other_frameworks.yaml`)
-nearest         the nearest known spelling, with the same numbers in it; else the only known name that has all its words
+by_spelling     the nearest known spelling, with the same numbers in it
+by_words        the only known name that has all its words
 nearest_choice  the nearest of the few values of a setting, which the message lists as well
 """
 
@@ -13,9 +13,11 @@ from functools import cache
 from nanotrain.config.tables import read_table
 
 LISTED_BY = "nanotrain train --help=all"  # the command that lists every option
-# Shares of equal characters, as difflib counts them; of a short name one slip is enough.
-MIN_SIMILARITY, MIN_SIMILARITY_OF_A_SHORT_NAME, MIN_SIMILARITY_OF_A_CHOICE = 0.85, 2 / 3, 0.7
-# of a single word that stands for a longer name, or for a misspelled one elsewhere
+# shares of equal characters, as difflib counts them
+MIN_SIMILARITY = 0.85
+MIN_SIMILARITY_OF_A_SHORT_NAME = 2 / 3  # one slip is a larger share of it
+MIN_SIMILARITY_OF_A_CHOICE = 0.7
+# characters of a single word that stands for a longer name, or for a misspelled one elsewhere
 MIN_LENGTH_OF_A_WORD = 5
 
 
@@ -27,8 +29,11 @@ def cures() -> dict[str, str]:
 
 
 def other_value(field: str, value: str) -> str | None:
-    """The value of a field, given by its unique name, that is written otherwise elsewhere: adamw is
-    adam.
+    """The value of a field that another framework writes otherwise: adamw is adam.
+
+    Args:
+        field: unique name of the field.
+        value: the other framework's value.
     """
     values: dict[str, str] = read_table("other_frameworks")["values"].get(field, {})
     return values.get(value)
@@ -67,7 +72,8 @@ def by_meaning(name: str) -> str | None:
     ('--lr', '--num-layers', '--save-interval')
     """
     path = name.strip("-").replace("-", "_").lower().split(".")
-    return cures().get("_".join(path[-2:])) or cures().get(path[-1])
+    with_section = "_".join(path[-2:])
+    return cures().get(with_section) or cures().get(path[-1])
 
 
 def cure_of(name: str, known: Collection[str]) -> str | None:
@@ -77,7 +83,8 @@ def cure_of(name: str, known: Collection[str]) -> str | None:
     >>> cure_of("--learning-rat", ["--seed"]), cure_of("--zzz", ["--seed"])
     ('--lr', None)
     """
-    if meaning := by_meaning(name):
+    meaning = by_meaning(name)
+    if meaning is not None:
         return meaning
     last = name.rpartition(".")[2]
     if nearest(name, known) or len(plain(last)) < MIN_LENGTH_OF_A_WORD:
@@ -102,21 +109,26 @@ def by_spelling(name: str, known: Iterable[str]) -> str | None:
         if digits(other) == digits(name):
             spellings.setdefault(plain(other), other)
     length = len(plain(name)) or 1
-    cutoff = min(MIN_SIMILARITY, max(MIN_SIMILARITY_OF_A_SHORT_NAME, (length - 1) / length))
+    with_one_slip = (length - 1) / length
+    cutoff = min(MIN_SIMILARITY, max(MIN_SIMILARITY_OF_A_SHORT_NAME, with_one_slip))
     return spellings.get(similar(plain(name), list(spellings), cutoff=cutoff) or "")
 
 
 def by_words(name: str, known: Iterable[str]) -> str | None:
     """The only known name that has all words of this one and more, and is no opposite.
 
-    >>> by_words("--warmup-iters", ["--lr-warmup-iters", "--lr"]), by_words("--mtp-num-layers", ["--num-layers"])
-    ('--lr-warmup-iters', None)
+    >>> by_words("--warmup-iters", ["--lr-warmup-iters", "--lr"])
+    '--lr-warmup-iters'
+    >>> by_words("--mtp-num-layers", ["--num-layers"])
     """
     words = {*plain(name).split("-")}
     if len(words) == 1 and len(plain(name)) < MIN_LENGTH_OF_A_WORD:
         return None
-    positive = (other for other in known if not other.startswith(("--no-", "--disable-")))
-    longer = [other for other in positive if words <= {*plain(other).split("-")}]
+    longer = []
+    for other in known:
+        is_opposite = other.startswith(("--no-", "--disable-"))
+        if not is_opposite and words <= {*plain(other).split("-")}:
+            longer.append(other)
     return longer[0] if len(longer) == 1 else None
 
 
@@ -133,9 +145,10 @@ def nearest_choice(value: str, choices: Iterable[str]) -> str | None:
 def similar(text: str, others: list[str], *, cutoff: float) -> str | None:
     """The most similar text, or one of the same characters in another order."""
     close = get_close_matches(text, others, n=1, cutoff=cutoff)
-    return next(iter(close), None) or next(
-        (each for each in others if sorted(each) == sorted(text)), None
-    )
+    if close and close[0]:
+        return close[0]
+    characters = sorted(text)
+    return next((other for other in others if sorted(other) == characters), None)
 
 
 def plain(name: str) -> str:

@@ -1,31 +1,27 @@
-"""Apply Megatron-LM's flags to a configuration, and complete settings that imply others, as
-Megatron-LM does.
+"""Apply Megatron-LM's flags to a configuration, and complete settings that imply others.
 
-check_flags       values of flags that only name nanotrain's fixed behaviour, and flags of missing features
+check_flags       values of flags that only name fixed behaviour, and flags of missing features
 convert_flag      renames and conversions -> values of fields
-implied           settings that turn others on: wandb_project -> wandb, virtual stages -> interleaved, ...
-notes             what a reader of the log should know: counted flags, implied values, defaults that differ
+check_defaults, complete_width, complete_activation     --megatron-defaults
+notes             lines for the log: counted flags, defaults that differ
+
+`implied.py` has the settings that turn others on.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from os.path import normpath
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanotrain.config.arguments import choice_of, is_file
 from nanotrain.config.config import Config
 from nanotrain.config.flags import CommandLine, MegatronArgument
-from nanotrain.config.megatron import megatron
-from nanotrain.config.model import ModelConfig
-from nanotrain.config.notation import read_pipeline_layout, write_pipeline_layout
+from nanotrain.config.implied import implied_settings
+from nanotrain.config.megatron import MegatronFlag, megatron
 from nanotrain.config.option import flag_of
-from nanotrain.config.parallel import ParallelConfig
 from nanotrain.config.references import as_written
 from nanotrain.config.schema import ENTRIES, argument_of, convert, typed, value_of, with_values
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.quantities import count_of
-from nanotrain.storage.remote import is_address
 
 UNFUSED_GELU = "--no-bias-gelu-fusion"
 
@@ -67,20 +63,28 @@ def translate(
         check_defaults(line, errors=errors)
         if "model.ffn_hidden_size" not in from_files:
             complete_width(result)
-    for argument in sorted(line.megatron, key=lambda each: (each.row.is_check, each.row.overrules)):
+    for argument in sorted(line.megatron, key=order_of_conversion):
         with errors:
             convert_flag(result, argument)
-    for name, value, why in implied(result.config, result.explicit, line=line):
-        result.set(name, value, source=why)
-        result.notes.append(f"{argument_of(name, value)} is implied: {why}")
-    if line.wants_megatron_defaults and not from_files & {"model.activation"}:
+    for setting in implied_settings(result.config, result.explicit, line=line):
+        result.set(setting.name, setting.value, source=setting.why)
+        text = argument_of(setting.name, setting.value)
+        result.notes.append(f"{text} is implied: {setting.why}")
+    if line.wants_megatron_defaults and "model.activation" not in from_files:
         complete_activation(result, line)
     result.notes += notes(line)
     model = result.config.model
     if line.wants_megatron_defaults and model.multi_latent_attention and not model.qk_layernorm:
-        what = "MLA normalizes its compressed queries, keys and values"
-        result.notes.append(f"{what}, as Megatron-LM with --qk-layernorm")
+        result.notes.append(
+            "MLA normalizes its compressed queries, keys and values, "
+            "as Megatron-LM with --qk-layernorm"
+        )
     return result
+
+
+def order_of_conversion(argument: MegatronArgument) -> tuple[bool, bool]:
+    """Flags that replace the values of others come after these, and checks of values last."""
+    return argument.row.is_check, argument.row.overrules
 
 
 def check_flags(arguments: list[MegatronArgument], *, errors: ErrorCollector) -> None:
@@ -90,20 +94,25 @@ def check_flags(arguments: list[MegatronArgument], *, errors: ErrorCollector) ->
     missing: dict[str, list[str]] = {}  # cure -> flags
     for argument in arguments:
         row = argument.row
-        is_accepted = any(is_same(text, argument.value) for text in row.accepts)
-        if row.kind == "always" and row.accepts and not is_accepted:
-            what, fix = (
-                "contradicts what is always so",
-                f"leave it out or write {argument.flag} {row.accepts[0]}",
+        if any(is_same(text, argument.value) for text in row.accepts):
+            continue
+        if row.kind == "always" and row.accepts:
+            error = ConfigError(
+                f"{argument.text} contradicts what is always so",
+                why=row.meaning,
+                fix=f"leave it out or write {argument.flag} {row.accepts[0]}",
             )
-            errors.errors.append(ConfigError(f"{argument.text} {what}", why=row.meaning, fix=fix))
-        elif row.kind == "not yet" and not is_accepted:
+            errors.errors.append(error)
+        elif row.kind == "not yet":
             missing.setdefault(row.meaning, []).append(argument.text)
     if missing:
         count = sum(map(len, missing.values()))
-        what = f"{count_of(count, 'flag', verb='asks')} for what does not exist here"
-        why = "; ".join(f"{', '.join(texts)} ({cure})" for cure, texts in missing.items())
-        errors.errors.append(ConfigError(what, why=why))
+        reasons = [f"{', '.join(texts)} ({cure})" for cure, texts in missing.items()]
+        error = ConfigError(
+            f"{count_of(count, 'flag', verb='asks')} for what does not exist here",
+            why="; ".join(reasons),
+        )
+        errors.errors.append(error)
 
 
 def is_same(expected: str, text: str) -> bool:
@@ -122,33 +131,48 @@ def convert_flag(result: Translation, argument: MegatronArgument) -> None:
     """Set the fields that a flag stands for.
 
     Raises:
-        ConfigError: a field has another value on the command line.
+        ConfigError: a value that the flag does not take, or a field that has another value on the
+            command line.
     """
     row = argument.row
-    known = row.choices or (
-        () if row.kind in ("always", "not yet") else row.accepts
-    )  # else `check_flags` has reported it
+    known = known_values(row)
     if known and argument.value not in known:
         raise ConfigError(
             f"{argument.flag} is {argument.value!r}", why=f"it takes {' or '.join(known)}"
         )
     for name, value in row.values(result.config, argument.value).items():
         key = ENTRIES[name].key
-        current, new = value_of(result.config, key), convert(ENTRIES[name], value)
-        is_extended = isinstance(current, list) and set(current) <= set(new)
-        if (
-            not row.overrules
-            and key in result.explicit
-            and as_written(current) != as_written(new)
-            and not is_extended
-        ):
-            raise ConfigError(
-                f"{argument.text} contradicts {argument_of(name, current)}",
-                why=f"it means {argument_of(name, new)}",
-                fix="leave one of them out",
-            )
+        if key in result.explicit and not row.overrules:
+            require_agreement(result, argument, name=name, value=value)
         result.set(name, value, source=f"command line: {argument.text}")
         result.explicit |= {key}
+
+
+def known_values(row: MegatronFlag) -> list[str]:
+    """The values that a flag takes; empty for any, and where `check_flags` has checked them."""
+    if row.choices:
+        return list(row.choices)
+    return [] if row.kind in ("always", "not yet") else list(row.accepts)
+
+
+def require_agreement(
+    result: Translation, argument: MegatronArgument, *, name: str, value: Any
+) -> None:
+    """Check that a field which is set has the value that a flag stands for, or a list within it.
+
+    Raises:
+        ConfigError: it has another value.
+    """
+    current = value_of(result.config, ENTRIES[name].key)
+    new = convert(ENTRIES[name], value)
+    is_extended = isinstance(current, list) and set(current) <= set(new)
+    if as_written(current) == as_written(new) or is_extended:
+        return
+    raise ConfigError(
+        f"{argument.text} contradicts {argument_of(name, current)}",
+        why=f"it means {argument_of(name, new)}",
+        fix="leave one of them out",
+    )
 
 
 def complete_width(result: Translation) -> None:
@@ -156,11 +180,8 @@ def complete_width(result: Translation) -> None:
     model = result.config.model
     if model.activation == "swiglu" and model.ffn_hidden_size is None:
         width = 64 * max(1, int(4 * model.hidden_size * 2 / 3 / 64))
-        result.set(
-            "ffn_hidden_size",
-            width,
-            source="--megatron-defaults: 8/3 * hidden_size, a multiple of 64 below",
-        )
+        source = "--megatron-defaults: 8/3 * hidden_size, a multiple of 64 below"
+        result.set("ffn_hidden_size", width, source=source)
 
 
 def complete_activation(result: Translation, line: CommandLine) -> None:
@@ -173,145 +194,35 @@ def complete_activation(result: Translation, line: CommandLine) -> None:
     model = result.config.model
     is_fused = model.add_bias_linear and UNFUSED_GELU not in line.megatron_rows
     if is_fused and model.activation == "gelu" and "model.activation" not in result.explicit:
-        result.set(
-            "activation",
-            "gelu_tanh",
-            source="--megatron-defaults: the formula of its kernel of bias and GELU",
-        )
+        source = "--megatron-defaults: the formula of its kernel of bias and GELU"
+        result.set("activation", "gelu_tanh", source=source)
 
 
 def check_defaults(line: CommandLine, *, errors: ErrorCollector) -> None:
-    """Errors for recipes, which are differences from other defaults, and for fields that have no
-    default there.
+    """Errors of --megatron-defaults for recipes, which are written for other defaults, and for
+    fields that have no default in Megatron-LM.
     """
     for group, name in line.choices.items():
         if group in ("config", "model", "optim") and not is_file(name):
-            what = f"--megatron-defaults with {choice_of(group)}={name}"
-            why = f"{group}/{name}.yaml is written for nanotrain's defaults: with Megatron-LM's it means something else"
-            errors.errors.append(ConfigError(what, why=why, fix="leave one of them out"))
-    has_pattern = "model.hybrid_layer_pattern" in line.explicit  # whose length is num_layers
-    required = [name for name in megatron().required if not (has_pattern and name == "num_layers")]
-    unset = [name for name in required if ENTRIES[name].key not in line.explicit]
-    if unset and not line.choices and "checkpoint.use_checkpoint_args" not in line.explicit:
-        flags = ", ".join(map(flag_of, unset))
-        why = "Megatron-LM has no defaults for them"
-        errors.errors.append(
-            ConfigError(f"--megatron-defaults without {flags}", why=why, fix="set them")
-        )
-
-
-def implied(
-    config: Config, explicit: frozenset[str], *, line: CommandLine
-) -> Iterator[tuple[str, Any, str]]:
-    """Name, value and reason of fields that other settings imply.
-
-    With Megatron-LM's `--save DIR`, `--load` of the same folder resumes, or starts where it is
-    empty. MLA rotates by YaRN unless `--rope-type rope` is set.
-    """
-    model, train, load, flags = (
-        config.model,
-        config.train,
-        config.checkpoint.load,
-        line.megatron_rows,
-    )
-    is_plain = any(argument.text == "--rope-type rope" for argument in line.megatron)
-    is_rope = model.position_embedding_type == "rope" and not is_plain
-    factor = model.yarn.rotary_scaling_factor if model.yarn is not None else 1.0
-    if model.multi_latent_attention and is_rope and factor > 1:
-        yield "position_embedding_type", "yarn", f"MLA with rotary_scaling_factor {factor:g}"
-    fp8, reuses_buffer = config.precision.fp8, "--reuse-grad-buf-for-mxfp8-param-ag" in flags
-    if fp8 is not None and fp8.param_gather and reuses_buffer:
-        yield (
-            "fp8_param_gather",
-            False,
-            "--reuse-grad-buf-for-mxfp8-param-ag gathers parameters in bf16",
-        )
-    fsdp = [flag for flag in flags if flag in ("--use-megatron-fsdp", "--use-custom-fsdp")]
-    strategy = ENTRIES["data_parallel_sharding_strategy"]
-    given = {setting.text for setting in line.settings if setting.key == strategy.key} - {
-        "--use-distributed-optimizer"
-    }
-    if fsdp and not given and not line.choices:
-        yield strategy.name, "optim_grads_params", f"{fsdp[0]} shards parameters unless it is set"
-    if "train.wandb_project" in explicit and "train.wandb" not in explicit and not train.wandb:
-        yield "wandb", True, "wandb_project is set"
-    if (
-        train.tensorboard_dir is not None
-        and "train.tensorboard" not in explicit
-        and not train.tensorboard
-    ):
-        yield "tensorboard", True, "tensorboard_dir is set"
-    if (
-        is_address(train.run_dir or "")
-        and "checkpoint.async_save" not in explicit
-        and config.checkpoint.save
-    ):
-        yield "async_save", True, "run_dir is in object storage"
-    parallel = config.parallel
-    for name, value, why in implied_layers(model, parallel, explicit=explicit):
-        yield name, value, why
-        if name == "pipeline_model_parallel_layout":
-            parallel = replace(parallel, pipeline_model_parallel_layout=value)
-    yield from implied_schedule(parallel, explicit)
-    is_own = (
-        load is not None and train.run_dir is not None and normpath(load) == normpath(train.run_dir)
-    )
-    saves_into = any(setting.text.startswith("--save ") for setting in line.settings)
-    if saves_into and is_own and not config.checkpoint.finetune:
-        yield "load", None, f"a run resumes from its own folder {train.run_dir}"
-
-
-def implied_layers(
-    model_config: ModelConfig, parallel: ParallelConfig, *, explicit: frozenset[str]
-) -> Iterator[tuple[str, Any, str]]:
-    """The number of layers and the stages that a hybrid layer pattern implies."""
-    if model_config.hybrid_layer_pattern is None:
-        return
-    pattern, slash, mtp = model_config.hybrid_layer_pattern.partition("/")
-    why = "the layers of hybrid_layer_pattern"
-    num_layers, is_default = (
-        len(pattern.replace("|", "")),
-        model_config.num_layers == ENTRIES["num_layers"].default,
-    )
-    if slash and model_config.mtp.num_layers is None:
-        yield "mtp_num_layers", 1 + mtp.count("/"), why
-    if is_default and num_layers != model_config.num_layers and "model.num_layers" not in explicit:
-        yield "num_layers", num_layers, why
-    if "|" in pattern:
-        yield "hybrid_layer_pattern", pattern.replace("|", "") + slash + mtp, "its | are stages"
-        if parallel.pipeline_model_parallel_size > 1:
-            yield (
-                "pipeline_model_parallel_layout",
-                write_pipeline_layout([*map(len, pattern.split("|"))]),
-                why,
+            error = ConfigError(
+                f"--megatron-defaults with {choice_of(group)}={name}",
+                why=f"{group}/{name}.yaml is written for nanotrain's defaults: with Megatron-LM's "
+                "it means something else",
+                fix="leave one of them out",
             )
-
-
-def implied_schedule(
-    parallel: ParallelConfig, explicit: frozenset[str]
-) -> Iterator[tuple[str, Any, str]]:
-    """The virtual stages that a pipeline layout implies, and the schedule that virtual stages
-    imply.
-    """
-    count, pp = parallel.num_virtual_stages_per_pipeline_rank, parallel.pipeline_model_parallel_size
-    layout, name = parallel.pipeline_model_parallel_layout, "num_virtual_stages_per_pipeline_rank"
-    if pp == 1:  # without it a layout is an error of its own
+            errors.errors.append(error)
+    if line.choices or "checkpoint.use_checkpoint_args" in line.explicit:
         return
-    stages = 0
-    if layout is not None and f"parallel.{name}" not in explicit:
-        with suppress(ConfigError):  # an invalid layout, which its rule reports
-            stages = len(read_pipeline_layout(layout))
-    if stages > pp * count:
-        count = -(-stages // pp)
-        why = f"pipeline_model_parallel_layout has {count_of(stages, 'stage')} for {pp} pipeline ranks"
-        yield name, count, why
-    is_default = parallel.pipeline_schedule == ENTRIES["pipeline_schedule"].default
-    if count > 1 and is_default and "parallel.pipeline_schedule" not in explicit:
-        yield (
-            "pipeline_schedule",
-            "interleaved",
-            f"there are {count} virtual stages per pipeline rank",
+    unset = [name for name in megatron().required if ENTRIES[name].key not in line.explicit]
+    if "model.hybrid_layer_pattern" in line.explicit and "num_layers" in unset:
+        unset.remove("num_layers")  # it is the length of the pattern
+    if unset:
+        error = ConfigError(
+            f"--megatron-defaults without {', '.join(map(flag_of, unset))}",
+            why="Megatron-LM has no defaults for them",
+            fix="set them",
         )
+        errors.errors.append(error)
 
 
 def notes(line: CommandLine) -> Iterator[str]:
@@ -322,28 +233,43 @@ def notes(line: CommandLine) -> Iterator[str]:
     if not rows:
         return
     kinds = [row.kind for row in rows.values()]
-    if count := kinds.count("always"):
-        yield f"{count_of(count, 'flag', verb='names')} what nanotrain always does (--help=megatron lists them)"
-    if count := kinds.count("no effect"):
-        yield f"{count_of(count, 'flag', verb='tunes')} parts of Megatron-LM that do not exist here"
-    if saving := [f"{flag} ({row.meaning})" for flag, row in rows.items() if row.saves]:
+    num_always = kinds.count("always")
+    if num_always:
+        flags = count_of(num_always, "flag", verb="names")
+        yield f"{flags} what nanotrain always does (--help=megatron lists them)"
+    num_unused = kinds.count("no effect")
+    if num_unused:
+        flags = count_of(num_unused, "flag", verb="tunes")
+        yield f"{flags} parts of Megatron-LM that do not exist here"
+    saving = [f"{flag} ({row.meaning})" for flag, row in rows.items() if row.saves]
+    if saving:
         yield f"Megatron-LM saves time or memory by what is not here: {'; '.join(saving)}"
-    if (
-        line.choices
-        or line.wants_megatron_defaults
-        or "checkpoint.use_checkpoint_args" in line.explicit
-    ):
-        return  # a file, Megatron-LM's defaults or the checkpoint's model
-    of_flags = {name for row in rows.values() for name in row.sets}
-    left_out = [
-        n for n in megatron().shaping if ENTRIES[n].key not in line.explicit and n not in of_flags
-    ]
+    left_out = other_defaults(line)
     if left_out:
-        values = ", ".join(
-            f"{name} {typed(ENTRIES[name].default)} (Megatron-LM: {typed(megatron().defaults[name])})"
-            for name in left_out
+        yield (
+            f"settings left out whose defaults differ from Megatron-LM's: {', '.join(left_out)}; "
+            "--megatron-defaults takes those"
         )
-        yield f"settings left out whose defaults differ from Megatron-LM's: {values}; --megatron-defaults takes those"
+
+
+def other_defaults(line: CommandLine) -> list[str]:
+    """Settings of the model that the line leaves out, with both defaults.
+
+    Empty where a file, Megatron-LM's defaults or a checkpoint gives the model.
+    """
+    uses_checkpoint = "checkpoint.use_checkpoint_args" in line.explicit
+    if line.choices or line.wants_megatron_defaults or uses_checkpoint:
+        return []
+    set_by_flags = set[str]()
+    for row in line.megatron_rows.values():
+        set_by_flags.update(row.sets)
+    texts = []
+    for name in megatron().shaping:
+        if ENTRIES[name].key in line.explicit or name in set_by_flags:
+            continue
+        theirs = typed(megatron().defaults[name])
+        texts.append(f"{name} {typed(ENTRIES[name].default)} (Megatron-LM: {theirs})")
+    return texts
 
 
 def megatron_values() -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain.config.config import DataConfig
-from nanotrain.config.notation import read_named, read_stages, stage_bounds
+from nanotrain.config.data_stages import read_named, read_stages, stage_bounds
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset, StageBlend
 from nanotrain.data.corpus_info import recorded_tokenizer

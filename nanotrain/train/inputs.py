@@ -31,8 +31,8 @@ from nanotrain.checkpoint.store import (
 )
 from nanotrain.checkpoint.stored import fetched, mirror
 from nanotrain.config.config import Config, DataConfig, TrainConfig
+from nanotrain.config.data_stages import read_named
 from nanotrain.config.load import Loaded
-from nanotrain.config.notation import read_named
 from nanotrain.config.references import as_written
 from nanotrain.config.rules.check import check_layout, check_model
 from nanotrain.config.rules.unused import reset_unused

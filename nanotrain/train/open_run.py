@@ -22,8 +22,9 @@ from nanotrain.checkpoint.all_ranks import run_on_all
 from nanotrain.comm.device import device_name, peak_memory, reset_peak_memory
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
+from nanotrain.config.data_stages import read_stages
 from nanotrain.config.load import to_yaml
-from nanotrain.config.notation import moves_mtp_layers, read_stages
+from nanotrain.config.notation import moves_mtp_layers
 from nanotrain.data.build import first_blend
 from nanotrain.data.corpus_info import read_info
 from nanotrain.data.data_path import parse_data_path

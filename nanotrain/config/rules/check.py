@@ -9,7 +9,7 @@ validate_start        the same, unless the layout is still to be chosen
 """
 
 from nanotrain.config.config import Config
-from nanotrain.config.notation import read_stages
+from nanotrain.config.data_stages import read_stages
 from nanotrain.config.rules.groups import GROUPS
 from nanotrain.config.rules.settings import Settings, Unreadable
 from nanotrain.config.schedules import (

@@ -2,7 +2,7 @@
 sharding.
 """
 
-from nanotrain.config.notation import read_named
+from nanotrain.config.data_stages import read_named
 from nanotrain.config.rules.settings import Errors, Settings
 from nanotrain.config.schema import typed
 from nanotrain.errors import ConfigError
