@@ -1,5 +1,4 @@
-"""The command line `nanotrain COMMAND`: one function per command, in a file of its own where it is
-long.
+"""The command line `nanotrain COMMAND`: one function and one parser per command.
 
 It holds no logic of the commands: each parses its arguments and calls another package.
 """

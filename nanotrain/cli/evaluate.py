@@ -20,7 +20,8 @@ from nanotrain.log import progress
 from nanotrain.paths import expanded
 from nanotrain.system import importing_torch
 
-MICROBATCHES_PER_STAGE = 2  # of a global batch and data-parallel rank, so that a pipeline is filled
+# microbatches of a data-parallel rank per pipeline stage, so that a pipeline is filled
+MICROBATCHES_PER_STAGE = 2
 LM_EVAL_BATCH = 8  # samples of a batch of lm-eval where the command line sets none
 # settings that may differ from those of the training run, besides those of the layout
 SETTINGS = {
@@ -232,8 +233,7 @@ def print_results(results: Mapping[str, Any], *, as_json: bool) -> None:
 
 
 def evaluation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Config:
-    """The model and masks of a run in the layout of a command line, in fp32 unless it sets another
-    dtype.
+    """The model and masks of a run in the layout of a command line, by default in fp32.
 
     Args:
         trained: the configuration of the model's run.

@@ -160,8 +160,9 @@ def without_surrogates(text: str) -> str:
 def print_pieces(
     prompts: Sequence[str], pieces: Iterator[tuple[int, str]], *, is_first: bool, is_alone: bool
 ) -> None:
-    """Print the texts on the first rank; the others generate them too, also after a pipe's reader
-    has closed it.
+    """Print the texts on the first rank.
+
+    All ranks generate them, also after the reader of a pipe has closed it.
     """
     from nanotrain.inference.generate import print_texts
 

@@ -58,8 +58,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def require_no_misspelled(arguments: Sequence[str]) -> None:
-    """Check that no argument is a misspelled option of torchrun; misspelled training flags are
-    found later.
+    """Check that no argument is a misspelled option of torchrun.
 
     Raises:
         ConfigError: one is.
@@ -144,8 +143,7 @@ def launch(
 
 
 def check_names(config: Config) -> None:
-    """Check the names of implementations that are not the defaults; their tables are imported with
-    torch.
+    """Check the names of implementations that are not the defaults, whose tables need torch.
 
     Raises:
         ConfigError: unknown names.

@@ -1,5 +1,4 @@
-"""`nanotrain COMMAND ...`: one function per command, which parses its arguments and calls another
-package.
+"""`nanotrain COMMAND ...`: one function per command, which calls another package.
 
     train, config, completion                  here
     report, watch, runs, compare, timeline     runs.py

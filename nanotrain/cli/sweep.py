@@ -45,7 +45,7 @@ AXIS = re.compile(r"(?P<name>(--|\+)?[A-Za-z][\w.-]*)=(?P<values>.+)", re.DOTALL
 class Trial:
     """One combination of values."""
 
-    name: str  # of the folder, as lr=1e-3,seed=2
+    name: str  # name of its folder, as lr=1e-3,seed=2
     settings: tuple[str, ...]  # arguments of the training that choose its values
     folder: Path = Path()
     train_iters: int = 0

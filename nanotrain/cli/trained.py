@@ -1,5 +1,4 @@
-"""Commands on a trained model, on one rank or on the ranks of a layout; shared by `evaluate` and
-`generate`.
+"""What `evaluate` and `generate` share: a trained model on one rank or on a layout.
 
 arguments -> settings of the layout -> the model's configuration in that layout -> ranks -> result,
 printed once

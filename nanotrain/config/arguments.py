@@ -19,8 +19,9 @@ from nanotrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Alias:
-    """A flag for one value of a field; another argument may set the field to a value of `agrees`
-    only.
+    """A flag for one value of a field.
+
+    Another argument may set the field to a value of `agrees` only.
     """
 
     name: str
@@ -58,8 +59,9 @@ def is_file(name: str) -> bool:
 
 
 def unknown_flag(flag: str, *, known: Collection[str], listed_by: str = LISTED_BY) -> ConfigError:
-    """The error for a flag that does not exist: what it is called here, else the nearest spelling,
-    else where to look.
+    """The error for a flag that does not exist.
+
+    It says what the flag is called here, else the nearest spelling, else where to look.
 
     >>> unknown_flag("--learning-rate", known=["--lr"]).fix
     'did you mean --lr?'

@@ -35,8 +35,9 @@ _HYDRA = threading.RLock()  # Hydra is one per process: threads compose one afte
 
 
 def config_dir() -> Path:
-    """The folder of built-in YAML: $NANOTRAIN_CONFIG_DIR, else the installed package's, else the
-    repository's.
+    """The folder of built-in YAML.
+
+    It is $NANOTRAIN_CONFIG_DIR, else the installed package's, else the repository's.
     """
     package = Path(__file__).resolve().parent.parent
     configured = os.environ.get("NANOTRAIN_CONFIG_DIR")

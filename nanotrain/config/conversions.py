@@ -137,8 +137,7 @@ def rope_type(config: Config, text: str) -> dict[str, Any]:
 
 
 def ckpt_step(config: Config, text: str) -> dict[str, Any]:
-    """The step folder of a run to load, from the run folder of `--load` or its folder of
-    checkpoints.
+    """The step folder to load, within the run folder or folder of checkpoints of `--load`.
 
     Raises:
         ConfigError: `--load` is unset, or names a step folder itself.
@@ -190,8 +189,9 @@ def data_args_path(config: Config, text: str) -> dict[str, Any]:
 
 
 def per_split_data_args_path(config: Config, text: str) -> dict[str, Any]:
-    """The prefixes and weights of each split, from a JSON file: a text or a list of texts for
-    train, valid and test.
+    """The prefixes and weights of each split, from a JSON file.
+
+    The file has a text or a list of texts for train, valid and test.
 
     Raises:
         ConfigError: the file cannot be read, or has another form.

@@ -194,8 +194,7 @@ def read_other_flag(line: CommandLine, flag: Flag, *, rest: list[str]) -> None:
 def split_settings(
     argv: Sequence[str], *, own: Collection[str], with_value: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """The settings of a training among the arguments of a command, with their values; and all other
-    arguments.
+    """Split the arguments of a command into settings of a training and all others.
 
     Args:
         argv: the arguments.
@@ -307,8 +306,9 @@ def read_megatron(flag: Flag, row: MegatronFlag, *, rest: list[str]) -> Megatron
 
 
 def read_save(flag: Flag, rest: list[str]) -> list[Setting]:
-    """Megatron-LM's `--save DIR`, which also names the run folder; nothing for the field's own
-    `--save[=true]`.
+    """Megatron-LM's `--save DIR`, which also names the run folder.
+
+    There are no settings for the field's own `--save[=true]`.
     """
     folder = flag.value
     if folder is None and rest and not begins_argument(rest[0]):
@@ -339,9 +339,7 @@ def take_value(flag: str, rest: list[str]) -> str:
 
 
 def begins_argument(text: str) -> bool:
-    """Whether a text is a flag, an override or a choice and not a value (a negative number is a
-    value).
-    """
+    """Whether a text is a flag, an override or a choice and not a value, as a negative number."""
     if re.match(r"--|-(?!inf|nan)[A-Za-z]", text):
         return True
     match = OVERRIDE.match(text)
@@ -435,9 +433,7 @@ def require_key(key: str) -> None:
 
 
 def apply_aliases(line: CommandLine) -> None:
-    """Turn aliases into settings, before the others; a contradiction with another argument is an
-    error.
-    """
+    """Turn aliases into settings before the others; a contradiction with another is an error."""
     given: list[Setting] = []
     for flag in dict.fromkeys(line.aliases):
         alias = ALIASES[flag]

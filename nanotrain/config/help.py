@@ -51,11 +51,10 @@ ASCII_FRAME = Frame("+", "-", "+", "|", "+", "+")
 
 
 def help_text(topic: str = "", *, width: int | None = None, usage: str = USAGE) -> str:
-    """The help on a topic: empty for the options used most, "all", "megatron", a section, or a word
-    to look for.
+    """The help on a topic; without one, the options used most.
 
     Args:
-        topic: topic that `--help=` names.
+        topic: "all", "megatron", a section, or a word to look for.
         width: characters of a line; unset: the width of the terminal.
         usage: usage line of the command.
 
@@ -169,8 +168,7 @@ def megatron_lines(width: int) -> Iterator[str]:
 
 
 def panel(title: str, lines: list[str], *, width: int) -> list[str]:
-    """The lines in a frame with a title; the frame is of ASCII where the output has no other
-    characters.
+    """The lines in a frame with a title, of ASCII if the output has no other characters.
 
     Args:
         title: title, shorter than a line.
@@ -188,9 +186,7 @@ def panel(title: str, lines: list[str], *, width: int) -> list[str]:
 
 
 def rows(pairs: Iterable[tuple[str, str]], width: int) -> list[str]:
-    """Two columns of a panel, the second wrapped at words; a long entry of the first has a line of
-    its own.
-    """
+    """Two columns of a panel, the second wrapped at words; a long first entry has its own line."""
     lines: list[str] = []
     for left, right in pairs:
         wrapped = textwrap.wrap(right, width - FRAME - COLUMN, break_on_hyphens=False)

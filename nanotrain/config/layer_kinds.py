@@ -1,5 +1,8 @@
-"""Nested sections of the model: multi-latent and sparse attention, linear attention, Mamba-2,
-experts, multi-token prediction.
+"""Nested sections of the model, one per kind of layer.
+
+MLAConfig, DSAConfig                    multi-latent attention, sparse attention
+LinearAttentionConfig, MambaConfig      layers with a state
+MoEConfig, MTPConfig                    experts, multi-token prediction
 """
 
 from dataclasses import dataclass

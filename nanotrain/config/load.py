@@ -174,8 +174,7 @@ def load(argv: Sequence[str], *, to_train: bool = True) -> Loaded:
 
 
 def load_line(line: CommandLine, *, to_train: bool = True) -> Loaded:
-    """The checked configuration of a parsed command line; with `to_train`, also checked for
-    training.
+    """The checked configuration of a parsed command line.
 
     Raises:
         ConfigError: all mistakes.
@@ -335,9 +334,7 @@ def fields_in_cures(errors: ErrorCollector) -> frozenset[str]:
 
 
 def reply(line: CommandLine, *, usage: str = USAGE) -> str | None:
-    """The text for `--help`, `--explain` or `--cfg job`; None for a command line without these
-    flags.
-    """
+    """The text for `--help`, `--explain` or `--cfg job`; None without these flags."""
     if line.help_topic is not None:
         return help_text(line.help_topic, usage=usage)
     if not line.wants_explanation and not line.wants_job:
@@ -349,9 +346,7 @@ def reply(line: CommandLine, *, usage: str = USAGE) -> str | None:
 
 
 def explain(loaded: Loaded, line: CommandLine) -> str:
-    """The configuration with the origin of every value, defaults last; then what Megatron-LM's
-    flags became.
-    """
+    """The configuration with the origin of every value, and what Megatron-LM's flags became."""
     values = {key: yaml_value(value) for key, value in flat_values(loaded.config).items()}
     keys = sorted(KEYS, key=lambda key: loaded.origins[key] == "default")
     key_width = max(map(len, keys))
@@ -366,9 +361,7 @@ def explain(loaded: Loaded, line: CommandLine) -> str:
 
 
 def flag_lines(line: CommandLine) -> list[str]:
-    """What became of every flag of Megatron-LM that is no field: the kind of its row, and its
-    meaning here.
-    """
+    """The kind and the meaning here of every flag of Megatron-LM that is no field."""
     arguments = dict.fromkeys(line.megatron)
     width = max((len(argument.text) for argument in arguments), default=0)
     return [

@@ -133,9 +133,7 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 
 def read_node(node: ast.expr) -> Any:
-    """The value of a number or a list of numbers, of their sums, and of a list or number times a
-    number.
-    """
+    """The value of numbers, lists of numbers, sums, and products with a number."""
     match node:
         case ast.Constant(value=int(number)):
             return number

@@ -47,12 +47,11 @@ def option(
 
 
 def section(kind: type, *, prefix: str = "", switch: str = "", value: str = "") -> Any:
-    """Declare a nested section by its frozen dataclass; flags begin with the prefix ("moe_":
-    `--moe-router-topk`).
+    """Declare a nested section by its frozen dataclass.
 
     Args:
         kind: the dataclass.
-        prefix: prefix of the unique names of its fields.
+        prefix: prefix of the unique names of its fields, as "moe_" of `--moe-router-topk`.
         switch: field, of the section or of its parent, without which the section is absent (None);
             empty: never absent.
         value: value of the switch with which the section is present; empty: any but unset and off.
@@ -118,7 +117,7 @@ class Entry:
     section: str  # dotted name of its section, as "model.moe"
     section_class: type
     field: Field[Any]
-    prefix: str = ""  # of its unique name
+    prefix: str = ""  # prefix of its unique name
 
     @cached_property
     def name(self) -> str:
@@ -146,9 +145,7 @@ class Entry:
 
     @property
     def secret(self) -> str:
-        """The environment variable to which files refer in place of the value; empty for most
-        fields.
-        """
+        """The environment variable to which files refer; empty for most fields."""
         return str(self.field.metadata["secret"])
 
     @property

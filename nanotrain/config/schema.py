@@ -56,8 +56,7 @@ REMOVED = frozenset({"parallel.projection_fusion"})
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
-    """Convert `{section: {field: value}}` into a `Config`; fields that are not named keep their
-    defaults.
+    """Convert `{section: {field: value}}` into a `Config`; other fields keep their defaults.
 
     Raises:
         ConfigError: unknown sections or fields, values of the wrong type or out of bounds; all of
@@ -139,7 +138,7 @@ def _is_off(section: Any, field: Field[Any]) -> bool:
         return False
     holder = section if hasattr(section, switch_name) else section_or_default(section, field.name)
     switch = getattr(holder, switch_name)
-    value = field.metadata["value"]  # of the switch with which the section is present
+    value = field.metadata["value"]  # value of the switch with which the section is present
     if value:
         return bool(switch != value)
     return not switch

@@ -77,8 +77,7 @@ def by_meaning(name: str) -> str | None:
 
 
 def cure_of(name: str, known: Collection[str]) -> str | None:
-    """What to write for a name of another framework, also a misspelled one unless a known name is
-    near.
+    """What to write for a name of another framework, or for a misspelled one of them.
 
     >>> cure_of("--learning-rat", ["--seed"]), cure_of("--zzz", ["--seed"])
     ('--lr', None)

@@ -88,9 +88,7 @@ def order_of_conversion(argument: MegatronArgument) -> tuple[bool, bool]:
 
 
 def check_flags(arguments: list[MegatronArgument], *, errors: ErrorCollector) -> None:
-    """Check the values of flags that only name fixed behaviour; flags of missing features become
-    one error.
-    """
+    """Check flags that only name fixed behaviour; flags of missing features become one error."""
     missing: dict[str, list[str]] = {}  # cure -> flags
     for argument in arguments:
         row = argument.row
@@ -185,10 +183,9 @@ def complete_width(result: Translation) -> None:
 
 
 def complete_activation(result: Translation, line: CommandLine) -> None:
-    """Set Megatron-LM's GELU if no activation is set: its kernel of bias and GELU has the tanh
-    approximation.
+    """Set Megatron-LM's GELU with the tanh approximation if no activation is set.
 
-    Source: Megatron-LM, `fused_bias_gelu.py`; without biases, or with --no-bias-gelu-fusion, it
+    Source: the kernel of bias and GELU, Megatron-LM, `fused_bias_gelu.py`; without biases, or with --no-bias-gelu-fusion, it
     calls the exact GELU.
     """
     model = result.config.model
@@ -199,8 +196,10 @@ def complete_activation(result: Translation, line: CommandLine) -> None:
 
 
 def check_defaults(line: CommandLine, *, errors: ErrorCollector) -> None:
-    """Errors of --megatron-defaults for recipes, which are written for other defaults, and for
-    fields that have no default in Megatron-LM.
+    """Collect the errors of --megatron-defaults.
+
+    They are for recipes, which are written for other defaults, and for fields that have no default
+    in Megatron-LM.
     """
     for group, name in line.choices.items():
         if group in ("config", "model", "optim") and not is_file(name):
@@ -226,9 +225,7 @@ def check_defaults(line: CommandLine, *, errors: ErrorCollector) -> None:
 
 
 def notes(line: CommandLine) -> Iterator[str]:
-    """Lines for the log: how many flags change nothing, and which settings of the model keep other
-    defaults.
-    """
+    """Lines for the log: flags that change nothing, and settings with other defaults."""
     rows = line.megatron_rows
     if not rows:
         return

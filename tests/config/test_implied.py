@@ -1,0 +1,63 @@
+"""Settings that other settings imply: each with its reason, none over what is set."""
+
+import pytest
+
+from nanotrain.config.flags import parse
+from nanotrain.config.implied import implied_settings, stages_of_layout
+from nanotrain.config.load import load
+from nanotrain.config.schema import value_of
+
+DATA = "--mock-data --vocab-size 64 --num-layers 8"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "value"),
+    [
+        ("--wandb-project p", "train.wandb", True),
+        ("--tensorboard-dir tb", "train.tensorboard", True),
+        ("--run-dir s3://bucket/run", "checkpoint.async_save", True),
+        ("--run-dir s3://bucket/run --no-async-save", "checkpoint.async_save", False),
+        ("--save ck --load ck", "checkpoint.load", None),
+        ("--save ck --load other", "checkpoint.load", "other"),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+            "parallel.pipeline_schedule",
+            "interleaved",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|tt|tt|ttL",
+            "parallel.num_virtual_stages_per_pipeline_rank",
+            2,
+        ),
+        (
+            "--use-megatron-fsdp",
+            "parallel.data_parallel_sharding_strategy",
+            "optim_grads_params",
+        ),
+    ],
+)
+def test_a_setting_implies_another_unless_it_is_set(arguments, key, value):
+    loaded = load(f"{DATA} {arguments}".split(), to_train=False)
+    assert value_of(loaded.config, key) == value
+
+
+def test_what_is_implied_is_noted_with_its_reason():
+    loaded = load(f"{DATA} --wandb-project p".split(), to_train=False)
+    assert "--wandb is implied: wandb_project is set" in loaded.notes
+    assert loaded.origins["train.wandb"] == "wandb_project is set"
+
+
+def test_a_plain_line_implies_nothing():
+    line = parse(DATA.split())
+    config = load(DATA.split()).config
+    assert implied_settings(config, line.explicit, line=line) == []
+
+
+def test_layers_are_the_letters_of_a_hybrid_pattern():
+    line = "--mock-data --vocab-size 64 --hybrid-layer-pattern M-*-M-"
+    assert load(line.split()).config.model.num_layers == 6
+
+
+@pytest.mark.parametrize(("layout", "stages"), [(None, 0), ("Et|tL", 2), ("no layout", 0)])
+def test_an_invalid_layout_has_no_stages(layout, stages):
+    assert stages_of_layout(layout) == stages
