@@ -11,8 +11,9 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 
 from nanotrain.config.config import Config
-from nanotrain.config.flags import begins_argument, known_flags, parse
+from nanotrain.config.flags import known_flags, parse
 from nanotrain.config.load import load_line, reply
+from nanotrain.config.overrides import begins_argument
 from nanotrain.config.rules.check import OPEN_NAMES, validate_start
 from nanotrain.config.schema import ENTRIES, value_of
 from nanotrain.config.suggest import by_spelling

@@ -4,7 +4,9 @@ Fields       config.py          the sections; its docstring lists their files
              option.py          declaration of a field or section
              schema.py          the fields as a table, conversion of values
 Arguments    arguments.py       the arguments that exist, errors for others
-             flags.py           parser of the command line
+             flags.py           parser of the command line: flags
+             overrides.py       Hydra's forms of arguments
+             command_line.py    what the parser returns
              suggest.py         what was probably meant
              help.py            texts generated from the fields
 Files        compose.py         composition of YAML files (Hydra)

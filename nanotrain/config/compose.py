@@ -24,7 +24,7 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from nanotrain.config.arguments import FLAGS, choice_of, is_file
-from nanotrain.config.flags import CommandLine
+from nanotrain.config.command_line import CommandLine
 from nanotrain.config.recipe_files import read_yaml, state_of
 from nanotrain.config.schema import KEYS, SECTIONS, flatten, nest
 from nanotrain.config.suggest import by_meaning, did_you_mean, nearest_choice

@@ -5,13 +5,13 @@ overrides   Hydra's `section.field=value` and `++section.field=value` set a fiel
             `~section.field` returns it to its default
 choices     a YAML file of a group: `+config=NAME` a recipe, `model=NAME` a model
 
-No file is read here. docs/decisions/0021-the-command-line.md says which part of it is Hydra's.
+No file is read here. `overrides.py` reads Hydra's forms, `command_line.py` has the result.
 """
 
 import itertools
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nanotrain.config.arguments import (
     ALIASES,
@@ -20,7 +20,6 @@ from nanotrain.config.arguments import (
     NO_HYPHENS,
     SWITCHES,
     VALUES,
-    choice_of,
     no_hyphen,
     no_value,
     quoted,
@@ -29,70 +28,19 @@ from nanotrain.config.arguments import (
     unexpected,
     unknown_flag,
 )
+from nanotrain.config.command_line import CommandLine, MegatronArgument, Setting
 from nanotrain.config.megatron import MANY, MegatronFlag, megatron, row_of
-from nanotrain.config.option import Entry, flag_of
-from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, SECTIONS, unknown_key
+from nanotrain.config.option import Entry
+from nanotrain.config.overrides import (
+    DELETION,
+    OVERRIDE,
+    begins_argument,
+    is_override,
+    read_override,
+)
+from nanotrain.config.schema import BOOLEANS, ENTRIES, KEYS, SECTIONS
 from nanotrain.config.suggest import LISTED_BY
-from nanotrain.errors import ConfigError, ErrorCollector
-
-OVERRIDE = re.compile(r"^(?P<prefix>[+~]*)(?P<key>[A-Za-z_][\w.@/]*)=(?P<value>.*)$", re.DOTALL)
-DELETION = re.compile(r"^~(?P<key>[A-Za-z_]\w*(\.\w+)+)$")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One field set on the command line."""
-
-    key: str
-    value: str | list[str]  # text of the value; of a deletion the value that it requires, or ""
-    text: str  # the arguments as written
-    is_hydra: bool = False  # the text follows Hydra's grammar: [a,b] and quotes mean something
-    is_deletion: bool = False  # the field returns to its default
-
-
-@dataclass(frozen=True)
-class MegatronArgument:
-    """A flag of Megatron-LM that is no field: a row of `tables/megatron.yaml`."""
-
-    flag: str
-    row: MegatronFlag = field(compare=False)
-    value: str = ""  # several values are separated by spaces
-
-    @property
-    def text(self) -> str:
-        """The argument as written."""
-        return f"{self.flag} {self.value}".strip()
-
-
-@dataclass
-class CommandLine:
-    """A parsed command line."""
-
-    settings: list[Setting] = field(default_factory=list)  # the fields that are set, in order
-    aliases: list[str] = field(default_factory=list)  # alias flags, in order
-    megatron: list[MegatronArgument] = field(default_factory=list)  # flags of Megatron-LM, in order
-    # group of YAML files -> name of the chosen file; `config` -> the recipe
-    choices: dict[str, str] = field(default_factory=dict)
-    search_path: list[str] = field(default_factory=list)  # folders of `--config-dir`
-    config_name: str = "train"  # the file that composition starts from
-    data_parallel_size: int | None = None  # value of `--data-parallel-size`
-    help_topic: str | None = None  # value of `--help=TOPIC`; empty for `--help`
-    wants_megatron_defaults: bool = False
-    wants_job: bool = False
-    wants_explanation: bool = False
-    listed_by: str = LISTED_BY  # the command that lists the flags, for errors
-    # all mistakes; `load_line` raises them together with mistakes in types
-    errors: ErrorCollector = field(default_factory=ErrorCollector)
-
-    @property
-    def explicit(self) -> frozenset[str]:
-        """The keys of the fields set on the command line."""
-        return frozenset(setting.key for setting in self.settings)
-
-    @property
-    def megatron_rows(self) -> dict[str, MegatronFlag]:
-        """The rows of Megatron-LM's flags, by flag, in order."""
-        return {argument.flag: argument.row for argument in self.megatron}
+from nanotrain.errors import ConfigError
 
 
 def parse(argv: Sequence[str], *, listed_by: str = LISTED_BY) -> CommandLine:
@@ -237,18 +185,6 @@ def values_of_flag(argument: str, rest: list[str]) -> list[str]:
     return before[: len(before) - len(rest)]
 
 
-def is_override(argument: str) -> bool:
-    """Whether an argument sets or deletes a field, or chooses a recipe.
-
-    >>> is_override("++optim.lr=3"), is_override("~optim.lr"), is_override("~/data")
-    (True, True, False)
-    """
-    name, has_value, _ = argument.partition("=")
-    if not has_value:
-        return name.startswith("~") and name[1:] in KEYS
-    return name == "+config" or name.lstrip("+~") in KEYS
-
-
 def known_flags() -> list[str]:
     """Every flag of a training but --help."""
     return [*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS, *SWITCHES, *megatron().flags]
@@ -336,100 +272,6 @@ def take_value(flag: str, rest: list[str]) -> str:
     if not rest or begins_argument(rest[0]):
         raise no_value(flag)
     return rest.pop(0)
-
-
-def begins_argument(text: str) -> bool:
-    """Whether a text is a flag, an override or a choice and not a value, as a negative number."""
-    if re.match(r"--|-(?!inf|nan)[A-Za-z]", text):
-        return True
-    match = OVERRIDE.match(text)
-    if match is None:
-        return is_override(text)
-    if match["prefix"]:
-        return True
-    section, dot, name = match["key"].partition(".")
-    if "/" in section:
-        return False
-    if dot:
-        return all(part.isidentifier() for part in name.split("."))
-    return section in {"config", *SECTIONS, *ENTRIES}
-
-
-def read_override(line: CommandLine, argument: str) -> None:
-    """Read Hydra's forms: `key=value`, `++key=value`, `~key`, a search path, the choice of a file."""
-    match = OVERRIDE.match(argument)
-    if match is None:
-        line.settings.append(read_deletion(argument, key=argument[1:]))
-        return
-    prefix = match["prefix"]
-    key = match["key"]
-    value = match["value"]
-    if key == "hydra.searchpath":
-        line.search_path += read_search_path(value)
-    elif key.startswith("hydra."):
-        raise ConfigError(
-            f"{argument} has no effect",
-            why="of Hydra's own settings only hydra.searchpath is used here",
-        )
-    elif "." not in key and key not in ENTRIES:
-        if prefix not in ("", "+"):
-            raise ConfigError(
-                f"{argument} begins with {prefix}",
-                why="a YAML file is chosen, not removed or added",
-                fix=f"write {choice_of(key)}=NAME",
-            )
-        line.choices[key] = value  # the last one counts, as of a flag
-    elif prefix == "~":
-        line.settings.append(read_deletion(argument, key=key, value=value))
-    else:
-        line.settings.append(read_value(argument, prefix=prefix, key=key, value=value))
-
-
-def read_search_path(value: str) -> list[str]:
-    """The folders of `hydra.searchpath=[DIR,...]`."""
-    parts = [part.strip() for part in value.strip("[]").split(",")]
-    return [part.strip("'\"") for part in parts if part]
-
-
-def read_value(argument: str, *, prefix: str, key: str, value: str) -> Setting:
-    """The setting of `key=value` or `++key=value`, which are the same: all keys exist.
-
-    Raises:
-        ConfigError: no field has the key, or another prefix, as `+` for a key that does not exist.
-    """
-    require_key(key)
-    if prefix not in ("", "++"):
-        raise ConfigError(
-            f"{argument} begins with {prefix}",
-            why="every field exists already",
-            fix=f"write {key}={value}",
-        )
-    return Setting(key, value, argument, is_hydra=True)
-
-
-def read_deletion(argument: str, *, key: str, value: str = "") -> Setting:
-    """The setting of `~key`, or of `~key=value`, which requires that value.
-
-    Raises:
-        ConfigError: no field has the key.
-    """
-    require_key(key)
-    return Setting(key, value, argument, is_deletion=True)
-
-
-def require_key(key: str) -> None:
-    """Check that a field has a key.
-
-    Raises:
-        ConfigError: none has it; the key may be named as a flag of Megatron-LM.
-    """
-    if key in KEYS:
-        return
-    flag = flag_of(key.rpartition(".")[2])
-    row = megatron().flags.get(flag)
-    if row is not None and row.kind == "rename":
-        raise ConfigError(f"unknown key {key}", fix=f"write {flag}")
-    raise unknown_key(key)
 
 
 def apply_aliases(line: CommandLine) -> None:

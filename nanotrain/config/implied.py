@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from os.path import normpath
 from typing import Any
 
+from nanotrain.config.command_line import CommandLine
 from nanotrain.config.config import Config
-from nanotrain.config.flags import CommandLine
 from nanotrain.config.model import ModelConfig
 from nanotrain.config.notation import read_pipeline_layout, write_pipeline_layout
 from nanotrain.config.parallel import ParallelConfig

@@ -17,8 +17,9 @@ from typing import Any
 import yaml
 
 from nanotrain.config.arguments import ALIASES, FLAGS, unknown_flag
+from nanotrain.config.command_line import CommandLine, Setting
 from nanotrain.config.config import Config
-from nanotrain.config.flags import CommandLine, Setting, apply_aliases, parse
+from nanotrain.config.flags import apply_aliases, parse
 from nanotrain.config.help import USAGE, help_text
 from nanotrain.config.option import flag_of
 from nanotrain.config.references import as_written, without_values

@@ -8,8 +8,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nanotrain.config.command_line import Setting
 from nanotrain.config.config import Config
-from nanotrain.config.flags import Setting
 from nanotrain.config.references import mark_references
 from nanotrain.config.schema import KEYS, convert, flat_values, nest, typed
 from nanotrain.errors import ConfigError

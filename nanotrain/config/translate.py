@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanotrain.config.arguments import choice_of, is_file
+from nanotrain.config.command_line import CommandLine, MegatronArgument
 from nanotrain.config.config import Config
-from nanotrain.config.flags import CommandLine, MegatronArgument
 from nanotrain.config.implied import implied_settings
 from nanotrain.config.megatron import MegatronFlag, megatron
 from nanotrain.config.option import flag_of

@@ -67,17 +67,3 @@ def test_an_override_that_cannot_be_is_one_error(argument, message):
     with pytest.raises(ConfigError) as caught:
         lr_of(argument)
     assert message in str(caught.value)
-
-
-def test_an_override_ends_the_values_of_a_list_before_it():
-    line = parse(["--data-path", "a", "b", "~optim.lr", "--split", "1,0,0"])
-    assert [setting.key for setting in line.settings] == [
-        "data.data_path",
-        "optim.lr",
-        "data.split",
-    ]
-
-
-def test_a_home_folder_is_no_deletion():
-    line = parse(["--data-path", "~/data/a", "~user.name/b"])
-    assert line.settings[0].value == ["~/data/a", "~user.name/b"]
