@@ -75,7 +75,8 @@ class AttentionNeed:
     @classmethod
     def of(cls, config: Config, *, has_window: bool) -> "AttentionNeed":
         """The need of a layer of a model in training."""
-        model_config, parallel = config.model, config.parallel
+        model_config = config.model
+        parallel = config.parallel
         is_chunked = model_config.attention_chunk_size is not None
         has_sinks = model_config.softmax_type != "vanilla"
         if model_config.sinks_in_windows_only and not has_window:
@@ -181,7 +182,8 @@ def lacks(backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDe
     if need.dtype not in ability.dtypes:
         missing.append(f"takes {' and '.join(sorted(ability.dtypes))}, not {need.dtype}")
     if device.torch_version < backend.torch_version:
-        needed, installed = _dotted(backend.torch_version), _dotted(device.torch_version)
+        needed = _dotted(backend.torch_version)
+        installed = _dotted(device.torch_version)
         missing.append(f"needs torch {needed} or newer, not {installed}")
     if device.kind != "cpu":
         missing += _lacks_capability(backend, need, device=device)
@@ -209,7 +211,8 @@ def _lacks_head_dims(
 ) -> list[str]:
     """Why the head dims do not fit a backend on a GPU."""
     missing = []
-    key_dim, value_dim = need.head_dim, need.value_head_dim
+    key_dim = need.head_dim
+    value_dim = need.value_head_dim
     widest = max(key_dim, value_dim)
     narrowest = min(key_dim, value_dim)
     largest = _max_head_dim(backend, device)

@@ -103,7 +103,8 @@ class AttentionCall:
     @cached_property
     def is_causal(self) -> bool:
         """Whether every query attends to all keys up to its own."""
-        return not self.spans.first_keys[:, self.queries.start : self.queries.stop].any()
+        first_keys = self.spans.first_keys[:, self.queries.start : self.queries.stop]
+        return not first_keys.any()
 
     @cached_property
     def tiles(self) -> TilePlan:
@@ -177,7 +178,8 @@ def largest_logits(chunk: AttentionChunk, *, block_numel: int = BLOCK_NUMEL) -> 
     for start in range(0, num_queries, length):
         stop = min(start + length, num_queries)
         keys = chunk.key[:, :, :stop] if chunk.is_causal else chunk.key
-        scores = grouped[:, :, :, start:stop].flatten(2, 3) @ keys.mT
+        queries = grouped[:, :, :, start:stop].flatten(2, 3)
+        scores = queries @ keys.mT
         scores = scores.unflatten(2, (-1, stop - start))  # [B, G, N / G, queries, K]
         mask = _mask_of_queries(chunk, start=start, stop=stop)
         if mask is not None:

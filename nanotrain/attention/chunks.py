@@ -144,7 +144,8 @@ def chunk_backward(
     out = _pad(merged.out, padded.value.shape[-1])
     grad = _pad(grad, padded.value.shape[-1])
     gradients = _ops(chunk).backward(padded, replace(merged, out=out), grad=grad)
-    num_groups, head_dim = chunk.key.shape[1], chunk.key.shape[-1]
+    num_groups = chunk.key.shape[1]
+    head_dim = chunk.key.shape[-1]
     key_grad = _sum_repeats(gradients.key, num_groups)
     value_grad = _sum_repeats(gradients.value, num_groups)
     return ChunkGradients(
@@ -176,12 +177,14 @@ def _repeat_and_pad(chunk: AttentionChunk) -> AttentionChunk:
     The size is a multiple of 8, as CUDA's operator needs it. The zeros change neither scores nor
     outputs.
     """
-    key, value = chunk.key, chunk.value
+    key = chunk.key
+    value = chunk.value
     repeats = chunk.query.shape[1] // key.shape[1]
     if repeats > 1 and not _ops(chunk).takes_groups:
         key = key.repeat_interleave(repeats, dim=1)
         value = value.repeat_interleave(repeats, dim=1)
-    head_dim = math.ceil(max(key.shape[-1], value.shape[-1]) / 8) * 8
+    largest = max(key.shape[-1], value.shape[-1])
+    head_dim = math.ceil(largest / 8) * 8
     return replace(
         chunk,
         query=_pad(chunk.query, head_dim),
@@ -283,7 +286,8 @@ def _scores(chunk: AttentionChunk) -> tuple[Tensor, Tensor | None]:
     The slope is the derivative by the scores before the softcap; None without one.
     """
     dtype = accumulate_dtype(chunk.query)
-    scores = (chunk.query.to(dtype) @ chunk.key.to(dtype).mT) * chunk.scale
+    products = chunk.query.to(dtype) @ chunk.key.to(dtype).mT
+    scores = products * chunk.scale
     slope: Tensor | None = None
     if chunk.softcap is not None:
         scores = scores.div_(chunk.softcap).tanh_()
@@ -363,11 +367,10 @@ def _backward_rows(
     scores_grad = weights * (weights_grad - sums) * chunk.scale
     if slope is not None:
         scores_grad *= slope
-    return ChunkGradients(
-        scores_grad @ chunk.key.to(dtype),
-        scores_grad.mT @ chunk.query.to(dtype),
-        dropped.mT @ grad,
-    )
+    query_grad = scores_grad @ chunk.key.to(dtype)
+    key_grad = scores_grad.mT @ chunk.query.to(dtype)
+    value_grad = dropped.mT @ grad
+    return ChunkGradients(query_grad, key_grad, value_grad)
 
 
 EAGER = AttentionOps(_forward_eager, _backward_eager)
@@ -454,7 +457,8 @@ def add_sink(total: AttentionResult, sink: Tensor | None) -> AttentionResult:
     if sink is None:
         return total
     lse = torch.logaddexp(total.lse, sink.to(total.lse.dtype)[:, None])
-    out = total.out * (total.lse - lse).exp_()[..., None].to(total.out.dtype)
+    weight = (total.lse - lse).exp_()
+    out = total.out * weight[..., None].to(total.out.dtype)
     return AttentionResult(out, lse)
 
 
@@ -462,6 +466,8 @@ def sink_grad(sink: Tensor | None, merged: AttentionResult, *, grad: Tensor) -> 
     """The gradient of the sinks, from the result with sinks and its gradient [B, N, Q, Dv]."""
     if sink is None:
         return None
-    weight = (sink.to(merged.lse.dtype)[:, None] - merged.lse).exp_()
-    along = (merged.out.to(weight.dtype) * grad.to(weight.dtype)).sum(-1)
-    return -(weight * along).sum((0, 2)).to(sink.dtype)
+    dtype = merged.lse.dtype
+    weight = (sink.to(dtype)[:, None] - merged.lse).exp_()
+    products = merged.out.to(dtype) * grad.to(dtype)
+    summed = (weight * products.sum(-1)).sum((0, 2))
+    return -summed.to(sink.dtype)

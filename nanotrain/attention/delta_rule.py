@@ -160,7 +160,8 @@ def _span_map(inputs: DeltaInputs, *, chunk_size: int) -> tuple[Tensor, Tensor]:
     batch, _, heads, value_dim = inputs.value.shape
     key_dim = inputs.key.shape[-1]
     identity = torch.eye(key_dim, dtype=accumulate_dtype(inputs.value), device=inputs.value.device)
-    state = F.pad(identity, (value_dim, 0)).expand(batch, heads, -1, -1)
+    state = F.pad(identity, (value_dim, 0))
+    state = state.expand(batch, heads, -1, -1)
     wider = replace(inputs, value=F.pad(inputs.value, (0, key_dim)))
     if fla_takes(wider):
         _, final = fla_delta_rule(wider, state)
@@ -260,7 +261,8 @@ class _Chunks:
 
         document: Tensor | None = None
         if inputs.starts is not None:
-            starts = F.pad(inputs.starts.to(inputs.key.device, non_blocking=True), (0, padding))
+            starts = inputs.starts.to(inputs.key.device, non_blocking=True)
+            starts = F.pad(starts, (0, padding))
             document = rearrange(starts, "b (m c) -> m b 1 1 c", c=size).cumsum(-1)
         query = split(inputs.query)
         key = split(inputs.key)
@@ -318,12 +320,14 @@ class _Chunks:
 
     @cached_property
     def _pair_decays(self) -> Tensor:
-        return (self.decay - self.decay.mT).masked_fill(~self._is_allowed, -torch.inf).exp()
+        logarithms = self.decay - self.decay.mT
+        return logarithms.masked_fill(~self._is_allowed, -torch.inf).exp()
 
 
 def _normalized(x: Tensor) -> Tensor:
     """Vectors divided by their lengths."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
+    squares = (x * x).sum(-1, keepdim=True)
+    return x * torch.rsqrt(squares + NORM_EPS)
 
 
 def _channel_pairs(rows: Tensor, keys: Tensor, *, decay: Tensor) -> Tensor:

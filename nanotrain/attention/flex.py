@@ -38,7 +38,8 @@ def plan_blocks(call: AttentionCall, block: int = BLOCK) -> tuple[np.ndarray, np
     Returns:
         partial and full, each [B or 1, Q / BLOCK, K / BLOCK] bool.
     """
-    first_query, num_queries = call.queries.start, len(call.queries)
+    first_query = call.queries.start
+    num_queries = len(call.queries)
     num_keys = len(call.keys)
     first_keys = call.spans.first_keys[:, first_query : call.queries.stop]
     # first and last query and key of every block
@@ -92,8 +93,9 @@ def _key_blocks(table: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor
         their number [B or 1, 1, Q / BLOCK]; all key blocks [B or 1, 1, Q / BLOCK, K / BLOCK], the
         ones that count first.
     """
-    numbers = table.sum(-1)[:, None].astype(np.int32)
-    indices = np.argsort(~table, axis=-1, kind="stable")[:, None].astype(np.int32)
+    table = table[:, None]
+    numbers = table.sum(-1).astype(np.int32)
+    indices = np.argsort(~table, axis=-1, kind="stable").astype(np.int32)
     return on_device(numbers, device), on_device(indices, device)
 
 

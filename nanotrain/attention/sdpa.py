@@ -56,7 +56,8 @@ def attend(
     if repeats_heads or _sums_in_16_bits(query):
         key = _repeat_heads(key, query.shape[1])
         value = _repeat_heads(value, query.shape[1])
-    head_dim, value_head_dim = key.shape[-1], value.shape[-1]
+    head_dim = key.shape[-1]
+    value_head_dim = value.shape[-1]
     is_padded = value_head_dim < head_dim and (pads_values or query.is_cpu)
     if is_padded:
         value = F.pad(value, (0, head_dim - value_head_dim))

@@ -64,7 +64,8 @@ class Index:
         Returns:
             [B, rows, I, num_keys] in fp32.
         """
-        query, key = self.query[:, rows], self.key[:, :num_keys]
+        query = self.query[:, rows]
+        key = self.key[:, :num_keys]
         dtype = accumulate_dtype(query)
         num_heads, width = query.shape[2:]
         scaled = query.to(dtype).flatten(1, 2) * (num_heads * width) ** -0.5
@@ -205,11 +206,11 @@ class _LossSums:
 
     def gradients(self, index: Index) -> list[Tensor]:
         """The gradients in the dtypes of the index, times the scale of the loss."""
-        pairs = ((self.query, index.query), (self.key, index.key), (self.weight, index.weight))
-        if index.loss is None:
-            return [grad.to(like.dtype) for grad, like in pairs]
-        scale = index.loss.scale
-        return [(grad * scale).to(like.dtype) for grad, like in pairs]
+        grads = [self.query, self.key, self.weight]
+        if index.loss is not None:
+            grads = [grad * index.loss.scale for grad in grads]
+        tensors = (index.query, index.key, index.weight)
+        return [grad.to(x.dtype) for grad, x in zip(grads, tensors, strict=True)]
 
 
 def _blocks(index: Index, call: AttentionCall, *, num_heads: int) -> Iterator[tuple[slice, int]]:
@@ -228,7 +229,9 @@ def _highest(scores: Tensor, topk: int) -> Tensor:
     lowest = scores.topk(topk, dim=-1).values[..., -1:]
     above = scores > lowest
     equal = scores == lowest
-    return above | (equal & (equal.cumsum(-1) <= topk - above.sum(-1, keepdim=True)))
+    num_equal = topk - above.sum(-1, keepdim=True)
+    is_first = equal.cumsum(-1) <= num_equal
+    return above | (equal & is_first)
 
 
 def _pack_bits(mask: Tensor) -> Tensor:

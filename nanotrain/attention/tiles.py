@@ -83,7 +83,8 @@ class Spans:
             # raises for a tensor on a GPU, for which the host would have to wait
             ids = np.asarray(segment_ids)
             borders = np.where(ids[:, 1:] != ids[:, :-1], positions[1:], 0)
-            starts = np.maximum.accumulate(np.pad(borders, ((0, 0), (1, 0))), axis=1)
+            padded = np.pad(borders, ((0, 0), (1, 0)))
+            starts = np.maximum.accumulate(padded, axis=1)
         if window is None:
             return cls(starts, starts)
         first_keys = np.maximum(starts, positions - window)
@@ -164,18 +165,22 @@ class TilePlan:
             scores: options besides mask and scale.
         """
         query, key, value = inputs
+        query = query[tile.samples, :, tile.queries]
+        key = key[tile.samples, :, tile.keys]
+        value = value[tile.samples, :, tile.keys]
         mask = self.mask(tile) if tile.is_masked else None
         chunk = AttentionChunk(
-            query[tile.samples, :, tile.queries],
-            key[tile.samples, :, tile.keys],
-            value[tile.samples, :, tile.keys],
+            query,
+            key,
+            value,
             mask=mask,
             is_causal=tile.is_causal,
             scale=query.shape[-1] ** -0.5,
         )
         if scores is None:
             return chunk
-        queries, keys = self.queries[tile.queries], self.keys[tile.keys]
+        queries = self.queries[tile.queries]
+        keys = self.keys[tile.keys]
         return scores.apply_to(chunk, samples=tile.samples, queries=queries, keys=keys)
 
     def mask(self, tile: Tile | None = None) -> Tensor:
@@ -185,7 +190,8 @@ class TilePlan:
         """
         tile = tile or self.tiles[0]
         assert self.first_keys is not None, "masked tiles are planned with their spans"
-        queries, keys = self.queries[tile.queries], self.keys[tile.keys]
+        queries = self.queries[tile.queries]
+        keys = self.keys[tile.keys]
         first_keys = self.first_keys[tile.samples][:, queries, None]
         is_causal = keys <= queries[:, None]
         is_in_span = keys >= first_keys
@@ -269,8 +275,8 @@ class _QueryGroup:
 def _groups(first_keys: np.ndarray, queries: range) -> Iterator[_QueryGroup]:
     """Runs of queries with the same first key; short runs are joined."""
     local = first_keys[queries.start : queries.stop]
-    borders = (np.flatnonzero(local[1:] != local[:-1]) + 1).tolist()
-    bounds = [*borders, len(local)]  # where runs end
+    borders = np.flatnonzero(local[1:] != local[:-1]) + 1
+    bounds = [*borders.tolist(), len(local)]  # where runs end
     start = 0
     num_runs = 0
     for index, bound in enumerate(bounds):

@@ -40,7 +40,8 @@ class KVCache:
     """
 
     def __init__(self, stage: Stage, lengths: Sequence[int], *, capacity: int) -> None:
-        self._stage, self._capacity = stage, capacity
+        self._stage = stage
+        self._capacity = capacity
         self._padding = np.array([max(lengths) - length for length in lengths])[:, None]  # [B, 1]
         self._num_read = 0  # T before the forward pass
         self._num_new = 0  # S of the forward pass

@@ -57,7 +57,8 @@ from nanotrain.topology.groups import GroupName
 
 SHARDED_AXES: tuple[GroupName, ...] = ("tp", "ep", "etp")  # layouts of a model that generates
 # prefixes of the names of main params and of their moving average in a checkpoint
-PREFIX, AVERAGE = "model/", "ema/"
+PREFIX = "model/"
+AVERAGE = "ema/"
 HUGGING_FACE_SEQ_LENGTH = 2048  # tokens per window of a model whose training is unknown
 
 

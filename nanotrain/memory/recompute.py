@@ -116,7 +116,8 @@ class Recompute(threading.local):
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        before, self.is_recomputing = self.is_recomputing, True
+        before = self.is_recomputing
+        self.is_recomputing = True
         try:
             yield
         finally:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from nanotrain.attention.call import largest_logits
 from nanotrain.attention.chunks import AttentionChunk, ScoreOptions, WeightDropout
-from nanotrain.comm.group import Group
 from nanotrain.config.model import ModelConfig
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import (
@@ -29,6 +28,7 @@ from nanotrain.model.context import (
     ModelParallel,
     TokenCache,
 )
+from nanotrain.model.heads import head_channels, local_heads, split_heads
 from nanotrain.model.norm import build_head_norm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import Rotary, apply_rotary, scale_query
@@ -124,10 +124,10 @@ class Attention(nn.Module):
         else:
             layers = (self.query, self.key, self.value, self.gate)
             query, key, value, gate = column_parallel(hidden, layers)
-            gate = gate.unflatten(-1, (-1, self.value_head_dim))
-        query = query.unflatten(-1, (-1, self.head_dim))
-        key = key.unflatten(-1, (-1, self.head_dim))
-        value = value.unflatten(-1, (-1, self.value_head_dim))
+            gate = split_heads(gate, self.value_head_dim)
+        query = split_heads(query, self.head_dim)
+        key = split_heads(key, self.head_dim)
+        value = split_heads(value, self.value_head_dim)
         return query, key, value, gate
 
     def _rotate(
@@ -152,17 +152,6 @@ class Attention(nn.Module):
         before = self.core_attention
         self.core_attention = function
         return before
-
-
-def local_heads(num_heads: int, group: Group) -> range:
-    """The heads that a tp rank computes, at least one; several ranks may share a head."""
-    first = group.index * num_heads // group.size
-    return range(first, first + max(1, num_heads // group.size))
-
-
-def head_channels(heads: range, head_dim: int) -> slice:
-    """The channels of consecutive heads in a projection of all heads."""
-    return slice(heads.start * head_dim, heads.stop * head_dim)
 
 
 class LayerScores:

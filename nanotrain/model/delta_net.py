@@ -36,6 +36,7 @@ from nanotrain.model.context import (
     ModelParallel,
     TokenCache,
 )
+from nanotrain.model.heads import split_heads
 from nanotrain.model.norm import RMSNorm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.recurrence import CachedScan, ShortConvolution, project_inputs
@@ -104,16 +105,17 @@ class GatedDeltaNet(nn.Module):
         query, key, value, gate, dt, beta = self.project(hidden)
         dtype = accumulate_dtype(dt)
         num_heads = len(self.decay)
-        dt = F.softplus(dt.to(dtype) + self.step_bias).unflatten(-1, (num_heads, -1))
+        dt = F.softplus(dt.to(dtype) + self.step_bias)
+        dt = dt.unflatten(-1, (num_heads, -1))
         query = self.query_conv(query, context)
         key = self.key_conv(key, context)
         value = self.value_conv(value, context)
         A = -self.decay.to(dtype).exp()[:, None]
         beta = self.max_beta * beta.to(dtype).sigmoid()
         inputs = DeltaInputs(
-            query=query.unflatten(-1, (-1, self.key_head_dim)),
-            key=key.unflatten(-1, (-1, self.key_head_dim)),
-            value=value.unflatten(-1, (-1, self.value_head_dim)),
+            query=split_heads(query, self.key_head_dim),
+            key=split_heads(key, self.key_head_dim),
+            value=split_heads(value, self.value_head_dim),
             decay=A * dt,
             beta=beta[..., None],
             starts=context.starts,

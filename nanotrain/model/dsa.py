@@ -31,6 +31,7 @@ from nanotrain.comm.autograd import concat_along
 from nanotrain.config.layer_kinds import DSAConfig
 from nanotrain.config.model import ModelConfig
 from nanotrain.model.context import LayerContext, ModelParallel, TokenCache
+from nanotrain.model.heads import split_heads
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.norm import LayerNorm
 from nanotrain.model.parameters import Parameters
@@ -72,8 +73,7 @@ class Indexer(nn.Module):
         weight = self.head_weight(hidden)
         if self.tensor_parallel.sequence_parallel:
             query, key, weight = self._gather_sequence(query, key, weight)
-        query = query.unflatten(-1, (self.dsa.n_heads, self.dsa.head_dim))
-        query = apply_rotary(query, rotary)
+        query = apply_rotary(split_heads(query, self.dsa.head_dim), rotary)
         key = apply_rotary(key[:, :, None], rotary)[:, :, 0]
         return Index(query, key, weight, self.dsa.topk)
 

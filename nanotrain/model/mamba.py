@@ -37,6 +37,7 @@ from nanotrain.model.context import (
     ModelParallel,
     TokenCache,
 )
+from nanotrain.model.heads import split_heads
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.recurrence import CachedScan, ShortConvolution, project_inputs
 from nanotrain.parallel.cp.linear_attention import Rule, scan_over
@@ -93,9 +94,9 @@ class Mamba2(nn.Module):
         x = self.value_conv(x, context)
         B = self.key_conv(B, context)
         C = self.query_conv(C, context)
-        x = x.unflatten(-1, (-1, self.sizes.head_dim))
-        B = B.unflatten(-1, (-1, self.sizes.state_dim))
-        C = C.unflatten(-1, (-1, self.sizes.state_dim))
+        x = split_heads(x, self.sizes.head_dim)
+        B = split_heads(B, self.sizes.state_dim)
+        C = split_heads(C, self.sizes.state_dim)
         dtype = accumulate_dtype(hidden)
         dt = F.softplus(dt.to(dtype) + self.step_bias.to(dtype))
         dt = dt.clamp(min=self.sizes.time_step_min)[..., None]
@@ -104,7 +105,8 @@ class Mamba2(nn.Module):
         inputs = DeltaInputs(C, B, x, decay=dt * A, beta=dt, starts=context.starts)
         y = self.scan(inputs) + x * D
         y = y.flatten(2) * F.silu(z.to(dtype))
-        return self.dropout(self.output(self._normalize(y, like=B)), context.dropout)
+        y = self._normalize(y, like=B)
+        return self.dropout(self.output(y), context.dropout)
 
     def _normalize(self, y: Tensor, *, like: Tensor) -> Tensor:
         """RMSNorm per group where the model has one; the result has the dtype of `like`.

@@ -37,6 +37,7 @@ from nanotrain.model.context import (
     ModelParallel,
     TokenCache,
 )
+from nanotrain.model.heads import split_heads
 from nanotrain.model.norm import build_norm, build_scale
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import Rotary, apply_rotary, scale_query
@@ -143,9 +144,8 @@ class MultiLatentAttention(nn.Module):
         """Query, key and value [B, S, N/tp, ...] from the normalized results of `_compress`."""
         if self.query is None:
             query = self.query_up(query)
-        query = query.unflatten(-1, (-1, sum(self.query_sizes)))
-        key_value = self.kv_up(compressed_kv)
-        key_value = key_value.unflatten(-1, (-1, sum(self.key_value_sizes)))
+        query = split_heads(query, sum(self.query_sizes))
+        key_value = split_heads(self.kv_up(compressed_kv), sum(self.key_value_sizes))
         query_nope, query_rope = self.query_scale(query).split(self.query_sizes, dim=-1)
         key_nope, value = key_value.split(self.key_value_sizes, dim=-1)
         query_rope = apply_rotary(query_rope, rotary)

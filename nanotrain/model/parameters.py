@@ -87,7 +87,8 @@ def fill_random(
     num_rows = spec.shape[0]
     row_shape = spec.shape[1:]
     block_rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(row_shape)))
-    first, last = box.start[0], box.stop[0]
+    first = box.start[0]
+    last = box.stop[0]
     columns = [slice(*bounds) for bounds in zip(box.start[1:], box.stop[1:], strict=True)]
     first_block = first - first % block_rows
     for start in range(first_block, last, block_rows):
