@@ -25,7 +25,7 @@ class Sample:
     """One training sequence."""
 
     tokens: np.ndarray  # [S] int64, the inputs
-    labels: np.ndarray  # [S] int64, the next token of each input
+    labels: np.ndarray  # [S] int64, the next token of every input
     loss_mask: np.ndarray  # [S] float32, 1 where the prediction counts in the loss
     position_ids: np.ndarray | None = None  # [S] int64, or None for 0..S-1
     # [S] int32, equal inside a document; None where attention crosses documents
@@ -59,7 +59,7 @@ class Batch:
     segment_ids: Tensor | None = None
     # [B] int64, indices of the samples in the data; None where they have none
     sample_ids: Tensor | None = None
-    # [B] int64, the corpus of each sample; None where there is one
+    # [B] int64, the corpus of every sample; None with a single corpus
     source_ids: Tensor | None = None
     # the sequences shifted by 1, 2, ... tokens, for multi-token prediction
     mtp: tuple["Batch", ...] = ()

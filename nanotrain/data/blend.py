@@ -32,7 +32,7 @@ LINEAR_PARTS = 100
 
 @dataclass(frozen=True)
 class _Node:
-    share: Fraction  # weight of the left child over that of the node
+    share: Fraction  # weight of the left child over the weight of the node
     left: "_Node | int"
     right: "_Node | int"
 

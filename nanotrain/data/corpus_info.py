@@ -1,6 +1,6 @@
-"""How a corpus was prepared: `PREFIX.nanotrain.json`, written beside its `.bin/.idx` pair.
+"""How a corpus was prepared: `PREFIX.nanotrain.json`, in the folder of its `.bin/.idx` pair.
 
-The tokenizer named there is "bytes" or a folder beside the pair.
+The tokenizer named there is "bytes" or a folder next to the pair.
 """
 
 import json
@@ -25,7 +25,7 @@ from nanotrain.untrusted import (
 class CorpusInfo:
     """The contents of `PREFIX.nanotrain.json` (`PREFIX.json` may be an input file)."""
 
-    # "bytes", or the name of a folder beside the pair; None if unknown
+    # "bytes", or the name of a folder next to the pair; None if unknown
     tokenizer: str | None = None
     vocab_size: int = 0  # one more than the largest id of that tokenizer
     eod: int | None = None  # the end-of-document token
@@ -47,12 +47,12 @@ CHECKS: dict[str, Callable[[Any, str], object]] = {
 
 
 def tokenizer_path(prefix: Path) -> Path:
-    """The folder beside a pair that holds the tokenizer."""
+    """The folder with the tokenizer of a pair."""
     return prefix.with_name(prefix.name + ".tokenizer")
 
 
 def read_info(prefix: Path) -> CorpusInfo:
-    """Read the info of a corpus; an empty one if there is none, as beside Megatron-LM's own files.
+    """Read the info of a corpus; an empty one without a file, as for Megatron-LM's corpora.
 
     Raises:
         DataError: the file is damaged.

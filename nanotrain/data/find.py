@@ -13,7 +13,7 @@ from nanotrain.errors import DataError
 from nanotrain.runs.folder import RunFolder
 
 _BLOCK_TOKENS = 1 << 24
-_MARGIN = 2  # tokens at each end of a text that may be others inside of a document
+_MARGIN = 2  # tokens at both ends of a text that may differ inside of a document
 
 
 def documents_with(text: str, order: DataOrder, *, run: Path) -> list[tuple[Path, int]]:
@@ -48,7 +48,7 @@ def documents_with(text: str, order: DataOrder, *, run: Path) -> list[tuple[Path
 
 
 def _load_run_tokenizer(order: DataOrder, run: Path) -> Tokenizer:
-    """The tokenizer in the run folder, else that of its data section."""
+    """The tokenizer in the run folder, else the tokenizer of its data section."""
     stored = RunFolder(run).tokenizer
     if (stored / SETTINGS).is_file():
         return load_tokenizer(str(stored))

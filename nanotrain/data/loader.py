@@ -178,7 +178,7 @@ def _share(batch: Batch) -> Batch | NanotrainError:
 
 
 class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
-    """An endless iterator over global batches, each a list of this rank's microbatches.
+    """An endless iterator over global batches, as lists of this rank's microbatches.
 
     Args:
         dataset: the samples.

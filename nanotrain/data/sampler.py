@@ -42,8 +42,8 @@ class SamplerConfig:
     dp_size: int  # ranks of the data-parallel group
     micro_batch_size: int  # samples per microbatch of one rank
     global_batch_size: int  # samples per optimizer step over all ranks; a schedule's last size
-    schedule: BatchSchedule | None = None  # the size of each batch; None where it is constant
-    # the sequence length of each batch; None where it is that of a sample
+    schedule: BatchSchedule | None = None  # the size of every batch; None for a constant size
+    # the sequence length of every batch; None for the length of a sample
     lengths: Steps | None = None
     readers_per_sample: int = 1  # ranks that read the same sample
     # tokens of a sample on a rank that needs none of them; None where it reads them

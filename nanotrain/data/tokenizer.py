@@ -206,7 +206,7 @@ def document_start(tokenizer: Tokenizer) -> list[int]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load a tokenizer by name; the kinds of names are those of the module's docstring.
+    """Load a tokenizer by name; the docstring of this module lists the kinds of names.
 
     Raises:
         DataError: no tokenizer of that name can be loaded.
@@ -274,9 +274,10 @@ def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
 
 
 def _load_fast(file: Path) -> FastTokenizer:
-    beside = _read_files(file.parent, TOKENIZER_FILES if file.name == VOCABULARY else (SETTINGS,))
+    names = TOKENIZER_FILES if file.name == VOCABULARY else (SETTINGS,)
+    files = _read_files(file.parent, names)
     try:
-        settings = object_of(parse_json(beside.get(SETTINGS, b"{}"), allow_nan=True), "it")
+        settings = object_of(parse_json(files.get(SETTINGS, b"{}"), allow_nan=True), "it")
         eod_text = _eos_in(settings)
     except (ValueError, TypeError, KeyError) as error:
         what = f"{file.with_name(SETTINGS)} cannot be read"
@@ -285,7 +286,7 @@ def _load_fast(file: Path) -> FastTokenizer:
         content = read_file(file, most=MAX_TOKENIZER_BYTES)
         backend = tokenizers.Tokenizer.from_buffer(content)
         backend.encode_special_tokens = settings.get("split_special_tokens") is True
-        tokenizer = FastTokenizer(backend, eod_text=eod_text, files={**beside, VOCABULARY: content})
+        tokenizer = FastTokenizer(backend, eod_text=eod_text, files={**files, VOCABULARY: content})
         # a damaged file may load and fail at the first text
         tokenizer.decode(tokenizer.encode("a b"))
     # the library raises bare Exception, and its panics are no Exception

@@ -45,12 +45,11 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import config_from_dict
 from nanotrain.errors import CheckpointError
 from nanotrain.interop.dcp import torch_export
-from nanotrain.interop.hf.names import expert_bias_shapes
+from nanotrain.interop.hf.names import checkpoint_shapes
 from nanotrain.interop.megatron_limits import unsupported_settings
 from nanotrain.log import progress
 from nanotrain.precision.dtypes import TORCH_DTYPES
 from nanotrain.spec.boxes import Box, TensorBox
-from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.shape import ModelShape
 
 Shape = tuple[int, ...]
@@ -105,9 +104,7 @@ def plan_chunks(model_config: ModelConfig) -> Iterator[MegatronChunk]:
         model_config: a model that `check_model` accepts.
     """
     shape = ModelShape.of(model_config)
-    sizes = {f"model/{spec.name}": spec.shape for spec in declare_model(shape)}
-    for name, size in expert_bias_shapes(model_config).items():
-        sizes[f"router/{name}"] = size
+    sizes = checkpoint_shapes(model_config)
     for key, (module,) in TABLES["ends"].items():
         for leaf in LEAVES:
             sources = _find_sources([f"model/{module}{leaf}"], sizes)
@@ -225,7 +222,7 @@ class _ChunkPlanner(DefaultSavePlanner):
 
 
 def join_rows(sources: Sequence[torch.Tensor], chunk: MegatronChunk) -> torch.Tensor:
-    """The values of a chunk from those of its sources, [..., rows] or [..., rows, columns].
+    """The values of a chunk from its sources, [..., rows] or [..., rows, columns].
 
     With several groups the rows alternate: group 0 of every source, group 1 of every source, and so
     on.

@@ -111,7 +111,7 @@ class ChatTemplate:
 
 
 def _parse_messages(conversation: str) -> list[Message]:
-    """The messages of a conversation, each with role and content."""
+    """The messages of a conversation, with role and content."""
     try:
         messages = []
         for value in list_of(parse_json(conversation), "messages"):

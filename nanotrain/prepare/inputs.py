@@ -78,13 +78,13 @@ def uncompressed_suffix(path: Path) -> str:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the name ends as that of a compressed file."""
+    """Whether the name ends as the name of a compressed file."""
     return path.suffix.lower() in _OPENERS
 
 
 @contextmanager
 def open_input(file: str) -> Iterator[BinaryIO]:
-    """Read a file, decompressed where its name ends as that of a compressed file.
+    """Read a file, decompressed if it is compressed by its name.
 
     Raises:
         DataError: unreadable, damaged, or zstandard is not installed.

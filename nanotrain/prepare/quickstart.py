@@ -88,7 +88,7 @@ def _fetch_or_build(building: Path, vocab_size: int, *, name: str, cache: Path |
 
 
 def task_path(prefix: Path) -> Path:
-    """The file of the task beside a quick-start corpus."""
+    """The file of the task of a quick-start corpus."""
     return prefix.with_name("next-line.jsonl")
 
 
@@ -172,7 +172,7 @@ def _print(line: str) -> None:  # not a log line: logging is silent on every ran
 def next_line_questions(texts: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Multiple-choice questions for `data/tasks.py`: which line continues a file?
 
-    The files are those of the validation split. The wrong lines are of other files, with the
+    The files belong to the validation split. The wrong lines are from other files, with the
     indentation of the right one and about its length.
     """
     random = Random(0)

@@ -2,10 +2,12 @@
 
     families.py, tables.py, families.yaml   the families, one row each
     layout.py, canonical.py                 config.json of a family as tables
-    parts.py, layer_types.py, positions.py  entries of config.json that need code
-    names.py, weights.py                    tensor names, and the files by box
+    parts.py                                entries of config.json that need code, from
+                                            layer_types.py, experts.py, positions.py, windows.py
+    names.py, tensor_mapping.py             tensor names, and a parameter in the tensors
+    weights.py, mxfp4.py                    the files by box, dequantized
     import_weights.py, export.py            weights in and out
-    companions.py, hub.py                   files beside the weights; the hub
+    companions.py, hub.py                   tokenizer and config.json of an export; the hub
 
 Tokenizers are in `data/`, checkpoints of training runs in `checkpoint/`.
 """

@@ -96,7 +96,7 @@ def _canonical_moe(shape: ModelShape) -> MoEConfig | None:
 
 
 def _canonical_mla(mla: MLAConfig | None, *, epsilon: float) -> MLAConfig | None:
-    """Without an epsilon that is that of the other norms."""
+    """Without an epsilon that all norms have."""
     if mla is not None and mla.compressed_norm_epsilon == epsilon:
         return replace(mla, compressed_norm_epsilon=None)
     return mla
@@ -105,7 +105,7 @@ def _canonical_mla(mla: MLAConfig | None, *, epsilon: float) -> MLAConfig | None
 def _canonical_linear(
     linear: LinearAttentionConfig | None, *, epsilon: float
 ) -> LinearAttentionConfig | None:
-    """Without an epsilon that is that of the other norms."""
+    """Without an epsilon that all norms have."""
     if linear is not None and linear.norm_epsilon == epsilon:
         return replace(linear, norm_epsilon=None)
     return linear

@@ -54,7 +54,7 @@ _IDS_PER_TEXT = 64
 
 @dataclass(frozen=True)
 class Companions:
-    """Sources of the files beside the weights.
+    """Sources of the files that an export has besides the weights.
 
     Attributes:
         tokenizer: the tokenizer, as `load_tokenizer` takes it; None for none.

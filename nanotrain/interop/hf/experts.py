@@ -112,7 +112,7 @@ def _write_shared(model_config: ModelConfig) -> Values:
 
 
 def write_num_shared(model_config: ModelConfig) -> int:
-    """The number of shared experts, each as wide as one that tokens are routed to."""
+    """The number of shared experts, as wide as a routed expert."""
     moe = resolved(model_config).moe or MoEConfig()
     return (moe.shared_expert_intermediate_size or 0) // (moe.ffn_hidden_size or 1)
 

@@ -300,7 +300,7 @@ def check_against(
 
 
 def _check_fields(from_hf: ModelConfig, given: Mapping[str, Any]) -> None:
-    """Check that config.json describes the same model with the given fields, each with effect."""
+    """Check that the given fields have an effect and agree with config.json."""
     ours = canonical(with_values(from_hf, given))
     theirs = canonical(from_hf)
     for key, value in given.items():

@@ -25,8 +25,8 @@ from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.families import FAMILIES, Family, model_from_hf, read_config
 from nanotrain.interop.hf.names import (
     Constant,
+    checkpoint_shapes,
     constant_tensors,
-    expert_bias_shapes,
     map_parameters,
     mtp_copies,
     tensor_shapes,
@@ -35,8 +35,6 @@ from nanotrain.interop.hf.tensor_mapping import Shape, TensorMapping
 from nanotrain.interop.hf.weights import WeightFiles, fp8_block_size
 from nanotrain.log import progress
 from nanotrain.spec.boxes import Box, TensorBox
-from nanotrain.spec.parameters import declare_model
-from nanotrain.spec.shape import ModelShape
 
 SHOWN = 5  # number of names that an error lists
 
@@ -63,7 +61,7 @@ def import_weights(
 class WeightReader:
     """The weights of a Hugging Face folder, opened and checked once.
 
-    Arguments and errors are those of `import_weights`.
+    For arguments and errors see `import_weights`.
     """
 
     def __init__(self, folder: Path, model_config: ModelConfig) -> None:
@@ -110,11 +108,7 @@ def import_hf(folder: Path, output: Path) -> str:
         CheckpointError: `output` has files.
     """
     model_config = model_from_hf(folder)
-    shapes: dict[str, Shape] = {}
-    for spec in declare_model(ModelShape.of(model_config)):
-        shapes[f"model/{spec.name}"] = spec.shape
-    for name, shape in expert_bias_shapes(model_config).items():
-        shapes[f"router/{name}"] = shape
+    shapes = checkpoint_shapes(model_config)
     reader = WeightReader(folder, model_config)
 
     def read(chunk: ChunkWrite) -> Tensor:
@@ -164,11 +158,11 @@ def _relevant_shapes(
     expected = tensor_shapes(mappings)
     shapes = {}
     for name, shape in files.shapes.items():
-        is_ignored = any(fnmatchcase(name, pattern) for pattern in family.ignored)
-        if name not in expected and (is_ignored or name in needless):
-            continue
-        if family.ignores_later_layers and _is_later_layer(name, expected):
-            continue
+        if name not in expected:
+            is_ignored = any(fnmatchcase(name, pattern) for pattern in family.ignored)
+            is_later = family.ignores_later_layers and _is_later_layer(name, expected)
+            if name in needless or is_ignored or is_later:
+                continue
         shapes[name] = shape
     return shapes
 

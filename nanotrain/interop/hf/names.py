@@ -4,6 +4,7 @@
     map_parameters       every declared parameter of a model -> TensorMapping
     tensor_shapes        names and shapes of all tensors of a model
     expert_bias_shapes   the expert biases of routers, which are no parameters
+    checkpoint_shapes    all weights by their names in a checkpoint
     mtp_copies           copies of embedding and head in the layers of multi-token prediction
     constant_tensors     tensors that the files have and the model lacks
 
@@ -110,6 +111,16 @@ def expert_bias_shapes(model_config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def checkpoint_shapes(model_config: ModelConfig) -> dict[str, Shape]:
+    """Shapes of all weights, by their names in a checkpoint."""
+    shapes: dict[str, Shape] = {}
+    for spec in declare_model(ModelShape.of(model_config)):
+        shapes[f"model/{spec.name}"] = spec.shape
+    for name, shape in expert_bias_shapes(model_config).items():
+        shapes[f"router/{name}"] = shape
+    return shapes
+
+
 def mtp_copies(model_config: ModelConfig, naming: Naming) -> dict[str, list[str]]:
     """Copies in the layers of multi-token prediction, by the name of the original tensor."""
     layers = ModelShape.of(model_config).mtp_layers
@@ -208,7 +219,7 @@ def _find_name(
 
 
 def _map_parameter(parameter: _Parameter, sizes: Sizes, *, shape: ModelShape) -> TensorMapping:
-    """The tensors of one parameter, from its size and those of the modules fused with it."""
+    """The tensors of one parameter, from its size and the sizes of fused modules."""
     hf = parameter.hf
     own_shape = sizes[parameter.name]
     num_rows = own_shape[0]
@@ -234,7 +245,7 @@ def _map_parameter(parameter: _Parameter, sizes: Sizes, *, shape: ModelShape) ->
 
 
 class _FusedOutputs(NamedTuple):
-    """Outputs of a parameter among those of a tensor."""
+    """The outputs of a tensor that are a parameter."""
 
     offset: int  # the first one
     total: int | None  # outputs of the tensor; None for as many as the parameter's
@@ -253,7 +264,7 @@ def _find_fused_outputs(parameter: _Parameter, sizes: Sizes) -> _FusedOutputs:
 
 
 def _grouped_rows(num_rows: int, fused: _FusedOutputs, *, num_groups: int) -> tuple[int, ...]:
-    """The stored row of every row, where each group has a part of every fused module."""
+    """The stored row of every row, where a group has a part of every fused module."""
     width = num_rows // num_groups
     stride = (fused.total or num_rows) // num_groups
     first = fused.offset // num_groups

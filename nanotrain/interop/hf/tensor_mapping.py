@@ -69,7 +69,7 @@ class TensorMapping:
     transposed: bool = False
     offset: int = 0  # first output of the parameter in the tensor
     num_outputs: int | None = None  # outputs of the tensor; None for as many as the parameter's
-    interleaved: Interleave = Interleave()  # outputs that alternate with those of other parameters
+    interleaved: Interleave = Interleave()  # position among alternating parameters
     is_bias: bool = False  # outputs are the last dim
     # row of the tensor for every row of the parameter; None where both have the same order
     rows: tuple[int, ...] | None = None
@@ -111,7 +111,7 @@ class TensorMapping:
             yield TensorSlice(self.tensor, stored, box, self.transposed, self.interleaved)
 
     def _expert_slices(self, box: Box) -> Iterator[TensorSlice]:
-        """One slice per expert, each in a tensor of its own."""
+        """One slice per expert; every expert has its own tensor."""
         stored = Box(box.start[1:], box.stop[1:])
         for expert in range(box.start[0], box.stop[0]):
             part = Box((expert, *stored.start), (expert + 1, *stored.stop))

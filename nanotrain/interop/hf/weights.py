@@ -205,7 +205,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def _open(path: Path) -> Mapping[str, Any]:
-    """The tensors of a file by name, each with a box read by indexing."""
+    """The tensors of a file by name; indexing one reads a box."""
     try:
         file: Any = safe_open(own_file(path), framework="pt", device="cpu")
         return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
