@@ -1,5 +1,4 @@
-"""Grids of ranks with named axes, the fastest-varying first, and their arrangement from the sizes
-of a configuration.
+"""Grids of ranks with named axes, the fastest-varying first, and how a configuration arranges them.
 
     Grid(("tp", "pp"), (2, 2))        pp 0: ranks 0 1
                                       pp 1: ranks 2 3
@@ -17,16 +16,15 @@ dp and expert_dp are the world size divided by the other axes. `--use-tp-pp-dp-m
 pp in both grids.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
-from math import lcm, prod
+from math import gcd, lcm, prod
 from typing import Any
 
 from nanotrain.config.option import flag_of
 from nanotrain.config.parallel import ParallelConfig
 from nanotrain.errors import TopologyError
-from nanotrain.quantities import count_of
+from nanotrain.quantities import count_of, round_up
 
 
 @dataclass(frozen=True)
@@ -61,30 +59,44 @@ class Grid:
         assert 0 <= rank < self.world_size, (
             f"rank {rank} is outside a grid of {self.world_size} ranks"
         )
-        return {axis: rank // self.stride(axis) % self.size(axis) for axis in self.axes}
+        coords = {}
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            coords[axis] = rank % size
+            rank //= size
+        return coords
 
     def rank(self, coords: Mapping[str, int]) -> int:
         """The rank at these coordinates; the inverse of `coords`, other keys are ignored."""
-        return sum(coords[axis] * self.stride(axis) for axis in self.axes)
+        rank = 0
+        stride = 1
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            rank += coords[axis] * stride
+            stride *= size
+        return rank
 
     def members(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `axes` only, ascending, `rank` included."""
         coords = self.coords(rank)
-        ranks = [rank - sum(coords[axis] * self.stride(axis) for axis in axes)]
+        first = rank
+        for axis in axes:
+            first -= coords[axis] * self.stride(axis)
+        ranks = [first]
         for axis in sorted(axes, key=self.axes.index):  # slower axes last, so that ranks ascend
-            stride = self.stride(axis)
-            ranks = [step * stride + first for step in range(self.size(axis)) for first in ranks]
+            length = self.stride(axis) * self.size(axis)
+            fast_ranks = ranks
+            ranks = []
+            for offset in range(0, length, self.stride(axis)):
+                ranks += [rank + offset for rank in fast_ranks]
         return tuple(ranks)
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Every group of ranks that differ along `axes` only, ascending; each rank is in exactly
-        one.
-        """
+        """Every group of ranks that differ along `axes` only, ascending, each rank in one."""
         others = (axis for axis in self.axes if axis not in axes)
         offsets = self.members(0, *axes)
-        return tuple(
-            tuple(first + offset for offset in offsets) for first in self.members(0, *others)
-        )
+        groups = []
+        for first in self.members(0, *others):
+            groups.append(tuple(first + offset for offset in offsets))
+        return tuple(groups)
 
 
 # the axes that a flag sizes, in the order in which a smaller size is suggested
@@ -112,98 +124,116 @@ def arrange(
     """
     if world_size < 1:
         raise TopologyError(f"{world_size} ranks cannot run a job", fix="run on at least 1 rank")
-    if not _fits(parallel, world_size):
-        raise _misfit(parallel, world_size)
-    dense, expert = _sizes(parallel)
-    dense["dp"], expert["expert_dp"] = (
-        world_size // prod(dense.values()),
-        world_size // prod(expert.values()),
-    )
+    dense = dense_sizes(parallel)
+    expert = expert_sizes(parallel)
+    if not divides(dense, world_size) or not divides(expert, world_size):
+        raise misfit_error(parallel, world_size)
+    dense["dp"] = world_size // prod(dense.values())
+    expert["expert_dp"] = world_size // prod(expert.values())
     ranks = {"dp*cp": dense["dp"] * dense["cp"], "expert_dp": expert["expert_dp"]}
-    _check_instances(parallel.num_distributed_optimizer_instances, ranks)
+    check_instances(parallel.num_distributed_optimizer_instances, ranks)
     if not parallel.use_tp_pp_dp_mapping:
-        return _grid(dense, ("tp", "cp", "dp", "pp")), _grid(
-            expert, ("etp", "ep", "expert_dp", "pp")
-        )
+        dense_grid = grid_of(dense, ("tp", "cp", "dp", "pp"))
+        return dense_grid, grid_of(expert, ("etp", "ep", "expert_dp", "pp"))
     if has_experts:
-        _check_same_stages(dense, expert)
-    return _grid(dense, ("tp", "cp", "pp", "dp")), _grid(expert, ("etp", "ep", "pp", "expert_dp"))
+        check_same_stages(dense, expert)
+    dense_grid = grid_of(dense, ("tp", "cp", "pp", "dp"))
+    return dense_grid, grid_of(expert, ("etp", "ep", "pp", "expert_dp"))
 
 
-def _sizes(parallel: ParallelConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """The configured sizes of the dense and the expert grid: all but dp."""
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    expert = {
+def dense_sizes(parallel: ParallelConfig) -> dict[str, int]:
+    """The configured sizes of the dense grid: all but dp."""
+    return {
+        "tp": parallel.tensor_model_parallel_size,
+        "cp": parallel.context_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+    }
+
+
+def expert_sizes(parallel: ParallelConfig) -> dict[str, int]:
+    """The configured sizes of the expert grid: all but expert_dp."""
+    tp = parallel.tensor_model_parallel_size
+    return {
         "etp": parallel.expert_tensor_parallel_size or tp,
         "ep": parallel.expert_model_parallel_size,
-        "pp": pp,
+        "pp": parallel.pipeline_model_parallel_size,
     }
-    return {"tp": tp, "cp": parallel.context_parallel_size, "pp": pp}, expert
 
 
-def _grid(sizes: dict[str, int], axes: tuple[str, ...]) -> Grid:
+def grid_of(sizes: dict[str, int], axes: tuple[str, ...]) -> Grid:
+    """The grid of these sizes with its axes in order."""
     return Grid(axes, tuple(sizes[axis] for axis in axes))
 
 
-def _fits(parallel: ParallelConfig, world_size: int, **changes: Any) -> bool:
-    return all(
-        world_size % prod(sizes.values()) == 0 for sizes in _sizes(replace(parallel, **changes))
-    )
+def divides(sizes: dict[str, int], world_size: int) -> bool:
+    """Whether the product of some axes divides the number of ranks."""
+    return world_size % prod(sizes.values()) == 0
 
 
-def _misfit(parallel: ParallelConfig, world_size: int) -> TopologyError:
-    """The error for axes whose product does not divide the world size; the fix is one smaller axis,
-    or other ranks.
+def misfit_error(parallel: ParallelConfig, world_size: int) -> TopologyError:
+    """The error for axes whose product does not divide the world size.
+
+    The fix is one smaller axis, or other ranks.
     """
-    dense, expert = _sizes(parallel)
-    wrong = dense if world_size % prod(dense.values()) else expert
-    current = dense | expert
-    candidates = [
-        (field, size)
-        for axis, field in FIELDS.items()
-        for size in range(min(current[axis] - 1, world_size), 0, -1)
-    ]
-    if wrong is expert:
-        candidates.insert(0, ("expert_tensor_parallel_size", 1))  # whole experts, the usual layout
-    fitting = (each for each in candidates if _fits(parallel, world_size, **dict([each])))
-    fixes = [f"set {flag_of(field)} {size}" for field, size in islice(fitting, 1)]
+    dense = dense_sizes(parallel)
+    expert = expert_sizes(parallel)
+    wrong = expert if divides(dense, world_size) else dense
+    fixes = []
+    for field, size in smaller_sizes(parallel, world_size):
+        change: dict[str, Any] = {field: size}
+        changed = replace(parallel, **change)
+        if divides(dense_sizes(changed), world_size) and divides(expert_sizes(changed), world_size):
+            fixes.append(f"set {flag_of(field)} {size}")
+            break
     unit = lcm(prod(dense.values()), prod(expert.values()))
+    fixes.append(f"run on {count_of(round_up(world_size, unit), 'rank')}")
     shown = " x ".join(f"{axis}={size}" for axis, size in wrong.items() if size > 1)
     return TopologyError(
         f"{count_of(world_size, 'rank')} cannot form {shown}",
         why=f"{'*'.join(wrong)} = {prod(wrong.values())} must divide the world size",
-        fix=" or ".join([*fixes, f"run on {count_of(unit * -(-world_size // unit), 'rank')}"]),
+        fix=" or ".join(fixes),
     )
 
 
-def _check_same_stages(dense: dict[str, int], expert: dict[str, int]) -> None:
-    """With pp before dp, a rank has the same stage in both grids only if pp has the same stride in
-    both.
+def smaller_sizes(parallel: ParallelConfig, world_size: int) -> Iterator[tuple[str, int]]:
+    """Fields with smaller sizes that may fit, the best ones first."""
+    current = dense_sizes(parallel) | expert_sizes(parallel)
+    if divides(dense_sizes(parallel), world_size):
+        yield "expert_tensor_parallel_size", 1  # whole experts, the usual layout
+    for axis, field in FIELDS.items():
+        for size in range(min(current[axis] - 1, world_size), 0, -1):
+            yield field, size
+
+
+def check_same_stages(dense: dict[str, int], expert: dict[str, int]) -> None:
+    """Check that a rank has the same stage in both grids where pp is before dp.
+
+    It has where pp has the same stride in both.
     """
     if dense["pp"] == 1 or dense["dp"] == expert["expert_dp"]:
         return
     flag = flag_of("use_tp_pp_dp_mapping")
+    dense_stride = dense["tp"] * dense["cp"]
+    expert_stride = expert["etp"] * expert["ep"]
     raise TopologyError(
-        f"{flag} cannot arrange dp={dense['dp']} and expert_dp={expert['expert_dp']} with pp={dense['pp']}",
-        why=f"tp*cp = {dense['tp'] * dense['cp']} and etp*ep = {expert['etp'] * expert['ep']} differ, "
-        "so a rank would hold the experts of one stage and the other layers of another",
+        f"{flag} cannot arrange dp={dense['dp']} and expert_dp={expert['expert_dp']} with "
+        f"pp={dense['pp']}",
+        why=f"tp*cp = {dense_stride} and etp*ep = {expert_stride} differ, so a rank would hold the "
+        "experts of one stage and the other layers of another",
         fix=f"drop {flag} or choose sizes with tp*cp = etp*ep",
     )
 
 
-def _check_instances(instances: int, ranks: dict[str, int]) -> None:
-    """The number of optimizer instances must divide the data-parallel ranks of both grids, given by
-    name.
-    """
+def check_instances(instances: int, ranks: dict[str, int]) -> None:
+    """Check that optimizer instances divide the data-parallel ranks of both grids, given by name."""
     flag = flag_of("num_distributed_optimizer_instances")
+    common = gcd(*ranks.values())
+    named = " and ".join(f"{name} = {count}" for name, count in ranks.items())
     for name, count in ranks.items():
-        if count % instances:
-            fitting = max(
-                n for n in range(1, instances) if all(other % n == 0 for other in ranks.values())
-            )
+        if count % instances != 0:
+            fitting = max(size for size in range(1, instances) if common % size == 0)
             raise TopologyError(
                 f"{instances} optimizer instances cannot share {name} = {count_of(count, 'rank')}",
-                why=f"{flag} must divide "
-                + " and ".join(f"{name} = {count}" for name, count in ranks.items()),
+                why=f"{flag} must divide {named}",
                 fix=f"set {flag} {fitting}",
             )

@@ -63,13 +63,8 @@ class Topology:
         """
         dense, expert = arrange(parallel, world_size, has_experts=has_experts)
         is_sharded = parallel.data_parallel_sharding_strategy != "no_shard"
-        return cls(
-            dense,
-            expert,
-            parallel.end_ranks,
-            parallel.num_distributed_optimizer_instances,
-            is_sharded,
-        )
+        num_instances = parallel.num_distributed_optimizer_instances
+        return cls(dense, expert, parallel.end_ranks, num_instances, is_sharded)
 
     @property
     def world_size(self) -> int:
@@ -89,38 +84,39 @@ class Topology:
     def coords_text(self, rank: int) -> str:
         """A rank's coordinates on the dense axes longer than one, for messages: "pp1 dp3 tp0"."""
         coords = self.dense.coords(rank)
-        return " ".join(
-            f"{axis}{coords[axis]}"
-            for axis in reversed(self.dense.axes)
-            if self.dense.size(axis) > 1
-        )
+        axes = [axis for axis in reversed(self.dense.axes) if self.dense.size(axis) > 1]
+        return " ".join(f"{axis}{coords[axis]}" for axis in axes)
 
     def members(self, rank: int, name: GroupName) -> Ranks:
-        """The ranks of a rank's group, ascending; empty if it is in none (`embed` on a middle
-        stage).
+        """The ranks of a rank's group, ascending.
+
+        Empty if the rank is in none (`embed` on a middle stage).
         """
-        grid, axes = self._grid_of(name)
-        parts = self._split(name, grid.members(rank, *axes))
-        return next((part for part in parts if rank in part), ())
+        ranks = self._grid(name).members(rank, *axes_of(name))
+        for group in self._split(name, ranks):
+            if rank in group:
+                return group
+        return ()
 
     def group_specs(self, rank: int) -> dict[GroupName, GroupSpec]:
         """All groups of a rank by name."""
-        members = ((name, self.members(rank, name)) for name in GROUP_NAMES)
-        return {name: GroupSpec(name, ranks, ranks.index(rank)) for name, ranks in members if ranks}
+        specs = {}
+        for name in GROUP_NAMES:
+            ranks = self.members(rank, name)
+            if ranks:
+                specs[name] = GroupSpec(name, ranks, ranks.index(rank))
+        return specs
 
     def groups_of(self, name: GroupName) -> tuple[Ranks, ...]:
         """All groups of one name, ascending."""
-        grid, axes = self._grid_of(name)
-        return tuple(
-            sorted(part for ranks in grid.groups(*axes) for part in self._split(name, ranks))
-        )
+        groups = []
+        for ranks in self._grid(name).groups(*axes_of(name)):
+            groups += self._split(name, ranks)
+        return tuple(sorted(groups))
 
-    def _grid_of(self, name: GroupName) -> tuple[Grid, tuple[str, ...]]:
-        return (
-            (self.expert, EXPERT_GROUPS[name])
-            if name in EXPERT_GROUPS
-            else (self.dense, DENSE_GROUPS[name])
-        )
+    def _grid(self, name: GroupName) -> Grid:
+        """The grid whose axes a group spans."""
+        return self.expert if name in EXPERT_GROUPS else self.dense
 
     def _split(self, name: GroupName, ranks: Ranks) -> list[Ranks]:
         """Split ranks that differ along the axes of `name` into the groups of `name`."""
@@ -136,6 +132,11 @@ class Topology:
         return [ranks]
 
 
+def axes_of(name: GroupName) -> tuple[str, ...]:
+    """The axes of its grid along which the ranks of a group differ."""
+    return EXPERT_GROUPS[name] if name in EXPERT_GROUPS else DENSE_GROUPS[name]
+
+
 CONTROL_FAN_OUT = 32  # ranks of a gloo group of the control tree: 13 KB per rank through the store
 
 
@@ -149,12 +150,16 @@ def partitions(topology: Topology) -> dict[GroupName, tuple[Ranks, ...]]:
     >>> partitions(Topology.of(ParallelConfig(tensor_model_parallel_size=2), 4))
     {'tp': ((0, 1), (2, 3)), 'dp': ((0, 2), (1, 3))}
     """
-    names: dict[tuple[Ranks, ...], GroupName] = {(tuple(range(topology.world_size)),): "world"}
+    world = tuple(range(topology.world_size))
+    listed: dict[GroupName, tuple[Ranks, ...]] = {}
     for name in GROUP_NAMES:
+        if name in UNCONNECTED:
+            continue
         groups = tuple(ranks for ranks in topology.groups_of(name) if len(ranks) > 1)
-        if groups and name not in UNCONNECTED:
-            names.setdefault(groups, name)
-    return {name: groups for groups, name in names.items() if name != "world"}
+        is_new = groups not in listed.values()
+        if groups and groups != (world,) and is_new:
+            listed[name] = groups
+    return listed
 
 
 def control_levels(
