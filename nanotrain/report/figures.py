@@ -1,16 +1,18 @@
-"""The charts of a report as plotly figures in their JSON form ({"data": [...], "layout": {...}}),
-without plotly.
+"""The charts of a report as plotly figures in JSON form, made without plotly.
+
+A figure is {"data": [...], "layout": {...}}.
 
 Every chart over steps has one line per run, or one per run and name where its metric has names, as
 a loss per corpus. Numbers of points are bounded: `keep_extremes` loses no spike, and page.js
 smooths the means of `bin_means`, centred.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from itertools import groupby, product
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -43,15 +45,19 @@ class Chart:
     style: str = "noisy"
     idle: str = "absent"  # left out where this holds for the values of all lines: a key of IDLE
 
-    def names(self, columns: Iterable[str]) -> dict[str, str]:
+    def names(self, columns: Sequence[str]) -> dict[str, str]:
         """The columns of the chart by what a star stands for, "" without one.
 
         >>> Chart(("a", "b.*"), "title", "unit").names(["c", "b.x", "a"])
         {'': 'a', 'x': 'b.x'}
         """
-        patterns = [re.compile(re.escape(metric).replace(r"\*", "(.+)")) for metric in self.metrics]
-        found = [(pattern.fullmatch(column), column) for pattern in patterns for column in columns]
-        return {"".join(match.groups()): column for match, column in found if match}
+        names = {}
+        for metric in self.metrics:
+            pattern = re.compile(re.escape(metric).replace(r"\*", "(.+)"))
+            for column in columns:
+                if match := pattern.fullmatch(column):
+                    names["".join(match.groups())] = column
+        return names
 
 
 TABLE = yaml.safe_load(
@@ -85,151 +91,195 @@ MEMORY_PARTS = (
 
 
 def step_figures(runs: Sequence[RunHistory]) -> dict[str, list[Figure]]:
-    """The charts over steps by section: those of `CHARTS`, then one per other group of metrics;
-    without idle ones.
+    """The charts over steps by section, without idle ones.
+
+    The charts are those of `CHARTS`, then one per other group of metrics.
     """
-    left = list(dict.fromkeys(name for run in runs for name in run.columns if name not in AXES))
-    if max(run.world_size for run in runs) < MANY_RANKS:
-        left = [name for name in left if name not in ("slowest_rank", "wait_for_slowest")]
+    left = metrics_of(runs)
     drawn: dict[str, list[Figure]] = {}
     for section, charts in CHARTS.items():
+        drawn[section] = []
         for chart in charts:
             names = chart.names(left)
             left = [name for name in left if name not in names.values()]
-            drawn.setdefault(section, []).append(_step_figure(chart, runs, names=names))
-    for group, members in groupby(sorted(left), lambda name: name.rpartition(".")[0] or name):
+            drawn[section].append(step_figure(chart, runs, names=names))
+    drawn.setdefault("Other", []).extend(other_figures(runs, left))
+    add_validation(drawn["Loss"][0], validation=drawn["Evaluation"][0])
+    shown = {}
+    for section, figures in drawn.items():
+        shown[section] = [figure for figure in figures if not figure["layout"]["meta"]["idle"]]
+    return shown
+
+
+def metrics_of(runs: Sequence[RunHistory]) -> list[str]:
+    """The metrics that charts may show, in order."""
+    hidden = set(AXES)
+    if max(run.world_size for run in runs) < MANY_RANKS:
+        hidden |= {"slowest_rank", "wait_for_slowest"}
+    names: dict[str, None] = {}
+    for run in runs:
+        names |= dict.fromkeys(run.columns)
+    return [name for name in names if name not in hidden]
+
+
+def other_figures(runs: Sequence[RunHistory], metrics: Sequence[str]) -> list[Figure]:
+    """One chart per group of metrics that no row of `CHARTS` names."""
+    figures = []
+    for group, members in groupby(sorted(metrics), lambda name: name.rpartition(".")[0] or name):
         names = {name.removeprefix(f"{group}."): name for name in members}
-        unit = next(
-            (unit for end, unit in UNITS.items() if min(names.values()).endswith(end)), "value"
-        )
-        chart = Chart((group,), re.sub(r"[._/]+", " ", group).capitalize(), unit, idle="constant")
-        drawn.setdefault("Other", []).append(_step_figure(chart, runs, names=names))
-    (loss,), (validation, *_) = drawn["Loss"], drawn["Evaluation"]
+        title = re.sub(r"[._/]+", " ", group).capitalize()
+        chart = Chart((group,), title, unit_of(min(names.values())), idle="constant")
+        figures.append(step_figure(chart, runs, names=names))
+    return figures
+
+
+def unit_of(metric: str) -> str:
+    """The unit of a metric by the end of its name."""
+    for end, unit in UNITS.items():
+        if metric.endswith(end):
+            return unit
+    return "value"
+
+
+def add_validation(loss: Figure, *, validation: Figure) -> None:
+    """Add the points of validation to the chart of the loss."""
     style = {"mode": "markers", "marker": {"size": 7, "symbol": "diamond"}}
-    loss["data"] += [
-        trace | style | {"name": f"{trace['name']} validation"} for trace in validation["data"]
-    ]
-    return {
-        name: [each for each in figures if not each["layout"]["meta"]["idle"]]
-        for name, figures in drawn.items()
-    }
+    for trace in validation["data"]:
+        loss["data"].append(trace | style | {"name": f"{trace['name']} validation"})
 
 
 def axes_of(run: RunHistory) -> dict[str, list[float | None]]:
-    """Steps with the tokens read and the hours trained until then: what the horizontal axis can
-    show.
-    """
-    kept = (
-        np.unique(np.linspace(0, run.num_steps - 1, MAX_MEANS).astype(int))
-        if run.num_steps
-        else np.arange(0)
-    )
-    columns = {
-        "step": run.column("step"),
-        "tokens": run.column("consumed_tokens"),
-        "hours": run.hours,
+    """What the horizontal axis can show: steps, tokens read and hours trained until then."""
+    kept = np.arange(0)
+    if run.num_steps:
+        kept = np.unique(np.linspace(0, run.num_steps - 1, MAX_MEANS).astype(int))
+    return {
+        "step": rounded(run.column("step")[kept]),
+        "tokens": rounded(run.column("consumed_tokens")[kept]),
+        "hours": rounded(run.hours[kept]),
     }
-    return {name: rounded(values[kept]) for name, values in columns.items()}
 
 
 def expert_figures(run: RunHistory) -> list[Figure]:
-    """Heat maps of tokens per expert relative to the mean: over steps as a mean of the routers,
-    then by router.
+    """Heat maps of tokens per expert relative to the mean, over steps and by router.
+
+    The first one shows the mean of the routers over steps, the second one the last step by router.
     """
     if not run.load:
         return []
     steps = run.column("step")
-    shares = np.mean(
-        [load / np.maximum(load.sum(axis=1, keepdims=True), 1) for load in run.load.values()],
-        axis=0,
-    )
+    shares_by_router = []
+    last_shares = []
+    for load in run.load.values():
+        totals = load.sum(axis=1, keepdims=True)
+        shares_by_router.append(load / np.maximum(totals, 1))
+        last_shares.append(load[-1] / max(1.0, load[-1].sum()))
+    shares = np.mean(shares_by_router, axis=0)
     bins = np.array_split(np.arange(len(steps)), min(len(steps), MAX_HEAT_MAP_COLUMNS))
     by_bin = np.stack([shares[part].mean(axis=0) for part in bins], axis=1) * shares.shape[1]
-    last = (
-        np.stack([load[-1] / max(1.0, load[-1].sum()) for load in run.load.values()])
-        * shares.shape[1]
-    )
-    over_time = _heat_map(by_bin, x=rounded(steps[[part[0] for part in bins]]))
-    per_router = _heat_map(last, y=list(run.load))
-    title, unit = f"{run.name}: tokens per expert", "x mean of the experts"
-    by_expert = layout_of(f"{title}, mean over routers", unit=unit, x_title="step")
-    by_expert["yaxis"]["title"] = {"text": "expert"}
+    first_steps = steps[[part[0] for part in bins]]
+    title = f"{run.name}: tokens per expert"
+    unit = "x mean of the experts"
+    over_steps = layout_of(f"{title}, mean over routers", unit=unit, x_title="step")
+    over_steps["yaxis"]["title"] = {"text": "expert"}
+    per_router = layout_of(f"{title}, step {run.last_step}", unit=unit, x_title="expert")
+    last = np.stack(last_shares) * shares.shape[1]
     return [
-        {"data": [over_time], "layout": by_expert},
-        {
-            "data": [per_router],
-            "layout": layout_of(f"{title}, step {run.last_step}", unit=unit, x_title="expert"),
-        },
+        {"data": [heat_map(by_bin, x=rounded(first_steps))], "layout": over_steps},
+        {"data": [heat_map(last, y=list(run.load))], "layout": per_router},
     ]
 
 
 def memory_figure(runs: Sequence[RunHistory]) -> Figure | None:
     """Planned memory per rank by part, one bar per run; None where no run has a plan."""
-    planned = [(run.name, run.environment["memory"]) for run in runs if "memory" in run.environment]
+    planned = [run for run in runs if "memory" in run.environment]
     if not planned:
         return None
+    names = [run.name for run in planned]
     data = []
     for part, color in zip(MEMORY_PARTS, COLORS, strict=False):
-        sizes = [float(f"{plan.get(part, 0) / 1e9:.4g}") for _, plan in planned]
+        num_bytes = [run.environment["memory"].get(part, 0) for run in planned]
+        sizes = [float(f"{size / 1e9:.4g}") for size in num_bytes]
         bar = {"type": "bar", "orientation": "h", "name": part, "marker": {"color": color}}
-        data.append(bar | {"y": [name for name, _ in planned], "x": sizes})
+        data.append(bar | {"y": names, "x": sizes})
     layout = layout_of("Planned memory of the fullest rank", unit="GB", x_title="")
     layout["legend"]["traceorder"] = "normal"
-    return {
-        "data": data,
-        "layout": layout | {"barmode": "stack", "height": 110 + 40 * len(planned)},
-    }
-
-
-def _step_figure(chart: Chart, runs: Sequence[RunHistory], *, names: Mapping[str, str]) -> Figure:
-    data, is_idle = [], True
-    for (index, run), (number, (label, column)) in product(
-        enumerate(runs), enumerate(names.items())
-    ):
-        values, steps = run.column(column) * chart.scale, run.column("step")
-        kept, is_alone = keep_extremes(values, MAX_POINTS), len(runs) == 1
-        is_idle &= IDLE[chart.idle](values)
-        if not len(kept):
-            continue
-        name = (
-            (label or ("all" if len(names) > 1 else run.name))
-            if is_alone
-            else f"{run.name} {label}".rstrip()
-        )
-        color = COLORS[(number if is_alone else index) % len(COLORS)]
-        line = {
-            "width": 1.5,
-            "color": color,
-            "dash": DASHES[0 if is_alone else number % len(DASHES)],
-        }
-        mode = "lines+markers" if chart.style == "sparse" or len(kept) < FEW_POINTS else "lines"
-        trace = {"type": "scatter", "mode": mode, "name": name, "line": line}
-        means = (
-            [rounded(each) for each in bin_means(steps, values)] if chart.style == "noisy" else None
-        )
-        of_line = {
-            "run": index,
-            "label": label,
-            "means": means,
-            "column": column,
-            "scale": chart.scale,
-        }
-        points = {"x": rounded(steps[kept]), "y": rounded(values[kept]), "meta": of_line}
-        data.append(trace | points)
-    layout = layout_of(chart.title, unit=chart.unit)
-    layout["yaxis"]["type"] = "log" if chart.is_log else "linear"
-    layout["meta"] |= {"metrics": chart.metrics, "idle": is_idle}
+    layout["barmode"] = "stack"
+    layout["height"] = 110 + 40 * len(planned)
     return {"data": data, "layout": layout}
 
 
-def _heat_map(values: np.ndarray, **axes: list[Any]) -> Figure:
-    rows, highest = [rounded(row) for row in values], max(2.0, float(values.max()))
+def step_figure(chart: Chart, runs: Sequence[RunHistory], *, names: Mapping[str, str]) -> Figure:
+    """A chart over steps: a line per run and name, and whether it is idle.
+
+    Args:
+        chart: the chart.
+        runs: all runs.
+        names: columns by the names of their lines.
+    """
+    data = []
+    is_idle = True
+    for run_index, run in enumerate(runs):
+        for number, (label, column) in enumerate(names.items()):
+            values = run.column(column) * chart.scale
+            if not IDLE[chart.idle](values):
+                is_idle = False
+            kept = keep_extremes(values, MAX_POINTS)
+            if not len(kept):
+                continue
+            if len(runs) > 1:
+                name = f"{run.name} {label}".rstrip()
+                style = line_style(color=run_index, dash=number)
+            else:
+                name = label or ("all" if len(names) > 1 else run.name)
+                style = line_style(color=number, dash=0)
+            trace = line_of(chart, run.column("step"), values=values, kept=kept)
+            trace["name"] = name
+            trace["line"] = style
+            trace["meta"] |= {"run": run_index, "label": label, "column": column}
+            data.append(trace)
+    layout = layout_of(chart.title, unit=chart.unit)
+    layout["yaxis"]["type"] = "log" if chart.is_log else "linear"
+    layout["meta"]["metrics"] = chart.metrics
+    layout["meta"]["idle"] = is_idle
+    return {"data": data, "layout": layout}
+
+
+def line_style(*, color: int, dash: int) -> dict[str, Any]:
+    """The style of a line by the indices of its color and of its dash."""
+    return {
+        "width": 1.5,
+        "color": COLORS[color % len(COLORS)],
+        "dash": DASHES[dash % len(DASHES)],
+    }
+
+
+def line_of(
+    chart: Chart, steps: np.ndarray, *, values: np.ndarray, kept: np.ndarray
+) -> dict[str, Any]:
+    """A line of a chart: its kept points, and the means that a smoothed line is drawn from."""
+    has_markers = chart.style == "sparse" or len(kept) < FEW_POINTS
+    means = None
+    if chart.style == "noisy":
+        mean_steps, mean_values = bin_means(steps, values)
+        means = [rounded(mean_steps), rounded(mean_values)]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if has_markers else "lines",
+        "x": rounded(steps[kept]),
+        "y": rounded(values[kept]),
+        "meta": {"means": means, "scale": chart.scale},
+    }
+
+
+def heat_map(values: np.ndarray, **axes: list[Any]) -> Figure:
+    """A heat map of rows of values from 0 to 2 or their maximum."""
     return {
         "type": "heatmap",
-        "z": rows,
+        "z": [rounded(row) for row in values],
         "colorscale": "Viridis",
         "zmin": 0,
-        "zmax": highest,
+        "zmax": max(2.0, float(values.max())),
     } | axes
 
 
@@ -248,22 +298,24 @@ def layout_of(title: str, *, unit: str, x_title: str = "step") -> Figure:
 
 
 def rounded(values: np.ndarray) -> list[float | None]:
-    """Six significant digits, or the whole number: what a screen shows, and half the bytes. None
-    for NaN.
+    """What a screen shows of numbers, at half the bytes.
+
+    Six significant digits, or the whole number; None for values that are not finite.
     """
-    return [
-        None
-        if not np.isfinite(value)
-        else float(f"{value:.6g}")
-        if abs(value) < 1e6
-        else round(value)
-        for value in values.tolist()
-    ]
+    return [rounded_number(value) for value in values.tolist()]
+
+
+def rounded_number(value: float) -> float | None:
+    """A number as `rounded` has it."""
+    if not math.isfinite(value):
+        return None
+    if abs(value) < 1e6:
+        return float(f"{value:.6g}")
+    return round(value)
 
 
 def keep_extremes(values: np.ndarray, max_points: int) -> np.ndarray:
-    """The indices to draw: of each of the bins the first, the smallest, the largest and the last
-    finite value.
+    """The indices to draw: the first, smallest, largest and last finite value of every bin.
 
     A spike of one step stays visible at its own step, whatever the number of steps.
 
@@ -281,32 +333,29 @@ def keep_extremes(values: np.ndarray, max_points: int) -> np.ndarray:
     if len(present) <= max_points:
         return present
     kept: list[int] = []
-    for part in _bins(present, max_points // 4):
-        low, high = part[np.argmin(values[part])], part[np.argmax(values[part])]
-        kept += sorted({int(part[0]), int(low), int(high), int(part[-1])})
+    for part in bins_of(present, max_points // 4):
+        lowest = part[np.argmin(values[part])]
+        highest = part[np.argmax(values[part])]
+        kept += sorted({int(part[0]), int(lowest), int(highest), int(part[-1])})
     return np.array(kept)
 
 
 def bin_means(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means of the steps and of the finite values in at most MAX_MEANS bins; one value at least is
-    finite.
+    """Means of steps and finite values in at most MAX_MEANS bins; one value at least is finite.
 
     >>> bin_means(np.array([1.0, 2, 3]), np.array([5.0, np.nan, 7]))
     (array([1., 3.]), array([5., 7.]))
     """
     present = np.flatnonzero(np.isfinite(values))
-    parts = _bins(present, MAX_MEANS)
-    return np.array([steps[part].mean() for part in parts]), np.array(
-        [values[part].mean() for part in parts]
-    )
+    bins = bins_of(present, MAX_MEANS)
+    mean_steps = [steps[part].mean() for part in bins]
+    mean_values = [values[part].mean() for part in bins]
+    return np.array(mean_steps), np.array(mean_values)
 
 
-def _bins(values: np.ndarray, count: int) -> list[np.ndarray]:
-    """At most `count` parts of equal sizes, and smaller ones at the beginning, where curves are
-    steep.
-    """
-    edges = np.append(
-        np.linspace(0, len(values), max(2, count * 3 // 4)),
-        np.geomspace(1, len(values), count // 4),
-    )
-    return np.split(values, np.unique(edges.round().astype(int))[1:-1])
+def bins_of(values: np.ndarray, count: int) -> list[np.ndarray]:
+    """At most `count` parts of equal sizes, with smaller ones at the beginning, which is steep."""
+    even = np.linspace(0, len(values), max(2, count * 3 // 4))
+    early = np.geomspace(1, len(values), count // 4)
+    edges = np.append(even, early).round().astype(int)
+    return np.split(values, np.unique(edges)[1:-1])
