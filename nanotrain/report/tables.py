@@ -1,5 +1,6 @@
-"""The tables of a report, as HTML: runs, configuration, checkpoints and environment. All text is
-escaped.
+"""The tables of a report, as HTML: runs, configuration, checkpoints and environment.
+
+All text is escaped.
 """
 
 import json
@@ -8,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanotrain.quantities import describe_bytes, describe_count
 from nanotrain.report.history import RunHistory, Start
@@ -21,124 +22,193 @@ NEWEST_ROWS = 100  # whose median is the speed
 
 def html_table(header: Row, rows: Iterable[Row], *, marked: frozenset[str] = frozenset()) -> str:
     """A table; cells of rows whose first cell is in `marked` are highlighted."""
-    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in header) + "</tr>"]
+    lines = [html_row("<th>", header, "</th>")]
     for row in rows:
-        mark = ' class="differs"' if row[0] in marked else ""
-        lines.append("<tr>" + "".join(f"<td{mark}>{escape(cell)}</td>" for cell in row) + "</tr>")
+        opening = '<td class="differs">' if row[0] in marked else "<td>"
+        lines.append(html_row(opening, row, "</td>"))
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+
+
+def html_row(opening: str, cells: Row, closing: str) -> str:
+    """A row of a table, with the tags of a cell."""
+    texts = [f"{opening}{escape(cell)}{closing}" for cell in cells]
+    return f"<tr>{''.join(texts)}</tr>"
 
 
 def summary_of(run: RunHistory) -> dict[str, str]:
     """One row of a list of runs, by column."""
     target = run.config.get("train.train_iters")
+    step = f"{run.last_step:,}"
+    if isinstance(target, int):
+        step = f"{step}/{target:,}"
+    saved_bytes = sum(checkpoint.num_bytes for checkpoint in run.checkpoints)
     return {
         "run": run.name,
         "state": run.state(),
-        "step": f"{run.last_step:,}/{target:,}"
-        if isinstance(target, int)
-        else f"{run.last_step:,}",
+        "step": step,
         "loss": _number(run.last("loss"), ".4f"),
         "validation": _number(run.last("valid_loss"), ".4f"),
         "tokens/s": _number(run.last("tokens_per_second"), ",.0f"),
         "hours": f"{run.hours[-1]:.2f}" if run.num_steps else "-",
         "tokens": _number(run.last("consumed_tokens"), ",.0f"),
-        "saved": _bytes(sum(checkpoint.num_bytes for checkpoint in run.checkpoints)),
+        "saved": _bytes(saved_bytes),
         "last change": _time(run.modified_s) if run.modified_s else "-",
     }
 
 
-def headline_of(run: RunHistory) -> dict[str, tuple[str, str]]:
-    """What one asks first about a run: by label the value, and its unit or a remark; without what
-    is unknown.
-    """
-    environment, target, last = run.environment, run.config.get("train.train_iters"), run.last
-    total, active = (environment.get(name) for name in ("parameters", "active_parameters"))
-    valid, hours = last("valid_loss"), run.hours[-1] if run.num_steps else 0.0
-    again = (
-        f"{len(run.repeated_s):,} steps again, {sum(run.repeated_s) / 3600:.2f} hours"
-        if run.repeated_s
-        else ""
-    )
-    since_h = (run.modified_s - run.starts[0].time_s) / 3600 if run.starts else 0.0
-    tasks = {
-        match[1]: last(name) or 0.0 for name in run.columns if (match := TASKS.fullmatch(name))
+class Fact(NamedTuple):
+    """A value of the summary, and its unit or a remark."""
+
+    value: str
+    note: str
+
+
+UNKNOWN = Fact("-", "")
+
+
+def headline_of(run: RunHistory) -> dict[str, Fact]:
+    """What one asks first about a run, by label; without what is unknown."""
+    facts = {"Progress": progress_of(run)}
+    facts |= size_facts(run)
+    facts |= loss_facts(run)
+    facts |= speed_facts(run)
+    return {label: fact for label, fact in facts.items() if fact.value != "-"}
+
+
+def progress_of(run: RunHistory) -> Fact:
+    """The steps of a run, and its state."""
+    target = run.config.get("train.train_iters")
+    note = f"of {target:,}, {run.state()}" if isinstance(target, int) else ""
+    return Fact(f"{run.last_step:,} steps", note)
+
+
+def size_facts(run: RunHistory) -> dict[str, Fact]:
+    """Model, data and layout."""
+    environment = run.environment
+    total = environment.get("parameters")
+    active = environment.get("active_parameters")
+    active_note = f"{_count(active)} active per token" if active != total else ""
+    layout = str(environment.get("layout", "")).partition(", ")[2]
+    device = environment.get("device", "unknown")
+    return {
+        "Parameters": Fact(_count(total), active_note),
+        "Tokens": Fact(_count(run.last("consumed_tokens")), "read in training"),
+        "Device": Fact(f"{run.world_size:,} x {device}", ""),
+        "Layout": Fact(layout or "-", ""),
     }
+
+
+def loss_facts(run: RunHistory) -> dict[str, Fact]:
+    """Losses of training and validation, and right answers of tasks."""
+    valid_loss = run.last("valid_loss")
+    perplexity = None
+    if valid_loss is not None:
+        perplexity = math.exp(min(valid_loss, 700))
+    bits = run.last("valid_bits_per_byte")
     facts = {
-        "Progress": (
-            f"{run.last_step:,} steps",
-            f"of {target:,}, {run.state()}" if isinstance(target, int) else "",
-        ),
-        "Parameters": (
-            _count(total),
-            f"{_count(active)} active per token" if active != total else "",
-        ),
-        "Tokens": (_count(last("consumed_tokens")), "read in training"),
-        "Device": (f"{run.world_size:,} x {environment.get('device', 'unknown')}", ""),
-        "Layout": (str(environment.get("layout", "")).partition(", ")[2] or "-", ""),
-        "Training loss": (_number(last("loss"), ".4f"), "nats per token"),
-        "Validation loss": (_number(valid, ".4f"), "nats per token"),
-        "Perplexity": (_number(valid and math.exp(min(valid, 700)), ",.2f"), "of validation"),
-        "Bits per byte": (_number(last("valid_bits_per_byte"), ".4f"), "of validation"),
-        **{f"Task {name}": (f"{share:.1%}", "right answers") for name, share in tasks.items()},
-        "Throughput": (
-            _number(run.typical("tokens_per_second", NEWEST_ROWS), ",.0f"),
-            "tokens per second",
-        ),
-        "MFU": (_number(run.typical("mfu", NEWEST_ROWS), ".1%"), "of the device's peak"),
-        "Training time": (
-            f"{hours:,.2f} hours",
-            f"{since_h:,.2f} since the first start" if since_h else "",
-        ),
-        "Restarts": (f"{max(0, len(run.starts) - 1):,}", again),
+        "Training loss": Fact(_number(run.last("loss"), ".4f"), "nats per token"),
+        "Validation loss": Fact(_number(valid_loss, ".4f"), "nats per token"),
+        "Perplexity": Fact(_number(perplexity, ",.2f"), "of validation"),
+        "Bits per byte": Fact(_number(bits, ".4f"), "of validation"),
     }
-    return {label: fact for label, fact in facts.items() if fact[0] != "-"}
+    for name in run.columns:
+        if match := TASKS.fullmatch(name):
+            share = run.last(name) or 0.0
+            facts[f"Task {match[1]}"] = Fact(f"{share:.1%}", "right answers")
+    return facts
+
+
+def speed_facts(run: RunHistory) -> dict[str, Fact]:
+    """Throughput, training time and restarts."""
+    hours = run.hours[-1] if run.num_steps else 0.0
+    since_start = ""
+    if run.starts:
+        since_h = (run.modified_s - run.starts[0].time_s) / 3600
+        since_start = f"{since_h:,.2f} since the first start" if since_h else ""
+    repeated = ""
+    if run.repeated_s:
+        repeated_h = sum(run.repeated_s) / 3600
+        repeated = f"{len(run.repeated_s):,} steps again, {repeated_h:.2f} hours"
+    num_restarts = max(0, len(run.starts) - 1)
+    throughput = run.typical("tokens_per_second", NEWEST_ROWS)
+    mfu = run.typical("mfu", NEWEST_ROWS)
+    return {
+        "Throughput": Fact(_number(throughput, ",.0f"), "tokens per second"),
+        "MFU": Fact(_number(mfu, ".1%"), "of the device's peak"),
+        "Training time": Fact(f"{hours:,.2f} hours", since_start),
+        "Restarts": Fact(f"{num_restarts:,}", repeated),
+    }
 
 
 def headline(runs: Sequence[RunHistory]) -> str:
     """The summary: cards of one run, or a table with a column per run."""
-    each = [headline_of(run) for run in runs]
-    labels = dict.fromkeys(label for items in each for label in items)
-    rows = {label: [items.get(label, ("-", "")) for items in each] for label in labels}
-    if len(runs) > 1:
-        cells = (
-            [label, *(f"{value} {note}".strip() for value, note in row)]
-            for label, row in rows.items()
-        )
-        return html_table(["", *(run.name for run in runs)], cells)
-    cards = (
-        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
-        for label, ((value, note),) in rows.items()
-    )
-    return f'<dl class="cards">{"".join(cards)}</dl>'
+    if len(runs) == 1:
+        cards = [fact_card(label, fact) for label, fact in headline_of(runs[0]).items()]
+        return f'<dl class="cards">{"".join(cards)}</dl>'
+    facts_of_runs = [headline_of(run) for run in runs]
+    labels: dict[str, None] = {}
+    for facts in facts_of_runs:
+        labels |= dict.fromkeys(facts)
+    rows = []
+    for label in labels:
+        row = [label]
+        for facts in facts_of_runs:
+            fact = facts.get(label, UNKNOWN)
+            row.append(f"{fact.value} {fact.note}".strip())
+        rows.append(row)
+    return html_table(["", *(run.name for run in runs)], rows)
+
+
+def fact_card(label: str, fact: Fact) -> str:
+    """A card of the summary."""
+    value = f"{escape(fact.value)}<small>{escape(fact.note)}</small>"
+    return f"<div><dt>{escape(label)}</dt><dd>{value}</dd></div>"
+
+
+def config_keys(runs: Sequence[RunHistory]) -> list[str]:
+    """The keys of all settings, in the order of the runs."""
+    keys: dict[str, None] = {}
+    for run in runs:
+        keys |= dict.fromkeys(run.config)
+    return list(keys)
 
 
 def config_differences(runs: Sequence[RunHistory]) -> dict[str, list[str]]:
-    """Keys whose values differ between runs, with the value of each run; "" where a run does not
-    have the key.
+    """Keys whose values differ between runs, with the value of each run.
+
+    The value is "" where a run does not have the key.
     """
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    values = {
-        key: [_text(run.config[key]) if key in run.config else "" for run in runs] for key in keys
-    }
-    return {key: row for key, row in values.items() if len(set(row)) > 1}
+    differences = {}
+    for key in config_keys(runs):
+        values = [_text(run.config[key]) if key in run.config else "" for run in runs]
+        if len(set(values)) > 1:
+            differences[key] = values
+    return differences
 
 
 def config_table(runs: Sequence[RunHistory]) -> str:
-    """Every setting, its value per run and where the value comes from; settings that differ are
-    highlighted.
+    """Every setting, its value per run and what set it; those that differ are highlighted.
+
+    Settings that differ come first, then those that a file or a command line set.
     """
-    keys = dict.fromkeys(key for run in runs for key in run.config)
     differing = frozenset(config_differences(runs))
-    header, rows = ["setting"], {key: [key] for key in keys}
+    header = ["setting"]
     for run in runs:
         header += [run.name, "set by"]
-        for key, row in rows.items():
-            row += [_text(run.config.get(key)), run.environment.get("origins", {}).get(key, "")]
-
-    ordered = sorted(
-        rows.values(), key=lambda row: (row[0] not in differing, {*row[2::2]} <= {"", "default"})
-    )
-    return html_table(header, ordered, marked=differing)
+    rows = []
+    defaults = set()
+    for key in config_keys(runs):
+        row = [key]
+        origins = set()
+        for run in runs:
+            origin = run.environment.get("origins", {}).get(key, "")
+            row += [_text(run.config.get(key)), origin]
+            origins.add(origin)
+        rows.append(row)
+        if origins <= {"", "default"}:
+            defaults.add(key)
+    rows.sort(key=lambda row: (row[0] not in differing, row[0] in defaults))
+    return html_table(header, rows, marked=differing)
 
 
 def checkpoint_table(run: RunHistory) -> str:
@@ -156,43 +226,51 @@ def stage_table(run: RunHistory) -> str:
 
 
 def starts_table(run: RunHistory) -> str:
-    """Every start of a run: when, on how many ranks, and which settings it changed; empty for a run
-    of one start.
+    """Every start of a run: when, on how many ranks, and which settings it changed.
+
+    Empty for a run of one start.
     """
-    rows = [
-        (f"{each.step:,}", _time(each.time_s), str(each.world_size), changes_text(each))
-        for each in run.starts
-    ]
-    return (
-        html_table(("after step", "started", "ranks", "changed settings"), rows)
-        if len(rows) > 1
-        else ""
-    )
+    if len(run.starts) < 2:
+        return ""
+    rows = []
+    for start in run.starts:
+        world_size = str(start.world_size)
+        rows.append((f"{start.step:,}", _time(start.time_s), world_size, changes_text(start)))
+    return html_table(("after step", "started", "ranks", "changed settings"), rows)
 
 
 def changes_text(start: Start) -> str:
     """The settings that a start changed."""
-    return ", ".join(
-        f"{key} {_text(before)} -> {_text(now)}" for key, (before, now) in start.changed.items()
-    )
+    changes = []
+    for key, (before, now) in start.changed.items():
+        changes.append(f"{key} {_text(before)} -> {_text(now)}")
+    return ", ".join(changes)
 
 
 def environment_table(runs: Sequence[RunHistory]) -> str:
     """Command line, versions, device and revision of each run."""
-    flat = [_flat_environment(run.environment) for run in runs]
-    keys = dict.fromkeys(key for environment in flat for key in environment)
-    return html_table(
-        ["", *(run.name for run in runs)],
-        ([key, *(env.get(key, "") for env in flat)] for key in keys),
-    )
+    environments = [_flat_environment(run.environment) for run in runs]
+    keys: dict[str, None] = {}
+    for environment in environments:
+        keys |= dict.fromkeys(environment)
+    rows = []
+    for key in keys:
+        values = [environment.get(key, "") for environment in environments]
+        rows.append([key, *values])
+    return html_table(["", *(run.name for run in runs)], rows)
 
 
 def _flat_environment(environment: dict[str, Any]) -> dict[str, str]:
     """By name and by package; without what other tables and charts show."""
-    flat = {name: value for name, value in environment.items() if name not in SHOWN_ELSEWHERE}
-    if "command" in flat:
-        flat["command"] = " ".join(map(str, flat["command"]))
-    return {name: _text(value) for name, value in (flat | environment.get("packages", {})).items()}
+    flat = {}
+    for name, value in environment.items():
+        if name == "command":
+            value = " ".join(map(str, value))
+        if name not in SHOWN_ELSEWHERE:
+            flat[name] = _text(value)
+    for package, version in environment.get("packages", {}).items():
+        flat[package] = _text(version)
+    return flat
 
 
 def _text(value: Any) -> str:

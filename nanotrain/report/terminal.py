@@ -1,6 +1,4 @@
-"""Runs in the terminal: a list of them, a comparison of two or more, and the lanes of a profiled
-step.
-"""
+"""Runs in the terminal: a list, a comparison of several, and the lanes of a profiled step."""
 
 from collections.abc import Sequence
 
@@ -29,10 +27,15 @@ def list_runs(runs: Sequence[RunHistory], *, console: Console) -> None:
         console.print("no runs here")
         return
     rows = [summary_of(run) for run in runs]
-    columns = [name for name in rows[0] if console.width >= WIDE or name not in FOR_WIDE_TERMINALS]
+    columns = list(rows[0])
+    if console.width < WIDE:
+        columns = [name for name in columns if name not in FOR_WIDE_TERMINALS]
     # in the header, so that a time is one line of 80 columns
     header = [*columns[:-1], f"{columns[-1]} (UTC)"]
-    table = _table(header, [[row[name].removesuffix(" UTC") for name in columns] for row in rows])
+    cells = []
+    for row in rows:
+        cells.append([row[name].removesuffix(" UTC") for name in columns])
+    table = _table(header, cells)
     table.columns[0].overflow = "fold"  # a long name takes several lines, the rest of the row one
     for column in table.columns[1:]:
         column.no_wrap = True
@@ -40,21 +43,24 @@ def list_runs(runs: Sequence[RunHistory], *, console: Console) -> None:
 
 
 def compare_runs(runs: Sequence[RunHistory], *, console: Console) -> None:
-    """Print the summaries side by side, the settings that differ, and the losses at common steps."""
-    rows = [summary_of(run) for run in runs]
-    header = ["", *(run.name for run in runs)]
-    console.print(
-        _table(header, [[key, *(row[key] for row in rows)] for key in rows[0] if key != "run"])
-    )
+    """Print summaries side by side, the settings that differ, and the losses at common steps."""
+    names = [run.name for run in runs]
+    summaries = [summary_of(run) for run in runs]
+    rows = []
+    for key in summaries[0]:
+        if key != "run":
+            rows.append([key, *(summary[key] for summary in summaries)])
+    console.print(_table(["", *names], rows))
     differences = config_differences(runs)
-    ignored = {"train.run_dir"}
-    settings = [[key, *values] for key, values in differences.items() if key not in ignored]
-    console.print(
-        _table(["setting", *header[1:]], settings) if settings else "the settings are equal"
-    )
+    differences.pop("train.run_dir", None)
+    if differences:
+        settings = [[key, *values] for key, values in differences.items()]
+        console.print(_table(["setting", *names], settings))
+    else:
+        console.print("the settings are equal")
     losses = common_losses(runs)
     if losses:
-        console.print(_table(["loss at step", *header[1:]], losses))
+        console.print(_table(["loss at step", *names], losses))
 
 
 def print_timeline(timeline: Timeline, *, console: Console) -> None:
@@ -69,19 +75,20 @@ def print_timeline(timeline: Timeline, *, console: Console) -> None:
 
 
 def common_losses(runs: Sequence[RunHistory]) -> list[list[str]]:
-    """The loss of every run at evenly spaced steps that all of them have, the last one among them."""
-    common = set.intersection(*({int(step) for step in run.column("step")} for run in runs))
-    steps = sorted(common)
-    chosen = (
-        [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, COMPARED_STEPS).astype(int))]
-        if steps
-        else []
-    )
-    by_run = [
-        dict(zip(run.column("step").astype(int).tolist(), run.column("loss"), strict=True))
-        for run in runs
-    ]
-    return [[f"{step:,}", *(f"{losses[step]:.4f}" for losses in by_run)] for step in chosen]
+    """The loss of every run at evenly spaced steps that all of them have, the last one included."""
+    losses_of_runs = []
+    for run in runs:
+        steps = run.column("step").astype(int).tolist()
+        losses_of_runs.append(dict(zip(steps, run.column("loss"), strict=True)))
+    common = sorted(set.intersection(*map(set, losses_of_runs)))
+    if not common:
+        return []
+    rows = []
+    for index in np.unique(np.linspace(0, len(common) - 1, COMPARED_STEPS).astype(int)):
+        step = common[index]
+        losses = [f"{losses[step]:.4f}" for losses in losses_of_runs]
+        rows.append([f"{step:,}", *losses])
+    return rows
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -118,51 +118,77 @@ def read_step(path: Path, *, rank: int, step: int | None = None) -> RankStep:
     number = max(steps, default=0) if step is None else step
     bounds = steps.get(number, np.concatenate(list(lanes.values())))
     if not len(bounds):
-        why, fix = "it has neither kernels nor operators", "profile a run with --profile"
-        raise EnvironmentFault(f"{path} shows no work", why=why, fix=fix)
-    start, end = float(bounds[:, 0].min()), float(bounds[:, 1].max())
-    compute, communication, copies = (
-        clip(union(spans), start=start, end=end) for spans in lanes.values()
-    )
+        raise EnvironmentFault(
+            f"{path} shows no work",
+            why="it has neither kernels nor operators",
+            fix="profile a run with --profile",
+        )
+    start = float(bounds[:, 0].min())
+    end = float(bounds[:, 1].max())
+    compute = clip(union(lanes["compute"]), start=start, end=end)
+    communication = clip(union(lanes["communication"]), start=start, end=end)
+    copies = clip(union(lanes["copies"]), start=start, end=end)
     if not on_device:  # on a CPU copies are operators too
         compute = without(compute, copies)
-    hidden, exposed = overlap(communication, compute), without(communication, compute)
-    return RankStep(rank, number, end - start, compute, hidden, exposed, copies, on_device)
+    return RankStep(
+        rank,
+        number,
+        duration_us=end - start,
+        compute=compute,
+        hidden=overlap(communication, compute),
+        exposed=without(communication, compute),
+        copies=copies,
+        on_device=on_device,
+    )
 
 
 def _lanes(events: list[dict[str, Any]]) -> tuple[dict[str, np.ndarray], bool]:
-    """Times of the whole trace by kind, [n, 2] in any order, and whether they are those of kernels."""
-    kernels = [event for event in events if event.get("cat") == "kernel"]
+    """Times of the whole trace by kind, [n, 2] in any order, and whether they are of kernels."""
+    kernels = events_of(events, "kernel")
+    compute: list[dict[str, Any]] = []
+    communication: list[dict[str, Any]] = []
     if kernels:
-        compute = [event for event in kernels if not _COLLECTIVE_KERNEL.search(event["name"])]
-        collective = [event for event in kernels if _COLLECTIVE_KERNEL.search(event["name"])]
-        copies = [event for event in events if event.get("cat") in _COPIES]
+        for kernel in kernels:
+            is_collective = _COLLECTIVE_KERNEL.search(kernel["name"])
+            (communication if is_collective else compute).append(kernel)
+        copies = events_of(events, *_COPIES)
     else:
-        operators = [event for event in events if event.get("cat") == "cpu_op"]
+        operators = events_of(events, "cpu_op")
         compute = [event for event in operators if _computes(event["name"])]
-        collective = [event for event in events if _CPU_COLLECTIVE.match(event["name"])]
+        communication = [event for event in events if _CPU_COLLECTIVE.match(event["name"])]
         copies = [event for event in operators if event["name"] == "aten::copy_"]
-    lanes = {"compute": compute, "communication": collective, "copies": copies}
-    return {kind: _spans(chosen) for kind, chosen in lanes.items()}, bool(kernels)
+    lanes = {
+        "compute": _spans(compute),
+        "communication": _spans(communication),
+        "copies": _spans(copies),
+    }
+    return lanes, bool(kernels)
+
+
+def events_of(events: list[dict[str, Any]], *categories: str) -> list[dict[str, Any]]:
+    """The events of some categories."""
+    return [event for event in events if event.get("cat") in categories]
 
 
 def _computes(name: str) -> bool:
     """Whether an operator of a CPU computes; functions of autograd may wait for a collective."""
-    namespace, has_namespace, _ = name.partition("::")
-    return (
-        bool(has_namespace) and namespace not in _NOT_COMPUTE and not namespace.startswith("_c10d")
-    )
+    namespace, separator, _ = name.partition("::")
+    if not separator:
+        return False
+    return namespace not in _NOT_COMPUTE and not namespace.startswith("_c10d")
 
 
 def _parts(a: Spans, b: Spans, *, wanted: bool) -> Spans:
     """The times of `a` that are also in `b`, or with `wanted=False` those that are not."""
     bounds = np.unique(np.concatenate([a.ravel(), b.ravel()]))
     middles = (bounds[1:] + bounds[:-1]) / 2
-    kept = _holds(a, middles) & (_holds(b, middles) == wanted)
-    return union(np.stack([bounds[:-1][kept], bounds[1:][kept]], axis=1))
+    kept = _contains(a, middles) & (_contains(b, middles) == wanted)
+    starts = bounds[:-1][kept]
+    ends = bounds[1:][kept]
+    return union(np.stack([starts, ends], axis=1))
 
 
-def _holds(spans: Spans, times: np.ndarray) -> np.ndarray:
+def _contains(spans: Spans, times: np.ndarray) -> np.ndarray:
     """For each time, whether it is in one of the spans."""
     begun = np.searchsorted(spans[:, 0], times, side="right")
     ended = np.searchsorted(spans[:, 1], times, side="right")
@@ -170,25 +196,32 @@ def _holds(spans: Spans, times: np.ndarray) -> np.ndarray:
 
 
 def _marked_steps(events: list[dict[str, Any]]) -> dict[int, np.ndarray]:
-    """Times of each marked step: those of its kernels where the trace has them, otherwise those on
-    the host.
-    """
+    """Times of each marked step: of its kernels where the trace has them, else on the host."""
     marks = [event for event in events if re.fullmatch(rf"{STEP}\d+", event["name"])]
-    chosen = [event for event in marks if event.get("cat") == "gpu_user_annotation"] or marks
-    names = {event["name"] for event in chosen}
-    return {
-        int(name.removeprefix(STEP)): _spans(event for event in chosen if event["name"] == name)
-        for name in names
-    }
+    marks = events_of(marks, "gpu_user_annotation") or marks
+    marks_of_step: dict[int, list[dict[str, Any]]] = {}
+    for event in marks:
+        step = int(event["name"].removeprefix(STEP))
+        marks_of_step.setdefault(step, []).append(event)
+    return {step: _spans(events) for step, events in marks_of_step.items()}
 
 
 def _spans(events: Iterable[dict[str, Any]]) -> np.ndarray:
+    """Start and end of events, [n, 2]."""
     times = [(event["ts"], event["ts"] + event["dur"]) for event in events]
     return np.array(times, dtype=float).reshape(-1, 2)
 
 
 def _is_time(value: Any) -> bool:
+    """Whether a value can be a time."""
     return isinstance(value, int | float) and abs(value) <= LARGEST
+
+
+def _is_complete(event: dict[str, Any]) -> bool:
+    """Whether an event has a name, a start and a duration."""
+    if event.get("ph") != "X" or not isinstance(event.get("name"), str):
+        return False
+    return _is_time(event.get("ts")) and _is_time(event.get("dur"))
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
@@ -196,15 +229,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
     try:
         # inputs of operators may be NaN
         trace = parse_json(read_file(path, follows_links=False), allow_nan=True)
-        events = trace["traceEvents"]
-        complete = [
-            event
-            for event in events
-            if event.get("ph") == "X" and isinstance(event.get("name"), str)
-        ]
-        return [
-            event for event in complete if all(_is_time(event.get(key)) for key in ("ts", "dur"))
-        ]
+        return [event for event in trace["traceEvents"] if _is_complete(event)]
     except OSError as error:
         reason = error.strerror or str(error)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
