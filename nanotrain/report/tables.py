@@ -22,17 +22,13 @@ NEWEST_ROWS = 100  # whose median is the speed
 
 def html_table(header: Row, rows: Iterable[Row], *, marked: frozenset[str] = frozenset()) -> str:
     """A table; cells of rows whose first cell is in `marked` are highlighted."""
-    lines = [html_row("<th>", header, "</th>")]
+    names = [f"<th>{escape(name)}</th>" for name in header]
+    lines = [f"<tr>{''.join(names)}</tr>"]
     for row in rows:
         opening = '<td class="differs">' if row[0] in marked else "<td>"
-        lines.append(html_row(opening, row, "</td>"))
+        cells = [f"{opening}{escape(cell)}</td>" for cell in row]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
-
-
-def html_row(opening: str, cells: Row, closing: str) -> str:
-    """A row of a table, with the tags of a cell."""
-    texts = [f"{opening}{escape(cell)}{closing}" for cell in cells]
-    return f"<tr>{''.join(texts)}</tr>"
 
 
 def summary_of(run: RunHistory) -> dict[str, str]:
