@@ -9,8 +9,7 @@ import math
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, islice
@@ -41,8 +40,10 @@ from nanotrain.untrusted import (
 RUNNING_S = 120.0
 MAX_SETTINGS_BYTES = 1 << 18  # of config.yaml and environment.json, which have 10 and 20 kB
 MAX_RANKS = 200_000
-MAX_COLUMNS, MAX_VALUES = 1000, 1 << 25
-MAX_SAMPLES, MAX_STARTS = 100, 10_000
+MAX_COLUMNS = 1000
+MAX_VALUES = 1 << 25
+MAX_SAMPLES = 100
+MAX_STARTS = 10_000
 _STEPS_TO_WAIT = 5
 
 
@@ -97,34 +98,17 @@ class RunHistory:
                 why="it has neither config.yaml nor metrics.jsonl",
                 fix="name the folder that a run printed as `run folder`",
             )
-        rows, environment = _Rows(run.metrics), _mapping(folder / "environment.json")
-        repeated = (
-            row.get("step_time_s") for row in read_rows(folder / "metrics-superseded.jsonl")
-        )
-        samples: dict[int, dict[str, Any]] = {}
-        for row in read_rows(folder / "samples.jsonl"):
-            if _is_step(row.get("step")) and isinstance(row.get("text"), str):
-                samples[row["step"]] = {"step": row["step"], "text": plain_text(row["text"])}
-                if len(samples) > MAX_SAMPLES:
-                    del samples[next(iter(samples))]
+        rows = _Rows(run.metrics)
         return cls(
             folder=folder,
             columns=rows.columns,
             load=rows.load,
             config=_settings(_mapping(folder / "config.yaml")),
-            environment={
-                name: fact
-                for name, fact in environment.items()
-                if name not in FACTS or FACTS[name](fact)
-            },
+            environment=read_environment(folder / "environment.json"),
             checkpoints=tuple(_checkpoints(run.checkpoints)),
-            samples=tuple(samples.values()),
+            samples=tuple(read_samples(folder / "samples.jsonl")),
             starts=tuple(_starts(folder / "starts.jsonl")),
-            repeated_s=tuple(
-                float(seconds or 0)
-                for seconds in repeated
-                if seconds is None or _is_number(seconds)
-            ),
+            repeated_s=tuple(read_repeated(folder / "metrics-superseded.jsonl")),
             stages=tuple(islice(_stages(rows.stages), MAX_SAMPLES)),
             modified_s=run.metrics.stat().st_mtime if run.metrics.is_file() else 0.0,
         )
@@ -175,73 +159,138 @@ class RunHistory:
         target = self.config.get("train.train_iters")
         if isinstance(target, int) and self.last_step >= target:
             return "finished"
-        quiet = (time.time() if now_s is None else now_s) - self.modified_s
-        patience = max(RUNNING_S, _STEPS_TO_WAIT * (self.last("step_time_s") or 0.0))
-        return "running" if quiet < patience else "stopped"
+        if now_s is None:
+            now_s = time.time()
+        step_time_s = self.last("step_time_s") or 0.0
+        patience_s = max(RUNNING_S, _STEPS_TO_WAIT * step_time_s)
+        return "running" if now_s - self.modified_s < patience_s else "stopped"
 
 
 def find_runs(folder: Path) -> list[RunHistory]:
     """The runs in the subfolders of a folder, newest change first; of a run folder that run."""
-    inside = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    candidates = [folder] if (folder / "config.yaml").is_file() else inside
+    if (folder / "config.yaml").is_file():
+        candidates = [folder]
+    elif folder.is_dir():
+        candidates = sorted(path for path in folder.iterdir() if path.is_dir())
+    else:
+        candidates = []
     runs = [RunHistory.read(path) for path in candidates if (path / "config.yaml").is_file()]
     return sorted(runs, key=lambda run: -run.modified_s)
 
 
+def read_environment(path: Path) -> dict[str, Any]:
+    """The facts of environment.json, without those that are of another kind than expected."""
+    facts = _mapping(path)
+    return {name: fact for name, fact in facts.items() if name not in FACTS or FACTS[name](fact)}
+
+
+def read_samples(path: Path) -> Iterable[dict[str, Any]]:
+    """The newest generated texts, the last one per step."""
+    samples: dict[int, dict[str, Any]] = {}
+    for row in read_rows(path):
+        step = row.get("step")
+        text = row.get("text")
+        if isinstance(step, int) and _is_step(step) and isinstance(text, str):
+            samples[step] = {"step": step, "text": plain_text(text)}
+            if len(samples) > MAX_SAMPLES:
+                oldest = next(iter(samples))
+                del samples[oldest]
+    return samples.values()
+
+
+def read_repeated(path: Path) -> Iterator[float]:
+    """The seconds of every step that was trained again; 0 where they are unknown."""
+    for row in read_rows(path):
+        seconds = row.get("step_time_s")
+        if seconds is None:
+            yield 0.0
+        elif _is_number(seconds):
+            yield float(seconds)
+
+
 def _starts(path: Path) -> Iterator[Start]:
+    """The starts of a run; rows of another version and damaged ones are skipped."""
     for row in islice(read_rows(path), MAX_STARTS):
-        with suppress(KeyError, TypeError, ValueError):  # of another version, or damaged
-            settings = object_of(_plain(row["changed"]), "changed")
-            changed = {key: (before, now) for key, (before, now) in settings.items()}
-            step, size = (
-                whole_number(row["step"], "step"),
-                whole_number(row["world_size"], "world_size"),
-            )
-            yield Start(step, finite_number(row["time_s"], "time_s"), size, changed)
+        try:
+            start = _start_of(row)
+        except (KeyError, TypeError, ValueError):
+            continue
+        yield start
+
+
+def _start_of(row: dict[str, Any]) -> Start:
+    """The start that a row of starts.jsonl describes."""
+    settings = object_of(_plain(row["changed"]), "changed")
+    changed = {key: (before, now) for key, (before, now) in settings.items()}
+    return Start(
+        step=whole_number(row["step"], "step"),
+        time_s=finite_number(row["time_s"], "time_s"),
+        world_size=whole_number(row["world_size"], "world_size"),
+        changed=changed,
+    )
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """The values of a YAML or JSON file by key, as they can be shown; empty for a file that cannot
-    be read.
+    """The values of a YAML or JSON file by key, as they can be shown.
+
+    Empty for a file that cannot be read.
     """
     try:
         content = read_file(path, follows_links=False, most=MAX_SETTINGS_BYTES)
-        read = (
-            parse_json(content, allow_nan=True) if path.suffix == ".json" else parse_yaml(content)
-        )
+        if path.suffix == ".json":
+            values = parse_json(content, allow_nan=True)
+        else:
+            values = parse_yaml(content)
     except (OSError, ValueError):
         return {}
-    return _plain(read) if isinstance(read, dict) else {}
+    return _plain(values) if isinstance(values, dict) else {}
 
 
 def _plain(value: Any) -> Any:
+    """A value as it can be shown: numbers, lists and mappings, and anything else as plain text."""
     if isinstance(value, dict):
         return {plain_text(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_plain(inner) for inner in value]
-    is_small = isinstance(value, int) and abs(value) <= LARGEST
-    return value if value is None or is_small or isinstance(value, float) else plain_text(value)
+    if value is None or isinstance(value, float):
+        return value
+    if isinstance(value, int) and abs(value) <= LARGEST:
+        return value
+    return plain_text(value)
 
 
 def _settings(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a config.yaml by key; empty where it has another form."""
     try:
         return unnest(with_current_keys(values))
     except (AttributeError, TypeError):  # a section that is a value too
         return {}
 
 
-def _size(value: Any) -> bool:
+def _is_size(value: Any) -> bool:
+    """Whether a value is a number of bytes or of parameters."""
     return isinstance(value, int | float) and 0 <= value <= LARGEST
+
+
+def _is_world_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MAX_RANKS
+
+
+def _has_sizes(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_size, value.values()))
+
+
+def _has_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 # What other modules read of environment.json; entries that are something else are left out.
 FACTS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("parameters", "active_parameters"), _size),
-    "world_size": lambda value: type(value) is int and 1 <= value <= MAX_RANKS,
-    "memory": lambda value: isinstance(value, dict) and all(map(_size, value.values())),
-    "origins": lambda value: (
-        isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
-    ),
+    "parameters": _is_size,
+    "active_parameters": _is_size,
+    "world_size": _is_world_size,
+    "memory": _has_sizes,
+    "origins": _has_texts,
     "packages": lambda value: isinstance(value, dict),
     "command": lambda value: isinstance(value, list),
 }
@@ -266,59 +315,74 @@ class _Rows:
     """The rows of metrics.jsonl, by column; numbers of columns and values are bounded."""
 
     def __init__(self, path: Path) -> None:
-        columns: dict[str, array[float]] = {}
-        stages: list[str] = []
-        loads: list[np.ndarray] = []
-        routers: list[str] = []
-        for count, row in enumerate(row for row in read_rows(path) if _is_step(row.get("step"))):
-            values = {
-                _label(name): value for name, value in unnest(row).items() if _is_number(value)
-            }
-            for name in values if len(columns) < MAX_COLUMNS else ():
-                if name not in columns:
-                    columns[name] = array("d", [math.nan]) * count
-            for name, column in columns.items():
-                column.append(values.get(name, math.nan))
-            stage = row.get("data_stage")
-            stages.append(
-                sys.intern(plain_text(stage[:MAX_NAME])) if isinstance(stage, str) else ""
-            )
-            # none, or not of numbers
-            with (
-                np.errstate(over="ignore"),
-                suppress(KeyError, TypeError, AttributeError, ValueError, OverflowError),
-            ):
-                routers, load = list(row["moe"]["load"]), list(row["moe"]["load"].values())
-                loads.append(np.array(load, dtype=np.float32))
-            if (count + 1) * len(columns) > MAX_VALUES:
+        self._values: dict[str, array[float]] = {}
+        self._stages: list[str] = []
+        self._loads: list[np.ndarray] = []
+        self._routers: list[str] = []
+        rows = (row for row in read_rows(path) if _is_step(row.get("step")))
+        for count, row in enumerate(rows):
+            self._add(row, count=count)
+            if (count + 1) * len(self._values) > MAX_VALUES:
                 break
-        steps = np.array(columns.get("step", ()))
+        steps = np.array(self._values.get("step", ()))
         _, last = np.unique(steps[::-1], return_index=True)
         kept = len(steps) - 1 - last  # the last row of each step, in order of steps
-        self.columns = {name: np.array(column)[kept] for name, column in columns.items()}
-        self.stages = [(stages[row], int(steps[row])) for row in kept if stages[row]]
+        self.columns = {name: np.array(column)[kept] for name, column in self._values.items()}
+        self.stages = [(self._stages[row], int(steps[row])) for row in kept if self._stages[row]]
         self.load: dict[str, np.ndarray] = {}
-        if (
-            0 < len(loads) == len(steps)
-            and len({load.shape for load in loads}) == 1
-            and loads[0].ndim == 2
-        ):
-            by_router = np.stack(loads, axis=1)[:, kept]
+        if self._has_loads(len(steps)):
+            by_router = np.stack(self._loads, axis=1)[:, kept]
             if by_router.size and by_router.min() >= 0 and np.isfinite(by_router).all():
-                self.load = dict(zip(map(_label, routers), by_router, strict=True))
+                self.load = dict(zip(map(_label, self._routers), by_router, strict=True))
+
+    def _add(self, row: dict[str, Any], *, count: int) -> None:
+        """Add a row after `count` others."""
+        values = {_label(name): value for name, value in unnest(row).items() if _is_number(value)}
+        for name in values:
+            if name not in self._values and len(self._values) < MAX_COLUMNS:
+                self._values[name] = array("d", [math.nan]) * count
+        for name, column in self._values.items():
+            column.append(values.get(name, math.nan))
+        stage = row.get("data_stage")
+        name = sys.intern(plain_text(stage[:MAX_NAME])) if isinstance(stage, str) else ""
+        self._stages.append(name)
+        self._add_load(row)
+
+    def _add_load(self, row: dict[str, Any]) -> None:
+        """Add the tokens per expert of a row; a row without them, or with other values, has none."""
+        try:
+            load = row["moe"]["load"]
+            routers = list(load)
+            with np.errstate(over="ignore"):
+                tokens = np.array(list(load.values()), dtype=np.float32)
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
+            return
+        self._routers = routers
+        self._loads.append(tokens)
+
+    def _has_loads(self, num_rows: int) -> bool:
+        """Whether every row has tokens per expert, of the same routers and experts."""
+        if not self._loads or len(self._loads) != num_rows:
+            return False
+        shape = self._loads[0].shape
+        return len(shape) == 2 and all(load.shape == shape for load in self._loads)
 
 
 def _stages(stages: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:
+    """The data stages of rows: name, first and last step."""
     for name, group in groupby(stages, key=itemgetter(0)):
         steps = [step for _, step in group]
         yield name, steps[0], steps[-1]
 
 
 def _checkpoints(folder: Path) -> Iterator[Checkpoint]:
+    """The checkpoints of a run that are there; a run may be deleting some."""
     for path in sorted(folder.glob("step-*")):
-        if path.is_dir() and path.name.removeprefix("step-").isdigit():
-            with suppress(FileNotFoundError):  # the run may be deleting it
-                files = [file.stat() for file in path.iterdir() if file.is_file()]
-                yield Checkpoint(
-                    path.name, sum(file.st_size for file in files), path.stat().st_mtime
-                )
+        if not path.is_dir() or not path.name.removeprefix("step-").isdigit():
+            continue
+        try:
+            files = [file.stat() for file in path.iterdir() if file.is_file()]
+            modified_s = path.stat().st_mtime
+        except FileNotFoundError:
+            continue
+        yield Checkpoint(path.name, sum(file.st_size for file in files), modified_s)

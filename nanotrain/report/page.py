@@ -58,20 +58,28 @@ def require_html(output: Path) -> None:
 def render(runs: Sequence[RunHistory], *, live: Mapping[str, Any] | None = None) -> str:
     """The HTML of a report; a live one asks its server for what comes after the state in `live`."""
     charts: dict[str, figures.Figure] = {}
-    sections = [(title, body) for title, body in _sections(runs, charts) if body]
+    links = []
+    sections = []
+    for name, body in _sections(runs, charts):
+        if body:
+            links.append(f'<a href="#{name.lower()}">{escape(name)}</a>')
+            sections.append(_section(name, body))
+    data = {
+        "charts": charts,
+        "axes": [figures.axes_of(run) for run in runs],
+        "starts": [_newest_starts(run) for run in runs],
+        "columns": sorted(set().union(*(run.columns for run in runs))),
+        "live": live,
+    }
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    columns = sorted({name for run in runs for name in run.columns})
-    starts = [[asdict(start) for start in run.starts[-MAX_STARTS:]] for run in runs]
-    axes = [figures.axes_of(run) for run in runs]
-    data = {"charts": charts, "axes": axes, "starts": starts, "columns": columns, "live": live}
     hash_of_plotly, plotly = _plotly()
     return Template(_file("page.html")).substitute(
         title=escape(title),
         connect="connect-src 'self'" if live else "",
         style=_file("page.css"),
         written=f"nanotrain, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        links="".join(f'<a href="#{name.lower()}">{escape(name)}</a>' for name, _ in sections),
-        sections="".join(_section(name, body) for name, body in sections),
+        links="".join(links),
+        sections="".join(sections),
         # "<" would end the script element where a text contains "</script>"
         figures=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         # the policy names the two programs by their hashes: no text of a run can become one
@@ -79,6 +87,11 @@ def render(runs: Sequence[RunHistory], *, live: Mapping[str, Any] | None = None)
         plotly=plotly,
         program=_file("page.js"),
     )
+
+
+def _newest_starts(run: RunHistory) -> list[dict[str, Any]]:
+    """The starts of a run that charts mark."""
+    return [asdict(start) for start in run.starts[-MAX_STARTS:]]
 
 
 def _section(title: str, body: str) -> str:
@@ -92,52 +105,64 @@ def _sections(
     runs: Sequence[RunHistory], charts: dict[str, figures.Figure]
 ) -> Iterable[tuple[str, str]]:
     """Titles and bodies; the figures that the bodies refer to are added to `charts`."""
-
-    def grid(drawn: Iterable[figures.Figure | None]) -> str:
-        cells = ""
-        for figure in drawn:
-            if figure is not None:
-                name, meta = f"chart-{len(charts)}", figure["layout"]["meta"]
-                charts[name] = figure
-                caption = f"<figcaption>{escape(meta['title'])} <span>{escape(meta['unit'])}</span></figcaption>"
-                cells += f'<figure>{caption}<div class="chart" id="{name}"></div></figure>'
-        return f'<div class="grid">{cells}</div>' if cells else ""
-
-    def each(body: Callable[[RunHistory], str]) -> str:
-        """The bodies of all runs, under the names of several."""
-        titles = [f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "" for run in runs]
-        return "".join(
-            title + text for title, run in zip(titles, runs, strict=True) if (text := body(run))
-        )
-
-    over_steps = figures.step_figures(runs)
-    over_steps["Experts"] += [figure for run in runs for figure in figures.expert_figures(run)]
     yield "Summary", f'<div id="headline">{tables.headline(runs)}</div>'
+    over_steps = figures.step_figures(runs)
+    for run in runs:
+        over_steps["Experts"] += figures.expert_figures(run)
     for title, drawn in over_steps.items():
-        yield title, grid(drawn)
-    yield "Data", each(tables.stage_table)
-    yield "Memory", grid([figures.memory_figure(runs)])
-    # the step that `nanotrain timeline` drew last
-    saved = [(run.name, timeline.load(run.folder)) for run in runs]
-    yield "Timeline", grid(timeline.figure_of(each, name=name) for name, each in saved if each)
-    yield "Layout", each(layout_html)
-    yield "Samples", each(_samples)
-    yield "Restarts", each(tables.starts_table)
-    yield (
-        "Settings",
-        '<input type="search" id="filter" placeholder="filter settings">'
-        + tables.config_table(runs),
-    )
-    yield "Checkpoints", each(tables.checkpoint_table)
+        yield title, _grid(drawn, charts)
+    yield "Data", _for_each_run(runs, tables.stage_table)
+    memory = figures.memory_figure(runs)
+    yield "Memory", _grid([] if memory is None else [memory], charts)
+    yield "Timeline", _grid(_timelines(runs), charts)
+    yield "Layout", _for_each_run(runs, layout_html)
+    yield "Samples", _for_each_run(runs, _samples)
+    yield "Restarts", _for_each_run(runs, tables.starts_table)
+    search = '<input type="search" id="filter" placeholder="filter settings">'
+    yield "Settings", search + tables.config_table(runs)
+    yield "Checkpoints", _for_each_run(runs, tables.checkpoint_table)
     yield "Environment", tables.environment_table(runs)
 
 
+def _grid(drawn: Iterable[figures.Figure], charts: dict[str, figures.Figure]) -> str:
+    """The places of some figures, which are added to `charts`; empty without figures."""
+    cells = []
+    for figure in drawn:
+        name = f"chart-{len(charts)}"
+        charts[name] = figure
+        meta = figure["layout"]["meta"]
+        caption = f"{escape(meta['title'])} <span>{escape(meta['unit'])}</span>"
+        chart = f'<div class="chart" id="{name}"></div>'
+        cells.append(f"<figure><figcaption>{caption}</figcaption>{chart}</figure>")
+    return f'<div class="grid">{"".join(cells)}</div>' if cells else ""
+
+
+def _for_each_run(runs: Sequence[RunHistory], body: Callable[[RunHistory], str]) -> str:
+    """The bodies of all runs, under the names of several."""
+    parts = []
+    for run in runs:
+        text = body(run)
+        if text and len(runs) > 1:
+            parts.append(f"<h3>{escape(run.name)}</h3>")
+        parts.append(text)
+    return "".join(parts)
+
+
+def _timelines(runs: Sequence[RunHistory]) -> Iterable[figures.Figure]:
+    """The steps that `nanotrain timeline` drew last."""
+    for run in runs:
+        saved = timeline.load(run.folder)
+        if saved is not None:
+            yield timeline.figure_of(saved, name=run.name)
+
+
 def _samples(run: RunHistory) -> str:
-    newest = run.samples[-MAX_SAMPLES:]
-    return "".join(
-        f"<p>step {escape(str(each.get('step')))}</p><pre>{escape(str(each['text']))}</pre>"
-        for each in newest
-    )
+    """The newest generated texts of a run."""
+    texts = []
+    for sample in run.samples[-MAX_SAMPLES:]:
+        step = escape(str(sample.get("step")))
+        texts.append(f"<p>step {step}</p><pre>{escape(str(sample['text']))}</pre>")
+    return "".join(texts)
 
 
 @cache
@@ -147,12 +172,11 @@ def _file(name: str) -> str:
 
 @cache
 def _plotly() -> tuple[str, str]:
-    """The hash of plotly.min.js and the program compressed; the installed package is not imported."""
+    """The hash of plotly.min.js and the program compressed, without importing the package."""
     spec = find_spec("plotly")
     assert spec is not None and spec.submodule_search_locations, "plotly is a dependency"
-    program = (
-        Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
-    ).read_bytes()
+    package = Path(spec.submodule_search_locations[0])
+    program = (package / "package_data" / "plotly.min.js").read_bytes()
     # 1 % larger than by 9 in half the time
     packed = gzip.compress(program, compresslevel=5, mtime=0)
     return _hash(program), base64.b64encode(packed).decode()

@@ -1,8 +1,8 @@
 """`open_server`: the report of runs on this machine; its page follows the runs while they train.
 
 GET /                  the page
-GET /rows/0?from=4096  the rows that were appended to the metrics of the first run after this many bytes
-GET /summary           JSON: the summary, and the versions of the runs; the page is loaded again where they differ
+GET /rows/0?from=4096  the rows of the metrics of the first run after this many bytes
+GET /summary           JSON: the summary, and the versions of the runs, which reload the page
 """
 
 import json
@@ -37,30 +37,39 @@ def reply(folders: Sequence[Path], path: str) -> tuple[str, bytes] | None:
         OSError, ValueError: metrics cannot be read.
     """
     if match := re.fullmatch(r"/rows/(\d{1,4})\?from=(\d{1,18})", path):
-        if int(match[1]) >= len(folders):
+        index = int(match[1])
+        if index >= len(folders):
             return None
-        with open_file(RunFolder(folders[int(match[1])]).metrics) as file:
-            file.seek(int(match[2]))
-            rows = file.read(MOST_BYTES)
-        return "application/x-ndjson", rows[: rows.rfind(b"\n") + 1]
+        return "application/x-ndjson", rows_after(folders[index], int(match[2]))
     if path not in ("/", "/index.html", "/summary"):
         return None
-    sizes = [
-        metrics.stat().st_size if metrics.is_file() else 0
-        for metrics in (RunFolder(f).metrics for f in folders)
-    ]
+    sizes = [metrics_size(folder) for folder in folders]  # before they are read
     runs = [RunHistory.read(folder) for folder in folders]
     version = [f"{run.state()} {_version(run.folder)}" for run in runs]
     if path == "/summary":
-        return "application/json", json.dumps(
-            {"version": version, "headline": headline(runs)}
-        ).encode()
+        summary = {"version": version, "headline": headline(runs)}
+        return "application/json", json.dumps(summary).encode()
     return "text/html", render(runs, live={"sizes": sizes, "version": version}).encode()
 
 
+def rows_after(folder: Path, offset: int) -> bytes:
+    """The complete rows of the metrics of a run from an offset on, as many as fit a reply."""
+    with open_file(RunFolder(folder).metrics) as file:
+        file.seek(offset)
+        rows = file.read(MOST_BYTES)
+    return rows[: rows.rfind(b"\n") + 1]
+
+
+def metrics_size(folder: Path) -> int:
+    """Bytes of the metrics of a run."""
+    metrics = RunFolder(folder).metrics
+    return metrics.stat().st_size if metrics.is_file() else 0
+
+
 def _version(folder: Path) -> str:
-    """Another text after a start, which replaces config.yaml, and after rows were set aside, in a
-    new metrics.jsonl.
+    """The version of a run: it changes with config.yaml, which a start replaces, and metrics.jsonl.
+
+    Rows that are set aside leave a new metrics.jsonl.
     """
     files = (folder / "config.yaml", RunFolder(folder).metrics)
     return " ".join(str(path.stat().st_ino) for path in files if path.is_file())

@@ -1,5 +1,4 @@
-"""The overlap timeline of a profiled step: what every rank does at each moment, as a table, a
-picture and a chart.
+"""The overlap timeline of a profiled step, as a table, a picture and a chart.
 
 find_traces       the traces of a run folder
 Timeline          a step of several ranks
@@ -65,18 +64,16 @@ class Timeline:
         """The step, and the share of hidden communication."""
         share = hidden_share(self.ranks)
         step = f"step {self.ranks[0].step}" if self.ranks[0].step else "trace"
-        hidden = (
-            "no communication"
-            if share is None
-            else f"{share:.0%} of communication hidden behind compute"
-        )
-        bound = "" if self.on_device or share is None else " (gloo: at most)"
-        return f"{step}: {hidden}{bound}"
+        if share is None:
+            return f"{step}: no communication"
+        bound = "" if self.on_device else " (gloo: at most)"
+        return f"{step}: {share:.0%} of communication hidden behind compute{bound}"
 
 
 def find_traces(folder: Path, *, step: int | None = None) -> dict[int, Path]:
-    """The traces of a run folder by rank: of the first profile that ends at `step` or later; None:
-    of the newest.
+    """The traces of a run folder by rank.
+
+    They are of the first profile that ends at `step` or later, or of the newest.
 
     Raises:
         EnvironmentFault: there are none.
@@ -86,12 +83,14 @@ def find_traces(folder: Path, *, step: int | None = None) -> dict[int, Path]:
         if match := _TRACE.fullmatch(path.name):
             profiles.setdefault(int(match[1]), {})[int(match[2])] = path
     if not profiles:
+        why = "profile/ has no step-NNNNNNNN-rank-NNNNN.json"
+        if not folder.is_dir():
+            why = "there is no such folder"
         raise EnvironmentFault(
             f"there is no profile in {folder}",
-            why="there is no such folder"
-            if not folder.is_dir()
-            else "profile/ has no step-NNNNNNNN-rank-NNNNN.json",
-            fix="train with --profile; --profile-step-start and --profile-step-end choose the steps",
+            why=why,
+            fix="train with --profile; --profile-step-start and --profile-step-end choose the "
+            "steps",
         )
     later = [last for last in profiles if step is not None and last >= step]
     return profiles[min(later, default=max(profiles))]
@@ -112,15 +111,18 @@ def read_timeline(folder: Path, *, step: int | None = None, ranks: Sequence[int]
     traces = find_traces(folder, step=step)
     absent = [rank for rank in ranks if rank not in traces]
     if absent:
-        there = ", ".join(map(str, sorted(traces)[:16])) + (", ..." if len(traces) > 16 else "")
+        shown = [str(rank) for rank in sorted(traces)[:16]]
+        if len(traces) > 16:
+            shown.append("...")
         raise EnvironmentFault(
-            f"rank {absent[0]} has no trace", why=f"ranks with one: {there}", fix="change --ranks"
+            f"rank {absent[0]} has no trace",
+            why=f"ranks with one: {', '.join(shown)}",
+            fix="change --ranks",
         )
     chosen = sorted(set(ranks)) or sorted(traces)[:MAX_RANKS]
     steps = [read_step(traces[rank], rank=rank, step=step) for rank in chosen]
-    return Timeline(
-        tuple(map(_lanes, steps)), len(traces), on_device=any(each.on_device for each in steps)
-    )
+    on_device = any(rank_step.on_device for rank_step in steps)
+    return Timeline(tuple(map(_lanes, steps)), len(traces), on_device)
 
 
 def save(timeline: Timeline, folder: Path) -> None:
@@ -131,9 +133,8 @@ def save(timeline: Timeline, folder: Path) -> None:
     """
     rows = [vars(lanes) for lanes in timeline.ranks]
     content = {"num_ranks": timeline.num_ranks, "on_device": timeline.on_device, "ranks": rows}
-    write_text(
-        folder / "profile" / "timeline.json", json.dumps(content, separators=(",", ":")) + "\n"
-    )
+    text = json.dumps(content, separators=(",", ":"))
+    write_text(folder / "profile" / "timeline.json", f"{text}\n")
 
 
 def load(folder: Path) -> Timeline | None:
@@ -157,18 +158,19 @@ def rows_of(timeline: Timeline) -> list[list[str]]:
     header = ["rank", "step ms", "compute", "communication", "hidden", "exposed", "copies", "idle"]
     rows = []
     for lanes in timeline.ranks:
-        total, share = lanes.total_ms, hidden_share([lanes])
-        communication = total["hidden"] + total["exposed"]
-        before = [lanes.duration_ms, total["compute"], communication]
-        after = [total["exposed"], total["copies"], total["idle"]]
-        rows.append(
-            [
-                str(lanes.rank),
-                *map(_ms, before),
-                "-" if share is None else f"{share:.0%}",
-                *map(_ms, after),
-            ]
-        )
+        total = lanes.total_ms
+        share = hidden_share([lanes])
+        row = [
+            str(lanes.rank),
+            _ms(lanes.duration_ms),
+            _ms(total["compute"]),
+            _ms(total["hidden"] + total["exposed"]),
+            "-" if share is None else f"{share:.0%}",
+            _ms(total["exposed"]),
+            _ms(total["copies"]),
+            _ms(total["idle"]),
+        ]
+        rows.append(row)
     return [header, *rows]
 
 
@@ -220,42 +222,48 @@ def save_png(timeline: Timeline, path: Path) -> None:
 
 def figure_of(timeline: Timeline, *, name: str) -> dict[str, Any]:
     """The chart of a report, in plotly's JSON form."""
-    data = [_bars(timeline, kind) for kind in LEGEND]
-    rows = [f"rank {lanes.rank} {lane}" for lanes in timeline.ranks for lane in LANES]
-    layout = layout_of(
-        f"{name}, {timeline.title}", unit="ms", x_title="ms from the start of the step"
-    )
+    rows = []
+    for lanes in timeline.ranks:
+        rows += [f"rank {lanes.rank} {lane}" for lane in LANES]
+    x_title = "ms from the start of the step"
+    layout = layout_of(f"{name}, {timeline.title}", unit="ms", x_title=x_title)
     layout |= {"barmode": "overlay", "bargap": 0.15, "height": 150 + 24 * len(rows)}
     layout["yaxis"] |= {"categoryorder": "array", "categoryarray": rows[::-1]}
-    return {"data": data, "layout": layout}
+    return {"data": [_bars(timeline, kind) for kind in LEGEND], "layout": layout}
 
 
 def _bars(timeline: Timeline, kind: str) -> dict[str, Any]:
     """The bars of one color."""
     lane = next(lane for lane, kinds in LANES.items() if kind in kinds)
-    bars = [
-        (f"rank {each.rank} {lane}", start, end)
-        for each in timeline.ranks
-        for start, end in each.spans_ms[kind]
-    ]
+    rows = []
+    starts = []
+    durations = []
+    for lanes in timeline.ranks:
+        for start, end in lanes.spans_ms[kind]:
+            rows.append(f"rank {lanes.rank} {lane}")
+            starts.append(round(start, 3))
+            durations.append(round(end - start, 3))
     return {
         "type": "bar",
         "orientation": "h",
         "name": LEGEND[kind],
         "marker": {"color": COLORS[kind], "line": {"width": 0}},
-        "y": [row for row, _, _ in bars],
-        "base": [round(start, 3) for _, start, _ in bars],
-        "x": [round(end - start, 3) for _, start, end in bars],
+        "y": rows,
+        "base": starts,
+        "x": durations,
     }
 
 
 def _lanes(step: RankStep) -> Lanes:
-    spans = {kind: getattr(step, kind) for kind in LEGEND}
-    total = {kind: length(times) / 1000 for kind, times in spans.items()} | {
-        "idle": step.idle_us / 1000
-    }
-    drawn = {kind: _drawable(times, step.duration_us / RESOLUTION) for kind, times in spans.items()}
-    return Lanes(step.rank, step.step, step.duration_us / 1000, total, drawn)
+    """A step as it is drawn, in milliseconds."""
+    total_ms = {}
+    drawn = {}
+    for kind in LEGEND:
+        spans = getattr(step, kind)
+        total_ms[kind] = length(spans) / 1000
+        drawn[kind] = _drawable(spans, step.duration_us / RESOLUTION)
+    total_ms["idle"] = step.idle_us / 1000
+    return Lanes(step.rank, step.step, step.duration_us / 1000, total_ms, drawn)
 
 
 def _drawable(spans: Spans, gap: float) -> list[list[float]]:
@@ -263,16 +271,16 @@ def _drawable(spans: Spans, gap: float) -> list[list[float]]:
     if not len(spans):
         return []
     opens = np.append(True, spans[1:, 0] - spans[:-1, 1] > gap)
-    merged = np.stack([spans[opens, 0], spans[np.append(opens[1:], True), 1]], axis=1)
+    closes = np.append(opens[1:], True)
+    merged = np.stack([spans[opens, 0], spans[closes, 1]], axis=1)
     rounded: list[list[float]] = np.round(merged / 1000, 4).tolist()
     return rounded
 
 
 def hidden_share(ranks: Sequence[Lanes]) -> float | None:
-    """Share of the communication time of some ranks that compute hides; None without communication."""
-    hidden, exposed = (
-        sum(lanes.total_ms[kind] for lanes in ranks) for kind in ("hidden", "exposed")
-    )
+    """Share of the communication time of some ranks that compute hides; None without any."""
+    hidden = sum(lanes.total_ms["hidden"] for lanes in ranks)
+    exposed = sum(lanes.total_ms["exposed"] for lanes in ranks)
     return hidden / (hidden + exposed) if hidden + exposed else None
 
 
