@@ -17,8 +17,9 @@ from nanotrain.parallel.pp.simulate import simulate
 from nanotrain.report.history import RunHistory
 from nanotrain.report.tables import html_table
 from nanotrain.topology.grid import Grid
+from nanotrain.topology.grid_drawing import GAP, shorten
 from nanotrain.topology.groups import Ranks
-from nanotrain.topology.picture import GAP, ranks_text, shorten, used_groups
+from nanotrain.topology.picture import ranks_text, used_groups
 from nanotrain.topology.topology import Topology
 
 MICROBATCHES_PER_RANK = 4  # a picture of more would not be legible; the rest repeats the middle
