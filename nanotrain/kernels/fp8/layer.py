@@ -37,8 +37,7 @@ from nanotrain.precision.fp8 import (
     Recipe,
 )
 
-# The largest amaxes over the ranks that share a tensor: [number of tensors, E of this rank] -> the
-# same shape.
+# The largest amaxes over the ranks that share a tensor, of the same shape [tensors, local experts].
 ReduceAmax = Callable[[Tensor], Tensor]
 
 

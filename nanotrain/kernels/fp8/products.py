@@ -166,10 +166,7 @@ class Scales:
                 fp8_layer.record(operand, amax)
         inverse = torch.where(amax.isfinite(), self.inverse[key], torch.nan)
         self.inverse[key] = inverse
-        scales = inverse.view(-1, 1)
-        rows = forms.rows and replace(forms.rows, inverse_scales=scales)
-        columns = forms.columns and replace(forms.columns, inverse_scales=scales)
-        return Forms(rows, columns)
+        return forms.rescaled(inverse.view(-1, 1))
 
     def _how(self, operand: Operand) -> Cast:
         recipe = self._options.recipe

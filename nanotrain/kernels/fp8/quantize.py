@@ -15,7 +15,7 @@ infinities and NaN make the whole result NaN, so that a step with them is skippe
 on.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -65,6 +65,16 @@ class Forms(NamedTuple):
         form = self.columns if transposed else self.rows
         assert form is not None, "only forms that were cast are used"
         return form
+
+    def rescaled(self, scales: Tensor) -> "Forms":
+        """The same values with other inverse scales."""
+        rows = self.rows
+        if rows is not None:
+            rows = replace(rows, inverse_scales=scales)
+        columns = self.columns
+        if columns is not None:
+            columns = replace(columns, inverse_scales=scales)
+        return Forms(rows, columns)
 
 
 def cast(x: Tensor, how: Cast, *, inverse: Tensor | None = None) -> Forms:

@@ -32,8 +32,7 @@ from nanotrain.precision.fp8 import (
     Block,
 )
 
-# torch's kernels take sizes that are multiples of this; M and K are padded here, K also to whole
-# blocks
+# Sizes of torch's kernels are multiples of this; M and K are padded, K also to whole blocks.
 ALIGNMENT = 16
 
 
