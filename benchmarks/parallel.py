@@ -28,7 +28,7 @@ from throughput import Contender, Figure, Job, Outcome, nanotrain_command, run, 
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.plan.traffic import COUNT_BYTES, EXPERT_BYTES, TOKEN_TRIPS
-from nanotrain.spec.kinds.attention import key_values_over_cp
+from nanotrain.spec.kinds.core_attention import key_values_over_cp
 from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.shape import ModelShape
 

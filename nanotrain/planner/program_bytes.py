@@ -212,7 +212,7 @@ class ProgramBytes:
         return num_bytes // self.sizes.itemsize if p > 0 else 0
 
     def product(self, operator: Product) -> OperatorBytes:
-        """A linear layer: its input, gradients of output and input, and of the weight if not fused."""
+        """A linear layer: its input, and gradients of output, input and unfused weight."""
         itemsize = self.sizes.itemsize
         saved = operator.saved_bytes(self.modules)
         if operator.name == "head":
@@ -229,7 +229,7 @@ class ProgramBytes:
         return OperatorBytes(int(saved * self.input_factor), working, (weight_shape,))
 
     def activation(self, operator: Activation) -> OperatorBytes:
-        """The inputs of the activation; programs without a fused one keep the activated gate too."""
+        """Inputs of the activation, and the activated gate where it is not fused."""
         unit = operator.numel * self.sizes.itemsize
         num_inputs = 2 if operator.is_gated else 1
         if operator.module == "moe_act":

@@ -12,7 +12,7 @@ elements [2, 11) of a [3, 4] tensor:
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import add, ge, sub
+from operator import add, ge, le, sub
 from typing import Self
 
 
@@ -35,9 +35,8 @@ class Box:
     @property
     def text(self) -> str:
         """The box as text: "0:128,0:64"."""
-        return ",".join(
-            f"{start}:{stop}" for start, stop in zip(self.start, self.stop, strict=True)
-        )
+        bounds = zip(self.start, self.stop, strict=True)
+        return ",".join(f"{start}:{stop}" for start, stop in bounds)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,10 +54,8 @@ class Box:
 
     def intersect(self, other: "Box") -> "Box | None":
         """The elements in both boxes, or None if there are none."""
-        start, stop = (
-            tuple(map(max, self.start, other.start)),
-            tuple(map(min, self.stop, other.stop)),
-        )
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
         if any(map(ge, start, stop)):
             return None
         return Box(start, stop)
@@ -67,9 +64,8 @@ class Box:
         """This box relative to `outer`, which must contain it: the index into a tensor of outer's
         shape.
         """
-        is_inside = all(
-            a <= b for a, b in zip(outer.start + self.stop, self.start + outer.stop, strict=True)
-        )
+        starts_inside = all(map(le, outer.start, self.start))
+        is_inside = starts_inside and all(map(le, self.stop, outer.stop))
         assert is_inside, f"{self} is not inside {outer}: elements outside would be read"
         return self.shifted([-offset for offset in outer.start])
 
@@ -113,15 +109,15 @@ def flat_range_to_boxes(shape: Sequence[int], *, start: int, stop: int) -> tuple
     if not shape:
         return (Box((), ()),)
     row_numel = prod(shape[1:])
-    first_full, last_full = -(-start // row_numel), stop // row_numel
+    first_full = -(-start // row_numel)
+    last_full = stop // row_numel
     if first_full > last_full:  # the range is inside one row
         return _in_row(shape, last_full, start=start, stop=stop)
-    full_rows = Box((first_full,) + (0,) * (len(shape) - 1), (last_full, *shape[1:]))
-    return (
-        *_in_row(shape, first_full - 1, start=start, stop=first_full * row_numel),
-        *([full_rows] if first_full < last_full else []),
-        *_in_row(shape, last_full, start=last_full * row_numel, stop=stop),
-    )
+    boxes = _in_row(shape, first_full - 1, start=start, stop=first_full * row_numel)
+    if first_full < last_full:
+        row_starts = (0,) * (len(shape) - 1)
+        boxes += (Box((first_full, *row_starts), (last_full, *shape[1:])),)
+    return boxes + _in_row(shape, last_full, start=last_full * row_numel, stop=stop)
 
 
 def _in_row(shape: Sequence[int], row: int, *, start: int, stop: int) -> tuple[Box, ...]:

@@ -54,8 +54,13 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> int:
     activations, softmaxes, routers and embedding look-ups are left out.
 
     >>> from nanotrain.config.config import ModelConfig
-    >>> llama7b = ModelConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32,
-    ...                       vocab_size=32000)
+    >>> llama7b = ModelConfig(
+    ...     num_layers=32,
+    ...     hidden_size=4096,
+    ...     ffn_hidden_size=11008,
+    ...     num_attention_heads=32,
+    ...     vocab_size=32000,
+    ... )
     >>> flops_per_token(ModelShape.of(llama7b), 4096)
     42863689728
     """

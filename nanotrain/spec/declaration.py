@@ -44,9 +44,7 @@ class Declaration:
 
     @property
     def output_std(self) -> float:
-        """Standard deviation of projections into the residual stream (Radford et al. 2019, section
-        2.3).
-        """
+        """Standard deviation of projections into the residual stream (Radford et al. 2019, 2.3)."""
         num_blocks = sum(len(self.shape.blocks(layer)) for layer in range(self.shape.num_layers))
         return self.shape.init_std / math.sqrt(2 * num_blocks)
 
@@ -75,8 +73,9 @@ class Declaration:
         return tuple(replace(spec, shards=(Shard(0, "tp"),)) for spec in specs)
 
     def row_linear(self, outputs: int, inputs: int, *, bias: bool = False) -> Specs:
-        """A projection into the residual stream, sharded along its inputs; its bias is added after
-        the reduction.
+        """A projection into the residual stream, sharded along its inputs.
+
+        Its bias is added after the reduction.
         """
         weight = replace(
             self.linear_weight(outputs, inputs, std=self.output_std), shards=(Shard(1, "tp"),)
@@ -84,7 +83,7 @@ class Declaration:
         return (weight, *summed(self.bias(outputs, exists=bias), self.sequence_axes))
 
     def replicated_linear(self, outputs: int, inputs: int) -> Specs:
-        """A linear layer that every tp rank holds and applies outside the tensor-parallel region."""
+        """A linear layer that every tp rank applies outside the tensor-parallel region."""
         return summed([self.linear_weight(outputs, inputs)], self.sequence_axes)
 
     def narrow_linear(self, outputs: int) -> Specs:
@@ -92,16 +91,14 @@ class Declaration:
         return (replace(self.weight(outputs, self.shape.hidden_size), shards=(Shard(0, "tp"),)),)
 
     def convolution(self, channels: int, kernel: int, *, bias: bool = False) -> Specs:
-        """A short convolution of every channel by itself, [channels, kernel], sharded along the
-        channels.
-        """
+        """A short convolution of each channel, [channels, kernel], sharded along the channels."""
         init = Uniform(-(kernel**-0.5), kernel**-0.5)
         weight = replace(self.weight(channels, kernel), needs_whole_matrix=False)
         specs = (weight, *self.bias(channels, exists=bias))
         return tuple(replace(spec, init=init, shards=(Shard(0, "tp"),)) for spec in specs)
 
     def vocab_parallel(self) -> ParamSpec:
-        """A table with one row per token of the padded vocabulary: the word embedding or the head."""
+        """The word embedding or the head: one row per token of the padded vocabulary."""
         weight = self.weight(self.shape.padded_vocab_size, self.shape.hidden_size)
         weight = replace(
             weight, shards=(Shard(0, "tp"),), needs_whole_matrix=False, is_embedding_or_output=True
@@ -110,8 +107,9 @@ class Declaration:
 
 
 def norm(declare: Declaration, size: int) -> Specs:
-    """LayerNorm (weight and bias), RMSNorm (weight) or L2Norm (nothing), outside the
-    tensor-parallel region.
+    """LayerNorm (weight and bias), RMSNorm (weight) or L2Norm (nothing).
+
+    It is applied outside the tensor-parallel region.
     """
     if declare.shape.normalization == "L2Norm":
         return ()

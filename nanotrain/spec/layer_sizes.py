@@ -8,7 +8,10 @@ from nanotrain.config.config import Config
 from nanotrain.spec.operators import Product, Saved
 from nanotrain.spec.shape import ModelShape
 
-FP8, FP32, INT64 = 1, 4, 8  # bytes
+# bytes of an element
+FP8 = 1
+FP32 = 4
+INT64 = 8
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ def scan_sent(
         value = values.number * values.dim
         per_token = (query_key + value) * s.itemsize
         per_token += (num_decays + 1) * values.number * FP32
-        per_token += value * (output_itemsize or s.itemsize)
+        output_bytes = s.itemsize if output_itemsize is None else output_itemsize
+        per_token += value * output_bytes
         sent = s.tokens * per_token * (s.cp - 1) // s.cp
         return (Sent("all_to_all", sent, sent),)
     elements = 2 * s.batch_size * values.number * (transition + keys.dim * values.dim)

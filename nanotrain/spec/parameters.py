@@ -1,12 +1,11 @@
 """Every parameter of a GPT, declared once: pure functions.
 
     declare_stage        the parameters of a pipeline stage, in registration order
-    declare_model        those of an unsharded model
+    declare_model        the parameters of an unsharded model
     embedding, layer, mtp_layer   the parameters of one layer, named relative to it
 
-Allocation, counting, FLOPs, buffer layouts, checkpoints, initialization and Hugging Face names read
-these declarations. What attention and MLPs declare are the rows of spec/kinds; what all share is
-spec/declaration.py.
+Allocation, counting, buffer layouts, checkpoints, initialization and Hugging Face names read these
+declarations. Token mixers and MLPs are in spec/kinds, linear layers in spec/declaration.py.
 """
 
 from dataclasses import replace
@@ -23,36 +22,45 @@ def declare_stage(declare: Declaration, stage: StageSpec) -> Specs:
     """Every parameter of a pipeline stage, in registration order.
 
     A word embedding that is tied, or read by multi-token prediction, is declared on the first and
-    on the last stage. The final norm belongs to the unit of the head, which runs next.
+    on the last stage.
     """
+    specs: Specs = ()
+    if stage.has_embedding or (stage.has_head and declare.shape.has_embedding_at_end):
+        word = embedding(declare, has_positions=stage.has_embedding)
+        specs += _in_unit("embedding", word)
+    specs += _layers(declare, stage)
+    if stage.has_head:
+        specs += _head_and_mtp(declare)
+    return tuple(replace(spec, stage=stage.index) for spec in specs)
+
+
+def _in_unit(unit: str, specs: Specs) -> Specs:
+    """The parameters of an FSDP unit, named after it."""
+    return tuple(replace(spec, unit=unit) for spec in nest(unit, specs))
+
+
+def _layers(declare: Declaration, stage: StageSpec) -> Specs:
+    """The layers of a stage; those of one structure declare the same."""
+    specs_of_first: dict[int, Specs] = {}
+    specs: Specs = ()
+    for index in stage.layers:
+        first = declare.shape.first_like(index)
+        if first not in specs_of_first:
+            specs_of_first[first] = layer(declare, first)
+        specs += _in_unit(f"layers.{index}", specs_of_first[first])
+    return specs
+
+
+def _head_and_mtp(declare: Declaration) -> Specs:
+    """Final norm, head and multi-token prediction; the norm is in the unit of the head."""
     shape = declare.shape
-    units: dict[str, Specs] = {}
-    if stage.has_embedding or (stage.has_head and shape.has_embedding_at_end):
-        units["embedding"] = embedding(declare, has_positions=stage.has_embedding)
-    kinds = {i: (*shape.kinds(i), shape.has_window(i)) for i in stage.layers}
-    of_kinds = {
-        kind: layer(declare, i) for kind, i in {kind: i for i, kind in kinds.items()}.items()
-    }
-    units |= {f"layers.{index}": of_kinds[kind] for index, kind in kinds.items()}
-    if stage.has_head:
-        units["final_norm"] = norm(declare, shape.hidden_size)
-    if stage.has_head and not shape.is_tied:
-        units["head"] = grouped("head", [declare.vocab_parallel()])
-    if stage.has_head:
-        units |= {
-            f"mtp.{depth}": mtp_layer(declare, index)
-            for depth, index in enumerate(shape.mtp_layers)
-        }
-    return tuple(
-        replace(
-            spec,
-            name=f"{unit}.{spec.name}",
-            unit="head" if unit == "final_norm" else unit,
-            stage=stage.index,
-        )
-        for unit, specs in units.items()
-        for spec in specs
-    )
+    final_norm = nest("final_norm", norm(declare, shape.hidden_size))
+    specs = tuple(replace(spec, unit="head") for spec in final_norm)
+    if not shape.is_tied:
+        specs += _in_unit("head", grouped("head", [declare.vocab_parallel()]))
+    for depth, index in enumerate(shape.mtp_layers):
+        specs += _in_unit(f"mtp.{depth}", mtp_layer(declare, index))
+    return specs
 
 
 def declare_model(shape: ModelShape, *, dtype: str = "fp32") -> Specs:
@@ -61,7 +69,7 @@ def declare_model(shape: ModelShape, *, dtype: str = "fp32") -> Specs:
 
 
 def embedding(declare: Declaration, *, has_positions: bool) -> Specs:
-    """The word embedding, and learned positions if the model has them and this is the first stage."""
+    """The word embedding, and on the first stage learned positions if the model has them."""
     shape = declare.shape
     is_at_end = shape.has_embedding_at_end
     word = replace(declare.vocab_parallel(), is_shared=is_at_end)
@@ -74,27 +82,43 @@ def embedding(declare: Declaration, *, has_positions: bool) -> Specs:
 
 
 def layer(declare: Declaration, index: int) -> Specs:
-    """A layer, by its index in the model: norm and attention, norm and MLP; or one of the two, or
-    both twice.
-    """
+    """A layer, by its index in the model: a mixer, an MLP or both, once or twice."""
     shape = declare.shape
     declare = replace(declare, shape=shape.of_layer(index))
-    before, after = (
-        (norm(declare, shape.hidden_size) if has else ()) for has in shape.norms_of(index)
-    )
+    first, *second = shape.blocks(index)
+    specs = _block(declare, index, kinds=first)
+    for kinds in second:
+        specs += nest("second", _block(declare, index, kinds=kinds))
+    return specs
+
+
+def _block(declare: Declaration, index: int, *, kinds: tuple[str | None, str | None]) -> Specs:
+    """A token mixer and an MLP, with their norms."""
+    mixer, mlp = kinds
     specs: Specs = ()
-    for block, (mixer, mlp) in zip(("", "second."), shape.blocks(index), strict=False):
-        for name, kinds, kind in (("attention", MIXERS, mixer), ("mlp", MLPS, mlp)):
-            if kind is not None:
-                specs += nest(f"{block}{name}_norm", before)
-                specs += nest(f"{block}{name}", grouped(name, kinds[kind].declare(declare)))
-                specs += nest(f"{block}{name}_post_norm", after)
+    if mixer is not None:
+        inner = grouped("attention", MIXERS[mixer].declare(declare))
+        specs += _with_norms(declare, index, name="attention", inner=inner)
+    if mlp is not None:
+        inner = grouped("mlp", MLPS[mlp].declare(declare))
+        specs += _with_norms(declare, index, name="mlp", inner=inner)
+    return specs
+
+
+def _with_norms(declare: Declaration, index: int, *, name: str, inner: Specs) -> Specs:
+    """A token mixer or an MLP with the norms of its input and of its output."""
+    has_pre, has_post = declare.shape.norms_of(index)
+    specs: Specs = ()
+    if has_pre:
+        specs += nest(f"{name}_norm", norm(declare, declare.shape.hidden_size))
+    specs += nest(name, inner)
+    if has_post:
+        specs += nest(f"{name}_post_norm", norm(declare, declare.shape.hidden_size))
     return specs
 
 
 def mtp_layer(declare: Declaration, index: int) -> Specs:
-    """One layer of multi-token prediction, by its index after those of the model; embedding and
-    head are the model's.
+    """A layer of multi-token prediction, by its index after the layers of the model.
 
     Every tp rank has the projection, outside the tensor-parallel region, like MLA's
     down-projections.

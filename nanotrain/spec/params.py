@@ -50,8 +50,10 @@ class Constant:
 class ParamSpec:
     """A parameter over all ranks.
 
-    >>> spec = ParamSpec("layers.0.mlp.up.weight", (8, 4), dtype="bf16", init=Normal(0.02), weight_decay=True,
-    ...                  shards=(Shard(0, "tp"),))
+    >>> shards = (Shard(0, "tp"),)
+    >>> spec = ParamSpec(
+    ...     "up.weight", (8, 4), dtype="bf16", init=Normal(0.02), weight_decay=True, shards=shards
+    ... )
     >>> spec.box({"tp": 1}, {"tp": 2})
     Box(start=(4, 0), stop=(8, 4))
     """
@@ -99,18 +101,26 @@ class ParamSpec:
         Raises:
             TopologyError: a dim that an axis does not divide.
         """
-        start, stop = [0] * len(self.shape), list(self.shape)
+        start = [0] * len(self.shape)
+        stop = list(self.shape)
         for shard in self.shards:
-            length, size = stop[shard.dim] - start[shard.dim], sizes[shard.axis]
+            length = stop[shard.dim] - start[shard.dim]
+            size = sizes[shard.axis]
             if length % size:
-                raise TopologyError(
-                    f"{self.name} of shape {self.shape} cannot be sharded over {shard.axis}={size}",
-                    why=f"dim {shard.dim} has {length} elements and {size} does not divide {length}",
-                    fix=f"choose {shard.axis} among the divisors of {length}, or a model whose sizes {size} divides",
-                )
+                raise self._uneven_shard(shard, length=length, size=size)
             start[shard.dim] += coords[shard.axis] * (length // size)
             stop[shard.dim] = start[shard.dim] + length // size
         return Box(tuple(start), tuple(stop))
+
+    def _uneven_shard(self, shard: Shard, *, length: int, size: int) -> TopologyError:
+        """The error of a dim that an axis does not divide."""
+        axis = shard.axis
+        return TopologyError(
+            f"{self.name} of shape {self.shape} cannot be sharded over {axis}={size}",
+            why=f"dim {shard.dim} has {length} elements and {size} does not divide {length}",
+            fix=f"choose {axis} among the divisors of {length}, or a model whose sizes {size} "
+            "divides",
+        )
 
 
 @dataclass(frozen=True)
@@ -154,7 +164,7 @@ def localize(spec: ParamSpec, *, coords: Mapping[str, int], sizes: Mapping[str, 
     # inside one model replica, this one may leave a parameter unsharded
     axis = "etp" if spec.is_expert else "tp"
     is_sharded = any(shard.axis == axis for shard in spec.shards)
-    index, num_replicas = (0, 1) if is_sharded else (coords[axis], sizes[axis])
-    return LocalParam(
-        spec, spec.box(coords, sizes), index + num_replicas * spec.is_last_stage_replica
-    )
+    replica_id = 0 if is_sharded else coords[axis]
+    if spec.is_last_stage_replica:
+        replica_id += 1 if is_sharded else sizes[axis]
+    return LocalParam(spec, spec.box(coords, sizes), replica_id)

@@ -1,12 +1,10 @@
-"""Pipeline stages: consecutive layers of a model, with the embedding on the first and the head on
-the last.
-"""
+"""Pipeline stages: consecutive layers, the embedding on the first and the head on the last."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Self
+from typing import NamedTuple, Self
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,7 @@ def split_layers(
     stages_per_rank: int = 1,
     counted_ends: tuple[int, int] = (0, 0),
 ) -> tuple[StageSpec, ...]:
-    """Split a model into stages of equal length; if the number is not a multiple, the first stages
-    get one more layer.
+    """Split a model into stages of equal length, of which the first may have one more layer.
 
     The last stage also computes the head and the loss, so it never gets one of the additional
     layers.
@@ -70,23 +67,28 @@ def split_layers(
         shares[0] -= counted_ends[0]
         shares[-1] -= counted_ends[1]  # perhaps the same stage
         return stages_of_lengths(shares)
-    num_ranks, ends = (
-        num_stages // stages_per_rank,
-        [size for size in (first, last) if size is not None],
-    )
-    num_between, left = (num_ranks - len(ends)) * stages_per_rank, num_layers - sum(ends)
-    assert num_layers >= num_stages and not any(size % stages_per_rank for size in ends), (
-        "checked by the rules of layouts"
-    )
-    assert left >= num_between if num_between > 0 else left == num_between == 0, (
-        "checked by the rules of layouts"
-    )
-    between = iter(even_shares(left, num_between))
-    is_end, lengths = {0: first, num_ranks - 1: last}, []
+    num_ranks = num_stages // stages_per_rank
+    length_of_rank = {}
+    if last is not None:
+        length_of_rank[num_ranks - 1] = last
+    if first is not None:
+        length_of_rank[0] = first
+    num_between = num_stages - len(length_of_rank) * stages_per_rank
+    between = _shares_between(num_layers - sum(length_of_rank.values()), num_between)
+    lengths = []
     for index in range(num_stages):
-        size = is_end.get(index % num_ranks)
+        size = length_of_rank.get(index % num_ranks)
         lengths.append(next(between) if size is None else size // stages_per_rank)
     return stages_of_lengths(lengths)
+
+
+def _shares_between(num_layers: int, num_stages: int) -> Iterator[int]:
+    """Layers of the stages between the first and the last rank."""
+    if num_stages == 0:
+        assert num_layers == 0, "checked by the rules of layouts"
+        return iter(())
+    assert num_layers >= num_stages, "checked by the rules of layouts"
+    return iter(even_shares(num_layers, num_stages))
 
 
 def stages_of_lengths(lengths: Sequence[int]) -> tuple[StageSpec, ...]:
@@ -95,16 +97,19 @@ def stages_of_lengths(lengths: Sequence[int]) -> tuple[StageSpec, ...]:
     >>> [stage.layers for stage in stages_of_lengths((0, 2, 1))]
     [range(0, 0), range(0, 2), range(2, 3)]
     """
-    return tuple(
-        StageSpec(
+    stages = []
+    first_layer = 0
+    for index, length in enumerate(lengths):
+        stage = StageSpec(
             index=index,
-            first_layer=sum(lengths[:index]),
-            last_layer=sum(lengths[: index + 1]),
+            first_layer=first_layer,
+            last_layer=first_layer + length,
             has_embedding=index == 0,
             has_head=index == len(lengths) - 1,
         )
-        for index in range(len(lengths))
-    )
+        stages.append(stage)
+        first_layer = stage.last_layer
+    return tuple(stages)
 
 
 @lru_cache(maxsize=64)
@@ -119,19 +124,32 @@ def balanced_lengths(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]
     (4, 1, 2)
     """
     sums = [0, *accumulate(costs)]
-    # the highest cost, and the lengths, of the first layers in the first stages, by the number of
-    # layers
-    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    # the best split of the first layers into the first stages, by the number of layers
+    best = {0: _Split(0, ())}
     for stage in range(1, num_stages + 1):
-        best = {
-            end: min(
-                (max(most, sums[end] - sums[start]), (*lengths, end - start))
-                for start, (most, lengths) in best.items()
-                if start < end
-            )
-            for end in range(stage, len(sums))
-        }
-    return best[len(costs)][1]
+        longer = {}
+        for end in range(stage, len(sums)):
+            longer[end] = min(_with_stage(best, sums, end=end))
+        best = longer
+    return best[len(costs)].lengths
+
+
+class _Split(NamedTuple):
+    """Lengths of the first stages."""
+
+    highest_cost: int  # of a stage
+    lengths: tuple[int, ...]
+
+
+def _with_stage(best: Mapping[int, _Split], sums: Sequence[int], *, end: int) -> Iterator[_Split]:
+    """Splits of the layers before `end` with one stage more than those of `best`.
+
+    `sums` are the costs of the first layers, by their number.
+    """
+    for start, split in best.items():
+        if start < end:
+            cost = max(split.highest_cost, sums[end] - sums[start])
+            yield _Split(cost, (*split.lengths, end - start))
 
 
 def even_shares(total: int, count: int) -> list[int]:
@@ -140,4 +158,5 @@ def even_shares(total: int, count: int) -> list[int]:
     >>> even_shares(8, 3)
     [3, 3, 2]
     """
-    return [total // count + (index < total % count) for index in range(count)]
+    share, num_longer = divmod(total, count)
+    return [share + 1] * num_longer + [share] * (count - num_longer)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanotrain.parallel.cp import CORE_ATTENTIONS, build_core_attention
-from nanotrain.spec.kinds.attention import key_values_over_cp
+from nanotrain.spec.kinds.core_attention import key_values_over_cp
 from nanotrain.spec.layer_sizes import LayerSizes
 from tests.harness import run_ranks
 from tests.parallel.cp.sequences import Shape, random_inputs, shard

@@ -7,19 +7,17 @@ attention_rows, mla_rows              rows of queries and keys that QK-clip scal
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import lcm
 
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, norm, summed
+from nanotrain.spec.kinds.core_attention import core_attention
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import (
-    Attention,
     Gate,
     Norm,
     Operators,
     Product,
     Rotary,
     Saved,
-    Sent,
 )
 from nanotrain.spec.params import Normal, ParamSpec, Shard
 from nanotrain.spec.shape import ModelShape
@@ -206,118 +204,6 @@ def _up_projection(s: LayerSizes, name: str, *, outputs: int, inputs: int) -> Pr
         shard="column",
         saves=(Saved(s.outside * inputs * s.itemsize),),
     )
-
-
-def core_attention(s: LayerSizes, *, heads: int, groups: int) -> Attention:
-    """Scaled dot-product attention of the local heads.
-
-    Args:
-        s: sizes of the layer.
-        heads: query heads of the tp rank.
-        groups: key/value heads of the tp rank.
-    """
-    shape = s.shape
-    sequence = s.seq_length * s.cp
-    recomputed = _recomputed_core(s, heads=heads, groups=groups)
-    kept = _kept_core(s, heads=heads, groups=groups)
-    return Attention(
-        name="core_attn",
-        module="core_attn",
-        batch=s.batch_size,
-        heads=heads,
-        kv_heads=groups,
-        head_dim=shape.head_dim,
-        value_head_dim=shape.value_head_dim,
-        chunks=shape.attention_chunks(s.layer, seq_length=sequence),
-        window=shape.window_size if shape.has_window(s.layer) else None,
-        saves=recomputed + kept,
-        over_cp=key_values_over_cp(s, heads=heads, groups=groups),
-    )
-
-
-def _recomputed_core(s: LayerSizes, *, heads: int, groups: int) -> tuple[Saved, ...]:
-    """Inputs of a core attention that is recomputed, and its output for the layer that follows."""
-    shape = s.shape
-    key_value = shape.head_dim + shape.value_head_dim + _key_width_of_values(s)
-    inputs = s.tokens * (heads * shape.head_dim + groups * key_value) * s.itemsize
-    output = s.tokens * heads * shape.value_head_dim * s.itemsize
-    return (
-        Saved(inputs, dropped_by=("mla_up_proj",), only_with="core_attn"),
-        Saved(output, only_with="core_attn"),
-    )
-
-
-def _key_width_of_values(s: LayerSizes) -> int:
-    """Channels that a view of MLA's values keeps: those of the keys that kv_up returns too."""
-    return 0 if s.shape.mla is None else s.shape.mla.qk_head_dim
-
-
-def _kept_core(s: LayerSizes, *, heads: int, groups: int) -> tuple[Saved, ...]:
-    """Query, key, value, output and its log-sum-exp; only the backend math keeps a mask."""
-    shape = s.shape
-    backend = s.attention_backend
-    if backend == "math" and not shape.has_score_options:
-        return (Saved(_written_scores(s, heads), dropped_by=("core_attn",)),)
-    is_cpu_flash = s.device == "cpu" and backend == "sdpa flash"
-    is_padded = backend == "sdpa flash" and shape.value_head_dim < shape.head_dim
-    is_repeated = is_cpu_flash or backend == "sdpa efficient"
-    is_local = s.cp_comm_type in (None, "p2p")  # keys and values of the rank's own tokens
-    value_dim = shape.head_dim if is_padded else shape.value_head_dim
-    output = value_dim
-    if is_padded or s.cp_comm_type in ("allgather", "a2a"):
-        output += shape.value_head_dim  # the next layer keeps it again: sliced, joined or sent
-    if is_repeated and not (is_cpu_flash and s.itemsize == FP32):
-        groups = heads  # key/value heads are repeated in 16 bits
-    if is_local and not is_repeated and not is_padded:
-        value_dim += _key_width_of_values(s)
-    key_value = groups * (shape.head_dim + value_dim)
-    if s.cp_comm_type == "allgather":
-        key_value *= s.cp
-    head_tokens = s.tokens * heads
-    dropped_by = ("core_attn",)
-    dropped_with_query = dropped_by if s.cp_comm_type == "a2a" else ("core_attn", "mla_up_proj")
-    dropped_with_keys = ("core_attn", "mla_up_proj") if is_local else dropped_by
-    saves = [
-        Saved(head_tokens * shape.head_dim * s.itemsize, dropped_by=dropped_with_query),
-        Saved(s.tokens * key_value * s.itemsize, dropped_by=dropped_with_keys),
-        Saved(head_tokens * (output * s.itemsize + FP32), dropped_by=dropped_by),
-    ]
-    if is_padded and s.cp_comm_type is None:  # a padded value is a copy
-        copy = head_tokens * shape.head_dim * s.itemsize
-        saves.append(Saved(copy, dropped_by=dropped_by, only_with="mla_up_proj"))
-    return tuple(saves)
-
-
-def _written_scores(s: LayerSizes, heads: int) -> int:
-    """The backend math: inputs and the weights of all pairs in fp32, and the output."""
-    shape = s.shape
-    num_keys = s.seq_length * s.cp
-    copies = 1.0
-    if s.cp_comm_type == "allgather":  # two chunks of queries attend to 2 cp + 1 chunks of keys
-        num_keys = num_keys * (2 * s.cp + 1) // (4 * s.cp)
-        copies = s.cp + 0.5
-    inputs = shape.head_dim + copies * (shape.head_dim + shape.value_head_dim)
-    per_head = (inputs + num_keys) * FP32 + shape.value_head_dim * s.itemsize
-    return s.tokens * heads * int(per_head)
-
-
-def key_values_over_cp(s: LayerSizes, *, heads: int, groups: int) -> tuple[Sent, ...]:
-    """Keys and values, or with Ulysses heads, and their gradients."""
-    # elements of a head of keys and of values
-    head = s.tokens * (s.shape.head_dim + s.shape.value_head_dim)
-    key_values = (s.cp - 1) * head * groups * s.itemsize
-    if s.cp_comm_type == "allgather":
-        return Sent("all_gather", key_values, 0), Sent("reduce_scatter", 0, key_values)
-    if s.cp_comm_type == "p2p":
-        # in a ring gradients take one step more, in fp32
-        grads = key_values + s.cp * head * groups * max(FP32, s.itemsize)
-        return (Sent("p2p", key_values, grads),)
-    if s.cp_comm_type == "a2a":
-        # key/value heads are repeated until cp divides them
-        elements = head * (heads + lcm(groups, s.cp))
-        sent = elements * s.itemsize * (s.cp - 1) // s.cp
-        return (Sent("all_to_all", sent, sent),)
-    return ()
 
 
 Rows = Mapping[str, tuple[tuple[str, int], ...]]

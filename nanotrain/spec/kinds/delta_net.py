@@ -8,7 +8,6 @@ model/delta_net.py.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from nanotrain.config.layer_kinds import LinearAttentionConfig
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
@@ -22,15 +21,57 @@ from nanotrain.spec.operators import (
     Product,
     Saved,
     Scan,
-    ScanCost,
 )
 from nanotrain.spec.over_cp import Heads, halo, scan_sent
 from nanotrain.spec.params import Shard, Uniform
+from nanotrain.spec.scan_cost import (
+    Elements,
+    PassTerms,
+    ScanSizes,
+    fused_scan_bytes,
+    scan_cost,
+)
 from nanotrain.spec.shape import ModelShape
 
 CHUNK_SIZE = 64  # tokens of a chunk of the rule
 DECAY_RATES = Uniform(1.0, 16.0, "log")  # as in Mamba-2 of Megatron-LM
 STEPS = Uniform(math.log(1e-3), math.log(0.1), "inverse_softplus_of_exp")
+GDN_FORWARD = PassTerms(
+    launches=47,
+    launches_per_chunk=4,
+    head_elements=Elements(chunk=13, key=10, value=25, state=8),
+    group_elements=Elements(key=29),
+    state_flops=6,
+    value_flops=2,
+    group_flops=4,
+)
+GDN_BACKWARD = PassTerms(
+    launches=155,
+    launches_per_chunk=8,
+    head_elements=Elements(chunk=53, key=39, value=41, state=33),
+    group_elements=Elements(chunk=42, key=69),
+    state_flops=16,
+    value_flops=6,
+    key_flops=2,
+    group_flops=12,
+)
+# decays per channel: pairs of tokens are products of blocks, half as long from step to step
+KDA_FORWARD = PassTerms(
+    launches=161,
+    launches_per_chunk=4,
+    head_elements=Elements(key=177, value=34),
+    state_flops=6,
+    value_flops=2,
+    key_flops=2,
+)
+KDA_BACKWARD = PassTerms(
+    launches=555,
+    launches_per_chunk=8,
+    head_elements=Elements(chunk=14, key=765, value=62),
+    state_flops=16,
+    value_flops=6,
+    key_flops=8,
+)
 
 
 def gated_delta_net(declare: Declaration) -> Specs:
@@ -171,114 +212,47 @@ def _rule_operators(s: LayerSizes, widths: Mapping[str, int], *, num_steps: int)
 
 def _scan(s: LayerSizes, *, num_steps: int) -> Scan:
     """The gated delta rule (attention/delta_rule.py)."""
-    sizes = _sizes(s.shape)
+    config = _sizes(s.shape)
     is_kda = "kda" in s.shape.mixers
-    heads = sizes.num_value_heads // s.tp
-    groups = sizes.num_key_heads // s.tp
-    key = sizes.key_head_dim
-    value = sizes.value_head_dim
-    saved = s.tokens * (3 * num_steps + 2 * heads)
-    if s.cp_comm_type not in (None, "a2a"):
-        saved += 2 * s.cp * s.batch_size * heads * key * (key + value)  # maps of all chunks
-    per_token = _channel_elements(s) if is_kda else _head_elements(s)
+    sizes = ScanSizes(
+        tokens=s.tokens,
+        num_chunks=s.seq_length // CHUNK_SIZE,
+        chunk=CHUNK_SIZE,
+        heads=config.num_value_heads // s.tp,
+        groups=config.num_key_heads // s.tp,
+        key=config.key_head_dim,
+        value=config.value_head_dim,
+    )
+    saved = s.tokens * (3 * num_steps + 2 * sizes.heads)
+    if s.cp_comm_type not in (None, "a2a"):  # maps of all chunks
+        width = sizes.key * (sizes.key + sizes.value)
+        saved += 2 * s.cp * s.batch_size * sizes.heads * width
+    per_token = _channel_temporaries(sizes) if is_kda else _head_temporaries(sizes)
     return Scan(
         name="delta_rule",
         saves=(Saved(saved * FP32),),
-        working=s.tokens * per_token.working * FP32,
+        working=s.tokens * per_token * FP32,
         over_cp=scan_sent(
             s,
-            keys=Heads(groups, key),
-            values=Heads(heads, value),
-            transition=key**2,
-            num_decays=key if is_kda else 1,
+            keys=Heads(sizes.groups, sizes.key),
+            values=Heads(sizes.heads, sizes.value),
+            transition=sizes.key**2,
+            num_decays=sizes.key if is_kda else 1,
         ),
-        recurrence_flops=6 * s.tokens * heads * key * value,
-        fused_bytes=_fused_bytes(s),
-        forward=_forward_cost(s, per_token),
-        backward=_backward_cost(s, per_token),
+        recurrence_flops=6 * s.tokens * sizes.heads * sizes.key * sizes.value,
+        fused_bytes=fused_scan_bytes(sizes, itemsize=s.itemsize),
+        forward=scan_cost(KDA_FORWARD if is_kda else GDN_FORWARD, sizes),
+        backward=scan_cost(KDA_BACKWARD if is_kda else GDN_BACKWARD, sizes),
     )
 
 
-def _fused_bytes(s: LayerSizes) -> int:
-    """Queries, keys, values and outputs, and the states of the chunks in fp32."""
-    sizes = _sizes(s.shape)
-    heads = sizes.num_value_heads // s.tp
-    groups = sizes.num_key_heads // s.tp
-    elements = 2 * (groups * sizes.key_head_dim + heads * sizes.value_head_dim)
-    states = 2 * heads * sizes.key_head_dim * sizes.value_head_dim // CHUNK_SIZE
-    return s.tokens * (elements * s.itemsize + states * FP32)
+def _head_temporaries(sizes: ScanSizes) -> int:
+    """Elements in fp32 per token in the backward: within 5 % of torch for 27 pairs of sizes."""
+    value_and_state = sizes.value + sizes.state
+    per_head = 6 * CHUNK_SIZE + 3 * sizes.key + 9 * value_and_state // 2
+    return sizes.heads * per_head + sizes.groups * 6 * sizes.key
 
 
-class _Elements(NamedTuple):
-    """Elements in fp32 per token of the torch implementation, which computes chunks in a loop."""
-
-    forward: int  # read and written by all operators
-    backward: int  # read and written by all operators, the forward that runs again included
-    working: int  # allocated at once in the backward: within 5 % for 27 pairs of sizes
-
-
-def _head_elements(s: LayerSizes) -> _Elements:
-    """Decays per head."""
-    sizes = _sizes(s.shape)
-    heads = sizes.num_value_heads // s.tp
-    groups = sizes.num_key_heads // s.tp
-    key = sizes.key_head_dim
-    value = sizes.value_head_dim
-    state = key * value // CHUNK_SIZE
-    forward = 13 * CHUNK_SIZE + 10 * key + 25 * value + 8 * state
-    backward = 53 * CHUNK_SIZE + 39 * key + 41 * value + 33 * state
-    working = 6 * CHUNK_SIZE + 3 * key + 9 * (value + state) // 2
-    return _Elements(
-        forward=heads * forward + groups * 29 * key,
-        backward=heads * backward + groups * (69 * key + 42 * CHUNK_SIZE),
-        working=heads * working + groups * 6 * key,
-    )
-
-
-def _channel_elements(s: LayerSizes) -> _Elements:
-    """Decays per channel of a key (KDA)."""
-    sizes = _sizes(s.shape)
-    heads = sizes.num_value_heads // s.tp
-    key = sizes.key_head_dim
-    value = sizes.value_head_dim
-    return _Elements(
-        forward=heads * (177 * key + 34 * value),
-        backward=heads * (14 * CHUNK_SIZE + 765 * key + 62 * value),
-        working=heads * (3 * CHUNK_SIZE + 37 * key + 7 * value),
-    )
-
-
-def _forward_cost(s: LayerSizes, per_token: _Elements) -> ScanCost:
-    """Products of a state per chunk, and of pairs of tokens."""
-    sizes = _sizes(s.shape)
-    is_kda = "kda" in s.shape.mixers
-    heads = sizes.num_value_heads // s.tp
-    pair_heads = heads if is_kda else sizes.num_key_heads // s.tp
-    key = sizes.key_head_dim
-    value = sizes.value_head_dim
-    flops = heads * (6 * key * value + 2 * CHUNK_SIZE * value)
-    flops += pair_heads * (2 if is_kda else 4) * CHUNK_SIZE * key
-    num_chunks = s.seq_length // CHUNK_SIZE
-    return ScanCost(
-        flops=s.tokens * flops,
-        num_bytes=s.tokens * per_token.forward * FP32,
-        launches=(161 if is_kda else 47) + 4 * num_chunks,
-    )
-
-
-def _backward_cost(s: LayerSizes, per_token: _Elements) -> ScanCost:
-    """The forward again, and the gradients of its products."""
-    sizes = _sizes(s.shape)
-    is_kda = "kda" in s.shape.mixers
-    heads = sizes.num_value_heads // s.tp
-    pair_heads = heads if is_kda else sizes.num_key_heads // s.tp
-    key = sizes.key_head_dim
-    value = sizes.value_head_dim
-    flops = heads * (16 * key * value + 6 * CHUNK_SIZE * value + 2 * CHUNK_SIZE * key)
-    flops += pair_heads * (6 if is_kda else 12) * CHUNK_SIZE * key
-    num_chunks = s.seq_length // CHUNK_SIZE
-    return ScanCost(
-        flops=s.tokens * flops,
-        num_bytes=s.tokens * per_token.backward * FP32,
-        launches=(555 if is_kda else 155) + 8 * num_chunks,
-    )
+def _channel_temporaries(sizes: ScanSizes) -> int:
+    """Elements in fp32 per token in the backward, with decays per channel of a key."""
+    return sizes.heads * (3 * CHUNK_SIZE + 37 * sizes.key + 7 * sizes.value)

@@ -4,12 +4,8 @@ from dataclasses import fields
 
 from nanotrain.config.layer_kinds import DSAConfig
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
-from nanotrain.spec.kinds.attention import (
-    compressed_projections,
-    core_attention,
-    down_projection,
-    mla,
-)
+from nanotrain.spec.kinds.attention import compressed_projections, down_projection, mla
+from nanotrain.spec.kinds.core_attention import core_attention
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import (
     Attention,

@@ -6,13 +6,38 @@ from dataclasses import replace
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest
 from nanotrain.spec.kinds.delta_net import DECAY_RATES, STEPS
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
-from nanotrain.spec.operators import Convolution, Gate, Norm, Operators, Saved, Scan, ScanCost
+from nanotrain.spec.operators import Convolution, Gate, Norm, Operators, Saved, Scan
 from nanotrain.spec.over_cp import Heads, halo, scan_sent
 from nanotrain.spec.params import ParamSpec, Shard, Uniform
+from nanotrain.spec.scan_cost import (
+    Elements,
+    PassTerms,
+    ScanSizes,
+    fused_scan_bytes,
+    scan_cost,
+)
 from nanotrain.spec.shape import ModelShape
 
 CHUNK_SIZE = 64  # tokens of a chunk of the scan
 CONVOLVED = ("value", "key", "query")
+FORWARD = PassTerms(
+    launches=32,
+    launches_per_chunk=2,
+    head_elements=Elements(chunk=8, value=18, state=9),
+    group_elements=Elements(chunk=5, key=12),
+    state_flops=4,
+    value_flops=2,
+    group_flops=2,
+)
+BACKWARD = PassTerms(
+    launches=82,
+    launches_per_chunk=6,
+    head_elements=Elements(chunk=22, value=50, state=25),
+    group_elements=Elements(chunk=10, key=32),
+    state_flops=12,
+    value_flops=4,
+    group_flops=6,
+)
 
 
 def declare(declare: Declaration) -> Specs:
@@ -94,67 +119,37 @@ def _convolutions(
 
 def _scan(s: LayerSizes, *, heads: int) -> Scan:
     """State space duality (attention/ssd.py)."""
-    sizes = s.shape.mamba
-    groups = sizes.num_groups // s.tp
-    state = sizes.head_dim * sizes.state_dim
+    mamba = s.shape.mamba
+    groups = mamba.num_groups // s.tp
+    state = mamba.head_dim * mamba.state_dim
+    sizes = ScanSizes(
+        tokens=s.tokens,
+        num_chunks=s.seq_length // CHUNK_SIZE,
+        chunk=CHUNK_SIZE,
+        heads=heads,
+        groups=groups,
+        key=mamba.state_dim,
+        value=mamba.head_dim,
+    )
     saved = 4 * heads * s.tokens  # steps and decays
     if s.cp_comm_type not in (None, "a2a"):
         saved += 4 * s.cp * s.batch_size * heads * state  # the maps of all chunks, and states
-    per_head = 3 * CHUNK_SIZE + 5 * sizes.head_dim + 3 * state // CHUNK_SIZE
+    # pairs of tokens, values and states of the chunks: within 3 % of what torch allocates
+    per_head = 3 * CHUNK_SIZE + 5 * mamba.head_dim + 3 * state // CHUNK_SIZE
+    per_token = heads * per_head + 3 * groups * mamba.state_dim
     return Scan(
         name="ssd",
         saves=(Saved(saved * FP32),),
-        # pairs of tokens, values and states of the chunks: within 3 % of what torch allocates
-        working=s.tokens * (heads * per_head + 3 * groups * sizes.state_dim) * FP32,
+        working=s.tokens * per_token * FP32,
         over_cp=scan_sent(
             s,
-            keys=Heads(groups, sizes.state_dim),
-            values=Heads(heads, sizes.head_dim),
+            keys=Heads(groups, mamba.state_dim),
+            values=Heads(heads, mamba.head_dim),
             transition=1,
             output_itemsize=FP32,
         ),
         recurrence_flops=4 * s.tokens * heads * state,
-        fused_bytes=_fused_bytes(s, heads=heads, groups=groups),
-        forward=_forward_cost(s, heads=heads, groups=groups),
-        backward=_backward_cost(s, heads=heads, groups=groups),
-    )
-
-
-def _fused_bytes(s: LayerSizes, *, heads: int, groups: int) -> int:
-    """Values, outputs, keys and queries, and the states of the chunks in fp32."""
-    sizes = s.shape.mamba
-    elements = 2 * (heads * sizes.head_dim + groups * sizes.state_dim)
-    states = 2 * heads * sizes.head_dim * sizes.state_dim // CHUNK_SIZE
-    return s.tokens * (elements * s.itemsize + states * FP32)
-
-
-def _forward_cost(s: LayerSizes, *, heads: int, groups: int) -> ScanCost:
-    """The torch implementation, whose operators read and write in fp32."""
-    sizes = s.shape.mamba
-    value = sizes.head_dim
-    key = sizes.state_dim
-    state = value * key
-    flops = heads * (4 * state + 2 * value * CHUNK_SIZE) + groups * 2 * CHUNK_SIZE * key
-    elements = heads * (8 * CHUNK_SIZE + 18 * value + 9 * state // CHUNK_SIZE)
-    elements += groups * (12 * key + 5 * CHUNK_SIZE)
-    return ScanCost(
-        flops=s.tokens * flops,
-        num_bytes=s.tokens * elements * FP32,
-        launches=32 + 2 * s.seq_length // CHUNK_SIZE,
-    )
-
-
-def _backward_cost(s: LayerSizes, *, heads: int, groups: int) -> ScanCost:
-    """The forward again, and the gradients of its operators."""
-    sizes = s.shape.mamba
-    value = sizes.head_dim
-    key = sizes.state_dim
-    state = value * key
-    flops = heads * (12 * state + 4 * value * CHUNK_SIZE) + groups * 6 * CHUNK_SIZE * key
-    elements = heads * (22 * CHUNK_SIZE + 50 * value + 25 * state // CHUNK_SIZE)
-    elements += groups * (32 * key + 10 * CHUNK_SIZE)
-    return ScanCost(
-        flops=s.tokens * flops,
-        num_bytes=s.tokens * elements * FP32,
-        launches=82 + 6 * s.seq_length // CHUNK_SIZE,
+        fused_bytes=fused_scan_bytes(sizes, itemsize=s.itemsize),
+        forward=scan_cost(FORWARD, sizes),
+        backward=scan_cost(BACKWARD, sizes),
     )

@@ -380,7 +380,7 @@ def _expert_product(
 
 
 def _expert_temporaries(s: LayerSizes) -> int:
-    """Gradients inside an MLP, of rows of experts, and of weights that a grouped product returns."""
+    """Gradients inside an MLP, of expert rows, and of weights of grouped products."""
     shape = s.shape
     expert_bytes = s.expert_rows * shape.moe_ffn_size * s.itemsize
     working = _mlp_temporaries(s, inner_bytes=max(_dense_inner_bytes(s), expert_bytes))
