@@ -67,7 +67,7 @@ class Batch:
     is_padding: bool = False
 
     @classmethod
-    def of_tokens(cls, tokens: Tensor) -> "Batch":
+    def from_tokens(cls, tokens: Tensor) -> "Batch":
         """A batch of tokens [B, S] without labels, for inference."""
         no_loss = torch.zeros(tokens.shape, device=tokens.device)
         return cls(tokens, torch.zeros_like(tokens), no_loss)

@@ -4,7 +4,7 @@
     PSM                     P p p p p S s s M m m m E        P, S, M sentinels before prefix,
     SPM (`--fim-spm-rate`)  P S s s M p p p p m m m E        suffix and middle
 
-A part of a document in a sample keeps its place, its length and its end: the sentinels replace the
+A part of a document in a sample keeps its position, length and end: the sentinels replace the
 last tokens of the suffix. So positions, segments and the documents of a sample are those of plain
 samples. Where a part goes on in the next sample, the label after the gap is no target. Corpora with
 a loss mask, such as conversations, stay as they are.
@@ -88,10 +88,10 @@ class FillInTheMiddle:
         length = len(tokens)
         epoch = index // dataset.samples_per_epoch
         for part in dataset.parts(index):
-            stop = part.place + part.stop - part.start
+            stop = part.offset + part.stop - part.start
             if part.stop == dataset.corpus.document_start(part.document + 1):
                 stop -= 1  # the end-of-document token stays
-            inside = slice(part.place, min(stop, length))
+            inside = slice(part.offset, min(stop, length))
             original = sample.tokens[inside]
             tokens[inside] = self.rewritten(original, key=f"{epoch} {part.start}")
             if stop > length and not np.array_equal(tokens[inside], original):

@@ -45,7 +45,7 @@ class Part(NamedTuple):
     document: int  # index in the corpus
     start: int  # stream offset of the first token
     stop: int  # stream offset after the last token
-    place: int  # position of the first token in the S + 1 tokens of the sample
+    offset: int  # position of the first token in the S + 1 tokens of the sample
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ class GPTDataset:
         for part in self.parts(index):
             if part.document in self.excluded:
                 end = self.corpus.document_start(part.document + 1)
-                after = part.place + part.stop - part.start
-                ids[part.place : after] = self.corpus.read(end - 1, end)[0]
-                loss_mask[max(0, part.place - 1) : after - 1] = 0.0
+                after = part.offset + part.stop - part.start
+                ids[part.offset : after] = self.corpus.read(end - 1, end)[0]
+                loss_mask[max(0, part.offset - 1) : after - 1] = 0.0
         return replace(sample, tokens=ids[:-1], labels=ids[1:], loss_mask=loss_mask)
 
     def _sample(self, ids: np.ndarray, first: int) -> Sample:

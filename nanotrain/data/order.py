@@ -160,7 +160,7 @@ class OrderStart:
             corpus = dataset.corpus
             for part in dataset.parts(index):
                 # without the last label of the sample
-                length = dataset.config.seq_length - part.place
+                length = dataset.config.seq_length - part.offset
                 stop = min(part.stop, part.start + length)
                 if part.document in dataset.excluded or stop <= part.start:
                     continue

@@ -110,7 +110,7 @@ class PackedDataset(GPTDataset):
         """Whether the first S tokens of a sample hold a token of a document."""
         length = self.config.seq_length
         parts = self._window_parts(window)
-        return any(part.document == document and part.place < length for part in parts)
+        return any(part.document == document and part.offset < length for part in parts)
 
     def num_tokens(self, before: int, after: int) -> int:
         """Tokens of documents in the first S tokens of samples [before, after)."""
@@ -127,7 +127,7 @@ class PackedDataset(GPTDataset):
         segments = np.full(length + 1, -1, dtype=np.int32)
         for number, part in enumerate(self.parts(index)):
             size = part.stop - part.start
-            inside = slice(part.place, part.place + size)
+            inside = slice(part.offset, part.offset + size)
             ids[inside] = self._read(part.start, part.stop)
             segments[inside] = number
             positions[inside] = np.arange(size)

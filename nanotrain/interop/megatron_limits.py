@@ -1,4 +1,4 @@
-"""Settings of a model for which checkpoints of Megatron-LM have no place, or no known one."""
+"""Settings of a model that checkpoints of Megatron-LM cannot represent, as far as is known."""
 
 from nanotrain.config.config import Config
 from nanotrain.config.model import ModelConfig
@@ -6,7 +6,7 @@ from nanotrain.config.rules.settings import Settings
 
 
 def unsupported_settings(model_config: ModelConfig) -> list[str]:
-    """The settings of a model for which Megatron-LM has no place."""
+    """The settings of a model that Megatron-LM cannot represent."""
     settings = Settings(Config(model=model_config))
     unsupported = layer_settings(settings) | other_settings(settings)
     return [name for name, is_set in unsupported.items() if is_set]

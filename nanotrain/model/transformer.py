@@ -374,7 +374,7 @@ class Stage(nn.Module):
             [B, S, V] or [B, 1, V], without padding, in the dtype of the activations.
         """
         assert self.head is not None, "only a stage with the head has logits"
-        batch = replace(Batch.of_tokens(tokens), position_ids=position_ids)
+        batch = replace(Batch.from_tokens(tokens), position_ids=position_ids)
         hidden, _ = self._transform(None, BatchContext(batch))
         if last_only:
             hidden = hidden[:, -1:]

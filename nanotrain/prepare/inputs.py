@@ -33,7 +33,7 @@ class Limits:
     # bytes that a compressed file may hold per byte of its size; text has 3 to 20
     inflation: int = 200
 
-    def of_file(self, file: str) -> int:
+    def file_bytes(self, file: str) -> int:
         """The bytes that a file may hold."""
         path = Path(file)
         if not is_compressed(path) and path.suffix.lower() != ".parquet":
@@ -54,7 +54,7 @@ class Limits:
             )
 
     def check_file(self, file: str, nbytes: int, *, most: int) -> None:
-        """Check the bytes that were read of a file; `most` is from `of_file`.
+        """Check the bytes that were read of a file; `most` is from `file_bytes`.
 
         Raises:
             DataError: more than `most`.

@@ -97,7 +97,7 @@ def pick_messages(
 def _read_text(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     limits = reader.limits
     for file in chunk.files:
-        most = limits.of_file(file)
+        most = limits.file_bytes(file)
         with open_input(file) as stream:
             data = stream.read(min(limits.document_bytes, most) + 1)
         limits.check_file(file, len(data), most=most)
@@ -113,7 +113,7 @@ def _read_text(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
 def _read_lines(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     file = chunk.files[0]
     limits = reader.limits
-    most = limits.of_file(file)
+    most = limits.file_bytes(file)
     num_blank = 0
     with open_input(file) as stream:
         if chunk.start:
@@ -169,7 +169,7 @@ def _read_parquet(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
         if column not in names:
             reader.pick(dict.fromkeys(names), column, source=source)
         groups = range(chunk.start, chunk.stop)
-        most = reader.limits.of_file(source)
+        most = reader.limits.file_bytes(source)
         stored = sum(file.metadata.row_group(group).total_byte_size for group in groups)
         reader.limits.check_file(source, stored, most=most)
         total = 0

@@ -56,10 +56,10 @@ def test_a_token_attends_to_its_document_from_its_start_on(dataset: PackedDatase
         sample, length = dataset[index], dataset.config.seq_length
         covered = np.zeros(length + 1, dtype=bool)
         for number, part in enumerate(dataset.parts(index)):
-            inside = slice(part.place, min(length, part.place + part.stop - part.start))
+            inside = slice(part.offset, min(length, part.offset + part.stop - part.start))
             assert (sample.segment_ids[inside] == number).all()
             assert sample.position_ids[inside].tolist() == list(range(inside.stop - inside.start))
-            covered[part.place : part.place + part.stop - part.start] = True
+            covered[part.offset : part.offset + part.stop - part.start] = True
         padding = ~covered[:-1]
         assert not sample.loss_mask[padding].any()
         assert not np.isin(sample.segment_ids[padding], sample.segment_ids[~padding]).any()

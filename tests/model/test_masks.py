@@ -41,6 +41,6 @@ class Recorder:
 )
 def test_masks_are_planned_where_a_layer_needs_them(model_config, layers, full, windowed) -> None:
     parallel = replace(ModelParallel.single_rank(), core_attention=Recorder())
-    batch = Batch.of_tokens(torch.zeros(1, 6, dtype=torch.int64))
+    batch = Batch.from_tokens(torch.zeros(1, 6, dtype=torch.int64))
     masks = MaskPlanner.of(model_config, layers).plan(batch, parallel)
     assert (masks.full, masks.windowed) == (full, windowed)

@@ -140,7 +140,7 @@ def microbatch(ctx: ParallelContext, config: Config) -> Microbatch:
     )
     dtype = Precision.of(config.precision).params
     hidden = torch.randn(*plan.hidden_shape, dtype=dtype, generator=generator, requires_grad=True)
-    context = BatchContext.of(Batch.of_tokens(tokens), cp=ctx.group("cp"), aux_loss_scale=1.0)
+    context = BatchContext.of(Batch.from_tokens(tokens), cp=ctx.group("cp"), aux_loss_scale=1.0)
     batch = replace(context.batch, segment_ids=_documents(config, len(tokens)))
     masks = stage.masks.plan(batch, stage.parallel)
     positions = stage.position_tables.at(tokens.shape[1], like=hidden)
