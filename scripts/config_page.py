@@ -1,5 +1,6 @@
-"""docs/config.md, whose tables are made from the fields: `python -m scripts.config_page
-docs/config.md`.
+"""docs/config.md, with tables made from the fields.
+
+Usage: `python -m scripts.config_page docs/config.md`
 """
 
 import sys
@@ -13,9 +14,7 @@ from nanotrain.config.schema import SECTIONS, entries_of, typed
 
 
 def document(page: str) -> str:
-    """docs/config.md with its tables made anew: the aliases, the fields by section, Megatron-LM's
-    flags.
-    """
+    """docs/config.md with new tables of aliases, fields by section and Megatron-LM's flags."""
     introduction, heading, _ = page.partition("## Aliases\n")
     parts = [introduction + heading, "| flag | means |", "|---|---|"]
     parts += [
@@ -30,7 +29,8 @@ def document(page: str) -> str:
         parts += ["| flag | takes | default | meaning |", "|---|---|---|---|"]
         parts += [field_row(entry) for entry in entries_of(name)]
     parts.append(
-        "\n## Flags of Megatron-LM\n\nThey are no field of the same name; see [from_megatron.md](from_megatron.md)."
+        "\n## Flags of Megatron-LM\n\n"
+        "They are no field of the same name; see [from_megatron.md](from_megatron.md)."
     )
     table = megatron().flags | megatron().patterns
     for kind, (title, sentence) in KINDS.items():

@@ -40,7 +40,7 @@ def verify(argv: Sequence[str]) -> int:
 
 
 def diff(argv: Sequence[str]) -> int:
-    """Compare the values, settings and counters of two checkpoints; exit code 2 where they differ."""
+    """Compare values, settings and counters of two checkpoints; exit code 2 where they differ."""
     parser = CommandParser("checkpoint diff", diff)
     parser.add_argument("first", type=read_path, help=CHECKPOINT)
     parser.add_argument("second", type=read_path, help=CHECKPOINT)

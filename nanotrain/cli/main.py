@@ -42,7 +42,7 @@ UNREAD_MODEL = (
 
 
 def train(argv: Sequence[str]) -> int:
-    """Train on one rank, or on N of this machine: --nproc-per-node N and torchrun's other options."""
+    """Train on one rank, or on N of this machine: --nproc-per-node N and options of torchrun."""
     options, arguments = split_arguments(argv)
     if options:
         return launch(options, arguments, environment=os.environ)

@@ -20,7 +20,7 @@ PROFILES_ARE_LOCAL = (
 
 
 def report(argv: Sequence[str]) -> int:
-    """Write an HTML report of one or several runs: curves, settings, memory, checkpoints, samples."""
+    """Write an HTML report of runs: curves, settings, memory, checkpoints, samples."""
     parser = CommandParser("report", report)
     add_runs(parser)
     parser.add_argument(

@@ -311,7 +311,7 @@ class TrialRunner:
     failures: dict[str, int] = field(default_factory=dict)  # exit codes by trial
 
     def on_signal(self, number: int) -> None:
-        """Pass on a signal: SIGUSR1 lets the training save, any other also ends it and the sweep."""
+        """Pass on a signal: SIGUSR1 lets the training save, others also end it and the sweep."""
         is_stop = number != signal.SIGUSR1
         if is_stop:
             self.is_stopped = True
@@ -329,7 +329,7 @@ class TrialRunner:
 
 
 def start_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a command in a process group of its own, so that a signal reaches it once, from here."""
+    """Start a command in its own process group, so that a signal reaches it once, from here."""
     try:
         return subprocess.Popen(command, process_group=0)
     except OSError as error:

@@ -4,7 +4,7 @@
 --help=all        every flag by section
 --help=SECTION    the flags of one section: model, model.moe, parallel, ...
 --help=megatron   flags of Megatron-LM that are no field here
---help=WORD       flags whose name or meaning has the word, as in --help=clip or --help="global batch"
+--help=WORD       flags whose name or meaning has the word: --help=clip, --help="global batch"
 """
 
 import shutil

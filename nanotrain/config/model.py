@@ -187,7 +187,7 @@ class ModelConfig(ModelFields):
 
     @property
     def mixers(self) -> tuple[str | None, ...]:
-        """The kind of token mixer (attention, Mamba-2, ...) per layer; None where it is an MLP alone.
+        """The kind of token mixer (attention, Mamba-2, ...) per layer; None for an MLP alone.
 
         Raises:
             ConfigError: an invalid pattern.

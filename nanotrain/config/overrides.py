@@ -46,7 +46,7 @@ def begins_argument(text: str) -> bool:
 
 
 def read_override(line: CommandLine, argument: str) -> None:
-    """Read Hydra's forms: `key=value`, `++key=value`, `~key`, a search path, the choice of a file."""
+    """Read one of Hydra's forms: a value, a deletion, a search path or the choice of a file."""
     match = OVERRIDE.match(argument)
     if match is None:
         line.settings.append(read_deletion(argument, key=argument[1:]))

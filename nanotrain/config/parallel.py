@@ -186,7 +186,7 @@ class ParallelConfig:
 
     @property
     def end_ranks(self) -> tuple[int, ...]:
-        """The pipeline ranks of the first and of the last stage; one if both are on the same rank."""
+        """The pipeline ranks of the first and of the last stage; one rank if it has both."""
         pp = self.pipeline_model_parallel_size
         last_stage = pp * self.num_virtual_stages_per_pipeline_rank - 1
         ends = {0, last_stage}

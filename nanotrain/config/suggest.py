@@ -68,8 +68,8 @@ def by_meaning(name: str) -> str | None:
     A dotted name, as torchtitan's `--checkpoint.interval`, is looked up with its section and
     without.
 
-    >>> by_meaning("--learning-rate"), by_meaning("--model.n_layers"), by_meaning("checkpoint.interval")
-    ('--lr', '--num-layers', '--save-interval')
+    >>> by_meaning("--model.n_layers"), by_meaning("checkpoint.interval")
+    ('--num-layers', '--save-interval')
     """
     path = name.strip("-").replace("-", "_").lower().split(".")
     with_section = "_".join(path[-2:])

@@ -185,8 +185,8 @@ def complete_width(result: Translation) -> None:
 def complete_activation(result: Translation, line: CommandLine) -> None:
     """Set Megatron-LM's GELU with the tanh approximation if no activation is set.
 
-    Source: the kernel of bias and GELU, Megatron-LM, `fused_bias_gelu.py`; without biases, or with --no-bias-gelu-fusion, it
-    calls the exact GELU.
+    Source: the kernel of bias and GELU, Megatron-LM, `fused_bias_gelu.py`. Without biases, or with
+    --no-bias-gelu-fusion, it calls the exact GELU.
     """
     model = result.config.model
     is_fused = model.add_bias_linear and UNFUSED_GELU not in line.megatron_rows
