@@ -21,7 +21,7 @@ from nanotrain.config.tables import read_table
 from nanotrain.dry_run.agreement import RankClasses, disagreements, full_calls
 from nanotrain.dry_run.rank import RankRecord, run_rank
 from nanotrain.parallel.dp.layout import BucketLayout
-from nanotrain.parallel.pp.transfers import plan_rank
+from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
 from nanotrain.plan.memory_plan import train_schedule
 from nanotrain.plan.plan import plan_run
 from nanotrain.plan.traffic import sent_bytes
@@ -175,10 +175,7 @@ def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryR
             faults.append(_describe_stop(chosen, error, topology=topology))
     steps = _full_steps(records, config=config, world_size=world_size)
     for ranks in (firsts, others):  # first the calls that were run
-        run_calls = {
-            one: [*records[one].setup, *records[one].step] for one in ranks if one in records
-        }
-        faults += disagreements(records, run_calls, classes=classes)
+        faults += disagreements(records, _run_calls(records, ranks), classes=classes)
     replayed = disagreements(records, steps, classes=classes)
     faults += [fault for fault in replayed if fault not in faults]
     if len(records) == world_size:
@@ -188,19 +185,27 @@ def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryR
     return DryRun(config, topology, records, steps, faults)
 
 
+def _run_calls(records: Mapping[int, RankRecord], ranks: Sequence[int]) -> dict[int, list[Call]]:
+    """Recorded calls of the build and of two steps, of ranks that did not stop."""
+    calls = {}
+    for rank in ranks:
+        if rank in records:
+            calls[rank] = [*records[rank].setup, *records[rank].step]
+    return calls
+
+
 def _full_steps(
     records: Mapping[int, RankRecord], *, config: Config, world_size: int
 ) -> dict[int, list[Call]]:
     """Calls of a step with all microbatches, by rank."""
     schedule = train_schedule(config, world_size)
-    plan_of_pp_rank = {
-        pp_rank: plan_rank(schedule, pp_rank)
-        for pp_rank in {record.pp_index for record in records.values()}
-    }
-    return {
-        rank: list(full_calls(record, plan_of_pp_rank[record.pp_index]))
-        for rank, record in records.items()
-    }
+    plans: dict[int, RankPlan] = {}  # by pipeline rank
+    steps = {}
+    for rank, record in records.items():
+        if record.pp_index not in plans:
+            plans[record.pp_index] = plan_rank(schedule, record.pp_index)
+        steps[rank] = list(full_calls(record, plans[record.pp_index]))
+    return steps
 
 
 def _describe_stop(rank: int, error: Exception, *, topology: Topology) -> str:

@@ -1,5 +1,4 @@
-"""What a rank on the meta device runs in place of GPU kernels that meta cannot, and of values on
-the host.
+"""Stand-ins of a rank on the meta device for GPU kernels that meta cannot run, and for host values.
 
 fused kernels     attention, RMSNorm, softmax of the loss: output and saved tensors as on a GPU
 linear attention  the first chunk of a scan, whose calls and memory are those of the others
@@ -10,7 +9,7 @@ host memory       on the meta device too, and not counted
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -32,57 +31,84 @@ from nanotrain.plan.traffic import reached_nodes
 from nanotrain.train import build
 
 
+class Replacement(NamedTuple):
+    """An attribute that is replaced while a rank runs on the meta device."""
+
+    owner: object  # module or class
+    name: str
+    stand_in: Any
+
+
 @contextmanager
 def on_meta(plan: Plan) -> Iterator[None]:
     """Let the rank of a plan run on the meta device."""
-    functional, kernels = torch.nn.functional, (varlen.VarlenKernel, flex.FlexKernel)
     with ExitStack() as stack:
         if plan.config.parallel.cp_comm_type == "allgather" and plan.groups["cp"].size > 1:
             stack.enter_context(patch("torch.nn.attention.bias.causal_lower_right"))
-        for owner, name, stand_in in (
-            (functional, "scaled_dot_product_attention", _attend),
-            (functional, "rms_norm", _rms_norm),
-            *((kernel, "__call__", _attend_packed) for kernel in kernels),
-            (loss, "softmax_gradient", _softmax_gradient),
-            (grouped, "_grouped_mm", _grouped_mm),
-            (delta_rule, "_order", lambda _: range(1)),
-            (token_dispatcher, "on_host", lambda _, counts, ep: even_counts(plan, counts, ep=ep)),
-            (build, "initialize", lambda *_, **__: None),
-            *(
-                (module, "HostTransfer", _MetaTransfer)
-                for module in (activation_offload, optimizer_offload)
-            ),
-            *((module, "host_zeros", _host_zeros) for module in (state, stored)),
-            (UpdateStep, "on_host", lambda step: step),
-            (torch, "_fused_sgd_", lambda *_, **__: None),
-        ):
-            stack.enter_context(patch.object(owner, name, stand_in))
+        for replacement in (*_kernels(), *_host_values(plan), *_host_memory()):
+            stack.enter_context(patch.object(*replacement))
         yield
 
 
+def _kernels() -> list[Replacement]:
+    """Kernels that meta cannot run."""
+    return [
+        Replacement(torch.nn.functional, "scaled_dot_product_attention", _attend),
+        Replacement(torch.nn.functional, "rms_norm", _rms_norm),
+        Replacement(varlen.VarlenKernel, "__call__", _attend_packed),
+        Replacement(flex.FlexKernel, "__call__", _attend_packed),
+        Replacement(loss, "softmax_gradient", _softmax_gradient),
+        Replacement(grouped, "_grouped_mm", _grouped_mm),
+        Replacement(delta_rule, "_order", lambda _: range(1)),
+        Replacement(torch, "_fused_sgd_", lambda *_, **__: None),
+    ]
+
+
+def _host_values(plan: Plan) -> list[Replacement]:
+    """Values that the host reads or computes."""
+
+    def token_counts(_: Tensor, counts: Tensor, ep: Group) -> list[int]:
+        return even_counts(plan, counts, ep=ep)
+
+    return [
+        Replacement(token_dispatcher, "on_host", token_counts),
+        Replacement(build, "initialize", lambda *_, **__: None),
+        Replacement(UpdateStep, "on_host", lambda step: step),
+    ]
+
+
+def _host_memory() -> list[Replacement]:
+    """Tensors in host memory and copies to and from it."""
+    return [
+        Replacement(activation_offload, "HostTransfer", _MetaTransfer),
+        Replacement(optimizer_offload, "HostTransfer", _MetaTransfer),
+        Replacement(state, "host_zeros", _host_zeros),
+        Replacement(stored, "host_zeros", _host_zeros),
+    ]
+
+
 def _attend(*inputs: Tensor, attn_mask: Any = None, enable_gqa: bool = False, **_: Any) -> Tensor:
-    """Query, key, value [B, N, Q, D] -> [B, N, Q, D]: the flash kernel, which saves the same
-    tensors as the others.
-    """
-    math, flash = (
-        torch.ops.aten._scaled_dot_product_attention_math,
-        torch.ops.aten._scaled_dot_product_flash_attention,
-    )
-    is_math = isinstance(attn_mask, Tensor)  # only this backend has a mask
-    outputs = (
-        math(*inputs, attn_mask, enable_gqa=enable_gqa) if is_math else flash(*inputs, 0.0, True)
-    )
+    """Query, key, value [B, N, Q, D] -> [B, N, Q, D] by a kernel that saves as others do."""
+    if isinstance(attn_mask, Tensor):  # only the math backend has a mask
+        math = torch.ops.aten._scaled_dot_product_attention_math
+        outputs = math(*inputs, attn_mask, enable_gqa=enable_gqa)
+    else:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        outputs = flash(*inputs, 0.0, True)
     out: Tensor = outputs[0]
     return out
 
 
 def _attend_packed(_: Any, query: Tensor, *, key: Tensor, value: Tensor, **__: Any) -> Tensor:
-    return _attend(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
+    """Query, key, value [B, Q, N, D] -> [B, Q, N, D]."""
+    out = _attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    return out.transpose(1, 2)
 
 
 def _rms_norm(x: Tensor, *args: Any, **_: Any) -> Tensor:
-    """Arguments as those of torch: the shape, and the weight where there is one."""
-    out: Tensor = _RMSNorm.apply(x, args[1] if len(args) > 1 else None)
+    """The arguments are those of torch: the shape, and the weight where there is one."""
+    weight = args[1] if len(args) > 1 else None
+    out: Tensor = _RMSNorm.apply(x, weight)
     return out
 
 
@@ -91,18 +117,22 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        statistics = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, statistics)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+        weight_grad = None if weight is None else torch.empty_like(weight)
+        return torch.empty_like(x), weight_grad
 
 
 def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
     """torch's grouped product, which meta has in bf16 only."""
-    return a.new_empty((len(offs), len(a), b.shape[1]) if b.ndim == 2 else (len(a), b.shape[2]))
+    if b.ndim == 2:
+        return a.new_empty((len(offs), len(a), b.shape[1]))
+    return a.new_empty((len(a), b.shape[2]))
 
 
 def _softmax_gradient(
@@ -110,29 +140,35 @@ def _softmax_gradient(
 ) -> tuple[Tensor, Tensor]:
     """The Triton kernels: the gradient is in the memory of the logits."""
     logsumexp = combine(logits.new_empty((logits.shape[0], 1), dtype=torch.float32))
-    return ((logits.gather(1, column).float() - logsumexp) * local_mask)[:, 0], logits
+    log_probs = (logits.gather(1, column).float() - logsumexp) * local_mask
+    return log_probs[:, 0], logits
 
 
 def even_counts(plan: Plan, counts: Tensor, *, ep: Group) -> list[int]:
-    """The token counts of a rank whose router chooses every expert equally often, in place of
-    `on_host`.
+    """The token counts of a rank whose router chooses every expert equally often.
+
+    Args:
+        plan: plan of the rank.
+        counts: tokens per expert, of which only the shape is known.
+        ep: group of the dispatch, which may be a part of the expert-parallel group.
     """
-    config, groups, moe = plan.config, plan.groups, plan.shape.moe
+    config = plan.config
+    moe = plan.shape.moe
     assert moe is not None, "a dense model has no experts"
-    num_tokens = (
-        config.train.micro_batch_size
-        * config.data.seq_length
-        // groups["cp"].size
-        // groups["tp"].size
-    )
-    num_nodes = groups["ep"].size // (config.parallel.moe_hierarchical_dispatch or 1)
-    is_across = ep.part_of and ep.part_of[2] == "all_to_all_across"
-    rows = num_tokens * (reached_nodes(moe, num_nodes) if is_across else moe.router_topk)
+    num_tokens = config.train.micro_batch_size * config.data.seq_length
+    num_tokens = num_tokens // plan.groups["cp"].size // plan.groups["tp"].size
+    rows = num_tokens * moe.router_topk
+    if ep.part_of and ep.part_of[2] == "all_to_all_across":
+        nodes = plan.groups["ep"].size // (config.parallel.moe_hierarchical_dispatch or 1)
+        rows = num_tokens * reached_nodes(moe, nodes)
     sizes = [rows * (i + 1) // ep.size - rows * i // ep.size for i in range(ep.size)]
+    received = [sizes[ep.index]] * ep.size * (len(counts) - 1)
     # the first expert of every rank has the tokens of all
-    others = [0] * (counts.shape[1] // ep.size - 1)
-    sums = [*sizes, *[sizes[ep.index]] * ep.size * (len(counts) - 1)]
-    return [number for size in sums for number in (size, *others)]
+    zeros = [0] * (counts.shape[1] // ep.size - 1)
+    numbers: list[int] = []
+    for size in (*sizes, *received):
+        numbers += [size, *zeros]
+    return numbers
 
 
 class _MetaTransfer(HostTransfer):

@@ -201,7 +201,8 @@ def left_out(config: Config) -> tuple[str, ...]:
         )
     if "lion" in (config.optim.optimizer, config.optim.muon_scalar_optimizer):
         lines.append(
-            "lion: its sign of a gradient that is only rounding moves a weight by the learning rate; Adam instead"
+            "lion: its sign of a gradient that is only rounding moves a weight by the learning rate; "
+            "Adam instead"
         )
     return tuple(lines)
 
@@ -265,12 +266,12 @@ def _shrink_moe(model: ModelConfig, moe: MoEConfig, *, num_layers: int) -> MoECo
 def shrink_sizes(config: Config) -> Config:
     """Shrink heads, experts and widths, by the rows of sizes.yaml for the model's layer kinds."""
     kinds = _layer_kinds(config.model)
-    rows = [SIZES[kind] for kind in kinds if kind is not None and kind in SIZES]
     if "mamba2" in kinds or "attention_mamba2" in kinds:
         # unset, their number follows from the hidden size
         config = with_values(config, {"model.mamba.num_heads": config.model.mamba_heads})
     values: dict[str, Any] = {}
-    for row in rows:
+    for kind in kinds:
+        row = SIZES.get(kind or "", {})
         config = divide(config, row.get("divided", ()))
         values |= row.get("set", {})
     values |= _widths(config)
@@ -298,6 +299,7 @@ def _widths(config: Config) -> dict[str, Any]:
     """Widths of the small model by the name of their setting."""
     model = config.model
     tp = config.parallel.tensor_model_parallel_size
+    expert_tp = config.parallel.expert_tensor_parallel_size or tp
     channels = _head_channels(model)
     hidden = 48
     if not model.mla:
@@ -310,9 +312,7 @@ def _widths(config: Config) -> dict[str, Any]:
         "kv_channels": channels,
         "moe_latent_size": hidden // 2,
         # every rank gets a multiple of 4: rows of 16 bytes in fp32
-        "moe_ffn_hidden_size": round_up(
-            hidden, 4 * (config.parallel.expert_tensor_parallel_size or tp)
-        ),
+        "moe_ffn_hidden_size": round_up(hidden, 4 * expert_tp),
         "moe_shared_expert_intermediate_size": round_up(hidden, 4 * tp),
     }
 

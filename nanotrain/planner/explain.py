@@ -117,7 +117,8 @@ def _totals(time: StepTime) -> Iterator[str]:
     yield f"tokens/s    {samples} / {time.total:.3f} s / {scenario.world_size:,} GPUs = {speed}"
     gigaflops = flops_per_token(scenario.shape, seq_length) / 1e9
     peak = f"{time.peak_flops / 1e12:,.0f} TFLOP/s"
-    yield f"MFU         {speed} tokens/s x {gigaflops:,.2f} GFLOP per token / {peak} = {time.mfu:.1%}"
+    work = f"{speed} tokens/s x {gigaflops:,.2f} GFLOP per token"
+    yield f"MFU         {work} / {peak} = {time.mfu:.1%}"
     yield (
         f"range       {COMPUTE_RANGE:.0%} of what computes and {NETWORK_RANGE:.0%} of what waits "
         "for other GPUs"

@@ -209,5 +209,5 @@ def tables() -> dict[str, Any]:
     flat = [0] * num_values  # products of any shape fill a core
     content["matmul"]["cpu"] = {"bf16": {"values": flat}}
     content["attention"]["cpu"] = {"64": {"values": flat, "flops_per_s": CPU_ATTENTION}}
-    content["grid"] = {name: [log(size) for size in sizes] for name, sizes in grid.items()}
+    content["grid"] = {name: list(map(log, sizes)) for name, sizes in grid.items()}
     return content

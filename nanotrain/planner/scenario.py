@@ -87,7 +87,10 @@ class Scenario:
         parallel = self.config.parallel
         num_ranks = self.sizes["pp"]
         specs = self._stage_specs(num_ranks)
-        return tuple(tuple(specs[i] for i in parallel.stages_of(rank)) for rank in range(num_ranks))
+        stages = []
+        for rank in range(num_ranks):
+            stages.append(tuple(specs[index] for index in parallel.stages_of(rank)))
+        return tuple(stages)
 
     def _stage_specs(self, num_ranks: int) -> Sequence[StageSpec]:
         """All stages, with the lengths that the engine gives them."""
