@@ -67,7 +67,7 @@ def _kernels() -> list[Replacement]:
 def _host_values(plan: Plan) -> list[Replacement]:
     """Values that the host reads or computes."""
 
-    def token_counts(_: Tensor, counts: Tensor, ep: Group) -> list[int]:
+    def token_counts(_: Tensor, counts: Tensor, *, ep: Group) -> list[int]:
         return even_counts(plan, counts, ep=ep)
 
     return [

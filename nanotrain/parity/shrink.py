@@ -201,8 +201,8 @@ def left_out(config: Config) -> tuple[str, ...]:
         )
     if "lion" in (config.optim.optimizer, config.optim.muon_scalar_optimizer):
         lines.append(
-            "lion: its sign of a gradient that is only rounding moves a weight by the learning rate; "
-            "Adam instead"
+            "lion: its sign of a gradient that is only rounding moves a weight "
+            "by the learning rate; Adam instead"
         )
     return tuple(lines)
 

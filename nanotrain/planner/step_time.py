@@ -147,9 +147,10 @@ class StepClock:
         self.gpu = scenario.machine
         self.memory_share = memory_share
         self.lengths = simulated(self.shape)
-        self.kinds = {
-            action.kind for step in self.steps(self.lengths[0]) for action in step.actions
-        }
+        steps = self.steps(self.lengths[0])
+        kinds = {action.kind for step in steps for action in step.actions}
+        # in a fixed order, so that sums have the same bits in every process
+        self.kinds = [kind for kind in ActionKind if kind in kinds]
         self.streams: dict[tuple[int, ActionKind], Streams] = {}
         for specs in scenario.stages:
             for spec in specs:
@@ -231,7 +232,7 @@ class StepClock:
         kinds = self.kinds
         if ActionKind.full_backward in kinds:
             # some full backwards may be split, which take as long
-            kinds = kinds - {ActionKind.backward_input, ActionKind.backward_weight}
+            kinds = [ActionKind.forward, ActionKind.full_backward]
         return [(spec.index, kind) for spec in self.scenario.stages[rank] for kind in kinds]
 
     def run(self, num_microbatches: int) -> Run:

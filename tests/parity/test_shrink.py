@@ -409,3 +409,10 @@ def test_sizes_are_divided_by_one_number_as_far_as_the_rules_allow() -> None:
     assert (small.num_attention_heads, small.num_query_groups) == (16, 8), "two groups per rank"
     few = with_values(config, {"model.num_query_groups": 4})
     assert divide(few, names) == few, "a rank had one group"
+
+
+def test_numbers_of_experts_are_divided_exactly() -> None:
+    config = load(["+config=qwen3_next_80b_a3b"], to_train=False).config
+    assert config.model.moe is not None and config.model.moe.router_topk == 10
+    small = divide(config, ["num_experts"]).model.moe
+    assert small is not None and small.num_experts == 32, "of 512, and at least twice the top 10"

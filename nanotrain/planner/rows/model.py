@@ -48,8 +48,7 @@ def model_settings(row: Row, published: PublishedModel, *, engine: str) -> dict[
     )
     if "kv_channels" not in settings and hidden % heads:
         raise ConfigError(f"{heads} heads do not divide hidden {hidden}")
-    is_mla = row.text("kv_heads") == "mla" or "multi_latent_attention" in settings
-    groups = heads if is_mla else row.number("kv_heads") or published.get("kv") or heads
+    groups = _num_query_groups(row, published, heads=heads)
     ffn = row.number("ffn") or row.assume(4 * hidden, "ffn not stated: 4 x hidden")
     looks_gated = engine == "nanotron" or groups < heads or ffn != 4 * hidden
     looks_tied = re.search(r"\btied", row.words("overlap_flags", "note")) is not None
@@ -68,6 +67,14 @@ def model_settings(row: Row, published: PublishedModel, *, engine: str) -> dict[
     if row.number("experts"):
         values |= _expert_settings(row, published, ffn=ffn)
     return values
+
+
+def _num_query_groups(row: Row, published: PublishedModel, *, heads: int) -> int:
+    """Key/value heads; MLA has as many as query heads."""
+    is_mla = "multi_latent_attention" in published.get("settings", {})
+    if is_mla or row.text("kv_heads") == "mla":
+        return heads
+    return row.number("kv_heads") or published.get("kv") or heads
 
 
 def _expert_settings(row: Row, published: PublishedModel, *, ffn: int) -> dict[str, Any]:

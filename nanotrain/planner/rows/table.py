@@ -29,6 +29,7 @@ CHOICES = {
 }
 # a table without one of these columns has no row that could be modelled
 NEEDED = ("layers", "hidden", "seq")
+FIX = f"it takes a header and tab-separated rows with at least {', '.join(NEEDED)}"
 
 
 class RowPrediction(NamedTuple):
@@ -64,29 +65,39 @@ def read_table(path: Path) -> list[dict[str, str]]:
     Raises:
         ConfigError: a file that cannot be read, or is no such table.
     """
-    fix = f"it takes a header and tab-separated rows with at least {', '.join(NEEDED)}"
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", "") or "it is no text"
-        raise ConfigError(f"cannot read {path}", why=why, fix=fix) from None
-    lines = [line for line in lines if line.strip()]
+    lines = _read_lines(path)
     rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
     header = [name.strip().lower() for name in rows[0]] if rows else []
-    missing = [name for name in NEEDED if name not in header]
-    if missing or len(set(header)) < len(header):
-        why = "columns of its header have the same name"
-        if missing:
-            why = f"the header has no {', '.join(missing)}"
-        raise ConfigError(f"{path} is no table of measurements", why=why, fix=fix)
+    _check_header(path, header)
     table = []
     for number, cells in enumerate(rows[1:], start=1):
         if len(cells) > len(header):
             line = f"line {number + 1} of {path} has {len(cells)} cells"
-            raise ConfigError(line, why=f"the header has {len(header)} columns", fix=fix)
+            raise ConfigError(line, why=f"the header has {len(header)} columns", fix=FIX)
         row = dict(zip(header, cells, strict=False))
         table.append({**row, "id": row.get("id") or str(number)})
     return table
+
+
+def _read_lines(path: Path) -> list[str]:
+    """The lines of a table that are not empty."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", "") or "it is no text"
+        raise ConfigError(f"cannot read {path}", why=why, fix=FIX) from None
+    return [line for line in lines if line.strip()]
+
+
+def _check_header(path: Path, header: list[str]) -> None:
+    """Check that a table has the needed columns, and no name twice."""
+    missing = [name for name in NEEDED if name not in header]
+    if missing:
+        why = f"the header has no {', '.join(missing)}"
+        raise ConfigError(f"{path} is no table of measurements", why=why, fix=FIX)
+    if len(set(header)) < len(header):
+        why = "columns of its header have the same name"
+        raise ConfigError(f"{path} is no table of measurements", why=why, fix=FIX)
 
 
 def predict_row(cells: dict[str, str], *, engine: str | None = None) -> RowPrediction:
