@@ -18,8 +18,9 @@ from nanotrain.config.config import Config
 from nanotrain.config.schedules import num_microbatches, with_batch_size
 from nanotrain.config.schema import with_values
 from nanotrain.config.tables import read_table
-from nanotrain.dry_run.agreement import RankClasses, disagreements, full_calls
+from nanotrain.dry_run.agreement import disagreements, full_calls
 from nanotrain.dry_run.rank import RankRecord, run_rank
+from nanotrain.dry_run.rank_classes import RankClasses
 from nanotrain.parallel.dp.layout import BucketLayout
 from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
 from nanotrain.plan.memory_plan import train_schedule
