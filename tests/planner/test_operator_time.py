@@ -18,6 +18,7 @@ from nanotrain.planner.parts import Part, Parts, Streams
 from nanotrain.planner.program_bytes import ProgramBytes
 from nanotrain.spec.kinds import MLPS
 from nanotrain.spec.kinds.block import block_operators
+from nanotrain.spec.operators import Scan
 from tests.planner.scenarios import llama
 
 MEASURED = list(
@@ -196,6 +197,20 @@ def test_layers_with_experts_take_as_long_as_measured() -> None:
             errors.append(abs(1e3 * each.seconds / float(row[name]) - 1))
     assert median(errors) < 0.08
     assert max(errors) < 0.18
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gated_delta_net", "kda"])
+def test_a_scan_in_torch_takes_as_long_as_its_bytes_and_fused_kernels_less(kind: str) -> None:
+    values = {"linear_attention_type": kind}
+    values |= {"linear_num_key_heads": 32} if kind == "kda" else {}
+    times = OperatorTimes(llama(8, engine="nanotrain", **values))
+    (scan,) = (each for each in block_operators(times.sizes, 0) if isinstance(each, Scan))
+    (torch_part,) = times.scan(scan)
+    bandwidth = times.gpu.memory_bandwidth
+    assert torch_part.forward > scan.forward.num_bytes / bandwidth
+    assert torch_part.dgrad > scan.backward.num_bytes / bandwidth
+    (fused_part,) = OperatorTimes(llama(8, engine="megatron", **values)).scan(scan)
+    assert 5 * fused_part.forward < torch_part.forward
 
 
 @pytest.mark.parametrize(("backend", "is_slow"), [("unfused", True), ("flash", False)])

@@ -12,9 +12,9 @@ from dataclasses import replace
 from nanotrain.config.layer_kinds import LinearAttentionConfig
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
 from nanotrain.spec.kinds.attention import down_projection
+from nanotrain.spec.kinds.convolution import short_convolutions
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import (
-    Convolution,
     Gate,
     Norm,
     Operators,
@@ -22,7 +22,7 @@ from nanotrain.spec.operators import (
     Saved,
     Scan,
 )
-from nanotrain.spec.over_cp import Heads, halo, scan_sent
+from nanotrain.spec.over_cp import Heads, scan_sent
 from nanotrain.spec.params import Shard, Uniform
 from nanotrain.spec.scan_cost import (
     Elements,
@@ -193,21 +193,15 @@ def _rule_operators(s: LayerSizes, widths: Mapping[str, int], *, num_steps: int)
         widths: local channels of queries, keys and values.
         num_steps: steps of the decay per token.
     """
-    channels = sum(widths.values())
+    convolved = {f"{name}_conv": width for name, width in widths.items()}
     kernel_size = _sizes(s.shape).conv_kernel_dim
     outputs = s.tokens * widths["value"]
-    convolutions = Convolution(
-        name="conv",
-        weights=tuple(f"{name}_conv.weight" for name in widths),
-        rows=s.tokens,
-        channels=channels,
-        kernel_size=kernel_size,
+    return [
         # inputs, outputs and activations
-        saves=(Saved(3 * s.tokens * channels * s.itemsize),),
-        over_cp=halo(s, channels=channels, kernel_size=kernel_size),
-    )
-    norm = Norm(name="linear_norm", numel=outputs, saves=(Saved(2 * outputs * s.itemsize),))
-    return [convolutions, _scan(s, num_steps=num_steps), norm]
+        short_convolutions(s, convolved, kernel_size=kernel_size, num_saved=3),
+        _scan(s, num_steps=num_steps),
+        Norm(name="linear_norm", numel=outputs, saves=(Saved(2 * outputs * s.itemsize),)),
+    ]
 
 
 def _scan(s: LayerSizes, *, num_steps: int) -> Scan:

@@ -1,14 +1,10 @@
 """DeepSeek Sparse Attention: parameters and operators; the module is model/dsa.py."""
 
-from dataclasses import fields
-
 from nanotrain.config.layer_kinds import DSAConfig
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
 from nanotrain.spec.kinds.attention import compressed_projections, down_projection, mla
-from nanotrain.spec.kinds.core_attention import core_attention
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import (
-    Attention,
     Indexer,
     Norm,
     Operators,
@@ -17,7 +13,7 @@ from nanotrain.spec.operators import (
     Sent,
     SparseAttention,
 )
-from nanotrain.spec.shape import ModelShape
+from nanotrain.spec.shape import Chunks, ModelShape
 
 BLOCK_SCORES = 2**26  # scores of all heads that are computed at once: 256 MiB in fp32
 
@@ -101,13 +97,20 @@ def _indexer(s: LayerSizes, *, heads: int) -> Operators:
 
 def _attention(s: LayerSizes, *, heads: int) -> SparseAttention:
     """Attention to the selected keys."""
-    dense = core_attention(s, heads=heads, groups=heads)
-    values = {field.name: getattr(dense, field.name) for field in fields(Attention)}
-    values["window"] = _sizes(s.shape).topk
-    values["saves"] = _saves(s, heads=heads)
-    values["over_cp"] = _over_cp(s, heads=heads)
-    values["working"] = _backward_temporaries(s, heads=heads)
-    return SparseAttention(**values)
+    return SparseAttention(
+        name="core_attn",
+        module="core_attn",
+        batch=s.batch_size,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=s.shape.head_dim,
+        value_head_dim=s.shape.value_head_dim,
+        chunks=(Chunks(1, s.seq_length * s.cp),),
+        window=_sizes(s.shape).topk,
+        saves=_saves(s, heads=heads),
+        working=_backward_temporaries(s, heads=heads),
+        over_cp=_over_cp(s, heads=heads),
+    )
 
 
 def _saves(s: LayerSizes, *, heads: int) -> tuple[Saved, ...]:

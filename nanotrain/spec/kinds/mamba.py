@@ -1,13 +1,13 @@
 """Mamba-2: parameters and operators; the module is model/mamba.py."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest
+from nanotrain.spec.kinds.convolution import short_convolutions
 from nanotrain.spec.kinds.delta_net import DECAY_RATES, STEPS
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
-from nanotrain.spec.operators import Convolution, Gate, Norm, Operators, Saved, Scan
-from nanotrain.spec.over_cp import Heads, halo, scan_sent
+from nanotrain.spec.operators import Gate, Norm, Operators, Saved, Scan
+from nanotrain.spec.over_cp import Heads, scan_sent
 from nanotrain.spec.params import ParamSpec, Shard, Uniform
 from nanotrain.spec.scan_cost import (
     Elements,
@@ -84,7 +84,7 @@ def operators(s: LayerSizes) -> Operators:
     widths = {name: width // s.tp for name, width in inner_widths(shape).items()}
     heads = shape.mamba_heads // s.tp
     value = s.tokens * widths["value"]
-    inner = s.tokens * sum(widths.values())
+    convolved = {f"{name}_conv": width for name, width in widths.items()}
     # in fp32: the output, the gate and its activation, and their product
     gated = Saved(4 * value * FP32)
     statistics = Saved(s.tokens * sizes.num_groups // s.tp * FP32)
@@ -92,29 +92,13 @@ def operators(s: LayerSizes) -> Operators:
     norm = Norm(name="mamba_norm", numel=value, saves=(statistics, normed))
     return [
         s.column({"gate": widths["value"], **widths, "step": heads}, saves=(s.layer_input,)),
-        _convolutions(s, widths, saves=(Saved(3 * inner * s.itemsize),)),
+        # inputs, outputs and activations
+        short_convolutions(s, convolved, kernel_size=sizes.conv_kernel_dim, num_saved=3),
         _scan(s, heads=heads),
         Gate(name="output_gate", numel=value, saves=(gated,)),
         norm,
         s.row(widths["value"]),
     ]
-
-
-def _convolutions(
-    s: LayerSizes, widths: Mapping[str, int], *, saves: tuple[Saved, ...]
-) -> Convolution:
-    """Short convolutions, which keep their inputs, outputs and activations."""
-    channels = sum(widths.values())
-    kernel_size = s.shape.mamba.conv_kernel_dim
-    return Convolution(
-        name="conv",
-        weights=tuple(f"{name}_conv.weight" for name in widths),
-        rows=s.tokens,
-        channels=channels,
-        kernel_size=kernel_size,
-        saves=saves,
-        over_cp=halo(s, channels=channels, kernel_size=kernel_size),
-    )
 
 
 def _scan(s: LayerSizes, *, heads: int) -> Scan:

@@ -1,9 +1,9 @@
 """Gated short convolution (LFM2): parameters and operators; the module is model/short_conv.py."""
 
 from nanotrain.spec.declaration import Declaration, Specs, nest
+from nanotrain.spec.kinds.convolution import short_convolutions
 from nanotrain.spec.layer_sizes import LayerSizes
-from nanotrain.spec.operators import Convolution, Gate, Operators, Saved
-from nanotrain.spec.over_cp import halo
+from nanotrain.spec.operators import Gate, Operators, Saved
 from nanotrain.spec.shape import ModelShape
 
 
@@ -33,14 +33,8 @@ def operators(s: LayerSizes) -> Operators:
     channels = s.shape.hidden_size // s.tp
     numel = s.tokens * channels
     factor = Saved(numel * s.itemsize)
-    convolution = Convolution(
-        name="conv",
-        weights=("conv.weight",),
-        rows=s.tokens,
-        channels=channels,
-        kernel_size=kernel_size(s.shape),
-        saves=(factor,),
-        over_cp=halo(s, channels=channels, kernel_size=kernel_size(s.shape)),
+    convolution = short_convolutions(
+        s, {"conv": channels}, kernel_size=kernel_size(s.shape), num_saved=1
     )
     return [
         s.column(
