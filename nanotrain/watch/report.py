@@ -1,5 +1,9 @@
-"""hang-report.txt: the ranks that the others wait for, the collective, and the state of every rank.
-Pure.
+"""hang-report.txt: the ranks that the others wait for, and the state of every rank; pure.
+
+    RankView                what is known of a rank
+    diagnose                find the ranks that are behind, by one rule after the other
+    report_text             the report
+    unmatched_collectives   collectives that began on the devices of some ranks only
 
 A rank that waits for a collective waits for the ranks of the group that have not started it; a rank
 that waits for a message waits for its sender. Ranks that others wait for, and that wait for none
@@ -9,12 +13,12 @@ The heartbeats have what the hosts queued. torch's flight recorders, where they 
 have what the devices began: `unmatched_collectives` compares them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from nanotrain.comm.flight_recorder import RecordedCollective
-from nanotrain.comm.heartbeat import Beat
+from nanotrain.comm.heartbeat import Beat, Collective, Waiting
 from nanotrain.quantities import named_ranks, ranks_text, table_lines
 from nanotrain.topology.groups import GroupName, Ranks
 from nanotrain.topology.topology import Topology
@@ -44,6 +48,8 @@ COLUMNS = (
     "waits for",
     "last collectives",
 )
+COMPLETED = "completed"  # state of a collective in a flight recorder
+MESSAGES = "pp"  # the group whose operations are messages and no collectives
 MAX_ROWS = 64  # ranks that the table lists; those that are behind come first
 
 
@@ -59,10 +65,11 @@ class RankView:
 
     def describe(self, topology: Topology) -> str:
         """The rank with its coordinates and process."""
+        process = f"host {self.host}, pid {self.pid}"
         coords = topology.coords_text(self.rank)
-        return (
-            f"rank {self.rank} ({f'{coords}, ' if coords else ''}host {self.host}, pid {self.pid})"
-        )
+        if coords:
+            process = f"{coords}, {process}"
+        return f"rank {self.rank} ({process})"
 
     @property
     def is_done(self) -> bool:
@@ -72,31 +79,46 @@ class RankView:
     @property
     def position(self) -> str:
         """Step, phase and action of the rank, and what it waited for."""
-        if (beat := self.beat) is None:
+        beat = self.beat
+        if beat is None:
             return "its place is unknown"
-        action = f", action {beat.action}" if beat.action else ""
-        waiting = (
-            f", waiting for {beat.waiting.op} of group {beat.waiting.group}" if beat.waiting else ""
-        )
-        return f"it was in step {beat.step}, phase {beat.phase}{action}{waiting}"
+        text = f"it was in step {beat.step}, phase {beat.phase}"
+        if beat.action:
+            text += f", action {beat.action}"
+        if beat.waiting:
+            text += f", waiting for {beat.waiting.op} of group {beat.waiting.group}"
+        return text
 
     def sequence(self, group: str) -> int:
         """Number of the last collective that the rank started over a group."""
-        collective = self.beat.collectives.get(group) if self.beat else None
+        collective = self.collectives.get(group)
         return collective.sequence if collective else 0
+
+    @property
+    def collectives(self) -> Mapping[str, Collective]:
+        """The last collective that the rank started over each group."""
+        return {} if self.beat is None else self.beat.collectives
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """What the rank waits for."""
+        return None if self.beat is None else self.beat.waiting
+
+
+Views = Mapping[int, RankView]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     """The ranks that are behind, and the reason."""
 
-    ranks: tuple[int, ...]  # that the others wait for; empty if none can be named
+    ranks: tuple[int, ...]  # ranks that the others wait for; empty if none can be named
     headline: str  # one sentence per cause
     details: tuple[str, ...] = ()  # collectives in which the ranks differ
 
 
 def diagnose(
-    views: Mapping[int, RankView], topology: Topology, *, cut: Mapping[int, int] | None = None
+    views: Views, topology: Topology, *, cut: Mapping[int, int] | None = None
 ) -> Diagnosis:
     """Find the ranks that the others wait for.
 
@@ -106,55 +128,84 @@ def diagnose(
         cut: rank at the other end of the connection that a rank lost, by rank.
     """
     details = tuple(_differences(views, topology))
-
-    def name(ranks: Sequence[int], texts: Sequence[str]) -> Diagnosis:
-        pairs = zip(ranks, texts, strict=True)
-        lines = [
-            f"{views[rank].describe(topology)} {text}; {views[rank].position}"
-            for rank, text in pairs
-        ]
-        return Diagnosis(tuple(ranks), "\n".join(lines), details)
-
-    for state, text in CAUSES.items():
-        if found := [
-            rank for rank, view in views.items() if view.state == state and not view.is_done
-        ]:
-            return name(found, [text] * len(found))
-    if cut:  # all ranks run: if all these connections have one rank in common, it is the one
-        ends = [{rank, peer} for rank, peer in cut.items()]
-        found = sorted(set.intersection(*ends)) or sorted(set.union(*ends))
-        pairs = ", ".join(f"{rank} to {peer}" for rank, peer in sorted(cut.items())[:MAX_ROWS])
-        return name(
-            found, [f"runs, but connections of it were closed (from rank {pairs})"] * len(found)
-        )
     waits = {rank: _waits_for(view, views, topology=topology) for rank, view in views.items()}
-    if behind := sorted({peer for peers in waits.values() for peer in peers if not waits[peer]}):
-        waiting = [[other for other, peers in waits.items() if rank in peers] for rank in behind]
-        return name(behind, [f"is behind: {_waited(ranks, views)}" for ranks in waiting])
-    if blocked := sorted(rank for rank, peers in waits.items() if peers):
-        text = f"ranks {ranks_text(blocked)} wait for each other: they started their collectives in different orders"
-        return Diagnosis(tuple(blocked), text, details)
-    # A host that blocks where it queues an operation, as with a full queue of a GPU, records
-    # nothing that it waits for.
-    fewer = {rank: _started_fewer(view, views, topology=topology) for rank, view in views.items()}
-    if behind := sorted({peer for peers in fewer.values() for peer in peers if not fewer[peer]}):
-        text = (
-            f"started fewer collectives than {named_ranks([rank for rank in fewer if fewer[rank]])}"
-        )
-        return name(behind, [text] * len(behind))
+    blocked = sorted(rank for rank, peers in waits.items() if peers)
+    found = _ended_or_stopped(views) or _with_lost_connections(cut or {}) or _behind(views, waits)
+    if not found and blocked:
+        headline = f"ranks {ranks_text(blocked)} wait for each other: they started their "
+        headline += "collectives in different orders"
+        return Diagnosis(tuple(blocked), headline, details)
+    found = found or _with_fewer_collectives(views, topology)
+    if found:
+        lines = []
+        for rank, text in found.items():
+            view = views[rank]
+            lines.append(f"{view.describe(topology)} {text}; {view.position}")
+        return Diagnosis(tuple(found), "\n".join(lines), details)
     if details:
         return Diagnosis((), "the ranks of a group started different collectives", details)
-    idle = [view for view in views.values() if view.beat is None or view.beat.waiting is None]
+    return Diagnosis((), _nobody_waits(views, topology), details)
+
+
+def _ended_or_stopped(views: Views) -> dict[int, str]:
+    """What happened to the processes of ranks, of the likeliest cause that one of them has."""
+    for state, text in CAUSES.items():
+        ranks = [rank for rank, view in views.items() if view.state == state and not view.is_done]
+        if ranks:
+            return dict.fromkeys(ranks, text)
+    return {}
+
+
+def _with_lost_connections(cut: Mapping[int, int]) -> dict[int, str]:
+    """The rank that all closed connections have in common, or all of their ranks."""
+    if not cut:
+        return {}
+    ends = [{rank, peer} for rank, peer in cut.items()]
+    ranks = sorted(set.intersection(*ends)) or sorted(set.union(*ends))
+    pairs = ", ".join(f"{rank} to {peer}" for rank, peer in sorted(cut.items())[:MAX_ROWS])
+    return dict.fromkeys(ranks, f"runs, but connections of it were closed (from rank {pairs})")
+
+
+def _behind(views: Views, waits: Mapping[int, set[int]]) -> dict[int, str]:
+    """Ranks that others wait for, and that wait for none."""
+    texts = {}
+    for rank in _awaited(waits):
+        waiting = [other for other, peers in waits.items() if rank in peers]
+        texts[rank] = f"is behind: {_waited(waiting, views)}"
+    return texts
+
+
+def _with_fewer_collectives(views: Views, topology: Topology) -> dict[int, str]:
+    """Ranks that started fewer collectives than others, and none more.
+
+    A host that blocks where it queues an operation, as with a full queue of a GPU, records nothing
+    that it waits for.
+    """
+    fewer = {}
+    for rank, view in views.items():
+        fewer[rank] = _started_fewer(view, views, topology=topology)
+    ahead = named_ranks([rank for rank, peers in fewer.items() if peers])
+    return dict.fromkeys(_awaited(fewer), f"started fewer collectives than {ahead}")
+
+
+def _nobody_waits(views: Views, topology: Topology) -> str:
+    """The headline where no rank waits for another one."""
+    idle = [view for view in views.values() if view.waiting is None]
+    if not idle:
+        return "all ranks wait for a collective that all of them started"
     lines = [f"{view.describe(topology)}: {view.position}" for view in idle[:MAX_ROWS]]
-    text = "\n".join(["no rank waits for another one; look at the stacks:", *lines])
-    return Diagnosis(
-        (), text if idle else "all ranks wait for a collective that all of them started", details
-    )
+    return "\n".join(["no rank waits for another one; look at the stacks:", *lines])
+
+
+def _awaited(waits: Mapping[int, set[int]]) -> list[int]:
+    """The ranks that another one waits for, and that wait for none."""
+    peers = set().union(*waits.values())
+    return sorted(peer for peer in peers if not waits[peer])
 
 
 def report_text(
     diagnosis: Diagnosis,
-    views: Mapping[int, RankView],
+    views: Views,
     *,
     topology: Topology,
     title: Sequence[str],
@@ -169,20 +220,23 @@ def report_text(
         title: first lines, with reason and time.
         recorded: lines from the flight recorders of the ranks.
     """
-    order = [*diagnosis.ranks, *(rank for rank in sorted(views) if rank not in diagnosis.ranks)]
-    rows = [COLUMNS, *(_row(views[rank], topology) for rank in order[:MAX_ROWS])]
-    more = [f"... and {len(order) - MAX_ROWS} more ranks"] if len(order) > MAX_ROWS else []
+    lines = [*title, "", diagnosis.headline]
     sections = {
         "Where the ranks of a group differ:": diagnosis.details,
         "In torch's flight recorders, numbered per process group:": recorded,
     }
-    texts = [
-        line
-        for head, lines in sections.items()
-        if lines
-        for line in ("", head, *(f"  {each}" for each in lines))
-    ]
-    return "\n".join([*title, "", diagnosis.headline, *texts, "", *table_lines(rows), *more, ""])
+    for head, section in sections.items():
+        if section:
+            lines += ["", head, *(f"  {line}" for line in section)]
+    others = [rank for rank in sorted(views) if rank not in diagnosis.ranks]
+    order = [*diagnosis.ranks, *others]
+    rows: list[tuple[str, ...]] = [COLUMNS]
+    for rank in order[:MAX_ROWS]:
+        rows.append(_row(views[rank], topology))
+    lines += ["", *table_lines(rows)]
+    if len(order) > MAX_ROWS:
+        lines.append(f"... and {len(order) - MAX_ROWS} more ranks")
+    return "\n".join([*lines, ""])
 
 
 def _members(topology: Topology, group: str, *, rank: int) -> Ranks:
@@ -196,59 +250,60 @@ def _members(topology: Topology, group: str, *, rank: int) -> Ranks:
         return (rank,)
 
 
-def _waits_for(view: RankView, views: Mapping[int, RankView], *, topology: Topology) -> set[int]:
+def _waits_for(view: RankView, views: Views, *, topology: Topology) -> set[int]:
     """The ranks that a rank waits for."""
-    waiting = view.beat.waiting if view.beat else None
+    waiting = view.waiting
     if waiting is None:
         return set()
     if waiting.op == "p2p":
-        return {waiting.peer} & views.keys() if waiting.peer is not None else set()
+        return set() if waiting.peer is None else {waiting.peer} & views.keys()
     members = _members(topology, waiting.group, rank=view.rank)
-    return {
-        rank
-        for rank in members
-        if rank in views and views[rank].sequence(waiting.group) < waiting.sequence
-    }
+    return _with_lower_sequence(members, views, group=waiting.group, sequence=waiting.sequence)
 
 
-def _started_fewer(
-    view: RankView, views: Mapping[int, RankView], *, topology: Topology
-) -> set[int]:
+def _started_fewer(view: RankView, views: Views, *, topology: Topology) -> set[int]:
     """The ranks that started fewer collectives than this one over a group of both."""
-    return {
-        rank
-        for group, mine in (view.beat.collectives if view.beat else {}).items()
-        if group != "pp"  # messages are not collectives
-        for rank in _members(topology, group, rank=view.rank)
-        if rank in views and views[rank].sequence(group) < mine.sequence
-    }
+    fewer: set[int] = set()
+    for group, collective in view.collectives.items():
+        if group == MESSAGES:
+            continue
+        members = _members(topology, group, rank=view.rank)
+        fewer |= _with_lower_sequence(members, views, group=group, sequence=collective.sequence)
+    return fewer
 
 
-def _waited(ranks: Sequence[int], views: Mapping[int, RankView]) -> str:
+def _with_lower_sequence(members: Ranks, views: Views, *, group: str, sequence: int) -> set[int]:
+    """The members of a group whose last collective over it has a lower number."""
+    known = [rank for rank in members if rank in views]
+    return {rank for rank in known if views[rank].sequence(group) < sequence}
+
+
+def _waited(ranks: Sequence[int], views: Views) -> str:
     """What ranks that wait wait for."""
-    beat = views[ranks[0]].beat
-    waiting = beat.waiting if beat else None
+    waiting = views[ranks[0]].waiting
     assert waiting is not None, "ranks that wait have one"
     what = "a message" if waiting.op == "p2p" else f"{waiting.op} #{waiting.sequence}"
-    return f"{named_ranks(ranks)} wait{'s' * (len(ranks) == 1)} for {what} of group {waiting.group}"
+    verb = "waits" if len(ranks) == 1 else "wait"
+    return f"{named_ranks(ranks)} {verb} for {what} of group {waiting.group}"
 
 
-def _differences(views: Mapping[int, RankView], topology: Topology) -> list[str]:
+def _differences(views: Views, topology: Topology) -> list[str]:
     """One line per group whose ranks started different numbers or kinds of collectives."""
-    groups = {
-        (group, _members(topology, group, rank=view.rank))
-        for view in views.values()
-        for group in (view.beat.collectives if view.beat else ())
-        if group != "pp"  # messages are not collectives
-    }
+    groups: set[tuple[str, Ranks]] = set()
+    for view in views.values():
+        for group in view.collectives:
+            if group != MESSAGES:
+                groups.add((group, _members(topology, group, rank=view.rank)))
     lines = []
     for group, members in sorted(groups):
-        last: dict[str, list[int]] = {}
+        ranks_by_text: dict[str, list[int]] = {}
         for rank in members:
-            last.setdefault(_last_started(views.get(rank), group), []).append(rank)
-        if len(last) > 1:
-            parts = "; ".join(f"{named_ranks(ranks)}: {text}" for text, ranks in last.items())
-            lines.append(f"group {group} (ranks {ranks_text(members)}): last started by {parts}")
+            text = _last_started(views.get(rank), group)
+            ranks_by_text.setdefault(text, []).append(rank)
+        if len(ranks_by_text) > 1:
+            parts = [f"{named_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+            started = "; ".join(parts)
+            lines.append(f"group {group} (ranks {ranks_text(members)}): last started by {started}")
     return lines
 
 
@@ -256,30 +311,32 @@ def _last_started(view: RankView | None, group: str) -> str:
     """The last collective that a rank started over a group."""
     if view is None or view.beat is None:
         return "unknown"
-    if (collective := view.beat.collectives.get(group)) is None:
+    collective = view.collectives.get(group)
+    if collective is None:
         return "nothing"
-    # its sizes differ
-    size = "" if collective.op == "all_to_all" else f" of {collective.num_bytes:,} bytes"
-    return f"#{collective.sequence} {collective.op}{size}"
+    text = f"#{collective.sequence} {collective.op}"
+    if collective.op == "all_to_all":  # whose sizes differ between ranks
+        return text
+    return f"{text} of {collective.num_bytes:,} bytes"
 
 
 def _row(view: RankView, topology: Topology) -> tuple[str, ...]:
-    beat, coords = view.beat, topology.coords_text(view.rank)
-    who = (str(view.rank), coords, view.host, str(view.pid), STATES.get(view.state, view.state))
+    """The row of a rank in the table, see `COLUMNS`."""
+    state = STATES.get(view.state, view.state)
+    coords = topology.coords_text(view.rank)
+    process = (str(view.rank), coords, view.host, str(view.pid), state)
+    beat = view.beat
     if beat is None:
-        return (*who, *("?",) * 5)
-    waiting = ""
-    if beat.waiting is not None:
-        source = (
-            f" from rank {beat.waiting.peer}"
-            if beat.waiting.peer is not None
-            else f" #{beat.waiting.sequence}"
-        )
-        waiting = f"{beat.waiting.group} {beat.waiting.op}{source}"
-    last = ", ".join(
-        f"{group} #{each.sequence} {each.op}" for group, each in beat.collectives.items()
-    )
-    return (*who, str(beat.step), beat.phase, beat.action, waiting, last)
+        return (*process, "?", "?", "?", "?", "?")
+    newest = [f"{group} #{last.sequence} {last.op}" for group, last in beat.collectives.items()]
+    waits_for = "" if beat.waiting is None else _awaited_text(beat.waiting)
+    return (*process, str(beat.step), beat.phase, beat.action, waits_for, ", ".join(newest))
+
+
+def _awaited_text(waiting: Waiting) -> str:
+    if waiting.peer is not None:
+        return f"{waiting.group} {waiting.op} from rank {waiting.peer}"
+    return f"{waiting.group} {waiting.op} #{waiting.sequence}"
 
 
 def unmatched_collectives(
@@ -293,42 +350,51 @@ def unmatched_collectives(
     """
     groups: dict[tuple[str, Ranks], dict[int, RecordedCollective]] = {}
     for rank, collectives in recorded.items():
-        for each in collectives:
-            members = each.ranks or _members(topology, each.group, rank=rank)
-            groups.setdefault((each.group, members), {})[rank] = each
-    lines = [
-        _unmatched(name, ranks, by_rank=by_rank, known=set(recorded))
-        for (name, ranks), by_rank in groups.items()
-    ]
-    return tuple(sorted(line for line in lines if line))
+        for newest in collectives:
+            members = newest.ranks or _members(topology, newest.group, rank=rank)
+            groups.setdefault((newest.group, members), {})[rank] = newest
+    lines = []
+    for (name, ranks), by_rank in groups.items():
+        line = _unmatched(name, ranks, by_rank=by_rank, known=set(recorded))
+        if line:
+            lines.append(line)
+    return tuple(sorted(lines))
 
 
 def _unmatched(
     name: str, ranks: Ranks, *, by_rank: Mapping[int, RecordedCollective], known: set[int]
 ) -> str:
-    """The collective that a process group waits for, and the ranks that have not arrived; "" if
-    none waits.
-    """
-    order = attrgetter("sequence")
-    # A rank whose newest collective is complete has arrived at all up to that number; a waiting
-    # rank at its own.
-    oldest = min(
-        (each for each in by_rank.values() if each.state != "completed"), key=order, default=None
-    )
-    # gloo: a failed collective is no longer active, so the newest one of all ranks is compared
-    if oldest is None:
-        oldest = max(by_rank.values(), key=order)
-    arrived = [rank for rank, each in by_rank.items() if each.sequence >= oldest.sequence]
+    """The collective that a process group waits for and the ranks that lack it; "" if none waits."""
+    awaited = _oldest_awaited(by_rank.values())
+    arrived = [rank for rank, last in by_rank.items() if last.sequence >= awaited.sequence]
     absent = [rank for rank in ranks if rank in known and rank not in arrived]
-    if not absent and all(each.state == "completed" for each in by_rank.values()):
+    if not absent and all(last.state == COMPLETED for last in by_rank.values()):
         return ""
-    sizes = ", ".join(
+    operands = [
         f"{list(size)} {dtype}"
-        for size, dtype in zip(oldest.input_sizes, oldest.dtypes, strict=False)
+        for size, dtype in zip(awaited.input_sizes, awaited.dtypes, strict=False)
+    ]
+    sizes = ", ".join(operands) or "unknown sizes"
+    states = ", ".join(sorted({by_rank[rank].state for rank in arrived}))
+    text = (
+        f"group {name} (ranks {ranks_text(ranks)}): {awaited.op} #{awaited.sequence} of {sizes}: "
     )
+    text += f"{named_ranks(arrived)} arrived ({states})"
+    if absent:
+        text += f", {named_ranks(absent)} did not"
     unknown = [rank for rank in ranks if rank not in known]
-    states = sorted({by_rank[rank].state for rank in arrived})
-    text = f"group {name} (ranks {ranks_text(ranks)}): {oldest.op} #{oldest.sequence} of {sizes or 'unknown sizes'}: "
-    text += f"{named_ranks(arrived)} arrived ({', '.join(states)})"
-    text += f", {named_ranks(absent)} did not" if absent else ""
-    return text + (f", nothing is known of {named_ranks(unknown)}" if unknown else "")
+    if unknown:
+        text += f", nothing is known of {named_ranks(unknown)}"
+    return text
+
+
+def _oldest_awaited(newest: Iterable[RecordedCollective]) -> RecordedCollective:
+    """The collective that a group waits for, given the newest one of each rank.
+
+    A rank whose newest collective is complete has arrived at all up to that number; a waiting rank
+    at its own. On gloo a failed collective is not active any more: then it is the newest of all.
+    """
+    waiting = [last for last in newest if last.state != COMPLETED]
+    if waiting:
+        return min(waiting, key=attrgetter("sequence"))
+    return max(newest, key=attrgetter("sequence"))

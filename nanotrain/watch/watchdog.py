@@ -1,10 +1,10 @@
 """`Watchdog`: a thread per rank that ends a run without progress, and reports which rank is behind.
 
     this rank began nothing for timeout_s  --+
-    a rank of this machine ended           --+-->  alarm: hang-TIME/rank-N.txt   the stacks of this rank
-    a rank of this machine gave an alarm   --+            hang-TIME/host-M.json  the records of this machine
-                                                   one rank, after GRACE_S:      hang-report.txt, a message
-                                                   every rank:                   exit code 2
+    a rank of this machine ended           --+-->  alarm: its stacks to hang-TIME/rank-N.txt
+    a rank of this machine gave an alarm   --+     records of this machine to hang-TIME/host-M.json
+                                                   one rank, after GRACE_S: hang-report.txt
+                                                   every rank:              exit code 2
 
 A frozen rank cannot report, but its record is in shared memory, so other ranks report it. The ranks
 of every machine write files into the run folder, from which the ranks of other machines read; no
@@ -38,10 +38,13 @@ from nanotrain.runs.files import write_text
 from nanotrain.watch.processes import RankProcess, lost_port, share_heartbeats, state_of, tcp_ports
 from nanotrain.watch.report import Diagnosis, RankView, diagnose, report_text, unmatched_collectives
 
-REPORT, WRITTEN = "hang-report.txt", "written"
+REPORT = "hang-report.txt"
+WRITTEN = "written"  # file with the headline, once the report is complete
+ENDED_PHASES = ("finished", "failed")
 MAX_POLL_S = 1.0
-# between two looks for files of others, the first and the longest: thousands of ranks look
-POLL_S = 0.05, 0.5
+# between two looks for files of other ranks: thousands of ranks look
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 0.5
 # a reason that leaves the cause to the diagnosis
 ALARM = "another rank of this machine gave an alarm"
 MAX_LINES = 4  # process groups whose collectives the message lists; the report lists all
@@ -60,8 +63,8 @@ class Watchdog:
     Args:
         context: device and process groups of this rank.
         folder: run folder, for the report.
-        timeout_s: seconds in which a rank begins something unless it hangs; 0 watches only for lost
-            ranks; None: a share of the timeout of collectives, which may be lowered during the run.
+        timeout_s: seconds in which a rank begins something unless it hangs. 0 watches only for lost
+            ranks; None is a share of the timeout of collectives, which may change during the run.
         end: function that ends this process; replaced in tests.
     """
 
@@ -73,24 +76,22 @@ class Watchdog:
         timeout_s: float | None,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
-        self._topology, self._rank, self._heartbeat = (
-            context.topology,
-            context.rank,
-            context.heartbeat,
-        )
-        self._context, self._folder, self._hang_timeout_s, self._end = (
-            context,
-            folder,
-            timeout_s,
-            end,
-        )
+        self._context = context
+        self._topology = context.topology
+        self._rank = context.rank
+        self._heartbeat = context.heartbeat
+        self._folder = folder
+        self._hang_timeout_s = timeout_s
+        self._end = end
         self._processes, self._records = share_heartbeats(context.heartbeat, context.control)
-        # of this machine
+        # the ranks of this machine
         self._local = [process for process in self._processes if process.rank in self._records]
         now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         self._hang_folder = folder / f"hang-{all_gather_object(now, context.control)[0]}"
-        self._stopped, self._reporting = threading.Event(), threading.Lock()
-        self._beats, self._moved = -1, time.monotonic()
+        self._stopped = threading.Event()
+        self._reporting = threading.Lock()
+        self._beats = -1  # beats of this rank when it last began something
+        self._moved = time.monotonic()  # when that was
         self._ports = tcp_ports()
         self._lost_since: float | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -106,8 +107,10 @@ class Watchdog:
         self._thread.join()
 
     def explain(self, fault: CommunicationFault) -> EnvironmentFault:
-        """Report a failed collective with the rank that was lost; the fault itself if no report can
-        be written.
+        """Report a failed collective with the rank that was lost.
+
+        Returns:
+            The fault with that rank, or the fault itself if no report can be written.
         """
         self._stopped.set()
         _wait_until(self._lost, GRACE_S)  # a killed process ends a moment later than its sockets
@@ -117,10 +120,10 @@ class Watchdog:
 
     @contextmanager
     def reporting_before_sigterm(self) -> Iterator[None]:
-        """Ignore SIGTERM once a rank is lost: torchrun sends it immediately, but the report takes a
-        moment.
+        """Ignore SIGTERM once a rank is lost, until the report is written.
 
-        Without effect outside the main thread, because other threads cannot handle signals.
+        torchrun sends it immediately. Without effect outside the main thread, because other threads
+        cannot handle signals.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -142,49 +145,62 @@ class Watchdog:
     def _timeout_s(self) -> float:
         return timeout_of(self._hang_timeout_s, self._context.timeout_s)
 
+    @property
+    def _poll_s(self) -> float:
+        """Seconds between two looks at the ranks."""
+        return min(MAX_POLL_S, self._timeout_s / 10 or MAX_POLL_S)
+
     def _watch(self) -> None:
-        while not self._stopped.wait(min(MAX_POLL_S, self._timeout_s / 10 or MAX_POLL_S)):
-            reason = self.reason_to_end(time.monotonic())
-            if reason:
-                # The lock is held until the process ends: killing a frozen rank fails the
-                # collective that the main thread waits for, which would begin a second report and
-                # overwrite the stacks of this one.
-                with self._reporting:
-                    if self._stopped.is_set():  # the main thread reported meanwhile
-                        return
-                    self._report(reason)
-                    sys.stdout.flush()
-                    self._end_frozen()
-                    self._end(EXIT_CODE)
+        reason = ""
+        while not reason:
+            if self._stopped.wait(self._poll_s):
                 return
+            reason = self.reason_to_end(time.monotonic())
+        # The lock is held until the process ends: killing a frozen rank fails the collective that
+        # the main thread waits for, which would begin a second report and overwrite the stacks of
+        # this one.
+        with self._reporting:
+            if self._stopped.is_set():  # the main thread reported meanwhile
+                return
+            self._report(reason)
+            sys.stdout.flush()
+            self._kill_frozen()
+            self._end(EXIT_CODE)
 
     def reason_to_end(self, now: float) -> str:
-        """Why the run has to end; "" if it may continue. `now` is in seconds and never decreases."""
-        is_slow_by_nature = read_record(self._records[self._rank]).phase in UNTIMED_PHASES
-        # stopped: no disk is that slow
-        is_slow_by_nature &= all(state_of(process) != "T" for process in self._local)
-        if self._heartbeat.beats != self._beats or is_slow_by_nature:
-            self._beats, self._moved = self._heartbeat.beats, now
-        lost, still_s = self._lost(), now - self._moved
-        self._lost_since = (now if self._lost_since is None else self._lost_since) if lost else None
+        """Why the run has to end at `now`, in seconds of a monotonic clock; "" if it may go on."""
+        if self._heartbeat.beats != self._beats or self._is_slow_by_nature():
+            self._beats = self._heartbeat.beats
+            self._moved = now
+        lost = self._lost()
+        if not lost:
+            self._lost_since = None
+        elif self._lost_since is None:
+            self._lost_since = now
+        still_s = now - self._moved
         if self._timeout_s and still_s >= self._timeout_s:
-            return f"rank {self._rank} began nothing for {still_s:.0f} s (--hang-timeout-s {self._timeout_s:g})"
+            setting = f"--hang-timeout-s {self._timeout_s:g}"
+            return f"rank {self._rank} began nothing for {still_s:.0f} s ({setting})"
         if self._lost_since is not None and now - self._lost_since >= LOST_S:
             return f"rank {lost[0].rank} ended"
-        return (
-            ALARM
-            if any(read_record(record).is_alarmed for record in self._records.values())
-            else ""
-        )
+        if any(read_record(record).is_alarmed for record in self._records.values()):
+            return ALARM
+        return ""
+
+    def _is_slow_by_nature(self) -> bool:
+        """Whether this rank may take any time: it uses the disk, and no rank is stopped."""
+        if read_record(self._records[self._rank]).phase not in UNTIMED_PHASES:
+            return False
+        return all(state_of(process) != "T" for process in self._local)
 
     def _lost(self) -> list[RankProcess]:
         """The ranks of this machine whose process ended before the run did."""
-        return [
-            process
-            for process in self._local
-            if not state_of(process)
-            and read_record(self._records[process.rank]).phase not in ("finished", "failed")
-        ]
+        lost = []
+        for process in self._local:
+            phase = read_record(self._records[process.rank]).phase
+            if not state_of(process) and phase not in ENDED_PHASES:
+                lost.append(process)
+        return lost
 
     def _report(self, reason: str) -> str | None:
         """Write the files of this rank and, on one rank, the report; returns its headline.
@@ -193,88 +209,101 @@ class Watchdog:
         """
         self._heartbeat.alarm()
         try:
-            self._hang_folder.mkdir(exist_ok=True)
-            with (self._hang_folder / f"rank-{self._rank:05d}.txt").open("w") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
-            self._write_records()
-            write_text(
-                self._file("connections"), json.dumps({"ports": self._ports, "reason": reason})
-            )
-            collectives = [asdict(each) for each in recorded_collectives()]
-            write_text(self._file("collectives"), json.dumps(collectives))
-            if not self._is_writer():  # which alone lists and reads the files of all
-                # awaited: torchrun ends all ranks as soon as one has ended
-                written = self._hang_folder / WRITTEN
-                _wait_until(written.exists, GRACE_S / 3)
-                self._write_records()
-                _wait_until(written.exists, 2 * GRACE_S)
-                return written.read_text() if written.exists() else reason
+            self._write_own_files(reason)
+            if not self._is_writer():
+                return self._await_headline() or reason
             _wait_until(self._all_have_written, GRACE_S)
             self._write_records()  # the states of frozen and lost processes as they are now
             views = self._views()
-            diagnosis = diagnose(views, self._topology, cut=self._cut())
+            diagnosis = diagnose(views, self._topology, cut=self._lost_connections())
             self._write_report(reason, diagnosis, views=views)
             return diagnosis.headline
         except (OSError, EnvironmentFault) as error:
-            print(
-                f"error: {reason}; no report: {self._folder} cannot be written: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"error: {reason}; no report: {self._folder} cannot be written: {error}"
+            print(text, file=sys.stderr, flush=True)
             return None
+
+    def _write_own_files(self, reason: str) -> None:
+        """Write the stacks, ports and collectives of this rank, and the records of its machine."""
+        self._hang_folder.mkdir(exist_ok=True)
+        with (self._hang_folder / f"rank-{self._rank:05d}.txt").open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        self._write_records()
+        connections = {"ports": self._ports, "reason": reason}
+        write_text(self._file("connections"), json.dumps(connections))
+        collectives = [asdict(collective) for collective in recorded_collectives()]
+        write_text(self._file("collectives"), json.dumps(collectives))
+
+    def _await_headline(self) -> str:
+        """The headline of the report that another rank writes; "" if it does not come.
+
+        It is awaited because torchrun ends all ranks as soon as one has ended.
+        """
+        written = self._hang_folder / WRITTEN
+        _wait_until(written.exists, GRACE_S / 3)
+        self._write_records()
+        _wait_until(written.exists, 2 * GRACE_S)
+        return written.read_text() if written.exists() else ""
 
     def _write_records(self) -> None:
         """The records of all ranks of this machine; each of its ranks writes the same."""
-        records = {
-            process.rank: {
-                "state": state_of(process),
-                "record": self._records[process.rank].tolist(),
-            }
-            for process in self._local
-        }
+        records = {}
+        for process in self._local:
+            record = self._records[process.rank].tolist()
+            records[process.rank] = {"state": state_of(process), "record": record}
         write_text(self._hang_folder / f"host-of-rank-{min(records):05d}.json", json.dumps(records))
 
     def _file(self, name: str) -> Path:
         return self._hang_folder / f"{name}-{self._rank:05d}.json"
 
-    def _cut(self) -> dict[int, int]:
-        """The rank at the other end of a connection that a rank lost, by rank, where the error
-        names its port.
+    def _read_files(self, name: str) -> dict[int, Any]:
+        """The files `_file(name)` of all ranks that have written theirs, by rank."""
+        values = {}
+        for path in sorted(self._hang_folder.glob(f"{name}-*.json")):
+            values[int(path.stem.removeprefix(f"{name}-"))] = json.loads(path.read_text())
+        return values
+
+    def _lost_connections(self) -> dict[int, int]:
+        """The rank at the other end of a connection that a rank lost, by rank.
+
+        Only where the error of the rank names the port.
         """
-        files = {
-            int(path.stem[-5:]): json.loads(path.read_text())
-            for path in self._hang_folder.glob("connections-*")
-        }
-        owners = {port: rank for rank, each in files.items() for port in each["ports"]}
-        ends = {rank: lost_port(each["reason"]) for rank, each in files.items()}
-        return {
-            rank: owners[port]
-            for rank, port in ends.items()
-            if port in owners and owners[port] != rank
-        }
+        files = self._read_files("connections")
+        owners: dict[int, int] = {}  # rank of each port
+        for rank, values in files.items():
+            owners |= dict.fromkeys(values["ports"], rank)
+        lost = {}
+        for rank, values in files.items():
+            port = lost_port(values["reason"])
+            if port is not None and owners.get(port, rank) != rank:
+                lost[rank] = owners[port]
+        return lost
 
     def _recorded(self) -> dict[int, list[RecordedCollective]]:
         """The collectives in the flight recorders of all ranks that could write theirs."""
-        return {
-            int(path.stem.removeprefix("collectives-")): [
-                _collective_of(each) for each in json.loads(path.read_text())
-            ]
-            for path in sorted(self._hang_folder.glob("collectives-*.json"))
-        }
+        recorded = {}
+        for rank, entries in self._read_files("collectives").items():
+            recorded[rank] = [_collective_from_json(entry) for entry in entries]
+        return recorded
 
     def _all_have_written(self) -> bool:
-        """Whether all ranks have written their stacks and collectives, and all machines their
-        records.
-        """
-        names = ("rank-*.txt", "collectives-*.json", "host-of-rank-*.json")
-        stacks, collectives, hosts = (len(list(self._hang_folder.glob(name))) for name in names)
-        machines = {process.machine for process in self._processes}
-        return stacks == collectives == len(self._processes) and hosts >= len(machines)
+        """Whether all ranks wrote stacks and collectives, and all machines their records."""
+        num_ranks = len(self._processes)
+        num_machines = len({process.machine for process in self._processes})
+        return (
+            self._count_files("rank-*.txt") == num_ranks
+            and self._count_files("collectives-*.json") == num_ranks
+            and self._count_files("host-of-rank-*.json") >= num_machines
+        )
+
+    def _count_files(self, pattern: str) -> int:
+        return len(list(self._hang_folder.glob(pattern)))
 
     def _views(self) -> dict[int, RankView]:
-        views = {
-            each.rank: RankView(each.rank, each.host, each.pid, "?") for each in self._processes
-        }
+        """What is known of each rank, from the records of the machines that wrote theirs."""
+        views = {}
+        for process in self._processes:
+            views[process.rank] = RankView(process.rank, process.host, process.pid, "?")
         for path in sorted(self._hang_folder.glob("host-of-rank-*.json")):
             for rank, entry in json.loads(path.read_text()).items():
                 beat = read_record(memoryview(array("q", entry["record"])))
@@ -284,9 +313,7 @@ class Watchdog:
     def _is_writer(self) -> bool:
         """Whether this rank writes the report: the first rank that calls this does."""
         try:
-            os.close(
-                os.open(self._hang_folder / "writer", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-            )
+            (self._hang_folder / "writer").touch(exist_ok=False)
         except FileExistsError:
             return False
         return True
@@ -302,19 +329,20 @@ class Watchdog:
         ]
         path = self._folder / REPORT
         recorded = unmatched_collectives(self._recorded(), self._topology)
-        write_text(
-            path,
-            report_text(diagnosis, views, topology=self._topology, title=title, recorded=recorded),
+        text = report_text(
+            diagnosis, views, topology=self._topology, title=title, recorded=recorded
         )
+        write_text(path, text)
         # an alarm explains nothing
         facts = [diagnosis.headline] if reason == ALARM else [reason, diagnosis.headline]
         lines = [f"error: {facts[0]}", *facts[1:], *recorded[:MAX_LINES], f"see {path}"]
         print("\n".join(lines), file=sys.stderr, flush=True)
         write_text(self._hang_folder / WRITTEN, diagnosis.headline)
 
-    def _end_frozen(self) -> None:
-        """Kill stopped ranks of this machine: they cannot handle torchrun's SIGTERM, and it would
-        wait for 30 s.
+    def _kill_frozen(self) -> None:
+        """Kill stopped ranks of this machine, which cannot handle torchrun's SIGTERM.
+
+        torchrun would wait 30 s for them.
         """
         for process in self._local:
             if process.rank != self._rank and state_of(process) == "T":
@@ -324,25 +352,28 @@ class Watchdog:
 
 def _wait_until(is_done: Callable[[], object], timeout_s: float) -> None:
     """Wait for what other ranks do, at most `timeout_s`."""
-    deadline, pause_s = time.monotonic() + timeout_s, POLL_S[0]
+    deadline = time.monotonic() + timeout_s
+    pause_s = FIRST_PAUSE_S
     while not is_done() and time.monotonic() < deadline:
         time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, POLL_S[1])
+        pause_s = min(1.5 * pause_s, MAX_PAUSE_S)
 
 
 def timeout_of(hang_timeout_s: float | None, distributed_timeout_s: float) -> float:
-    """The timeout of the watchdog: as set, else shorter than that of collectives, so that the
-    report comes first.
+    """The timeout of the watchdog: as set, or shorter than the timeout of collectives.
+
+    So the report comes before torch ends the run.
     """
-    return distributed_timeout_s * SHARE_OF_TIMEOUT if hang_timeout_s is None else hang_timeout_s
+    if hang_timeout_s is None:
+        return distributed_timeout_s * SHARE_OF_TIMEOUT
+    return hang_timeout_s
 
 
 @contextmanager
 def watch_ranks(
     context: ParallelContext, folder: Path, *, timeout_s: float | None
 ) -> Iterator[None]:
-    """Watch the ranks while the block runs; a collective that fails in it is reported with the lost
-    rank.
+    """Watch the ranks inside the block; a failed collective is reported with the lost rank.
 
     `timeout_s` is as for `Watchdog`.
     """
@@ -361,6 +392,6 @@ def watch_ranks(
     watchdog.stop(phase="finished")
 
 
-def _collective_of(values: dict[str, Any]) -> RecordedCollective:
+def _collective_from_json(values: dict[str, Any]) -> RecordedCollective:
     """A collective from JSON, which has a list for the tuple of ranks."""
     return RecordedCollective(**values | {"ranks": tuple(values["ranks"])})

@@ -15,8 +15,8 @@ from tests.harness import HANG_S, ranks
 
 @ranks(3, threads=False)
 def test_every_rank_of_a_machine_reads_the_others(ctx):
-    created, create = [], processes._create
-    processes._create = lambda num_ranks: created.append(create(num_ranks)) or created[-1]
+    created, create = [], processes._create_file
+    processes._create_file = lambda num_ranks: created.append(create(num_ranks)) or created[-1]
     all_processes, records = share_heartbeats(ctx.heartbeat, ctx.control)
     ctx.heartbeat.begin("step", step=10 + ctx.rank)
     barrier(ctx.control)
@@ -30,7 +30,7 @@ def test_every_rank_of_a_machine_reads_the_others(ctx):
 
 @ranks(2, threads=False)
 def test_without_shared_memory_a_rank_reads_only_its_own_record(ctx):
-    processes._create = lambda num_ranks: None
+    processes._create_file = lambda num_ranks: None
     all_processes, records = share_heartbeats(ctx.heartbeat, ctx.control)
     assert len(all_processes) == 2 and set(records) == {ctx.rank}
 

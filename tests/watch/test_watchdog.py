@@ -160,7 +160,7 @@ def test_a_rank_whose_connections_were_cut_is_named_by_the_ports_in_the_errors_o
     for rank, (ports, reason) in enumerate(written):
         text = json.dumps({"ports": ports, "reason": reason})
         (watchdog._hang_folder / f"connections-{rank:05d}.json").write_text(text)
-    assert watchdog._cut() == {0: 1, 2: 1}
+    assert watchdog._lost_connections() == {0: 1, 2: 1}
 
 
 def test_only_the_rank_that_writes_the_report_reads_the_files_of_the_others(
