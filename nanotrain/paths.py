@@ -51,7 +51,8 @@ def expanded(text: str, *, may_be_address: bool = False, why: str | None = None)
             an unknown user.
     """
     if is_address(text) and not may_be_address:
-        usual = f"files are read and written by their path on this machine, and {text.partition(':')[0]}:// is none"
+        scheme = text.partition(":")[0]
+        usual = f"files are read and written by their path on this machine, and {scheme}:// is none"
         reason, _, fix = (
             why or f"{usual}; mount it and name the folder, or copy it first"
         ).partition("; ")

@@ -10,7 +10,6 @@ table_lines       rows of cells -> lines of aligned columns
 """
 
 from collections.abc import Collection, Sequence
-from itertools import groupby
 
 VERBS = {"is": "are", "has": "have", "was": "were", "does": "do"}  # for one, for several
 UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
@@ -50,9 +49,11 @@ def count_of(number: int, noun: str, *, verb: str = "") -> str:
     >>> count_of(1, "loss", verb="differs"), count_of(2, "loss", verb="differs"), count_of(2, "part", verb="is")
     ('1 loss differs', '2 losses differ', '2 parts are')
     """
-    plural = "" if number == 1 else "es" if noun.endswith(("ch", "s")) else "s"
-    form = verb if number == 1 else VERBS.get(verb, verb.removesuffix("s"))
-    return f"{number:,} {noun}{plural} {form}".rstrip()
+    if number == 1:
+        return f"1 {noun} {verb}".rstrip()
+    ending = "es" if noun.endswith(("ch", "s")) else "s"
+    verb = VERBS.get(verb, verb.removesuffix("s"))
+    return f"{number:,} {noun}{ending} {verb}".rstrip()
 
 
 def step_name(step: int) -> str:
@@ -84,7 +85,8 @@ def round_up(number: int, unit: int) -> int:
 
 def named_ranks(ranks: Sequence[int]) -> str:
     """`ranks_text` after "rank" or "ranks"."""
-    return f"rank{'s' * (len(ranks) != 1)} {ranks_text(ranks)}"
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {ranks_text(ranks)}"
 
 
 def ranks_text(ranks: Sequence[int], *, most: int = 64) -> str:
@@ -93,10 +95,13 @@ def ranks_text(ranks: Sequence[int], *, most: int = 64) -> str:
     >>> ranks_text([0, 1, 2, 3, 7]), ranks_text(range(0, 16384, 8), most=4)
     ('0-3, 7', '0, 8, 16, ..., 16376 (2,048 ranks)')
     """
-    # equal within consecutive ranks
-    runs = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
-    parts = [[rank for _, rank in run] for _, run in runs]
-    texts = [str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts]
+    ranges: list[list[int]] = []  # first and last rank
+    for rank in sorted(ranks):
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
     if len(texts) <= most:
         return ", ".join(texts)
     return f"{', '.join(texts[: most - 1])}, ..., {texts[-1]} ({count_of(len(ranks), 'rank')})"
@@ -111,7 +116,8 @@ def table_lines(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -
     columns = []
     for index, column in enumerate(zip(*rows, strict=True)):
         width = max(map(len, column))
-        columns.append(
-            [cell.rjust(width) if index in right else cell.ljust(width) for cell in column]
-        )
+        if index in right:
+            columns.append([cell.rjust(width) for cell in column])
+        else:
+            columns.append([cell.ljust(width) for cell in column])
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

@@ -133,7 +133,10 @@ def require_folders() -> None:
         tempfile.gettempdir()
     except OSError as error:
         what = "there is no working folder, or no folder for temporary files"
-        fix = "enter a folder that exists (cd), and name one for temporary files that can be written with TMPDIR"
+        fix = (
+            "enter a folder that exists (cd), and name one for temporary files that can be "
+            "written with TMPDIR"
+        )
         raise EnvironmentFault(what, why=str(error.strerror), fix=fix) from None
 
 
@@ -313,7 +316,7 @@ def _groups(controller: str) -> Iterator[Path]:
 
 
 def _sizes(file: Path, name: str) -> list[int]:
-    """The number behind a name in a file of one name and number per line; empty if it is not there."""
+    """The number behind a name in a file of one name and number per line; empty without it."""
     lines = (line.split() for line in _read(file).splitlines())
     return [int(words[1]) for words in lines if len(words) > 1 and words[0] == name]
 

@@ -1,8 +1,7 @@
-"""metrics.jsonl: one JSON object per step, appended; rows of steps that are repeated are set aside,
-never erased.
+"""metrics.jsonl: one JSON object per step, appended; rows of repeated steps are set aside.
 
-metrics.jsonl               the rows of the run, in order of steps; each ends with a checksum of the rest
-metrics-superseded.jsonl    rows of steps that a later start repeated, in the order in which they were set aside
+metrics.jsonl               the rows of the run, in order of steps, each with a checksum of the rest
+metrics-superseded.jsonl    rows of steps that a later start repeated, as they were set aside
 """
 
 import json
@@ -63,6 +62,7 @@ class MetricsFile:
         self._file.close()
 
     def _require_same_file(self) -> None:
+        """Check that the path still names the open file."""
         try:
             if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path)):
                 return
@@ -74,20 +74,19 @@ class MetricsFile:
         raise EnvironmentFault(
             f"{self.path} was {what} by another process",
             why="two jobs in one run folder overwrite each other's files",
-            fix="end the other job, then start this one again; it resumes from its newest checkpoint",
+            fix="end the other job, then start this one again; it resumes from its newest "
+            "checkpoint",
         )
 
 
 def last_step(path: Path) -> int:
     """The highest step with a row in metrics.jsonl; 0 without rows."""
-    return max(
-        (int(row["step"]) for row in read_rows(path) if type(row.get("step")) is int), default=0
-    )
+    steps = [row.get("step") for row in read_rows(path)]
+    return max((step for step in steps if type(step) is int), default=0)
 
 
 def set_aside_after(path: Path, step: int) -> None:
-    """Move the rows of steps after `step`, and rows that cannot be read, to
-    metrics-superseded.jsonl.
+    """Move rows after `step`, and rows that cannot be read, to metrics-superseded.jsonl.
 
     Raises:
         EnvironmentFault: a file cannot be written; metrics.jsonl is then unchanged.
@@ -103,11 +102,10 @@ def set_aside_after(path: Path, step: int) -> None:
     rows = [(line, _step_of(line)) for line in content.splitlines(keepends=True)]
     _warn_of_changes(path, rows, step=step)
     kept = [line for line, number in rows if line.endswith(b"\n") and number <= step]
-    superseded = [
-        line.rstrip(b"\n") + b"\n"
-        for line, number in rows
-        if not line.endswith(b"\n") or number > step
-    ]
+    superseded = []
+    for line, number in rows:
+        if number > step or not line.endswith(b"\n"):
+            superseded.append(line.rstrip(b"\n") + b"\n")
     if not superseded:
         return
     aside = path.with_name("metrics-superseded.jsonl")
@@ -118,36 +116,45 @@ def set_aside_after(path: Path, step: int) -> None:
 
 
 def _warn_of_changes(path: Path, rows: Sequence[tuple[bytes, float]], *, step: int) -> None:
-    """Warn once of complete rows that are not as they were written, and of missing ones up to
-    `step`.
+    """Warn once of complete rows that are not as they were written, and of missing ones.
+
+    Args:
+        path: metrics.jsonl.
+        rows: its lines with their steps.
+        step: the step that the run starts from; rows up to it are expected.
+    """
+    changed = _changed_lines(rows)
+    steps = {number for _, number in rows}
+    first = min(steps, default=step)
+    missing = [number for number in range(step + 1) if number > first and number not in steps]
+    faults = []
+    if changed:
+        count = count_of(len(changed), "row", verb="is")
+        faults.append(f"{count} not as written, first line {changed[0]}")
+    if missing:
+        count = count_of(len(missing), "row", verb="is")
+        faults.append(f"{count} missing, first step {missing[0]}")
+    if faults:
+        log.warning("%s was changed: %s", path, "; ".join(faults))
+
+
+def _changed_lines(rows: Sequence[tuple[bytes, float]]) -> list[int]:
+    """The numbers of complete lines that are not as they were written.
 
     Older versions wrote no checksum. A half row at the end is that of a killed writer.
     """
-    changed, has_sums, steps = [], False, {number for _, number in rows}
-    for number, (row, step_of_row) in enumerate(rows, start=1):
-        found = _SUM.search(row)
-        is_whole = not has_sums and step_of_row < math.inf
-        if found is not None:
-            is_whole, has_sums = crc32(row[: found.start()] + b"}") == int(found[1], 16), True
-        if row.endswith(b"\n") and not is_whole:
+    changed = []
+    has_sums = False
+    for number, (line, step) in enumerate(rows, start=1):
+        checksum = _SUM.search(line)
+        if checksum is not None:
+            has_sums = True
+            is_as_written = crc32(line[: checksum.start()] + b"}") == int(checksum[1], 16)
+        else:
+            is_as_written = not has_sums and step < math.inf
+        if line.endswith(b"\n") and not is_as_written:
             changed.append(number)
-    missing = [
-        number
-        for number in range(step + 1)
-        if number not in steps and number > min(steps, default=step)
-    ]
-    faults = (
-        [f"{count_of(len(changed), 'row', verb='is')} not as written, first line {changed[0]}"]
-        if changed
-        else []
-    )
-    faults += (
-        [f"{count_of(len(missing), 'row', verb='is')} missing, first step {missing[0]}"]
-        if missing
-        else []
-    )
-    if faults:
-        log.warning("%s was changed: %s", path, "; ".join(faults))
+    return changed
 
 
 def _step_of(line: bytes) -> float:

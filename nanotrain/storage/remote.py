@@ -1,8 +1,8 @@
 """`Remote`: a file or folder of an object store, read, written, listed and deleted through fsspec.
 
     is_address, parse      whether a text is SCHEME://..., and the `Remote` of it
-    Remote.read            a range of bytes, in one request; short answers are errors and are requested again
-    Remote.sizes           every object below a folder by relative name, with size and time: one listing
+    Remote.read            a range of bytes, in one request; short replies are requested again
+    Remote.sizes           size and time of every object below a folder, by one listing
     Remote.put, .write     a file in parts, or bytes: whole objects, never half of one
     Remote.delete          in batches
 
@@ -22,9 +22,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from nanotrain.errors import ConfigError, StorageFault
 
-PART_BYTES, MAX_PARTS, CONCURRENCY = 8 * 2**20, 9_000, 4
-"""Parts of an upload: a rank holds CONCURRENCY of them, and a provider takes 10,000 of a file."""
-ATTEMPTS, FIRST_PAUSE_S = 6, 0.1  # the pause doubles
+PART_BYTES = 8 * 2**20  # of an upload or a download
+MAX_PARTS = 9_000  # of an upload; a provider takes 10,000 of a file
+CONCURRENCY = 4  # parts of an upload that a rank holds at once
+ATTEMPTS = 6
+FIRST_PAUSE_S = 0.1  # between attempts; it doubles
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 _SECRETS = re.compile(r"(?<=://)[^/@\s]+@|\?[^\s\"']+")
 _NETWORK = re.compile("connect|resolve|timed? ?out|unreachable|SSL", re.IGNORECASE)
@@ -36,30 +38,27 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class _Provider:
-    """How one scheme is spoken: its package, options of its client, and those of an upload by size
-    of the parts.
-    """
+    """The client of one scheme."""
 
     package: str
-    client: dict[str, Any]
-    upload: Callable[[int], dict[str, Any]]
+    client: dict[str, Any]  # options of the client
+    upload: Callable[[int], dict[str, Any]]  # options of an upload by the size of its parts
 
 
+ONE_ATTEMPT = {
+    "retries": {"total_max_attempts": 1},
+    "connect_timeout": 10,
+    "read_timeout": 60,
+}
 SCHEMES = {
     "s3": _Provider(
         "s3fs",
-        {
-            "config_kwargs": {
-                "retries": {"total_max_attempts": 1},
-                "connect_timeout": 10,
-                "read_timeout": 60,
-            }
-        },
-        lambda part: {"chunksize": part, "max_concurrency": CONCURRENCY},
+        client={"config_kwargs": ONE_ATTEMPT},
+        upload=lambda part: {"chunksize": part, "max_concurrency": CONCURRENCY},
     ),
-    "gs": _Provider("gcsfs", {}, lambda part: {"chunksize": part}),
-    "az": _Provider("adlfs", {}, lambda part: {"max_concurrency": CONCURRENCY}),
-    "hf": _Provider("huggingface_hub", {}, lambda part: {}),
+    "gs": _Provider("gcsfs", client={}, upload=lambda part: {"chunksize": part}),
+    "az": _Provider("adlfs", client={}, upload=lambda part: {"max_concurrency": CONCURRENCY}),
+    "hf": _Provider("huggingface_hub", client={}, upload=lambda part: {}),
 }
 
 
@@ -91,22 +90,30 @@ def parse(text: str) -> "Remote":
     """
     match = _ADDRESS.match(text)
     assert match is not None, "callers check is_address"
-    scheme, path = match[1].lower(), match[2].strip("/")
-    known = ", ".join(f"{name}://" for name in SCHEMES)
+    scheme = match[1].lower()
+    path = match[2].strip("/")
     if scheme not in SCHEMES:
-        why = f"known are {known} and paths on this machine"
+        known = ", ".join(f"{name}://" for name in SCHEMES)
         raise ConfigError(
-            f"{redacted(text)} cannot be reached", why=why, fix="mount it and name the folder"
+            f"{redacted(text)} cannot be reached",
+            why=f"known are {known} and paths on this machine",
+            fix="mount it and name the folder",
         )
-    if (
-        not path
-        or any(part in ("", ".", "..") for part in path.split("/"))
-        or re.search(r"[@?#*\[\x00-\x20]", path)
-    ):
-        why = "an address is SCHEME://BUCKET/NAME, without user, password, query, patterns and empty or dotted parts"
-        fix = "give credentials in the provider's usual place (docs/remote_storage.md)"
-        raise ConfigError(f"{redacted(text)} is no address", why=why, fix=fix)
+    if not is_plain_path(path):
+        raise ConfigError(
+            f"{redacted(text)} is no address",
+            why="an address is SCHEME://BUCKET/NAME, without user, password, query, patterns and "
+            "empty or dotted parts",
+            fix="give credentials in the provider's usual place (docs/remote_storage.md)",
+        )
     return Remote(scheme, path)
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether a path is a bucket and a name, without credentials, queries and patterns."""
+    if re.search(r"[@?#*\[\x00-\x20]", path):
+        return False
+    return not any(part in ("", ".", "..") for part in path.split("/"))
 
 
 def redacted(text: str) -> str:
@@ -150,9 +157,8 @@ class Remote:
 
         def request() -> bytes:
             is_whole = start == 0 and stop is None
-            data: bytes = self._client().cat_file(
-                self.path, start=None if is_whole else start, end=stop
-            )
+            first = None if is_whole else start
+            data: bytes = self._client().cat_file(self.path, start=first, end=stop)
             if stop is not None and len(data) != stop - start:
                 raise EOFError(f"{len(data):,} of {stop - start:,} bytes arrived")
             return data
@@ -166,8 +172,7 @@ class Remote:
                 out.write(self.read(start, min(start + PART_BYTES, size)))
 
     def info(self) -> dict[str, Any]:
-        """What the provider tells of the object: its size in bytes, and what another version of it
-        changes.
+        """The provider's facts of the object: its size, and what changes with its version.
 
         Raises:
             MissingObject: there is none.
@@ -184,15 +189,15 @@ class Remote:
         """
         found = self._retried("listed", lambda: self._client().find(self.path, detail=True))
         if not found and "/" in self.path:  # providers answer alike for a bucket that is missing
-            self._retried(
-                "listed", lambda: self._client().ls(self.path.partition("/")[0], refresh=True)
-            )
+            bucket = self.path.partition("/")[0]
+            self._retried("listed", lambda: self._client().ls(bucket, refresh=True))
         prefix = f"{self.path}/"
-        return {
-            name.lstrip("/").removeprefix(prefix): Stat(int(entry["size"]), _changed(entry))
-            for name, entry in found.items()
-            if name.lstrip("/").startswith(prefix)
-        }
+        sizes = {}
+        for path, entry in found.items():
+            name = path.lstrip("/")
+            if name.startswith(prefix):
+                sizes[name.removeprefix(prefix)] = Stat(int(entry["size"]), _changed(entry))
+        return sizes
 
     def put(self, file: Path) -> None:
         """Replace the object by a file of this machine, in parts of bounded size.
@@ -212,19 +217,23 @@ class Remote:
         """Delete objects below this folder; those that are gone already are no error."""
         paths = [f"{self.path}/{name}" for name in names]
         for first in range(0, len(paths), 1000):  # a request of most providers
-            self._retried(
-                "deleted", partial(self._client().rm, paths[first : first + 1000]), missing_ok=True
-            )
+            request = partial(self._client().rm, paths[first : first + 1000])
+            self._retried("deleted", request, missing_ok=True)
 
     def _client(self) -> Any:
+        """The file system of the provider."""
         provider = SCHEMES[self.scheme]
         try:
             importlib.import_module(provider.package)
             import fsspec
         except ImportError as error:
-            fix = f"pip install {'huggingface_hub fsspec' if self.scheme == 'hf' else f'nanotrain[{self.scheme}]'}"
+            packages = f"nanotrain[{self.scheme}]"
+            if self.scheme == "hf":
+                packages = "huggingface_hub fsspec"
             raise ConfigError(
-                f"{self} needs {provider.package}", why=f"no {error.name} here", fix=fix
+                f"{self} needs {provider.package}",
+                why=f"no {error.name} here",
+                fix=f"pip install {packages}",
             ) from None
         return fsspec.filesystem(self.scheme, use_listings_cache=False, **provider.client)
 
@@ -242,25 +251,36 @@ class Remote:
                     return None
                 raise self._fault(what, error) from None
             except Exception as error:  # the providers' errors have no class in common
-                if (
-                    attempt + 1 == ATTEMPTS
-                    or isinstance(error, PermissionError)
-                    or _DENIED.search(str(error))
-                ):
+                is_last = attempt + 1 == ATTEMPTS
+                if is_last or is_denied(error, str(error)):
                     raise self._fault(what, error) from None
             time.sleep(FIRST_PAUSE_S * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
 
     def _fault(self, what: str, error: Exception) -> StorageFault:
+        """The error for a request that failed."""
         reason = " ".join(redacted(f"{error}").split())[:400] or type(error).__name__
-        kind, fix = StorageFault, "try again; everything committed before is unchanged"
+        fault = StorageFault
+        fix = "try again; everything committed before is unchanged"
         if isinstance(error, FileNotFoundError):
-            kind, fix = MissingObject, "make the bucket, or name another place"
-        elif isinstance(error, PermissionError) or _DENIED.search(reason):
-            fix = "give credentials with this right in the provider's usual place, and check the clock of this machine"
+            fault = MissingObject
+            fix = "make the bucket, or name another place"
+        elif is_denied(error, reason):
+            fix = (
+                "give credentials with this right in the provider's usual place, and check the "
+                "clock of this machine"
+            )
         elif _NETWORK.search(f"{type(error).__name__} {reason}"):
-            fix = "check the network, and the endpoint that the provider's variables name (docs/remote_storage.md)"
-        return kind(f"{self} cannot be {what}", why=reason, fix=fix)
+            fix = (
+                "check the network, and the endpoint that the provider's variables name "
+                "(docs/remote_storage.md)"
+            )
+        return fault(f"{self} cannot be {what}", why=reason, fix=fix)
+
+
+def is_denied(error: Exception, reason: str) -> bool:
+    """Whether a provider refused a request, by its error and the text of it."""
+    return isinstance(error, PermissionError) or _DENIED.search(reason) is not None
 
 
 def _changed(entry: dict[str, Any]) -> float:
