@@ -64,10 +64,28 @@ TABLE = yaml.safe_load(
     resources.files(__package__).joinpath("charts.yaml").read_text(encoding="utf-8")
 )
 CHARTS = {section: [Chart(**row) for row in rows] for section, rows in TABLE.items()}
+
+
+def is_absent(values: np.ndarray) -> bool:
+    """Whether no value is finite."""
+    return not np.isfinite(values).any()
+
+
+def is_constant(values: np.ndarray) -> bool:
+    """Whether all finite values are equal."""
+    finite = values[np.isfinite(values)]
+    return len(np.unique(finite)) <= 1
+
+
+def is_never_positive(values: np.ndarray) -> bool:
+    """Whether no value is above zero."""
+    return not (values > 0).any()
+
+
 IDLE: dict[str, Callable[[np.ndarray], bool]] = {
-    "absent": lambda values: not np.isfinite(values).any(),
-    "constant": lambda values: len(np.unique(values[np.isfinite(values)])) <= 1,
-    "never_positive": lambda values: not (values > 0).any(),
+    "absent": is_absent,
+    "constant": is_constant,
+    "never_positive": is_never_positive,
 }
 # or equal on a slope for every run
 AXES = frozenset({"step", "consumed_samples", "consumed_tokens"})

@@ -280,6 +280,14 @@ def _has_sizes(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_is_size, value.values()))
 
 
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
 def _has_texts(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
@@ -291,8 +299,8 @@ FACTS: dict[str, Callable[[Any], bool]] = {
     "world_size": _is_world_size,
     "memory": _has_sizes,
     "origins": _has_texts,
-    "packages": lambda value: isinstance(value, dict),
-    "command": lambda value: isinstance(value, list),
+    "packages": _is_mapping,
+    "command": _is_list,
 }
 
 

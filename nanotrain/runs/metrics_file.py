@@ -91,14 +91,7 @@ def set_aside_after(path: Path, step: int) -> None:
     Raises:
         EnvironmentFault: a file cannot be written; metrics.jsonl is then unchanged.
     """
-    try:
-        content = read_file(path, follows_links=False, most=LARGEST)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise disk_fault(error, path) from None
-    except ValueError as error:
-        raise EnvironmentFault(f"{path} cannot be read", why=str(error), fix="remove it") from None
+    content = _content_of(path)
     rows = [(line, _step_of(line)) for line in content.splitlines(keepends=True)]
     _warn_of_changes(path, rows, step=step)
     kept = [line for line, number in rows if line.endswith(b"\n") and number <= step]
@@ -115,14 +108,20 @@ def set_aside_after(path: Path, step: int) -> None:
     write_bytes(path, b"".join(kept))
 
 
-def _warn_of_changes(path: Path, rows: Sequence[tuple[bytes, float]], *, step: int) -> None:
-    """Warn once of complete rows that are not as they were written, and of missing ones.
+def _content_of(path: Path) -> bytes:
+    """The content of metrics.jsonl; empty without the file."""
+    try:
+        return read_file(path, follows_links=False, most=LARGEST)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise disk_fault(error, path) from None
+    except ValueError as error:
+        raise EnvironmentFault(f"{path} cannot be read", why=str(error), fix="remove it") from None
 
-    Args:
-        path: metrics.jsonl.
-        rows: its lines with their steps.
-        step: the step that the run starts from; rows up to it are expected.
-    """
+
+def _warn_of_changes(path: Path, rows: Sequence[tuple[bytes, float]], *, step: int) -> None:
+    """Warn once of complete rows that are not as written, and of missing ones up to `step`."""
     changed = _changed_lines(rows)
     steps = {number for _, number in rows}
     first = min(steps, default=step)

@@ -187,10 +187,11 @@ def misfit_error(parallel: ParallelConfig, world_size: int) -> TopologyError:
             break
     unit = lcm(prod(dense.values()), prod(expert.values()))
     fixes.append(f"run on {count_of(round_up(world_size, unit), 'rank')}")
-    shown = " x ".join(f"{axis}={size}" for axis, size in wrong.items() if size > 1)
+    axes = [f"{axis}={size}" for axis, size in wrong.items() if size > 1]
+    product = prod(wrong.values())
     return TopologyError(
-        f"{count_of(world_size, 'rank')} cannot form {shown}",
-        why=f"{'*'.join(wrong)} = {prod(wrong.values())} must divide the world size",
+        f"{count_of(world_size, 'rank')} cannot form {' x '.join(axes)}",
+        why=f"{'*'.join(wrong)} = {product} must divide the world size",
         fix=" or ".join(fixes),
     )
 

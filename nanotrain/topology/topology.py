@@ -122,9 +122,9 @@ class Topology:
         """Split ranks that differ along the axes of `name` into the groups of `name`."""
         if name == "embed":
             return [tuple(ranks[index] for index in self.end_ranks)]
-        # All ranks of data parallelism, or those that share one replica of the optimizer state in
-        # an instance.
-        size = len(ranks) // self.num_instances if self.is_sharded else 1
+        size = 1  # ranks that share one replica of the optimizer state
+        if self.is_sharded:
+            size = len(ranks) // self.num_instances
         if name.endswith("_shard"):
             return [ranks[first : first + size] for first in range(0, len(ranks), size)]
         if name.endswith("_replicate"):
@@ -181,6 +181,9 @@ def control_levels(
         num_groups = -(-len(level) // fan_out)
         bounds = [index * len(level) // num_groups for index in range(num_groups + 1)]
         groups = [tuple(level[first:last]) for first, last in pairwise(bounds)]
-        levels += [group for group in groups if rank in group]
-        level = [group[0] for group in groups]
+        level = []
+        for group in groups:
+            level.append(group[0])
+            if rank in group:
+                levels.append(group)
     return tuple(levels)
