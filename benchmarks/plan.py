@@ -81,8 +81,8 @@ def table_of(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         by_source[run.source].append(run)
     lines = [ROW.format("source", "runs", "predicted", "median", "p90", "constant MFU", "fits")]
-    for source, of_source in sorted(by_source.items(), key=lambda item: -len(item[1])):
-        lines.append(line_of(source, of_source))
+    for source, source_runs in sorted(by_source.items(), key=lambda item: -len(item[1])):
+        lines.append(line_of(source, source_runs))
     if len(by_source) > 1:
         lines.append(line_of("all", runs))
     ours, least = regrets(runs)

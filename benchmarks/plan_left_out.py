@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fitted = [run.cells for run in runs if not run.source.startswith(FITTED_TO["nanotron"])]
     logs, shipped = curves(fitted), dict(engines())
     print(ROW.format("source", "runs", "as shipped", "left out", "others' MFU", "own MFU"))
-    for source, of_source in sorted(by_source.items(), key=lambda item: -len(item[1])):
+    for source, source_runs in sorted(by_source.items(), key=lambda item: -len(item[1])):
         factors = factors_without(source, runs, logs)
         set_shares(factors)
         for name, begin in FITTED_TO.items():
@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 engines()[name] = with_sections(shipped[name], PLAIN[name])
         again = [
             run.error
-            for run in predicted([run.cells for run in of_source])
+            for run in predicted([run.cells for run in source_runs])
             if run.error is not None
         ]
         mfus = {name: median(run.mfu for run in each) for name, each in by_source.items()}
@@ -265,11 +265,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             else mfus[source]
         )
         errors = [
-            median(abs(run.error or 0.0) for run in of_source),
+            median(abs(run.error or 0.0) for run in source_runs),
             median(map(abs, again)),
-            *(median(abs(mfu / run.mfu - 1) for run in of_source) for mfu in (other, mfus[source])),
+            *(
+                median(abs(mfu / run.mfu - 1) for run in source_runs)
+                for mfu in (other, mfus[source])
+            ),
         ]
-        print(ROW.format(source[:33], len(of_source), *(f"{error:.1%}" for error in errors)))
+        print(ROW.format(source[:33], len(source_runs), *(f"{error:.1%}" for error in errors)))
     return 0
 
 

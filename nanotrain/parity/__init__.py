@@ -1,8 +1,9 @@
 """`nanotrain parity`: compare the training of a layout with that of one rank, on a shrunk model.
 
-    shrink.py   the same structure and layout in a model for a few CPU processes
-    check.py    train both and compare losses, gradient norms and weights
-    report.py   the result, as text and as JSON
+    shrink.py        the same structure and layout in a model for a few CPU processes
+    check.py         train both and compare losses, gradient norms and weights
+    local_ranks.py   a function on every rank of a world of CPU processes
+    report.py        the result, as text and as JSON
 
 It trains through `train/` and holds no training code of its own.
 """
