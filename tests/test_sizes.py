@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).parent.parent
-MAX_FILE = 720  # lines
+MAX_FILE = 520  # lines
 MAX_MEDIAN_FILE = 165
 MAX_EXAMPLE = 100
 MAX_FUNCTION = 75

@@ -157,7 +157,7 @@ def implied_schedule(parallel: ParallelConfig, explicit: frozenset[str]) -> Iter
 
 
 def stages_of_layout(layout: str | None) -> int:
-    """The number of stages of a layout; 0 without one, and for an invalid one, which is reported."""
+    """The number of stages of a layout; 0 without one, and for an invalid one."""
     if layout is None:
         return 0
     try:
