@@ -1,6 +1,6 @@
 """Run a function on all ranks: an error on any rank is raised on every rank.
 
-    run_on_all      results of any kind, gathered on the first rank, whose merged result is broadcast
+    run_on_all      results of any kind, gathered and merged on the first rank, then broadcast
     reduce_on_all   numbers: one reduction where no rank fails
     run_on_first    the first rank alone
 

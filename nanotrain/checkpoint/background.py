@@ -1,14 +1,14 @@
-"""A save in the background: a thread per rank writes the staged shard; that of the first rank
-commits after all others.
+"""A save in the background: a thread per rank writes the staged shard; the first rank commits.
 
-    rank k   copy to host memory; thread: write and fsync the shard -> written-0000k.json   (or the reason of a failure)
+    rank k   copy to host memory; thread: write and fsync the shard -> written-0000k.json, or the
+             reason of a failure
     rank 0   thread: the same -> wait for all reports -> manifest -> rename -> delete the oldest
 
     StagingBuffers                           the copies in host memory
     BackgroundSave                           the thread of one rank
-    write_report, write_failure,             manifests of single shards, through files in the folder of the save
-    wait_for_reports, merge_reports
-    merge_apart                              merges many of them in a process of its own
+    write_report, write_failure,             manifests of single shards, through files in the folder
+    wait_for_reports, merge_reports          of the save
+    merge_apart                              merges many of them in a separate process
 
 The threads do not communicate over process groups, whose collectives belong to the training loop.
 """
@@ -197,7 +197,10 @@ def merge_apart(
     Raises:
         OSError: the process did not end by itself, or the save was cancelled.
     """
-    program = f"import sys; sys.path[:] = {sys.path!r}; from nanotrain.checkpoint.background import run_merge; run_merge()"
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        "from nanotrain.checkpoint.background import run_merge; run_merge()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:

@@ -1,12 +1,15 @@
 """Save and restore over all ranks, in phases that every rank finishes or fails together.
 
-    save                                             restore
-    1  first rank: clear leftovers, make step-       1  first rank: read and check the manifest, for all
-       NNNNNNNN.tmp, check the free space            2  every rank: compare it with the targets, plan its reads,
-    2  every rank: write and fsync its shard            read its chunks, check their checksums, copy them into the
-    3  first rank: check that chunks cover every        targets; together they load every tensor of a kind
-       tensor exactly once; manifest; rename
+    save
+    1  first rank: clear leftovers, make step-NNNNNNNN.tmp, check the free space
+    2  every rank: write and fsync its shard
+    3  first rank: check that chunks cover every tensor exactly once; manifest; rename
     4  first rank: delete the oldest
+
+    restore
+    1  first rank: read and check the manifest, for all
+    2  every rank: compare it with the targets, plan its reads, read its chunks, check their
+       checksums, copy them into the targets; together they load every tensor of a kind
 
 `start_save` copies the tensors to host memory and leaves 2 to 4 to a thread per rank
 (background.py). Chunks are boxes of global tensors and the manifest has no topology, so a run with
@@ -372,7 +375,7 @@ class Checkpointer:
 
 
 def _for_shard(manifest: Manifest) -> Manifest:
-    """The manifest that each rank sends for its shard, without what is long and equal on all ranks."""
+    """The manifest that each rank sends for its shard, without long fields equal on all ranks."""
     return replace(manifest, config={}, topology={})
 
 

@@ -1,9 +1,9 @@
-"""Commit a save: the shards of all ranks become one manifest, and a rename makes the folder a
-checkpoint.
+"""Commit a save: merge the shards of all ranks into one manifest, and rename the folder.
 
 merge_shards     the manifest of all ranks, which agree and cover every tensor exactly once (pure)
 start_writing    make the temporary folder of a step
-commit           write the manifest and rename the folder (rename_to_final), the only operation that commits
+commit           write the manifest and rename the folder (rename_to_final), the only operation that
+                 commits
 set_aside_after  rename checkpoints of later steps
 """
 
@@ -24,40 +24,60 @@ from nanotrain.runs.files import disk_errors, swap_names, write_text
 
 
 def merge_shards(manifest: Manifest, shards: Sequence[Manifest]) -> Manifest:
-    """The manifest with the files and tensors of the shards of all ranks: tensors by name, chunks
-    by rank.
+    """The manifest with the files and tensors of the shards of all ranks.
+
+    Tensors are ordered by name, chunks by rank.
 
     Raises:
         CheckpointError: the ranks saved different steps or objects, disagree about a tensor, or do
             not cover it exactly once.
     """
-    first, objects = shards[0], [json.dumps(shard.objects, sort_keys=True) for shard in shards]
+    _require_same_save(shards)
+    files: dict[str, int] = {}
+    not_finite: set[str] = set()
+    for shard in shards:
+        files.update(shard.files)
+        not_finite.update(shard.not_finite or ())
+    return replace(
+        manifest,
+        files=files,
+        tensors=_merge_tensors(shards),
+        not_finite=tuple(sorted(not_finite)),
+    )
+
+
+def _require_same_save(shards: Sequence[Manifest]) -> None:
+    first = shards[0]
+    first_objects = json.dumps(first.objects, sort_keys=True)
     for rank, shard in enumerate(shards):
         if shard.step != first.step:
             raise _inconsistent(f"rank {rank} saves step {shard.step}, rank 0 step {first.step}")
-        if objects[rank] != objects[0]:
+        if json.dumps(shard.objects, sort_keys=True) != first_objects:
             raise _inconsistent(f"rank {rank} saves other objects than rank 0")
-    files = {name: nbytes for shard in shards for name, nbytes in shard.files.items()}
-    first_entries: dict[str, TensorEntry] = {}
+
+
+def _merge_tensors(shards: Sequence[Manifest]) -> dict[str, TensorEntry]:
+    entries: dict[str, TensorEntry] = {}  # of the first rank with the tensor
     chunks: dict[str, list[ChunkEntry]] = {}
     for rank, shard in enumerate(shards):
         for name, entry in shard.tensors.items():
-            other = first_entries.setdefault(name, entry)
+            other = entries.setdefault(name, entry)
             if (other.shape, other.dtype) != (entry.shape, entry.dtype):
                 raise _inconsistent(
-                    f"rank {rank} saves {name} as {entry.dtype} {entry.shape}, others as {other.dtype} {other.shape}"
+                    f"rank {rank} saves {name} as {entry.dtype} {entry.shape}, "
+                    f"others as {other.dtype} {other.shape}"
                 )
             chunks.setdefault(name, []).extend(entry.chunks)
-    tensors = {
-        name: replace(first_entries[name], chunks=tuple(chunks[name])) for name in sorted(chunks)
-    }
-    for name, entry in tensors.items():
-        if fault := coverage_fault(entry.shape, [chunk.box for chunk in entry.chunks]):
+    merged = {}
+    for name in sorted(chunks):
+        entry = replace(entries[name], chunks=tuple(chunks[name]))
+        fault = coverage_fault(entry.shape, [chunk.box for chunk in entry.chunks])
+        if fault:
             raise _inconsistent(
                 f"the ranks do not cover {name} {list(entry.shape)} exactly once: {fault}"
             )
-    not_finite = {name for shard in shards for name in shard.not_finite or ()}
-    return replace(manifest, files=files, tensors=tensors, not_finite=tuple(sorted(not_finite)))
+        merged[name] = entry
+    return merged
 
 
 def temporary_folder(folder: Path, step: int) -> Path:
@@ -88,7 +108,8 @@ def commit(folder: Path, step: int, *, text: str) -> Path:
 
 def rename_to_final(folder: Path, step: int) -> Path:
     """Rename the temporary folder, which has its manifest, to its final name."""
-    temporary, final = temporary_folder(folder, step), step_folder(folder, step)
+    temporary = temporary_folder(folder, step)
+    final = step_folder(folder, step)
     if not os.path.lexists(final):
         os.rename(temporary, final)
         sync_folder(folder)
@@ -119,8 +140,7 @@ def write_manifest(folder: Path, text: str) -> None:
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of later steps, of which a run that resumes at `step` is not a
-    continuation.
+    """Rename the checkpoints of later steps, which a run that resumes at `step` does not continue.
 
     Otherwise a crash before the run has reached those steps would resume from them.
 
@@ -128,7 +148,9 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
         EnvironmentFault: the folder cannot be written.
     """
     aside = []
-    for path in [path for path in step_entries(folder) if step_of(path) > step]:
+    for path in step_entries(folder):
+        if step_of(path) <= step:
+            continue
         names = (path.with_suffix(f".superseded-{number}") for number in count(1))
         target = next(name for name in names if not os.path.lexists(name))
         with disk_errors(path, fix="choose another folder with --run-dir"):

@@ -1,9 +1,11 @@
 """Compare a checkpoint with the tensors of a run, from its manifest alone.
 
-    check_compatible   every tensor of the run is in the checkpoint, with its shape and a dtype that may be cast
-    check_all_loaded   the ranks together load every tensor of a kind (the checkpoint has no further layers)
+    check_compatible   every tensor of the run is in the checkpoint, with its shape and a dtype that
+                       may be cast
+    check_all_loaded   the ranks together load every tensor of a kind (the checkpoint has no further
+                       layers)
 
-    vocabulary_rows    the tables with padding, and their tokens
+    vocabulary_rows    tables with padding, and their numbers of tokens
     fit_padding        load tables whose rows are padded to another number
 
 The kind of a tensor is its name up to the first "/": "model" or "optimizer". Float tensors are cast
@@ -64,16 +66,15 @@ def check_compatible(
         raise _another_model(manifest, list(differences.values()), config=config)
     if casts:
         raise CheckpointError(
-            f"another dtype in {count_of(len(casts), 'tensor')} of the checkpoint: {_join(list(casts.values()))}",
+            f"another dtype in {count_of(len(casts), 'tensor')} of the checkpoint: "
+            f"{_join(list(casts.values()))}",
             why="only float tensors are cast on loading",
             fix="keep the precision section of the checkpoint's config, or load the weights alone",
         )
 
 
 def loads(manifest: Manifest, targets: Iterable[TensorBox]) -> list[float]:
-    """1 for each tensor of the manifest that this rank loads, else 0, in order; the ranks take the
-    maximum.
-    """
+    """1 for each tensor of the manifest that this rank loads, else 0; ranks take the maximum."""
     names = {box.name for box in targets}
     return [float(name in names) for name in manifest.tensors]
 
@@ -81,45 +82,45 @@ def loads(manifest: Manifest, targets: Iterable[TensorBox]) -> list[float]:
 def check_all_loaded(
     manifest: Manifest, loaded: Sequence[float], *, config: Mapping[str, Any] | None = None
 ) -> None:
-    """Check that of every kind that some rank loads, every tensor is loaded by some rank.
+    """Check that the ranks together load every tensor of each kind that they load.
 
-    `loaded` is the largest of the `loads` of all ranks, `config` is as in `check_compatible`.
+    Args:
+        manifest: manifest of the checkpoint.
+        loaded: maximum of the `loads` of all ranks.
+        config: configuration of this run, as in `check_compatible`.
 
     Raises:
         CheckpointError: the checkpoint is of a larger model; loading a part of it silently would
             hide that.
     """
-    kinds = {
-        kind_of(name) for name, is_loaded in zip(manifest.tensors, loaded, strict=True) if is_loaded
-    }
-    unused = [
-        name
-        for name, is_loaded in zip(manifest.tensors, loaded, strict=True)
-        if not is_loaded and kind_of(name) in kinds
-    ]
-    if unused:
-        lines = [
-            f"{name} is {list(manifest.tensors[name].shape)} there, missing here" for name in unused
-        ]
+    names = set()
+    for name, is_loaded in zip(manifest.tensors, loaded, strict=True):
+        if is_loaded:
+            names.add(name)
+    kinds = {kind_of(name) for name in names}
+    lines = []
+    for name, entry in manifest.tensors.items():
+        if name not in names and kind_of(name) in kinds:
+            lines.append(f"{name} is {list(entry.shape)} there, missing here")
+    if lines:
         raise _another_model(manifest, lines, config=config)
 
 
 def has_weights_alone(manifest: Manifest) -> bool:
-    """Whether a checkpoint has no optimizer state: of --no-save-optim, an average or an import."""
+    """Whether a checkpoint has no optimizer state, as from --no-save-optim or an import."""
     return "optimizer" not in map(kind_of, manifest.tensors)
 
 
 def weights_alone(manifest: Manifest) -> CheckpointError:
-    """The error of a resume from such a checkpoint."""
-    go_on = (
-        f", or --no-load-optim to go on at step {manifest.step}"
-        if manifest.objects.get("train")
-        else ""
-    )
+    """The error of a resume from a checkpoint without optimizer state."""
+    fix = "add --finetune to start at step 0 from its weights"
+    if manifest.objects.get("train"):
+        fix += f", or --no-load-optim to go on at step {manifest.step}"
     return CheckpointError(
         f"the checkpoint of step {manifest.step} has weights alone",
-        why="optimizer state to resume from is not in it: it is of --no-save-optim, an average or an import",
-        fix=f"add --finetune to start at step 0 from its weights{go_on}",
+        why="optimizer state to resume from is not in it: "
+        "it is of --no-save-optim, an average or an import",
+        fix=fix,
     )
 
 
@@ -135,30 +136,47 @@ def kind_of(name: str) -> str:
 def _another_model(
     manifest: Manifest, lines: Sequence[str], *, config: Mapping[str, Any] | None
 ) -> CheckpointError:
-    if all(line.startswith("optimizer/") for line in lines) and has_weights_alone(manifest):
-        return weights_alone(manifest)
-    rules = [(side.get("optim") or {}).get("optimizer") for side in (manifest.config, config or {})]
-    if (
-        rules[0] != rules[1]
-        and None not in rules
-        and all(line.startswith("optimizer/") for line in lines)
-    ):
-        return CheckpointError(
-            f"the checkpoint of step {manifest.step} has the state of --optimizer {rules[0]}, not of {rules[1]}",
-            why=f"{count_of(len(lines), 'tensor', verb='differs')}: {_join(lines)}",
-            fix=f"set --optimizer {rules[0]}, or export its weights and load them with --pretrained-checkpoint",
-        )
-    there, here = (unnest({"model": side.get("model")}) for side in (manifest.config, config or {}))
-    differing = [key for key in here if key in there and there[key] != here[key]]
-    options = [f"{key} {there[key]} there, {here[key]} here" for key in differing]
+    """The error for tensors that differ.
+
+    Args:
+        manifest: manifest of the checkpoint.
+        lines: a text on each tensor, which begins with its name.
+        config: configuration of this run; None if unknown.
+    """
+    current = config or {}
+    differs = f"{count_of(len(lines), 'tensor', verb='differs')}: {_join(lines)}"
+    if all(line.startswith("optimizer/") for line in lines):
+        if has_weights_alone(manifest):
+            return weights_alone(manifest)
+        saved_rule = _optimizer_of(manifest.config)
+        rule = _optimizer_of(current)
+        if saved_rule is not None and rule is not None and saved_rule != rule:
+            return CheckpointError(
+                f"the checkpoint of step {manifest.step} has the state of "
+                f"--optimizer {saved_rule}, not of {rule}",
+                why=differs,
+                fix=f"set --optimizer {saved_rule}, or export its weights "
+                "and load them with --pretrained-checkpoint",
+            )
+    there = unnest({"model": manifest.config.get("model")})
+    here = unnest({"model": current.get("model")})
+    options = []
+    for key in here:
+        if key in there and there[key] != here[key]:
+            options.append(f"{key} {there[key]} there, {here[key]} here")
+    why = "names and shapes must be the same"
+    if options:
+        why = f"model options differ: {_join(options)}"
     return CheckpointError(
-        f"the checkpoint of step {manifest.step} is of another model, "
-        f"{count_of(len(lines), 'tensor', verb='differs')}: {_join(lines)}",
-        why=f"model options differ: {_join(options)}"
-        if options
-        else "names and shapes must be the same",
-        fix="set the options as they are there, choose another --run-dir for a new run, or another --load",
+        f"the checkpoint of step {manifest.step} is of another model, {differs}",
+        why=why,
+        fix="set the options as they are there, choose another --run-dir for a new run, "
+        "or another --load",
     )
+
+
+def _optimizer_of(config: Mapping[str, Any]) -> Any:
+    return (config.get("optim") or {}).get("optimizer")
 
 
 def _join(lines: Sequence[str]) -> str:
@@ -167,10 +185,11 @@ def _join(lines: Sequence[str]) -> str:
 
 
 def vocabulary_rows(shape: ModelShape, specs: Iterable[ParamSpec] | None = None) -> dict[str, int]:
-    """The number of tokens by the name of every parameter with one row per token of the padded
-    vocabulary.
+    """Numbers of tokens of the parameters with one row per token of the padded vocabulary, by name.
 
-    `specs` are those of the parameters to look at, as of one rank; None: of the whole model.
+    Args:
+        shape: shape of the model.
+        specs: parameters to look at, as of one rank; None for the whole model.
     """
     specs = declare_model(shape) if specs is None else specs
     return {spec.name: shape.vocab_size for spec in specs if spec.is_embedding_or_output}
@@ -191,7 +210,8 @@ def fit_padding(
     vocab_size = model.get("vocab_size") if isinstance(model, Mapping) else None
     fitted: dict[TensorBox, torch.Tensor] = {}
     for box, tensor in targets.items():
-        entry, tokens = manifest.tensors.get(box.name), rows.get(box.name.rpartition("/")[2], -1)
+        entry = manifest.tensors.get(box.name)
+        tokens = rows.get(box.name.rpartition("/")[2], -1)
         if (
             tokens != vocab_size
             or entry is None
@@ -202,12 +222,12 @@ def fit_padding(
         tensor.zero_()
         shared = box.box.intersect(Box.full((tokens, *box.shape[1:])))
         if shared is not None:
-            fitted[TensorBox(box.name, entry.shape, shared)] = tensor[
-                shared.within(box.box).slices()
-            ]
+            view = tensor[shared.within(box.box).slices()]
+            fitted[TensorBox(box.name, entry.shape, shared)] = view
     return fitted
 
 
 def _differs_in_padding(there: tuple[int, ...], here: tuple[int, ...], *, tokens: int) -> bool:
-    is_padded = len(there) == len(here) > 0 and min(there[0], here[0]) >= tokens
-    return is_padded and there[0] != here[0] and there[1:] == here[1:]
+    if len(there) != len(here) or not here or there[1:] != here[1:]:
+        return False
+    return there[0] != here[0] and min(there[0], here[0]) >= tokens

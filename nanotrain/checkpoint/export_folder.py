@@ -16,8 +16,9 @@ FIX = "choose a new folder"
 
 @contextmanager
 def export_folder(output: Path, *, nbytes: int) -> Iterator[Path]:
-    """Yield a temporary folder to fill; its content gets its name when the block succeeds, and is
-    removed when not.
+    """Yield a temporary folder to fill, which gets its name when the block succeeds.
+
+    After an error it is removed.
 
     Args:
         output: the folder; must not exist or be empty.
@@ -28,17 +29,12 @@ def export_folder(output: Path, *, nbytes: int) -> Iterator[Path]:
         EnvironmentFault: the disk is full, or the folder cannot be written.
     """
     is_new = not os.path.lexists(output)
-    if not is_new and not output.is_dir():
-        raise CheckpointError(f"cannot write to {output}", why="it is a file", fix=FIX)
-    if not is_new and (present := sorted(path.name for path in output.iterdir())):
-        why = f"it contains {present[0]}, which would be mixed with the new files or replaced"
-        raise CheckpointError(f"{output} is not empty", why=why, fix=FIX)
-    token = secrets.token_hex(4)
-    temporary = (
-        output.with_name(f".{output.name}.partial-{token}")
-        if is_new
-        else output / f".partial-{token}"
-    )
+    if not is_new:
+        _require_empty(output)
+    partial = f".partial-{secrets.token_hex(4)}"
+    temporary = output / partial
+    if is_new:
+        temporary = output.with_name(f".{output.name}{partial}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
@@ -48,20 +44,37 @@ def export_folder(output: Path, *, nbytes: int) -> Iterator[Path]:
         if is_new:
             os.rename(temporary, output)
         else:
-            # what names other files comes after them
-            for child in sorted(temporary.iterdir(), key=_written_at):
-                if os.path.lexists(output / child.name):
-                    # of another export into this folder
-                    raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
-                os.rename(child, output / child.name)
+            _move_files(temporary, output)
     except OSError as error:
         raise disk_fault(error, output, needed=nbytes, fix=FIX) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _require_empty(output: Path) -> None:
+    if not output.is_dir():
+        raise CheckpointError(f"cannot write to {output}", why="it is a file", fix=FIX)
+    present = sorted(path.name for path in output.iterdir())
+    if present:
+        raise CheckpointError(
+            f"{output} is not empty",
+            why=f"it contains {present[0]}, which would be mixed with the new files or replaced",
+            fix=FIX,
+        )
+
+
+def _move_files(temporary: Path, output: Path) -> None:
+    """Rename the files, a file that names others after them."""
+    for child in sorted(temporary.iterdir(), key=_written_at):
+        if os.path.lexists(output / child.name):
+            # another export into this folder wrote it
+            raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+        os.rename(child, output / child.name)
+
+
 def _written_at(path: Path) -> tuple[int, bool, str]:
-    """Sorts files as they were written; of one clock tick, .metadata last, and iter_N before its
-    tracker.
+    """Sort key, in the order of writing.
+
+    Files of one clock tick are ordered by name, .metadata last, and iter_N before its tracker.
     """
     return path.stat().st_mtime_ns, path.name.startswith("."), path.name

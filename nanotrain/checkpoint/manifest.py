@@ -1,11 +1,11 @@
-"""The manifest of a checkpoint: the chunks of every global tensor and their files, as frozen data
-and as JSON.
+"""The manifest of a checkpoint: the chunks of every global tensor, as frozen data and as JSON.
 
     Manifest       step, files, tensors; objects, config and topology of the run
     TensorEntry    shape and dtype of one global tensor, and its chunks
     ChunkEntry     one chunk: box, file, key in that file, checksum, size
     to_json        Manifest -> text, one line per tensor, with a checksum over the content
-    from_json      text -> Manifest, every field checked, or a DamagedCheckpoint with the field and the reason
+    from_json      text -> Manifest, every field checked, or a DamagedCheckpoint with the field and
+                   the reason
     damaged        the error for any damage of a step folder
 
 Pure: no tensor and no file is touched. docs/checkpoint.md describes the format, in which chunks are
@@ -45,13 +45,11 @@ VERSION = 2
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint that cannot be trusted; a resume falls back to an older one, `--load` does not."""
+    """A checkpoint that cannot be trusted: a resume takes an older one, `--load` does not."""
 
 
 class NewerFormat(CheckpointError):
-    """A sound checkpoint of a later format, which this version cannot read; never skipped for an
-    older one.
-    """
+    """A sound checkpoint of a later format; never skipped for an older one."""
 
 
 @dataclass(frozen=True)
@@ -105,30 +103,22 @@ def plain_json(value: Any) -> Any:
 
 def to_json(manifest: Manifest) -> str:
     """The manifest as JSON text: one line per tensor, the checksum last."""
-    body = {
+    body: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "step": manifest.step,
         "files": dict(manifest.files),
-        **({} if manifest.not_finite is None else {"not_finite": list(manifest.not_finite)}),
-        **plain_json(
-            {"objects": manifest.objects, "config": manifest.config, "topology": manifest.topology}
-        ),
-        "tensors": {name: tensor_to_dict(entry) for name, entry in manifest.tensors.items()},
     }
-    lines = [
-        f"{json.dumps(key)}: {json.dumps(value)},\n"
-        for key, value in body.items()
-        if key != "tensors"
-    ]
-    rows = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in body["tensors"].items()]
-    return (
-        "{\n"
-        + "".join(lines)
-        + '"tensors": {\n'
-        + ",\n".join(rows)
-        + f'\n}},\n"sha256": "{_checksum(body)}"\n}}\n'
-    )
+    if manifest.not_finite is not None:
+        body["not_finite"] = list(manifest.not_finite)
+    for field in ("objects", "config", "topology"):
+        body[field] = plain_json(getattr(manifest, field))
+    lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in body.items()]
+    tensors = {name: tensor_to_dict(entry) for name, entry in manifest.tensors.items()}
+    rows = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in tensors.items()]
+    checksum = _checksum(body | {"tensors": tensors})
+    text = "".join(["{\n", *lines, '"tensors": {\n', ",\n".join(rows)])
+    return f'{text}\n}},\n"sha256": "{checksum}"\n}}\n'
 
 
 @without_collection()
@@ -152,7 +142,8 @@ def from_json(text: str, *, source: str = "the manifest", is_shard: bool = False
     if body.get("format") != FORMAT or type(body.get("version")) is not int or body["version"] < 1:
         raise _unreadable(source, f'it has no "format": "{FORMAT}"')
     # Before the version: every version has this checksum, so that a flipped bit is no later format.
-    written, present = body.pop("sha256", None), _checksum(body)
+    written = body.pop("sha256", None)
+    present = _checksum(body)
     if written != present:
         raise _unreadable(
             source, f"its field sha256 is {shown(written)} and its content has {present}"
@@ -164,7 +155,7 @@ def from_json(text: str, *, source: str = "the manifest", is_shard: bool = False
             fix="load it with the nanotrain that wrote it, or update this one",
         )
     try:
-        return _manifest_of(body, is_shard=is_shard)
+        return _parse_manifest(body, is_shard=is_shard)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
         raise _unreadable(source, reason) from None
@@ -175,23 +166,27 @@ def damaged(what: str, *, why: str, path: Path | None = None) -> DamagedCheckpoi
     fix = "load an older checkpoint of the run, with --load and its step folder"
     if path is not None:
         fix = (
-            f"load an older checkpoint of the run, with --load and a step folder of {path.parent}; "
+            "load an older checkpoint of the run, "
+            f"with --load and a step folder of {path.parent}; "
+            f"`nanotrain checkpoint verify {path}` lists the damage"
         )
-        fix += f"`nanotrain checkpoint verify {path}` lists the damage"
     return DamagedCheckpoint(what, why=why, fix=fix)
 
 
-def _manifest_of(body: dict[str, Any], *, is_shard: bool) -> Manifest:
-    files = {
-        plain_file_name(name, "a name in files"): whole_number(size, f"files[{shown(name)}]")
-        for name, size in object_of(body["files"], "files").items()
-    }
-    tensors = {
-        text_of(name, "a name in tensors"): tensor_from_dict(entry, f"tensors[{shown(name)}]")
-        for name, entry in object_of(body["tensors"], "tensors").items()
-    }
+def _parse_manifest(body: dict[str, Any], *, is_shard: bool) -> Manifest:
+    files = {}
+    for name, size in object_of(body["files"], "files").items():
+        file = plain_file_name(name, "a name in files")
+        files[file] = whole_number(size, f"files[{shown(name)}]")
+    tensors = {}
+    for name, entry in object_of(body["tensors"], "tensors").items():
+        tensor = text_of(name, "a name in tensors")
+        tensors[tensor] = tensor_from_dict(entry, f"tensors[{shown(name)}]")
     _check_sizes(tensors, files, is_shard=is_shard)
-    names = list_of(body["not_finite"], "not_finite") if "not_finite" in body else None
+    not_finite = None
+    if "not_finite" in body:
+        names = list_of(body["not_finite"], "not_finite")
+        not_finite = tuple(text_of(name, "not_finite") for name in names)
     return Manifest(
         step=whole_number(body["step"], "step"),
         files=files,
@@ -199,19 +194,21 @@ def _manifest_of(body: dict[str, Any], *, is_shard: bool) -> Manifest:
         objects=object_of(body["objects"], "objects"),
         config=with_current_keys(object_of(body["config"], "config")),
         topology=object_of(body["topology"], "topology"),
-        not_finite=None if names is None else tuple(text_of(name, "not_finite") for name in names),
+        not_finite=not_finite,
     )
 
 
 def _check_sizes(
     tensors: Mapping[str, TensorEntry], files: Mapping[str, int], *, is_shard: bool
 ) -> None:
-    """Chunks fill their tensors and fit into their files: a reader never allocates more than is on
-    the disk.
+    """Check that chunks fill their tensors and fit into their files.
+
+    A reader then never allocates more than is on the disk.
     """
     used = dict.fromkeys(files, 0)
     for name, entry in tensors.items():
-        numel, held = math.prod(entry.shape), sum(chunk.box.numel for chunk in entry.chunks)
+        numel = math.prod(entry.shape)
+        held = sum(chunk.box.numel for chunk in entry.chunks)
         if numel != held and not is_shard:
             raise ValueError(
                 f"tensors[{shown(name)}] has {shown(numel)} elements, its pieces hold {held}"
@@ -219,7 +216,8 @@ def _check_sizes(
         for chunk in entry.chunks:
             if chunk.file not in files:
                 raise ValueError(
-                    f"tensors[{shown(name)}] lies in file {shown(chunk.file)}, which files does not list"
+                    f"tensors[{shown(name)}] lies in file {shown(chunk.file)}, "
+                    "which files does not list"
                 )
             used[chunk.file] += chunk.nbytes
     for file, nbytes in used.items():
@@ -245,8 +243,14 @@ def tensor_to_dict(entry: TensorEntry) -> dict[str, Any]:
 
 
 def tensor_from_dict(entry: Any, field: str) -> TensorEntry:
-    """The entry of a tensor from JSON; `field` is where it stands, for the ValueError of a wrong
-    value.
+    """The entry of a tensor from JSON.
+
+    Args:
+        entry: the JSON value.
+        field: its place in the manifest, for errors.
+
+    Raises:
+        ValueError: a wrong value.
     """
     entry = object_of(entry, field)
     shape = _indices(entry["shape"], f"{field}.shape")
@@ -293,10 +297,9 @@ def _indices(value: Any, field: str, *, length: int | None = None) -> tuple[int,
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
-    """SHA-256 of the content in canonical form, so that re-indenting the file does not change it."""
-    return hashlib.sha256(
-        json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    """SHA-256 of the content in canonical form: re-indenting the file does not change it."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _unreadable(source: str, reason: str) -> DamagedCheckpoint:

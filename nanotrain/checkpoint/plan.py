@@ -1,9 +1,9 @@
-"""Plans of writes and reads (pure): boxes and manifests in, frozen data out, for any rank, without
-its tensors.
+"""Plans of writes and reads (pure): boxes and manifests in, frozen data out, for any rank.
 
-split_box         a box -> chunks of bounded size                                           (saving)
-coverage_fault    whether boxes cover a tensor exactly once, and where not                  (saving, loading)
-plan_reads        target boxes and manifest -> the chunks to read and the copies to make    (loading, resharding)
+split_box         saving: a box -> chunks of bounded size
+coverage_fault    saving and loading: whether boxes cover a tensor exactly once, and where not
+plan_reads        loading, resharding: target boxes and manifest -> the chunks to read and the
+                  copies to make
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, damaged
+from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, TensorEntry, damaged
 from nanotrain.spec.boxes import Box, TensorBox
 
 CHUNK_BYTES = 32 * 2**20
@@ -51,28 +51,33 @@ def split_box(box: Box, element_bytes: int, *, limit: int = CHUNK_BYTES) -> tupl
     dim = next((dim for dim, size in enumerate(box.shape) if size > 1), None)
     if dim is None or box.numel * element_bytes <= limit:
         return (box,)
-    rows = max(1, limit // (box.numel // box.shape[dim] * element_bytes))
-    first, last = box.start[dim], box.stop[dim]
-    slabs = [
-        _slice(box, dim, start=start, stop=min(start + rows, last))
-        for start in range(first, last, rows)
-    ]
-    return tuple(chunk for slab in slabs for chunk in split_box(slab, element_bytes, limit=limit))
+    row_bytes = box.numel // box.shape[dim] * element_bytes
+    rows = max(1, limit // row_bytes)
+    chunks: list[Box] = []
+    for start in range(box.start[dim], box.stop[dim], rows):
+        slab = _slice(box, dim, start=start, stop=min(start + rows, box.stop[dim]))
+        chunks.extend(split_box(slab, element_bytes, limit=limit))
+    return tuple(chunks)
 
 
 def coverage_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """Where boxes fail to cover every element of a tensor exactly once, or None.
-
-    Halves the tensor at an edge of some box, and each half again, until a region holds one box: O(n
-    log n) for the grids and flat ranges that ranks write, instead of O(n^2) for comparing pairs.
-    """
+    """Where boxes fail to cover every element of a tensor exactly once, or None."""
     full = Box.full(shape)
     if list(boxes) == [full] or _are_slabs(shape, boxes):
         return None
     for box in boxes:
         if len(box.start) != len(shape) or box.intersect(full) != box:
             return f"[{box.text}] lies outside the tensor of shape {list(shape)}"
-    regions = [(full, list(boxes))] if full.numel else []
+    return _region_fault(full, boxes) if full.numel else None
+
+
+def _region_fault(full: Box, boxes: Sequence[Box]) -> str | None:
+    """The first region that no box or several boxes cover, or None.
+
+    Halves the tensor at an edge of some box, and each half again, until a region holds one box: O(n
+    log n) for the grids and flat ranges that ranks write, instead of O(n^2) for comparing pairs.
+    """
+    regions = [(full, list(boxes))]
     while regions:
         region, inside = regions.pop()
         if not inside:
@@ -86,9 +91,8 @@ def coverage_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
         lower = _slice(region, dim, start=region.start[dim], stop=at)
         upper = _slice(region, dim, start=at, stop=region.stop[dim])
         for half in (lower, upper):
-            regions.append(
-                (half, [part for box in inside if (part := box.intersect(half)) is not None])
-            )
+            parts = [part for box in inside if (part := box.intersect(half)) is not None]
+            regions.append((half, parts))
     return None
 
 
@@ -108,33 +112,36 @@ def plan_reads(
     Raises:
         DamagedCheckpoint: the chunks of a tensor do not cover it exactly once.
     """
-    boxes_of: dict[str, list[TensorBox]] = {}
+    boxes_by_name: dict[str, list[TensorBox]] = {}
     for box in targets:
-        boxes_of.setdefault(box.name, []).append(box)
+        boxes_by_name.setdefault(box.name, []).append(box)
     reads: dict[str, list[ChunkRead]] = {}
-    for name, boxes in boxes_of.items():
+    for name, boxes in boxes_by_name.items():
         entry = manifest.tensors[name]
         fault = coverage_fault(entry.shape, [chunk.box for chunk in entry.chunks])
         if fault is not None:
             what = f"the checkpoint of step {manifest.step} does not cover {name} exactly once"
             raise damaged(what, why=fault)
-        starts, stops = _corners([chunk.box for chunk in entry.chunks], len(entry.shape))
-        copies: dict[int, list[ChunkCopy]] = {}
-        for target in boxes:
-            (near,) = np.nonzero(
-                ((starts < target.box.stop) & (stops > target.box.start)).all(axis=1)
-            )
-            for number in near.tolist():
-                inner = entry.chunks[number].box
-                if (shared := inner.intersect(target.box)) is not None:
-                    copy = ChunkCopy(target, shared.within(inner), shared.within(target.box))
-                    copies.setdefault(number, []).append(copy)
-        for number in sorted(copies):
+        for number, copies in sorted(_plan_copies(entry, boxes).items()):
             chunk = entry.chunks[number]
-            reads.setdefault(chunk.file, []).append(
-                ChunkRead(name, entry.dtype, chunk, tuple(copies[number]))
-            )
+            read = ChunkRead(name, entry.dtype, chunk, tuple(copies))
+            reads.setdefault(chunk.file, []).append(read)
     return {file: tuple(chunks) for file, chunks in reads.items()}
+
+
+def _plan_copies(entry: TensorEntry, targets: Sequence[TensorBox]) -> dict[int, list[ChunkCopy]]:
+    """The copies from each chunk of a tensor, by number of the chunk."""
+    starts, stops = _corners([chunk.box for chunk in entry.chunks], len(entry.shape))
+    copies: dict[int, list[ChunkCopy]] = {}
+    for target in targets:
+        overlaps = ((starts < target.box.stop) & (stops > target.box.start)).all(axis=1)
+        for number in np.flatnonzero(overlaps).tolist():
+            inner = entry.chunks[number].box
+            shared = inner.intersect(target.box)
+            if shared is not None:
+                copy = ChunkCopy(target, shared.within(inner), shared.within(target.box))
+                copies.setdefault(number, []).append(copy)
+    return copies
 
 
 def _corners(boxes: Sequence[Box], num_dims: int) -> NDArray[np.int64]:
@@ -144,33 +151,32 @@ def _corners(boxes: Sequence[Box], num_dims: int) -> NDArray[np.int64]:
 
 
 def _are_slabs(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether boxes are slabs of one dim, end to end: nearly all tensors are, and this takes a
-    tenth of the search.
+    """Whether boxes are slabs of one dim, end to end.
+
+    Nearly all tensors are, and this takes a tenth of the search.
     """
     if not boxes or any(len(box.start) != len(shape) for box in boxes):
         return False
     starts, stops = _corners(boxes, len(shape))
-    (split,) = ((starts != 0) | (stops != shape)).any(axis=0).nonzero()
-    if len(split) != 1:
+    split_dims = np.flatnonzero(((starts != 0) | (stops != shape)).any(axis=0))
+    if len(split_dims) != 1:
         return False
-    (dim,) = split
+    dim = split_dims[0]
     # How many slabs hold an index follows from their edges alone, whichever start belongs to which
     # stop.
     return np.array_equal([*sorted(starts[:, dim]), shape[dim]], [0, *sorted(stops[:, dim])])
 
 
 def _middle_edge(region: Box, boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """A dim and the middle of its edges inside the region, the dim with most; None if every box
-    equals the region.
-    """
+    """The dim with the most edges inside the region, and its middle edge; None without an edge."""
     best: list[int] = []
     best_dim = 0
     for dim, (low, high) in enumerate(zip(region.start, region.stop, strict=True)):
-        edges = {
-            edge for box in boxes for edge in (box.start[dim], box.stop[dim]) if low < edge < high
-        }
-        if len(edges) > len(best):
-            best, best_dim = sorted(edges), dim
+        edges = {box.start[dim] for box in boxes} | {box.stop[dim] for box in boxes}
+        inner = [edge for edge in edges if low < edge < high]
+        if len(inner) > len(best):
+            best = sorted(inner)
+            best_dim = dim
     return (best_dim, best[len(best) // 2]) if best else None
 
 

@@ -1,7 +1,7 @@
-"""Read chunks: open each needed shard file once, check every chunk, and copy parts of it to the
-target tensors.
+"""Read chunks: open each shard file once, check every chunk, and copy parts to the targets.
 
-    ShardFile             one safetensors file, with the location of every key; on a disk, or in object storage
+    ShardFile             one safetensors file, with the location of every key; on a disk, or in
+                          object storage
     read_chunks           carry out `plan_reads`, file after file, the chunks of a file in parallel
     read_global_tensors   full tensors, one at a time, for exports
     read_box              one box of a tensor
@@ -174,17 +174,18 @@ class ShardFile:
         """
         match self._header.get(chunk.key):
             case {"dtype": name, "shape": shape, "data_offsets": [int(start), int(stop)]}:
-                expected = SAFETENSORS_NAMES[dtype], list(chunk.box.shape), chunk.nbytes
-                if (
-                    name,
-                    shape,
-                    stop - start,
-                ) == expected and 0 <= start <= self._size - self._begin - chunk.nbytes:
+                expected = (SAFETENSORS_NAMES[dtype], list(chunk.box.shape), chunk.nbytes)
+                last_start = self._size - self._begin - chunk.nbytes
+                if (name, shape, stop - start) == expected and 0 <= start <= last_start:
                     return self._begin + start
-                there = f"{shown(name)} {str(shape)[:99]} in bytes {shown(start)} to {shown(stop)} of {self._size}"
+                span = f"bytes {shown(start)} to {shown(stop)} of {self._size}"
+                there = f"{shown(name)} {str(shape)[:99]} in {span}"
                 why = f"{self.path} holds it as {there}, the manifest as {expected}"
             case entry:
-                why = f"{self.path} has {shown(entry)} for it, without dtype, shape and two data_offsets"
+                why = (
+                    f"{self.path} has {shown(entry)} for it, "
+                    "without dtype, shape and two data_offsets"
+                )
         raise self._damaged(f"chunk {chunk.key} is damaged", why)
 
     def _read_header(self) -> tuple[dict[str, Any], int, int]:
@@ -283,7 +284,8 @@ def require_tensor(path: Path, manifest: Manifest, *, name: str) -> TensorEntry:
     if entry is None:
         raise CheckpointError(
             f"{path} holds no tensor {name}",
-            why=f"it holds {len(manifest.tensors)} others, the first is {next(iter(manifest.tensors), 'none')}",
+            why=f"it holds {len(manifest.tensors)} others, "
+            f"the first is {next(iter(manifest.tensors), 'none')}",
             fix="`nanotrain checkpoint inspect` lists them",
         )
     return entry

@@ -1,12 +1,14 @@
 """`RemoteCheckpointer`: saves into a local folder that are uploaded by the same threads.
 
-    rank k   copy to host memory; thread: shard in the folder -> report -> ... -> upload, read back -> report
-    rank 0   thread: the same; all reports: manifest, rename -> address -> all reports: manifest in object storage
+    rank k   copy to host memory; thread: shard in the folder -> report -> ... -> upload, read back
+             -> report
+    rank 0   thread: the same; all reports: manifest, rename -> address -> all reports: manifest in
+             object storage
 
 The local folder is complete before anything is uploaded, so a run that ends in between resumes from
 it. Each machine may have its own folder: the reports are messages over the store at which the ranks
-met. What is uploaded is read back, and each chunk compared with its checksum in the manifest,
-before the manifest commits it.
+met. Uploaded objects are read back, and each chunk is compared with its checksum in the manifest,
+before the manifest commits them.
 """
 
 import json
@@ -72,15 +74,15 @@ class _Messages:
         Raises:
             StorageFault: a rank failed, the time is over, or the save was given up.
         """
-        deadline, pause = time.monotonic() + self.timeout_s, POLL_S[0]
+        deadline = time.monotonic() + self.timeout_s
+        pause = POLL_S[0]
         while not self.store.check([self.prefix + name]):
             if self.store.check([self.prefix + "failed"]):
                 raise StorageFault("the checkpoint cannot be written", why=self._read("failed"))
             if self.is_cancelled() or time.monotonic() > deadline:
-                why = f"another rank did not send {name} within {self.timeout_s:g} s"
                 raise StorageFault(
                     "the checkpoint was given up",
-                    why=why,
+                    why=f"another rank did not send {name} within {self.timeout_s:g} s",
                     fix="raise --distributed-timeout-minutes",
                 )
             time.sleep(pause)
@@ -119,7 +121,9 @@ class RemoteCheckpointer(Checkpointer):
 
     def __init__(self, local: Checkpointer, remote: Remote, *, store: Store) -> None:
         super().__init__(**local.settings)
-        self._remote, self._store, self._num_saves = remote / "checkpoints", store, 0
+        self._remote = remote / "checkpoints"
+        self._store = store
+        self._num_saves = 0
         self.files = FileUploads(self.folder.parent, remote)
 
     def save(
@@ -134,7 +138,8 @@ class RemoteCheckpointer(Checkpointer):
     def set_aside_after(self, step: int) -> list[Path]:
         """As of `Checkpointer`, first in object storage."""
         for path in step_entries(self.folder):
-            if step_of(path) > step and (stored := stored_at(path)):
+            stored = stored_at(path) if step_of(path) > step else None
+            if stored is not None:
                 (stored.remote / SUPERSEDED).write(b"")
         return super().set_aside_after(step)
 
@@ -165,10 +170,9 @@ class RemoteCheckpointer(Checkpointer):
         return None
 
     def finish(self) -> None:
-        """On the first rank, upload what has changed in the run folder, and checkpoints that are
-        complete there alone.
+        """On the first rank, upload changed files and checkpoints that are complete locally alone.
 
-        A kill between the two commits of a save, or a save that failed, leaves such a one.
+        Such a checkpoint is left by a kill between the two commits of a save, or by a failed save.
 
         Raises:
             StorageFault: a file cannot be written.
@@ -195,34 +199,33 @@ class RemoteCheckpointer(Checkpointer):
         return self._merge(save, nbytes, is_cancelled=messages.is_cancelled)
 
     def _destination(self, final: Path) -> tuple[Stored, list[Stored]]:
-        """The address for a step folder, and saves that it replaces; deletes what a kill has left."""
-        older, name = list[Stored](), final.name
+        """The address for a step folder, and saves that it replaces; deletes leftovers of kills."""
+        older: list[Stored] = []
+        name = final.name
         for saves in steps_of(self._remote.sizes()).values():
-            for each in saves:
-                stored = Stored(
-                    self._remote / each.folder,
-                    {file: stat.size for file, stat in each.objects.items()},
-                )
-                if not each.is_committed:
+            for save in saves:
+                sizes = {file: stat.size for file, stat in save.objects.items()}
+                stored = Stored(self._remote / save.folder, sizes)
+                if not save.is_committed:
                     stored.delete()
-                elif each.folder.partition(".")[0] == final.name:
-                    older += [] if each.is_superseded else [stored]
-                    name = f"{final.name}.{each.number + 1}"
+                elif save.folder.partition(".")[0] == final.name:
+                    name = f"{final.name}.{save.number + 1}"
+                    if not save.is_superseded:
+                        older.append(stored)
         return Stored(self._remote / name, file_sizes(final)), older
 
     def _commit_remotely(self, final: Path, stored: Stored, *, older: list[Stored]) -> None:
-        """After all shards, upload the manifest; then delete saves that it replaces and local
-        shards of older steps.
-        """
+        """Upload the manifest after all shards; delete replaced saves and older local shards."""
         # before, as a resume from this step needs the rows of metrics until there
         self.files.upload()
         (stored.remote / MANIFEST).put(final / MANIFEST)
         mark(final, stored)
         log.info("uploaded %s", stored.remote)
-        for each in older:
-            each.delete()
+        for replaced in older:
+            replaced.delete()
         for path in step_entries(self.folder):
-            if step_of(path) < step_of(final) and (other := stored_at(path)):
+            other = stored_at(path) if step_of(path) < step_of(final) else None
+            if other is not None:
                 for name in other.sizes:
                     (path / name).unlink(missing_ok=True)
 
@@ -232,8 +235,8 @@ class RemoteCheckpointer(Checkpointer):
         Args:
             remote: the folder to which they go.
             shard: a manifest with their sizes and checksums.
-            folders: where they may be; on a machine without the first rank the folder of the save
-                stays.
+            folders: folders in which they may be; on a machine without the first rank the folder of
+                the save stays.
 
         Raises:
             StorageFault: one cannot be written, or differs each time.
@@ -248,9 +251,10 @@ class RemoteCheckpointer(Checkpointer):
                 except DamagedCheckpoint as error:
                     fault = error
             else:
-                why = f"uploaded {UPLOADS} times, it differs from what was written: {fault}"
                 raise StorageFault(
-                    f"{remote / name} cannot be written", why=why, fix="check memory and network"
+                    f"{remote / name} cannot be written",
+                    why=f"uploaded {UPLOADS} times, it differs from what was written: {fault}",
+                    fix="check memory and network",
                 )
 
     @staticmethod
@@ -258,9 +262,10 @@ class RemoteCheckpointer(Checkpointer):
         path = Path(remote.path)
         with ShardFile(path, RemoteSource(remote, size)) as source:
             for entry in shard.tensors.values():
-                for chunk in (chunk for chunk in entry.chunks if chunk.file == path.name):
-                    into = raw_bytes(torch.empty(chunk.nbytes, dtype=torch.uint8))
-                    source.read(chunk, source.offset(chunk, entry.dtype), into=into)
+                for chunk in entry.chunks:
+                    if chunk.file == path.name:
+                        into = raw_bytes(torch.empty(chunk.nbytes, dtype=torch.uint8))
+                        source.read(chunk, source.offset(chunk, entry.dtype), into=into)
 
     def _forget_shard(self, save: StartedSave, stored: Stored) -> None:
         """On a machine without the first rank: only the record of the address stays."""

@@ -10,10 +10,10 @@ their values have no effect.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +93,12 @@ def describe(path: Path, *, tensors: bool = False) -> str:
 
 
 def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Title and text of every line above the tables; a checkpoint of other programs may lack some."""
+    """Title and text of the lines above the tables; other programs' checkpoints may lack some."""
     nbytes = sum(manifest.files.values())
     numel = sum(
-        prod(entry.shape) for name, entry in manifest.tensors.items() if kind_of(name) == "model"
+        math.prod(entry.shape)
+        for name, entry in manifest.tensors.items()
+        if kind_of(name) == "model"
     )
     yield "model", _model_line(manifest)
     yield "parameters", f"{numel:,} elements of the model, padding included"
@@ -154,10 +156,10 @@ def _model_line(manifest: Manifest) -> str:
 
 
 def verify(path: Path) -> VerifyReport:
-    """Read every chunk of a checkpoint, compare its checksum with the manifest's and check that it
-    is finite.
+    """Read every chunk of a checkpoint, compare checksums and check that all values are finite.
 
-    `path` is a step folder, complete or not, or a run folder for its newest.
+    Args:
+        path: step folder, complete or not, or run folder for its newest.
 
     Raises:
         CheckpointError: there is no checkpoint, or its manifest cannot be read.
@@ -169,23 +171,23 @@ def verify(path: Path) -> VerifyReport:
     except DamagedCheckpoint as error:  # its cure is this command
         fix = error.fix.partition("; `nanotrain checkpoint verify")[0]
         raise DamagedCheckpoint(error.what, why=error.why, fix=fix) from None
-    faults = [
-        f"tensor {name} is not covered exactly once: {fault}"
-        for name, entry in manifest.tensors.items()
-        if (fault := coverage_fault(entry.shape, [chunk.box for chunk in entry.chunks]))
-    ]
-    chunks_of: dict[str, list[tuple[ChunkEntry, str]]] = {}
-    for entry in manifest.tensors.values():
+    faults = []
+    nbytes = 0
+    chunks_by_file: dict[str, list[tuple[ChunkEntry, str]]] = {}
+    for name, entry in manifest.tensors.items():
+        fault = coverage_fault(entry.shape, [chunk.box for chunk in entry.chunks])
+        if fault:
+            faults.append(f"tensor {name} is not covered exactly once: {fault}")
+        nbytes += entry.nbytes
         for chunk in entry.chunks:
-            chunks_of.setdefault(chunk.file, []).append((chunk, entry.dtype))
-    with progress("verifying", total=len(chunks_of)) as advance:
-        for file, chunks in sorted(chunks_of.items()):
+            chunks_by_file.setdefault(chunk.file, []).append((chunk, entry.dtype))
+    num_chunks = 0
+    with progress("verifying", total=len(chunks_by_file)) as advance:
+        for file, chunks in sorted(chunks_by_file.items()):
             faults += _faults_of_file(folder / file, chunks, size=manifest.files[file])
+            num_chunks += len(chunks)
             advance(1)
-    num_chunks = sum(map(len, chunks_of.values()))
-    return VerifyReport(
-        folder, num_chunks, sum(entry.nbytes for entry in manifest.tensors.values()), tuple(faults)
-    )
+    return VerifyReport(folder, num_chunks, nbytes, tuple(faults))
 
 
 def _faults_of_file(
@@ -197,11 +199,9 @@ def _faults_of_file(
             shard.read(chunk, shard.offset(chunk, dtype), into=data)
         except CheckpointError as error:
             return f"{error.what}: {error.why}"
-        return (
-            None
-            if is_finite(data, dtype)
-            else f"chunk {chunk.key} in {path.name} has values that are not finite"
-        )
+        if is_finite(data, dtype):
+            return None
+        return f"chunk {chunk.key} in {path.name} has values that are not finite"
 
     if path.is_file() and (present := os.path.getsize(path)) != size:
         yield f"{path.name} has {present} bytes, the manifest has {size}"
@@ -217,7 +217,7 @@ def _kind_rows(manifest: Manifest) -> Iterator[list[str]]:
     for name, entry in manifest.tensors.items():
         kinds.setdefault(name.rpartition("/")[0] or name, []).append(entry)
     for kind, entries in kinds.items():
-        elements = sum(prod(entry.shape) for entry in entries)
+        elements = sum(math.prod(entry.shape) for entry in entries)
         dtypes = sorted({entry.dtype for entry in entries}, key=list(TORCH_DTYPES).index)
         nbytes = sum(entry.nbytes for entry in entries)
         yield [kind, str(len(entries)), f"{elements:,}", " ".join(dtypes), describe_bytes(nbytes)]
@@ -247,10 +247,9 @@ class CheckpointDifference:
 
     paths: tuple[Path, Path]
     num_equal: int  # tensors with equal bits
-    # those with other values, the largest relative difference first
-    tensors: tuple[TensorDifference, ...]
+    tensors: tuple[TensorDifference, ...]  # with other values, largest relative difference first
     lines: tuple[str, ...]  # shapes, settings and counters
-    padding: str = ""  # what was not compared; "" if all was
+    padding: str = ""  # rows that were not compared; "" if all were
 
     @property
     def is_equal(self) -> bool:
@@ -262,10 +261,9 @@ class CheckpointDifference:
         equal = count_of(self.num_equal, "tensor", verb="is")
         lines = [f"{name}: {path}" for name, path in zip("ab", self.paths, strict=True)]
         lines.append(f"{equal} equal to the bit, {len(self.tensors)} have other values")
-        for each in self.tensors[:MAX_LISTED]:
-            lines.append(
-                f"  {each.name}: largest difference {each.largest:.3g}, relative {each.relative:.3g}"
-            )
+        for tensor in self.tensors[:MAX_LISTED]:
+            values = f"largest difference {tensor.largest:.3g}, relative {tensor.relative:.3g}"
+            lines.append(f"  {tensor.name}: {values}")
         if len(self.tensors) > MAX_LISTED:
             lines.append(f"  and {len(self.tensors) - MAX_LISTED} more")
         return "\n".join(filter(None, [*lines, self.padding, *self.lines]))
@@ -277,28 +275,28 @@ def diff(first: Path, second: Path) -> CheckpointDifference:
     Raises:
         CheckpointError: there is no complete checkpoint, or a chunk is damaged.
     """
-    sides = _Side.read(Path(first)), _Side.read(Path(second))
+    a = _Side.read(Path(first))
+    b = _Side.read(Path(second))
     # other vocabularies: no row of one is padding for the other
-    if sides[0].tokens != sides[1].tokens:
-        sides = replace(sides[0], tokens={}), replace(sides[1], tokens={})
-    a, b = (side.manifest for side in sides)
-    shared = [
-        name
-        for name in a.tensors
-        if name in b.tensors and sides[0].shape(name) == sides[1].shape(name)
-    ]
+    if a.tokens != b.tokens:
+        a = replace(a, tokens={})
+        b = replace(b, tokens={})
+    shared = []
+    for name in a.manifest.tensors:
+        if name in b.manifest.tensors and a.shape(name) == b.shape(name):
+            shared.append(name)
     differences = []
     with progress("comparing", total=len(shared)) as advance:
         for name in shared:
-            differences.append(_compare(sides, name=name))
+            differences.append(_compare(a, b, name=name))
             advance(1)
     tensors = sorted(filter(None, differences), key=lambda difference: -difference.relative)
     return CheckpointDifference(
-        paths=(sides[0].path, sides[1].path),
+        paths=(a.path, b.path),
         num_equal=len(shared) - len(tensors),
         tensors=tuple(tensors),
-        lines=(*_shape_lines(sides), *_value_lines(a, b)),
-        padding=_padding_line(sides, shared),
+        lines=(*_shape_lines(a, b), *_value_lines(a.manifest, b.manifest)),
+        padding=_padding_line(a, b, names=shared),
     )
 
 
@@ -308,89 +306,92 @@ class _Side:
 
     path: Path
     manifest: Manifest
-    tokens: Mapping[str, int]  # of the tables with padding, by the name of the parameter
+    tokens: Mapping[str, int]  # numbers of tokens of the tables with padding, by parameter
 
     @classmethod
     def read(cls, path: Path) -> "_Side":
         folder, manifest = find_manifest(path)
         try:
-            return cls(
-                folder,
-                manifest,
-                vocabulary_rows(ModelShape.of(config_from_dict(manifest.config).model)),
-            )
+            model = config_from_dict(manifest.config).model
+            return cls(folder, manifest, vocabulary_rows(ModelShape.of(model)))
         except ConfigError:  # of another version, or without a model: all rows are compared
             return cls(folder, manifest, {})
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor without its padding."""
-        shape, tokens = self.manifest.tensors[name].shape, self.tokens.get(name.rpartition("/")[2])
+        shape = self.manifest.tensors[name].shape
+        tokens = self.tokens.get(name.rpartition("/")[2])
         return shape if tokens is None or not shape else (min(tokens, shape[0]), *shape[1:])
+
+    def form(self, name: str) -> str:
+        """Dtype and padded shape of a tensor as text."""
+        entry = self.manifest.tensors.get(name)
+        return f"{entry.dtype} {list(entry.shape)}" if entry else "missing"
 
     def read_box(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor, on the CPU."""
-        return read_box(
-            self.path, self.manifest, box=TensorBox(name, self.manifest.tensors[name].shape, box)
-        )
+        shape = self.manifest.tensors[name].shape
+        return read_box(self.path, self.manifest, box=TensorBox(name, shape, box))
 
 
-def _compare(sides: Sequence[_Side], *, name: str) -> TensorDifference | None:
-    itemsize = TORCH_DTYPES[sides[0].manifest.tensors[name].dtype].itemsize
-    largest, total, norm, is_equal = 0.0, 0.0, 0.0, True
-    for box in split_box(Box.full(sides[0].shape(name)), itemsize):
-        a, b = (side.read_box(name, box) for side in sides)
-        if a.dtype == b.dtype and torch.equal(
-            a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
-        ):
-            norm += float(a.double().square().sum())
+def _compare(a: _Side, b: _Side, *, name: str) -> TensorDifference | None:
+    """The difference of a tensor; None if all bits are equal."""
+    itemsize = TORCH_DTYPES[a.manifest.tensors[name].dtype].itemsize
+    largest = 0.0
+    change_squares = 0.0
+    squares = 0.0
+    is_equal = True
+    for box in split_box(Box.full(a.shape(name)), itemsize):
+        first = a.read_box(name, box)
+        second = b.read_box(name, box)
+        squares += float(first.double().square().sum())
+        if first.dtype == second.dtype and torch.equal(_as_bytes(first), _as_bytes(second)):
             continue
         is_equal = False
-        a, b = a.double(), b.double()
-        change = (a - b).abs()
+        change = (first.double() - second.double()).abs()
+        change_squares += float(change.square().sum())
         worst = float(change.max())
-        largest = worst if worst != worst or worst > largest else largest
-        total, norm = total + float(change.square().sum()), norm + float(a.square().sum())
-    return (
-        None
-        if is_equal
-        else TensorDifference(name, largest, (total / norm) ** 0.5 if norm else float("inf"))
-    )
+        if math.isnan(worst) or worst > largest:
+            largest = worst
+    if is_equal:
+        return None
+    relative = (change_squares / squares) ** 0.5 if squares else float("inf")
+    return TensorDifference(name, largest, relative)
 
 
-def _padding_line(sides: Sequence[_Side], names: Sequence[str]) -> str:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _padding_line(a: _Side, b: _Side, *, names: Sequence[str]) -> str:
     """Describe the rows that are not compared, of the first table with padding."""
     for name in names:
-        shape, (a, b) = sides[0].shape(name), (side.manifest.tensors[name].shape for side in sides)
-        if (shape, shape) != (a, b):
-            padding = f"not their padding ({a[0]} rows in a, {b[0]} in b)"
+        shape = a.shape(name)
+        padded_a = a.manifest.tensors[name].shape
+        padded_b = b.manifest.tensors[name].shape
+        if shape != padded_a or shape != padded_b:
+            padding = f"not their padding ({padded_a[0]} rows in a, {padded_b[0]} in b)"
             return f"of the vocabulary {shape[0]} tokens are compared, {padding}"
     return ""
 
 
-def _shape_lines(sides: Sequence[_Side]) -> Iterator[str]:
-    a, b = (side.manifest.tensors for side in sides)
-    for name in sorted(a.keys() | b.keys()):
-        if (
-            name in a
-            and name in b
-            and a[name].dtype == b[name].dtype
-            and sides[0].shape(name) == sides[1].shape(name)
-        ):
-            continue
-        forms = [
-            f"{entry.dtype} {list(entry.shape)}" if (entry := side.get(name)) else "missing"
-            for side in (a, b)
-        ]
-        if forms[0] != forms[1]:
-            yield f"{name}: {forms[0]} in a, {forms[1]} in b"
+def _shape_lines(a: _Side, b: _Side) -> Iterator[str]:
+    first = a.manifest.tensors
+    second = b.manifest.tensors
+    for name in sorted(first.keys() | second.keys()):
+        if name in first and name in second:
+            has_one_dtype = first[name].dtype == second[name].dtype
+            if has_one_dtype and a.shape(name) == b.shape(name):
+                continue
+        if a.form(name) != b.form(name):
+            yield f"{name}: {a.form(name)} in a, {b.form(name)} in b"
 
 
 def _value_lines(a: Manifest, b: Manifest) -> Iterator[str]:
-    values = [
-        unnest({"config": side.config, "step": side.step, "objects": side.objects})
-        for side in (a, b)
-    ]
-    for key in dict.fromkeys([*values[0], *values[1]]):
-        shown = [json.dumps(side.get(key)) for side in values]
-        if shown[0] != shown[1]:
-            yield f"{key}: {shown[0]} in a, {shown[1]} in b"
+    first = unnest({"config": a.config, "step": a.step, "objects": a.objects})
+    second = unnest({"config": b.config, "step": b.step, "objects": b.objects})
+    for key in dict.fromkeys([*first, *second]):
+        shown_a = json.dumps(first.get(key))
+        shown_b = json.dumps(second.get(key))
+        if shown_a != shown_b:
+            yield f"{key}: {shown_a} in a, {shown_b} in b"

@@ -1,9 +1,11 @@
 """Which complete checkpoints are kept, and removal of the others.
 
-keep_newest        after each save: the newest checkpoints, those at multiples of an interval, and the last sound one
-surplus            what it deletes
+keep_newest        after each save: keeps the newest checkpoints, checkpoints at multiples of an
+                   interval, and the last sound one
+surplus            the checkpoints that it deletes
 prune              `nanotrain checkpoint prune`
-try_to_remove      remove only the files that nanotrain writes into a folder, and the folder if no other is left
+try_to_remove      remove only the files that nanotrain writes into a folder, and the folder if no
+                   other file is left
 
 A folder is renamed to step-00000050.deleted first, so that an interrupted removal leaves nothing
 that looks complete. Foreign files stay in that folder, with one warning.
@@ -31,7 +33,8 @@ from nanotrain.errors import CheckpointError, EnvironmentFault, StorageFault
 from nanotrain.log import get_logger
 
 _OWN_FILE = re.compile(
-    r"shard-\d{5,}-of-\d{5,}\.safetensors|\.?(manifest|object-storage|written-\d{5,})\.json(\.\w+\.partial)?"
+    r"shard-\d{5,}-of-\d{5,}\.safetensors"
+    r"|\.?(manifest|object-storage|written-\d{5,})\.json(\.\w+\.partial)?"
 )
 log = get_logger(__name__)
 
@@ -43,9 +46,9 @@ def keep_newest(
 
     A failed deletion is one warning, since the save itself succeeded.
     """
-    for path in (
-        surplus(folder, keep_last, written=written, keep_every=keep_every) if keep_last else []
-    ):
+    if not keep_last:
+        return
+    for path in surplus(folder, keep_last, written=written, keep_every=keep_every):
         deleted = deleted_name(path)
         try:
             os.rename(path, deleted)
@@ -58,29 +61,26 @@ def keep_newest(
 def surplus(
     folder: Path, keep_last: int, *, written: Path, keep_every: int | None = None
 ) -> list[Path]:
-    """The oldest complete checkpoints but `keep_last`, never the one just written nor the newest
-    sound one.
+    """The oldest complete checkpoints but `keep_last`.
 
-    Checkpoints at steps that are a multiple of `keep_every` are kept too and not counted. The
-    weights of a run may stop to be finite: its last sound checkpoint must outlive all later ones.
+    The one just written and the newest sound one are never among them. Checkpoints at steps that
+    are a multiple of `keep_every` are kept too and not counted. The weights of a run may stop to be
+    finite: its last sound checkpoint must outlive all later ones.
     """
     complete = [path for path in step_entries(folder) if path == written or _is_complete(path)]
-    others = [
-        path
-        for path in complete
-        if path != written and (keep_every is None or step_of(path) % keep_every)
-    ]
+    others = []
+    for path in complete:
+        if path != written and (keep_every is None or step_of(path) % keep_every):
+            others.append(path)
     oldest = others[: max(0, len(others) - (keep_last - 1))]
-    sound = next(
-        (path for path in reversed(complete if oldest else []) if not not_finite(path)), None
-    )
+    if not oldest:
+        return []
+    sound = next((path for path in reversed(complete) if not not_finite(path)), None)
     return [path for path in oldest if path != sound]
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether a checkpoint is complete; under an unchanged manifest only the sizes of its files are
-    compared.
-    """
+    """Whether a checkpoint is complete; the files of an unchanged manifest are not read again."""
     try:
         status = os.lstat(path / MANIFEST)
         require_files(path, _files_of(path, status.st_ino, status.st_mtime_ns, status.st_size))
@@ -93,9 +93,7 @@ def _is_complete(path: Path) -> bool:
 
 @cache
 def _files_of(path: Path, *version: int) -> Mapping[str, int]:
-    """The files of a complete checkpoint; each version of its manifest is read once, which may be
-    large.
-    """
+    """The files of a complete checkpoint; each version of its long manifest is read once."""
     return require_complete(path).files
 
 
@@ -118,16 +116,16 @@ def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
     left = [step.name for step in oldest if os.path.lexists(step)]
     if left and not is_dry:
         gone = ", ".join(step.name for step in oldest if step.name not in left) or "none"
-        why = f"the warnings name the reasons; deleted: {gone}"
         raise EnvironmentFault(
-            f"{', '.join(left)} could not be deleted", why=why, fix=f"make {folder} writable"
+            f"{', '.join(left)} could not be deleted",
+            why=f"the warnings name the reasons; deleted: {gone}",
+            fix=f"make {folder} writable",
         )
     return oldest
 
 
 def try_to_remove(path: Path, *, is_quiet: bool = False) -> None:
-    """Remove a folder of nanotrain, or a symbolic link itself; a failure is at most one warning per
-    path.
+    """Remove a folder of nanotrain, or a symbolic link itself; a failure is one warning per path.
 
     Args:
         path: the folder; it need not exist.
@@ -148,10 +146,12 @@ def _warn(path: Path, reason: str | None) -> None:
 
 def deleted_name(path: Path) -> Path:
     """A free name for a folder that is being deleted."""
-    names = (
-        path.with_suffix(f".deleted{f'-{number}' if number > 1 else ''}") for number in count(1)
-    )
-    return next(name for name in names if not os.path.lexists(name))
+    name = path.with_suffix(".deleted")
+    for number in count(2):
+        if not os.path.lexists(name):
+            break
+        name = path.with_suffix(f".deleted-{number}")
+    return name
 
 
 def _remove(path: Path) -> None:
@@ -162,12 +162,16 @@ def _remove(path: Path) -> None:
         return
     if not path.is_dir():
         raise OSError(0, "it is a file that nanotrain did not write")
-    if ".deleted" in path.name and (stored := stored_at(path)):
+    stored = stored_at(path) if ".deleted" in path.name else None
+    if stored is not None:
         stored.delete()  # first: this folder is the record that it has to be done
+    foreign = []
     for child in sorted(path.iterdir()):
-        if _OWN_FILE.fullmatch(child.name) and (child.is_symlink() or not child.is_dir()):
+        is_file = child.is_symlink() or not child.is_dir()
+        if is_file and _OWN_FILE.fullmatch(child.name):
             child.unlink()
-    foreign = sorted(child.name for child in path.iterdir())
+        else:
+            foreign.append(child.name)
     if foreign:
         raise OSError(0, f"it holds {foreign[0]}, which nanotrain did not write")
     path.rmdir()

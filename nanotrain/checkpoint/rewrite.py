@@ -1,7 +1,7 @@
-"""Write a checkpoint from values that are read chunk by chunk: averages of checkpoints, imported
-weights.
+"""Write a checkpoint from values that are read chunk by chunk: averages and imported weights.
 
-    average            the mean, or an exponential moving average, of the weights of several checkpoints
+    average            the mean, or an exponential moving average, of the weights of several
+                       checkpoints
     write_checkpoint   a step folder from a function that returns any box of any tensor
 
 At most a few chunks of `plan.CHUNK_BYTES` are in memory, whatever the size of the model.
@@ -85,11 +85,13 @@ def write_checkpoint(
         CheckpointError: `output` has files.
         EnvironmentFault: it cannot be written.
     """
-    tensors = {
-        TensorBox.full(name, shape): torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
-        for name, (shape, dtype) in shapes.items()
-    }
-    with export_folder(output, nbytes=sum(tensor.nbytes for tensor in tensors.values())) as folder:
+    tensors = {}
+    nbytes = 0
+    for name, (shape, dtype) in shapes.items():
+        tensor = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
+        tensors[TensorBox.full(name, shape)] = tensor
+        nbytes += tensor.nbytes
+    with export_folder(output, nbytes=nbytes) as folder:
         shard = write_shard(folder / shard_name(0, 1), tensors, manifest=manifest, read=read)
         commit.write_manifest(folder, to_json(commit.merge_shards(manifest, [shard])))
     return output
@@ -99,23 +101,28 @@ def _shared_weights(
     folders: Sequence[Path], manifests: Sequence[Manifest]
 ) -> dict[str, TensorEntry]:
     """The weights and expert biases, which all checkpoints hold in the same shape."""
-    first, *others = [
-        {name: entry for name, entry in manifest.tensors.items() if kind_of(name) in AVERAGED}
-        for manifest in manifests
-    ]
-    for folder, other in zip(folders[1:], others, strict=True):
-        differing = [
-            name
-            for name in sorted(first.keys() | other.keys())
-            if _form(first, name) != _form(other, name)
-        ]
+    first = _weights(manifests[0])
+    for folder, manifest in zip(folders[1:], manifests[1:], strict=True):
+        other = _weights(manifest)
+        differing = []
+        for name in sorted(first.keys() | other.keys()):
+            if _form(first, name) != _form(other, name):
+                differing.append(name)
         if differing:
             name = differing[0]
-            why = f"{name} is {_form(first, name)} in {folders[0]} and {_form(other, name)} in {folder}"
-            fix = "average checkpoints of one run"
-            what = f"{count_of(len(differing), 'tensor', verb='differs')} in shape between the checkpoints"
-            raise CheckpointError(what, why=why, fix=fix)
+            tensors = count_of(len(differing), "tensor", verb="differs")
+            raise CheckpointError(
+                f"{tensors} in shape between the checkpoints",
+                why=f"{name} is {_form(first, name)} in {folders[0]} "
+                f"and {_form(other, name)} in {folder}",
+                fix="average checkpoints of one run",
+            )
     return first
+
+
+def _weights(manifest: Manifest) -> dict[str, TensorEntry]:
+    tensors = manifest.tensors
+    return {name: entry for name, entry in tensors.items() if kind_of(name) in AVERAGED}
 
 
 def _form(tensors: Mapping[str, TensorEntry], name: str) -> str:

@@ -1,18 +1,21 @@
 """The checkpoints folder of a run: which checkpoints are complete.
 
 checkpoints/
-  step-00000100/               complete: final name, readable manifest, every file of it present in full size
+  step-00000100/               complete: final name, readable manifest, every file in full size
     manifest.json
     shard-00000-of-00004.safetensors
   step-00000200.tmp/           being written, or left by a killed writer; removed at the next save
   step-00000050.deleted/       being deleted; removed at the next save
   step-00000150.replaced/      the older of two saves; counts as step-00000150 while that is missing
-  step-00000300.superseded-1/  set aside by a run that resumed from an earlier step: never chosen, never deleted
+  step-00000300.superseded-1/  set aside by a run that resumed from an earlier step: never chosen,
+                               never deleted
 
 read_manifest, require_complete          one checkpoint
-saved_config, not_finite, file_sizes     configuration, unsound tensors and files in a manifest, from its first lines
-complete_checkpoints, newest_complete,   a folder of checkpoints; "latest" is always derived, never stored
-checkpoint_to_resume, find_checkpoint, find_manifest
+saved_config, not_finite, file_sizes     configuration, unsound tensors and files in a manifest,
+                                         from its first lines
+complete_checkpoints, newest_complete,   a folder of checkpoints; "latest" is always derived, never
+checkpoint_to_resume, find_checkpoint,   stored
+find_manifest
 """
 
 import errno
@@ -32,14 +35,14 @@ from nanotrain.checkpoint.manifest import (
     damaged,
     from_json,
 )
-from nanotrain.checkpoint.stored import MANIFEST, stored_at
+from nanotrain.checkpoint.stored import MANIFEST, Stored, stored_at
 from nanotrain.errors import CheckpointError
 from nanotrain.log import get_logger
 from nanotrain.quantities import count_of, step_name
 from nanotrain.untrusted import object_of, parse_json, read_file, unreadable
 
 NAMES = "name a run folder, its checkpoints folder, or one step-NNNNNNNN of it"
-_NAME = re.compile(r"step-(\d{8,})(?:\.(.*))?")  # step, and what became of the folder
+_NAME = re.compile(r"step-(\d{8,})(?:\.(.*))?")  # step and ending of a folder
 LEFTOVER = ("tmp", "deleted", "was replaced")
 # as `to_json` writes it; JSON text has no line break in a value
 _RECORDS = re.compile(rb',\s*"tensors": \{\n')
@@ -76,10 +79,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def saved_config(path: Path) -> Mapping[str, Any] | None:
-    """The configuration of the run that wrote a step folder; None if only its whole manifest can
-    show it.
+    """The configuration in a step folder; None if only the whole manifest can show it.
 
-    What a rank needs before its process groups exist. The records of the chunks come last: on 1,024
+    A rank needs it before its process groups exist. The records of the chunks come last: on 1,024
     ranks they are 36 to 60 MB, which take 2 s of CPU time and 0.6 GB of memory to read and check;
     the first lines take 0.5 ms (measured). The checksum covers all of the manifest, so these lines
     are unverified; the first rank verifies them when the checkpoint is loaded.
@@ -89,9 +91,7 @@ def saved_config(path: Path) -> Mapping[str, Any] | None:
 
 
 def not_finite(path: Path) -> list[str]:
-    """The tensors with values that are not finite in a complete checkpoint; empty where nobody
-    looked.
-    """
+    """The tensors of a complete checkpoint with values that are not finite; empty if unknown."""
     names = _first_lines(path).get("not_finite")
     return names if isinstance(names, list) else []
 
@@ -112,13 +112,13 @@ def describe_not_finite(names: Sequence[str]) -> str:
 
 
 def _first_lines(path: Path) -> dict[str, Any]:
-    """The fields of a manifest before the records of its chunks; empty if they cannot be read or
-    are of a version.
+    """The fields of a manifest before the records of its chunks.
+
+    Empty if they cannot be read or are of another version.
     """
     try:
-        head = _RECORDS.split(
-            read_file(path / MANIFEST, follows_links=False, until=_RECORDS), maxsplit=1
-        )
+        text = read_file(path / MANIFEST, follows_links=False, until=_RECORDS)
+        head = _RECORDS.split(text, maxsplit=1)
         body = object_of(parse_json(head[0] + b"}", allow_nan=True), "it")
     except (OSError, ValueError):
         return {}
@@ -144,54 +144,57 @@ def require_complete(path: Path) -> Manifest:
 
 
 def require_files(path: Path, files: Mapping[str, int]) -> None:
-    """Check that every file of a checkpoint is there in full size; `files` are sizes in bytes by
-    name.
+    """Check that every file of a checkpoint is there in full size.
+
+    Args:
+        path: step folder.
+        files: sizes in bytes by name.
 
     Raises:
         CheckpointError: one is missing or damaged.
     """
     stored = stored_at(path)
     for name, size in files.items():
-        try:
-            status = os.lstat(path / name)
-        except OSError as error:
-            if error.errno == errno.ENOENT and stored and name in stored.sizes:
-                if stored.sizes[name] != size:
-                    why = f"{name} has {stored.sizes[name]} of {size} bytes in {stored.remote}"
-                    raise damaged(f"{path} is incomplete", why=why, path=path) from None
-                continue
-            why = (
-                f"{name} is missing" if error.errno == errno.ENOENT else f"{name}: {error.strerror}"
-            )
-            raise damaged(f"{path} is incomplete", why=why, path=path) from None
-        if not stat.S_ISREG(status.st_mode):
-            kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "no regular file"
-            raise damaged(f"{path} is incomplete", why=f"{name} is {kind}", path=path)
-        if status.st_size != size:
-            raise damaged(
-                f"{path} is incomplete",
-                why=f"{name} has {status.st_size} of {size} bytes",
-                path=path,
-            )
+        why = _file_fault(path / name, size, stored=stored)
+        if why:
+            raise damaged(f"{path} is incomplete", why=why, path=path)
+
+
+def _file_fault(file: Path, size: int, *, stored: Stored | None) -> str:
+    """Why a file of a checkpoint cannot be used; "" if it is there or in object storage."""
+    try:
+        status = os.lstat(file)
+    except OSError as error:
+        if error.errno != errno.ENOENT:
+            return f"{file.name}: {error.strerror}"
+        if stored is None or file.name not in stored.sizes:
+            return f"{file.name} is missing"
+        present = stored.sizes[file.name]
+        if present == size:
+            return ""
+        return f"{file.name} has {present} of {size} bytes in {stored.remote}"
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "no regular file"
+        return f"{file.name} is {kind}"
+    if status.st_size != size:
+        return f"{file.name} has {status.st_size} of {size} bytes"
+    return ""
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a checkpoints folder, oldest step first; others are skipped
-    silently.
-    """
+    """The complete checkpoints in a checkpoints folder, oldest step first; skips others silently."""
     return [path for path in step_entries(folder) if _fault_of(path) is None]
 
 
 def newest_complete(folder: Path, *, below: int | None = None) -> Path | None:
-    """The sound checkpoint of the highest step, or None; one warning lists newer ones that are
-    skipped, and why.
+    """The sound checkpoint of the highest step, or None; a warning lists newer unusable ones.
 
-    Sound is a complete one whose values are all finite; where none is, the newest complete one is
-    taken.
+    A sound checkpoint is complete and all its values are finite; without one the newest complete
+    checkpoint is taken.
 
     Args:
         folder: checkpoints folder of a run.
-        below: the step below which all considered steps are; None for no bound.
+        below: exclusive bound of the considered steps; None for no bound.
 
     Raises:
         NewerFormat: the newest is of a later format; resuming from an older one would discard its
@@ -215,15 +218,19 @@ def checkpoint_to_resume(folder: Path, *, below: int | None = None) -> Path | No
     """
     newest = newest_complete(folder, below=below)
     if newest is None and any(_fault_of(path) for path in step_entries(folder)):
-        raise none_usable(folder, why="; ".join(sorted(_newest(folder, below=None)[1])))
+        _, skipped = _newest(folder, below=None)
+        raise none_usable(folder, why="; ".join(sorted(skipped)))
     return newest
 
 
 def none_usable(folder: Path, *, why: str) -> DamagedCheckpoint:
     """The error for a checkpoints folder in which no checkpoint can be loaded."""
-    fix = "restore one of them, load another with --load FOLDER, or start again at step 0 with --no-auto-resume, "
-    fix += "which renames them and deletes none"
-    return DamagedCheckpoint(f"no checkpoint in {folder} can be used", why=why, fix=fix)
+    return DamagedCheckpoint(
+        f"no checkpoint in {folder} can be used",
+        why=why,
+        fix="restore one of them, load another with --load FOLDER, or start again at step 0 "
+        "with --no-auto-resume, which renames them and deletes none",
+    )
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -232,15 +239,18 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def find_manifest(path: Path) -> tuple[Path, Manifest]:
-    """The step folder that a path names, and its manifest: that folder; or a run or checkpoints
-    folder, for its newest.
+    """The step folder that a path names, and its manifest.
+
+    Args:
+        path: step folder; or run or checkpoints folder, for its newest checkpoint.
 
     Raises:
         DamagedCheckpoint: that checkpoint is not complete; an older one is never taken in its
             place.
         CheckpointError: no such folder, or no checkpoint in it.
     """
-    return (step := named_checkpoint(path)), require_complete(step)
+    step = named_checkpoint(path)
+    return step, require_complete(step)
 
 
 def named_checkpoint(path: Path) -> Path:
@@ -269,42 +279,44 @@ def _fault_of(path: Path) -> CheckpointError | None:
 
 
 def _newest(folder: Path, *, below: int | None) -> tuple[Path | None, list[str]]:
-    """The newest sound checkpoint, else the newest complete one; and what is newer and not sound,
-    with the reasons.
-    """
-    newest, reasons = None, dict[Path, str]()
-    for path in reversed(
-        [path for path in step_entries(folder) if below is None or step_of(path) < below]
-    ):
+    """The newest sound checkpoint, else the newest complete one; texts on newer unusable ones."""
+    considered = [path for path in step_entries(folder) if below is None or step_of(path) < below]
+    newest = None
+    reasons: dict[Path, str] = {}
+    for path in reversed(considered):
         fault = _fault_of(path)
-        names = not_finite(path) if fault is None else []
-        if fault is None and (newest is None or not names):
+        if fault is not None:
+            reasons[path] = fault.why or fault.what
+            continue
+        names = not_finite(path)
+        if newest is None or not names:
             newest = path
-        if fault is None and not names:
+        if not names:
             break
-        reasons[path] = describe_not_finite(names) if fault is None else fault.why or fault.what
+        reasons[path] = describe_not_finite(names)
     first = -1 if newest is None else step_of(newest)
-    skipped = [
-        f"{path.name} ({why})"
-        for path, why in reasons.items()
-        if path != newest and step_of(path) >= first
-    ]
-    unfinished = [path for path, ending in _entries(folder) if ending == "tmp" and below is None]
-    newer = [path for path in unfinished if step_of(path) > first]
-    return newest, skipped + [f"{path.name} (it was never finished)" for path in newer]
+    skipped = []
+    for path, why in reasons.items():
+        if path != newest and step_of(path) >= first:
+            skipped.append(f"{path.name} ({why})")
+    if below is None:
+        skipped += [f"{path.name} (it was never finished)" for path in _unfinished(folder, first)]
+    return newest, skipped
+
+
+def _unfinished(folder: Path, above: int) -> list[Path]:
+    """Temporary folders of saves at steps above a step."""
+    return [path for path, ending in _entries(folder) if ending == "tmp" and step_of(path) > above]
 
 
 def step_entries(folder: Path) -> list[Path]:
-    """Everything with the name of a step, oldest first; files and links too, which are then found
-    damaged or not.
-    """
-    return sorted(
-        (path for path, ending in _entries(folder) if ending in ("", "replaced")), key=step_of
-    )
+    """Everything with the name of a step, oldest first; files and links too, damaged or not."""
+    paths = [path for path, ending in _entries(folder) if ending in ("", "replaced")]
+    return sorted(paths, key=step_of)
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What killed writers and deleters have left."""
+    """Folders that killed writers and deleters have left."""
     return sorted(path for path, ending in _entries(folder) if ending in LEFTOVER)
 
 
@@ -314,21 +326,23 @@ def step_of(path: Path) -> int:
 
 
 def _entries(folder: Path) -> list[tuple[Path, str]]:
-    """Every entry with the name of a step, and the ending behind it: "", "tmp", "deleted",
-    "replaced", "superseded".
+    """Entries with the name of a step and their endings.
 
-    What was set aside by a `commit` that was completed ends in "was replaced"; after a kill between
-    its renames it counts under its step.
+    Endings are "", "tmp", "deleted", "replaced", "superseded". A folder that a completed `commit`
+    set aside ends in "was replaced"; after a kill between its renames it counts under its step.
     """
-    paths = (
-        [path for path in folder.iterdir() if _ending(path) is not None] if folder.is_dir() else []
-    )
-    names = {path.name for path in paths}
-    return [
-        (path, "was replaced" if ending == "replaced" and path.stem in names else ending)
-        for path in paths
-        if (ending := _ending(path)) is not None
-    ]
+    if not folder.is_dir():
+        return []
+    endings = {}
+    for path in folder.iterdir():
+        ending = _ending(path)
+        if ending is not None:
+            endings[path] = ending
+    names = {path.name for path in endings}
+    for path, ending in endings.items():
+        if ending == "replaced" and path.stem in names:
+            endings[path] = "was replaced"
+    return list(endings.items())
 
 
 def _ending(path: Path) -> str | None:

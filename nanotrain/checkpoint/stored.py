@@ -1,11 +1,14 @@
-"""Runs in object storage and their local folders: small files and an index of the checkpoints,
-without their shards.
+"""Runs in object storage and their local folders.
 
-    s3://bucket/run/checkpoints/step-00000100/             committed by its manifest.json, which is written last
-                                step-00000100.2/           the same step saved again: the highest number counts
-                                step-00000050/superseded   set aside: the run went back to an earlier step
-    FOLDER/checkpoints/step-00000100/manifest.json         the same manifest
-                                     object-storage.json   address and sizes of the shards that are not in the folder
+A local folder has the small files and an index of the checkpoints, without their shards.
+
+    s3://bucket/run/checkpoints/
+        step-00000100/             committed by its manifest.json, which is written last
+        step-00000100.2/           the same step saved again: the highest number counts
+        step-00000050/superseded   set aside: the run went back to an earlier step
+    FOLDER/checkpoints/step-00000100/
+        manifest.json              the same manifest
+        object-storage.json        address and sizes of the shards that are not in the folder
 
     stored_at, mark       the shards of a local step folder that are in object storage
     steps_of, Generation  the checkpoints of a listing
@@ -30,7 +33,9 @@ from nanotrain.runs.files import disk_errors, write_text
 from nanotrain.storage.remote import Remote, Stat, is_address, parse
 from nanotrain.untrusted import object_of, parse_json, read_file, whole_number
 
-MANIFEST, MARKER, SUPERSEDED = "manifest.json", "object-storage.json", "superseded"
+MANIFEST = "manifest.json"
+MARKER = "object-storage.json"
+SUPERSEDED = "superseded"
 # folder, step, generation, name of an object
 _STEP = re.compile(r"(.*?)(step-\d{8,})(?:\.([1-9]\d{0,8}))?/([^/]+)")
 _INSIDE = re.compile(r"(checkpoints/)?step-\d{8,}")  # no run, whose name is the user's
@@ -44,20 +49,19 @@ log = get_logger(__name__)
 
 
 class Stored(NamedTuple):
-    """The folder of a checkpoint in object storage, and the sizes of its shards in bytes by name."""
+    """The folder of a checkpoint in object storage, and the sizes of its shards by name."""
 
     remote: Remote
     sizes: Mapping[str, int]
 
     def delete(self) -> None:
-        """Delete it, the manifest first: what is left by a kill is no checkpoint."""
+        """Delete the checkpoint, its manifest first: after a kill the rest is no checkpoint."""
         self.remote.delete([MANIFEST])
         self.remote.delete([*self.sizes, SUPERSEDED])
 
 
 def stored_at(path: Path) -> Stored | None:
-    """Where the shards of a step folder are in object storage; None if they are not, or the record
-    is unreadable.
+    """The shards of a step folder in object storage; None without a readable record.
 
     The folder ends with bucket and name of the address, as the user has named it. Another record
     came with files of a stranger, who could have this machine read and delete objects of the user:
@@ -65,7 +69,8 @@ def stored_at(path: Path) -> Stored | None:
     """
     try:
         body = object_of(parse_json(read_file(path / MARKER, follows_links=False)), MARKER)
-        sizes, address = object_of(body.get("sizes"), "sizes"), str(body.get("address"))
+        sizes = object_of(body.get("sizes"), "sizes")
+        address = str(body.get("address"))
         remote = parse(address) if is_address(address) else None
         if remote is None or any("/" in name for name in sizes) or not _is_of(remote, path):
             return None
@@ -76,10 +81,12 @@ def stored_at(path: Path) -> Stored | None:
 
 @cache
 def _is_of(remote: Remote, path: Path) -> bool:
-    """Whether a folder is that of an address; `step-00000004.2` and folders that are being deleted
-    are of the step.
+    """Whether a folder is the local folder of an address.
+
+    `step-00000004.2` and folders that are being deleted count as the folder of the step.
     """
-    real, name = (_SAVE.sub(r"\1", text) for text in (os.path.realpath(path), remote.path))
+    real = _SAVE.sub(r"\1", os.path.realpath(path))
+    name = _SAVE.sub(r"\1", remote.path)
     if not real.endswith(f"/{name}") or _INSIDE.fullmatch(name):
         log.warning(
             "%s names %s, which is not the address of this folder: it is not read",
@@ -91,12 +98,11 @@ def _is_of(remote: Remote, path: Path) -> bool:
 
 
 def mark(path: Path, stored: Stored) -> None:
-    """Record where the shards of a step folder are; it is made where it is missing."""
+    """Record the address of the shards of a step folder, which is made if it is missing."""
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
-    write_text(
-        path / MARKER, json.dumps({"address": str(stored.remote), "sizes": dict(stored.sizes)})
-    )
+    record = {"address": str(stored.remote), "sizes": dict(stored.sizes)}
+    write_text(path / MARKER, json.dumps(record))
 
 
 class Generation(NamedTuple):
@@ -120,27 +126,30 @@ class Generation(NamedTuple):
 def steps_of(found: Mapping[str, Stat]) -> dict[str, list[Generation]]:
     """The saves in a listing by the local name of their folder, oldest first.
 
-    >>> found = dict.fromkeys(["step-00000004.2/manifest.json", "step-00000004/manifest.json"], Stat(1, 0.0))
+    >>> names = ["step-00000004.2/manifest.json", "step-00000004/manifest.json"]
+    >>> found = dict.fromkeys(names, Stat(1, 0.0))
     >>> [save.folder for save in steps_of(found)["step-00000004"]]
     ['step-00000004', 'step-00000004.2']
     """
-    saves: dict[str, dict[str, Generation]] = {}
+    by_folder: dict[str, Generation] = {}
+    saves: dict[str, list[Generation]] = {}
     for name, stat in found.items():
-        if match := _STEP.fullmatch(name):
-            folder, local = name.rpartition("/")[0], match[1] + match[2]
-            save = saves.setdefault(local, {}).setdefault(
-                folder, Generation(folder, int(match[3] or 1), {})
-            )
-            save.objects[match[4]] = stat
-    return {
-        local: sorted(found.values(), key=lambda save: save.number)
-        for local, found in saves.items()
-    }
+        match = _STEP.fullmatch(name)
+        if match is None:
+            continue
+        parent, step, number, object_name = match.groups()
+        folder = name.rpartition("/")[0]
+        if folder not in by_folder:
+            by_folder[folder] = Generation(folder, int(number or 1), {})
+            saves.setdefault(parent + step, []).append(by_folder[folder])
+        by_folder[folder].objects[object_name] = stat
+    for generations in saves.values():
+        generations.sort(key=lambda save: save.number)
+    return saves
 
 
 def mirror(remote: Remote, folder: Path) -> None:
-    """Bring the small files below an address into a local folder, and its checkpoints without their
-    shards.
+    """Bring the small files below an address into a local folder, and an index of its checkpoints.
 
     Of two versions of a file the newer one stays. Checkpoints that were deleted or set aside in
     object storage go, unless the folder has all shards of a deleted one.
@@ -150,53 +159,59 @@ def mirror(remote: Remote, folder: Path) -> None:
     """
     found = {name: stat for name, stat in remote.sizes().items() if not _UNSAFE.search(name)}
     saves = steps_of(found)
-    current = {
-        local: committed[-1]
-        for local, generations in saves.items()
-        if (
-            committed := [
-                save for save in generations if save.is_committed and not save.is_superseded
-            ]
-        )
-    }
-    of_steps = {
-        f"{save.folder}/{name}"
-        for saved in saves.values()
-        for save in saved
-        for name in save.objects
-    }
-    for name, stat in found.items():
-        file = folder / name
-        is_newer = not file.exists() or file.stat().st_mtime < stat.changed
-        if name not in of_steps and is_newer and not _SHARD.fullmatch(name):
-            with disk_errors(file):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                (remote / name).download(file, stat.size)
-            os.utime(file, (stat.changed, stat.changed))  # the time that a list of runs shows
+    current: dict[str, Generation] = {}
+    small_files = {name: stat for name, stat in found.items() if not _SHARD.fullmatch(name)}
+    for local, generations in saves.items():
+        for save in generations:
+            if save.is_committed and not save.is_superseded:
+                current[local] = save
+            for name in save.objects:
+                small_files.pop(f"{save.folder}/{name}", None)
+    _download(small_files, remote, folder=folder)
     for step in [*folder.glob("step-*[0-9]"), *folder.glob("checkpoints/step-*[0-9]")]:
-        local, stored = str(step.relative_to(folder)), stored_at(step)
-        if "." in step.name or local in current or stored is None:
-            continue
-        if local not in saves and all((step / name).exists() for name in stored.sizes):
-            (step / MARKER).unlink()  # deleted there by another hand: this copy may be the last one
-        else:
-            shutil.rmtree(step, ignore_errors=True)
+        local = str(step.relative_to(folder))
+        if "." not in step.name and local not in current:
+            _drop_step(step, is_deleted=local not in saves)
     for local, save in current.items():
         _mirror_step(folder / local, remote / save.folder, objects=save.objects)
     if MANIFEST in found:  # the folder of one checkpoint
         mark(folder, Stored(remote, _shards(found)))
 
 
+def _download(files: Mapping[str, Stat], remote: Remote, *, folder: Path) -> None:
+    """Download the files that are newer than in a local folder."""
+    for name, stat in files.items():
+        file = folder / name
+        if file.exists() and file.stat().st_mtime >= stat.changed:
+            continue
+        with disk_errors(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            (remote / name).download(file, stat.size)
+        os.utime(file, (stat.changed, stat.changed))  # the time that a list of runs shows
+
+
+def _drop_step(step: Path, *, is_deleted: bool) -> None:
+    """Remove a local step that was deleted or set aside in object storage."""
+    stored = stored_at(step)
+    if stored is None:
+        return
+    if is_deleted and all((step / name).exists() for name in stored.sizes):
+        (step / MARKER).unlink()  # deleted there by another hand: this copy may be the last one
+    else:
+        shutil.rmtree(step, ignore_errors=True)
+
+
 def _mirror_step(step: Path, remote: Remote, *, objects: Mapping[str, Stat]) -> None:
-    known, stored = stored_at(step), Stored(remote, _shards(objects))
-    if known == stored and (step / MANIFEST).is_file():
+    stored = Stored(remote, _shards(objects))
+    manifest = step / MANIFEST
+    if stored_at(step) == stored and manifest.is_file():
         return
     text = (remote / MANIFEST).read(0, objects[MANIFEST].size)
     with disk_errors(step):
-        if not (step / MANIFEST).is_file() or (step / MANIFEST).read_bytes() != text:
+        if not manifest.is_file() or manifest.read_bytes() != text:
             shutil.rmtree(step, ignore_errors=True)
             step.mkdir(parents=True)
-            write_text(step / MANIFEST, text.decode(errors="replace"))
+            write_text(manifest, text.decode(errors="replace"))
     mark(step, stored)
 
 
@@ -205,32 +220,34 @@ def _shards(objects: Mapping[str, Stat]) -> dict[str, int]:
 
 
 def fetched(remote: Remote, base: Path) -> Path:
-    """The local folder of an address that is read: a run, a step of it, or a folder of a model or a
-    tokenizer.
+    """The local folder of an address that is read, with its small files.
 
     Args:
-        remote: the address.
+        remote: address of a run, a step of it, or a folder of a model or a tokenizer.
         base: the folder in which the local one is, below bucket and name.
 
     Raises:
         CheckpointError: there is nothing at the address.
         StorageFault: it cannot be reached.
     """
-    names, run = remote.path.split("/"), remote
+    names = remote.path.split("/")
+    run = remote
     while len(names) > 1 and re.fullmatch(r"step-\d{8,}(\.\d+)?|checkpoints", names[-1]):
-        names, run = names[:-1], run.parent
+        names.pop()
+        run = run.parent
     mirror(run, base / run.path)
     path = base / remote.path
     if not path.is_dir() or not any(path.iterdir()):
-        why = "there is no folder of this name, or the checkpoint was not finished"
         raise CheckpointError(
-            f"{remote} is not there", why=why, fix="list the bucket, and name a folder of it"
+            f"{remote} is not there",
+            why="there is no folder of this name, or the checkpoint was not finished",
+            fix="list the bucket, and name a folder of it",
         )
     return path
 
 
 class FileUploads:
-    """Uploads the files of a run folder that have changed: those in it, and those of its tokenizer.
+    """Uploads the files of a run folder and of its tokenizer that have changed.
 
     Args:
         folder: the run folder.
@@ -238,11 +255,12 @@ class FileUploads:
     """
 
     def __init__(self, folder: Path, remote: Remote) -> None:
-        self._folder, self._remote = folder, remote
-        self._versions: dict[str, tuple[int, int]] = {}  # of what is there, by name
+        self._folder = folder
+        self._remote = remote
+        self._versions: dict[str, tuple[int, int]] = {}  # uploaded versions, by name
 
     def upload(self) -> None:
-        """Upload what has changed since the last call.
+        """Upload the files that have changed since the last call.
 
         Raises:
             StorageFault: a file cannot be written.
@@ -250,8 +268,9 @@ class FileUploads:
         for file in sorted([*self._folder.glob("[!.]*.*"), *self._folder.glob("tokenizer/*")]):
             if file.is_symlink() or not file.is_file() or file.suffix == ".lock":
                 continue
-            name, status = str(file.relative_to(self._folder)), file.stat()
-            version = status.st_mtime_ns, status.st_size
+            name = str(file.relative_to(self._folder))
+            status = file.stat()
+            version = (status.st_mtime_ns, status.st_size)
             if self._versions.get(name) != version:
                 (self._remote / name).put(file)
                 self._versions[name] = version
