@@ -158,12 +158,7 @@ def _another_model(
                 fix=f"set --optimizer {saved_rule}, or export its weights "
                 "and load them with --pretrained-checkpoint",
             )
-    there = unnest({"model": manifest.config.get("model")})
-    here = unnest({"model": current.get("model")})
-    options = []
-    for key in here:
-        if key in there and there[key] != here[key]:
-            options.append(f"{key} {there[key]} there, {here[key]} here")
+    options = _differing_options(manifest.config, current)
     why = "names and shapes must be the same"
     if options:
         why = f"model options differ: {_join(options)}"
@@ -173,6 +168,16 @@ def _another_model(
         fix="set the options as they are there, choose another --run-dir for a new run, "
         "or another --load",
     )
+
+
+def _differing_options(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    there = unnest({"model": saved.get("model")})
+    here = unnest({"model": current.get("model")})
+    options = []
+    for key in here:
+        if key in there and there[key] != here[key]:
+            options.append(f"{key} {there[key]} there, {here[key]} here")
+    return options
 
 
 def _optimizer_of(config: Mapping[str, Any]) -> Any:

@@ -165,13 +165,15 @@ def _remove(path: Path) -> None:
     stored = stored_at(path) if ".deleted" in path.name else None
     if stored is not None:
         stored.delete()  # first: this folder is the record that it has to be done
-    foreign = []
-    for child in sorted(path.iterdir()):
-        is_file = child.is_symlink() or not child.is_dir()
-        if is_file and _OWN_FILE.fullmatch(child.name):
-            child.unlink()
-        else:
-            foreign.append(child.name)
+    _remove_own_files(path)
+    foreign = sorted(child.name for child in path.iterdir())
     if foreign:
         raise OSError(0, f"it holds {foreign[0]}, which nanotrain did not write")
     path.rmdir()
+
+
+def _remove_own_files(folder: Path) -> None:
+    for child in sorted(folder.iterdir()):
+        is_file = child.is_symlink() or not child.is_dir()
+        if is_file and _OWN_FILE.fullmatch(child.name):
+            child.unlink()

@@ -170,19 +170,17 @@ def _file_fault(file: Path, size: int, *, stored: Stored | None) -> str:
         if stored is None or file.name not in stored.sizes:
             return f"{file.name} is missing"
         present = stored.sizes[file.name]
-        if present == size:
-            return ""
-        return f"{file.name} has {present} of {size} bytes in {stored.remote}"
+        fault = f"{file.name} has {present} of {size} bytes in {stored.remote}"
+        return fault if present != size else ""
     if not stat.S_ISREG(status.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "no regular file"
         return f"{file.name} is {kind}"
-    if status.st_size != size:
-        return f"{file.name} has {status.st_size} of {size} bytes"
-    return ""
+    fault = f"{file.name} has {status.st_size} of {size} bytes"
+    return fault if status.st_size != size else ""
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a checkpoints folder, oldest step first; skips others silently."""
+    """The complete checkpoints in a checkpoints folder, oldest first; skips others silently."""
     return [path for path in step_entries(folder) if _fault_of(path) is None]
 
 
@@ -289,16 +287,14 @@ def _newest(folder: Path, *, below: int | None) -> tuple[Path | None, list[str]]
             reasons[path] = fault.why or fault.what
             continue
         names = not_finite(path)
-        if newest is None or not names:
-            newest = path
         if not names:
+            newest = path
             break
+        newest = newest or path
         reasons[path] = describe_not_finite(names)
     first = -1 if newest is None else step_of(newest)
-    skipped = []
-    for path, why in reasons.items():
-        if path != newest and step_of(path) >= first:
-            skipped.append(f"{path.name} ({why})")
+    reasons = {path: why for path, why in reasons.items() if path != newest}
+    skipped = [f"{path.name} ({why})" for path, why in reasons.items() if step_of(path) >= first]
     if below is None:
         skipped += [f"{path.name} (it was never finished)" for path in _unfinished(folder, first)]
     return newest, skipped

@@ -159,15 +159,12 @@ def mirror(remote: Remote, folder: Path) -> None:
     """
     found = {name: stat for name, stat in remote.sizes().items() if not _UNSAFE.search(name)}
     saves = steps_of(found)
-    current: dict[str, Generation] = {}
-    small_files = {name: stat for name, stat in found.items() if not _SHARD.fullmatch(name)}
+    current = {}
     for local, generations in saves.items():
         for save in generations:
             if save.is_committed and not save.is_superseded:
-                current[local] = save
-            for name in save.objects:
-                small_files.pop(f"{save.folder}/{name}", None)
-    _download(small_files, remote, folder=folder)
+                current[local] = save  # the last one counts
+    _download(_small_files(found), remote, folder=folder)
     for step in [*folder.glob("step-*[0-9]"), *folder.glob("checkpoints/step-*[0-9]")]:
         local = str(step.relative_to(folder))
         if "." not in step.name and local not in current:
@@ -176,6 +173,15 @@ def mirror(remote: Remote, folder: Path) -> None:
         _mirror_step(folder / local, remote / save.folder, objects=save.objects)
     if MANIFEST in found:  # the folder of one checkpoint
         mark(folder, Stored(remote, _shards(found)))
+
+
+def _small_files(found: Mapping[str, Stat]) -> dict[str, Stat]:
+    """Files of a run outside of its checkpoints."""
+    return {
+        name: stat
+        for name, stat in found.items()
+        if not _STEP.fullmatch(name) and not _SHARD.fullmatch(name)
+    }
 
 
 def _download(files: Mapping[str, Stat], remote: Remote, *, folder: Path) -> None:

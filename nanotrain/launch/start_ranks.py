@@ -145,39 +145,37 @@ def read_options(options: Sequence[str], program: Sequence[str]) -> Namespace:
         ConfigError: an option that the parser refuses.
     """
     refused = io.StringIO()
-    logs = (
-        []
-        if any(option.startswith(("--log-dir", "--tee", "--redirects")) for option in options)
-        else [os.devnull]
-    )
+    logs = [f"--log-dir={os.devnull}"]
+    if any(option.startswith(("--log-dir", "--tee", "--redirects")) for option in options):
+        logs = []
     parser = get_args_parser()
     # torch 2.10; one that the environment sets is a string
     if parser.get_default("master_port") == DEFAULT_PORT:
         parser.set_defaults(master_port=None)
     try:
         with redirect_stderr(refused):
-            args = parser.parse_args(
-                [*options, *(f"--log-dir={path}" for path in logs), "--module", *program]
-            )
+            args = parser.parse_args([*options, *logs, "--module", *program])
             parse_min_max_nnodes(args.nnodes)
     except (SystemExit, RuntimeError, ValueError) as error:
         message = refused.getvalue().rpartition("error: ")[2].strip() or str(error)
         raise ConfigError(
             message, why="torchrun's parser refuses it", fix="torchrun --help describes it"
         ) from None
-    if args.standalone or (
-        args.rdzv_backend == "static"
-        and not args.rdzv_endpoint
-        and args.master_addr in (LOCAL, "localhost")
-        and parse_min_max_nnodes(args.nnodes)[1] == 1
-    ):  # one machine: unless a port is set a free one, so that two jobs do not meet
-        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = (
-            LOCAL_BACKEND,
-            f"{LOCAL}:{args.master_port or 0}",
-            "local",
-        )
+    if args.standalone or _is_one_machine(args):
+        # unless a port is set a free one, so that two jobs do not meet
+        args.rdzv_backend = LOCAL_BACKEND
+        args.rdzv_endpoint = f"{LOCAL}:{args.master_port or 0}"
+        args.rdzv_id = "local"
     args.master_port = args.master_port or DEFAULT_PORT
     return args
+
+
+def _is_one_machine(args: Namespace) -> bool:
+    """Whether options name no other machine."""
+    if args.rdzv_backend != "static" or args.rdzv_endpoint:
+        return False
+    _, max_nodes = parse_min_max_nnodes(args.nnodes)
+    return max_nodes == 1 and args.master_addr in (LOCAL, "localhost")
 
 
 class LocalRendezvous(StaticTCPRendezvous):
@@ -266,8 +264,9 @@ def run_ranks(args: Namespace, stops: Sequence[int]) -> int:
         raise EnvironmentFault(
             "the machines of this job did not meet",
             why=f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": "),
-            fix="give all machines the same --nnodes, --rdzv-backend, --rdzv-id and --rdzv-endpoint HOST:PORT, and "
-            "check that port; on one machine leave --master-port out",
+            fix="give all machines the same --nnodes, --rdzv-backend, --rdzv-id "
+            "and --rdzv-endpoint HOST:PORT, and check that port; "
+            "on one machine leave --master-port out",
         ) from None
     except AttributeError as error:
         # of the result, which torch does not have if this machine was not admitted
@@ -339,7 +338,7 @@ def passing_signals_on(environment: MutableMapping[str, str]) -> Iterator[list[i
 
 
 def _ranks() -> list[int]:
-    """The process ids of the ranks: children of this process, each the leader of its own session."""
+    """The process ids of the ranks: children of this process, leaders of their own sessions."""
     ranks = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
