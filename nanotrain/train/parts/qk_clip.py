@@ -15,8 +15,6 @@ step in which the logits were observed (`model/attention.py`).
 
 Source: Kimi K2 (2025), section 2.1, algorithm 1 (MuonClip), with alpha 1/2; Megatron-LM for heads
 that share a key.
-
-    N query heads over all tp ranks   G key/value heads
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,14 +46,12 @@ class QKClip(StepPart):
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         """Two all-reduces of one number per layer and head of each stage."""
         model = self._model
+        config = model.config.optim
+        shape = model.plan.shape
         groups = model.context.groups
         for stage in model.stages.values():
             factors = collect_factors(
-                stage,
-                model.config.optim,
-                shape=model.plan.shape,
-                tp=groups["tp"],
-                dp_cp=groups["dp_cp"],
+                stage, config, shape=shape, tp=groups["tp"], dp_cp=groups["dp_cp"]
             )
             for name, rows in factors.items():
                 factors[name] = torch.where(update.skipped, 1.0, rows)
@@ -142,7 +138,7 @@ def row_factors(head_factors: Tensor, shape: ModelShape, *, alpha: float) -> Map
     q_lora_rank).
 
     Args:
-        head_factors: [N] factors of the heads.
+        head_factors: [N] factors of the query heads over all tp ranks.
         shape: shape of the model.
         alpha: exponent of the query.
     """
