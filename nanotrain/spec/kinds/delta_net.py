@@ -143,15 +143,15 @@ def gated_delta_net_operators(s: LayerSizes) -> Operators:
     """Gated DeltaNet: one product for all projections."""
     widths = {name: width // s.tp for name, width in _widths(s.shape).items()}
     heads = _sizes(s.shape).num_value_heads // s.tp
+    value = s.tokens * widths["value"]
     projected = {**widths, "gate": widths["value"], "step": heads, "beta": heads}
     # the gate, its activation and the product
-    gated = 3 * s.tokens * widths["value"] * s.itemsize
-    return [
-        s.column(projected, saves=(s.layer_input,)),
-        *_rule_operators(s, widths, num_steps=heads),
-        Gate(name="output_gate", numel=s.tokens * widths["value"], saves=(Saved(gated),)),
-        s.row(widths["value"]),
-    ]
+    gated = Saved(3 * value * s.itemsize)
+    operators: Operators = [s.column(projected, saves=(s.layer_input,))]
+    operators += _rule_operators(s, widths, num_steps=heads)
+    operators.append(Gate(name="output_gate", numel=value, saves=(gated,)))
+    operators.append(s.row(widths["value"]))
+    return operators
 
 
 def kda_operators(s: LayerSizes) -> Operators:
@@ -159,17 +159,19 @@ def kda_operators(s: LayerSizes) -> Operators:
     sizes = _sizes(s.shape)
     widths = {name: width // s.tp for name, width in _widths(s.shape).items()}
     heads = sizes.num_value_heads // s.tp
-    gated = 2 * s.tokens * widths["value"] * s.itemsize
-    return [
-        s.column({**widths, "beta": heads}, saves=(s.layer_input,)),
-        down_projection(s, "gate_down", outputs=sizes.value_head_dim),
-        down_projection(s, "step_down", outputs=sizes.key_head_dim),
-        _up_projection(s, "gate_up", outputs=widths["value"], inputs=sizes.value_head_dim),
-        _up_projection(s, "step_up", outputs=widths["key"], inputs=sizes.key_head_dim),
-        *_rule_operators(s, widths, num_steps=widths["key"]),
-        Gate(name="output_gate", numel=s.tokens * widths["value"], saves=(Saved(gated),)),
-        s.row(widths["value"]),
-    ]
+    key_dim = sizes.key_head_dim
+    value_dim = sizes.value_head_dim
+    value = s.tokens * widths["value"]
+    gated = Saved(2 * value * s.itemsize)  # the gate and its activation
+    operators: Operators = [s.column({**widths, "beta": heads}, saves=(s.layer_input,))]
+    operators.append(down_projection(s, "gate_down", outputs=value_dim))
+    operators.append(down_projection(s, "step_down", outputs=key_dim))
+    operators.append(_up_projection(s, "gate_up", outputs=widths["value"], inputs=value_dim))
+    operators.append(_up_projection(s, "step_up", outputs=widths["key"], inputs=key_dim))
+    operators += _rule_operators(s, widths, num_steps=widths["key"])
+    operators.append(Gate(name="output_gate", numel=value, saves=(gated,)))
+    operators.append(s.row(widths["value"]))
+    return operators
 
 
 def _up_projection(s: LayerSizes, name: str, *, outputs: int, inputs: int) -> Product:

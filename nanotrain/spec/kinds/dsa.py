@@ -75,24 +75,22 @@ def _indexer(s: LayerSizes, *, heads: int) -> Operators:
         outputs=query_width,
         inputs=_query_rank(s.shape),
     )
-    return [
-        query,
-        down_projection(s, "indexer.key", outputs=key_width),
-        down_projection(s, "indexer.head_weight", outputs=dsa.n_heads),
-        Norm(name="indexer", numel=s.outside * key_width, saves=(Saved(norm_inputs),)),
-        Indexer(
-            name="indexer",
-            heads=dsa.n_heads,
-            head_dim=dsa.head_dim,
-            num_positions=s.tokens,
-            length=s.seq_length * s.cp,
-            attention_heads=heads,
-            attention_head_dim=s.shape.head_dim,
-            has_loss=dsa.loss_coeff > 0,
-            saves=(Saved(grads), Saved(gathered_keys, dropped_by=("core_attn",))),
-            working=_forward_temporaries(s, heads=heads),
-        ),
-    ]
+    key = down_projection(s, "indexer.key", outputs=key_width)
+    head_weight = down_projection(s, "indexer.head_weight", outputs=dsa.n_heads)
+    norm = Norm(name="indexer", numel=s.outside * key_width, saves=(Saved(norm_inputs),))
+    scores = Indexer(
+        name="indexer",
+        heads=dsa.n_heads,
+        head_dim=dsa.head_dim,
+        num_positions=s.tokens,
+        length=s.seq_length * s.cp,
+        attention_heads=heads,
+        attention_head_dim=s.shape.head_dim,
+        has_loss=dsa.loss_coeff > 0,
+        saves=(Saved(grads), Saved(gathered_keys, dropped_by=("core_attn",))),
+        working=_forward_temporaries(s, heads=heads),
+    )
+    return [query, key, head_weight, norm, scores]
 
 
 def _attention(s: LayerSizes, *, heads: int) -> SparseAttention:

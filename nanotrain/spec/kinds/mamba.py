@@ -89,16 +89,16 @@ def operators(s: LayerSizes) -> Operators:
     gated = Saved(4 * value * FP32)
     statistics = Saved(s.tokens * sizes.num_groups // s.tp * FP32)
     normed = Saved(2 * value * s.itemsize)  # before and after the weight
-    norm = Norm(name="mamba_norm", numel=value, saves=(statistics, normed))
-    return [
-        s.column({"gate": widths["value"], **widths, "step": heads}, saves=(s.layer_input,)),
-        # inputs, outputs and activations
-        short_convolutions(s, convolved, kernel_size=sizes.conv_kernel_dim, num_saved=3),
-        _scan(s, heads=heads),
-        Gate(name="output_gate", numel=value, saves=(gated,)),
-        norm,
-        s.row(widths["value"]),
-    ]
+    kernel_size = sizes.conv_kernel_dim
+    projected = {"gate": widths["value"], **widths, "step": heads}
+    operators: Operators = [s.column(projected, saves=(s.layer_input,))]
+    # inputs, outputs and activations
+    operators.append(short_convolutions(s, convolved, kernel_size=kernel_size, num_saved=3))
+    operators.append(_scan(s, heads=heads))
+    operators.append(Gate(name="output_gate", numel=value, saves=(gated,)))
+    operators.append(Norm(name="mamba_norm", numel=value, saves=(statistics, normed)))
+    operators.append(s.row(widths["value"]))
+    return operators
 
 
 def _scan(s: LayerSizes, *, heads: int) -> Scan:

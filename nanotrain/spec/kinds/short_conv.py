@@ -13,13 +13,11 @@ def declare(declare: Declaration) -> Specs:
     bias = declare.shape.has_linear_bias
     projection = declare.column_linear(hidden, hidden, bias=bias)
     convolution = declare.convolution(hidden, kernel_size(declare.shape), bias=bias)
-    return (
-        *nest("gate_in", projection),
-        *nest("gate_out", projection),
-        *nest("value", projection),
-        *nest("conv", convolution),
-        *nest("output", declare.row_linear(hidden, hidden, bias=bias)),
-    )
+    specs = nest("gate_in", projection)
+    specs += nest("gate_out", projection)
+    specs += nest("value", projection)
+    specs += nest("conv", convolution)
+    return specs + nest("output", declare.row_linear(hidden, hidden, bias=bias))
 
 
 def kernel_size(shape: ModelShape) -> int:
@@ -36,12 +34,10 @@ def operators(s: LayerSizes) -> Operators:
     convolution = short_convolutions(
         s, {"conv": channels}, kernel_size=kernel_size(s.shape), num_saved=1
     )
-    return [
-        s.column(
-            {"gate_in": channels, "gate_out": channels, "value": channels}, saves=(s.layer_input,)
-        ),
-        Gate(name="gate_in", numel=numel, saves=(factor, factor)),
-        convolution,
-        Gate(name="gate_out", numel=numel, saves=(factor, factor)),
-        s.row(channels, saves=(factor,)),
-    ]
+    projected = {"gate_in": channels, "gate_out": channels, "value": channels}
+    operators: Operators = [s.column(projected, saves=(s.layer_input,))]
+    operators.append(Gate(name="gate_in", numel=numel, saves=(factor, factor)))
+    operators.append(convolution)
+    operators.append(Gate(name="gate_out", numel=numel, saves=(factor, factor)))
+    operators.append(s.row(channels, saves=(factor,)))
+    return operators
