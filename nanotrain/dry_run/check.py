@@ -31,8 +31,8 @@ from nanotrain.spec.boxes import Box
 from nanotrain.topology.groups import GroupName
 from nanotrain.topology.topology import Topology
 
-# Memory besides the planned buffers: scalars, statistics of routers, and the ends of the allocator's
-# blocks.
+# Memory besides the planned buffers: scalars, statistics of routers, and the ends of the
+# allocator's blocks.
 SMALL_BYTES = 2 * 2**20
 PEAK_SHARE = 0.1  # the planned peak is an estimate (docs/memory.md)
 FEWEST = 3  # microbatches: the first, the last and one between

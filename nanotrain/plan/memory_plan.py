@@ -43,17 +43,17 @@ from nanotrain.topology.topology import Topology
 CERTAIN_SHARE = 0.8
 CERTAIN_SHARE_COMPILED = 0.4
 # cpu: measured with a tiny model, libraries in its first steps; cuda: workspaces of cuBLAS, which
-# torch allocates on compute capability 9.0 once for the thread of the forward and once for the thread
-# of the backward, and the rest of blocks that its allocator does not split (0 to 15 MB over the
+# torch allocates on compute capability 9.0 for the thread of the forward and for the thread of the
+# backward, and the rest of blocks that its allocator does not split (0 to 15 MB over the
 # layouts of docs/gpu.md)
 PROCESS_BYTES = {"cpu": 75_000_000, "cuda": 2 * 32 * 2**20 + 16_000_000}
-# Memory of a GPU that a process takes besides tensors. The context, with the kernels of torch, cuBLAS
-# and cuDNN that are loaded as they are used: 0.5 to 0.8 GB. The channels of a communicator of NCCL:
+# Memory of a GPU that a process takes besides tensors. The context, with the kernels of torch,
+# cuBLAS and cuDNN that are loaded as they are used: 0.5 to 0.8 GB. The channels of a communicator of NCCL:
 # 0.2 to 0.4 GB.
 CONTEXT_BYTES = 700 * 2**20
 NCCL_BYTES = 256 * 2**20
-# Share of the tensors: reserved memory exceeds allocated memory by 2 to 7 % in the runs that SimuMax
-# measured.
+# Share of the tensors: reserved memory exceeds allocated memory by 2 to 7 % in the runs that
+# SimuMax measured.
 FRAGMENTS = 0.03
 ROWS = ("params", "grads", "optimizer", "activations", "working", "communication", "overhead")
 OPTIONAL_ROWS = ("communication", "overhead")  # rows that are left out where they are empty
@@ -108,7 +108,7 @@ class MemoryPlan:
         return rows
 
     def table(self, available: int | None, *, pp_size: int = 1) -> str:
-        """A small table; its title names the pipeline rank that needs the most, if there are several."""
+        """A small table, with the pipeline rank that needs the most if there are several."""
         title = "planned memory per rank"
         if pp_size > 1:
             title += f" (pipeline rank {self.pp_rank} needs the most)"

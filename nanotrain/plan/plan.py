@@ -204,7 +204,7 @@ class Plan:
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
-        """[B, S, H] of this rank's hidden states between two stages, for samples without a split."""
+        """[B, S, H] of this rank's hidden states between two stages, for unsplit samples."""
         return self.hidden_shape_of(self.config.data.seq_length)
 
     def hidden_shape_of(self, seq_length: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""`--explain`: operators of a step with sizes, time and efficiency, and the formulas of the totals."""
+"""`--explain`: operators of a step with sizes, times and rates, and the formulas of the totals."""
 
 from collections.abc import Iterator
 

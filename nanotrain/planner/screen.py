@@ -134,7 +134,7 @@ def _axes(scenario: Scenario) -> list[str]:
 
 
 def flags_of(chosen: Config, config: Config) -> str:
-    """Arguments that change the layout of `config` to that of `chosen`, for the same global batch."""
+    """Arguments that give `config` the layout of `chosen`, for the same global batch."""
     now = layout_of(config)
     changed = {name: value for name, value in layout_of(chosen).items() if value != now[name]}
     if config.train.global_batch_size is None and not config.train.step_batch_size_schedule:

@@ -1,4 +1,4 @@
-"""Times of the actions of a pipeline stage: forward, backward and its halves, with FSDP collectives.
+"""Times of the actions of a pipeline stage: forward, backward and its halves, with FSDP.
 
 Stages.streams(stage, kind)  Streams of one action
       .seconds(streams)      duration of an action

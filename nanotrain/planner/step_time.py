@@ -236,7 +236,7 @@ class StepClock:
         return [(spec.index, kind) for spec in self.scenario.stages[rank] for kind in kinds]
 
     def run(self, num_microbatches: int) -> Run:
-        """Run the schedule: every rank runs its actions in order, as soon as their inputs arrive."""
+        """Run the schedule: every rank runs its actions in order, when their inputs are there."""
         steps = self.steps(num_microbatches)
         num_ranks = self.shape.num_ranks
         transfer = self.transfer_s if num_ranks > 1 else 0.0
