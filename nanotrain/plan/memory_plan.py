@@ -48,8 +48,8 @@ CERTAIN_SHARE_COMPILED = 0.4
 # layouts of docs/gpu.md)
 PROCESS_BYTES = {"cpu": 75_000_000, "cuda": 2 * 32 * 2**20 + 16_000_000}
 # Memory of a GPU that a process takes besides tensors. The context, with the kernels of torch,
-# cuBLAS and cuDNN that are loaded as they are used: 0.5 to 0.8 GB. The channels of a communicator of NCCL:
-# 0.2 to 0.4 GB.
+# cuBLAS and cuDNN that are loaded as they are used: 0.5 to 0.8 GB. The channels of a communicator
+# of NCCL: 0.2 to 0.4 GB.
 CONTEXT_BYTES = 700 * 2**20
 NCCL_BYTES = 256 * 2**20
 # Share of the tensors: reserved memory exceeds allocated memory by 2 to 7 % in the runs that

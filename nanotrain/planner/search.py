@@ -159,7 +159,7 @@ class Space:
     tried: set[str] = field(default_factory=set)  # layouts so far
 
     def candidates(self) -> Iterator[Prediction]:
-        """Layouts of all sizes, with the first strategy that may fit per amount of recomputation."""
+        """Layouts of all sizes with the first strategy that may fit, per recomputation."""
         for sizes in self._sizes():
             for recompute in (RECOMPUTED[0], RECOMPUTED[-1]):
                 candidate = self._first_fitting_strategy({**sizes, **recompute})
