@@ -35,7 +35,9 @@ class NanotrainError(Exception):
     """
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
-        self.what, self.why, self.fix = what, why, fix
+        self.what = what
+        self.why = why
+        self.fix = fix
         super().__init__(what, why, fix)
 
     def __reduce__(self) -> tuple[Callable[..., "NanotrainError"], tuple[object, ...]]:

@@ -1,6 +1,6 @@
 """GPT models: transformer stages with dense or mixture-of-experts layers.
 
-    transformer.py          embedding, block, head and stage, top to bottom
+    transformer.py          block and stage, top to bottom; ends.py has embedding and head
     attention.py, mla.py, dsa.py                       attention, latent and sparse attention
     mamba.py, delta_net.py, short_conv.py, attention_mamba.py    layers in place of attention
     recurrence.py           convolutions and states of these, over cp and in generation
