@@ -350,8 +350,8 @@ def summed_over_ranks(cpu_time_s: list[float]) -> list[float]:
     return [sum(step) for step in zip(*ranks, strict=True)]
 
 
-def main() -> None:
-    """Run one strategy and print the report."""
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of one run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -379,7 +379,12 @@ def main() -> None:
     )
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Run one strategy and print the report."""
+    args = build_parser().parse_args()
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device(

@@ -63,6 +63,19 @@ def further_loss(stage: Any, samples: range) -> float:
     return total / batch.mtp[0].num_target_tokens.item()
 
 
+def check_norms(
+    metrics: dict[str, Any], *, before: dict[str, Tensor], after: dict[str, Tensor]
+) -> None:
+    """Compare the reported norms of weights and of their change with those of the weights."""
+    assert metrics["params_norm"] == pytest.approx(norm_of(after), rel=1e-6)
+    change = {name: weight - before[name] for name, weight in after.items()}
+    for kind, weights in (("param", after), ("update", change)):
+        norms = metrics["norms"][kind]
+        assert total(norms) == pytest.approx(norm_of(weights), rel=1e-6), kind
+        attention = norm_of(weights, ".attention.")
+        assert norms["attention"] == pytest.approx(attention, rel=1e-6), kind
+
+
 def train(ctx: ParallelContext) -> None:
     run = build_here(ctx, CASE)
     read_blend(ctx, run)
@@ -124,18 +137,11 @@ def train(ctx: ParallelContext) -> None:
             dict(zip(source_names(DATA), means, strict=True)), rel=1e-5
         )
         losses.zero_()
-        change = {name: weight - before[name] for name, weight in after.items()}
-        norms = metrics["norms"]
         assert norm_of(after, ".attention.") < 0.99 * norm_of(unclipped, ".attention."), (
             "QK-clip changes the norms"
         )
-        assert total(norms["grad"]) == pytest.approx(output.grad_norm, rel=1e-6)
-        assert metrics["params_norm"] == pytest.approx(norm_of(after), rel=1e-6)
-        for kind, weights in (("param", after), ("update", change)):
-            assert total(norms[kind]) == pytest.approx(norm_of(weights), rel=1e-6), kind
-            assert norms[kind]["attention"] == pytest.approx(
-                norm_of(weights, ".attention."), rel=1e-6
-            ), kind
+        assert total(metrics["norms"]["grad"]) == pytest.approx(output.grad_norm, rel=1e-6)
+        check_norms(metrics, before=before, after=after)
 
 
 def total(norms: dict[str, float]) -> float:

@@ -11,21 +11,7 @@ from nanotrain.interop.hf.import_weights import import_weights
 from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.spec.boxes import TensorBox
-from tests.interop.hf.hybrid_shapes import (
-    DELTA_NET,
-    FALCON_H1,
-    GLM4_MOE,
-    GRANITE,
-    HYBRID,
-    KIMI_LINEAR,
-    LFM2_MOE,
-    LLAMA4,
-    LONGCAT,
-    MIMO,
-    NEMOTRON_H,
-    OLMO_HYBRID,
-    QWEN3_NEXT,
-)
+from tests.interop.hf import hybrid_shapes
 from tests.model.building import VOCAB, give_storage
 
 LLAMA_SHAPE = {
@@ -177,10 +163,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v32-yarn": ("DeepseekV32", LLAMA_SHAPE | DEEPSEEK_V3 | INDEXER),
     "glm_moe_dsa": ("GlmMoeDsa", LLAMA_SHAPE | DEEPSEEK_V3 | INDEXER | GLM5),
-    "glm4_moe": ("Glm4Moe", LLAMA_SHAPE | GLM4_MOE),
+    "glm4_moe": ("Glm4Moe", LLAMA_SHAPE | hybrid_shapes.GLM4_MOE),
     "glm4_moe-plain": (
         "Glm4Moe",
-        LLAMA_SHAPE | GLM4_MOE | {"use_qk_norm": False, "attention_bias": False},
+        LLAMA_SHAPE | hybrid_shapes.GLM4_MOE | {"use_qk_norm": False, "attention_bias": False},
     ),
     "olmo2": ("Olmo2", LLAMA_SHAPE | SMALL_TOKENS | {"num_key_value_heads": 2}),
     "olmo3": ("Olmo3", LLAMA_SHAPE | SMALL_TOKENS | {"num_hidden_layers": 4, "sliding_window": 6}),
@@ -214,41 +200,48 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "nemotron_h": ("NemotronH", NEMOTRON_H | {"hybrid_override_pattern": "ME*-ME"}),
+    "nemotron_h": ("NemotronH", hybrid_shapes.NEMOTRON_H | {"hybrid_override_pattern": "ME*-ME"}),
     "nemotron_h-latent": (
         "NemotronH",
-        NEMOTRON_H | {"hybrid_override_pattern": "E*", "moe_latent_size": 20},
+        hybrid_shapes.NEMOTRON_H | {"hybrid_override_pattern": "E*", "moe_latent_size": 20},
     ),
-    "nemotron_h-dense": ("NemotronH", NEMOTRON_H | {"hybrid_override_pattern": "M*-"}),
+    "nemotron_h-dense": (
+        "NemotronH",
+        hybrid_shapes.NEMOTRON_H | {"hybrid_override_pattern": "M*-"},
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
         LLAMA_SHAPE
-        | GRANITE
-        | {"num_local_experts": 6, "num_hidden_layers": 3, "layer_types": HYBRID},
+        | hybrid_shapes.GRANITE
+        | {"num_local_experts": 6, "num_hidden_layers": 3, "layer_types": hybrid_shapes.HYBRID},
     ),
     "granitemoehybrid-dense": (
         "GraniteMoeHybrid",
         LLAMA_SHAPE
-        | GRANITE
-        | {"num_local_experts": 0, "layer_types": HYBRID[:2], "tie_word_embeddings": True}
+        | hybrid_shapes.GRANITE
+        | {
+            "num_local_experts": 0,
+            "layer_types": hybrid_shapes.HYBRID[:2],
+            "tie_word_embeddings": True,
+        }
         | {"time_step_limit": (1.3, float("inf"))},
     ),
     "granitemoehybrid-attention": (
         "GraniteMoeHybrid",
         LLAMA_SHAPE
-        | GRANITE
+        | hybrid_shapes.GRANITE
         | {
             "num_local_experts": 0,
             "layer_types": ["full_attention"] * 2,
             "position_embedding_type": "rope",
         },
     ),
-    "falcon_h1": ("FalconH1", LLAMA_SHAPE | SMALL_TOKENS | FALCON_H1),
+    "falcon_h1": ("FalconH1", LLAMA_SHAPE | SMALL_TOKENS | hybrid_shapes.FALCON_H1),
     "falcon_h1-norm": (
         "FalconH1",
         LLAMA_SHAPE
         | SMALL_TOKENS
-        | FALCON_H1
+        | hybrid_shapes.FALCON_H1
         | {
             "mamba_rms_norm": True,
             "mamba_norm_before_gate": False,
@@ -256,13 +249,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("Lfm2", LLAMA_SHAPE | SMALL_TOKENS | {"full_attn_idxs": [1], "block_multiple_of": 16}),
-    "lfm2_moe": ("Lfm2Moe", LLAMA_SHAPE | SMALL_TOKENS | LFM2_MOE),
-    "qwen3_next": ("Qwen3Next", LLAMA_SHAPE | QWEN3_NEXT | {"mlp_only_layers": [1]}),
-    "qwen3_5": ("Qwen3_5", LLAMA_SHAPE | DELTA_NET | {"head_dim": 16}),
+    "lfm2_moe": ("Lfm2Moe", LLAMA_SHAPE | SMALL_TOKENS | hybrid_shapes.LFM2_MOE),
+    "qwen3_next": ("Qwen3Next", LLAMA_SHAPE | hybrid_shapes.QWEN3_NEXT | {"mlp_only_layers": [1]}),
+    "qwen3_5": ("Qwen3_5", LLAMA_SHAPE | hybrid_shapes.DELTA_NET | {"head_dim": 16}),
     "qwen3_5-tied": (
         "Qwen3_5",
         LLAMA_SHAPE
-        | DELTA_NET
+        | hybrid_shapes.DELTA_NET
         | {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}
         | {
             "rope_parameters": {
@@ -273,25 +266,25 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         }
         | {"head_dim": 16, "tie_word_embeddings": True},
     ),
-    "qwen3_5_moe": ("Qwen3_5Moe", LLAMA_SHAPE | QWEN3_NEXT),
+    "qwen3_5_moe": ("Qwen3_5Moe", LLAMA_SHAPE | hybrid_shapes.QWEN3_NEXT),
     "olmo_hybrid": (
         "OlmoHybrid",
         LLAMA_SHAPE
         | SMALL_TOKENS
-        | OLMO_HYBRID
+        | hybrid_shapes.OLMO_HYBRID
         | {"rope_parameters": {"rope_type": None, "rope_theta": None}},
     ),
     "olmo_hybrid-rotary": (
         "OlmoHybrid",
         LLAMA_SHAPE
         | SMALL_TOKENS
-        | OLMO_HYBRID
+        | hybrid_shapes.OLMO_HYBRID
         | {
             "linear_allow_neg_eigval": False,
             "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
         },
     ),
-    "kimi_linear": ("KimiLinear", LLAMA_SHAPE | SMALL_TOKENS | KIMI_LINEAR),
+    "kimi_linear": ("KimiLinear", LLAMA_SHAPE | SMALL_TOKENS | hybrid_shapes.KIMI_LINEAR),
     **MIXTURES,
     "seed_oss": ("SeedOss", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16, "attention_bias": True}),
     "arcee": ("Arcee", LLAMA_SHAPE | SMALL_TOKENS),
@@ -353,7 +346,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | DEEPSEEK_V3
         | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1},
     ),
-    **{name: ("LongcatFlash", SMALL_TOKENS | fields) for name, fields in LONGCAT.items()},
+    **{
+        name: ("LongcatFlash", SMALL_TOKENS | fields)
+        for name, fields in hybrid_shapes.LONGCAT.items()
+    },
     "gemma": ("Gemma", LLAMA_SHAPE | SMALL_TOKENS | {"head_dim": 16}),
     "gemma2": (
         "Gemma2",
@@ -391,12 +387,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA_SHAPE | SMALL_TOKENS | {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
     ),
     "nanochat": ("NanoChat", LLAMA_SHAPE | SMALL_TOKENS),
-    "mimo_v2_flash": ("MiMoV2Flash", LLAMA_SHAPE | SMALL_TOKENS | MIMO),
+    "mimo_v2_flash": ("MiMoV2Flash", LLAMA_SHAPE | SMALL_TOKENS | hybrid_shapes.MIMO),
     "mimo_v2_flash-alone": (
         "MiMoV2Flash",
         LLAMA_SHAPE
         | SMALL_TOKENS
-        | MIMO
+        | hybrid_shapes.MIMO
         | {"layer_types": LAYERED, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
         | {
             "attention_bias": True,
@@ -412,16 +408,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | SMALL_TOKENS
         | {"final_logit_softcapping": 2.0, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
     ),
-    "llama4": ("Llama4", LLAMA_SHAPE | SMALL_TOKENS | LLAMA4),
+    "llama4": ("Llama4", LLAMA_SHAPE | SMALL_TOKENS | hybrid_shapes.LLAMA4),
     "llama4-scaled": (
         "Llama4",
-        LLAMA_SHAPE | SMALL_TOKENS | LLAMA4 | {"rope_parameters": LLAMA3_ROPE},
+        LLAMA_SHAPE | SMALL_TOKENS | hybrid_shapes.LLAMA4 | {"rope_parameters": LLAMA3_ROPE},
     ),
     "llama4-plain": (
         "Llama4",
         LLAMA_SHAPE
         | SMALL_TOKENS
-        | LLAMA4
+        | hybrid_shapes.LLAMA4
         | {"interleave_moe_layer_step": 1, "use_qk_norm": False, "attn_temperature_tuning": False}
         | {"no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": True},
     ),
@@ -429,7 +425,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama4",
         LLAMA_SHAPE
         | SMALL_TOKENS
-        | LLAMA4
+        | hybrid_shapes.LLAMA4
         | {"moe_layers": [1, 2], "layer_types": ["chunked_attention", *3 * ["full_attention"]]},
     ),
 }
