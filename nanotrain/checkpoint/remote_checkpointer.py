@@ -66,7 +66,8 @@ class _Messages:
 
     def put(self, name: str, text: str = "") -> None:
         """Send a text."""
-        self.store.set(self.prefix + name, zlib.compress(text.encode(), 1))  # type: ignore[arg-type]
+        compressed = zlib.compress(text.encode(), 1)
+        self.store.set(self.prefix + name, compressed)  # type: ignore[arg-type]
 
     def take(self, name: str, *, is_last: bool = False) -> str:
         """Wait for a text; `is_last` forgets it, where nobody else reads it.

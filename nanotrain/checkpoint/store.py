@@ -279,25 +279,40 @@ def _fault_of(path: Path) -> CheckpointError | None:
 def _newest(folder: Path, *, below: int | None) -> tuple[Path | None, list[str]]:
     """The newest sound checkpoint, else the newest complete one; texts on newer unusable ones."""
     considered = [path for path in step_entries(folder) if below is None or step_of(path) < below]
+    newest, reasons = _newest_sound(considered)
+    first = -1 if newest is None else step_of(newest)
+    skipped = []
+    for path, why in reasons.items():
+        if path != newest and step_of(path) >= first:
+            skipped.append(f"{path.name} ({why})")
+    if below is None:
+        skipped += [f"{path.name} (it was never finished)" for path in _unfinished(folder, first)]
+    return newest, skipped
+
+
+def _newest_sound(paths: Sequence[Path]) -> tuple[Path | None, dict[Path, str]]:
+    """The newest sound checkpoint, else the newest complete one.
+
+    Args:
+        paths: step folders, oldest first.
+
+    Returns:
+        The checkpoint, or None; and why other checkpoints are damaged or unsound.
+    """
     newest = None
     reasons: dict[Path, str] = {}
-    for path in reversed(considered):
+    for path in reversed(paths):
         fault = _fault_of(path)
         if fault is not None:
             reasons[path] = fault.why or fault.what
             continue
         names = not_finite(path)
         if not names:
+            return path, reasons
+        if newest is None:
             newest = path
-            break
-        newest = newest or path
         reasons[path] = describe_not_finite(names)
-    first = -1 if newest is None else step_of(newest)
-    reasons = {path: why for path, why in reasons.items() if path != newest}
-    skipped = [f"{path.name} ({why})" for path, why in reasons.items() if step_of(path) >= first]
-    if below is None:
-        skipped += [f"{path.name} (it was never finished)" for path in _unfinished(folder, first)]
-    return newest, skipped
+    return newest, reasons
 
 
 def _unfinished(folder: Path, above: int) -> list[Path]:

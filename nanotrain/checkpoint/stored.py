@@ -159,11 +159,7 @@ def mirror(remote: Remote, folder: Path) -> None:
     """
     found = {name: stat for name, stat in remote.sizes().items() if not _UNSAFE.search(name)}
     saves = steps_of(found)
-    current = {}
-    for local, generations in saves.items():
-        for save in generations:
-            if save.is_committed and not save.is_superseded:
-                current[local] = save  # the last one counts
+    current = _current_saves(saves)
     _download(_small_files(found), remote, folder=folder)
     for step in [*folder.glob("step-*[0-9]"), *folder.glob("checkpoints/step-*[0-9]")]:
         local = str(step.relative_to(folder))
@@ -173,6 +169,16 @@ def mirror(remote: Remote, folder: Path) -> None:
         _mirror_step(folder / local, remote / save.folder, objects=save.objects)
     if MANIFEST in found:  # the folder of one checkpoint
         mark(folder, Stored(remote, _shards(found)))
+
+
+def _current_saves(saves: Mapping[str, list[Generation]]) -> dict[str, Generation]:
+    """The last committed save of a step that is not set aside, by the local name of its folder."""
+    current = {}
+    for local, generations in saves.items():
+        for save in generations:
+            if save.is_committed and not save.is_superseded:
+                current[local] = save
+    return current
 
 
 def _small_files(found: Mapping[str, Stat]) -> dict[str, Stat]:

@@ -200,7 +200,9 @@ class Plan:
         """
         if self.sampler.schedule:
             return samples_of_steps(self.sampler.schedule, steps)
-        return steps * (batch_size or self.sampler.global_batch_size)
+        if batch_size is None:
+            batch_size = self.sampler.global_batch_size
+        return steps * batch_size
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:

@@ -157,8 +157,11 @@ class SavedBytes:
         """Groups of blocks of which the input is kept, and blocks that are kept after them."""
         block_input = self.sizes.outside * self.sizes.width
         groups = recomputed_groups(self.config, len(complete))
-        group_bytes = [sum(complete[index] for index in group) for group in groups]
-        num_grouped = sum(map(len, groups))
+        group_bytes = []
+        num_grouped = 0
+        for group in groups:
+            group_bytes.append(sum(complete[index] for index in group))
+            num_grouped += len(group)
         return _Blocks(
             kept=len(groups) * block_input + sum(complete[num_grouped:]),
             recomputed=max(group_bytes, default=block_input) - block_input,

@@ -63,7 +63,9 @@ class Chart:
 TABLE = yaml.safe_load(
     resources.files(__package__).joinpath("charts.yaml").read_text(encoding="utf-8")
 )
-CHARTS = {section: [Chart(**row) for row in rows] for section, rows in TABLE.items()}
+CHARTS: dict[str, list[Chart]] = {}
+for section, rows in TABLE.items():
+    CHARTS[section] = [Chart(**row) for row in rows]
 
 
 def is_absent(values: np.ndarray) -> bool:
