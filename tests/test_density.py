@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanotrain"
-MAX_NODES = 400_000
+MAX_NODES = 440_000
 MAX_DENSITY = 15.5  # nodes per statement of the whole package
 MAX_PACKAGE_DENSITY = 20.0
 MAX_COLUMNS = 100

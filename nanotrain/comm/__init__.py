@@ -1,4 +1,4 @@
-"""Live groups and collectives: the only package that calls torch.distributed and torch.cuda.
+"""Live groups and collectives: the only package that calls torch.distributed.
 
     device.py, driver.py        the device of a rank, copies, streams; why torch sees no GPU
     process_groups.py           creates torch's process groups

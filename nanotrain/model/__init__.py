@@ -7,7 +7,7 @@
     mlp.py, moe.py, router.py, router_stats.py         MLP, mixture of experts
     mtp.py                  multi-token prediction
     norm.py, rope.py, activations.py                   their parts
-    context.py, masks.py    inputs of the layers besides hidden states
+    context.py              inputs of the layers besides hidden states
     parameters.py           create and initialize the declared parameters
 
 Declarations of parameters are in `spec/`, sharded layers and collectives in `parallel/`.

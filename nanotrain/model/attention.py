@@ -27,8 +27,10 @@ from nanotrain.model.context import (
     LayerContext,
     ModelParallel,
     TokenCache,
+    head_channels,
+    local_heads,
+    split_heads,
 )
-from nanotrain.model.heads import head_channels, local_heads, split_heads
 from nanotrain.model.norm import build_head_norm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import Rotary, apply_rotary, scale_query

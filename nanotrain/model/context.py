@@ -1,8 +1,10 @@
 """Inputs of the layers besides parameters and activations.
 
     ModelParallel      groups, core attention and recomputation of a stage, for building it
+    local_heads        the heads of a projection that a tp rank computes, and their channels
     BatchContext       a microbatch, for a stage
     LayerContext       inputs that the layers of a stage share for a microbatch
+    MaskPlanner        the attention masks of a microbatch, with and without a window
     AttentionInputs    rotary tables and mask of the layers with, or without, a window
     TokenCache         tokens that were read before, in generation
     CachedLayer        a layer with state between tokens
@@ -23,7 +25,7 @@ kernels/dropout.py.
     B batch   S sequence   H hidden
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Protocol, Self, runtime_checkable
@@ -34,7 +36,9 @@ from torch import Tensor
 
 from nanotrain.attention.call import CoreAttention
 from nanotrain.attention.sdpa import SDPAttention
+from nanotrain.attention.tiles import chunk_segments
 from nanotrain.comm.group import Group
+from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.kernels.dropout import dropout, mix_in, sample_words
 from nanotrain.memory.recompute import Recompute
@@ -42,6 +46,8 @@ from nanotrain.model.rope import Rotary
 from nanotrain.parallel.cp.split import local_positions
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.tp.layers import TensorParallel
+from nanotrain.spec.kinds import MIXERS
+from nanotrain.spec.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -243,3 +249,68 @@ class CachedLayer(Protocol):
 
     def swap_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Use such a function in further forward passes; returns the one used until now."""
+
+
+@dataclass(frozen=True)
+class AttentionMasks:
+    """Results of `CoreAttention.plan_mask`; None also where no layer needs the mask."""
+
+    full: Any  # layers that attend to all earlier keys
+    windowed: Any  # layers that attend within a window or a chunk
+
+
+@dataclass(frozen=True)
+class MaskPlanner:
+    """Plans the masks of a stage."""
+
+    has_full: bool  # whether a layer attends to all earlier keys
+    has_windowed: bool  # whether a layer attends within a window or a chunk
+    window: int | None  # earlier keys in the window
+    chunk: int | None  # positions of a chunk
+
+    @classmethod
+    def of(cls, model_config: ModelConfig, layers: Iterable[int]) -> "MaskPlanner":
+        """The planner of some layers of a model."""
+        shape = ModelShape.of(model_config)
+        has_full = has_windowed = False
+        for layer in layers:
+            mixer, _ = shape.kinds(layer)
+            if mixer is None or not MIXERS[mixer].has_keys:
+                continue
+            if shape.has_window(layer):
+                has_windowed = True
+            else:
+                has_full = True
+        return cls(
+            has_full, has_windowed, model_config.window_size, model_config.attention_chunk_size
+        )
+
+    def plan(self, batch: Batch, parallel: ModelParallel) -> AttentionMasks:
+        """The masks of a microbatch of this rank."""
+        core = parallel.core_attention
+        full = windowed = None
+        if self.has_full:
+            full = core.plan_mask(batch.segment_ids, tokens=batch.tokens)
+        if self.has_windowed and self.chunk is None:
+            windowed = core.plan_mask(batch.segment_ids, tokens=batch.tokens, window=self.window)
+        if self.has_windowed and self.chunk is not None:
+            length = batch.tokens.shape[1] * parallel.cp.size
+            chunks = chunk_segments(batch.segment_ids, length=length, size=self.chunk)
+            windowed = core.plan_mask(chunks, tokens=batch.tokens, window=self.chunk)
+        return AttentionMasks(full, windowed)
+
+
+def local_heads(num_heads: int, group: Group) -> range:
+    """The heads that a tp rank computes, at least one; several ranks may share a head."""
+    first = group.index * num_heads // group.size
+    return range(first, first + max(1, num_heads // group.size))
+
+
+def head_channels(heads: range, head_dim: int) -> slice:
+    """The channels of consecutive heads in a projection of all heads."""
+    return slice(heads.start * head_dim, heads.stop * head_dim)
+
+
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
+    """[..., heads * head_dim] -> [..., heads, head_dim]."""
+    return x.unflatten(-1, (-1, head_dim))

@@ -35,8 +35,8 @@ from nanotrain.model.context import (
     LayerContext,
     ModelParallel,
     TokenCache,
+    split_heads,
 )
-from nanotrain.model.heads import split_heads
 from nanotrain.model.norm import RMSNorm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.recurrence import CachedScan, ShortConvolution, project_inputs

@@ -30,8 +30,7 @@ from nanotrain.attention.sparse import Index, IndexerLoss
 from nanotrain.comm.autograd import concat_along
 from nanotrain.config.layer_kinds import DSAConfig
 from nanotrain.config.model import ModelConfig
-from nanotrain.model.context import LayerContext, ModelParallel, TokenCache
-from nanotrain.model.heads import split_heads
+from nanotrain.model.context import LayerContext, ModelParallel, TokenCache, split_heads
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.norm import LayerNorm
 from nanotrain.model.parameters import Parameters

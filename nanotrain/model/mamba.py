@@ -36,8 +36,8 @@ from nanotrain.model.context import (
     LayerContext,
     ModelParallel,
     TokenCache,
+    split_heads,
 )
-from nanotrain.model.heads import split_heads
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.recurrence import CachedScan, ShortConvolution, project_inputs
 from nanotrain.parallel.cp.linear_attention import Rule, scan_over

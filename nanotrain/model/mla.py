@@ -36,8 +36,8 @@ from nanotrain.model.context import (
     LayerContext,
     ModelParallel,
     TokenCache,
+    split_heads,
 )
-from nanotrain.model.heads import split_heads
 from nanotrain.model.norm import build_norm, build_scale
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import Rotary, apply_rotary, scale_query

@@ -33,13 +33,13 @@ from nanotrain.model.context import (
     DropoutPlace,
     HiddenDropout,
     LayerContext,
+    MaskPlanner,
     ModelParallel,
 )
 from nanotrain.model.delta_net import GatedDeltaNet, KimiDeltaAttention
 from nanotrain.model.dsa import SparseLatentAttention
 from nanotrain.model.ends import Embedding, Head
 from nanotrain.model.mamba import Mamba2
-from nanotrain.model.masks import MaskPlanner
 from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.mlp import build_mlp
 from nanotrain.model.moe import MoELayer

@@ -73,6 +73,9 @@ def split_layers(
         length_of_rank[num_ranks - 1] = last
     if first is not None:
         length_of_rank[0] = first
+    assert num_layers >= num_stages, "checked by the rules of layouts"
+    for length in length_of_rank.values():
+        assert length % stages_per_rank == 0, "checked by the rules of layouts"
     num_between = num_stages - len(length_of_rank) * stages_per_rank
     between = _shares_between(num_layers - sum(length_of_rank.values()), num_between)
     lengths = []

@@ -9,8 +9,14 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 from nanotrain.attention.sdpa import SDPAttention
 from nanotrain.config.model import ModelConfig
 from nanotrain.memory.recompute import Recompute, recompute_modules
-from nanotrain.model.context import AttentionInputs, BatchContext, LayerContext, ModelParallel
-from nanotrain.model.heads import head_channels, local_heads
+from nanotrain.model.context import (
+    AttentionInputs,
+    BatchContext,
+    LayerContext,
+    ModelParallel,
+    head_channels,
+    local_heads,
+)
 from nanotrain.model.parameters import initialize
 from nanotrain.model.rope import RotaryTables
 from nanotrain.model.transformer import Stage

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from nanotrain.config.layer_kinds import LinearAttentionConfig
 from nanotrain.data.batch import Batch
-from nanotrain.model.context import ModelParallel
-from nanotrain.model.masks import MaskPlanner
+from nanotrain.model.context import MaskPlanner, ModelParallel
 from tests.model.building import LLAMA
 
 WINDOWS = replace(LLAMA, window_size=3, window_attn_skip_freq="2")  # in the first of two layers

@@ -178,10 +178,12 @@ class _Step:
         for step in self.plan.steps:
             if isinstance(step, TransferBatch):
                 self.start_transfers(step)
-                continue
-            actions = (step,) if isinstance(step, Action) else step
-            begun = [partial(self.begin, action) for action in actions if self.may_begin(action)]
-            self.pipeline.turns.run(begun)
+            elif isinstance(step, Action):
+                if self.may_begin(step):
+                    self.begin(step)
+            else:
+                begun = [partial(self.begin, action) for action in step if self.may_begin(action)]
+                self.pipeline.turns.run(begun)
         for work in self.sending:
             work.wait()
         if stop_point is not None:
