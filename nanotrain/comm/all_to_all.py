@@ -165,8 +165,9 @@ class _Arrive(torch.autograd.Function):
 def start_reduce_scatter_by_all_to_all(
     output: Tensor, tensor: Tensor, *, group: Group, op: str = "sum"
 ) -> Work[Tensor]:
-    """Reduce-scatter as an all-to-all in the dtype of `tensor` and a local fp32 sum: it is rounded
-    once.
+    """Reduce-scatter as an all-to-all and a local fp32 sum, which is rounded once.
+
+    The all-to-all sends the dtype of `tensor`.
 
     The reduce-scatter of NCCL rounds after every addition. Both send (d-1)/d of the tensor; this
     one receives into memory of the size of `tensor`. Source: Megatron-LM,

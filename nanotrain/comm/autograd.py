@@ -81,23 +81,17 @@ def gather_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
 
 
 def scatter_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """Sum the ranks' inputs and return this rank's slice along `dim`; the backward all-gathers the
-    gradients.
-    """
+    """Reduce-scatter the ranks' inputs along `dim`; the backward all-gathers the gradients."""
     return _apply(x, group, dim=dim, forward=_reduce_scatter, backward=_all_gather)
 
 
 def split_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """Return this rank's slice along `dim` of an input equal on all ranks; the backward all-gathers
-    the gradients.
-    """
+    """This rank's slice along `dim` of a replicated input; the backward all-gathers."""
     return _apply(x, group, dim=dim, forward=_local_slice, backward=_all_gather)
 
 
 def concat_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
-    """Concatenate the ranks' inputs along `dim`; the backward returns this rank's slice of the
-    gradient.
-    """
+    """All-gather inputs along `dim`; the backward returns this rank's slice of the gradient."""
     return _apply(x, group, dim=dim, forward=_all_gather, backward=_local_slice)
 
 
@@ -133,7 +127,7 @@ def _local_slice(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
 def _run(tensor: Tensor, group: Group, *, op: str, dim: int) -> Tensor:
     """A collective without autograd, complete on return."""
     if op == "all_reduce":
-        # of a copy: the activation or gradient may be in use elsewhere in the graph
+        # reduce a copy: the activation or gradient may be in use elsewhere in the graph
         return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group).wait()
     start = start_all_gather if op == "all_gather" else start_reduce_scatter
     return start(tensor, group, dim=dim).wait()

@@ -58,8 +58,7 @@ def start_all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> Work[T
 def start_reduce_scatter_into(
     output: Tensor, tensor: Tensor, *, group: Group, op: str = "sum"
 ) -> Work[Tensor]:
-    """Start to sum `tensor` over the group; rank i of the group receives the i-th of `size` equal
-    slices.
+    """Start a reduce-scatter of `tensor` in `size` equal slices, slice i to rank i of the group.
 
     Args:
         output: [n / size], contiguous; may be this rank's slice of `tensor`.
@@ -103,8 +102,9 @@ def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Wo
 
 
 def start_all_gather(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
-    """Start to concatenate every rank's tensor along `dim`, in group order: [.., n, ..] -> [..,
-    size * n, ..].
+    """Start to concatenate the tensors of all ranks: [.., n, ..] -> [.., size * n, ..].
+
+    The ranks are in group order along `dim`.
 
     Args:
         tensor: tensor of the same shape on every rank; must not change before `wait`.
@@ -119,8 +119,7 @@ def start_all_gather(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
 
 
 def start_reduce_scatter(tensor: Tensor, group: Group, *, dim: int) -> Work[Tensor]:
-    """Start to sum over the group and return this rank's slice along `dim`: [.., size * n, ..] ->
-    [.., n, ..].
+    """Start to sum and return this rank's slice: [.., size * n, ..] -> [.., n, ..].
 
     Args:
         tensor: its size along `dim` is a multiple of the group's size; must not change before
@@ -177,8 +176,9 @@ def all_reduce_scalars(values: Sequence[float], group: Group, *, op: str = "sum"
 def start_all_reduce_scalars(
     values: Sequence[float], group: Group, *, op: str = "sum"
 ) -> Work[list[float]]:
-    """Start to reduce host numbers over the group in one float64 collective (traffic
-    "all_reduce_scalars").
+    """Start to reduce host numbers over the group in one float64 collective.
+
+    Traffic is counted as "all_reduce_scalars".
 
     One element costs as much as a thousand (0.3 to 1.5 ms on gloo), so pass all numbers in one
     call. On NCCL the result is copied to the host on a side stream, and `wait` blocks the host
@@ -279,9 +279,7 @@ def reduce_along(levels: Sequence[Group], numbers: Sequence[float], *, op: str) 
 
 @contextmanager
 def _blocking(op: str, group: Group, *, num_bytes: int = 0) -> Iterator[None]:
-    """Record a blocking collective of objects or numbers in the heartbeat, and translate its
-    errors.
-    """
+    """Record a blocking collective of host data in the heartbeat, and translate its errors."""
     group.heartbeat.started(group.name, op, num_bytes=num_bytes)
     with waiting(op, group, sequence=group.heartbeat.sequence(group.name)):
         yield

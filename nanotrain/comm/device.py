@@ -3,7 +3,7 @@
     pick_device, describe_unused_gpus, process_group_device, device_name, compute_capability
     cudnn_version
     synchronize
-    HostTransfer    between the device and pinned host memory, beside computation
+    HostTransfer    between the device and pinned host memory, overlapping computation
     same_stream     the current device and stream, for another thread
     HostCopy        a few numbers for the log, read on the host later
     Stopwatch       time of a step or of one of its phases
@@ -44,7 +44,7 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS"}
 # Hardware queues from the host; CUDA's 8 are fewer than the streams of a rank, and streams that
 # share one wait for each other. Read when CUDA starts.
 _CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-_MAX_ALLOCATIONS = 100_000  # of a memory history, the newest; Megatron-LM's number
+_MAX_ALLOCATIONS = 100_000  # newest allocations kept in a memory history; as Megatron-LM
 _CLEAR_PEAK = "5"  # man 5 proc, clear_refs: sets VmHWM back to the current size
 
 

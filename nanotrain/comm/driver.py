@@ -19,8 +19,9 @@ def hides_gpus(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def driver_version(root: Path = Path("/")) -> str | None:
-    """The NVIDIA driver that the kernel has loaded ("580.65.06"); None without one. `root` holds
-    proc, dev and sys.
+    """The version of the loaded NVIDIA driver ("580.65.06"); None without one.
+
+    `root` holds proc, dev and sys.
     """
     try:
         found = re.search(r"\d{3}\.\d+(\.\d+)?", (root / "proc/driver/nvidia/version").read_text())

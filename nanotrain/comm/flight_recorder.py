@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-# On NCCL `wait` does not raise; torch ends the process at the timeout, and then writes the recorder
+# On NCCL `wait` does not raise; torch ends the process at the timeout, and then writes the records
 # of every rank, which `torchfrtrace` compares (docs/faults.md).
 SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -25,18 +25,16 @@ SETTINGS = {
 }
 # reading the states of collectives calls the driver, which may not return while the device hangs
 DUMP_S = 2.0
-# of NCCL, which a CPU build lacks, and of all other backends
+# dump functions: for NCCL, which a CPU build lacks, and for all other backends
 _DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")
 
 
 @dataclass(frozen=True)
 class RecordedCollective:
-    """The oldest collective of a rank over a process group that is not complete; else the newest
-    one.
-    """
+    """The oldest incomplete collective of a rank over a process group, else its newest."""
 
     group: str  # name under which the process group was created; groups of the same ranks share it
-    ranks: tuple[int, ...]  # of the process group; empty where the recorder does not list them
+    ranks: tuple[int, ...]  # ranks of the process group; empty if the recorder does not list them
     sequence: int  # torch's number of the collective in its process group
     op: str
     input_sizes: tuple[tuple[int, ...], ...]
@@ -45,16 +43,15 @@ class RecordedCollective:
 
 
 def switch_on(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables of the recorder that are not set; before the first process group is
-    created.
-    """
+    """Set the recorder's unset variables; call before the first process group is created."""
     for name, value in SETTINGS.items():
         environment.setdefault(name, value)
 
 
 def recorded_collectives() -> list[RecordedCollective]:
-    """The collectives that this rank is in, one per process group; empty where the recorder is off
-    or does not reply.
+    """The collectives that this rank is in, one per process group.
+
+    Empty if the recorder is off or does not reply.
 
     Called while ranks hang, so it waits for the recorder for DUMP_S only.
     """
@@ -67,8 +64,7 @@ def recorded_collectives() -> list[RecordedCollective]:
 
 
 def newest_collectives(dump: Mapping[str, Any]) -> list[RecordedCollective]:
-    """The oldest incomplete collective of every process group in a parsed dump, else its newest
-    one.
+    """The oldest incomplete collective of every process group in a parsed dump, else its newest.
 
     Args:
         dump: torch's output: `entries` in the order in which they were queued, `pg_config` by

@@ -33,8 +33,9 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 def start_reduce_scatter_into(
     output: Tensor, tensor: Tensor, *, group: Group, averages: bool = False
 ) -> Work[Tensor]:
-    """Start to send slice i of `tensor` [n] to rank i; `wait` sums the received ones into `output`
-    [n / size].
+    """Start a reduce-scatter of `tensor` [n] into `output` [n / size].
+
+    Slice i is sent to rank i; `wait` sums the received slices.
 
     With `averages` the sum is divided by the number of ranks before it is rounded.
     """
@@ -45,7 +46,7 @@ def start_reduce_scatter_into(
     versions = list(received)
     versions.insert(group.index, slices[group.index])
     divisor = group.size if averages else 1
-    receives: dict[tuple[int, int], dist.Work] = {}  # of a chunk, by its start and the sending rank
+    receives: dict[tuple[int, int], dist.Work] = {}  # by start of the chunk and sending rank
     sends: list[dist.Work] = []
     for chunk in _chunks(output.numel()):
         for source, target in _peers(group):

@@ -31,9 +31,7 @@ class TrafficCounter:
         self._calls: Counter[tuple[str, str]] = Counter()
 
     def record(self, group: str, op: str, *, num_bytes: int) -> None:
-        """Count one call of an operation ("reduce_scatter") over a group, and the bytes sent by
-        this rank.
-        """
+        """Count one call of an operation ("reduce_scatter") over a group, and the bytes sent."""
         self._bytes[group, op] += num_bytes
         self._calls[group, op] += 1
 
@@ -143,10 +141,9 @@ class Group:
         return f"Group({self.spec})"
 
     def part(self, indices: Sequence[int], name: str) -> "Group":
-        """Some ranks of this group, for all-to-alls that every rank of this group starts with a
-        part of its own.
+        """A subgroup for all-to-alls that the ranks of this group start within their own subgroups.
 
-        Such a part has no process group of its own: ranks outside of it send and receive nothing.
+        A subgroup has no process group of its own: ranks outside of it send and receive nothing.
         Its traffic is counted as `name`.
         """
         spec = GroupSpec(

@@ -37,7 +37,7 @@ class Record(Structure):
     ]
 
 
-NUM_FIELDS = sizeof(Record) // 8  # of 8 bytes, as files of the watchdog hold it
+NUM_FIELDS = sizeof(Record) // 8  # fields of 8 bytes, as in the watchdog's files
 RECORD_BYTES = sizeof(Record)
 
 
@@ -123,9 +123,7 @@ class Heartbeat:
         return self._newest(group).sequence
 
     def num_bytes(self, group: str, sequence: int) -> int | None:
-        """Bytes that this rank sends in a collective over a group; None unless it is the newest
-        one.
-        """
+        """Bytes that this rank sends in the newest collective over a group; None for older ones."""
         newest = self._newest(group)
         return newest.num_bytes if sequence and newest.sequence == sequence else None
 
@@ -138,9 +136,7 @@ class Heartbeat:
         self._wait_start = time.perf_counter_ns()
 
     def wait_ended(self) -> None:
-        """Record that the collective is complete; not called for one that failed, which stays
-        recorded.
-        """
+        """Record that the collective is complete; a failed one stays recorded."""
         record = self._record
         record.waited_ns += time.perf_counter_ns() - self._wait_start
         record.wait_group = b""

@@ -176,8 +176,7 @@ class ParallelContext:
     def attach(
         cls, topology: Topology, *, timeout_s: float = 600.0, device: torch.device | None = None
     ) -> "ParallelContext":
-        """The context on the default process group of this process; without one, a world of one
-        rank.
+        """The context on the default process group; without one, a world of one rank.
 
         `device` is by default the one whose tensors the process group communicates.
         """
@@ -207,9 +206,7 @@ class ParallelContext:
         return self
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the timeout of all groups, for operations that start from now on; every rank calls
-        it.
-        """
+        """Set the timeout of operations that start from now on, for all groups and on every rank."""
         self.timeout_s = timeout_s
         for group in (*self.groups.values(), self.control):
             group.set_timeout(timedelta(seconds=timeout_s))

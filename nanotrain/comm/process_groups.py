@@ -81,8 +81,9 @@ def _name_ranks(device: torch.device, world_size: int) -> None:
 def create_groups(
     topology: Topology, rank: int, *, timeout: timedelta
 ) -> dict[Ranks, dist.ProcessGroup | None]:
-    """A process group for every distinct set of several ranks that a rank is in, the world
-    included.
+    """Create a process group for every distinct set of several ranks that a rank is in.
+
+    The world is included.
     """
     if topology.world_size == 1:
         return {}
@@ -111,8 +112,7 @@ def create_groups(
 def create_control(
     rank: int, world_size: int, *, timeout: timedelta, fan_out: int | None = None
 ) -> list[tuple[Ranks, dist.ProcessGroup | None]]:
-    """A rank's gloo groups for objects: those of a tree if groups are split, else one group of all
-    ranks.
+    """A rank's gloo groups for objects: a tree if groups are split, else one group of all ranks.
 
     Called before `create_groups`. torch names a group after its ranks and the number of groups that
     the rank already has, and gloo's ranks meet under that name. Before the tree that number is the
@@ -134,8 +134,9 @@ def create_control(
 
 
 def _can_split() -> bool:
-    """Whether groups can be split from the world's communicator, which then exists: the same on
-    every rank.
+    """Whether groups can be split from the world's communicator; equal on every rank.
+
+    The communicator exists already.
     """
     world = dist.group.WORLD
     device = getattr(world, "bound_device_id", None)
@@ -181,8 +182,9 @@ def _new_group(
 
 
 def _options(backend: str, *, timeout: timedelta) -> Any:
-    """On NCCL, high-priority streams: a collective beside a matrix product gets the next free
-    multiprocessors.
+    """Options of a process group: high-priority streams on NCCL.
+
+    A collective that overlaps a matrix product then gets the next free multiprocessors.
 
     Otherwise its few thread blocks wait for all blocks of the product. Split groups inherit the
     options of the world.
@@ -210,8 +212,9 @@ def meet(rank: int, world_size: int, *, timeout: timedelta) -> Store:
 
 
 def require_host(name: str, *, timeout_s: float = _RESOLVE_S) -> None:
-    """Wait until the name of the meeting point has an address; torch would try for the timeout of
-    collectives.
+    """Wait until the name of the meeting point has an address.
+
+    torch would try for as long as the timeout of collectives.
 
     Raises:
         EnvironmentFault: it has none in time.
@@ -246,9 +249,7 @@ def require_store(address: tuple[str, int], *, timeout_s: float) -> None:
 
 
 def _retry(attempt: Callable[[float], object], timeout_s: float, *, pause_s: float) -> None:
-    """Call a function, with the seconds that are left, until it succeeds; its error once the time
-    is over.
-    """
+    """Retry a function, called with the seconds left; raise its error once the time is over."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -67,14 +67,14 @@ class Race(AssertionError):
 class Call(NamedTuple):
     """An operation that this rank started over a process group."""
 
-    ranks: tuple[int, ...]  # of the group
+    ranks: tuple[int, ...]  # ranks of the group
     op: str
     size: str  # elements and dtype, on which all members agree, and both sides of a message
     num_bytes: int
     place: str  # the lines of nanotrain that started it
     moment: int | str  # number of the schedule's action, or the phase of the step
     peer: int | None = None  # index in the group of the other side of a message
-    # of an all-to-all: rows sent to each member, and received
+    # all-to-all: rows sent to each member, and received
     splits: tuple[tuple[int, ...], ...] = ()
 
 
@@ -106,7 +106,7 @@ class InFlight:
     outputs: list[_Buffer]
     # what the allocator would keep (`record_stream`), and weak references to the storages
     kept: tuple[Any, ...] = ()
-    storages: frozenset[int] = frozenset()  # of all buffers
+    storages: frozenset[int] = frozenset()  # storages of all buffers
     ends_on_host: bool = False  # a copy whose host side is not waited for by the device
     is_lost: bool = False  # a storage was freed or resized
 
@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         calls: operations over process groups, in the order in which they were started.
-        moment: what the rank does: number of the schedule's action, or phase.
+        moment: number of the schedule's action that the rank runs, or the phase of the step.
         num_operators: operators that were compared with at least one buffer in flight.
         allocated, peak: bytes of the storages on the meta device, in blocks of a GPU's allocator.
         flying: the operations in flight, oldest first.
@@ -349,7 +349,7 @@ def _shapes(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _maker(result: Any, inputs: list[Tensor]) -> Callable[[list[Tensor]], Any] | None:
-    """What makes such a result from such inputs: None, an input, or a new tensor on meta.
+    """A function that makes such a result from such inputs: None, an input, or a new meta tensor.
 
     None if the result is something else, such as a view of an input.
     """

@@ -66,8 +66,9 @@ class StopPoint:
         self._thread: threading.Thread | None = None
 
     def start(self, wants_stop: Callable[[], bool]) -> None:
-        """Start the thread; all ranks call this. `wants_stop` returns whether this rank has to
-        stop.
+        """Start the thread; all ranks call this.
+
+        `wants_stop` returns whether this rank has to stop.
         """
         self._wants_stop = wants_stop
         # A store may outlive a run: a second run of the same processes uses other keys.
@@ -87,8 +88,7 @@ class StopPoint:
             self._begun, self._pass_start = (self._begun[0] + 1, 0), time.monotonic()
 
     def may_begin(self, microbatch: int) -> bool:
-        """Whether work on a microbatch of this pass may begin; False where all ranks stop before
-        it.
+        """Whether work on a microbatch of this pass may begin; False if all ranks stop first.
 
         Raises:
             CommunicationFault: another rank did not reply in time.

@@ -23,7 +23,7 @@ class Turns:
     """Whose turn it is; shared by the groups of a rank."""
 
     def __init__(self) -> None:
-        # of the thread of the caller, and of the other one
+        # gates of the calling thread and of the other thread
         self._gates = Semaphore(0), Semaphore(0)
         self._turn, self._is_shared = 0, False
         self._failure: BaseException | None = None
@@ -61,9 +61,7 @@ class Turns:
             raise self._failure
 
     def hand_over(self) -> None:
-        """Let the other computation run until it hands over or ends; without another one return at
-        once.
-        """
+        """Let the other computation, if there is one, run until it hands over or ends."""
         if not self._is_shared:
             return
         own = self._turn

@@ -1,4 +1,4 @@
-"""Which samples a rank reads: a pure function of the consumed samples and its data-parallel index.
+"""The samples of a rank: a pure function of consumed samples and its data-parallel index.
 
     SamplerConfig        batch sizes and the index of a rank
     microbatch_samples   the samples of one microbatch

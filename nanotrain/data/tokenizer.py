@@ -50,8 +50,8 @@ _ANY_CLASS = "PreTrainedTokenizerFast"  # transformers' class of whatever a toke
 VOCABULARY, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 # vocabulary files of a Hugging Face folder; one of them is enough
 VOCABULARY_FILES = (VOCABULARY, "tokenizer.model", "vocab.json")
-# What a tokenizer consists of in a Hugging Face folder, and the settings of generation, which name
-# its tokens.
+# Files of a tokenizer in a Hugging Face folder, and the settings of generation, which name its
+# tokens.
 TOKENIZER_FILES = (
     *VOCABULARY_FILES,
     SETTINGS,

@@ -7,8 +7,7 @@ from multiprocessing import connection
 
 
 def exit_with_parent() -> None:
-    """Make this worker process exit when the process that started it exits, even if that one is
-    killed.
+    """Make this worker process exit when its trainer exits, even if the trainer is killed.
 
     The parent in the process tree is the fork server, which lives as long as its workers. Without
     this, a killed trainer would leave both behind (observed).

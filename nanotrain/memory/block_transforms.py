@@ -124,9 +124,7 @@ def recompute_plan(config: Config) -> tuple[RecomputeMethod, int]:
 
 
 def describe_activations(config: Config) -> str:
-    """Describe recomputation or offload, with the defaults of full recomputation; "" if everything
-    is kept.
-    """
+    """Describe recomputation or offload, with defaults; "" if all activations are kept."""
     memory = config.memory
     if memory.cpu_offloading:
         layers = count_of(memory.cpu_offloading_num_layers, "layer")

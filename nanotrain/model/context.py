@@ -52,7 +52,7 @@ from nanotrain.spec.shape import ModelShape
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """How the layers of a stage are parallelized."""
+    """Parallel implementations that the layers of a stage use."""
 
     tp: TensorParallel  # shards matrices and the vocabulary
     core_attention: CoreAttention  # attention over sequences sharded over cp
@@ -92,7 +92,7 @@ class ModelParallel:
 
 
 class DropoutPlace(IntEnum):
-    """Where in a layer elements are dropped."""
+    """Index of a dropout within a layer."""
 
     embedding = 0
     weights = 1
@@ -153,8 +153,8 @@ class BatchContext:
     # [S] int64, positions of this rank's tokens in their sequence under context parallelism; None
     # for 0..S-1. Unlike position ids they do not restart with a document.
     sequence_positions: Tensor | None = None
-    # factor of one sequence's auxiliary losses in the differentiated loss; loss scale / sequences
-    # of the global batch gives their mean over sequences. A tensor where the loss scale is dynamic
+    # factor of one sequence's auxiliary losses in the differentiated loss; their mean over the
+    # global batch with loss scale / sequences. A tensor if the loss scale is dynamic
     aux_loss_scale: float | Tensor = 0.0
     # factor of the summed loss that is differentiated, where a backward follows; a tensor as
     # `aux_loss_scale`

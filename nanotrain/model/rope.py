@@ -172,7 +172,7 @@ class RotaryTables:
 
 @dataclass(frozen=True)
 class PositionTables:
-    """What layers read about positions; None where they have nothing of the kind."""
+    """Tables of position encodings, for layers with and without a window."""
 
     full: RotaryTables | None  # layers without a window
     windowed: RotaryTables | None  # layers with a window, the same tables unless their base differs
@@ -210,7 +210,7 @@ class PositionTables:
 
 @dataclass(frozen=True)
 class PositionInputs:
-    """What layers read about the positions of a microbatch."""
+    """Position encodings of a microbatch, for layers with and without a window."""
 
     full: Rotary | None  # layers without a window
     windowed: Rotary | None  # layers with a window

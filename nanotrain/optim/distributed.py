@@ -43,8 +43,8 @@ from nanotrain.topology.groups import GroupName
 # Keeps the clip factor finite for a vanishing norm; Megatron-LM's value.
 EPSILON = 1e-6
 # torch's fp32 norm of a long vector loses digits on a CPU (measured: 3e-3 of 40 M elements), and
-# the loss depends on the length of the shard. The norm of rows of this length has a relative error
-# of 3e-9 at the same cost.
+# the loss depends on the length of the shard. With rows of this length the relative error is 3e-9,
+# at the same cost.
 ROW_NUMEL = 4096
 
 
@@ -118,7 +118,7 @@ class DistributedOptimizer:
 
     @property
     def matrix_balances(self) -> list[str]:
-        """How the hidden matrices are divided over ranks: dense and expert matrices."""
+        """Descriptions of how dense and expert matrices are distributed over ranks."""
         balances = (update.balance for update in self._matrix_updates)
         return [balance for balance in balances if balance is not None]
 

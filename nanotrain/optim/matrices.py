@@ -141,7 +141,7 @@ def assign_owners(flops: Sequence[int], sizes: Coordinate) -> list[Coordinate]:
 
 
 def describe_balance(matrices: Sequence[OwnedMatrix], sizes: Coordinate) -> str:
-    """How many matrices and FLOPs the ranks of a grid have."""
+    """Describe the matrices and FLOPs per rank of a grid."""
     counts: Counter[Coordinate] = Counter()
     flops: Counter[Coordinate] = Counter()
     for owned in matrices:

@@ -103,7 +103,7 @@ def host_fraction(config: OptimConfig) -> float:
 
 @dataclass(frozen=True)
 class Replica:
-    """One of the ranks that have the same shard."""
+    """Index of a rank among those with the same shard, and their number."""
 
     index: int
     size: int  # number of these ranks

@@ -234,9 +234,7 @@ class SavedBytes:
         return max(operator.working for operator in MLPS[kind].operators(self.sizes))
 
     def loss_working(self, *, is_training: bool = True) -> int:
-        """Temporaries of the loss: its inputs, which autograd does not save, logits of a chunk and
-        gradients.
-        """
+        """Temporaries of the loss: its unsaved inputs, and the logits and gradients of a chunk."""
         sizes = self.sizes
         chunk = chunk_tokens(sizes.columns, device=sizes.device, is_training=is_training)
         logits = min(sizes.tokens, chunk) * sizes.columns

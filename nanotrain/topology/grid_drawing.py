@@ -15,8 +15,7 @@ GAP = ".."
 
 
 def draw_grid(grid: Grid) -> str:
-    """The ranks of a grid: one paragraph per stage, one row per data-parallel rank, the two fastest
-    axes as columns.
+    """Draw a grid: a paragraph per stage, a row per dp rank, the two fastest axes as columns.
 
               cp0          cp1
              tp0  tp1     tp0  tp1

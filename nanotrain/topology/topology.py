@@ -55,8 +55,9 @@ class Topology:
     def of(
         cls, parallel: ParallelConfig, world_size: int, *, has_experts: bool = True
     ) -> "Topology":
-        """The topology of a parallel config on `world_size` ranks; without experts their groups are
-        never used.
+        """The topology of a parallel config on `world_size` ranks.
+
+        Without experts the groups of experts are never used.
 
         Raises:
             TopologyError: the ranks cannot form the groups; names the numbers and a fix.

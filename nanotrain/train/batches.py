@@ -84,7 +84,7 @@ class _Vote:
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """How a rank reads global batches."""
+    """Options of reading global batches on one rank."""
 
     readers_per_sample: int = 1  # ranks that read the same sample, so that it is counted once
     # the sequence shard of this rank under context parallelism

@@ -79,8 +79,8 @@ class _Loop:
         self._slowest = SlowestRank(run.context, logs_all=run.config.train.log_straggler)
         self._spikes = SpikeScore()
         self._watch = Stopwatch(run.context.device)  # times this step
-        self._seq_length = run.config.data.seq_length  # of the last step
-        self._data_stage: str | None = None  # of the last step
+        self._seq_length = run.config.data.seq_length  # sequence length of the last step
+        self._data_stage: str | None = None  # data stage of the last step
         self._started = time.monotonic()
         self._first_step = run.state.step
 
@@ -218,7 +218,7 @@ class _Loop:
 
     @contextmanager
     def _saving_after_error(self) -> Iterator[None]:
-        """If all ranks raise an error in the block, let the hooks save before it propagates."""
+        """Let the hooks save before an error that all ranks raise in the block propagates."""
         try:
             yield
         except (CommunicationFault, FolderVanished, CorruptState):

@@ -161,7 +161,7 @@ def keep_tokenizer(inputs: RunInputs, pretrained: str | None) -> None:
 
 
 class _RankStart(NamedTuple):
-    """What a rank starts from."""
+    """The checkpoint and config that a rank starts from, compared over ranks."""
 
     name: str | None  # name of the checkpoint; None if the rank does not look for it
     config_checksum: int

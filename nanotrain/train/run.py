@@ -157,7 +157,7 @@ class Run(BuiltModel):
 
     @property
     def folder(self) -> RunFolder:
-        """Where the run is written."""
+        """The folder of the run."""
         return self.inputs.folder
 
     def start_param_gather(self) -> None:

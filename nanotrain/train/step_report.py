@@ -98,7 +98,7 @@ class Throughput:
 
 
 class Spike(NamedTuple):
-    """How a loss compares with the previous ones."""
+    """Deviation of a loss from the previous ones."""
 
     deviation: float  # in standard deviations
     score: float  # share of the steps so far that were spikes

@@ -384,7 +384,7 @@ class DataParallel:
             )
 
     def _grad_view(self, param: nn.Parameter, name: str, *, is_traced: bool) -> GradView:
-        """What products call to write the gradient of a parameter into its bucket."""
+        """The callback of products that write the gradient of a parameter into its bucket."""
         start = partial(self._start_write, name)
         return GradView(
             self._grad_dtype,

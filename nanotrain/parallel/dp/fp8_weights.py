@@ -63,7 +63,7 @@ class _Weight:
 
     @property
     def stored(self) -> StoredWeight:
-        """What products read; scales are NaN before the first `quantize`."""
+        """The fp8 weight that products read; scales are NaN before the first `quantize`."""
         if self.layer.stored is None:
             scales = torch.full(self.scales_shape, torch.nan, device=self.view.device)
             self.layer.stored = StoredWeight(self.view, scales, scales[:, 0, 0], self.block)
@@ -101,7 +101,7 @@ class WeightPart:
     expert: int
     first: int  # element of the matrix
     columns: int  # C
-    elements: slice  # of what this rank updates of the bucket
+    elements: slice  # position in the range of the bucket that this rank updates
     block: Block
 
     def amax(self, update: Tensor, largest: Tensor) -> None:

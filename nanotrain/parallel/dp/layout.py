@@ -163,7 +163,7 @@ class GatherBlocks:
 
 
 class BlockRange(NamedTuple):
-    """Where a gathered bucket lies."""
+    """The position of a gathered bucket in a shared block."""
 
     block: str  # name of the block
     start: int  # first element in the block

@@ -1,4 +1,4 @@
-"""What a data-parallel wrapper shards, over which ranks, and how; read by the plan and by the run.
+"""Options of a data-parallel wrapper, read by the plan and by the run.
 
 STRATEGIES             the sharding strategies as traits; no other code compares their names
 ReduceGroups           the groups that gradients are summed over
@@ -23,7 +23,7 @@ from nanotrain.precision.dtypes import Precision
 
 @dataclass(frozen=True)
 class Strategy:
-    """What a `--data-parallel-sharding-strategy` shards."""
+    """The tensors that a `--data-parallel-sharding-strategy` shards."""
 
     # main params and optimizer state are sharded over the shard group (ZeRO-1; Rajbhandari et al.
     # 2020, section 5.1).

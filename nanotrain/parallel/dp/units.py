@@ -190,7 +190,7 @@ class GatherOrder:
         return GatherChange(freed, started)
 
     def _memory_of(self, bucket: int) -> str | int:
-        """What tells whether two buckets share memory."""
+        """Key of the memory of a bucket; buckets with equal keys share it."""
         return self._blocks.get(bucket, bucket)
 
     def _buckets_of(self, indices: range) -> list[int]:

@@ -67,7 +67,7 @@ class Routing:
 
 
 class PaddedSplit(NamedTuple):
-    """What `PaddedTokenDispatcher` sends to one rank of ep."""
+    """Sizes of a message of `PaddedTokenDispatcher` to one rank of ep."""
 
     num_pairs: int  # the most pairs
     num_rows: int  # rows that they are sent in
@@ -285,7 +285,7 @@ KeptSplits = dict[AllToAllTokenDispatcher, "Work[Splits]"]
 
 
 class PaddedTokenDispatcher(AllToAllTokenDispatcher):
-    """As many rows between any two ranks of ep, so the token counts stay on the device.
+    """Padded all-to-all: equal split sizes, so the token counts stay on the device.
 
         sent to a rank   [its pairs, sorted by expert | padding]   one size, see `padded_split`
         for its experts  [pairs of all ranks, sorted by expert | padding]

@@ -24,7 +24,7 @@ from nanotrain.config.parallel import ParallelConfig
 
 
 class ActionKind(str, Enum):
-    """What a rank computes for one stage and microbatch."""
+    """The computation of an action, for one stage and microbatch."""
 
     forward = "F"
     full_backward = "B"
@@ -116,7 +116,7 @@ class Schedule:
         return chain.from_iterable(self.actions)
 
     def steps(self, pp_rank: int) -> Iterator[Action | Pair]:
-        """What a rank runs, in order."""
+        """The actions and pairs of a rank, in order."""
         paired_forwards = {pair.forward for pair in self.pairs}
         actions = iter(self.actions[pp_rank])
         for action in actions:

@@ -27,11 +27,11 @@ WIDTH = 110  # characters per row
 MAX_CELLS = 20_000  # stages x microbatches of a drawing; this many take a second to draw
 MAX_INCHES = 60.0
 READABLE_INCHES = 16.0  # width up to which text of 8 points is readable; texts grow beyond it
-MAX_SCALE = 2.0  # of texts in a wide picture
+MAX_SCALE = 2.0  # largest scale of texts in a wide picture
 
 
 class Style(NamedTuple):
-    """How the actions of a kind are drawn."""
+    """Drawing style of one kind of action."""
 
     fill: str  # character of the bar in a text
     color: str  # color of the bar in a picture

@@ -35,7 +35,7 @@ UNIT_COSTS = Costs()
 
 
 class Span(NamedTuple):
-    """When an action runs."""
+    """Start and end of an action."""
 
     action: Action
     start: float
@@ -112,7 +112,7 @@ def simulate(schedule: Schedule, *, costs: Costs = UNIT_COSTS) -> Timeline:
 
 
 def runnable_steps(schedule: Schedule) -> Iterator[tuple[int, tuple[Action, ...], list[Action]]]:
-    """What all ranks run, each action after those that it needs; a deadlock ends it early.
+    """Actions of all ranks in an order that they can run in; a deadlock ends it early.
 
     Yields:
         A rank, an action or the two of a pair, and the actions whose results it needs.

@@ -5,7 +5,7 @@
     b        7   6   5   4         the second one: the last stage, with the loss, is on rank 0
 
 zb_v          backwards split throughout, no bubble but the fill of the pipeline
-dualpipe_v    a forward beside a full backward of the other direction in the steady state
+dualpipe_v    a forward overlaps a full backward of the other direction in the steady state
 
 A rank's order is written as phases: actions, and how often they run. The n-th action of a kind on a
 stage is that of microbatch n; W is the oldest that an I has left. With few microbatches the order
@@ -118,7 +118,7 @@ def _v_schedule(name: str, shape: PipelineShape, *, phases: Sequence[Sequence[Ph
         kept.append(rank_actions)
         pairs.update(_pairs(rank_actions))
         is_complete = is_complete and len(rank_actions) == len(actions)
-    # Where microbatches are left out, pairs would wait for each other.
+    # With microbatches left out, pairs would wait for each other.
     has_pairs = shape.has_pairs and is_complete
     return Schedule(tuple(kept), frozenset(pairs) if has_pairs else frozenset())
 

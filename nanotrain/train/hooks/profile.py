@@ -59,7 +59,7 @@ class ProfileHook(Hook):
         train = run.config.train
         is_profiled = train.profile_step_start <= step <= train.profile_step_end
         if self._profiler is None and is_profiled and is_recorded(train, run.context):
-            # of the CPU, and of the GPU where there is one
+            # records the CPU, and the GPU if there is one
             self._profiler = profile(record_shapes=True)
             self._profiler.start()
 

@@ -39,9 +39,9 @@ from nanotrain.untrusted import MAX_NAME, read_file
 
 log = get_logger(__name__)
 
-TIMEOUT_S = 10.0  # of one request of NotifyHook
-LAST_WAIT_S = 5.0  # at the end of the run, for messages that are not yet sent
-QUIET_STEPS = 50  # after a message about a spike, without another
+TIMEOUT_S = 10.0  # timeout of one request of NotifyHook
+LAST_WAIT_S = 5.0  # wait at the end of the run for messages that are not yet sent
+QUIET_STEPS = 50  # steps without another message after a spike
 
 
 class Tracker(Protocol):
