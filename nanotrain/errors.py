@@ -144,14 +144,16 @@ class EnvironmentFault(NanotrainError):
 
 
 class StorageFault(EnvironmentFault):
-    """A full, missing or read-only disk or bucket. All ranks are alive, so training can continue
-    without the file.
+    """A full, missing or read-only disk or bucket.
+
+    All ranks are alive, so training can continue without the file.
     """
 
 
 class LocalFault(EnvironmentFault):
-    """A fault of this rank alone: it is printed at once, without waiting for the first rank to
-    print the same.
+    """A fault of this rank alone, printed at once.
+
+    It does not wait for the first rank to print the same.
     """
 
 

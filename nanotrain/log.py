@@ -68,8 +68,9 @@ def start_logging(
 def progress(
     what: str, *, total: float | None = None, is_shown: bool = True
 ) -> Iterator[Callable[[float], None]]:
-    """Show on standard error that the block still runs: a bar on a terminal, elsewhere a line, and
-    one at the end.
+    """Show on standard error that the block still runs.
+
+    On a terminal this is a bar, elsewhere a line now and one at the end.
 
     A block of less than SHOWN_AFTER_S shows nothing.
 

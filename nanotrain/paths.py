@@ -29,8 +29,7 @@ def is_secret(name: str) -> bool:
 
 
 class Address(PosixPath):
-    """A place in object storage, SCHEME://BUCKET/NAME, as a path: it has a name, a folder and
-    places beside it.
+    """An address in object storage, SCHEME://BUCKET/NAME, as a path.
 
     >>> str(Address("s3://bucket/web").with_name("code"))
     's3://bucket/code'
@@ -41,8 +40,7 @@ class Address(PosixPath):
 
 
 def expanded(text: str, *, may_be_address: bool = False, why: str | None = None) -> str:
-    """A path with its `~` and variables replaced; other text, as a name on the Hugging Face hub,
-    stays.
+    """Expand `~` and variables of a path; other text, such as a name on the hub, is unchanged.
 
     `why` is the reason for which it cannot be an address, and what to do.
 
@@ -84,7 +82,5 @@ def local_path(text: str, *, why: str | None = None) -> Path:
 
 
 def path_or_address(text: str) -> Path:
-    """The path of a text as `expanded`, or the address in object storage that it is; blanks are not
-    part of one.
-    """
+    """Parse a local path as `expanded` does, or an address in object storage without blanks."""
     return Address(text) if is_address(text) and " " not in text else local_path(text)

@@ -35,8 +35,8 @@ from typing import Any, NoReturn
 
 from nanotrain.errors import EnvironmentFault, NanotrainError, report
 
-PR_SET_PDEATHSIG = 1  # of man 2 prctl
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of man 3 mallopt, in bytes
+PR_SET_PDEATHSIG = 1  # see man 2 prctl
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # see man 3 mallopt; in bytes
 # set by a launcher that was stopped: the exit code of ranks that torch starts again
 STOPPED = "NANOTRAIN_STOPPED"
 # set for ranks; a process that a user started from a shell outlives it (nohup)
@@ -80,8 +80,9 @@ def run_program(main: Callable[[], int]) -> NoReturn:
 
 
 def end_with_launcher(environment: Mapping[str, str]) -> None:
-    """End this process with SIGKILL when torchrun, which started it, ends: no rank may continue to
-    write.
+    """End this process with SIGKILL when torchrun, which started it, ends.
+
+    No rank may continue to write.
 
     The kernel sends the signal (Linux). Checkpoints are committed by a rename, so it loses no
     complete one.
@@ -97,8 +98,9 @@ def end_with_launcher(environment: Mapping[str, str]) -> None:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """SIGTERM, SIGINT, and SIGHUP, which a closed terminal sends; not where it is ignored, as under
-    `nohup`.
+    """SIGTERM, SIGINT, and SIGHUP unless it is ignored, as under `nohup`.
+
+    A closed terminal sends SIGHUP.
     """
     hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hang_up)
@@ -179,8 +181,9 @@ def without_collection() -> Iterator[None]:
 
 
 def end_without_collection() -> None:
-    """Skip the last collection of the interpreter, which visits all objects (0.4 s of CPU); call it
-    last.
+    """Skip the last collection of the interpreter; call it last.
+
+    That collection visits all objects (0.4 s of CPU).
 
     Not where Triton was imported: what is not collected its bindings print as leaks, 25 lines per
     process (Triton 3.9).
@@ -193,15 +196,14 @@ def end_without_collection() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed blocks for later ones, for the rest of the process, instead of returning
-    them to the system.
+    """Let glibc keep freed blocks for later allocations, for the rest of the process.
 
     A training step on a CPU frees and allocates the same activations as the step before, and the
     system would clear every page of them again: 5 to 8 % of a step (25m in bf16, two processes).
     The peak memory of the process does not change. Variables of the environment that set glibc's
     allocator are left alone.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
     if mallopt is not None and not any(
         name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ
     ):
@@ -211,8 +213,9 @@ def keep_freed_memory() -> None:
 
 
 class _Output(io.FileIO):
-    """A stream of a training: what cannot be written is dropped, the first time with a note on
-    standard error.
+    """A stream of a training that drops output that cannot be written.
+
+    A note on standard error tells the first time.
     """
 
     note = ""
@@ -231,8 +234,9 @@ class _Output(io.FileIO):
 
 
 def outlive_output(note: str) -> None:
-    """From now on drop what standard output and error cannot take; the first time `note` is printed
-    on the latter.
+    """From now on drop what standard output and error cannot take.
+
+    The first time, `note` is printed on standard error.
 
     Streams that are not the process's own, as in a notebook, are left as they are.
     """
@@ -262,8 +266,9 @@ def usable_cores() -> int:
 
 
 def cores_per_rank(num_ranks: int | None = None) -> int:
-    """The cores of this process, shared by the ranks of the machine (torchrun's LOCAL_WORLD_SIZE);
-    at least 1.
+    """The cores of this process per rank of the machine; at least 1.
+
+    The number of ranks is torchrun's LOCAL_WORLD_SIZE.
     """
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, usable_cores() // (num_ranks or (int(ranks) if ranks.isdecimal() else 1) or 1))
@@ -285,8 +290,9 @@ def core_limit() -> int | None:
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that the process can still get, of the machine and of its control group; None
-    if unknown.
+    """Bytes of memory that the process can still get; None if unknown.
+
+    The limits are those of the machine and of its control group.
     """
     available = [1024 * size for size in _sizes(PROC / "meminfo", "MemAvailable:")]
     for group in _groups("memory"):
@@ -302,8 +308,9 @@ def available_memory() -> int | None:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """The folders of the process's control group and of those above it; some may not exist in a
-    container.
+    """The folders of the process's control group and its parents.
+
+    Some may not exist in a container.
     """
     for line in _read(PROC / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

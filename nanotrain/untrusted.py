@@ -24,12 +24,14 @@ from typing import Any, BinaryIO, NoReturn
 
 import yaml
 
-MAX_DEPTH = 64  # of nested lists and objects; real files have 2 to 8
-LARGEST = 2**62  # of sizes, offsets and counters: sums of two still fit into 64 bits
-MAX_FILE_BYTES = 1 << 30  # of JSON; the manifest of 70B parameters on 1,024 ranks has 36 MB
-MAX_TOKENIZER_BYTES = 1 << 28  # of a tokenizer; that of Gemma 3, with 262,144 tokens, has 33 MB
-BLOCK_BYTES = 1 << 16  # of a file that is read in parts
-# of rows of JSON; one of 61 routers with 256 experts has 0.1 MB
+MAX_DEPTH = 64  # nested lists and objects; real files have 2 to 8
+LARGEST = 2**62  # largest size, offset or counter: sums of two still fit into 64 bits
+MAX_FILE_BYTES = (
+    1 << 30
+)  # size of a JSON file; the manifest of 70B parameters on 1,024 ranks has 36 MB
+MAX_TOKENIZER_BYTES = 1 << 28  # Gemma 3's tokenizer, 262,144 tokens, has 33 MB
+BLOCK_BYTES = 1 << 16  # part of a file that is read in parts
+# files and lines of JSON rows; a row of 61 routers with 256 experts has 0.1 MB
 MAX_ROWS_BYTES, MAX_LINE = 1 << 28, 1 << 20
 MAX_BAD_LINES = 1000  # in a row
 MAX_TEXT = 100_000  # characters that are shown
@@ -100,8 +102,9 @@ def read_rows(path: Path, *, most: int = MAX_ROWS_BYTES) -> Iterator[dict[str, A
 
 
 def own_file(path: Path) -> Path:
-    """The path of a file of a downloaded folder: a regular file, or a link in it or into the blobs
-    of the hub's cache.
+    """The path of a file of a downloaded folder.
+
+    It is a regular file, or a link in the folder or into the blobs of the hub's cache.
 
     Raises:
         OSError: there is none.
@@ -134,8 +137,9 @@ def unreadable(error: OSError | ValueError) -> str:
 
 
 def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
-    """Parse JSON; `allow_nan` also takes NaN and Infinity, which Python writes and JSON does not
-    have.
+    """Parse JSON.
+
+    `allow_nan` also takes NaN and Infinity, which Python writes and JSON does not have.
 
     Raises:
         ValueError: not UTF-8, not JSON, or nested deeper than MAX_DEPTH.
@@ -179,8 +183,7 @@ def parse_yaml(text: str | bytes) -> Any:
 
 
 def plain_text(value: Any) -> str:
-    """Text of bounded length that a terminal and a page can show: no control characters, no lone
-    surrogates.
+    """Text of bounded length without control characters or lone surrogates.
 
     >>> plain_text("a\x1b[2J"), plain_text(1)
     ('a\ufffd[2J', '1')

@@ -1,4 +1,4 @@
-"""What `evaluate` and `generate` share: a trained model on one rank or on a layout.
+"""A trained model on one rank or on a layout, for `evaluate` and `generate`.
 
 arguments -> settings of the layout -> the model's configuration in that layout -> ranks -> result,
 printed once

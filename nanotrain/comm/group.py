@@ -141,7 +141,7 @@ class Group:
         return f"Group({self.spec})"
 
     def part(self, indices: Sequence[int], name: str) -> "Group":
-        """A subgroup for all-to-alls that the ranks of this group start within their own subgroups.
+        """A subgroup for all-to-alls; every rank of this group calls with its own subgroup.
 
         A subgroup has no process group of its own: ranks outside of it send and receive nothing.
         Its traffic is counted as `name`.

@@ -206,7 +206,7 @@ class ParallelContext:
         return self
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the timeout of operations that start from now on, for all groups and on every rank."""
+        """Set the timeout of operations that start from now on; every rank calls this."""
         self.timeout_s = timeout_s
         for group in (*self.groups.values(), self.control):
             group.set_timeout(timedelta(seconds=timeout_s))

@@ -253,7 +253,7 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     8
     """
     changed = {key.partition(".")[0] for key in values}
-    kept: dict[str, Any] = {}  # sections in which nothing changes are not taken apart
+    kept: dict[str, Any] = {}  # sections without changes are kept as they are
     for field in _fields(config.__class__):
         value = section_or_default(config, field.name)
         if "section" in field.metadata and field.name in changed:

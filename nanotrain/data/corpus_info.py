@@ -1,4 +1,4 @@
-"""Description of a prepared corpus: `PREFIX.nanotrain.json`, in the folder of its `.bin/.idx` pair.
+"""Description of a prepared corpus: `PREFIX.nanotrain.json`, next to its `.bin/.idx` pair.
 
 The tokenizer named there is "bytes" or a folder next to the pair.
 """

@@ -172,7 +172,7 @@ def dry_run(config: Config, world_size: int, *, rank: int | None = None) -> DryR
         few = several if chosen in firsts else fewest
         try:
             records[chosen] = run_rank(plan_run(few, world_size, rank=chosen), shapes=shapes)
-        except Exception as error:  # of the code that is run
+        except Exception as error:  # any error of the code that is run
             faults.append(_describe_stop(chosen, error, topology=topology))
     steps = _full_steps(records, config=config, world_size=world_size)
     for ranks in (firsts, others):  # first the calls that were run

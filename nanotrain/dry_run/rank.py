@@ -35,8 +35,8 @@ class RankRecord:
     """The recorded run of one rank."""
 
     plan: Plan
-    setup: list[Call]  # of the build and of a first step of few microbatches
-    step: list[Call]  # of the second step
+    setup: list[Call]  # calls of the build and of a first step of few microbatches
+    step: list[Call]  # calls of the second step
     resident: int  # bytes allocated before the first step
     peak: int  # largest number of bytes allocated in a step
     saved: Mapping[TensorBox, int]  # bytes that the rank writes into a checkpoint

@@ -15,7 +15,7 @@ from nanotrain.spec.shape import ModelShape
 from nanotrain.topology.topology import Topology
 
 MAX_ALL = 8  # ranks of a world that are all run
-# of more context-parallel ranks the first, the last and one of the others are run
+# with more context-parallel ranks the first, the last and one of the others are run
 MAX_CP_CLASSES = 8
 
 

@@ -67,7 +67,7 @@ class MegatronChunk:
 
 
 class StackIndex(NamedTuple):
-    """One of the layers, or experts, that a tensor stacks along a dim."""
+    """Index of a layer or expert that a tensor stacks along a dim."""
 
     number: int  # which of them
     size: int  # how many there are
@@ -272,7 +272,7 @@ def export_megatron(path: Path, output: Path, *, dtype: str = "fp32") -> str:
 
 
 def _common_state(model_config: ModelConfig, *, step: int) -> dict[str, Any]:
-    """What Megatron-LM reads before the tensors; without `args` it compares no settings."""
+    """State that Megatron-LM reads before the tensors; without `args` it compares no settings."""
     content = {"singleton_local_shards": False}
     if not is_uniform(ModelShape.of(model_config)):
         content["non_homogeneous_layers"] = True

@@ -47,7 +47,7 @@ TORCH_SIGNALS = "SIGQUIT"  # torch ends the ranks
 BYTES_PER_PROCESS = 150_000_000  # measured: 160 MB are private to a process that has imported torch
 LOCAL = "127.0.0.1"  # where ranks of one machine meet
 LOCAL_BACKEND = "nanotrain-local"
-DEFAULT_PORT = 29500  # of --master-port, torchrun's
+DEFAULT_PORT = 29500  # default of torchrun's --master-port
 
 
 def start_ranks(
@@ -108,8 +108,7 @@ def check_ranks(
 
 
 def require_host_memory(num_ranks: int) -> None:
-    """Check that the processes of the ranks fit into the memory of this machine before they have a
-    model.
+    """Check that the processes fit into the memory of this machine before they build a model.
 
     Raises:
         EnvironmentFault: they do not; the system would end one of them, or hang.
@@ -126,9 +125,7 @@ def require_host_memory(num_ranks: int) -> None:
 
 @contextmanager
 def silent_logs(*, wanted: bool) -> Iterator[None]:
-    """Silence the log lines of torch's agent, which repeat what the ranks print, unless LOGLEVEL is
-    set (`wanted`).
-    """
+    """Silence repeated log lines of torch's agent, unless LOGLEVEL (`wanted`) is set."""
     before = logging.root.manager.disable
     if not wanted:
         logging.disable(logging.CRITICAL)
@@ -179,8 +176,7 @@ def _is_one_machine(args: Namespace) -> bool:
 
 
 class LocalRendezvous(StaticTCPRendezvous):
-    """The meeting point of the ranks of one machine: torch's, but its store listens on the loopback
-    interface alone.
+    """torch's meeting point for one machine, with a store on the loopback interface only.
 
     Args:
         params: torch's parameters; the port in their endpoint is 0 for a free one.
@@ -269,7 +265,7 @@ def run_ranks(args: Namespace, stops: Sequence[int]) -> int:
             "on one machine leave --master-port out",
         ) from None
     except AttributeError as error:
-        # of the result, which torch does not have if this machine was not admitted
+        # torch has no result if this machine was not admitted
         if error.name != "is_failed":
             raise
         why, fix = "the job has ended, or has all its machines", "start it with another --rdzv-id"
@@ -280,8 +276,7 @@ def run_ranks(args: Namespace, stops: Sequence[int]) -> int:
 
 
 def exit_code(failures: Mapping[int, ProcessFailure], *, is_stopped: bool) -> int:
-    """The exit code of a job that failed: the code of the first rank that ended with an error, or
-    128 plus a signal.
+    """The exit code of a failed job: that of the first failed rank, or 128 plus a signal.
 
     Args:
         failures: failures by rank.
@@ -309,8 +304,9 @@ def exit_code(failures: Mapping[int, ProcessFailure], *, is_stopped: bool) -> in
 
 @contextmanager
 def passing_signals_on(environment: MutableMapping[str, str]) -> Iterator[list[int]]:
-    """Send `stop_signals` and SIGUSR1 on to the ranks, which have their own sessions; yields the
-    stops received.
+    """Forward `stop_signals` and SIGUSR1 to the ranks; yields the stops received.
+
+    The ranks have sessions of their own.
 
     torchrun would end the ranks after 30 s and the job with an error. Here a rank has the time it
     needs to finish its step and save. Before the ranks have started, a stop ends this process.

@@ -33,7 +33,7 @@ from nanotrain.topology.topology import Topology
 
 # A rank that lost its peer fails this much later, so that the failure of the peer is found first.
 SECOND_FAILURE_S = 1.0
-TIMEOUT_S = 300.0  # of a collective that waits for a slow or lost rank
+TIMEOUT_S = 300.0  # timeout of a collective that waits for a slow or lost rank
 REFUSED = 2  # exit code of a rank that has written its error
 
 

@@ -53,7 +53,7 @@ def unsupported_flags(config: Config) -> list[str]:
 
 
 def graph_breaks(config: Config) -> list[str]:
-    """Where the graphs of this configuration's blocks end, with the files.
+    """Graph breaks in the blocks of this configuration, with the files.
 
     Empty where a block is one graph.
     """

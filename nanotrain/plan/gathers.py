@@ -41,7 +41,7 @@ def bucket_gathers(plan: Plan, stage: StagePlan, *, layout: BufferLayout) -> lis
 
 
 def stage_units(stage: StagePlan, layout: BufferLayout) -> list[tuple[int, ...]]:
-    """Indices of the buckets that each module of a stage reads, in forward order (`child_units`)."""
+    """Buckets of one buffer that each module of a stage reads, in forward order (`child_units`)."""
     buckets = layout.buckets
     shared = tuple(index for index, bucket in enumerate(buckets) if bucket.is_shared)
     has_tied_head = all(param.spec.name != "head.weight" for param in stage.params)

@@ -48,8 +48,8 @@ CERTAIN_SHARE_COMPILED = 0.4
 # layouts of docs/gpu.md)
 PROCESS_BYTES = {"cpu": 75_000_000, "cuda": 2 * 32 * 2**20 + 16_000_000}
 # Memory of a GPU that a process takes besides tensors. The context, with the kernels of torch,
-# cuBLAS and cuDNN that are loaded as they are used: 0.5 to 0.8 GB. The channels of a communicator
-# of NCCL: 0.2 to 0.4 GB.
+# cuBLAS and cuDNN that are loaded as they are used: 0.5 to 0.8 GB. The channels of an NCCL
+# communicator: 0.2 to 0.4 GB.
 CONTEXT_BYTES = 700 * 2**20
 NCCL_BYTES = 256 * 2**20
 # Share of the tensors: reserved memory exceeds allocated memory by 2 to 7 % in the runs that
@@ -57,7 +57,7 @@ NCCL_BYTES = 256 * 2**20
 FRAGMENTS = 0.03
 ROWS = ("params", "grads", "optimizer", "activations", "working", "communication", "overhead")
 OPTIONAL_ROWS = ("communication", "overhead")  # rows that are left out where they are empty
-SEARCH_S = 4.0  # of CPU time, after which the search for settings that fit ends
+SEARCH_S = 4.0  # CPU time after which the search for settings that fit ends
 built_schedule = lru_cache(maxsize=64)(build_schedule)  # layouts that differ elsewhere share one
 
 
@@ -319,7 +319,7 @@ def peak_of_step(actions: Iterable[Action], stages: Mapping[int, StageBytes]) ->
     A backward recomputes first. From I to W as much is kept as without recomputation.
 
     Args:
-        actions: what a rank runs, in order.
+        actions: actions of a rank, in order.
         stages: bytes of its stages, by index.
     """
     kept = 0

@@ -261,8 +261,8 @@ def matrices(plan: Plan) -> Iterator[tuple[Key, int]]:
             yield (group.name, "all_to_all"), numel * rule.dtype(config).itemsize
 
 
-# Bytes of a layer from the bytes of its tokens over all trips, the bytes of the counts and the size
-# of the group: tokens go to the ranks of their experts and back, with the counts, and to every
+# Bytes of a layer, from the bytes of its tokens over all trips, the bytes of the counts and the
+# group size: tokens and counts go to the ranks of their experts and back, and tokens go to every
 # shard of an expert and back.
 EXPERT_BYTES: dict[tuple[GroupName, str], Callable[[int, int, int], int]] = {
     ("ep", "all_to_all"): lambda tokens, counts, size: reduced_bytes(tokens + counts, size),

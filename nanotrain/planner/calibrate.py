@@ -4,8 +4,8 @@
     calibrate     the factors with which the planner predicts the measured times
     calibrated    a scenario, of any layout, on the machine as it was measured
 
-A run without `--timing-log-level` has one number, the time of a step: it scales operators. Timers,
-or further runs, tell collectives apart.
+A run without `--timing-log-level` has one number, the time of a step: it scales operators. Timers
+or further runs measure collectives separately.
 """
 
 import math

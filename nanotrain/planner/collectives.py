@@ -24,9 +24,9 @@ from typing import NamedTuple
 from nanotrain.planner.hardware import GPU, gpus
 from nanotrain.planner.kernels import interpolate, tables
 
-LAUNCH_S = 6e-6  # of a collective across nodes, before its first step
-MESSAGE_S = 1.5e-6  # of every further peer of an all-to-all across nodes
-TREE_BANDWIDTH = 0.92  # of a tree relative to a ring, as NCCL assumes
+LAUNCH_S = 6e-6  # latency of a collective across nodes before its first step
+MESSAGE_S = 1.5e-6  # latency of every further peer of an all-to-all across nodes
+TREE_BANDWIDTH = 0.92  # bandwidth of a tree relative to a ring, as NCCL assumes
 
 
 class Protocol(NamedTuple):
@@ -47,7 +47,7 @@ class Algorithm(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """How the ranks of a group are spread over nodes."""
+    """Placement of the ranks of a group on nodes."""
 
     size: int  # ranks
     num_nodes: int  # nodes that hold them

@@ -29,7 +29,7 @@ class Operators:
     """Operators of a layer and of the loss."""
 
     fused: bool  # activations, rotary positions and additions are one operator each
-    accumulation: str  # of weight gradients in fp32: fused, separate or sharded
+    accumulation: str  # weight gradients in fp32: fused, separate or sharded
     loss_forward_bytes: float  # read and written per logit
     loss_backward_bytes: float  # read and written per logit
     attention_factor: float  # time of attention relative to the best kernels

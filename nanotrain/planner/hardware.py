@@ -33,8 +33,8 @@ class Link:
 class Calibration:
     """Times of a machine relative to those of its row, from measured runs (calibrate.py)."""
 
-    compute: float = 1.0  # of products, memory-bound operators and launches
-    network: float = 1.0  # of collectives
+    compute: float = 1.0  # products, memory-bound operators and launches
+    network: float = 1.0  # collectives
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +46,9 @@ class GPU:
     peak_flops: Mapping[str, float]  # dense FLOP/s by dtype, from the data sheet
     reachable: Mapping[str, float]  # share of the peak that the largest products reach for long
     memory_bandwidth: float  # bytes/s, from the data sheet
-    memory_efficiency: float  # share of it that operators without reuse reach
+    memory_efficiency: float  # share of the bandwidth that operators without reuse reach
     host_bandwidth: float  # bytes/s to or from the memory of its host
-    gpus_per_node: int  # of an NVLink domain
+    gpus_per_node: int  # GPUs of an NVLink domain
     node: Link
     network: Link
     network_efficiency: float  # share of the network's bandwidth that collectives reach
@@ -56,7 +56,7 @@ class GPU:
     collectives: str  # GPU whose measured collectives shape those inside a node
     is_mesh: bool  # GPUs of a node are linked pairwise, not by a switch
     is_cpu: bool  # cores of a processor, which launch what they compute
-    calibration: Calibration = Calibration()  # of this machine
+    calibration: Calibration = Calibration()  # factors of this machine
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s of a dtype.

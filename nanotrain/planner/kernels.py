@@ -54,7 +54,7 @@ class AttentionShape(NamedTuple):
     batch: int
     heads: int
     kv_heads: int
-    length: int  # of the sequence
+    length: int  # sequence length
     head_dim: int
     value_head_dim: int | None = None  # as head_dim
     window: int | None = None  # keys that a query sees at most, its own included

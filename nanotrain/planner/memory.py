@@ -27,8 +27,8 @@ from nanotrain.spec.layer_sizes import FP32, INT64
 
 MIB = 2**20
 TOKEN_TENSORS = 5  # int64 tensors of the tokens of a microbatch
-# Workspaces of matrix products of Transformer Engine, which has one. Further ones for the streams
-# of the products of experts, and for those that run during collectives of tp.
+# Transformer Engine has one workspace of matrix products, and further ones for the streams that
+# compute experts and for products that overlap collectives of tp.
 EXPERT_WORKSPACES = 4
 OVERLAP_WORKSPACES = 3
 

@@ -46,7 +46,7 @@ from nanotrain.spec.operators import (
     SparseAttention,
 )
 
-# of the peak, with rows of no multiple of 16 bytes: heads of 108 against 216 (bigscience)
+# share of the peak with rows of no multiple of 16 bytes: heads of 108 against 216 (bigscience)
 UNALIGNED_SHARE = 0.026
 # time of the backward of torch's attention in bf16 on a CPU, relative to fp32 (measured)
 CPU_LOW_BACKWARD = 1.45
@@ -60,7 +60,7 @@ TARGET_BYTES = 24  # per head of attention, with the loss
 SELECTION_BYTES = 160
 SPARSE_FORWARD_BYTES = 65  # per head
 SPARSE_BACKWARD_BYTES = 81  # per head
-# of one operator: the host takes about 6 us per kernel, and 50 us per operator (engines.yaml)
+# kernels of one operator: the host takes about 6 us per kernel, and 50 us per operator (engines.yaml)
 KERNELS_PER_OPERATOR = 8
 # kernels of a fused scan, such as those of fla and mamba_ssm
 FUSED_SCAN_LAUNCHES = (10, 20)
@@ -79,7 +79,7 @@ class OperatorTimes(RankClock):
     def parts(self, operators: Iterable[Operator]) -> Parts:
         """The parts of operators, in their order."""
         parts: Parts = []
-        shared: Parts = []  # of the shared expert, which a dispatch runs beside
+        shared: Parts = []  # parts of the shared expert, which overlaps the dispatch
         has_dispatched = False
         for operator in operators:
             timed = TIMES[type(operator)](self, operator)

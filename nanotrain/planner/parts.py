@@ -17,7 +17,7 @@ class Streams:
 
     # seconds by which a hidden second of a collective slows the operators
     contention: float = 0.0
-    factor: float = 1.0  # of the time of operators
+    factor: float = 1.0  # on the time of operators
     compute: float = 0.0  # seconds in which operators run
     # seconds of waiting, by group
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -54,7 +54,7 @@ class Streams:
 class Part:
     """A part of a layer; times in seconds."""
 
-    name: str  # of the module, as recomputation names it
+    name: str  # name of the module in recomputation
     forward: float = 0.0  # forward
     dgrad: float = 0.0  # backward for the input
     wgrad: float = 0.0  # backward for the weights

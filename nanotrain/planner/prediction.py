@@ -10,7 +10,7 @@ from nanotrain.planner.step_time import StepTime, predict_step
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner says about one scenario."""
+    """Predicted time and memory of one scenario."""
 
     scenario: Scenario
     memory: MemoryPlan

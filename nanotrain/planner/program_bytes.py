@@ -63,7 +63,7 @@ class StagePeak(NamedTuple):
 
     kept: int  # from its forward to its backward
     further: int  # additionally while the backward is at its peak; the kept bytes count in full
-    weights: frozenset[WeightShape]  # of its linear layers
+    weights: frozenset[WeightShape]  # weights of its linear layers
 
 
 class ProgramBytes:
@@ -80,7 +80,7 @@ class ProgramBytes:
         self.sizes = scenario_sizes(scenario)
         self.modules = frozenset(scenario.config.memory.recomputed_modules)
         sizes = self.sizes
-        # of the kept input of a linear layer, relative to the dtype of the activations
+        # size of the kept input of a linear layer, relative to the dtype of the activations
         self.input_factor = read_data("dtypes")["saved"].get(scenario.matmul_dtype, 1.0)
         self.hidden = sizes.outside * sizes.width
         self.inside = sizes.tokens * sizes.width
@@ -326,7 +326,7 @@ class ProgramBytes:
         return OperatorBytes(logits * FP32, logits * per_logit)
 
     def peak_of_backward(self, listed: Iterable[OperatorBytes]) -> StagePeak:
-        """What operators keep, and what their backward needs beyond all that is kept."""
+        """Bytes that operators keep, and the additional bytes at the peak of their backward."""
         entries = list(listed)
         kept = sum(entry.saved for entry in entries)
         weights = frozenset(weight for entry in entries for weight in entry.weights)

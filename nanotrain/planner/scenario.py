@@ -30,9 +30,11 @@ class Scenario:
 
     config: Config  # complete: the vocabulary size and the global batch size are set
     world_size: int  # ranks of the run
-    gpu: GPU  # of every rank
+    gpu: GPU  # device of every rank
     engine: Engine  # training program
-    matmul_dtype: str  # of the products of linear layers: bf16, fp8, mxfp8, nvfp4, fp16 or fp32
+    matmul_dtype: (
+        str  # dtype of the products of linear layers: bf16, fp8, mxfp8, nvfp4, fp16 or fp32
+    )
     # token dispatcher: alltoall, allgather, hierarchical or flex (DeepEP, HybridEP)
     dispatcher: str = "alltoall"
     imbalance: float = 1.0  # tokens of the busiest expert-parallel rank, relative to an even share

@@ -26,7 +26,7 @@ from nanotrain.planner.step_time import predict_step
 
 Values = Mapping[str, Any]  # settings by unique name
 
-MAX_TOKENS = 65_536  # of a microbatch
+MAX_TOKENS = 65_536  # largest microbatch
 MIN_SLICE = 1024  # tokens of a sequence per context-parallel rank
 FIRST_SLICE = 4096  # the same, of the layouts that the search begins with
 # strategies that are tried, by rising communication
@@ -35,11 +35,15 @@ LAYOUTS = read_data("layouts")
 FIRST: Values = LAYOUTS["first"]
 RECOMPUTED: list[dict[str, Any]] = LAYOUTS["recomputed"]
 NAMES = (*FIRST, "cp_comm_type")  # settings of a layout
-SHARD_RANKS = (8, 64, 512)  # of an optimizer instance, where state is sharded inside instances only
+SHARD_RANKS = (
+    8,
+    64,
+    512,
+)  # sizes of an optimizer instance, where state is sharded inside instances only
 NUM_IMPROVED = 16  # layouts of which every single change is tried
 NUM_ROUNDS = 4  # rounds of changes
 NUM_BEST = 5  # layouts of the result
-FRONTIER_STEP = 0.8  # of the memory, from one layout of the frontier to the next
+FRONTIER_STEP = 0.8  # factor on the memory, from one layout of the frontier to the next
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ class Space:
 
     config: Config  # validated
     world_size: int  # GPUs of the run
-    gpu: GPU  # of every rank
+    gpu: GPU  # device of every rank
     engine: str  # training program
     max_tp: int  # largest size of tensor parallelism
     kept: Values = field(default_factory=dict)  # settings that stay as they are
@@ -260,7 +264,7 @@ class Space:
         batch_size = self.config.train.global_batch_size or 0
         choices = self._size_choices(num_experts)
         for tp, cp, pp, ep, micro_batch in product(*choices.values()):
-            num_ranks, rest = divmod(self.world_size, tp * cp * pp)  # of data parallelism
+            num_ranks, rest = divmod(self.world_size, tp * cp * pp)  # ranks of data parallelism
             if rest or num_experts % ep or batch_size % (num_ranks * micro_batch):
                 continue
             yield {

@@ -105,7 +105,7 @@ class Run:
     """A schedule on a clock."""
 
     steps: tuple[Step, ...]
-    starts: list[float]  # of every step
+    starts: list[float]  # start of every step
     ends: list[float]
     finish: list[float]  # per rank: end of its last step or transfer
     waits: list[float]  # per rank: seconds in which it sends and does not compute
@@ -330,7 +330,7 @@ class StepClock:
         return max(1, round((numel.dense + numel.expert) / size))
 
     def reduced_at(self, run: Run, rank: int) -> float:
-        """When the reductions of one rank end, which begin in the last backward of its stages."""
+        """Time at which the reductions of one rank end; they begin in its last backwards."""
         last = run.last_backwards
         end = 0.0
         for spec in sorted(self.scenario.stages[rank], key=lambda spec: last[spec.index]):

@@ -297,7 +297,7 @@ def _split_rows(dataset: HubDataset) -> list[InputChunk]:
     return chunks
 
 
-# How a file is split, by its suffix; `readers.READERS` has how its chunks are read.
+# Functions that split a file, by its suffix; `readers.READERS` has those that read its chunks.
 SPLITTERS: dict[str, Callable[[Path, int], list[InputChunk]]] = {
     ".parquet": _split_parquet,
     ".txt": _split_text,

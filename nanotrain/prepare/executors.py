@@ -1,4 +1,4 @@
-"""Where the parts of a corpus are written: processes of this machine, a Ray cluster, or Slurm.
+"""Executors that write the parts of a corpus: processes of this machine, a Ray cluster, or Slurm.
 
     EXECUTORS    one function per name of --executor:
                  (job, missing chunks, workers=) -> planned bytes of complete parts

@@ -27,7 +27,7 @@ ALWAYS_BYTES = 1 << 24  # bytes that any compressed file may hold
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is read: a small file can be made to hold more than the memory."""
+    """Limits on input sizes: a small file can be made to expand to more than the memory."""
 
     document_bytes: int = 1 << 28  # bytes of one document
     # bytes that a compressed file may hold per byte of its size; text has 3 to 20

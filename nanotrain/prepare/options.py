@@ -18,7 +18,7 @@ _PART = re.compile(r"\d{1,6}/\d{1,6}")
 
 
 class Share(NamedTuple):
-    """One of several shares of the input."""
+    """Number of a share of the input, and the number of shares."""
 
     number: int  # from 1
     total: int
@@ -144,7 +144,7 @@ class PrepareOptions:
 
     @property
     def limits(self) -> Limits:
-        """How much is read of an input."""
+        """Limits on the size of an input."""
         return Limits(self.max_document_bytes, self.max_inflation)
 
     @property

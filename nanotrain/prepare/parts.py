@@ -42,7 +42,7 @@ _INDEX_BYTES = 20  # bytes of a document in the index
 
 @dataclass(frozen=True)
 class PartJob:
-    """How chunks become part files."""
+    """Options of writing chunks as part files."""
 
     options: PrepareOptions
     tokenizer: str  # what `load_tokenizer` takes

@@ -170,7 +170,7 @@ def _print(line: str) -> None:  # not a log line: logging is silent on every ran
 
 
 def next_line_questions(texts: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Multiple-choice questions for `data/tasks.py`: which line continues a file?
+    """Multiple-choice questions for `data/tasks.py`: choose the line that continues a file.
 
     The files belong to the validation split. The wrong lines are from other files, with the
     indentation of the right one and about its length.

@@ -80,7 +80,7 @@ def pick_text(
 
 
 def _kind(value: Any) -> str:
-    """What a value is, for the error."""
+    """Name of a value's type in error messages."""
     return KINDS.get(type(value), type(value).__name__)
 
 

@@ -23,13 +23,13 @@ from nanotrain.report.history import RunHistory
 Figure = dict[str, Any]
 
 COLORS = ("#4269d0", "#e07b39", "#3ca951", "#a463f2", "#d6428c", "#6cc5b0", "#9c6b4e", "#868b94")
-# of the names of a metric, where colors are those of runs
+# line styles of metric names, if colors stand for runs
 DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_POINTS = 1200  # per line of a chart
 MAX_MEANS = 400  # per line that is smoothed, and per run of tokens and hours by step
 MAX_HEAT_MAP_COLUMNS = 200
-FEW_POINTS = 10  # of a line that is drawn with markers: a line through one point is not seen
-MANY_RANKS = 4  # of fewer ranks one is always the slowest, which means nothing
+FEW_POINTS = 10  # a line of so few points has markers: a line through one point is not seen
+MANY_RANKS = 4  # with fewer ranks one is always the slowest, which means nothing
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def add_validation(loss: Figure, *, validation: Figure) -> None:
 
 
 def axes_of(run: RunHistory) -> dict[str, list[float | None]]:
-    """What the horizontal axis can show: steps, tokens read and hours trained until then."""
+    """Values of the horizontal axes: steps, tokens read and hours trained."""
     kept = np.arange(0)
     if run.num_steps:
         kept = np.unique(np.linspace(0, run.num_steps - 1, MAX_MEANS).astype(int))
@@ -318,7 +318,7 @@ def layout_of(title: str, *, unit: str, x_title: str = "step") -> Figure:
 
 
 def rounded(values: np.ndarray) -> list[float | None]:
-    """What a screen shows of numbers, at half the bytes.
+    """Round numbers to the precision of a screen, which halves the bytes.
 
     Six significant digits, or the whole number; None for values that are not finite.
     """

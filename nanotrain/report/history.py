@@ -38,7 +38,7 @@ from nanotrain.untrusted import (
 # A run whose metrics have not grown for this long is not running any more, unless one of its steps
 # takes longer.
 RUNNING_S = 120.0
-MAX_SETTINGS_BYTES = 1 << 18  # of config.yaml and environment.json, which have 10 and 20 kB
+MAX_SETTINGS_BYTES = 1 << 18  # limit of config.yaml and environment.json, which have 10 and 20 kB
 MAX_RANKS = 200_000
 MAX_COLUMNS = 1000
 MAX_VALUES = 1 << 25
@@ -292,7 +292,7 @@ def _has_texts(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
-# What other modules read of environment.json; entries that are something else are left out.
+# Entries of environment.json that other modules read; entries of another type are left out.
 FACTS: dict[str, Callable[[Any], bool]] = {
     "parameters": _is_size,
     "active_parameters": _is_size,

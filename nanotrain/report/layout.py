@@ -23,11 +23,11 @@ from nanotrain.topology.picture import ranks_text, used_groups
 from nanotrain.topology.topology import Topology
 
 MICROBATCHES_PER_RANK = 4  # a picture of more would not be legible; the rest repeats the middle
-MAX_STAGES = 128  # of a picture
+MAX_STAGES = 128  # stages in a picture
 MAX_PER_AXIS = 8  # ranks of a grid
 # the settings that a layout follows from
 LAYOUT_KEYS = frozenset(key for key in KEYS if key.startswith(("parallel.", "train.")))
-NUM_COLORS = 6  # of pipeline stages, in page.css
+NUM_COLORS = 6  # colors of pipeline stages in page.css
 
 
 def layout_html(run: RunHistory) -> str:

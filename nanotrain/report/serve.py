@@ -24,9 +24,9 @@ from nanotrain.untrusted import open_file
 # never another address: a run's configuration and texts are not for everyone
 LOCALHOST = "127.0.0.1"
 HOSTS = r"(127\.0\.0\.1|localhost)(:\d{1,5})?"
-MAX_THREADS = 32  # of the process, its connections among them
-TIMEOUT_S = 10.0  # of a connection that sends nothing
-MOST_BYTES = 1 << 22  # of rows in one reply
+MAX_THREADS = 32  # threads of the process, including its connections
+TIMEOUT_S = 10.0  # timeout of a connection that sends nothing
+MOST_BYTES = 1 << 22  # rows in one reply
 
 
 def reply(folders: Sequence[Path], path: str) -> tuple[str, bytes] | None:

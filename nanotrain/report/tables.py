@@ -63,7 +63,7 @@ UNKNOWN = Fact("-", "")
 
 
 def headline_of(run: RunHistory) -> dict[str, Fact]:
-    """What one asks first about a run, by label; without what is unknown."""
+    """The main facts of a run, by label; unknown facts are left out."""
     facts = {"Progress": progress_of(run)}
     facts |= size_facts(run)
     facts |= loss_facts(run)

@@ -130,8 +130,7 @@ def write_bytes(path: Path, data: bytes, *, fix: str = OTHER_FOLDER) -> None:
 
 
 def open_append(path: Path) -> BinaryIO:
-    """Open a file to append bytes, unbuffered, so that a failed write leaves nothing to be written
-    at exit.
+    """Open a file to append bytes, unbuffered: a failed write leaves nothing to write at exit.
 
     Raises:
         EnvironmentFault: it cannot be opened, or is a symbolic link.
@@ -141,8 +140,9 @@ def open_append(path: Path) -> BinaryIO:
 
 
 def write_all(file: BinaryIO, data: bytes) -> None:
-    """Write all bytes to an unbuffered file; on a nearly full disk one `write` may write a part
-    without an error.
+    """Write all bytes to an unbuffered file.
+
+    On a nearly full disk one `write` may write a part without an error.
     """
     written = 0
     while written < len(data):

@@ -82,8 +82,9 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
-        """The folder of a run; for one in object storage below `staging_dir`, under its bucket and
-        name.
+        """The folder of a run.
+
+        For a run in object storage it lies below `staging_dir`, under bucket and name.
         """
         place, staging = str(config.train.run_dir), Path(config.checkpoint.staging_dir or "runs")
         if not is_address(place):
@@ -92,8 +93,7 @@ class RunFolder:
         return cls(staging / remote.path, remote)
 
     def check_writable(self, *, probes: bool = True) -> None:
-        """Check that this folder, and that of its checkpoints if there is one, can be written;
-        leaves nothing.
+        """Check that this folder and its folder of checkpoints can be written; leaves nothing.
 
         `probes` is as for the function.
 
@@ -115,8 +115,9 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
 
     def require_own(self) -> None:
-        """Check that the run replaces no foreign file: a folder without a run must have none of its
-        file names.
+        """Check that the run replaces no foreign file.
+
+        A folder without a run must have none of its file names.
 
         Raises:
             EnvironmentFault: it has one.
@@ -132,8 +133,9 @@ class RunFolder:
                 )
 
     def add_start(self, config_yaml: str, *, step: int, world_size: int) -> None:
-        """Append a line to starts.jsonl; before `write_description`, which replaces the settings of
-        the last start.
+        """Append a line to starts.jsonl.
+
+        Call it before `write_description`, which replaces the settings of the last start.
 
         Args:
             config_yaml: the text of config.yaml.
@@ -163,8 +165,9 @@ class RunFolder:
     def write_description(
         self, config_yaml: str, facts: Mapping[str, Any], *, secret: str | None = None
     ) -> None:
-        """Write config.yaml, and environment.json with `facts` of the live run (device, world
-        size).
+        """Write config.yaml, and environment.json with `facts` of the live run.
+
+        Such facts are the device and the world size.
 
         Args:
             config_yaml: the text of config.yaml.
@@ -187,8 +190,9 @@ class RunFolder:
 
 
 def check_writable(path: Path, *, name: str, fix: str, probes: bool = True) -> None:
-    """Check that a folder can be written, or created in the nearest folder that exists; nothing is
-    left behind.
+    """Check that a folder can be written or created; nothing is left behind.
+
+    It is created in the nearest folder that exists.
 
     Args:
         path: the folder.

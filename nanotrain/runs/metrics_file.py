@@ -20,7 +20,7 @@ from nanotrain.runs.files import disk_errors, disk_fault, open_append, write_all
 from nanotrain.untrusted import LARGEST, read_file, read_rows
 
 log = get_logger(__name__)
-_SUM = re.compile(rb', "crc32": "([0-9a-f]{8})"}\n\Z')  # of the row without it
+_SUM = re.compile(rb', "crc32": "([0-9a-f]{8})"}\n\Z')  # checksum of the row without this field
 
 
 class MetricsFile:

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from nanotrain.errors import ConfigError, StorageFault
 
-PART_BYTES = 8 * 2**20  # of an upload or a download
-MAX_PARTS = 9_000  # of an upload; a provider takes 10,000 of a file
+PART_BYTES = 8 * 2**20  # part of an upload or a download
+MAX_PARTS = 9_000  # parts of an upload; providers take 10,000 per file
 CONCURRENCY = 4  # parts of an upload that a rank holds at once
 ATTEMPTS = 6
 FIRST_PAUSE_S = 0.1  # between attempts; it doubles

@@ -101,7 +101,7 @@ class RankView:
 
     @property
     def waiting(self) -> Waiting | None:
-        """What the rank waits for."""
+        """The collective that the rank waits for."""
         return None if self.beat is None else self.beat.waiting
 
 
@@ -148,7 +148,7 @@ def diagnose(
 
 
 def _ended_or_stopped(views: Views) -> dict[int, str]:
-    """What happened to the processes of ranks, of the likeliest cause that one of them has."""
+    """Describe the ended or stopped processes with the likeliest cause of a hang."""
     for state, text in CAUSES.items():
         ranks = [rank for rank, view in views.items() if view.state == state and not view.is_done]
         if ranks:
@@ -279,7 +279,7 @@ def _with_lower_sequence(members: Ranks, views: Views, *, group: str, sequence: 
 
 
 def _waited(ranks: Sequence[int], views: Views) -> str:
-    """What ranks that wait wait for."""
+    """Describe the collective that waiting ranks wait for."""
     waiting = views[ranks[0]].waiting
     assert waiting is not None, "ranks that wait have one"
     what = "a message" if waiting.op == "p2p" else f"{waiting.op} #{waiting.sequence}"
@@ -345,7 +345,7 @@ def unmatched_collectives(
     """One line per process group in which a rank waits on the device, or has not arrived.
 
     Args:
-        recorded: what `recorded_collectives` returned on every rank whose recorder could be read.
+        recorded: results of `recorded_collectives` by rank, if its recorder could be read.
         topology: topology of the run.
     """
     groups: dict[tuple[str, Ranks], dict[int, RecordedCollective]] = {}
@@ -364,7 +364,7 @@ def unmatched_collectives(
 def _unmatched(
     name: str, ranks: Ranks, *, by_rank: Mapping[int, RecordedCollective], known: set[int]
 ) -> str:
-    """The collective that a process group waits for and the ranks that lack it; "" if none waits."""
+    """A process group's awaited collective and the ranks that lack it; "" if none waits."""
     awaited = _oldest_awaited(by_rank.values())
     arrived = [rank for rank, last in by_rank.items() if last.sequence >= awaited.sequence]
     absent = [rank for rank in ranks if rank in known and rank not in arrived]

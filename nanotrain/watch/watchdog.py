@@ -53,7 +53,7 @@ GRACE_S = 3.0
 # from the end of a rank to the alarm; a failed collective usually ends this rank before
 LOST_S = 2.0
 UNTIMED_PHASES = ("start", "checkpoint")  # their duration depends on the disk
-# of the timeout of collectives, after which torch would end the run without a report
+# share of the timeout of collectives, after which torch would end the run without a report
 SHARE_OF_TIMEOUT = 0.9
 
 
@@ -300,7 +300,7 @@ class Watchdog:
         return len(list(self._hang_folder.glob(pattern)))
 
     def _views(self) -> dict[int, RankView]:
-        """What is known of each rank, from the records of the machines that wrote theirs."""
+        """State of each rank, from the records that the machines have written."""
         views = {}
         for process in self._processes:
             views[process.rank] = RankView(process.rank, process.host, process.pid, "?")

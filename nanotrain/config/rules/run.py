@@ -102,7 +102,7 @@ def check_final_decay(c: Settings) -> Errors:
 
 
 def check_validation_data(c: Settings) -> Errors:
-    """Validation sets beside data that `split` divides."""
+    """Validation sets together with data that `split` divides."""
     data = c.data
     if not data.valid_data_path:
         return

@@ -185,7 +185,7 @@ def check_end_lengths(c: Settings) -> Errors:
 
 
 def check_expert_overlap(c: Settings) -> Errors:
-    """Dispatch and combine that run beside the products of another microbatch."""
+    """Dispatch and combine that overlap the products of another microbatch."""
     if not c.parallel.overlap_moe_expert_parallel_comm:
         return
     schedule = c.parallel.pipeline_schedule

@@ -281,7 +281,7 @@ def unused_with_mla(c: Settings) -> UnusedFields:
 
 
 def unused_checkpoint_args(c: Settings) -> UnusedFields:
-    """The model of a checkpoint beside that of pretrained weights."""
+    """The model of a checkpoint if pretrained weights are loaded as well."""
     if c.checkpoint.pretrained_checkpoint is not None:
         yield unused(
             "use_checkpoint_args",

@@ -34,7 +34,7 @@ def unused_schedule(c: Settings) -> UnusedFields:
 
 
 def unused_schedule_steps(c: Settings) -> UnusedFields:
-    """Steps of the schedule beside samples, and lengths of the warmup beside a fraction."""
+    """Steps of a schedule in samples, and lengths of a warmup that is a fraction."""
     if c.optim.lr_decay_samples is not None:
         yield unused(
             "lr_decay_iters",
@@ -51,7 +51,7 @@ def unused_schedule_steps(c: Settings) -> UnusedFields:
 
 
 def unused_warmup_steps(c: Settings) -> UnusedFields:
-    """Steps of the warmup beside samples."""
+    """Steps of a warmup in samples."""
     if c.optim.lr_warmup_samples is not None:
         yield unused(
             "lr_warmup_iters",
@@ -72,7 +72,7 @@ def unused_warmup_rate(c: Settings) -> UnusedFields:
 
 
 def unused_corpora(c: Settings) -> UnusedFields:
-    """Corpora beside synthetic tokens."""
+    """Corpora of a run with synthetic tokens."""
     if not c.data.mock_data:
         return
     yield unused(

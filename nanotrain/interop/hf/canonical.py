@@ -83,7 +83,7 @@ def write_layers(layers: Sequence[bool]) -> str:
 
 
 def mixed_layers(layers: Sequence[bool]) -> str:
-    """As `write_layers`, but "0" also if the value is true for all layers."""
+    """Like `write_layers`, but "0" also if the value is true for all layers."""
     return "0" if all(layers) else write_layers(layers)
 
 

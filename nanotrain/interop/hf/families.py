@@ -231,7 +231,7 @@ def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:
 def _lost_fields(
     model_config: ModelConfig, family: Family, *, values: Mapping[str, Any]
 ) -> list[str]:
-    """What a family cannot represent.
+    """Settings of a model that a family cannot represent.
 
     Args:
         model_config: the model.

@@ -52,8 +52,8 @@ class Naming:
 
     ends: Mapping[str, str]  # names of embedding, final norm and head
     layer: str  # prefix of the tensors of a layer, with {layer}
-    # names relative to that prefix, by module name in a layer ("attention.query"), or with the kind
-    # of the layer in place of "attention" ("kda.query", "kda_norm")
+    # names relative to that prefix, by module name in a layer ("attention.query"), or with the
+    # layer's kind instead of "attention" ("kda.query", "kda_norm")
     layers: Mapping[str, HFName]
     other_layers: Sequence[Mapping[str, HFName]] = ()  # names that are read and never written
     # names, relative to that prefix, of the modules that only a layer of multi-token prediction

@@ -91,7 +91,7 @@ def _read_scaling(rope: Raw, kind: str, *, max_positions: Any) -> Values:
 
 
 def _read_yarn(rope: Raw, values: Values) -> Values:
-    """What YaRN has besides the numbers in `values`."""
+    """Settings of YaRN besides the numbers in `values`."""
     yarn_values: Values = {
         "position_embedding_type": "yarn",
         "yarn.correction_range_round_to_int": bool(rope.get("truncate", True)),

@@ -45,7 +45,7 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Cast:
-    """How an operand is cast, and for which products."""
+    """Options of casting an operand, and the products that it is cast for."""
 
     block: Block
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class Forms(NamedTuple):
     columns: Quantized | None  # transposed, for products that sum over its rows
 
     def get(self, *, transposed: bool = False) -> Quantized:
-        """One of the forms, which was cast."""
+        """The transposed or untransposed form; it must have been cast."""
         form = self.columns if transposed else self.rows
         assert form is not None, "only forms that were cast are used"
         return form

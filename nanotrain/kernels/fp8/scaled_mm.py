@@ -174,7 +174,7 @@ def _swizzle(scales: Tensor) -> Tensor:
 
 
 class ScaleLayout(NamedTuple):
-    """How torch's kernel takes the scales of an operand."""
+    """Format of an operand's scales in torch's kernel."""
 
     scaling_type: str  # name of torch's `ScalingType`
     arrange: Callable[[Tensor], Tensor]  # scales in the layout of the kernel

@@ -30,7 +30,7 @@ except ImportError:
 
 
 class Factor(NamedTuple):
-    """One of two matrices."""
+    """An operand of a matrix product."""
 
     data: Tensor
     strides: tuple[int, int]  # per expert and row

@@ -181,7 +181,7 @@ class ResidentGrads:
         self._full = full
         self.shard = shard_of(full, groups.shard)  # a view of the full gradients
         self._update = shard_of(self.shard, groups.outer)
-        # [update_numel] what the optimizer reads; a separate tensor where the buffer has another dtype
+        # [update_numel] read by the optimizer; a separate tensor if the buffer has another dtype
         self.main = self._update
         if main_dtype not in (None, full.dtype):
             self.main = torch.zeros_like(self._update, dtype=main_dtype)
