@@ -71,7 +71,9 @@ class Box:
 
     def shifted(self, offset: Sequence[int]) -> "Box":
         """This box moved by `offset`, one number per dim."""
-        return Box(tuple(map(add, self.start, offset)), tuple(map(add, self.stop, offset)))
+        start = tuple(map(add, self.start, offset))
+        stop = tuple(map(add, self.stop, offset))
+        return Box(start, stop)
 
 
 @dataclass(frozen=True)
@@ -123,5 +125,7 @@ def flat_range_to_boxes(shape: Sequence[int], *, start: int, stop: int) -> tuple
 def _in_row(shape: Sequence[int], row: int, *, start: int, stop: int) -> tuple[Box, ...]:
     """Flat range [start, stop) of the tensor, inside row `row`, as boxes of the tensor."""
     first = row * prod(shape[1:])
-    inside = flat_range_to_boxes(shape[1:], start=start - first, stop=stop - first)
-    return tuple(Box((row, *box.start), (row + 1, *box.stop)) for box in inside)
+    boxes = []
+    for inner in flat_range_to_boxes(shape[1:], start=start - first, stop=stop - first):
+        boxes.append(Box((row, *inner.start), (row + 1, *inner.stop)))
+    return tuple(boxes)

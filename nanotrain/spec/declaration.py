@@ -23,6 +23,8 @@ from nanotrain.spec.params import Constant, Normal, ParamSpec, Shard, Uniform
 from nanotrain.spec.shape import ModelShape
 
 Specs = tuple[ParamSpec, ...]
+COLUMN_SHARDS = (Shard(0, "tp"),)  # of outputs, heads or channels
+ROW_SHARDS = (Shard(1, "tp"),)  # of inputs
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class Declaration:
     @property
     def output_std(self) -> float:
         """Standard deviation of projections into the residual stream (Radford et al. 2019, 2.3)."""
-        num_blocks = sum(len(self.shape.blocks(layer)) for layer in range(self.shape.num_layers))
+        num_blocks = 0
+        for layer in range(self.shape.num_layers):
+            num_blocks += len(self.shape.blocks(layer))
         return self.shape.init_std / math.sqrt(2 * num_blocks)
 
     def weight(self, *shape: int, std: float | None = None) -> ParamSpec:
@@ -63,23 +67,27 @@ class Declaration:
         """A vector, or one per expert, with a constant initial value, not decayed."""
         return ParamSpec(name, shape, dtype=self.dtype, init=Constant(value), weight_decay=False)
 
+    def head_vector(self, name: str, size: int, *, init: Normal | Uniform | Constant) -> ParamSpec:
+        """A vector that tp shards by heads, not decayed."""
+        return replace(self.vector(name, size), init=init, shards=COLUMN_SHARDS)
+
     def bias(self, *shape: int, exists: bool) -> Specs:
         """A bias, if the layer has one."""
         return (self.vector("bias", *shape),) if exists else ()
 
     def column_linear(self, outputs: int, inputs: int, *, bias: bool = False) -> Specs:
         """A linear layer sharded along its outputs."""
-        specs = (self.linear_weight(outputs, inputs), *self.bias(outputs, exists=bias))
-        return tuple(replace(spec, shards=(Shard(0, "tp"),)) for spec in specs)
+        weight = self.linear_weight(outputs, inputs)
+        specs = (weight, *self.bias(outputs, exists=bias))
+        return tuple(replace(spec, shards=COLUMN_SHARDS) for spec in specs)
 
     def row_linear(self, outputs: int, inputs: int, *, bias: bool = False) -> Specs:
         """A projection into the residual stream, sharded along its inputs.
 
         Its bias is added after the reduction.
         """
-        weight = replace(
-            self.linear_weight(outputs, inputs, std=self.output_std), shards=(Shard(1, "tp"),)
-        )
+        weight = self.linear_weight(outputs, inputs, std=self.output_std)
+        weight = replace(weight, shards=ROW_SHARDS)
         return (weight, *summed(self.bias(outputs, exists=bias), self.sequence_axes))
 
     def replicated_linear(self, outputs: int, inputs: int) -> Specs:
@@ -88,22 +96,27 @@ class Declaration:
 
     def narrow_linear(self, outputs: int) -> Specs:
         """A projection to one number per head, too few for fp8."""
-        return (replace(self.weight(outputs, self.shape.hidden_size), shards=(Shard(0, "tp"),)),)
+        weight = self.weight(outputs, self.shape.hidden_size)
+        return (replace(weight, shards=COLUMN_SHARDS),)
 
     def convolution(self, channels: int, kernel: int, *, bias: bool = False) -> Specs:
         """A short convolution of each channel, [channels, kernel], sharded along the channels."""
-        init = Uniform(-(kernel**-0.5), kernel**-0.5)
+        bound = kernel**-0.5
+        init = Uniform(-bound, bound)
         weight = replace(self.weight(channels, kernel), needs_whole_matrix=False)
         specs = (weight, *self.bias(channels, exists=bias))
-        return tuple(replace(spec, init=init, shards=(Shard(0, "tp"),)) for spec in specs)
+        return tuple(replace(spec, init=init, shards=COLUMN_SHARDS) for spec in specs)
 
     def vocab_parallel(self) -> ParamSpec:
         """The word embedding or the head: one row per token of the padded vocabulary."""
         weight = self.weight(self.shape.padded_vocab_size, self.shape.hidden_size)
-        weight = replace(
-            weight, shards=(Shard(0, "tp"),), needs_whole_matrix=False, is_embedding_or_output=True
+        return replace(
+            weight,
+            shards=COLUMN_SHARDS,
+            needs_whole_matrix=False,
+            is_embedding_or_output=True,
+            is_shared=self.shape.num_mtp_layers > 0,
         )
-        return replace(weight, is_shared=self.shape.num_mtp_layers > 0)
 
 
 def norm(declare: Declaration, size: int) -> Specs:

@@ -47,18 +47,22 @@ class LayerSizes:
             shape: shape of its model.
             sizes: ranks of tp, cp, ep and etp.
         """
-        tp, cp = sizes["tp"], sizes["cp"]
+        tp = sizes["tp"]
+        cp = sizes["cp"]
+        itemsize = FP32 if config.precision.params_dtype == "fp32" else 2
+        cp_comm_type = config.parallel.cp_comm_type if cp > 1 else None
+        sequence_parallel = config.parallel.sequence_parallel and tp > 1
         return cls(
             shape,
             batch_size=config.train.micro_batch_size,
             seq_length=config.data.seq_length // cp,
-            itemsize=FP32 if config.precision.params_dtype == "fp32" else 2,
+            itemsize=itemsize,
             tp=tp,
             cp=cp,
             ep=sizes["ep"],
             etp=sizes["etp"],
-            cp_comm_type=config.parallel.cp_comm_type if cp > 1 else None,
-            sequence_parallel=config.parallel.sequence_parallel and tp > 1,
+            cp_comm_type=cp_comm_type,
+            sequence_parallel=sequence_parallel,
             has_fp8=config.precision.fp8 is not None,
         )
 
@@ -104,14 +108,16 @@ class LayerSizes:
     @property
     def layer_input(self) -> Saved:
         """The input of a mixer or MLP; recomputed norms drop it where it is the output of one."""
-        has_norm = self.shape.norms_of(self.layer)[0]
-        return Saved(self.outside * self.width, dropped_by=("layernorm",) if has_norm else ())
+        has_norm, _ = self.shape.norms_of(self.layer)
+        dropped_by = ("layernorm",) if has_norm else ()
+        return Saved(self.outside * self.width, dropped_by=dropped_by)
 
     def column(self, widths: Mapping[str, int], *, saves: tuple[Saved, ...] = ()) -> Product:
         """Projections of the layer's input, by the local widths of their outputs."""
+        weights = tuple(f"{name}.weight" for name in widths)
         return Product(
             name="column",
-            weights=tuple(f"{name}.weight" for name in widths),
+            weights=weights,
             rows=self.tokens,
             outputs=sum(widths.values()),
             inputs=self.shape.hidden_size,

@@ -1,21 +1,15 @@
-"""Bytes that convolutions and scans send over context-parallel ranks (parallel/cp).
+"""Bytes that operators send over context-parallel ranks (parallel/cp).
 
-halo        the tokens before each chunk, for a convolution
-scan_sent   the states or the heads of a scan
+halo                     the tokens before each chunk, for a convolution
+scan_sent                the states or the heads of a scan
+gathered, exchanged      bytes of an all-gather and of an all-to-all
 """
 
 from math import lcm
-from typing import NamedTuple
 
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import Sent
-
-
-class Heads(NamedTuple):
-    """Heads of a tp rank."""
-
-    number: int
-    dim: int
+from nanotrain.spec.scan_cost import ScanSizes
 
 
 def halo(s: LayerSizes, *, channels: int, kernel_size: int) -> tuple[Sent, ...]:
@@ -29,11 +23,20 @@ def halo(s: LayerSizes, *, channels: int, kernel_size: int) -> tuple[Sent, ...]:
     return (Sent("p2p", sent, sent),)
 
 
+def gathered(num_bytes: int) -> tuple[Sent, ...]:
+    """An all-gather in the forward, and the reduce-scatter of the gradients."""
+    return Sent("all_gather", num_bytes, 0), Sent("reduce_scatter", 0, num_bytes)
+
+
+def exchanged(num_bytes: int) -> tuple[Sent, ...]:
+    """An all-to-all in the forward, and the same of the gradients."""
+    return (Sent("all_to_all", num_bytes, num_bytes),)
+
+
 def scan_sent(
     s: LayerSizes,
+    sizes: ScanSizes,
     *,
-    keys: Heads,
-    values: Heads,
     transition: int,
     num_decays: int = 1,
     output_itemsize: int | None = None,
@@ -42,23 +45,23 @@ def scan_sent(
 
     Args:
         s: sizes of the layer.
-        keys: heads of queries and keys.
-        values: heads of values.
+        sizes: heads of the scan.
         transition: elements of the map of a state per head: 1, or the squared channels of a key.
         num_decays: decays of a token per head.
         output_itemsize: bytes per element of the output; None for those of the inputs.
     """
     if s.cp == 1:
         return ()
-    if s.cp_comm_type == "a2a":
-        query_key = 2 * lcm(keys.number, s.cp) * keys.dim
-        value = values.number * values.dim
-        per_token = (query_key + value) * s.itemsize
-        per_token += (num_decays + 1) * values.number * FP32
-        output_bytes = s.itemsize if output_itemsize is None else output_itemsize
-        per_token += value * output_bytes
-        sent = s.tokens * per_token * (s.cp - 1) // s.cp
-        return (Sent("all_to_all", sent, sent),)
-    elements = 2 * s.batch_size * values.number * (transition + keys.dim * values.dim)
-    sent = (s.cp - 1) * elements * FP32
-    return Sent("all_gather", sent, 0), Sent("reduce_scatter", 0, sent)
+    if s.cp_comm_type != "a2a":
+        state = sizes.key * sizes.value
+        elements = 2 * s.batch_size * sizes.heads * (transition + state)
+        return gathered((s.cp - 1) * elements * FP32)
+    if output_itemsize is None:
+        output_itemsize = s.itemsize
+    query_key = 2 * lcm(sizes.groups, s.cp) * sizes.key
+    value = sizes.heads * sizes.value
+    decays = (num_decays + 1) * sizes.heads
+    per_token = (query_key + value) * s.itemsize
+    per_token += decays * FP32
+    per_token += value * output_itemsize
+    return exchanged(s.tokens * per_token * (s.cp - 1) // s.cp)

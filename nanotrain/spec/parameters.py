@@ -124,10 +124,10 @@ def mtp_layer(declare: Declaration, index: int) -> Specs:
     down-projections.
     """
     size = declare.shape.hidden_size
-    return (
-        *nest("enorm", norm(declare, size)),
-        *nest("hnorm", norm(declare, size)),
-        *nest("eh_proj", grouped("mtp", declare.replicated_linear(size, 2 * size))),
-        *nest("block", layer(declare, index)),
-        *nest("final_norm", norm(declare, size)),
-    )
+    norm_specs = norm(declare, size)
+    projection = declare.replicated_linear(size, 2 * size)
+    specs = nest("enorm", norm_specs)
+    specs += nest("hnorm", norm_specs)
+    specs += nest("eh_proj", grouped("mtp", projection))
+    specs += nest("block", layer(declare, index))
+    return specs + nest("final_norm", norm_specs)

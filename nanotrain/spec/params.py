@@ -108,8 +108,9 @@ class ParamSpec:
             size = sizes[shard.axis]
             if length % size:
                 raise self._uneven_shard(shard, length=length, size=size)
-            start[shard.dim] += coords[shard.axis] * (length // size)
-            stop[shard.dim] = start[shard.dim] + length // size
+            local_length = length // size
+            start[shard.dim] += coords[shard.axis] * local_length
+            stop[shard.dim] = start[shard.dim] + local_length
         return Box(tuple(start), tuple(stop))
 
     def _uneven_shard(self, shard: Shard, *, length: int, size: int) -> TopologyError:

@@ -69,12 +69,15 @@ def scan_cost(terms: PassTerms, sizes: ScanSizes) -> ScanCost:
     head_flops += terms.value_flops * sizes.chunk * sizes.value
     head_flops += terms.key_flops * sizes.chunk * sizes.key
     group_flops = terms.group_flops * sizes.chunk * sizes.key
+    flops = sizes.heads * head_flops + sizes.groups * group_flops
     elements = sizes.heads * terms.head_elements.number(sizes)
     elements += sizes.groups * terms.group_elements.number(sizes)
+    launches = terms.launches
+    launches += terms.launches_per_chunk * sizes.num_chunks
     return ScanCost(
-        flops=sizes.tokens * (sizes.heads * head_flops + sizes.groups * group_flops),
+        flops=sizes.tokens * flops,
         num_bytes=sizes.tokens * elements * FP32,
-        launches=terms.launches + terms.launches_per_chunk * sizes.num_chunks,
+        launches=launches,
     )
 
 

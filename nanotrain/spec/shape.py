@@ -101,23 +101,26 @@ class ModelShape:
         >>> ModelShape.of(ModelConfig(hidden_size=256, vocab_size=50257)).padded_vocab_size
         50304
         """
-        has_learned_positions = model_config.position_embedding_type == "learned_absolute"
-        # What the configuration itself has under the same name, as a field or a property.
-        shared = {
-            f.name: getattr(model_config, f.name)
-            for f in fields(cls)
-            if hasattr(model_config, f.name)
-        }
+        num_positions = None
+        if model_config.position_embedding_type == "learned_absolute":
+            num_positions = model_config.max_position_embeddings
+        has_qkv_bias = model_config.add_bias_linear or model_config.add_qkv_bias
+        has_wide_qk_norm = model_config.qk_layernorm and model_config.qk_layernorm_across_heads
+        has_qk_norm = model_config.qk_layernorm and not model_config.qk_layernorm_across_heads
+        norm_init = 0.0 if model_config.apply_layernorm_1p else 1.0
+        # what the configuration itself has under the same name, as a field or a property
+        names = [field.name for field in fields(cls) if hasattr(model_config, field.name)]
+        shared = {name: getattr(model_config, name) for name in names}
         return cls(
             **shared,
-            num_positions=model_config.max_position_embeddings if has_learned_positions else None,
+            num_positions=num_positions,
             num_heads=model_config.num_attention_heads,
             has_rotary=model_config.has_rope,
             has_linear_bias=model_config.add_bias_linear,
-            has_qkv_bias=model_config.add_bias_linear or model_config.add_qkv_bias,
-            has_qk_norm=model_config.qk_layernorm and not model_config.qk_layernorm_across_heads,
-            has_wide_qk_norm=model_config.qk_layernorm and model_config.qk_layernorm_across_heads,
-            norm_init=0.0 if model_config.apply_layernorm_1p else 1.0,
+            has_qkv_bias=has_qkv_bias,
+            has_qk_norm=has_qk_norm,
+            has_wide_qk_norm=has_wide_qk_norm,
+            norm_init=norm_init,
             has_sink=model_config.softmax_type == "learnable",
             has_output_gate=model_config.attention_output_gate,
             is_tied=not model_config.untie_embeddings_and_output_weights,
@@ -147,7 +150,9 @@ class ModelShape:
         """
         mixer, mlp = self.kinds(layer)
         has_shortcut = mlp == "moe" and self.moe is not None and self.moe.shortcut
-        return ((mixer, mlp), (mixer, "dense")) if has_shortcut else ((mixer, mlp),)
+        if has_shortcut:
+            return (mixer, mlp), (mixer, "dense")
+        return ((mixer, mlp),)
 
     def of_layer(self, layer: int) -> Self:
         """The shape with the key/value heads, sinks and norms of heads of a layer, by its index in

@@ -19,7 +19,7 @@ from nanotrain.spec.operators import (
     Rotary,
     Saved,
 )
-from nanotrain.spec.params import Normal, ParamSpec, Shard
+from nanotrain.spec.params import Normal, ParamSpec
 from nanotrain.spec.shape import ModelShape
 
 
@@ -39,8 +39,8 @@ def attention(declare: Declaration) -> Specs:
         value = _replicated(value)
     specs: Specs = ()
     if shape.has_sink:
-        sink = declare.vector("softmax_offset", shape.num_heads)
-        specs += (replace(sink, init=Normal(shape.init_std), shards=(Shard(0, "tp"),)),)
+        init = Normal(shape.init_std)
+        specs += (declare.head_vector("softmax_offset", shape.num_heads, init=init),)
     specs += nest("query", declare.column_linear(query_size, hidden, bias=has_bias))
     specs += nest("key", key)
     specs += nest("value", value)
@@ -112,9 +112,8 @@ def attention_operators(s: LayerSizes) -> Operators:
         operators.append(Rotary(name="rope", numel=rotated))
     if shape.has_qk_norm or shape.qk_l2_norm or shape.has_wide_qk_norm:
         saves = (Saved(_saved_by_norms(s, num_heads=heads + groups)),)
-        operators.append(
-            Norm(name="qk_norm", numel=rotated, saves=saves, launches=2, backward_launches=4)
-        )
+        norms = Norm(name="qk_norm", numel=rotated, saves=saves, launches=2, backward_launches=4)
+        operators.append(norms)
     operators.append(core_attention(s, heads=heads, groups=groups))
     if shape.has_output_gate:
         gated = s.tokens * output  # the sigmoid of the gate, and its product with the output
@@ -158,24 +157,23 @@ def compressed_projections(s: LayerSizes) -> Operators:
         operators.append(down_projection(s, "query_down", outputs=query_rank))
     else:
         operators.append(s.column({"query": query_width}))
-    operators += [
-        down_projection(s, "kv_down", outputs=kv_down_width, saves=(s.layer_input,)),
-        Norm(
-            name="layernorm",
-            numel=compressed,
-            saves=(norm_inputs,),
-            launches=2,
-            backward_launches=4,
-        ),
-    ]
+    operators.append(down_projection(s, "kv_down", outputs=kv_down_width, saves=(s.layer_input,)))
+    norms = Norm(
+        name="layernorm", numel=compressed, saves=(norm_inputs,), launches=2, backward_launches=4
+    )
+    operators.append(norms)
+    module = "mla_up_proj"
     if query_rank:
-        operators.append(_up_projection(s, "query_up", outputs=query_width, inputs=query_rank))
+        query_up = up_projection(
+            s, "query_up", outputs=query_width, inputs=query_rank, module=module
+        )
+        operators.append(query_up)
+    key_value_up = up_projection(
+        s, "kv_up", outputs=key_value_width, inputs=sizes.kv_lora_rank, module=module
+    )
     rotated = s.tokens * heads * 2 * shape.head_dim
-    return [
-        *operators,
-        _up_projection(s, "kv_up", outputs=key_value_width, inputs=sizes.kv_lora_rank),
-        Rotary(name="mla_up_proj", module="mla_up_proj", numel=rotated, passes=4),
-    ]
+    rotary = Rotary(name=module, module=module, numel=rotated, passes=4)
+    return [*operators, key_value_up, rotary]
 
 
 def down_projection(
@@ -192,17 +190,28 @@ def down_projection(
     )
 
 
-def _up_projection(s: LayerSizes, name: str, *, outputs: int, inputs: int) -> Product:
-    """A projection of compressed vectors, which it keeps."""
+def up_projection(
+    s: LayerSizes, name: str, *, outputs: int, inputs: int, module: str = ""
+) -> Product:
+    """A projection of compressed vectors, which it keeps.
+
+    Args:
+        s: sizes of the layer.
+        name: name of the projection in the layer.
+        outputs: local width of the result.
+        inputs: width of the compressed vectors.
+        module: recompute module that runs it again.
+    """
+    compressed = Saved(s.outside * inputs * s.itemsize)
     return Product(
-        name="mla_up_proj",
-        module="mla_up_proj",
+        name=module or "column",
+        module=module,
         weights=(f"{name}.weight",),
         rows=s.tokens,
         outputs=outputs,
         inputs=inputs,
         shard="column",
-        saves=(Saved(s.outside * inputs * s.itemsize),),
+        saves=(compressed,),
     )
 
 

@@ -47,15 +47,23 @@ def _block_operators(s: LayerSizes, kinds: tuple[LayerKind, ...]) -> tuple[Opera
 
 def _in_residual(s: LayerSizes, inner: Operators) -> Operators:
     """A mixer or an MLP with its norms and the addition to the residual stream."""
-    numel = s.outside * s.shape.hidden_size
     has_pre, has_post = s.shape.norms_of(s.layer)
-    statistics = Saved(s.outside * 2 * FP32, dropped_by=("layernorm",) if has_pre else ())
-    first = _norm(s, saves=(Saved(s.outside * s.width), statistics))
-    add = Residual(name="add", numel=numel)
+    dropped_by = ("layernorm",) if has_pre else ()
+    norm_input = Saved(s.outside * s.width)
+    statistics = Saved(s.outside * 2 * FP32, dropped_by=dropped_by)
+    first = _norm(s, saves=(norm_input, statistics))
+    add = Residual(name="add", numel=s.outside * s.shape.hidden_size)
     if has_pre and has_post:  # the second norm is never recomputed
-        second = _norm(s, saves=(Saved(s.outside * (s.width + FP32)),))
+        second = _norm(s, saves=(_rms_norm_saved(s),))
         return [first, *inner, second, add]
-    return [first, *inner, add] if has_pre else [*inner, first, add]
+    if has_pre:
+        return [first, *inner, add]
+    return [*inner, first, add]
+
+
+def _rms_norm_saved(s: LayerSizes) -> Saved:
+    """The input of an RMSNorm and its statistics."""
+    return Saved(s.outside * (s.width + FP32))
 
 
 def _norm(s: LayerSizes, *, name: str = "layernorm", saves: tuple[Saved, ...]) -> Norm:
@@ -67,7 +75,7 @@ def embedding_operators(s: LayerSizes) -> Operators:
     """Look-up of the tokens, and a norm of the embeddings where the model has it."""
     saves: tuple[Saved, ...] = ()
     if s.shape.embedding_l2_norm:
-        saves = (Saved(s.outside * (s.width + FP32)),)
+        saves = (_rms_norm_saved(s),)
     return [Lookup(name="embedding", rows=s.tokens, saves=saves)]
 
 
@@ -86,24 +94,24 @@ def head_operators(s: LayerSizes) -> Operators:
         shard="column",
         saves=(Saved(grads),),
     )
-    return [
-        _norm(s, name="final_norm", saves=(Saved(s.outside * s.width),)),
-        product,
-        Loss(name="loss", rows=s.tokens, columns=s.columns),
-    ]
+    norm_input = Saved(s.outside * s.width)
+    norm = _norm(s, name="final_norm", saves=(norm_input,))
+    loss = Loss(name="loss", rows=s.tokens, columns=s.columns)
+    return [norm, product, loss]
 
 
 def mtp_operators(s: LayerSizes, layer: int) -> Operators:
     """Norms of embeddings and hidden states, the projection of both, a block and the head."""
     hidden = s.shape.hidden_size
-    norm = _norm(s, name="mtp_norm", saves=(Saved(s.outside * (s.width + FP32)),))
+    norm = _norm(s, name="mtp_norm", saves=(_rms_norm_saved(s),))
+    both = Saved(s.outside * 2 * s.width)
     projection = Product(
         name="eh_proj",
         weights=("eh_proj.weight",),
         rows=s.outside,
         outputs=hidden,
         inputs=2 * hidden,
-        saves=(Saved(s.outside * 2 * s.width),),
+        saves=(both,),
     )
     return [norm, norm, projection, *block_operators(s, layer), *head_operators(s)]
 

@@ -8,6 +8,7 @@ from math import lcm
 
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import Attention, Saved, Sent
+from nanotrain.spec.over_cp import exchanged, gathered
 
 
 def core_attention(s: LayerSizes, *, heads: int, groups: int) -> Attention:
@@ -19,7 +20,8 @@ def core_attention(s: LayerSizes, *, heads: int, groups: int) -> Attention:
         groups: key/value heads of the tp rank.
     """
     shape = s.shape
-    sequence = s.seq_length * s.cp
+    chunks = shape.attention_chunks(s.layer, seq_length=s.seq_length * s.cp)
+    window = shape.window_size if shape.has_window(s.layer) else None
     recomputed = _recomputed_core(s, heads=heads, groups=groups)
     kept = _kept_core(s, heads=heads, groups=groups)
     return Attention(
@@ -30,8 +32,8 @@ def core_attention(s: LayerSizes, *, heads: int, groups: int) -> Attention:
         kv_heads=groups,
         head_dim=shape.head_dim,
         value_head_dim=shape.value_head_dim,
-        chunks=shape.attention_chunks(s.layer, seq_length=sequence),
-        window=shape.window_size if shape.has_window(s.layer) else None,
+        chunks=chunks,
+        window=window,
         saves=recomputed + kept,
         over_cp=key_values_over_cp(s, heads=heads, groups=groups),
     )
@@ -40,13 +42,14 @@ def core_attention(s: LayerSizes, *, heads: int, groups: int) -> Attention:
 def _recomputed_core(s: LayerSizes, *, heads: int, groups: int) -> tuple[Saved, ...]:
     """Inputs of a core attention that is recomputed, and its output for the layer that follows."""
     shape = s.shape
+    query_width = heads * shape.head_dim
+    output_width = heads * shape.value_head_dim
     key_value = shape.head_dim + shape.value_head_dim + _key_width_of_values(s)
-    inputs = s.tokens * (heads * shape.head_dim + groups * key_value) * s.itemsize
-    output = s.tokens * heads * shape.value_head_dim * s.itemsize
-    return (
-        Saved(inputs, dropped_by=("mla_up_proj",), only_with="core_attn"),
-        Saved(output, only_with="core_attn"),
-    )
+    inputs = s.tokens * (query_width + groups * key_value) * s.itemsize
+    output = s.tokens * output_width * s.itemsize
+    kept_inputs = Saved(inputs, dropped_by=("mla_up_proj",), only_with="core_attn")
+    kept_output = Saved(output, only_with="core_attn")
+    return kept_inputs, kept_output
 
 
 def _key_width_of_values(s: LayerSizes) -> int:
@@ -63,15 +66,17 @@ def _kept_core(s: LayerSizes, *, heads: int, groups: int) -> tuple[Saved, ...]:
     key_value = s.tokens * _key_value_width(s, heads=heads, groups=groups) * s.itemsize
     output = s.tokens * heads * (_output_dim(s) * s.itemsize + FP32)
     # all-to-all keeps copies of all three, and an all-gather those of keys and values
-    keeps_query = s.cp_comm_type == "a2a"
-    saves = (
-        Saved(query, dropped_by=core if keeps_query else (*core, "mla_up_proj")),
-        Saved(key_value, dropped_by=(*core, "mla_up_proj") if _is_local(s) else core),
+    projected = (*core, "mla_up_proj")
+    query_dropped_by = core if s.cp_comm_type == "a2a" else projected
+    key_value_dropped_by = projected if _is_local(s) else core
+    saves = [
+        Saved(query, dropped_by=query_dropped_by),
+        Saved(key_value, dropped_by=key_value_dropped_by),
         Saved(output, dropped_by=core),
-    )
+    ]
     if _is_padded(s) and s.cp_comm_type is None:  # a padded value is a copy
-        return (*saves, Saved(query, dropped_by=core, only_with="mla_up_proj"))
-    return saves
+        saves.append(Saved(query, dropped_by=core, only_with="mla_up_proj"))
+    return tuple(saves)
 
 
 def _is_padded(s: LayerSizes) -> bool:
@@ -127,18 +132,17 @@ def _written_scores(s: LayerSizes, *, heads: int) -> int:
 
 def key_values_over_cp(s: LayerSizes, *, heads: int, groups: int) -> tuple[Sent, ...]:
     """Keys and values, or with Ulysses heads, and their gradients."""
-    # elements of a head of keys and of values
-    head = s.tokens * (s.shape.head_dim + s.shape.value_head_dim)
-    key_values = (s.cp - 1) * head * groups * s.itemsize
+    head = s.tokens * (s.shape.head_dim + s.shape.value_head_dim)  # elements of keys and values
+    local = head * groups
+    key_values = (s.cp - 1) * local * s.itemsize
     if s.cp_comm_type == "allgather":
-        return Sent("all_gather", key_values, 0), Sent("reduce_scatter", 0, key_values)
+        return gathered(key_values)
     if s.cp_comm_type == "p2p":
         # in a ring gradients take one step more, in fp32
-        grads = key_values + s.cp * head * groups * max(FP32, s.itemsize)
+        grads = key_values + s.cp * local * max(FP32, s.itemsize)
         return (Sent("p2p", key_values, grads),)
     if s.cp_comm_type == "a2a":
         # key/value heads are repeated until cp divides them
         elements = head * (heads + lcm(groups, s.cp))
-        sent = elements * s.itemsize * (s.cp - 1) // s.cp
-        return (Sent("all_to_all", sent, sent),)
+        return exchanged(elements * s.itemsize * (s.cp - 1) // s.cp)
     return ()

@@ -7,23 +7,21 @@ model/delta_net.py.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from nanotrain.config.layer_kinds import LinearAttentionConfig
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
-from nanotrain.spec.kinds.attention import down_projection
+from nanotrain.spec.kinds.attention import down_projection, up_projection
 from nanotrain.spec.kinds.convolution import short_convolutions
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import (
     Gate,
     Norm,
     Operators,
-    Product,
     Saved,
     Scan,
 )
-from nanotrain.spec.over_cp import Heads, scan_sent
-from nanotrain.spec.params import Shard, Uniform
+from nanotrain.spec.over_cp import scan_sent
+from nanotrain.spec.params import Uniform
 from nanotrain.spec.scan_cost import (
     Elements,
     PassTerms,
@@ -110,12 +108,9 @@ def _declare(declare: Declaration, gates: Specs, *, num_steps: int) -> Specs:
     sizes = _sizes(shape)
     widths = _widths(shape)
     hidden = shape.hidden_size
-    decay = declare.vector("decay", sizes.num_value_heads)
-    bias = declare.vector("step_bias", num_steps)
-    specs: Specs = (
-        replace(decay, init=DECAY_RATES, shards=(Shard(0, "tp"),)),
-        replace(bias, init=STEPS, shards=(Shard(0, "tp"),)),
-    )
+    decay = declare.head_vector("decay", sizes.num_value_heads, init=DECAY_RATES)
+    step_bias = declare.head_vector("step_bias", num_steps, init=STEPS)
+    specs: Specs = (decay, step_bias)
     for name, width in widths.items():
         specs += nest(name, declare.column_linear(width, hidden))
     for name, width in widths.items():
@@ -136,12 +131,18 @@ def _widths(shape: ModelShape) -> dict[str, int]:
     """Channels of all heads."""
     sizes = _sizes(shape)
     keys = sizes.num_key_heads * sizes.key_head_dim
-    return {"query": keys, "key": keys, "value": sizes.num_value_heads * sizes.value_head_dim}
+    values = sizes.num_value_heads * sizes.value_head_dim
+    return {"query": keys, "key": keys, "value": values}
+
+
+def _local_widths(s: LayerSizes) -> dict[str, int]:
+    """Channels of the heads of the tp rank."""
+    return {name: width // s.tp for name, width in _widths(s.shape).items()}
 
 
 def gated_delta_net_operators(s: LayerSizes) -> Operators:
     """Gated DeltaNet: one product for all projections."""
-    widths = {name: width // s.tp for name, width in _widths(s.shape).items()}
+    widths = _local_widths(s)
     heads = _sizes(s.shape).num_value_heads // s.tp
     value = s.tokens * widths["value"]
     projected = {**widths, "gate": widths["value"], "step": heads, "beta": heads}
@@ -157,7 +158,7 @@ def gated_delta_net_operators(s: LayerSizes) -> Operators:
 def kda_operators(s: LayerSizes) -> Operators:
     """KDA: the first halves of the gate and of the steps are replicated."""
     sizes = _sizes(s.shape)
-    widths = {name: width // s.tp for name, width in _widths(s.shape).items()}
+    widths = _local_widths(s)
     heads = sizes.num_value_heads // s.tp
     key_dim = sizes.key_head_dim
     value_dim = sizes.value_head_dim
@@ -166,25 +167,12 @@ def kda_operators(s: LayerSizes) -> Operators:
     operators: Operators = [s.column({**widths, "beta": heads}, saves=(s.layer_input,))]
     operators.append(down_projection(s, "gate_down", outputs=value_dim))
     operators.append(down_projection(s, "step_down", outputs=key_dim))
-    operators.append(_up_projection(s, "gate_up", outputs=widths["value"], inputs=value_dim))
-    operators.append(_up_projection(s, "step_up", outputs=widths["key"], inputs=key_dim))
+    operators.append(up_projection(s, "gate_up", outputs=widths["value"], inputs=value_dim))
+    operators.append(up_projection(s, "step_up", outputs=widths["key"], inputs=key_dim))
     operators += _rule_operators(s, widths, num_steps=widths["key"])
     operators.append(Gate(name="output_gate", numel=value, saves=(gated,)))
     operators.append(s.row(widths["value"]))
     return operators
-
-
-def _up_projection(s: LayerSizes, name: str, *, outputs: int, inputs: int) -> Product:
-    """The second half of a projection of low rank, which keeps its input."""
-    return Product(
-        name="column",
-        weights=(f"{name}.weight",),
-        rows=s.tokens,
-        outputs=outputs,
-        inputs=inputs,
-        shard="column",
-        saves=(Saved(s.outside * inputs * s.itemsize),),
-    )
 
 
 def _rule_operators(s: LayerSizes, widths: Mapping[str, int], *, num_steps: int) -> Operators:
@@ -198,18 +186,16 @@ def _rule_operators(s: LayerSizes, widths: Mapping[str, int], *, num_steps: int)
     convolved = {f"{name}_conv": width for name, width in widths.items()}
     kernel_size = _sizes(s.shape).conv_kernel_dim
     outputs = s.tokens * widths["value"]
-    return [
-        # inputs, outputs and activations
-        short_convolutions(s, convolved, kernel_size=kernel_size, num_saved=3),
-        _scan(s, num_steps=num_steps),
-        Norm(name="linear_norm", numel=outputs, saves=(Saved(2 * outputs * s.itemsize),)),
-    ]
+    # inputs, outputs and activations
+    convolutions = short_convolutions(s, convolved, kernel_size=kernel_size, num_saved=3)
+    normed = Saved(2 * outputs * s.itemsize)
+    norm = Norm(name="linear_norm", numel=outputs, saves=(normed,))
+    return [convolutions, _scan(s, num_steps=num_steps), norm]
 
 
 def _scan(s: LayerSizes, *, num_steps: int) -> Scan:
     """The gated delta rule (attention/delta_rule.py)."""
     config = _sizes(s.shape)
-    is_kda = "kda" in s.shape.mixers
     sizes = ScanSizes(
         tokens=s.tokens,
         num_chunks=s.seq_length // CHUNK_SIZE,
@@ -219,26 +205,29 @@ def _scan(s: LayerSizes, *, num_steps: int) -> Scan:
         key=config.key_head_dim,
         value=config.value_head_dim,
     )
+    if "kda" in s.shape.mixers:
+        num_decays = sizes.key
+        per_token = _channel_temporaries(sizes)
+        forward = scan_cost(KDA_FORWARD, sizes)
+        backward = scan_cost(KDA_BACKWARD, sizes)
+    else:
+        num_decays = 1
+        per_token = _head_temporaries(sizes)
+        forward = scan_cost(GDN_FORWARD, sizes)
+        backward = scan_cost(GDN_BACKWARD, sizes)
     saved = s.tokens * (3 * num_steps + 2 * sizes.heads)
     if s.cp_comm_type not in (None, "a2a"):  # maps of all chunks
         width = sizes.key * (sizes.key + sizes.value)
         saved += 2 * s.cp * s.batch_size * sizes.heads * width
-    per_token = _channel_temporaries(sizes) if is_kda else _head_temporaries(sizes)
     return Scan(
         name="delta_rule",
         saves=(Saved(saved * FP32),),
         working=s.tokens * per_token * FP32,
-        over_cp=scan_sent(
-            s,
-            keys=Heads(sizes.groups, sizes.key),
-            values=Heads(sizes.heads, sizes.value),
-            transition=sizes.key**2,
-            num_decays=sizes.key if is_kda else 1,
-        ),
+        over_cp=scan_sent(s, sizes, transition=sizes.key**2, num_decays=num_decays),
         recurrence_flops=6 * s.tokens * sizes.heads * sizes.key * sizes.value,
         fused_bytes=fused_scan_bytes(sizes, itemsize=s.itemsize),
-        forward=scan_cost(KDA_FORWARD if is_kda else GDN_FORWARD, sizes),
-        backward=scan_cost(KDA_BACKWARD if is_kda else GDN_BACKWARD, sizes),
+        forward=forward,
+        backward=backward,
     )
 
 

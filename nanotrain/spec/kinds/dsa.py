@@ -13,6 +13,7 @@ from nanotrain.spec.operators import (
     Sent,
     SparseAttention,
 )
+from nanotrain.spec.over_cp import gathered
 from nanotrain.spec.shape import Chunks, ModelShape
 
 BLOCK_SCORES = 2**26  # scores of all heads that are computed at once: 256 MiB in fp32
@@ -24,14 +25,13 @@ def declare(declare: Declaration) -> Specs:
     dsa = _sizes(shape)
     rank = _query_rank(shape)
     hidden = shape.hidden_size
-    norm = (
-        declare.vector("weight", dsa.head_dim, value=1.0),
-        declare.vector("bias", dsa.head_dim),
-    )
+    norm_weight = declare.vector("weight", dsa.head_dim, value=1.0)
+    norm_bias = declare.vector("bias", dsa.head_dim)
+    norm = summed((norm_weight, norm_bias), declare.sequence_axes)
     head_weight = declare.weight(dsa.n_heads, hidden)
     indexer = nest("query", declare.replicated_linear(dsa.n_heads * dsa.head_dim, rank))
     indexer += nest("key", declare.replicated_linear(dsa.head_dim, hidden))
-    indexer += nest("key_norm", grouped("norms", summed(norm, declare.sequence_axes)))
+    indexer += nest("key_norm", grouped("norms", norm))
     indexer += nest("head_weight", summed([head_weight], declare.sequence_axes))
     return mla(declare) + nest("indexer", indexer)
 
@@ -51,34 +51,38 @@ def _query_rank(shape: ModelShape) -> int:
 def operators(s: LayerSizes) -> Operators:
     """The operators of MLA with an indexer, and attention to the keys that it selects."""
     heads = s.shape.num_heads // s.tp
-    return [
-        *compressed_projections(s),
-        *_indexer(s, heads=heads),
-        _attention(s, heads=heads),
-        s.row(heads * s.shape.value_head_dim),
-    ]
+    projections = compressed_projections(s)
+    indexer = _indexer(s, heads=heads)
+    attention = _attention(s, heads=heads)
+    output = s.row(heads * s.shape.value_head_dim)
+    return [*projections, *indexer, attention, output]
 
 
 def _indexer(s: LayerSizes, *, heads: int) -> Operators:
     """Queries, keys and weights of the index, and the index scores."""
     dsa = _sizes(s.shape)
-    query_width = dsa.n_heads * dsa.head_dim
-    key_width = dsa.head_dim
-    # the gradients of the index, which its loss computes in the forward
-    grads = s.tokens * (query_width + dsa.n_heads + key_width) * s.itemsize
-    gathered_keys = s.tokens * (s.cp - 1) * key_width * s.itemsize
-    norm_inputs = s.outside * (key_width * s.itemsize + 2 * FP32)
     query = Product(
         name="indexer.query",
         weights=("indexer.query.weight",),
         rows=s.outside,
-        outputs=query_width,
+        outputs=dsa.n_heads * dsa.head_dim,
         inputs=_query_rank(s.shape),
     )
-    key = down_projection(s, "indexer.key", outputs=key_width)
+    key = down_projection(s, "indexer.key", outputs=dsa.head_dim)
     head_weight = down_projection(s, "indexer.head_weight", outputs=dsa.n_heads)
-    norm = Norm(name="indexer", numel=s.outside * key_width, saves=(Saved(norm_inputs),))
-    scores = Indexer(
+    norm_inputs = Saved(s.outside * (dsa.head_dim * s.itemsize + 2 * FP32))
+    norm = Norm(name="indexer", numel=s.outside * dsa.head_dim, saves=(norm_inputs,))
+    return [query, key, head_weight, norm, _index_scores(s, heads=heads)]
+
+
+def _index_scores(s: LayerSizes, *, heads: int) -> Indexer:
+    """Scores of queries and keys; the loss computes the gradients of the index in the forward."""
+    dsa = _sizes(s.shape)
+    width = dsa.n_heads * dsa.head_dim + dsa.n_heads + dsa.head_dim
+    grads = Saved(s.tokens * width * s.itemsize)
+    other_keys = s.tokens * (s.cp - 1) * dsa.head_dim
+    gathered_keys = Saved(other_keys * s.itemsize, dropped_by=("core_attn",))
+    return Indexer(
         name="indexer",
         heads=dsa.n_heads,
         head_dim=dsa.head_dim,
@@ -87,10 +91,9 @@ def _indexer(s: LayerSizes, *, heads: int) -> Operators:
         attention_heads=heads,
         attention_head_dim=s.shape.head_dim,
         has_loss=dsa.loss_coeff > 0,
-        saves=(Saved(grads), Saved(gathered_keys, dropped_by=("core_attn",))),
+        saves=(grads, gathered_keys),
         working=_forward_temporaries(s, heads=heads),
     )
-    return [query, key, head_weight, norm, scores]
 
 
 def _attention(s: LayerSizes, *, heads: int) -> SparseAttention:
@@ -115,18 +118,20 @@ def _saves(s: LayerSizes, *, heads: int) -> tuple[Saved, ...]:
     """Query, key, value, output and its log-sum-exp, and a bit per query and key."""
     shape = s.shape
     assert shape.mla is not None, "a rule demands it"
-    key_value = heads * (shape.head_dim + shape.value_head_dim)
+    key_value_dim = shape.head_dim + shape.value_head_dim
+    core = ("core_attn",)
     if s.cp == 1:
-        key_value += heads * shape.mla.qk_head_dim  # values are views of what kv_up returns
-    query = s.tokens * heads * shape.head_dim * s.itemsize
-    output = s.tokens * heads * shape.value_head_dim * s.itemsize
-    local_keys = s.tokens * key_value * s.itemsize
-    statistics = s.tokens * heads * FP32
+        key_value_dim += shape.mla.qk_head_dim  # values are views of what kv_up returns
+        dropped_with_keys: tuple[str, ...] = (*core, "mla_up_proj")
+    else:
+        dropped_with_keys = core  # gathered keys and values are no outputs of up-projections
+    local_rows = s.tokens * heads
+    query = local_rows * shape.head_dim * s.itemsize
+    output = local_rows * shape.value_head_dim * s.itemsize
+    local_keys = local_rows * key_value_dim * s.itemsize
+    statistics = local_rows * FP32
     num_keys = s.cp * s.tokens // s.batch_size
     selected = s.tokens * (num_keys // 8)
-    core = ("core_attn",)
-    # gathered keys and values are no outputs of up-projections
-    dropped_with_keys = core if s.cp > 1 else (*core, "mla_up_proj")
     saves = [
         Saved(query, dropped_by=("mla_up_proj",)),
         Saved(output),
@@ -142,9 +147,9 @@ def _saves(s: LayerSizes, *, heads: int) -> tuple[Saved, ...]:
 def _over_cp(s: LayerSizes, *, heads: int) -> tuple[Sent, ...]:
     """Keys, values and index keys to every other rank, and their gradients."""
     shape = s.shape
-    width = heads * (shape.head_dim + shape.value_head_dim) + _sizes(shape).head_dim
-    sent = (s.cp - 1) * s.tokens * width * s.itemsize
-    return Sent("all_gather", sent, 0), Sent("reduce_scatter", 0, sent)
+    key_value_width = heads * (shape.head_dim + shape.value_head_dim)
+    width = key_value_width + _sizes(shape).head_dim
+    return gathered((s.cp - 1) * s.tokens * width * s.itemsize)
 
 
 def _num_block_scores(s: LayerSizes, *, heads: int) -> int:

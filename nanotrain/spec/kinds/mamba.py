@@ -1,14 +1,12 @@
 """Mamba-2: parameters and operators; the module is model/mamba.py."""
 
-from dataclasses import replace
-
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest
 from nanotrain.spec.kinds.convolution import short_convolutions
 from nanotrain.spec.kinds.delta_net import DECAY_RATES, STEPS
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import Gate, Norm, Operators, Saved, Scan
-from nanotrain.spec.over_cp import Heads, scan_sent
-from nanotrain.spec.params import ParamSpec, Shard, Uniform
+from nanotrain.spec.over_cp import scan_sent
+from nanotrain.spec.params import Constant
 from nanotrain.spec.scan_cost import (
     Elements,
     PassTerms,
@@ -20,6 +18,7 @@ from nanotrain.spec.shape import ModelShape
 
 CHUNK_SIZE = 64  # tokens of a chunk of the scan
 CONVOLVED = ("value", "key", "query")
+ONES = Constant(1.0)
 FORWARD = PassTerms(
     launches=32,
     launches_per_chunk=2,
@@ -46,35 +45,28 @@ def declare(declare: Declaration) -> Specs:
     heads = shape.mamba_heads
     hidden = shape.hidden_size
     widths = inner_widths(shape)
-    specs: Specs = (
-        _head_vector(declare, "step_bias", size=heads, init=STEPS),
-        _head_vector(declare, "decay", size=heads, init=DECAY_RATES),
-        _head_vector(declare, "skip", size=heads),
-    )
+    kernel = shape.mamba.conv_kernel_dim
+    step_bias = declare.head_vector("step_bias", heads, init=STEPS)
+    decay = declare.head_vector("decay", heads, init=DECAY_RATES)
+    skip = declare.head_vector("skip", heads, init=ONES)
+    specs: Specs = (step_bias, decay, skip)
     if shape.mamba.rms_norm:
-        specs += grouped("norms", [_head_vector(declare, "norm", size=widths["value"])])
-    for name in ("gate", *CONVOLVED):
-        width = widths["value"] if name == "gate" else widths[name]
-        specs += nest(name, declare.column_linear(width, hidden))
+        norm = declare.head_vector("norm", widths["value"], init=ONES)
+        specs += grouped("norms", [norm])
+    specs += nest("gate", declare.column_linear(widths["value"], hidden))
+    for name in CONVOLVED:
+        specs += nest(name, declare.column_linear(widths[name], hidden))
     specs += nest("step", declare.narrow_linear(heads))
     for name in CONVOLVED:
-        kernel = shape.mamba.conv_kernel_dim
         specs += nest(f"{name}_conv", declare.convolution(widths[name], kernel, bias=True))
     return specs + nest("output", declare.row_linear(hidden, widths["value"]))
-
-
-def _head_vector(
-    declare: Declaration, name: str, *, size: int, init: Uniform | None = None
-) -> ParamSpec:
-    """A vector that tp shards by heads, of ones if no other initial values are given."""
-    spec = declare.vector(name, size, value=1.0)
-    return replace(spec, init=init or spec.init, shards=(Shard(0, "tp"),))
 
 
 def inner_widths(shape: ModelShape) -> dict[str, int]:
     """Channels of values, keys and queries, over all tp ranks."""
     groups = shape.mamba.num_groups * shape.mamba.state_dim
-    return {"value": shape.mamba_heads * shape.mamba.head_dim, "key": groups, "query": groups}
+    values = shape.mamba_heads * shape.mamba.head_dim
+    return {"value": values, "key": groups, "query": groups}
 
 
 def operators(s: LayerSizes) -> Operators:
@@ -125,13 +117,7 @@ def _scan(s: LayerSizes, *, heads: int) -> Scan:
         name="ssd",
         saves=(Saved(saved * FP32),),
         working=s.tokens * per_token * FP32,
-        over_cp=scan_sent(
-            s,
-            keys=Heads(groups, mamba.state_dim),
-            values=Heads(heads, mamba.head_dim),
-            transition=1,
-            output_itemsize=FP32,
-        ),
+        over_cp=scan_sent(s, sizes, transition=1, output_itemsize=FP32),
         recurrence_flops=4 * s.tokens * heads * state,
         fused_bytes=fused_scan_bytes(sizes, itemsize=s.itemsize),
         forward=scan_cost(FORWARD, sizes),

@@ -133,14 +133,14 @@ def _mlp_operators(
     shape = s.shape
     inner = inner_size // s.tp
     unit = s.tokens * inner * s.itemsize
-    dropped_by = (module,)
-    up_weights = [f"{prefix}up.weight"]
-    if shape.is_gated:
-        up_weights.append(f"{prefix}gate.weight")
+    num_activation_inputs = num_inner_tensors(shape) - 1
+    activation_inputs = Saved(num_activation_inputs * unit, dropped_by=(module,))
+    down_input = Saved(unit, dropped_by=(module,))
+    up_weights = _up_weights(prefix, is_gated=shape.is_gated)
     up = Product(
         name=f"{prefix}up",
         module=module,
-        weights=tuple(up_weights),
+        weights=up_weights,
         rows=s.tokens,
         outputs=len(up_weights) * inner,
         inputs=shape.hidden_size,
@@ -153,7 +153,7 @@ def _mlp_operators(
         rows=s.tokens,
         width=inner,
         is_gated=shape.is_gated,
-        saves=(Saved((num_inner_tensors(shape) - 1) * unit, dropped_by=dropped_by),),
+        saves=(activation_inputs,),
         working=_mlp_temporaries(s, inner_bytes=_dense_inner_bytes(s)),
     )
     down = Product(
@@ -164,9 +164,15 @@ def _mlp_operators(
         outputs=shape.hidden_size,
         inputs=inner,
         shard="row",
-        saves=(Saved(unit, dropped_by=dropped_by),),
+        saves=(down_input,),
     )
     return [up, activation, down]
+
+
+def _up_weights(prefix: str, *, is_gated: bool) -> tuple[str, ...]:
+    """The names of the weights that multiply the input of an MLP."""
+    up = f"{prefix}up.weight"
+    return (up, f"{prefix}gate.weight") if is_gated else (up,)
 
 
 def num_inner_tensors(shape: ModelShape) -> int:
@@ -215,20 +221,19 @@ def moe_operators(s: LayerSizes) -> Operators:
     hidden = s.shape.hidden_size
     width = s.shape.expert_input_size
     has_shared = config.shared_expert_intermediate_size is not None
+    is_compressed = config.latent_size is not None
     operators: Operators = [_router(s, has_shared=has_shared)]
     if has_shared:
         operators += _shared_expert(s)
-    if config.latent_size is not None:
+    if is_compressed:
         operators.append(_latent_product(s, "fc1_latent_proj", outputs=width, inputs=hidden))
     # the numbers of the rows of every expert; the rows of every token, their numbers and weights
     row_numbers = s.expert_rows * s.etp * 2 * INT64
     returned = s.expert_rows * (width * s.itemsize + 2 * INT64 + FP32)
-    operators += [
-        _dispatch(s, "dispatch", num_bytes=row_numbers),
-        *_expert_operators(s),
-        _dispatch(s, "combine", num_bytes=returned),
-    ]
-    if config.latent_size is not None:
+    operators.append(_dispatch(s, "dispatch", num_bytes=row_numbers))
+    operators += _expert_operators(s)
+    operators.append(_dispatch(s, "combine", num_bytes=returned))
+    if is_compressed:
         kept = s.routed_tokens * width * s.itemsize
         if config.num_zero_experts > 0:  # which return the compressed tokens
             kept *= 2
@@ -281,16 +286,15 @@ def _shared_expert(s: LayerSizes) -> Operators:
     if config.shared_expert_gate:
         # the output of the expert, and the gate
         gate_inputs = Saved(s.outside * (s.width + s.itemsize), dropped_by=("moe",))
-        operators.append(
-            Gate(
-                name="shared_gate",
-                module="moe",
-                numel=s.outside * s.shape.hidden_size,
-                weights=("shared_gate.weight",),
-                inputs=s.shape.hidden_size,
-                saves=(gate_inputs,),
-            )
+        gate = Gate(
+            name="shared_gate",
+            module="moe",
+            numel=s.outside * s.shape.hidden_size,
+            weights=("shared_gate.weight",),
+            inputs=s.shape.hidden_size,
+            saves=(gate_inputs,),
         )
+        operators.append(gate)
     return operators
 
 
@@ -328,47 +332,37 @@ def _expert_operators(s: LayerSizes) -> Operators:
     rows = s.expert_rows * s.etp
     unit = rows * inner * s.itemsize
     num_kept = 2 if shape.is_gated else 1  # inputs of the activation
-    recomputed = Saved(
-        (num_inner_tensors(shape) - 1 - num_kept) * unit, dropped_by=("moe", "moe_act")
-    )
-    up_weights = ["experts.up.weight"]
-    if shape.is_gated:
-        up_weights.append("experts.gate.weight")
-    up = _expert_product(
-        s,
-        up_weights,
-        outputs=len(up_weights) * inner,
-        inputs=width,
-        saves=Saved(rows * width * s.itemsize, dropped_by=("moe",)),
-    )
+    num_recomputed = num_inner_tensors(shape) - 1 - num_kept
+    activation_inputs = Saved(num_kept * unit, dropped_by=("moe",))
+    recomputed = Saved(num_recomputed * unit, dropped_by=("moe", "moe_act"))
+    up_input = Saved(rows * width * s.itemsize, dropped_by=("moe",))
+    down_input = Saved(unit, dropped_by=("moe", "moe_act"))
+    up_weights = _up_weights("experts.", is_gated=shape.is_gated)
+    up_size = len(up_weights) * inner
+    up = _expert_product(s, up_weights, outputs=up_size, inputs=width, saves=up_input)
     activation = Activation(
         name="experts.activation",
         module="moe_act",
         rows=rows,
         width=inner,
         is_gated=shape.is_gated,
-        saves=(Saved(num_kept * unit, dropped_by=("moe",)), recomputed),
+        saves=(activation_inputs, recomputed),
         working=_expert_temporaries(s),
     )
-    down = _expert_product(
-        s,
-        ["experts.down.weight"],
-        outputs=width,
-        inputs=inner,
-        saves=Saved(unit, dropped_by=("moe", "moe_act")),
-    )
+    down_weights = ("experts.down.weight",)
+    down = _expert_product(s, down_weights, outputs=width, inputs=inner, saves=down_input)
     return [up, activation, down]
 
 
 def _expert_product(
-    s: LayerSizes, weights: list[str], *, outputs: int, inputs: int, saves: Saved
+    s: LayerSizes, weights: tuple[str, ...], *, outputs: int, inputs: int, saves: Saved
 ) -> ExpertProduct:
     """One product per local expert."""
     config = _moe_config(s.shape)
     return ExpertProduct(
         name=weights[0].removesuffix(".weight"),
         module="moe",
-        weights=tuple(weights),
+        weights=weights,
         rows=s.routed_rows * s.etp,
         outputs=outputs,
         inputs=inputs,
