@@ -57,6 +57,7 @@ def _require_same_save(shards: Sequence[Manifest]) -> None:
 
 
 def _merge_tensors(shards: Sequence[Manifest]) -> dict[str, TensorEntry]:
+    """The tensors of all ranks, each with the chunks of all ranks."""
     entries: dict[str, TensorEntry] = {}  # of the first rank with the tensor
     chunks: dict[str, list[ChunkEntry]] = {}
     for rank, shard in enumerate(shards):
@@ -71,7 +72,8 @@ def _merge_tensors(shards: Sequence[Manifest]) -> dict[str, TensorEntry]:
     merged = {}
     for name in sorted(chunks):
         entry = replace(entries[name], chunks=tuple(chunks[name]))
-        fault = coverage_fault(entry.shape, [chunk.box for chunk in entry.chunks])
+        boxes = [chunk.box for chunk in entry.chunks]
+        fault = coverage_fault(entry.shape, boxes)
         if fault:
             raise _inconsistent(
                 f"the ranks do not cover {name} {list(entry.shape)} exactly once: {fault}"

@@ -233,6 +233,9 @@ def fit_padding(
 
 
 def _differs_in_padding(there: tuple[int, ...], here: tuple[int, ...], *, tokens: int) -> bool:
+    """Whether two shapes of a table differ in the rows beyond its tokens alone."""
     if len(there) != len(here) or not here or there[1:] != here[1:]:
         return False
-    return there[0] != here[0] and min(there[0], here[0]) >= tokens
+    rows_there = there[0]
+    rows_here = here[0]
+    return rows_there != rows_here and min(rows_there, rows_here) >= tokens

@@ -187,12 +187,13 @@ def _parse_manifest(body: dict[str, Any], *, is_shard: bool) -> Manifest:
     if "not_finite" in body:
         names = list_of(body["not_finite"], "not_finite")
         not_finite = tuple(text_of(name, "not_finite") for name in names)
+    config = object_of(body["config"], "config")
     return Manifest(
         step=whole_number(body["step"], "step"),
         files=files,
         tensors=tensors,
         objects=object_of(body["objects"], "objects"),
-        config=with_current_keys(object_of(body["config"], "config")),
+        config=with_current_keys(config),
         topology=object_of(body["topology"], "topology"),
         not_finite=not_finite,
     )
@@ -258,11 +259,12 @@ def tensor_from_dict(entry: Any, field: str) -> TensorEntry:
     if dtype not in TORCH_DTYPES:
         raise ValueError(f"{field}.dtype is {shown(dtype)}, known are {', '.join(TORCH_DTYPES)}")
     itemsize = TORCH_DTYPES[dtype].itemsize
-    chunks = tuple(
-        _chunk_from_dict(chunk, f"{field}.pieces[{number}]", shape=shape, itemsize=itemsize)
-        for number, chunk in enumerate(list_of(entry["pieces"], f"{field}.pieces"))
-    )
-    return TensorEntry(shape, dtype, chunks)
+    chunks = []
+    for number, piece in enumerate(list_of(entry["pieces"], f"{field}.pieces")):
+        piece_field = f"{field}.pieces[{number}]"
+        chunk = _chunk_from_dict(piece, piece_field, shape=shape, itemsize=itemsize)
+        chunks.append(chunk)
+    return TensorEntry(shape, dtype, tuple(chunks))
 
 
 def _chunk_from_dict(
@@ -270,7 +272,8 @@ def _chunk_from_dict(
 ) -> ChunkEntry:
     chunk = object_of(chunk, field)
     corners = list_of(chunk["box"], f"{field}.box", length=2)
-    start, stop = (_indices(corner, f"{field}.box", length=len(shape)) for corner in corners)
+    start = _indices(corners[0], f"{field}.box", length=len(shape))
+    stop = _indices(corners[1], f"{field}.box", length=len(shape))
     if not all(low <= high <= size for low, high, size in zip(start, stop, shape, strict=True)):
         raise ValueError(
             f"{field}.box is {corners}, which is no box of a tensor of shape {list(shape)}"
@@ -286,7 +289,8 @@ def _chunk_from_dict(
         raise ValueError(f"{field}.crc32 is {shown(crc32)}, it must be eight hexadecimal digits")
     # sent once per file, not once per chunk
     file = sys.intern(plain_file_name(chunk["file"], f"{field}.file"))
-    return ChunkEntry(box, file, text_of(chunk["key"], f"{field}.key"), crc32, nbytes)
+    key = text_of(chunk["key"], f"{field}.key")
+    return ChunkEntry(box, file, key, crc32, nbytes)
 
 
 def _indices(value: Any, field: str, *, length: int | None = None) -> tuple[int, ...]:

@@ -54,8 +54,9 @@ def split_box(box: Box, element_bytes: int, *, limit: int = CHUNK_BYTES) -> tupl
     row_bytes = box.numel // box.shape[dim] * element_bytes
     rows = max(1, limit // row_bytes)
     chunks: list[Box] = []
-    for start in range(box.start[dim], box.stop[dim], rows):
-        slab = _slice(box, dim, start=start, stop=min(start + rows, box.stop[dim]))
+    end = box.stop[dim]
+    for start in range(box.start[dim], end, rows):
+        slab = _slice(box, dim, start=start, stop=min(start + rows, end))
         chunks.extend(split_box(slab, element_bytes, limit=limit))
     return tuple(chunks)
 
@@ -91,8 +92,8 @@ def _region_fault(full: Box, boxes: Sequence[Box]) -> str | None:
         lower = _slice(region, dim, start=region.start[dim], stop=at)
         upper = _slice(region, dim, start=at, stop=region.stop[dim])
         for half in (lower, upper):
-            parts = [part for box in inside if (part := box.intersect(half)) is not None]
-            regions.append((half, parts))
+            parts = [box.intersect(half) for box in inside]
+            regions.append((half, [part for part in parts if part is not None]))
     return None
 
 
@@ -122,7 +123,8 @@ def plan_reads(
         if fault is not None:
             what = f"the checkpoint of step {manifest.step} does not cover {name} exactly once"
             raise damaged(what, why=fault)
-        for number, copies in sorted(_plan_copies(entry, boxes).items()):
+        copies_of_chunks = _plan_copies(entry, boxes)
+        for number, copies in sorted(copies_of_chunks.items()):
             chunk = entry.chunks[number]
             read = ChunkRead(name, entry.dtype, chunk, tuple(copies))
             reads.setdefault(chunk.file, []).append(read)
@@ -146,8 +148,9 @@ def _plan_copies(entry: TensorEntry, targets: Sequence[TensorBox]) -> dict[int, 
 
 def _corners(boxes: Sequence[Box], num_dims: int) -> NDArray[np.int64]:
     """Starts and stops of boxes, [2, number of boxes, number of dims]."""
-    corners = [box.start for box in boxes], [box.stop for box in boxes]
-    return np.array(corners, dtype=np.int64).reshape(2, len(boxes), num_dims)
+    starts = [box.start for box in boxes]
+    stops = [box.stop for box in boxes]
+    return np.array([starts, stops], dtype=np.int64).reshape(2, len(boxes), num_dims)
 
 
 def _are_slabs(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
@@ -158,30 +161,39 @@ def _are_slabs(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     if not boxes or any(len(box.start) != len(shape) for box in boxes):
         return False
     starts, stops = _corners(boxes, len(shape))
-    split_dims = np.flatnonzero(((starts != 0) | (stops != shape)).any(axis=0))
+    is_split = (starts != 0) | (stops != shape)
+    split_dims = np.flatnonzero(is_split.any(axis=0))
     if len(split_dims) != 1:
         return False
     dim = split_dims[0]
     # How many slabs hold an index follows from their edges alone, whichever start belongs to which
     # stop.
-    return np.array_equal([*sorted(starts[:, dim]), shape[dim]], [0, *sorted(stops[:, dim])])
+    lower_edges = sorted(starts[:, dim])
+    upper_edges = sorted(stops[:, dim])
+    return np.array_equal([*lower_edges, shape[dim]], [0, *upper_edges])
 
 
 def _middle_edge(region: Box, boxes: Sequence[Box]) -> tuple[int, int] | None:
     """The dim with the most edges inside the region, and its middle edge; None without an edge."""
     best: list[int] = []
     best_dim = 0
-    for dim, (low, high) in enumerate(zip(region.start, region.stop, strict=True)):
-        edges = {box.start[dim] for box in boxes} | {box.stop[dim] for box in boxes}
-        inner = [edge for edge in edges if low < edge < high]
+    for dim in range(len(region.start)):
+        edges = {box.start[dim] for box in boxes}
+        edges |= {box.stop[dim] for box in boxes}
+        inner = [edge for edge in edges if region.start[dim] < edge < region.stop[dim]]
         if len(inner) > len(best):
             best = sorted(inner)
             best_dim = dim
-    return (best_dim, best[len(best) // 2]) if best else None
+    if not best:
+        return None
+    middle = best[len(best) // 2]
+    return best_dim, middle
 
 
 def _slice(box: Box, dim: int, *, start: int, stop: int) -> Box:
-    return Box(
-        box.start[:dim] + (start,) + box.start[dim + 1 :],
-        box.stop[:dim] + (stop,) + box.stop[dim + 1 :],
-    )
+    """The part of a box between two indices of a dim."""
+    starts = list(box.start)
+    stops = list(box.stop)
+    starts[dim] = start
+    stops[dim] = stop
+    return Box(tuple(starts), tuple(stops))

@@ -15,6 +15,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
@@ -147,13 +148,16 @@ class ShardFile:
         Raises:
             DamagedCheckpoint: the file ends early, or the checksum differs.
         """
-        done, checksum = 0, 0
+        done = 0
+        checksum = 0
         try:
-            while piece := into[done : done + self._source.max_bytes]:
+            while done < len(into):
+                piece = into[done : done + self._source.max_bytes]
                 count = self._source.read_into(piece, offset + done)
                 if not count:
                     break
-                checksum, done = crc32(piece[:count], checksum), done + count
+                checksum = crc32(piece[:count], checksum)
+                done += count
         except OSError as error:  # a bad sector
             raise self._damaged(
                 f"chunk {chunk.key} is damaged", f"{self.path}: {error.strerror}"
@@ -161,7 +165,8 @@ class ShardFile:
         if done < chunk.nbytes:
             why = f"{self.path} ends {chunk.nbytes - done} bytes too early"
             raise self._damaged(f"chunk {chunk.key} is damaged", why)
-        if (present := f"{checksum:08x}") != chunk.crc32:
+        present = f"{checksum:08x}"
+        if present != chunk.crc32:
             why = f"its bytes in {self.path} have crc32 {present}, the manifest has {chunk.crc32}"
             raise self._damaged(f"chunk {chunk.key} is damaged", why)
 
@@ -239,11 +244,8 @@ def read_chunks(
                 # processor's caches.
                 located = [(shard.offset(read.chunk, read.dtype), read) for read in chunks]
                 located.sort(key=itemgetter(0))  # a disk reads ahead of the last read
-                list(
-                    start(
-                        lambda one, shard=shard: _read_chunk(shard, one, targets=targets), located
-                    )
-                )
+                read_chunk = partial(_read_chunk, shard, targets=targets)
+                list(start(read_chunk, located))
 
 
 def read_global_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -256,10 +258,12 @@ def read_global_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str,
     Raises:
         CheckpointError: no such tensor, or a chunk of it is damaged.
     """
-    manifest, headers = read_manifest(path), Headers()
+    manifest = read_manifest(path)
+    headers = Headers()
     for name in names:
         entry = require_tensor(path, manifest, name=name)
-        yield name, read_box(path, manifest, box=TensorBox.full(name, entry.shape), headers=headers)
+        box = TensorBox.full(name, entry.shape)
+        yield name, read_box(path, manifest, box=box, headers=headers)
 
 
 def read_box(
@@ -269,8 +273,10 @@ def read_box(
 
     `manifest` is that of the folder, `headers` is as of `ShardFile`.
     """
-    tensor = torch.empty(box.box.shape, dtype=TORCH_DTYPES[manifest.tensors[box.name].dtype])
-    read_chunks(path, plan_reads(manifest, [box]), targets={box: tensor}, headers=headers)
+    entry = manifest.tensors[box.name]
+    tensor = torch.empty(box.box.shape, dtype=TORCH_DTYPES[entry.dtype])
+    reads = plan_reads(manifest, [box])
+    read_chunks(path, reads, targets={box: tensor}, headers=headers)
     return tensor
 
 
@@ -296,4 +302,5 @@ def _read_chunk(shard: ShardFile, located: tuple[int, ChunkRead], *, targets: Te
     chunk = torch.empty(read.chunk.box.shape, dtype=TORCH_DTYPES[read.dtype])
     shard.read(read.chunk, offset, into=raw_bytes(chunk))
     for copy in read.copies:
-        targets[copy.target].detach()[copy.dest.slices()].copy_(chunk[copy.source.slices()])
+        target = targets[copy.target].detach()
+        target[copy.dest.slices()].copy_(chunk[copy.source.slices()])

@@ -62,9 +62,9 @@ class VerifyReport:
         size = f"{self.num_chunks} chunks, {describe_bytes(self.nbytes)}"
         if self.is_sound:
             return f"{self.path}: sound ({size}, all checksums match, all values are finite)"
-        return "\n  ".join(
-            [f"{self.path}: UNSOUND, {count_of(len(self.faults), 'fault')} in {size}", *self.faults]
-        )
+        num_faults = count_of(len(self.faults), "fault")
+        summary = f"{self.path}: UNSOUND, {num_faults} in {size}"
+        return "\n  ".join([summary, *self.faults])
 
 
 def describe(path: Path, *, tensors: bool = False) -> str:
@@ -77,18 +77,16 @@ def describe(path: Path, *, tensors: bool = False) -> str:
         CheckpointError: no complete checkpoint there.
     """
     folder, manifest = find_manifest(Path(path))
-    lines = [str(folder), *(f"{title:<11} {text}" for title, text in _summary(manifest)), ""]
-    lines += table_lines(
-        [["kind", "tensors", "elements", "dtype", "size"], *_kind_rows(manifest)], right=(1, 2, 4)
-    )
+    lines = [str(folder)]
+    for title, text in _summary(manifest):
+        lines.append(f"{title:<11} {text}")
+    kind_titles = ["kind", "tensors", "elements", "dtype", "size"]
+    lines.append("")
+    lines += table_lines([kind_titles, *_kind_rows(manifest)], right=(1, 2, 4))
     if tensors:
-        lines += [
-            "",
-            *table_lines(
-                [["tensor", "shape", "dtype", "chunks", "size"], *_tensor_rows(manifest)],
-                right=(1, 3, 4),
-            ),
-        ]
+        tensor_titles = ["tensor", "shape", "dtype", "chunks", "size"]
+        lines.append("")
+        lines += table_lines([tensor_titles, *_tensor_rows(manifest)], right=(1, 3, 4))
     return "\n".join(lines)
 
 
@@ -203,8 +201,10 @@ def _faults_of_file(
             return None
         return f"chunk {chunk.key} in {path.name} has values that are not finite"
 
-    if path.is_file() and (present := os.path.getsize(path)) != size:
-        yield f"{path.name} has {present} bytes, the manifest has {size}"
+    if path.is_file():
+        present = os.path.getsize(path)
+        if present != size:
+            yield f"{path.name} has {present} bytes, the manifest has {size}"
     try:
         with ShardFile(path) as shard, file_threads() as start:
             yield from filter(None, start(fault_of, *zip(*chunks, strict=True)))
@@ -215,7 +215,8 @@ def _faults_of_file(
 def _kind_rows(manifest: Manifest) -> Iterator[list[str]]:
     kinds: dict[str, list[TensorEntry]] = {}
     for name, entry in manifest.tensors.items():
-        kinds.setdefault(name.rpartition("/")[0] or name, []).append(entry)
+        kind = name.rpartition("/")[0] or name
+        kinds.setdefault(kind, []).append(entry)
     for kind, entries in kinds.items():
         elements = sum(math.prod(entry.shape) for entry in entries)
         dtypes = sorted({entry.dtype for entry in entries}, key=list(TORCH_DTYPES).index)
@@ -259,14 +260,19 @@ class CheckpointDifference:
     def text(self) -> str:
         """The report for a terminal."""
         equal = count_of(self.num_equal, "tensor", verb="is")
-        lines = [f"{name}: {path}" for name, path in zip("ab", self.paths, strict=True)]
+        first, second = self.paths
+        lines = [f"a: {first}", f"b: {second}"]
         lines.append(f"{equal} equal to the bit, {len(self.tensors)} have other values")
         for tensor in self.tensors[:MAX_LISTED]:
             values = f"largest difference {tensor.largest:.3g}, relative {tensor.relative:.3g}"
             lines.append(f"  {tensor.name}: {values}")
-        if len(self.tensors) > MAX_LISTED:
-            lines.append(f"  and {len(self.tensors) - MAX_LISTED} more")
-        return "\n".join(filter(None, [*lines, self.padding, *self.lines]))
+        num_more = len(self.tensors) - MAX_LISTED
+        if num_more > 0:
+            lines.append(f"  and {num_more} more")
+        if self.padding:
+            lines.append(self.padding)
+        lines += self.lines
+        return "\n".join(lines)
 
 
 def diff(first: Path, second: Path) -> CheckpointDifference:
@@ -291,11 +297,13 @@ def diff(first: Path, second: Path) -> CheckpointDifference:
             differences.append(_compare(a, b, name=name))
             advance(1)
     tensors = sorted(filter(None, differences), key=lambda difference: -difference.relative)
+    shape_lines = _shape_lines(a, b)
+    value_lines = _value_lines(a.manifest, b.manifest)
     return CheckpointDifference(
         paths=(a.path, b.path),
         num_equal=len(shared) - len(tensors),
         tensors=tuple(tensors),
-        lines=(*_shape_lines(a, b), *_value_lines(a.manifest, b.manifest)),
+        lines=(*shape_lines, *value_lines),
         padding=_padding_line(a, b, names=shared),
     )
 
@@ -321,7 +329,10 @@ class _Side:
         """The shape of a tensor without its padding."""
         shape = self.manifest.tensors[name].shape
         tokens = self.tokens.get(name.rpartition("/")[2])
-        return shape if tokens is None or not shape else (min(tokens, shape[0]), *shape[1:])
+        if tokens is None or not shape:
+            return shape
+        rows = min(tokens, shape[0])
+        return (rows, *shape[1:])
 
     def form(self, name: str) -> str:
         """Dtype and padded shape of a tensor as text."""

@@ -76,17 +76,18 @@ def plan_writes(tensors: Mapping[TensorBox, torch.Tensor]) -> tuple[ChunkWrite, 
     """Split a rank's tensors into chunks, laid end to end; offsets count from the end of the
     header.
     """
-    offset, writes = 0, []
+    offset = 0
+    writes = []
     for source, tensor in tensors.items():
         assert tuple(tensor.shape) == source.box.shape, (
             f"{source} got a tensor of {tuple(tensor.shape)}"
         )
         dtype = DTYPE_NAMES[tensor.dtype]
-        for box in split_box(source.box, tensor.element_size()):
-            nbytes = box.numel * tensor.element_size()
-            writes.append(
-                ChunkWrite(source, box, dtype, f"{source.name}@{box.text}", offset, nbytes)
-            )
+        itemsize = tensor.element_size()
+        for box in split_box(source.box, itemsize):
+            key = f"{source.name}@{box.text}"
+            nbytes = box.numel * itemsize
+            writes.append(ChunkWrite(source, box, dtype, key, offset, nbytes))
             offset += nbytes
     return tuple(writes)
 
@@ -194,19 +195,21 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _header(writes: tuple[ChunkWrite, ...]) -> bytes:
-    entries = {
-        write.key: {
+    """The header of a safetensors file with these chunks."""
+    entries = {}
+    for write in writes:
+        end = write.offset + write.nbytes
+        entries[write.key] = {
             "dtype": SAFETENSORS_NAMES[write.dtype],
             "shape": write.box.shape,
-            "data_offsets": [write.offset, write.offset + write.nbytes],
+            "data_offsets": [write.offset, end],
         }
-        for write in writes
-    }
     assert len(entries) == len(writes), (
         "a box was given twice on one rank: one of the two would be lost"
     )
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # in the format the bytes begin at a multiple of eight
+    padding = -len(text) % 8  # in the format the bytes begin at a multiple of eight
+    text += b" " * padding
     return len(text).to_bytes(8, "little") + text
 
 
