@@ -1,8 +1,9 @@
 """Bytes that operators send over context-parallel ranks (parallel/cp).
 
-halo                     the tokens before each chunk, for a convolution
-scan_sent                the states or the heads of a scan
-gathered, exchanged      bytes of an all-gather and of an all-to-all
+halo              the tokens before each chunk, for a convolution
+scan_sent         the states or the heads of a scan
+all_gather_sent   an all-gather, and the reduce-scatter of the gradients
+all_to_all_sent   an all-to-all, and the same of the gradients
 """
 
 from math import lcm
@@ -23,12 +24,12 @@ def halo(s: LayerSizes, *, channels: int, kernel_size: int) -> tuple[Sent, ...]:
     return (Sent("p2p", sent, sent),)
 
 
-def gathered(num_bytes: int) -> tuple[Sent, ...]:
+def all_gather_sent(num_bytes: int) -> tuple[Sent, ...]:
     """An all-gather in the forward, and the reduce-scatter of the gradients."""
     return Sent("all_gather", num_bytes, 0), Sent("reduce_scatter", 0, num_bytes)
 
 
-def exchanged(num_bytes: int) -> tuple[Sent, ...]:
+def all_to_all_sent(num_bytes: int) -> tuple[Sent, ...]:
     """An all-to-all in the forward, and the same of the gradients."""
     return (Sent("all_to_all", num_bytes, num_bytes),)
 
@@ -55,7 +56,7 @@ def scan_sent(
     if s.cp_comm_type != "a2a":
         state = sizes.key * sizes.value
         elements = 2 * s.batch_size * sizes.heads * (transition + state)
-        return gathered((s.cp - 1) * elements * FP32)
+        return all_gather_sent((s.cp - 1) * elements * FP32)
     if output_itemsize is None:
         output_itemsize = s.itemsize
     query_key = 2 * lcm(sizes.groups, s.cp) * sizes.key
@@ -64,4 +65,4 @@ def scan_sent(
     per_token = (query_key + value) * s.itemsize
     per_token += decays * FP32
     per_token += value * output_itemsize
-    return exchanged(s.tokens * per_token * (s.cp - 1) // s.cp)
+    return all_to_all_sent(s.tokens * per_token * (s.cp - 1) // s.cp)

@@ -8,7 +8,7 @@ from math import lcm
 
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import Attention, Saved, Sent
-from nanotrain.spec.over_cp import exchanged, gathered
+from nanotrain.spec.over_cp import all_gather_sent, all_to_all_sent
 
 
 def core_attention(s: LayerSizes, *, heads: int, groups: int) -> Attention:
@@ -136,7 +136,7 @@ def key_values_over_cp(s: LayerSizes, *, heads: int, groups: int) -> tuple[Sent,
     local = head * groups
     key_values = (s.cp - 1) * local * s.itemsize
     if s.cp_comm_type == "allgather":
-        return gathered(key_values)
+        return all_gather_sent(key_values)
     if s.cp_comm_type == "p2p":
         # in a ring gradients take one step more, in fp32
         grads = key_values + s.cp * local * max(FP32, s.itemsize)
@@ -144,5 +144,5 @@ def key_values_over_cp(s: LayerSizes, *, heads: int, groups: int) -> tuple[Sent,
     if s.cp_comm_type == "a2a":
         # key/value heads are repeated until cp divides them
         elements = head * (heads + lcm(groups, s.cp))
-        return exchanged(elements * s.itemsize * (s.cp - 1) // s.cp)
+        return all_to_all_sent(elements * s.itemsize * (s.cp - 1) // s.cp)
     return ()

@@ -13,7 +13,7 @@ from nanotrain.spec.operators import (
     Sent,
     SparseAttention,
 )
-from nanotrain.spec.over_cp import gathered
+from nanotrain.spec.over_cp import all_gather_sent
 from nanotrain.spec.shape import Chunks, ModelShape
 
 BLOCK_SCORES = 2**26  # scores of all heads that are computed at once: 256 MiB in fp32
@@ -149,7 +149,7 @@ def _over_cp(s: LayerSizes, *, heads: int) -> tuple[Sent, ...]:
     shape = s.shape
     key_value_width = heads * (shape.head_dim + shape.value_head_dim)
     width = key_value_width + _sizes(shape).head_dim
-    return gathered((s.cp - 1) * s.tokens * width * s.itemsize)
+    return all_gather_sent((s.cp - 1) * s.tokens * width * s.itemsize)
 
 
 def _num_block_scores(s: LayerSizes, *, heads: int) -> int:
