@@ -29,7 +29,7 @@ class _Formatter(logging.Formatter):
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to the current `sys.stderr`, which a progress bar replaces to keep its own line last."""
+    """Handler for the current `sys.stderr`, which a progress bar replaces to stay last."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

@@ -198,10 +198,10 @@ def depth_of(value: Any) -> int:
     4
     """
     depth, level = 0, [value]
-    while level := [each for each in level if isinstance(each, dict | list)]:
+    while level := [node for node in level if isinstance(node, dict | list)]:
         depth += 1
         level = [
-            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
+            child for node in level for child in (node.values() if isinstance(node, dict) else node)
         ]
     return depth
 

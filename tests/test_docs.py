@@ -16,7 +16,7 @@ from typing import NoReturn
 import pytest
 
 import nanotrain
-from nanotrain.cli import places
+from nanotrain.cli import addresses
 from nanotrain.cli.launch import OPTIONS, split_arguments
 from nanotrain.cli.main import CHECKPOINT_COMMANDS, COMMANDS, DATA_COMMANDS, main
 from nanotrain.cli.parser import CommandParser
@@ -167,8 +167,8 @@ def test_every_other_command_parses_and_names_files_that_exist(
     monkeypatch.setattr(CommandParser, "parse_known_args", stop_behind_flags)
     monkeypatch.setattr(CommandParser, "parse_args", stop_behind_arguments)
     # nothing is requested of the addresses that are named
-    monkeypatch.setattr(places, "is_address", lambda text: False)
-    monkeypatch.setattr(places, "local_path", Path)
+    monkeypatch.setattr(addresses, "is_address", lambda text: False)
+    monkeypatch.setattr(addresses, "local_path", Path)
     for line in code_lines(page):
         if "..." in line or not re.match(r"(nanotrain|scripts/|python|sbatch|torchrun) ?", line):
             continue

@@ -32,6 +32,13 @@ RETIRED_NAMES = {
     r"start_values|roll_call": "init",
     r"PARAMETERS|Role": "declarations in spec/parameters.py",
 }
+# the same for the package alone
+RETIRED_IN_PACKAGE = {
+    r"each": "a noun for the element",
+    r"_?places": "a noun that says what they are",
+}
+# variables, parameters and functions of the package; not methods such as `LayerSizes.of_model`
+RETIRED_VARIABLES = r"_?of_\w+"
 
 
 def names_in(source: str) -> Iterator[tuple[int, str]]:
@@ -71,6 +78,46 @@ def all_retired() -> list[str]:
 def test_no_retired_identifier() -> None:
     left = all_retired()
     assert not left, f"{len(left)} retired identifiers\n" + "\n".join(left)
+
+
+def test_no_retired_identifier_in_the_package() -> None:
+    left = [
+        f"{path.relative_to(ROOT)}:{line}: {name}   (use {instead})"
+        for path in sorted((ROOT / "nanotrain").rglob("*.py"))
+        for line, name in names_in(path.read_text(encoding="utf-8"))
+        for pattern, instead in RETIRED_IN_PACKAGE.items()
+        if re.fullmatch(pattern, name)
+    ]
+    assert not left, "\n".join(left)
+
+
+def variables_in(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of every variable, parameter and function outside of classes."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+    for statement in tree.body:
+        if isinstance(statement, ast.FunctionDef):
+            yield statement.lineno, statement.name
+
+
+def test_no_variable_is_named_after_its_owner() -> None:
+    left = [
+        f"{path.relative_to(ROOT)}:{line}: {name}   (use a noun that says what it is)"
+        for path in sorted((ROOT / "nanotrain").rglob("*.py"))
+        for line, name in variables_in(path.read_text(encoding="utf-8"))
+        if re.fullmatch(RETIRED_VARIABLES, name)
+    ]
+    assert not left, "\n".join(left)
+
+
+def test_a_variable_named_after_its_owner_is_found() -> None:
+    assert [
+        name for _, name in variables_in("of_rows = 1") if re.fullmatch(RETIRED_VARIABLES, name)
+    ]
 
 
 def test_a_retired_identifier_is_found() -> None:

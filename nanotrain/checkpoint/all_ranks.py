@@ -96,12 +96,14 @@ def _agree(
     gathered: list[_Outcome[Result]] | None = gather_object(outcome, group)
     verdict: _Outcome[Final] = _Outcome()
     if gathered is not None:
-        failed = {rank: each.error for rank, each in enumerate(gathered) if each.error is not None}
+        failed = {
+            rank: other.error for rank, other in enumerate(gathered) if other.error is not None
+        }
         if failed:
             verdict = _Outcome(error=_joint_error(failed, size=group.size))
         else:  # a result is None only if the function returned None
             verdict, unexpected = _try(
-                lambda: merge([cast(Result, each.result) for each in gathered])
+                lambda: merge([cast(Result, other.result) for other in gathered])
             )
     return _accept(broadcast_object(verdict, group), unexpected)
 

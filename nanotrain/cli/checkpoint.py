@@ -6,8 +6,8 @@ export-megatron
 
 from collections.abc import Sequence
 
+from nanotrain.cli.addresses import read_name, read_path, written_path
 from nanotrain.cli.parser import Command, CommandParser
-from nanotrain.cli.places import read_name, read_path, written_path
 from nanotrain.cli.values import count, positive
 from nanotrain.errors import EXIT_CODE
 from nanotrain.quantities import count_of

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from nanotrain.cli.addresses import read_path
 from nanotrain.cli.parser import Command, CommandParser
-from nanotrain.cli.places import read_path
 from nanotrain.cli.values import count
 from nanotrain.errors import DataError
 from nanotrain.paths import local_path

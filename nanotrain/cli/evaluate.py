@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from nanotrain.cli.addresses import read_name
 from nanotrain.cli.parser import CommandParser
-from nanotrain.cli.places import read_name
 from nanotrain.cli.trained import MODEL_FLAGS, ModelCommand, add_model
 from nanotrain.cli.values import count, examples
 from nanotrain.config.config import Config, DataConfig, TrainConfig

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import lcm
 
+from nanotrain.cli.addresses import read_name
 from nanotrain.cli.parser import CommandParser
-from nanotrain.cli.places import read_name
 from nanotrain.cli.trained import MODEL_FLAGS, ModelCommand, add_model
 from nanotrain.cli.values import count, not_negative, probability, seed
 from nanotrain.config.config import Config, DataConfig

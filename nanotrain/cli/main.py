@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from nanotrain.cli.addresses import transfers
 from nanotrain.cli.checkpoint import CHECKPOINT_COMMANDS
 from nanotrain.cli.data import DATA_COMMANDS
 from nanotrain.cli.dry_run import dry_run
@@ -21,7 +22,6 @@ from nanotrain.cli.generate import generate
 from nanotrain.cli.launch import check_names, launch, split_arguments
 from nanotrain.cli.parity import parity
 from nanotrain.cli.parser import Command, CommandParser, run_command
-from nanotrain.cli.places import transfers
 from nanotrain.cli.plan import plan
 from nanotrain.cli.prepare import prepare
 from nanotrain.cli.runs import compare, report, runs, timeline, watch

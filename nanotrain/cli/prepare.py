@@ -3,8 +3,8 @@
 from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 
+from nanotrain.cli.addresses import written_path
 from nanotrain.cli.parser import CommandParser
-from nanotrain.cli.places import written_path
 from nanotrain.cli.values import count, words
 from nanotrain.errors import ConfigError
 from nanotrain.storage.remote import is_address

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from nanotrain.cli.addresses import is_fetched, read_path, written_path
 from nanotrain.cli.parser import CommandParser
-from nanotrain.cli.places import is_fetched, read_path, written_path
 from nanotrain.cli.values import count, png_file, port, whole_numbers
 from nanotrain.errors import ConfigError
 from nanotrain.paths import local_path

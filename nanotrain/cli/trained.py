@@ -9,9 +9,9 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from nanotrain.cli.addresses import read_path
 from nanotrain.cli.launch import refuse_inside_torchrun, require_no_misspelled, take_options
 from nanotrain.cli.parser import CommandParser
-from nanotrain.cli.places import read_path
 from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line

@@ -4,7 +4,7 @@ count, seed, port, world_size, processes, examples     whole numbers
 tokens, positive, not_negative, probability            numbers
 whole_numbers, words, png_file                         lists and names of files
 
-Paths are converted by `nanotrain.paths` and `cli/places.py`.
+Paths are converted by `nanotrain.paths` and `cli/addresses.py`.
 """
 
 import argparse

@@ -60,7 +60,7 @@ def recorded_collectives() -> list[RecordedCollective]:
     thread.start()
     thread.join(DUMP_S)
     # written by torch inside this process, never read from a file
-    return [each for dump in list(dumps) for each in newest_collectives(pickle.loads(dump))]
+    return [newest for dump in list(dumps) for newest in newest_collectives(pickle.loads(dump))]
 
 
 def newest_collectives(dump: Mapping[str, Any]) -> list[RecordedCollective]:
@@ -75,7 +75,7 @@ def newest_collectives(dump: Mapping[str, Any]) -> list[RecordedCollective]:
         name = entry["process_group"][0]
         if not entry.get("is_p2p") and (name not in chosen or _is_complete(chosen[name])):
             chosen[name] = entry
-    return [_of_entry(entry, dump.get("pg_config", {})) for entry in chosen.values()]
+    return [_parse_entry(entry, dump.get("pg_config", {})) for entry in chosen.values()]
 
 
 def _dump(dumps: list[bytes]) -> None:
@@ -89,7 +89,7 @@ def _is_complete(entry: Mapping[str, Any]) -> bool:
     return entry["state"] == "completed" or bool(entry.get("retired"))
 
 
-def _of_entry(
+def _parse_entry(
     entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]
 ) -> RecordedCollective:
     name, description = entry["process_group"]

@@ -386,17 +386,17 @@ def _overlap(tensor: Tensor, buffer: _Buffer) -> bool:
     offsets = np.zeros(1, dtype=np.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         offsets = np.add.outer(offsets, np.arange(size if stride else 1) * stride).reshape(-1)
-    places = used.start + offsets * tensor.itemsize
-    return bool(((places + tensor.itemsize > buffer.start) & (places < buffer.stop)).any())
+    starts = used.start + offsets * tensor.itemsize
+    return bool(((starts + tensor.itemsize > buffer.start) & (starts < buffer.stop)).any())
 
 
 def place() -> str:
     """The innermost functions of nanotrain that are running, outside comm/ and planner/."""
-    places: list[str] = []
+    lines: list[str] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(places) < 3:
+    while frame is not None and len(lines) < 3:
         code = frame.f_code
         if code.co_filename.startswith(_PACKAGE) and not code.co_filename.startswith(_HIDDEN):
-            places.append(f"{code.co_filename[len(_PACKAGE) :]}:{frame.f_lineno} {code.co_name}")
+            lines.append(f"{code.co_filename[len(_PACKAGE) :]}:{frame.f_lineno} {code.co_name}")
         frame = frame.f_back
-    return " <- ".join(places) or "the test"
+    return " <- ".join(lines) or "the test"

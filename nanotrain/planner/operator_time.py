@@ -60,7 +60,7 @@ TARGET_BYTES = 24  # per head of attention, with the loss
 SELECTION_BYTES = 160
 SPARSE_FORWARD_BYTES = 65  # per head
 SPARSE_BACKWARD_BYTES = 81  # per head
-# kernels of one operator: the host takes about 6 us per kernel, and 50 us per operator (engines.yaml)
+# the host takes about 6 us per kernel, and 50 us per operator (engines.yaml)
 KERNELS_PER_OPERATOR = 8
 # kernels of a fused scan, such as those of fla and mamba_ssm
 FUSED_SCAN_LAUNCHES = (10, 20)

@@ -93,7 +93,9 @@ def reason(error: OSError, path: Path, *, needed: int | None = None) -> str:
 
 def free_space(path: Path) -> str:
     """The free space of the disk that holds a path, as text."""
-    folder = next((each for each in (path, *path.absolute().parents) if each.is_dir()), Path("/"))
+    folder = next(
+        (folder for folder in (path, *path.absolute().parents) if folder.is_dir()), Path("/")
+    )
     try:
         status = os.statvfs(folder)
         if status.f_files and not status.f_favail:

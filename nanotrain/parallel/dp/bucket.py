@@ -195,7 +195,7 @@ class Bucket:
         self._written.clear()
 
     def start_across(self) -> None:
-        """Finish the reduction inside and, after the step's last, start the one across instances."""
+        """Finish the reduction in the instance; after the last one reduce across instances."""
         self.finish_inside()
         if not self._awaits_across:
             return

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanotrain.cli.places import is_fetched, read_path, transfers, written_path
+from nanotrain.cli.addresses import is_fetched, read_path, transfers, written_path
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.storage.remote import parse
 from tests import s3_server
