@@ -67,9 +67,8 @@ def reduce_on_all(
     outcome, unexpected = _try(function)
     numbers = [0.0] * length if outcome.result is None else list(map(float, outcome.result))
     assert len(numbers) == length, f"{len(numbers)} numbers on this rank, {length} are reduced"
-    failed, *reduced = all_reduce_scalars(
-        [float(outcome.error is not None), *numbers], group, op=op
-    )
+    has_failed = float(outcome.error is not None)
+    failed, *reduced = all_reduce_scalars([has_failed, *numbers], group, op=op)
     if failed > 0:
         _agree(group, outcome, unexpected=unexpected, merge=lambda _: None)
     return reduced
@@ -96,15 +95,15 @@ def _agree(
     gathered: list[_Outcome[Result]] | None = gather_object(outcome, group)
     verdict: _Outcome[Final] = _Outcome()
     if gathered is not None:
-        failed = {
-            rank: other.error for rank, other in enumerate(gathered) if other.error is not None
-        }
+        failed = {}
+        for rank, reported in enumerate(gathered):
+            if reported.error is not None:
+                failed[rank] = reported.error
         if failed:
             verdict = _Outcome(error=_joint_error(failed, size=group.size))
         else:  # a result is None only if the function returned None
-            verdict, unexpected = _try(
-                lambda: merge([cast(Result, other.result) for other in gathered])
-            )
+            results = [cast(Result, reported.result) for reported in gathered]
+            verdict, unexpected = _try(lambda: merge(results))
     return _accept(broadcast_object(verdict, group), unexpected)
 
 
@@ -146,13 +145,13 @@ def _joint_error(
     first, *_ = failed.values()
     note = ""
     if len(failed) < size:
-        note = f" (on rank {', '.join(map(str, list(failed)[:MAX_LISTED]))} of {size})"
-    other = next((rank for rank, error in failed.items() if str(error) != str(first)), None)
-    if other is not None:
-        error = failed[other]
-        note += f" [rank {other}: {error.what if isinstance(error, NanotrainError) else error}]"
-    return (
-        first.with_note(note)
-        if isinstance(first, NanotrainError)
-        else RuntimeError(f"{first}{note}")
-    )
+        ranks = ", ".join(map(str, list(failed)[:MAX_LISTED]))
+        note = f" (on rank {ranks} of {size})"
+    for rank, error in failed.items():
+        if str(error) != str(first):
+            what = error.what if isinstance(error, NanotrainError) else error
+            note += f" [rank {rank}: {what}]"
+            break
+    if isinstance(first, NanotrainError):
+        return first.with_note(note)
+    return RuntimeError(f"{first}{note}")

@@ -147,7 +147,8 @@ def wait_for_reports(
     """
     names = {report_path(folder, index).name: index for index in range(size)}
     sizes: dict[str, int] = {}
-    deadline, pause = time.monotonic() + timeout_s, POLL_S[0]
+    deadline = time.monotonic() + timeout_s
+    pause, longest_pause = POLL_S
     while True:
         # one listing for all, as a look for each of thousands would take the time of the training
         # step
@@ -158,16 +159,12 @@ def wait_for_reports(
         if len(sizes) == size:
             return sum(sizes.values())
         if is_cancelled() or time.monotonic() > deadline:
-            ranks = ranks_text(
-                [index for name, index in names.items() if name not in sizes], most=8
-            )
-            raise OSError(
-                0,
-                f"rank {ranks} of {size} did not finish writing within {timeout_s:g} s",
-                str(folder),
-            )
+            missing = [index for name, index in names.items() if name not in sizes]
+            ranks = ranks_text(missing, most=8)
+            what = f"rank {ranks} of {size} did not finish writing within {timeout_s:g} s"
+            raise OSError(0, what, str(folder))
         time.sleep(pause)
-        pause = min(2 * pause, POLL_S[1])
+        pause = min(2 * pause, longest_pause)
 
 
 def merge_reports(folder: Path, size: int, *, manifest: Manifest) -> None:

@@ -299,9 +299,7 @@ class Checkpointer:
         # One reader: every rank needs all of it, of a 70B model at 16,384 ranks 112 MB, which are
         # sent as 16.
         with without_collection():
-            sent = run_on_first(
-                self.group, lambda: zlib.compress(pickle.dumps(store.require_complete(path)), 1)
-            )
+            sent = run_on_first(self.group, lambda: _pickled_manifest(path))
             manifest: Manifest = pickle.loads(zlib.decompress(sent))
         targets = choose(manifest, targets) if choose else targets
         fitted = fit_padding(manifest, targets, rows=padded_rows or {})
@@ -372,6 +370,12 @@ class Checkpointer:
             raise
         finally:
             self._stall_s += time.perf_counter() - start
+
+
+def _pickled_manifest(path: Path) -> bytes:
+    """The manifest of a complete checkpoint, pickled and compressed."""
+    pickled = pickle.dumps(store.require_complete(path))
+    return zlib.compress(pickled, 1)
 
 
 def _for_shard(manifest: Manifest) -> Manifest:

@@ -65,9 +65,10 @@ def check_compatible(
     if differences:
         raise _another_model(manifest, list(differences.values()), config=config)
     if casts:
+        num_casts = count_of(len(casts), "tensor")
+        listed = _join(list(casts.values()))
         raise CheckpointError(
-            f"another dtype in {count_of(len(casts), 'tensor')} of the checkpoint: "
-            f"{_join(list(casts.values()))}",
+            f"another dtype in {num_casts} of the checkpoint: {listed}",
             why="only float tensors are cast on loading",
             fix="keep the precision section of the checkpoint's config, or load the weights alone",
         )

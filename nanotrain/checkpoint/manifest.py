@@ -230,17 +230,18 @@ def _check_sizes(
 
 def tensor_to_dict(entry: TensorEntry) -> dict[str, Any]:
     """The entry of a tensor as JSON."""
-    chunks = [
-        {
-            "box": [c.box.start, c.box.stop],
-            "file": c.file,
-            "key": c.key,
-            "crc32": c.crc32,
-            "nbytes": c.nbytes,
-        }
-        for c in entry.chunks
-    ]
-    return {"shape": entry.shape, "dtype": entry.dtype, "pieces": chunks}
+    pieces = [_chunk_to_dict(chunk) for chunk in entry.chunks]
+    return {"shape": entry.shape, "dtype": entry.dtype, "pieces": pieces}
+
+
+def _chunk_to_dict(chunk: ChunkEntry) -> dict[str, Any]:
+    return {
+        "box": [chunk.box.start, chunk.box.stop],
+        "file": chunk.file,
+        "key": chunk.key,
+        "crc32": chunk.crc32,
+        "nbytes": chunk.nbytes,
+    }
 
 
 def tensor_from_dict(entry: Any, field: str) -> TensorEntry:

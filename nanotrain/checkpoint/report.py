@@ -93,24 +93,13 @@ def describe(path: Path, *, tensors: bool = False) -> str:
 def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Title and text of the lines above the tables; other programs' checkpoints may lack some."""
     nbytes = sum(manifest.files.values())
-    numel = sum(
-        math.prod(entry.shape)
-        for name, entry in manifest.tensors.items()
-        if kind_of(name) == "model"
-    )
+    numel = 0
+    for name, entry in manifest.tensors.items():
+        if kind_of(name) == "model":
+            numel += math.prod(entry.shape)
     yield "model", _model_line(manifest)
     yield "parameters", f"{numel:,} elements of the model, padding included"
-    counters, last = manifest.objects.get("train"), manifest.objects.get("last_step")
-    trained = [f"step {manifest.step:,}"]
-    if isinstance(counters, Mapping):
-        trained += [
-            f"{counters[key]:,} {unit}"
-            for key, unit in COUNTERS.items()
-            if isinstance(counters.get(key), int)
-        ]
-    if isinstance(last, Mapping) and isinstance(last.get("loss"), float):
-        trained.append(f"loss {last['loss']:.4f}")
-    yield "trained", ", ".join(trained)
+    yield "trained", ", ".join(_progress_texts(manifest))
     if has_weights_alone(manifest):
         yield (
             "optimizer",
@@ -118,11 +107,27 @@ def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:
         )
     yield "written by", _layout(manifest.topology)
     yield "files", f"{count_of(len(manifest.files), 'shard')}, {describe_bytes(nbytes)}"
-    if manifest.not_finite is not None:
-        yield (
-            "values",
-            describe_not_finite(manifest.not_finite) if manifest.not_finite else "all finite",
-        )
+    if manifest.not_finite:
+        yield "values", describe_not_finite(manifest.not_finite)
+    elif manifest.not_finite is not None:
+        yield "values", "all finite"
+
+
+def _progress_texts(manifest: Manifest) -> list[str]:
+    """Step, counters and last loss of the run, as far as the checkpoint has them."""
+    texts = [f"step {manifest.step:,}"]
+    counters = manifest.objects.get("train")
+    if isinstance(counters, Mapping):
+        for key, unit in COUNTERS.items():
+            number = counters.get(key)
+            if isinstance(number, int):
+                texts.append(f"{number:,} {unit}")
+    last_step = manifest.objects.get("last_step")
+    if isinstance(last_step, Mapping):
+        loss = last_step.get("loss")
+        if isinstance(loss, float):
+            texts.append(f"loss {loss:.4f}")
+    return texts
 
 
 def _layout(topology: Mapping[str, Any]) -> str:
@@ -219,9 +224,10 @@ def _kind_rows(manifest: Manifest) -> Iterator[list[str]]:
         kinds.setdefault(kind, []).append(entry)
     for kind, entries in kinds.items():
         elements = sum(math.prod(entry.shape) for entry in entries)
-        dtypes = sorted({entry.dtype for entry in entries}, key=list(TORCH_DTYPES).index)
+        present = {entry.dtype for entry in entries}
+        dtypes = " ".join(dtype for dtype in TORCH_DTYPES if dtype in present)
         nbytes = sum(entry.nbytes for entry in entries)
-        yield [kind, str(len(entries)), f"{elements:,}", " ".join(dtypes), describe_bytes(nbytes)]
+        yield [kind, str(len(entries)), f"{elements:,}", dtypes, describe_bytes(nbytes)]
 
 
 def _tensor_rows(manifest: Manifest) -> Iterator[list[str]]:

@@ -47,10 +47,17 @@ def average(paths: Sequence[Path], output: Path, *, decay: float | None = None) 
     Raises:
         CheckpointError: the checkpoints are of different models, or damaged.
     """
-    folders, manifests = zip(*(find_manifest(Path(path)) for path in paths), strict=True)
+    folders = []
+    manifests = []
+    for path in paths:
+        folder, manifest = find_manifest(Path(path))
+        folders.append(folder)
+        manifests.append(manifest)
     names = _shared_weights(folders, manifests)
-    shares = [(1.0 if decay is None else decay) ** age for age in reversed(range(len(paths)))]
-    shares = [share / sum(shares) for share in shares]
+    ratio = 1.0 if decay is None else decay
+    weights = [ratio**age for age in reversed(range(len(paths)))]
+    total_weight = sum(weights)
+    shares = [weight / total_weight for weight in weights]
 
     def read(chunk: ChunkWrite) -> torch.Tensor:
         box = TensorBox(chunk.source.name, chunk.source.shape, chunk.box)

@@ -116,7 +116,8 @@ def write_shard(
     """
 
     def slice_of(write: ChunkWrite) -> torch.Tensor:
-        return tensors[write.source].detach()[write.box.within(write.source.box).slices()]
+        local_box = write.box.within(write.source.box)
+        return tensors[write.source].detach()[local_box.slices()]
 
     writes = plan_writes(tensors)
     entries = {}
