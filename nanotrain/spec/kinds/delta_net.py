@@ -193,10 +193,10 @@ def _rule_operators(s: LayerSizes, widths: Mapping[str, int], *, num_steps: int)
     return [convolutions, _scan(s, num_steps=num_steps), norm]
 
 
-def _scan(s: LayerSizes, *, num_steps: int) -> Scan:
-    """The gated delta rule (attention/delta_rule.py)."""
+def _scan_sizes(s: LayerSizes) -> ScanSizes:
+    """Heads and chunks of the rule on one rank."""
     config = _sizes(s.shape)
-    sizes = ScanSizes(
+    return ScanSizes(
         tokens=s.tokens,
         num_chunks=s.seq_length // CHUNK_SIZE,
         chunk=CHUNK_SIZE,
@@ -205,6 +205,11 @@ def _scan(s: LayerSizes, *, num_steps: int) -> Scan:
         key=config.key_head_dim,
         value=config.value_head_dim,
     )
+
+
+def _scan(s: LayerSizes, *, num_steps: int) -> Scan:
+    """The gated delta rule (attention/delta_rule.py)."""
+    sizes = _scan_sizes(s)
     if "kda" in s.shape.mixers:
         num_decays = sizes.key
         per_token = _channel_temporaries(sizes)
@@ -218,13 +223,15 @@ def _scan(s: LayerSizes, *, num_steps: int) -> Scan:
     saved = s.tokens * (3 * num_steps + 2 * sizes.heads)
     if s.cp_comm_type not in (None, "a2a"):  # maps of all chunks
         width = sizes.key * (sizes.key + sizes.value)
-        saved += 2 * s.cp * s.batch_size * sizes.heads * width
+        num_maps = 2 * s.cp * s.batch_size * sizes.heads
+        saved += num_maps * width
+    token_flops = 6 * sizes.heads * sizes.key * sizes.value
     return Scan(
         name="delta_rule",
         saves=(Saved(saved * FP32),),
         working=s.tokens * per_token * FP32,
         over_cp=scan_sent(s, sizes, transition=sizes.key**2, num_decays=num_decays),
-        recurrence_flops=6 * s.tokens * sizes.heads * sizes.key * sizes.value,
+        recurrence_flops=s.tokens * token_flops,
         fused_bytes=fused_scan_bytes(sizes, itemsize=s.itemsize),
         forward=forward,
         backward=backward,

@@ -98,6 +98,7 @@ def _index_scores(s: LayerSizes, *, heads: int) -> Indexer:
 
 def _attention(s: LayerSizes, *, heads: int) -> SparseAttention:
     """Attention to the selected keys."""
+    sequence = Chunks(1, s.seq_length * s.cp)
     return SparseAttention(
         name="core_attn",
         module="core_attn",
@@ -106,7 +107,7 @@ def _attention(s: LayerSizes, *, heads: int) -> SparseAttention:
         kv_heads=heads,
         head_dim=s.shape.head_dim,
         value_head_dim=s.shape.value_head_dim,
-        chunks=(Chunks(1, s.seq_length * s.cp),),
+        chunks=(sequence,),
         window=_sizes(s.shape).topk,
         saves=_saves(s, heads=heads),
         working=_backward_temporaries(s, heads=heads),
@@ -171,12 +172,16 @@ def _forward_temporaries(s: LayerSizes, *, heads: int) -> int:
     """
     dsa = _sizes(s.shape)
     block = _num_block_scores(s, heads=heads)
+    scores = 5 * block // 2
     keys = _gathered_keys(s, heads=heads)
-    return FP32 * (5 * block // 2 + keys + 2 * s.tokens * dsa.n_heads * dsa.head_dim)
+    queries = 2 * s.tokens * dsa.n_heads * dsa.head_dim
+    return FP32 * (scores + keys + queries)
 
 
 def _backward_temporaries(s: LayerSizes, *, heads: int) -> int:
     """Scores of a block in fp32, and keys, values and sums of their gradients."""
     num_heads = max(heads, _sizes(s.shape).n_heads)
     block = _num_block_scores(s, heads=heads)
-    return FP32 * (4 * block * heads // num_heads + 10 * _gathered_keys(s, heads=heads))
+    scores = 4 * block * heads // num_heads
+    keys_and_values = 10 * _gathered_keys(s, heads=heads)
+    return FP32 * (scores + keys_and_values)

@@ -86,39 +86,45 @@ def operators(s: LayerSizes) -> Operators:
     operators: Operators = [s.column(projected, saves=(s.layer_input,))]
     # inputs, outputs and activations
     operators.append(short_convolutions(s, convolved, kernel_size=kernel_size, num_saved=3))
-    operators.append(_scan(s, heads=heads))
+    operators.append(_scan(s))
     operators.append(Gate(name="output_gate", numel=value, saves=(gated,)))
     operators.append(Norm(name="mamba_norm", numel=value, saves=(statistics, normed)))
     operators.append(s.row(widths["value"]))
     return operators
 
 
-def _scan(s: LayerSizes, *, heads: int) -> Scan:
-    """State space duality (attention/ssd.py)."""
+def _scan_sizes(s: LayerSizes) -> ScanSizes:
+    """Heads and chunks of the scan on one rank."""
     mamba = s.shape.mamba
-    groups = mamba.num_groups // s.tp
-    state = mamba.head_dim * mamba.state_dim
-    sizes = ScanSizes(
+    return ScanSizes(
         tokens=s.tokens,
         num_chunks=s.seq_length // CHUNK_SIZE,
         chunk=CHUNK_SIZE,
-        heads=heads,
-        groups=groups,
+        heads=s.shape.mamba_heads // s.tp,
+        groups=mamba.num_groups // s.tp,
         key=mamba.state_dim,
         value=mamba.head_dim,
     )
-    saved = 4 * heads * s.tokens  # steps and decays
-    if s.cp_comm_type not in (None, "a2a"):
-        saved += 4 * s.cp * s.batch_size * heads * state  # the maps of all chunks, and states
+
+
+def _scan(s: LayerSizes) -> Scan:
+    """State space duality (attention/ssd.py)."""
+    mamba = s.shape.mamba
+    sizes = _scan_sizes(s)
+    state = mamba.head_dim * mamba.state_dim
+    saved = 4 * sizes.heads * s.tokens  # steps and decays
+    if s.cp_comm_type not in (None, "a2a"):  # the maps of all chunks, and states
+        num_states = 4 * s.cp * s.batch_size * sizes.heads
+        saved += num_states * state
     # pairs of tokens, values and states of the chunks: within 3 % of what torch allocates
     per_head = 3 * CHUNK_SIZE + 5 * mamba.head_dim + 3 * state // CHUNK_SIZE
-    per_token = heads * per_head + 3 * groups * mamba.state_dim
+    per_token = sizes.heads * per_head + 3 * sizes.groups * mamba.state_dim
     return Scan(
         name="ssd",
         saves=(Saved(saved * FP32),),
         working=s.tokens * per_token * FP32,
         over_cp=scan_sent(s, sizes, transition=1, output_itemsize=FP32),
-        recurrence_flops=4 * s.tokens * heads * state,
+        recurrence_flops=4 * s.tokens * sizes.heads * state,
         fused_bytes=fused_scan_bytes(sizes, itemsize=s.itemsize),
         forward=scan_cost(FORWARD, sizes),
         backward=scan_cost(BACKWARD, sizes),
