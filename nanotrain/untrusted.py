@@ -1,11 +1,11 @@
 """Parse JSON that may be damaged or hostile, and check its values one by one.
 
-    read_file, unreadable                 the bytes of a regular file of bounded size, or why there are none
-    open_file, read_rows                  the same check of a file that is read in parts, as rows of JSON
+    read_file, unreadable                 bytes of a regular file of bounded size, or the reason
+    open_file, read_rows                  the same for a file read in parts, as rows of JSON
     parse_yaml, plain_text                YAML without aliases; text without control characters
     own_file                              a file of a downloaded folder, and no link out of it
-    parse_json                            text -> value; ValueError for anything but plain JSON of bounded depth
-    whole_number, finite_number,          a value of the expected type and range, else ValueError with the field's name
+    parse_json                            text -> value; ValueError unless JSON of bounded depth
+    whole_number, finite_number,          a value of the expected type and range, else ValueError
     text_of, object_of, list_of,
     plain_file_name
 

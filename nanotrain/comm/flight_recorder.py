@@ -1,5 +1,4 @@
-"""torch's flight recorder: the last collectives of this rank with sizes, sequence number and state
-on the device.
+"""torch's flight recorder: last collectives of this rank, with sizes, number and device state.
 
 The heartbeat records what the host queued; the flight recorder also has what the device began and
 completed. It is switched on by environment variables that torch reads when process groups are

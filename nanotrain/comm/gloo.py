@@ -1,5 +1,6 @@
-"""Reduce-scatter and all-gather for gloo by direct sends: each of d ranks sends (d-1)/d of the
-tensor, the minimum.
+"""Reduce-scatter and all-gather for gloo by direct sends.
+
+Each of d ranks sends (d-1)/d of the tensor, the minimum.
 
 gloo's own reduce-scatter runs a full all-reduce and rounds bf16 and fp16 after every addition. Here
 each rank sends slice i to rank i, which sums the d versions in rank order in fp32 and rounds once:
@@ -88,9 +89,7 @@ def start_all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> Wo
 
 
 def _sum_in_order(output: Tensor, versions: list[Tensor], *, local: int, divisor: int) -> None:
-    """output = (versions[0] + versions[1] + ...) / divisor, accumulated in fp32 for low-precision
-    dtypes.
-    """
+    """output = (versions[0] + versions[1] + ...) / divisor; low precision sums in fp32."""
     if output.dtype in _LOW_PRECISION:
         total = versions[0].float()
         for version in versions[1:]:

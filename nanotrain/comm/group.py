@@ -115,7 +115,7 @@ class Group:
         self.is_first = spec.is_first
         self.traffic = traffic or TrafficCounter()
         self.heartbeat = heartbeat or Heartbeat()
-        # what waits for tokens of this group lets the other computation of this rank run
+        # a wait for tokens of this group lets the other computation of this rank run
         self.turns = Turns()
         self.levels = tuple(levels)
         self.part_of: tuple[int, Sequence[int], str] | None = None  # see `part`

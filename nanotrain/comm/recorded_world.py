@@ -40,7 +40,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # its signatures differ between versions
 
 
 class RecordingGroup(_ProcessGroup):
-    """A group whose operations are recorded; the methods are those that torch.distributed calls."""
+    """A recorded group, with the methods that torch.distributed calls."""
 
     recorder: Recorder
     ranks: tuple[int, ...]

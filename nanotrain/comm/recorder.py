@@ -104,7 +104,7 @@ class InFlight:
     started_at: str
     inputs: list[_Buffer]
     outputs: list[_Buffer]
-    # what the allocator would keep (`record_stream`), and weak references to the storages
+    # tensors that the allocator would keep (`record_stream`), and weak references to storages
     kept: tuple[Any, ...] = ()
     storages: frozenset[int] = frozenset()  # storages of all buffers
     ends_on_host: bool = False  # a copy whose host side is not waited for by the device
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):
         self.peak = 0
         self.flying: list[InFlight] = []
         self._shapes = {} if shapes is None else shapes
-        # by storage: a weak reference and the counted bytes
+        # weak reference and counted bytes, by storage
         self._sizes: dict[int, tuple[Any, int]] = {}
         self._resizes: list[Any] = []  # one per `with` block, which may be nested
 

@@ -1,5 +1,4 @@
-"""`StopPoint`: the microbatch before which all ranks stop, agreed only after a rank has received a
-signal.
+"""`StopPoint`: the microbatch before which all ranks stop after one has received a signal.
 
 A pass is one run of a pipeline schedule: a training step or a validation batch. All ranks run the
 same passes, and positions (pass, microbatch) are ordered. A rank that has to stop sets a key in the
@@ -38,7 +37,7 @@ class PassStopped(Exception):
 
     def __init__(self, num_microbatches: int) -> None:
         super().__init__(f"stopped after {num_microbatches} microbatches")
-        self.num_microbatches = num_microbatches  # that are complete
+        self.num_microbatches = num_microbatches  # complete ones
 
 
 class StopPoint:

@@ -47,7 +47,7 @@ class Turns:
         enter_stream = same_stream()
 
         def run_second() -> None:
-            with ExitStack() as stack:  # what belongs to a thread
+            with ExitStack() as stack:  # contexts that belong to a thread
                 stack.enter_context(enter_stream())
                 for mode in modes:
                     stack.enter_context(mode)

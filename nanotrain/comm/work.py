@@ -1,5 +1,4 @@
-"""`Work`, the handle of an asynchronous operation, and `translate_errors`, which adds group and
-rank to torch's errors.
+"""`Work`, the handle of an asynchronous operation, and the translation of torch's errors.
 
 Until `wait`, a `Work` keeps torch's handles and every tensor that is read or written alive: memory
 that is freed earlier may be allocated again while a transfer on another stream still uses it.

@@ -278,7 +278,7 @@ class IndexedTokens:
                 ),
                 fix=_AGAIN,
             )
-        order = np.lexsort((lengths, pointers))  # as stored: sequences may lie in any order
+        order = np.lexsort((lengths, pointers))  # storage order: sequences may lie in any order
         starts = pointers[order]
         ends = starts + lengths[order] * itemsize
         expected = np.concatenate(([0], ends[:-1]))

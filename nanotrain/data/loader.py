@@ -151,7 +151,7 @@ class _BatchReader(Dataset[Any]):
         return batch if get_worker_info() is None else _share(batch)
 
     def _read_sample(self, position: int, index: int) -> Sample:
-        """A sample of the dataset; for a negative index without target tokens, as padding."""
+        """A sample of the dataset; a negative index gives padding without target tokens."""
         if self.unread_length is not None:
             zeros = np.zeros(self.unread_length, dtype=np.int64)
             return Sample(zeros, zeros, loss_mask=zeros.astype(np.float32))

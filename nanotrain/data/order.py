@@ -9,8 +9,8 @@
     document_hash          the hash of a document's tokens
 
 The order is a pure function of the settings and the counters, so nothing is logged per step, and
-steps that a run has yet to train are answered like those that it has trained. A start at an earlier
-step replaces the rows after it.
+future steps of a run are listed like past steps. A start at an earlier step replaces the rows
+after it.
 """
 
 import hashlib

@@ -1,5 +1,4 @@
-"""Start the ranks of this machine as torchrun does (torch.distributed.launcher), and return their
-exit code.
+"""Start the ranks of this machine as torchrun does, and return their exit code.
 
 Differences from `torchrun -m nanotrain.train`: only the output of the ranks is printed; SIGTERM,
 SIGINT and SIGHUP are sent on to the ranks, which save and end by themselves, so the exit code is 0;
@@ -84,8 +83,9 @@ def start_ranks(
 def check_ranks(
     program: Sequence[str], *, options: Sequence[str], check: Callable[[int], object]
 ) -> Namespace:
-    """Parse torchrun's options and check that their number of ranks fits the layout; arguments as
-    for `start_ranks`.
+    """Parse torchrun's options and check that their number of ranks fits the layout.
+
+    The arguments are those of `start_ranks`.
 
     Raises:
         NanotrainError: a wrong option, or a number of ranks that does not fit.

@@ -30,7 +30,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 def quick_gelu(x: Tensor) -> Tensor:
     """x * sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
-    # by the fused SiLU, which keeps only its input
+    # the fused SiLU keeps only its input
     return F.silu(1.702 * x) * (1 / 1.702)
 
 

@@ -67,7 +67,7 @@ class ModelParallel:
     cp_comm_type: str = "p2p"
     recompute: Recompute = field(default_factory=Recompute)  # recomputation in the stage
     tracks_logits: bool = False  # attention layers keep their largest logits, for QK-clip
-    # how tokens are sent to their experts
+    # options of sending tokens to their experts
     dispatch: DispatchOptions = field(default_factory=DispatchOptions)
     layers_in_bf16: frozenset[int] = frozenset()  # layers without fp8, where others have it
 

@@ -78,7 +78,7 @@ class ReceivedSlice(NamedTuple):
     elements: Tensor
 
 
-Message = Sequence[Slice]  # what one rank sends to another one
+Message = Sequence[Slice]  # slices that one rank sends to another
 
 
 class Route:

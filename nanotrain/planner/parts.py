@@ -34,11 +34,11 @@ class Streams:
         self.compute += self.factor * seconds
         self.launches += launches
 
-    def wait(self, group: str, seconds: float, *, beside: float = 0.0) -> None:
-        """Wait for a collective that operators of `beside` seconds overlap with."""
+    def wait(self, group: str, seconds: float, *, overlapped_s: float = 0.0) -> None:
+        """Wait for a collective that overlaps operators of `overlapped_s` seconds."""
         if seconds > 0:
             self.collectives += 1
-            hidden = min(seconds, self.factor * beside)
+            hidden = min(seconds, self.factor * overlapped_s)
             self.exposed[group] += seconds - hidden + self.contention * hidden
 
     def add(self, other: "Streams") -> None:
@@ -74,9 +74,9 @@ class Part:
 
     def run_forward(self, streams: Streams) -> None:
         """Forward."""
-        streams.wait(self.group, self.before, beside=self._tiled(self.forward))
+        streams.wait(self.group, self.before, overlapped_s=self._tiled(self.forward))
         streams.run(self.forward, launches=self.launches[0])
-        streams.wait(self.group, self.after, beside=self._tiled(self.forward))
+        streams.wait(self.group, self.after, overlapped_s=self._tiled(self.forward))
 
     def run_backward(self, streams: Streams, *, dgrad: bool = True, wgrad: bool = True) -> None:
         """Backward, or the half of it for the input or the weights."""
@@ -84,10 +84,10 @@ class Part:
         overlaps = self.hides != "none"
         next_product_s = self.wgrad if overlaps and wgrad else 0.0
         if dgrad:
-            streams.wait(self.group, self.first, beside=tiled)
+            streams.wait(self.group, self.first, overlapped_s=tiled)
             streams.run(self.dgrad, launches=self.launches[1])
-            streams.wait(self.group, self.again, beside=self.dgrad if overlaps else 0.0)
-            streams.wait(self.group, self.last, beside=max(tiled, next_product_s))
+            streams.wait(self.group, self.again, overlapped_s=self.dgrad if overlaps else 0.0)
+            streams.wait(self.group, self.last, overlapped_s=max(tiled, next_product_s))
         if wgrad:
             streams.run(self.wgrad, launches=self.launches[2])
 

@@ -171,7 +171,7 @@ def as_values(prediction: Prediction, *, tokens: float | None = None) -> dict[st
 
 
 def search_text(result: Search, config: Config, *, command: str) -> str:
-    """The fastest layouts, those that need less memory, and the command line of the fastest."""
+    """The fastest layouts, layouts that need less memory, and the fastest one's command line."""
     lines = [f"{result.num_formed:,} layouts, {result.num_timed:,} may fit", "", "fastest"]
     lines += [_layout_line(prediction) for prediction in result.best]
     if len(result.frontier) > 1:

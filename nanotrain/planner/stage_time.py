@@ -304,12 +304,12 @@ class Stages:
         if self._gathers_params(kind):
             itemsize = self.precision.params.itemsize
             seconds = self.collective_s("all_gather", unit.numel, itemsize=itemsize)
-            streams.wait("dp", seconds, beside=compute_s if self.overlaps_params else 0.0)
+            streams.wait("dp", seconds, overlapped_s=compute_s if self.overlaps_params else 0.0)
             compute_s = max(0.0, compute_s - seconds)
         if self.strategy in ("optim_grads", "optim_grads_params") and kind.has_wgrad:
             itemsize = self.precision.grads.itemsize
             seconds = self.collective_s("reduce_scatter", unit.numel, itemsize=itemsize)
-            streams.wait("dp", seconds, beside=compute_s if self.overlaps_grads else 0.0)
+            streams.wait("dp", seconds, overlapped_s=compute_s if self.overlaps_grads else 0.0)
 
     def _gathers_params(self, kind: ActionKind) -> bool:
         """Whether an action gathers sharded parameters."""
@@ -357,4 +357,4 @@ class Stages:
         hidden_bytes = self.sizes.tokens * self.sizes.width
         num_bytes = num_offloaded * hidden_bytes * LAYER_BYTES / 2
         seconds = num_bytes / self.sizes.tp / self.scenario.gpu.host_bandwidth
-        streams.wait("host", seconds, beside=streams.compute)
+        streams.wait("host", seconds, overlapped_s=streams.compute)

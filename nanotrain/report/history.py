@@ -135,7 +135,7 @@ class RunHistory:
 
     @property
     def hours(self) -> np.ndarray:
-        """[steps] training time up to each step, in hours; without validation, saving and pauses."""
+        """[steps] hours of training up to each step, without validation, saving and pauses."""
         return np.cumsum(np.nan_to_num(self.column("step_time_s"))) / 3600
 
     def column(self, name: str) -> np.ndarray:
@@ -179,7 +179,7 @@ def find_runs(folder: Path) -> list[RunHistory]:
 
 
 def read_environment(path: Path) -> dict[str, Any]:
-    """The facts of environment.json, without those that are of another kind than expected."""
+    """The facts of environment.json; facts of an unexpected type are left out."""
     facts = _mapping(path)
     return {name: fact for name, fact in facts.items() if name not in FACTS or FACTS[name](fact)}
 
@@ -357,7 +357,7 @@ class _Rows:
         self._add_load(row)
 
     def _add_load(self, row: dict[str, Any]) -> None:
-        """Add the tokens per expert of a row; a row without them, or with other values, has none."""
+        """Add the tokens per expert of a row; none if the row lacks them or has other values."""
         try:
             load = row["moe"]["load"]
             routers = list(load)

@@ -107,7 +107,7 @@ def _cell(grid: Grid, at: Mapping[str, int | None]) -> str:
 
 
 def _positions(grid: Grid, axes: Sequence[str]) -> Iterator[dict[str, int | None]]:
-    """Coordinates along axes, the slowest first; None stands for those that are left out."""
+    """Coordinates along axes, the slowest first; None stands for coordinates left out."""
     shown = [shorten(range(grid.size(axis)), MAX_PER_AXIS) for axis in axes]
     for coords in product(*shown):
         yield dict(zip(axes, coords, strict=True))

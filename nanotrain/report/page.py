@@ -1,4 +1,4 @@
-"""`write_report`: one HTML file about one or several runs, with its data, its programs and plotly."""
+"""`write_report`: one self-contained HTML file about runs, with its data and plotly."""
 
 import base64
 import gzip

@@ -1,11 +1,10 @@
-"""Files that nanotrain writes: complete or absent, with the user's umask, never through a symbolic
-link.
+"""Files that nanotrain writes: complete or absent, with the user's umask, not through links.
 
 disk_fault        an OSError as an error that names the path, the free space and the needed space
 write_text        replace a file; a symbolic link is replaced, not followed
 open_append       open a file to append lines, unbuffered; `write_all` writes them
 disk_errors       a block whose OSErrors become such errors
-make_folder       make a folder with a marker, which nanotrain may remove later; other folders are refused
+make_folder       make a folder with a marker, which nanotrain may remove later
 remove_folder     remove such a folder
 swap_names        swap two names in one operation of the file system
 """

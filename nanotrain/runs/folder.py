@@ -3,10 +3,10 @@
 runs/<name>/
   config.yaml        the resolved configuration, itself a valid input
   environment.json   versions, git revision, machine, command line
-  starts.jsonl       one JSON object per start of the run: step, time, number of ranks, changed settings
+  starts.jsonl       a JSON row per start of the run: step, time, ranks, changed settings
   metrics.jsonl      one JSON object per step; metrics-superseded.jsonl has rows of repeated steps
-  data-order.jsonl   what the order of the samples follows from, per start and rollback; read by `nanotrain data`
-  data-mix.jsonl     stages of the data after `nanotrain data mix`, by the step at which the job took it
+  data-order.jsonl   settings of the sample order, per start and rollback (`nanotrain data`)
+  data-mix.jsonl     stages after `nanotrain data mix`, by the step that they begin with
   samples.jsonl      texts generated at the end of training: {"step", "text"}
   report.html        the report of the run
   run.lock           held by the job that trains in the folder

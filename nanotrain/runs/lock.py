@@ -1,5 +1,6 @@
-"""One job per run folder or corpus: an advisory lock on an open file, which the system releases
-when the process ends.
+"""Advisory locks on open files: one job per run folder or corpus.
+
+The system releases a lock when its process ends.
 
 lock_run     of a run folder; its file is never removed, as it marks the folder of a run
 hold_lock    of any file, which names the owner for the error of a second job

@@ -226,7 +226,7 @@ def check_same_stages(dense: dict[str, int], expert: dict[str, int]) -> None:
 
 
 def check_instances(instances: int, ranks: dict[str, int]) -> None:
-    """Check that optimizer instances divide the data-parallel ranks of both grids, given by name."""
+    """Check that optimizer instances divide the data-parallel ranks of both named grids."""
     flag = flag_of("num_distributed_optimizer_instances")
     common = gcd(*ranks.values())
     named = " and ".join(f"{name} = {count}" for name, count in ranks.items())

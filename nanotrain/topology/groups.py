@@ -6,14 +6,14 @@ cp                   context-parallel group                keys and values
 pp                   pipeline-model-parallel group         activations between stages
 dp                   data-parallel group                   nothing; its ranks read different samples
 dp_cp                data-parallel group with CP           dense gradients, loss
-dp_shard             intra-optimizer-instance group        shards of parameters, gradients, optimizer state (ZeRO)
+dp_shard             intra-optimizer-instance group        params, grads, optimizer state (ZeRO)
 dp_replicate         inter-optimizer-instance group        gradient shards (HSDP)
 ep                   expert-model-parallel group           tokens to experts
 etp                  expert-tensor-parallel group          activations inside an expert
-expert_dp            expert-data-parallel group            expert gradients; _shard and _replicate as above
+expert_dp            expert-data-parallel group            expert gradients; _shard, _replicate too
 tp_cp                tensor-and-context-parallel group     router statistics of one sequence
-model                model-parallel group (TP x PP)        nothing; its ranks hold one replica of the dense weights
-embed                embedding group                       gradients of tied embeddings (ranks of first and last stage)
+model                model-parallel group (TP x PP)        nothing; one replica of the dense weights
+embed                embedding group                       gradients of tied embeddings
 world                all ranks
 control              all ranks, over gloo                  Python objects and barriers
 """

@@ -3,7 +3,7 @@
     main.py                from a command line or a configuration to the end of training
     checks.py, inputs.py   what can be wrong before a run; its corpora, tokenizer and checkpoint
     auto_layout.py         the layout of --auto-layout
-    open_run.py, build.py  build the run on this rank; `run.py` has what it is made of
+    open_run.py, build.py  build the run on this rank; `run.py` has its parts
     resume/                load a checkpoint, go back after a spike
     fit.py                 the loop: next batch, step, report, hooks
     batches.py, step.py    a global batch, and one step over it

@@ -66,7 +66,7 @@ class GlobalBatch:
     settings: StepSettings = StepSettings()
     wants_save: bool = False  # whether a rank requested a save before this batch
     counts: tuple[float, ...] = ()  # numbers that `BatchOptions.counts` returns, over all ranks
-    # by rank: seconds of the previous step in which it did not wait for other ranks
+    # seconds of the previous step without waiting for other ranks, by rank
     busy_s: tuple[float, ...] = ()
 
 

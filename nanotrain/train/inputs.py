@@ -108,7 +108,7 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
 
 
 def _find_tokenizer(data: DataConfig, train: TrainConfig) -> str | None:
-    """The tokenizer of the data; loaded if the end of training needs it, to find faults now."""
+    """The tokenizer of the data, loaded now if the end of training needs it."""
     tokenizer = tokenizer_of(data)
     is_needed = data.tokenizer_model or data.vocab_file or train.generate_tokens
     if tokenizer is not None and is_needed:

@@ -32,7 +32,7 @@ class TrainState:
     """Counters of a run; with a checkpoint's tensors they are all that a resume needs."""
 
     step: int = 0  # optimizer steps done, skipped steps included
-    consumed_samples: int = 0  # by all ranks together: the index of the next global batch's first
+    consumed_samples: int = 0  # over all ranks; index of the next global batch's first sample
     consumed_tokens: int = 0  # unmasked target tokens
     # the global batch size at step 0. It converts the steps of the learning-rate curve to samples,
     # so that the curve stays the same when a resumed run has another batch size.
@@ -145,7 +145,7 @@ class Run(BuiltModel):
     """The live parts of a run on one rank."""
 
     inputs: RunInputs  # open datasets and folders
-    parts: StepParts  # what features add to every step
+    parts: StepParts  # parts that features add to every step
     pipeline: Pipeline  # the pp group, and the shape of the hidden states sent over it
     lr_schedule: LRSchedule  # learning rate by consumed samples
     batches: GlobalBatchLoader  # loads this rank's microbatches; closed when the run ends

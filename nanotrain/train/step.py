@@ -42,7 +42,7 @@ class StepOutput:
     """Outcome of one step, equal on every rank; its numbers are read when they are first used."""
 
     copy: HostCopy  # `StepNumbers`, then the numbers of the parts, in one tensor
-    sizes: Mapping[str, int]  # how many numbers each part has
+    sizes: Mapping[str, int]  # number of values per part
     parts: StepParts
     num_tokens: int  # target tokens of the global batch
     settings: StepSettings  # learning rate and batch size of this step

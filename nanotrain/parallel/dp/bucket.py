@@ -123,7 +123,7 @@ class Bucket:
         self._is_first = True
 
     def begin_backward(self) -> None:
-        """Expect the gradient of every parameter, except those that are written already."""
+        """Expect the gradient of every parameter that is not written yet."""
         self._missing = self._ranges.keys() - self._ahead
 
     def add_grad(self, name: str, grad: Tensor) -> None:

@@ -222,7 +222,7 @@ class DataParallel:
         try:
             with self._unit_gather.all_gathered():
                 for bucket in self.buckets:
-                    full = bucket.params.apart if fp8 is None else fp8.gather_updates(bucket)
+                    full = bucket.params.separate if fp8 is None else fp8.gather_updates(bucket)
                     self._point_params(bucket, full)
                 yield
         finally:

@@ -71,10 +71,10 @@ class _Weight:
 
     def store(self) -> None:
         """Point `stored` to the memory that the bucket is gathered into."""
-        apart = self.bucket.params.apart
+        separate = self.bucket.params.separate
         values = self.view
-        if apart is not None:
-            values = self.bucket.view(self.name, apart).view(self.shape)
+        if separate is not None:
+            values = self.bucket.view(self.name, separate).view(self.shape)
         self.layer.stored = replace(self.stored, values=values)
 
     def parts(self) -> Iterator["WeightPart"]:

@@ -1,4 +1,4 @@
-"""Layout of the flat buffers: the elements of each parameter and those that each rank updates.
+"""Layout of the flat buffers: elements of each parameter and elements that each rank updates.
 
 Everything here is pure and frozen: a layout needs no process group, module or device.
 
@@ -159,7 +159,7 @@ class GatherBlocks:
     """Blocks of memory that the gathered units of a buffer share, one after the other."""
 
     numel: dict[str, int]  # elements of every block, by name
-    buckets: tuple["BlockRange", ...]  # what each bucket uses
+    buckets: tuple["BlockRange", ...]  # range of the blocks per bucket
 
 
 class BlockRange(NamedTuple):

@@ -66,7 +66,7 @@ class ReduceGroups:
 class DataParallelOptions:
     """Options of one wrapper."""
 
-    strategy: Strategy  # what is sharded over the shard group
+    strategy: Strategy  # the tensors sharded over the shard group
     overlap_grad_reduce: bool = False  # reduce a bucket as soon as it is ready
     # return from `start_param_gather` before the all-gathers are complete
     overlap_param_gather: bool = False

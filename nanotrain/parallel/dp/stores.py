@@ -42,7 +42,7 @@ class ParamStore:
             `shard`.
     """
 
-    apart: Tensor | None = None  # [numel] parameters gathered outside `full`
+    separate: Tensor | None = None  # [numel] parameters gathered outside `full`
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class ShardedParams(ParamStore):
             super().start_all_gather()
 
     def gather_apart(self) -> None:
-        """Collect the parameters in `full`, or in new memory (`apart`) if units share the block."""
+        """Collect the parameters in `full`, or in new memory (`separate`) if units share the block."""
         self.start_all_gather()
         self.wait()
 
@@ -151,14 +151,14 @@ class PooledParams(ShardedParams):
         self._users.add(self._key)
 
     def gather_apart(self) -> None:
-        """Collect the parameters in new memory, `apart`."""
+        """Collect the parameters in new memory, `separate`."""
         self.wait()
-        self.apart = torch.empty_like(self.full)
-        start_all_gather_into(self.apart, self.shard, group=self._groups.shard).wait()
+        self.separate = torch.empty_like(self.full)
+        start_all_gather_into(self.separate, self.shard, group=self._groups.shard).wait()
 
     def free(self) -> None:
         """Let another unit use the block."""
-        self.apart = None
+        self.separate = None
         if self.has_storage:
             self.wait()
             self._users.discard(self._key)
@@ -353,7 +353,7 @@ def build_grads(
     Args:
         layout: layout of the buffers.
         groups: groups of the buckets.
-        precision: dtypes of unreduced gradients and of those that the optimizer reads.
+        precision: dtypes of unreduced gradients and of gradients that the optimizer reads.
         device: device of the storage.
         is_transient: whether a bucket has full size only from the first write to the reduction.
     """

@@ -88,7 +88,7 @@ class GatherOrder:
         # the last unit, from a forward that returns a loss to its backward
         self._kept: tuple[int, ...] = ()
         self._gathered: dict[int, None] = {}  # in the order in which they were gathered
-        # by bucket: backwards that are still to read it
+        # number of backwards that are still to read the bucket, by bucket
         self._num_backwards: Counter[int] = Counter()
         self._last_backward = 0  # the unit whose backward began last
         self._keeps_all = False  # between `gather_all` and `free_all`
@@ -134,7 +134,7 @@ class GatherOrder:
         return self.free()
 
     def free(self, *, but: Collection[int] = ()) -> GatherChange:
-        """Free all buckets except `but` and those that still wait for a backward."""
+        """Free all buckets except `but` and buckets that still wait for a backward."""
         if self._keeps_all:
             return GatherChange(())
         kept = (*but, *self._kept)
@@ -324,7 +324,7 @@ class UnitGather:
         self._carry_out(self._order.begin_step())
 
     def free(self) -> None:
-        """Free the storage of all units except those that still wait for a backward."""
+        """Free the storage of all units that no backward waits for."""
         self._carry_out(self._order.free())
 
     @contextmanager

@@ -33,7 +33,7 @@ class ExpertOptions:
     # whether there can be dropped tokens at the end, which belong to no expert
     may_drop: bool = False
     wgrad_queue: WgradQueue | None = None  # defers weight gradients; None where no schedule does
-    fp8: Fp8Options | None = None  # how the products use fp8; None: they do not
+    fp8: Fp8Options | None = None  # fp8 options of the products; None: no fp8
     experts: ExpertRange | None = None  # experts of this rank, for the amax history of fp8
     # True on one rank of etp only, because the outputs of all etp ranks are summed
     adds_down_bias: bool = True

@@ -82,7 +82,7 @@ class Pipeline:
     dtype: torch.dtype  # dtype of the hidden states and their gradients
     device: torch.device  # device of both
     turns: Turns = field(default_factory=Turns)  # taken by the actions of a pair
-    stop_point: StopPoint | None = None  # where a running step stops for a signal; None: nowhere
+    stop_point: StopPoint | None = None  # stops a running step after a signal; None: never
 
     @classmethod
     def single_rank(cls, device: torch.device | str = "cpu") -> "Pipeline":

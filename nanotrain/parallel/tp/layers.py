@@ -88,7 +88,7 @@ class TensorParallel:
     sequence_parallel: bool = False
     # the queue of deferred weight gradients; None where the schedule has no W actions
     wgrad_queue: WgradQueue | None = None
-    fp8: Fp8Options | None = None  # how linear layers use fp8; None: they do not
+    fp8: Fp8Options | None = None  # fp8 options of linear layers; None: no fp8
     # whether layers are row-parallel: they reduce their output, others gather their input
     is_row: bool = False
 

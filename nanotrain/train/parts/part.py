@@ -40,7 +40,7 @@ from nanotrain.train.batches import GlobalBatch
 class BuiltModel:
     """This rank's stages and optimizer; parts are built from it, checkpoints are loaded into it."""
 
-    plan: Plan  # what was built
+    plan: Plan  # the plan that was built
     context: ParallelContext  # device and process groups
     dataset: SampleDataset  # training samples
     stages: Mapping[int, Stage]  # this rank's part of the model, by global stage index
