@@ -167,6 +167,9 @@ def test_sparse_attention_is_bound_by_the_scores_of_all_pairs() -> None:
     assert one.compute > full.compute + scores / gpu_of("h100").memory_bandwidth
     assert one.compute / 2 < two.compute < one.compute and untrained.compute < one.compute
     assert two.exposed["tp"] > sums.exposed["tp"]  # the loss of the index sums over all heads
+    attention = core_attention(OperatorTimes(llama(8, **sparse)))
+    pair_bytes = 32 * 65  # all heads, forward
+    assert attention.forward >= 4096**2 / 2 * pair_bytes / gpu_of("h100").memory_bandwidth
 
 
 def test_attention_that_writes_its_scores_takes_longer() -> None:
