@@ -18,8 +18,10 @@ UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 def describe_bytes(num_bytes: int) -> str:
     """Bytes in decimal units; GB and TB with two decimals.
 
-    >>> describe_bytes(140_900_000_000), describe_bytes(4_200_000), describe_bytes(5_200), describe_bytes(12)
-    ('140.90 GB', '4.2 MB', '5.2 kB', '12 bytes')
+    >>> describe_bytes(140_900_000_000), describe_bytes(4_200_000)
+    ('140.90 GB', '4.2 MB')
+    >>> describe_bytes(5_200), describe_bytes(12)
+    ('5.2 kB', '12 bytes')
     >>> describe_bytes(999_999_999), describe_bytes(999)
     ('1.00 GB', '999 bytes')
     """
@@ -46,8 +48,10 @@ def count_of(number: int, noun: str, *, verb: str = "") -> str:
 
     >>> count_of(1, "layer"), count_of(1_024, "rank"), count_of(0, "microbatch")
     ('1 layer', '1,024 ranks', '0 microbatches')
-    >>> count_of(1, "loss", verb="differs"), count_of(2, "loss", verb="differs"), count_of(2, "part", verb="is")
-    ('1 loss differs', '2 losses differ', '2 parts are')
+    >>> count_of(1, "loss", verb="differs"), count_of(2, "loss", verb="differs")
+    ('1 loss differs', '2 losses differ')
+    >>> count_of(2, "part", verb="is")
+    '2 parts are'
     """
     if number == 1:
         return f"1 {noun} {verb}".rstrip()

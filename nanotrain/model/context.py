@@ -63,7 +63,7 @@ class ModelParallel:
     sequence: Group
     dp: Group  # ranks that read different samples
     cp: Group  # ranks that share the sequences
-    # how recurrent layers share a sequence: "a2a", or any other value to pass states
+    # recurrent layers over cp: "a2a" is an all-to-all, any other value passes states
     cp_comm_type: str = "p2p"
     recompute: Recompute = field(default_factory=Recompute)  # recomputation in the stage
     tracks_logits: bool = False  # attention layers keep their largest logits, for QK-clip

@@ -87,7 +87,7 @@ class OwnedMatrix:
 
     matrix: Matrix
     bucket: int  # number of the bucket, over all layouts
-    # by the index of the rank in the shard axis of the grid, in the order of the local matrix
+    # pieces by index in the shard axis of the grid, in the order of the local matrix
     pieces: Mapping[int, Piece]
     owner: Coordinate
     flops: int  # FLOPs of the update

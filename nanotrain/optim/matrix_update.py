@@ -342,7 +342,7 @@ class MatrixUpdate:
         self.balance = describe_balance(matrices, groups.sizes) if matrices else None
         self._routes = MatrixRoutes(matrices, groups)
         self._buckets = [MatrixBucket(parts) for parts in buckets]
-        self._pieces: dict[int, LocalPiece] = {}  # by the number of the matrix
+        self._pieces: dict[int, LocalPiece] = {}  # local pieces by number of the matrix
         for number, owned in enumerate(matrices):
             piece = owned.pieces.get(groups.shard.index)
             if piece is not None:

@@ -36,7 +36,8 @@ from nanotrain.topology.groups import (
 class Topology:
     """The ranks of a job and the groups they form.
 
-    >>> topology = Topology.of(ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 8)
+    >>> parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    >>> topology = Topology.of(parallel, 8)
     >>> topology.groups_of("dp")
     ((0, 2), (1, 3), (4, 6), (5, 7))
     >>> topology.group_specs(6)["dp"]

@@ -76,7 +76,7 @@ def with_auto_layout(
 class SavedLayout:
     """The layout that the last start of a run chose."""
 
-    settings: Mapping[str, Any]  # by key
+    settings: Mapping[str, Any]  # values by key
     num_ranks: int
 
 

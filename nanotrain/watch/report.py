@@ -50,7 +50,7 @@ COLUMNS = (
 )
 COMPLETED = "completed"  # state of a collective in a flight recorder
 MESSAGES = "pp"  # the group whose operations are messages and no collectives
-MAX_ROWS = 64  # ranks that the table lists; those that are behind come first
+MAX_ROWS = 64  # ranks in the table; the ones behind come first
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class ShardedParams(ParamStore):
             super().start_all_gather()
 
     def gather_apart(self) -> None:
-        """Collect the parameters in `full`, or in new memory (`separate`) if units share the block."""
+        """Collect the parameters in `full`, or in `separate` memory if units share the block."""
         self.start_all_gather()
         self.wait()
 
@@ -173,7 +173,7 @@ class ResidentGrads:
         main_dtype: dtype of the gradients that the optimizer reads, by default that of `full`.
     """
 
-    is_open = True  # as `TransientGrads`
+    is_open = True  # see `TransientGrads`
 
     def __init__(
         self, full: Tensor, *, groups: ReduceGroups, main_dtype: torch.dtype | None = None
