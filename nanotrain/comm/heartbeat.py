@@ -1,4 +1,4 @@
-"""`Heartbeat`: what a rank is doing, in memory that other processes of its machine can read.
+"""`Heartbeat`: the state of a rank, in memory that other processes of its machine can read.
 
 A rank only stores into memory: no lock, no system call, no message. So the record of a frozen or
 killed rank can be read like any other. `watch/` reads the records of all ranks when a run makes no

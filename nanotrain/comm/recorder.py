@@ -1,4 +1,4 @@
-"""Recorder of one rank: what it sends, the bytes that it allocates, and law L9 (happens-before).
+"""Recorder of one rank: its collectives, the bytes that it allocates, and law L9 (happens-before).
 
     Recorder      compares operators with the operations in flight, counts storages on meta
     Call          a collective, a send or a receive
@@ -370,7 +370,7 @@ def _maker(result: Any, inputs: list[Tensor]) -> Callable[[list[Tensor]], Any] |
 
 
 def _overlaps_any(tensors: Sequence[Tensor], buffers: Sequence[_Buffer]) -> bool:
-    """Whether one of the tensors has elements in one of the buffers."""
+    """Whether any of the tensors overlaps any of the buffers."""
     return any(_overlap(tensor, buffer) for tensor in tensors for buffer in buffers)
 
 

@@ -20,7 +20,7 @@ from nanotrain.comm.device import same_stream
 
 
 class Turns:
-    """Whose turn it is; shared by the groups of a rank."""
+    """Turns of two computations of a rank; shared by its groups."""
 
     def __init__(self) -> None:
         # gates of the calling thread and of the other thread

@@ -261,7 +261,7 @@ def _paths(data: DataConfig, name: str) -> list[str]:
 
 
 def _has_own_splits(data: DataConfig) -> bool:
-    """Whether every split has corpora of its own, which are not divided."""
+    """Whether every split has separate corpora, which are not divided."""
     return bool(data.train_data_path or data.valid_data_path)
 
 

@@ -40,7 +40,7 @@ class FillInTheMiddle:
 
     @classmethod
     def of(cls, data: DataConfig, *, tokenizer: str | None, vocab_size: int, seed: int) -> Self:
-        """From the data section.
+        """Build the options from the data section.
 
         Args:
             data: data section.

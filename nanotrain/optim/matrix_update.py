@@ -385,7 +385,7 @@ class MatrixUpdate:
         return directions
 
     def _neutralize_grad(self, param_range: ParamRange, step: UpdateStep) -> None:
-        """In a skipped step, replace the gradient by one that leaves the state unchanged."""
+        """Replace the gradient of a skipped step by one that leaves the state unchanged."""
         grad = param_range.grad
         if self._rule.momentum is None:
             neutral = torch.zeros((), device=grad.device)

@@ -352,7 +352,7 @@ def _kept_change(kind: ActionKind, stage: StageBytes) -> int:
 class _Change(NamedTuple):
     """A change of a run."""
 
-    text: str  # as the user writes it
+    text: str  # the setting as a user writes it
     values: Mapping[str, Any]  # settings by key
     rank_factor: int = 1  # factor of the number of ranks
 

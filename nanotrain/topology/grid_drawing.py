@@ -56,7 +56,7 @@ class GridPage:
         return name.ljust(self.margin) + "   ".join(blocks)
 
     def cells(self, draw_cell: Callable[[int], str]) -> str:
-        """One line of a block: what a function draws for every column."""
+        """One line of a block: the result of a function for every column."""
         cells = [GAP if column is None else draw_cell(column) for column in self.columns]
         return "".join(cell.rjust(self.width) for cell in cells)
 

@@ -41,7 +41,7 @@ LAYOUT = tuple(ENTRIES[name].key for name in NAMES)  # keys of what the search c
 def with_auto_layout(
     config: Config, inputs: RunInputs, *, start: Start, explicit: frozenset[str]
 ) -> tuple[Config, RunInputs]:
-    """The configuration with the layout of the run so far, or the fastest one; and its origins.
+    """The configuration with the current or fastest layout, and the origins of its values.
 
     Args:
         config: the configuration with the vocabulary size set.

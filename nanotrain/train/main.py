@@ -89,7 +89,7 @@ def pretrain(config: Config) -> "RunHistory":
         The files of the run folder: metrics by column, checkpoints, samples.
 
     Raises:
-        NanotrainError: what a command line would report.
+        NanotrainError: an error that a command line would report.
     """
     from nanotrain.report.history import RunHistory
 

@@ -214,7 +214,7 @@ class StepReport:
 
     @cached_property
     def step_time_s(self) -> float:
-        """From the request of the batch to the end of the step."""
+        """Seconds from the request of the batch to the end of the step."""
         return self.stopwatch.seconds()
 
     @cached_property

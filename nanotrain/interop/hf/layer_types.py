@@ -181,7 +181,7 @@ def _write_falcon_h1(model_config: ModelConfig) -> Values:
 
 
 def _round(value: float) -> float:
-    """Twelve digits: what is written reads back equal."""
+    """Round to twelve digits, so that written values read back equal."""
     return float(f"{value:.12g}")
 
 

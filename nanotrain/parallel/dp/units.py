@@ -194,7 +194,7 @@ class GatherOrder:
         return self._blocks.get(bucket, bucket)
 
     def _buckets_of(self, indices: range) -> list[int]:
-        """The buckets of the units with these indices, as far as there are such units."""
+        """The buckets of the units with these indices; absent units are ignored."""
         units = [self.units[index] for index in indices if 0 <= index < len(self.units)]
         return list(chain.from_iterable(units))
 

@@ -245,7 +245,7 @@ def backwards_of(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
 
 
 def _alternate(shape: PipelineShape, *, warmups: Iterable[int]) -> Schedule:
-    """On each rank warmup forwards, then forwards and backwards in turns, then backwards."""
+    """Actions per rank: warmup forwards, alternating forwards and backwards, then backwards."""
     actions = []
     all_pairs: set[Pair] = set()
     for rank, warmup in enumerate(warmups):

@@ -51,7 +51,7 @@ class Timeline:
 
     @property
     def duration(self) -> float:
-        """Until the last action of any rank ends."""
+        """Time at which the last action of any rank ends."""
         return max((spans[-1].end for spans in self.spans if spans), default=0)
 
     @property

@@ -1,4 +1,4 @@
-"""`StepPart`: what one feature adds to every training step. `StepParts`: the parts of a run.
+"""`StepPart`: the part of a training step that a feature adds. `StepParts`: the parts of a run.
 
     is_enabled                  whether a model has the part
     prepare, counts             before the step: changes of the microbatches as they are read, and
@@ -109,7 +109,7 @@ class StepPart:
         """[n] fp64, this rank's part of sums over all ranks; called once all gradients are reduced.
 
         Args:
-            is_logged: whether the step is logged: what is measured for the log is measured then.
+            is_logged: whether the step is logged; values for the log are measured only then.
         """
         return None
 
