@@ -194,7 +194,7 @@ class BlendedDataset:
         return source, self._read_before[number][source] + sample
 
     def read_by(self, index: int) -> list[int]:
-        """By source, the samples among the first `index` of the blend."""
+        """Number of samples per source among the first `index` of the blend."""
         return self._read_at(index) if index else self._read_before[0]
 
     def __getitem__(self, index: int) -> Sample:

@@ -41,7 +41,7 @@ LAYOUT = tuple(ENTRIES[name].key for name in NAMES)  # keys of what the search c
 def with_auto_layout(
     config: Config, inputs: RunInputs, *, start: Start, explicit: frozenset[str]
 ) -> tuple[Config, RunInputs]:
-    """The configuration with the current or fastest layout, and the origins of its values.
+    """The configuration with the current or fastest layout, and inputs that record its origins.
 
     Args:
         config: the configuration with the vocabulary size set.
