@@ -110,7 +110,8 @@ class GatedDeltaNet(nn.Module):
         query = self.query_conv(query, context)
         key = self.key_conv(key, context)
         value = self.value_conv(value, context)
-        A = -self.decay.to(dtype).exp()[:, None]
+        decay_rate = self.decay.to(dtype).exp()
+        A = -decay_rate[:, None]
         beta = self.max_beta * beta.to(dtype).sigmoid()
         inputs = DeltaInputs(
             query=split_heads(query, self.key_head_dim),
@@ -120,9 +121,11 @@ class GatedDeltaNet(nn.Module):
             beta=beta[..., None],
             starts=context.starts,
         )
-        out = self.norm(self.scan(inputs)).flatten(2)
+        out = self.scan(inputs)
+        out = self.norm(out).flatten(2)
         out = out * self.activation(gate)
-        return self.dropout(self.output(out), context.dropout)
+        out = self.output(out)
+        return self.dropout(out, context.dropout)
 
     def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
         """The scan that starts from the state after the tokens so far."""
@@ -156,4 +159,6 @@ class KimiDeltaAttention(GatedDeltaNet):
         wide = (self.query, self.key, self.value)
         query, key, value, beta = project_inputs(hidden, wide, narrow=(self.beta,))
         gate, dt = column_parallel(hidden, (self.gate_down, self.step_down))
-        return query, key, value, self.gate_up(gate), self.step_up(dt), beta
+        gate = self.gate_up(gate)
+        dt = self.step_up(dt)
+        return query, key, value, gate, dt, beta

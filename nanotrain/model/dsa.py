@@ -152,7 +152,9 @@ class SparseLatentAttention(MultiLatentAttention):
     ) -> Callable[..., Tensor]:
         """The core attention to the keys that the indexer selects."""
         index = self.indexer(hidden, compressed_query, rotary=context.full.rotary)
-        index = replace(index, loss=self.divergence.of(context, index.query.shape[1]))
+        length = index.query.shape[1]
+        loss = self.divergence.of(context, length)
+        index = replace(index, loss=loss)
         return partial(self.core_attention, index=index)
 
     def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
@@ -164,13 +166,13 @@ class SparseLatentAttention(MultiLatentAttention):
             query: Tensor, *, key: Tensor, value: Tensor, mask: Any, index: Index, **options: Any
         ) -> Tensor:
             # a cache stores two tensors per token: joined keys and values, and index keys
+            key_value = torch.cat((key, value), dim=-1)
+            index_key = index.key[:, :, None]
             key_value, index_key, call = read_cache(
-                query,
-                key=torch.cat((key, value), dim=-1),
-                value=index.key[:, :, None],
-                mask=mask,
+                query, key=key_value, value=index_key, mask=mask
             )
-            keys, values = key_value.split((key.shape[-1], value.shape[-1]), dim=-1)
+            widths = (key.shape[-1], value.shape[-1])
+            keys, values = key_value.split(widths, dim=-1)
             index = replace(index, key=index_key[:, :, 0])
             return core(query, key=keys, value=values, mask=call, index=index, **options)
 

@@ -90,7 +90,8 @@ class Mamba2(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         wide = (self.gate, self.value, self.key, self.query)
-        z, x, B, C, dt = self.scale(project_inputs(hidden, wide, narrow=(self.step,)))
+        projected = project_inputs(hidden, wide, narrow=(self.step,))
+        z, x, B, C, dt = self.scale(projected)
         x = self.value_conv(x, context)
         B = self.key_conv(B, context)
         C = self.query_conv(C, context)
@@ -98,15 +99,20 @@ class Mamba2(nn.Module):
         B = split_heads(B, self.sizes.state_dim)
         C = split_heads(C, self.sizes.state_dim)
         dtype = accumulate_dtype(hidden)
-        dt = F.softplus(dt.to(dtype) + self.step_bias.to(dtype))
-        dt = dt.clamp(min=self.sizes.time_step_min)[..., None]
-        A = -self.decay.to(dtype).exp()[:, None]
+        step_bias = self.step_bias.to(dtype)
+        dt = F.softplus(dt.to(dtype) + step_bias)
+        dt = dt.clamp(min=self.sizes.time_step_min)
+        dt = dt[..., None]
+        decay_rate = self.decay.to(dtype).exp()
+        A = -decay_rate[:, None]
         D = self.skip.to(dtype)[:, None]
         inputs = DeltaInputs(C, B, x, decay=dt * A, beta=dt, starts=context.starts)
         y = self.scan(inputs) + x * D
-        y = y.flatten(2) * F.silu(z.to(dtype))
+        gate = F.silu(z.to(dtype))
+        y = y.flatten(2) * gate
         y = self._normalize(y, like=B)
-        return self.dropout(self.output(y), context.dropout)
+        out = self.output(y)
+        return self.dropout(out, context.dropout)
 
     def _normalize(self, y: Tensor, *, like: Tensor) -> Tensor:
         """RMSNorm per group where the model has one; the result has the dtype of `like`.

@@ -165,16 +165,16 @@ def _build_experts(
     assert model_config.moe is not None
     num_experts = model_config.moe.num_experts
     num_local = num_experts // parallel.ep.size
-    local = ExpertRange(parallel.ep.index * num_local, num_local, num_experts)
+    first = parallel.ep.index * num_local
+    local = ExpertRange(first, num_local, num_experts)
     fp8 = expert_fp8_options(parallel.tp.fp8, local, etp=parallel.etp, sequence=parallel.sequence)
-    return Experts(
-        {name: params.linear(name) for name in EXPERT_LINEARS if params.submodule(name)},
-        activation=build_activation(model_config, params),
-        options=ExpertOptions(
-            may_drop=may_drop,
-            wgrad_queue=parallel.tp.wgrad_queue,
-            experts=local,
-            fp8=fp8,
-            adds_down_bias=parallel.etp.is_first,
-        ),
+    options = ExpertOptions(
+        may_drop=may_drop,
+        wgrad_queue=parallel.tp.wgrad_queue,
+        experts=local,
+        fp8=fp8,
+        adds_down_bias=parallel.etp.is_first,
     )
+    linears = {name: params.linear(name) for name in EXPERT_LINEARS if params.submodule(name)}
+    activation = build_activation(model_config, params)
+    return Experts(linears, activation=activation, options=options)

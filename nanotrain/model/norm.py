@@ -105,7 +105,8 @@ class _RMSNormOnCPU(torch.autograd.Function):
             None,
             [True, True, False],
         )
-        grad_x += (grad @ weight32)[..., None].mul_(scale).div_(size)
+        mean_term = (grad @ weight32)[..., None]
+        grad_x += mean_term.mul_(scale).div_(size)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 

@@ -86,15 +86,17 @@ def fill_random(
     """
     num_rows = spec.shape[0]
     row_shape = spec.shape[1:]
-    block_rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(row_shape)))
+    row_elements = max(1, math.prod(row_shape))
+    block_rows = max(1, BLOCK_ELEMENTS // row_elements)
     first = box.start[0]
     last = box.stop[0]
     columns = [slice(*bounds) for bounds in zip(box.start[1:], box.stop[1:], strict=True)]
     first_block = first - first % block_rows
     for start in range(first_block, last, block_rows):
         stop = min(start + block_rows, num_rows)
+        block_seed = _block_seed(seed, spec, start_row=start)
         generator = torch.Generator()
-        generator.manual_seed(_block_seed(seed, spec, start_row=start))
+        generator.manual_seed(block_seed)
         empty = torch.empty((stop - start, *row_shape))
         block = _draw(empty, init, generator=generator)
         low = max(start, first)
@@ -112,5 +114,7 @@ def _draw(block: Tensor, init: Normal | Uniform, *, generator: torch.Generator) 
 
 
 def _block_seed(seed: int, spec: ParamSpec, *, start_row: int) -> int:
-    identity = f"{seed}/{spec.name}/{'x'.join(map(str, spec.shape))}/{start_row}"
-    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little") >> 1
+    shape = "x".join(map(str, spec.shape))
+    identity = f"{seed}/{spec.name}/{shape}/{start_row}"
+    digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

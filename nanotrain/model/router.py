@@ -322,11 +322,13 @@ def _mask_groups(scores: Tensor, moe: MoEConfig) -> Tensor:
     group_topk = moe.router_group_topk or 1
     grouped = scores.unflatten(-1, (moe.router_num_groups, -1))
     num_summed = min(max(1, moe.router_topk // group_topk), grouped.shape[-1])
-    group_scores = grouped.topk(num_summed, dim=-1).values.sum(dim=-1)
+    best_scores = grouped.topk(num_summed, dim=-1).values
+    group_scores = best_scores.sum(dim=-1)
     best = group_scores.topk(group_topk, dim=-1).indices
     penalty = torch.full(grouped.shape[:-1], -torch.inf, device=scores.device)
     penalty.scatter_(-1, best, 0.0)
-    return (grouped + penalty[..., None]).flatten(-2)
+    masked = grouped + penalty[..., None]
+    return masked.flatten(-2)
 
 
 SCORES: dict[RouterScore, Callable[[Tensor], Tensor]] = {
@@ -429,10 +431,12 @@ def drop_over_capacity(
     samples = torch.arange(batch, device=weights.device)[:, None, None]
     rows = gathered_positions[:, None].expand_as(gathered.topk_ids[0])
     weights[samples, rows, gathered.topk_ids] = gathered.topk_weights
-    best = weights.argsort(dim=1, descending=True, stable=True)[:, :capacity]
-    is_kept = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, best, True)
-    is_dropped = ~is_kept[:, positions].gather(2, routing.topk_ids)
-    return routing.topk_ids.masked_fill(is_dropped, num_experts)
+    order = weights.argsort(dim=1, descending=True, stable=True)
+    best = order[:, :capacity]
+    is_kept = torch.zeros_like(weights, dtype=torch.bool)
+    is_kept.scatter_(1, best, True)
+    is_kept_here = is_kept[:, positions].gather(2, routing.topk_ids)
+    return routing.topk_ids.masked_fill(~is_kept_here, num_experts)
 
 
 def _gather_sequence(
@@ -443,12 +447,15 @@ def _gather_sequence(
     One collective: ids, positions and the bits of the weights are packed.
     """
     batch, _, topk = routing.topk_ids.shape
-    columns = positions.to(torch.int32)[None, :, None].expand(batch, -1, 1)
+    ids = routing.topk_ids.to(torch.int32)
+    columns = positions.to(torch.int32)[None, :, None]
+    columns = columns.expand(batch, -1, 1)
     weight_bits = routing.topk_weights.contiguous().view(torch.int32)
-    packed = torch.cat([routing.topk_ids.to(torch.int32), weight_bits, columns], dim=-1)
+    packed = torch.cat([ids, weight_bits, columns], dim=-1)
     gathered = packed.new_empty((sequence.size, *packed.shape))
     all_gather_into(gathered, packed, group=sequence)
     unpacked = rearrange(gathered, "r b s c -> b (r s) c")
     ids, weight_bits, columns = unpacked.split([topk, topk, 1], dim=-1)
     weights = weight_bits.contiguous().view(torch.float32)
-    return Routing(ids.long(), weights), columns[0, :, 0].long()
+    gathered_positions = columns[0, :, 0].long()
+    return Routing(ids.long(), weights), gathered_positions

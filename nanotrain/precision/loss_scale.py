@@ -38,9 +38,9 @@ class LossScale:
     def _set(self, scale: float, *, clean_steps: int, overflows_left: int) -> None:
         """Put the scale and its counters on the device."""
         device = self._device
-        self._scale = torch.full((), scale, dtype=torch.float64, device=device)
-        self._clean_steps = torch.full((), clean_steps, dtype=torch.int64, device=device)
-        self._overflows_left = torch.full((), overflows_left, dtype=torch.int64, device=device)
+        self._scale = torch.tensor(scale, dtype=torch.float64, device=device)
+        self._clean_steps = torch.tensor(clean_steps, device=device)
+        self._overflows_left = torch.tensor(overflows_left, device=device)
 
     @property
     def scale(self) -> float | Tensor:

@@ -67,6 +67,14 @@ if triton is not None:
         return row_offsets + first + inner
 
     @triton.jit
+    def _store_tile(
+        total: tl.tensor, out: tl.tuple, offsets: tl.tensor, mask: tl.tensor, adds: tl.constexpr
+    ) -> None:
+        if adds:
+            total += tl.load(out.data + offsets, mask=mask, other=0).to(tl.float32)
+        tl.store(out.data + offsets, total.to(out.data.dtype.element_ty), mask=mask)
+
+    @triton.jit
     def _multiply(
         a: tl.tuple,
         b: tl.tuple,
@@ -124,10 +132,7 @@ if triton is not None:
             scales_b = _load_scales(b, expert, columns, 0, is_column)[None, :]
             total *= scales_a * scales_b
         offsets = _offsets(out, expert, rows[:, None], 0, columns[None, :])
-        mask = is_row[:, None] & is_column[None, :]
-        if adds:
-            total += tl.load(out.data + offsets, mask=mask, other=0).to(tl.float32)
-        tl.store(out.data + offsets, total.to(out.data.dtype.element_ty), mask=mask)
+        _store_tile(total, out, offsets, is_row[:, None] & is_column[None, :], adds)
 
 
 @torch.library.custom_op("nanotrain::fp8_grouped_mm", mutates_args=())
