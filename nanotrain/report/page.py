@@ -63,29 +63,40 @@ def render(runs: Sequence[RunHistory], *, live: Mapping[str, Any] | None = None)
         if body:
             links.append(f'<a href="#{name.lower()}">{escape(name)}</a>')
             sections.append(_section(name, body))
+    columns: set[str] = set()
+    for run in runs:
+        columns.update(run.columns)
     data = {
         "charts": charts,
         "axes": [figures.axes_of(run) for run in runs],
         "starts": [_newest_starts(run) for run in runs],
-        "columns": sorted(set().union(*(run.columns for run in runs))),
+        "columns": sorted(columns),
         "live": live,
     }
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    program = _file("page.js")
+    hash_of_program = _hash(program.encode())
     hash_of_plotly, plotly = _plotly()
-    return Template(_file("page.html")).substitute(
+    page = Template(_file("page.html"))
+    return page.substitute(
         title=escape(title),
         connect="connect-src 'self'" if live else "",
         style=_file("page.css"),
         written=f"nanotrain, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         links="".join(links),
         sections="".join(sections),
-        # "<" would end the script element where a text contains "</script>"
-        figures=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        figures=_script_json(data),
         # the policy names the two programs by their hashes: no text of a run can become one
-        programs=f"{_hash(_file('page.js').encode())} {hash_of_plotly}",
+        programs=f"{hash_of_program} {hash_of_plotly}",
         plotly=plotly,
-        program=_file("page.js"),
+        program=program,
     )
+
+
+def _script_json(data: Mapping[str, Any]) -> str:
+    """Data as JSON inside a script element, which a "<" of "</script>" in a text would end."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c")
 
 
 def _newest_starts(run: RunHistory) -> list[dict[str, Any]]:
