@@ -181,19 +181,28 @@ def misfit_error(parallel: ParallelConfig, world_size: int) -> TopologyError:
     fixes = []
     for field, size in smaller_sizes(parallel, world_size):
         change: dict[str, Any] = {field: size}
-        changed = replace(parallel, **change)
-        if divides(dense_sizes(changed), world_size) and divides(expert_sizes(changed), world_size):
+        if fits(replace(parallel, **change), world_size):
             fixes.append(f"set {flag_of(field)} {size}")
             break
     unit = lcm(prod(dense.values()), prod(expert.values()))
-    fixes.append(f"run on {count_of(round_up(world_size, unit), 'rank')}")
+    next_world_size = round_up(world_size, unit)
+    fixes.append(f"run on {count_of(next_world_size, 'rank')}")
     axes = [f"{axis}={size}" for axis, size in wrong.items() if size > 1]
+    layout = " x ".join(axes)
+    factors = "*".join(wrong)
     product = prod(wrong.values())
     return TopologyError(
-        f"{count_of(world_size, 'rank')} cannot form {' x '.join(axes)}",
-        why=f"{'*'.join(wrong)} = {product} must divide the world size",
+        f"{count_of(world_size, 'rank')} cannot form {layout}",
+        why=f"{factors} = {product} must divide the world size",
         fix=" or ".join(fixes),
     )
+
+
+def fits(parallel: ParallelConfig, world_size: int) -> bool:
+    """Whether the axes of both grids divide the number of ranks."""
+    if not divides(dense_sizes(parallel), world_size):
+        return False
+    return divides(expert_sizes(parallel), world_size)
 
 
 def smaller_sizes(parallel: ParallelConfig, world_size: int) -> Iterator[tuple[str, int]]:
@@ -231,10 +240,12 @@ def check_instances(instances: int, ranks: dict[str, int]) -> None:
     common = gcd(*ranks.values())
     named = " and ".join(f"{name} = {count}" for name, count in ranks.items())
     for name, count in ranks.items():
-        if count % instances != 0:
-            fitting = max(size for size in range(1, instances) if common % size == 0)
-            raise TopologyError(
-                f"{instances} optimizer instances cannot share {name} = {count_of(count, 'rank')}",
-                why=f"{flag} must divide {named}",
-                fix=f"set {flag} {fitting}",
-            )
+        if count % instances == 0:
+            continue
+        divisors = [size for size in range(1, instances) if common % size == 0]
+        shared = f"{name} = {count_of(count, 'rank')}"
+        raise TopologyError(
+            f"{instances} optimizer instances cannot share {shared}",
+            why=f"{flag} must divide {named}",
+            fix=f"set {flag} {max(divisors)}",
+        )
