@@ -9,6 +9,7 @@ host memory       on the meta device too, and not counted
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -156,12 +157,14 @@ def even_counts(plan: Plan, counts: Tensor, *, ep: Group) -> list[int]:
     moe = plan.shape.moe
     assert moe is not None, "a dense model has no experts"
     num_tokens = config.train.micro_batch_size * config.data.seq_length
-    num_tokens = num_tokens // plan.groups["cp"].size // plan.groups["tp"].size
+    num_tokens //= plan.groups["cp"].size
+    num_tokens //= plan.groups["tp"].size
     rows = num_tokens * moe.router_topk
     if ep.part_of and ep.part_of[2] == "all_to_all_across":
         nodes = plan.groups["ep"].size // (config.parallel.moe_hierarchical_dispatch or 1)
         rows = num_tokens * reached_nodes(moe, nodes)
-    sizes = [rows * (i + 1) // ep.size - rows * i // ep.size for i in range(ep.size)]
+    bounds = [rows * i // ep.size for i in range(ep.size + 1)]
+    sizes = [end - start for start, end in pairwise(bounds)]
     received = [sizes[ep.index]] * ep.size * (len(counts) - 1)
     # the first expert of every rank has the tokens of all
     zeros = [0] * (counts.shape[1] // ep.size - 1)
