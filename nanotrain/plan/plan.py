@@ -305,20 +305,24 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         readers_per_sample=readers.num_ranks,
         unread_length=None if readers.includes_rank else config.data.seq_length,
     )
+    stages = _plan_stages(config, shape, groups=groups, coords=topology.coords(rank))
     pipeline = PipelineShape.of(config.parallel, sampler.num_microbatches)
     schedule = config.parallel.pipeline_schedule
     pp_rank = groups["pp"].index
+    num_averaged_ranks = 1
+    if config.parallel.ddp_average_in_collective:
+        num_averaged_ranks = groups["dp_cp"].size
     return Plan(
         config=config,
         topology=topology,
         rank=rank,
         groups=groups,
         shape=shape,
-        stages=tuple(_plan_stages(config, shape, groups=groups, coords=topology.coords(rank))),
+        stages=tuple(stages),
         sampler=sampler,
         train_schedule=_rank_plan(schedule, pipeline, rank=pp_rank),
         valid_schedule=_rank_plan(schedule, pipeline, rank=pp_rank, is_training=False),
-        num_averaged_ranks=groups["dp_cp"].size if config.parallel.ddp_average_in_collective else 1,
+        num_averaged_ranks=num_averaged_ranks,
     )
 
 
