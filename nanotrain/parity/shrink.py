@@ -82,27 +82,29 @@ def shrink(config: Config, world_size: int, *, num_steps: int) -> Config:
         seq_unit *= 2  # half of it is a length too
     seq_length = round_up(MIN_SEQ_LENGTH, seq_unit)
     num_layers, parallel = shrink_layers(config.model.num_layers, config.parallel)
+    data = DataConfig(
+        seq_length=seq_length,
+        num_workers=0,
+        reset_position_ids=config.data.reset_position_ids,
+        reset_attention_mask=config.data.reset_attention_mask,
+        eod_mask_loss=config.data.eod_mask_loss,
+    )
+    train = TrainConfig(
+        train_iters=num_steps,
+        seed=config.train.seed,
+        device="cpu",
+        eval_interval=0,
+        **shrink_batches(config, dp=dp, seq_length=seq_length),
+    )
     small = Config(
         model=shrink_model(config, seq_length, num_layers=num_layers),
         parallel=replace(parallel, ddp_bucket_size=BUCKET_SIZE),
         memory=shrink_memory(config.memory, config.parallel, num_layers=num_layers),
         precision=PrecisionConfig(),
         optim=shrink_optim(config.optim),
-        data=DataConfig(
-            seq_length=seq_length,
-            num_workers=0,
-            reset_position_ids=config.data.reset_position_ids,
-            reset_attention_mask=config.data.reset_attention_mask,
-            eod_mask_loss=config.data.eod_mask_loss,
-        ),
+        data=data,
         checkpoint=CheckpointConfig(save=False),
-        train=TrainConfig(
-            train_iters=num_steps,
-            seed=config.train.seed,
-            device="cpu",
-            eval_interval=0,
-            **shrink_batches(config, dp=dp, seq_length=seq_length),
-        ),
+        train=train,
     )
     return shrink_sizes(small)
 
