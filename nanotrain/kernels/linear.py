@@ -345,9 +345,14 @@ class _LinearInGraph(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         x, weight = ctx.saved_tensors
         grad = grads[0].reshape(-1, grads[0].shape[-1])
-        torch.ops.nanotrain.write_wgrad(weight, (grad, x.reshape(-1, x.shape[-1])))
-        grad_x = dgrad(grad, weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        rows = x.reshape(-1, x.shape[-1])
+        torch.ops.nanotrain.write_wgrad(weight, (grad, rows))
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = dgrad(grad, weight).view(x.shape)
+        grad_bias = None
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0)
         return grad_x, None, grad_bias
 
 

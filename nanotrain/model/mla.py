@@ -110,7 +110,8 @@ class MultiLatentAttention(nn.Module):
             query, compressed_kv, shared_key=shared_key, rotary=inputs.rotary
         )
         attended = attend(query, key=key, value=value, mask=inputs.mask, scores=scores)
-        return self.dropout(self.output(attended.flatten(2)), context.dropout)
+        out = self.output(attended.flatten(2))
+        return self.dropout(out, context.dropout)
 
     def attend(
         self, hidden: Tensor, compressed_query: Tensor, *, context: LayerContext
@@ -145,8 +146,10 @@ class MultiLatentAttention(nn.Module):
         if self.query is None:
             query = self.query_up(query)
         query = split_heads(query, sum(self.query_sizes))
-        key_value = split_heads(self.kv_up(compressed_kv), sum(self.key_value_sizes))
-        query_nope, query_rope = self.query_scale(query).split(self.query_sizes, dim=-1)
+        key_value = self.kv_up(compressed_kv)
+        key_value = split_heads(key_value, sum(self.key_value_sizes))
+        query = self.query_scale(query)
+        query_nope, query_rope = query.split(self.query_sizes, dim=-1)
         key_nope, value = key_value.split(self.key_value_sizes, dim=-1)
         query_rope = apply_rotary(query_rope, rotary)
         query = torch.cat((query_nope, query_rope), dim=-1)

@@ -53,8 +53,12 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         layers = (self.up,) if self.gate is None else (self.gate, self.up)
-        out: Tensor = self.down(self.activation(*column_parallel(hidden, layers)))
-        return out if self.dropout is None else self.dropout(out, context.dropout)
+        projected = column_parallel(hidden, layers)
+        activated = self.activation(*projected)
+        out: Tensor = self.down(activated)
+        if self.dropout is None:
+            return out
+        return self.dropout(out, context.dropout)
 
 
 def build_mlp(

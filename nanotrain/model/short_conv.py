@@ -46,8 +46,8 @@ class ShortConv(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        gate_in, gate_out, value = column_parallel(
-            hidden, (self.gate_in, self.gate_out, self.value)
-        )
-        out = gate_out * self.conv(gate_in * value, context)
-        return self.dropout(self.output(out), context.dropout)
+        layers = (self.gate_in, self.gate_out, self.value)
+        gate_in, gate_out, value = column_parallel(hidden, layers)
+        mixed = self.conv(gate_in * value, context)
+        out = self.output(gate_out * mixed)
+        return self.dropout(out, context.dropout)

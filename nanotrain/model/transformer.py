@@ -110,7 +110,8 @@ class ShortcutBlock(Block):
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), context))
+        attended = self.attention(self.attention_norm(x), context)
+        x = x + self.attention_post_norm(attended)
         hidden = self.mlp_norm(x)
         finish = self.mlp.start(hidden, context)
         assert self.mlp.shared is not None, "a rule demands a shared expert"
@@ -184,9 +185,9 @@ class Stage(nn.Module):
         )
         self.layers = nn.ModuleDict()
         for layer in spec.layers:
-            self.layers[str(layer)] = build_block(
-                model_config, declared.submodule(f"layers.{layer}"), parallel=parallel, layer=layer
-            )
+            own = declared.submodule(f"layers.{layer}")
+            block = build_block(model_config, own, parallel=parallel, layer=layer)
+            self.layers[str(layer)] = block
         self.final_norm: nn.Module | None = None
         self.head: Head | None = None
         if spec.has_head:
@@ -200,9 +201,8 @@ class Stage(nn.Module):
         self.mtp = nn.ModuleDict()
         for depth, layer in enumerate(mtp_layers):
             own = declared.submodule(f"mtp.{depth}")
-            block = build_block(
-                model_config, own.submodule("block"), parallel=parallel, layer=layer
-            )
+            own_block = own.submodule("block")
+            block = build_block(model_config, own_block, parallel=parallel, layer=layer)
             self.mtp[str(depth)] = MTPLayer(
                 model_config, own, block=block, tensor_parallel=parallel.tp, layer=layer
             )
@@ -272,7 +272,10 @@ class Stage(nn.Module):
             assert self.embedding is not None and self.head is not None, (
                 "multi-token prediction reads both"
             )
-            grad_scale = None if context.loss_scale is None else context.loss_scale * scale
+            grad_scale: float | Tensor | None = None
+            if context.loss_scale is not None:
+                grad_scale = context.loss_scale * scale
+            sum_losses = partial(self.head.forward, tied=self._tied_weight(), grad_scale=grad_scale)
             # `forward`, not a call: the FSDP hooks of embedding and head must not run, the unit of
             # this layer gathers their parameters
             hidden, loss_sum = layer(
@@ -280,9 +283,7 @@ class Stage(nn.Module):
                 batch,
                 context=layer_context,
                 embed=self.embedding.forward,
-                sum_losses=partial(
-                    self.head.forward, tied=self._tied_weight(), grad_scale=grad_scale
-                ),
+                sum_losses=sum_losses,
             )
             scaled = scale * loss_sum
             # not `attach_loss`: the step scales both by one gradient
@@ -323,9 +324,11 @@ class Stage(nn.Module):
         if batch.position_ids is not None:
             positions = batch.position_ids
         rotary = self.position_tables.at(positions, like=like)
+        full = AttentionInputs(rotary.full, masks.full)
+        windowed = AttentionInputs(rotary.windowed, masks.windowed)
         return LayerContext(
-            full=AttentionInputs(rotary.full, masks.full),
-            windowed=AttentionInputs(rotary.windowed, masks.windowed),
+            full=full,
+            windowed=windowed,
             query_scale=rotary.query_scale,
             segment_ids=batch.segment_ids,
             sequence_positions=context.sequence_positions,

@@ -226,6 +226,8 @@ def fp8_options(
     if fp8 is None:
         return None
     recipe = RECIPES[fp8.recipe]
+    etp = Group.single_rank("etp")
+    reduce_amax = _shared_amax(recipe, sequence, etp=etp)
     return Fp8Options(
         recipe,
         FP8_FORMATS[fp8.format],
@@ -236,7 +238,7 @@ def fp8_options(
         has_grouped_mm=capability == GROUPED_CAPABILITY,
         is_fused=is_fused,
         keeps_weights=keeps_weights,
-        reduce_amax=_shared_amax(recipe, sequence, etp=Group.single_rank("etp")),
+        reduce_amax=reduce_amax,
     )
 
 

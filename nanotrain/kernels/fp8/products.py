@@ -367,8 +367,11 @@ class _Fp8InGraph(torch.autograd.Function):
         inverse = dict(zip(ctx.keys, scales, strict=True))
         products = Fp8Linears(ctx.linears, records=True, inverse=inverse)
         flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        grad_x = products.dgrad(flat).view(x.shape) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, *products.wgrad(flat, x.flatten(0, -2))
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = products.dgrad(flat).view(x.shape)
+        grad_params = products.wgrad(flat, x.flatten(0, -2))
+        return grad_x, None, None, *grad_params
 
 
 def keep_weights(block: nn.Module) -> None:

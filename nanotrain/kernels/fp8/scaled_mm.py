@@ -259,12 +259,15 @@ def _sum_over_tokens(a: Quantized, b: Quantized, *, offs: Tensor) -> Tensor:
         return a.values.new_zeros((experts, rows, columns), dtype=torch.bfloat16)
     counts = offs.diff(prepend=offs.new_zeros(1))
     padded_counts = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    padded_offs = padded_counts.cumsum(0).int()
+    scales_a = _expert_scales(a, experts=experts, width=rows)
+    scales_b = _expert_scales(b, experts=experts, width=columns)
     return _grouped_mm(
         a.values,
         b.values.t(),
-        scales_a=_expert_scales(a, experts=experts, width=rows).flatten(),
-        scales_b=_expert_scales(b, experts=experts, width=columns).flatten(),
-        offs=padded_counts.cumsum(0).int(),
+        scales_a=scales_a.flatten(),
+        scales_b=scales_b.flatten(),
+        offs=padded_offs,
     )
 
 
