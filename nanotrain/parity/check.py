@@ -89,9 +89,13 @@ class RandomDataset:
         self.reads.append(sample_number)
         data = self.config.data
         length = data.seq_length
-        rng = np.random.Generator(np.random.Philox(key=[self.config.train.seed, sample_number]))
-        stream = rng.integers(0, self.config.model.vocab_size or 0, length + 1, dtype=np.int64)
-        mask = (rng.random(length) < 0.25 + 0.75 * rng.random()).astype(np.float32)
+        vocab_size = self.config.model.vocab_size or 0
+        key = [self.config.train.seed, sample_number]
+        rng = np.random.Generator(np.random.Philox(key=key))
+        stream = rng.integers(0, vocab_size, length + 1, dtype=np.int64)
+        draws = rng.random(length)
+        share = 0.25 + 0.75 * rng.random()
+        mask = (draws < share).astype(np.float32)
         segments = np.cumsum(rng.random(length) < 4 / length, dtype=np.int32)
         _, starts = np.unique(segments, return_index=True)
         positions = np.arange(length) - starts[segments - segments[0]]
@@ -173,26 +177,23 @@ def compare(
     shards: dict[str, str] = {}
     for record in records:
         shards |= record.shards
-    grads = _largest(reference.grads)
-    floor = NOISE_FLOOR * median(grads.values())
-    grad_scales = {name: max(largest, floor) for name, largest in grads.items()}
+    largest_grads = _largest(reference.grads)
+    floor = NOISE_FLOOR * median(largest_grads.values())
+    grad_scales = {name: max(largest, floor) for name, largest in largest_grads.items()}
     lr = max(config.optim.lr, config.optim.decoupled_lr or 0.0)
     weight_scales = {box.name: lr for box in reference.weights}
     buffer_scales = _largest(reference.buffers)
+    grads = [record.grads for record in records]
+    weights = [record.weights for record in records]
+    buffers = [record.buffers for record in records]
     return ParityReport(
         config=config,
         world_size=len(records),
         tolerance=tolerance,
         steps=_compare_steps(reference, records),
-        parameters=_differences(
-            reference.grads, [r.grads for r in records], scales=grad_scales, shards=shards
-        ),
-        weights=_differences(
-            reference.weights, [r.weights for r in records], scales=weight_scales, shards=shards
-        ),
-        buffers=_differences(
-            reference.buffers, [r.buffers for r in records], scales=buffer_scales, shards=shards
-        ),
+        parameters=_differences(reference.grads, grads, scales=grad_scales, shards=shards),
+        weights=_differences(reference.weights, weights, scales=weight_scales, shards=shards),
+        buffers=_differences(reference.buffers, buffers, scales=buffer_scales, shards=shards),
         unequal_replicas=_unequal_replicas(records),
         samples_read_once=_are_read_once(records, config),
     )

@@ -143,7 +143,10 @@ class ParityReport:
         weights = _tensor_table(
             "weights and buffers after the last step", state, wrong=self.wrong_state
         )
-        replicas = "no: " + ", ".join(self.unequal_replicas) if self.unequal_replicas else "yes"
+        replicas = "yes"
+        if self.unequal_replicas:
+            replicas = "no: " + ", ".join(self.unequal_replicas)
+        reads = "yes" if self.samples_read_once else "no"
         lines = [
             *self._config_lines(),
             "",
@@ -154,7 +157,7 @@ class ParityReport:
             *weights,
             "",
             f"replicas bit-equal  {replicas}",
-            f"samples read once   {'yes' if self.samples_read_once else 'no'}",
+            f"samples read once   {reads}",
             self.verdict,
         ]
         return "\n".join(lines)

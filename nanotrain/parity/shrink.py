@@ -223,16 +223,27 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
     max_positions = seq_length
     if model.max_position_embeddings > config.data.seq_length:
         max_positions += 8
-    window = model.window_size
     third = seq_length // 3
+    window_size = model.window_size
+    if window_size is not None:
+        window_size = min(window_size, third)
+    chunk_size = model.attention_chunk_size
+    if chunk_size:
+        chunk_size = min(chunk_size, third)
+    floor_scale = model.floor_scale
+    if model.attn_scale > 0:
+        floor_scale = min(floor_scale, third)
+    moe = model.moe
+    if moe is not None:
+        moe = _shrink_moe(model, moe, num_layers=num_layers)
     pattern = partial(shrink_pattern, num_layers=num_layers)
     is_linear = tuple(mixer == model.linear_attention_type for mixer in model.mixers)
     return replace(
         model,
         num_layers=num_layers,
-        window_size=None if window is None else min(window, third),
-        attention_chunk_size=model.attention_chunk_size and min(model.attention_chunk_size, third),
-        floor_scale=min(model.floor_scale, third) if model.attn_scale > 0 else model.floor_scale,
+        window_size=window_size,
+        attention_chunk_size=chunk_size,
+        floor_scale=floor_scale,
         window_attn_skip_freq=pattern(model.window_attn_skip_freq, model.window_layers),
         no_rope_freq=pattern(model.no_rope_freq, model.no_rope_layers),
         hybrid_layer_pattern=shrink_letters(model.hybrid_layer_pattern, num_layers=num_layers),
@@ -240,7 +251,7 @@ def shrink_model(config: Config, seq_length: int, *, num_layers: int) -> ModelCo
         max_position_embeddings=max_positions,
         vocab_size=VOCAB_SIZE,
         make_vocab_size_divisible_by=_vocabulary_multiple(config),
-        moe=None if model.moe is None else _shrink_moe(model, model.moe, num_layers=num_layers),
+        moe=moe,
     )
 
 
