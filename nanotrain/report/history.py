@@ -99,6 +99,9 @@ class RunHistory:
                 fix="name the folder that a run printed as `run folder`",
             )
         rows = _Rows(run.metrics)
+        modified_s = 0.0
+        if run.metrics.is_file():
+            modified_s = run.metrics.stat().st_mtime
         return cls(
             folder=folder,
             columns=rows.columns,
@@ -110,7 +113,7 @@ class RunHistory:
             starts=tuple(_starts(folder / "starts.jsonl")),
             repeated_s=tuple(read_repeated(folder / "metrics-superseded.jsonl")),
             stages=tuple(islice(_stages(rows.stages), MAX_SAMPLES)),
-            modified_s=run.metrics.stat().st_mtime if run.metrics.is_file() else 0.0,
+            modified_s=modified_s,
         )
 
     @property

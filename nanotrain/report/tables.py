@@ -37,6 +37,12 @@ def summary_of(run: RunHistory) -> dict[str, str]:
     step = f"{run.last_step:,}"
     if isinstance(target, int):
         step = f"{step}/{target:,}"
+    hours = "-"
+    if run.num_steps:
+        hours = f"{run.hours[-1]:.2f}"
+    last_change = "-"
+    if run.modified_s:
+        last_change = _time(run.modified_s)
     saved_bytes = sum(checkpoint.num_bytes for checkpoint in run.checkpoints)
     return {
         "run": run.name,
@@ -45,10 +51,10 @@ def summary_of(run: RunHistory) -> dict[str, str]:
         "loss": _number(run.last("loss"), ".4f"),
         "validation": _number(run.last("valid_loss"), ".4f"),
         "tokens/s": _number(run.last("tokens_per_second"), ",.0f"),
-        "hours": f"{run.hours[-1]:.2f}" if run.num_steps else "-",
+        "hours": hours,
         "tokens": _number(run.last("consumed_tokens"), ",.0f"),
         "saved": _bytes(saved_bytes),
-        "last change": _time(run.modified_s) if run.modified_s else "-",
+        "last change": last_change,
     }
 
 
