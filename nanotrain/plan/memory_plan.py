@@ -152,15 +152,17 @@ def plan_memory(
     resident = plan.resident_bytes
     peak = peak_of(plan, kept, schedule=schedule or train_schedule(config, world_size))
 
-    working = (
-        PROCESS_BYTES[device] + peak.working + 3 * INT64 * kept.sizes.tokens * num_microbatches
-    )
+    token_bytes = 3 * INT64 * kept.sizes.tokens * num_microbatches
+    working = PROCESS_BYTES[device] + peak.working + token_bytes
     if device == "cpu" and config.checkpoint.async_save:
         # the largest copy of an asynchronous save: main params and optimizer state, in host memory
         working += resident.params + resident.optimizer
     communication = resident.grad_buckets + resident.units + _returned_by_graphs(plan, device)
     if pp_size > 1:
         communication += 2 * MAX_SENDS * kept.sizes.outside * kept.sizes.width
+    runtime = 0
+    if device == "cuda":
+        runtime = runtime_bytes(_num_communicators(plan))
     params = resident.params
     if device == "cuda" and plan.keeps_fp8_weights(num_microbatches):
         params += _fp8_weight_bytes(plan)
@@ -172,7 +174,7 @@ def plan_memory(
         activations=peak.activations,
         working=working,
         communication=communication,
-        runtime=runtime_bytes(_num_communicators(plan)) if device == "cuda" else 0,
+        runtime=runtime,
         in_flight=peak.in_flight,
         recompute=_describe_recompute(config),
         unplanned="the records of --profile" if config.train.profile else "",

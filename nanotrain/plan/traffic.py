@@ -189,7 +189,8 @@ def _expert_pass(
         num_tokens, moe.router_topk, num_experts=moe.num_experts, ep=ep
     )
     routed = num_rows * row
-    number = plan.num_microbatches * sum(1 for layer in layers if plan.shape.has_experts(layer))
+    expert_layers = [layer for layer in layers if plan.shape.has_experts(layer)]
+    number = plan.num_microbatches * len(expert_layers)
     nodes = ep // (plan.config.parallel.moe_hierarchical_dispatch or ep)
     if nodes > 1:
         # one row per token and node, with the numbers and weights of its experts in fp32
