@@ -27,16 +27,18 @@ def causal_conv(
         [R, C, D].
     """
     if segment_ids is None:
-        return F.conv1d(window.mT, weight[:, None], bias, groups=len(weight)).mT
+        out = F.conv1d(window.mT, weight[:, None], bias, groups=len(weight))
+        return out.mT
     kernel_size = weight.shape[1]
     length = window.shape[1] - kernel_size + 1
     own = segment_ids[:, kernel_size - 1 :]
     dtype = accumulate_dtype(window)
-    out: Tensor | None = None if bias is None else bias.to(dtype)
+    total: Tensor | None = None if bias is None else bias.to(dtype)
     for k, tap in enumerate(weight.to(dtype).unbind(1)):
         tokens = window[:, k : k + length].to(dtype)
         is_own = segment_ids[:, k : k + length] == own
-        term = torch.where(is_own[..., None], tokens, 0.0) * tap
-        out = term if out is None else out + term
-    assert out is not None, "a kernel has at least one weight"
-    return out.to(window.dtype)
+        own_tokens = torch.where(is_own[..., None], tokens, 0.0)
+        term = own_tokens * tap
+        total = term if total is None else total + term
+    assert total is not None, "a kernel has at least one weight"
+    return total.to(window.dtype)

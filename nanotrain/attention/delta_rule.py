@@ -202,14 +202,14 @@ def fla_delta_rule(inputs: DeltaInputs, initial_state: Tensor | None) -> tuple[T
     states = inputs.key.new_zeros(shape, dtype=accumulate_dtype(inputs.key))
     if initial_state is not None:
         continues = on_device(documents.continues, device)[:, None, None, None]
-        states = states.index_copy(0, on_device(documents.first, device), initial_state * continues)
-    out, final = rule(
-        *(x.flatten(0, 1)[None] for x in tensors),
-        initial_state=states,
-        cu_seqlens=on_device(documents.bounds, device),
-        cu_seqlens_cpu=torch.from_numpy(documents.bounds),
-    )
-    return out.view_as(inputs.value), final[on_device(documents.last, device)]
+        first = on_device(documents.first, device)
+        states = states.index_copy(0, first, initial_state * continues)
+    packed = [tensor.flatten(0, 1)[None] for tensor in tensors]
+    bounds = on_device(documents.bounds, device)
+    host_bounds = torch.from_numpy(documents.bounds)
+    out, final = rule(*packed, initial_state=states, cu_seqlens=bounds, cu_seqlens_cpu=host_bounds)
+    last = on_device(documents.last, device)
+    return out.view_as(inputs.value), final[last]
 
 
 @dataclass(frozen=True)
@@ -286,13 +286,16 @@ class _Chunks:
         """The arguments of `_Scan`: how each chunk changes the state."""
         to_end = (self.decay[..., -1:, :] - self.decay).exp()
         if self.document is not None:
-            to_end = to_end * (self.document == self.document[..., -1:])[..., None]
+            is_of_last = self.document == self.document[..., -1:]
+            to_end = to_end * is_of_last[..., None]
         value_targets = self.beta * self.value
         state_targets = self.beta * self.decays_from_start * self.key
         targets = torch.cat((value_targets, state_targets), dim=-1)
         system = self.beta * self.pairs(self.key)  # the solver reads only below the diagonal
         solved = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
-        values, reads = solved.split((self.value.shape[-1], self.key.shape[-1]), dim=-1)
+        value_dim = self.value.shape[-1]
+        key_dim = self.key.shape[-1]
+        values, reads = solved.split((value_dim, key_dim), dim=-1)
         decays = self.decays_from_start[..., -1:, :].mT
         writes = self.key * to_end
         return values.flatten(1, 3), reads.flatten(1, 3), writes.flatten(1, 3), decays.flatten(1, 3)

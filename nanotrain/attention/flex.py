@@ -52,8 +52,11 @@ def plan_blocks(call: AttentionCall, block: int = BLOCK) -> tuple[np.ndarray, np
     low = first_keys[:, starts, None]
     low_of_all = first_keys[:, ends, None]
     is_causal_for_some = key_starts <= (first_query + ends)[:, None]
-    has_some = is_causal_for_some & (np.minimum(key_ends, num_keys - 1) >= low)
-    has_all = (key_ends <= (first_query + starts)[:, None]) & (key_starts >= low_of_all)
+    is_allowed_for_some = np.minimum(key_ends, num_keys - 1) >= low
+    is_causal_for_all = key_ends <= (first_query + starts)[:, None]
+    is_allowed_for_all = key_starts >= low_of_all
+    has_some = is_causal_for_some & is_allowed_for_some
+    has_all = is_causal_for_all & is_allowed_for_all
     return has_some & ~has_all, has_all
 
 
@@ -68,16 +71,24 @@ def build_block_mask(call: AttentionCall, block: int = BLOCK) -> Any:
     num_keys = math.ceil(len(call.keys) / block) * block
     host_first_keys = call.spans.first_keys[:, first_query : call.queries.stop]
     padding = ((0, 0), (0, num_queries - len(call.queries)))
-    first_keys = on_device(np.pad(host_first_keys, padding, mode="edge"), call.device)
+    host_first_keys = np.pad(host_first_keys, padding, mode="edge")
+    first_keys = on_device(host_first_keys, call.device)
     has_rows = len(first_keys) > 1
 
+    def may_attend(sample: Any, head: Any, query: Any, key: Any) -> Any:
+        row = sample if has_rows else 0
+        is_causal = key <= query + first_query
+        return is_causal & (key >= first_keys[row, query])
+
+    num_partial, partial_keys = _key_blocks(partial_blocks, call.device)
+    num_full, full_keys = _key_blocks(full_blocks, call.device)
     return BlockMask.from_kv_blocks(
-        *_key_blocks(partial_blocks, call.device),
-        *_key_blocks(full_blocks, call.device),
+        num_partial,
+        partial_keys,
+        num_full,
+        full_keys,
         BLOCK_SIZE=block,
-        mask_mod=lambda sample, head, query, key: (
-            (key <= query + first_query) & (key >= first_keys[sample if has_rows else 0, query])
-        ),
+        mask_mod=may_attend,
         seq_lengths=(num_queries, num_keys),
     )
 

@@ -140,7 +140,8 @@ def _select(
         may_attend = allowed.mask(tile)[:, 0]
         products = index.products(rows, num_keys)
         weight = index.weight[:, rows].to(dtype)
-        index_scores = (weight[:, :, None] @ products)[:, :, 0]
+        weighted = weight[:, :, None] @ products
+        index_scores = weighted[:, :, 0]
         index_scores.masked_fill_(~may_attend, -torch.inf)
         selected = _highest(index_scores, index.topk) & may_attend
         tiles.append(tile)
@@ -153,7 +154,8 @@ def _select(
         target = _mean_of_heads(queries, keys, mask=seen, tp=loss.tp)
         log_probs = index_scores.masked_fill_(~seen, -torch.inf).log_softmax(-1)
         cross_entropy = target * log_probs.masked_fill(~seen, 0.0)
-        sums.divergence += (torch.xlogy(target, target) - cross_entropy).sum()
+        negative_entropy = torch.xlogy(target, target)
+        sums.divergence += (negative_entropy - cross_entropy).sum()
         sums.add(index, rows, products=products, grad_scores=log_probs.exp_() - target)
     if loss is not None and loss.sums is not None:
         loss.sums[0] += sums.divergence
@@ -174,12 +176,11 @@ class _LossSums:
     @classmethod
     def zeros(cls, index: Index, dtype: torch.dtype) -> "_LossSums":
         """The sums before the first block of queries."""
-        return cls(
-            torch.zeros((), dtype=torch.float64, device=index.query.device),
-            torch.zeros_like(index.query, dtype=dtype),
-            torch.zeros_like(index.key, dtype=dtype),
-            torch.zeros_like(index.weight, dtype=dtype),
-        )
+        divergence = torch.zeros((), dtype=torch.float64, device=index.query.device)
+        query = torch.zeros_like(index.query, dtype=dtype)
+        key = torch.zeros_like(index.key, dtype=dtype)
+        weight = torch.zeros_like(index.weight, dtype=dtype)
+        return cls(divergence, query, key, weight)
 
     def add(self, index: Index, rows: slice, *, products: Tensor, grad_scores: Tensor) -> None:
         """Add the gradients of some queries.
@@ -192,14 +193,17 @@ class _LossSums:
         """
         dtype = grad_scores.dtype
         num_keys = grad_scores.shape[-1]
-        self.weight[:, rows] = (products @ grad_scores[..., None])[..., 0]
+        grad_weight = products @ grad_scores[..., None]
+        self.weight[:, rows] = grad_weight[..., 0]
         weight = index.weight[:, rows].to(dtype)
         grad_products = weight[..., None] * grad_scores[:, :, None]
-        grad_products = grad_products.masked_fill_(products == 0, 0.0).flatten(1, 2)
+        grad_products.masked_fill_(products == 0, 0.0)
+        grad_products = grad_products.flatten(1, 2)
         scale = index.query[0, 0].numel() ** -0.5
         key = index.key[:, :num_keys].to(dtype)
         query = index.query[:, rows].to(dtype).flatten(1, 2)
-        grad_query = (grad_products @ key).unflatten(1, (-1, weight.shape[2]))
+        num_heads = weight.shape[2]
+        grad_query = (grad_products @ key).unflatten(1, (-1, num_heads))
         grad_key = grad_products.mT @ query
         self.query[:, rows] = grad_query * scale
         self.key[:, :num_keys] += grad_key * scale

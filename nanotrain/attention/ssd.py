@@ -58,7 +58,8 @@ def _ssd(
 ) -> tuple[Tensor, Tensor]:
     chunks = _Chunks.of(inputs, chunk_size)
     pairs = chunks.pairs()
-    steps = (chunks.u * chunks.to_end).flatten(3, 4) @ chunks.B
+    decayed = chunks.u * chunks.to_end
+    steps = decayed.flatten(3, 4) @ chunks.B
     steps = steps.unflatten(3, chunks.u.shape[3:5])  # [batch, M, G, R, P, K]
     state = torch.zeros_like(steps[:, 0])
     if initial_state is not None:
@@ -69,7 +70,8 @@ def _ssd(
         states.append(decay * states[-1] + step)
     before = torch.stack(states[:-1], dim=1).flatten(3, 4)
     read = (before @ chunks.C.mT).view_as(chunks.u)
-    y = read * chunks.from_start + chunks.u @ pairs.mT
+    inside = chunks.u @ pairs.mT
+    y = read * chunks.from_start + inside
     y = rearrange(y, "b m g r p l -> b (m l) (g r) p")
     length = inputs.value.shape[1]
     return y[:, :length], states[-1].flatten(1, 2)

@@ -194,12 +194,10 @@ def _build_shards(model_config: ModelConfig, context: ParallelContext, *, dtype:
     sizes: dict[str, int] = {axis: context.topology.size(axis) for axis in SHARDED_AXES}
     declared = declare_stage(Declaration(shape, dtype, sizes["tp"]), spec)
     params = [localize(param, coords=context.coords, sizes=sizes) for param in declared]
-    parallel = replace(
-        ModelParallel.single_rank(),
-        tp=TensorParallel(context.group("tp")),
-        ep=context.group("ep"),
-        etp=context.group("etp"),
-    )
+    tp = TensorParallel(context.group("tp"))
+    ep = context.group("ep")
+    etp = context.group("etp")
+    parallel = replace(ModelParallel.single_rank(), tp=tp, ep=ep, etp=etp)
     return Stage(model_config, spec, params=params, parallel=parallel)
 
 
@@ -225,8 +223,9 @@ def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
 
 def stored_tokenizer(path: Path) -> Path | None:
     """The folder with the tokenizer's files: in the run of a checkpoint, or in an average."""
-    is_of_run = path.parent.name == "checkpoints"
-    folder = RunFolder(path.parent.parent if is_of_run else path).tokenizer
+    is_step = path.parent.name == "checkpoints"
+    run = path.parent.parent if is_step else path
+    folder = RunFolder(run).tokenizer
     return folder if (folder / SETTINGS).is_file() else None
 
 
@@ -405,7 +404,8 @@ def export_checkpoint(
 
     checkpoint = open_checkpoint(path, ema=ema)
     model_config = checkpoint.config.model
-    names = [checkpoint.prefix + spec.name for spec in declare_model(ModelShape.of(model_config))]
+    specs = declare_model(ModelShape.of(model_config))
+    names = [checkpoint.prefix + spec.name for spec in specs]
     names += [f"router/{name}" for name in expert_bias_shapes(model_config)]
     stored = read_global_tensors(checkpoint.path, names)
     tensors = ((name.partition("/")[2], tensor) for name, tensor in stored)

@@ -72,9 +72,11 @@ class Generation:
         self.texts = [list(prompt) for prompt in prompts]
         self.running = set(range(len(prompts)))  # prompts that are not at their end
         self._ranks = ranks or Group.single_rank("world")
-        self._generators = [
-            torch.Generator().manual_seed(self.sampling.seed + row) for row in range(len(prompts))
-        ]
+        self._generators = []  # one per prompt
+        for row in range(len(prompts)):
+            generator = torch.Generator()
+            generator.manual_seed(self.sampling.seed + row)
+            self._generators.append(generator)
         self._positions = stage.model_config.max_position_embeddings
         longest = max(map(len, prompts))
         self._cache: KVCache | None = None
@@ -82,7 +84,8 @@ class Generation:
         drops_tokens = moe is not None and moe.expert_capacity_factor is not None
         if use_cache and not drops_tokens and longest <= self._positions:
             capacity = min(longest + num_tokens, self._positions)
-            self._cache = KVCache(stage, [len(prompt) for prompt in prompts], capacity=capacity)
+            lengths = [len(prompt) for prompt in prompts]
+            self._cache = KVCache(stage, lengths, capacity=capacity)
         self._num_unread = longest  # tokens that the cache has not read
 
     def step(self) -> dict[int, int]:
@@ -160,15 +163,16 @@ def sample_token(logits: Tensor, sampling: Sampling, *, generator: torch.Generat
         return int(logits.argmax())
     if sampling.top_k is not None and sampling.top_k < logits.numel():
         top = logits.topk(sampling.top_k)
-        logits = torch.full_like(logits, float("-inf")).scatter(0, top.indices, top.values)
+        others = torch.full_like(logits, float("-inf"))
+        logits = others.scatter(0, top.indices, top.values)
     probabilities = ((logits - logits.max()) / sampling.temperature).softmax(dim=0)
     if sampling.top_p is not None:
         ordered, tokens = probabilities.sort(descending=True)
         # the token that passes the bound is kept
-        is_kept = ordered.cumsum(0) - ordered < sampling.top_p
-        probabilities = torch.zeros_like(probabilities).scatter(
-            0, tokens[is_kept], ordered[is_kept]
-        )
+        before = ordered.cumsum(0) - ordered
+        is_kept = before < sampling.top_p
+        others = torch.zeros_like(probabilities)
+        probabilities = others.scatter(0, tokens[is_kept], ordered[is_kept])
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
@@ -232,11 +236,13 @@ def encode_prompts(
     """
     encoded = [tokenizer.encode(prompt) or document_start(tokenizer) for prompt in prompts]
     for number, ids in enumerate(encoded, 1):
-        if len(ids) > max_tokens:
+        excess = len(ids) - max_tokens
+        if excess > 0:
+            positions = count_of(max_tokens, "position")
             raise DataError(
                 f"prompt {number} of {len(encoded)} has {count_of(len(ids), 'token')}",
-                why=f"the model has {count_of(max_tokens, 'position')} (max_position_embeddings)",
-                fix=f"shorten it by at least {count_of(len(ids) - max_tokens, 'token')}",
+                why=f"the model has {positions} (max_position_embeddings)",
+                fix=f"shorten it by at least {count_of(excess, 'token')}",
             )
     return encoded
 

@@ -49,8 +49,10 @@ class NanotrainLM(LM):
         **unused: Any,
     ) -> None:
         super().__init__()
-        if any(value is not None for name, value in unused.items() if name != "max_batch_size"):
-            raise ValueError(f"nanotrain's model takes no {', '.join(sorted(unused))}")
+        unused.pop("max_batch_size", None)  # lm-eval passes it to every model
+        if any(value is not None for value in unused.values()):
+            names = ", ".join(sorted(unused))
+            raise ValueError(f"nanotrain's model takes no {names}")
         self.loaded: LoadedModel = load_checkpoint(path, tokenizer=tokenizer, ema=ema)
         self.loaded.model.to(device or "cpu")
         self.batch_size = int(batch_size)
@@ -113,12 +115,9 @@ class NanotrainLM(LM):
         if options.get("do_sample", True):
             temperature = float(options.get("temperature") or 0.0)
         tokenizer = self.loaded.tokenizer
-        sampling = Sampling(
-            temperature,
-            top_k=options.get("top_k"),
-            top_p=options.get("top_p"),
-            stop=tokenizer.eod,
-        )
+        top_k = options.get("top_k")
+        top_p = options.get("top_p")
+        sampling = Sampling(temperature, top_k=top_k, top_p=top_p, stop=tokenizer.eod)
         tokens = tokenizer.encode(context) or [self._start]
         prompt = tokens[num_tokens - self.max_length :]
         generation = Generation(
@@ -152,12 +151,14 @@ def evaluate_tasks(
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=include_path, include_defaults=include_path is None)
-    if include_path is not None and not {*tasks} <= {*manager.all_subtasks}:
+    has_all = set(tasks) <= set(manager.all_subtasks)
+    if include_path is not None and not has_all:
         manager = TaskManager(include_path=include_path)  # seconds: lm-eval has thousands of files
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
+        names = ", ".join(unknown)
         raise ConfigError(
-            f"--tasks: there is no task {', '.join(unknown)}",
+            f"--tasks: there is no task {names}",
             why="it is not in lm-eval's list",
             fix="`lm-eval ls tasks` lists them; --include-path adds a folder",
         )

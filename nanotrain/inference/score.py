@@ -52,16 +52,19 @@ def log_likelihoods(
     for context, continuation in requests:
         row = [*context, *continuation]
         rows.append(row[-(limit + 1) :])
-    order = sorted(range(len(requests)), key=lambda index: -sum(map(len, requests[index])))
+    lengths = [len(context) + len(continuation) for context, continuation in requests]
+    order = sorted(range(len(requests)), key=lengths.__getitem__, reverse=True)
     scores: dict[int, Scored] = {}
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        logits = _logits(stage, [rows[index][:-1] for index in batch])
+        inputs = [rows[index][:-1] for index in batch]
+        logits = _logits(stage, inputs)
         for index, row_logits in zip(batch, logits, strict=True):
             row = rows[index]
             _, continuation = requests[index]
             num_scored = len(continuation)
-            scores[index] = _score(row_logits[: len(row) - 1], row, num_scored=num_scored)
+            read_logits = row_logits[: len(row) - 1]
+            scores[index] = _score(read_logits, row, num_scored=num_scored)
     return [scores[index] for index in range(len(requests))]
 
 
@@ -76,7 +79,8 @@ def rolling_windows(tokens: Sequence[int], *, prefix: int, max_length: int) -> I
     text = [prefix, *tokens]
     for first in range(1, len(text), max_length):
         last = min(first + max_length, len(text))
-        yield text[max(0, last - 1 - max_length) : first], text[first:last]
+        start = max(0, last - 1 - max_length)
+        yield text[start:first], text[first:last]
 
 
 def _logits(stage: Stage, rows: Sequence[Sequence[int]]) -> Tensor:

@@ -150,10 +150,12 @@ class WideRMSNorm(nn.Module):
             weight = weight + 1
         # ranks of the group that hold the same channel
         num_copies = self.group.size * x32.shape[-1] / self.weight.shape[0]
-        squares = reduce_from(x32.square().sum(-1, keepdim=True), self.group)
+        local_squares = x32.square().sum(-1, keepdim=True)
+        squares = reduce_from(local_squares, self.group)
         mean = copy_to(squares, self.group) / (num_copies * self.weight.shape[0])
         scale = torch.rsqrt(mean + self.eps)
-        return (x32 * scale * weight).to(x.dtype).view_as(x)
+        out = x32 * scale * weight
+        return out.to(x.dtype).view_as(x)
 
 
 def build_head_norm(

@@ -83,8 +83,9 @@ class LossScale:
         If only one of the two scales is dynamic, the initial scale stays.
         """
         # Checkpoints of format 1 lack the flag; a constant scale is 1 and never counts a step.
-        was_dynamic = state.get("is_dynamic", state["scale"] != 1.0 or state["clean_steps"] > 0)
+        scale = state["scale"]
+        clean_steps = int(state["clean_steps"])
+        overflows_left = int(state["overflows_left"])
+        was_dynamic = state.get("is_dynamic", scale != 1.0 or clean_steps > 0)
         if self.is_dynamic and was_dynamic:
-            clean_steps = int(state["clean_steps"])
-            overflows_left = int(state["overflows_left"])
-            self._set(state["scale"], clean_steps=clean_steps, overflows_left=overflows_left)
+            self._set(scale, clean_steps=clean_steps, overflows_left=overflows_left)
