@@ -141,26 +141,27 @@ def chunk_backward(
         grad: [B, N, Q, Dv], the gradient of `merged.out`.
     """
     padded = _repeat_and_pad(chunk)
-    out = _pad(merged.out, padded.value.shape[-1])
-    grad = _pad(grad, padded.value.shape[-1])
-    gradients = _ops(chunk).backward(padded, replace(merged, out=out), grad=grad)
+    padded_dim = padded.value.shape[-1]
+    grad = _pad(grad, padded_dim)
+    merged = replace(merged, out=_pad(merged.out, padded_dim))
+    gradients = _ops(chunk).backward(padded, merged, grad=grad)
     num_groups = chunk.key.shape[1]
     head_dim = chunk.key.shape[-1]
-    key_grad = _sum_repeats(gradients.key, num_groups)
-    value_grad = _sum_repeats(gradients.value, num_groups)
-    return ChunkGradients(
-        gradients.query[..., :head_dim],
-        key_grad[..., :head_dim],
-        value_grad[..., : chunk.value.shape[-1]],
-    )
+    value_dim = chunk.value.shape[-1]
+    query_grad = gradients.query[..., :head_dim]
+    key_grad = _sum_repeats(gradients.key, num_groups)[..., :head_dim]
+    value_grad = _sum_repeats(gradients.value, num_groups)[..., :value_dim]
+    return ChunkGradients(query_grad, key_grad, value_grad)
 
 
 def _ops(chunk: AttentionChunk) -> AttentionOps:
     """torch's fused operator where it can compute the chunk, else EAGER."""
     has_options = chunk.softcap is not None or chunk.dropout is not None
-    if has_options or (not chunk.query.is_cpu and not _is_for_flash(chunk)):
+    if has_options:
         return EAGER
-    return FUSED["cpu" if chunk.query.is_cpu else "cuda"]
+    if chunk.query.is_cpu:
+        return FUSED["cpu"]
+    return FUSED["cuda"] if _is_for_flash(chunk) else EAGER
 
 
 def _is_for_flash(chunk: AttentionChunk) -> bool:
@@ -260,17 +261,21 @@ def _backward_cuda(
     # The state of the random generator only matters with dropout.
     seed = torch.zeros((2,), dtype=torch.uint64, device=grad.device)
     offset = torch.zeros((), dtype=torch.uint64, device=grad.device)
+    out = merged.out.contiguous()
+    lse = merged.lse.contiguous()
+    num_queries = chunk.query.shape[2]
+    num_keys = chunk.key.shape[2]
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad,
         chunk.query,
         chunk.key,
         chunk.value,
-        merged.out.contiguous(),
-        merged.lse.contiguous(),
+        out,
+        lse,
         None,  # cumulative lengths
         None,
-        chunk.query.shape[2],
-        chunk.key.shape[2],
+        num_queries,
+        num_keys,
         0.0,
         chunk.is_causal,
         seed,

@@ -142,10 +142,11 @@ def _delta_rule(
     else:
         state = initial_state.to(updates[0].dtype).flatten(0, 1)
     corrections, states, final = _Scan.apply(*updates, state)
-    query = (chunks.query * chunks.decays_from_start).flatten(1, 3)
-    read = query @ states
+    decayed_query = chunks.query * chunks.decays_from_start
+    read = decayed_query.flatten(1, 3) @ states
     pairs = chunks.pairs(chunks.query).flatten(1, 3)
-    out = read + pairs @ corrections
+    inside = pairs @ corrections
+    out = read + inside
     out = out.unflatten(1, (batch, heads))
     out = rearrange(out, "m b n c v -> b (m c) n v")[:, :length]
     return out.to(inputs.value.dtype), final.unflatten(0, (batch, heads))
@@ -159,10 +160,12 @@ def _span_map(inputs: DeltaInputs, *, chunk_size: int) -> tuple[Tensor, Tensor]:
     """
     batch, _, heads, value_dim = inputs.value.shape
     key_dim = inputs.key.shape[-1]
-    identity = torch.eye(key_dim, dtype=accumulate_dtype(inputs.value), device=inputs.value.device)
+    dtype = accumulate_dtype(inputs.value)
+    identity = torch.eye(key_dim, dtype=dtype, device=inputs.value.device)
     state = F.pad(identity, (value_dim, 0))
     state = state.expand(batch, heads, -1, -1)
-    wider = replace(inputs, value=F.pad(inputs.value, (0, key_dim)))
+    wider_value = F.pad(inputs.value, (0, key_dim))
+    wider = replace(inputs, value=wider_value)
     if fla_takes(wider):
         _, final = fla_delta_rule(wider, state)
     else:
@@ -296,9 +299,11 @@ class _Chunks:
         value_dim = self.value.shape[-1]
         key_dim = self.key.shape[-1]
         values, reads = solved.split((value_dim, key_dim), dim=-1)
-        decays = self.decays_from_start[..., -1:, :].mT
-        writes = self.key * to_end
-        return values.flatten(1, 3), reads.flatten(1, 3), writes.flatten(1, 3), decays.flatten(1, 3)
+        values = values.flatten(1, 3)
+        reads = reads.flatten(1, 3)
+        writes = (self.key * to_end).flatten(1, 3)
+        decays = self.decays_from_start[..., -1:, :].mT.flatten(1, 3)
+        return values, reads, writes, decays
 
     def pairs(self, rows: Tensor) -> Tensor:
         """[..., C, C]: products of rows and earlier keys, decayed from key to row.

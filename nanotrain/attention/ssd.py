@@ -112,16 +112,20 @@ class _Chunks:
             starts = F.pad(inputs.starts, (0, padding))
             starts = rearrange(starts, "b (m l) -> b m 1 1 l", l=size)
             document = starts.cumsum(-1)  # starts so far in the chunk
-            from_start = torch.where(document == 0, from_start, 0.0)
-            to_end = torch.where(document == document[..., -1:], to_end, 0.0)
-            allowed = allowed & (document[..., None] == document[..., None, :])
+            is_of_first = document == 0
+            is_of_last = document == document[..., -1:]
+            is_same = document[..., None] == document[..., None, :]
+            from_start = torch.where(is_of_first, from_start, 0.0)
+            to_end = torch.where(is_of_last, to_end, 0.0)
+            allowed = allowed & is_same
         return cls(C, B, u, decay, from_start[..., None, :], to_end[..., None, :], allowed)
 
     def pairs(self) -> Tensor:
         """[batch, M, G, R, L, L]: C B^T of allowed pairs, decayed from token to token; else 0."""
         logarithms = self.decay[..., None] - self.decay[..., None, :]
         decays = logarithms.masked_fill(~self.allowed, -torch.inf).exp()
-        return decays * (self.C @ self.B.mT)[:, :, :, None]
+        products = self.C @ self.B.mT
+        return decays * products[:, :, :, None]
 
 
 @eager
@@ -142,8 +146,9 @@ def _span_map(inputs: DeltaInputs, *, chunk_size: int) -> tuple[Tensor, Tensor]:
     to_end = (decay[:, -1:] - decay).exp()
     if inputs.starts is not None:
         document = inputs.starts.cumsum(1)[..., None, None]
-        factor = torch.where(document[:, -1:] == 0, factor, 0.0)
-        to_end = torch.where(document == document[:, -1:], to_end, 0.0)
+        last_document = document[:, -1:]
+        factor = torch.where(last_document == 0, factor, 0.0)
+        to_end = torch.where(document == last_document, to_end, 0.0)
     x = inputs.value
     B = inputs.key.to(dtype)
     u = (x * inputs.beta).to(dtype) * to_end

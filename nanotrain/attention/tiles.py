@@ -396,16 +396,14 @@ def backward_tiles(
         return next(gradients)[1]
     query, key, value = inputs
     query_dtype = accumulate_dtype(query) if plan.has_repeated_queries else query.dtype
-    sums = ChunkGradients(
-        torch.zeros_like(query, dtype=query_dtype),
-        torch.zeros_like(key, dtype=accumulate_dtype(key)),
-        torch.zeros_like(value, dtype=accumulate_dtype(value)),
-    )
+    query_sum = torch.zeros_like(query, dtype=query_dtype)
+    key_sum = torch.zeros_like(key, dtype=accumulate_dtype(key))
+    value_sum = torch.zeros_like(value, dtype=accumulate_dtype(value))
     for tile, part in gradients:
-        sums.query[tile.samples, :, tile.queries] += part.query
-        sums.key[tile.samples, :, tile.keys] += part.key
-        sums.value[tile.samples, :, tile.keys] += part.value
-    return sums
+        query_sum[tile.samples, :, tile.queries] += part.query
+        key_sum[tile.samples, :, tile.keys] += part.key
+        value_sum[tile.samples, :, tile.keys] += part.value
+    return ChunkGradients(query_sum, key_sum, value_sum)
 
 
 @eager  # torch's compiler cannot trace the backward of the operator
@@ -438,7 +436,8 @@ class _AttendTiles(torch.autograd.Function):
         plan, scores = rest
         total = forward_tiles(plan, (query, key, value), scores=scores)
         if sink is not None:
-            total = add_sink(replace(total, out=total.out.to(accumulate_dtype(query))), sink)
+            wide_out = total.out.to(accumulate_dtype(query))
+            total = add_sink(replace(total, out=wide_out), sink)
         out = total.out.to(query.dtype)
         ctx.plan = plan
         ctx.scores = None if scores is None else replace(scores, sink=None)
@@ -448,11 +447,12 @@ class _AttendTiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sink, out, lse = ctx.saved_tensors
+        grad = grads[0]
         merged = AttentionResult(out, lse)
-        gradients = backward_tiles(
-            ctx.plan, (query, key, value), merged=merged, scores=ctx.scores, grad=grads[0]
-        )
+        inputs = (query, key, value)
+        gradients = backward_tiles(ctx.plan, inputs, merged=merged, scores=ctx.scores, grad=grad)
         query_grad = gradients.query.to(query.dtype)
         key_grad = gradients.key.to(key.dtype)
         value_grad = gradients.value.to(value.dtype)
-        return query_grad, key_grad, value_grad, sink_grad(sink, merged, grad=grads[0]), None, None
+        gradient_of_sink = sink_grad(sink, merged, grad=grad)
+        return query_grad, key_grad, value_grad, gradient_of_sink, None, None

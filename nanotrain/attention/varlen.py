@@ -101,11 +101,15 @@ class VarlenKernel:
         if "varlen" not in call.kernel_plans:
             call.kernel_plans["varlen"] = PackedCall.of(call, query.shape[0])
         packed: PackedCall = call.kernel_plans["varlen"]
-        window = -1 if call.spans.window is None else call.spans.window
+        window = call.spans.window
+        if window is None:
+            window = -1
+        has_groups = query.shape[2] != key.shape[2]
+        packed_query = query.flatten(0, 1)
         packed_key = packed.lengths.pack(key)
         packed_value = packed.lengths.pack(value)
         out = varlen_attn(
-            query.flatten(0, 1),
+            packed_query,
             packed_key,
             packed_value,
             packed.queries,
@@ -113,7 +117,7 @@ class VarlenKernel:
             packed.max_queries,
             packed.max_keys,
             window_size=(window, 0),
-            enable_gqa=query.shape[2] != key.shape[2],
+            enable_gqa=has_groups,
         )
         assert isinstance(out, Tensor), "no log-sum-exp is requested"
         return out.unflatten(0, query.shape[:2])
