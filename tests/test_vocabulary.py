@@ -37,7 +37,7 @@ RETIRED_IN_PACKAGE = {
     r"each": "a noun for the element",
     r"_?places": "a noun that says what they are",
 }
-# variables, parameters and functions of the package; not methods such as `LayerSizes.of_model`
+# variables, parameters and functions of the package; not methods such as `LayerSizes.for_model`
 RETIRED_VARIABLES = r"_?of_\w+"
 
 

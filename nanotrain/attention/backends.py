@@ -92,12 +92,9 @@ class AttentionNeed:
             "all-gather cp": cp_comm_type == "allgather",
             "ring cp": cp_comm_type == "p2p",
         }
-        return cls(
-            config.precision.params_dtype,
-            model_config.head_dim,
-            model_config.value_head_dim,
-            frozenset(name for name, wanted in is_wanted.items() if wanted),
-        )
+        features = frozenset(name for name, wanted in is_wanted.items() if wanted)
+        dtype = config.precision.params_dtype
+        return cls(dtype, model_config.head_dim, model_config.value_head_dim, features)
 
 
 @dataclass(frozen=True)

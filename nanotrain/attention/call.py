@@ -177,14 +177,17 @@ def largest_logits(chunk: AttentionChunk, *, block_numel: int = BLOCK_NUMEL) -> 
     length = max(1, block_numel // (batch * num_heads * num_keys))
     for start in range(0, num_queries, length):
         stop = min(start + length, num_queries)
-        keys = chunk.key[:, :, :stop] if chunk.is_causal else chunk.key
+        keys = chunk.key
+        if chunk.is_causal:
+            keys = keys[:, :, :stop]
         queries = grouped[:, :, :, start:stop].flatten(2, 3)
         scores = queries @ keys.mT
         scores = scores.unflatten(2, (-1, stop - start))  # [B, G, N / G, queries, K]
         mask = _mask_of_queries(chunk, start=start, stop=stop)
         if mask is not None:
             scores.masked_fill_(~mask, -torch.inf)
-        block_largest = scores.amax((0, 3, 4)).flatten().float() * chunk.scale
+        block_largest = scores.amax((0, 3, 4)).flatten()
+        block_largest = block_largest.float() * chunk.scale
         torch.maximum(largest, block_largest, out=largest)
     return largest
 

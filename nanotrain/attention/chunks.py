@@ -408,7 +408,8 @@ class WeightDropout:
         assert self.queries is not None and self.keys is not None, (
             "the dropout of a chunk has positions"
         )
-        heads = torch.arange(self.first_head, self.first_head + num_heads, device=self.words.device)
+        stop = self.first_head + num_heads
+        heads = torch.arange(self.first_head, stop, device=self.words.device)
         words = mix_in(self.words[:, None], heads)
         words = mix_in(words[..., None], self.queries)
         words = mix_in(words[..., None], self.keys)
@@ -431,7 +432,7 @@ class ScoreOptions:
         """Whether no option changes the scores."""
         return self.sink is None and self.softcap is None and self.dropout is None
 
-    def of_heads(self, first: int, number: int) -> "ScoreOptions":
+    def for_heads(self, first: int, number: int) -> "ScoreOptions":
         """The options of heads [first, first + number)."""
         dropout = self.dropout
         if dropout is not None:

@@ -122,7 +122,8 @@ def recomputed(
     tensors = [getattr(inputs, field.name) for field in fields(inputs)]
     num_inputs = len(tensors)
     length = inputs.key.shape[1]
-    size = min(chunk_size, 1 << (length - 1).bit_length())
+    next_power = 1 << (length - 1).bit_length()
+    size = min(chunk_size, next_power)
 
     def call(*args: Any) -> Any:
         return function(DeltaInputs(*args[:num_inputs]), *args[num_inputs:], chunk_size=size)
@@ -227,11 +228,14 @@ class _PackedDocuments:
     @classmethod
     def of(cls, starts: np.ndarray) -> "_PackedDocuments":
         """The documents of [B, S] bool, True for the first token of a document."""
-        rows = np.arange(len(starts)) * starts.shape[1]
-        bounds = np.union1d(np.flatnonzero(starts), [*rows, starts.size])
+        rows = np.arange(len(starts)) * starts.shape[1]  # the first token of each row
+        document_starts = np.flatnonzero(starts)
+        bounds = np.union1d(document_starts, [*rows, starts.size])
         first = np.searchsorted(bounds, rows)
-        last = np.append(first[1:], len(bounds) - 1) - 1
-        return cls(bounds, first, last, continues=~starts[:, 0])
+        num_documents = len(bounds) - 1
+        next_first = np.append(first[1:], num_documents)
+        continues = ~starts[:, 0]
+        return cls(bounds, first, next_first - 1, continues)
 
     @property
     def number(self) -> int:
@@ -354,8 +358,9 @@ def _channel_pairs(rows: Tensor, keys: Tensor, *, decay: Tensor) -> Tensor:
         later = later_rows * (later_decay - border).exp()
         earlier = earlier_keys * (border - earlier_decay).exp()
         first, second = pairs.unflatten(-3, (-1, 2)).unbind(-3)
+        across = later @ earlier.mT
         above = F.pad(first, (0, size))
-        below = torch.cat((later @ earlier.mT, second), dim=-1)
+        below = torch.cat((across, second), dim=-1)
         pairs = torch.cat((above, below), dim=-2)
     return pairs.squeeze(-3)
 
@@ -385,8 +390,10 @@ class _Scan(torch.autograd.Function):
         states = values.new_empty(len(values), *state.shape)
         for chunk in _order(values):
             states[chunk] = state
-            torch.baddbmm(values[chunk], reads[chunk], state, alpha=-1, out=corrections[chunk])
-            state = torch.baddbmm(decays[chunk] * state, writes[chunk].mT, corrections[chunk])
+            correction = corrections[chunk]
+            torch.baddbmm(values[chunk], reads[chunk], state, alpha=-1, out=correction)
+            decayed = decays[chunk] * state
+            state = torch.baddbmm(decayed, writes[chunk].mT, correction)
         ctx.save_for_backward(reads, writes, decays, corrections, states)
         return corrections, states, state
 

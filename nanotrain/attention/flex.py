@@ -12,7 +12,6 @@ with the last query, and the outputs of padded queries are dropped.
     B batch   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
 """
 
-import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -26,6 +25,7 @@ from nanotrain.attention.call import AttentionCall
 from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.attention.tiles import on_device
 from nanotrain.kernels.compiler import inductor_fault
+from nanotrain.quantities import round_up
 
 BLOCK = 128  # queries and keys of a block, the default of FlexAttention
 
@@ -67,10 +67,11 @@ def build_block_mask(call: AttentionCall, block: int = BLOCK) -> Any:
 
     partial_blocks, full_blocks = plan_blocks(call, block)
     first_query = call.queries.start
-    num_queries = math.ceil(len(call.queries) / block) * block
-    num_keys = math.ceil(len(call.keys) / block) * block
+    num_queries = round_up(len(call.queries), block)
+    num_keys = round_up(len(call.keys), block)
     host_first_keys = call.spans.first_keys[:, first_query : call.queries.stop]
-    padding = ((0, 0), (0, num_queries - len(call.queries)))
+    num_padded = num_queries - len(call.queries)
+    padding = ((0, 0), (0, num_padded))
     host_first_keys = np.pad(host_first_keys, padding, mode="edge")
     first_keys = on_device(host_first_keys, call.device)
     has_rows = len(first_keys) > 1
@@ -107,7 +108,9 @@ def _key_blocks(table: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor
     table = table[:, None]
     numbers = table.sum(-1).astype(np.int32)
     indices = np.argsort(~table, axis=-1, kind="stable").astype(np.int32)
-    return on_device(numbers, device), on_device(indices, device)
+    device_numbers = on_device(numbers, device)
+    device_indices = on_device(indices, device)
+    return device_numbers, device_indices
 
 
 @cache

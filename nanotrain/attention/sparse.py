@@ -210,11 +210,15 @@ class _LossSums:
 
     def gradients(self, index: Index) -> list[Tensor]:
         """The gradients in the dtypes of the index, times the scale of the loss."""
-        grads = [self.query, self.key, self.weight]
-        if index.loss is not None:
-            grads = [grad * index.loss.scale for grad in grads]
-        tensors = (index.query, index.key, index.weight)
-        return [grad.to(x.dtype) for grad, x in zip(grads, tensors, strict=True)]
+        scale = 1.0 if index.loss is None else index.loss.scale
+        query = self.query * scale
+        key = self.key * scale
+        weight = self.weight * scale
+        return [
+            query.to(index.query.dtype),
+            key.to(index.key.dtype),
+            weight.to(index.weight.dtype),
+        ]
 
 
 def _blocks(index: Index, call: AttentionCall, *, num_heads: int) -> Iterator[tuple[slice, int]]:

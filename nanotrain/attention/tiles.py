@@ -169,14 +169,8 @@ class TilePlan:
         key = key[tile.samples, :, tile.keys]
         value = value[tile.samples, :, tile.keys]
         mask = self.mask(tile) if tile.is_masked else None
-        chunk = AttentionChunk(
-            query,
-            key,
-            value,
-            mask=mask,
-            is_causal=tile.is_causal,
-            scale=query.shape[-1] ** -0.5,
-        )
+        scale = query.shape[-1] ** -0.5
+        chunk = AttentionChunk(query, key, value, mask=mask, is_causal=tile.is_causal, scale=scale)
         if scores is None:
             return chunk
         queries = self.queries[tile.queries]
@@ -227,8 +221,9 @@ def plan_tiles(
     assert includes or keys.positions.stop <= queries.positions.start, (
         "keys lie before the queries or include them"
     )
+    is_shared = len(spans.first_keys) == 1  # all samples have the same spans
     for row, first_keys in enumerate(spans.first_keys):
-        samples = slice(None) if len(spans.first_keys) == 1 else slice(row, row + 1)
+        samples = slice(None) if is_shared else slice(row, row + 1)
         for group in _groups(first_keys, queries.positions):
             low = max(int(first_keys[group.start]), keys.positions.start)
             local_queries = queries.local(group.start, group.stop)

@@ -51,13 +51,11 @@ class PackedCall:
     def of(cls, call: AttentionCall, batch_size: int) -> "PackedCall":
         """The lengths of a call of some samples."""
         lengths = pack_lengths(call, batch_size)
-        return cls(
-            lengths,
-            on_device(lengths.queries, call.device),
-            on_device(lengths.keys, call.device),
-            max_queries=int(np.diff(lengths.queries).max()),
-            max_keys=int(np.diff(lengths.keys).max()),
-        )
+        queries = on_device(lengths.queries, call.device)
+        keys = on_device(lengths.keys, call.device)
+        max_queries = int(np.diff(lengths.queries).max())
+        max_keys = int(np.diff(lengths.keys).max())
+        return cls(lengths, queries, keys, max_queries, max_keys)
 
 
 def pack_lengths(call: AttentionCall, batch_size: int) -> PackedLengths:

@@ -147,7 +147,7 @@ _reduce_scatter = partial(collective, op="reduce_scatter")
 @torch.library.custom_op("nanotrain::collective", mutates_args=())
 def collective_in_graph(tensor: Tensor, handle: Tensor, *, op: str, dim: int, size: int) -> Tensor:
     """A collective of the group with this handle, as an operator of a compiled graph."""
-    return _run(tensor, Group.of_handle(handle), op=op, dim=dim).contiguous()
+    return _run(tensor, Group.from_handle(handle), op=op, dim=dim).contiguous()
 
 
 @collective_in_graph.register_fake

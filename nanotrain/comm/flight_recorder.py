@@ -93,12 +93,17 @@ def _parse_entry(
 ) -> RecordedCollective:
     name, description = entry["process_group"]
     ranks: Sequence[int] = ast.literal_eval(groups.get(name, {}).get("ranks", "[]"))
+    group = "world" if description == "default_pg" else description
+    _, _, op = entry["profiling_name"].rpartition(":")
+    input_sizes = tuple(map(tuple, entry["input_sizes"]))
+    dtypes = tuple(entry.get("input_dtypes", ()))
+    state = "completed" if _is_complete(entry) else entry["state"]
     return RecordedCollective(
-        group={"default_pg": "world"}.get(description, description),
+        group=group,
         ranks=tuple(ranks),
         sequence=entry["collective_seq_id"],
-        op=entry["profiling_name"].split(":")[-1],
-        input_sizes=tuple(map(tuple, entry["input_sizes"])),
-        dtypes=tuple(entry.get("input_dtypes", ())),
-        state="completed" if _is_complete(entry) else entry["state"],
+        op=op,
+        input_sizes=input_sizes,
+        dtypes=dtypes,
+        state=state,
     )

@@ -126,7 +126,7 @@ class Group:
         self.handle.untyped_storage().group = weakref.ref(self)  # type: ignore[attr-defined]
 
     @classmethod
-    def of_handle(cls, handle: Tensor) -> "Group":
+    def from_handle(cls, handle: Tensor) -> "Group":
         """The group that a handle stands for."""
         group: Group | None = handle.untyped_storage().group()  # type: ignore[attr-defined]
         assert group is not None, "a graph outlived its process groups"

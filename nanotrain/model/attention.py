@@ -61,7 +61,7 @@ class Attention(nn.Module):
         self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
     ) -> None:
         super().__init__()
-        shape = ModelShape.of(model_config).of_layer(layer)
+        shape = ModelShape.of(model_config).for_layer(layer)
         tp = parallel.tp.group
         self.head_dim = shape.head_dim
         self.value_head_dim = shape.value_head_dim

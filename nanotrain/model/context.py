@@ -71,7 +71,7 @@ class ModelParallel:
     dispatch: DispatchOptions = field(default_factory=DispatchOptions)
     layers_in_bf16: frozenset[int] = frozenset()  # layers without fp8, where others have it
 
-    def of_layer(self, layer: int) -> "ModelParallel":
+    def for_layer(self, layer: int) -> "ModelParallel":
         """The groups and options of one layer, without fp8 if the layer is excluded from it."""
         if layer not in self.layers_in_bf16:
             return self
@@ -109,7 +109,7 @@ class DropoutContext:
     # [places, B] int64, of one layer; None for the context of all layers
     layer_words: Tensor | None = None
 
-    def of_layer(self, layer: int) -> "DropoutContext":
+    def for_layer(self, layer: int) -> "DropoutContext":
         """The context with the words of a layer, computed outside of compiled graphs.
 
         A graph would take the number of the layer as a constant: one graph per layer, and none
@@ -215,11 +215,11 @@ class LayerContext:
     balance_counts: dict[Any, Tensor] = field(default_factory=dict)
     dispatch_splits: dict[Any, Any] = field(default_factory=dict)  # likewise, by token dispatcher
 
-    def of_layer(self, layer: int) -> Self:
+    def for_layer(self, layer: int) -> Self:
         """The context with the random words of a layer."""
         if self.dropout is None:
             return self
-        return replace(self, dropout=self.dropout.of_layer(layer))
+        return replace(self, dropout=self.dropout.for_layer(layer))
 
     @property
     def starts(self) -> Tensor | None:

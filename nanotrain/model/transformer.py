@@ -369,10 +369,10 @@ def build_block(
         kind = HalfBlock
     elif len(shape.blocks(layer)) > 1:
         kind = ShortcutBlock
-    block = kind(model_config, params, parallel=parallel.of_layer(layer), layer=layer)
+    block = kind(model_config, params, parallel=parallel.for_layer(layer), layer=layer)
     if model_config.has_dropout:
-        # outside of compiled graphs, see `DropoutContext.of_layer`
-        block.register_forward_pre_hook(lambda _, args: (args[0], args[1].of_layer(layer)))
+        # outside of compiled graphs, see `DropoutContext.for_layer`
+        block.register_forward_pre_hook(lambda _, args: (args[0], args[1].for_layer(layer)))
     return block
 
 

@@ -184,17 +184,20 @@ class StepClock:
         exposed = defaultdict[str, float](float)
         for group, seconds in spent.exposed.items():
             exposed[group] = number * seconds
-        exposed["ep"] -= run.hidden[slowest] + num_further * self.hidden_s(runs)[slowest]
+        hidden_per_microbatch = self.hidden_s(runs)[slowest]
+        exposed["ep"] -= run.hidden[slowest] + num_further * hidden_per_microbatch
         exposed["pp"] = run.waits[slowest] * number / self.lengths[0]
         exposed["dp"] += ends[slowest] - run.finish[slowest]
         bubble = max(0.0, total - compute - host - sum(exposed.values()))
         exposed["dp"] += max(self.gathers_s(rank) for rank in ranks)
+        optimizer = max(self.update_s(rank) for rank in ranks)
+        positive = {group: seconds for group, seconds in exposed.items() if seconds > 0}
         return StepTime(
             self.scenario,
             compute=compute,
-            exposed={group: seconds for group, seconds in exposed.items() if seconds > 0},
+            exposed=positive,
             bubble=bubble,
-            optimizer=max(self.update_s(rank) for rank in ranks),
+            optimizer=optimizer,
             data=self.stages.lost_s,
             host=host,
             pp_rank=slowest,
@@ -219,7 +222,8 @@ class StepClock:
         times = [(runs[1].duration - runs[0].duration) / num_ranks]
         for rank in range(num_ranks):
             busy = sum(self.durations[action] for action in self.actions(rank))
-            times.append(busy - hidden[rank] + runs[0].waits[rank] / 2 / num_ranks)
+            waits = runs[0].waits[rank] / 2 / num_ranks
+            times.append(busy - hidden[rank] + waits)
         return max(times)
 
     def hidden_s(self, runs: Sequence[Run]) -> list[float]:
@@ -251,16 +255,18 @@ class StepClock:
         )
         for index, (rank, actions, received, num_sent) in enumerate(steps):
             arrivals = [run.ends[other] + transfer - blocked for other in received]
-            start = max([run.finish[rank], *arrivals]) + blocked * len(received)
+            num_received = len(received)
+            start = max([run.finish[rank], *arrivals]) + blocked * num_received
             seconds = sum(self.durations[stage, kind] for kind, stage, _ in actions)
             if len(actions) > 1:
-                hidden = self._hidden(*(stage for _, stage, _ in actions))
+                forward_stage, backward_stage = (stage for _, stage, _ in actions)
+                hidden = self._hidden(forward_stage, backward_stage)
                 run.hidden[rank] += hidden
                 seconds -= hidden
             run.starts[index] = start
             run.ends[index] = start + seconds
             run.finish[rank] = run.ends[index] + blocked * num_sent
-            run.waits[rank] += blocked * (num_sent + len(received))
+            run.waits[rank] += blocked * (num_sent + num_received)
         return run
 
     @property
@@ -272,9 +278,12 @@ class StepClock:
     def _hidden(self) -> Callable[[int, int], float]:
         """Seconds that the forward of a stage and the backward of another hide as a pair."""
         specs = {spec.index: spec for stages in self.scenario.stages for spec in stages}
-        return cache(
-            lambda forward, backward: self.stages.hidden_s(specs[forward], specs[backward])
-        )
+
+        @cache
+        def hidden_s(forward: int, backward: int) -> float:
+            return self.stages.hidden_s(specs[forward], specs[backward])
+
+        return hidden_s
 
     @cached_property
     def transfer_s(self) -> float:

@@ -64,7 +64,7 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> int:
     >>> flops_per_token(ModelShape.of(llama7b), 4096)
     42863689728
     """
-    sizes = LayerSizes.of_model(
+    sizes = LayerSizes.for_model(
         replace(shape, padded_vocab_size=shape.vocab_size), seq_length=seq_length
     )
     weights = 0
@@ -83,7 +83,7 @@ def layer_weights(shape: ModelShape) -> tuple[int, ...]:
     >>> layer_weights(ModelShape.of(ModelConfig(hidden_size=8, num_layers=2, vocab_size=10)))
     (1792, 1872)
     """
-    sizes = LayerSizes.of_model(replace(shape, padded_vocab_size=shape.vocab_size), seq_length=1)
+    sizes = LayerSizes.for_model(replace(shape, padded_vocab_size=shape.vocab_size), seq_length=1)
     weights = [_active_weights(block_operators(sizes, layer)) for layer in range(shape.num_layers)]
     head = _active_weights(head_operators(sizes))
     weights[-1] += head

@@ -67,13 +67,13 @@ class LayerSizes:
         )
 
     @classmethod
-    def of_model(cls, shape: ModelShape, *, seq_length: int) -> Self:
+    def for_model(cls, shape: ModelShape, *, seq_length: int) -> Self:
         """The sizes of a model on one rank that computes one sequence."""
         return cls(shape, batch_size=1, seq_length=seq_length)
 
     def at(self, layer: int) -> Self:
         """The sizes of a layer of the model, by its index."""
-        return replace(self, shape=self.shape.of_layer(layer), layer=layer)
+        return replace(self, shape=self.shape.for_layer(layer), layer=layer)
 
     @property
     def tokens(self) -> int:

@@ -84,7 +84,7 @@ def embedding(declare: Declaration, *, has_positions: bool) -> Specs:
 def layer(declare: Declaration, index: int) -> Specs:
     """A layer, by its index in the model: a mixer, an MLP or both, once or twice."""
     shape = declare.shape
-    declare = replace(declare, shape=shape.of_layer(index))
+    declare = replace(declare, shape=shape.for_layer(index))
     first, *second = shape.blocks(index)
     specs = _block(declare, index, kinds=first)
     for kinds in second:

@@ -154,7 +154,7 @@ class ModelShape:
             return (mixer, mlp), (mixer, "dense")
         return ((mixer, mlp),)
 
-    def of_layer(self, layer: int) -> Self:
+    def for_layer(self, layer: int) -> Self:
         """The shape with the key/value heads, sinks and norms of heads of a layer, by its index in
         the model.
         """

@@ -321,8 +321,9 @@ class Watchdog:
     def _write_report(
         self, reason: str, diagnosis: Diagnosis, *, views: Mapping[int, RankView]
     ) -> None:
+        now = datetime.now(UTC)
         title = [
-            f"nanotrain hang report, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+            f"nanotrain hang report, {now:%Y-%m-%d %H:%M:%S} UTC",
             f"run folder {self._folder}, {count_of(len(views), 'rank')}",
             f"reason: {reason}",
             f"stacks: {self._hang_folder}/rank-*.txt; a rank without a file was frozen or lost",
@@ -336,7 +337,8 @@ class Watchdog:
         # an alarm explains nothing
         facts = [diagnosis.headline] if reason == ALARM else [reason, diagnosis.headline]
         lines = [f"error: {facts[0]}", *facts[1:], *recorded[:MAX_LINES], f"see {path}"]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        message = "\n".join(lines)
+        print(message, file=sys.stderr, flush=True)
         write_text(self._hang_folder / WRITTEN, diagnosis.headline)
 
     def _kill_frozen(self) -> None:

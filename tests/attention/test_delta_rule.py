@@ -173,7 +173,7 @@ def test_the_backward_allocates_what_the_plan_says(kind: str) -> None:
         key_head_dim=key, value_head_dim=value, num_key_heads=groups, num_value_heads=heads
     )
     model = ModelConfig(vocab_size=128, linear_attention_type=kind, linear_attention=sizes)
-    sizes_of_layer = LayerSizes.of_model(ModelShape.of(model), seq_length=length)
+    sizes_of_layer = LayerSizes.for_model(ModelShape.of(model), seq_length=length)
     working = max(operator.working for operator in MIXERS[kind].operators(sizes_of_layer))
     widths = {
         "query": (groups, key),

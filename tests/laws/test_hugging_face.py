@@ -68,8 +68,8 @@ class Row:
     def flags(self) -> str:
         """Ours; transformers multiplies the balance loss by the experts per token."""
         balance = f"--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff {BALANCE * TOPK}"
-        of_model = {"mixtral": balance, "qwen3": "--apply-wd-to-qk-layernorm"}
-        return f"--micro-batch-size {self.micro_batch_size} {of_model.get(self.name, '')}"
+        for_model = {"mixtral": balance, "qwen3": "--apply-wd-to-qk-layernorm"}
+        return f"--micro-batch-size {self.micro_batch_size} {for_model.get(self.name, '')}"
 
     def decays(self, name: str, param: torch.nn.Parameter) -> bool:
         """Whether weight decay applies to a parameter of transformers' model."""

@@ -101,9 +101,9 @@ def test_a_gated_output_is_that_of_qwen3_next() -> None:
     theirs = Qwen3NextAttention(config, 0).double()
     pairs = {"k_proj": ours.key, "v_proj": ours.value, "o_proj": ours.output}
     theirs.q_norm = theirs.k_norm = torch.nn.Identity()
-    of_heads = torch.stack([each.weight.view(4, 8, 32) for each in (ours.query, ours.gate)], dim=1)
+    for_heads = torch.stack([each.weight.view(4, 8, 32) for each in (ours.query, ours.gate)], dim=1)
     with torch.no_grad():
-        theirs.q_proj.weight.copy_(of_heads.flatten(0, 2))
+        theirs.q_proj.weight.copy_(for_heads.flatten(0, 2))
         for name, module in pairs.items():
             getattr(theirs, name).weight.copy_(module.weight)
     hidden = random_hidden(2, 9, 32)

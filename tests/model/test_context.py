@@ -32,7 +32,7 @@ def test_layers_and_places_drop_different_elements() -> None:
 def test_the_words_of_one_layer_are_those_of_all() -> None:
     context = DropoutContext(sample_words(1, torch.arange(3)), torch.arange(8))
     for place in DropoutPlace:
-        assert torch.equal(context.of_layer(4).words_of(4, place), context.words_of(4, place))
+        assert torch.equal(context.for_layer(4).words_of(4, place), context.words_of(4, place))
 
 
 def test_tokens_are_dropped_by_their_position_and_evaluation_drops_nothing() -> None:

@@ -59,14 +59,14 @@ def test_norms_of_heads_are_of_the_kind_of_the_others(kind: Normalization) -> No
         {f"query_norm.{name}": parameter for name, parameter in like.named_parameters()}
     )
     model_config = ModelConfig(normalization=kind, norm_epsilon=1e-3, qk_layernorm=True)
-    of_heads = build_head_norm(
+    for_heads = build_head_norm(
         model_config, params.submodule("query_norm"), channels=slice(0, 24), group=tp
     )
     with torch.no_grad():
         for parameter in like.parameters():
             parameter.copy_(torch.randn(8))
     heads = torch.randn(2, 5, 3, 8, dtype=torch.float64)
-    assert torch.equal(of_heads(heads), like(heads))
+    assert torch.equal(for_heads(heads), like(heads))
     model_config = replace(model_config, qk_layernorm=kind != "L2Norm")
     absent = build_head_norm(
         model_config, params.submodule("key_norm"), channels=slice(0, 24), group=tp

@@ -48,7 +48,7 @@ def test_layers_with_experts_are_resolved_per_layer() -> None:
 
 def test_heads_have_l2_norms_in_layers_with_rotary_positions() -> None:
     shape = ModelShape.of(replace(LLAMA, num_layers=4, qk_l2_norm=True, no_rope_freq="2"))
-    assert [shape.of_layer(layer).qk_l2_norm for layer in range(4)] == [True, False] * 2
+    assert [shape.for_layer(layer).qk_l2_norm for layer in range(4)] == [True, False] * 2
 
 
 def test_heads_fewer_than_ranks_are_replicated() -> None:

@@ -60,7 +60,7 @@ class UlyssesAttention:
         value = repeat_heads(value, cp)
         query, key, value = self.to_head_shards([query, key, value])
         if scores is not None:
-            scores = scores.of_heads(self.group.index * query.shape[2], query.shape[2])
+            scores = scores.for_heads(self.group.index * query.shape[2], query.shape[2])
         out = self.sdpa(query, key=key, value=value, mask=mask, scores=scores)
         return self.to_sequence_shards(out)
 

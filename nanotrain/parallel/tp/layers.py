@@ -444,7 +444,7 @@ def backward_in_graph(
     """
     x, handle, *grads = inputs
     sequence_parallel, is_row = flags
-    tensor_parallel = TensorParallel(Group.of_handle(handle), sequence_parallel, is_row=is_row)
+    tensor_parallel = TensorParallel(Group.from_handle(handle), sequence_parallel, is_row=is_row)
     products = LinearsInGraph(weights, writes)
     grad_x, param_grads = _backward(x, grads, tensor_parallel=tensor_parallel, products=products)
     return [grad for grad in (grad_x, *param_grads) if grad is not None]

@@ -19,7 +19,7 @@ MLA = replace(PLAIN, multi_latent_attention=True, mla=MLAConfig(None, 16, 8, 4, 
 
 def pair_flops(shape: ModelShape, layer: int, *, seq_length: int) -> int:
     """Forward FLOPs of the pairs of tokens of a sequence."""
-    sizes = LayerSizes.of_model(shape, seq_length=seq_length).at(layer)
+    sizes = LayerSizes.for_model(shape, seq_length=seq_length).at(layer)
     return sum(operator.sequence_flops for operator in MIXERS["attention"].operators(sizes))
 
 

@@ -58,7 +58,7 @@ def test_every_declared_matrix_is_a_weight_of_one_operator(name: str) -> None:
     for index in range(shape.num_layers):
         specs = layer(Declaration(shape, "fp32"), index)
         declared = Counter(local_name(spec.name) for spec in specs if is_matrix(spec))
-        operators = block_operators(LayerSizes.of_model(shape, seq_length=8), index)
+        operators = block_operators(LayerSizes.for_model(shape, seq_length=8), index)
         listed = Counter(
             weight for operator in operators for weight in getattr(operator, "weights", ())
         )
@@ -76,7 +76,7 @@ def test_active_weights_are_the_elements_of_the_declared_matrices(name: str) -> 
             numel += spec.numel * share if spec.is_expert else spec.numel
     if shape.is_tied:
         numel += shape.padded_vocab_size * shape.hidden_size
-    operators = model_operators(LayerSizes.of_model(shape, seq_length=8))
+    operators = model_operators(LayerSizes.for_model(shape, seq_length=8))
     assert sum(operator.active_weights for operator in operators) == pytest.approx(numel, rel=1e-6)
 
 
@@ -134,7 +134,7 @@ def test_flops_are_those_that_torch_counts_in_the_module() -> None:
 
 def test_every_kind_lists_what_it_keeps_and_reads_its_input_once() -> None:
     for name in MODELS:
-        sizes = LayerSizes.of_model(shape_of(name), seq_length=64).at(0)
+        sizes = LayerSizes.for_model(shape_of(name), seq_length=64).at(0)
         for table, kind in zip((MIXERS, MLPS), sizes.shape.kinds(0), strict=True):
             if kind is None:
                 continue

@@ -13,7 +13,7 @@ MODEL = ModelConfig(
     num_layers=1, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=8
 )
 TOKENS, HEADS, GROUPS, DIM = 8, 4, 2, 16
-SIZES = replace(LayerSizes.of_model(ModelShape.of(MODEL), seq_length=TOKENS), backend="flash")
+SIZES = replace(LayerSizes.for_model(ModelShape.of(MODEL), seq_length=TOKENS), backend="flash")
 QUERY, KEY, STATISTICS = HEADS * DIM, GROUPS * DIM, HEADS * 2  # in 16 bits
 
 

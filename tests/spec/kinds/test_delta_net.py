@@ -65,7 +65,7 @@ def test_parameters_are_those_of_the_published_model_and_follow_the_heads(
 
 
 def test_a_state_is_read_twice_and_written_once_per_token() -> None:
-    sizes = LayerSizes.of_model(ModelShape.of(QWEN3_NEXT), seq_length=10)
+    sizes = LayerSizes.for_model(ModelShape.of(QWEN3_NEXT), seq_length=10)
     operators = MIXERS["gated_delta_net"].operators(sizes)
     flops = sum(operator.sequence_flops for operator in operators)
     assert flops == 10 * 3 * 2 * 32 * 128 * 128

@@ -51,7 +51,7 @@ def test_every_tp_rank_has_the_whole_indexer(sequence_parallel: bool) -> None:
 
 
 def forward_flops(kind: str, shape: ModelShape, *, seq_length: int) -> int:
-    sizes = LayerSizes.of_model(shape, seq_length=seq_length)
+    sizes = LayerSizes.for_model(shape, seq_length=seq_length)
     return sum(operator.sequence_flops for operator in MIXERS[kind].operators(sizes))
 
 
@@ -87,6 +87,6 @@ def test_temporaries_are_bounded_by_blocks_of_queries_and_the_keys() -> None:
     measured = {(16, 2048): 893_327_104, (32, 4096): 1_502_188_800, (128, 4096): 5_251_339_520}
     for (heads, tokens), num_bytes in measured.items():
         shape = replace(SHAPE, num_heads=heads, head_dim=192, value_head_dim=128, dsa=DSAConfig())
-        sizes = LayerSizes.of_model(shape, seq_length=tokens)
+        sizes = LayerSizes.for_model(shape, seq_length=tokens)
         working = max(operator.working for operator in KIND.operators(sizes))
         assert working == pytest.approx(num_bytes, rel=0.08)

@@ -30,7 +30,7 @@ def test_an_mlp_keeps_the_inputs_of_its_activation_and_of_the_product(
 ) -> None:
     shape = ModelShape.of(replace(MODEL, **values))  # type: ignore[arg-type]
     assert num_inner_tensors(shape) == number
-    sizes = LayerSizes.of_model(shape, seq_length=16)
+    sizes = LayerSizes.for_model(shape, seq_length=16)
     unit = 16 * shape.ffn_size * 2
     kept = sum(operator.saved_bytes() for operator in dense_operators(sizes))
     assert kept == number * unit + 16 * 32 * 2

@@ -98,7 +98,7 @@ def test_a_scan_costs_what_its_operators_do(
         ),
         mamba=MambaConfig(state_dim=key, head_dim=value, num_groups=groups, num_heads=heads),
     )
-    sizes = LayerSizes.of_model(ModelShape.of(model), seq_length=length)
+    sizes = LayerSizes.for_model(ModelShape.of(model), seq_length=length)
     operators = MIXERS[kind].operators(sizes)
     (scan,) = (operator for operator in operators if isinstance(operator, Scan))
     results = counted(kind, length, groups, heads, key, value)

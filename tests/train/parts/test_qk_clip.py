@@ -46,15 +46,15 @@ def test_clipped_weights_give_scaled_logits(name: str, alpha: float) -> None:
     for param, rows in factors.items():
         assert len(rows) == len(named[param])
         named[param].data.mul_(rows.view(-1, *[1] * (named[param].ndim - 1)))
-    of_heads = (threshold / before).clamp(max=1.0)
+    for_heads = (threshold / before).clamp(max=1.0)
     if shape.mla is None:
-        of_heads = (
-            of_heads.view(shape.query_groups, -1)
+        for_heads = (
+            for_heads.view(shape.query_groups, -1)
             .amin(1)
             .repeat_interleave(shape.num_heads // shape.query_groups)
         )
-    assert 2 <= (of_heads < 1).sum() < len(of_heads) or shape.query_groups == 2
-    torch.testing.assert_close(largest(stage), before * of_heads)
+    assert 2 <= (for_heads < 1).sum() < len(for_heads) or shape.query_groups == 2
+    torch.testing.assert_close(largest(stage), before * for_heads)
 
 
 def test_values_and_the_shared_rotary_key_of_mla_stay() -> None:
