@@ -67,7 +67,7 @@ class DeltaInputs:
     starts: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Change every tensor."""
+        """A copy with `function` of every tensor that is not None."""
         changed = {}
         for field in fields(self):
             tensor = getattr(self, field.name)

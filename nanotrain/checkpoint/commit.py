@@ -94,7 +94,8 @@ def start_writing(folder: Path, step: int) -> Path:
         try_to_remove(leftover)
     temporary = temporary_folder(folder, step)
     if os.path.lexists(temporary):
-        os.rename(temporary, deleted_name(temporary))  # it holds files of others, which stay
+        # not removed, as it holds files that nanotrain did not write: set aside
+        os.rename(temporary, deleted_name(temporary))
     temporary.mkdir()
     return temporary
 

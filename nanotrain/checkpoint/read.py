@@ -94,7 +94,7 @@ class RemoteSource:
 
 
 def _open_source(path: Path) -> "_LocalSource | RemoteSource":
-    """The file of this name, or the object that the record of its folder has in its place."""
+    """The file at `path`; if it is only in object storage, the object that its folder records."""
     try:
         return _LocalSource(path)
     except FileNotFoundError:

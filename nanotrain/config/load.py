@@ -155,7 +155,7 @@ def load_object(config: Config) -> Loaded:
         ConfigError: all mistakes.
     """
     errors = ErrorCollector()
-    # flat_values keeps secrets, which files hide
+    # not by way of a file: files hide secrets, flat_values keeps them
     config, bad_keys = read_config(flat_values(config), errors=errors)
     if config.train.run_dir is None:
         config = with_values(config, {"train.run_dir": "runs/train"})

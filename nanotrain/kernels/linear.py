@@ -203,7 +203,7 @@ class Linear(nn.Module):
 
     @property
     def used_bias(self) -> Tensor | None:
-        """The bias of the products, the same rows."""
+        """The bias of the rows of `used_weight`; None where the products include no bias."""
         if self.bias is None or not self.adds_bias:
             return None
         return self.bias if self.rows is None else self.bias[self.rows]

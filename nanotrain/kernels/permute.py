@@ -144,6 +144,7 @@ def _spread(x: Tensor, order: Tensor, *, inverse: Tensor) -> Tensor:
 
 
 def _combine(permuted: Tensor, inverse: Tensor, *, weights: Tensor | None) -> Tensor:
+    """The sum of each token's K rows in fp32 (the dtype of `weights`), rounded once."""
     first, *others = range(inverse.shape[1])
     selected = _expert_outputs(permuted, inverse)
     total = next(selected)

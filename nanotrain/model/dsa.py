@@ -182,5 +182,5 @@ class SparseLatentAttention(MultiLatentAttention):
 def _cached_inputs(
     query: Tensor, *, key: Tensor, value: Tensor, mask: object
 ) -> tuple[Tensor, Tensor, object]:
-    """The keys, values and mask that a cache passes to a core attention."""
+    """In place of a core attention: returns what the cache passes to it, instead of attending."""
     return key, value, mask

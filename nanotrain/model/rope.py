@@ -163,6 +163,7 @@ class RotaryTables:
         self._inverse_frequencies = self._inverse_frequencies.to(like.device)
         # Angles need fp32: bf16 rounds position 257 to 256.
         angles = positions.float()[..., None, None] * self._inverse_frequencies
+        # the factor of YaRN on the length of rotated queries and keys, else 1
         cos = (angles.cos() * self._length).to(like.dtype)
         sin = (angles.sin() * self._length).to(like.dtype)
         if self._query_scale is None:

@@ -251,7 +251,10 @@ class Plan:
         )
 
     def _grad_bytes(self, buffer: BufferPlan, num_updated: int, *, precision: Precision) -> int:
-        """Bytes of the gradient buffer, or of its shard."""
+        """Bytes of the gradient buffer, or of its shard.
+
+        `num_updated` is the number of elements that the optimizer of this rank updates.
+        """
         numel = buffer.layout.numel
         if self.data_parallel.strategy.shard_grads:
             return numel // buffer.shard.size * precision.main_grads.itemsize

@@ -88,7 +88,7 @@ def _group_state_bytes(scenario: Scenario, numel: int, *, shard_group: str) -> S
     engine = scenario.engine
     precision = Precision.of(scenario.config.precision)
     strategy = scenario.config.parallel.data_parallel_sharding_strategy
-    level = get_args(ShardingStrategy).index(strategy)
+    level = get_args(ShardingStrategy).index(strategy)  # the stage of ZeRO, 0 to 3
     shards = len(scenario.ranks(shard_group))
     low = precision.params.itemsize
     param_bytes = low

@@ -182,7 +182,7 @@ class Space:
         """All candidates and single changes of the fastest, round by round; the fastest first."""
         known = list(candidates)
         for _ in range(NUM_ROUNDS):
-            # other schedules shrink the bubble
+            # half of the bubble is forgiven: a change of the schedule may shrink it
             promising = sorted(known, key=lambda one: one.time.total - one.time.bubble / 2)
             for candidate in promising[:NUM_IMPROVED]:
                 known += self.changes(candidate.scenario.config)

@@ -244,7 +244,7 @@ class Stages:
         return total
 
     def _unit_streams(self, unit: Unit, kind: ActionKind) -> Streams:
-        """One unit of an action."""
+        """The work of one unit in a forward, or in a backward with what it recomputes."""
         engine = self.scenario.engine
         streams = Streams(engine.overlap.contention, engine.operators.time_factor)
         if kind is ActionKind.forward:
@@ -252,6 +252,7 @@ class Stages:
                 part.run_forward(streams)
         else:
             if kind.has_dgrad:
+                # forwards that recomputation repeats
                 for part in unit.parts if unit.is_recomputed else self._selected(unit.parts):
                     part.run_forward(streams)
             for part in reversed(unit.parts):

@@ -152,8 +152,8 @@ def _plan(
 ) -> dict[str, Any]:
     """Everything that determines the content of the parts; equal plans give equal bytes.
 
-    Its hash is stored with every prepared corpus: with another key every corpus would count as
-    outdated.
+    Its hash is stored with every prepared corpus: adding or renaming a key below would make every
+    existing corpus count as outdated.
     """
     files = []
     for file in _input_files(chunks):

@@ -184,12 +184,13 @@ class Verify(argparse.Action):
     """The action of `--verify PREFIX`, which checks a corpus and ends the program."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
+        # rest: namespace, PREFIX, option string
         prefix = local_path(prefix_of(str(rest[1])))
-        number = check_blocks(prefix)
-        if not number:
+        num_blocks = check_blocks(prefix)
+        if not num_blocks:
             why = "an older version or another program wrote it"
             raise DataError(
                 f"{prefix} has no checksums", why=why, fix="prepare it again to have them"
             )
-        print(f"{bin_path(prefix)}: sound ({count_of(number, 'block')}, all checksums match)")
+        print(f"{bin_path(prefix)}: sound ({count_of(num_blocks, 'block')}, all checksums match)")
         parser.exit()

@@ -34,7 +34,10 @@ def sections_of(
 
 
 def _grid(drawn: Iterable[figures.Figure], charts: dict[str, figures.Figure]) -> str:
-    """The places of some figures, which are added to `charts`; empty without figures."""
+    """HTML with an empty place for every figure; "" without figures.
+
+    The figures are added to `charts` by the ids of their places.
+    """
     cells = []
     for figure in drawn:
         name = f"chart-{len(charts)}"

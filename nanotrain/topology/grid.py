@@ -206,7 +206,7 @@ def fits(parallel: ParallelConfig, world_size: int) -> bool:
 
 
 def smaller_sizes(parallel: ParallelConfig, world_size: int) -> Iterator[tuple[str, int]]:
-    """Fields with smaller sizes that may fit, the best ones first."""
+    """Pairs of a field and a smaller size to try where the world does not fit, the best first."""
     current = dense_sizes(parallel) | expert_sizes(parallel)
     if divides(dense_sizes(parallel), world_size):
         yield "expert_tensor_parallel_size", 1  # whole experts, the usual layout

@@ -97,7 +97,7 @@ class OptionalSection:
         return bool(value != self.value) if self.value else not value
 
     def unused(self, *, is_harmless: bool) -> Unused:
-        """Its fields, of which Megatron-LM's scripts set those that are harmless."""
+        """The fields of the absent section: those in `HARMLESS`, or all others."""
         why = f"it belongs to {self.switch.name} {self.value}".rstrip()
         if self.switch.is_optional:
             why += ", which is unset"

@@ -120,7 +120,11 @@ def _canonical_scale(model_config: ModelConfig, shape: ModelShape) -> float | No
 
 
 def _canonical_local_base(model_config: ModelConfig) -> float | None:
-    """None where layers with a window have the rotary positions of the others."""
+    """The rotary base of layers with a window; None where they rotate as all other layers do.
+
+    Positions with the local base are neither scaled nor interpolated, so the same base can still
+    mean other positions.
+    """
     local = model_config.rotary_base_local
     is_scaled = model_config.use_rope_scaling or model_config.yarn is not None
     is_interpolated = model_config.rotary_seq_len_interpolation_factor != 1

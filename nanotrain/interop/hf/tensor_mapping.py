@@ -42,7 +42,7 @@ class TensorSlice:
         return stored.reshape(self.box.shape)
 
     def as_stored(self, part: Tensor) -> Tensor:
-        """Values of the parameter in the shape of `picked`."""
+        """Values of the parameter in the shape of `picked`, the inverse of `as_parameter`."""
         if self.transposed:
             return part.mT
         if self.interleaved.step == 1:

@@ -64,7 +64,7 @@ def _write_layer_windows(model_config: ModelConfig) -> Values:
     window = model_config.window_size
     return {
         "layer_types": _write_kinds(model_config.window_layers, SLIDING),
-        # no layer reads it without a window
+        # transformers counts the token itself; without a window no layer reads the number
         "sliding_window": 4096 if window is None else window + 1,
     }
 

@@ -154,15 +154,16 @@ class Scales:
         return forms
 
     def _record_measured(self, forms: Forms, amax: Tensor, *, key: Key) -> Forms:
-        """Record an amax that a cast has measured.
+        """Record the amax that a cast has measured; the forms, with NaN scales if it is not finite.
 
-        Where it is not finite the scale becomes NaN, as clamped values must not hide it.
+        The cast clamps to the range of fp8, so without the NaN an overflow would look finite.
         """
         self._measured.add(key)
         layer, operand = key
         if self._records:
-            reading = self._layers if operand is Operand.INPUT else [self._layers[layer]]
-            for fp8_layer in reading:
+            # all layers multiply the same input; a weight or gradient belongs to one
+            owners = self._layers if operand is Operand.INPUT else [self._layers[layer]]
+            for fp8_layer in owners:
                 fp8_layer.record(operand, amax)
         inverse = torch.where(amax.isfinite(), self.inverse[key], torch.nan)
         self.inverse[key] = inverse

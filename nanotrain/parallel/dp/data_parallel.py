@@ -233,7 +233,7 @@ class DataParallel:
             self._is_gathered = False
 
     def _point_params(self, bucket: Bucket, full: Tensor | None) -> None:
-        """Make the parameters of a bucket views of `full` [numel], or of its storage for None."""
+        """Point the parameters of a bucket into `full` [numel]; None: back to their own storage."""
         for entry in bucket.layout.params:
             param, view = self._views[entry.name]
             param.data = view if full is None else bucket.view(entry.name, full).view(view.shape)

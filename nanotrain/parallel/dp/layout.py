@@ -286,6 +286,9 @@ class _OpenBucket:
         return self.params[-1].stop - self.start >= self.rules.closing_size
 
     def closes_before(self, param: LocalParam) -> bool:
+        """Whether `param` begins a new bucket; buckets close at borders of units or around shared
+        parameters.
+        """
         if not self.params:
             return False
         if param.spec.is_shared:
@@ -294,6 +297,7 @@ class _OpenBucket:
         return enters_unit and (self.rules.gathers_by_unit or self.is_full)
 
     def closes_after(self, param: LocalParam) -> bool:
+        """Whether the bucket ends with the parameter that was just added."""
         return param.spec.is_shared or (self.is_full and not self.rules.keeps_units)
 
     def add(self, param: LocalParam) -> None:

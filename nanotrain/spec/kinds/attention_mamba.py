@@ -13,7 +13,7 @@ from nanotrain.spec.operators import Operators
 
 
 def declare(declare: Declaration) -> Specs:
-    """The parameters of both."""
+    """The parameters of attention and of Mamba-2."""
     return nest("attention", attention(declare)) + nest("mamba", mamba(declare))
 
 

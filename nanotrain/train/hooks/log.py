@@ -214,7 +214,7 @@ class _Column(NamedTuple):
     """A text of a step line."""
 
     text: str
-    priority: int
+    priority: int  # the highest numbers are left out first
 
 
 class StepLine:
@@ -331,7 +331,7 @@ def _describe_tasks(evaluation: Mapping[str, float]) -> str:
 
 
 def _describe_slowest(reports: Sequence[StepReport]) -> str:
-    """The rank that was most often the slowest and the mean wait for it; empty for short waits."""
+    """The rank that was most often the slowest and the wait for it per step; empty if short."""
     ranks = [report.slowest_rank for report in reports if report.slowest_rank is not None]
     if not ranks:
         return ""
