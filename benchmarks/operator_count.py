@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from nanotrain.attention import sdpa
 from nanotrain.kernels import linear, permute, triton_swiglu
-from nanotrain.model import activations, transformer
+from nanotrain.model import activations, ends
 from nanotrain.parallel.tp import loss as vocabulary_loss
 
 # Operators that allocate or look at a tensor and touch none of its memory.
@@ -271,7 +271,7 @@ def on_meta(count: OperatorCount, *, has_triton: bool = True) -> Iterator[None]:
         has_triton: count the Triton kernels of loss, permutations and SwiGLU, and products added in
             fp32, not their plain forms.
     """
-    cross_entropy, fused = transformer.vocab_parallel_cross_entropy, FusedOperators(count)
+    cross_entropy, fused = ends.vocab_parallel_cross_entropy, FusedOperators(count)
 
     def marked(*args: Any, **kwargs: Any) -> Tensor:
         count.in_loss = True
@@ -284,7 +284,7 @@ def on_meta(count: OperatorCount, *, has_triton: bool = True) -> Iterator[None]:
         stack.enter_context(patch.object(sdpa, "attend", fused.attend))
         stack.enter_context(patch.object(F, "rms_norm", fused.torch_rms_norm))
         stack.enter_context(patch.object(linear, "adds_wider", lambda device_type: has_triton))
-        stack.enter_context(patch.object(transformer, "vocab_parallel_cross_entropy", marked))
+        stack.enter_context(patch.object(ends, "vocab_parallel_cross_entropy", marked))
         chunk_elements = {"meta": vocabulary_loss.CHUNK_ELEMENTS["cuda"]}
         stack.enter_context(patch.dict(vocabulary_loss.CHUNK_ELEMENTS, chunk_elements))
         if has_triton:

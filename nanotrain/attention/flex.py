@@ -76,11 +76,6 @@ def build_block_mask(call: AttentionCall, block: int = BLOCK) -> Any:
     first_keys = on_device(host_first_keys, call.device)
     has_rows = len(first_keys) > 1
 
-    def may_attend(sample: Any, head: Any, query: Any, key: Any) -> Any:
-        row = sample if has_rows else 0
-        is_causal = key <= query + first_query
-        return is_causal & (key >= first_keys[row, query])
-
     num_partial, partial_keys = _key_blocks(partial_blocks, call.device)
     num_full, full_keys = _key_blocks(full_blocks, call.device)
     return BlockMask.from_kv_blocks(
@@ -89,7 +84,9 @@ def build_block_mask(call: AttentionCall, block: int = BLOCK) -> Any:
         num_full,
         full_keys,
         BLOCK_SIZE=block,
-        mask_mod=may_attend,
+        mask_mod=lambda sample, head, query, key: (
+            (key <= query + first_query) & (key >= first_keys[sample if has_rows else 0, query])
+        ),
         seq_lengths=(num_queries, num_keys),
     )
 

@@ -70,8 +70,8 @@ def _ssd(
         states.append(decay * states[-1] + step)
     before = torch.stack(states[:-1], dim=1).flatten(3, 4)
     read = (before @ chunks.C.mT).view_as(chunks.u)
-    inside = chunks.u @ pairs.mT
-    y = read * chunks.from_start + inside
+    decayed_read = read * chunks.from_start  # first: the order of the sum sets that of its backward
+    y = decayed_read + chunks.u @ pairs.mT
     y = rearrange(y, "b m g r p l -> b (m l) (g r) p")
     length = inputs.value.shape[1]
     return y[:, :length], states[-1].flatten(1, 2)

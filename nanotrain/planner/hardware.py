@@ -83,21 +83,25 @@ def _build_gpu(name: str, row: Mapping[str, Any]) -> GPU:
     """The GPU of a row with the defaults filled in."""
     peak_flops = {dtype: float(tflops) * 1e12 for dtype, tflops in row["peak_tflops"].items()}
     reachable = dict.fromkeys(peak_flops, row["reachable"]["bf16"])
+    reachable |= row["reachable"]
+    node = _build_link(row["node"])
+    network = _build_link(row["network"])
     kernels = row.get("kernels", name)
+    collectives = row.get("collectives", kernels)
     return GPU(
         name=name,
         memory_bytes=row["memory_bytes"],
         peak_flops=peak_flops,
-        reachable=reachable | row["reachable"],
+        reachable=reachable,
         memory_bandwidth=row["memory_bandwidth"],
         memory_efficiency=row["memory_efficiency"],
         host_bandwidth=row["host_bandwidth"],
         gpus_per_node=row["gpus_per_node"],
-        node=_build_link(row["node"]),
-        network=_build_link(row["network"]),
+        node=node,
+        network=network,
         network_efficiency=row["network_efficiency"],
         kernels=kernels,
-        collectives=row.get("collectives", kernels),
+        collectives=collectives,
         is_mesh=row["is_mesh"],
         is_cpu=row["is_cpu"],
     )
