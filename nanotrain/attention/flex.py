@@ -105,9 +105,7 @@ def _key_blocks(table: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor
     table = table[:, None]
     numbers = table.sum(-1).astype(np.int32)
     indices = np.argsort(~table, axis=-1, kind="stable").astype(np.int32)
-    device_numbers = on_device(numbers, device)
-    device_indices = on_device(indices, device)
-    return device_numbers, device_indices
+    return on_device(numbers, device), on_device(indices, device)
 
 
 @cache
