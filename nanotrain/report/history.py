@@ -184,7 +184,14 @@ def find_runs(folder: Path) -> list[RunHistory]:
 def read_environment(path: Path) -> dict[str, Any]:
     """The facts of environment.json; facts of an unexpected type are left out."""
     facts = _mapping(path)
+    if isinstance(facts.get("memory"), dict):
+        facts["memory"] = sizes_of(facts["memory"])
     return {name: fact for name, fact in facts.items() if name not in FACTS or FACTS[name](fact)}
+
+
+def sizes_of(memory: dict[str, Any]) -> dict[str, Any]:
+    """The bytes of a memory plan by part, without its remarks, which are texts."""
+    return {part: size for part, size in memory.items() if _is_size(size)}
 
 
 def read_samples(path: Path) -> Iterable[dict[str, Any]]:
