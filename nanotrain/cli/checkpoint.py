@@ -1,13 +1,14 @@
 """`nanotrain checkpoint COMMAND ...`: one function per command.
 
 inspect | verify | diff | average | prune | import-hf | export-hf | export-dcp |
-export-megatron
+export-megatron | publish
 """
 
 from collections.abc import Sequence
 
 from nanotrain.cli.addresses import read_name, read_path, written_path
 from nanotrain.cli.parser import Command, CommandParser
+from nanotrain.cli.publish_checkpoint import publish_checkpoint
 from nanotrain.cli.values import count, positive
 from nanotrain.errors import EXIT_CODE
 from nanotrain.quantities import count_of
@@ -195,4 +196,5 @@ CHECKPOINT_COMMANDS: dict[str, Command] = {
     "export-hf": export_hf,
     "export-dcp": export_dcp,
     "export-megatron": export_megatron,
+    "publish": publish_checkpoint,
 }

@@ -10,8 +10,12 @@ from nanotrain.spec.counts import num_active_parameters, num_parameters
 from nanotrain.spec.shape import ModelShape
 
 
-def check_repository(repository: str) -> None:
+def check_repository(repository: str, *, flag: str = "--push") -> None:
     """Check the name of a repository on the hub.
+
+    Args:
+        repository: the name, OWNER/NAME.
+        flag: the argument that has the name, for the error.
 
     Raises:
         ConfigError: the hub allows no such name.
@@ -23,15 +27,32 @@ def check_repository(repository: str) -> None:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise ConfigError(
-            f"--push {repository}", why=first_line(error), fix="write --push OWNER/NAME"
+            f"{flag} {repository}", why=first_line(error), fix=f"write {flag} OWNER/NAME"
         ) from None
 
 
-def push_folder(folder: Path, repository: str) -> str:
+def require_hub(*, fix: str) -> None:
+    """Check that the hub can be reached.
+
+    Raises:
+        EnvironmentFault: there is no network, or HF_HUB_OFFLINE is set.
+    """
+    from huggingface_hub import constants
+
+    go_offline_if_unreachable()
+    if constants.HF_HUB_OFFLINE:
+        raise EnvironmentFault(
+            f"{constants.ENDPOINT} cannot be reached",
+            why="there is no network, or HF_HUB_OFFLINE is set",
+            fix=fix,
+        )
+
+
+def push_folder(folder: Path, repository: str, *, is_private: bool = True) -> str:
     """Upload a folder to a repository of the hub; returns a summary line.
 
-    The repository is created, private, if it does not exist. Without a network nothing is uploaded,
-    and the line has the command that does it later.
+    A new repository is private or public, as `is_private` says. Without a network nothing is
+    uploaded, and the line has the command that does it later.
 
     Raises:
         EnvironmentFault: the hub refuses it.
@@ -43,7 +64,7 @@ def push_folder(folder: Path, repository: str) -> str:
         return f"no network, so nothing is uploaded; later: hf upload {repository} {folder}"
     try:
         api = HfApi()
-        api.create_repo(repository, private=True, exist_ok=True)
+        api.create_repo(repository, private=is_private, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder)
     except Exception as error:  # the network, the hub or a missing login
         raise EnvironmentFault(
