@@ -1,6 +1,7 @@
 """A process from its first line to its exit code, and what of its host it may use.
 
 run_program                a program as all that a process does
+describe_exit              how another process ended, for an error
 outlive_output             a training goes on without its output, also after its terminal was closed
 end_with_launcher          a rank does not outlive torchrun
 stop_signals               that save and end a run, `handling_signals` in a block
@@ -41,6 +42,29 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # see man 3 mallopt; in bytes
 STOPPED = "NANOTRAIN_STOPPED"
 # set for ranks; a process that a user started from a shell outlives it (nohup)
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
+
+
+# what usually sends a signal that nobody of this program sends
+SENDERS = {
+    signal.SIGKILL: "the kernel sends it where memory runs out: see dmesg",
+    signal.SIGBUS: "a full /dev/shm is the usual cause",
+}
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, from its exit code; a negative one is a signal.
+
+    >>> describe_exit(-11), describe_exit(3)
+    ('SIGSEGV ended it', 'it ended with exit code 3; its own message is above')
+    """
+    if code >= 0:
+        return f"it ended with exit code {code}; its own message is above"
+    number = -code
+    if number not in set(signal.Signals):  # a real-time signal
+        return f"signal {number} ended it"
+    sent = signal.Signals(number)
+    cause = f" ({SENDERS[sent]})" if sent in SENDERS else ""
+    return f"{sent.name} ended it{cause}"
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:

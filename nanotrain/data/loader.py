@@ -28,14 +28,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from nanotrain.data.batch import Batch, Sample, SampleDataset, collate, split_sequences
 from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.build import corpora_of
 from nanotrain.data.sampler import SamplerConfig, all_microbatches
-from nanotrain.data.worker import exit_with_parent
+from nanotrain.data.worker import WorkerContext, exit_with_parent
 from nanotrain.errors import EnvironmentFault, LocalFault, NanotrainError
 from nanotrain.runs.files import free_space
 
@@ -43,6 +42,7 @@ _INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SI
 # Microbatches per worker: at least double buffering, at most what keeps /dev/shm small.
 _MIN_PREFETCH, _MAX_PREFETCH = 2, 16
 _STEPS_AHEAD, _THREADS_AHEAD = 2, 16  # to read samples in object storage
+_END_S = 0.2  # wait for the exit code of a worker that cannot be reached
 # words in the RuntimeErrors that torch raises when a worker died or cannot be reached
 _WORKER_ERRORS = ("DataLoader worker", "Communication with the workers")
 
@@ -239,7 +239,8 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
         self, loader: "Callable[..., DataLoader[Any]]"
     ) -> Iterator[Batch | NanotrainError]:
         """Start the worker processes of a loader."""
-        context = _fork_server()
+        context = WorkerContext(preload=["torch", "nanotrain.data.loader"])
+        self._context = context
         prefetch = -(-2 * self.sampler.num_microbatches // self.num_workers)
         try:
             # raises before torch's iterator is half made, whose end prints a traceback
@@ -299,19 +300,25 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
             batch = next(self._microbatches)
         except (RuntimeError, OSError, EOFError) as error:
             if self.num_workers and _is_worker_error(error):
-                reason = str(error) or type(error).__name__
-                raise EnvironmentFault(
-                    "a data worker process died or cannot be reached",
-                    why=f"{reason}; usually memory, /dev/shm or ulimit -n is exhausted",
-                    fix=(
-                        "lower --num-workers, "
-                        "or set --num-workers 0 to load in the training process"
-                    ),
-                ) from None
+                raise self._worker_fault(error) from None
             raise
         if isinstance(batch, NanotrainError):
             raise batch
         return batch
+
+    def _worker_fault(self, error: Exception) -> EnvironmentFault:
+        """The error for a worker that died or cannot be reached."""
+        for process in self._context.started:
+            process.join(_END_S)  # it may be about to end
+        why = self._context.how_ended()
+        if not why:
+            reason = str(error) or type(error).__name__
+            why = f"{reason}; usually memory, /dev/shm or ulimit -n is exhausted"
+        return EnvironmentFault(
+            "a data worker process died or cannot be reached",
+            why=why,
+            fix="lower --num-workers, or set --num-workers 0 to load in the training process",
+        )
 
 
 def _is_worker_error(error: Exception) -> bool:
@@ -331,12 +338,6 @@ def _start_worker(worker: int) -> None:
     # with it.
     for number in _INTERRUPTS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def _fork_server() -> Any:
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "nanotrain.data.loader"])
-    return context
 
 
 @contextmanager

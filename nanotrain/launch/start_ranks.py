@@ -40,7 +40,13 @@ from nanotrain.comm.device import memory_per_rank
 from nanotrain.comm.process_groups import require_host, require_store
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.quantities import count_of, describe_bytes
-from nanotrain.system import STOPPED, cores_per_rank, handling_signals, require_open_files
+from nanotrain.system import (
+    STOPPED,
+    cores_per_rank,
+    describe_exit,
+    handling_signals,
+    require_open_files,
+)
 
 TORCH_SIGNALS = "SIGQUIT"  # torch ends the ranks
 BYTES_PER_PROCESS = 150_000_000  # measured: 160 MB are private to a process that has imported torch
@@ -289,13 +295,8 @@ def exit_code(failures: Mapping[int, ProcessFailure], *, is_stopped: bool) -> in
             return failure.exitcode
     rank, number = in_order[0][0], -in_order[0][1].exitcode
     if not is_stopped:  # a killed rank cannot report anything
-        hint = (
-            ", which the kernel sends where memory runs out: see dmesg"
-            if number == signal.SIGKILL
-            else ""
-        )
         print(
-            f"error: rank {rank} was ended by {signal.Signals(number).name}{hint}",
+            f"error: rank {rank} died: {describe_exit(-number)}",
             file=sys.stderr,
             flush=True,
         )

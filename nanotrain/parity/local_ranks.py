@@ -11,6 +11,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,10 @@ from torch.multiprocessing.spawn import (
 
 from nanotrain.comm.collectives import barrier
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.data.worker import without_main_module
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.log import start_logging
+from nanotrain.system import describe_exit
 from nanotrain.topology.topology import Topology
 
 # A rank that lost its peer fails this much later, so that the failure of the peer is found first.
@@ -71,7 +74,17 @@ def run_local_ranks(
             arguments=list(arguments),
         )
         try:
-            start_processes(task, (), topology.world_size, daemon=True, start_method="forkserver")
+            with _main_module(function):
+                ranks = start_processes(
+                    task,
+                    (),
+                    topology.world_size,
+                    daemon=True,
+                    start_method="forkserver",
+                    join=False,
+                )
+            while not ranks.join():
+                pass
         except ProcessRaisedException as error:
             traceback = str(error).partition(":")[2].strip()
             raise RuntimeError(f"rank {error.error_index}: {traceback}") from None
@@ -80,10 +93,15 @@ def run_local_ranks(
                 raise _load_result(folder, error.error_index) from None
             raise EnvironmentFault(
                 f"rank {error.error_index} died",
-                why="usually the machine ran out of memory",
+                why=describe_exit(error.exit_code),
                 fix="run on fewer ranks or free memory",
             ) from None
         return [_load_result(folder, rank) for rank in range(topology.world_size)]
+
+
+def _main_module(function: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Around the start of processes, which import the main module only for a function of it."""
+    return nullcontext() if function.__module__ == "__main__" else without_main_module()
 
 
 def _load_result(folder: Path, rank: int) -> Any:

@@ -9,7 +9,6 @@ A restarted run skips complete parts, so a killed run loses at most the parts in
 """
 
 import json
-import multiprocessing
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -24,7 +23,7 @@ import numpy as np
 
 from nanotrain.data.token_format import bin_path, idx_path
 from nanotrain.data.tokenizer import load_tokenizer
-from nanotrain.data.worker import exit_with_parent
+from nanotrain.data.worker import WorkerContext, exit_with_parent
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.prepare.chat import ChatTemplate
 from nanotrain.prepare.chunks import InputChunk
@@ -98,8 +97,7 @@ def write_parts(
         DataError: a document that cannot be read or encoded.
         EnvironmentFault: a worker process was killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nanotrain.prepare.parts"])
+    context = WorkerContext(preload=["nanotrain.prepare.parts"])
     waiting = iter(chunks)
     try:
         with ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
@@ -118,8 +116,8 @@ def write_parts(
                     yield outcome
     except BrokenProcessPool:
         raise EnvironmentFault(
-            "a tokenizing process was killed",
-            why="the usual reason is that the machine ran out of memory",
+            "a tokenizing process died",
+            why=context.how_ended() or "the usual reason is that the machine ran out of memory",
             fix="run the same command again with fewer --workers; complete parts are kept",
         ) from None
 

@@ -137,7 +137,7 @@ def test_a_rank_that_was_killed_is_named(start, capfd):
         start("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(300)")
         == 128 + signal.SIGKILL
     )
-    assert capfd.readouterr().err.startswith("error: rank 1 was ended by SIGKILL")
+    assert capfd.readouterr().err.startswith("error: rank 1 died: SIGKILL ended it (the kernel sends it")
 
 
 def test_ranks_are_started_again(start, tmp_path):
