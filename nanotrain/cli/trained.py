@@ -15,6 +15,7 @@ from nanotrain.cli.parser import CommandParser
 from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
+from nanotrain.scheduler import require_one_task
 from nanotrain.system import importing_torch
 
 # flags of other programs for the folder of a model, which is an argument without a flag here
@@ -76,6 +77,7 @@ class ModelCommand:
             The exit code.
         """
         if not self.options:
+            require_one_task(os.environ)
             return on_rank(self.args, self.loaded)
         refuse_inside_torchrun(self.name, options=self.options, environment=os.environ)
         with importing_torch():

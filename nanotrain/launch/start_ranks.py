@@ -40,6 +40,7 @@ from nanotrain.comm.device import memory_per_rank
 from nanotrain.comm.process_groups import require_host, require_store
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.quantities import count_of, describe_bytes
+from nanotrain.scheduler import require_one_launcher
 from nanotrain.system import (
     STOPPED,
     cores_per_rank,
@@ -78,6 +79,7 @@ def start_ranks(
             meet.
     """
     args = check_ranks(program, options=options, check=check)
+    require_one_launcher(environment, num_machines=parse_min_max_nnodes(args.nnodes)[1])
     num_local = local_world_size(args.nproc_per_node)
     require_open_files(num_ranks=num_local)
     require_host_memory(num_local)

@@ -37,6 +37,7 @@ from nanotrain.errors import (
 from nanotrain.log import get_logger, start_logging
 from nanotrain.runs.folder import RunFolder
 from nanotrain.runs.lock import LOCK_NAME, lock_run
+from nanotrain.scheduler import require_one_task
 from nanotrain.system import core_limit, importing_torch, outlive_output, usable_cores
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def pretrain(config: Config) -> "RunHistory":
 
 def train(loaded: Loaded) -> None:
     """Train a configuration and its origins on this rank."""
+    require_one_task(os.environ)
     world_size = _world_size(os.environ.get("WORLD_SIZE", "1"))
     validate_start(loaded.config, world_size, expected_dp=loaded.data_parallel_size)
     _prepare_environment()
