@@ -110,9 +110,28 @@ def check_ranks(
         raise ConfigError(
             f"--standalone with --nnodes {args.nnodes}", why=why, fix="leave one of them out"
         )
+    if max_nodes > 1 and not names_meeting_place(args, options):
+        raise ConfigError(
+            f"--nnodes {args.nnodes} without a place where the machines meet",
+            why=f"each machine would wait at its own {LOCAL} for the others",
+            fix="give all machines --rdzv-backend c10d --rdzv-id JOB --rdzv-endpoint HOST:29500, "
+            "where HOST is one of them",
+        )
     if min_nodes == max_nodes:  # otherwise the ranks check the number that they find
         check(num_local * max_nodes)
     return args
+
+
+def names_meeting_place(args: Namespace, options: Sequence[str]) -> bool:
+    """Whether torchrun's options name an address at which several machines can meet.
+
+    An address of this machine counts only if the user wrote it.
+    """
+    if args.rdzv_endpoint:
+        return True
+    is_written = any(option.startswith("--master-addr") for option in options)
+    is_elsewhere = args.master_addr not in (LOCAL, "localhost")  # set by a variable of torchrun
+    return args.rdzv_backend == "static" and (is_written or is_elsewhere)
 
 
 def require_host_memory(num_ranks: int) -> None:
@@ -253,6 +272,9 @@ def run_ranks(args: Namespace, stops: Sequence[int]) -> int:
             str(error), why="torchrun refuses it", fix="torchrun --help describes the options"
         ) from None
     config.signals_to_handle = TORCH_SIGNALS
+    if config.max_nodes > 1:
+        place = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+        print(f"waiting for {args.nnodes} machines at {place}", file=sys.stderr, flush=True)
     if args.rdzv_backend == "static" and not args.rdzv_endpoint and args.node_rank:
         require_host(args.master_addr)
         require_store(

@@ -137,7 +137,9 @@ def test_a_rank_that_was_killed_is_named(start, capfd):
         start("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(300)")
         == 128 + signal.SIGKILL
     )
-    assert capfd.readouterr().err.startswith("error: rank 1 died: SIGKILL ended it (the kernel sends it")
+    assert capfd.readouterr().err.startswith(
+        "error: rank 1 died: SIGKILL ended it (the kernel sends it"
+    )
 
 
 def test_ranks_are_started_again(start, tmp_path):
@@ -163,6 +165,18 @@ def test_ranks_that_cannot_form_the_layout_are_not_started():
 def test_a_wrong_option_is_a_config_error(option, message):
     with pytest.raises(ConfigError, match=message):
         read_options([option], ["nanotrain.train"])
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--node-rank=1"], ["--rdzv-backend=c10d"], ["--nnodes=1:2"]]
+)
+def test_machines_without_a_meeting_place_are_refused_at_once(options):
+    with pytest.raises(ConfigError, match="--nnodes .* without a place .*--rdzv-endpoint HOST"):
+        launcher.check_ranks(["nanotrain"], options=["--nnodes=2", *options], check=print)
+    place = ["--master-addr=127.0.0.1"]
+    if "--rdzv-backend=c10d" in options:
+        place = ["--rdzv-endpoint=127.0.0.1:29500"]
+    launcher.check_ranks(["nanotrain"], options=["--nnodes=2", *options, *place], check=print)
 
 
 @pytest.mark.parametrize("number", ["two", "0", "-1", ""])
