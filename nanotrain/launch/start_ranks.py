@@ -79,6 +79,7 @@ def start_ranks(
             meet.
     """
     args = check_ranks(program, options=options, check=check)
+    require_meeting_place(args, options)
     require_one_launcher(environment, num_machines=parse_min_max_nnodes(args.nnodes)[1])
     num_local = local_world_size(args.nproc_per_node)
     require_open_files(num_ranks=num_local)
@@ -110,28 +111,31 @@ def check_ranks(
         raise ConfigError(
             f"--standalone with --nnodes {args.nnodes}", why=why, fix="leave one of them out"
         )
-    if max_nodes > 1 and not names_meeting_place(args, options):
+    if min_nodes == max_nodes:  # otherwise the ranks check the number that they find
+        check(num_local * max_nodes)
+    return args
+
+
+def require_meeting_place(args: Namespace, options: Sequence[str]) -> None:
+    """Check that several machines have an address at which they can meet.
+
+    An address of this machine counts only if the user wrote it.
+
+    Raises:
+        ConfigError: torchrun's options name none.
+    """
+    _, max_nodes = parse_min_max_nnodes(args.nnodes)
+    if max_nodes == 1 or args.rdzv_endpoint:
+        return
+    is_written = any(option.startswith("--master-addr") for option in options)
+    is_elsewhere = args.master_addr not in (LOCAL, "localhost")  # set by a variable of torchrun
+    if args.rdzv_backend != "static" or not (is_written or is_elsewhere):
         raise ConfigError(
             f"--nnodes {args.nnodes} without a place where the machines meet",
             why=f"each machine would wait at its own {LOCAL} for the others",
             fix="give all machines --rdzv-backend c10d --rdzv-id JOB --rdzv-endpoint HOST:29500, "
             "where HOST is one of them",
         )
-    if min_nodes == max_nodes:  # otherwise the ranks check the number that they find
-        check(num_local * max_nodes)
-    return args
-
-
-def names_meeting_place(args: Namespace, options: Sequence[str]) -> bool:
-    """Whether torchrun's options name an address at which several machines can meet.
-
-    An address of this machine counts only if the user wrote it.
-    """
-    if args.rdzv_endpoint:
-        return True
-    is_written = any(option.startswith("--master-addr") for option in options)
-    is_elsewhere = args.master_addr not in (LOCAL, "localhost")  # set by a variable of torchrun
-    return args.rdzv_backend == "static" and (is_written or is_elsewhere)
 
 
 def require_host_memory(num_ranks: int) -> None:

@@ -203,7 +203,9 @@ def test_a_killed_worker_is_one_clear_error() -> None:
     with GlobalBatchLoader(SAMPLES, sampler=SAMPLER, num_workers=1) as batches:
         next(batches)
         os.kill(_worker_ids(batches)[0], signal.SIGKILL)
-        with pytest.raises(EnvironmentFault, match="data worker process died.*: SIGKILL ended it.*--num-workers 0"):
+        with pytest.raises(
+            EnvironmentFault, match="data worker process died.*: SIGKILL ended it.*--num-workers 0"
+        ):
             for _ in range(100):
                 next(batches)
 

@@ -171,12 +171,14 @@ def test_a_wrong_option_is_a_config_error(option, message):
     "options", [[], ["--node-rank=1"], ["--rdzv-backend=c10d"], ["--nnodes=1:2"]]
 )
 def test_machines_without_a_meeting_place_are_refused_at_once(options):
+    options = ["--nnodes=2", *options]
     with pytest.raises(ConfigError, match="--nnodes .* without a place .*--rdzv-endpoint HOST"):
-        launcher.check_ranks(["nanotrain"], options=["--nnodes=2", *options], check=print)
-    place = ["--master-addr=127.0.0.1"]
+        launcher.start_ranks(["nanotrain"], options=options, environment={}, check=print)
+    place = "--master-addr=127.0.0.1"
     if "--rdzv-backend=c10d" in options:
-        place = ["--rdzv-endpoint=127.0.0.1:29500"]
-    launcher.check_ranks(["nanotrain"], options=["--nnodes=2", *options, *place], check=print)
+        place = "--rdzv-endpoint=127.0.0.1:29500"
+    options.append(place)
+    launcher.require_meeting_place(read_options(options, ["nanotrain"]), options)
 
 
 @pytest.mark.parametrize("number", ["two", "0", "-1", ""])

@@ -114,7 +114,9 @@ def test_a_killed_worker_is_one_clear_error(tmp_path: Path) -> None:
                     os.kill(process, signal.SIGKILL)
             yield number, InputChunk("texts", texts=("a" * 1000,))
 
-    with pytest.raises(EnvironmentFault, match="tokenizing process died: SIGKILL ended it.*fewer --workers"):
+    with pytest.raises(
+        EnvironmentFault, match="tokenizing process died: SIGKILL ended it.*fewer --workers"
+    ):
         list(write_parts(_job(tmp_path / "p"), chunks(), workers=1))
 
 
