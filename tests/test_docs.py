@@ -37,6 +37,7 @@ FOREIGN = {
     "--multirun",
     "--nodes",
     "--gpus-per-node",
+    "--ntasks-per-node",
     "--time",
     "--requeue",
     "--signal",
