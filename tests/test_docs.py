@@ -52,6 +52,8 @@ FOREIGN |= {
     "--dist-ckpt-strictness",
 }
 FOREIGN |= {"--ckpt-format", "--cpus", "--memory"}  # the last two are of docker run
+# of vLLM, SGLang and llama.cpp
+FOREIGN |= {"--model-path", "--model-impl", "--outfile", "--outtype"}
 # where a page's short file names are to be looked for: `comm/gloo.py`, `memory.py` beside
 # benchmarks/README.md
 HOMES = (ROOT, ROOT / "nanotrain", ROOT / "nanotrain" / "train")
