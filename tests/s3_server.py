@@ -110,7 +110,6 @@ class S3Server:
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeat failed requests at once."""
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)  # the client's own, with pauses of seconds
 
 
 @cache

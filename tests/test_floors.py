@@ -30,6 +30,7 @@ TRAIN_FLOORS = (
 # packages and files of nanotrain/, the lowest first; those in one row never import each other
 PACKAGE_FLOORS = (
     ("errors", "log", "quantities", "untrusted"),
+    ("waiting",),
     ("storage", "system", "scheduler"),
     ("paths",),
     ("config",),

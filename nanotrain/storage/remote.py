@@ -6,33 +6,33 @@
     Remote.put, .write     a file in parts, or bytes: whole objects, never half of one
     Remote.delete          in batches
 
-Every request that fails for a reason that may pass is repeated. Credentials are those of the
-provider's usual places, never part of an address.
+Every request that fails for a reason that may pass is repeated, in one loop: a client's own is
+switched off where it has one. A store that does not answer is named in the log after ten seconds.
+Credentials are those of the provider's usual places, never part of an address.
 """
 
 import importlib
 import re
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from nanotrain.errors import ConfigError, StorageFault
+from nanotrain.storage.faults import cause_of
+from nanotrain.waiting import Wait
 
 PART_BYTES = 8 * 2**20  # part of an upload or a download
 MAX_PARTS = 9_000  # parts of an upload; providers take 10,000 per file
 CONCURRENCY = 4  # parts of an upload that a rank holds at once
 ATTEMPTS = 6
 FIRST_PAUSE_S = 0.1  # between attempts; it doubles
+ANSWER_S = 120.0  # silence of one attempt; the clients notice most of it after 60 s
+TIMEOUT_S = 300.0  # silence of all attempts together
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 _SECRETS = re.compile(r"(?<=://)[^/@\s]+@|\?[^\s\"']+")
-_NETWORK = re.compile("connect|resolve|timed? ?out|unreachable|SSL", re.IGNORECASE)
-_DENIED = re.compile(
-    "credential|denied|forbidden|signature|token|unauthorized|access key|skew", re.IGNORECASE
-)
 Result = TypeVar("Result")
 
 
@@ -67,10 +67,11 @@ class MissingObject(StorageFault):
 
 
 class Stat(NamedTuple):
-    """Size in bytes and time of the last change of an object."""
+    """Size in bytes of an object, and what changes with its content."""
 
     size: int
-    changed: float
+    changed: float  # by the clock of the store: only for display and for equality
+    version: str = ""  # the provider's tag of the content; empty if it has none
 
 
 def is_address(text: str) -> bool:
@@ -132,21 +133,23 @@ class Remote:
     Args:
         scheme: a key of SCHEMES.
         path: bucket and name, without slashes at the ends.
+        timeout_s: seconds without an answer after which a request fails.
     """
 
     scheme: str
     path: str
+    timeout_s: float = field(default=TIMEOUT_S, compare=False)
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.path}"
 
     def __truediv__(self, name: str) -> "Remote":
-        return Remote(self.scheme, f"{self.path}/{name}")
+        return replace(self, path=f"{self.path}/{name}")
 
     @property
     def parent(self) -> "Remote":
         """The folder above."""
-        return Remote(self.scheme, self.path.rpartition("/")[0])
+        return replace(self, path=self.path.rpartition("/")[0])
 
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
         """The bytes from `start` to `stop`, which lies inside the object; None: to its end.
@@ -155,7 +158,7 @@ class Remote:
             StorageFault: they cannot be read.
         """
 
-        def request() -> bytes:
+        def request(wait: Wait) -> bytes:
             is_whole = start == 0 and stop is None
             first = None if is_whole else start
             data: bytes = self._client().cat_file(self.path, start=first, end=stop)
@@ -178,7 +181,11 @@ class Remote:
             MissingObject: there is none.
             StorageFault: it cannot be reached.
         """
-        return dict(self._retried("opened", lambda: self._client().info(self.path)))
+        return dict(self._retried("opened", lambda wait: self._client().info(self.path)))
+
+    def stat(self) -> Stat:
+        """Size and version of the object; raises as `info`."""
+        return _stat(self.info())
 
     def sizes(self) -> dict[str, Stat]:
         """The objects below this folder, by their names from here on; empty where there is none.
@@ -187,16 +194,16 @@ class Remote:
             MissingObject: the bucket does not exist.
             StorageFault: they cannot be listed.
         """
-        found = self._retried("listed", lambda: self._client().find(self.path, detail=True))
+        found = self._retried("listed", lambda wait: self._client().find(self.path, detail=True))
         if not found and "/" in self.path:  # providers answer alike for a bucket that is missing
             bucket = self.path.partition("/")[0]
-            self._retried("listed", lambda: self._client().ls(bucket, refresh=True))
+            self._retried("listed", lambda wait: self._client().ls(bucket, refresh=True))
         prefix = f"{self.path}/"
         sizes = {}
         for path, entry in found.items():
             name = path.lstrip("/")
             if name.startswith(prefix):
-                sizes[name.removeprefix(prefix)] = Stat(int(entry["size"]), _changed(entry))
+                sizes[name.removeprefix(prefix)] = _stat(entry)
         return sizes
 
     def put(self, file: Path) -> None:
@@ -207,18 +214,26 @@ class Remote:
         """
         part = max(PART_BYTES, -(-file.stat().st_size // MAX_PARTS))
         options = SCHEMES[self.scheme].upload(part)
-        self._retried("written", lambda: self._client().put_file(str(file), self.path, **options))
+
+        def request(wait: Wait) -> None:
+            callback = _moves(wait)
+            self._client().put_file(str(file), self.path, callback=callback, **options)
+
+        self._retried("written", request)
 
     def write(self, data: bytes) -> None:
         """Replace the object by bytes."""
-        self._retried("written", lambda: self._client().pipe_file(self.path, data))
+        self._retried("written", lambda wait: self._client().pipe_file(self.path, data))
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects below this folder; those that are gone already are no error."""
         paths = [f"{self.path}/{name}" for name in names]
         for first in range(0, len(paths), 1000):  # a request of most providers
-            request = partial(self._client().rm, paths[first : first + 1000])
-            self._retried("deleted", request, missing_ok=True)
+            batch = paths[first : first + 1000]
+            self._retried("deleted", partial(self._delete_batch, batch), missing_ok=True)
+
+    def _delete_batch(self, paths: list[str], wait: Wait) -> None:
+        self._client().rm(paths)
 
     def _client(self) -> Any:
         """The file system of the provider."""
@@ -235,15 +250,25 @@ class Remote:
                 why=f"no {error.name} here",
                 fix=f"pip install {packages}",
             ) from None
-        return fsspec.filesystem(self.scheme, use_listings_cache=False, **provider.client)
+        client = fsspec.filesystem(self.scheme, use_listings_cache=False, **provider.client)
+        if self.scheme == "s3":
+            client.retries = 1  # s3fs has a loop of its own around each request
+        return client
 
     def _retried(
-        self, what: str, request: Callable[[], Result], *, missing_ok: bool = False
+        self, what: str, request: Callable[[Wait], Result], *, missing_ok: bool = False
     ) -> Result | Any:
-        """Send a request again while its failure may pass; the pauses grow."""
+        """Send a request again while its failure may pass; the pauses grow.
+
+        Args:
+            what: the request as a participle, for the error.
+            request: sends it once; between the parts of a long one it moves the wait.
+            missing_ok: whether a missing object is no error.
+        """
+        wait = Wait(f"{self} does not answer (to be {what})", self.timeout_s)
         for attempt in range(ATTEMPTS):
             try:
-                return request()
+                return wait.call(partial(request, wait), limit_s=ANSWER_S)
             except (ConfigError, KeyboardInterrupt):
                 raise
             except FileNotFoundError as error:
@@ -251,36 +276,37 @@ class Remote:
                     return None
                 raise self._fault(what, error) from None
             except Exception as error:  # the providers' errors have no class in common
-                is_last = attempt + 1 == ATTEMPTS
-                if is_last or is_denied(error, str(error)):
+                is_last = attempt + 1 == ATTEMPTS or wait.is_over
+                if is_last or not cause_of(error).may_pass:
                     raise self._fault(what, error) from None
-            time.sleep(FIRST_PAUSE_S * 2**attempt)
+            wait.pause(FIRST_PAUSE_S * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
 
     def _fault(self, what: str, error: Exception) -> StorageFault:
         """The error for a request that failed."""
         reason = " ".join(redacted(f"{error}").split())[:400] or type(error).__name__
-        fault = StorageFault
-        fix = "try again; everything committed before is unchanged"
         if isinstance(error, FileNotFoundError):
-            fault = MissingObject
             fix = "make the bucket, or name another place"
-        elif is_denied(error, reason):
-            fix = (
-                "give credentials with this right in the provider's usual place, and check the "
-                "clock of this machine"
-            )
-        elif _NETWORK.search(f"{type(error).__name__} {reason}"):
-            fix = (
-                "check the network, and the endpoint that the provider's variables name "
-                "(docs/remote_storage.md)"
-            )
-        return fault(f"{self} cannot be {what}", why=reason, fix=fix)
+            return MissingObject(f"{self} cannot be {what}", why=reason, fix=fix)
+        return StorageFault(f"{self} cannot be {what}", why=reason, fix=cause_of(error).fix)
 
 
-def is_denied(error: Exception, reason: str) -> bool:
-    """Whether a provider refused a request, by its error and the text of it."""
-    return isinstance(error, PermissionError) or _DENIED.search(reason) is not None
+def _moves(wait: Wait) -> Any:
+    """A callback of fsspec that moves a wait with every part."""
+    from fsspec.callbacks import Callback
+
+    class Moves(Callback):
+        def call(self, *args: object, **options: object) -> None:
+            wait.move()
+
+    return Moves()
+
+
+def _stat(entry: dict[str, Any]) -> Stat:
+    """The facts of an object, under the names that a provider gives them."""
+    tags = (entry.get(key) for key in ("ETag", "etag", "md5Hash", "generation", "oid", "blob_id"))
+    version = next((str(tag) for tag in tags if tag), "")
+    return Stat(int(entry["size"]), _changed(entry), version)
 
 
 def _changed(entry: dict[str, Any]) -> float:

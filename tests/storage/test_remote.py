@@ -4,7 +4,9 @@ written.
 
 import os
 import random
+import socket
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -109,6 +111,71 @@ def test_a_missing_bucket_and_a_dead_network_are_named(
     monkeypatch.setattr("s3fs.S3FileSystem.cachable", False)
     with pytest.raises(StorageFault, match="connect.*check the network"):
         parse("s3://b/run").sizes()
+
+
+@pytest.fixture
+def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("s3fs.S3FileSystem.cachable", False)
+
+
+def test_words_in_a_url_do_not_make_a_dead_network_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, fresh_clients: None
+) -> None:
+    """Every upload of `tokenizer/...` has "token" in it."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    attempts = []
+    client = remote.Remote._client
+    monkeypatch.setattr(
+        remote.Remote, "_client", lambda self: attempts.append(self) or client(self)
+    )
+    with pytest.raises(StorageFault, match="check the network"):
+        parse("s3://b/run/tokenizer/denied-signature.json").write(b"")
+    assert len(attempts) == remote.ATTEMPTS
+
+
+def test_an_unknown_profile_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, fresh_clients: None
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "typo")
+    with pytest.raises(StorageFault, match=r"profile \(typo\).*name a profile") as caught:
+        parse("s3://b/run").sizes()
+    assert "try again" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_store_that_accepts_and_never_answers_is_named_and_given_up(
+    reads: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    fresh_clients: None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("nanotrain.waiting.NAMED_AFTER_S", 0.2)
+    file = tmp_path / "large"
+    file.write_bytes(bytes(9 * 2**20))  # more than the buffers of a connection hold
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        place = remote.Remote("s3", "b/run/x", timeout_s=1.0)
+        start = time.monotonic()
+        with caplog.at_level("WARNING", "nanotrain"), pytest.raises(StorageFault) as caught:
+            place.read() if reads else place.put(file)
+    assert 1.0 <= time.monotonic() - start < 3.0
+    assert "no answer for 1" in caught.value.why and "check the network" in caught.value.fix
+    what = "read" if reads else "written"
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"s3://b/run/x does not answer (to be {what}) for ")
+    assert line.endswith(" s; this ends after 1 s")
+
+
+def test_one_loop_repeats_a_request(bucket: str) -> None:
+    """The client has another, of five, which would make thirty requests of six."""
+    with (
+        s3_server.server().faults(lambda request: "500"),
+        s3_server.server().counted() as requests,
+        pytest.raises(StorageFault),
+    ):
+        (parse(bucket) / "y").read()
+    assert len(requests) == remote.ATTEMPTS
 
 
 def test_a_password_in_the_text_of_a_provider_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
