@@ -1,6 +1,7 @@
 """Live groups and collectives: the only package that calls torch.distributed.
 
     device.py, driver.py        the device of a rank, copies, streams; why torch sees no GPU
+    meeting.py                  the ranks meet at MASTER_ADDR:MASTER_PORT
     process_groups.py           creates torch's process groups
     group.py                    `Group`: a group spec with its process group; traffic counts
     parallel_context.py         `ParallelContext`: this rank's device and groups

@@ -25,7 +25,8 @@ from nanotrain.comm import flight_recorder
 from nanotrain.comm.device import pick_device, process_group_device
 from nanotrain.comm.group import Group, TrafficCounter
 from nanotrain.comm.heartbeat import Heartbeat
-from nanotrain.comm.process_groups import create_control, create_groups, join_world, require_host
+from nanotrain.comm.meeting import require_host
+from nanotrain.comm.process_groups import create_control, create_groups, join_world
 from nanotrain.errors import EnvironmentFault
 from nanotrain.quantities import count_of
 from nanotrain.system import keep_freed_memory

@@ -1,35 +1,19 @@
 """Creates torch's process groups; the only file that does.
 
-join_world        the default process group, at torchrun's address
-store_of_attempt  a separate key prefix in the store for every attempt of a job
+join_world        the default process group, at the store where the ranks met
 create_groups     one per distinct set of ranks of this rank; by splits of the world on NCCL
 create_control    the gloo groups of the control tree
-
-After a failure torchrun starts the ranks again at the store of the previous attempt, which still
-has its keys: process groups would read the addresses of ranks that have ended (PyTorch issue
-135712). Restart counts do not distinguish attempts, because every agent of torchrun has its own
-count.
-
-    rank r    publishes a random number, waits for the reply to it, and increments the count of
-              joined ranks
-    rank 0    draws the random name of the attempt and sends it in reply to every number, until all
-              ranks have joined
 """
 
-import os
-import socket
-import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from nanotrain.comm.device import process_group_device
+from nanotrain.comm.meeting import meet
 from nanotrain.errors import EnvironmentFault
 from nanotrain.topology.groups import UNCONNECTED, Ranks
 from nanotrain.topology.topology import CONTROL_FAN_OUT, Topology, control_levels, partitions
@@ -195,111 +179,3 @@ def _options(backend: str, *, timeout: timedelta) -> Any:
     # torch warns where the timeouts differ
     options.is_high_priority_stream, options._timeout = True, timeout
     return options
-
-
-_POLL_S, _CONNECT_S = 0.02, 0.5
-_RESOLVE_S = 60.0  # a name in a cluster may get its address only when its machine has started
-
-
-def meet(rank: int, world_size: int, *, timeout: timedelta) -> Store:
-    """The store of this attempt at torchrun's address; arguments as for `store_of_attempt`."""
-    if rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else this rank opens it
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        require_store(address, timeout_s=timeout.total_seconds())
-    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    return store_of_attempt(store, rank, world_size=world_size, timeout=timeout)
-
-
-def require_host(name: str, *, timeout_s: float = _RESOLVE_S) -> None:
-    """Wait until the name of the meeting point has an address.
-
-    torch would try for as long as the timeout of collectives.
-
-    Raises:
-        EnvironmentFault: it has none in time.
-    """
-    try:
-        _retry(lambda left_s: socket.getaddrinfo(name, None), timeout_s, pause_s=1.0)
-    except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        fix = "set MASTER_ADDR to the name or address of the machine of rank 0"
-        raise EnvironmentFault(f"MASTER_ADDR {name!r} has no address", why=why, fix=fix) from None
-
-
-def require_store(address: tuple[str, int], *, timeout_s: float) -> None:
-    """Wait until the store accepts connections; torch would print a C++ stack for every failed one.
-
-    Raises:
-        EnvironmentFault: it does not in time.
-    """
-    try:
-        _retry(
-            lambda left_s: socket.create_connection(address, timeout=left_s).close(),
-            timeout_s,
-            pause_s=_CONNECT_S,
-        )
-    except OSError as error:
-        what, why = (
-            "{}:{} accepts no connection".format(*address),
-            f"{error.strerror or error}, for {timeout_s:g} s",
-        )
-        fix = "check that rank 0 has started there, and that no firewall is between the machines"
-        raise EnvironmentFault(f"MASTER_ADDR:MASTER_PORT {what}", why=why, fix=fix) from None
-
-
-def _retry(attempt: Callable[[float], object], timeout_s: float, *, pause_s: float) -> None:
-    """Retry a function, called with the seconds left; raise its error once the time is over."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            attempt(max(0.1, deadline - time.monotonic()))
-            return
-        except (OSError, UnicodeError):
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(pause_s)
-
-
-def store_of_attempt(store: Store, rank: int, *, world_size: int, timeout: timedelta) -> Store:
-    """The store of this attempt, empty before its ranks meet; all ranks call this.
-
-    Args:
-        store: store at which the ranks of all attempts meet.
-        rank: global rank.
-        world_size: number of ranks of this attempt.
-        timeout: time to wait for the others.
-
-    Raises:
-        RuntimeError: not all ranks joined in time.
-    """
-    meeting = PrefixStore("nanotrain-attempts/", store)
-    name = (
-        _join(meeting)
-        if rank
-        else _lead(meeting, world_size, deadline=time.monotonic() + timeout.total_seconds())
-    )
-    return PrefixStore(f"nanotrain-attempt-{name}/", store)
-
-
-def _join(store: Store) -> str:
-    drawn = uuid.uuid4().hex
-    store.set(f"drawn-{store.add('count', 1)}", drawn)
-    name = store.get(f"reply-{drawn}").decode()
-    store.add(f"joined-{name}", 1)
-    return name
-
-
-def _lead(store: Store, world_size: int, *, deadline: float) -> str:
-    name, replied = uuid.uuid4().hex, set()
-    while (joined := store.add(f"joined-{name}", 0)) < world_size - 1:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"only {joined + 1} of {world_size} ranks joined in time")
-        for number in range(1, store.add("count", 0) + 1):
-            # A rank may have ended before it published. Nobody reads the reply to a number of an
-            # earlier attempt.
-            if number not in replied and store.check([f"drawn-{number}"]):
-                store.set(f"reply-{store.get(f'drawn-{number}').decode()}", name)
-                replied.add(number)
-        time.sleep(_POLL_S)
-    return name

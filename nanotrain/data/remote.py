@@ -35,6 +35,7 @@ from nanotrain.errors import EnvironmentFault, StorageFault
 from nanotrain.paths import Address
 from nanotrain.runs.files import disk_errors
 from nanotrain.storage.remote import MissingObject, parse
+from nanotrain.waiting import named_wait
 
 _NUM_LOCKS = 1024
 _KEPT = 0.9  # fraction of the bytes that stay when chunks are removed
@@ -115,7 +116,8 @@ class ChunkCache:
         with disk_errors(lock, fix=_CURE):
             lock.parent.mkdir(parents=True, exist_ok=True)
             file = lock.open("ab")
-            flock(file, LOCK_EX)
+            with named_wait(f"another process fetches {path}"):
+                flock(file, LOCK_EX)
         with file:
             yield
 

@@ -37,7 +37,7 @@ from torch.distributed.run import (
 )
 
 from nanotrain.comm.device import memory_per_rank
-from nanotrain.comm.process_groups import require_host, require_store
+from nanotrain.comm.meeting import require_host, require_store
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.quantities import count_of, describe_bytes
 from nanotrain.scheduler import require_one_launcher

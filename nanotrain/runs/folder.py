@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -89,7 +90,7 @@ class RunFolder:
         place, staging = str(config.train.run_dir), Path(config.checkpoint.staging_dir or "runs")
         if not is_address(place):
             return cls(Path(place))
-        remote = parse(place)
+        remote = within_timeout(parse(place), config)
         return cls(staging / remote.path, remote)
 
     def check_writable(self, *, probes: bool = True) -> None:
@@ -187,6 +188,12 @@ class RunFolder:
             **facts,
         }
         write_text(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+
+
+def within_timeout(remote: Remote, config: Config) -> Remote:
+    """An address whose requests end before the other ranks of a run stop waiting for this one."""
+    timeout_s = 60 * config.parallel.distributed_timeout_minutes
+    return replace(remote, timeout_s=min(remote.timeout_s, timeout_s))
 
 
 def check_writable(path: Path, *, name: str, fix: str, probes: bool = True) -> None:

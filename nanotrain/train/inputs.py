@@ -56,9 +56,10 @@ from nanotrain.log import get_logger
 from nanotrain.paths import expanded
 from nanotrain.prepare.quickstart import prepare_quickstart, task_path, user_cache
 from nanotrain.runs.files import OTHER_FOLDER, open_append
-from nanotrain.runs.folder import RunFolder
+from nanotrain.runs.folder import RunFolder, within_timeout
 from nanotrain.storage.remote import is_address, parse
 from nanotrain.train.run import RunInputs
+from nanotrain.waiting import named_wait
 
 log = get_logger(__name__)
 
@@ -371,7 +372,7 @@ def _local_copy(text: str | None, config: Config) -> str | None:
     base = _load_base(config)
     base.mkdir(parents=True, exist_ok=True)
     with _file_lock(base / ".fetching"):
-        return str(fetched(parse(text), base))
+        return str(fetched(within_timeout(parse(text), config), base))
 
 
 @contextmanager
@@ -384,7 +385,8 @@ def _file_lock(path: Path) -> Iterator[None]:
     """
     with open_append(path) as file:  # neither truncated nor followed as a link
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            with named_wait(f"another process holds {path}"):
+                fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise EnvironmentFault(
                 f"{path} cannot be locked",
