@@ -19,8 +19,8 @@ loss is differentiated in the forward, where its target is known, with respect t
     B batch   Q queries   S keys   N heads   D head dim   I index heads   E width of an index head
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -84,6 +84,16 @@ class SelectedTiles(TilePlan):
     def is_one_tile(self) -> bool:
         """False, so that the output of a single tile has no padding either."""
         return False
+
+    @property
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        """The selected keys of each tile."""
+        return tuple(self.bits.values())
+
+    def with_own(self, tensors: Sequence[Tensor]) -> "SelectedTiles":
+        """This plan with other selected keys, one tensor per tile, or none."""
+        starts = [tile.queries.start for tile in self.tiles]
+        return replace(self, bits=dict(zip(starts, tensors, strict=False)))
 
     def mask(self, tile: Tile | None = None) -> Tensor:
         """[B, 1, queries, keys] bool, True where a key is selected."""

@@ -24,7 +24,7 @@ position:
     B batch   S sequence   N query heads   G key/value heads   Q queries   K keys   D, Dv head dims
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -155,6 +155,15 @@ class TilePlan:
         has_all_queries = only.queries == slice(0, len(self.queries))
         has_all_keys = only.keys == slice(0, len(self.keys))
         return only.is_first and has_all_queries and has_all_keys
+
+    @property
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        """Tensors of this call alone, which autograd has to keep; none for masks of spans."""
+        return ()
+
+    def with_own(self, tensors: Sequence[Tensor]) -> "TilePlan":
+        """This plan with other `own_tensors`."""
+        return self
 
     def chunk(self, tile: Tile, inputs: Inputs, *, scores: ScoreOptions | None) -> AttentionChunk:
         """The attention of a tile.
@@ -434,18 +443,20 @@ class _AttendTiles(torch.autograd.Function):
             wide_out = total.out.to(accumulate_dtype(query))
             total = add_sink(replace(total, out=wide_out), sink)
         out = total.out.to(query.dtype)
-        ctx.plan = plan
+        # an attribute of `ctx` stays in memory where the saved tensors are recomputed or offloaded
+        ctx.plan = plan.with_own(())
         ctx.scores = None if scores is None else replace(scores, sink=None)
-        ctx.save_for_backward(query, key, value, sink, out, total.lse)
+        ctx.save_for_backward(query, key, value, sink, out, total.lse, *plan.own_tensors)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sink, out, lse = ctx.saved_tensors
+        query, key, value, sink, out, lse, *own_tensors = ctx.saved_tensors
+        plan = ctx.plan.with_own(own_tensors)
         grad = grads[0]
         merged = AttentionResult(out, lse)
         inputs = (query, key, value)
-        gradients = backward_tiles(ctx.plan, inputs, merged=merged, scores=ctx.scores, grad=grad)
+        gradients = backward_tiles(plan, inputs, merged=merged, scores=ctx.scores, grad=grad)
         query_grad = gradients.query.to(query.dtype)
         key_grad = gradients.key.to(key.dtype)
         value_grad = gradients.value.to(value.dtype)

@@ -124,8 +124,15 @@ class Recompute(threading.local):
             self.is_recomputing = before
 
 
-# by name: the function of a block that keeps its inputs and outputs
-CHECKPOINTED = {"core_attn": "attention.core_attention", "mlp": "mlp.forward", "moe": "mlp.forward"}
+# by name: functions of a block that keep their inputs and outputs; a block has one of them at most
+CHECKPOINTED = {
+    "core_attn": (
+        "attention.core_attention",
+        "attention.attention.core_attention",  # beside Mamba-2
+    ),
+    "mlp": ("mlp.forward",),
+    "moe": ("mlp.forward",),
+}
 # by name: pairs of functions; the second does not keep the outputs of the first
 DISCARDED = {
     "mla_up_proj": (("attention.up_project", "attention.core_attention"),),
@@ -146,13 +153,20 @@ def recompute_modules(block: nn.Module, modules: Collection[str], *, recompute: 
     if isinstance(second_block, nn.Module):
         recompute_modules(second_block, modules, recompute=recompute)
     other_mlp = "mlp" if _has(block, "mlp.experts") else "moe"
-    for name, path in CHECKPOINTED.items():
-        if name in modules and name != other_mlp and _has(block, path):
-            _set(block, path, function=recompute.checkpointed(attrgetter(path)(block)))
+    for name, paths in CHECKPOINTED.items():
+        if name in modules and name != other_mlp:
+            for path in paths:
+                _checkpoint(block, path, recompute=recompute)
     for name, pairs in DISCARDED.items():
         if name in modules:
             for first, second in pairs:
                 _discard_outputs(block, first, second=second, recompute=recompute)
+
+
+def _checkpoint(block: nn.Module, path: str, *, recompute: Recompute) -> None:
+    """Replace a function of a block, if it has it, such that its inputs and output are kept."""
+    if _has(block, path):
+        _set(block, path, function=recompute.checkpointed(attrgetter(path)(block)))
 
 
 def _discard_outputs(block: nn.Module, first: str, *, second: str, recompute: Recompute) -> None:
