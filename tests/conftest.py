@@ -22,13 +22,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+from tests.surroundings import own_surroundings
+
+own_surroundings(home=os.environ["XDG_CACHE_HOME"])
 # Containers often turn bytecode off: then every process compiles the package (0.4 s), and every
 # worker all tests (8 s).
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# of the terminal of who runs the tests
-for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):
-    os.environ.pop(name, None)
 # what tests write need not survive a power failure, and a disk takes 10 ms for it
 os.fsync = lambda _: None
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
