@@ -16,7 +16,7 @@ from nanotrain.config.config import Config, DataConfig, TrainConfig
 from nanotrain.config.load import Loaded
 from nanotrain.config.rules.check import check_layout, validate_for_world
 from nanotrain.errors import ConfigError, EnvironmentFault
-from nanotrain.log import progress
+from nanotrain.log import progress, start_logging
 from nanotrain.paths import expanded
 from nanotrain.system import importing_torch
 
@@ -196,7 +196,8 @@ def evaluate_on_rank(args: Namespace, loaded: Loaded) -> int:
         eval_num_fewshot=args.num_fewshot or 0,
         eval_task_limit=args.max_samples,
     )
-    tasks = read_tasks(task_settings, tokenizer)
+    start_logging(is_first=launch.rank == 0)
+    tasks = read_tasks(task_settings, tokenizer, is_pretrained=model.is_pretrained)
     plan = plan_run(config, launch.world_size, rank=launch.rank)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
     with (

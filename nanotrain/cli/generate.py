@@ -3,21 +3,27 @@
 import os
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import lcm
 
 from nanotrain.cli.addresses import read_name
 from nanotrain.cli.parser import CommandParser
 from nanotrain.cli.trained import MODEL_FLAGS, ModelCommand, add_model
-from nanotrain.cli.values import count, not_negative, probability, seed
+from nanotrain.cli.values import count, number
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.load import Loaded
 from nanotrain.config.rules.check import check_layout, validate_for_world
 from nanotrain.errors import ConfigError, TopologyError
+from nanotrain.inference.generation_config import GenerationDefaults
+from nanotrain.inference.sampling import LIMITS, Sampling
+from nanotrain.log import get_logger, start_logging
 from nanotrain.quantities import count_of
 from nanotrain.system import importing_torch
 
+log = get_logger(__name__)
+
+TEMPERATURE = 0.8  # where neither the command line nor the model's folder sets one
 # settings that a command line may have; pipeline and context parallelism only of size 1
 SETTINGS = {
     "train.device",
@@ -60,9 +66,9 @@ def generate_parser() -> CommandParser:
     parser.add_argument(
         "--num-tokens",
         type=count,
-        default=120,
         metavar="N",
-        help="largest number of tokens to generate (default: 120)",
+        help="largest number of tokens to generate; unset: max_new_tokens of the model's "
+        "generation_config.json, else 120",
     )
     add_sampling(parser)
     parser.add_argument(
@@ -82,22 +88,22 @@ def add_sampling(parser: CommandParser) -> None:
     """Add the arguments that choose the next token, and where a text ends."""
     parser.add_argument(
         "--temperature",
-        type=not_negative,
-        default=0.8,
+        type=option("temperature"),
         metavar="T",
-        help="sampling temperature; 0 is greedy (default: 0.8)",
+        help="sampling temperature; 0 is greedy; unset: generation_config.json, else 0.8",
     )
     parser.add_argument(
         "--top-k",
-        type=count,
+        type=option("top_k"),
         metavar="K",
-        help="sample from the K most likely tokens; unset: from all",
+        help="sample from the K most likely tokens; unset: generation_config.json, else from all",
     )
     parser.add_argument(
         "--top-p",
-        type=probability,
+        type=option("top_p"),
         metavar="P",
-        help="sample from the fewest most likely tokens of probability P; unset: from all",
+        help="sample from the fewest most likely tokens of probability P; unset: "
+        "generation_config.json, else from all",
     )
     parser.add_argument(
         "--stop",
@@ -107,8 +113,31 @@ def add_sampling(parser: CommandParser) -> None:
         help="end at this text, which is not printed; may be repeated",
     )
     parser.add_argument(
-        "--seed", type=seed, default=0, help="random seed of the sampling (default: 0)"
+        "--seed", type=option("seed"), default=0, help="random seed of the sampling (default: 0)"
     )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=option("repetition_penalty"),
+        metavar="R",
+        help="make tokens of the text less likely, above 1; unset: generation_config.json, else 1",
+    )
+
+
+def option(name: str) -> Callable[[str], float]:
+    """The converter of an option of sampling, with the limits that `Sampling` has."""
+    limit = LIMITS[name]
+    return number(limit.what, low=limit.low, high=limit.high)
+
+
+def sampling_of(args: Namespace, defaults: GenerationDefaults) -> Sampling:
+    """The sampling of a command line; what it leaves out is the model's folder's."""
+    sampling = defaults.sampling(temperature=TEMPERATURE, seed=args.seed)
+    given = {}
+    for name in ("temperature", "top_k", "top_p", "repetition_penalty"):
+        value = getattr(args, name)
+        if value is not None:
+            given[name] = value
+    return replace(sampling, **given)
 
 
 def generate_on_rank(args: Namespace, loaded: Loaded) -> int:
@@ -116,7 +145,6 @@ def generate_on_rank(args: Namespace, loaded: Loaded) -> int:
     with importing_torch():
         from nanotrain.comm.parallel_context import Launch, ParallelContext
         from nanotrain.inference.checkpoint import load_model, open_model
-        from nanotrain.inference.generate import Sampling
         from nanotrain.topology.topology import Topology
 
     launch = Launch.of(os.environ)
@@ -125,9 +153,7 @@ def generate_on_rank(args: Namespace, loaded: Loaded) -> int:
     has_experts = config.model.moe is not None
     topology = Topology.of(config.parallel, launch.world_size, has_experts=has_experts)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
-    sampling = Sampling(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
-    )
+    start_logging(is_first=launch.rank == 0)
     prompts = [without_surrogates(text) for text in args.prompt or [""]]
     with ParallelContext.start(
         topology, device=config.train.device, timeout_s=timeout_s
@@ -138,10 +164,12 @@ def generate_on_rank(args: Namespace, loaded: Loaded) -> int:
             context=context,
             dtype=config.precision.params_dtype,
         )
+        for line in model.defaults.describe():
+            log.info("%s", line)
         pieces = model.stream(
             prompts,
             num_tokens=args.num_tokens,
-            sampling=sampling,
+            sampling=sampling_of(args, model.defaults),
             stops=args.stop,
             use_cache=not args.no_cache,
         )

@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 
 from nanotrain.data.batch import Sample
-from nanotrain.data.tokenizer import Tokenizer, document_start
+from nanotrain.data.prompts import encode_pair as encode_pair
+from nanotrain.data.tokenizer import Tokenizer
 from nanotrain.errors import DataError
 from nanotrain.untrusted import (
     list_of,
@@ -186,23 +187,6 @@ def _read_questions(path: Path) -> list[Question]:
         if line.strip():
             questions.append(_parse_question(line, number))
     return questions
-
-
-def encode_pair(
-    context: str, continuation: str, *, tokenizer: Tokenizer
-) -> tuple[list[int], list[int]]:
-    """Tokens of a context and of its continuation, encoded as one text, as in training.
-
-    Blanks at the end of the context belong to the continuation. An empty context is the end of a
-    document. Where tokens reach over the border, the continuation has at least the last one:
-    without any it would be the most likely.
-    """
-    stripped = context.rstrip()
-    both = tokenizer.encode(context + continuation)
-    before = tokenizer.encode(stripped)
-    if len(before) >= len(both):
-        before = both[:-1]
-    return before or document_start(tokenizer), both[len(before) :]
 
 
 class TaskDataset:

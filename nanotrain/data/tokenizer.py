@@ -11,6 +11,9 @@ Encoding adds no special tokens; `prepare` ends each document with `eod`. Every 
     eod           the end-of-document token, None if there is none
     encode        text -> ids
     decode        ids -> text, without special tokens
+    bos           the token that begins a prompt, None if there is none
+    adds_special  whether prompts have the special tokens that the tokenizer adds
+    encode_added  text -> ids, with the special tokens that the tokenizer adds (data/prompts.py)
     save          writes a folder and returns its name, or "bytes" if there is nothing to write
 
 The folder holds all files that the tokenizer was loaded from, and what else transformers'
@@ -76,9 +79,16 @@ class ByteTokenizer:
 
     vocab_size: int = 257
     eod: int | None = 256
+    bos: int | None = None
+    adds_special: bool = True
+    start_text: str | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))
+
+    def encode_added(self, text: str) -> list[int]:
+        """The bytes: there is no special token to add."""
+        return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode bytes; invalid UTF-8 gives replacement characters."""
@@ -114,11 +124,19 @@ class FastTokenizer:
     Args:
         backend: the tokenizer of the library.
         eod_text: text of the end-of-document token; None for a usual name.
+        bos_text: text of the token that begins a prompt; None if there is none.
         files: contents of the files that it was loaded from, by their names in a folder.
     """
 
+    adds_special = True
+
     def __init__(
-        self, backend: tokenizers.Tokenizer, *, eod_text: str | None = None, files: Files = None
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eod_text: str | None = None,
+        bos_text: str | None = None,
+        files: Files = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -128,11 +146,17 @@ class FastTokenizer:
         names = [eod_text] if eod_text is not None else _EOD_NAMES
         self.eod_text = next((name for name in names if name in vocabulary), None)
         self.eod: int | None = None if self.eod_text is None else vocabulary[self.eod_text]
+        self.bos: int | None = None if bos_text is None else vocabulary.get(bos_text)
+        self.start_text = self.eod_text if self.bos is None else bos_text
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
         """Encode a text on one thread."""
         return self.encode_batch([text])[0]
+
+    def encode_added(self, text: str) -> list[int]:
+        """Encode a text with the special tokens that the post-processor adds."""
+        return list(self.backend.encode(text).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode several texts on all threads that `tokenizers` may use."""
@@ -153,7 +177,8 @@ class FastTokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         files = {VOCABULARY: self.backend.to_str(pretty=True).encode(), **self.files}
         settings = parse_json(self.files.get(SETTINGS, b"{}"), allow_nan=True)
-        if as_any_class or SETTINGS not in files or _eos_in(settings) != self.eod_text:
+        names_eod = _named_token(settings, "eos_token") == self.eod_text
+        if as_any_class or SETTINGS not in files or not names_eod:
             if as_any_class:
                 for name in ("auto_map", "added_tokens_decoder", "tokenizer_class"):
                     settings.pop(name, None)
@@ -167,13 +192,21 @@ class FastTokenizer:
 class SlowTokenizer:
     """A transformers tokenizer without a `tokenizers` backend."""
 
+    adds_special = True
+
     def __init__(self, wrapped: Any) -> None:
         self.wrapped = wrapped
         self.eod: int | None = wrapped.eos_token_id
+        self.bos: int | None = wrapped.bos_token_id
+        self.start_text: str | None = wrapped.bos_token or wrapped.eos_token
         self.vocab_size = max(wrapped.get_vocab().values()) + 1
 
     def encode(self, text: str) -> list[int]:
         return list(self.wrapped.encode(text, add_special_tokens=False))
+
+    def encode_added(self, text: str) -> list[int]:
+        """Encode a text with the special tokens that the tokenizer adds."""
+        return list(self.wrapped.encode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.wrapped.decode(list(ids), skip_special_tokens=True))
@@ -230,7 +263,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         files = _read_files(Path(saved))
         if path.is_dir():
             files |= _read_files(path)
-    return FastTokenizer(backend, eod_text=loaded.eos_token, files=files)
+    return FastTokenizer(backend, eod_text=loaded.eos_token, bos_text=loaded.bos_token, files=files)
 
 
 def load_with_files(name: str) -> FastTokenizer | SlowTokenizer:
@@ -278,7 +311,8 @@ def _load_fast(file: Path) -> FastTokenizer:
     files = _read_files(file.parent, names)
     try:
         settings = object_of(parse_json(files.get(SETTINGS, b"{}"), allow_nan=True), "it")
-        eod_text = _eos_in(settings)
+        eod_text = _named_token(settings, "eos_token")
+        bos_text = _named_token(settings, "bos_token")
     except (ValueError, TypeError, KeyError) as error:
         what = f"{file.with_name(SETTINGS)} cannot be read"
         raise DataError(what, why=str(error), fix="correct or remove it") from None
@@ -286,7 +320,8 @@ def _load_fast(file: Path) -> FastTokenizer:
         content = read_file(file, most=MAX_TOKENIZER_BYTES)
         backend = tokenizers.Tokenizer.from_buffer(content)
         backend.encode_special_tokens = settings.get("split_special_tokens") is True
-        tokenizer = FastTokenizer(backend, eod_text=eod_text, files={**files, VOCABULARY: content})
+        files = {**files, VOCABULARY: content}
+        tokenizer = FastTokenizer(backend, eod_text=eod_text, bos_text=bos_text, files=files)
         # a damaged file may load and fail at the first text
         tokenizer.decode(tokenizer.encode("a b"))
     # the library raises bare Exception, and its panics are no Exception
@@ -332,12 +367,12 @@ def _check_link(path: Path) -> None:
         )
 
 
-def _eos_in(settings: Mapping[str, Any]) -> str | None:
-    """The text of the end-of-document token that a tokenizer_config.json names."""
-    eos = settings.get("eos_token")
-    if isinstance(eos, dict):
-        eos = eos["content"]
-    return None if eos is None else text_of(eos, "eos_token")
+def _named_token(settings: Mapping[str, Any], name: str) -> str | None:
+    """The text of a token that a tokenizer_config.json names; None if it names none."""
+    token = settings.get(name)
+    if isinstance(token, dict):
+        token = token["content"]
+    return None if token is None else text_of(token, name)
 
 
 def _json_bytes(value: Mapping[str, Any]) -> bytes:

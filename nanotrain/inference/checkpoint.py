@@ -30,6 +30,7 @@ from nanotrain.config.schema import config_from_dict
 from nanotrain.data.build import first_blend, tokenizer_of, uses_quickstart
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path
+from nanotrain.data.prompts import prompt_tokenizer
 from nanotrain.data.token_format import idx_path
 from nanotrain.data.tokenizer import (
     SETTINGS,
@@ -39,7 +40,15 @@ from nanotrain.data.tokenizer import (
     load_with_files,
 )
 from nanotrain.errors import CheckpointError, DataError
-from nanotrain.inference.generate import Generation, Sampling, encode_prompts, stream_texts
+from nanotrain.inference.generate import Generation, encode_prompts, stream_texts
+from nanotrain.inference.generation_config import (
+    GENERATION_CONFIG,
+    NUM_TOKENS,
+    GenerationDefaults,
+    parse_defaults,
+    read_defaults,
+)
+from nanotrain.inference.sampling import Sampling
 from nanotrain.log import progress
 from nanotrain.model.context import ModelParallel
 from nanotrain.model.router_stats import expert_biases
@@ -71,6 +80,11 @@ class OpenedCheckpoint:
     # None: the weights are a Hugging Face folder's
     manifest: Manifest | None = field(default=None, repr=False)
     prefix: str = PREFIX  # prefix of the names of the weights that are read
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether it is a Hugging Face folder, or a run or import that began with one."""
+        return self.manifest is None or self.config.checkpoint.pretrained_checkpoint is not None
 
     def with_model(self, model_config: ModelConfig) -> Self:
         """The checkpoint, read as a model with another padding of its vocabulary."""
@@ -267,12 +281,23 @@ class LoadedModel:
     tokenizer: Tokenizer
     # ranks that hold the shards
     ranks: Group = field(default_factory=lambda: Group.single_rank("world"))
+    # what holds where a caller gives nothing
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether its training is known: it is no Hugging Face folder."""
+        return not (self.path / "config.json").is_file()
+
+    def sampling(self, *, temperature: float = 1.0, seed: int = 0) -> Sampling:
+        """The sampling of the model's folder; `temperature` where it says none."""
+        return self.defaults.sampling(temperature=temperature, seed=seed)
 
     def generate(
         self,
         prompt: str = "",
         *,
-        num_tokens: int = 120,
+        num_tokens: int | None = None,
         sampling: Sampling | None = None,
         stops: Sequence[str] = (),
     ) -> str:
@@ -280,8 +305,10 @@ class LoadedModel:
 
         Args:
             prompt: the text to continue; empty for a new document.
-            num_tokens: maximum number of new tokens; an end-of-document token stops earlier.
-            sampling: how tokens are sampled.
+            num_tokens: maximum number of new tokens; None for the number of the model's folder,
+                else 120. A token that ends texts stops earlier.
+            sampling: how tokens are sampled; None for the model's folder. Without `stop` the ends
+                are those of the folder.
             stops: strings that end the text, not part of it.
 
         Raises:
@@ -294,7 +321,7 @@ class LoadedModel:
         self,
         prompts: Sequence[str],
         *,
-        num_tokens: int = 120,
+        num_tokens: int | None = None,
         sampling: Sampling | None = None,
         stops: Sequence[str] = (),
         use_cache: bool = True,
@@ -303,9 +330,8 @@ class LoadedModel:
 
         Args:
             prompts: the texts to continue; an empty one is a new document.
-            num_tokens: maximum number of new tokens of each; an end-of-document token stops
-                earlier.
-            sampling: how tokens are sampled.
+            num_tokens: maximum number of new tokens of each; None as in `generate`.
+            sampling: how tokens are sampled; None as in `generate`.
             stops: strings that end a text, not part of it.
             use_cache: whether keys and values of the tokens so far are kept.
 
@@ -314,16 +340,20 @@ class LoadedModel:
         """
         limit = self.config.model.max_position_embeddings
         encoded = encode_prompts(prompts, self.tokenizer, max_tokens=limit)
-        sampling = replace(sampling or Sampling(), stop=self.tokenizer.eod)
+        sampling = sampling or self.sampling()
+        if sampling.stop is None:
+            sampling = replace(sampling, stop=self.defaults.ends)
+        most = num_tokens or self.defaults.max_new_tokens or NUM_TOKENS
         generation = Generation(
             self.model,
             encoded,
-            num_tokens=num_tokens,
+            num_tokens=most,
             sampling=sampling,
             use_cache=use_cache,
             ranks=self.ranks,
         )
-        return stream_texts(generation, self.tokenizer, num_tokens=num_tokens, stops=stops)
+        all_stops = [*stops, *self.defaults.stops]
+        return stream_texts(generation, self.tokenizer, num_tokens=most, stops=all_stops)
 
 
 def load_checkpoint(
@@ -369,10 +399,30 @@ def load_model(
         why = why_unknown(checkpoint)
         fix = "set --tokenizer, for example to bytes, a folder or a tokenizer.json"
         raise DataError(f"{checkpoint.path} has no tokenizer", why=why, fix=fix)
-    loaded = load_tokenizer(name)  # before the weights, which take longer
+    loaded = prompt_tokenizer(load_tokenizer(name), is_pretrained=checkpoint.is_pretrained)
+    defaults = generation_defaults(checkpoint, loaded)  # before the weights, which take longer
     stage = load_stage(checkpoint, context, dtype=dtype)
     ranks = Group.single_rank("world") if context is None else context.group("world")
-    return LoadedModel(checkpoint.path, checkpoint.config, stage, loaded, ranks)
+    return LoadedModel(checkpoint.path, checkpoint.config, stage, loaded, ranks, defaults)
+
+
+def generation_defaults(checkpoint: OpenedCheckpoint, tokenizer: Tokenizer) -> GenerationDefaults:
+    """What the folder of a model says about generation.
+
+    A run has the file of its tokenizer's folder, and its texts also end at the end-of-document
+    token, after which its documents ended.
+    """
+    end = () if tokenizer.eod is None else (tokenizer.eod,)
+    if checkpoint.manifest is None:
+        defaults = read_defaults(checkpoint.path)
+        return replace(defaults, ends=defaults.ends or end)
+    files = getattr(tokenizer, "files", {})
+    content = files.get(GENERATION_CONFIG)
+    if content is None:
+        return GenerationDefaults(ends=end)
+    source = f"{GENERATION_CONFIG} of the tokenizer of {checkpoint.path}"
+    defaults = parse_defaults(content, source=source)
+    return replace(defaults, ends=tuple(dict.fromkeys([*defaults.ends, *end])))
 
 
 @progress("exporting")

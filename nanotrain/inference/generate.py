@@ -1,6 +1,5 @@
 """Autoregressive sampling of one prompt or several.
 
-    Sampling       how a token is sampled
     Generation     the state of a batch of prompts; each step samples one token per prompt
     generate       one prompt to its end
     stream_texts   texts in, pieces of texts out
@@ -10,34 +9,19 @@ character, or the beginning of a stop string, which is not part of the text.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nanotrain.comm.collectives import all_reduce_scalars
 from nanotrain.comm.group import Group
-from nanotrain.data.tokenizer import Tokenizer, document_start
+from nanotrain.data.prompts import encode_prompt, prompt_start
+from nanotrain.data.tokenizer import Tokenizer
 from nanotrain.errors import DataError
 from nanotrain.inference.cache import KVCache
+from nanotrain.inference.sampling import Sampling as Sampling
 from nanotrain.model.transformer import Stage
 from nanotrain.quantities import count_of
-
-SMALLEST_TEMPERATURE = 1e-30  # a smaller one is 0 in fp32
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Options of sampling."""
-
-    temperature: float = 1.0  # divides the logits; 0 is greedy
-    top_k: int | None = None  # sample among the k most likely tokens; None for all
-    # nucleus sampling (Holtzman et al. 2020): among the fewest most likely tokens whose
-    # probabilities sum to this; None for all
-    top_p: float | None = None
-    # seed of the random generator of the first prompt; each further prompt has the next one
-    seed: int = 0
-    stop: int | None = None  # token that ends the text (and is included); None for none
 
 
 class Generation:
@@ -95,13 +79,24 @@ class Generation:
         tokens = []
         for row in rows:
             generator = self._generators[row]
-            tokens.append(sample_token(logits[row], self.sampling, generator=generator))
+            penalized = self._penalize(logits[row], row)
+            tokens.append(sample_token(penalized, self.sampling, generator=generator))
         sampled = dict(zip(rows, self._broadcast(tokens), strict=True))
         for row, token in sampled.items():
             self.texts[row].append(token)
-            if token == self.sampling.stop:
+            if token in self.sampling.ends:
                 self.running.discard(row)
         return sampled
+
+    def _penalize(self, logits: Tensor, row: int) -> Tensor:
+        """[V] fp32, with the repetition penalty on the tokens of a text and its prompt."""
+        penalty = self.sampling.repetition_penalty
+        if penalty is None:
+            return logits
+        used = torch.tensor(sorted(set(self.texts[row])))
+        before = logits[used]
+        after = torch.where(before < 0, before * penalty, before / penalty)
+        return logits.scatter(0, used, after)
 
     def _broadcast(self, tokens: Sequence[int]) -> list[int]:
         """The tokens of the first rank, on every rank.
@@ -159,7 +154,7 @@ def generate(
 
 def sample_token(logits: Tensor, sampling: Sampling, *, generator: torch.Generator) -> int:
     """Sample a token from [V] fp32 logits on the CPU."""
-    if sampling.temperature < SMALLEST_TEMPERATURE:
+    if sampling.is_greedy:
         return int(logits.argmax())
     if sampling.top_k is not None and sampling.top_k < logits.numel():
         top = logits.topk(sampling.top_k)
@@ -182,10 +177,14 @@ class TextStream:
     Args:
         tokenizer: tokenizer that decodes the new tokens.
         stops: strings that end the text.
+        ends: tokens that end the text, besides the end of a document; they have no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, ends: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
+        self._ends = {tokenizer.eod, *ends}
         self._stops = [stop for stop in stops if stop]
         self._tokens: list[int] = []
         self._shown = 0  # characters returned so far
@@ -193,7 +192,7 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """Add a token; returns the next piece of the text."""
-        if token != self._tokenizer.eod:
+        if token not in self._ends:
             self._tokens.append(token)
         text = self._text()
         return self._show(text if self.is_ended else text[: self._num_certain(text)])
@@ -228,13 +227,15 @@ class TextStream:
 def encode_prompts(
     prompts: Sequence[str], tokenizer: Tokenizer, *, max_tokens: int
 ) -> list[list[int]]:
-    """The tokens of prompts; an empty prompt is the start of a document.
+    """The tokens of prompts; an empty prompt is the token that begins one.
 
     Raises:
         DataError: a prompt longer than `max_tokens`, the positions of the model, or one without
             tokens.
     """
-    encoded = [tokenizer.encode(prompt) or document_start(tokenizer) for prompt in prompts]
+    encoded = []
+    for prompt in prompts:
+        encoded.append(encode_prompt(prompt, tokenizer) or prompt_start(tokenizer))
     for number, ids in enumerate(encoded, 1):
         excess = len(ids) - max_tokens
         if excess > 0:
@@ -258,7 +259,9 @@ def stream_texts(
         num_tokens: tokens per prompt at most.
         stops: strings that end a text.
     """
-    streams = {row: TextStream(tokenizer, stops) for row in generation.running}
+    streams = {}
+    for row in generation.running:
+        streams[row] = TextStream(tokenizer, stops, ends=generation.sampling.ends)
     for _ in range(num_tokens):
         if not generation.running:
             break

@@ -13,14 +13,16 @@ from typing import Any
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
-from nanotrain.data.tasks import encode_pair
-from nanotrain.data.tokenizer import document_start
+from nanotrain.data.prompts import encode_pair, encode_prompt, prompt_start
 from nanotrain.errors import ConfigError
 from nanotrain.inference.checkpoint import LoadedModel, load_checkpoint
-from nanotrain.inference.generate import Generation, Sampling, stream_texts
+from nanotrain.inference.generate import Generation, stream_texts
+from nanotrain.inference.sampling import Sampling
 from nanotrain.inference.score import log_likelihoods, rolling_windows
 
 MAX_NEW_TOKENS = 256  # of a generated text where a task sets no number
+# names of that number in tasks, the first that is set counts
+LENGTH_OPTIONS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 @register_model("nanotrain")
@@ -33,8 +35,8 @@ class NanotrainLM(LM):
         ema: whether the moving average of the weights is taken.
         batch_size: rows per forward pass.
         device: device of the model.
-        max_length: input tokens at most; None for the sequence length of the training run, or of a
-            Hugging Face folder its positions, at most 2048.
+        max_length: input tokens at most; None for the sequence length of the training run, or the
+            positions of a Hugging Face folder, as in lm-eval.
     """
 
     def __init__(
@@ -56,7 +58,10 @@ class NanotrainLM(LM):
         self.loaded: LoadedModel = load_checkpoint(path, tokenizer=tokenizer, ema=ema)
         self.loaded.model.to(device or "cpu")
         self.batch_size = int(batch_size)
-        self.max_length = max_length or self.loaded.config.data.seq_length
+        config = self.loaded.config
+        is_run = self.loaded.is_run
+        known = config.data.seq_length if is_run else config.model.max_position_embeddings
+        self.max_length = max_length or known
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """The log-likelihood of continuations, and whether each is the greedy one.
@@ -77,7 +82,7 @@ class NanotrainLM(LM):
         """The log-likelihood of whole texts, however long, each alone; requests are (text,)."""
         scores = []
         for request in requests:
-            tokens = self.loaded.tokenizer.encode(request.args[0])
+            tokens = encode_prompt(request.args[0], self.loaded.tokenizer)
             windows = list(rolling_windows(tokens, prefix=self._start, max_length=self.max_length))
             scored = log_likelihoods(
                 self.loaded.model, windows, batch_size=self.batch_size, max_length=self.max_length
@@ -102,29 +107,44 @@ class NanotrainLM(LM):
 
     @property
     def _start(self) -> int:
-        """The token before a text: the end of a document, as in training."""
-        return document_start(self.loaded.tokenizer)[-1]
+        """The token before a text."""
+        return prompt_start(self.loaded.tokenizer)[-1]
 
     def _generate(self, context: str, options: Mapping[str, Any]) -> str:
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
-        most = options.get("max_gen_toks") or options.get("max_new_tokens") or MAX_NEW_TOKENS
+        given = [options[name] for name in LENGTH_OPTIONS if options.get(name)]
+        most = int(given[0]) if given else MAX_NEW_TOKENS
         # at least half of the input is the context
-        num_tokens = min(int(most), self.max_length // 2)
-        temperature = 0.0
-        if options.get("do_sample", True):
-            temperature = float(options.get("temperature") or 0.0)
+        num_tokens = min(most, self.max_length // 2)
         tokenizer = self.loaded.tokenizer
-        top_k = options.get("top_k")
-        top_p = options.get("top_p")
-        sampling = Sampling(temperature, top_k=top_k, top_p=top_p, stop=tokenizer.eod)
-        tokens = tokenizer.encode(context) or [self._start]
+        tokens = encode_prompt(context, tokenizer) or [self._start]
         prompt = tokens[num_tokens - self.max_length :]
+        sampling = self._sampling(options)
         generation = Generation(
             self.loaded.model, [prompt], num_tokens=num_tokens, sampling=sampling
         )
         pieces = stream_texts(generation, tokenizer, num_tokens=num_tokens, stops=stops)
         return "".join(piece for _, piece in pieces)
+
+    def _sampling(self, options: Mapping[str, Any]) -> Sampling:
+        """The sampling of a task: greedy unless it sets a temperature; the rest as its folder.
+
+        Texts end at the folder's ends and at the end-of-document token, as in lm-eval.
+        """
+        defaults = self.loaded.defaults
+        temperature = 0.0
+        if options.get("do_sample", True):
+            temperature = options.get("temperature") or 0.0
+        eod = self.loaded.tokenizer.eod
+        ends = {*defaults.ends, *([] if eod is None else [eod])}
+        return Sampling(
+            temperature,
+            top_k=options.get("top_k", defaults.top_k),
+            top_p=options.get("top_p", defaults.top_p),
+            stop=tuple(sorted(ends)),
+            repetition_penalty=options.get("repetition_penalty", defaults.repetition_penalty),
+        )
 
 
 def evaluate_tasks(

@@ -48,6 +48,7 @@ from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.mix import with_recorded_mix
+from nanotrain.data.prompts import prompt_tokenizer
 from nanotrain.data.tasks import Task, read_task
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
@@ -146,11 +147,22 @@ def _open_tasks(config: Config, data: DataConfig, *, tokenizer: str | None) -> t
     if not entries or not config.evaluates:
         return ()
     named = replace(config.train, eval_tasks=entries)
-    return read_tasks(named, None if tokenizer is None else load_tokenizer(tokenizer))
+    return read_tasks(
+        named,
+        None if tokenizer is None else load_tokenizer(tokenizer),
+        is_pretrained=config.checkpoint.pretrained_checkpoint is not None,
+    )
 
 
-def read_tasks(train: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Task, ...]:
+def read_tasks(
+    train: TrainConfig, tokenizer: Tokenizer | None, *, is_pretrained: bool = True
+) -> tuple[Task, ...]:
     """Read the tasks of `eval_tasks`.
+
+    Args:
+        train: settings of the tasks.
+        tokenizer: tokenizer of the model; None if unknown.
+        is_pretrained: as in `prompt_tokenizer`.
 
     Raises:
         ConfigError: a task without a name, or without a tokenizer.
@@ -173,7 +185,7 @@ def read_tasks(train: TrainConfig, tokenizer: Tokenizer | None) -> tuple[Task, .
         )
     read = partial(
         read_task,
-        tokenizer=tokenizer,
+        tokenizer=prompt_tokenizer(tokenizer, is_pretrained=is_pretrained),
         num_fewshot=train.eval_num_fewshot,
         limit=train.eval_task_limit,
     )
