@@ -15,6 +15,7 @@ from nanotrain.cli.values import count, examples
 from nanotrain.config.config import Config, DataConfig, TrainConfig
 from nanotrain.config.load import Loaded
 from nanotrain.config.rules.check import check_layout, validate_for_world
+from nanotrain.config.user_paths import expand_path, with_variables
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.log import progress, start_logging
 from nanotrain.paths import expanded
@@ -192,7 +193,7 @@ def evaluate_on_rank(args: Namespace, loaded: Loaded) -> int:
     if args.data is not None:
         require_tokenizer_of(name, args.data)
     task_settings = TrainConfig(
-        eval_tasks=args.tasks.split(",") if args.tasks else [],
+        eval_tasks=expand_path(with_variables(args.tasks.split(","))) if args.tasks else [],
         eval_num_fewshot=args.num_fewshot or 0,
         eval_task_limit=args.max_samples,
     )

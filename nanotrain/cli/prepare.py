@@ -7,6 +7,7 @@ from nanotrain.cli.addresses import written_path
 from nanotrain.cli.parser import CommandParser
 from nanotrain.cli.values import count, words
 from nanotrain.errors import ConfigError
+from nanotrain.paths import expanded
 from nanotrain.storage.remote import is_address
 from nanotrain.system import usable_cores
 
@@ -79,6 +80,7 @@ def _add_input(parser: CommandParser) -> None:
     )
     parser.add_argument(
         "--tokenizer",
+        type=expanded,
         required=True,
         metavar="NAME",
         help="Hugging Face name or folder, tokenizer.json, bytes, bpe:SIZE",

@@ -10,6 +10,7 @@ from typing import Any
 
 from nanotrain.config.config import Config
 from nanotrain.config.schedules import batch_schedule, steps_of_samples
+from nanotrain.config.user_paths import expand_path
 from nanotrain.errors import ConfigError
 from nanotrain.paths import local_path
 from nanotrain.quantities import count_of, step_name
@@ -185,7 +186,7 @@ def data_args_path(config: Config, text: str) -> dict[str, Any]:
         raise ConfigError(f"{flag} {text} cannot be read", why=unreadable(error), fix=fix) from None
     if not words:
         raise ConfigError(f"{flag} {text} names no data", why="the file is empty", fix=fix)
-    return {"data_path": words}
+    return {"data_path": expand_path(words)}
 
 
 def per_split_data_args_path(config: Config, text: str) -> dict[str, Any]:
@@ -221,7 +222,7 @@ def paths_of_splits(splits: Mapping[str, Any]) -> dict[str, list[str]]:
     values = {}
     for split, value in splits.items():
         if value is not None:
-            values[f"{split}_data_path"] = words_of(value, split)
+            values[f"{split}_data_path"] = expand_path(words_of(value, split))
     return values
 
 

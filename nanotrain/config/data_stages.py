@@ -15,7 +15,6 @@ from itertools import pairwise
 
 from nanotrain.config.notation import read_number
 from nanotrain.errors import ConfigError
-from nanotrain.paths import expanded
 from nanotrain.quantities import count_of
 
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})=(.+)")
@@ -53,7 +52,7 @@ def read_named(entries: Sequence[str]) -> dict[str, str]:
     for entry in entries:
         match = _NAMED.fullmatch(entry)
         if match is not None:
-            named[match[1]] = expanded(match[2], may_be_address=True)
+            named[match[1]] = match[2]
     if named and len(named) < len(entries):
         raise ConfigError(
             f"{' '.join(entries)} are not all NAME=PATH",

@@ -11,6 +11,7 @@ broken rules. Rules on fields that could not be read are not checked.
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from nanotrain.config.config import Config
 from nanotrain.config.flags import apply_aliases, parse
 from nanotrain.config.help import USAGE, help_text
 from nanotrain.config.option import flag_of
-from nanotrain.config.references import as_written, without_values
+from nanotrain.config.references import as_written, text_without_values, without_values
 from nanotrain.config.rules.check import collect_errors
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import (
@@ -34,6 +35,7 @@ from nanotrain.config.schema import (
     with_values,
 )
 from nanotrain.config.translate import Translation, megatron_values, translate
+from nanotrain.config.user_paths import expand_path, refuse_variables
 from nanotrain.errors import ConfigError, ErrorCollector
 
 # a YAML writer that puts text such as 1e3 into quotes: OmegaConf reads it as a number without them
@@ -156,7 +158,7 @@ def load_object(config: Config) -> Loaded:
     """
     errors = ErrorCollector()
     # not by way of a file: files hide secrets, flat_values keeps them
-    config, bad_keys = read_config(flat_values(config), errors=errors)
+    config, bad_keys = read_config(flat_values(config), errors=errors, expand=refuse_variables)
     if config.train.run_dir is None:
         config = with_values(config, {"train.run_dir": "runs/train"})
     unreadable = frozenset(KEYS[key].name for key in bad_keys)
@@ -205,7 +207,10 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
     errors.errors += line.errors.errors
     composed = compose_values(line, errors=errors)
     config, bad_keys = read_config(
-        composed.values, errors=errors, files=composed.files_of(line.explicit)
+        composed.values,
+        errors=errors,
+        files=composed.files_of(line.explicit),
+        expand=expand_path,
     )
     unreadable = frozenset(KEYS[key].name for key in bad_keys) | fields_in_cures(errors)
     recipe = line.choices.get("config")
@@ -224,14 +229,16 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
         unreadable=unreadable,
     )
     hide_values(errors, composed.values)
+    hide = partial(text_without_values, values=composed.values)
+    origins |= result.origins | reset
     result.notes += [f"{key}: {why}" for key, why in reset.items() if key in result.explicit]
     return Loaded(
         config,
-        origins | result.origins | reset,
+        {key: hide(text) for key, text in origins.items()},
         explicit=result.explicit,
         recipe=recipe,
         data_parallel_size=line.data_parallel_size,
-        notes=tuple(result.notes),
+        notes=tuple(map(hide, result.notes)),
         unreadable=unreadable,
     )
 

@@ -1,8 +1,7 @@
 """Merge the settings of a command line into the values of the files, and replace `${...}`."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -10,9 +9,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nanotrain.config.command_line import Setting
 from nanotrain.config.config import Config
-from nanotrain.config.references import mark_references
+from nanotrain.config.references import ENVIRONMENT, mark_references
 from nanotrain.config.schema import KEYS, convert, flat_values, nest, typed
+from nanotrain.config.user_paths import with_variables
 from nanotrain.errors import ConfigError
+
+HIDDEN = "\0hidden\0"  # in place of a hidden value
+MARKER = "nanotrain.environment"  # resolver in place of oc.env
+OmegaConf.register_new_resolver(MARKER, lambda *_: ENVIRONMENT, replace=True)
 
 
 def merge_settings(
@@ -35,7 +39,8 @@ def merge_settings(
     merged = {**defaults, **values}
     for setting in settings:
         if not setting.is_deletion:
-            merged[setting.key] = parse_value(setting)
+            value = parse_value(setting)
+            merged[setting.key] = with_variables(value) if KEYS[setting.key].is_path else value
             continue
         require_value(setting, merged)
         merged.pop(setting.key, None)
@@ -74,10 +79,44 @@ def resolve(merged: Mapping[str, Any], *, settings: Sequence[Setting]) -> dict[s
     written = nest({**flat_values(Config()), **merged})
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(written), resolve=True)
+        sources = OmegaConf.to_container(OmegaConf.create(with_sources(merged)), resolve=True)
     except OmegaConfBaseException as error:
         raise interpolation_error(error, settings) from None
-    marked = mark_references(resolved, written)
+    for key in merged:
+        if not KEYS[key].secret and HIDDEN in str(nested_value(sources, key)):
+            raise ConfigError(
+                f"{key} refers to a hidden value",
+                why="it would be written into logs, trackers and checkpoints",
+                fix="write another value",
+            )
+    marked = mark_references(resolved, written, sources=sources)
     return {key: nested_value(marked, key) for key in merged}
+
+
+def with_sources(merged: Mapping[str, Any]) -> dict[str, Any]:
+    """The values before interpolation, with marks for hidden ones and the environment.
+
+    What refers to them, also by way of other fields, has the mark after interpolation.
+    """
+    marked = dict(merged)
+    for key, value in merged.items():
+        if KEYS[key].secret and value is not None:
+            marked[key] = f"{HIDDEN}{value}"
+    return nest({**flat_values(Config()), **map_texts(marked, mark_environment)})
+
+
+def mark_environment(text: str) -> str:
+    """A text that refers to the mark in place of a variable of the environment."""
+    return re.sub(r"\$\{\s*oc\.env\s*:", f"${{{MARKER}:", text)
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Nested values with every text changed."""
+    if isinstance(value, dict):
+        return {key: map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [map_texts(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def nested_value(values: Any, key: str) -> Any:
@@ -124,8 +163,6 @@ def parse_value(setting: Setting) -> Any:
 
     The text of a flag is the value. An override has lists and quotes by Hydra's grammar.
     """
-    if KEYS[setting.key].is_path:
-        setting = with_shell_variables(setting)
     if not setting.is_hydra or not isinstance(setting.value, str):
         return setting.value
     if not setting.value:
@@ -145,11 +182,3 @@ def parse_value(setting: Setting) -> Any:
             why=str(error).splitlines()[0],
             fix=f"close quotes and brackets, or write {KEYS[setting.key].flag} VALUE",
         ) from None
-
-
-def with_shell_variables(setting: Setting) -> Setting:
-    """The setting of a path with `${NAME}` written as `$NAME`: there it is a shell's variable."""
-    if isinstance(setting.value, list):
-        texts = [re.sub(r"\$\{(\w+)\}", r"$\1", text) for text in setting.value]
-        return replace(setting, value=texts)
-    return replace(setting, value=re.sub(r"\$\{(\w+)\}", r"$\1", setting.value))

@@ -11,8 +11,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from nanotrain.config.schema import ENTRIES
+from nanotrain.config.user_paths import may_read, why_not
 from nanotrain.errors import ConfigError
-from nanotrain.paths import is_secret
+
+_FROM_ENVIRONMENT = re.compile(r"oc\.env: *(\w+) *(,.*)?")
 
 
 def state_of(path: Path) -> tuple[Path, int, int]:
@@ -86,7 +88,7 @@ def scalars(value: Any, *, name: str = "") -> Iterator[tuple[str, Any]]:
 def check_references(value: Any, *, file: Path, name: str) -> None:
     """Check the `${...}` of a value in a file, which may come from others.
 
-    References may name fields, and variables of the environment that are no secrets.
+    References may name fields, and variables of the environment that `may_read` allows.
 
     Args:
         value: a scalar of the file, before its references are replaced.
@@ -109,13 +111,15 @@ def check_references(value: Any, *, file: Path, name: str) -> None:
             )
         return
     for reference in re.findall(r"(?=\$\{([^}]*))", str(value)):
-        if not may_refer(reference):
-            raise ConfigError(
-                f"{name} in {file} refers to ${{{reference}}}",
-                why="a file may refer to fields, and to variables of the environment whose name is "
-                "not that of a secret",
-                fix="write the value, or set the field on the command line",
-            )
+        if may_refer(reference):
+            continue
+        why = "a file may refer to fields, and to variables of the environment that name folders, "
+        why += "users and jobs"
+        fix = "write the value, or set the field on the command line"
+        variable = _FROM_ENVIRONMENT.fullmatch(reference)
+        if variable:
+            why, fix = why_not(variable[1])
+        raise ConfigError(f"{name} in {file} refers to ${{{reference}}}", why=why, fix=fix)
 
 
 def may_refer(reference: str) -> bool:
@@ -124,7 +128,7 @@ def may_refer(reference: str) -> bool:
     >>> may_refer("model.hidden_size"), may_refer("oc.env:HOME"), may_refer("oc.env:HF_TOKEN")
     (True, True, False)
     """
-    variable = re.fullmatch(r"oc\.env: *(\w+) *(,.*)?", reference)
+    variable = _FROM_ENVIRONMENT.fullmatch(reference)
     if variable:
-        return not is_secret(variable[1])
+        return may_read(variable[1])
     return re.fullmatch(r"\.*[\w.\[\]]+", reference) is not None

@@ -4,6 +4,7 @@ A key behind `${oc.env:KEY}` must not appear in config.yaml, checkpoints, tracke
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from nanotrain.errors import ConfigError
@@ -11,6 +12,7 @@ from nanotrain.errors import ConfigError
 SHORTEST = 4  # characters of a value that is looked for in a message
 
 MARK = "${oc.env:"
+ENVIRONMENT = "\0environment\0"  # in place of the value of a variable
 
 
 class FromEnvironment(str):
@@ -32,19 +34,25 @@ class FromEnvironment(str):
         return (str(self),), {"reference": self.reference}
 
 
-def mark_references(resolved: Any, written: Any) -> Any:
+def mark_references(resolved: Any, written: Any, *, sources: Any) -> Any:
     """Resolved values in which each text from the environment keeps its reference.
 
     Args:
         resolved: plain values after interpolation.
         written: plain values before interpolation.
+        sources: plain values after interpolation, with ENVIRONMENT in place of variables.
     """
     if isinstance(resolved, dict):
-        return {key: mark_references(value, written[key]) for key, value in resolved.items()}
-    if isinstance(resolved, list) and isinstance(written, list):
-        return [mark_references(*pair) for pair in zip(resolved, written, strict=True)]
-    if isinstance(resolved, str) and isinstance(written, str) and MARK in written:
-        return FromEnvironment(resolved, reference=written)
+        marked = {}
+        for key, value in resolved.items():
+            marked[key] = mark_references(value, written[key], sources=sources[key])
+        return marked
+    if isinstance(resolved, list):
+        texts = written if isinstance(written, list) else [written] * len(resolved)
+        rows = zip(resolved, texts, sources, strict=True)
+        return [mark_references(value, text, sources=source) for value, text, source in rows]
+    if isinstance(resolved, str) and ENVIRONMENT in str(sources):
+        return FromEnvironment(resolved, reference=str(written))
     return resolved
 
 
@@ -64,16 +72,17 @@ def without_values(error: ConfigError, values: Any) -> ConfigError:
         error: one mistake.
         values: nested lists and dicts in which texts from the environment are marked.
     """
-    # a value that is a part of another one is replaced after it
-    hidden = sorted(marked_values(values), key=len, reverse=True)
-
-    def hide(text: str) -> str:
-        for value in hidden:
-            for form in (str(value), repr(str(value))[1:-1]):
-                text = text.replace(form, value.reference)
-        return text
-
+    hide = partial(text_without_values, values=values)
     return type(error)(hide(error.what), why=hide(error.why), fix=hide(error.fix))
+
+
+def text_without_values(text: str, *, values: Any) -> str:
+    """A text with references in place of environment values, as `without_values`."""
+    # a value that is a part of another one is replaced after it
+    for value in sorted(marked_values(values), key=len, reverse=True):
+        for form in (str(value), repr(str(value))[1:-1]):
+            text = text.replace(form, value.reference)
+    return text
 
 
 def marked_values(values: Any) -> Iterator[FromEnvironment]:

@@ -11,7 +11,7 @@ check_choice       refuse a name that a table does not hold
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, fields, replace
 from functools import cache
 from typing import Any
@@ -21,7 +21,7 @@ from nanotrain.config.option import Entry
 from nanotrain.config.references import MARK, FromEnvironment, as_written
 from nanotrain.config.suggest import advise, cure_of, did_you_mean, nearest_choice, other_value
 from nanotrain.errors import ConfigError, ErrorCollector
-from nanotrain.paths import expanded
+from nanotrain.paths import require_path
 from nanotrain.storage.remote import is_address, parse
 from nanotrain.untrusted import LARGEST
 
@@ -58,6 +58,8 @@ REMOVED = frozenset({"parallel.projection_fusion"})
 def config_from_dict(values: Mapping[str, Any]) -> Config:
     """Convert `{section: {field: value}}` into a `Config`; other fields keep their defaults.
 
+    The values may be those of a stored file: texts are taken as they are, `$NAME` and `~` too.
+
     Raises:
         ConfigError: unknown sections or fields, values of the wrong type or out of bounds; all of
             them in one error.
@@ -72,7 +74,11 @@ def config_from_dict(values: Mapping[str, Any]) -> Config:
 
 
 def read_config(
-    values: Mapping[str, Any], *, errors: ErrorCollector, files: Mapping[str, str] | None = None
+    values: Mapping[str, Any],
+    *,
+    errors: ErrorCollector,
+    files: Mapping[str, str] | None = None,
+    expand: Callable[[Any], Any] | None = None,
 ) -> tuple[Config, frozenset[str]]:
     """Convert values by key into a `Config`; mistakes are collected in `errors`.
 
@@ -80,6 +86,7 @@ def read_config(
         values: plain values by key.
         errors: collects values that cannot be converted.
         files: the file of a key, which its error names.
+        expand: replaces `~` and variables of a path; None for paths that are taken as they are.
 
     Returns:
         The configuration, and the keys whose value cannot be read; they keep their defaults.
@@ -89,6 +96,8 @@ def read_config(
     for key, value in values.items():
         with errors:
             try:
+                if expand is not None and KEYS[key].is_path:
+                    value = expand(value)
                 converted[key] = convert(KEYS[key], value)
             except ConfigError as error:
                 where = f" in {files[key]}" if key in files else ""
@@ -358,20 +367,23 @@ def convert_item(entry: Entry, value: Any) -> Any:
     convert_value = convert_choice if entry.choices else CONVERSIONS[entry.item]
     result: Any = convert_value(entry, value)
     if entry.is_path:
-        result = expand_path(entry, result)
+        check_path(entry, result)
     check_value(entry, result)
     if entry.secret and not isinstance(result, FromEnvironment):
         return FromEnvironment(str(result), reference=f"${{oc.env:{entry.secret},null}}")
     return result
 
 
-def expand_path(entry: Entry, text: str) -> str:
-    """A path with `~` and variables replaced, or an address where the field takes one."""
-    may_be_address = entry.takes_address or entry.name.endswith("data_path")
-    path = expanded(text, may_be_address=may_be_address)
-    if entry.takes_address and is_address(path):
-        parse(path)  # an error for half an address
-    return path
+def check_path(entry: Entry, text: str) -> None:
+    """Check that a text is no address, or a whole one where the field takes addresses.
+
+    Raises:
+        ConfigError: it is another address.
+    """
+    if entry.takes_address and is_address(text):
+        parse(text)  # an error for half an address
+    elif not entry.takes_address and not entry.name.endswith("data_path"):
+        require_path(text)
 
 
 def check_value(entry: Entry, value: Any) -> None:

@@ -34,7 +34,6 @@ from urllib.parse import urlsplit
 import tokenizers
 
 from nanotrain.errors import DataError
-from nanotrain.paths import expanded, local_path
 from nanotrain.runs.files import write_bytes
 from nanotrain.untrusted import (
     MAX_TOKENIZER_BYTES,
@@ -246,7 +245,6 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return ByteTokenizer()
-    name = expanded(name)
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
@@ -278,7 +276,7 @@ def is_local(name: str) -> bool:
     >>> is_local("bytes"), is_local("gpt2")
     (True, False)
     """
-    return name == "bytes" or all(local_path(part).exists() for part in name.split(","))
+    return name == "bytes" or all(Path(part).exists() for part in name.split(","))
 
 
 def _load_gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:

@@ -54,7 +54,7 @@ from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.interop.hf.canonical import free_keys
 from nanotrain.log import get_logger
-from nanotrain.paths import expanded
+from nanotrain.paths import require_path
 from nanotrain.prepare.quickstart import prepare_quickstart, task_path, user_cache
 from nanotrain.runs.files import OTHER_FOLDER, open_append
 from nanotrain.runs.folder import RunFolder, within_timeout
@@ -189,7 +189,9 @@ def read_tasks(
         num_fewshot=train.eval_num_fewshot,
         limit=train.eval_task_limit,
     )
-    return tuple(read(name, Path(expanded(file))) for name, file in files.items())
+    for file in files.values():
+        require_path(file)
+    return tuple(read(name, Path(file)) for name, file in files.items())
 
 
 def with_known_model(config: Config, explicit: frozenset[str]) -> Config:

@@ -98,8 +98,8 @@ def test_the_recipes_are_found():
             "the value of optim.lr refers to itself: ${{...}} of several fields lead back to it; give one of",
         ),
         (
-            "# @package _global_\noptim:\n  lr: ${oc.env:NO_SUCH}\n",
-            "optim.lr refers to a value that cannot be found: NO_SUCH is not in the environment; export it, or write",
+            "# @package _global_\noptim:\n  lr: ${oc.env:SLURM_NO_SUCH}\n",
+            "optim.lr refers to a value that cannot be found: SLURM_NO_SUCH is not in the environment; export it, or write",
         ),
     ],
 )
