@@ -66,6 +66,7 @@ RESERVED = {
         "nanotrain/system.py",
         "nanotrain/cli/",
         "nanotrain/config/compose.py",
+        "nanotrain/config/user_paths.py",
         "nanotrain/comm/",
         "nanotrain/launch/",
         "nanotrain/parity/local_ranks.py",

@@ -36,7 +36,8 @@ def step(argv: Sequence[str]) -> int:
     from nanotrain.data.order import DataOrder, document_hash
 
     rows = []
-    for use in DataOrder.read(args.run).documents(args.step):
+    order = DataOrder.read(args.run, opens_addresses=args.open_addresses)
+    for use in order.documents(args.step):
         hashed = document_hash(use.corpus, use.document)
         rows.append({**asdict(use), "corpus": str(use.corpus.prefix), "hash": hashed})
     print_rows(rows, as_json=args.json)
@@ -44,8 +45,13 @@ def step(argv: Sequence[str]) -> int:
 
 
 def add_run(parser: CommandParser) -> None:
-    """Add the argument for a run folder."""
+    """Add the arguments for a run folder, and for what it names elsewhere."""
     parser.add_argument("run", type=read_path, metavar="RUN", help="run folder")
+    parser.add_argument(
+        "--open-addresses",
+        action="store_true",
+        help="open the corpora in object storage that the run folder names",
+    )
 
 
 def add_json(parser: CommandParser) -> None:
@@ -60,7 +66,7 @@ def find(argv: Sequence[str]) -> int:
     from nanotrain.data.order import DataOrder
     from nanotrain.runs.metrics_file import last_step
 
-    order = DataOrder.read(args.run)
+    order = DataOrder.read(args.run, opens_addresses=args.open_addresses)
     done = last_step(args.run / "metrics.jsonl")
     if args.document:
         documents = [order.document(args.document)]
@@ -115,7 +121,8 @@ def tokens_read(argv: Sequence[str]) -> int:
     from nanotrain.runs.metrics_file import last_step
 
     until = args.step or last_step(args.run / "metrics.jsonl")
-    tokens_by_corpus = DataOrder.read(args.run).tokens_by_corpus(until)
+    order = DataOrder.read(args.run, opens_addresses=args.open_addresses)
+    tokens_by_corpus = order.tokens_by_corpus(until)
     total = max(1, sum(tokens for tokens, _ in tokens_by_corpus.values()))
     rows = []
     for corpus, (tokens, epochs) in tokens_by_corpus.items():

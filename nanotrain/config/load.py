@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from nanotrain.config.addresses import require_loopback
 from nanotrain.config.arguments import ALIASES, FLAGS, unknown_flag
 from nanotrain.config.command_line import CommandLine, Setting
 from nanotrain.config.config import Config
@@ -213,6 +214,8 @@ def compose_line(line: CommandLine, *, errors: ErrorCollector) -> Loaded:
         expand=expand_path,
     )
     unreadable = frozenset(KEYS[key].name for key in bad_keys) | fields_in_cures(errors)
+    with errors:
+        require_loopback(config, composed.files_of(line.explicit))
     recipe = line.choices.get("config")
     if config.train.run_dir is None:
         name = Path(recipe).stem if recipe else "train"

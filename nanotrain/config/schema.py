@@ -16,13 +16,12 @@ from dataclasses import Field, fields, replace
 from functools import cache
 from typing import Any
 
+from nanotrain.config.addresses import check_path
 from nanotrain.config.config import Config
 from nanotrain.config.option import Entry
 from nanotrain.config.references import MARK, FromEnvironment, as_written
 from nanotrain.config.suggest import advise, cure_of, did_you_mean, nearest_choice, other_value
 from nanotrain.errors import ConfigError, ErrorCollector
-from nanotrain.paths import require_path
-from nanotrain.storage.remote import is_address, parse
 from nanotrain.untrusted import LARGEST
 
 
@@ -372,18 +371,6 @@ def convert_item(entry: Entry, value: Any) -> Any:
     if entry.secret and not isinstance(result, FromEnvironment):
         return FromEnvironment(str(result), reference=f"${{oc.env:{entry.secret},null}}")
     return result
-
-
-def check_path(entry: Entry, text: str) -> None:
-    """Check that a text is no address, or a whole one where the field takes addresses.
-
-    Raises:
-        ConfigError: it is another address.
-    """
-    if entry.takes_address and is_address(text):
-        parse(text)  # an error for half an address
-    elif not entry.takes_address and not entry.name.endswith("data_path"):
-        require_path(text)
 
 
 def check_value(entry: Entry, value: Any) -> None:

@@ -2,6 +2,8 @@
 
     build_data                          the dataset of every split
     tokenizer_of, first_blend           tokenizer and first blend of a run
+    tokenizer_of_stored                 the same of a stored file, which may be somebody else's
+    addresses_of                        corpora in object storage
     starting_stages                     data stages at their samples in a run
     without_documents, read_document    documents that are left out
     corpora_of, fingerprints            the corpora of a split
@@ -31,8 +33,11 @@ from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.packing import PackedDataset
 from nanotrain.data.remote import ChunkCache
 from nanotrain.data.same_tokenizer import require_same_tokenizer
+from nanotrain.data.tokenizer import is_local
 from nanotrain.errors import ConfigError, DataError, ErrorCollector
+from nanotrain.paths import Address
 from nanotrain.quantities import count_of
+from nanotrain.storage.remote import is_address
 from nanotrain.untrusted import (
     object_of,
     parse_json,
@@ -79,6 +84,50 @@ def tokenizer_of(data: DataConfig) -> str | None:
     if data.tokenizer_model or data.mock_data or not paths:
         return data.tokenizer_model
     return recorded_tokenizer(parse_data_path(paths)[0].prefix)
+
+
+def tokenizer_of_stored(data: DataConfig) -> str | None:
+    """The tokenizer of a stored data section, `tokenizer_of` without requests.
+
+    A stored file may be somebody else's, and a request tells that it was read. The tokenizer of a
+    corpus in object storage is unknown.
+
+    Raises:
+        DataError: the section names a tokenizer that is not on this machine.
+    """
+    remote = remote_name_of(data)
+    if remote is not None and remote == data.tokenizer_model:
+        raise DataError(
+            f"the tokenizer {remote} cannot be loaded",
+            why="it is no file or folder here, and a name or address of a stored file is not "
+            "fetched",
+            fix=f"write --tokenizer {remote} to fetch it, or name another",
+        )
+    return None if remote is not None else tokenizer_of(data)
+
+
+def remote_name_of(data: DataConfig) -> str | None:
+    """The name on the hub or the address that `tokenizer_of` would open; None if it is here."""
+    if data.vocab_file and data.merge_file:
+        return None
+    if data.tokenizer_model:
+        return None if is_local(data.tokenizer_model) else data.tokenizer_model
+    paths = first_blend(data)
+    prefix = parse_data_path(paths)[0].prefix if paths and not data.mock_data else None
+    return str(prefix) if isinstance(prefix, Address) else None
+
+
+def addresses_of(data: DataConfig) -> list[str]:
+    """The addresses of corpora in object storage of a data section."""
+    lists = (
+        data.data_path,
+        data.train_data_path,
+        data.valid_data_path,
+        data.test_data_path,
+        data.stages,
+    )
+    words = " ".join(chain(*lists)).replace("=", " ").split()
+    return [word for word in words if is_address(word)]
 
 
 def build_data(

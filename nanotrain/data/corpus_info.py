@@ -15,6 +15,7 @@ from nanotrain.runs.files import write_text
 from nanotrain.untrusted import (
     object_of,
     parse_json,
+    plain_file_name,
     read_file,
     text_of,
     whole_number,
@@ -39,7 +40,7 @@ class CorpusInfo:
 
 # checks of the fields that are no numbers
 CHECKS: dict[str, Callable[[Any, str], object]] = {
-    "tokenizer": text_of,
+    "tokenizer": plain_file_name,  # so that no corpus names one elsewhere
     "plan": text_of,
     "tokenizer_sha256": text_of,
     "inputs": object_of,
@@ -90,8 +91,9 @@ def recorded_tokenizer(prefix: Path | str) -> str | None:
     """The tokenizer a corpus was prepared with, as `load_tokenizer` takes it; None if unknown."""
     prefix = prefix if isinstance(prefix, Path) else Path(prefix)
     name = read_info(prefix).tokenizer
-    folder = tokenizer_path(prefix)
-    return str(local_folder(folder)) if name == folder.name else name
+    if name is None or name == "bytes":
+        return name
+    return str(local_folder(prefix.with_name(name)))
 
 
 def _info_path(prefix: Path) -> Path:

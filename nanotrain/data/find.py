@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanotrain.data.build import tokenizer_of
+from nanotrain.data.build import tokenizer_of_stored
 from nanotrain.data.gpt import GPTDataset
 from nanotrain.data.order import DataOrder
 from nanotrain.data.tokenizer import SETTINGS, Tokenizer, load_tokenizer
@@ -52,11 +52,11 @@ def _load_run_tokenizer(order: DataOrder, run: Path) -> Tokenizer:
     stored = RunFolder(run).tokenizer
     if (stored / SETTINGS).is_file():
         return load_tokenizer(str(stored))
-    name = tokenizer_of(order.starts[-1].config.data)
+    name = tokenizer_of_stored(order.starts[-1].config.data)
     if name is None:
         raise DataError(
             f"{run} has no tokenizer",
-            why="its corpora were prepared without one, and it has no --tokenizer-model",
+            why="its corpora were prepared without one, or it is not on this machine",
             fix="search with --document PREFIX:INDEX",
         )
     return load_tokenizer(name)

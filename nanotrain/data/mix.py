@@ -17,11 +17,12 @@ from typing import Any
 from nanotrain.config.config import DataConfig
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset, StageBlend
-from nanotrain.data.build import corpora_of
+from nanotrain.data.build import addresses_of, corpora_of
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.gpt import GPTDataset
 from nanotrain.errors import ConfigError, DataError
 from nanotrain.runs.files import disk_errors, open_append, write_all, write_text
+from nanotrain.storage.remote import redacted
 from nanotrain.untrusted import (
     list_of,
     object_of,
@@ -148,12 +149,27 @@ def record_mix(folder: Path, stages: Sequence[str], *, step: int) -> None:
 
 
 def with_recorded_mix(data: DataConfig, folder: Path) -> DataConfig:
-    """The data section with the stages of the last change in a run folder, if there is one."""
-    last: Mapping[str, Any] = {}
+    """The data section with the stages of the last change in a run folder, if there is one.
+
+    Raises:
+        DataError: the last row has no stages, or they name an address that the section does not.
+    """
+    last: Mapping[str, Any] = {"stages": []}
     for row in read_rows(folder / DONE):
         last = row
-    stages = [text for text in last.get("stages", []) if isinstance(text, str)]
-    return with_stages(data, stages) if stages else data
+    try:
+        words = list_of(last.get("stages"), "stages")
+        mixed = with_stages(data, [text_of(word, "stages") for word in words])
+        foreign = set(addresses_of(mixed)) - set(addresses_of(data))
+        if foreign:
+            raise ValueError(f"it names {redacted(min(foreign))}, which the command line does not")
+    except ValueError as error:
+        raise DataError(
+            f"{folder / DONE} cannot be used",
+            why=str(error),
+            fix="restore it, or remove it to train on the blend of the command line",
+        ) from None
+    return mixed if mixed.stages else data
 
 
 def with_stages(data: DataConfig, stages: Sequence[str]) -> DataConfig:

@@ -22,20 +22,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanotrain.config.config import Config
+from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.schedules import batch_schedule, samples_of_steps
 from nanotrain.config.schema import config_from_dict, to_dict
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset
-from nanotrain.data.build import build_data, corpora_of, read_document, starting_stages
+from nanotrain.data.build import (
+    addresses_of,
+    build_data,
+    corpora_of,
+    read_document,
+    starting_stages,
+    tokenizer_of_stored,
+)
 from nanotrain.data.gpt import GPTDataset
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.errors import ConfigError, DataError, EnvironmentFault
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import disk_errors, open_append, write_all
+from nanotrain.storage.remote import redacted
 from nanotrain.untrusted import object_of, read_rows, whole_number
 
 ORDER_NAME = "data-order.jsonl"
+COUNTERS = ("step", "consumed_samples", "skipped_samples", "curve_batch_size", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -62,18 +71,20 @@ class OrderStart:
     curve_batch_size: int  # global batch size at step 0
     vocab_size: int
     config: Config  # sections data and train, with the global batch size
+    opens_addresses: bool = True  # whether corpora in object storage are opened
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> "OrderStart":
+    def from_row(cls, row: Mapping[str, Any], *, opens_addresses: bool) -> "OrderStart":
         """A row of data-order.jsonl.
 
         Raises:
             ValueError: it has other fields.
             ConfigError: settings of another version.
         """
-        names = ("step", "consumed_samples", "skipped_samples", "curve_batch_size", "vocab_size")
-        counters = {name: whole_number(row.get(name), name) for name in names}
-        return cls(**counters, config=config_from_dict(object_of(row.get("config"), "config")))
+        counters = {name: whole_number(row.get(name), name) for name in COUNTERS}
+        config = config_from_dict(object_of(row.get("config"), "config"))
+        whole_number(config.train.global_batch_size, "global_batch_size", low=1)
+        return cls(**counters, config=config, opens_addresses=opens_addresses)
 
     def append_to(self, folder: Path) -> None:
         """Append the row to the file of a run folder.
@@ -81,9 +92,7 @@ class OrderStart:
         Raises:
             EnvironmentFault: the disk is full or the folder cannot be written.
         """
-        row: dict[str, Any] = {
-            name: value for name, value in vars(self).items() if isinstance(value, int)
-        }
+        row: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
         sections = to_dict(self.config)
         row["config"] = {name: sections[name] for name in ("data", "train") if name in sections}
         with open_append(folder / ORDER_NAME) as file, disk_errors(folder / ORDER_NAME):
@@ -97,6 +106,8 @@ class OrderStart:
             DataError: a corpus is missing or damaged.
         """
         data = self.config.data
+        if not self.opens_addresses:
+            _require_local(data)
         seed = self.config.train.seed
         splits = build_data(data, vocab_size=self.vocab_size, seed=seed, required=("train",))
         assert splits.train is not None, "a required split"
@@ -230,8 +241,13 @@ class DataOrder:
             self.starts.append(start)
 
     @classmethod
-    def read(cls, folder: Path) -> "DataOrder":
+    def read(cls, folder: Path, *, opens_addresses: bool = False) -> "DataOrder":
         """Read the order of a run folder.
+
+        Args:
+            folder: the run folder.
+            opens_addresses: whether its corpora in object storage are opened; the folder may be
+                somebody else's.
 
         Raises:
             EnvironmentFault: there is none.
@@ -243,7 +259,9 @@ class DataOrder:
             why = "it has no rows"
         starts = []
         try:
-            starts = [OrderStart.from_row(row) for row in read_rows(file)]
+            starts = [
+                OrderStart.from_row(row, opens_addresses=opens_addresses) for row in read_rows(file)
+            ]
         except (ValueError, ConfigError) as error:
             why = str(error)
         if not starts:
@@ -349,3 +367,20 @@ def document_hash(corpus: IndexedTokens, document: int) -> str:
 def _no_document(text: str, *, why: str) -> DataError:
     what = f"{text} names no document of the run"
     return DataError(what, why=why, fix="write for example web:1200")
+
+
+def _require_local(data: DataConfig) -> None:
+    """Check that a stored data section names nothing that is not on this machine.
+
+    Raises:
+        DataError: it does.
+    """
+    addresses = addresses_of(data)
+    if addresses:
+        raise DataError(
+            f"{redacted(addresses[0])} of {ORDER_NAME} is not opened",
+            why="a run folder may be somebody else's, and a request tells them of its reader",
+            fix="add --open-addresses if you trust the run",
+        )
+    if data.fim_data:
+        tokenizer_of_stored(data)  # an error for one that would be fetched

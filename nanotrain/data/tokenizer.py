@@ -386,7 +386,9 @@ def _load_pretrained(name: str) -> Any:
 
     try:
         # False, not None: None asks on the terminal, and "y" would run the repository's code.
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, local_files_only=is_folder
+        )
     # OSError, ValueError, ImportError, KeyError: depends on the repository
     except Exception as error:
         what = "is no tokenizer.json or folder here"

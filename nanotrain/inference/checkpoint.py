@@ -27,7 +27,12 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.model import ModelConfig, MTPConfig
 from nanotrain.config.schema import config_from_dict
-from nanotrain.data.build import first_blend, tokenizer_of, uses_quickstart
+from nanotrain.data.build import (
+    first_blend,
+    remote_name_of,
+    tokenizer_of_stored,
+    uses_quickstart,
+)
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.prompts import prompt_tokenizer
@@ -220,7 +225,8 @@ def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
 
     It is the tokenizer in the run folder or in the folder of an average. Where there is none (in
     folders of older versions) it is --tokenizer-model, else the tokenizer of the first corpus of
-    --data-path, else of the quick-start corpus.
+    --data-path, else of the quick-start corpus; a name on the hub and a corpus in object storage
+    are not opened, as the checkpoint may be somebody else's.
     """
     data = checkpoint.config.data
     if checkpoint.manifest is None:
@@ -229,7 +235,7 @@ def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
     if stored is not None:
         return str(stored)
     if not uses_quickstart(data) or data.tokenizer_model:
-        return tokenizer_of(data)
+        return tokenizer_of_stored(data)
     run = RunFolder(checkpoint.path.parent.parent)
     prefix = find_quickstart(run.data, data.quickstart_vocab_size)
     return None if prefix is None else recorded_tokenizer(prefix)
@@ -259,6 +265,9 @@ def why_unknown(checkpoint: OpenedCheckpoint) -> str:
     """Why `tokenizer_name` is None."""
     if checkpoint.manifest is None:
         return f"there is none of {', '.join(VOCABULARY_FILES)} in the folder"
+    remote = remote_name_of(checkpoint.config.data)
+    if remote is not None:
+        return f"the run folder holds none, and {remote} of its settings is not on this machine"
     paths = first_blend(checkpoint.config.data)
     prefix = parse_data_path(paths)[0].prefix if paths else None
     if prefix is not None and not idx_path(prefix).is_file():

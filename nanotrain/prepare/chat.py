@@ -13,6 +13,7 @@ that never changes an earlier turn.
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,9 @@ class ChatTemplate:
         what = f"{tokenizer} has no chat template"
         fix = "name the tokenizer of a chat model, or add chat_template.jinja to its folder"
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                tokenizer, trust_remote_code=False, local_files_only=Path(tokenizer).is_dir()
+            )
             template = self._tokenizer.chat_template
             is_fast = self._tokenizer.is_fast
         except (OSError, ValueError) as error:

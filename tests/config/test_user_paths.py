@@ -2,6 +2,7 @@
 
 import pytest
 
+from nanotrain.config.load import load_config
 from nanotrain.config.user_paths import expand_path, may_read, refuse_variables, with_variables
 from nanotrain.errors import ConfigError
 
@@ -51,3 +52,25 @@ def test_paths_made_in_python_are_not_expanded():
     for text in ("~/a", "$HOME/a", "s3://b/${HOME}"):
         with pytest.raises(ConfigError, match="not expanded"):
             refuse_variables([text])
+
+
+@pytest.mark.parametrize(
+    ("address", "is_allowed"),
+    [
+        ("127.0.0.1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("127.0.0.1.host", False),
+    ],
+)
+def test_a_recipe_opens_no_port_to_the_network(address, is_allowed, tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        f"train: {{prometheus_port: 9999, prometheus_address: '{address}'}}"
+    )
+    line = ["--mock-data", "--vocab-size", "64", f"+config={tmp_path / 'a.yaml'}"]
+    if not is_allowed:
+        with pytest.raises(ConfigError, match="write --prometheus-address"):
+            load_config(line)
+        line += ["--prometheus-address", address]
+    assert load_config(line).train.prometheus_address == address

@@ -33,3 +33,12 @@ def test_a_record_that_cannot_be_read_is_an_error_with_a_cure(tmp_path: Path) ->
     (tmp_path / "web.nanotrain.json").write_text("{")
     with pytest.raises(DataError, match=r"web\.nanotrain\.json cannot be read.*--tokenizer-model"):
         recorded_tokenizer(tmp_path / "web")
+
+
+def test_a_corpus_names_no_tokenizer_elsewhere(tmp_path: Path) -> None:
+    for name in ("org/model", "../other", "s3://host/x"):
+        write_info(tmp_path / "web", CorpusInfo(name, 300, 0))
+        with pytest.raises(DataError, match="tokenizer is .*, it must be a plain file name"):
+            recorded_tokenizer(tmp_path / "web")
+    write_info(tmp_path / "web", CorpusInfo("gpt2", 300, 0))
+    assert recorded_tokenizer(tmp_path / "web") == str(tmp_path / "gpt2")

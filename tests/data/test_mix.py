@@ -1,5 +1,6 @@
 """Requests to change a blend, and what is refused."""
 
+import json
 from fractions import Fraction
 from pathlib import Path
 
@@ -75,3 +76,26 @@ def test_the_last_change_that_was_recorded_counts(
         data.split == "1"
         and with_recorded_mix(DataConfig(data_path=["a"]), tmp_path).split == DataConfig().split
     )
+
+
+@pytest.mark.parametrize(
+    ("stages", "why"),
+    [
+        (5, "stages is 5, it must be a list"),
+        ([5], "stages is 5, it must be text"),
+        (["a@0: s3://host/web"], "it names s3://host/web, which the command line does not"),
+    ],
+)
+def test_a_recorded_mix_that_cannot_be_trusted_is_an_error(
+    stages: object, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "data-mix.jsonl").write_text(json.dumps({"step": 1, "stages": stages}) + "\n")
+    with pytest.raises(DataError, match=why):
+        with_recorded_mix(DataConfig(data_path=["web"]), tmp_path)
+
+
+def test_a_recorded_mix_keeps_addresses_of_the_command_line(tmp_path: Path) -> None:
+    stages = ["a@0: 1 s3://b/web 2 s3://b/code"]
+    record_mix(tmp_path, stages, step=1)
+    data = DataConfig(data_path=["0.5 s3://b/web", "0.5", "s3://b/code"])
+    assert with_recorded_mix(data, tmp_path).stages == stages

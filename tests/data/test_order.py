@@ -267,3 +267,38 @@ def test_a_document_is_named_by_the_end_of_its_prefix(prefixes: list[Path]) -> N
     ):
         with pytest.raises(DataError, match=why):
             order.document(text)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"data_path": ["s3://host/web"]},
+        {"data_path": ["0.5 a 0.5 http://host/web"]},
+        {"stages": ["a@0: hf://host/web"]},
+        {"train_data_path": ["a"], "valid_data_path": ["web=gs://host/web"]},
+    ],
+)
+def test_addresses_of_a_stored_order_are_opened_at_the_user_s_word_alone(
+    data: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(data=DataConfig(**data), train=TrainConfig(global_batch_size=2))
+    OrderStart(0, 0, 0, 2, VOCAB_SIZE, config).append_to(tmp_path)
+    opened: list[DataConfig] = []
+
+    def build(data: DataConfig, **options: object) -> None:
+        opened.append(data)
+        raise ValueError("opened")
+
+    monkeypatch.setattr("nanotrain.data.order.build_data", build)
+    with pytest.raises(DataError, match="host/web of data-order.jsonl is not opened.*--open-addr"):
+        next(DataOrder.read(tmp_path).documents(1))
+    assert not opened
+    with pytest.raises(ValueError, match="opened"):
+        next(DataOrder.read(tmp_path, opens_addresses=True).documents(1))
+
+
+def test_a_row_without_a_batch_size_is_an_error(tmp_path: Path) -> None:
+    config = Config(data=DataConfig(mock_data=True), train=TrainConfig())
+    OrderStart(0, 0, 0, 2, VOCAB_SIZE, config).append_to(tmp_path)
+    with pytest.raises(EnvironmentFault, match="global_batch_size is None"):
+        DataOrder.read(tmp_path)

@@ -200,7 +200,9 @@ def _load_again(tokenizer: FastTokenizer | SlowTokenizer, folder: Path) -> tuple
     from transformers import AutoTokenizer  # takes seconds
 
     try:
-        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
         for text in _texts_to_compare(tokenizer):
             theirs = loaded.encode(text, add_special_tokens=False)
             ours = tokenizer.encode(text)

@@ -128,6 +128,6 @@ def test_a_run_without_a_tokenizer_folder_names_the_cure(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(
-        DataError, match="tokenizer words cannot be loaded.*is no tokenizer.json or folder here"
+        DataError, match="tokenizer words cannot be loaded: it is no file or folder here"
     ):
         export_checkpoint(Path("../run"), Path("out"))
