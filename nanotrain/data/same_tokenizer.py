@@ -6,9 +6,13 @@ refused. Corpora without a recorded tokenizer, such as Megatron-LM's, are not ch
 
     require_same_tokenizer   the corpora of a run
     require_tokenizer_of     a model and the token files that it is evaluated on
+    require_run_tokenizer    a run folder and the data that training in it goes on with
+    require_recorded         a run folder and a checkpoint in it
     is_same_tokenizer        two tokenizers by name
+    definition_hash          the hash that checkpoints record
 """
 
+import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,7 +21,7 @@ import tokenizers
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.token_format import prefix_of
 from nanotrain.data.tokenizer import VOCABULARY, ByteTokenizer
-from nanotrain.errors import ConfigError
+from nanotrain.errors import ConfigError, DataError
 from nanotrain.paths import path_or_address
 from nanotrain.untrusted import MAX_TOKENIZER_BYTES, object_of, parse_json, read_file
 
@@ -65,6 +69,54 @@ def require_tokenizer_of(model: str | None, source: str) -> None:
             why=f"those are {corpus} and {model}, in which the same id is different text",
             fix=f"evaluate on the text itself, or prepare it with --tokenizer {model}",
         )
+
+
+def require_run_tokenizer(folder: Path, tokenizer: str | None) -> None:
+    """Check that training goes on with the tokenizer in its run folder.
+
+    Args:
+        folder: tokenizer folder of the run; it may not exist.
+        tokenizer: tokenizer of the data, as `load_tokenizer` takes it; None if unknown.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    if tokenizer is None or not (folder / VOCABULARY).is_file():
+        return
+    if is_same_tokenizer(str(folder), tokenizer) is False:
+        raise ConfigError(
+            f"the data has another tokenizer than the run in {folder.parent}",
+            why=f"those are {tokenizer} and {folder}, in which the same id is different text",
+            fix=f"prepare the data with --tokenizer {folder}, or train in another folder with "
+            "--run-dir",
+        )
+
+
+def definition_hash(folder: Path) -> str | None:
+    """The SHA-256 of the tokenizer.json of a folder; None without one."""
+    content = _read_definition(str(folder))
+    return None if content is None else hashlib.sha256(content).hexdigest()
+
+
+def require_recorded(folder: Path, sha256: object, *, checkpoint: Path) -> None:
+    """Check that the tokenizer of a run folder is the one that a checkpoint was trained with.
+
+    Args:
+        folder: tokenizer folder of the run.
+        sha256: `definition_hash` in the checkpoint; None in checkpoints of older versions.
+        checkpoint: step folder, for the error.
+
+    Raises:
+        DataError: it is another one.
+    """
+    now = definition_hash(folder)
+    if sha256 is None or now is None or sha256 == now:
+        return
+    raise DataError(
+        f"{folder} is not the tokenizer that {checkpoint} was trained with",
+        why=f"its tokenizer.json has SHA-256 {now[:12]}..., the checkpoint has {str(sha256)[:12]}",
+        fix="put that tokenizer back, or name one with --tokenizer",
+    )
 
 
 def is_same_tokenizer(first: str, second: str) -> bool | None:

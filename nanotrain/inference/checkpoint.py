@@ -36,6 +36,7 @@ from nanotrain.data.build import (
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.prompts import prompt_tokenizer
+from nanotrain.data.same_tokenizer import require_recorded
 from nanotrain.data.token_format import idx_path
 from nanotrain.data.tokenizer import (
     SETTINGS,
@@ -227,12 +228,17 @@ def tokenizer_name(checkpoint: OpenedCheckpoint) -> str | None:
     folders of older versions) it is --tokenizer-model, else the tokenizer of the first corpus of
     --data-path, else of the quick-start corpus; a name on the hub and a corpus in object storage
     are not opened, as the checkpoint may be somebody else's.
+
+    Raises:
+        DataError: the run folder has another tokenizer than the checkpoint was trained with.
     """
     data = checkpoint.config.data
     if checkpoint.manifest is None:
         return data.tokenizer_model
     stored = stored_tokenizer(checkpoint.path)
     if stored is not None:
+        recorded = checkpoint.manifest.objects.get("tokenizer_sha256")
+        require_recorded(stored, recorded, checkpoint=checkpoint.path)
         return str(stored)
     if not uses_quickstart(data) or data.tokenizer_model:
         return tokenizer_of_stored(data)

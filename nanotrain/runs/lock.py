@@ -64,6 +64,9 @@ def hold_lock(
         if is_removed:
             with suppress(OSError):  # the folder may be gone
                 path.unlink()
+        if is_locked:  # it names no owner while there is none
+            with suppress(OSError):
+                os.ftruncate(file, 0)
         os.close(file)  # releases the lock
 
 

@@ -83,11 +83,13 @@ class _Loop:
         self._data_stage: str | None = None  # data stage of the last step
         self._started = time.monotonic()
         self._first_step = run.state.step
+        self._has_stepped = False  # whether this start has computed a step
 
     def train(self) -> None:
         """Take steps until the run ends; hooks are called around them."""
         run = self.run
-        for hook in self.hooks:
+        is_finished = self._is_finished()
+        for hook in self._hooks_of(has_steps=not is_finished):
             hook.before_training(run)
         while not self._is_finished() and (batch := self._next_batch()) is not None:
             try:
@@ -99,8 +101,12 @@ class _Loop:
         with self._saving_after_error():
             raise_on_all(self._failure, run.context.control)
         run.wait_for_params()
-        for hook in self.hooks:
+        for hook in self._hooks_of(has_steps=self._has_stepped):
             hook.after_training(run)
+
+    def _hooks_of(self, *, has_steps: bool) -> list[Hook]:
+        """The hooks to call where this start has steps, or has none."""
+        return [hook for hook in self.hooks if has_steps or hook.runs_always]
 
     def call_after_read(self, reports: Sequence[StepReport]) -> None:
         """Pass reports to all hooks; their numbers can be read."""
@@ -140,6 +146,9 @@ class _Loop:
             output = train_step(run, batch, is_logged=self._is_logged(run.state.step + 1))
             run.context.heartbeat.begin("hooks")
         self._watch.stop()
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._call_hooks(lambda hook: hook.begin_writing(run, step=self._first_step))
         self._log_changed_data(output.settings)
         report = self._report(output, batch)
         ready = self.unread.take(report)

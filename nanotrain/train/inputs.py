@@ -49,6 +49,7 @@ from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.mix import with_recorded_mix
 from nanotrain.data.prompts import prompt_tokenizer
+from nanotrain.data.same_tokenizer import require_run_tokenizer
 from nanotrain.data.tasks import Task, read_task
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
@@ -91,6 +92,8 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     folder.require_writable(probes=reads_checkpoint)
     data = _prepare_quickstart(config.data, folder) if uses_quickstart(config.data) else config.data
     tokenizer = _find_tokenizer(data, config.train)
+    if _goes_on(config, folder):
+        require_run_tokenizer(folder.tokenizer, tokenizer)
     config = _with_vocabulary(config, tokenizer)
     check_model(config)
     check_layout(config)
@@ -107,6 +110,12 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
         reads_checkpoint=reads_checkpoint,
         tasks=tasks,
     )
+
+
+def _goes_on(config: Config, folder: RunFolder) -> bool:
+    """Whether the start goes on from a checkpoint of the run folder; every rank finds the same."""
+    options = config.checkpoint
+    return options.auto_resume and options.load is None and bool(step_entries(folder.checkpoints))
 
 
 def _find_tokenizer(data: DataConfig, train: TrainConfig) -> str | None:

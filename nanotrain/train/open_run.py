@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from textwrap import TextWrapper
 from typing import NamedTuple
@@ -23,20 +23,17 @@ from nanotrain.comm.device import device_name, peak_memory, reset_peak_memory
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages
-from nanotrain.config.load import to_yaml
 from nanotrain.config.notation import moves_mtp_layers
 from nanotrain.data.build import first_blend
 from nanotrain.data.corpus_info import read_info
 from nanotrain.data.data_path import parse_data_path
-from nanotrain.data.tokenizer import load_with_files
-from nanotrain.errors import DataError, EnvironmentFault, LocalFault
+from nanotrain.errors import EnvironmentFault, LocalFault
 from nanotrain.log import get_logger
 from nanotrain.memory.block_transforms import describe_activations
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.plan.memory_plan import MemoryPlan
 from nanotrain.plan.plan import Plan
 from nanotrain.quantities import count_of, describe_count
-from nanotrain.runs.files import OTHER_FOLDER, disk_errors, make_folder, remove_folder
 from nanotrain.spec.counts import num_active_parameters, num_parameters
 from nanotrain.storage.remote import is_address
 from nanotrain.topology.groups import GroupName
@@ -44,6 +41,7 @@ from nanotrain.train.build import build_run
 from nanotrain.train.evaluate import EvaluateHook
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.data_order import DataOrderHook
+from nanotrain.train.hooks.description import DescriptionHook, StartFacts
 from nanotrain.train.hooks.end_of_run import PlannedPeak, ReportHook, SampleHook, SummaryHook
 from nanotrain.train.hooks.faults import DebugNanHook, ReplicasHook
 from nanotrain.train.hooks.hook import Hook, TimeoutHook
@@ -85,40 +83,27 @@ def open_run(
             peak = PlannedPeak(planned.total, before=peak_memory(context.device))
         run = build_run(plan, inputs, context=context)
         try:
+            device = device_name(context.device)
             if context.rank == 0:
-                describe(run, planned=planned)
-            yield run, choose_hooks(config, inputs.tokenizer, planned=peak)
+                attention = str(AttentionChoice.of(config, AttentionDevice.of(context.device)))
+                log_start(run, attention=attention, device=device)
+            facts = StartFacts(device, layout=_describe_layout(run.plan, device), memory=planned)
+            hooks = choose_hooks(config, inputs.tokenizer, planned=peak)
+            yield run, [DescriptionHook(facts), *hooks]
         finally:
             run.batches.close()
 
 
-def describe(run: Run, *, planned: MemoryPlan | None) -> None:
-    """Write configuration and facts of the run into its folder, and log its header."""
-    config = run.config
+def log_start(run: Run, *, attention: str, device: str) -> None:
+    """Log the header of the run, and how far it is."""
     inputs = run.inputs
-    device = device_name(run.context.device)
-    world_size = run.context.topology.world_size
-    text = to_yaml(config)
-    facts = {
-        "device": device,
-        "world_size": world_size,
-        "layout": _describe_layout(run.plan, device),
-        "parameters": num_parameters(run.plan.shape),
-        "active_parameters": num_active_parameters(run.plan.shape),
-        "memory": asdict(planned) if planned else None,
-        "origins": dict(inputs.origins),
-    }
-    inputs.folder.add_start(text, step=run.state.step, world_size=world_size)
-    inputs.folder.write_description(text, facts, secret=config.train.notify)
-    keep_tokenizer(inputs, config.checkpoint.pretrained_checkpoint)
     width = MAX_WIDTH
     if sys.stderr.isatty():
         width = max(shutil.get_terminal_size().columns, MIN_WIDTH)
-    attention = str(AttentionChoice.of(config, AttentionDevice.of(run.context.device)))
     log.info("%s", header(run.plan, inputs, device=device, attention=attention, width=width))
     if inputs.is_resumed:
         log.info("resuming; --no-auto-resume starts a new run")
-    steps = config.train.train_iters
+    steps = run.config.train.train_iters
     if steps == 0:
         log.info("--train-iters 0: everything is built, nothing is trained")
     elif run.state.step >= steps:
@@ -127,37 +112,6 @@ def describe(run: Run, *, planned: MemoryPlan | None) -> None:
             run.state.step,
             steps,
         )
-
-
-def keep_tokenizer(inputs: RunInputs, pretrained: str | None) -> None:
-    """Copy the tokenizer into the run folder, for generation, evaluation and exports anywhere.
-
-    Args:
-        inputs: open inputs of the run.
-        pretrained: Hugging Face folder with the initial weights, whose tokenizer is taken if the
-            run's is the same or unknown.
-
-    Raises:
-        EnvironmentFault: the folder cannot be written, or holds files that are not nanotrain's.
-    """
-    name = inputs.tokenizer
-    folder = inputs.folder.tokenizer
-    if pretrained is not None:
-        # few runs need Hugging Face's families
-        from nanotrain.interop.hf.companions import fullest_tokenizer
-
-        name = fullest_tokenizer(name, Path(pretrained))
-    if name is None or folder in (Path(name), Path(name).parent):
-        return
-    try:
-        tokenizer = load_with_files(name)
-    except DataError as error:  # steps need none
-        log.info("the run folder gets no tokenizer: %s", error)
-        return
-    remove_folder(folder)
-    make_folder(folder, fix=f"{OTHER_FOLDER}, or move its content")
-    with disk_errors(folder):
-        tokenizer.save(folder)
 
 
 class _RankStart(NamedTuple):

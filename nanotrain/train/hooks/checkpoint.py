@@ -11,15 +11,18 @@ again in `--save-fallback-dir`; without that folder the run ends with exit code 
 import math
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from nanotrain.checkpoint.all_ranks import run_on_first
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.compatibility import kind_of
 from nanotrain.config.schema import to_dict
 from nanotrain.data.build import fingerprints
+from nanotrain.data.same_tokenizer import definition_hash
 from nanotrain.errors import NanotrainError, StorageFault
 from nanotrain.log import get_logger
 from nanotrain.spec.boxes import TensorBox
@@ -45,12 +48,16 @@ class CheckpointHook(Hook):
             False  # whether the run ends with the error of a failed save, which names it
         )
         self._report: StepReport | None = None  # report of the last step
+        self._has_tokenizer_hash = False  # whether `_tokenizer` was computed
+        self._tokenizer: str | None = None  # hash of the tokenizer in the run folder
 
     def before_training(self, run: Run) -> None:
-        _rename_later(run)
         self._report = None  # a report from before does not count
         self._saved_step = run.state.step  # a resumed step is already on disk
         self._saved_updates = run.optimizer.num_updates
+
+    def begin_writing(self, run: Run, *, step: int) -> None:
+        _rename_later(run, step=step)
 
     def after_step(self, run: Run, report: StepReport) -> None:
         self._report = report
@@ -76,7 +83,7 @@ class CheckpointHook(Hook):
 
     def after_rollback(self, run: Run, report: StepReport) -> None:
         """Save the step again with the samples to skip, so that a resume skips them too."""
-        _rename_later(run)
+        _rename_later(run, step=run.state.step)
         self._report = None  # the step with the spike does not count
         self._save_and_go_on(run)
 
@@ -141,12 +148,15 @@ class CheckpointHook(Hook):
     def _content(self, run: Run) -> dict[str, Any]:
         """Arguments of a save besides step and tensors."""
         topology = run.context.topology
-        objects = {
+        objects: dict[str, Any] = {
             "train": run.state.to_dict(),
             "optimizer": run.optimizer.state_dict(),
             "last_step": {"loss": self._last_loss()},
             "corpora": fingerprints(run.dataset),
         }
+        tokenizer = self._tokenizer_hash(run)
+        if tokenizer is not None:
+            objects["tokenizer_sha256"] = tokenizer
         return {
             "objects": objects,
             "config": to_dict(run.config),
@@ -155,6 +165,14 @@ class CheckpointHook(Hook):
             # the one to go back to.
             "prunes": self._report is None or not self._report.output.skipped,
         }
+
+    def _tokenizer_hash(self, run: Run) -> str | None:
+        """The hash of the tokenizer in the run folder, the same on all ranks."""
+        if not self._has_tokenizer_hash:
+            hash_of_run = partial(definition_hash, run.folder.tokenizer)
+            self._tokenizer = run_on_first(run.context.control, hash_of_run)
+            self._has_tokenizer_hash = True
+        return self._tokenizer
 
     def _save_last(self, run: Run) -> None:
         """Save in the run folder, or else in the fallback folder."""
@@ -222,11 +240,11 @@ def _tensors_to_save(run: Run) -> dict[TensorBox, Tensor]:
     return {box: tensor for box, tensor in tensors.items() if kind_of(box.name) != "optimizer"}
 
 
-def _rename_later(run: Run) -> None:
-    """Rename the checkpoints of later steps, which the run is going to repeat."""
+def _rename_later(run: Run, *, step: int) -> None:
+    """Rename the checkpoints of the steps after `step`, which the run repeats."""
     if not run.context.control.is_first:
         return
-    renamed = run.checkpointer.set_aside_after(run.state.step)
+    renamed = run.checkpointer.set_aside_after(step)
     if renamed:
         names = ", ".join(path.name for path in renamed)
-        log.info("starting at step %d: renamed later checkpoints: %s", run.state.step, names)
+        log.info("starting at step %d: renamed later checkpoints: %s", step, names)

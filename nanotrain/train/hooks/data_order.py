@@ -25,12 +25,20 @@ class DataOrderHook(Hook):
     At logged steps all ranks take a request of `nanotrain data mix`.
     """
 
+    def __init__(self) -> None:
+        self._start: OrderStart | None = None  # of the samples of this start, until it is written
+
     def before_training(self, run: Run) -> None:
+        self._start = _order_of(run)
+
+    def begin_writing(self, run: Run, *, step: int) -> None:
+        assert self._start is not None, "set before training"
         if run.context.control.is_first:
-            _order_of(run).append_to(run.folder.path)
+            self._start.append_to(run.folder.path)
 
     def after_rollback(self, run: Run, report: StepReport) -> None:
-        self.before_training(run)
+        if run.context.control.is_first:
+            _order_of(run).append_to(run.folder.path)
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if not report.is_logged:

@@ -81,6 +81,8 @@ class SummaryHook(Hook):
         peak: planned memory; None prints no memory.
     """
 
+    runs_always = True
+
     def __init__(self, peak: PlannedPeak | None = None) -> None:
         self._peak = peak
 

@@ -20,10 +20,25 @@ class Hook:
     """Base class; subclasses override what they need. Every rank calls all hooks in one order.
 
     A hook that acts inside a step adds a `StepPart` to `run.parts` before training.
+
+    A start that computes no step changes no file of the run: `before_training` may not change one,
+    and hooks that are not `runs_always` are called neither before nor after it.
     """
 
+    runs_always = False  # whether it is called where this start computes no step
+
     def before_training(self, run: Run) -> None:
-        """Called once, before the first step."""
+        """Called once, before the first step; changes no file of the run folder."""
+
+    def begin_writing(self, run: Run, *, step: int) -> None:
+        """Called once, after the first step of this start and before its `after_step`.
+
+        From here on files of the run folder may be changed.
+
+        Args:
+            run: run, with the first step done.
+            step: the step that this start goes on from.
+        """
 
     def after_step(self, run: Run, report: StepReport) -> None:
         """Called after every step."""

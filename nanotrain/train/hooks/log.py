@@ -74,7 +74,6 @@ class LogHook(Hook):
     def before_training(self, run: Run) -> None:
         if not run.context.control.is_first:
             return
-        self._metrics = MetricsFile(run.folder.metrics, step=run.state.step)
         self._progress.start()
         self._task = self._progress.add_task(
             "",
@@ -82,6 +81,10 @@ class LogHook(Hook):
             completed=run.state.step,
             heartbeat=run.context.heartbeat,
         )
+
+    def begin_writing(self, run: Run, *, step: int) -> None:
+        if run.context.control.is_first:
+            self._metrics = MetricsFile(run.folder.metrics, step=step)
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if self._metrics is None:

@@ -15,6 +15,8 @@ class UploadHook(Hook):
     A failure is a warning.
     """
 
+    runs_always = True  # the last start may have failed to upload
+
     def after_training(self, run: Run) -> None:
         _upload(run, is_finished=True)
 

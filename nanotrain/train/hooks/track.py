@@ -20,6 +20,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 from urllib.error import HTTPError
@@ -70,9 +71,12 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter  # takes 2 s to import
 
         folder = run.config.train.tensorboard_dir or run.folder.path / "tensorboard"
-        self._writer = SummaryWriter(str(folder), purge_step=run.state.step + 1)
+        self._open = partial(SummaryWriter, str(folder))
+        self._writer: Any = None  # opened by the first step, which is the first to purge
 
     def write(self, step: int, values: dict[str, Any]) -> None:
+        if self._writer is None:
+            self._writer = self._open(purge_step=step)
         for name, value in values.items():
             if isinstance(value, list):
                 self._writer.add_histogram(name, np.array(value, dtype=float), step)
@@ -80,7 +84,8 @@ class TensorBoardTracker:
                 self._writer.add_scalar(name, value, step)
 
     def close(self, *, failed: bool) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandbTracker:
@@ -191,7 +196,7 @@ class TrackHook(Hook):
     def __init__(self) -> None:
         self._trackers: dict[str, Tracker] = {}
 
-    def before_training(self, run: Run) -> None:
+    def begin_writing(self, run: Run, *, step: int) -> None:
         if not run.context.control.is_first:
             return
         for name, make in TRACKERS.items():
@@ -202,7 +207,7 @@ class TrackHook(Hook):
     def after_rollback(self, run: Run, report: StepReport) -> None:
         """Start again at the step that the run went back to."""
         self.close(failed=False)
-        self.before_training(run)
+        self.begin_writing(run, step=run.state.step)
 
     def close(self, *, failed: bool) -> None:
         for name, tracker in list(self._trackers.items()):

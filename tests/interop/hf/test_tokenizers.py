@@ -19,7 +19,7 @@ from nanotrain.inference.checkpoint import (
     tokenizer_name,
 )
 from nanotrain.runs.folder import RunFolder
-from nanotrain.train.open_run import keep_tokenizer
+from nanotrain.train.hooks.description import keep_tokenizer
 from nanotrain.train.run import RunInputs
 from tests.inference.test_checkpoint import write_run
 from tests.interop.hf.tiny_tokenizers import KINDS, TEXTS, write_tokenizer

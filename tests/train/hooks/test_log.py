@@ -252,6 +252,7 @@ def test_after_a_rollback_the_remaining_time_counts_from_the_step_taken_again(tm
         state=SimpleNamespace(step=0),
     )
     log.before_training(run)
+    log.begin_writing(run, step=0)
     for step in (1, 2, 3, 2):
         if step == 2 and run.state.step == 3:
             run.state.step = 1

@@ -53,8 +53,14 @@ def test_tensorboard_has_every_number_of_every_step(tmp_path):
         assert scalars["skipped"][line["step"]] == 0.0
 
 
-def test_tensorboard_continues_after_a_kill_and_a_rollback(tmp_path):
+def test_tensorboard_continues_after_a_kill_and_a_rollback(tmp_path, monkeypatch):
+    from tensorboard.summary.writer import event_file_writer
+
     from nanotrain.train.hooks.log import LogHook
+
+    # files of one second are read in the order of the texts of this number
+    counter = event_file_writer.AtomicCounter(0)
+    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
 
     # Given a run that saved step 2 and was killed after step 3,
     arguments = ("--save-interval", "2", "--tensorboard")
@@ -64,7 +70,7 @@ def test_tensorboard_continues_after_a_kill_and_a_rollback(tmp_path):
     hook = TrackHook()
     with small_run(tmp_path, "--train-iters", "5", "--tensorboard") as run:
         train(run, LogHook(), hook)
-        hook.before_training(run)
+        hook.begin_writing(run, step=run.state.step)
         run.state.step = 4
         hook.after_rollback(run, report_of(6))
         hook.after_read(run, report_of(5, loss=7.0))
@@ -219,7 +225,7 @@ def run_at(port: int, folder, *, is_first: bool = True):
 def test_the_newest_numbers_are_served(tmp_path, monkeypatch):
     monkeypatch.setattr(prometheus_client, "start_http_server", at_a_free_port)
     hook, run = TrackHook(), run_at(9400, tmp_path)
-    hook.before_training(run)
+    hook.begin_writing(run, step=0)
     server = hook._trackers["prometheus_port"]._server
     for step, loss in ((1, 3.0), (2, 2.5)):
         hook.after_read(
@@ -241,7 +247,7 @@ def test_the_newest_numbers_are_served(tmp_path, monkeypatch):
 def test_a_port_that_is_taken_is_a_warning(tmp_path, logged):
     with socket.create_server(("127.0.0.1", 0)) as server:
         hook, run = TrackHook(), run_at(server.getsockname()[1], tmp_path)
-        hook.before_training(run)
+        hook.begin_writing(run, step=0)
         hook.after_read(run, report_of())
         hook.close(failed=True)
     assert len(logged) == 1 and "without prometheus_port" in logged[0] and "in use" in logged[0]
@@ -252,7 +258,7 @@ def test_only_the_first_rank_serves(tmp_path, monkeypatch):
         prometheus_client, "start_http_server", lambda *_, **__: pytest.fail("served")
     )
     hook, run = TrackHook(), run_at(9400, tmp_path, is_first=False)
-    hook.before_training(run)
+    hook.begin_writing(run, step=0)
     hook.after_read(run, report_of())
     hook.close(failed=False)
 
