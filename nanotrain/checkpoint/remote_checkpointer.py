@@ -27,6 +27,7 @@ from nanotrain.checkpoint.background import POLL_S, report_path
 from nanotrain.checkpoint.checkpointer import Checkpointer, Content, StartedSave, Tensors
 from nanotrain.checkpoint.manifest import DamagedCheckpoint, Manifest, to_json
 from nanotrain.checkpoint.read import RemoteSource, ShardFile
+from nanotrain.checkpoint.run_files import FileUploads
 from nanotrain.checkpoint.store import (
     complete_checkpoints,
     file_sizes,
@@ -39,7 +40,6 @@ from nanotrain.checkpoint.stored import (
     MANIFEST,
     MARKER,
     SUPERSEDED,
-    FileUploads,
     Stored,
     mark,
     steps_of,
@@ -52,6 +52,7 @@ from nanotrain.runs.files import write_text
 from nanotrain.storage.remote import Remote
 
 UPLOADS = 3  # of a shard that differs from what was written
+READS = 2  # of an object before it is uploaded again
 log = get_logger(__name__)
 
 
@@ -246,17 +247,28 @@ class RemoteCheckpointer(Checkpointer):
             file = next(folder / name for folder in folders if (folder / name).exists())
             for _ in range(UPLOADS):
                 (remote / name).put(file)
-                try:
-                    self._read_back(remote / name, size, shard=shard)
+                fault = self._difference(remote / name, size, shard=shard)
+                if fault is None:
                     break
-                except DamagedCheckpoint as error:
-                    fault = error
             else:
                 raise StorageFault(
                     f"{remote / name} cannot be written",
                     why=f"uploaded {UPLOADS} times, it differs from what was written: {fault}",
                     fix="check memory and network",
                 )
+
+    def _difference(
+        self, remote: Remote, size: int, *, shard: Manifest
+    ) -> DamagedCheckpoint | None:
+        """How an object differs from its shard; a byte may also be damaged on the way back."""
+        fault = None
+        for _ in range(READS):
+            try:
+                self._read_back(remote, size, shard=shard)
+                return None
+            except DamagedCheckpoint as error:
+                fault = error
+        return fault
 
     @staticmethod
     def _read_back(remote: Remote, size: int, *, shard: Manifest) -> None:

@@ -13,7 +13,6 @@ A local folder has the small files and an index of the checkpoints, without thei
     stored_at, mark       the shards of a local step folder that are in object storage
     steps_of, Generation  the checkpoints of a listing
     mirror                make or renew the local folder of an address, from one listing
-    FileUploads           the other way: files of a run folder that have changed
 
 An object store cannot rename: a commit, and setting a step aside, are one object each.
 """
@@ -22,11 +21,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from nanotrain.checkpoint.run_files import keep_newer
 from nanotrain.errors import CheckpointError, ConfigError
 from nanotrain.log import get_logger
 from nanotrain.runs.files import disk_errors, write_text
@@ -38,6 +38,7 @@ MARKER = "object-storage.json"
 SUPERSEDED = "superseded"
 # folder, step, generation, name of an object
 _STEP = re.compile(r"(.*?)(step-\d{8,})(?:\.([1-9]\d{0,8}))?/([^/]+)")
+_STEP_NAME = re.compile(r"(?:^|/)step-(\d{8,})$")
 _INSIDE = re.compile(r"(checkpoints/)?step-\d{8,}")  # no run, whose name is the user's
 _SAVE = re.compile(r"(step-\d{8,})\.[^/]*$")
 _SHARD = re.compile(r"(.*/)?shard-\d{5,}-of-\d{5,}\.safetensors")
@@ -151,8 +152,8 @@ def steps_of(found: Mapping[str, Stat]) -> dict[str, list[Generation]]:
 def mirror(remote: Remote, folder: Path) -> None:
     """Bring the small files below an address into a local folder, and an index of its checkpoints.
 
-    Of two versions of a file the newer one stays. Checkpoints that were deleted or set aside in
-    object storage go, unless the folder has all shards of a deleted one.
+    Of two versions of a file the newer one stays (`keep_newer`). Checkpoints that were deleted or
+    set aside in object storage go, unless the folder has all shards of a deleted one.
 
     Raises:
         StorageFault: it cannot be reached.
@@ -160,7 +161,8 @@ def mirror(remote: Remote, folder: Path) -> None:
     found = {name: stat for name, stat in remote.sizes().items() if not _UNSAFE.search(name)}
     saves = steps_of(found)
     current = _current_saves(saves)
-    _download(_small_files(found), remote, folder=folder)
+    is_ahead = _is_ahead(folder, current)
+    keep_newer(_small_files(found), remote, folder=folder, is_ahead=is_ahead)
     for step in [*folder.glob("step-*[0-9]"), *folder.glob("checkpoints/step-*[0-9]")]:
         local = str(step.relative_to(folder))
         if "." not in step.name and local not in current:
@@ -190,16 +192,16 @@ def _small_files(found: Mapping[str, Stat]) -> dict[str, Stat]:
     }
 
 
-def _download(files: Mapping[str, Stat], remote: Remote, *, folder: Path) -> None:
-    """Download the files that are newer than in a local folder."""
-    for name, stat in files.items():
-        file = folder / name
-        if file.exists() and file.stat().st_mtime >= stat.changed:
-            continue
-        with disk_errors(file):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            (remote / name).download(file, stat.size)
-        os.utime(file, (stat.changed, stat.changed))  # the time that a list of runs shows
+def _is_ahead(folder: Path, current: Iterable[str]) -> bool:
+    """Whether a local folder has a checkpoint of a later step than all those of a listing."""
+    local = [str(path.parent) for path in folder.glob(f"checkpoints/step-*/{MANIFEST}")]
+    return _newest_step(local) > _newest_step(current)
+
+
+def _newest_step(folders: Iterable[str]) -> int:
+    """The latest step of step folders, without those that were set aside; -1 without one."""
+    names = (_STEP_NAME.search(folder) for folder in folders)
+    return max((int(name[1]) for name in names if name), default=-1)
 
 
 def _drop_step(step: Path, *, is_deleted: bool) -> None:
@@ -256,36 +258,6 @@ def fetched(remote: Remote, base: Path) -> Path:
             fix="list the bucket, and name a folder of it",
         )
     return path
-
-
-class FileUploads:
-    """Uploads the files of a run folder and of its tokenizer that have changed.
-
-    Args:
-        folder: the run folder.
-        remote: its address.
-    """
-
-    def __init__(self, folder: Path, remote: Remote) -> None:
-        self._folder = folder
-        self._remote = remote
-        self._versions: dict[str, tuple[int, int]] = {}  # uploaded versions, by name
-
-    def upload(self) -> None:
-        """Upload the files that have changed since the last call.
-
-        Raises:
-            StorageFault: a file cannot be written.
-        """
-        for file in sorted([*self._folder.glob("[!.]*.*"), *self._folder.glob("tokenizer/*")]):
-            if file.is_symlink() or not file.is_file() or file.suffix == ".lock":
-                continue
-            name = str(file.relative_to(self._folder))
-            status = file.stat()
-            version = (status.st_mtime_ns, status.st_size)
-            if self._versions.get(name) != version:
-                (self._remote / name).put(file)
-                self._versions[name] = version
 
 
 def require_writable(remote: Remote) -> None:

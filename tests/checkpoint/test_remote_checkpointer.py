@@ -144,12 +144,19 @@ def test_a_save_and_a_load_make_as_many_requests_as_the_formula_says(
     run: Remote, tmp_path: Path
 ) -> None:
     """The table of docs/remote_storage.md."""
-    one = OneRank(run, tmp_path)
+    with s3_server.server().counted() as start:
+        one = OneRank(run, tmp_path)
+    counts = kinds(start)  # an empty folder looks like a bucket that is missing
+    assert (counts["LIST"], counts.total()) == (3, 4)
+    (one.folder / "metrics.jsonl").write_text("one row\n")
     one.save(1, 2)
+    (one.folder / "metrics.jsonl").write_text("two rows\n")
     with s3_server.server().counted() as saved:
         one.save(3)
     assert kinds(saved) == {
         "LIST": 1,
+        "PUT metrics": 1,
+        "HEAD metrics": 1,
         "PUT shard": 1,
         "GET shard": 1,
         "PUT manifest": 1,
@@ -157,7 +164,8 @@ def test_a_save_and_a_load_make_as_many_requests_as_the_formula_says(
     }
     with s3_server.server().counted() as loaded:
         assert OneRank(run, tmp_path / "other").restored() == 3
-    assert kinds(loaded) == {"LIST": 1, "GET manifest": 2, "GET shard": 1}
+    # what it does not have: two manifests and one file
+    assert kinds(loaded) == {"LIST": 1, "GET manifest": 2, "GET metrics": 1, "GET shard": 1}
 
 
 def kinds(requests: list[s3_server.Request]) -> Counter[str]:
@@ -257,6 +265,24 @@ def test_what_arrives_damaged_is_uploaded_again_and_then_refused(
     assert OneRank(run, tmp_path / "third").restored() == 3 and one.restored() == 4, (
         "the folder has it"
     )
+
+
+def test_a_byte_that_is_damaged_on_the_way_back_is_read_again(
+    run: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, real, damages = OneRank(run, tmp_path), Remote.read, iter([True])
+
+    def read(remote: Remote, start: int = 0, stop: int | None = None) -> bytes:
+        data = bytearray(real(remote, start, stop))
+        if remote.path.endswith("safetensors") and next(damages, False):
+            data[-1] ^= 1
+        return bytes(data)
+
+    monkeypatch.setattr(Remote, "read", read)
+    with s3_server.server().counted() as requests:
+        one.save(1)
+    counts = kinds(requests)
+    assert counts["PUT shard"] == 1 and counts["GET shard"] == 2
 
 
 @pytest.mark.parametrize("shares_disk", [True, False], ids=["one-machine", "machine-per-rank"])

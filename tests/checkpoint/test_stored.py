@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from nanotrain.checkpoint.run_files import RECORD
 from nanotrain.checkpoint.stored import (
     MARKER,
-    FileUploads,
     Stored,
     fetched,
     mark,
@@ -43,7 +43,8 @@ def write(run: Remote, *names: str) -> None:
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
+    return sorted(str(path.relative_to(folder)) for path in paths)
 
 
 def test_the_record_of_a_folder_comes_back_and_a_damaged_one_is_none(tmp_path: Path) -> None:
@@ -151,25 +152,6 @@ def test_a_command_gets_a_run_a_step_or_one_error(run: Remote, tmp_path: Path) -
     assert (tmp_path / run.path / "config.yaml").is_file()
     with pytest.raises(CheckpointError, match=r"step-00000009 is not there"):
         fetched(run / "checkpoints/step-00000009", tmp_path)
-
-
-def test_files_that_have_not_changed_are_not_uploaded_again(run: Remote, tmp_path: Path) -> None:
-    for name in (
-        "metrics.jsonl",
-        "run.lock",
-        ".hidden.txt",
-        "tokenizer/tokenizer.json",
-        "profile/trace.json",
-    ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    uploads = FileUploads(tmp_path, run)
-    uploads.upload()
-    assert sorted(run.sizes()) == ["metrics.jsonl", "tokenizer/tokenizer.json"]
-    (tmp_path / "metrics.jsonl").write_text("more")
-    with s3_server.server().counted() as requests:
-        uploads.upload()
-    assert [request.method for request in requests] == ["PUT"]
 
 
 def test_what_would_fail_at_the_first_save_fails_at_the_start(bucket: str, run: Remote) -> None:
