@@ -80,7 +80,7 @@ def _newer(
 ) -> Synced:
     """The newer version of one file, which is in the folder then."""
     if not file.exists():
-        return _replace(file, _download(remote, stat, file=file), stat)
+        return _replace(file, _download(remote, stat, file=file), stat=stat)
     if entry is None:
         entry = _as_downloaded(file, stat)
     if entry is not None and entry.version == _version(stat):
@@ -88,13 +88,13 @@ def _newer(
     partial = _download(remote, stat, file=file)
     is_longer = _begins_with(partial, file)
     if is_longer or (entry is not None and entry.is_content_of(file)):
-        return _replace(file, partial, stat)
+        return _replace(file, partial, stat=stat)
     if is_ahead or _begins_with(file, partial):
-        return _keep(file, partial, stat)
+        return _keep(file, partial, stat=stat)
     kept = file.with_name(f".{file.name}.replaced")
     os.replace(file, kept)
     log.info("%s is now that of %s, of a later step; the one before is %s", file, remote, kept)
-    return _replace(file, partial, stat)
+    return _replace(file, partial, stat=stat)
 
 
 def _download(remote: Remote, stat: Stat, *, file: Path) -> Path:
@@ -107,13 +107,13 @@ def _download(remote: Remote, stat: Stat, *, file: Path) -> Path:
     return partial
 
 
-def _replace(file: Path, partial: Path, stat: Stat) -> Synced:
+def _replace(file: Path, partial: Path, *, stat: Stat) -> Synced:
     """Give a downloaded file its name."""
     os.replace(partial, file)
     return Synced.of(file, stat)
 
 
-def _keep(file: Path, partial: Path, stat: Stat) -> Synced:
+def _keep(file: Path, partial: Path, *, stat: Stat) -> Synced:
     """Keep the local version; the object's is recorded, so that this one is uploaded."""
     there = Synced.of(partial, stat)
     partial.unlink()
