@@ -31,6 +31,7 @@ from nanotrain.config.schema import (
 )
 from nanotrain.errors import ConfigError, HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical, free_keys
+from nanotrain.interop.hf.config_class import Entries, refuse_unread, understand
 from nanotrain.interop.hf.layout import COUNTED, Layout, Raw, Values
 from nanotrain.interop.hf.names import HFName, Naming
 from nanotrain.interop.hf.parts import PARTS
@@ -143,14 +144,27 @@ def config_from_hf(raw: Raw) -> ModelConfig:
     try:
         # With the bounds of a configuration: in a damaged file a size may be text, negative or a
         # fraction.
-        values = family.read(raw)
-        _check_values(values)
+        values = _read_values(family, raw)
         config = config_from_dict({"model": nest(values)})
         return without_absent(config.model)
     except (ConfigError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         what = "config.json has an entry that describes no model"
         raise HuggingFaceError(what, why=why, fix="fetch the folder again") from None
+
+
+def _read_values(family: Family, raw: Mapping[str, Any]) -> Values:
+    """The values of the model section; what transformers' config class refuses is refused."""
+    try:
+        entries = understand(raw)
+    except HuggingFaceError:
+        # the tables may name the entry and its supported values
+        _check_values(family.read(Entries(raw)))
+        raise
+    values = family.read(entries)
+    refuse_unread(raw, entries)
+    _check_values(values)
+    return values
 
 
 def _check_values(values: Values) -> None:

@@ -74,7 +74,9 @@ def _read_nemotron(raw: Raw) -> Values:
     unknown = sorted(set(pattern) - set(letters))
     if unknown:
         reject("hybrid_override_pattern", unknown[0], instead=f"one of {', '.join(letters)}")
-    experts = raw["n_routed_experts"] if "E" in pattern else None
+    experts = raw["n_routed_experts"]
+    if "E" not in pattern:
+        experts = None
     return {"hybrid_layer_pattern": pattern, "num_layers": len(pattern), "moe.num_experts": experts}
 
 
@@ -99,6 +101,8 @@ def _read_granite(raw: Raw) -> Values:
         values["ffn_hidden_size"] = shared
     if "mamba" in kinds:
         values |= _read_mamba(raw, raw["mamba_expand"] * raw["hidden_size"])
+    else:
+        raw.pass_over("mamba_d_head", "mamba_expand", "mamba_n_heads", "time_step_limit")
     return values
 
 
@@ -145,7 +149,8 @@ def _write_time_step_limit(low: float) -> Values:
 def _read_falcon_h1(raw: Raw) -> Values:
     """Factors on inputs, for layers without biases, become factors on their outputs."""
     inner = raw["mamba_d_ssm"] or raw["mamba_expand"] * raw["hidden_size"]
-    if raw["mamba_rms_norm"] and raw["mamba_norm_before_gate"]:
+    norm_is_first = raw["mamba_norm_before_gate"]
+    if raw["mamba_rms_norm"] and norm_is_first:
         reject("mamba_norm_before_gate", True, instead="false")
     attention_input = raw["attention_in_multiplier"]
     mamba_input = raw["ssm_in_multiplier"]
@@ -239,7 +244,7 @@ def _read_kimi_linear(raw: Raw) -> Values:
     num_heads = linear.get("num_heads", raw["linear_num_heads"])
     head_dim = linear.get("head_dim", raw["linear_head_dim"])
     kernel = linear.get("short_conv_kernel_size", raw["linear_conv_kernel_dim"])
-    values = _read_linear_layers({**raw, "layer_types": kinds})
+    values = _read_linear_layers(raw | {"layer_types": kinds})
     values |= read_mlp_types(raw)
     values["linear_attention.conv_kernel_dim"] = kernel
     values["linear_attention.num_key_heads"] = num_heads
@@ -271,11 +276,11 @@ def _read_dsa(raw: Raw) -> Values:
     num_layers = raw["num_hidden_layers"]
     num_dense = raw["first_k_dense_replace"] or 0
     supported: dict[str, Any] = {
+        "index_topk_freq": 1,
+        "index_topk_pattern": "F" * num_layers,
         "layer_types": ["indexed_attention"] * num_layers,
         "indexer_types": ["full"] * num_layers,
         "mlp_layer_types": ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense),
-        "index_topk_freq": 1,
-        "index_topk_pattern": "F" * num_layers,
     }
     for entry, value in supported.items():
         if raw.get(entry, value) not in (None, value):

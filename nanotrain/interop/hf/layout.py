@@ -12,11 +12,12 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import flat_values
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import resolved
+from nanotrain.interop.hf.config_class import Entries
 from nanotrain.interop.hf.tables import read_tables
-from nanotrain.untrusted import whole_number
+from nanotrain.untrusted import shown, whole_number
 
 Values = dict[str, Any]
-Raw = Mapping[str, Any]  # a parsed config.json
+Raw = Entries  # a parsed config.json
 # largest numbers of what is listed one by one
 COUNTED = {
     "num_layers": 1000,
@@ -32,7 +33,7 @@ NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping", "moe_latent_siz
 def reject(key: str, value: Any, *, instead: str) -> NoReturn:
     """Raise for an entry of config.json; `instead` is its supported value."""
     raise HuggingFaceError(
-        f"config.json has {key}: {value!r}",
+        f"config.json has {key}: {shown(value)}",
         why=(
             f"only {instead} is supported; "
             "weights trained with another setting would compute something else"
@@ -57,7 +58,7 @@ class Layout:
 
     entries: Mapping[str, str]  # entry -> the key of the model section with its value
     # values of transformers for entries that config.json leaves out
-    defaults: Raw = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     # supported values; the first is written
     required: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     # values of the model section that all models of the family have
@@ -68,38 +69,41 @@ class Layout:
     renamed: Mapping[str, str] = field(default_factory=dict)
     parts: Sequence[Part] = ()
 
-    def read(self, raw: Raw) -> Values:
+    def read(self, raw: dict[str, Any]) -> Values:
         """The values of the model section by key.
 
         Raises:
             HuggingFaceError: an unsupported feature.
         """
-        raw = self._complete(raw)
-        self._check_counts(raw)
-        self._check_required(raw)
-        values = {key: raw[entry] for entry, key in self.entries.items() if entry in raw}
+        entries = self._complete(raw)
+        self._check_counts(entries)
+        self._check_required(entries)
+        values = {key: entries[entry] for entry, key in self.entries.items() if entry in entries}
         if not values.get("moe.num_experts", True):
             reject("num_experts", values["moe.num_experts"], instead="above 0")
-        values["untie_embeddings_and_output_weights"] = not raw.get("tie_word_embeddings", False)
+        values["untie_embeddings_and_output_weights"] = not entries.get("tie_word_embeddings", False)
         for part in self.parts:
-            values |= part.read(raw)
+            values |= part.read(entries)
         has_experts = values.get("moe.num_experts") is not None
         values |= self.fixed
         if has_experts:
             return values
         return {key: value for key, value in values.items() if not key.startswith("moe.")}
 
-    def _complete(self, raw: Raw) -> Raw:
+    def _complete(self, raw: dict[str, Any]) -> Raw:
         """The entries with defaults, and under the names that the tables have for them."""
-        complete = dict(self.defaults)
+        complete: Values = dict(self.defaults)
+        names: dict[str, str] = {}
         for name, synonym in read_tables()["synonyms"]:
-            if synonym in raw:
-                complete[name] = raw[synonym]
-        complete |= raw
-        renamed = {
-            entry: complete[name] for entry, name in self.renamed.items() if name in complete
-        }
-        return complete | renamed
+            if synonym in raw and name not in raw:
+                names[name] = synonym
+        names |= self.renamed
+        complete.update(raw)
+        for entry, name in names.items():
+            if name in complete:
+                complete[entry] = dict.__getitem__(complete, name)
+        read = raw.was_read if isinstance(raw, Entries) else None
+        return Entries(complete, names=names, read=read)
 
     def _check_counts(self, raw: Raw) -> None:
         for entry, key in self.entries.items():

@@ -17,13 +17,15 @@ from nanotrain.interop.hf.windows import WINDOW_PARTS
 
 def _check_full_attention(raw: Raw) -> Values:
     """Refuse a Qwen with sliding-window attention."""
+    window = raw.get("sliding_window", 0)
+    has_window = raw.get("use_sliding_window") and window is not None
     others = sorted(set(raw.get("layer_types") or ()) - {FULL})
-    if others:
+    if others and not has_window:
         reject("layer_types", others[0], instead=FULL)
-    has_window = raw.get("use_sliding_window") and raw.get("sliding_window", 0) is not None
     # Without layer_types the window applies from layer max_window_layers on.
     first = raw.get("max_window_layers", 28)
-    if has_window and not raw.get("layer_types") and first < raw["num_hidden_layers"]:
+    is_reached = not raw.get("layer_types") and first < raw["num_hidden_layers"]
+    if has_window and (others or is_reached):
         reject("use_sliding_window", True, instead="false")
     return {}
 

@@ -152,7 +152,7 @@ def read_layered_rope(raw: Raw, *, has_partial: bool = False) -> Values:
         full = full.get(FULL) or {}
     if local.get("rope_type", "default") != "default":
         reject("rope_type of sliding_attention", local["rope_type"], instead="default")
-    values = read_rope({**raw, "rope_parameters": full}, has_partial=has_partial)
+    values = read_rope(raw | {"rope_parameters": full}, has_partial=has_partial)
     fraction = values["rotary_percent"]
     local_fraction = local.get("partial_rotary_factor", fraction)
     if local_fraction != fraction:
@@ -187,9 +187,9 @@ def _write_partial_layered_rope(model_config: ModelConfig) -> Values:
 
 
 def _read_rope_or_none(raw: Raw) -> Values:
-    """OLMo Hybrid: no rotary positions where their entry, or the base or type in it, is null."""
-    rope = raw.get("rope_parameters", {})
-    if rope is None or any(rope.get(entry, "") is None for entry in NO_ROPE):
+    """OLMo Hybrid: no rotary positions where their base is null."""
+    rope = raw.get("rope_parameters") or {}
+    if rope.get("rope_theta", 0.0) is None:
         return {"position_embedding_type": "none"}
     return read_rope(raw)
 
@@ -200,7 +200,7 @@ def _write_rope_or_none(model_config: ModelConfig) -> Values:
 
 def _read_rope_or_default(raw: Raw) -> Values:
     if not _stored_rope(raw):
-        raw = {**raw, "rope_parameters": raw["rope_parameters_of_none"]}
+        raw = raw | {"rope_parameters": raw["rope_parameters_of_none"]}
     return read_rope(raw)
 
 
@@ -225,7 +225,7 @@ def _read_mistral_rope(raw: Raw) -> Values:
         if rope.pop("partial_rotary_factor") != fraction:
             reject("partial_rotary_factor", "another share", instead=f"{fraction:.6g}")
     beta = float(rope.pop("llama_4_scaling_beta", 0.0))
-    values = read_rope({**raw, "rope_parameters": rope, "rope_scaling": None})
+    values = read_rope(raw | {"rope_parameters": rope, "rope_scaling": None})
     if beta:
         values["yarn.query_scaling_beta"] = beta
     return values
@@ -251,7 +251,7 @@ def _read_hunyuan_rope(raw: Raw) -> Values:
     if not alpha or _rope_kind(rope) != "dynamic":
         return read_rope(raw)
     rope["rope_type"] = "default"
-    values = read_rope({**raw, "rope_parameters": rope})
+    values = read_rope(raw | {"rope_parameters": rope})
     head_dim = raw["head_dim"]
     values["rotary_base"] *= alpha ** (head_dim / (head_dim - 2))
     return values

@@ -1,4 +1,4 @@
-"""The tables of families.yaml, which describes each of them, and of models.yaml."""
+"""The tables of families.yaml, models.yaml and effects.yaml, each described in its file."""
 
 from functools import cache
 from pathlib import Path
@@ -8,6 +8,7 @@ import yaml
 
 TABLES = Path(__file__).with_name("families.yaml")
 MODELS = Path(__file__).with_name("models.yaml")
+EFFECTS = Path(__file__).with_name("effects.yaml")
 
 
 @cache

@@ -301,11 +301,9 @@ def test_every_interval_without_layer_types_has_full_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    "parameters", [None, {"rope_type": None}, {"rope_type": None, "rope_theta": None}]
+    "parameters", [{"rope_theta": None}, {"rope_type": None, "rope_theta": None}]
 )
-def test_olmo_hybrid_without_a_type_or_a_base_has_no_rotary_positions(
-    parameters: dict[str, Any] | None,
-) -> None:
+def test_olmo_hybrid_without_a_base_has_no_rotary_positions(parameters: dict[str, Any]) -> None:
     raw = {"model_type": "olmo_hybrid", "rope_parameters": parameters}
     assert config_from_hf(raw).position_embedding_type == "none"
     assert config_from_hf(raw | {"rope_parameters": {"rope_theta": 5e5}}).rotary_base == 5e5

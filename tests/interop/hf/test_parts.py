@@ -233,7 +233,7 @@ def test_missing_entries_have_the_values_of_gpt2_small() -> None:
 )
 def test_activations_that_compute_the_same_are_written_as_one(name: str, written: str) -> None:
     model = config_from_hf(
-        {"model_type": "gpt2", "activation_function": name, "n_inner": 100, "n_ctx": 64}
+        {"model_type": "gpt2", "activation_function": name, "n_inner": 100, "n_positions": 64}
     )
     assert (model.ffn_hidden_size, model.max_position_embeddings) == (100, 64)
     entries = config_to_hf(model, family="gpt2")
