@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TextIO
 
 SHOWN_AFTER_S = 2.0  # what takes less is not shown as running
@@ -43,6 +44,12 @@ class _StandardError(logging.StreamHandler[TextIO]):
 def get_logger(name: str) -> logging.Logger:
     """The logger of a module, a child of `nanotrain`."""
     return logging.getLogger(name)
+
+
+@cache
+def log_once(text: str) -> None:
+    """Log a line that a process need not repeat, such as what is said about a file."""
+    get_logger("nanotrain").info(text)
 
 
 def start_logging(

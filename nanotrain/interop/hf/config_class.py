@@ -5,6 +5,7 @@ by name. It needs three steps.
 
     understand      the entries that transformers' class keeps, with its defaults and precedences
     Entries         these entries; reading one is remembered
+    pass_over       read entries without effect on this model
     refuse_unread   an error for an entry that no reader read, unless it has no effect on logits
 
 No network and no code of the folder takes part. The class of the family is called with the parsed
@@ -57,14 +58,15 @@ class Entries(dict[str, Any]):
         values.update(changes)
         return Entries(values, names=self.names, read=self.was_read)
 
-    def pass_over(self, *entries: str) -> None:
-        """Remember entries of a feature that the model does not have as read."""
-        for entry in entries:
-            self._remember(entry)
-
     def _remember(self, entry: str) -> None:
         self.was_read.add(entry)
         self.was_read.add(self.names.get(entry, entry))
+
+
+def pass_over(entries: dict[str, Any], *names: str) -> None:
+    """Read entries of a feature that the model does not have."""
+    for name in names:
+        entries.get(name)
 
 
 def understand(raw: Mapping[str, Any]) -> Entries:
@@ -107,7 +109,7 @@ def refuse_unread(raw: Mapping[str, Any], entries: Entries) -> None:
         expected = declared.get(name)
         if value == expected or (name not in declared and name not in tables["read_undeclared"]):
             continue
-        if name in declared and _follows(raw, name, value, config_class=config_class):
+        if name in declared and _follows(raw, name, value=value, config_class=config_class):
             continue
         raise HuggingFaceError(
             f"config.json has {name}: {shown(value)}",
@@ -119,11 +121,16 @@ def refuse_unread(raw: Mapping[str, Any], entries: Entries) -> None:
 def _kept_by(config_class: Any, content: Mapping[str, Any]) -> dict[str, Any]:
     """The entries that a config class keeps of a parsed config.json, with its defaults."""
     with _silence():
-        kept: dict[str, Any] = config_class(**_decode_floats(dict(content))).to_dict()
+        config = config_class(**_decode_floats(dict(content)))
+        if getattr(config, "rope_parameters", None):
+            # again, as code that scales rotary positions does: only now has the config the
+            # entries that its class does not declare
+            config.standardize_rope_params()
+        kept: dict[str, Any] = config.to_dict()
     return kept
 
 
-def _follows(raw: Mapping[str, Any], name: str, value: Any, *, config_class: Any) -> bool:
+def _follows(raw: Mapping[str, Any], name: str, *, value: Any, config_class: Any) -> bool:
     """Whether a config class derives the value of an entry from the others."""
     left_out = {name, *read_tables(EFFECTS)["not_given_to_the_class"]}
     for other, own_name in config_class.attribute_map.items():

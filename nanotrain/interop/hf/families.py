@@ -12,6 +12,7 @@ families.yaml.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -36,7 +37,8 @@ from nanotrain.interop.hf.layout import COUNTED, Layout, Raw, Values
 from nanotrain.interop.hf.names import HFName, Naming
 from nanotrain.interop.hf.parts import PARTS
 from nanotrain.interop.hf.tables import MODELS, TABLES, read_tables
-from nanotrain.interop.hf.weights import has_mtp_weights
+from nanotrain.interop.hf.weights import has_mtp_weights, has_other_head
+from nanotrain.log import log_once
 from nanotrain.untrusted import (
     object_of,
     own_file,
@@ -47,6 +49,8 @@ from nanotrain.untrusted import (
     whole_number,
 )
 
+# what a reader of entries raises where one has a value of another type
+DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 MAX_CONFIG_BYTES = 1 << 24  # the config.json of a model has 1 to 20 kB
 
 Row = dict[str, Any]  # a family as a row of families.yaml
@@ -147,7 +151,7 @@ def config_from_hf(raw: Raw) -> ModelConfig:
         values = _read_values(family, raw)
         config = config_from_dict({"model": nest(values)})
         return without_absent(config.model)
-    except (ConfigError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ConfigError, *DAMAGE) as error:
         why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         what = "config.json has an entry that describes no model"
         raise HuggingFaceError(what, why=why, fix="fetch the folder again") from None
@@ -158,8 +162,8 @@ def _read_values(family: Family, raw: Mapping[str, Any]) -> Values:
     try:
         entries = understand(raw)
     except HuggingFaceError:
-        # the tables may name the entry and its supported values
-        _check_values(family.read(Entries(raw)))
+        with suppress(*DAMAGE):
+            family.read(Entries(raw))  # the tables may name the entry and its supported values
         raise
     values = family.read(entries)
     refuse_unread(raw, entries)
@@ -182,13 +186,31 @@ def _check_values(values: Values) -> None:
 def model_from_hf(folder: Path) -> ModelConfig:
     """Read the model configuration of a Hugging Face folder; see `config_from_hf`.
 
-    Layers of multi-token prediction that config.json names and the files lack are left out:
-    transformers writes such folders.
+    The files decide two things, as they do in transformers. A head that differs from the embedding
+    is a head of the model, whatever `tie_word_embeddings` says. Layers of multi-token prediction
+    that config.json names and the files lack are left out: transformers writes such folders.
     """
-    model_config = config_from_hf(read_config(folder))
+    raw = read_config(folder)
+    model_config = config_from_hf(raw)
+    if not model_config.untie_embeddings_and_output_weights and _has_other_head(folder, raw):
+        log_once(
+            f"{folder}: config.json ties the head to the embedding and the files have another "
+            "head, so it is not tied, as in transformers"
+        )
+        model_config = replace(model_config, untie_embeddings_and_output_weights=True)
     if model_config.mtp.num_layers and not has_mtp_weights(folder):
         return replace(model_config, mtp=MTPConfig())
     return model_config
+
+
+def _has_other_head(folder: Path, raw: Mapping[str, Any]) -> bool:
+    family = _find_family(str(raw["model_type"]))
+    return has_other_head(
+        folder,
+        prefix=family.prefix,
+        embedding=f"{family.ends['embedding.word']}.weight",
+        head=f"{family.ends['head']}.weight",
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from nanotrain.config.layer_kinds import LinearAttentionConfig
 from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.config.notation import read_hybrid_pattern, write_pattern
 from nanotrain.interop.hf.canonical import resolved
+from nanotrain.interop.hf.config_class import pass_over
 from nanotrain.interop.hf.experts import read_mlp_types, write_num_shared
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.quantities import count_of, round_up
@@ -102,7 +103,7 @@ def _read_granite(raw: Raw) -> Values:
     if "mamba" in kinds:
         values |= _read_mamba(raw, raw["mamba_expand"] * raw["hidden_size"])
     else:
-        raw.pass_over("mamba_d_head", "mamba_expand", "mamba_n_heads", "time_step_limit")
+        pass_over(raw, "mamba_d_head", "mamba_expand", "mamba_n_heads", "time_step_limit")
     return values
 
 

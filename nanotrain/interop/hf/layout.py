@@ -17,7 +17,7 @@ from nanotrain.interop.hf.tables import read_tables
 from nanotrain.untrusted import shown, whole_number
 
 Values = dict[str, Any]
-Raw = Entries  # a parsed config.json
+Raw = dict[str, Any]  # a parsed config.json
 # largest numbers of what is listed one by one
 COUNTED = {
     "num_layers": 1000,
@@ -58,7 +58,7 @@ class Layout:
 
     entries: Mapping[str, str]  # entry -> the key of the model section with its value
     # values of transformers for entries that config.json leaves out
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
     # supported values; the first is written
     required: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     # values of the model section that all models of the family have
@@ -69,7 +69,7 @@ class Layout:
     renamed: Mapping[str, str] = field(default_factory=dict)
     parts: Sequence[Part] = ()
 
-    def read(self, raw: dict[str, Any]) -> Values:
+    def read(self, raw: Raw) -> Values:
         """The values of the model section by key.
 
         Raises:
@@ -81,7 +81,9 @@ class Layout:
         values = {key: entries[entry] for entry, key in self.entries.items() if entry in entries}
         if not values.get("moe.num_experts", True):
             reject("num_experts", values["moe.num_experts"], instead="above 0")
-        values["untie_embeddings_and_output_weights"] = not entries.get("tie_word_embeddings", False)
+        values["untie_embeddings_and_output_weights"] = not entries.get(
+            "tie_word_embeddings", False
+        )
         for part in self.parts:
             values |= part.read(entries)
         has_experts = values.get("moe.num_experts") is not None
@@ -90,20 +92,18 @@ class Layout:
             return values
         return {key: value for key, value in values.items() if not key.startswith("moe.")}
 
-    def _complete(self, raw: dict[str, Any]) -> Raw:
+    def _complete(self, raw: Raw) -> Raw:
         """The entries with defaults, and under the names that the tables have for them."""
-        complete: Values = dict(self.defaults)
-        names: dict[str, str] = {}
-        for name, synonym in read_tables()["synonyms"]:
-            if synonym in raw and name not in raw:
-                names[name] = synonym
-        names |= self.renamed
-        complete.update(raw)
-        for entry, name in names.items():
-            if name in complete:
-                complete[entry] = dict.__getitem__(complete, name)
+        complete: Values = self.defaults | raw
+        synonyms = {
+            name: synonym
+            for name, synonym in read_tables()["synonyms"]
+            if synonym in raw and name not in raw
+        }
+        for names in (synonyms, self.renamed):
+            complete |= {entry: complete[name] for entry, name in names.items() if name in complete}
         read = raw.was_read if isinstance(raw, Entries) else None
-        return Entries(complete, names=names, read=read)
+        return Entries(complete, names=synonyms | dict(self.renamed), read=read)
 
     def _check_counts(self, raw: Raw) -> None:
         for entry, key in self.entries.items():

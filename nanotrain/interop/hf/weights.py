@@ -2,6 +2,7 @@
 
     WeightFiles       all safetensors files of a folder as one table of tensors
     fp8_block_size    the size of the blocks of fp8 weights, from config.json
+    has_other_head    whether the files have a head that is not the embedding
     has_mtp_weights   whether the files have layers of multi-token prediction
 
 Names have the family's prefix, whether the file has it or not. pytorch_model.bin is a pickle, whose
@@ -13,7 +14,7 @@ block of 128 x 128 in a second tensor, NAME_scale_inv.
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from safetensors import safe_open
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.mxfp4 import dequantized, stored_shape
+from nanotrain.log import log_once
 from nanotrain.spec.boxes import Box
 from nanotrain.untrusted import (
     list_of,
@@ -33,10 +35,11 @@ from nanotrain.untrusted import (
     whole_number,
 )
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"  # in order of preference
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # in order of preference
 MAX_INDEX_BYTES = 1 << 26  # the index of DeepSeek-V3, with 91,991 tensors, has 9 MB
 PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 TEXT_MODEL = "language_model."  # in the names of a model that also sees images
+ROWS_COMPARED = 4096  # of an embedding and a head
 SCALE = "_scale_inv"  # ending of the names of block factors
 
 
@@ -80,6 +83,33 @@ def _read_block_size(quantization: Any) -> BlockSize | None:
         return None
 
 
+def has_other_head(folder: Path, *, prefix: str, embedding: str, head: str) -> bool:
+    """Whether the files have a head that differs from the embedding; False without weights.
+
+    Rows are compared in fp32, where they are read, up to the first that differ.
+
+    Args:
+        folder: the folder with the files.
+        prefix: prefix of the names of the family.
+        embedding: name of the tensor of word embeddings.
+        head: name of the tensor of the head.
+    """
+    try:
+        files = WeightFiles(folder, prefix=prefix)
+    except HuggingFaceError:
+        return False  # whoever reads the weights says why
+    if not {embedding, head} <= files.shapes.keys():
+        return False
+    shape = files.shapes[head]
+    if files.shapes[embedding] != shape:
+        return True
+    for first in range(0, shape[0], ROWS_COMPARED):
+        rows = Box((first, 0), (min(first + ROWS_COMPARED, shape[0]), shape[1]))
+        if not torch.equal(files.read(embedding, rows).float(), files.read(head, rows).float()):
+            return True
+    return False
+
+
 def has_mtp_weights(folder: Path) -> bool:
     """Whether the files have layers of multi-token prediction; False without weights."""
     try:
@@ -113,6 +143,8 @@ class WeightFiles:
                 name = stored_name.replace(TEXT_MODEL, "", 1)
                 if not name.startswith((prefix, "lm_head.", "mtp.")):
                     name = prefix + name
+                if name in stored:
+                    _reject_second(name, path)
                 stored[name] = tensor
         self._tensors = dequantized(stored)
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -158,11 +190,29 @@ class WeightFiles:
         return values.float() * factors[row_blocks][:, column_blocks]
 
 
+def _reject_second(name: str, path: Path) -> NoReturn:
+    """Raise for a tensor that two files of a folder have, or one file under two names."""
+    raise HuggingFaceError(
+        f"{name} is stored twice, the second time in {path}",
+        why="the two may differ, and nothing says which one the model has",
+        fix="fetch the folder again, or remove the file that does not belong to it",
+    )
+
+
 def _weight_files(folder: Path) -> list[Path]:
+    """The files with the weights of a folder, by the rule of transformers.
+
+    A folder may have several sets of weights: model.safetensors comes first, then the files of
+    model.safetensors.index.json. Others, such as consolidated.safetensors, are not read.
+    """
+    if (folder / SINGLE).exists():
+        if (folder / INDEX).exists():
+            log_once(
+                f"{folder}: {SINGLE} is read, and not the files of {INDEX}, as transformers does"
+            )
+        return [folder / SINGLE]
     if (folder / INDEX).exists():
         return [folder / name for name in _indexed_files(folder / INDEX)]
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
     for name in PICKLES:
         if (folder / name).exists():
             command = _conversion_command(folder)
@@ -175,7 +225,7 @@ def _weight_files(folder: Path) -> list[Path]:
             )
     raise HuggingFaceError(
         f"{folder} contains no weights",
-        why=f"neither {INDEX} nor {SINGLE} exists",
+        why=f"neither {SINGLE} nor {INDEX} exists",
         fix="give a folder as `save_pretrained` writes it",
     )
 

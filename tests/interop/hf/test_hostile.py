@@ -117,13 +117,13 @@ def test_another_quantization_is_refused(quantization: Any) -> None:
 @pytest.mark.parametrize(
     ("entry", "value", "message"),
     [
-        ("head_dim", "1e9", "kv_channels is '1e9', it must be a number"),
+        ("head_dim", "1e9", "Field 'head_dim' with value '1e9' doesn't match any type"),
         (
             "num_hidden_layers",
             10**9,
             "num_hidden_layers is 1000000000, it must be a whole number of at most 1000",
         ),
-        ("num_hidden_layers", "2", "must be a whole number"),
+        ("num_hidden_layers", "2", "num_hidden_layers' expected int, got str"),
     ],
 )
 def test_numbers_are_no_text_and_what_is_listed_is_bounded(

@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import nanotrain
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.mxfp4 import Mxfp4Tensor, dequantized
-from nanotrain.interop.hf.weights import WeightFiles
+from nanotrain.interop.hf.weights import WeightFiles, has_other_head
 from nanotrain.spec.boxes import Box
 from tests.interop.hf.reference import load, reference
 
@@ -30,20 +30,49 @@ def test_a_box_is_read_by_the_name_with_the_prefix(prefix: str, tmp_path: Path) 
     assert torch.equal(files.read("model.norm.weight", Box((1, 2), (3, 4))), MATRIX[1:, 2:])
 
 
-def test_an_index_names_the_files_and_is_preferred_to_a_single_one(tmp_path: Path) -> None:
+def test_an_index_names_the_files_and_a_single_one_comes_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save_file({"model.a": MATRIX}, tmp_path / "first.safetensors")
     save_file({"model.b": HEAD}, tmp_path / "second.safetensors")
-    save_file({"model.c": HEAD}, tmp_path / "model.safetensors")
+    save_file({"model.z": HEAD}, tmp_path / "consolidated.safetensors")
     index = {"weight_map": {"model.a": "first.safetensors", "model.b": "second.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     files = WeightFiles(tmp_path, prefix="model.")
     assert files.shapes == {"model.a": (3, 4), "model.b": (2, 4)}
     assert torch.equal(files.read("model.b", Box((0, 0), (2, 4))), HEAD)
+    save_file({"model.c": HEAD}, tmp_path / "model.safetensors")
+    caplog.set_level("INFO", logger="nanotrain")
+    assert WeightFiles(tmp_path, prefix="model.").shapes == {"model.c": (2, 4)}
+    assert "model.safetensors is read, and not the files of" in caplog.text
+
+
+def test_a_tensor_in_two_files_is_refused_by_name(tmp_path: Path) -> None:
+    save_file({"model.a": MATRIX}, tmp_path / "first.safetensors")
+    save_file({"a": MATRIX}, tmp_path / "second.safetensors")
+    index = {"weight_map": {"model.a": "first.safetensors", "a": "second.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(HuggingFaceError, match="model.a is stored twice.*second.safetensors"):
+        WeightFiles(tmp_path, prefix="model.")
+
+
+@pytest.mark.parametrize(
+    ("head", "is_other"),
+    [(MATRIX, False), (MATRIX.double(), False), (MATRIX + 1, True), (MATRIX[1:], True)],
+)
+def test_a_head_is_compared_with_the_embedding(
+    head: torch.Tensor, is_other: bool, tmp_path: Path
+) -> None:
+    names: dict[str, str] = {"embedding": "model.embed.weight", "head": "lm_head.weight"}
+    assert not has_other_head(tmp_path, prefix="model.", **names)
+    tensors = {"embed.weight": MATRIX, "lm_head.weight": head.clone()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert has_other_head(tmp_path, prefix="model.", **names) == is_other
 
 
 def test_a_folder_without_weights_lists_the_names_that_it_could_have(tmp_path: Path) -> None:
     with pytest.raises(
-        HuggingFaceError, match=r"contains no weights: neither .* nor model\.safetensors exists"
+        HuggingFaceError, match=r"contains no weights: neither model\.safetensors nor .* exists"
     ):
         WeightFiles(tmp_path, prefix="")
 
