@@ -44,6 +44,8 @@ class Chart:
     # "noisy": smoothed; "exact": never smoothed; "sparse": few values, drawn as markers
     style: str = "noisy"
     idle: str = "absent"  # left out where this holds for the values of all lines: a key of IDLE
+    # metric with the number of questions behind a share, from which error bars follow
+    questions: str = ""
 
     def names(self, columns: Sequence[str]) -> dict[str, str]:
         """The columns of the chart by what a star stands for, "" without one.
@@ -82,6 +84,16 @@ def is_constant(values: np.ndarray) -> bool:
 def is_never_positive(values: np.ndarray) -> bool:
     """Whether no value is above zero."""
     return not (values > 0).any()
+
+
+def is_zero(values: np.ndarray) -> bool:
+    """Whether all finite values are zero."""
+    return not values[np.isfinite(values)].any()
+
+
+def has_one_point(values: np.ndarray) -> bool:
+    """Whether at most one value is finite."""
+    return np.isfinite(values).sum() <= 1
 
 
 IDLE: dict[str, Callable[[np.ndarray], bool]] = {
@@ -242,7 +254,7 @@ def step_figure(chart: Chart, runs: Sequence[RunHistory], *, names: Mapping[str,
     for run_index, run in enumerate(runs):
         for number, (label, column) in enumerate(names.items()):
             values = run.column(column) * chart.scale
-            if not IDLE[chart.idle](values):
+            if not is_idle_line(chart, values, run=run):
                 is_idle = False
             kept = keep_extremes(values, MAX_POINTS)
             if not len(kept):
@@ -257,12 +269,36 @@ def step_figure(chart: Chart, runs: Sequence[RunHistory], *, names: Mapping[str,
             trace["name"] = name
             trace["line"] = style
             trace["meta"] |= {"run": run_index, "label": label, "column": column}
+            if chart.questions:
+                trace["error_y"] = error_bars(chart, run, label=label, values=values, kept=kept)
             data.append(trace)
     layout = layout_of(chart.title, unit=chart.unit)
     layout["yaxis"]["type"] = "log" if chart.is_log else "linear"
     layout["meta"]["metrics"] = chart.metrics
     layout["meta"]["idle"] = is_idle
     return {"data": data, "layout": layout}
+
+
+def is_idle_line(chart: Chart, values: np.ndarray, *, run: RunHistory) -> bool:
+    """Whether a line has nothing to show: as the chart says, zeros, or one point of an ended run.
+
+    The training loss is always shown.
+    """
+    if chart.metrics == ("loss",):
+        return is_absent(values)
+    is_single = has_one_point(values) and run.state() != "running"
+    return IDLE[chart.idle](values) or is_zero(values) or is_single
+
+
+def error_bars(
+    chart: Chart, run: RunHistory, *, label: str, values: np.ndarray, kept: np.ndarray
+) -> dict[str, Any]:
+    """Standard errors of shares of right answers: sqrt(p * (1 - p) / questions)."""
+    questions = run.column(chart.questions.replace("*", label))[kept]
+    shares = values[kept] / chart.scale
+    with np.errstate(invalid="ignore", divide="ignore"):
+        errors = chart.scale * np.sqrt(shares * (1 - shares) / questions)
+    return {"type": "data", "array": rounded(errors), "thickness": 1, "width": 3}
 
 
 def line_style(*, color: int, dash: int) -> dict[str, Any]:

@@ -43,6 +43,32 @@ function along(axes, axis, step) {
   return values[low] + part * (values[high] - values[low]);
 }
 
+// Ticks of a logarithmic axis from low to high, with their labels: 1, 2 and 5 times powers of ten, over many decades
+// only the powers.
+function logTicks(low, high) {
+  if (!(low > 0) || !Number.isFinite(high)) return null;
+  const decades = Math.log10(high / low), digits = decades > 3 ? [1] : [1, 2, 5];
+  const every = Math.max(1, Math.ceil(decades / 8)), values = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
+    if (power % every === 0) values.push(...digits.map(digit => Number(`${digit}e${power}`)));
+  const isPlain = value => value >= 1e-4 && value < 1e6;
+  return {tickmode: "array", tickvals: values, ticktext: values.map(value => isPlain(value) ? String(value) : value.toExponential(0))};
+}
+
+// The smallest and the largest positive value of some lines.
+function positiveRange(lines) {
+  const values = lines.flat().filter(value => value > 0);
+  return [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), 0)];
+}
+
+// Which marks have room for a label that runs along their line: those far enough from the last one with a label.
+function withRoom(positions, width) {
+  let last = -Infinity;
+  const order = positions.map((_, i) => i).sort((a, b) => positions[a] - positions[b]), labelled = new Set();
+  for (const i of order) if (positions[i] - last >= width) { labelled.add(i); last = positions[i]; }
+  return labelled;
+}
+
 function start() {
   const page = JSON.parse(document.getElementById("figures").textContent);
   const control = name => document.getElementById(name);
@@ -87,14 +113,22 @@ function start() {
     const axis = control("axis"), isLoss = figure.layout.meta.metrics[0] === "loss";
     layout.xaxis = {...layout.xaxis, title: {text: axis.selectedOptions[0].text}, type: control("logx").checked ? "log" : "linear"};
     if (isLoss && control("logy").checked) layout.yaxis.type = "log";
+    const traces = tracesOf(figure);
+    if (layout.yaxis.type === "log") Object.assign(layout.yaxis, logTicks(...positiveRange(traces.map(trace => trace.y))));
+    if (layout.xaxis.type === "log") Object.assign(layout.xaxis, logTicks(...positiveRange(traces.map(trace => trace.x))));
     layout.hovermode = "x unified";
     layout.uirevision = `${axis.value} ${layout.xaxis.type}`;  // a zoom stays while the axis does
     if (isLoss) layout.height = 400;
-    layout.shapes = marks.map(mark => {
-      const x = along(page.axes[mark.run], axis.value, mark.step);
-      const label = {text: mark.text, textposition: "end", xanchor: "right", font: {size: 10, color: soft}};
+    const positions = marks.map(mark => along(page.axes[mark.run], axis.value, mark.step));
+    const onScreen = layout.xaxis.type === "log" ? positions.map(Math.log10) : positions;
+    const ends = positiveRange(traces.map(trace => trace.x));
+    const span = layout.xaxis.type === "log" ? Math.log10(ends[1] / ends[0]) : ends[1];
+    const labelled = withRoom(onScreen, span / 40);
+    layout.shapes = marks.map((mark, i) => {
+      const x = positions[i];
+      const label = {text: mark.text, textangle: -90, textposition: "end", xanchor: "right", font: {size: 10, color: soft}};
       return {
-        type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, layer: "below", label: isLoss && marks.length <= 12 ? label : {},
+        type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, layer: "below", label: isLoss && labelled.has(i) ? label : {},
         line: {width: 1, dash: "dot", color: page.axes.length > 1 ? COLORS[mark.run % COLORS.length] : soft},
       };
     });
@@ -204,4 +238,4 @@ function start() {
 if (typeof document !== "undefined")
   start().catch(error => { document.body.dataset.error = error; console.error(error); });
 else
-  module.exports = {smoothed, along};
+  module.exports = {smoothed, along, logTicks, withRoom};

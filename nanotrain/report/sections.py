@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from itertools import groupby
+from operator import itemgetter
 
 from nanotrain.report import figures, tables, timeline
 from nanotrain.report.history import RunHistory
@@ -69,9 +71,10 @@ def _timelines(runs: Sequence[RunHistory]) -> Iterable[figures.Figure]:
 
 
 def _samples(run: RunHistory) -> str:
-    """The newest generated texts of a run."""
+    """The newest generated texts of a run; steps in a row with one text share it."""
     texts = []
-    for sample in run.samples[-MAX_SAMPLES:]:
-        step = escape(str(sample.get("step")))
-        texts.append(f"<p>step {step}</p><pre>{escape(str(sample['text']))}</pre>")
+    newest = run.samples[-MAX_SAMPLES:]
+    for text, samples in groupby(newest, key=itemgetter("text")):
+        steps = ", ".join(f"{sample['step']:,}" for sample in samples)
+        texts.append(f"<p>step {escape(steps)}</p><pre>{escape(text)}</pre>")
     return "".join(texts)

@@ -6,6 +6,7 @@ All text is escaped.
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -16,7 +17,17 @@ from nanotrain.report.history import RunHistory, Start
 
 Row = Sequence[str]
 TASKS = re.compile(r"evaluation\.task/(.+)/accuracy")
-SHOWN_ELSEWHERE = ("origins", "memory", "layout", "parameters", "active_parameters", "packages")
+SHOWN_ELSEWHERE = (
+    "origins",
+    "memory",
+    "layout",
+    "parameters",
+    "active_parameters",
+    "packages",
+)
+NUMBER = re.compile(r"[\d.e+-]+")  # the weight of a corpus
+SHORT_REVISION = 10  # characters
+WIDE_CARD = 40  # a card with more characters is a row of its own
 NEWEST_ROWS = 100  # whose median is the speed
 
 
@@ -74,6 +85,7 @@ def headline_of(run: RunHistory) -> dict[str, Fact]:
     facts |= size_facts(run)
     facts |= loss_facts(run)
     facts |= speed_facts(run)
+    facts |= origin_facts(run)
     return {label: fact for label, fact in facts.items() if fact.value != "-"}
 
 
@@ -142,6 +154,35 @@ def speed_facts(run: RunHistory) -> dict[str, Fact]:
     }
 
 
+def origin_facts(run: RunHistory) -> dict[str, Fact]:
+    """What the run cost, and where it comes from: data, revision, host and command."""
+    environment = run.environment
+    device_hours = "-"
+    if run.num_steps:
+        device_hours = f"{run.hours[-1] * run.world_size:,.2f}"
+    revision = str(environment.get("git_revision") or "-")[:SHORT_REVISION]
+    command = environment.get("command") or ["-"]
+    corpora = corpora_of(run)
+    return {
+        "Cost": Fact(device_hours, "device hours of training"),
+        "Data": Fact(", ".join(corpora) or "-", ""),
+        "Revision": Fact(revision, "git"),
+        "Host": Fact(str(environment.get("host", "-")), "of rank 0"),
+        "Command": Fact(shlex.join(map(str, command)), ""),
+    }
+
+
+def corpora_of(run: RunHistory) -> list[str]:
+    """The names of the training corpora, without weights and folders."""
+    paths = run.config.get("data.data_path") or run.config.get("data.train_data_path") or []
+    if run.config.get("data.mock_data"):
+        return ["random tokens"]
+    if not isinstance(paths, list):
+        return []
+    names = [str(path).rstrip("/").rpartition("/")[2] for path in paths]
+    return [name for name in names if not NUMBER.fullmatch(name)]
+
+
 def headline(runs: Sequence[RunHistory]) -> str:
     """The summary: cards of one run, or a table with a column per run."""
     if len(runs) == 1:
@@ -164,7 +205,8 @@ def headline(runs: Sequence[RunHistory]) -> str:
 def fact_card(label: str, fact: Fact) -> str:
     """A card of the summary."""
     value = f"{escape(fact.value)}<small>{escape(fact.note)}</small>"
-    return f"<div><dt>{escape(label)}</dt><dd>{value}</dd></div>"
+    kind = ' class="wide"' if len(fact.value) > WIDE_CARD else ""
+    return f"<div{kind}><dt>{escape(label)}</dt><dd>{value}</dd></div>"
 
 
 def config_keys(runs: Sequence[RunHistory]) -> list[str]:

@@ -183,6 +183,7 @@ class RunFolder:
             "command": [word.replace(secret, "(hidden)") if secret else word for word in sys.argv],
             "python": platform.python_version(),
             "platform": platform.platform(),
+            "host": platform.node(),
             "packages": {name: _version(name) for name in REPORTED_PACKAGES},
             "git_revision": _git_revision(),
             **facts,

@@ -187,3 +187,28 @@ def test_means_at_the_beginning_are_those_of_few_steps() -> None:
     steps = np.arange(1.0, 100_001)
     x, y = bin_means(steps, 2 + 6 * steps**-0.3)
     assert np.abs(y / (2 + 6 * x**-0.3) - 1).max() < 0.02
+
+
+def test_error_bars_of_tasks_are_standard_errors(tmp_path: Path) -> None:
+    scores = {"task/next/accuracy": 0.2, "task/next/questions": 400}
+    folder = write_run(tmp_path / "a", evaluation=lambda _: scores)
+    chart = by_title([RunHistory.read(folder)])["Tasks: right answers"]
+    (line,) = chart["data"]
+    assert line["y"][0] == 20.0
+    assert line["error_y"]["array"][0] == pytest.approx(2.0)  # 100 * sqrt(0.2 * 0.8 / 400)
+
+
+def test_zeros_and_one_point_are_no_charts_of_an_ended_run(tmp_path: Path) -> None:
+    def only_last(step: int) -> float | None:
+        return 3.0 if step == 40 else None
+
+    metrics = {"zeros_s": lambda _: 0.0, "once_s": only_last, "valid_loss": only_last}
+    ended = RunHistory.read(write_run(tmp_path / "ended", **metrics))
+    assert ended.state() == "finished"
+    titles = by_title([ended])
+    assert not {"Zeros s", "Once s", "Validation loss"} & set(titles)
+    names = [trace["name"] for trace in titles["Training loss"]["data"]]
+    assert names == ["ended", "ended validation"]
+    running = RunHistory.read(write_run(tmp_path / "running", steps=1, lr=lambda _: 0.1))
+    assert running.state() == "running"
+    assert "Learning rate" in by_title([running])

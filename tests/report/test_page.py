@@ -169,19 +169,24 @@ def test_restarts_are_marked_with_what_changed(tmp_path: Path) -> None:
 )
 def test_smoothing_is_centred(tmp_path: Path, of: str, expected: float) -> None:
     """A line stays the line, at its ends too, and the steep beginning of a loss is not flattened."""
+    checks = f"""
+    const x = Array.from({{length: 400}}, (_, i) => 1 + 2.5 * i), y = x.map({of});
+    console.log(Math.max(...smoothed(x, y, 200).map((value, i) => Math.abs(value - y[i]))));
+    """
+    assert float(run_script(tmp_path, checks)) < expected
+
+
+def run_script(folder: Path, checks: str) -> str:
+    """What lines behind the script of the page print."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node to run the script of the page")
     program = resources.files("nanotrain.report").joinpath("page.js").read_text()
-    program += f"""
-    const x = Array.from({{length: 400}}, (_, i) => 1 + 2.5 * i), y = x.map({of});
-    console.log(Math.max(...smoothed(x, y, 200).map((value, i) => Math.abs(value - y[i]))));
-    """
-    (tmp_path / "program.js").write_text(program)
+    (folder / "program.js").write_text(program + checks)
     done = subprocess.run(
-        [node, tmp_path / "program.js"], capture_output=True, text=True, timeout=HANG_S, check=True
+        [node, folder / "program.js"], capture_output=True, text=True, timeout=HANG_S, check=True
     )
-    assert float(done.stdout) < expected
+    return done.stdout
 
 
 def test_the_policy_allows_the_two_programs_of_the_page_alone(page: str) -> None:
@@ -197,3 +202,18 @@ def test_the_policy_allows_the_two_programs_of_the_page_alone(page: str) -> None
     assert not re.search(r"<[a-z][^>]*\son[a-z]+=", re.sub(r"(?s)<script.*?</script>", "", page)), (
         "no inline handlers"
     )
+
+
+def test_logarithmic_axes_have_ticks_below_one_and_labels_of_restarts_have_room(
+    tmp_path: Path,
+) -> None:
+    checks = """
+    const ticks = logTicks(0.3, 1.3);
+    const wide = logTicks(1e-9, 1e9);
+    console.log(JSON.stringify([
+      ticks.tickvals.filter(value => value >= 0.3 && value <= 1.3), ticks.ticktext[0],
+      wide.tickvals.length < 12, logTicks(0, 1), [...withRoom([5, 0, 0.4, 1], 1)].sort(),
+    ]));
+    """
+    printed = json.loads(run_script(tmp_path, checks))
+    assert printed == [[0.5, 1], "0.1", True, None, [0, 1, 3]]

@@ -1,5 +1,6 @@
 """The sections of a report, and the places of their charts."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -26,3 +27,16 @@ def test_bodies_of_several_runs_are_under_their_names(tmp_path: Path) -> None:
     several = dict(sections_of(runs, {}))
     assert "<h3>" not in one["Checkpoints"]
     assert re.findall("<h3>(.)</h3>", several["Checkpoints"]) == ["a", "b"]
+
+
+def test_steps_in_a_row_with_one_text_share_it(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    texts = [(10, "one"), (20, "two"), (30, "two"), (1040, "two"), (2000, "one")]
+    rows = [json.dumps({"step": step, "text": text}) + "\n" for step, text in texts]
+    (folder / "samples.jsonl").write_text("".join(rows))
+    samples = dict(sections_of([RunHistory.read(folder)], {}))["Samples"]
+    assert re.findall(r"<p>step ([^<]+)</p><pre>(\w+)</pre>", samples) == [
+        ("10", "one"),
+        ("20, 30, 1,040", "two"),
+        ("2,000", "one"),
+    ]

@@ -69,3 +69,23 @@ def test_a_headline_says_what_a_run_reached_with_units(tmp_path: Path) -> None:
     cards = tables.headline([run])
     assert cards.count("<dt>") == len(facts) and "MFU" not in facts and "Bits per byte" not in facts
     assert tables.headline([run, run]).count("<tr>") == len(facts) + 1
+
+
+def test_cards_say_what_a_run_cost_and_where_it_comes_from(tmp_path: Path) -> None:
+    config = {"data": {"data_path": ["0.7", "/data/web", "3e-1", "s3://bucket/code"]}}
+    run = RunHistory.read(write_run(tmp_path / "a", config=config))
+    run.environment.update(git_revision="0123456789abcdef", host="node7")
+    facts = tables.headline_of(run)
+    assert facts["Cost"] == ("1.60", "device hours of training")  # 40 steps of 36 s on 4 ranks
+    assert facts["Data"][0] == "web, code"
+    assert facts["Revision"] == ("0123456789", "git")
+    assert facts["Host"] == ("node7", "of rank 0")
+    assert facts["Command"][0] == "train '<b>'"
+    card = tables.fact_card("Command", tables.Fact("x" * 60, ""))
+    assert card.startswith('<div class="wide">')
+
+
+def test_a_run_on_random_tokens_says_so(tmp_path: Path) -> None:
+    config = {"data": {"mock_data": True, "data_path": []}}
+    run = RunHistory.read(write_run(tmp_path / "a", config=config))
+    assert tables.corpora_of(run) == ["random tokens"]
