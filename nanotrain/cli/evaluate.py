@@ -198,7 +198,12 @@ def evaluate_on_rank(args: Namespace, loaded: Loaded) -> int:
         eval_task_limit=args.max_samples,
     )
     start_logging(is_first=launch.rank == 0)
-    tasks = read_tasks(task_settings, tokenizer, is_pretrained=model.is_pretrained)
+    tasks = read_tasks(
+        task_settings,
+        tokenizer,
+        is_pretrained=model.is_pretrained,
+        seq_length=config.data.seq_length,
+    )
     plan = plan_run(config, launch.world_size, rank=launch.rank)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
     with (

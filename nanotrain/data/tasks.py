@@ -106,6 +106,10 @@ class Task:
     questions: tuple[Question, ...]
     rows: tuple[Row, ...]
 
+    def count_longer(self, seq_length: int) -> int:
+        """The rows with more than `seq_length` input tokens."""
+        return sum(len(row.tokens) - 1 > seq_length for row in self.rows)
+
     def score(self, log_likelihoods: Sequence[float], greedy_tokens: Sequence[float]) -> TaskScore:
         """The score of the questions.
 
@@ -229,21 +233,21 @@ class TaskDataset:
         return Sample(inputs, labels, loss_mask=loss_mask.reshape(-1))
 
 
-def row_length(task: Task, seq_length: int, *, multiple: int) -> int:
+def row_length(task: Task, seq_length: int, *, multiple: int, shortest: int = 1) -> int:
     """The tokens per row: S halved while every row fits, and while it can be sharded.
 
     Args:
         task: the rows.
         seq_length: S.
-        multiple: number that divides the tokens of a row on every rank, for sequence and context
-            parallelism.
+        multiple: number that divides the tokens of a row (`sequence_parts` of the rules).
+        shortest: tokens that a row has at least (`shortest_sequence` of the rules).
 
     >>> row_length(Task("t", (), (Row((1,) * 70, 1),)), 1024, multiple=4)
     128
     """
-    longest = max(len(row.tokens) for row in task.rows) - 1
+    least = max(shortest, *(len(row.tokens) - 1 for row in task.rows))
     length = seq_length
-    while length % (2 * multiple) == 0 and length // 2 >= longest:
+    while length % (2 * multiple) == 0 and length // 2 >= least:
         length //= 2
     return length
 

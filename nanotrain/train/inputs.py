@@ -57,6 +57,7 @@ from nanotrain.interop.hf.canonical import free_keys
 from nanotrain.log import get_logger
 from nanotrain.paths import require_path
 from nanotrain.prepare.quickstart import prepare_quickstart, task_path, user_cache
+from nanotrain.quantities import count_of
 from nanotrain.runs.files import OTHER_FOLDER, open_append
 from nanotrain.runs.folder import RunFolder, within_timeout
 from nanotrain.storage.remote import is_address, parse
@@ -160,18 +161,24 @@ def _open_tasks(config: Config, data: DataConfig, *, tokenizer: str | None) -> t
         named,
         None if tokenizer is None else load_tokenizer(tokenizer),
         is_pretrained=config.checkpoint.pretrained_checkpoint is not None,
+        seq_length=config.data.seq_length,
     )
 
 
 def read_tasks(
-    train: TrainConfig, tokenizer: Tokenizer | None, *, is_pretrained: bool = True
+    train: TrainConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    is_pretrained: bool = True,
+    seq_length: int | None = None,
 ) -> tuple[Task, ...]:
-    """Read the tasks of `eval_tasks`.
+    """Read the tasks of `eval_tasks`, and say which rows are longer than a sequence.
 
     Args:
         train: settings of the tasks.
         tokenizer: tokenizer of the model; None if unknown.
         is_pretrained: as in `prompt_tokenizer`.
+        seq_length: input tokens of a row at most; None for any number.
 
     Raises:
         ConfigError: a task without a name, or without a tokenizer.
@@ -200,7 +207,24 @@ def read_tasks(
     )
     for file in files.values():
         require_path(file)
-    return tuple(read(name, Path(file)) for name, file in files.items())
+    tasks = tuple(read(name, Path(file)) for name, file in files.items())
+    if seq_length is not None:
+        for task in tasks:
+            _log_cut_rows(task, seq_length)
+    return tasks
+
+
+def _log_cut_rows(task: Task, seq_length: int) -> None:
+    """Say how many rows of a task are longer than a sequence."""
+    num_cut = task.count_longer(seq_length)
+    if num_cut:
+        log.info(
+            "task %s: of %s of %s only the last %s tokens are read (seq_length)",
+            task.name,
+            num_cut,
+            count_of(len(task.rows), "row"),
+            seq_length,
+        )
 
 
 def with_known_model(config: Config, explicit: frozenset[str]) -> Config:

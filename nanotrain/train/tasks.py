@@ -21,6 +21,8 @@ from torch import Tensor
 from nanotrain.comm.collectives import start_all_reduce
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.stop_point import PassStopped
+from nanotrain.config.rules.layout import sequence_parts, shortest_sequence
+from nanotrain.config.rules.settings import Settings
 from nanotrain.config.schedules import Steps
 from nanotrain.data.batch import SEQUENCE_BITS, Batch
 from nanotrain.data.loader import GlobalBatchLoader
@@ -56,7 +58,10 @@ def score_task(
         The score; None if a rank received a signal.
     """
     seq_length = plan.config.data.seq_length
-    length = row_length(task, seq_length, multiple=2 * plan.num_sequence_shards)
+    rules = Settings(plan.config)
+    length = row_length(
+        task, seq_length, multiple=sequence_parts(rules), shortest=shortest_sequence(rules)
+    )
     dataset = TaskDataset(task, seq_length=seq_length, row_length=length)
     sampler = replace(plan.sampler, schedule=None, lengths=Steps(((0, length),)))
     forward = partial(

@@ -143,15 +143,18 @@ def why_sequence_parts(c: Settings) -> str:
 
 def uneven_lengths(c: Settings) -> list[int]:
     """Lengths of the schedule below seq_length that cannot be split into `sequence_parts`."""
+    return [length for length in shorter_lengths(c) if length % sequence_parts(c) != 0]
+
+
+def shorter_lengths(c: Settings) -> list[int]:
+    """Lengths of the schedule below seq_length."""
     if not c.train.step_seq_length_schedule:
         return []
     try:
         schedule = length_schedule(c.config)
     except ConfigError:  # the mistake in the schedule is an error of its own
         return []
-    if schedule is None:
-        return []
-    return [length for length in schedule.sizes[:-1] if length % sequence_parts(c) != 0]
+    return [] if schedule is None else list(schedule.sizes[:-1])
 
 
 def check_attention_over_cp(c: Settings) -> Errors:
@@ -229,16 +232,39 @@ def check_short_convolutions(c: Settings) -> Errors:
     if c.cp == 1:
         return
     length = c.data.seq_length
-    chunk_tokens = length // (2 * c.cp)
     halo_tokens = num_halo_tokens(c)
-    if chunk_tokens < halo_tokens:
+    why = f"a short convolution sees {count_of(halo_tokens, 'token')} before its own, in one chunk"
+    least = 2 * c.cp * halo_tokens
+    if length < least:
         yield ConfigError(
-            f"seq_length {length} has {count_of(chunk_tokens, 'token')} in each of the two chunks "
-            f"of cp={c.cp} ranks",
-            why=f"a short convolution sees {count_of(halo_tokens, 'token')} before its own, in one "
-            "chunk",
+            f"seq_length {length} has {tokens_of_chunks(c, length)}",
+            why=why,
             fix="raise --seq-length or set a smaller --context-parallel-size",
         )
+        return
+    short = [shorter for shorter in shorter_lengths(c) if shorter < least]
+    if short:
+        yield ConfigError(
+            f"the length {short[0]} of step_seq_length_schedule has "
+            f"{tokens_of_chunks(c, short[0])}",
+            why=why,
+            fix=f"use lengths of at least {shortest_sequence(c)} in --step-seq-length-schedule, "
+            "or set a smaller --context-parallel-size",
+        )
+
+
+def tokens_of_chunks(c: Settings, length: int) -> str:
+    """The tokens of a chunk of a sequence over cp, in words."""
+    chunk_tokens = count_of(length // (2 * c.cp), "token")
+    return f"{chunk_tokens} in each of the two chunks of cp={c.cp} ranks"
+
+
+def shortest_sequence(c: Settings) -> int:
+    """The fewest tokens of a sequence that the ranks can share, a multiple of `sequence_parts`."""
+    parts = sequence_parts(c)
+    if c.cp == 1:
+        return parts
+    return round_up(max(1, 2 * c.cp * num_halo_tokens(c)), parts)
 
 
 def num_halo_tokens(c: Settings) -> int:
