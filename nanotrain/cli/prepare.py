@@ -127,6 +127,11 @@ def _add_output(parser: CommandParser) -> None:
         help="end documents with the eod token",
     )
     parser.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="a special token written in a document becomes its id (default: it stays text)",
+    )
+    parser.add_argument(
         "--dtype",
         choices=["auto", "uint8", "uint16", "int32"],
         default="auto",

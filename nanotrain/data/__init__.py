@@ -13,5 +13,6 @@ Holds datasets, blending, sampling, the batch loader and tokenizers; it does not
     mix.py                         another blend for a running job
     tasks.py                       questions with continuations
     tokenizer.py, token_bytes.py   text to ids and back; bytes of text per token
+    pretrained.py, tokenizer_files.py   AutoTokenizer's tokenizer; the files in a folder
     corpus_info.py, same_tokenizer.py   how a corpus was prepared, with which tokenizer
 """

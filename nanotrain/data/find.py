@@ -8,7 +8,8 @@ import numpy as np
 from nanotrain.data.build import tokenizer_of_stored
 from nanotrain.data.gpt import GPTDataset
 from nanotrain.data.order import DataOrder
-from nanotrain.data.tokenizer import SETTINGS, Tokenizer, load_tokenizer
+from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
+from nanotrain.data.tokenizer_files import SETTINGS
 from nanotrain.errors import DataError
 from nanotrain.runs.folder import RunFolder
 
@@ -26,7 +27,7 @@ def documents_with(text: str, order: DataOrder, *, run: Path) -> list[tuple[Path
         DataError: the tokenizer of the run is unknown, or the text is too short to be searched.
     """
     tokenizer = _load_run_tokenizer(order, run)
-    tokens = tokenizer.encode(text)
+    (tokens,) = tokenizer.encode_documents([text])
     inner = tokens[_MARGIN:-_MARGIN]
     if not inner:
         raise DataError(

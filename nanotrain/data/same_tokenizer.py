@@ -14,16 +14,17 @@ refused. Corpora without a recorded tokenizer, such as Megatron-LM's, are not ch
 
 import hashlib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-
-import tokenizers
+from typing import Any
 
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.token_format import prefix_of
-from nanotrain.data.tokenizer import VOCABULARY, ByteTokenizer
+from nanotrain.data.tokenizer import FastTokenizer, is_local, load_with_files
+from nanotrain.data.tokenizer_files import TOKENIZER_FILES, VOCABULARY
 from nanotrain.errors import ConfigError, DataError
 from nanotrain.paths import path_or_address
-from nanotrain.untrusted import MAX_TOKENIZER_BYTES, object_of, parse_json, read_file
+from nanotrain.untrusted import MAX_TOKENIZER_BYTES, parse_json, read_file
 
 # parts of tokenizer.json that determine the ids
 _PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer")
@@ -94,8 +95,11 @@ def require_run_tokenizer(folder: Path, tokenizer: str | None) -> None:
 
 def definition_hash(folder: Path) -> str | None:
     """The SHA-256 of the tokenizer.json of a folder; None without one."""
-    content = _read_definition(str(folder))
-    return None if content is None else hashlib.sha256(content).hexdigest()
+    try:
+        content = read_file(folder / VOCABULARY, most=MAX_TOKENIZER_BYTES)
+    except (OSError, ValueError):
+        return None
+    return hashlib.sha256(content).hexdigest()
 
 
 def require_recorded(folder: Path, sha256: object, *, checkpoint: Path) -> None:
@@ -123,38 +127,42 @@ def is_same_tokenizer(first: str, second: str) -> bool | None:
     """Whether two tokenizers, named as for `load_tokenizer`, give the same ids; None if unknown."""
     if first == second:
         return True
-    first_content = _read_definition(first)
-    second_content = _read_definition(second)
-    if first_content is None or second_content is None:
+    if not (is_local(first) and is_local(second)):
         return None
-    if first_content == second_content:  # Gemma 3's takes a second to parse
+    if _is_same_copy(first, second):  # Gemma 3's takes a second to parse
         return True
     try:
-        first_parts = object_of(parse_json(_normalized(first_content)), "it")
-        second_parts = object_of(parse_json(_normalized(second_content)), "it")
-    except ValueError:
+        first_parts = _definition(first)
+        second_parts = _definition(second)
+    except DataError:
         return None  # reported where it is loaded
     return all(first_parts.get(part) == second_parts.get(part) for part in _PARTS)
 
 
-def _read_definition(tokenizer: str) -> bytes | None:
-    """The definition of a tokenizer; None if it is unknown or cannot be read."""
-    if tokenizer == "bytes":
-        return ByteTokenizer().as_fast().backend.to_str().encode()
-    path = Path(tokenizer)
-    file = path if path.is_file() else path / VOCABULARY
-    try:
-        return read_file(file, most=MAX_TOKENIZER_BYTES)
-    except (OSError, ValueError):
-        return None
+def _is_same_copy(first: str, second: str) -> bool:
+    """Whether two folders have the same files that determine the ids."""
+    if not (Path(first).is_dir() and Path(second).is_dir()):
+        return False
+    return _contents(Path(first)) == _contents(Path(second))
 
 
-def _normalized(content: bytes) -> bytes:
-    """A tokenizer.json as the installed library writes it: older ones wrote merges differently."""
-    try:
-        return tokenizers.Tokenizer.from_buffer(content).to_str().encode()
-    # the library raises bare Exception, and its panics are no Exception
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        return content
+def _contents(folder: Path) -> dict[str, bytes]:
+    """The files of a folder that determine the ids of its tokenizer, without unreadable ones."""
+    contents = {}
+    for name in (*TOKENIZER_FILES, "config.json"):
+        with suppress(OSError, ValueError):
+            contents[name] = read_file(folder / name, most=MAX_TOKENIZER_BYTES)
+    return contents
+
+
+def _definition(name: str) -> dict[str, Any]:
+    """The parts of a tokenizer as `load_tokenizer` loads it.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
+    loaded = load_with_files(name)
+    if not isinstance(loaded, FastTokenizer):
+        raise DataError(f"{name} has no definition", why="it is a class of transformers alone")
+    definition: dict[str, Any] = parse_json(loaded.backend.to_str())
+    return definition

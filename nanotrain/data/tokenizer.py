@@ -1,71 +1,65 @@
 """Text to token ids and back.
 
-    "bytes"                                one token per byte, and one end-of-document token
-    tokenizer.json, a folder with one      loaded by `tokenizers` alone, in milliseconds
-    vocab.json,merges.txt                  GPT-2's two files, by `tokenizers`
-    any other folder, a Hugging Face name  loaded by transformers, which takes seconds to import
+    "bytes"                               one token per byte, and one end-of-document token
+    a folder, a Hugging Face name         as transformers' AutoTokenizer loads it (pretrained.py)
+    a folder that `save` wrote            loaded by `tokenizers` alone, in milliseconds
+    tokenizer.json of another name        the same
+    vocab.json,merges.txt                 GPT-2's two files, by `tokenizers`
 
-Encoding adds no special tokens; `prepare` ends each document with `eod`. Every tokenizer has
+Encoding adds no special tokens; `prepare` ends each document with `eod`. BPE dropout is off. Every
+tokenizer has
 
-    vocab_size    one more than the largest id
-    eod           the end-of-document token, None if there is none
-    encode        text -> ids
-    decode        ids -> text, without special tokens
-    bos           the token that begins a prompt, None if there is none
-    adds_special  whether prompts have the special tokens that the tokenizer adds
-    encode_added  text -> ids, with the special tokens that the tokenizer adds (data/prompts.py)
-    save          writes a folder and returns its name, or "bytes" if there is nothing to write
+    vocab_size        one more than the largest id
+    eod               the end-of-document token, None if there is none
+    bos               the token that begins a prompt, None if there is none
+    adds_special      whether prompts have the special tokens that the tokenizer adds
+    notes             what differs from AutoTokenizer for the same files
+    encode            text -> ids
+    encode_added      text -> ids, with the special tokens that are added (data/prompts.py)
+    encode_documents  texts of documents -> ids
+    decode            ids -> text, without special tokens
+    save              writes a folder and returns its name; "bytes" if there is nothing to write
 
-The folder holds all files that the tokenizer was loaded from, and what else transformers'
-AutoTokenizer needs.
+A special token written in a prompt or task becomes its id, as AutoTokenizer has it. In a document
+it stays text, whatever the tokenizer, unless `parse_special` is set.
 """
 
-import json
-import os
-import socket
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
 
 import tokenizers
 
+from nanotrain.data.pretrained import ANY_CLASS, load_pretrained, resolved_settings
+from nanotrain.data.tokenizer_files import (
+    HASH,
+    MERGED_FILES,
+    SETTINGS,
+    VOCABULARY,
+    json_bytes,
+    named_token,
+    read_files,
+    read_settings,
+    sha256,
+)
 from nanotrain.errors import DataError
+from nanotrain.log import get_logger
 from nanotrain.runs.files import write_bytes
 from nanotrain.untrusted import (
     MAX_TOKENIZER_BYTES,
-    object_of,
     parse_json,
     read_file,
-    text_of,
     unreadable,
 )
 
+log = get_logger(__name__)
+
 # Usual names of the end-of-document token, for a bare tokenizer.json, which does not name it.
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[EOS]", "[SEP]")
-_CONNECT_TIMEOUT_S = 3.0  # for a connection to the hub
 Files: TypeAlias = Mapping[str, bytes] | None  # contents of files by name
-_ANY_CLASS = "PreTrainedTokenizerFast"  # transformers' class of whatever a tokenizer.json holds
-VOCABULARY, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-# vocabulary files of a Hugging Face folder; one of them is enough
-VOCABULARY_FILES = (VOCABULARY, "tokenizer.model", "vocab.json")
-# Files of a tokenizer in a Hugging Face folder, and the settings of generation, which name its
-# tokens.
-TOKENIZER_FILES = (
-    *VOCABULARY_FILES,
-    SETTINGS,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True)
@@ -81,6 +75,7 @@ class ByteTokenizer:
     bos: int | None = None
     adds_special: bool = True
     start_text: str | None = None
+    notes: tuple[str, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))
@@ -88,6 +83,12 @@ class ByteTokenizer:
     def encode_added(self, text: str) -> list[int]:
         """The bytes: there is no special token to add."""
         return self.encode(text)
+
+    def encode_documents(
+        self, texts: Sequence[str], *, parse_special: bool = False
+    ) -> list[list[int]]:
+        """Encode documents; bytes have no special tokens to parse."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode bytes; invalid UTF-8 gives replacement characters."""
@@ -107,24 +108,23 @@ class ByteTokenizer:
         backend = _byte_level(tokenizers.models.BPE(vocabulary, merges=[]))
         backend.add_special_tokens([_EOD_NAMES[0]])
         backend.encode_special_tokens = True  # text never becomes an end-of-document token
-        settings = {
-            "tokenizer_class": _ANY_CLASS,
-            "eos_token": _EOD_NAMES[0],
-            "split_special_tokens": True,
-        }
-        return FastTokenizer(backend, files={SETTINGS: _json_bytes(settings)})
+        return FastTokenizer(backend, settings={"split_special_tokens": True})
 
 
 class FastTokenizer:
     """A tokenizer of the `tokenizers` library.
 
-    Truncation and padding stored in the file are switched off; transformers ignores them too.
+    Truncation and padding stored in the file are switched off, as AutoTokenizer does. BPE dropout
+    is switched off too: it is for training on other tokens in every epoch, and corpora are
+    tokenized once.
 
     Args:
         backend: the tokenizer of the library.
         eod_text: text of the end-of-document token; None for a usual name.
         bos_text: text of the token that begins a prompt; None if there is none.
         files: contents of the files that it was loaded from, by their names in a folder.
+        settings: tokenizer_config.json with which the backend's `tokenizer.json` is the whole
+            tokenizer.
     """
 
     adds_special = True
@@ -136,11 +136,13 @@ class FastTokenizer:
         eod_text: str | None = None,
         bos_text: str | None = None,
         files: Files = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.files = dict(files or {})
+        self.settings = {"tokenizer_class": ANY_CLASS, **(settings or {})}
         vocabulary = backend.get_vocab(with_added_tokens=True)
         names = [eod_text] if eod_text is not None else _EOD_NAMES
         self.eod_text = next((name for name in names if name in vocabulary), None)
@@ -148,6 +150,41 @@ class FastTokenizer:
         self.bos: int | None = None if bos_text is None else vocabulary.get(bos_text)
         self.start_text = self.eod_text if self.bos is None else bos_text
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.has_named_eod = eod_text is not None
+        self.dropout: float | None = getattr(backend.model, "dropout", None)
+        if self.dropout:
+            backend.model.dropout = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What differs from AutoTokenizer for the same files, and why."""
+        notes = []
+        if self.dropout:
+            notes.append(
+                f"BPE dropout {self.dropout:g} of {VOCABULARY} is off: "
+                "the same text always has the same tokens"
+            )
+        if self.eod_text is not None and not self.has_named_eod:
+            notes.append(f"no eos_token is named: {self.eod_text}, a usual name, ends documents")
+        added = self._added_before_text()
+        if added:
+            notes.append(
+                f"AutoTokenizer adds {added} to a text; "
+                "documents are encoded without, and end with the end-of-document token"
+            )
+        return tuple(notes)
+
+    def _added_before_text(self) -> str:
+        """The special tokens that the post-processor adds to a text; "" for none."""
+        if not self.backend.num_special_tokens_to_add(is_pair=False):
+            return ""
+        return " ".join(self.backend.encode("").tokens)
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts of the special tokens."""
+        added = self.backend.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
 
     def encode(self, text: str) -> list[int]:
         """Encode a text on one thread."""
@@ -158,40 +195,75 @@ class FastTokenizer:
         return list(self.backend.encode(text).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode several texts on all threads that `tokenizers` may use."""
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        """Encode several texts on all threads that `tokenizers` may use.
+
+        Raises:
+            DataError: a character that the tokenizer neither has nor replaces.
+        """
+        try:
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                "a text cannot be encoded",
+                why=f"the tokenizer reports: {error}",
+                fix="add an unknown token to the tokenizer, or leave the text out",
+            ) from None
         return [encoding.ids for encoding in encodings]
+
+    def encode_documents(
+        self, texts: Sequence[str], *, parse_special: bool = False
+    ) -> list[list[int]]:
+        """Encode documents, in which special tokens are text unless `parse_special` is set."""
+        is_text = self.backend.encode_special_tokens
+        self.backend.encode_special_tokens = is_text or not parse_special
+        try:
+            return self.encode_batch(texts)
+        finally:
+            self.backend.encode_special_tokens = is_text
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=True))
 
-    def save(self, folder: Path, *, as_any_class: bool = False) -> str:
-        """Write the files it was loaded from, and settings that name its end-of-document token.
+    def save(self, folder: Path, *, as_published: bool = False) -> str:
+        """Write the tokenizer as it encodes here, and the other files it was loaded from.
 
         Args:
             folder: created if absent; the settings are written last.
-            as_any_class: the settings name no class of a model family, which would build another
-                tokenizer from the vocabulary.
+            as_published: the files as they were loaded where these say everything, for other
+                programs.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        files = {VOCABULARY: self.backend.to_str(pretty=True).encode(), **self.files}
-        settings = parse_json(self.files.get(SETTINGS, b"{}"), allow_nan=True)
-        names_eod = _named_token(settings, "eos_token") == self.eod_text
-        if as_any_class or SETTINGS not in files or not names_eod:
-            if as_any_class:
-                for name in ("auto_map", "added_tokens_decoder", "tokenizer_class"):
-                    settings.pop(name, None)
-            settings = {"tokenizer_class": _ANY_CLASS, **settings, "eos_token": self.eod_text}
-            files[SETTINGS] = _json_bytes(settings)
+        files = self._published_files() if as_published else self._resolved_files()
+        for name in MERGED_FILES:
+            if name not in files:
+                (folder / name).unlink(missing_ok=True)
         for name in sorted(files, key=SETTINGS.__eq__):
             write_bytes(folder / name, files[name])
         return folder.name
+
+    def _resolved_files(self) -> dict[str, bytes]:
+        """Files from which `tokenizers` alone, and AutoTokenizer, load this tokenizer."""
+        files = {name: text for name, text in self.files.items() if name not in MERGED_FILES}
+        content = self.backend.to_str(pretty=True).encode()
+        settings = {**self.settings, "eos_token": self.eod_text, HASH: sha256(content)}
+        return {**files, VOCABULARY: content, SETTINGS: json_bytes(settings)}
+
+    def _published_files(self) -> dict[str, bytes]:
+        """The files that it was loaded from, with an end-of-document token if they name none."""
+        if SETTINGS not in self.files or self.dropout:
+            return self._resolved_files()
+        files = {VOCABULARY: self.backend.to_str(pretty=True).encode(), **self.files}
+        if self.eod_text is not None and not self.has_named_eod:
+            settings = parse_json(self.files[SETTINGS], allow_nan=True)
+            files[SETTINGS] = json_bytes({**settings, "eos_token": self.eod_text})
+        return files
 
 
 class SlowTokenizer:
     """A transformers tokenizer without a `tokenizers` backend."""
 
     adds_special = True
+    notes: tuple[str, ...] = ()
 
     def __init__(self, wrapped: Any) -> None:
         self.wrapped = wrapped
@@ -200,6 +272,11 @@ class SlowTokenizer:
         self.start_text: str | None = wrapped.bos_token or wrapped.eos_token
         self.vocab_size = max(wrapped.get_vocab().values()) + 1
 
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts of the special tokens."""
+        return tuple(self.wrapped.all_special_tokens)
+
     def encode(self, text: str) -> list[int]:
         return list(self.wrapped.encode(text, add_special_tokens=False))
 
@@ -207,10 +284,21 @@ class SlowTokenizer:
         """Encode a text with the special tokens that the tokenizer adds."""
         return list(self.wrapped.encode(text))
 
+    def encode_documents(
+        self, texts: Sequence[str], *, parse_special: bool = False
+    ) -> list[list[int]]:
+        """Encode documents, in which special tokens are text unless `parse_special` is set."""
+        is_text = self.wrapped.split_special_tokens
+        self.wrapped.split_special_tokens = is_text or not parse_special
+        try:
+            return [self.encode(text) for text in texts]
+        finally:
+            self.wrapped.split_special_tokens = is_text
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.wrapped.decode(list(ids), skip_special_tokens=True))
 
-    def save(self, folder: Path) -> str:
+    def save(self, folder: Path, *, as_published: bool = False) -> str:
         self.wrapped.save_pretrained(str(folder))
         return folder.name
 
@@ -243,25 +331,120 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises:
         DataError: no tokenizer of that name can be loaded.
     """
+    tokenizer = _load(name)
+    if isinstance(tokenizer, FastTokenizer) and tokenizer.dropout:
+        _log_once(f"{name}: {tokenizer.notes[0]}")
+    return tokenizer
+
+
+@cache
+def _log_once(line: str) -> None:
+    log.info("%s", line)
+
+
+def _load(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if file.is_file():
-        return _load_fast(file)
+    if path.name == VOCABULARY and path.is_file():
+        path = path.parent  # what is beside it belongs to it
+    if path.is_dir():
+        return _load_folder(path)
+    if path.is_file():
+        return _load_file(path)
     vocab_file, comma, merge_file = name.partition(",")
     if comma:
         return _load_gpt2(vocab_file, merge_file)
-    loaded = _load_pretrained(str(path) if path.is_dir() else name)
+    loaded = load_pretrained(name)
+    with TemporaryDirectory(prefix="nanotrain-tokenizer-") as saved:
+        loaded.save_pretrained(saved)
+        return _wrap(loaded, source=name, files=read_files(Path(saved)))
+
+
+def _load_folder(folder: Path) -> FastTokenizer | SlowTokenizer:
+    files = read_files(folder)
+    settings = read_settings(files, folder / SETTINGS)
+    definition = files.get(VOCABULARY)
+    if definition is not None and settings.get(HASH) == sha256(definition):
+        return _from_definition(files, settings=settings, source=folder / VOCABULARY)
+    try:
+        return _wrap(load_pretrained(str(folder)), source=str(folder), files=files)
+    except DataError:
+        if definition is None:
+            raise
+        bare = _from_definition(files, settings=settings, source=folder / VOCABULARY)
+        if "auto_map" not in settings:
+            raise
+        log.info(
+            "%s asks for code of its own, which is not run: the tokenizer is tokenizer.json alone",
+            folder,
+        )
+        return bare
+
+
+def _wrap(loaded: Any, *, source: str, files: Mapping[str, bytes]) -> FastTokenizer | SlowTokenizer:
+    """A tokenizer of transformers; its `tokenizers` backend alone where it has one."""
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         return SlowTokenizer(loaded)
-    with TemporaryDirectory(prefix="nanotrain-tokenizer-") as saved:
-        loaded.save_pretrained(saved)
-        files = _read_files(Path(saved))
-        if path.is_dir():
-            files |= _read_files(path)
-    return FastTokenizer(backend, eod_text=loaded.eos_token, bos_text=loaded.bos_token, files=files)
+    settings = parse_json(files.get(SETTINGS, b"{}"), allow_nan=True)
+    tokenizer = FastTokenizer(
+        backend,
+        eod_text=loaded.eos_token,
+        bos_text=loaded.bos_token,
+        files=files,
+        settings=resolved_settings(loaded, settings),
+    )
+    _require_encodes(tokenizer, source)
+    return tokenizer
+
+
+def _load_file(file: Path) -> FastTokenizer:
+    """A tokenizer.json of another name."""
+    try:
+        content = read_file(file, most=MAX_TOKENIZER_BYTES)
+    except (OSError, ValueError) as error:
+        raise _no_tokenizer(file, unreadable(error)) from None
+    return _from_definition({VOCABULARY: content}, settings={}, source=file)
+
+
+def _from_definition(
+    files: Mapping[str, bytes], *, settings: Mapping[str, Any], source: Path
+) -> FastTokenizer:
+    """The tokenizer of a tokenizer.json alone."""
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(files[VOCABULARY])
+        backend.encode_special_tokens = settings.get("split_special_tokens") is True
+        tokenizer = FastTokenizer(
+            backend,
+            eod_text=named_token(settings, "eos_token"),
+            bos_text=named_token(settings, "bos_token"),
+            files=files,
+            settings=settings,
+        )
+    # the library raises bare Exception, and its panics are no Exception
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise _no_tokenizer(source, str(error)) from None
+    _require_encodes(tokenizer, source)
+    return tokenizer
+
+
+def _require_encodes(tokenizer: FastTokenizer, source: Path | str) -> None:
+    """Check that a tokenizer encodes a text: a damaged file may load and fail at the first one."""
+    try:
+        tokenizer.decode(tokenizer.encode("a b"))
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise _no_tokenizer(source, str(error)) from None
+
+
+def _no_tokenizer(source: Path | str, why: str) -> DataError:
+    return DataError(
+        f"{source} is no tokenizer", why=why, fix="give a tokenizer.json that `tokenizers` saved"
+    )
 
 
 def load_with_files(name: str) -> FastTokenizer | SlowTokenizer:
@@ -302,126 +485,3 @@ def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     return backend
-
-
-def _load_fast(file: Path) -> FastTokenizer:
-    names = TOKENIZER_FILES if file.name == VOCABULARY else (SETTINGS,)
-    files = _read_files(file.parent, names)
-    try:
-        settings = object_of(parse_json(files.get(SETTINGS, b"{}"), allow_nan=True), "it")
-        eod_text = _named_token(settings, "eos_token")
-        bos_text = _named_token(settings, "bos_token")
-    except (ValueError, TypeError, KeyError) as error:
-        what = f"{file.with_name(SETTINGS)} cannot be read"
-        raise DataError(what, why=str(error), fix="correct or remove it") from None
-    try:
-        content = read_file(file, most=MAX_TOKENIZER_BYTES)
-        backend = tokenizers.Tokenizer.from_buffer(content)
-        backend.encode_special_tokens = settings.get("split_special_tokens") is True
-        files = {**files, VOCABULARY: content}
-        tokenizer = FastTokenizer(backend, eod_text=eod_text, bos_text=bos_text, files=files)
-        # a damaged file may load and fail at the first text
-        tokenizer.decode(tokenizer.encode("a b"))
-    # the library raises bare Exception, and its panics are no Exception
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        raise DataError(
-            f"{file} is no tokenizer",
-            why=str(error),
-            fix="give a tokenizer.json that `tokenizers` saved",
-        ) from None
-    return tokenizer
-
-
-def _read_files(folder: Path, names: Sequence[str] = TOKENIZER_FILES) -> dict[str, bytes]:
-    """The contents of a tokenizer's files; tokenizer.json is read where it is parsed.
-
-    Raises:
-        DataError: one of them cannot be read, or is a link out of the folder, whose target would be
-            copied.
-    """
-    files = {}
-    for name in names:
-        path = folder / name
-        if name == VOCABULARY or not os.path.lexists(path):
-            continue
-        try:
-            _check_link(path)
-            files[name] = read_file(path, most=MAX_TOKENIZER_BYTES)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{path} cannot be read", why=unreadable(error), fix="correct or remove it"
-            ) from None
-    return files
-
-
-def _check_link(path: Path) -> None:
-    """Check that a file is no link out of its folder, except to the blobs of the hub's cache."""
-    target = path.resolve()
-    if target.parent.name != "blobs" and not target.is_relative_to(path.parent.resolve()):
-        raise ValueError(
-            f"it is a link to {target}, and runs and exports copy the files of their tokenizer"
-        )
-
-
-def _named_token(settings: Mapping[str, Any], name: str) -> str | None:
-    """The text of a token that a tokenizer_config.json names; None if it names none."""
-    token = settings.get(name)
-    if isinstance(token, dict):
-        token = token["content"]
-    return None if token is None else text_of(token, name)
-
-
-def _json_bytes(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def _load_pretrained(name: str) -> Any:
-    """Load a transformers tokenizer by name or folder; never runs code from the repository."""
-    is_folder = Path(name).is_dir()
-    if not is_folder:
-        go_offline_if_unreachable()
-    from transformers import AutoTokenizer
-
-    try:
-        # False, not None: None asks on the terminal, and "y" would run the repository's code.
-        return AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False, local_files_only=is_folder
-        )
-    # OSError, ValueError, ImportError, KeyError: depends on the repository
-    except Exception as error:
-        what = "is no tokenizer.json or folder here"
-        if is_folder:
-            what = "is a folder without tokenizer.json"
-        raise DataError(
-            f"the tokenizer {name} cannot be loaded",
-            why=f"it {what}, and Hugging Face reports: {first_line(error)}",
-            fix=(
-                "without a network give a folder with a tokenizer.json, 'bytes', "
-                "or in prepare bpe:8192"
-            ),
-        ) from None
-
-
-def go_offline_if_unreachable() -> None:
-    """Switch the hub client to its cache if the hub does not accept a connection.
-
-    The client itself would try five times, half a minute (measured), before it reports that there
-    is no network.
-    """
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE or urllib.request.getproxies():
-        return
-    hub = urlsplit(constants.ENDPOINT)
-    address = (hub.hostname or "", hub.port or 443)
-    try:
-        socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S).close()
-    except OSError:
-        constants.HF_HUB_OFFLINE = True
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type."""
-    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__

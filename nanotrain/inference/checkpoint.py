@@ -38,13 +38,8 @@ from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.prompts import prompt_tokenizer
 from nanotrain.data.same_tokenizer import require_recorded
 from nanotrain.data.token_format import idx_path
-from nanotrain.data.tokenizer import (
-    SETTINGS,
-    VOCABULARY_FILES,
-    Tokenizer,
-    load_tokenizer,
-    load_with_files,
-)
+from nanotrain.data.tokenizer import Tokenizer, load_tokenizer, load_with_files
+from nanotrain.data.tokenizer_files import SETTINGS, VOCABULARY_FILES
 from nanotrain.errors import CheckpointError, DataError
 from nanotrain.inference.generate import Generation, encode_prompts, stream_texts
 from nanotrain.inference.generation_config import (

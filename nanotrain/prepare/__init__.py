@@ -4,6 +4,7 @@ Holds `nanotrain prepare` and the quick-start corpus; training-time reading is i
 imports this.
 
     options -> chunks (splits the inputs) -> parts (one file per chunk) -> corpus (merges them)
-    inputs, readers, chat: chunk -> documents      token_writer: documents -> .bin/.idx
+    inputs, readers, chat: chunk -> documents      encoder: documents -> token ids
+    token_writer: token ids -> .bin/.idx           text_counts: what the ids do not say
     executors: where parts are written             bpe, quickstart
 """

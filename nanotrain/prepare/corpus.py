@@ -41,8 +41,10 @@ from nanotrain.prepare.parts import (
     is_ready,
     open_parts,
     part_prefix,
+    read_counts,
 )
 from nanotrain.prepare.readers import DocumentReader
+from nanotrain.prepare.text_counts import lines_of
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import (
@@ -72,7 +74,11 @@ def prepare_corpus(options: PrepareOptions) -> None:
     chunks: tuple[InputChunk, ...] = ()  # a stream is not split before
     if not options.streaming:
         chunks = plan_chunks(options.input, subset=options.subset, split=options.split_name)
-    tokenizer = load_tokenizer(options.tokenizer) if options.bpe_vocab_size is None else None
+    tokenizer = None
+    if options.bpe_vocab_size is None:
+        tokenizer = load_tokenizer(options.tokenizer)
+        for note in tokenizer.notes:
+            print(f"tokenizer: {note}")
     plan = _plan(options, chunks, tokenizer=tokenizer)
     # the folder may be read-only
     if _is_prepared(prefix, plan) and not os.path.lexists(options.parts):
@@ -119,8 +125,16 @@ def _prepare(
             needed += file.stat().st_size
     with disk_errors(bin_path(prefix), needed=needed, fix=CURE):
         files = _input_files(chunks)
+        counts = read_counts(options.parts, num_parts)
         info = _merge(job, num_parts=num_parts, tokenizer=tokenizer, plan=_hash(plan), files=files)
     print(f"{bin_path(prefix)}: {_summary(info)}")
+    for line in lines_of(
+        counts,
+        tokenizer=tokenizer,
+        num_tokens=info.tokens,
+        parse_special=options.parse_special,
+    ):
+        print(line)
 
 
 def _input_files(chunks: Iterable[InputChunk]) -> list[str]:
@@ -179,6 +193,8 @@ def _plan(
     }
     if options.is_chat:
         plan["format"] = options.format
+    if options.parse_special:
+        plan["parse_special"] = True
     return plan
 
 

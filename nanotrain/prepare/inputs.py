@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nanotrain.data.tokenizer import first_line, go_offline_if_unreachable
+from nanotrain.data.pretrained import first_line, go_offline_if_unreachable
 from nanotrain.errors import DataError, NanotrainError
 from nanotrain.untrusted import LARGEST
 

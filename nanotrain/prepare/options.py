@@ -43,6 +43,7 @@ class PrepareOptions:
     streaming: bool = False
     max_documents: int | None = None
     append_eod: bool = True
+    parse_special: bool = False
     dtype: str = "auto"
     overwrite: bool = False
     max_document_bytes: int = Limits.document_bytes
@@ -83,6 +84,12 @@ class PrepareOptions:
                 f"--format chat with --tokenizer {self.tokenizer}",
                 why="the chat template of a tokenizer turns conversations into text",
                 fix="name that of a chat model",
+            )
+        if self.is_chat and self.parse_special:
+            raise DataError(
+                "--parse-special has no effect with --format chat",
+                why="the chat template writes the special tokens of conversations",
+                fix="leave it out",
             )
 
     def _check_part(self) -> None:

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -27,8 +27,10 @@ from nanotrain.data.worker import WorkerContext, exit_with_parent
 from nanotrain.errors import EnvironmentFault, NanotrainError
 from nanotrain.prepare.chat import ChatTemplate
 from nanotrain.prepare.chunks import InputChunk
+from nanotrain.prepare.encoder import DocumentEncoder
 from nanotrain.prepare.options import PrepareOptions
 from nanotrain.prepare.readers import DocumentReader
+from nanotrain.prepare.text_counts import TextCounts
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.runs.files import disk_errors, disk_fault, make_folder, remove_folder, write_text
 
@@ -51,6 +53,21 @@ class PartJob:
 def part_prefix(folder: Path, number: int) -> Path:
     """Prefix of a part's `.bin/.idx` pair."""
     return folder / f"{number:06d}"
+
+
+def counts_path(prefix: Path) -> Path:
+    """Path of what was counted in the documents of a part."""
+    return prefix.with_name(prefix.name + ".counts.json")
+
+
+def read_counts(folder: Path, num_parts: int) -> TextCounts:
+    """What was counted in the documents of all parts; nothing for parts of older versions."""
+    counts = []
+    for number in range(num_parts):
+        file = counts_path(part_prefix(folder, number))
+        if file.is_file():
+            counts.append(TextCounts.parse(file.read_text()))
+    return TextCounts.total(counts)
 
 
 def is_complete(folder: Path, number: int) -> bool:
@@ -130,13 +147,15 @@ class PartWriter:
         self.job = job
         self.reader = DocumentReader(options.column, options.limits, is_chat=options.is_chat)
         self.chat = ChatTemplate(job.tokenizer) if options.is_chat else None
-        self.tokenizer = load_tokenizer(job.tokenizer)
+        tokenizer = load_tokenizer(job.tokenizer)
+        self.encoder = DocumentEncoder(tokenizer, parse_special=options.parse_special)
         self._eod: list[int] = []
-        if options.append_eod and self.tokenizer.eod is not None:
-            self._eod = [self.tokenizer.eod]
+        if options.append_eod and tokenizer.eod is not None:
+            self._eod = [tokenizer.eod]
 
     def write(self, number: int, chunk: InputChunk) -> None:
         """Tokenize one chunk into its part file."""
+        self._start_counts()
         texts = self.reader.read(chunk)
         prefix = part_prefix(self.job.options.parts, number)
         dtype = np.dtype(self.job.dtype)
@@ -151,6 +170,19 @@ class PartWriter:
             # before the space of the part is free again
             with disk_errors(bin_path(prefix), needed=needed, fix=CURE):
                 writer.complete()
+                write_text(counts_path(prefix), self._counts().to_json())
+
+    def _start_counts(self) -> None:
+        self.encoder.counts = TextCounts()
+        self.reader.num_empty = 0
+        self.reader.num_surrogates = 0
+
+    def _counts(self) -> TextCounts:
+        """What was counted since `_start_counts`."""
+        reader = self.reader
+        return replace(
+            self.encoder.counts, empty=reader.num_empty, surrogates=reader.num_surrogates
+        )
 
     def _encode(self, texts: Sequence[str]) -> tuple[list[list[int]], list[np.ndarray]]:
         """Token ids of documents, and the masks of conversations.
@@ -161,7 +193,7 @@ class PartWriter:
         masks: list[np.ndarray] = []
         for text in texts:
             if self.chat is None:
-                documents.append(self.tokenizer.encode(text) + self._eod)
+                documents.append(self.encoder.encode(text) + self._eod)
                 continue
             ids, mask = self.chat.encode(text)
             end = [] if ids[-1:] == self._eod else self._eod

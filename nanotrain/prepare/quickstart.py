@@ -152,7 +152,7 @@ def _build(prefix: Path, vocab_size: int) -> None:
     dtype = smallest_dtype(tokenizer.vocab_size)
     with TokenWriter(prefix, dtype) as writer, progress("tokenizing", total=len(texts)) as advance:
         for first in range(0, len(texts), _ENCODE_BATCH):
-            encoded = tokenizer.encode_batch(texts[first : first + _ENCODE_BATCH])
+            encoded = tokenizer.encode_documents(texts[first : first + _ENCODE_BATCH])
             writer.add_documents([[*ids, tokenizer.eod] for ids in encoded])
             advance(_ENCODE_BATCH)
         saved = tokenizer.save(tokenizer_path(prefix))

@@ -31,6 +31,8 @@ class DocumentReader:
         self.limits = limits or Limits()
         self.pick = pick_messages if is_chat else pick_text
         self.rows = cache(load_rows)  # loads a dataset on first use
+        self.num_empty = 0  # documents without text so far
+        self.num_surrogates = 0  # documents with lone surrogates so far
 
     def read(self, chunk: InputChunk) -> Iterator[str]:
         """The documents of a chunk, in order, without empty ones.
@@ -42,8 +44,13 @@ class DocumentReader:
         """
         for text in READERS[chunk.kind](self, chunk):
             self.limits.check_document(", ".join(chunk.files) or "the dataset", len(text))
-            if text:  # JSON can hold lone surrogates, which no tokenizer can encode
-                yield text.encode("utf-8", "replace").decode()
+            if not text:
+                self.num_empty += 1
+                continue
+            valid = text.encode("utf-8", "replace").decode()
+            if valid != text:  # JSON can hold lone surrogates, which no tokenizer can encode
+                self.num_surrogates += 1
+            yield valid
 
 
 def pick_text(

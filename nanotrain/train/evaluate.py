@@ -143,7 +143,8 @@ def _write_tokens(source: str, tokenizer: Tokenizer, *, prefix: Path) -> None:
     with TokenWriter(prefix, np.dtype(np.int32)) as writer:
         for chunk in plan_chunks([source], subset=None, split="train"):
             for text in reader.read(chunk):
-                writer.add_documents([[*tokenizer.encode(text), *end]])
+                (ids,) = tokenizer.encode_documents([text])
+                writer.add_documents([[*ids, *end]])
 
 
 def windows_of(corpus: IndexedTokens, config: Config) -> AllWindows:

@@ -1,6 +1,7 @@
 """Corpora of different tokenizers are refused, and a model is evaluated on its own tokens."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +11,20 @@ import tokenizers
 from nanotrain.config.config import DataConfig
 from nanotrain.data.build import build_data
 from nanotrain.data.corpus_info import CorpusInfo, tokenizer_path, write_info
-from nanotrain.data.same_tokenizer import require_tokenizer_of
+from nanotrain.data.same_tokenizer import is_same_tokenizer, require_tokenizer_of
+from nanotrain.data.tokenizer import load_tokenizer
 from nanotrain.errors import ConfigError
 from tests.data.conftest import WriteCorpus
+from tests.interop.hf.tiny_tokenizers import write_tokenizer as write_kind
 
 
-def write_tokenizer(prefix: Path, *, vocab: dict[str, int], decoder: str | None = None) -> None:
+def write_tokenizer(prefix: Path, *, vocab: dict[str, int], **stages: object) -> None:
     folder = tokenizer_path(prefix)
     folder.mkdir()
-    (folder / "tokenizer.json").write_text(
-        json.dumps({"model": {"vocab": vocab}, "decoder": decoder})
-    )
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="a"))
+    for name, stage in stages.items():
+        setattr(tokenizer, name, stage)
+    tokenizer.save(str(folder / "tokenizer.json"))
     write_info(prefix, CorpusInfo(folder.name, len(vocab)))
 
 
@@ -33,7 +37,9 @@ def corpora(write_corpus: WriteCorpus) -> dict[str, str]:
     prefixes = {name: write_corpus([np.full(161, 1)], name=name) for name in names}
     write_tokenizer(prefixes["ab"], vocab={"a": 0, "b": 1})
     write_tokenizer(prefixes["ba"], vocab={"a": 1, "b": 0})
-    write_tokenizer(prefixes["same_ids"], vocab={"b": 1, "a": 0}, decoder="ByteLevel")
+    write_tokenizer(
+        prefixes["same_ids"], vocab={"b": 1, "a": 0}, decoder=tokenizers.decoders.ByteLevel()
+    )
     write_info(prefixes["bytes"], CorpusInfo("bytes", 257, 256))
     return {name: str(prefix) for name, prefix in prefixes.items()}
 
@@ -90,3 +96,14 @@ def test_a_model_is_evaluated_on_token_files_of_its_tokenizer(corpora: dict[str,
             ConfigError, match=f"another tokenizer than the model's.*--tokenizer {model}"
         ):
             require_tokenizer_of(model, corpora[name] + ".bin")
+
+
+def test_what_auto_tokenizer_reads_beside_the_vocabulary_counts(tmp_path: Path) -> None:
+    """A copy that says everything in tokenizer.json is the folder whose class builds the same."""
+    published = Path(write_kind("llama2", tmp_path / "published"))
+    load_tokenizer(str(published)).save(tmp_path / "copy")
+    assert is_same_tokenizer(str(published), str(tmp_path / "copy")) is True
+    other = tmp_path / "other"
+    shutil.copytree(published, other)
+    (other / "added_tokens.json").write_text('{"<new>": 500}')
+    assert is_same_tokenizer(str(published), str(other)) is False

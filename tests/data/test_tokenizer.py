@@ -11,12 +11,11 @@ from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanotrain.data.pretrained import first_line, go_offline_if_unreachable
 from nanotrain.data.tokenizer import (
     ByteTokenizer,
     FastTokenizer,
     Tokenizer,
-    first_line,
-    go_offline_if_unreachable,
     load_tokenizer,
 )
 from nanotrain.errors import DataError

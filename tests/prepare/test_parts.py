@@ -20,8 +20,10 @@ from nanotrain.prepare.parts import (
     is_complete,
     open_parts,
     part_prefix,
+    read_counts,
     write_parts,
 )
+from nanotrain.prepare.text_counts import TextCounts
 from nanotrain.runs import files
 from tests.runs.test_metrics_file import file_size_limit
 
@@ -47,6 +49,13 @@ def test_parts_of_another_plan_are_deleted(tmp_path: Path) -> None:
     kept.rename(index)
     open_parts(tmp_path / "p.parts", {"inputs": 2})
     assert not is_complete(tmp_path / "p.parts", 0)
+
+
+def test_parts_keep_what_was_counted_in_their_documents(tmp_path: Path) -> None:
+    writer = PartWriter(_job(tmp_path / "p"))
+    writer.write(0, InputChunk("texts", texts=("ab", "", "\ud800")))
+    writer.write(1, InputChunk("texts", texts=("", "a")))
+    assert read_counts(tmp_path / "p.parts", 2) == TextCounts(empty=2, surrogates=1)
 
 
 @pytest.mark.parametrize("workers", [1, 3])

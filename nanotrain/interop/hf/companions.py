@@ -20,14 +20,10 @@ from typing import Any
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.config.schema import value_of, with_values
+from nanotrain.data.pretrained import first_line
 from nanotrain.data.same_tokenizer import is_same_tokenizer
-from nanotrain.data.tokenizer import (
-    VOCABULARY_FILES,
-    FastTokenizer,
-    SlowTokenizer,
-    first_line,
-    load_with_files,
-)
+from nanotrain.data.tokenizer import FastTokenizer, SlowTokenizer, load_with_files
+from nanotrain.data.tokenizer_files import VOCABULARY_FILES
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical, free_keys
 from nanotrain.interop.hf.families import (
@@ -129,10 +125,10 @@ class Companions:
         if self.tokenizer is None:
             return {}
         tokenizer = load_with_files(self.tokenizer)
-        tokenizer.save(folder)
+        tokenizer.save(folder, as_published=True)
         loaded, difference = _load_again(tokenizer, folder)
         if difference and isinstance(tokenizer, FastTokenizer):
-            tokenizer.save(folder, as_any_class=True)
+            tokenizer.save(folder)
             loaded, difference = _load_again(tokenizer, folder)
         if difference:
             raise HuggingFaceError(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nanotrain.config.model import ModelConfig
-from nanotrain.data.tokenizer import first_line, go_offline_if_unreachable
+from nanotrain.data.pretrained import first_line, go_offline_if_unreachable
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.runs.files import write_text
 from nanotrain.spec.counts import num_active_parameters, num_parameters

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain.config.load import to_yaml
-from nanotrain.data.tokenizer import SETTINGS, load_with_files
+from nanotrain.data.tokenizer import load_with_files
+from nanotrain.data.tokenizer_files import SETTINGS
 from nanotrain.errors import DataError
 from nanotrain.log import get_logger
 from nanotrain.plan.memory_plan import MemoryPlan
