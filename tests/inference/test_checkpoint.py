@@ -115,9 +115,7 @@ def test_a_run_without_a_tokenizer_writes_no_text_unless_given_one(tmp_path):
     assert "; without a tokenizer: the run folder" in export_checkpoint(
         tmp_path, tmp_path / "hf", dtype="fp32"
     )
-    with pytest.raises(
-        DataError, match="none of tokenizer.json, tokenizer.model, vocab.json in the folder"
-    ):
+    with pytest.raises(DataError, match="none of tokenizer.json, .*, tekken.json in the folder"):
         load_checkpoint(tmp_path / "hf")
     (tmp_path / "hf" / "vocab.json").write_text("{}")
     with pytest.raises(DataError, match="cannot be loaded"):
