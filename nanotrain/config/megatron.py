@@ -1,6 +1,6 @@
 """Megatron-LM's flags that are no field here: the rows of `tables/megatron.yaml`.
 
-always     it names what is always so; another value than those listed is an error
+always     it names what nanotrain always does; another value than those listed is an error
 no effect  it tunes an implementation that does not exist here; accepted, changes no result
 rename     it becomes values of fields
 not yet    an error, with the nearest alternative; values that ask for nothing are accepted

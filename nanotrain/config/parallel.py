@@ -113,8 +113,8 @@ class ParallelConfig:
     """pad buckets to a multiple of 65536 elements"""
 
     reduce_scatter_with_fp32_accumulation: bool = option(False)
-    """reduce-scatter low-precision gradients as an all-to-all and a local fp32 sum; of fp32
-    gradients always so
+    """reduce-scatter low-precision gradients as an all-to-all and a local fp32 sum, as fp32
+    gradients always are
     """
 
     ddp_average_in_collective: bool = option(False)

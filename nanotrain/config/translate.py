@@ -96,7 +96,7 @@ def check_flags(arguments: list[MegatronArgument], *, errors: ErrorCollector) ->
             continue
         if row.kind == "always" and row.accepts:
             error = ConfigError(
-                f"{argument.text} contradicts what is always so",
+                f"{argument.text} contradicts what nanotrain always does",
                 why=row.meaning,
                 fix=f"leave it out or write {argument.flag} {row.accepts[0]}",
             )

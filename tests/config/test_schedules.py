@@ -186,7 +186,7 @@ def lengths_of(schedule: str, *flags: str) -> tuple[tuple[int, int], ...]:
 
 def test_lengths_begin_at_their_thresholds_in_tokens_whatever_the_size_of_the_batch() -> None:
     assert lengths_of("0:16 1K:32, 2K:64") == ((0, 16), (15, 32), (31, 64))
-    assert lengths_of("0:64") == ((0, 64),), "what is always so is accepted"
+    assert lengths_of("0:64") == ((0, 64),), "a schedule of one length is accepted"
     batch = ("--step-batch-size-schedule", "0:4 1K:8")
     assert lengths_of("0:32 1K:64", *batch) == ((0, 32), (15, 64))
     assert length_schedule(load_config(LENGTH_RUN)) is None

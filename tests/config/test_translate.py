@@ -188,7 +188,7 @@ def test_what_is_never_so_is_an_error(arguments, message):
 
 def test_a_value_that_is_never_so_is_one_mistake():
     with pytest.raises(
-        ConfigError, match="^--rerun-mode validate_results contradicts what is always so"
+        ConfigError, match="^--rerun-mode validate_results contradicts what nanotrain always does"
     ):
         loaded("--rerun-mode validate_results")
 
