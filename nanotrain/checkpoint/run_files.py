@@ -14,6 +14,7 @@ checkpoint. A local version that goes is kept as `.NAME.replaced`.
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from nanotrain.untrusted import object_of, parse_json, read_file, text_of, whole
 
 RECORD = ".object-storage.json"
 _READ_BYTES = 1 << 20
+_OF_A_MACHINE = (".lock", ".request")  # files of the job that runs here
 log = get_logger(__name__)
 
 
@@ -183,6 +185,7 @@ class FileUploads:
         self._folder = folder
         self._remote = remote
         self._synced: dict[str, Synced] | None = None
+        self._lock = threading.Lock()
 
     def upload(self) -> None:
         """Upload the files that differ from what was uploaded or downloaded last.
@@ -190,10 +193,14 @@ class FileUploads:
         Raises:
             StorageFault: a file cannot be written.
         """
+        with self._lock:  # the thread of a save, and that of training
+            self._upload_changed()
+
+    def _upload_changed(self) -> None:
         if self._synced is None:
             self._synced = _read_record(self._folder)
         for file in sorted([*self._folder.glob("[!.]*.*"), *self._folder.glob("tokenizer/[!.]*")]):
-            if file.is_symlink() or not file.is_file() or file.suffix == ".lock":
+            if file.is_symlink() or not file.is_file() or file.suffix in _OF_A_MACHINE:
                 continue
             name = str(file.relative_to(self._folder))
             entry = self._synced.get(name)

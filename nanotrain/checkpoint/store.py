@@ -90,6 +90,13 @@ def saved_config(path: Path) -> Mapping[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
+def saved_stages(path: Path) -> list[str]:
+    """The stages of the data in a step folder, after `nanotrain data mix`; empty without them."""
+    objects = _first_lines(path).get("objects")
+    stages = objects.get("stages") if isinstance(objects, dict) else None
+    return [str(stage) for stage in stages] if isinstance(stages, list) else []
+
+
 def not_finite(path: Path) -> list[str]:
     """The tensors of a complete checkpoint with values that are not finite; empty if unknown."""
     names = _first_lines(path).get("not_finite")

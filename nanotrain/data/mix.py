@@ -4,23 +4,32 @@
     RUN/data-mix.jsonl     what was done: the step, and all stages of the run, starts in samples
 
 The change is a further stage of the data, so the samples after it follow from their index as all
-others do, on any layout, and a resume reads the stages from the file.
+others do, on any layout, and a resume reads the stages from the file. A request is recorded, then
+removed: a kill in between loses nothing, as the record has the number of the request.
+
+    read_request, is_recorded, record_mix, remove_request   the life of a request, in this order
+    with_mix, stages_of                                     the samples, and their stages as text
+    recorded_stages, with_recorded_mix                      at the next start
 """
 
 import json
+import os
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from nanotrain.config.config import DataConfig
+from nanotrain.config.data_stages import read_stages
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset, StageBlend
-from nanotrain.data.build import addresses_of, corpora_of
+from nanotrain.data.build import addresses_of, corpora_of, first_blend
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.data.gpt import GPTDataset
 from nanotrain.errors import ConfigError, DataError
+from nanotrain.log import get_logger
 from nanotrain.runs.files import disk_errors, open_append, write_all, write_text
 from nanotrain.storage.remote import redacted
 from nanotrain.untrusted import (
@@ -33,7 +42,23 @@ from nanotrain.untrusted import (
     whole_number,
 )
 
+log = get_logger(__name__)
 REQUEST, DONE = "data-mix.request", "data-mix.jsonl"
+
+
+@dataclass(frozen=True)
+class MixRequest:
+    """A request to change the blend.
+
+    Args:
+        weights: weights and corpora, as for `--data-path`.
+        step: the first step with them; None: the next one possible.
+        number: a random number, by which the record names it; empty for one of an older version.
+    """
+
+    weights: tuple[str, ...]
+    step: int | None
+    number: str
 
 
 def request_mix(folder: Path, weights: Sequence[str], *, step: int | None) -> None:
@@ -47,31 +72,42 @@ def request_mix(folder: Path, weights: Sequence[str], *, step: int | None) -> No
         raise ConfigError(
             f"--weights {' '.join(weights)}", why="every corpus has a weight before it", fix=fix
         )
-    request = {"weights": list(weights), "step": step}
+    request = {"weights": list(weights), "step": step, "number": secrets.token_hex(8)}
     write_text(folder / REQUEST, json.dumps(request) + "\n")
 
 
-def take_request(folder: Path) -> dict[str, Any] | None:
-    """The request in a run folder, which is removed; None without one.
+def read_request(folder: Path) -> MixRequest | None:
+    """The request in a run folder, where it stays; None without one.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: it cannot be read, and was removed.
     """
     file = folder / REQUEST
-    if not file.is_file():
-        return None
     try:
-        request = object_of(parse_json(read_file(file, follows_links=False)), "it")
-        weights = [text_of(word, "weights") for word in list_of(request.get("weights"), "weights")]
-        step = request.get("step")
+        body = object_of(parse_json(read_file(file, follows_links=False)), "it")
+        weights = [text_of(word, "weights") for word in list_of(body.get("weights"), "weights")]
+        step = body.get("step")
         if step is not None:
             step = whole_number(step, "step")
-        return {"weights": weights, "step": step}
+        return MixRequest(tuple(weights), step, text_of(body.get("number", ""), "number"))
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError) as error:
+        file.unlink(missing_ok=True)
         what = f"{file} cannot be read"
         raise DataError(what, why=str(error), fix="use `nanotrain data mix`") from None
-    finally:
-        file.unlink(missing_ok=True)
+
+
+def is_recorded(folder: Path, request: MixRequest) -> bool:
+    """Whether a request was carried out, before a kill left it in the folder."""
+    rows = read_rows(folder / DONE)
+    return any(request.number and row.get("request") == request.number for row in rows)
+
+
+def remove_request(folder: Path, request: MixRequest) -> None:
+    """Remove a request, unless another has taken its place meanwhile."""
+    if read_request(folder) == request:
+        (folder / REQUEST).unlink(missing_ok=True)
 
 
 def with_mix(dataset: SampleDataset, weights: Sequence[str], *, sample: int) -> BlendedDataset:
@@ -137,39 +173,79 @@ def stages_of(dataset: BlendedDataset) -> list[str]:
     return texts
 
 
-def record_mix(folder: Path, stages: Sequence[str], *, step: int) -> None:
+def record_mix(folder: Path, stages: Sequence[str], *, step: int, number: str = "") -> None:
     """Append what was done, for every later start of the run.
+
+    Args:
+        folder: run folder.
+        stages: all stages of the run, of `stages_of`.
+        step: the first step of the last one.
+        number: number of the request.
 
     Raises:
         EnvironmentFault: the disk is full or the folder cannot be written.
     """
-    row = json.dumps({"step": step, "stages": list(stages)})
+    row = json.dumps({"step": step, "stages": list(stages), "request": number})
     with open_append(folder / DONE) as file, disk_errors(folder / DONE):
         write_all(file, row.encode() + b"\n")
+        os.fsync(file.fileno())
 
 
-def with_recorded_mix(data: DataConfig, folder: Path) -> DataConfig:
-    """The data section with the stages of the last change in a run folder, if there is one.
+def recorded_stages(folder: Path) -> list[str]:
+    """The stages of the last change in a run folder; empty without one.
 
     Raises:
-        DataError: the last row has no stages, or they name an address that the section does not.
+        DataError: the last row has none.
     """
     last: Mapping[str, Any] = {"stages": []}
     for row in read_rows(folder / DONE):
         last = row
     try:
-        words = list_of(last.get("stages"), "stages")
-        mixed = with_stages(data, [text_of(word, "stages") for word in words])
-        foreign = set(addresses_of(mixed)) - set(addresses_of(data))
-        if foreign:
-            raise ValueError(f"it names {redacted(min(foreign))}, which the command line does not")
+        return [text_of(word, "stages") for word in list_of(last.get("stages"), "stages")]
     except ValueError as error:
-        raise DataError(
-            f"{folder / DONE} cannot be used",
-            why=str(error),
-            fix="restore it, or remove it to train on the blend of the command line",
-        ) from None
-    return mixed if mixed.stages else data
+        raise _unusable(folder / DONE, str(error)) from None
+
+
+def with_recorded_mix(data: DataConfig, folder: Path, *, saved: Sequence[str] = ()) -> DataConfig:
+    """The data section with the stages of the last change of a run, if there is one.
+
+    Args:
+        data: data section of the command line.
+        folder: run folder.
+        saved: the stages in the checkpoint that the run starts from, for a folder without a record.
+
+    Raises:
+        DataError: the last row has no stages, or they name an address that the section does not.
+    """
+    recorded = recorded_stages(folder)
+    if not recorded and not saved:
+        return data
+    mixed = with_stages(data, recorded or saved)
+    foreign = set(addresses_of(mixed)) - set(addresses_of(data))
+    if foreign and recorded:
+        why = f"it names {redacted(min(foreign))}, which the command line does not"
+        raise _unusable(folder / DONE, why)
+    if not recorded and _training_corpora(mixed) != _training_corpora(data):
+        log.info(
+            "the blend that `nanotrain data mix` gave the run of the checkpoint is left out: "
+            "it is one of other corpora"
+        )
+        return data
+    return mixed
+
+
+def _training_corpora(data: DataConfig) -> set[Path]:
+    """The prefixes of the training corpora."""
+    blends = [[stage.blend] for stage in read_stages(data.stages)] or [first_blend(data)]
+    return {entry.prefix for blend in blends for entry in parse_data_path(blend)}
+
+
+def _unusable(file: Path, why: str) -> DataError:
+    return DataError(
+        f"{file} cannot be used",
+        why=why,
+        fix="restore it, or remove it to train on the blend of the command line",
+    )
 
 
 def with_stages(data: DataConfig, stages: Sequence[str]) -> DataConfig:

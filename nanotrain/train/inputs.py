@@ -27,6 +27,7 @@ from nanotrain.checkpoint.store import (
     find_manifest,
     named_checkpoint,
     saved_config,
+    saved_stages,
     step_entries,
 )
 from nanotrain.checkpoint.stored import fetched, mirror
@@ -87,8 +88,7 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     """
     config = loaded.config
     folder = RunFolder.of(config)
-    if reads_checkpoint or config.checkpoint.use_checkpoint_args:
-        _fetch(config, folder)
+    _fetch(config, folder)
     config = with_known_model(with_local_files(config), loaded.explicit)
     folder.require_writable(probes=reads_checkpoint)
     data = _prepare_quickstart(config.data, folder) if uses_quickstart(config.data) else config.data
@@ -142,11 +142,24 @@ def _open_datasets(
     build = partial(build_data, vocab_size=config.model.vocab_size, seed=config.train.seed)
     required = {"train", "valid"} if config.validates else {"train"}
     datasets = build(data, required=required)
-    mixed = with_recorded_mix(config.data, folder.path)
+    mixed = with_recorded_mix(config.data, folder.path, saved=_saved_stages(config))
     if mixed is not config.data:  # validation keeps the corpora of the command line
         config = replace(config, data=mixed)
         datasets = replace(datasets, train=build(mixed, required={"train"}).train)
     return config, datasets
+
+
+def _saved_stages(config: Config) -> list[str]:
+    """The stages of `nanotrain data mix` in the checkpoint that a run goes on from."""
+    load = _load_path(config)
+    if uses_quickstart(config.data) or config.data.mock_data or config.checkpoint.finetune:
+        return []
+    if load is not None:
+        return saved_stages(named_checkpoint(load))
+    if not config.checkpoint.auto_resume:
+        return []
+    newest = step_entries(RunFolder.of(config).checkpoints)[-1:]
+    return saved_stages(newest[0]) if newest else []
 
 
 def _open_tasks(config: Config, data: DataConfig, *, tokenizer: str | None) -> tuple[Task, ...]:

@@ -13,10 +13,12 @@ from nanotrain.data.gpt import GPTDataset
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.mix import (
     REQUEST,
+    is_recorded,
+    read_request,
     record_mix,
+    remove_request,
     request_mix,
     stages_of,
-    take_request,
     with_mix,
     with_recorded_mix,
 )
@@ -44,12 +46,12 @@ def test_each_reason_is_named(write_corpus: WriteCorpus, tmp_path: Path) -> None
     ]
     with pytest.raises(ConfigError, match="every corpus has a weight before it"):
         request_mix(tmp_path, ["web"], step=None)
-    assert take_request(tmp_path) is None
+    assert read_request(tmp_path) is None
     (tmp_path / REQUEST).write_text('{"weights": [1]}')
     with pytest.raises(
         DataError, match="data-mix.request cannot be read: weights is 1, it must be text"
     ):
-        take_request(tmp_path)
+        read_request(tmp_path)
     assert not (tmp_path / REQUEST).exists()
 
 
@@ -99,3 +101,35 @@ def test_a_recorded_mix_keeps_addresses_of_the_command_line(tmp_path: Path) -> N
     record_mix(tmp_path, stages, step=1)
     data = DataConfig(data_path=["0.5 s3://b/web", "0.5", "s3://b/code"])
     assert with_recorded_mix(data, tmp_path).stages == stages
+
+
+def test_a_request_is_removed_when_it_is_recorded_and_no_other_is(tmp_path: Path) -> None:
+    request_mix(tmp_path, ["1", "math"], step=3)
+    request = read_request(tmp_path)
+    assert request is not None and (request.weights, request.step) == (("1", "math"), 3)
+    assert not is_recorded(tmp_path, request) and read_request(tmp_path) == request
+    record_mix(tmp_path, ["a@0samples: 1 x"], step=3, number=request.number)
+    assert is_recorded(tmp_path, request)
+    request_mix(tmp_path, ["1", "math"], step=3)  # the same words, asked for again
+    remove_request(tmp_path, request)
+    again = read_request(tmp_path)
+    assert again is not None and not is_recorded(tmp_path, again)
+    remove_request(tmp_path, again)
+    assert not (tmp_path / REQUEST).exists()
+    (tmp_path / REQUEST).write_text('{"weights": ["1", "math"], "step": null}')  # an older version
+    old = read_request(tmp_path)
+    assert old is not None and not is_recorded(tmp_path, old)
+
+
+def test_a_folder_without_a_record_has_the_stages_of_its_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = DataConfig(data_path=["1", "a", "1", "b"])
+    saved = ["start@0samples: 1 a 1 b", "mix-1@8samples: 1 b"]
+    assert with_recorded_mix(data, tmp_path, saved=saved).stages == saved
+    with caplog.at_level("INFO", "nanotrain"):
+        other = DataConfig(data_path=["1", "a", "1", "c"])
+        assert with_recorded_mix(other, tmp_path, saved=saved) is other
+    assert "is left out: it is one of other corpora" in caplog.text
+    record_mix(tmp_path, ["start@0samples: 1 a 1 b", "mix-1@4samples: 1 a"], step=3)
+    assert with_recorded_mix(data, tmp_path, saved=saved).stages[1] == "mix-1@4samples: 1 a"

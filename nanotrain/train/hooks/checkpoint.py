@@ -22,6 +22,7 @@ from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.compatibility import kind_of
 from nanotrain.config.schema import to_dict
 from nanotrain.data.build import fingerprints
+from nanotrain.data.mix import recorded_stages
 from nanotrain.data.same_tokenizer import definition_hash
 from nanotrain.errors import NanotrainError, StorageFault
 from nanotrain.log import get_logger
@@ -154,6 +155,8 @@ class CheckpointHook(Hook):
             "last_step": {"loss": self._last_loss()},
             "corpora": fingerprints(run.dataset),
         }
+        if mixed := recorded_stages(run.folder.path):
+            objects["stages"] = mixed
         tokenizer = self._tokenizer_hash(run)
         if tokenizer is not None:
             objects["tokenizer_sha256"] = tokenizer

@@ -1,9 +1,16 @@
 """The order of a run is recorded at every start and rollback; requests are taken at logged steps."""
 
+import json
+from contextlib import suppress
 from pathlib import Path
 
-from nanotrain.data.mix import REQUEST, request_mix
+import pytest
+
+from nanotrain.checkpoint.store import saved_stages
+from nanotrain.data.mix import DONE, REQUEST, request_mix
 from nanotrain.data.order import ORDER_NAME, DataOrder
+from nanotrain.train.hooks import data_order
+from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.data_order import DataOrderHook
 from nanotrain.untrusted import read_rows
 from tests.data.conftest import random_documents, write_documents
@@ -54,3 +61,83 @@ def test_a_request_is_taken_at_a_logged_step(tmp_path: Path) -> None:
         for step in (1, 3, 4)
     ]
     assert read == [{"a", "b"}, {"b"}, {"b"}]
+
+
+class Killed(BaseException):
+    """The end of a process between two operations."""
+
+
+class KillsAt:
+    """Counts the operations of a change of the blend, and ends the process before one of them."""
+
+    OPERATIONS = ("read_request", "is_recorded", "record_mix", "_upload_record", "remove_request")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, instant: int | None) -> None:
+        self.instant, self.names = instant, list[str]()
+        for name in self.OPERATIONS:
+            monkeypatch.setattr(data_order, name, self._counted(getattr(data_order, name), name))
+
+    def _counted(self, real, name):
+        def call(*args, **options):
+            if len(self.names) == self.instant:
+                raise Killed(name)
+            self.names.append(name)
+            return real(*args, **options)
+
+        return call
+
+
+def corpora_read(folder: Path, steps: range) -> list[set[str]]:
+    """The corpora that each step has read, by the record of the newest start."""
+    order = DataOrder.read(folder)
+    return [{use.corpus.prefix.name for use in order.documents(step)} for step in steps]
+
+
+def test_a_kill_between_any_two_operations_loses_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order is: record, upload, remove. A start afterwards has the change, or carries it out."""
+    steps = ["--train-iters", "5", "--log-interval", "1", "--no-auto-resume"]
+
+    def start(run_folder: Path, instant: int | None) -> list[str]:
+        with monkeypatch.context() as patch:
+            kills = KillsAt(patch, instant)
+            words = [*line(tmp_path / "data"), *steps]
+            with suppress(Killed), small_run(run_folder, *words) as run:
+                train(run, DataOrderHook())
+        return kills.names
+
+    (tmp_path / "data").mkdir()
+    wanted = None
+    instant = 0
+    while True:
+        folder = tmp_path / f"run-{instant}"
+        folder.mkdir()
+        request_mix(folder, ["1", "b"], step=4)
+        was_killed = len(start(folder, instant)) == instant
+        start(folder, None)
+        rows = [json.loads(row) for row in (folder / DONE).read_text().splitlines()]
+        assert [row["step"] for row in rows] == [4] and not (folder / REQUEST).exists()
+        read = corpora_read(folder, range(1, 6))
+        wanted = wanted or read
+        assert read == wanted and read[3:] == [{"b"}] * 2 and "a" in set.union(*read[:3])
+        if not was_killed:
+            break
+        instant += 1
+    assert instant >= 5, "every operation was an instant"
+
+
+def test_a_checkpoint_has_the_change_for_a_machine_without_the_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    data = line(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    request_mix(tmp_path / "run", ["1", "b"], step=3)
+    with small_run(tmp_path / "run", *data, "--train-iters", "2", "--log-interval", "1") as run:
+        train(run, DataOrderHook(), CheckpointHook())
+    [step] = (tmp_path / "run/checkpoints").glob("step-*[0-9]")
+    assert [text.partition("@")[0] for text in saved_stages(step)] == ["start", "mix-1"]
+    more = ["--load", str(step), "--train-iters", "5", "--log-interval", "1"]
+    with small_run(tmp_path / "other", *data, *more) as run:
+        assert run.config.data.stages == saved_stages(step)
+        train(run, DataOrderHook())
+    assert corpora_read(tmp_path / "other", range(3, 6)) == [{"b"}] * 3
