@@ -115,3 +115,18 @@ def test_an_image_and_a_volume_are_needed():
     for missing in NEEDED:
         done = render(**{name: value for name, value in NEEDED.items() if name != missing})
         assert done.returncode != 0 and f"{missing}: name " in done.stderr, missing
+
+
+def test_help_prints_the_use_and_needs_no_variable() -> None:
+    for script in ("launch_k8s", "launch_slurm"):
+        for flag in ("--help", "-h"):
+            shown = subprocess.run(
+                ["bash", str(SCRIPT.with_name(script)), flag],
+                env={"PATH": os.environ["PATH"]},
+                capture_output=True,
+                text=True,
+                timeout=HANG_S,
+            )
+            assert shown.returncode == 0 and not shown.stderr
+            assert f"scripts/{script} +config=llama7b --data-path" in shown.stdout
+            assert "set -" not in shown.stdout and "#" not in shown.stdout

@@ -2,13 +2,13 @@
 
 import argparse
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from textwrap import TextWrapper
 from typing import Any, NoReturn
 
 from nanotrain.config.flags import known_flags, split_settings
 from nanotrain.config.megatron import row_of
-from nanotrain.config.suggest import by_spelling, did_you_mean
+from nanotrain.config.suggest import by_spelling, nearest
 from nanotrain.errors import ConfigError
 
 Command = Callable[[Sequence[str]], int]
@@ -100,11 +100,20 @@ def run_command(program: str, argv: Sequence[str], *, commands: dict[str, Comman
     if not argv or argv[0] in ("-h", "--help"):
         print(usage(program, commands, width=shutil.get_terminal_size().columns))
         return 0
-    known = [*commands, "--help", "--version"]
-    raise ConfigError(
-        f"unknown command {argv[0]!r}",
-        why=f"{program} takes {', '.join(commands)}",
-        fix=did_you_mean(argv[0], known, prefix=f"{program} ", listed_by=f"{program} --help"),
+    raise unknown_command(program, argv[0], commands=commands)
+
+
+def unknown_command(program: str, name: str, *, commands: Collection[str]) -> ConfigError:
+    """The error for a command that does not exist; all are listed if none was probably meant."""
+    what = f"unknown command {name!r}"
+    longer = [f"{program} {command}" for command in commands if command.startswith(f"{name}-")]
+    if longer:
+        return ConfigError(what, fix=f"write {' or '.join(longer)}")
+    near = nearest(name, [*commands, "--help", "--version"])
+    if near:
+        return ConfigError(what, fix=f"did you mean {program} {near}?")
+    return ConfigError(
+        what, why=f"{program} takes {', '.join(commands)}", fix=f"{program} --help describes them"
     )
 
 

@@ -11,8 +11,15 @@ from pathlib import PurePath
 
 from nanotrain.config.megatron import row_of
 from nanotrain.config.option import Entry, flag_of
-from nanotrain.config.schema import ENTRIES
-from nanotrain.config.suggest import LISTED_BY, advise, by_meaning, cure_of, nearest
+from nanotrain.config.schema import ENTRIES, KEYS
+from nanotrain.config.suggest import (
+    LISTED_BY,
+    advise,
+    by_meaning,
+    cure_of,
+    nearest,
+    with_shared_words,
+)
 from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
 
@@ -68,6 +75,9 @@ def unknown_flag(flag: str, *, known: Collection[str], listed_by: str = LISTED_B
     """
     cure = cure_of_flag(flag, known)
     fix = advise(cure) if cure else f"{listed_by} lists the flags"
+    near = [] if cure else with_shared_words(flag, filter(is_accepted, known))
+    if near:
+        fix = f"flags of that kind are {', '.join(near)}; {fix}"
     return ConfigError(f"unknown flag {flag}", fix=fix)
 
 
@@ -102,6 +112,19 @@ def takes_no_value(flag: str, value: str) -> ConfigError:
     """The error for `--flag=value` of a flag without values."""
     fix = f"write {flag} alone or leave it out"
     return ConfigError(f"{flag}={value} gives {flag} a value", why="it takes none", fix=fix)
+
+
+def holds_several(argument: str) -> bool:
+    """Whether quotes join an argument with the next flag or setting.
+
+    >>> holds_several("--lr=1 --bf16"), holds_several("--generate-prompt=a --b")
+    (True, False)
+    """
+    name, _, value = argument.partition("=")
+    entry = FLAGS.get(name) or KEYS.get(name.lstrip("+~"))
+    if entry is not None and entry.item is str:
+        return False
+    return re.search(r"\s(--[A-Za-z]|\+?[A-Za-z_.]+=)", value) is not None
 
 
 def quoted(argument: str) -> ConfigError:

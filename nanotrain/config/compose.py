@@ -240,19 +240,30 @@ def unknown_name(group: str, name: str, *, folders: Sequence[Path]) -> ConfigErr
     choice = choice_of(group)
     candidates = (folder / f"{name}.yaml" for folder in (*folders, Path()))
     file = next((path for path in candidates if path.is_file()), None)
+    why = f"there are {', '.join(names)}"
     if "," in name:
         fix = f"nanotrain sweep --over {choice}={name} trains each of them"
     elif file is not None and group == "config":
         fix = f"write +config={file} for the file of that name"
-    elif near:
-        fix = f"did you mean {choice}={near}?"
+    elif group == "config" and Path(name).exists():
+        why = "a recipe in a file has a name that ends in .yaml or .yml"
+        fix = recipe_of(Path(name), names)
+    elif near:  # before the names, of which there are many
+        fix = f"did you mean {choice}={near}? {why[0].upper()}{why[1:]}"
+        why = ""
     else:
         fix = f"write {choice}=NAME with one of these names"
-    return ConfigError(
-        f"there is no {'recipe' if group == 'config' else group} {name!r}",
-        why=f"there are {', '.join(names)}",
-        fix=fix,
-    )
+    kind = "recipe" if group == "config" else group
+    return ConfigError(f"there is no {kind} {name!r}", why=why, fix=fix)
+
+
+def recipe_of(path: Path, names: Sequence[str]) -> str:
+    """What to write where a recipe was expected and a folder or another file is named."""
+    if (path / "config.yaml").is_file():
+        return f"write +config={path / 'config.yaml'} for the settings of that run"
+    if path.is_dir():
+        return f"write --config-dir {path} +config=NAME for a recipe in {path / 'config'}"
+    return f"name a YAML file, or a recipe, of which there are {', '.join(names)}"
 
 
 def names_in(group: str, folders: Sequence[Path]) -> list[str]:

@@ -20,6 +20,7 @@ from nanotrain.config.arguments import (
     NO_HYPHENS,
     SWITCHES,
     VALUES,
+    holds_several,
     no_hyphen,
     no_value,
     quoted,
@@ -62,6 +63,8 @@ def parse(argv: Sequence[str], *, listed_by: str = LISTED_BY) -> CommandLine:
     while rest:
         argument = rest.pop(0)
         with line.errors:
+            if holds_several(argument):
+                raise quoted(argument)
             if argument.startswith("-"):
                 read_flag(line, argument, rest=rest)
             elif argument.startswith(NO_HYPHENS):
@@ -209,6 +212,8 @@ def read_field(flag: Flag, *, rest: list[str]) -> list[Setting]:
             raise no_value(flag.name)
         return [Setting(entry.key, items, " ".join([flag.name, *items]))]
     value = take_value(flag.name, rest) if flag.value is None else flag.value
+    if holds_several(f"{flag.name}={value}"):
+        raise quoted(value)
     value = without_quotes(value)
     return [Setting(entry.key, other_spelling(entry, value), f"{flag.name} {value}")]
 

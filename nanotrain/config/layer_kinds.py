@@ -154,13 +154,13 @@ class MambaConfig:
 class MoEConfig:
     """Mixture-of-experts layers and their router; used when num_experts is set."""
 
-    num_experts: int = option(None, name="num_experts", check=at_least(1))
+    num_experts: int = option(None, name="num_experts", check=at_least(1, at_most=100_000))
     """experts per MoE layer; unset: every layer is dense"""
 
     layer_freq: str = option("1")
     """MoE layers: N for every Nth layer from the first, or a pattern such as [0]*3+[1]*58"""
 
-    ffn_hidden_size: int | None = option(None, check=at_least(1))
+    ffn_hidden_size: int | None = option(None, check=at_least(1, at_most=10_000_000))
     """inner width of an expert; unset: ffn_hidden_size"""
 
     num_zero_experts: int = option(0, check=at_least(0))

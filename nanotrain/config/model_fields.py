@@ -85,21 +85,21 @@ class ModelFields:
     num_layers: int = option(4, check=at_least(1, at_most=100_000))
     """transformer blocks"""
 
-    hidden_size: int = option(256, check=at_least(1))
+    hidden_size: int = option(256, check=at_least(1, at_most=200_000))
     """width of the residual stream"""
 
-    ffn_hidden_size: int | None = option(None, check=at_least(1))
+    ffn_hidden_size: int | None = option(None, check=at_least(1, at_most=10_000_000))
     """inner width of the MLP; unset: 4 * hidden_size, with swiglu 8/3 * hidden_size rounded up to a
     multiple of 64
     """
 
-    num_attention_heads: int = option(4, check=at_least(1))
+    num_attention_heads: int = option(4, check=at_least(1, at_most=100_000))
     """query heads"""
 
     num_query_groups: int | None = option(None, check=at_least(1))
     """key/value heads (grouped-query attention); unset: one per query head"""
 
-    kv_channels: int | None = option(None, check=at_least(1))
+    kv_channels: int | None = option(None, check=at_least(1, at_most=100_000))
     """channels of a head; unset: hidden_size / num_attention_heads"""
 
     value_channels: int | None = option(None, check=at_least(1))
@@ -111,7 +111,7 @@ class ModelFields:
     max_position_embeddings: int = option(1024, check=at_least(1))
     """maximum sequence length of the model"""
 
-    vocab_size: int | None = option(None, check=at_least(1))
+    vocab_size: int | None = option(None, check=at_least(1, at_most=1_000_000_000))
     """size of the vocabulary; unset: from the tokenizer"""
 
     make_vocab_size_divisible_by: int = option(128, check=at_least(1))

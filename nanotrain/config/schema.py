@@ -11,8 +11,10 @@ check_choice       refuse a name that a table does not hold
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, fields, replace
+from decimal import Decimal
 from functools import cache
 from typing import Any
 
@@ -20,7 +22,14 @@ from nanotrain.config.addresses import check_path
 from nanotrain.config.config import Config
 from nanotrain.config.option import Entry
 from nanotrain.config.references import MARK, FromEnvironment, as_written
-from nanotrain.config.suggest import advise, cure_of, did_you_mean, nearest_choice, other_value
+from nanotrain.config.suggest import (
+    advise,
+    cure_of,
+    did_you_mean,
+    nearest_choice,
+    other_value,
+    why_absent,
+)
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.untrusted import LARGEST
 
@@ -333,7 +342,9 @@ def check_choice(
     names = list(known)
     meant = other_value(name, value)
     near = nearest_choice(value, names)
-    if meant in names:
+    if absent := why_absent(name, value):
+        fix = absent
+    elif meant in names:
         fix = f"write {entry.flag} {meant}"
     elif near:
         fix = f"did you mean {entry.flag} {near}?"
@@ -487,4 +498,21 @@ def wrong_type(entry: Entry, value: Any) -> ConfigError:
     """The error for a value the field cannot take."""
     expected = TYPE_NAMES.get(entry.item) or f"one of {', '.join(entry.choices)}"
     shown = value if len(repr(value)) <= MAX_SHOWN else f"{value!s:.{MAX_SHOWN}}..."
-    return ConfigError(f"{entry.key} is {shown!r}", why=f"it takes {expected}", fix=entry.advice)
+    fix = entry.advice
+    number = suffixed_number(str(value)) if entry.item in (int, float) else None
+    if number is not None:
+        fix = f"write {entry.flag} {number}"
+    return ConfigError(f"{entry.key} is {shown!r}", why=f"it takes {expected}", fix=fix)
+
+
+def suffixed_number(text: str) -> str | None:
+    """A number that ends in k, M, B, G or T, without the letter; None for another text.
+
+    >>> suffixed_number("1.5k"), suffixed_number("2B"), suffixed_number("3x")
+    ('1500', '2000000000', None)
+    """
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([kmbgt])", text.lower())
+    if match is None:
+        return None
+    power = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}[match[2]]
+    return f"{Decimal(match[1]).scaleb(power).normalize():f}"

@@ -19,6 +19,9 @@ MIN_SIMILARITY_OF_A_SHORT_NAME = 2 / 3  # one slip is a larger share of it
 MIN_SIMILARITY_OF_A_CHOICE = 0.7
 # characters of a single word that stands for a longer name, or for a misspelled one elsewhere
 MIN_LENGTH_OF_A_WORD = 5
+MIN_LENGTH_OF_A_SHARED_WORD = 4
+COMMON_WORDS = {"path", "file", "size", "name", "type", "model", "data", "train", "with"}
+MAX_SHARING = 12  # names with a word that says what they are about
 
 
 @cache
@@ -37,6 +40,17 @@ def other_value(field: str, value: str) -> str | None:
     """
     values: dict[str, str] = read_table("other_frameworks")["values"].get(field, {})
     return values.get(value)
+
+
+def why_absent(field: str, value: str) -> str | None:
+    """What to do in place of a value that does not exist here in any spelling.
+
+    >>> why_absent("device", "mps")
+    'GPUs of Apple (mps) are not supported; write --device cpu'
+    """
+    reasons: dict[str, str] = read_table("other_frameworks")["absent"].get(field, {})
+    kind = value.lower().partition(":")[0]
+    return next((why for why, values in reasons.items() if kind in values.split()), None)
 
 
 def did_you_mean(
@@ -129,6 +143,24 @@ def by_words(name: str, known: Iterable[str]) -> str | None:
         if not is_opposite and words <= {*plain(other).split("-")}:
             longer.append(other)
     return longer[0] if len(longer) == 1 else None
+
+
+def with_shared_words(name: str, known: Iterable[str]) -> list[str]:
+    """Up to three known names that share the most of the words that few names have.
+
+    >>> with_shared_words("--use-router-bias-decay", ["--lr", "--router-bias-rate", "--router"])
+    ['--router-bias-rate', '--router']
+    """
+    words = {word for word in plain(name).split("-") if len(word) >= MIN_LENGTH_OF_A_SHARED_WORD}
+    words -= COMMON_WORDS
+    shared: dict[str, int] = {}
+    for other in known:
+        number = len(words & set(plain(other).split("-")))
+        if number and not other.startswith(("--no-", "--disable-")):
+            shared[other] = number
+    if len(shared) > MAX_SHARING:
+        shared = {other: number for other, number in shared.items() if number > 1}
+    return sorted(shared, key=lambda other: (-shared[other], len(other)))[:3]
 
 
 def nearest_choice(value: str, choices: Iterable[str]) -> str | None:

@@ -56,10 +56,10 @@ def test_only_the_first_of_many_ranks_prints_the_error():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["trian"], "error: unknown command 'trian': nanotrain takes train, prepare"),
+        (["sing"], "error: unknown command 'sing': nanotrain takes train, prepare"),
         (["trian"], "; did you mean nanotrain train?"),
-        (["sing"], "; nanotrain --help lists them"),
-        (["checkpoint", "export"], "error: unknown command 'export'"),
+        (["sing"], "; nanotrain --help describes them"),
+        (["checkpoint", "export"], "'export'; write nanotrain checkpoint export-hf or"),
         (
             ["checkpoint", "inspect"],
             "error: nanotrain checkpoint inspect: the following arguments are required: path",

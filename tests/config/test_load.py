@@ -257,7 +257,7 @@ def test_planning_takes_layouts_that_training_refuses():
     [
         (
             "+config=tinny",
-            "there is no recipe 'tinny': there are deepseek_v3, deepseek_v32, gpt2_124m",
+            "there is no recipe 'tinny'; did you mean +config=tiny? There are deepseek_v3, ",
         ),
         ("+config=tinny", "did you mean +config=tiny?"),
         ("modle=tiny", "did you mean model?"),

@@ -5,6 +5,7 @@ A rule is an `if` and the error that it yields. A function ends at a field that 
 
 from math import ceil
 
+from nanotrain.config.model import ModelConfig
 from nanotrain.config.notation import read_hybrid_pattern, read_mtp_patterns
 from nanotrain.config.rules.settings import Errors, Settings
 from nanotrain.config.schema import typed
@@ -324,6 +325,14 @@ def check_mamba_heads(c: Settings) -> Errors:
         )
 
 
+def near_hidden_sizes(model: ModelConfig) -> str:
+    """The sizes below and above that heads can share; with RoPE a head has an even width."""
+    multiple = model.num_attention_heads * (2 if model.has_rope else 1)
+    below = model.hidden_size // multiple * multiple
+    above = below + multiple
+    return f"{below} or {above}" if below else str(above)
+
+
 def check_heads(c: Settings) -> Errors:
     """Heads of attention without MLA."""
     model = c.model
@@ -334,7 +343,8 @@ def check_heads(c: Settings) -> Errors:
         yield ConfigError(
             f"hidden_size {model.hidden_size} cannot be split into {num_heads} heads",
             why="num_attention_heads must divide it where kv_channels is unset",
-            fix="set --num-attention-heads to a divisor or --kv-channels to the width of a head",
+            fix=f"set --hidden-size {near_hidden_sizes(model)}, --num-attention-heads to a divisor "
+            "or --kv-channels to the width of a head",
         )
     if num_heads % model.query_groups != 0:
         yield ConfigError(
