@@ -4,12 +4,15 @@ describe_bytes    4,200,000 -> "4.2 MB"
 describe_count    1,840,000 -> "1.84 M"
 count_of          2, "rank" -> "2 ranks"; also with a verb
 step_name         100 -> "step-00000100", the folder of a checkpoint
+suffixed_number   "1.5k" -> "1500"
 round_up          5, 4 -> 8, the next multiple
 ranks_text        [0, 1, 2, 7] -> "0-2, 7"; named_ranks with the noun
 table_lines       rows of cells -> lines of aligned columns
 """
 
+import re
 from collections.abc import Collection, Sequence
+from decimal import Decimal
 
 VERBS = {"is": "are", "has": "have", "was": "were", "does": "do"}  # for one, for several
 UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
@@ -125,3 +128,16 @@ def table_lines(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -
         else:
             columns.append([cell.ljust(width) for cell in column])
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+
+
+def suffixed_number(text: str) -> str | None:
+    """A number that ends in k, M, B, G or T, without the letter; None for another text.
+
+    >>> suffixed_number("1.5k"), suffixed_number("2B"), suffixed_number("3x")
+    ('1500', '2000000000', None)
+    """
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([kmbgt])", text.lower())
+    if match is None:
+        return None
+    power = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}[match[2]]
+    return f"{Decimal(match[1]).scaleb(power).normalize():f}"

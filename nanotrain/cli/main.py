@@ -62,21 +62,25 @@ def data(argv: Sequence[str]) -> int:
 
 
 def config(argv: Sequence[str]) -> int:
-    """Print the resolved configuration; with --explain, the origin of each value."""
+    """Print the resolved configuration; with --explain, the origin of each value.
+
+    Layouts that a training would refuse are refused; the number of ranks is not known here.
+    """
     line = parse(argv)
     text = reply(line, usage=CONFIG_USAGE)
     if text is not None:
         print(text)
+    if line.help_topic is not None:
         return 0
-    loaded = load_line(line, to_train=False)
+    loaded = load_line(line)
     check_names(loaded.config)
     notes = list(loaded.notes)
     if not loaded.config.is_model_known:
         notes.append(UNREAD_MODEL)
-    text = to_yaml(loaded.config).rstrip()
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    print(text)
+    if text is None:
+        print(to_yaml(loaded.config).rstrip())
     return 0
 
 

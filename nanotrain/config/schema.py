@@ -11,10 +11,8 @@ check_choice       refuse a name that a table does not hold
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, fields, replace
-from decimal import Decimal
 from functools import cache
 from typing import Any
 
@@ -24,13 +22,12 @@ from nanotrain.config.option import Entry
 from nanotrain.config.references import MARK, FromEnvironment, as_written
 from nanotrain.config.suggest import (
     advise,
+    advise_value,
     cure_of,
     did_you_mean,
-    nearest_choice,
-    other_value,
-    why_absent,
 )
 from nanotrain.errors import ConfigError, ErrorCollector
+from nanotrain.quantities import suffixed_number
 from nanotrain.untrusted import LARGEST
 
 
@@ -340,16 +337,7 @@ def check_choice(
         return
     entry = ENTRIES[name]
     names = list(known)
-    meant = other_value(name, value)
-    near = nearest_choice(value, names)
-    if absent := why_absent(name, value):
-        fix = absent
-    elif meant in names:
-        fix = f"write {entry.flag} {meant}"
-    elif near:
-        fix = f"did you mean {entry.flag} {near}?"
-    else:
-        fix = f"write {entry.flag} NAME with one of these names"
+    fix = advise_value(name, value, flag=entry.flag, names=names)
     raise ConfigError(f"{entry.key} is {value!r}", why=f"{why} {', '.join(names)}", fix=fix)
 
 
@@ -503,16 +491,3 @@ def wrong_type(entry: Entry, value: Any) -> ConfigError:
     if number is not None:
         fix = f"write {entry.flag} {number}"
     return ConfigError(f"{entry.key} is {shown!r}", why=f"it takes {expected}", fix=fix)
-
-
-def suffixed_number(text: str) -> str | None:
-    """A number that ends in k, M, B, G or T, without the letter; None for another text.
-
-    >>> suffixed_number("1.5k"), suffixed_number("2B"), suffixed_number("3x")
-    ('1500', '2000000000', None)
-    """
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([kmbgt])", text.lower())
-    if match is None:
-        return None
-    power = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}[match[2]]
-    return f"{Decimal(match[1]).scaleb(power).normalize():f}"

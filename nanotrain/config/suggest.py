@@ -53,6 +53,25 @@ def why_absent(field: str, value: str) -> str | None:
     return next((why for why, values in reasons.items() if kind in values.split()), None)
 
 
+def advise_value(field: str, value: str, *, flag: str, names: Collection[str]) -> str:
+    """What to write for a value that a field does not take.
+
+    Args:
+        field: unique name of the field.
+        value: the value.
+        flag: flag of the field.
+        names: values that it takes.
+    """
+    absent = why_absent(field, value)
+    if absent:
+        return absent
+    meant = other_value(field, value)
+    if meant in names:
+        return f"write {flag} {meant}"
+    near = nearest_choice(value, names)
+    return f"did you mean {flag} {near}?" if near else f"write {flag} NAME with one of these names"
+
+
 def did_you_mean(
     name: str, known: Iterable[str], *, prefix: str = "", listed_by: str = LISTED_BY
 ) -> str:

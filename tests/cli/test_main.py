@@ -204,3 +204,15 @@ def test_zsh_loads_the_functions_of_bash_first(capsys):
         and "bashcompinit" in out.splitlines()[0]
         and " ".join(COMMANDS) in out
     )
+
+
+@pytest.mark.parametrize("more", [[], ["--explain"], ["--cfg", "job"]])
+def test_config_refuses_the_layouts_that_a_training_refuses(more, capsys):
+    layout = ["+config=llama7b", "--tensor-model-parallel-size", "3", "--mock-data"]
+    assert main(["config", *layout, *more]) == 2
+    refused = capsys.readouterr().err
+    assert "cannot be shared by tp=3 ranks" in refused
+    assert main(["plan", *layout, "--world-size", "6"]) == 2
+    assert capsys.readouterr().err == refused
+    layout[2] = "2"
+    assert main(["config", *layout, *more]) == 0
