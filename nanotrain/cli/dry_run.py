@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nanotrain.cli.launch import check_names
+from nanotrain.cli.checks import check_names
 from nanotrain.cli.parser import ANY_FLAG, CommandParser
 from nanotrain.cli.values import seed, world_size
 from nanotrain.config.config import Config

@@ -7,15 +7,14 @@
 Without one of torchrun's options, `nanotrain train` trains in this process.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import partial
 
-from nanotrain.config.config import Config
+from nanotrain.cli.checks import refuse_inside_torchrun
 from nanotrain.config.flags import known_flags, parse
 from nanotrain.config.load import load_line, reply
 from nanotrain.config.overrides import begins_argument
-from nanotrain.config.rules.check import OPEN_NAMES, validate_start
-from nanotrain.config.schema import ENTRIES, value_of
+from nanotrain.config.rules.check import validate_start
 from nanotrain.config.suggest import by_spelling
 from nanotrain.errors import ConfigError
 from nanotrain.paths import expanded
@@ -136,35 +135,10 @@ def launch(
     loaded = load_line(line)
     with importing_torch():
         from nanotrain.launch.start_ranks import start_ranks
+        from nanotrain.train.inputs import check_local_files
 
     check = partial(validate_start, loaded.config, expected_dp=loaded.data_parallel_size)
+    check_local_files(loaded)
     return start_ranks(
         ["nanotrain.train", *arguments], options=options, environment=environment, check=check
     )
-
-
-def check_names(config: Config) -> None:
-    """Check the names of implementations that are not the defaults, whose tables need torch.
-
-    Raises:
-        ConfigError: unknown names.
-    """
-    names = [ENTRIES[name] for name in OPEN_NAMES]
-    if any(value_of(config, entry.key) != entry.default for entry in names):
-        with importing_torch():
-            from nanotrain.plan import plan
-
-        plan.check_names(config)
-
-
-def refuse_inside_torchrun(
-    name: str, *, options: Sequence[str], environment: Mapping[str, str]
-) -> None:
-    """Check that this process is no rank that torchrun started."""
-    if "TORCHELASTIC_RUN_ID" in environment:
-        raise ConfigError(
-            f"{options[0]} inside torchrun",
-            why="this process is a rank that torchrun started, and every rank would start ranks "
-            "of its own",
-            fix=f"leave it out, or start `nanotrain {name}` without torchrun",
-        )

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from nanotrain.cli.addresses import transfers
 from nanotrain.cli.checkpoint import CHECKPOINT_COMMANDS
+from nanotrain.cli.checks import check_names
 from nanotrain.cli.data import DATA_COMMANDS
 from nanotrain.cli.dry_run import dry_run
 from nanotrain.cli.evaluate import evaluate
 from nanotrain.cli.generate import generate
-from nanotrain.cli.launch import check_names, launch, split_arguments
+from nanotrain.cli.launch import launch, split_arguments
 from nanotrain.cli.parity import parity
 from nanotrain.cli.parser import Command, CommandParser, run_command
 from nanotrain.cli.plan import plan

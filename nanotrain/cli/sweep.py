@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanotrain.cli.launch import check_names, split_arguments
+from nanotrain.cli.checks import check_names
+from nanotrain.cli.launch import split_arguments
 from nanotrain.cli.parser import CommandParser
 from nanotrain.cli.values import words
 from nanotrain.config.config import Config

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nanotrain.cli.addresses import read_path
-from nanotrain.cli.launch import refuse_inside_torchrun, require_no_misspelled, take_options
+from nanotrain.cli.checks import refuse_inside_torchrun
+from nanotrain.cli.launch import require_no_misspelled, take_options
 from nanotrain.cli.parser import CommandParser
 from nanotrain.config.config import Config
 from nanotrain.config.flags import parse

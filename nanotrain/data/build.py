@@ -130,6 +130,17 @@ def addresses_of(data: DataConfig) -> list[str]:
     return [word for word in words if is_address(word)]
 
 
+def named_corpora(data: DataConfig) -> list[WeightedPrefix]:
+    """The corpora that the splits of a data section name; empty for random tokens."""
+    if data.mock_data or uses_quickstart(data):
+        return []
+    named = _parse_named(data)
+    if named:
+        data = replace(data, valid_data_path=[])
+    blends = [parse_data_path(_paths(data, name)) for name in SPLITS]
+    return [*chain(*blends), *named.values()]
+
+
 def build_data(
     data: DataConfig, *, vocab_size: int, seed: int, required: Collection[str] = ("train", "valid")
 ) -> DatasetSplits:

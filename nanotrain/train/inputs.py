@@ -42,11 +42,12 @@ from nanotrain.data.build import (
     DatasetSplits,
     build_data,
     first_blend,
+    named_corpora,
     tokenizer_of,
     uses_quickstart,
 )
 from nanotrain.data.corpus_info import recorded_tokenizer
-from nanotrain.data.data_path import parse_data_path
+from nanotrain.data.data_path import parse_data_path, split_documents
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.mix import with_recorded_mix
 from nanotrain.data.prompts import prompt_tokenizer
@@ -56,7 +57,7 @@ from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.interop.hf.canonical import free_keys
 from nanotrain.log import get_logger
-from nanotrain.paths import require_path
+from nanotrain.paths import Address, require_path
 from nanotrain.prepare.quickstart import prepare_quickstart, task_path, user_cache
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import OTHER_FOLDER, open_append
@@ -117,6 +118,34 @@ def _goes_on(config: Config, folder: RunFolder) -> bool:
     """Whether the start goes on from a checkpoint of the run folder; every rank finds the same."""
     options = config.checkpoint
     return options.auto_resume and options.load is None and bool(step_entries(folder.checkpoints))
+
+
+def check_local_files(loaded: Loaded) -> None:
+    """Check the files of this machine that a run names, without writing one or loading weights.
+
+    A launcher does so before it starts ranks. What is at an address is left to the ranks.
+
+    Raises:
+        NanotrainError: a corpus, a checkpoint or a model folder that cannot be used, or a split
+            without training documents.
+    """
+    config = loaded.config
+    data = config.data
+    for entry in named_corpora(data):
+        if isinstance(entry.prefix, Address):
+            continue
+        corpus = IndexedTokens(entry.prefix)
+        if data.data_path and not split_documents(corpus.num_documents, data.split)[0]:
+            raise ConfigError(
+                f"--split {data.split} leaves no document of {entry.prefix} for training",
+                why=f"it has {count_of(corpus.num_documents, 'document')}",
+                fix="give the first part a larger share",
+            )
+    checkpoint = config.checkpoint
+    if checkpoint.load is not None and not is_address(checkpoint.load):
+        named_checkpoint(Path(checkpoint.load))
+    if not is_address(checkpoint.pretrained_checkpoint or checkpoint.load or ""):
+        with_known_model(config, loaded.explicit)
 
 
 def _find_tokenizer(data: DataConfig, train: TrainConfig) -> str | None:

@@ -1,5 +1,6 @@
 """torchrun's options among the training arguments, and what is answered before a rank starts."""
 
+import numpy as np
 import pytest
 
 from nanotrain.cli.launch import OPTIONS, SWITCHES, launch, split_arguments
@@ -8,8 +9,9 @@ from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS
 from nanotrain.config.arguments import SWITCHES as CONFIG_SWITCHES
 from nanotrain.config.flags import OWN_FLAGS
 from nanotrain.config.megatron import megatron
-from nanotrain.errors import ConfigError
+from nanotrain.errors import ConfigError, NanotrainError
 from nanotrain.launch import start_ranks
+from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.train import main as entry
 
 
@@ -120,3 +122,31 @@ def test_mistakes_help_and_text_need_no_rank(monkeypatch, capsys):
 def test_ranks_do_not_start_ranks():
     with pytest.raises(ConfigError, match="--nnodes=2 inside torchrun"):
         launch(["--nnodes=2"], [], environment={"TORCHELASTIC_RUN_ID": "x"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data-path", "nowhere"], "nowhere.idx does not exist"),
+        (["--train-data-path", "{corpus}", "--valid-data-path", "nowhere"], "nowhere.idx does not"),
+        (["--data-path", "{corpus}", "--split", "1,999"], "leaves no document of .* for training"),
+        (["--mock-data", "--vocab-size", "64", "--load", "nowhere"], "nowhere is not a checkpoint"),
+        (["--mock-data", "--pretrained-checkpoint", "gpt2"], "gpt2"),
+    ],
+)
+def test_named_files_are_checked_before_a_rank_starts(flags, message, tmp_path, monkeypatch):
+    """What is at an address or on a hub is left to the ranks."""
+    monkeypatch.chdir(tmp_path)
+    corpus = tmp_path / "corpus"
+    with TokenWriter(corpus, np.dtype(np.uint16)) as writer:
+        writer.add_documents([[1, 2, 3]] * 20)
+        writer.complete()
+
+    def start(*args: object, **options: object) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(start_ranks, "start_ranks", start)
+    flags = [flag.format(corpus=corpus) for flag in flags]
+    with pytest.raises(NanotrainError, match=message):
+        launch(["--nproc-per-node=2"], ["+config=tiny", *flags], environment={})
+    assert {path.suffix for path in tmp_path.iterdir()} == {".bin", ".idx"}
