@@ -67,6 +67,11 @@ MISTAKES = [
     ("train '+config=tiny --train-iters 3'", "leave out the quotes", "there are"),
     ("train '--lr=1 --bf16'", "leave out the quotes", "takes a number"),
     ("train --lr '1e-3 +config=tiny'", "leave out the quotes", "takes a number"),
+    (
+        "train --mock-data --pretrained-checkpoint org/gpt2",
+        "hf download org/gpt2 --local-dir gpt2 fetches a model of that name",
+        "Traceback",
+    ),
     ("train -c tiny", "write +config=NAME for a recipe", "--help"),
     (
         "train +config=tiny --device mps",

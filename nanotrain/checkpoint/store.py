@@ -268,6 +268,12 @@ def named_checkpoint(path: Path) -> Path:
     for folder in (path / "checkpoints", path):
         if entries := step_entries(folder):
             return entries[-1]
+    if (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{path} is a Hugging Face folder",
+            why="it has a config.json and no manifest",
+            fix=f"--pretrained-checkpoint {path} starts a run from its weights",
+        )
     raise CheckpointError(
         f"{path} holds no complete checkpoint", why="no step-NNNNNNNN in it is complete", fix=NAMES
     )

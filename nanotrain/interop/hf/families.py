@@ -11,6 +11,7 @@ families.yaml.
     check_against                     the configured model against a pretrained checkpoint
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -237,8 +238,26 @@ def read_full_config(folder: Path) -> dict[str, Any]:
         content = read_file(own_file(path), most=MAX_CONFIG_BYTES)
         return object_of(parse_json(content, allow_nan=True), "it")
     except (OSError, ValueError) as error:
-        fix = "give a folder as `save_pretrained` writes it, with config.json and *.safetensors"
-        raise HuggingFaceError(f"cannot read {path}", why=unreadable(error), fix=fix) from None
+        raise HuggingFaceError(
+            f"cannot read {path}", why=unreadable(error), fix=cure_of_folder(folder)
+        ) from None
+
+
+def cure_of_folder(folder: Path) -> str:
+    """What to write for a folder without config.json: a run, a name on the hub, or another."""
+    is_step = (folder / "manifest.json").is_file()
+    if is_step or (folder / "checkpoints").is_dir():
+        return (
+            f"--load {folder} --finetune starts from the weights of that run; "
+            f"nanotrain checkpoint export-hf {folder} OUT makes a Hugging Face folder of it"
+        )
+    if not folder.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(folder)):
+        download = f"hf download {folder} --local-dir {folder.name}"
+        return (
+            f"give a folder as `save_pretrained` writes it; {download} fetches a model of that "
+            f"name from the hub, then --pretrained-checkpoint {folder.name}"
+        )
+    return "give a folder as `save_pretrained` writes it, with config.json and *.safetensors"
 
 
 def family_of(model_config: ModelConfig, *, name: str | None = None) -> str:

@@ -21,6 +21,7 @@ from nanotrain.interop.hf.families import (
     check_against,
     config_from_hf,
     config_to_hf,
+    cure_of_folder,
     family_of,
     model_from_hf,
 )
@@ -234,3 +235,16 @@ def test_a_mixture_no_family_can_hold_is_refused_by_name(change: dict[str, Any],
     )
     with pytest.raises(HuggingFaceError, match=lost):
         family_of(with_values(MIXTRAL, change))
+
+
+def test_a_run_and_a_name_on_the_hub_are_answered_with_what_to_write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    step = tmp_path / "run" / "checkpoints" / "step-00000001"
+    (step / "manifest.json").write_text("{}")
+    for folder in (Path("run"), step):
+        assert cure_of_folder(folder).startswith(f"--load {folder} --finetune starts from")
+    assert "hf download gpt2 --local-dir gpt2" in cure_of_folder(Path("gpt2"))
+    assert "hf download org/a-b.c --local-dir a-b.c" in cure_of_folder(Path("org/a-b.c"))
+    for other in (tmp_path, Path("/nowhere"), Path("a/b/c")):
+        assert "hf download" not in cure_of_folder(other)
