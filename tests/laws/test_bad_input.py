@@ -56,7 +56,7 @@ MISTAKEN_WORDS = {
     "--grad-reduce-in-bf16": "grad_reduce_in_bf16 with params_dtype fp32: .*set --bf16",
     "--num-distributed-optimizer-instances 2": "2 optimizer instances cannot share dp*cp = 1 rank:",
     "--num-distributed-optimizer-instances 3 --data-parallel-sharding-strategy no_shard": "3 has no effect with",
-    "--hidden-size 25": "hidden_size 25 cannot be split into 2 heads.*set --num-attention-heads to a divisor",
+    "--hidden-size 25": "hidden_size 25 cannot be split into 2 heads.*set --hidden-size 24 or 28, --num-attention-heads to a divisor",
     "--num-query-groups 3": "2 query heads cannot share 3 key/value heads",
     "--global-batch-size 13 --micro-batch-size 2": "batch of 13 samples cannot be split.*set --global-batch-size 14",
     "--data-parallel-size 2": "--data-parallel-size is 2, the run has 1",
