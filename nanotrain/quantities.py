@@ -96,6 +96,16 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"{noun} {ranks_text(ranks)}"
 
 
+def named_files(names: Sequence[str], *, most: int = 4) -> str:
+    """The first names of a list, and the number of the rest.
+
+    >>> named_files(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    text = ", ".join(names[:most])
+    return f"{text} and {len(names) - most} more" if len(names) > most else text
+
+
 def ranks_text(ranks: Sequence[int], *, most: int = 64) -> str:
     """Ranks with ranges, shortened to the first of `most` ranges and the last.
 

@@ -25,6 +25,7 @@ from nanotrain.config.config import DataConfig
 from nanotrain.config.data_stages import read_named, read_stages, stage_bounds
 from nanotrain.data.batch import SampleDataset
 from nanotrain.data.blend import BlendedDataset, StageBlend
+from nanotrain.data.checksums import is_same_corpus
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import WeightedPrefix, parse_data_path, split_documents
 from nanotrain.data.fim import FillInTheMiddle
@@ -448,6 +449,15 @@ def fingerprints(samples: SampleDataset | None) -> dict[str, str]:
     return {str(part.corpus.prefix): part.corpus.fingerprint for part in corpora_of(samples)}
 
 
+def unchecked_files(samples: SampleDataset | None) -> list[str]:
+    """The files of the corpora of a split that have no checksums."""
+    names = []
+    for part in corpora_of(samples):
+        folder = part.corpus.prefix.parent
+        names += [str(folder / name) for name in part.corpus.unchecked]
+    return names
+
+
 def require_same_corpora(samples: SampleDataset | None, saved: Mapping[str, Any]) -> None:
     """Check that every corpus is still the one that a checkpoint was written with.
 
@@ -459,7 +469,7 @@ def require_same_corpora(samples: SampleDataset | None, saved: Mapping[str, Any]
         DataError: another corpus has the name of one that the checkpoint counts samples of.
     """
     for prefix, now in fingerprints(samples).items():
-        if saved.get(prefix, now) != now:
+        if not is_same_corpus(str(saved.get(prefix, now)), now):
             raise DataError(
                 f"{prefix} is not the corpus that the run has read",
                 why=f"its fingerprint is {now}, in the checkpoint it is {saved[prefix]}",

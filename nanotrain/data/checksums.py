@@ -1,12 +1,12 @@
-"""Checksums of token files: `PREFIX.bin.crc32` has the CRC-32 of every block, four bytes each.
+"""Checksums of a corpus: `FILE.crc32` has the CRC-32 of every block of FILE, four bytes each.
 
-    BlockSums       the checksums of what `nanotrain prepare` writes
+    BlockSums       the checksums of what `nanotrain prepare` writes: .bin, .idx and .mask
     check_blocks    some blocks when a corpus is opened, in a time that does not depend on its
                     size; all for `--verify`
     BlockCheck      every block when a process first reads it
     fingerprint     a short identification of a corpus, for checkpoints
 
-Corpora without the file, such as Megatron-LM's, are not checked.
+Files without checksums, such as Megatron-LM's, are not checked; a start names them.
 """
 
 from pathlib import Path
@@ -15,10 +15,11 @@ from zlib import crc32
 import numpy as np
 
 from nanotrain.data.remote import ChunkCache, CorpusFile, open_file, require_file
-from nanotrain.data.token_format import BLOCK_BYTES, bin_path, idx_path, sums_path
+from nanotrain.data.token_format import BLOCK_BYTES, bin_path, idx_path, mask_path, sums_of
 from nanotrain.errors import DataError
 
 CHECKED_ON_OPENING = 3
+NO_MASK = "00000000"  # in the place of the fingerprint of a mask
 
 
 class BlockSums:
@@ -51,35 +52,37 @@ class BlockSums:
         return np.array(sums, dtype="<u4").tobytes()
 
 
-def check_blocks(prefix: Path) -> int:
-    """Compare all blocks of a token file with their checksums.
+def check_blocks(prefix: Path) -> dict[Path, int]:
+    """Compare all blocks of a corpus with their checksums.
 
     Returns:
-        The number of blocks; 0 if the corpus has no checksums.
+        The number of blocks of each file; 0 for one without checksums.
 
     Raises:
         DataError: a block differs.
     """
-    sums = open_file(sums_path(prefix))
-    if sums is None:
-        return 0
-    return BlockCheck(require_file(bin_path(prefix)), sums).check(prefix)
+    checked = {}
+    for path in (bin_path(prefix), idx_path(prefix), mask_path(prefix)):
+        file = open_file(path)
+        if file is not None:
+            checked[path] = BlockCheck(file, open_file(sums_of(path))).check(prefix)
+    return checked
 
 
 class BlockCheck:
-    """Compares blocks of a token file with their checksums.
+    """Compares blocks of a file of a corpus with their checksums.
 
     Args:
-        file: the token file.
+        file: the file.
         sums: its checksums; without them nothing is compared.
     """
 
     def __init__(self, file: CorpusFile, sums: CorpusFile | None) -> None:
         self.file = file
         self.sums = np.empty(0, dtype="<u4")
-        self._has_sums = sums is not None
-        if sums is not None and sums.size:
-            self.sums = np.memmap(sums.local, dtype="<u4", mode="r")
+        self.has_sums = sums is not None
+        if sums is not None and sums.size >= 4:
+            self.sums = np.memmap(sums.local, dtype="<u4", mode="r", shape=sums.size // 4)
         self._is_checked = np.zeros(len(self.sums), dtype=bool)
 
     def check(self, prefix: Path, *, most: int | None = None) -> int:
@@ -88,10 +91,10 @@ class BlockCheck:
         Raises:
             DataError: a block differs.
         """
-        if not self._has_sums:
+        if not self.has_sums:
             return 0
         total = -(-self.file.size // BLOCK_BYTES)
-        sums_name = sums_path(prefix).name
+        sums_name = sums_of(self.file.path).name
         if len(self.sums) != total:
             why = f"it has {total} blocks, {sums_name} has checksums of {len(self.sums)}"
             raise self._damaged_file(prefix, why)
@@ -138,22 +141,46 @@ class BlockCheck:
 
 
 def fingerprint(prefix: Path, cache: ChunkCache | None = None) -> str:
-    """Eight hexadecimal digits that differ between corpora.
+    """Sixteen hexadecimal digits that differ between corpora: eight, a hyphen, eight of the mask.
 
     They follow from the sizes, the ends of the index and the checksums. Without checksums, as in
-    Megatron-LM's corpora, evenly spread blocks of the tokens stand for all of them.
+    Megatron-LM's corpora, evenly spread blocks stand for all of them. Older versions wrote the
+    first eight alone.
     """
     value = 0
     for path in (bin_path(prefix), idx_path(prefix)):
-        file = require_file(path, cache)
-        value = crc32(file.size.to_bytes(8, "little"), value)
-        num_blocks = -(-file.size // BLOCK_BYTES)
-        for number in _spread(num_blocks, CHECKED_ON_OPENING):
-            value = crc32(_read_block(file, number), value)
-    sums = open_file(sums_path(prefix), cache)
-    if sums is not None:
-        value = crc32(sums.local.read_bytes(), value)
-    return f"{value:08x}"
+        value = _add_blocks(require_file(path, cache), value)
+    for path in (bin_path(prefix), idx_path(prefix)):
+        value = _add_sums(path, value, cache=cache)
+    mask = open_file(mask_path(prefix), cache)
+    if mask is None:
+        return f"{value:08x}-{NO_MASK}"
+    mask_value = _add_sums(mask_path(prefix), _add_blocks(mask, 0), cache=cache)
+    return f"{value:08x}-{mask_value:08x}"
+
+
+def _add_blocks(file: CorpusFile, value: int) -> int:
+    """The CRC-32 that goes on with the size and evenly spread blocks of a file."""
+    value = crc32(file.size.to_bytes(8, "little"), value)
+    num_blocks = -(-file.size // BLOCK_BYTES)
+    for number in _spread(num_blocks, CHECKED_ON_OPENING):
+        value = crc32(_read_block(file, number), value)
+    return value
+
+
+def _add_sums(path: Path, value: int, *, cache: ChunkCache | None) -> int:
+    """The CRC-32 that goes on with the checksums of a file, if it has them."""
+    sums = open_file(sums_of(path), cache)
+    return value if sums is None else crc32(sums.local.read_bytes(), value)
+
+
+def is_same_corpus(saved: str, now: str) -> bool:
+    """Whether two fingerprints are of one corpus; that of an older version says nothing of a mask.
+
+    >>> is_same_corpus("0badcafe", "0badcafe-12345678")
+    True
+    """
+    return now.startswith(f"{saved}-") if "-" not in saved else saved == now
 
 
 def _spread(total: int, most: int) -> list[int]:

@@ -23,14 +23,14 @@ from pathlib import Path
 import numpy as np
 
 from nanotrain.data.checksums import CHECKED_ON_OPENING, BlockCheck, fingerprint
-from nanotrain.data.remote import ChunkCache, RemoteFile, open_file
+from nanotrain.data.remote import ChunkCache, RemoteFile, open_file, whole_file
 from nanotrain.data.token_format import (
     HEADER,
     bin_path,
     idx_path,
     mask_path,
     read_header,
-    sums_path,
+    sums_of,
 )
 from nanotrain.errors import DataError
 from nanotrain.quantities import count_of
@@ -39,6 +39,7 @@ from nanotrain.quantities import count_of
 # evenly spread ones are checked, and the pointers of a window when it is read.
 _CHECK_ALL = 1_000_000
 _CHECK_SOME = 4096
+_CHECK_INDEX_BYTES = 1 << 24  # an index of less is compared with all of its checksums, in 10 ms
 _AGAIN = "copy or prepare the corpus again"
 _SHOWN = 4  # number of pairs that are named where one is missing
 
@@ -63,7 +64,11 @@ class IndexedTokens:
         if tokens is None or index is None:
             raise _missing_pair(self.prefix)
         self._tokens = tokens
-        idx_file = index.local
+        whole_index = whole_file(index)
+        index_check = BlockCheck(whole_index, open_file(sums_of(index.path), cache))
+        is_short = index.size <= _CHECK_INDEX_BYTES
+        index_check.check(self.prefix, most=None if is_short else CHECKED_ON_OPENING)
+        idx_file = whole_index.path
         header = read_header(idx_file, index.path)
         self.dtype = header.dtype
         self.num_sequences = header.num_sequences
@@ -85,8 +90,16 @@ class IndexedTokens:
         if self.mask_file is not None and self.mask_file.size != self.num_tokens:
             why = f"it has {self.mask_file.size:,} bytes, and the corpus {self.num_tokens:,} tokens"
             raise DataError(f"{self.mask_file.path} does not match", why=why, fix=_AGAIN)
-        self._check = BlockCheck(tokens, open_file(sums_path(self.prefix), cache))
+        self._check = BlockCheck(tokens, open_file(sums_of(tokens.path), cache))
         self._check.check(self.prefix, most=CHECKED_ON_OPENING)
+        checks = [self._check, index_check]
+        if self.mask_file is not None:
+            sums = open_file(sums_of(self.mask_file.path), cache)
+            self._mask_check = BlockCheck(self.mask_file, sums)
+            self._mask_check.check(self.prefix, most=CHECKED_ON_OPENING)
+            checks.append(self._mask_check)
+        # files in which damage is not noticed
+        self.unchecked = [check.file.path.name for check in checks if not check.has_sums]
 
     def __reduce__(self) -> tuple[type, tuple[Path, ChunkCache | None]]:
         return IndexedTokens, (self.prefix, self.cache)
@@ -170,10 +183,25 @@ class IndexedTokens:
         return np.concatenate(parts)
 
     def read_mask(self, start: int, stop: int) -> np.ndarray:
-        """[stop - start] uint8, whether tokens are targets; ones without a loss mask."""
+        """[stop - start] uint8, whether tokens are targets; ones without a loss mask.
+
+        Raises:
+            DataError: a block is damaged, or a value is neither 0 nor 1.
+        """
         if self.mask_file is None:
             return np.ones(stop - start, dtype=np.uint8)
-        return np.frombuffer(self.mask_file.read(start, stop), dtype=np.uint8)
+        damaged = self._mask_check.damaged(start, stop)
+        if damaged is not None:
+            raise self._damaged_block(self.mask_file.path, damaged, token=start)
+        mask = np.frombuffer(self.mask_file.read(start, stop), dtype=np.uint8)
+        wrong = np.flatnonzero(mask > 1)
+        if wrong.size:
+            raise DataError(
+                f"{self.mask_file.path} has {mask[wrong[0]]} at token {start + wrong[0]:,}",
+                why="a loss mask has 1 for a target, and 0 for a token that is only read",
+                fix="copy or prepare the corpus again; a mask has no weights",
+            )
+        return mask
 
     def _sequence_start(self, sequence: int) -> int:
         if self._offsets is not None:
@@ -206,18 +234,8 @@ class IndexedTokens:
         num_bytes = count * self.dtype.itemsize
         damaged = self._check.damaged(offset, offset + num_bytes)
         if damaged is not None:
-            document, *_ = next(self.documents_in(offset // self.dtype.itemsize, self.num_tokens))
-            raise DataError(
-                f"{self.bin_file} is not as it was written",
-                why=(
-                    f"its block from byte {damaged:,} on differs from its checksum; "
-                    f"document {document} is read there"
-                ),
-                fix=(
-                    "copy or prepare the corpus again; "
-                    f"`nanotrain prepare --verify {self.prefix}` checks all blocks"
-                ),
-            )
+            token = offset // self.dtype.itemsize
+            raise self._damaged_block(self.bin_file, damaged, token=token)
         data = self._tokens.read(offset, offset + num_bytes)
         if len(data) < num_bytes:
             raise DataError(
@@ -226,6 +244,21 @@ class IndexedTokens:
                 fix="do not overwrite a corpus while a run reads it",
             )
         return np.frombuffer(data, dtype=self.dtype)
+
+    def _damaged_block(self, file: Path, first_byte: int, *, token: int) -> DataError:
+        """The error for a block that differs from its checksum, and a token that is read there."""
+        document, *_ = next(self.documents_in(token, self.num_tokens))
+        return DataError(
+            f"{file} is not as it was written",
+            why=(
+                f"its block from byte {first_byte:,} on differs from its checksum; "
+                f"document {document} is read there"
+            ),
+            fix=(
+                "copy or prepare the corpus again; "
+                f"`nanotrain prepare --verify {self.prefix}` checks all blocks"
+            ),
+        )
 
     def _check_documents(self) -> None:
         ends: list[int] = []

@@ -190,6 +190,12 @@ class RemoteFile:
                 self._fetch_whole(path)
         return path
 
+    def fetch_again(self) -> None:
+        """Replace the local file, in which something is damaged."""
+        path = self.folder / "whole"
+        with self.cache.locked(path), disk_errors(path, needed=self.size, fix=_CURE):
+            self._fetch_whole(path)
+
     def _fetch_whole(self, path: Path) -> None:
         def fetch_part(start: int) -> bytes:
             return self.fetch(start, start + _REQUEST_BYTES)
@@ -244,7 +250,30 @@ class RemoteFile:
                 return data
 
 
+class LocalCopy(LocalFile):
+    """The whole of an object, in the cache."""
+
+    def __init__(self, remote: RemoteFile) -> None:
+        super().__init__(remote.local)
+        self._remote = remote
+        self._is_fetched_again = False
+
+    def drop(self, start: int) -> bool:
+        """Fetch the object again; True, once."""
+        if self._is_fetched_again:
+            return False
+        self._is_fetched_again = True
+        self._remote.fetch_again()
+        os.close(self.__dict__.pop("_descriptor"))
+        return True
+
+
 CorpusFile = LocalFile | RemoteFile
+
+
+def whole_file(file: CorpusFile) -> LocalFile:
+    """A local file with the content of a file of a corpus; a damaged copy is fetched again."""
+    return LocalCopy(file) if isinstance(file, RemoteFile) else file
 
 
 @contextmanager

@@ -80,7 +80,12 @@ def mask_path(prefix: Path) -> Path:
 
 def sums_path(prefix: Path) -> Path:
     """Path of the checksums of the token file."""
-    return prefix.with_name(prefix.name + ".bin.crc32")
+    return sums_of(bin_path(prefix))
+
+
+def sums_of(file: Path) -> Path:
+    """Path of the checksums of a file of a corpus."""
+    return file.with_name(file.name + ".crc32")
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype[Any]:

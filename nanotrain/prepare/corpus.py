@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from nanotrain.data.corpus_info import CorpusInfo, read_info, tokenizer_path, write_info
-from nanotrain.data.token_format import bin_path, check_dtype, idx_path, smallest_dtype, sums_path
+from nanotrain.data.token_format import bin_path, check_dtype, idx_path, smallest_dtype
 from nanotrain.data.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
 from nanotrain.errors import DataError
 from nanotrain.log import progress
@@ -340,7 +340,8 @@ def _merge(
         writer.complete()  # a full disk is found while the older pair is whole
         # an older pair never stands with another tokenizer and plan
         idx_path(prefix).unlink(missing_ok=True)
-        write_bytes(sums_path(prefix), writer.sums.to_bytes(), fix=CURE)
+        for path, sums in writer.checksums().items():
+            write_bytes(path, sums, fix=CURE)
         if job.tokenizer != "bytes":
             make_folder(tokenizer_path(prefix), fix=CURE)
         saved = tokenizer.save(tokenizer_path(prefix))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanotrain.data.checksums import check_blocks
-from nanotrain.data.token_format import bin_path, prefix_of
+from nanotrain.data.token_format import prefix_of
 from nanotrain.errors import DataError
 from nanotrain.paths import local_path
 from nanotrain.prepare.inputs import Limits
@@ -193,11 +193,15 @@ class Verify(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
         # rest: namespace, PREFIX, option string
         prefix = local_path(prefix_of(str(rest[1])))
-        num_blocks = check_blocks(prefix)
-        if not num_blocks:
+        checked = check_blocks(prefix)
+        if not any(checked.values()):
             why = "an older version or another program wrote it"
             raise DataError(
                 f"{prefix} has no checksums", why=why, fix="prepare it again to have them"
             )
-        print(f"{bin_path(prefix)}: sound ({count_of(num_blocks, 'block')}, all checksums match)")
+        for path, num_blocks in checked.items():
+            verdict = "not checked: it has no checksums, prepare the corpus again to have them"
+            if num_blocks:
+                verdict = f"sound ({count_of(num_blocks, 'block')}, all checksums match)"
+            print(f"{path}: {verdict}")
         parser.exit()

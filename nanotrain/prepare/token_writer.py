@@ -6,7 +6,6 @@ complete and synced to disk. An older pair stays until then.
 
 import os
 import secrets
-import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import chain
@@ -23,6 +22,7 @@ from nanotrain.data.token_format import (
     idx_path,
     mask_path,
     read_header,
+    sums_of,
 )
 
 _COPY_BYTES = 1 << 22
@@ -59,10 +59,10 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         self._partial_index = partial("idx")
         self._partial_mask = partial("mask")
         self._lengths: list[np.ndarray] = []
-        # documents, tokens and checksums written so far
+        # documents and tokens written so far
         self.num_documents = 0
         self.num_tokens = 0
-        self.sums = BlockSums()
+        self._sums = {path(self.prefix): BlockSums() for path in (bin_path, idx_path, mask_path)}
         self._file = self._partial_tokens.open("xb")
         self._mask = self._partial_mask.open("xb") if has_mask else None
         self._is_complete = False
@@ -84,7 +84,7 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
             assert list(map(len, masks)) == lengths.tolist(), (
                 "every document has a mask of its length"
             )
-            self._mask.write(b"".join(mask.astype(np.uint8).data for mask in masks))
+            self._write_mask(b"".join(mask.astype(np.uint8).data for mask in masks))
 
     def append_pair(self, prefix: Path) -> None:
         """Append every sequence of another pair as a document; the pair may be empty."""
@@ -98,11 +98,17 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
                 self._write(data)
         if self._mask is not None:
             with mask_path(prefix).open("rb") as mask:
-                shutil.copyfileobj(mask, self._mask, _COPY_BYTES)
+                while data := mask.read(_COPY_BYTES):
+                    self._write_mask(data)
 
     def _write(self, data: memoryview | bytes) -> None:
         self._file.write(data)
-        self.sums.add(data)
+        self._sums[bin_path(self.prefix)].add(data)
+
+    def _write_mask(self, data: bytes) -> None:
+        assert self._mask is not None, "callers check it"
+        self._mask.write(data)
+        self._sums[mask_path(self.prefix)].add(data)
 
     def _add_lengths(self, lengths: np.ndarray) -> None:
         self._lengths.append(lengths)
@@ -124,6 +130,14 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
             _sync(file)
         self._is_complete = True
 
+    def checksums(self) -> dict[Path, bytes]:
+        """The content of the file of checksums of each file, by its path; after `complete`."""
+        assert self._is_complete, "the index is written last"
+        names = [bin_path(self.prefix), idx_path(self.prefix)]
+        if self._mask is not None:
+            names.append(mask_path(self.prefix))
+        return {sums_of(name): self._sums[name].to_bytes() for name in names}
+
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
             if kind is None:
@@ -136,6 +150,8 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         """Give the files their names, the index last: it never stands with other tokens."""
         idx_path(self.prefix).unlink(missing_ok=True)
         mask_path(self.prefix).unlink(missing_ok=True)
+        if self._mask is None:
+            sums_of(mask_path(self.prefix)).unlink(missing_ok=True)
         os.replace(self._partial_tokens, bin_path(self.prefix))
         if self._mask is not None:
             os.replace(self._partial_mask, mask_path(self.prefix))
@@ -155,10 +171,13 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         count = len(lengths)
         ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
         pointers = np.concatenate([np.zeros(1, dtype="<i8"), ends[:-1]])[:count]
-        file.write(IndexHeader(self.dtype, count, count + 1).pack())
-        file.write(lengths.data)
-        file.write(pointers.data)
-        file.write(np.arange(count + 1, dtype="<i8").data)
+        header = IndexHeader(self.dtype, count, count + 1).pack()
+        parts: list[bytes | memoryview] = [header]
+        for column in (lengths, pointers, np.arange(count + 1, dtype="<i8")):
+            parts.append(column.data)
+        for part in parts:
+            file.write(part)
+            self._sums[idx_path(self.prefix)].add(part)
 
 
 def _sync(file: BinaryIO) -> None:

@@ -24,7 +24,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages
 from nanotrain.config.notation import moves_mtp_layers
-from nanotrain.data.build import first_blend
+from nanotrain.data.build import first_blend, unchecked_files
 from nanotrain.data.corpus_info import read_info
 from nanotrain.data.data_path import parse_data_path
 from nanotrain.errors import EnvironmentFault, LocalFault
@@ -33,7 +33,7 @@ from nanotrain.memory.block_transforms import describe_activations
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.plan.memory_plan import MemoryPlan
 from nanotrain.plan.plan import Plan
-from nanotrain.quantities import count_of, describe_count
+from nanotrain.quantities import count_of, describe_count, named_files
 from nanotrain.spec.counts import num_active_parameters, num_parameters
 from nanotrain.storage.remote import is_address
 from nanotrain.topology.groups import GroupName
@@ -101,6 +101,12 @@ def log_start(run: Run, *, attention: str, device: str) -> None:
     if sys.stderr.isatty():
         width = max(shutil.get_terminal_size().columns, MIN_WIDTH)
     log.info("%s", header(run.plan, inputs, device=device, attention=attention, width=width))
+    unchecked = unchecked_files(inputs.datasets.train)
+    if unchecked:
+        log.info(
+            "without checksums, so that damage is not noticed: %s; `nanotrain prepare` writes them",
+            named_files(unchecked),
+        )
     if inputs.is_resumed:
         log.info("resuming; --no-auto-resume starts a new run")
     steps = run.config.train.train_iters

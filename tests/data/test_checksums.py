@@ -1,5 +1,6 @@
 """Token files have a checksum per block: a few are checked when a corpus is opened, all on demand."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -7,10 +8,11 @@ import pytest
 
 from nanotrain.cli.main import main
 from nanotrain.data import checksums
-from nanotrain.data.checksums import BlockSums, check_blocks, fingerprint
+from nanotrain.data.checksums import BlockSums, check_blocks, fingerprint, is_same_corpus
 from nanotrain.data.indexed import IndexedTokens
-from nanotrain.data.token_format import bin_path, idx_path, sums_path
+from nanotrain.data.token_format import bin_path, idx_path, mask_path, sums_of, sums_path
 from nanotrain.errors import DataError
+from nanotrain.prepare.token_writer import TokenWriter
 
 LINE = ["--tokenizer", "bytes", "--workers", "1"]
 
@@ -54,7 +56,7 @@ def test_sums_do_not_depend_on_how_the_bytes_arrive(monkeypatch: pytest.MonkeyPa
 
 def test_a_corpus_whose_tokens_changed_is_refused_when_it_is_opened(corpus: Path) -> None:
     assert IndexedTokens(corpus).num_tokens == 301
-    assert check_blocks(corpus) == 10
+    assert list(check_blocks(corpus).values()) == [10, 1]
     flip(bin_path(corpus), *range(0, 602, 2))
     with pytest.raises(
         DataError,
@@ -81,7 +83,11 @@ def test_one_changed_byte_is_found_by_verify(
 def test_a_corpus_without_checksums_is_read_as_before(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert IndexedTokens(corpus).unchecked == []
+    sums_of(idx_path(corpus)).unlink()
+    assert IndexedTokens(corpus).unchecked == ["corpus.idx"]
     sums_path(corpus).unlink()
+    assert IndexedTokens(corpus).unchecked == ["corpus.bin", "corpus.idx"]
     flip(bin_path(corpus), 0)
     assert IndexedTokens(corpus).num_tokens == 301
     assert main(["prepare", "--verify", str(corpus)]) == 2
@@ -91,9 +97,14 @@ def test_a_corpus_without_checksums_is_read_as_before(
 
 
 def test_checksums_of_another_length_are_one_error(corpus: Path) -> None:
-    sums_path(corpus).write_bytes(b"")
-    with pytest.raises(DataError, match="it has 10 blocks, corpus.bin.crc32 has checksums of 0"):
-        IndexedTokens(corpus)
+    sums = sums_path(corpus).read_bytes()
+    for size in (0, 3, 7):  # cut inside of a checksum, too
+        sums_path(corpus).write_bytes(sums[:size])
+        found = size // 4
+        with pytest.raises(
+            DataError, match=f"10 blocks, corpus.bin.crc32 has checksums of {found}"
+        ):
+            IndexedTokens(corpus)
 
 
 def test_every_block_is_checked_when_it_is_first_read(corpus: Path) -> None:
@@ -113,9 +124,89 @@ def test_every_block_is_checked_when_it_is_first_read(corpus: Path) -> None:
 def test_a_fingerprint_differs_where_the_tokens_do(corpus: Path) -> None:
     before = IndexedTokens(corpus).fingerprint
     assert before == IndexedTokens(corpus).fingerprint
-    for path in (sums_path(corpus), bin_path(corpus), idx_path(corpus)):
-        flip(path, 8)
+    for path in (sums_path(corpus), bin_path(corpus), idx_path(corpus), sums_of(idx_path(corpus))):
+        flip(path, 3)
         assert fingerprint(corpus) != before, path
-        flip(path, 8)
+        flip(path, 3)
     sums_path(corpus).unlink()
     assert fingerprint(corpus) != before
+
+
+@pytest.fixture
+def masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A corpus of one document with a mask of five blocks."""
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 64)
+    prefix = tmp_path / "talks"
+    with TokenWriter(prefix, np.dtype("<u2"), has_mask=True) as writer:
+        writer.add_documents([[7] * 300], [np.arange(300) % 2])
+        writer.complete()
+        for path, sums in writer.checksums().items():
+            path.write_bytes(sums)
+    return prefix
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda mask: bytes(300), lambda mask: b"\1" * 300, lambda mask: b"\xff" * 300]
+)
+def test_a_mask_that_changed_is_refused_when_it_is_opened(
+    masked: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    """All zeros and all ones are masks too, of other targets."""
+    assert IndexedTokens(masked).read_mask(0, 4).tolist() == [0, 1, 0, 1]
+    assert list(check_blocks(masked).values()) == [10, 1, 5]
+    mask_path(masked).write_bytes(damage(mask_path(masked).read_bytes()))
+    with pytest.raises(DataError, match=r"talks.mask is not as it was written: 3 of 3 checked"):
+        IndexedTokens(masked)
+
+
+def test_one_flipped_bit_of_a_mask_is_found_where_it_is_read_and_by_verify(
+    masked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(mask_path(masked), 70)
+    tokens = IndexedTokens(masked)  # blocks 0, 2 and 4
+    assert tokens.read_mask(0, 64).sum() == 32
+    with pytest.raises(DataError, match="talks.mask is not .* from byte 64 on .* document 0 is"):
+        tokens.read_mask(60, 70)
+    assert main(["prepare", "--verify", str(masked)]) == 2
+    assert "1 of 5 checked blocks differ from talks.mask.crc32" in capsys.readouterr().err
+
+
+def test_an_old_mask_is_named_and_its_values_are_checked(
+    masked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sums_of(mask_path(masked)).unlink()
+    flip(mask_path(masked), 70)  # zeros and ones still
+    tokens = IndexedTokens(masked)
+    assert tokens.unchecked == ["talks.mask"] and tokens.read_mask(60, 80).sum() == 11
+    with pytest.raises(SystemExit):
+        main(["prepare", "--verify", str(masked)])
+    assert "talks.mask: not checked: it has no checksums" in capsys.readouterr().out
+    mask = bytearray(mask_path(masked).read_bytes())
+    mask[101] = 3
+    mask_path(masked).write_bytes(mask)
+    with pytest.raises(DataError, match=r"talks.mask has 3 at token 101: .* 1 for a target"):
+        IndexedTokens(masked).read_mask(64, 128)
+
+
+def test_a_fingerprint_has_the_mask(masked: Path) -> None:
+    """Between a stop and a resume; that of an older version says nothing of it."""
+    before = IndexedTokens(masked).fingerprint
+    content = mask_path(masked).read_bytes()
+    flip(sums_of(mask_path(masked)), 5)
+    assert not is_same_corpus(before, fingerprint(masked))
+    sums_of(mask_path(masked)).unlink()
+    assert not is_same_corpus(before, fingerprint(masked))
+    mask_path(masked).unlink()
+    without = fingerprint(masked)
+    assert not is_same_corpus(before, without) and not is_same_corpus(without, before)
+    old = before.partition("-")[0]
+    assert is_same_corpus(old, before) and is_same_corpus(old, without)
+    mask_path(masked).write_bytes(content)
+    assert not is_same_corpus("0badcafe", fingerprint(masked))
+
+
+def test_an_index_that_changed_is_refused(corpus: Path, tmp_path: Path) -> None:
+    """Lengths and pointers of other documents may still be a sound index."""
+    flip(idx_path(corpus), 40)
+    with pytest.raises(DataError, match="corpus.idx is not as it was written: 1 of 1 checked"):
+        IndexedTokens(corpus)
