@@ -13,6 +13,7 @@ shared_experts, router_groups, router_losses, normalized_weights
 """
 
 from functools import partial
+from typing import Any
 
 from nanotrain.config.model import ModelConfig, MoEConfig
 from nanotrain.config.notation import write_pattern
@@ -118,8 +119,8 @@ def write_num_shared(model_config: ModelConfig) -> int:
 
 
 def _read_groups(raw: Raw) -> Values:
-    num_groups = raw["n_group"] or 1
-    group_topk = raw["topk_group"] or 1
+    num_groups = _read_group_count(raw, "n_group")
+    group_topk = _read_group_count(raw, "topk_group")
     topk = raw["num_experts_per_tok"]
     if num_groups <= 1:
         return {}
@@ -128,6 +129,13 @@ def _read_groups(raw: Raw) -> Values:
         expected = f"{2 * group_topk}, two per group that a token may use,"
         reject("num_experts_per_tok", topk, instead=expected)
     return {"moe.router_num_groups": num_groups, "moe.router_group_topk": group_topk}
+
+
+def _read_group_count(raw: Raw, entry: str) -> Any:
+    count = raw[entry]
+    if count == 0:
+        reject(entry, count, instead="null or at least 1")
+    return count or 1
 
 
 def _write_groups(model_config: ModelConfig) -> Values:

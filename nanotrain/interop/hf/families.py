@@ -19,7 +19,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.model import ModelConfig, MTPConfig
+from nanotrain.config.rules.check import check_model
 from nanotrain.config.schema import (
     KEYS,
     config_from_dict,
@@ -193,6 +195,7 @@ def model_from_hf(folder: Path) -> ModelConfig:
     """
     raw = read_config(folder)
     model_config = config_from_hf(raw)
+    _check_sizes(model_config)
     if not model_config.untie_embeddings_and_output_weights and _has_other_head(folder, raw):
         log_once(
             f"{folder}: config.json ties the head to the embedding and the files have another "
@@ -202,6 +205,19 @@ def model_from_hf(folder: Path) -> ModelConfig:
     if model_config.mtp.num_layers and not has_mtp_weights(folder):
         return replace(model_config, mtp=MTPConfig())
     return model_config
+
+
+def _check_sizes(model_config: ModelConfig) -> None:
+    """Check that sizes fit each other by the rules of the model section."""
+    data = DataConfig(seq_length=model_config.max_position_embeddings)
+    try:
+        check_model(Config(model=model_config, data=data))
+    except ConfigError as error:
+        raise HuggingFaceError(
+            "config.json has entries that do not fit each other",
+            why=" ".join(str(error).split()),
+            fix="fetch the folder again, or choose another checkpoint",
+        ) from None
 
 
 def _has_other_head(folder: Path, raw: Mapping[str, Any]) -> bool:

@@ -69,8 +69,10 @@ def layers_of_kind(kind: str, kinds: Sequence[str], *, num_layers: int) -> tuple
 
 def _read_nemotron(raw: Raw) -> Values:
     pattern = raw["hybrid_override_pattern"]
-    if raw.get("layers_block_type") or raw.get("layer_types"):
+    if raw.get("layers_block_type", raw.get("layer_types")) is not None:
         pattern = "".join(LETTERS[kind] for kind in _read_kinds(raw, "", known=tuple(LETTERS)))
+    if not pattern:
+        reject("layers_block_type", [], instead="a kind per layer")
     letters = LETTERS.values()
     unknown = sorted(set(pattern) - set(letters))
     if unknown:

@@ -42,6 +42,14 @@ def reject(key: str, value: Any, *, instead: str) -> NoReturn:
     )
 
 
+def _check_one_expert(values: Values) -> None:
+    """Refuse one expert per token where transformers makes the one weight 1."""
+    is_sigmoid = values.get("moe.router_score_function") == "sigmoid"
+    keeps_scores = values.get("moe.apply_probs_on_input", False)
+    if is_sigmoid and values.get("moe.router_topk") == 1 and not keeps_scores:
+        reject("num_experts_per_tok", 1, instead="above 1")
+
+
 @dataclass(frozen=True)
 class Part:
     """Entries that a table cannot express."""
@@ -89,6 +97,7 @@ class Layout:
         has_experts = values.get("moe.num_experts") is not None
         values |= self.fixed
         if has_experts:
+            _check_one_expert(values)
             return values
         return {key: value for key, value in values.items() if not key.startswith("moe.")}
 

@@ -44,6 +44,8 @@ def read_rope(raw: Raw, *, has_partial: bool = False) -> Values:
         HuggingFaceError: an unsupported kind of scaling, or entries that are no numbers.
     """
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    if FULL in rope and "rope_type" not in rope:
+        reject("rope_parameters", "a table per kind of layer", instead="one table for all layers")
     fraction = _read_rotated_fraction(raw, rope)
     if not has_partial and fraction not in (1.0, None):
         reject("partial_rotary_factor", fraction, instead="1.0")
@@ -62,6 +64,10 @@ def read_rope(raw: Raw, *, has_partial: bool = False) -> Values:
     if kind == "llama3":
         values["use_rope_scaling"] = True
     if kind == "yarn":
+        has_lone_factor = rope.get("mscale_all_dim") and not rope.get("mscale")
+        if has_lone_factor and "kv_lora_rank" in raw:  # of scores of MLA, and not of positions
+            instead = "a number beside mscale_all_dim"
+            reject("mscale of its yarn rotary scaling", rope.get("mscale"), instead=instead)
         values |= _read_yarn(rope, values)
     return values
 
@@ -181,6 +187,16 @@ def write_layered_rope(model_config: ModelConfig) -> Values:
     return entries
 
 
+def _read_partial_layered_rope(raw: Raw) -> Values:
+    """MiMo-V2: transformers completes no table of its layers, so each has to be there and whole."""
+    tables = raw.get("rope_parameters") or {}
+    for kind in (FULL, SLIDING):
+        if "partial_rotary_factor" not in tables.get(kind, {}):
+            entry = f"partial_rotary_factor of {kind} in rope_parameters"
+            reject(entry, None, instead="a number")
+    return read_layered_rope(raw, has_partial=True)
+
+
 def _write_partial_layered_rope(model_config: ModelConfig) -> Values:
     """In the newer format alone: transformers does not convert the older one for MiMo-V2."""
     return {"rope_parameters": write_layered_rope(model_config)["rope_parameters"]}
@@ -257,6 +273,14 @@ def _read_hunyuan_rope(raw: Raw) -> Values:
     return values
 
 
+def _read_llama4_rope(raw: Raw) -> Values:
+    """Norms of queries and keys follow the rotation, and take back the factor of YaRN."""
+    kind = _rope_kind(_stored_rope(raw))
+    if kind == "yarn":
+        reject("rope_type", kind, instead="default, linear or llama3")
+    return read_rope(raw)
+
+
 def _read_phi3_rope(raw: Raw) -> Values:
     kind = _stored_rope(raw).get("rope_type", "default")
     if kind != "default":  # transformers takes every other kind for longrope
@@ -268,12 +292,11 @@ POSITION_PARTS: dict[str, Part] = {
     "rope": Part(read_rope, write_rope),
     "partial_rope": Part(partial(read_rope, has_partial=True), write_rope),
     "layered_rope": Part(read_layered_rope, write_layered_rope),
-    "partial_layered_rope": Part(
-        partial(read_layered_rope, has_partial=True), _write_partial_layered_rope
-    ),
+    "partial_layered_rope": Part(_read_partial_layered_rope, _write_partial_layered_rope),
     "rope_or_default": Part(_read_rope_or_default, _write_rope_or_default),
     "rope_or_none": Part(_read_rope_or_none, _write_rope_or_none),
     "mistral_rope": Part(_read_mistral_rope, _write_mistral_rope),
     "hunyuan_rope": Part(_read_hunyuan_rope, write_rope),
+    "llama4_rope": Part(_read_llama4_rope, write_rope),
     "phi3_rope": Part(_read_phi3_rope, write_rope),
 }
