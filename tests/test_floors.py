@@ -23,7 +23,7 @@ TRAIN_FLOORS = (
     ("tasks",),
     ("hooks",),
     ("evaluate", "fit"),
-    ("open_run",),
+    ("open_run", "generate"),
     ("main",),
     ("__main__",),
 )

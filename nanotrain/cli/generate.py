@@ -6,14 +6,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import lcm
+from typing import TYPE_CHECKING
 
 from nanotrain.cli.addresses import read_name
 from nanotrain.cli.parser import CommandParser
 from nanotrain.cli.trained import MODEL_FLAGS, ModelCommand, add_model
 from nanotrain.cli.values import count, number
-from nanotrain.config.config import Config, DataConfig
+from nanotrain.config.config import Config, DataConfig, TrainConfig
 from nanotrain.config.load import Loaded
 from nanotrain.config.rules.check import check_layout, validate_for_world
+from nanotrain.config.rules.layout import shortest_sequence
+from nanotrain.config.rules.settings import Settings
 from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.inference.generation_config import GenerationDefaults
 from nanotrain.inference.sampling import LIMITS, Sampling
@@ -21,10 +24,14 @@ from nanotrain.log import get_logger, start_logging
 from nanotrain.quantities import count_of
 from nanotrain.system import importing_torch
 
+if TYPE_CHECKING:
+    from nanotrain.comm.parallel_context import ParallelContext
+    from nanotrain.inference.checkpoint import LoadedModel, OpenedCheckpoint
+
 log = get_logger(__name__)
 
 TEMPERATURE = 0.8  # where neither the command line nor the model's folder sets one
-# settings that a command line may have; pipeline and context parallelism only of size 1
+# settings that a command line may have
 SETTINGS = {
     "train.device",
     "precision.params_dtype",
@@ -34,6 +41,10 @@ SETTINGS = {
     "parallel.expert_tensor_parallel_size",
     "parallel.pipeline_model_parallel_size",
     "parallel.context_parallel_size",
+    "parallel.cp_comm_type",
+    "parallel.pipeline_model_parallel_layout",
+    "parallel.decoder_first_pipeline_num_layers",
+    "parallel.decoder_last_pipeline_num_layers",
 }
 LENGTH_FLAGS = dict.fromkeys(
     ("--max-new-tokens", "--max_new_tokens", "--max-tokens", "--max-length", "--generate-tokens"),
@@ -52,8 +63,8 @@ def generate_parser() -> CommandParser:
     parser = CommandParser(
         "generate",
         generate,
-        epilog="the sizes of tensor and expert parallelism, --bf16, --device and, for shards, "
-        "--nproc-per-node may follow",
+        epilog="the sizes of tensor, expert, pipeline and context parallelism, --bf16, --device "
+        "and, for several ranks, --nproc-per-node may follow",
         elsewhere={**MODEL_FLAGS, **LENGTH_FLAGS},
     )
     add_model(parser)
@@ -144,25 +155,22 @@ def generate_on_rank(args: Namespace, loaded: Loaded) -> int:
     """Generate on all ranks; the first prints."""
     with importing_torch():
         from nanotrain.comm.parallel_context import Launch, ParallelContext
-        from nanotrain.inference.checkpoint import load_model, open_model
+        from nanotrain.inference.checkpoint import open_model
         from nanotrain.topology.topology import Topology
 
     launch = Launch.of(os.environ)
     checkpoint = open_model(args.path, ema=args.ema)
     config = generation_config(checkpoint.config, loaded, world_size=launch.world_size)
+    start_logging(is_first=launch.rank == 0)
+    prompts = [without_surrogates(text) for text in args.prompt or [""]]
     has_experts = config.model.moe is not None
     topology = Topology.of(config.parallel, launch.world_size, has_experts=has_experts)
     timeout_s = config.parallel.distributed_timeout_minutes * 60
-    start_logging(is_first=launch.rank == 0)
-    prompts = [without_surrogates(text) for text in args.prompt or [""]]
     with ParallelContext.start(
         topology, device=config.train.device, timeout_s=timeout_s
     ) as context:
-        model = load_model(
-            checkpoint.with_model(config.model),
-            tokenizer=args.tokenizer,
-            context=context,
-            dtype=config.precision.params_dtype,
+        model = load_on_rank(
+            checkpoint.with_model(config.model), config, tokenizer=args.tokenizer, context=context
         )
         for line in model.defaults.describe():
             log.info("%s", line)
@@ -175,6 +183,26 @@ def generate_on_rank(args: Namespace, loaded: Loaded) -> int:
         )
         print_pieces(prompts, pieces, is_first=launch.rank == 0, is_alone=launch.world_size == 1)
     return 0
+
+
+def load_on_rank(
+    checkpoint: "OpenedCheckpoint",
+    config: Config,
+    *,
+    tokenizer: str | None,
+    context: "ParallelContext",
+) -> "LoadedModel":
+    """Load this rank's part of a model: shards of all layers, or with pp or cp stages of a plan."""
+    if shares_layers_or_tokens(config):
+        from nanotrain.plan.plan import plan_run
+        from nanotrain.train.generate import load_layout
+
+        plan = plan_run(config, context.topology.world_size, rank=context.rank)
+        return load_layout(checkpoint, tokenizer=tokenizer, plan=plan, context=context)
+    from nanotrain.inference.checkpoint import load_model
+
+    dtype = config.precision.params_dtype
+    return load_model(checkpoint, tokenizer=tokenizer, context=context, dtype=dtype)
 
 
 def without_surrogates(text: str) -> str:
@@ -217,34 +245,27 @@ def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
     loaded.require_only(
         SETTINGS,
         what="generation",
-        why="the model's own configuration gives everything but the sizes of tensor and expert "
-        "parallelism",
+        why="the model's own configuration gives everything but the sizes of the layout",
     )
     parallel = loaded.config.parallel
-    pp = parallel.pipeline_model_parallel_size
-    cp = parallel.context_parallel_size
     tp = parallel.tensor_model_parallel_size
-    if pp > 1 or cp > 1:
-        raise ConfigError(
-            f"generation cannot run with pp={pp} and cp={cp}",
-            why="every rank runs all layers on all tokens; only tensor and expert parallelism "
-            "shard them",
-            fix=f"set --tensor-model-parallel-size {tp * pp * cp} instead: a checkpoint of any "
-            "layout loads in it",
+    config = replace(loaded.config, model=trained.model.with_padding_for(tp))
+    ranks = ranks_of_model(config)
+    # without a part of a sequence on a rank, its length is one that the rules on training accept
+    seq_length = tp
+    if shares_layers_or_tokens(config):
+        require_no_capacity(config)
+        seq_length = shortest_sequence(Settings(config))
+        dp = max(1, world_size // (tp * parallel.pipeline_model_parallel_size * cp_of(config)))
+        train = TrainConfig(
+            micro_batch_size=1, global_batch_size=dp, device=loaded.config.train.device
         )
-    config = replace(
-        loaded.config,
-        model=trained.model.with_padding_for(tp),
-        # no rank has a part of a sequence: its length is one that the rules on training accept
-        data=DataConfig(seq_length=tp),
-    )
+        config = replace(config, train=train)
+    config = replace(config, data=DataConfig(seq_length=seq_length, num_workers=0))
     check_layout(config)
-    ep = parallel.expert_model_parallel_size
-    etp = parallel.expert_tensor_parallel_size or tp
-    ranks = tp if trained.model.moe is None else lcm(tp, ep * etp)
     if world_size != ranks:
         raise TopologyError(
-            f"generation on {count_of(world_size, 'rank')} with tp={tp} and ep={ep}",
+            f"generation on {count_of(world_size, 'rank')} with {describe_sizes(config)}",
             why=f"the shards of one model are on {count_of(ranks, 'rank')}, and there is one "
             "replica",
             fix=f"set --tensor-model-parallel-size {world_size}, or start {ranks}: "
@@ -252,3 +273,49 @@ def generation_config(trained: Config, loaded: Loaded, *, world_size: int) -> Co
         )
     validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
     return config
+
+
+def cp_of(config: Config) -> int:
+    """The ranks that share the tokens of a sequence."""
+    return config.parallel.context_parallel_size
+
+
+def shares_layers_or_tokens(config: Config) -> bool:
+    """Whether a rank holds some layers, or some tokens of a sequence, only."""
+    return config.parallel.pipeline_model_parallel_size > 1 or cp_of(config) > 1
+
+
+def ranks_of_model(config: Config) -> int:
+    """The ranks that hold one model."""
+    parallel = config.parallel
+    tp = parallel.tensor_model_parallel_size
+    ranks = tp * cp_of(config)
+    if config.model.moe is not None:
+        etp = parallel.expert_tensor_parallel_size or tp
+        ranks = lcm(ranks, parallel.expert_model_parallel_size * etp)
+    return ranks * parallel.pipeline_model_parallel_size
+
+
+def describe_sizes(config: Config) -> str:
+    """The sizes of the layout in words: tp and ep, and what else is above 1."""
+    parallel = config.parallel
+    text = f"tp={parallel.tensor_model_parallel_size} and ep={parallel.expert_model_parallel_size}"
+    if shares_layers_or_tokens(config):
+        text += f", pp={parallel.pipeline_model_parallel_size} and cp={cp_of(config)}"
+    return text
+
+
+def require_no_capacity(config: Config) -> None:
+    """Check that no experts have a capacity, which padding of texts would share.
+
+    Raises:
+        ConfigError: they have.
+    """
+    moe = config.model.moe
+    if moe is not None and moe.expert_capacity_factor is not None:
+        raise ConfigError(
+            "generation with pp or cp of a model with moe.expert_capacity_factor",
+            why="the capacity depends on the number of tokens read together, and texts are padded "
+            "to a length that the ranks can share",
+            fix="set --tensor-model-parallel-size or --expert-model-parallel-size instead",
+        )

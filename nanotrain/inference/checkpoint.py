@@ -41,13 +41,17 @@ from nanotrain.data.token_format import idx_path
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer, load_with_files
 from nanotrain.data.tokenizer_files import SETTINGS, VOCABULARY_FILES
 from nanotrain.errors import CheckpointError, DataError
-from nanotrain.inference.generate import Generation, encode_prompts, stream_texts
+from nanotrain.inference.generate import (
+    Generation,
+    NextLogits,
+    encode_prompts,
+    stream_texts,
+)
 from nanotrain.inference.generation_config import (
-    GENERATION_CONFIG,
     NUM_TOKENS,
     GenerationDefaults,
-    parse_defaults,
-    read_defaults,
+    defaults_of_folder,
+    defaults_of_run,
 )
 from nanotrain.inference.sampling import Sampling
 from nanotrain.log import progress
@@ -293,6 +297,8 @@ class LoadedModel:
     ranks: Group = field(default_factory=lambda: Group.single_rank("world"))
     # what holds where a caller gives nothing
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    # the model in a layout whose ranks do not hold all layers or tokens; None: `model` is whole
+    layout: NextLogits | None = None
 
     @property
     def is_run(self) -> bool:
@@ -355,7 +361,7 @@ class LoadedModel:
             sampling = replace(sampling, stop=self.defaults.ends)
         most = num_tokens or self.defaults.max_new_tokens or NUM_TOKENS
         generation = Generation(
-            self.model,
+            self.layout or self.model,
             encoded,
             num_tokens=most,
             sampling=sampling,
@@ -404,35 +410,35 @@ def load_model(
     Raises:
         DataError: the run had no tokenizer.
     """
-    name = tokenizer or tokenizer_name(checkpoint)
-    if name is None:
-        why = why_unknown(checkpoint)
-        fix = "set --tokenizer, for example to bytes, a folder or a tokenizer.json"
-        raise DataError(f"{checkpoint.path} has no tokenizer", why=why, fix=fix)
-    loaded = prompt_tokenizer(load_tokenizer(name), is_pretrained=checkpoint.is_pretrained)
+    loaded = load_prompt_tokenizer(checkpoint, tokenizer)
     defaults = generation_defaults(checkpoint, loaded)  # before the weights, which take longer
     stage = load_stage(checkpoint, context, dtype=dtype)
     ranks = Group.single_rank("world") if context is None else context.group("world")
     return LoadedModel(checkpoint.path, checkpoint.config, stage, loaded, ranks, defaults)
 
 
-def generation_defaults(checkpoint: OpenedCheckpoint, tokenizer: Tokenizer) -> GenerationDefaults:
-    """What the folder of a model says about generation.
+def load_prompt_tokenizer(checkpoint: OpenedCheckpoint, tokenizer: str | None) -> Tokenizer:
+    """The tokenizer of a model's prompts.
 
-    A run has the file of its tokenizer's folder, and its texts also end at the end-of-document
-    token, after which its documents ended.
+    Args:
+        checkpoint: the model.
+        tokenizer: as for `load_model`.
+
+    Raises:
+        DataError: the run had no tokenizer.
     """
-    end = () if tokenizer.eod is None else (tokenizer.eod,)
-    if checkpoint.manifest is None:
-        defaults = read_defaults(checkpoint.path)
-        return replace(defaults, ends=defaults.ends or end)
-    files = getattr(tokenizer, "files", {})
-    content = files.get(GENERATION_CONFIG)
-    if content is None:
-        return GenerationDefaults(ends=end)
-    source = f"{GENERATION_CONFIG} of the tokenizer of {checkpoint.path}"
-    defaults = parse_defaults(content, source=source)
-    return replace(defaults, ends=tuple(dict.fromkeys([*defaults.ends, *end])))
+    name = tokenizer or tokenizer_name(checkpoint)
+    if name is None:
+        why = why_unknown(checkpoint)
+        fix = "set --tokenizer, for example to bytes, a folder or a tokenizer.json"
+        raise DataError(f"{checkpoint.path} has no tokenizer", why=why, fix=fix)
+    return prompt_tokenizer(load_tokenizer(name), is_pretrained=checkpoint.is_pretrained)
+
+
+def generation_defaults(checkpoint: OpenedCheckpoint, tokenizer: Tokenizer) -> GenerationDefaults:
+    """What the folder of a model says about generation."""
+    defaults_of = defaults_of_folder if checkpoint.manifest is None else defaults_of_run
+    return defaults_of(checkpoint.path, tokenizer)
 
 
 @progress("exporting")

@@ -9,12 +9,14 @@ character, or the beginning of a stop string, which is not part of the text.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nanotrain.comm.collectives import all_reduce_scalars
 from nanotrain.comm.group import Group
+from nanotrain.config.model import ModelConfig
 from nanotrain.data.prompts import encode_prompt, prompt_start
 from nanotrain.data.tokenizer import Tokenizer
 from nanotrain.errors import DataError
@@ -22,6 +24,15 @@ from nanotrain.inference.cache import KVCache
 from nanotrain.inference.sampling import Sampling as Sampling
 from nanotrain.model.transformer import Stage
 from nanotrain.quantities import count_of
+
+
+class NextLogits(Protocol):
+    """A model whose ranks do not hold all layers or all tokens (train/generate.py)."""
+
+    model_config: ModelConfig
+
+    def next_logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """The logits of the token after each of B texts, [B, V] fp32 on the CPU."""
 
 
 class Generation:
@@ -33,7 +44,8 @@ class Generation:
     depends on the number of tokens that are read together.
 
     Args:
-        stage: a model in one stage, or this rank's shards of it.
+        stage: a model in one stage, or this rank's shards of it; or a model of another layout,
+            of which nothing is cached.
         prompts: token ids of every prompt, at least one each; the same on every rank.
         num_tokens: the maximum number of steps, which bounds the memory of the cache.
         sampling: how tokens are sampled.
@@ -43,7 +55,7 @@ class Generation:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: Stage | NextLogits,
         prompts: Sequence[Sequence[int]],
         *,
         num_tokens: int,
@@ -66,7 +78,8 @@ class Generation:
         self._cache: KVCache | None = None
         moe = stage.model_config.moe
         drops_tokens = moe is not None and moe.expert_capacity_factor is not None
-        if use_cache and not drops_tokens and longest <= self._positions:
+        is_cached = use_cache and not drops_tokens and longest <= self._positions
+        if isinstance(stage, Stage) and is_cached:
             capacity = min(longest + num_tokens, self._positions)
             lengths = [len(prompt) for prompt in prompts]
             self._cache = KVCache(stage, lengths, capacity=capacity)
@@ -108,12 +121,16 @@ class Generation:
 
     def _logits(self) -> dict[int, Tensor]:
         """[V] fp32 on the CPU for each running prompt."""
+        rows = sorted(self.running)
+        if not isinstance(self.stage, Stage):
+            windows = [self.texts[row][-self._positions :] for row in rows]
+            return dict(zip(rows, self.stage.next_logits(windows), strict=True))
         device = next(self.stage.parameters()).device
         if self._cache is not None and max(map(len, self.texts)) <= self._positions:
             return self._read_cached(self._cache, device)
         self._cache = None
         row_logits = {}
-        for row in sorted(self.running):
+        for row in rows:
             window = torch.tensor([self.texts[row][-self._positions :]], device=device)
             with torch.no_grad():
                 logits = self.stage.logits(window, last_only=True)

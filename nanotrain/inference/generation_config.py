@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nanotrain.data.tokenizer import Tokenizer
 from nanotrain.errors import ConfigError, DataError
 from nanotrain.inference.sampling import Sampling
 from nanotrain.untrusted import (
@@ -96,6 +97,31 @@ class GenerationDefaults:
         if self.unread:
             lines.append(f"{GENERATION_CONFIG} also sets {', '.join(self.unread)}: not applied")
         return lines
+
+
+def defaults_of_folder(folder: Path, tokenizer: Tokenizer) -> GenerationDefaults:
+    """The defaults of a Hugging Face folder; ends that it does not name are the tokenizer's."""
+    defaults = read_defaults(folder)
+    return replace(defaults, ends=defaults.ends or _end_of(tokenizer))
+
+
+def defaults_of_run(step: Path, tokenizer: Tokenizer) -> GenerationDefaults:
+    """The defaults of a run, whose tokenizer's folder has the file.
+
+    Its texts also end at the end-of-document token, after which its documents ended.
+    """
+    end = _end_of(tokenizer)
+    content = getattr(tokenizer, "files", {}).get(GENERATION_CONFIG)
+    if content is None:
+        return GenerationDefaults(ends=end)
+    source = f"{GENERATION_CONFIG} of the tokenizer of {step}"
+    defaults = parse_defaults(content, source=source)
+    return replace(defaults, ends=tuple(dict.fromkeys([*defaults.ends, *end])))
+
+
+def _end_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The end-of-document token, if there is one."""
+    return () if tokenizer.eod is None else (tokenizer.eod,)
 
 
 def read_defaults(folder: Path) -> GenerationDefaults:

@@ -251,11 +251,23 @@ class Stage(nn.Module):
         Returns:
             [B, S, V] or [B, 1, V], without padding, in the dtype of the activations.
         """
-        assert self.head is not None, "only a stage with the head has logits"
         batch = replace(Batch.from_tokens(tokens), position_ids=position_ids)
-        hidden, _ = self._transform(None, BatchContext(batch))
+        hidden = self.transform(None, BatchContext(batch))
         if last_only:
             hidden = hidden[:, -1:]
+        return self.project(hidden)
+
+    def transform(self, hidden: Tensor | None, context: BatchContext) -> Tensor:
+        """The hidden states after the layers and, on the last stage, the final norm.
+
+        Arguments as for `forward`.
+        """
+        transformed, _ = self._transform(hidden, context)
+        return transformed
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """[..., H] after the final norm -> logits [..., V] without padding, of a stage's head."""
+        assert self.head is not None, "only a stage with the head has logits"
         return self.head.logits(hidden, tied=self._tied_weight())
 
     @property

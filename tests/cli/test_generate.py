@@ -56,12 +56,14 @@ def test_sizes_of_the_shards_device_and_dtype_are_the_command_lines() -> None:
     )
 
 
-def test_pipeline_and_context_parallelism_are_refused_with_the_size_to_set() -> None:
-    flags = ("--pipeline-model-parallel-size", "2", "--context-parallel-size", "2")
-    with pytest.raises(
-        ConfigError, match=r"pp=2 and cp=2(.|\n)*set --tensor-model-parallel-size 4 instead"
-    ):
-        config_of(*flags, world_size=4)
+def test_stages_and_shares_of_a_sequence_have_lengths_that_the_rules_accept() -> None:
+    sizes = ("--pipeline-model-parallel-size", "2", "--context-parallel-size", "2")
+    config = config_of(*sizes, world_size=4)
+    assert (config.data.seq_length, config.train.global_batch_size) == (4, 1)
+    with_experts = config_of(*sizes, "--expert-model-parallel-size", "4", model=MOE, world_size=8)
+    assert with_experts.train.global_batch_size == 2, "one microbatch per data-parallel rank"
+    with pytest.raises(TopologyError, match=r"pp=2 and cp=2(.|\n)*on 4 ranks"):
+        config_of(*sizes, world_size=8)
 
 
 def test_ranks_beyond_the_shards_or_too_few_are_refused() -> None:
