@@ -92,6 +92,13 @@ def _add_input(parser: CommandParser) -> None:
         help="field that holds the text (default: text; of --format chat: messages)",
     )
     parser.add_argument(
+        "--text-suffix",
+        nargs="+",
+        default=[],
+        metavar="SUFFIX",
+        help="further types of files that are text, one document per file, as .py .rs",
+    )
+    parser.add_argument(
         "--format",
         choices=["text", "chat"],
         default="text",

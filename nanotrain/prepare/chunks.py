@@ -16,21 +16,23 @@ Chunks depend on the inputs only, never on the number of workers, and keep the o
 
 import glob
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from nanotrain.errors import DataError
-from nanotrain.paths import expanded, local_path
+from nanotrain.paths import local_path
 from nanotrain.prepare.inputs import (
     HubDataset,
     check_zstandard,
     is_compressed,
-    is_saved_dataset,
     load_rows,
+    open_input,
     uncompressed_suffix,
 )
+from nanotrain.prepare.selection import ROW_TYPES, Selection, select_files
+from nanotrain.untrusted import MAX_LINE, parse_json
 
 # The input is split into about this many chunks, within these bounds in bytes: enough to keep every
 # core busy.
@@ -38,14 +40,6 @@ _NUM_CHUNKS = 512
 _MIN_BYTES, _MAX_BYTES = 1 << 20, 256 << 20
 _TEXT_TYPES = (".txt", ".md")
 _LINE_TYPES = (".jsonl", ".ndjson")
-_ROW_TYPES = {
-    ".csv": "csv",
-    ".arrow": "arrow",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".jsonl": "json",
-    ".ndjson": "json",
-}
 _ANY_LENGTH = 1 << 62  # more bytes than a file has
 
 
@@ -59,34 +53,71 @@ class InputChunk:
     stop: int = 0  # one after the last
     num_bytes: int = 0  # size for the progress bar; 0 if unknown
     dataset: HubDataset | None = None  # source of the rows, for kind "rows"
+    columns: tuple[str, ...] = ()  # columns of the rows, where they are known
     texts: tuple[str, ...] = ()  # the documents themselves, for kind "texts" (streaming)
 
 
-def plan_chunks(inputs: Sequence[str], *, subset: str | None, split: str) -> tuple[InputChunk, ...]:
-    """Split files, folders and hub names into chunks, in order.
+def select_inputs(
+    inputs: Sequence[str], *, text_suffixes: Sequence[str] = ()
+) -> tuple[Selection, ...]:
+    """The files of every input.
 
     Args:
         inputs: names of files, folders, patterns or datasets.
+        text_suffixes: further types of files that are text, such as ".py".
+
+    Raises:
+        DataError: an input is missing, or is a folder without documents.
+    """
+
+    def is_document(path: Path) -> bool:
+        # a folder has .json files of settings, so these are read where they are named
+        is_settings = uncompressed_suffix(path) == ".json" and ".json" not in text_suffixes
+        return not is_settings and _splitter_of(path, text_suffixes) is not None
+
+    return tuple(select_files(name, is_document=is_document) for name in inputs)
+
+
+def plan_chunks(
+    inputs: Sequence[str], *, subset: str | None, split: str, text_suffixes: Sequence[str] = ()
+) -> tuple[InputChunk, ...]:
+    """Split files, folders and hub names into chunks, in order; arguments as of `split_inputs`."""
+    selections = select_inputs(inputs, text_suffixes=text_suffixes)
+    return split_inputs(selections, subset=subset, split=split, text_suffixes=text_suffixes)
+
+
+def split_inputs(
+    selections: Sequence[Selection],
+    *,
+    subset: str | None,
+    split: str,
+    text_suffixes: Sequence[str] = (),
+) -> tuple[InputChunk, ...]:
+    """Split the files of inputs and datasets into chunks, in order.
+
+    Args:
+        selections: the inputs, as `select_inputs` gives them.
         subset: configuration of the datasets; None for their only one.
         split: split of the datasets.
+        text_suffixes: further types of files that are text.
 
     Raises:
         DataError: an input is missing, unreadable or empty, or `subset` or `split` has no effect on
             any input.
     """
-    files_by_input = [_expand(name) for name in inputs]
-    if None not in files_by_input:
+    inputs = [selection.name for selection in selections]
+    if all(selection.files is not None for selection in selections):
         _require_no_selection(inputs, subset=subset, split=split)
     total_bytes = 0
-    for paths in files_by_input:
-        total_bytes += sum(path.stat().st_size for path in paths or ())
+    for selection in selections:
+        total_bytes += sum(path.stat().st_size for path in selection.files or ())
     chunk_bytes = min(max(total_bytes // _NUM_CHUNKS, _MIN_BYTES), _MAX_BYTES)
     chunks: list[InputChunk] = []
-    for name, paths in zip(inputs, files_by_input, strict=True):
-        if paths is None:
-            chunks += _split_rows(HubDataset(name, subset, split))
+    for selection in selections:
+        if selection.files is None:
+            chunks += _split_rows(HubDataset(selection.name, subset, split))
         else:
-            chunks += _split_files(paths, chunk_bytes)
+            chunks += _split_files(selection.files, chunk_bytes, text_suffixes=text_suffixes)
     if not chunks:
         raise DataError(
             f"{', '.join(inputs)} holds no text",
@@ -126,68 +157,16 @@ def streamed_dataset(name: str, *, subset: str | None, split: str) -> HubDataset
     return HubDataset(str(path) if path.is_dir() else name, subset, split)
 
 
-def _expand(name: str) -> list[Path] | None:
-    """The files of an input; None for what `datasets` has to load."""
-    path = local_path(name)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        return None if is_saved_dataset(path) else _files_below(path) or None
-    if path.exists():  # such as <(zcat FILE) of a shell
-        raise DataError(
-            f"{name} is no file",
-            why="it is a pipe or device, and files are read in parts and more than once",
-            fix="write what it gives to a file, which may be compressed",
-        )
-    if glob.has_magic(name):
-        return _matches(name)
-    has_file_suffix = is_compressed(path) or path.suffix.lower() in {*SPLITTERS, *_ROW_TYPES}
-    if has_file_suffix or name.startswith((".", "/", "~")):
-        raise DataError(
-            f"{name} does not exist", why="no such file or folder", fix="check the path of --input"
-        )
-    return None
-
-
-def _files_below(folder: Path) -> list[Path]:
-    """The files of documents, without hidden files and compressed copies.
-
-    Copying and version control leave many hidden files; `zstd` and `gzip -k` keep the file that
-    they compress.
-    """
-    files = set()
-    for file in folder.rglob("*"):
-        is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if not is_hidden and _splitter_of(file) is not None and file.is_file():
-            files.add(file)
-    copies = {file for file in files if is_compressed(file) and file.with_suffix("") in files}
-    return sorted(files - copies)
-
-
-def _matches(pattern: str) -> list[Path]:
-    """The files that match a pattern, and the files of documents below folders that match."""
-    files: dict[Path, None] = {}  # in order, without repetition
-    for name in sorted(glob.glob(expanded(pattern), recursive=True)):
-        path = Path(name)
-        if path.is_dir():
-            files |= dict.fromkeys(_files_below(path))
-        elif path.exists():
-            files[path] = None
-    if not files:
-        raise DataError(
-            f"no file matches {pattern}", why="it is a pattern", fix="check the path of --input"
-        )
-    return list(files)
-
-
-def _split_files(paths: Iterable[Path], chunk_bytes: int) -> list[InputChunk]:
+def _split_files(
+    paths: Iterable[Path], chunk_bytes: int, *, text_suffixes: Sequence[str]
+) -> list[InputChunk]:
     chunks: list[InputChunk] = []
     for path in paths:
         _check_readable(path)
         if path.stat().st_size == 0:
             continue
         check_zstandard(str(path))
-        split = _splitter_of(path)
+        split = _splitter_of(path, text_suffixes)
         if split is None:
             new = _split_rows(_dataset_of_file(path))
         else:
@@ -222,11 +201,17 @@ def _join(first: InputChunk, second: InputChunk) -> InputChunk:
     return InputChunk("text", first.files + second.files, num_bytes=num_bytes)
 
 
-def _splitter_of(path: Path) -> Callable[[Path, int], list[InputChunk]] | None:
+def _splitter_of(
+    path: Path, text_suffixes: Sequence[str] = ()
+) -> Callable[[Path, int], list[InputChunk]] | None:
     """The function that splits a file; None for what `datasets` has to load."""
     suffix = uncompressed_suffix(path)
+    if suffix in text_suffixes:
+        return _split_text
     if not is_compressed(path) or suffix in _TEXT_TYPES:
         return SPLITTERS.get(suffix)
+    if suffix == ".json":
+        return _split_json
     return _whole_lines if suffix in _LINE_TYPES else None
 
 
@@ -248,6 +233,19 @@ def _split_lines(path: Path, chunk_bytes: int) -> list[InputChunk]:
     return chunks
 
 
+def _split_json(path: Path, chunk_bytes: int) -> list[InputChunk]:
+    """A file of one JSON list or object, or one with an object per line."""
+    with open_input(str(path)) as stream:
+        line = stream.readline(MAX_LINE)
+    try:
+        has_lines = isinstance(parse_json(line, allow_nan=True), dict)
+    except ValueError:
+        has_lines = False
+    if has_lines:
+        return (_whole_lines if is_compressed(path) else _split_lines)(path, chunk_bytes)
+    return [InputChunk("json", (str(path),), num_bytes=path.stat().st_size)]
+
+
 def _split_parquet(path: Path, chunk_bytes: int) -> list[InputChunk]:
     import pyarrow.parquet
 
@@ -261,10 +259,13 @@ def _split_parquet(path: Path, chunk_bytes: int) -> list[InputChunk]:
     start = 0
     num_bytes = 0
     last = metadata.num_row_groups - 1
+    names = tuple(metadata.schema.to_arrow_schema().names)
     for group in range(metadata.num_row_groups):
         num_bytes += metadata.row_group(group).total_byte_size
         if num_bytes >= chunk_bytes or group == last:
-            chunks.append(InputChunk("parquet", (str(path),), start, group + 1, num_bytes))
+            files = (str(path),)
+            chunk = InputChunk("parquet", files, start, group + 1, num_bytes, columns=names)
+            chunks.append(chunk)
             start = group + 1
             num_bytes = 0
     return chunks
@@ -272,16 +273,19 @@ def _split_parquet(path: Path, chunk_bytes: int) -> list[InputChunk]:
 
 def _dataset_of_file(path: Path) -> HubDataset:
     suffix = uncompressed_suffix(path)
-    if suffix not in _ROW_TYPES:
+    if suffix not in ROW_TYPES:
         raise DataError(
             f"{path} is of no supported type",
             why=(
-                f"rows are read from {', '.join(_ROW_TYPES)}, text from .txt and .md; "
+                f"rows are read from {', '.join(ROW_TYPES)}, text from .txt and .md; "
                 "also compressed as .gz or .zst"
             ),
-            fix="rename it to .txt if it is plain text (and leave --streaming out)",
+            fix=(
+                f"--text-suffix {path.suffix or '.txt'} reads it as plain text "
+                "(and leave --streaming out)"
+            ),
         )
-    return HubDataset(_ROW_TYPES[suffix], None, "train", (str(path),))
+    return HubDataset(ROW_TYPES[suffix], None, "train", (str(path),))
 
 
 def _split_rows(dataset: HubDataset) -> list[InputChunk]:
@@ -293,7 +297,8 @@ def _split_rows(dataset: HubDataset) -> list[InputChunk]:
     chunks = []
     for start, stop in pairwise(edges):
         num_bytes = int(row_bytes * (stop - start))
-        chunks.append(InputChunk("rows", dataset.files, start, stop, num_bytes, dataset))
+        chunk = InputChunk("rows", dataset.files, start, stop, num_bytes, dataset)
+        chunks.append(replace(chunk, columns=tuple(rows.column_names)))
     return chunks
 
 
@@ -304,4 +309,5 @@ SPLITTERS: dict[str, Callable[[Path, int], list[InputChunk]]] = {
     ".md": _split_text,
     ".jsonl": _split_lines,
     ".ndjson": _split_lines,
+    ".json": _split_json,
 }

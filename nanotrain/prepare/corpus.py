@@ -29,7 +29,7 @@ from nanotrain.errors import DataError
 from nanotrain.log import progress
 from nanotrain.prepare.bpe import train_bpe
 from nanotrain.prepare.chat import ChatTemplate
-from nanotrain.prepare.chunks import InputChunk, plan_chunks, streamed_dataset
+from nanotrain.prepare.chunks import InputChunk, select_inputs, split_inputs, streamed_dataset
 from nanotrain.prepare.executors import EXECUTORS
 from nanotrain.prepare.inputs import load_rows
 from nanotrain.prepare.options import PrepareOptions
@@ -43,7 +43,7 @@ from nanotrain.prepare.parts import (
     part_prefix,
     read_counts,
 )
-from nanotrain.prepare.readers import DocumentReader
+from nanotrain.prepare.readers import DocumentReader, lines_on_columns
 from nanotrain.prepare.text_counts import lines_of
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.quantities import count_of
@@ -73,7 +73,7 @@ def prepare_corpus(options: PrepareOptions) -> None:
     prefix = options.output
     chunks: tuple[InputChunk, ...] = ()  # a stream is not split before
     if not options.streaming:
-        chunks = plan_chunks(options.input, subset=options.subset, split=options.split_name)
+        chunks = _split_input(options)
     tokenizer = None
     if options.bpe_vocab_size is None:
         tokenizer = load_tokenizer(options.tokenizer)
@@ -101,6 +101,22 @@ def prepare_corpus(options: PrepareOptions) -> None:
             remove_folder(options.parts)
         else:
             _prepare(options, plan, chunks=chunks, tokenizer=tokenizer)
+
+
+def _split_input(options: PrepareOptions) -> tuple[InputChunk, ...]:
+    """The chunks of the input; prints what was taken and left out."""
+    selections = select_inputs(options.input, text_suffixes=options.text_suffix)
+    for selection in selections:
+        print(selection.text())
+    chunks = split_inputs(
+        selections,
+        subset=options.subset,
+        split=options.split_name,
+        text_suffixes=options.text_suffix,
+    )
+    for line in lines_on_columns(chunks, options.column, is_chat=options.is_chat):
+        print(line)
+    return chunks
 
 
 def _completeness(options: PrepareOptions, num_parts: int) -> list[bool]:
@@ -246,7 +262,13 @@ def _trained_tokenizer(options: PrepareOptions, chunks: tuple[InputChunk, ...]) 
     step = max(1, -(-total_bytes // _BPE_TRAINING_BYTES))
     reader = DocumentReader(options.column, options.limits)
     texts = chain.from_iterable(map(reader.read, chunks[::step] or _stream(options)))
-    return train_bpe(_truncate(texts, _BPE_TRAINING_BYTES), options.bpe_vocab_size)
+    trained = train_bpe(_truncate(texts, _BPE_TRAINING_BYTES), options.bpe_vocab_size)
+    if trained.vocab_size < options.bpe_vocab_size:
+        print(
+            f"the BPE has {trained.vocab_size:,} tokens, not {options.bpe_vocab_size:,}: "
+            "the text has no further pairs to merge"
+        )
+    return trained
 
 
 def _truncate(texts: Iterable[str], num_bytes: int) -> Iterator[str]:

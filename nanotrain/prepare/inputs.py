@@ -5,10 +5,11 @@ imports it.
 """
 
 import bz2
+import csv
 import gzip
 import io
 import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -208,8 +209,14 @@ def load_rows(dataset: HubDataset, *, streaming: bool = False) -> Any:
         if is_saved_dataset(Path(dataset.name)):
             rows = _saved_rows(datasets.load_from_disk(dataset.name), dataset)
             return rows.to_iterable_dataset() if streaming else rows
+        options = _csv_options(dataset.files) if dataset.name == "csv" and files else {}
         return datasets.load_dataset(
-            dataset.name, dataset.subset, split=dataset.split, data_files=files, streaming=streaming
+            dataset.name,
+            dataset.subset,
+            split=dataset.split,
+            data_files=files,
+            streaming=streaming,
+            **options,
         )
     except NanotrainError:
         raise
@@ -223,6 +230,20 @@ def load_rows(dataset: HubDataset, *, streaming: bool = False) -> Any:
             ),
             fix="check the spelling, --subset and --split-name; without a network give local files",
         ) from None
+
+
+def _csv_options(files: Sequence[str]) -> dict[str, Any]:
+    """Options that read every column of CSV files as the text it is: "NA" is no missing value."""
+    from datasets import Features, Value
+
+    with open_input(files[0]) as stream, io.TextIOWrapper(stream, "utf-8-sig") as text:
+        names = next(csv.reader(text), [])
+    if len(set(names)) < len(names):
+        return {}
+    return {
+        "features": Features({name: Value("string") for name in names}),
+        "keep_default_na": False,
+    }
 
 
 def _leave_pickles_unread() -> None:

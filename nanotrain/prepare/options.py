@@ -37,6 +37,7 @@ class PrepareOptions:
     tokenizer: str
     workers: int = 1
     text_column: str | None = None
+    text_suffix: tuple[str, ...] = ()
     format: str = "text"
     subset: str | None = None
     split_name: str = "train"
@@ -164,6 +165,9 @@ class PrepareOptions:
         """The options of a parsed command line."""
         values = {field.name: getattr(args, field.name) for field in fields(cls)}
         values["input"] = tuple(args.input)
+        values["text_suffix"] = tuple(
+            f".{suffix.lstrip('.').lower()}" for suffix in args.text_suffix
+        )
         values["output"] = local_path(prefix_of(args.output))
         values["sbatch"] = tuple(
             word if word.startswith("-") else f"--{word}" for word in args.sbatch

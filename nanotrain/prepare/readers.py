@@ -1,26 +1,23 @@
 """Read the documents of a chunk: one function per kind of input."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 from nanotrain.errors import DataError
-from nanotrain.prepare.chat import as_text
 from nanotrain.prepare.chunks import InputChunk
 from nanotrain.prepare.inputs import Limits, load_rows, open_input
-from nanotrain.untrusted import parse_json
+from nanotrain.prepare.rows import columns_to_read, kind_of, pick_messages, pick_text, value_at
+from nanotrain.untrusted import MAX_FILE_BYTES, MAX_LINE, object_of, parse_json
 
 _ROWS_PER_READ = 256
+_NUM_SETS = 4  # sets of columns that are named
 _SKIPPED_BYTES = 1 << 16  # bytes skipped at a time
 _BLANK_LINES = 1_000_000  # blank lines in a row, at most
+_ESCAPED = re.compile("[\udc80-\udcff]")  # bytes that are no UTF-8, as Python escapes them
 _PARQUET_ROWS = 8  # rows read at a time: a dictionary may hold one long text for all of them
-KINDS = {
-    int: "a number",
-    float: "a number",
-    bool: "true or false",
-    list: "a list",
-    dict: "an object",
-}
 
 
 class DocumentReader:
@@ -29,6 +26,7 @@ class DocumentReader:
     def __init__(self, column: str, limits: Limits | None = None, *, is_chat: bool = False) -> None:
         self.column = column
         self.limits = limits or Limits()
+        self.is_chat = is_chat
         self.pick = pick_messages if is_chat else pick_text
         self.rows = cache(load_rows)  # loads a dataset on first use
         self.num_empty = 0  # documents without text so far
@@ -52,53 +50,16 @@ class DocumentReader:
                 self.num_surrogates += 1
             yield valid
 
+    def columns_in(self, names: Sequence[str], source: str) -> list[str]:
+        """The columns to read of rows with these columns.
 
-def pick_text(
-    row: Mapping[str, Any], column: str, *, source: str, columns: Sequence[str] | None = None
-) -> str:
-    """Get the text of a row; empty for null.
-
-    Args:
-        row: column name -> value.
-        column: name of the column with the text.
-        source: file or dataset of the row, for the error.
-        columns: all columns, if the row holds only the one with the text.
-
-    Raises:
-        DataError: no such column, or no text in it.
-    """
-    names = ", ".join(columns or row)
-    if column not in row:
-        raise DataError(
-            f"{source} has no column {column}",
-            why=f"its columns are {names}",
-            fix="name one with --text-column",
-        )
-    text = row[column]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise DataError(
-            f"{source} holds no text in column {column}",
-            why=f"it holds {_kind(text)}; the columns are {names}",
-            fix="name a column of strings with --text-column",
-        )
-    return text
-
-
-def _kind(value: Any) -> str:
-    """Name of a value's type in error messages."""
-    return KINDS.get(type(value), type(value).__name__)
-
-
-def pick_messages(
-    row: Mapping[str, Any], column: str, *, source: str, columns: Sequence[str] | None = None
-) -> str:
-    """Get the messages of a row as JSON; empty for null. Arguments and errors: see `pick_text`."""
-    messages = row.get(column)
-    if isinstance(messages, list):
-        return as_text(messages)
-    return pick_text(row, column, source=source, columns=columns)
+        Raises:
+            DataError: none holds the text or the messages.
+        """
+        columns = columns_to_read(names, self.column, is_chat=self.is_chat)
+        if not columns:
+            self.pick(dict.fromkeys(names), self.column, source=source)
+        return columns
 
 
 def _read_text(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
@@ -151,9 +112,9 @@ def _read_lines(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
 def _read_line(line: bytes, reader: DocumentReader, *, file: str, begin: int) -> str:
     """The text of a line that begins at a byte of a file."""
     try:
-        row = parse_json(line, allow_nan=True)
+        row = _parse_row(line, reader.column)
         if not isinstance(row, dict):
-            raise ValueError(f"it is {_kind(row)}")
+            raise ValueError(f"it is {kind_of(row)}")
     except ValueError as error:
         raise DataError(
             f"{file} line {_line_number(file, begin)} is no JSON object",
@@ -165,6 +126,46 @@ def _read_line(line: bytes, reader: DocumentReader, *, file: str, begin: int) ->
     return reader.pick(row, reader.column, source=f"{file} line {_line_number(file, begin)}")
 
 
+def _parse_row(line: bytes, column: str) -> Any:
+    """The value of a line; what a document does not need may be too deep, too long or no UTF-8.
+
+    Raises:
+        ValueError: no JSON, or a text that is no UTF-8.
+    """
+    try:
+        return parse_json(line, allow_nan=True)
+    except ValueError as error:
+        try:
+            text = line.decode("utf-8", "surrogateescape")
+            row = json.loads(text, parse_int=str, parse_float=str)
+        except (ValueError, RecursionError):
+            raise error from None
+        value = value_at(row, column) if isinstance(row, dict) else None
+        if not isinstance(value, str) or _ESCAPED.search(value):
+            raise
+        return row
+
+
+def _read_json(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
+    """The rows of a file that is one JSON list or object."""
+    (source,) = chunk.files
+    most = reader.limits.file_bytes(source)
+    try:
+        with open_input(source) as stream:
+            content = stream.read(min(most, MAX_FILE_BYTES) + 1)
+        reader.limits.check_file(source, len(content), most=min(most, MAX_FILE_BYTES))
+        value = parse_json(content, allow_nan=True)
+        for row in value if isinstance(value, list) else [value]:
+            row = object_of(row, "a row")
+            yield reader.pick(row, reader.column, source=source)
+    except ValueError as error:
+        raise DataError(
+            f"{source} is no list of JSON objects",
+            why=str(error),
+            fix='write each document as {"text": "..."}, one per line in a .jsonl file',
+        ) from None
+
+
 def _read_parquet(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     import pyarrow.parquet
 
@@ -173,16 +174,15 @@ def _read_parquet(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     with open_input(source) as stream:
         file = pyarrow.parquet.ParquetFile(stream)
         names = file.schema_arrow.names
-        if column not in names:
-            reader.pick(dict.fromkeys(names), column, source=source)
+        columns = reader.columns_in(names, source)
         groups = range(chunk.start, chunk.stop)
         most = reader.limits.file_bytes(source)
         stored = sum(file.metadata.row_group(group).total_byte_size for group in groups)
         reader.limits.check_file(source, stored, most=most)
         total = 0
-        for batch in file.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=[column]):
-            for value in batch.column(0):
-                text = reader.pick({column: value.as_py()}, column, source=source, columns=names)
+        for batch in file.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=columns):
+            for row in batch.to_pylist():
+                text = reader.pick(row, column, source=source, columns=names)
                 total += len(text)
                 reader.limits.check_file(source, total, most=most)
                 yield text
@@ -194,12 +194,12 @@ def _read_rows(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
     column = reader.column
     names = rows.column_names
     source = chunk.files[0] if chunk.files else chunk.dataset.name
-    if column not in names:
-        reader.pick(dict.fromkeys(names), column, source=source)
-    selected = rows.select(range(chunk.start, chunk.stop)).select_columns([column])
+    columns = reader.columns_in(names, source)
+    selected = rows.select(range(chunk.start, chunk.stop)).select_columns(columns)
     for batch in selected.iter(_ROWS_PER_READ):
-        for text in batch[column]:
-            yield reader.pick({column: text}, column, source=source, columns=names)
+        for values in zip(*(batch[name] for name in columns), strict=True):
+            row = dict(zip(columns, values, strict=True))
+            yield reader.pick(row, column, source=source, columns=names)
 
 
 def _read_texts(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
@@ -209,10 +209,39 @@ def _read_texts(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
 READERS: dict[str, Callable[[DocumentReader, InputChunk], Iterator[str]]] = {
     "text": _read_text,
     "lines": _read_lines,
+    "json": _read_json,
     "parquet": _read_parquet,
     "rows": _read_rows,
     "texts": _read_texts,
 }
+
+
+def lines_on_columns(
+    chunks: Sequence[InputChunk], column: str, *, is_chat: bool = False
+) -> list[str]:
+    """The lines that say which columns of the rows are read, one per set of columns."""
+    lines: dict[tuple[str, ...], str] = {}
+    for chunk in chunks:
+        names = chunk.columns
+        if chunk.kind == "lines" and chunk.start == 0 and len(lines) < _NUM_SETS:
+            names = _columns_of_line(chunk.files[0])
+        columns = columns_to_read(names, column, is_chat=is_chat)
+        others = [name for name in names if name not in columns]
+        if columns and names not in lines:
+            source = chunk.files[0] if chunk.files else "the dataset"
+            left = f"; not read: {', '.join(others)}" if others else ""
+            lines[names] = f"{source}: documents are read from {', '.join(columns)}{left}"
+    return list(lines.values())[:_NUM_SETS]
+
+
+def _columns_of_line(file: str) -> tuple[str, ...]:
+    """The columns of the first line; () where it cannot be read, which is reported later."""
+    with open_input(file) as stream:
+        line = stream.readline(MAX_LINE)
+    try:
+        return tuple(object_of(parse_json(line, allow_nan=True), "it"))
+    except ValueError:
+        return ()
 
 
 def _line_number(file: str, begin: int) -> int:
