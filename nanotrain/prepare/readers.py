@@ -230,7 +230,8 @@ def lines_on_columns(
         if columns and names not in lines:
             source = chunk.files[0] if chunk.files else "the dataset"
             left = f"; not read: {', '.join(others)}" if others else ""
-            lines[names] = f"{source}: documents are read from {', '.join(columns)}{left}"
+            read = column if columns == [column.partition(".")[0]] else ", ".join(columns)
+            lines[names] = f"{source}: documents are read from {read}{left}"
     return list(lines.values())[:_NUM_SETS]
 
 

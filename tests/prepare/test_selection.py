@@ -71,4 +71,7 @@ def test_the_columns_that_are_read_are_said(tmp_path: Path) -> None:
     assert lines_on_columns(chunks, "text") == [
         f"{rows}: documents are read from text; not read: id, url"
     ]
+    assert lines_on_columns(chunks, "text.en") == [
+        f"{rows}: documents are read from text.en; not read: id, url"
+    ]
     assert lines_on_columns(chunks, "body") == []  # an error when it is read
