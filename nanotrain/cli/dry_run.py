@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from nanotrain.cli.checks import check_names
-from nanotrain.cli.parser import ANY_FLAG, CommandParser
+from nanotrain.cli.parser import ANY_FLAG, NUMBER_OF_GPUS, CommandParser
 from nanotrain.cli.values import seed, world_size
 from nanotrain.config.config import Config
 from nanotrain.config.flags import parse
@@ -39,7 +39,7 @@ def dry_run(argv: Sequence[str]) -> int:
 
 def dry_run_parser() -> CommandParser:
     """The parser of `nanotrain dry-run`."""
-    parser = CommandParser("dry-run", dry_run, epilog=ANY_FLAG)
+    parser = CommandParser("dry-run", dry_run, epilog=ANY_FLAG, elsewhere=NUMBER_OF_GPUS)
     parser.add_argument(
         "--world-size", type=world_size, metavar="N", required=True, help="number of ranks"
     )

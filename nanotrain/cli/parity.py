@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nanotrain.cli.parser import ANY_FLAG, CommandParser
+from nanotrain.cli.parser import ANY_FLAG, NUMBER_OF_GPUS, CommandParser
 from nanotrain.cli.values import count, positive, processes
 from nanotrain.config.flags import parse
 from nanotrain.config.load import load_line
@@ -24,7 +24,7 @@ def parity(argv: Sequence[str]) -> int:
 
 def parity_parser() -> CommandParser:
     """The parser of `nanotrain parity`."""
-    parser = CommandParser("parity", parity, epilog=ANY_FLAG)
+    parser = CommandParser("parity", parity, epilog=ANY_FLAG, elsewhere=NUMBER_OF_GPUS)
     parser.add_argument(
         "--world-size",
         type=processes,

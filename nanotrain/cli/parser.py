@@ -13,6 +13,20 @@ from nanotrain.errors import ConfigError
 
 Command = Callable[[Sequence[str]], int]
 # last sentence of the help of a command that takes settings of a training
+# what a command that starts no rank takes in place of a launcher's numbers of ranks
+NUMBER_OF_GPUS = dict.fromkeys(
+    (
+        "--nnodes",
+        "--nodes",
+        "--num-nodes",
+        "--nproc-per-node",
+        "--gpus",
+        "--num-gpus",
+        "--ngpus",
+        "--gpus-per-node",
+    ),
+    "--world-size N, the GPUs of all machines",
+)
 ANY_FLAG = "any configuration flag may follow, for example --tensor-model-parallel-size 2"
 
 

@@ -8,12 +8,17 @@
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from threading import Event, Thread
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TextIO
 
 from nanotrain.cli.dry_run import complete
-from nanotrain.cli.parser import ANY_FLAG, CommandParser
+from nanotrain.cli.parser import ANY_FLAG, NUMBER_OF_GPUS, CommandParser
 from nanotrain.cli.values import count, png_file, tokens, world_size
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
@@ -24,9 +29,14 @@ if TYPE_CHECKING:
     from nanotrain.planner.hardware import GPU
 
 
+PROGRESS_S = 0.5  # between two lines on the progress of a search
+
+
 def plan(argv: Sequence[str]) -> int:
     """Predict memory, time and the best layout of a run on many GPUs, or of every row of a table of
     measurements.
+
+    The exit code is 2 for a layout that does not fit into memory.
     """
     parser = plan_parser()
     args, rest = parser.parse_known_args(argv)
@@ -46,13 +56,21 @@ def plan(argv: Sequence[str]) -> int:
         outcome = search_layouts(args, loaded, rest=rest)
     else:
         outcome = predict_layout(args, loaded)
-    print(json.dumps(outcome, indent=2) if args.json else outcome)
-    return 0
+    print(json.dumps(outcome.value, indent=2) if args.json else outcome.value)
+    return 0 if outcome.fits else 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is printed, and whether it fits into memory."""
+
+    value: Any  # text, or values for JSON
+    fits: bool
 
 
 def plan_parser() -> CommandParser:
     """The parser of `nanotrain plan`."""
-    parser = CommandParser("plan", plan, epilog=ANY_FLAG)
+    parser = CommandParser("plan", plan, epilog=ANY_FLAG, elsewhere=NUMBER_OF_GPUS)
     run_or_table = parser.add_mutually_exclusive_group(required=True)
     run_or_table.add_argument(
         "--world-size", type=world_size, metavar="N", help="number of GPUs of the run"
@@ -120,7 +138,7 @@ def add_files(parser: CommandParser) -> None:
     )
 
 
-def predict_layout(args: argparse.Namespace, loaded: Loaded) -> Any:
+def predict_layout(args: argparse.Namespace, loaded: Loaded) -> Outcome:
     """The screen of one layout, or its values."""
     from nanotrain.planner.explain import explain
     from nanotrain.planner.prediction import predict
@@ -133,32 +151,63 @@ def predict_layout(args: argparse.Namespace, loaded: Loaded) -> Any:
     prediction = predict(scenario)
     if args.png:
         draw(prediction, args.png)
+    fits = prediction.headroom >= 0
     if args.json:
-        return as_values(prediction, tokens=args.train_tokens)
+        return Outcome(as_values(prediction, tokens=args.train_tokens), fits)
     text = screen(prediction, tokens=args.train_tokens, change=next_change(prediction))
-    return f"{text}\n\n{explain(prediction)}" if args.explain else text
+    if args.explain and fits:
+        text = f"{text}\n\n{explain(prediction)}"
+    return Outcome(text, fits)
 
 
-def search_layouts(args: argparse.Namespace, loaded: Loaded, *, rest: Sequence[str]) -> Any:
-    """The fastest layouts and the command line of the first, or their values."""
-    from nanotrain.planner.screen import as_values, search_text
+def search_layouts(args: argparse.Namespace, loaded: Loaded, *, rest: Sequence[str]) -> Outcome:
+    """The fastest layouts and the command lines of the first, or their values."""
+    from nanotrain.planner.screen import as_values, listed, search_text
     from nanotrain.planner.search import layout_of, search
 
-    result = search(
-        loaded.config,
-        args.world_size,
-        gpu=chosen_gpu(args),
-        engine=args.engine or "nanotrain",
-        fixed=loaded.explicit,
-        max_tensor_parallel_size=args.max_tensor_parallel_size,
-    )
-    if args.json:
-        predictions = []
-        for prediction in result.best:
-            settings = layout_of(prediction.scenario.config)
-            predictions.append({"settings": settings, **as_values(prediction)})
-        return predictions
-    return search_text(result, loaded.config, command=f"nanotrain train {' '.join(rest)}")
+    with progress_line(sys.stderr):
+        result = search(
+            loaded.config,
+            args.world_size,
+            gpu=chosen_gpu(args),
+            engine=args.engine or "nanotrain",
+            fixed=loaded.explicit,
+            max_tensor_parallel_size=args.max_tensor_parallel_size,
+        )
+    if not args.json:
+        text = search_text(result, loaded.config, arguments=shlex.join(rest))
+        return Outcome(text, fits=True)
+    predictions = []
+    for prediction in listed(result):
+        settings = layout_of(prediction.scenario.config)
+        is_tie = prediction in result.ties
+        predictions.append({"settings": settings, "tie": is_tie, **as_values(prediction)})
+    return Outcome(predictions, fits=True)
+
+
+@contextmanager
+def progress_line(stream: TextIO) -> Iterator[None]:
+    """Rewrite one line with the seconds of a search, on a terminal alone; erase it at the end."""
+    if not stream.isatty():
+        yield
+        return
+    start = monotonic()
+    ended = Event()
+
+    def show() -> None:
+        while not ended.wait(PROGRESS_S):
+            stream.write(f"\rsearching layouts, {monotonic() - start:.0f} s ")
+            stream.flush()
+
+    thread = Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        stream.write("\r\033[K")
+        stream.flush()
 
 
 def chosen_gpu(args: argparse.Namespace) -> "GPU":

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Sequence
 
-from nanotrain.cli.parser import ANY_FLAG, CommandParser
+from nanotrain.cli.parser import ANY_FLAG, NUMBER_OF_GPUS, CommandParser
 from nanotrain.cli.values import count, png_file, world_size
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
@@ -32,7 +32,7 @@ def topology(argv: Sequence[str]) -> int:
 
 def topology_parser() -> CommandParser:
     """The parser of `nanotrain topology`."""
-    parser = CommandParser("topology", topology, epilog=ANY_FLAG)
+    parser = CommandParser("topology", topology, epilog=ANY_FLAG, elsewhere=NUMBER_OF_GPUS)
     parser.add_argument(
         "--world-size", type=world_size, metavar="N", help="print the process groups of N ranks"
     )

@@ -19,6 +19,7 @@ class Streams:
     contention: float = 0.0
     factor: float = 1.0  # on the time of operators
     compute: float = 0.0  # seconds in which operators run
+    products: float = 0.0  # of these, matrix products and attention
     # seconds of waiting, by group
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     launches: int = 0  # operators that the host launches
@@ -29,9 +30,11 @@ class Streams:
         """Time on the device."""
         return self.compute + sum(self.exposed.values())
 
-    def run(self, seconds: float, *, launches: int = 1) -> None:
+    def run(self, seconds: float, *, launches: int = 1, is_product: bool = False) -> None:
         """Compute."""
         self.compute += self.factor * seconds
+        if is_product:
+            self.products += self.factor * seconds
         self.launches += launches
 
     def wait(self, group: str, seconds: float, *, overlapped_s: float = 0.0) -> None:
@@ -44,6 +47,7 @@ class Streams:
     def add(self, other: "Streams") -> None:
         """Run all that other streams run."""
         self.compute += other.compute
+        self.products += other.products
         self.launches += other.launches
         self.collectives += other.collectives
         for group, seconds in other.exposed.items():
@@ -72,10 +76,15 @@ class Part:
     hides: str = "none"
     pieces: int = 1  # pieces of tiles
 
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a matrix product or attention; others read and write memory."""
+        return self.flops > 0
+
     def run_forward(self, streams: Streams) -> None:
         """Forward."""
         streams.wait(self.group, self.before, overlapped_s=self._tiled(self.forward))
-        streams.run(self.forward, launches=self.launches[0])
+        streams.run(self.forward, launches=self.launches[0], is_product=self.is_product)
         streams.wait(self.group, self.after, overlapped_s=self._tiled(self.forward))
 
     def run_backward(self, streams: Streams, *, dgrad: bool = True, wgrad: bool = True) -> None:
@@ -85,11 +94,11 @@ class Part:
         next_product_s = self.wgrad if overlaps and wgrad else 0.0
         if dgrad:
             streams.wait(self.group, self.first, overlapped_s=tiled)
-            streams.run(self.dgrad, launches=self.launches[1])
+            streams.run(self.dgrad, launches=self.launches[1], is_product=self.is_product)
             streams.wait(self.group, self.again, overlapped_s=self.dgrad if overlaps else 0.0)
             streams.wait(self.group, self.last, overlapped_s=max(tiled, next_product_s))
         if wgrad:
-            streams.run(self.wgrad, launches=self.launches[2])
+            streams.run(self.wgrad, launches=self.launches[2], is_product=self.is_product)
 
     def _tiled(self, seconds: float) -> float:
         return seconds * (1 - 1 / self.pieces) if self.hides == "tiles" else 0.0

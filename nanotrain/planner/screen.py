@@ -7,13 +7,15 @@ from nanotrain.config.config import Config
 from nanotrain.config.schema import ENTRIES, argument_of
 from nanotrain.parallel.pp.draw import save_png
 from nanotrain.plan.memory_plan import ROWS
+from nanotrain.planner.launch_lines import launch_lines
 from nanotrain.planner.prediction import Prediction
 from nanotrain.planner.scenario import Scenario
-from nanotrain.planner.search import Search, layout_of
+from nanotrain.planner.search import NUM_BEST, TIE, Search, layout_of
 from nanotrain.planner.step_time import StepClock, StepTime
 from nanotrain.quantities import count_of, describe_bytes, describe_count
 
 SHOWN_S = 5e-5  # parts of a step that take longer have a line
+MIN_UNEVEN = 0.1  # share of a bubble from which on uneven stages are its cause
 
 
 def training_of(prediction: Prediction, tokens: float) -> dict[str, float]:
@@ -45,14 +47,11 @@ def screen(
         tokens: tokens of the training; None for a screen without its cost.
         change: the next best change; None if there is none.
     """
+    lines = _head_lines(prediction)
+    if prediction.headroom < 0:
+        return "\n".join([_misfit_line(prediction), *lines, _fitting_line(prediction, change)])
     scenario = prediction.scenario
-    gpus = count_of(scenario.world_size, "GPU")
-    lines = [
-        f"{gpus} {scenario.gpu.name}, engine {scenario.engine.name}",
-        f"layout      {layout_text(prediction)}",
-        *_memory_lines(prediction),
-        *_time_lines(prediction),
-    ]
+    lines += _time_lines(prediction)
     if tokens:
         training = training_of(prediction, tokens)
         cost = f"{training['days']:,.1f} days, {training['gpu_hours']:,.0f} GPU-hours"
@@ -61,12 +60,63 @@ def screen(
     parts = parts_of(time)
     bound = max(parts, key=lambda name: parts[name])
     lines.append(f"bound by    {bound}, {parts[bound] / time.total:.0%} of the step")
+    if bound == "compute":
+        lines[-1] += f": {_compute_text(time)}"
     better = "none of the single changes is faster"
     if change:
         total = change.time.total
         flags = flags_of(change.scenario.config, scenario.config)
         better = f"{flags}: step {total:.3f} s ({total / time.total - 1:+.1%})"
     return "\n".join([*lines, f"next change {better}"])
+
+
+def _head_lines(prediction: Prediction) -> list[str]:
+    """Machine, layout and memory."""
+    scenario = prediction.scenario
+    gpus = count_of(scenario.world_size, "GPU")
+    return [
+        f"{gpus} {scenario.gpu.name}, engine {scenario.engine.name}",
+        f"layout      {layout_text(prediction)}",
+        *_memory_lines(prediction),
+    ]
+
+
+def _misfit_line(prediction: Prediction) -> str:
+    """The first line of a layout that needs more memory than a GPU has."""
+    needed = describe_bytes(prediction.memory.reserved)
+    capacity = describe_bytes(prediction.scenario.gpu.memory_bytes)
+    excess = describe_bytes(-prediction.headroom)
+    return f"DOES NOT FIT: a rank needs {needed}, its GPU has {capacity}, {excess} too little"
+
+
+def _fitting_line(prediction: Prediction, change: Prediction | None) -> str:
+    """What fits in place of a layout that does not."""
+    if change is None:
+        return "fits        no single change of the layout does; --search tries all layouts"
+    flags = flags_of(change.scenario.config, prediction.scenario.config)
+    needed = describe_bytes(change.memory.reserved)
+    return f"fits        with {flags}: {needed}, step {change.time.total:.3f} s"
+
+
+def _compute_text(time: StepTime) -> str:
+    """What the operators of a step are bound by."""
+    share = time.products / time.compute
+    rate = time.mfu * time.total / time.products if time.products else 0.0
+    return (
+        f"{share:.0%} products and attention at {rate:.0%} of the peak, "
+        f"{1 - share:.0%} memory-bound operators"
+    )
+
+
+def _bubble_text(time: StepTime) -> str:
+    """Why pipeline ranks wait: uneven stages, or the start and the end of a step."""
+    share = time.uneven / time.bubble
+    if time.busiest == time.pp_rank or share < MIN_UNEVEN:
+        return "the pipeline fills and drains"
+    return (
+        f"{share:.0%} of it since pipeline rank {time.busiest} has more work than rank "
+        f"{time.pp_rank}, which ends last"
+    )
 
 
 def _memory_lines(prediction: Prediction) -> list[str]:
@@ -90,7 +140,8 @@ def _time_lines(prediction: Prediction) -> list[str]:
     lines = [f"step        {time.total:.3f} s, {likely}"]
     for name, seconds in parts_of(time).items():
         if seconds > SHOWN_S:
-            lines.append(f"  {name:<22}{seconds * 1e3:>9,.1f} ms{seconds / time.total:>7.1%}")
+            line = f"  {name:<22}{seconds * 1e3:>9,.1f} ms{seconds / time.total:>7.1%}"
+            lines.append(f"{line}  {_bubble_text(time)}" if name == "bubble" else line)
     speed = time.tokens_per_s_per_gpu
     in_all = describe_count(speed * prediction.scenario.world_size)
     lines.append(f"throughput  {speed:,.0f} tokens/s per GPU, {in_all} in all, MFU {time.mfu:.1%}")
@@ -170,15 +221,36 @@ def as_values(prediction: Prediction, *, tokens: float | None = None) -> dict[st
     return values
 
 
-def search_text(result: Search, config: Config, *, command: str) -> str:
-    """The fastest layouts, layouts that need less memory, and the fastest one's command line."""
+def listed(result: Search) -> list[Prediction]:
+    """The layouts that are shown: ties of the fastest, the simplest first, then others."""
+    ties = list(result.ties[:NUM_BEST])
+    others = [prediction for prediction in result.best if prediction not in result.ties]
+    return [*ties, *others][: max(NUM_BEST, len(ties))]
+
+
+def search_text(result: Search, config: Config, *, arguments: str) -> str:
+    """The fastest layouts, those that need less memory, and the command lines of the first.
+
+    Args:
+        result: the search.
+        config: configuration whose layouts were searched.
+        arguments: arguments that give `config`.
+    """
     lines = [f"{result.num_formed:,} layouts, {result.num_timed:,} may fit", "", "fastest"]
-    lines += [_layout_line(prediction) for prediction in result.best]
+    if len(result.ties) > 1:
+        lines[-1] += f" (=: within {TIE - 1:.0%} of the fastest, the simplest first)"
+    shown = listed(result)
+    for prediction in shown:
+        mark = "=" if len(result.ties) > 1 and prediction in result.ties else " "
+        lines.append(f"{mark}{_layout_line(prediction)}")
     if len(result.frontier) > 1:
         lines += ["", "less memory, slower"]
-        lines += [_layout_line(prediction) for prediction in result.frontier[1:]]
-    flags = flags_of(result.best[0].scenario.config, config)
-    return "\n".join([*lines, "", f"{command} {flags}".rstrip()])
+        lines += [f" {_layout_line(prediction)}" for prediction in result.frontier[1:]]
+    scenario = shown[0].scenario
+    chosen = f"{arguments} {flags_of(scenario.config, config)}".strip()
+    gpus_per_node = scenario.gpu.gpus_per_node
+    commands = launch_lines(chosen, world_size=scenario.world_size, gpus_per_node=gpus_per_node)
+    return "\n".join([*lines, "", *commands])
 
 
 def _layout_line(prediction: Prediction) -> str:

@@ -9,7 +9,7 @@ the sharding strategy with the least communication whose first pipeline rank fit
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice, product
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -43,6 +43,8 @@ SHARD_RANKS = (
 NUM_IMPROVED = 16  # layouts of which every single change is tried
 NUM_ROUNDS = 4  # rounds of changes
 NUM_BEST = 5  # layouts of the result
+TIE = 1.05  # layouts within this factor of the fastest are alike: predictions cannot rank them
+MAX_TIES = 24  # of which so many are looked at
 FRONTIER_STEP = 0.8  # factor on the memory, from one layout of the frontier to the next
 
 
@@ -51,6 +53,7 @@ class Search:
     """The result of a search."""
 
     best: tuple[Prediction, ...]  # the fastest first
+    ties: tuple[Prediction, ...]  # within TIE of the fastest, the simplest first
     # layouts that no other beats in both time and memory, the fastest first
     frontier: tuple[Prediction, ...]
     num_formed: int  # layouts that the rules allow
@@ -95,7 +98,7 @@ def search(
             fix="change the number of GPUs or --global-batch-size, or fix fewer settings",
         )
     candidates = space.improved(candidates)
-    best = tuple(islice(_fitting(candidates), NUM_BEST))
+    alike, best = _fastest(candidates)
     if not best:
         least = f"{space.least_bytes / 1e9:.1f} GB"
         raise ConfigError(
@@ -105,7 +108,9 @@ def search(
         )
     lighter = _fitting(_lighter(candidates, factor=FRONTIER_STEP))
     frontier = tuple(_lighter([best[0], *lighter]))
-    return Search(best, frontier, space.num_formed, len(candidates))
+    return Search(
+        best, alike, frontier=frontier, num_formed=space.num_formed, num_timed=len(candidates)
+    )
 
 
 def next_change(prediction: Prediction) -> Prediction | None:
@@ -137,6 +142,37 @@ def _fitting(candidates: Iterable[Prediction]) -> Iterator[Prediction]:
         plans = (memory_of_rank(scenario, rank) for rank in range(1, scenario.sizes["pp"]))
         if all(plan.reserved <= scenario.gpu.memory_bytes for plan in plans):
             yield predict(scenario)
+
+
+def _fastest(
+    candidates: Iterable[Prediction],
+) -> tuple[tuple[Prediction, ...], tuple[Prediction, ...]]:
+    """The ties of the fastest fitting layout, the simplest first, and the NUM_BEST fastest."""
+    fitting: list[Prediction] = []
+    for prediction in _fitting(candidates):
+        is_tie = not fitting or prediction.time.total <= TIE * fitting[0].time.total
+        if len(fitting) >= (MAX_TIES if is_tie else NUM_BEST):
+            break
+        fitting.append(prediction)
+    limit = TIE * fitting[0].time.total if fitting else 0.0
+    alike = [prediction for prediction in fitting if prediction.time.total <= limit]
+    alike.sort(key=lambda prediction: (complexity(prediction), prediction.time.total))
+    return tuple(alike), tuple(fitting[:NUM_BEST])
+
+
+def complexity(prediction: Prediction) -> int:
+    """How much a layout asks for: kinds of parallelism, and gradients that are reduced often.
+
+    Recipes take the simplest of the layouts that are nearly as fast (docs/recipes.md).
+    """
+    parallel = prediction.scenario.config.parallel
+    sizes = prediction.scenario.sizes
+    num_axes = sum(sizes[axis] > 1 for axis in ("tp", "cp", "pp"))
+    num_axes += parallel.num_virtual_stages_per_pipeline_rank > 2
+    num_axes += parallel.num_distributed_optimizer_instances > 1
+    # gradients are reduced at every microbatch
+    is_sharded = parallel.data_parallel_sharding_strategy == "optim_grads"
+    return num_axes + 2 if is_sharded else num_axes
 
 
 def _lighter(predictions: Iterable[Prediction], *, factor: float = 1.0) -> Iterator[Prediction]:

@@ -57,6 +57,9 @@ class StepTime:
     data: float  # loading of the batch
     host: float  # waiting for the host to launch operators
     pp_rank: int  # pipeline rank that ends last
+    products: float = 0.0  # matrix products and attention, a part of `compute`
+    uneven: float = 0.0  # by which the busiest pipeline rank works longer, a part of `bubble`
+    busiest: int = 0  # that pipeline rank
 
     @property
     def total(self) -> float:
@@ -177,7 +180,7 @@ class StepClock:
         total = ends[slowest] + num_further * self.per_microbatch(runs)
 
         spent = self.spent(slowest)
-        busy = sum(self.durations[action] for action in self.actions(slowest))
+        busy = self.busy_s(slowest)
         compute = number * spent.compute
         host = max(0.0, number * (busy - spent.seconds))
 
@@ -189,6 +192,9 @@ class StepClock:
         exposed["pp"] = run.waits[slowest] * number / self.lengths[0]
         exposed["dp"] += ends[slowest] - run.finish[slowest]
         bubble = max(0.0, total - compute - host - sum(exposed.values()))
+        work = {rank: self.busy_s(rank) for rank in ranks}
+        busiest = max(ranks, key=lambda rank: work[rank])
+        uneven = number * (work[busiest] - work[slowest])
         exposed["dp"] += max(self.gathers_s(rank) for rank in ranks)
         optimizer = max(self.update_s(rank) for rank in ranks)
         positive = {group: seconds for group, seconds in exposed.items() if seconds > 0}
@@ -201,7 +207,14 @@ class StepClock:
             data=self.stages.lost_s,
             host=host,
             pp_rank=slowest,
+            products=number * spent.products,
+            uneven=min(bubble, uneven),
+            busiest=busiest,
         )
+
+    def busy_s(self, rank: int) -> float:
+        """Seconds of the actions of one microbatch on a rank."""
+        return sum(self.durations[action] for action in self.actions(rank))
 
     def spent(self, rank: int) -> Streams:
         """Streams of one microbatch on a rank."""
@@ -221,7 +234,7 @@ class StepClock:
         hidden = self.hidden_s(runs)
         times = [(runs[1].duration - runs[0].duration) / num_ranks]
         for rank in range(num_ranks):
-            busy = sum(self.durations[action] for action in self.actions(rank))
+            busy = self.busy_s(rank)
             waits = runs[0].waits[rank] / 2 / num_ranks
             times.append(busy - hidden[rank] + waits)
         return max(times)

@@ -1,6 +1,7 @@
 """The command line of `nanotrain plan`: one screen, JSON, a picture, a search; and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 from textwrap import indent
 
@@ -37,7 +38,61 @@ def test_one_screen_a_picture_and_json(capsys, tmp_path):
 def test_a_search_prints_the_command_line_of_the_fastest(capsys):
     assert main(["plan", *RUN[:-1], "2", "--search", "--global-batch-size", "32"]) == 0
     *_, command = capsys.readouterr().out.strip().splitlines()
-    assert command.startswith("nanotrain train +config=llama1b --mock-data --global-batch-size 32")
+    arguments = "--nproc-per-node 2 +config=llama1b --mock-data --global-batch-size 32"
+    assert command.startswith(f"nanotrain train {arguments}")
+
+
+def test_a_search_marks_ties_and_prints_the_commands_of_several_machines(capsys):
+    world = [*RUN[:-1], "16", "--search", "--global-batch-size", "256"]
+    assert main(["plan", *world, "--pipeline-model-parallel-size", "1"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert "=: within 5% of the fastest, the simplest first" in lines[2]
+    ties = [line for line in lines if line.startswith("=")]
+    times = [float(line.split()[1]) for line in ties]
+    assert len(ties) > 1 and max(times) <= 1.05 * min(times)
+    assert not any(kind in ties[0] for kind in ("tp ", "cp ", "pp ", "instances"))
+    for begin in (
+        "nanotrain train --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id JOB "
+        "--rdzv-endpoint HOST:29500 +config=llama1b",
+        "torchrun --nnodes 2 --nproc-per-node 8 ",
+        "sbatch --nodes 2 --gpus-per-node 8 scripts/launch_slurm +config=llama1b",
+    ):
+        assert any(line.startswith(begin) for line in lines), begin
+
+
+def test_a_layout_that_does_not_fit_says_so_first_and_what_fits(capsys):
+    large = ["+config=llama70b", "--vocab-size", "32000", "--world-size", "16"]
+    assert main(["plan", *large]) == 2
+    first, *lines = capsys.readouterr().out.strip().splitlines()
+    assert re.fullmatch(
+        r"DOES NOT FIT: a rank needs .* GB, its GPU has 84.94 GB, .* too little", first
+    )
+    assert not any(line.startswith(("throughput", "step", "bound by")) for line in lines)
+    flags = lines[-1].removeprefix("fits        with ").partition(":")[0]
+    assert main(["plan", *large, *flags.split()]) == 0
+    capsys.readouterr()
+    assert main(["plan", *large, "--json"]) == 2
+    assert not json.loads(capsys.readouterr().out)["fits"]
+
+
+def test_a_line_says_why_stages_wait(capsys):
+    def bubble(*flags: str) -> str:
+        assert main(["plan", *RUN, "--pipeline-model-parallel-size", "2", *flags]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return next(line for line in lines if line.startswith("  bubble"))
+
+    uneven = bubble("--decoder-first-pipeline-num-layers", "2")
+    assert "since pipeline rank 1 has more work than rank 0, which ends last" in uneven
+    assert float(re.search(r"(\d+)% of it", uneven)[1]) > 90
+    assert bubble("--decoder-last-pipeline-num-layers", "2").endswith(
+        "the pipeline fills and drains"
+    )
+
+
+@pytest.mark.parametrize("flag", ["--nnodes", "--gpus", "--nproc-per-node"])
+def test_numbers_of_a_launcher_are_answered_with_the_world_size(flag, capsys):
+    assert main(["plan", "+config=llama1b", "--mock-data", flag, "2"]) == 2
+    assert f"unknown {flag} (write --world-size N" in capsys.readouterr().err
 
 
 def test_the_model_of_a_hugging_face_folder_is_planned(capsys, tmp_path):
