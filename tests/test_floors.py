@@ -18,7 +18,7 @@ TRAIN_FLOORS = (
     ("batches",),
     ("parts",),
     ("run",),
-    ("step", "resume", "inputs", "checks"),
+    ("step", "resume", "inputs", "checks", "same_start"),
     ("build", "step_report", "auto_layout"),
     ("tasks",),
     ("hooks",),

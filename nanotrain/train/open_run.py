@@ -7,18 +7,13 @@ header          lines on model, data, batch, layout and precision
 
 import shutil
 import sys
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 from textwrap import TextWrapper
-from typing import NamedTuple
 
 import torch
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice
-from nanotrain.checkpoint.all_ranks import run_on_all
 from nanotrain.comm.device import device_name, peak_memory, reset_peak_memory
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
@@ -51,6 +46,7 @@ from nanotrain.train.hooks.profile import ProfileHook, memory_snapshot
 from nanotrain.train.hooks.timers import TimersHook
 from nanotrain.train.hooks.track import TRACKERS, NotifyHook, TrackHook
 from nanotrain.train.run import Run, RunInputs
+from nanotrain.train.same_start import require_same_start
 from nanotrain.watch.watchdog import watch_ranks
 
 log = get_logger(__name__)
@@ -118,61 +114,6 @@ def log_start(run: Run, *, attention: str, device: str) -> None:
             run.state.step,
             steps,
         )
-
-
-class _RankStart(NamedTuple):
-    """The checkpoint and config that a rank starts from, compared over ranks."""
-
-    name: str | None  # name of the checkpoint; None if the rank does not look for it
-    config_checksum: int
-    checkpoint: Path | None
-
-
-def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> RunInputs:
-    """Check that all ranks have the same configuration and start from the same checkpoint.
-
-    Each machine opens its own inputs; if their files differ, the collectives of the ranks would not
-    match.
-
-    Returns:
-        The inputs with the first rank's checkpoint, also on ranks that have not read one.
-
-    Raises:
-        EnvironmentFault: ranks differ; on every rank.
-    """
-    name = None
-    if inputs.reads_checkpoint:
-        name = inputs.checkpoint.name if inputs.checkpoint else "no checkpoint"
-    checksum = zlib.crc32(repr(plan.config).encode())
-    start = _RankStart(name, checksum, inputs.checkpoint)
-
-    def merge(starts: list[_RankStart]) -> Path | None:
-        """The checkpoint of the first rank, if all ranks start alike; runs on the first rank."""
-        first = starts[0]
-        for rank, other in enumerate(starts):
-            if other.name is not None and other.name != first.name:
-                raise EnvironmentFault(
-                    f"rank 0 starts from {first.name}, rank {rank} from {other.name}",
-                    why="their machines have different files "
-                    f"in {inputs.folder.path} or behind --load",
-                    fix="put them on a file system that all machines share",
-                )
-            if other.config_checksum != first.config_checksum:
-                raise EnvironmentFault(
-                    f"rank {rank} has a different configuration from rank 0",
-                    why="all ranks must run the same command line on the same files",
-                    fix="compare the output of `nanotrain config` on both machines",
-                )
-        return first.checkpoint
-
-    # Only the first rank receives the values of all ranks, so the cost of the others does not grow
-    # with the world.
-    checkpoint = run_on_all(context.control, lambda: start, merge=merge)
-    return replace(
-        inputs,
-        checkpoint=checkpoint,
-        is_resumed=checkpoint is not None and plan.config.checkpoint.load is None,
-    )
 
 
 def choose_hooks(

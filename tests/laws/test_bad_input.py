@@ -21,7 +21,7 @@ from nanotrain.errors import EnvironmentFault
 from nanotrain.plan.plan import plan_run
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.main import main
-from nanotrain.train.open_run import require_same_start
+from nanotrain.train.same_start import require_same_start
 from tests.harness import ranks, run_ranks
 from tests.laws.command_line import (
     GLOBAL_BATCH,
