@@ -107,6 +107,7 @@ class ChunkCache:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.folder.stat().st_uid != os.getuid():
                 raise PermissionError(EPERM, "it belongs to another user")
+            (self.folder / "objects").mkdir(exist_ok=True)
 
     @contextmanager
     def locked(self, path: Path) -> Iterator[None]:
