@@ -92,9 +92,14 @@ def saved_config(path: Path) -> Mapping[str, Any] | None:
 
 def saved_stages(path: Path) -> list[str]:
     """The stages of the data in a step folder, after `nanotrain data mix`; empty without them."""
-    objects = _first_lines(path).get("objects")
-    stages = objects.get("stages") if isinstance(objects, dict) else None
+    stages = saved_objects(path).get("stages")
     return [str(stage) for stage in stages] if isinstance(stages, list) else []
+
+
+def saved_objects(path: Path) -> Mapping[str, Any]:
+    """The counters and records in a step folder, read as by `saved_config`; empty if unknown."""
+    objects = _first_lines(path).get("objects")
+    return objects if isinstance(objects, dict) else {}
 
 
 def not_finite(path: Path) -> list[str]:

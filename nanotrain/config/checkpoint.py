@@ -55,6 +55,11 @@ class CheckpointConfig:
     auto_resume: bool = option(True)
     """resume from the newest complete checkpoint of the run folder"""
 
+    allow_data_changes: bool = option(False)
+    """at a resume with other data, go on although samples are read again or left out, or training
+    data becomes validation data
+    """
+
     use_checkpoint_args: bool = option(False)
     """take the model from the checkpoint that the run starts from, and seq_length where it is not
     set

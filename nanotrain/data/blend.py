@@ -134,6 +134,16 @@ def _linear_parts(before: StageBlend, stage: StageBlend, *, end: int) -> Iterato
         yield StageBlend(stage.name, first, sources, tuple(weights))
 
 
+def _parts_from(parts: Sequence[StageBlend], first: int) -> tuple[StageBlend, ...]:
+    """The parts of stages that hold samples from `first` on."""
+    ends = [*(part.start for part in parts[1:]), None]
+    kept = []
+    for part, end in zip(parts, ends, strict=True):
+        if end is None or end > first:
+            kept.append(replace(part, start=max(part.start, first)))
+    return tuple(kept)
+
+
 class BlendedDataset:
     """Samples of several datasets, in proportions that may change at given samples.
 
@@ -149,17 +159,27 @@ class BlendedDataset:
     Args:
         datasets: the sources; each keeps its own epochs and order.
         stages: the blends, in order; the first starts at sample 0.
+        first: the first sample that is read; the run has read other data before.
+        read: samples of every source that were read before `first`; empty for none.
     """
 
-    def __init__(self, datasets: Sequence[SampleDataset], stages: Sequence[StageBlend]) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[SampleDataset],
+        stages: Sequence[StageBlend],
+        *,
+        first: int = 0,
+        read: Sequence[int] = (),
+    ) -> None:
         assert stages and stages[0].start == 0, "the first stage starts at sample 0"
         self.datasets = tuple(datasets)
         self.stages = tuple(stages)
-        self._parts = tuple(_constant_parts(stages))
+        self.first = first
+        self._parts = _parts_from(tuple(_constant_parts(stages)), first)
         self._starts = [part.start for part in self._parts]
         self._trees = [plan_blend(part.weights) for part in self._parts]
         # samples read in earlier stages, by stage and source
-        self._read_before = [[0] * len(self.datasets)]
+        self._read_before = [list(read) or [0] * len(self.datasets)]
         for end in self._starts[1:]:
             self._read_before.append(self._read_at(end))
 
@@ -174,7 +194,21 @@ class BlendedDataset:
         stages = []
         for stage, (start, end) in zip(self.stages, bounds, strict=True):
             stages.append(replace(stage, start=start, end=end))
-        return BlendedDataset(self.datasets, stages)
+        return self.with_stages(stages)
+
+    def with_stages(self, stages: Sequence[StageBlend]) -> "BlendedDataset":
+        """The same sources, read from the same sample on by other stages."""
+        read = self._read_before[0]
+        return BlendedDataset(self.datasets, stages, first=self.first, read=read)
+
+    def continued(self, first: int, read: Sequence[int]) -> "BlendedDataset":
+        """The same blends, read from sample `first` on.
+
+        Args:
+            first: the first sample that is read.
+            read: samples of every source that were read before.
+        """
+        return BlendedDataset(self.datasets, self.stages, first=first, read=read)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -195,7 +229,7 @@ class BlendedDataset:
 
     def read_by(self, index: int) -> list[int]:
         """Number of samples per source among the first `index` of the blend."""
-        return self._read_at(index) if index else self._read_before[0]
+        return self._read_at(index) if index > self.first else self._read_before[0]
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index` >= 0; indices continue after an epoch."""
@@ -206,7 +240,7 @@ class BlendedDataset:
         return bisect_right(self._starts, index) - 1
 
     def _read_at(self, end: int) -> list[int]:
-        """The samples per source among the first `end` > 0."""
+        """The samples per source among the first `end`, which is above `first`."""
         number = self._stage_index(end - 1)
         stage = self._parts[number]
         read = list(self._read_before[number])

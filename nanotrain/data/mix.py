@@ -136,7 +136,7 @@ def with_mix(dataset: SampleDataset, weights: Sequence[str], *, sample: int) -> 
             )
         stages.append(replace(stage, name=stage.name or "start"))
     stages.append(StageBlend(f"mix-{len(stages)}", sample, tuple(mixed), tuple(mixed.values())))
-    return BlendedDataset(dataset.datasets, sorted(stages, key=lambda stage: stage.start))
+    return dataset.with_stages(sorted(stages, key=lambda stage: stage.start))
 
 
 def _mixed_weights(weights: Sequence[str], corpora: Sequence[GPTDataset]) -> dict[int, Fraction]:
@@ -169,55 +169,67 @@ def stages_of(dataset: BlendedDataset) -> list[str]:
         weights = zip(stage.sources, stage.weights, strict=True)
         blend = " ".join(f"{weight} {prefixes[source]}" for source, weight in weights)
         until = "" if stage.end is None else f"..{stage.end}"
-        texts.append(f"{stage.name}@{stage.start}{until}samples: {blend}")
+        texts.append(f"{stage.name or 'start'}@{stage.start}{until}samples: {blend}")
     return texts
 
 
-def record_mix(folder: Path, stages: Sequence[str], *, step: int, number: str = "") -> None:
-    """Append what was done, for every later start of the run.
+def record_mix(
+    folder: Path, stages: Sequence[str], *, step: int, number: str = "", origin: int = 0
+) -> None:
+    """Append what was done, for every later start of the run with the same data.
 
     Args:
         folder: run folder.
         stages: all stages of the run, of `stages_of`.
         step: the first step of the last one.
         number: number of the request.
+        origin: first sample of the data that was mixed; another one after the data was changed at a
+            resume, which ends the mixes of the data before.
 
     Raises:
         EnvironmentFault: the disk is full or the folder cannot be written.
     """
-    row = json.dumps({"step": step, "stages": list(stages), "request": number})
+    row = {"step": step, "stages": list(stages), "request": number, "origin": origin}
     with open_append(folder / DONE) as file, disk_errors(folder / DONE):
-        write_all(file, row.encode() + b"\n")
+        write_all(file, json.dumps(row).encode() + b"\n")
         os.fsync(file.fileno())
 
 
-def recorded_stages(folder: Path) -> list[str]:
+def recorded_stages(folder: Path, *, origin: int = 0) -> list[str]:
     """The stages of the last change in a run folder; empty without one.
+
+    Args:
+        folder: run folder.
+        origin: first sample of the data; mixes of other data do not count.
 
     Raises:
         DataError: the last row has none.
     """
     last: Mapping[str, Any] = {"stages": []}
     for row in read_rows(folder / DONE):
-        last = row
+        if row.get("origin", 0) == origin:
+            last = row
     try:
         return [text_of(word, "stages") for word in list_of(last.get("stages"), "stages")]
     except ValueError as error:
         raise _unusable(folder / DONE, str(error)) from None
 
 
-def with_recorded_mix(data: DataConfig, folder: Path, *, saved: Sequence[str] = ()) -> DataConfig:
+def with_recorded_mix(
+    data: DataConfig, folder: Path, *, saved: Sequence[str] = (), origin: int = 0
+) -> DataConfig:
     """The data section with the stages of the last change of a run, if there is one.
 
     Args:
         data: data section of the command line.
         folder: run folder.
         saved: the stages in the checkpoint that the run starts from, for a folder without a record.
+        origin: first sample of the data; mixes of other data do not count.
 
     Raises:
         DataError: the last row has no stages, or they name an address that the section does not.
     """
-    recorded = recorded_stages(folder)
+    recorded = recorded_stages(folder, origin=origin)
     if not recorded and not saved:
         return data
     mixed = with_stages(data, recorded or saved)

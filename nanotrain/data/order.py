@@ -16,8 +16,8 @@ after it.
 import hashlib
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ from nanotrain.data.build import (
 )
 from nanotrain.data.gpt import GPTDataset
 from nanotrain.data.indexed import IndexedTokens
+from nanotrain.data.origin import DataOrigin, continued
+from nanotrain.data.token_format import prefix_of
 from nanotrain.errors import ConfigError, DataError, EnvironmentFault
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import disk_errors, open_append, write_all
@@ -72,6 +74,7 @@ class OrderStart:
     vocab_size: int
     config: Config  # sections data and train, with the global batch size
     opens_addresses: bool = True  # whether corpora in object storage are opened
+    origin: DataOrigin | None = None  # of data that was changed at a resume
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any], *, opens_addresses: bool) -> "OrderStart":
@@ -84,7 +87,10 @@ class OrderStart:
         counters = {name: whole_number(row.get(name), name) for name in COUNTERS}
         config = config_from_dict(object_of(row.get("config"), "config"))
         whole_number(config.train.global_batch_size, "global_batch_size", low=1)
-        return cls(**counters, config=config, opens_addresses=opens_addresses)
+        origin = None
+        if row.get("origin") is not None:
+            origin = DataOrigin.from_json(row["origin"])
+        return cls(**counters, config=config, opens_addresses=opens_addresses, origin=origin)
 
     def append_to(self, folder: Path) -> None:
         """Append the row to the file of a run folder.
@@ -93,10 +99,30 @@ class OrderStart:
             EnvironmentFault: the disk is full or the folder cannot be written.
         """
         row: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
+        if self.origin is not None:
+            row["origin"] = self.origin.to_json()
         sections = to_dict(self.config)
         row["config"] = {name: sections[name] for name in ("data", "train") if name in sections}
         with open_append(folder / ORDER_NAME) as file, disk_errors(folder / ORDER_NAME):
             write_all(file, json.dumps(row).encode() + b"\n")
+
+    def with_moved(self, moved: Mapping[str, str]) -> "OrderStart":
+        """The start with the new prefixes of corpora that were renamed later."""
+        if not moved:
+            return self
+        data = self.config.data
+        data = replace(
+            data,
+            data_path=_with_prefixes(data.data_path, moved),
+            train_data_path=_with_prefixes(data.train_data_path, moved),
+            stages=_with_prefixes(data.stages, moved),
+        )
+        origin = self.origin
+        if origin is not None:
+            read = {moved.get(prefix, prefix): count for prefix, count in origin.read.items()}
+            origin = replace(origin, read=read)
+        config = replace(self.config, data=data)
+        return replace(self, config=config, origin=origin)
 
     @cached_property
     def dataset(self) -> SampleDataset:
@@ -111,7 +137,8 @@ class OrderStart:
         seed = self.config.train.seed
         splits = build_data(data, vocab_size=self.vocab_size, seed=seed, required=("train",))
         assert splits.train is not None, "a required split"
-        return starting_stages(splits.train, data, samples_of=self._samples_of_steps)
+        samples = starting_stages(splits.train, data, samples_of=self._samples_of_steps)
+        return continued(samples, self.origin)
 
     def _samples_of_steps(self, num_steps: int) -> int:
         """The number of samples in the first steps of the run."""
@@ -238,6 +265,8 @@ class DataOrder:
         for start in starts:
             while self.starts and self.starts[-1].step >= start.step:
                 self.starts.pop()
+            moved = start.origin.moved if start.origin is not None else {}
+            self.starts = [earlier.with_moved(moved) for earlier in self.starts]
             self.starts.append(start)
 
     @classmethod
@@ -362,6 +391,17 @@ def document_hash(corpus: IndexedTokens, document: int) -> str:
     stop = corpus.document_start(document + 1)
     tokens = corpus.read(start, stop).astype("<i8").tobytes() if stop > start else b""
     return hashlib.blake2b(tokens, digest_size=8).hexdigest()
+
+
+def _with_prefixes(entries: Sequence[str], moved: Mapping[str, str]) -> list[str]:
+    """Entries of a blend with the new prefixes of renamed corpora."""
+    renamed = []
+    for text in entries:
+        words = [text] if text in moved else text.split(" ")
+        prefixes = [str(Path(prefix_of(word))) for word in words]
+        pairs = zip(words, prefixes, strict=True)
+        renamed.append(" ".join(moved.get(prefix, word) for word, prefix in pairs))
+    return renamed
 
 
 def _no_document(text: str, *, why: str) -> DataError:

@@ -25,6 +25,7 @@ from nanotrain.comm.stop_point import StopPoint
 from nanotrain.config.config import Config
 from nanotrain.data.build import starting_stages
 from nanotrain.data.loader import GlobalBatchLoader
+from nanotrain.data.origin import DataOrigin, continued
 from nanotrain.kernels.compiler import inductor_fault, triton_fault
 from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.kernels.fp8.layer import Fp8Options, fp8_options, layers_in_bf16
@@ -81,7 +82,7 @@ def build_run(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> Run
     checkpointer = _build_checkpointer(config, inputs.folder, context=context)
     state = _load_start(model, parts, inputs=inputs, checkpointer=checkpointer)
     state.curve_batch_size = state.curve_batch_size or plan.sampler.global_batch_size
-    batches = _open_batches(model, state=state)
+    batches = _open_batches(model, state=state, origin=inputs.data_origin)
     train_samples = plan.samples_of(config.train.train_iters, batch_size=state.curve_batch_size)
     lr_schedule = LRSchedule(config.optim, state.curve_batch_size, train_samples)
     return Run(
@@ -372,11 +373,14 @@ def _build_checkpointer(
     return RemoteCheckpointer(local, folder.remote, store=context.store) if folder.remote else local
 
 
-def _open_batches(model: BuiltModel, *, state: TrainState) -> GlobalBatchLoader:
+def _open_batches(
+    model: BuiltModel, *, state: TrainState, origin: DataOrigin | None
+) -> GlobalBatchLoader:
     plan = model.plan
     samples_of = partial(plan.samples_of, batch_size=state.curve_batch_size)
+    samples = starting_stages(model.dataset, plan.config.data, samples_of=samples_of)
     return GlobalBatchLoader(
-        starting_stages(model.dataset, plan.config.data, samples_of=samples_of),
+        continued(samples, origin),
         sampler=plan.sampler,
         consumed_samples=state.consumed_samples,
         skipped_samples=state.skipped_samples,

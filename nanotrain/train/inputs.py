@@ -27,7 +27,6 @@ from nanotrain.checkpoint.store import (
     find_manifest,
     named_checkpoint,
     saved_config,
-    saved_stages,
     step_entries,
 )
 from nanotrain.checkpoint.stored import fetched, mirror
@@ -37,10 +36,14 @@ from nanotrain.config.load import Loaded
 from nanotrain.config.references import as_written
 from nanotrain.config.rules.check import check_layout, check_model
 from nanotrain.config.rules.unused import reset_unused
-from nanotrain.config.schema import KEYS, config_from_dict, flat_values, value_of, with_values
+from nanotrain.config.schema import (
+    KEYS,
+    config_from_dict,
+    flat_values,
+    value_of,
+    with_values,
+)
 from nanotrain.data.build import (
-    DatasetSplits,
-    build_data,
     first_blend,
     named_corpora,
     tokenizer_of,
@@ -49,7 +52,6 @@ from nanotrain.data.build import (
 from nanotrain.data.corpus_info import recorded_tokenizer
 from nanotrain.data.data_path import parse_data_path, split_documents
 from nanotrain.data.indexed import IndexedTokens
-from nanotrain.data.mix import with_recorded_mix
 from nanotrain.data.prompts import prompt_tokenizer
 from nanotrain.data.same_tokenizer import require_run_tokenizer
 from nanotrain.data.tasks import Task, read_task
@@ -63,6 +65,7 @@ from nanotrain.quantities import count_of
 from nanotrain.runs.files import OTHER_FOLDER, open_append
 from nanotrain.runs.folder import RunFolder, within_timeout
 from nanotrain.storage.remote import is_address, parse
+from nanotrain.train.open_data import open_datasets, saved_start
 from nanotrain.train.run import RunInputs
 from nanotrain.waiting import named_wait
 
@@ -99,12 +102,18 @@ def open_inputs(loaded: Loaded, *, reads_checkpoint: bool = True) -> tuple[Confi
     config = _with_vocabulary(config, tokenizer)
     check_model(config)
     check_layout(config)
-    config, datasets = _open_datasets(config, data, folder=folder)
+    saved = _step_to_go_on_from(config)
+    start = None
+    if saved is not None and not config.checkpoint.finetune and not config.data.mock_data:
+        start = saved_start(saved)
+    config, opened = open_datasets(config, data, folder=folder, start=start)
     tasks = _open_tasks(config, data, tokenizer=tokenizer)
     checkpoint = _checkpoint_to_load(config, folder) if reads_checkpoint else None
     return config, RunInputs(
         folder=folder,
-        datasets=datasets,
+        datasets=opened.splits,
+        data_origin=opened.origin,
+        data_settings=opened.settings,
         tokenizer=tokenizer,
         checkpoint=checkpoint,
         is_resumed=checkpoint is not None and config.checkpoint.load is None,
@@ -155,40 +164,6 @@ def _find_tokenizer(data: DataConfig, train: TrainConfig) -> str | None:
     if tokenizer is not None and is_needed:
         load_tokenizer(tokenizer)
     return tokenizer
-
-
-def _open_datasets(
-    config: Config, data: DataConfig, *, folder: RunFolder
-) -> tuple[Config, DatasetSplits]:
-    """Open the datasets of a data section; returns the configuration with the recorded blend.
-
-    Args:
-        config: configuration of the run.
-        data: its data section, with the quick-start corpus if that is used.
-        folder: run folder, where `nanotrain data mix` records a changed blend.
-    """
-    assert config.model.vocab_size, "set by _with_vocabulary"
-    build = partial(build_data, vocab_size=config.model.vocab_size, seed=config.train.seed)
-    required = {"train", "valid"} if config.validates else {"train"}
-    datasets = build(data, required=required)
-    mixed = with_recorded_mix(config.data, folder.path, saved=_saved_stages(config))
-    if mixed is not config.data:  # validation keeps the corpora of the command line
-        config = replace(config, data=mixed)
-        datasets = replace(datasets, train=build(mixed, required={"train"}).train)
-    return config, datasets
-
-
-def _saved_stages(config: Config) -> list[str]:
-    """The stages of `nanotrain data mix` in the checkpoint that a run goes on from."""
-    load = _load_path(config)
-    if uses_quickstart(config.data) or config.data.mock_data or config.checkpoint.finetune:
-        return []
-    if load is not None:
-        return saved_stages(named_checkpoint(load))
-    if not config.checkpoint.auto_resume:
-        return []
-    newest = step_entries(RunFolder.of(config).checkpoints)[-1:]
-    return saved_stages(newest[0]) if newest else []
 
 
 def _open_tasks(config: Config, data: DataConfig, *, tokenizer: str | None) -> tuple[Task, ...]:
@@ -366,14 +341,11 @@ def _require_effect(config: Config, explicit: frozenset[str]) -> None:
 def _checkpoint_config(config: Config) -> tuple[Path, Mapping[str, Any]] | None:
     """The checkpoint that a run starts from, and the configuration in it; None without one."""
     load = _load_path(config)
-    folder = RunFolder.of(config).checkpoints
-    if load is not None:
-        steps = [named_checkpoint(load)]
-    elif config.checkpoint.auto_resume:
-        steps = step_entries(folder)[-1:]
-    else:
+    if load is None and not config.checkpoint.auto_resume:
         return None
-    for step in steps:
+    folder = RunFolder.of(config).checkpoints
+    step = _step_to_go_on_from(config)
+    if step is not None:
         settings = saved_config(step)
         if settings is not None:
             return step, settings
@@ -383,6 +355,17 @@ def _checkpoint_config(config: Config) -> tuple[Path, Mapping[str, Any]] | None:
         return None
     found, manifest = find_manifest(newest)
     return found, manifest.config
+
+
+def _step_to_go_on_from(config: Config) -> Path | None:
+    """The step folder that a run starts from unless it is damaged; every rank finds the same."""
+    load = _load_path(config)
+    if load is not None:
+        return named_checkpoint(load)
+    if not config.checkpoint.auto_resume:
+        return None
+    entries = step_entries(RunFolder.of(config).checkpoints)
+    return entries[-1] if entries else None
 
 
 def _prepare_quickstart(data: DataConfig, folder: RunFolder) -> DataConfig:

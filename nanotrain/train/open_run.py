@@ -19,6 +19,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.data_stages import read_stages
 from nanotrain.config.notation import moves_mtp_layers
+from nanotrain.config.schedules import samples_of_steps
 from nanotrain.data.build import first_blend, unchecked_files
 from nanotrain.data.corpus_info import read_info
 from nanotrain.data.data_path import parse_data_path
@@ -45,7 +46,8 @@ from nanotrain.train.hooks.object_storage import UploadHook
 from nanotrain.train.hooks.profile import ProfileHook, memory_snapshot
 from nanotrain.train.hooks.timers import TimersHook
 from nanotrain.train.hooks.track import TRACKERS, NotifyHook, TrackHook
-from nanotrain.train.run import Run, RunInputs
+from nanotrain.train.resume.changed_lr import log_changed_lr
+from nanotrain.train.run import Run, RunInputs, TrainState
 from nanotrain.train.same_start import require_same_start
 from nanotrain.watch.watchdog import watch_ranks
 
@@ -96,7 +98,10 @@ def log_start(run: Run, *, attention: str, device: str) -> None:
     width = MAX_WIDTH
     if sys.stderr.isatty():
         width = max(shutil.get_terminal_size().columns, MIN_WIDTH)
-    log.info("%s", header(run.plan, inputs, device=device, attention=attention, width=width))
+    text = header(
+        run.plan, inputs, device=device, attention=attention, width=width, state=run.state
+    )
+    log.info("%s", text)
     unchecked = unchecked_files(inputs.datasets.train)
     if unchecked:
         log.info(
@@ -105,6 +110,7 @@ def log_start(run: Run, *, attention: str, device: str) -> None:
         )
     if inputs.is_resumed:
         log.info("resuming; --no-auto-resume starts a new run")
+        log_changed_lr(run)
     steps = run.config.train.train_iters
     if steps == 0:
         log.info("--train-iters 0: everything is built, nothing is trained")
@@ -211,7 +217,13 @@ def explaining_memory_errors(rank_text: str) -> Iterator[None]:
 
 
 def header(
-    plan: Plan, inputs: RunInputs, *, device: str, attention: str = "", width: int = 1000
+    plan: Plan,
+    inputs: RunInputs,
+    *,
+    device: str,
+    attention: str = "",
+    width: int = 1000,
+    state: TrainState | None = None,
 ) -> str:
     """The lines of the header, each with a label.
 
@@ -221,10 +233,11 @@ def header(
         device: name of the device of this rank.
         attention: the attention backends.
         width: columns; longer lines are wrapped at spaces, commands are not.
+        state: counters that the run goes on from; None for a new run.
     """
     facts = {
         "model": _describe_model(plan),
-        "data": _describe_data(plan, inputs),
+        "data": _describe_data(plan, inputs, state=state or TrainState()),
         "batch": _describe_batch(plan),
         "lr": _describe_warmup(plan),
         "layout": _describe_layout(plan, device),
@@ -255,17 +268,17 @@ def _describe_model(plan: Plan) -> str:
     return f"{describe_count(total)} parameters{experts}, {layers}, {sizes}"
 
 
-def _describe_data(plan: Plan, inputs: RunInputs) -> str:
+def _describe_data(plan: Plan, inputs: RunInputs, *, state: TrainState) -> str:
     config = plan.config
     samples = inputs.datasets.train
-    steps = config.train.train_iters
-    num_samples = plan.samples_of(steps)
-    tokens = f"{_describe_tokens(num_samples, config)} in {count_of(steps, 'step')}"
+    num_samples = _num_samples(plan, state)
+    tokens = f"{_describe_tokens(num_samples, config)} in {_describe_steps(config, state)}"
     if samples is None or config.data.mock_data:
         return f"synthetic, {tokens}"
     epoch = samples.samples_per_epoch
     corpus = _describe_tokens(epoch, config)
-    texts = [f"{corpus}; this run reads {tokens}, {num_samples / epoch:.2f} epochs"]
+    reader = "this start" if state.step else "this run"
+    texts = [f"{corpus}; {reader} reads {tokens}, {num_samples / epoch:.2f} epochs"]
     for stage in read_stages(config.data.stages):
         unit = "sample" if stage.in_samples else "step"
         until = "" if stage.end is None else f", changing until {stage.end:,}"
@@ -274,6 +287,25 @@ def _describe_data(plan: Plan, inputs: RunInputs) -> str:
     if config.train.eval_interval and config.train.eval_iters and not config.validates:
         texts.append(f"no validation, --split {config.data.split} leaves no documents for it")
     return "; ".join(texts)
+
+
+def _num_samples(plan: Plan, state: TrainState) -> int:
+    """Samples of the steps that are left."""
+    steps = _steps_left(plan.config, state)
+    schedule = plan.sampler.schedule
+    if schedule is None:
+        return steps * plan.sampler.global_batch_size
+    consumed = state.consumed_samples
+    return samples_of_steps(schedule, steps, consumed=consumed) - consumed
+
+
+def _steps_left(config: Config, state: TrainState) -> int:
+    return max(0, config.train.train_iters - state.step)
+
+
+def _describe_steps(config: Config, state: TrainState) -> str:
+    steps = count_of(_steps_left(config, state), "step")
+    return f"{steps} after step {state.step:,}" if state.step else steps
 
 
 def _describe_tokens(num_samples: int, config: Config) -> str:

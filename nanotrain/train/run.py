@@ -16,6 +16,7 @@ from nanotrain.comm.stop_point import StopPoint
 from nanotrain.data.blend import BlendedDataset
 from nanotrain.data.build import DatasetSplits
 from nanotrain.data.loader import GlobalBatchLoader
+from nanotrain.data.origin import DataOrigin
 from nanotrain.data.tasks import Task
 from nanotrain.optim.lr import LRSchedule
 from nanotrain.parallel.pp.executor import Pipeline
@@ -138,6 +139,10 @@ class RunInputs:
     # False: another rank looks for it, and `require_same_start` sets it
     reads_checkpoint: bool = True
     tasks: tuple[Task, ...] = ()  # scored at every validation
+    # where changed data begins; None: at sample 0
+    data_origin: DataOrigin | None = None
+    # settings of the command line that the order of the samples follows from
+    data_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

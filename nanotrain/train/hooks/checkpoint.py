@@ -23,6 +23,7 @@ from nanotrain.checkpoint.compatibility import kind_of
 from nanotrain.config.schema import to_dict
 from nanotrain.data.build import fingerprints
 from nanotrain.data.mix import recorded_stages
+from nanotrain.data.recorded_data import DataRecord, record_of, valid_ranges
 from nanotrain.data.same_tokenizer import definition_hash
 from nanotrain.errors import NanotrainError, StorageFault
 from nanotrain.log import get_logger
@@ -155,8 +156,10 @@ class CheckpointHook(Hook):
             "last_step": {"loss": self._last_loss()},
             "corpora": fingerprints(run.dataset),
         }
-        if mixed := recorded_stages(run.folder.path):
+        if mixed := recorded_stages(run.folder.path, origin=_first_sample(run)):
             objects["stages"] = mixed
+        if not run.config.data.mock_data:
+            objects["data"] = _data_record(run).to_json()
         tokenizer = self._tokenizer_hash(run)
         if tokenizer is not None:
             objects["tokenizer_sha256"] = tokenizer
@@ -234,6 +237,23 @@ class CheckpointHook(Hook):
         if run.state.step >= run.config.train.train_iters:
             again = "the last save is tried next"
         log.warning("%s; %s", error, again)
+
+
+def _first_sample(run: Run) -> int:
+    """The first sample of the data that the run reads now."""
+    origin = run.inputs.data_origin
+    return 0 if origin is None else origin.sample
+
+
+def _data_record(run: Run) -> DataRecord:
+    """How far the run has read its data."""
+    return record_of(
+        run.batches.dataset,
+        sample=run.state.consumed_samples + run.state.skipped_samples,
+        settings=run.inputs.data_settings,
+        valid=valid_ranges(run.inputs.datasets),
+        origin=run.inputs.data_origin,
+    )
 
 
 def _tensors_to_save(run: Run) -> dict[TensorBox, Tensor]:

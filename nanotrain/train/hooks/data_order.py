@@ -117,7 +117,13 @@ def _record(run: Run, change: _Change) -> None:
     """
     folder = run.folder.path
     stages = stages_of(change.mixed)
-    record_mix(folder, stages, step=change.step, number=change.request.number)
+    record_mix(
+        folder,
+        stages,
+        step=change.step,
+        number=change.request.number,
+        origin=change.mixed.first,
+    )
     try:
         _upload_record(run)
     except StorageFault as error:  # the next save uploads it
@@ -149,4 +155,5 @@ def _order_of(run: Run) -> OrderStart:
         curve_batch_size=run.state.curve_batch_size,
         vocab_size=run.plan.shape.vocab_size,
         config=replace(config, data=data, train=train),
+        origin=run.inputs.data_origin,
     )
