@@ -2,13 +2,16 @@
 
 import json
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nanotrain.config.config import DataConfig
-from nanotrain.data.blend import BlendedDataset
+from nanotrain.config.data_stages import read_stages, stage_bounds
+from nanotrain.data.blend import BlendedDataset, StageBlend
+from nanotrain.data.build import build_data
 from nanotrain.data.gpt import GPTDataset
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.mix import (
@@ -133,3 +136,84 @@ def test_a_folder_without_a_record_has_the_stages_of_its_checkpoint(
     assert "is left out: it is one of other corpora" in caplog.text
     record_mix(tmp_path, ["start@0samples: 1 a 1 b", "mix-1@4samples: 1 a"], step=3)
     assert with_recorded_mix(data, tmp_path, saved=saved).stages[1] == "mix-1@4samples: 1 a"
+
+
+ASKED = ["1", "web", "1", "math"]
+
+
+@pytest.fixture
+def staged(write_corpus: WriteCorpus) -> BlendedDataset:
+    """Four stages, of which the third changes linearly."""
+    corpora = [
+        IndexedTokens(write_corpus([np.arange(2000) % 100], name=name)) for name in ("web", "math")
+    ]
+    web, math = (GPTDataset(c, 0, c.num_tokens, DataConfig(), vocab_size=100) for c in corpora)
+    stages = [
+        StageBlend("first", 0, (0, 1), (Fraction(1), Fraction(3))),
+        StageBlend("second", 20, (1,), (Fraction(2),)),
+        StageBlend("third", 40, (0, 1), (Fraction(3), Fraction(1)), end=60),
+        StageBlend("fourth", 80, (0,), (Fraction(1),)),
+    ]
+    return BlendedDataset([web, math], stages)
+
+
+def share_of_web(blend: BlendedDataset, sample: int) -> Fraction:
+    return blend.stage_at(sample).share_of(0)
+
+
+@pytest.mark.parametrize("sample", [1, 20, 30, 40, 60, 70, 80, 90])
+def test_a_change_lasts_until_the_next_stage_and_keeps_every_other(
+    staged: BlendedDataset, sample: int
+) -> None:
+    mixed = with_mix(staged, ASKED, sample=sample)
+    starts = [stage.start for stage in staged.stages]
+    until = next((start for start in starts if start > sample), 100)
+    # a linear change begins at the weights before it, which may be those that were asked for
+    changing = range(40, 60) if until == 40 else range(0)
+    for index in range(100):
+        share = share_of_web(mixed, index)
+        if sample <= index < until:
+            assert share == Fraction(1, 2), index
+        elif index in changing:
+            assert Fraction(1, 2) <= share <= Fraction(3, 4), index
+        else:
+            assert share == share_of_web(staged, index), index
+    names = [stage.name for stage in mixed.stages if not stage.name.startswith("mix")]
+    assert names == [stage.name for stage in staged.stages if stage.start != sample]
+    # no sample of a corpus is read twice or left out at the borders
+    read: list[list[int]] = [[], []]
+    for index in range(100):
+        source, own = mixed.locate(index)
+        read[source].append(own)
+    assert all(own == list(range(len(own))) for own in read)
+    assert [len(own) for own in read] == mixed.read_by(100)
+
+
+def test_changes_in_any_order_are_the_same_blend(staged: BlendedDataset) -> None:
+    later_first = with_mix(with_mix(staged, ["1", "math"], sample=70), ASKED, sample=30)
+    earlier_first = with_mix(with_mix(staged, ASKED, sample=30), ["1", "math"], sample=70)
+    both = [
+        [(stage.start, stage.end, stage.sources, stage.weights) for stage in blend.stages]
+        for blend in (later_first, earlier_first)
+    ]
+    assert both[0] == both[1]
+    assert all(before.start < after.start for before, after in pairwise(later_first.stages))
+    again = with_mix(later_first, ["1", "web"], sample=30)
+    assert share_of_web(again, 30) == 1 and share_of_web(again, 70) == 0
+
+
+@pytest.mark.parametrize("sample", [30, 70, 90])
+def test_a_recorded_change_is_read_as_it_was_made(
+    staged: BlendedDataset, tmp_path: Path, sample: int
+) -> None:
+    mixed = with_mix(staged, ASKED, sample=sample)
+    record_mix(tmp_path, stages_of(mixed), step=3)
+    prefixes = [str(part.corpus.prefix) for part in mixed.datasets]
+    data = with_recorded_mix(DataConfig(data_path=prefixes, split="1", seq_length=16), tmp_path)
+    splits = build_data(data, required={"train"}, vocab_size=100, seed=0)
+    assert isinstance(splits.train, BlendedDataset)
+    bounds = stage_bounds(read_stages(data.stages), lambda step: step)
+    again = splits.train.starting_at(bounds)
+    assert [again.locate(index) for index in range(120)] == [
+        mixed.locate(index) for index in range(120)
+    ]

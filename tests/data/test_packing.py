@@ -16,6 +16,7 @@ from nanotrain.config.load import load
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.packing import PackedDataset, best_fit
 from nanotrain.errors import NanotrainError
+from nanotrain.prepare.token_writer import TokenWriter
 from tests.data.conftest import random_documents, write_documents
 
 LENGTHS = (3, 40, 0, 17, 90, 5, 61, 1, 9, 9, 8, 2)
@@ -49,6 +50,29 @@ def test_every_token_but_the_first_of_a_document_is_a_target_once(dataset: Packe
         ids = corpus.read(start, stop).tolist() if stop > start else []
         expected.update(zip(ids, ids[1:], strict=False))
     assert counted == expected and set(counted.values()) == {1}
+
+
+def test_targets_are_those_of_the_mask_of_the_corpus(tmp_path: Path) -> None:
+    """Of documents whose masks say of each token whether it is a target."""
+    draw = np.random.default_rng(1)
+    ids = iter(draw.permutation(VOCAB_SIZE))
+    is_target: dict[int, bool] = {}
+    with TokenWriter(tmp_path / "masked", np.dtype("uint16"), has_mask=True) as writer:
+        for length in LENGTHS:
+            document = [int(next(ids)) for _ in range(length)]
+            mask = draw.random(length) < 0.5
+            writer.add_documents([document], masks=[mask.astype(np.uint8)])
+            is_target |= dict(zip(document, mask.tolist(), strict=True))
+            is_target |= dict.fromkeys(document[:1], False)  # nothing predicts the first token
+    corpus = IndexedTokens(tmp_path / "masked")
+    for seq_length in (4, 8, 64):
+        config = DataConfig(seq_length=seq_length, packing="best_fit")
+        packed = PackedDataset(corpus, 0, corpus.num_tokens, config, vocab_size=VOCAB_SIZE)
+        counted: Counter[int] = Counter()
+        for index in range(packed.samples_per_epoch):
+            sample = packed[index]
+            counted.update(sample.labels[sample.loss_mask > 0].tolist())
+        assert counted == Counter(token for token, target in is_target.items() if target)
 
 
 def test_a_token_attends_to_its_document_from_its_start_on(dataset: PackedDataset) -> None:

@@ -4,7 +4,10 @@ folders.
 
 import json
 import math
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,3 +249,94 @@ def test_named_validation_sets_have_a_loss_each_and_one_together(tmp_path):
     }
     losses = [evaluation[f"valid/{name}/loss"] for name in "ab"]
     assert losses[0] > losses[1] and report.valid_loss == pytest.approx(sum(losses) / 2)
+
+
+def test_validation_sets_of_any_size_are_weighted_by_their_tokens(tmp_path, monkeypatch):
+    """The mean over all sets is over target tokens: 3 tokens and 300, not half of each."""
+    draw = np.random.default_rng(3)
+    counts = {"few": 3, "many": 300}
+    with TokenWriter(tmp_path / "train", np.dtype("uint16")) as writer:
+        writer.add_documents([draw.integers(0, 256, 900).tolist()])
+    for name, count in counts.items():
+        mask = np.zeros(901, dtype=np.uint8)
+        mask[1 : count + 1] = 1
+        with TokenWriter(tmp_path / name, np.dtype("uint16"), has_mask=True) as writer:
+            writer.add_documents([draw.integers(0, 256, 901).tolist()], masks=[mask])
+    sets = [f"{name}={tmp_path / name}" for name in counts]
+    train_data = ["--no-mock-data", "--data-path", str(tmp_path / "train"), "--split", "1,0,0"]
+    spy = Spy()
+    flags = ["--train-iters", "1", "--eval-interval", "1", "--eval-iters", "14"]
+    sizes = ["--global-batch-size", "4", "--init-method-std", "0.5"]
+    command = [*train_data, "--valid-data-path", *sets, *flags, *sizes]
+    with small_run(tmp_path / "run", *command) as run:
+        train(run, EvaluateHook("bytes"), spy)
+        results = validate(run)
+    assert {name: result.tokens for name, result in results.items()} == counts
+    (report,) = spy.reports
+    losses = {name: report.evaluation[f"valid/{name}/loss"] for name in counts}
+    assert abs(losses["few"] - losses["many"]) > 0.1
+    weighted = sum(losses[name] * count for name, count in counts.items()) / 303
+    assert report.valid_loss == pytest.approx(weighted, rel=1e-6)
+    bits = {name: report.evaluation[f"valid/{name}/bits_per_byte"] for name in counts}
+    for name in counts:  # every token is one byte
+        assert bits[name] == pytest.approx(losses[name] / math.log(2), rel=1e-6)
+    assert report.valid_bits_per_byte == pytest.approx(weighted / math.log(2), rel=1e-6)
+
+
+def test_the_total_of_parts_is_over_their_tokens_and_bytes():
+    parts = [Evaluation(2.0, 3, 6), Evaluation(1.0, 300, 900)]
+    for order in (parts, parts[::-1], [*parts, Evaluation(0.0, 0, 0)]):
+        total = Evaluation.total(order)
+        assert total == Evaluation(306.0 / 303, 303, 906)
+        assert total.bits_per_byte == pytest.approx(306.0 / math.log(2) / 906)
+        assert total.perplexity == math.exp(306.0 / 303)
+    for order in (parts, parts[::-1]):
+        assert Evaluation.total([*order, Evaluation(1.0, 5, None)]).bytes is None
+        assert Evaluation.total([Evaluation(1.0, 5, None), *order]).bytes is None
+
+
+SCHEDULES = {
+    "ramp-up": ["--rampup-batch-size", "2", "2", "12", "--global-batch-size", "6"],
+    "steps": ["--step-batch-size-schedule", "0:2 128:6", "--global-batch-size", "6"],
+    "lengths": ["--step-seq-length-schedule", "0:4 128:16", "--global-batch-size", "6"],
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_validation_is_over_the_same_samples_at_every_step_of_a_schedule(tmp_path, schedule):
+    """With weights that stay as they are, its loss is that of a run without a schedule."""
+    spy = Spy()
+    flags = ["--train-iters", "8", "--eval-interval", "1", "--eval-iters", "3", "--lr", "1e-30"]
+    still = ["--weight-decay", "0", "--micro-batch-size", "1", "--lr-warmup-iters", "0"]
+    with small_run(tmp_path / "plain", *flags, *still, "--global-batch-size", "6") as run:
+        expected = validate(run)[""]
+    assert expected.tokens == 3 * 6 * 16
+    with small_run(tmp_path / "run", *flags, *still, *SCHEDULES[schedule]) as run:
+        seen: list[int] = []
+        splits = run.inputs.datasets
+        noted = replace(splits, valid=Counted(splits.valid, seen))
+        run = replace(run, inputs=replace(run.inputs, datasets=noted))
+        train(run, EvaluateHook(), spy)
+    sizes = [report.global_batch_size for report in spy.reports]
+    lengths = {report.seq_length for report in spy.reports}
+    assert len({*sizes}) > 1 or len(lengths) > 1, "the schedule changes during the run"
+    assert {report.valid_loss for report in spy.reports} == {expected.loss}
+    assert Counter(seen) == dict.fromkeys(range(3 * 6), 9), (
+        "once before training, eight after steps"
+    )
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A dataset that notes which samples are read."""
+
+    dataset: Any
+    seen: list[int]
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.dataset.samples_per_epoch
+
+    def __getitem__(self, index: int) -> Any:
+        self.seen.append(index)
+        return self.dataset[index]

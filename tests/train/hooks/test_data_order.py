@@ -12,6 +12,8 @@ from nanotrain.data.order import ORDER_NAME, DataOrder
 from nanotrain.train.hooks import data_order
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.data_order import DataOrderHook
+from nanotrain.train.hooks.hook import Hook
+from nanotrain.train.resume.rollback import roll_back
 from nanotrain.untrusted import read_rows
 from tests.data.conftest import random_documents, write_documents
 from tests.train.small_run import Spy, small_run, train
@@ -21,8 +23,8 @@ LENGTHS = [60, 70, 80]
 
 def line(folder: Path) -> list[str]:
     prefixes = [
-        write_documents(folder / name, random_documents(LENGTHS), dtype="uint16")
-        for name in ("a", "b")
+        write_documents(folder / name, random_documents(LENGTHS, seed=seed), dtype="uint16")
+        for seed, name in enumerate(("a", "b"))
     ]
     return ["--no-mock-data", "--train-data-path", *map(str, prefixes), "--global-batch-size", "2"]
 
@@ -141,3 +143,58 @@ def test_a_checkpoint_has_the_change_for_a_machine_without_the_run_folder(tmp_pa
         assert run.config.data.stages == saved_stages(step)
         train(run, DataOrderHook())
     assert corpora_read(tmp_path / "other", range(3, 6)) == [{"b"}] * 3
+
+
+class RollsBack(Hook):
+    """Goes back to step 2 after step 4, and asks for another blend then."""
+
+    def __init__(self, hook: DataOrderHook, step: int | None) -> None:
+        self.hook = hook
+        self.step = step
+        self.is_done = False
+
+    def after_step(self, run, report):
+        if report.step == 4 and not self.is_done:
+            self.is_done = True
+            roll_back(run, run.checkpointer.latest(below=3))
+            self.hook.after_rollback(run, report)
+            request_mix(run.folder.path, ["1", "b"], step=self.step)
+
+
+@pytest.mark.parametrize("step", [None, 6, 7])
+def test_a_change_after_a_rollback_counts_the_skipped_samples(
+    tmp_path: Path, step: int | None
+) -> None:
+    given: list[list[list[int]]] = []
+
+    class Notes(Hook):
+        """Notes the tokens of every batch."""
+
+        def before_training(self, run):
+            take = run.batch_iterator.next
+
+            def note(**options):
+                batch = take(**options)
+                given.append([row for part in batch.microbatches for row in part.tokens.tolist()])
+                return batch
+
+            run.batch_iterator.next = note
+
+    hook = DataOrderHook()
+    flags = ["--train-iters", "8", "--save-interval", "2", "--log-interval", "1"]
+    with small_run(tmp_path / "run", *line(tmp_path), *flags) as run:
+        train(run, Notes(), CheckpointHook(), RollsBack(hook, step), hook)
+        dataset = run.batches.dataset
+    # step 4 is rolled back to step 2, so ten batches are read, of which two are skipped
+    assert len(given) == 10
+    order = DataOrder.read(tmp_path / "run")
+    first = step or 3  # unset: the next one
+    for number in range(1, 9):
+        is_after = number > 2
+        batch = given[number + 1 if is_after else number - 1]
+        start = 2 * (number - 1 + 2 * is_after)
+        samples = range(start, start + 2)
+        assert batch == [dataset[sample].tokens.tolist() for sample in samples], number
+        uses = list(order.documents(number))
+        assert {use.sample for use in uses} == {*samples}, number
+        assert ({use.corpus.prefix.name for use in uses} == {"b"}) is (number >= first), number
