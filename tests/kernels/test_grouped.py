@@ -164,3 +164,35 @@ def test_16_bit_products_on_a_cpu_are_over_multiples_of_64_tokens(gemm, monkeypa
         actual, torch.autograd.grad(expected, (rows, weight), grad.float()), strict=True
     ):
         torch.testing.assert_close(value, reference, rtol=2e-2, atol=1e-1)
+
+
+class FilledView:
+    """A gradient buffer that holds what was there before."""
+
+    def __init__(self, buffer, has_grads):
+        self.buffer = buffer
+        self.has_grads = has_grads
+
+    def start_write(self):
+        return self.buffer, self.has_grads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("has_grads", [False, True])
+def test_what_is_written_for_an_expert_without_tokens_is_zero_or_what_was_there(
+    dtype, counts, has_grads
+):
+    rows, weight, grad, offs = parts(counts, 0, dtype=dtype)
+    before = torch.full(weight.shape, 7.0 if has_grads else torch.nan)
+    view = FilledView(before.clone(), has_grads)
+    x = rows.detach()
+    assert LoopedMM().accumulate_wgrad(grad, x, offs=offs, view=view)
+    (expected,) = torch.autograd.grad(
+        by_hand(rows.float(), weight.float(), counts), weight, grad.float(), allow_unused=True
+    )
+    expected = expected.float() + (7.0 if has_grads else 0.0)
+    torch.testing.assert_close(view.buffer, expected, rtol=1e-2, atol=1e-2)
+    for expert, count in enumerate(counts):
+        if count == 0:
+            assert (view.buffer[expert] == (7.0 if has_grads else 0.0)).all()

@@ -78,6 +78,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {
         "kv_channels": 16,
         "value_channels": 12,
+        "num_query_groups": 1,  # replicated over tp, beside heads that tp shards
         "window_query_groups": 4,
         "attention_output_multiplier": 0.7,
         "rotary_percent": 0.5,

@@ -93,7 +93,8 @@ def test_recomputation_sends_over_cp_what_the_plan_sends(comm_type: str) -> None
         if mixer == "dsa" and comm_type != "allgather":
             continue
         cases[f"{mixer} none"] = words_of(mixer)
-        cases[f"{mixer} full"] = words_of(mixer, FULL)
+        cases[f"{mixer} none, bf16"] = words_of(mixer, "--bf16")
+        cases[f"{mixer} full"] = words_of(mixer, f"{FULL} --bf16")
         for name in modules_of(mixer):
             if name in ("core_attn", "mla_up_proj", "layernorm"):
                 cases[f"{mixer} {name}"] = words_of(mixer, f"{SELECTIVE} {name}")

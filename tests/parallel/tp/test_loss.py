@@ -14,6 +14,7 @@ from nanotrain.parallel.tp import loss as loss_module
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.parallel.tp.loss import (
     Targets,
+    TokenGroups,
     Vocabulary,
     softmax_gradient,
     vocab_parallel_cross_entropy,
@@ -288,3 +289,49 @@ def test_the_torch_form_equals_fp64(dtype):
     )
     torch.testing.assert_close(picked.double(), log_probs.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient.double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
+def group_sums(ctx, hidden, weight, labels, mask, ids):
+    """[2, groups] losses and counts of this rank, in training and in evaluation."""
+    group = ctx.group("tp")
+    shard = weight.chunk(group.size)[group.index].clone().requires_grad_()
+    found = []
+    for is_training in (True, False):
+        sums = torch.zeros(2, 4, dtype=torch.float64)
+        targets = Targets(labels, mask, TokenGroups(ids, sums))
+        with torch.set_grad_enabled(is_training):
+            vocab_parallel_cross_entropy(
+                hidden.clone().requires_grad_(is_training),
+                shard,
+                targets=targets,
+                vocabulary=Vocabulary(11),
+                group=group,
+            )
+        found.append(sums)
+    return found
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_sums_by_group_leave_masked_tokens_out(tp):
+    """Of each group the loss of its unmasked tokens; in training their number, in evaluation how
+    many of them are the most likely ones, though all tokens of a context may be greedy too.
+    """
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(40, 8, generator=generator)
+    weight = torch.randn(16, 8, generator=generator)
+    logits = (hidden @ weight[:11].t()).float()
+    greedy = logits.argmax(-1)
+    labels = torch.where(torch.arange(40) % 4 == 3, (greedy + 1) % 11, greedy)
+    mask = (torch.rand(40, generator=generator) < 0.5).float()
+    ids = torch.arange(40) % 3  # the last group has no tokens
+    ids[mask == 0] = 2  # context of a row, greedy for the most part
+    losses = F.cross_entropy(logits, labels, reduction="none") * mask
+    is_greedy = (labels == greedy).float() * mask
+    expected = torch.zeros(3, 4, dtype=torch.float64)
+    expected.index_add_(1, ids, torch.stack([losses, mask, is_greedy]).double())
+    assert expected[1, 0] > expected[2, 0] > 0, "some unmasked tokens are not greedy"
+    by_rank = run_ranks(tp, group_sums, hidden, weight, labels, mask, ids, tp=tp)
+    trained = sum(found[0] for found in by_rank)
+    evaluated = sum(found[1] for found in by_rank)
+    torch.testing.assert_close(trained, expected[:2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(evaluated, expected[[0, 2]], rtol=1e-5, atol=1e-6)

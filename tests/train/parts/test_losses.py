@@ -28,6 +28,9 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"tp": 2, "sequence_parallel": True}),
     (2, {"cp": 2, "strategy": "optim"}),
     (2, {"pp": 2, "strategy": "optim_grads"}),
+    # the first rank of a V has the last stage too
+    (2, {"pp": 2, "vpp": 2, "schedule": "zb-v"}),
+    (2, {"pp": 2, "vpp": 2, "schedule": "interleaved"}),
 ]
 
 
@@ -87,14 +90,16 @@ def by_hand(stage: Any, samples: range) -> np.ndarray:
 
 
 def test_every_layout_has_the_losses_by_hand() -> None:
-    one_rank = Case(2).but(train={"micro_batch_size": 4})
+    four_layers = {"num_layers": 4}
+    one_rank = Case(2).but(train={"micro_batch_size": 4}, model=four_layers)
     ((unlogged, single, expected),) = run_ranks(1, losses_of, one_rank, threads=True)
     assert unlogged is None and single == pytest.approx(expected, rel=1e-5)
     assert single["0"] != pytest.approx(single["1"], rel=1e-4)
     for num_ranks, sizes in LAYOUTS:
         parallel = {SHORT_NAMES.get(name, name): value for name, value in sizes.items()}
         axes = {name: value for name, value in sizes.items() if name != "sequence_parallel"}
-        case = Case(2).but(train={"micro_batch_size": 3}, parallel=parallel)
+        train = {"micro_batch_size": 2 if "vpp" in sizes else 3}
+        case = Case(2).but(train=train, parallel=parallel, model=four_layers)
         for reported in run_ranks(num_ranks, losses_of, case, threads=True, **axes):
             assert reported[1] == pytest.approx(single, rel=1e-5), sizes
 

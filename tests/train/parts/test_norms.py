@@ -2,7 +2,6 @@
 model.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -163,30 +162,32 @@ def test_the_norm_of_all_and_the_zeros_are_those_by_hand(tmp_path: Path) -> None
     assert spy.reports[0].output.metrics["params_norm"] == pytest.approx(norm, rel=1e-6)
 
 
+TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
+SHARDED = "--data-parallel-sharding-strategy optim_grads"
+# name -> sizes of the axes, command line; embeddings are tied, so ends of a pipeline share one
+TIED_LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "tp": ({"tp": 2, "strategy": "optim_grads"}, f"{TP} 2 --sequence-parallel {SHARDED}"),
+    "pp": ({"pp": 2}, f"{PP} 2"),
+    "pp, sharded": ({"pp": 2, "strategy": "optim_grads"}, f"{PP} 2 {SHARDED}"),
+    "pp tp": ({"pp": 2, "tp": 2}, f"{PP} 2 {TP} 2"),
+    "cp": ({"cp": 2, "strategy": "optim_grads"}, f"{CP} 2 {SHARDED}"),
+}
+
+
 def test_layouts_agree_on_the_norm_of_all_the_zeros_and_the_largest_logit(tmp_path: Path) -> None:
-    steps, tp = (
-        "--train-iters 2 --micro-batch-size 2 --log-interval 1",
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-    )
-    tp += " --data-parallel-sharding-strategy optim_grads"
+    """Every element is counted once: the tied embedding too, though two stages hold it."""
+    steps = "--train-iters 2 --micro-batch-size 2 --log-interval 1"
     run_ranks(1, run_command_lines, arguments(tmp_path / "one", steps, LOGGED))
-    run_ranks(
-        4,
-        run_command_lines,
-        arguments(tmp_path / "four", steps, LOGGED, tp),
-        tp=2,
-        strategy="optim_grads",
-    )
-    single_rank, four_ranks = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("one", "four")
-    )
-    for row, expected in zip(four_ranks, single_rank, strict=True):
-        assert row["params_norm"] == pytest.approx(expected["params_norm"], rel=1e-6)
-        assert row["num_zeros_in_grad"] == expected["num_zeros_in_grad"] > 0
-        assert row["max_attention_logit"] == pytest.approx(
-            expected["max_attention_logit"], rel=1e-4
-        )
+    single_rank = metrics_of(tmp_path / "one")
     assert single_rank[0]["max_attention_logit"] != single_rank[1]["max_attention_logit"], (
         "each step starts anew"
     )
+    for name, (sizes, flags) in TIED_LAYOUTS.items():
+        folder = tmp_path / name
+        run_ranks(4, run_command_lines, arguments(folder, steps, LOGGED, flags), **sizes)
+        for row, expected in zip(metrics_of(folder), single_rank, strict=True):
+            assert row["params_norm"] == pytest.approx(expected["params_norm"], rel=1e-6), name
+            assert row["num_zeros_in_grad"] == expected["num_zeros_in_grad"] > 0, name
+            assert row["max_attention_logit"] == pytest.approx(
+                expected["max_attention_logit"], rel=1e-4
+            ), name
