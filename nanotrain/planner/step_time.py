@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from itertools import pairwise
 from statistics import mean
 from typing import NamedTuple
 
@@ -300,7 +301,10 @@ class StepClock:
 
     @cached_property
     def transfer_s(self) -> float:
-        """Seconds of a transfer of hidden states between neighbouring pipeline ranks."""
+        """Seconds of a transfer of hidden states between neighbouring pipeline ranks.
+
+        Of the slowest link: some neighbours may be on one node, some on two.
+        """
         slow = self.scenario.engine.pipeline.slow_transfer
         num_nodes = self.scenario.num_nodes
         if slow and num_nodes > 1:
@@ -308,8 +312,10 @@ class StepClock:
             if has_many_nodes or self.memory_share >= slow.min_memory_share:
                 return slow.seconds
         num_bytes = self.stages.sizes.outside * self.stages.sizes.width
-        ranks = self.scenario.ranks("pp")[:2]
-        return collective_s(self.gpu, "p2p", num_bytes=num_bytes, ranks=ranks)
+        times = []
+        for neighbours in pairwise(self.scenario.ranks("pp")):
+            times.append(collective_s(self.gpu, "p2p", num_bytes=num_bytes, ranks=neighbours))
+        return max(times)
 
     def update_s(self, rank: int) -> float:
         """Seconds of the update of a pipeline rank."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,30 @@ def test_a_leftover_with_a_file_of_a_user_never_stops_a_save_of_its_step(
         "step-00000002.deleted",
     ]
     assert (folder / "step-00000002.deleted" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("num_deleted", range(4))
+def test_a_deletion_that_is_killed_leaves_no_manifest_without_its_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_deleted: int
+) -> None:
+    """A user who renames the folder back has a checkpoint or none, not a damaged one."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    folder = tmp_path / "checkpoints"
+    real, deleted = Path.unlink, []
+
+    def unlink(path: Path, **options: bool) -> None:
+        if len(deleted) == num_deleted:
+            raise KeyboardInterrupt
+        deleted.append(path.name)
+        real(path, **options)
+
+    newest = folder / "step-00000002"
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with suppress(KeyboardInterrupt):
+        keep_newest(folder, 1, written=newest)
+    left = {path.name for path in folder.glob("step-00000001*/*")}
+    whole = {path.name for path in newest.iterdir()}
+    assert "manifest.json" not in left or left == whole
+    assert not (folder / "step-00000001").exists(), "its name is free from the start"
+    assert {path.name for path in newest.iterdir()} == whole

@@ -2,12 +2,15 @@
 cannot do.
 """
 
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from nanotrain.checkpoint.run_files import RECORD
 from nanotrain.checkpoint.stored import (
+    MANIFEST,
     MARKER,
     Stored,
     fetched,
@@ -166,3 +169,31 @@ def test_what_would_fail_at_the_first_save_fails_at_the_start(bucket: str, run: 
         pytest.raises(StorageFault, match=r"Access Denied.*credentials"),
     ):
         require_writable(run)
+
+
+class Killed(BaseException):
+    """The end of the process between two requests."""
+
+
+@pytest.mark.parametrize("num_requests", [0, 1, 2])
+def test_a_deletion_that_is_killed_leaves_no_manifest_without_its_shards(num_requests: int) -> None:
+    """In object storage a manifest makes a checkpoint: it is the first object to go."""
+    objects = {MANIFEST, "shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"}
+    shards = objects - {MANIFEST}
+
+    class Bucket(Remote):
+        requests = 0
+
+        def __init__(self) -> None:
+            """Needs no store."""
+
+        def delete(self, names: Iterable[str]) -> None:
+            if self.requests == num_requests:
+                raise Killed
+            self.requests += 1
+            objects.difference_update(names)
+
+    with suppress(Killed):
+        Stored(Bucket(), dict.fromkeys(shards, 1)).delete()
+    assert MANIFEST not in objects or shards <= objects
+    assert bool(objects) is (num_requests < 2)

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nanotrain.cli.main import main
+from nanotrain.config.config import DataConfig
 from nanotrain.data import checksums
+from nanotrain.data.build import build_data, fingerprints, require_same_corpora
 from nanotrain.data.checksums import BlockSums, check_blocks, fingerprint, is_same_corpus
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.token_format import bin_path, idx_path, mask_path, sums_of, sums_path
@@ -210,3 +213,70 @@ def test_an_index_that_changed_is_refused(corpus: Path, tmp_path: Path) -> None:
     flip(idx_path(corpus), 40)
     with pytest.raises(DataError, match="corpus.idx is not as it was written: 1 of 1 checked"):
         IndexedTokens(corpus)
+
+
+def write_blocks(
+    prefix: Path, tokens: np.ndarray, lengths: list[int], *, has_sums: bool = True
+) -> None:
+    """A corpus with documents of some lengths, and its checksums."""
+    borders = np.cumsum(lengths)[:-1]
+    with TokenWriter(prefix, np.dtype("uint16")) as writer:
+        writer.add_documents([part.tolist() for part in np.split(tokens, borders)])
+    if has_sums:
+        sums = BlockSums()
+        sums.add(bin_path(prefix).read_bytes())
+        sums_path(prefix).write_bytes(sums.to_bytes())
+    else:
+        sums_path(prefix).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("has_sums", [True, False], ids=["prepared", "Megatron-LM's"])
+def test_another_corpus_of_equal_size_has_another_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_sums: bool
+) -> None:
+    """Sizes of both files are equal. With checksums every token counts; without them those of the
+    blocks that are read, and every border of a document.
+    """
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 64)
+    prefix, lengths = tmp_path / "corpus", [100, 60, 80, 80]
+    tokens = np.random.default_rng(0).integers(0, 900, 320)
+
+    def fingerprint_of(ids: np.ndarray, of_documents: list[int]) -> str:
+        write_blocks(prefix, ids, of_documents, has_sums=has_sums)
+        return fingerprint(prefix)
+
+    before = fingerprint_of(tokens, lengths)
+    assert fingerprint_of(tokens, lengths) == before, "the same corpus, written again"
+    num_blocks = 10
+    for block in range(num_blocks):  # 32 tokens each
+        changed = tokens.copy()
+        changed[32 * block + 7] += 1
+        is_read = has_sums or block in (0, 4, num_blocks - 1)
+        assert (fingerprint_of(changed, lengths) != before) == is_read, block
+    for number in range(len(lengths) - 1):
+        moved = list(lengths)
+        moved[number] += 1
+        moved[number + 1] -= 1
+        assert fingerprint_of(tokens, moved) != before, number
+    assert fingerprint_of(tokens[::-1], lengths[::-1]) != before
+
+
+def test_a_run_goes_on_with_its_corpora_alone(tmp_path: Path) -> None:
+    """Another corpus of the name and size of one that the run has read is refused, by its prefix."""
+    tokens = np.random.default_rng(1).integers(0, 900, 320)
+    for name in ("a", "b"):
+        write_blocks(tmp_path / name, tokens, [320])
+    data = DataConfig(
+        data_path=["1", str(tmp_path / "a"), "1", str(tmp_path / "b")], split="1", seq_length=8
+    )
+
+    def splits() -> Any:
+        return build_data(data, vocab_size=1000, seed=0, required=["train"]).train
+
+    saved = fingerprints(splits())
+    assert {*saved} == {str(tmp_path / name) for name in ("a", "b")}
+    require_same_corpora(splits(), saved)
+    require_same_corpora(splits(), {})  # of a checkpoint that has none
+    write_blocks(tmp_path / "b", np.roll(tokens, 1), [320])
+    with pytest.raises(DataError, match=f"{tmp_path / 'b'} is not the corpus that the run has"):
+        require_same_corpora(splits(), saved)

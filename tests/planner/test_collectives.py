@@ -71,3 +71,19 @@ def test_a_mesh_of_two_has_one_link() -> None:
     gpu, size = gpu_of("mi300x"), 512 * MIB
     two, eight = (collective_s(gpu, "all_gather", num_bytes=size, ranks=range(n)) for n in (2, 8))
     assert two > 2 * eight
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("level", ["node", "network"])
+def test_across_nodes_the_slowest_link_bounds_the_time(operation: str, level: str) -> None:
+    gpu, size = gpu_of("h100"), 256 * MIB
+    link = getattr(gpu, level)
+    slow = replace(gpu, **{level: Link(link.bandwidth / 1000, link.latency)})
+    ranks = range(16)
+    seconds, slowed = (
+        collective_s(one, operation, num_bytes=size, ranks=ranks) for one in (gpu, slow)
+    )
+    # of every operation half of the bytes at least pass this link; an adapter sends for its rank
+    share = 0.5 * (8 if level == "network" and operation != "all_to_all" else 1) ** -1
+    assert slowed > share * size / (link.bandwidth / 1000)
+    assert slowed > 50 * seconds

@@ -11,9 +11,16 @@ from nanotrain.config.load import load
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
 from nanotrain.parallel.pp.simulate import Costs, simulate
+from nanotrain.planner.collectives import collective_s
 from nanotrain.planner.hardware import gpu_of
+from nanotrain.planner.kernels import memory_s
 from nanotrain.planner.scenario import scenario_of
-from nanotrain.planner.step_time import StepClock, predict_step, steps_of
+from nanotrain.planner.step_time import (
+    UPDATE_LAUNCHES,
+    StepClock,
+    predict_step,
+    steps_of,
+)
 from tests.planner.scenarios import llama
 
 
@@ -198,3 +205,70 @@ def test_pairs_end_together_on_the_clock() -> None:
     drawn = [span for of_rank in clock.timeline().spans for span in of_rank]
     num_pairs = sum(len(step.actions) == 2 for step in clock.steps(clock.lengths[0]))
     assert sum(span.end < 0.999 * span.complete for span in drawn) == num_pairs
+
+
+MOE = {"num_experts": 64, "moe_router_topk": 8, "moe_ffn_hidden_size": 1024, "strategy": "optim"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "values", "dense", "expert"),
+    [
+        (16, {"ep": 8}, 16, 2),
+        (16, {"ep": 16}, 16, 1),
+        (32, {"ep": 4, "tp": 2}, 16, 4),  # experts are as wide over tp
+        (32, {"ep": 4, "tp": 2, "expert_tensor_parallel_size": 1}, 16, 8),
+        (32, {"ep": 4, "num_distributed_optimizer_instances": 2}, 16, 4),
+        (32, {"ep": 8, "pp": 2, "gbs": 64}, 16, 2),
+        (32, {"ep": 8, "strategy": "no_shard"}, 1, 1),
+        (16, {"ep": 4, "cp": 2, "gbs": 64}, 16, 4),
+    ],
+)
+def test_an_update_is_of_the_shards_of_dense_and_of_expert_parameters(
+    world_size: int, values: dict[str, object], dense: int, expert: int
+) -> None:
+    clock = StepClock(llama(world_size, **MOE | {"gbs": 128} | values))
+    engine = clock.scenario.engine
+    specs = clock.scenario.stages[0]
+    numel = clock.stages.numel(specs)
+    assert numel.expert > 0 and numel.dense > 0
+    updated = numel.dense / dense + numel.expert / expert
+    seconds = memory_s(clock.gpu, engine.optimizer.update_bytes * updated)
+    seconds += UPDATE_LAUNCHES * engine.launches.operator_s
+    assert clock.update_s(0) == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "values", "crosses"),
+    [
+        (8, {"pp": 8}, False),
+        (16, {"pp": 2, "tp": 8}, True),
+        (16, {"pp": 4, "tp": 4}, True),  # the first two neighbours are on one node
+        (16, {"pp": 8, "tp": 2}, True),
+        (32, {"pp": 8, "tp": 4}, True),
+        (32, {"pp": 2, "tp": 4}, True),
+    ],
+)
+def test_transfers_take_the_time_of_the_slowest_link(
+    world_size: int, values: dict[str, object], crosses: bool
+) -> None:
+    clock = StepClock(llama(world_size, **{"gbs": 64} | values))
+    num_bytes = clock.stages.sizes.outside * clock.stages.sizes.width
+    inside, across = (
+        collective_s(clock.gpu, "p2p", num_bytes=num_bytes, ranks=pair) for pair in ((0, 1), (7, 8))
+    )
+    assert across > 1.5 * inside
+    assert clock.transfer_s == (across if crosses else inside)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_overlap_hides_something_and_at_most_what_computes(strategy: str) -> None:
+    """A step with overlap is shorter than one without, by no more than there is to hide."""
+    values = {"strategy": strategy, "gbs": 128}
+    flags = {"overlap_grad_reduce": True}
+    if strategy != "no_shard":
+        flags["overlap_param_gather"] = True
+    plain, hidden = (predict_step(llama(64, **values | more)) for more in ({}, flags))
+    assert plain.exposed["dp"] > hidden.exposed["dp"] > 0
+    assert hidden.total < plain.total
+    assert plain.total - hidden.total <= plain.exposed["dp"]
+    assert hidden.compute == plain.compute and hidden.optimizer == plain.optimizer
