@@ -48,12 +48,15 @@ def check_group_settings(c: Settings) -> Errors:
 
 def check_expert_layers(c: Settings) -> Errors:
     """Experts need a layer that has them."""
-    if c.has_experts and not any(c.model.moe_layers):
-        yield ConfigError(
-            f"no layer has the {c.moe.num_experts} experts",
-            why=f"moe_layer_freq is {c.moe.layer_freq}",
-            fix="set --moe-layer-freq 1 or leave --num-experts out",
-        )
+    if not c.has_experts or any(c.model.moe_layers):
+        return
+    pattern = c.model.hybrid_layer_pattern
+    why = f"moe_layer_freq is {c.moe.layer_freq}"
+    fix = "set --moe-layer-freq 1 or leave --num-experts out"
+    if pattern:
+        why = f"hybrid_layer_pattern {pattern} has no E"
+        fix = "write an E into --hybrid-layer-pattern or leave --num-experts out"
+    yield ConfigError(f"no layer has the {c.moe.num_experts} experts", why=why, fix=fix)
 
 
 def check_number_of_experts(c: Settings) -> Errors:

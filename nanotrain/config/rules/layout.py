@@ -272,7 +272,7 @@ def num_halo_tokens(c: Settings) -> int:
     longest = 1
     if c.has_mamba:
         longest = c.mamba.conv_kernel_dim
-    if c.has_linear_layers:
+    if c.has_delta_rule or "short_conv" in c.mixers:
         longest = max(longest, c.linear.conv_kernel_dim)
     return longest - 1
 

@@ -159,6 +159,9 @@ def unused_linear_attention(c: Settings) -> UnusedFields:
 def unused_mamba(c: Settings) -> UnusedFields:
     """Sizes of Mamba-2; its layers are counted only where a size is set."""
     if c.mamba != MambaConfig() and not c.has_mamba:
+        fix = "set --linear-attention-type mamba2, or --hybrid-layer-pattern with M"
+        if c.model.hybrid_layer_pattern:
+            fix = "write an M into --hybrid-layer-pattern"
         yield unused(
             "mamba_state_dim",
             "mamba_head_dim",
@@ -170,7 +173,7 @@ def unused_mamba(c: Settings) -> UnusedFields:
             "mamba_multipliers",
             by=("hybrid_layer_pattern", "linear_attention_type"),
             why="no layer is Mamba-2",
-            fix="set --linear-attention-type mamba2, or --hybrid-layer-pattern with M",
+            fix=fix,
         )
 
 
