@@ -35,10 +35,10 @@ def test_a_transfer_is_exposed_by_what_operators_do_not_hide(
     hidden = min(transfer, factor * compute)
     assert exposed == pytest.approx(transfer - hidden + contention * hidden)
     assert 0 <= exposed <= transfer + 1e-12
-    alone = Streams(contention=contention, factor=factor)
-    alone.wait("dp", transfer)
-    assert alone.exposed["dp"] == transfer, "nothing runs beside it"
-    assert streams.collectives == alone.collectives == int(transfer > 0)
+    plain = Streams(contention=contention, factor=factor)
+    plain.wait("dp", transfer)
+    assert plain.exposed["dp"] == transfer, "nothing runs beside it"
+    assert streams.collectives == plain.collectives == int(transfer > 0)
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 8])

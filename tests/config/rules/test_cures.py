@@ -88,7 +88,7 @@ def test_every_cure_that_names_a_value_removes_its_error() -> None:
     num_cures = 0
     for rule, kind, settings in rows():
         before = errors_of(kind, settings)
-        said = {(error.what, error.why) for error in before}
+        known = {(error.what, error.why) for error in before}
         for error in before:
             for changed in cures(error, settings):
                 num_cures += 1
@@ -99,7 +99,7 @@ def test_every_cure_that_names_a_value_removes_its_error() -> None:
                 left = [one for one in same if one.why == error.why]
                 assert not left, f"{rule}: {error.fix} leaves {left[0]}"
                 if rule not in SECOND_STEPS:
-                    new = [one for one in after if (one.what, one.why) not in said]
+                    new = [one for one in after if (one.what, one.why) not in known]
                     assert not new, f"{rule}: {error.fix} leads to {new[0]}"
     assert num_cures > 440
 
