@@ -19,10 +19,6 @@ MACHINE = re.compile(r"on ([\d, or]+) GPUs of 80 GB")
 def machines_of(path: Path) -> list[int]:
     """The numbers of GPUs that the comment above a recipe names."""
     found = MACHINE.search(path.read_text())
-
-
-    """The numbers of GPUs that the first sentence of the comment names."""
-    found = MACHINE.search("\n".join(path.read_text().splitlines()[:4]))
     assert found, f"{path.name} does not say its machine"
     return [int(number) for number in re.findall(r"\d+", found[1])]
 
