@@ -140,10 +140,18 @@ def tokens_read(argv: Sequence[str]) -> int:
 def mix(argv: Sequence[str]) -> int:
     """Ask the running job of a run folder to change the weights of its corpora from a step on."""
     args = mix_parser().parse_args(argv)
-    from nanotrain.data.mix import request_mix
+    from nanotrain.data.mix import request_mix, require_mixable
     from nanotrain.data.order import DataOrder
+    from nanotrain.runs.metrics_file import last_step
 
-    DataOrder.read(args.run)  # an error for a folder that is no run's
+    order = DataOrder.read(args.run)
+    require_mixable(
+        order.starts[-1].config.data,
+        args.weights,
+        step=args.step,
+        done=last_step(args.run / "metrics.jsonl"),
+        train_iters=order.train_iters,
+    )
     request_mix(args.run, args.weights, step=args.step)
     print(f"{args.run}: the job takes the request at its next logged step")
     return 0

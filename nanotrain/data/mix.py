@@ -15,7 +15,7 @@ removed: a kill in between loses nothing, as the record has the number of the re
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -44,6 +44,55 @@ from nanotrain.untrusted import (
 
 log = get_logger(__name__)
 REQUEST, DONE = "data-mix.request", "data-mix.jsonl"
+
+
+def require_mixable(
+    data: DataConfig, weights: Sequence[str], *, step: int | None, done: int, train_iters: int
+) -> None:
+    """Check that a job of the run can carry out a request.
+
+    Args:
+        data: data section of the newest start of the run.
+        weights: weights and corpora, as for `--data-path`.
+        step: the first step with them; None: the next one possible.
+        done: steps that the run has trained.
+        train_iters: steps of the run.
+
+    Raises:
+        DataError: the run is finished or has one corpus, or a weight names no corpus of the run.
+    """
+    first = done + 1 if step is None else step
+    if done >= train_iters or first > train_iters:
+        raise DataError(
+            f"no step of the run can take the weights: step {done:,} of {train_iters:,} is done",
+            why="a running job takes the request at a later step",
+            fix="go on with a larger --train-iters and these weights as --data-path: a start may "
+            "change the blend",
+        )
+    prefixes = sorted(_training_corpora(data))
+    if len(prefixes) == 1:
+        raise _one_corpus()
+    for entry in parse_data_path(weights):
+        if _find_corpus(entry.prefix, dict.fromkeys(prefixes, 0)) is None:
+            raise _no_corpus(entry.prefix, prefixes)
+
+
+def _one_corpus() -> DataError:
+    return DataError(
+        "the blend cannot be changed",
+        why="the run has one corpus",
+        fix="start it again with --data-path and the weights of all corpora: a start may change "
+        "the blend",
+    )
+
+
+def _no_corpus(prefix: Path, known: Iterable[Path]) -> DataError:
+    return DataError(
+        f"{prefix} is no corpus of the run",
+        why=f"the corpora of the run are {', '.join(map(str, known))}",
+        fix="name one of them, or start the run again with --data-path and the weights of all "
+        "corpora",
+    )
 
 
 @dataclass(frozen=True)
@@ -118,11 +167,7 @@ def with_mix(dataset: SampleDataset, weights: Sequence[str], *, sample: int) -> 
             changing at that sample.
     """
     if not isinstance(dataset, BlendedDataset):
-        raise DataError(
-            "the blend cannot be changed",
-            why="the run has one corpus",
-            fix="start it with all of them",
-        )
+        raise _one_corpus()
     mixed = _mixed_weights(weights, corpora_of(dataset))
     stages = []
     for stage in dataset.stages:
@@ -146,9 +191,7 @@ def _mixed_weights(weights: Sequence[str], corpora: Sequence[GPTDataset]) -> dic
     for entry in parse_data_path(weights):
         index = _find_corpus(entry.prefix, numbers)
         if index is None or entry.weight is None:
-            why = f"the corpora of the run are {', '.join(map(str, numbers))}"
-            what = f"{entry.prefix} is no corpus of the run"
-            raise DataError(what, why=why, fix="start a run with it")
+            raise _no_corpus(entry.prefix, numbers)
         mixed[index] = mixed.get(index, Fraction(0)) + entry.weight
     return mixed
 

@@ -331,9 +331,10 @@ class DataOrder:
         """The documents of a step, sample after sample.
 
         Raises:
-            DataError: the step is before the first start in the folder, or the corpora cannot be
-                read.
+            DataError: the step is before the first start in the folder or after the last step of
+                the run, or the corpora cannot be read.
         """
+        self._require_step(step)
         for start, steps in self.ranges(step):
             if step in steps:
                 return start.documents(step)
@@ -343,6 +344,16 @@ class DataOrder:
             why=f"its first step is {first}",
             fix="name a later step",
         )
+
+    def _require_step(self, step: int) -> None:
+        """Check that a step is not after the last one, trained or to come."""
+        last = max(self.train_iters, self.starts[-1].step)
+        if step > last:
+            raise DataError(
+                f"step {step:,} is not in the run",
+                why=f"its last step is {last:,}",
+                fix="name an earlier step, or go on with a larger --train-iters first",
+            )
 
     def samples_of(
         self, corpus: Path, document: int, *, last_step: int
@@ -360,7 +371,12 @@ class DataOrder:
                     yield from start.samples_of(number, document, steps=steps)
 
     def tokens_by_corpus(self, last_step: int) -> dict[str, tuple[int, float]]:
-        """Tokens read up to a step and their number of epochs, by corpus."""
+        """Tokens read up to a step and their number of epochs, by corpus.
+
+        Raises:
+            DataError: the step is after the last one of the run.
+        """
+        self._require_step(last_step)
         read: dict[str, tuple[int, float]] = {}
         for start, steps in self.ranges(last_step):
             before = start.read_by(start.samples(steps[0]).start)

@@ -2,6 +2,9 @@
 
 metrics.jsonl               the rows of the run, in order of steps, each with a checksum of the rest
 metrics-superseded.jsonl    rows of steps that a later start repeated, as they were set aside
+
+A checkpoint has the seal of the rows before it (`MetricsSeal`), so that a resume notices rows that
+are missing or changed, from the first to the last one.
 """
 
 import json
@@ -9,18 +12,83 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from zlib import crc32
 
 from nanotrain.errors import EnvironmentFault
 from nanotrain.log import get_logger
 from nanotrain.quantities import count_of
 from nanotrain.runs.files import disk_errors, disk_fault, open_append, write_all, write_bytes
-from nanotrain.untrusted import LARGEST, read_file, read_rows
+from nanotrain.untrusted import LARGEST, object_of, read_file, read_rows, whole_number
 
 log = get_logger(__name__)
 _SUM = re.compile(rb', "crc32": "([0-9a-f]{8})"}\n\Z')  # checksum of the row without this field
+
+
+@dataclass(frozen=True)
+class MetricsSeal:
+    """The rows of metrics.jsonl when a checkpoint was written."""
+
+    first_step: int  # step of the first row
+    rows: int
+    crc32: int  # checksum of all their bytes
+
+    @classmethod
+    def from_json(cls, value: object) -> "MetricsSeal":
+        """The seal in a checkpoint.
+
+        Raises:
+            ValueError: a field is missing or has an invalid value.
+        """
+        row = object_of(value, "objects.metrics")
+        return cls(**{name: whole_number(row.get(name), name) for name in cls.__annotations__})
+
+
+class Sealer:
+    """Computes the seal of a growing metrics.jsonl; reads only what was appended since.
+
+    Args:
+        path: metrics.jsonl.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._start_again()
+
+    def _start_again(self) -> None:
+        self._inode = -1
+        self._size = 0
+        self._seal = MetricsSeal(0, rows=0, crc32=0)
+
+    def seal(self) -> MetricsSeal | None:
+        """The seal of the rows so far; None without a row or a file that can be read."""
+        try:
+            with self._path.open("rb") as file:
+                self._add(file)
+        except OSError:
+            return None
+        return self._seal if self._seal.rows else None
+
+    def _add(self, file: BinaryIO) -> None:
+        """Add the rows that were appended; all of them if the file was replaced."""
+        inode = os.fstat(file.fileno()).st_ino
+        if inode != self._inode:
+            self._start_again()
+            self._inode = inode
+        file.seek(self._size)
+        content = file.read()
+        self._size += len(content)
+        first = self._seal.first_step
+        if self._seal.rows == 0 and content:
+            step = _step_of(content.partition(b"\n")[0])
+            first = int(step) if math.isfinite(step) else 0
+        self._seal = MetricsSeal(
+            first,
+            rows=self._seal.rows + content.count(b"\n"),
+            crc32=crc32(content, self._seal.crc32),
+        )
 
 
 class MetricsFile:
@@ -93,7 +161,6 @@ def set_aside_after(path: Path, step: int) -> None:
     """
     content = _content_of(path)
     rows = [(line, _step_of(line)) for line in content.splitlines(keepends=True)]
-    _warn_of_changes(path, rows, step=step)
     kept = [line for line, number in rows if line.endswith(b"\n") and number <= step]
     superseded = []
     for line, number in rows:
@@ -120,12 +187,36 @@ def _content_of(path: Path) -> bytes:
         raise EnvironmentFault(f"{path} cannot be read", why=str(error), fix="remove it") from None
 
 
-def _warn_of_changes(path: Path, rows: Sequence[tuple[bytes, float]], *, step: int) -> None:
-    """Warn once of complete rows that are not as written, and of missing ones up to `step`."""
+def warn_of_changes(path: Path, *, step: int, seal: MetricsSeal | None = None) -> None:
+    """Warn once of rows up to `step` that are not as they were written, or are missing.
+
+    Args:
+        path: metrics.jsonl.
+        step: the step that a start goes on from.
+        seal: seal in the checkpoint of that step; None in older versions.
+    """
+    content = _content_of(path)
+    rows = [(line, _step_of(line)) for line in content.splitlines(keepends=True)]
+    kept = [line for line, number in rows if line.endswith(b"\n") and number <= step]
+    faults = _faults(rows, step=step, first=None if seal is None else seal.first_step)
+    is_sealed = seal is not None and crc32(b"".join(kept)) == seal.crc32
+    if seal is not None and not is_sealed:
+        bare = sum(1 for line in kept if _SUM.search(line) is None)
+        if bare:
+            faults.append(f"{count_of(bare, 'row')} without a checksum")
+        if not faults:
+            faults.append(f"its rows up to step {step} are not those of the checkpoint")
+    if faults:
+        log.warning("%s was changed: %s", path, "; ".join(faults))
+
+
+def _faults(rows: Sequence[tuple[bytes, float]], *, step: int, first: int | None) -> list[str]:
+    """Complete rows that are not as written, and missing ones between `first` and `step`."""
     changed = _changed_lines(rows)
     steps = {number for _, number in rows}
-    first = min(steps, default=step)
-    missing = [number for number in range(step + 1) if number > first and number not in steps]
+    if first is None:
+        first = int(min({*steps, step + 1}))
+    missing = [number for number in range(first, step + 1) if number not in steps]
     faults = []
     if changed:
         count = count_of(len(changed), "row", verb="is")
@@ -133,8 +224,7 @@ def _warn_of_changes(path: Path, rows: Sequence[tuple[bytes, float]], *, step: i
     if missing:
         count = count_of(len(missing), "row", verb="is")
         faults.append(f"{count} missing, first step {missing[0]}")
-    if faults:
-        log.warning("%s was changed: %s", path, "; ".join(faults))
+    return faults
 
 
 def _changed_lines(rows: Sequence[tuple[bytes, float]]) -> list[int]:

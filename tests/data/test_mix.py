@@ -21,6 +21,7 @@ from nanotrain.data.mix import (
     record_mix,
     remove_request,
     request_mix,
+    require_mixable,
     stages_of,
     with_mix,
     with_recorded_mix,
@@ -217,3 +218,25 @@ def test_a_recorded_change_is_read_as_it_was_made(
     assert [again.locate(index) for index in range(120)] == [
         mixed.locate(index) for index in range(120)
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"done": 9}, "no step of the run can take the weights: step 9 of 9 is done"),
+        ({"step": 10}, "no step of the run can take the weights"),
+        ({"weights": ["1", "books"]}, "books is no corpus of the run: .* are code, web"),
+        ({"data": DataConfig(data_path=["web"])}, "the run has one corpus"),
+    ],
+)
+def test_a_request_that_no_job_can_take_is_refused(changes: dict, fault: str) -> None:
+    sound = {
+        "data": DataConfig(data_path=["1", "web", "2", "code"]),
+        "weights": ["0.5", "web", "0.5", "code"],
+        "step": None,
+        "done": 8,
+        "train_iters": 9,
+    }
+    require_mixable(**sound)
+    with pytest.raises(DataError, match=fault):
+        require_mixable(**sound | changes)

@@ -4,15 +4,24 @@ one error.
 
 import json
 import os
+import re
 import resource
 import shutil
 from contextlib import contextmanager
+from dataclasses import asdict
+from zlib import crc32
 
 import pytest
 
 from nanotrain.errors import EnvironmentFault
 from nanotrain.runs.files import FolderVanished, open_append
-from nanotrain.runs.metrics_file import MetricsFile, set_aside_after
+from nanotrain.runs.metrics_file import (
+    MetricsFile,
+    MetricsSeal,
+    Sealer,
+    set_aside_after,
+    warn_of_changes,
+)
 
 
 def lines(*steps: int) -> str:
@@ -50,31 +59,90 @@ def test_a_row_that_cannot_be_read_is_set_aside(tmp_path, row):
     assert (tmp_path / "metrics-superseded.jsonl").read_bytes() == row.rstrip(b"\n") + b"\n"
 
 
-def test_rows_that_were_changed_or_cut_are_mentioned_at_the_next_start(tmp_path, logged):
+@pytest.fixture
+def sealed(tmp_path):
+    """A file of three rows, and its seal."""
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, step=0)
     for step in (1, 2, 3):
         file.append({"step": step, "loss": 2.5})
     file.close()
+    seal = Sealer(path).seal()
+    assert seal == MetricsSeal(1, rows=3, crc32=crc32(path.read_bytes()))
+    return path, MetricsSeal.from_json(asdict(seal))
+
+
+def test_rows_that_were_changed_or_cut_are_mentioned_at_the_next_start(sealed, logged):
+    path, _ = sealed
     sound = path.read_bytes()
-    MetricsFile(path, step=3).close()
+    warn_of_changes(path, step=3)
     assert not logged and json.loads(sound.splitlines()[0])["loss"] == 2.5
 
     where = f"{path} was changed: "
     path.write_bytes(sound.replace(b'"step": 2, "loss": 2.5', b'"step": 2, "loss": 2.4'))
-    MetricsFile(path, step=3).close()
+    warn_of_changes(path, step=3)
     assert logged[-1] == where + "1 row is not as written, first line 2"
     path.write_bytes(b"".join(sound.splitlines(keepends=True)[:1]))
-    MetricsFile(path, step=3).close()
+    warn_of_changes(path, step=3)
     assert logged[-1] == where + "2 rows are missing, first step 2"
 
+
+def without_sums(content):
+    return re.sub(rb', "crc32": "[0-9a-f]{8}"', b"", content)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda content: content.split(b"\n", 1)[1], "1 row is missing, first step 1"),
+        (lambda content: b"", "3 rows are missing, first step 1"),
+        (None, "3 rows are missing, first step 1"),
+        (without_sums, "3 rows without a checksum"),
+        (
+            lambda content: without_sums(content).replace(b"2.5", b"0.1"),
+            "3 rows without a checksum",
+        ),
+        (lambda content: content.rsplit(b"\n", 2)[0] + b"\n", "1 row is missing, first step 3"),
+        (lambda content: content + content.splitlines(keepends=True)[0], "not those of the check"),
+    ],
+)
+def test_every_change_of_sealed_rows_is_one_line(sealed, change, fault, logged):
+    path, seal = sealed
+    warn_of_changes(path, step=3, seal=seal)
+    assert not logged
+    if change is None:
+        path.unlink()
+    else:
+        path.write_bytes(change(path.read_bytes()))
+    warn_of_changes(path, step=3, seal=seal)
+    assert len(logged) == 1 and fault in logged[0]
+
+
+def test_no_changed_bit_of_sealed_rows_goes_unnoticed(sealed, logged):
+    path, seal = sealed
+    sound = path.read_bytes()
     for bit in range(8):  # of every seventh byte
-        for place in range(bit, len(sound), 7):
+        for offset in range(bit, len(sound), 7):
             logged.clear()
-            path.write_bytes(sound[:place] + bytes([sound[place] ^ 1 << bit]) + sound[place + 1 :])
-            MetricsFile(path, step=3).close()
-            in_name_of_sum = sound[:place].count(b"\n") == 0 and place >= sound.index(b', "crc32')
-            assert len(logged) == 1 or in_name_of_sum, (place, bit)
+            changed = bytes([sound[offset] ^ 1 << bit])
+            path.write_bytes(sound[:offset] + changed + sound[offset + 1 :])
+            warn_of_changes(path, step=3, seal=seal)
+            assert len(logged) == 1, (offset, bit)
+
+
+def test_later_rows_do_not_break_a_seal_and_a_replaced_file_has_another(sealed, logged):
+    path, seal = sealed
+    sealer = Sealer(path)
+    assert sealer.seal() == seal
+    file = MetricsFile(path, step=3)
+    file.append({"step": 4, "loss": 2.5})
+    file.close()
+    warn_of_changes(path, step=3, seal=seal)
+    assert not logged
+    longer = sealer.seal()
+    assert longer == Sealer(path).seal() and longer.rows == 4
+    set_aside_after(path, 2)
+    assert sealer.seal() == Sealer(path).seal() and sealer.seal().rows == 2
 
 
 def test_missing_or_complete_metrics_leave_no_other_file(tmp_path):

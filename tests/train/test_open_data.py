@@ -263,6 +263,10 @@ def test_a_mix_ends_where_the_data_changes(tmp_path, corpora, capfd):
         "b": [*range(16)],
         "c": [*range(10)],
     }
+    assert nanotrain(mix) == 2 and not (run / "data-mix.request").exists()
+    assert "step 11 of 11 is done" in capfd.readouterr().err
+    assert nanotrain(["data", "step", str(run), "100000"]) == 2
+    assert "step 100,000 is not in the run: its last step is 11" in capfd.readouterr().err
 
 
 def test_a_checkpoint_without_a_record_is_counted_from_its_corpora(

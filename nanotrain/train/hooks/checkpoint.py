@@ -27,6 +27,7 @@ from nanotrain.data.recorded_data import DataRecord, record_of, valid_ranges
 from nanotrain.data.same_tokenizer import definition_hash
 from nanotrain.errors import NanotrainError, StorageFault
 from nanotrain.log import get_logger
+from nanotrain.runs.metrics_file import Sealer
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
@@ -50,7 +51,7 @@ class CheckpointHook(Hook):
             False  # whether the run ends with the error of a failed save, which names it
         )
         self._report: StepReport | None = None  # report of the last step
-        self._has_tokenizer_hash = False  # whether `_tokenizer` was computed
+        self._sealer: Sealer | None = None  # on the first rank, from the first save on
         self._tokenizer: str | None = None  # hash of the tokenizer in the run folder
 
     def before_training(self, run: Run) -> None:
@@ -160,9 +161,7 @@ class CheckpointHook(Hook):
             objects["stages"] = mixed
         if not run.config.data.mock_data:
             objects["data"] = _data_record(run).to_json()
-        tokenizer = self._tokenizer_hash(run)
-        if tokenizer is not None:
-            objects["tokenizer_sha256"] = tokenizer
+        objects |= run_on_first(run.context.control, partial(self._facts_of_files, run))
         return {
             "objects": objects,
             "config": to_dict(run.config),
@@ -172,13 +171,18 @@ class CheckpointHook(Hook):
             "prunes": self._report is None or not self._report.output.skipped,
         }
 
-    def _tokenizer_hash(self, run: Run) -> str | None:
-        """The hash of the tokenizer in the run folder, the same on all ranks."""
-        if not self._has_tokenizer_hash:
-            hash_of_run = partial(definition_hash, run.folder.tokenizer)
-            self._tokenizer = run_on_first(run.context.control, hash_of_run)
-            self._has_tokenizer_hash = True
-        return self._tokenizer
+    def _facts_of_files(self, run: Run) -> dict[str, Any]:
+        """Hash of the tokenizer and seal of the metrics in the run folder, on the first rank."""
+        if self._sealer is None:
+            self._sealer = Sealer(run.folder.metrics)
+            self._tokenizer = definition_hash(run.folder.tokenizer)
+        facts: dict[str, Any] = {}
+        seal = self._sealer.seal()
+        if seal is not None:
+            facts["metrics"] = asdict(seal)
+        if self._tokenizer is not None:
+            facts["tokenizer_sha256"] = self._tokenizer
+        return facts
 
     def _save_last(self, run: Run) -> None:
         """Save in the run folder, or else in the fallback folder."""

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
-from nanotrain.runs.metrics_file import MetricsFile
+from nanotrain.checkpoint.store import saved_objects, step_folder
+from nanotrain.runs.metrics_file import MetricsFile, MetricsSeal, warn_of_changes
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import SPIKE, StepReport
@@ -52,6 +53,15 @@ class _Phase(ProgressColumn):
         return Text(f"{SHOWN.get(phase, 'training'):10}")
 
 
+def _saved_seal(run: Run) -> MetricsSeal | None:
+    """The seal of the metrics in the checkpoint that the run goes on from; None without one."""
+    value = saved_objects(step_folder(run.checkpointer.folder, run.state.step)).get("metrics")
+    try:
+        return None if value is None else MetricsSeal.from_json(value)
+    except ValueError:
+        return None
+
+
 class LogHook(Hook):
     """Logs to the console and to metrics.jsonl."""
 
@@ -74,6 +84,8 @@ class LogHook(Hook):
     def before_training(self, run: Run) -> None:
         if not run.context.control.is_first:
             return
+        if run.inputs.is_resumed:
+            warn_of_changes(run.folder.metrics, step=run.state.step, seal=_saved_seal(run))
         self._progress.start()
         self._task = self._progress.add_task(
             "",

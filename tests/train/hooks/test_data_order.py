@@ -31,7 +31,8 @@ def line(folder: Path) -> list[str]:
 
 def test_a_row_is_written_at_the_start_and_after_a_rollback(tmp_path: Path) -> None:
     hook = DataOrderHook()
-    with small_run(tmp_path / "run", *line(tmp_path), "--train-iters", "3") as run:
+    steps = ["--train-iters", "4", "--exit-interval", "3"]
+    with small_run(tmp_path / "run", *line(tmp_path), *steps) as run:
         train(run, hook)
         run.state.skipped_samples = 4
         hook.after_rollback(run, None)

@@ -250,6 +250,7 @@ def test_after_a_rollback_the_remaining_time_counts_from_the_step_taken_again(tm
         ),
         folder=SimpleNamespace(metrics=tmp_path / "metrics.jsonl"),
         state=SimpleNamespace(step=0),
+        inputs=SimpleNamespace(is_resumed=False),
     )
     log.before_training(run)
     log.begin_writing(run, step=0)
