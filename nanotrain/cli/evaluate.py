@@ -104,6 +104,11 @@ def evaluate_parser() -> CommandParser:
         metavar="N",
         help="windows of seq_length tokens, or documents of a task, to read; unset: all",
     )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="tasks of lm-eval: questions and examples as turns, by the tokenizer's chat template",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
@@ -116,6 +121,8 @@ def refuse_lm_eval_options(args: Namespace) -> None:
     """
     if args.include_path is not None:
         flag = "--include-path"
+    elif args.chat:
+        flag = "--chat"
     elif args.data is not None and args.num_fewshot is not None:
         flag = "--num-fewshot"
     else:
@@ -161,6 +168,7 @@ def run_lm_eval(args: Namespace, loaded: Loaded) -> int:
         include_path=args.include_path,
         num_fewshot=args.num_fewshot,
         limit=args.max_samples,
+        chat=args.chat,
     )
     if args.json:
         print(json.dumps(scores, default=str))

@@ -55,6 +55,12 @@ LENGTH_FLAGS = dict.fromkeys(
 def generate(argv: Sequence[str]) -> int:
     """Continue texts with the model of a checkpoint or Hugging Face folder."""
     command = ModelCommand.parse("generate", generate_parser(), argv=argv)
+    if command.args.system is not None and not command.args.chat:
+        raise ConfigError(
+            "--system without --chat",
+            why="a text that is continued has no messages",
+            fix="add --chat, or leave it out",
+        )
     return command.run(generate_on_rank, check=generation_config)
 
 
@@ -80,6 +86,15 @@ def generate_parser() -> CommandParser:
         metavar="N",
         help="largest number of tokens to generate; unset: max_new_tokens of the model's "
         "generation_config.json, else 120",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="each prompt is a message of a user, by the tokenizer's chat template; the replies "
+        "are printed",
+    )
+    parser.add_argument(
+        "--system", metavar="TEXT", help="with --chat: the message of the system before it"
     )
     add_sampling(parser)
     parser.add_argument(
@@ -155,6 +170,7 @@ def generate_on_rank(args: Namespace, loaded: Loaded) -> int:
     """Generate on all ranks; the first prints."""
     with importing_torch():
         from nanotrain.comm.parallel_context import Launch, ParallelContext
+        from nanotrain.data.prompts import without_added
         from nanotrain.inference.checkpoint import open_model
         from nanotrain.topology.topology import Topology
 
@@ -172,6 +188,9 @@ def generate_on_rank(args: Namespace, loaded: Loaded) -> int:
         model = load_on_rank(
             checkpoint.with_model(config.model), config, tokenizer=args.tokenizer, context=context
         )
+        if args.chat:
+            prompts = chat_prompts(prompts, system=args.system, model=checkpoint, args=args)
+            model = replace(model, tokenizer=without_added(model.tokenizer))
         for line in model.defaults.describe():
             log.info("%s", line)
         pieces = model.stream(
@@ -181,8 +200,24 @@ def generate_on_rank(args: Namespace, loaded: Loaded) -> int:
             stops=args.stop,
             use_cache=not args.no_cache,
         )
-        print_pieces(prompts, pieces, is_first=launch.rank == 0, is_alone=launch.world_size == 1)
+        shown = [""] * len(prompts) if args.chat else prompts
+        print_pieces(shown, pieces, is_first=launch.rank == 0, is_alone=launch.world_size == 1)
     return 0
+
+
+def chat_prompts(
+    prompts: Sequence[str], *, system: str | None, model: "OpenedCheckpoint", args: Namespace
+) -> list[str]:
+    """The texts of conversations with one message of a user each, up to the reply."""
+    from nanotrain.inference.checkpoint import tokenizer_name
+    from nanotrain.prepare.chat import ChatTemplate
+
+    template = ChatTemplate(str(args.tokenizer or tokenizer_name(model)))
+    before = [] if system is None else [{"role": "system", "content": without_surrogates(system)}]
+    texts = []
+    for prompt in prompts:
+        texts.append(template.prompt([*before, {"role": "user", "content": prompt}]))
+    return texts
 
 
 def load_on_rank(

@@ -76,6 +76,13 @@ def prompt_tokenizer(tokenizer: Tokenizer, *, is_pretrained: bool) -> Tokenizer:
         "prompts and tasks begin as documents do, without the special tokens of the tokenizer: "
         "the training began without a pretrained checkpoint and has not read them"
     )
+    return without_added(tokenizer)
+
+
+def without_added(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer, adding nothing to prompts: chat templates write their special tokens out."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return tokenizer
     plain = copy(tokenizer)
     plain.adds_special = False
     return plain

@@ -8,17 +8,24 @@ nanotrain[lm-eval]`.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from nanotrain.data.prompts import encode_pair, encode_prompt, prompt_start
-from nanotrain.errors import ConfigError
-from nanotrain.inference.checkpoint import LoadedModel, load_checkpoint
+from nanotrain.errors import ConfigError, DataError
+from nanotrain.inference.checkpoint import (
+    LoadedModel,
+    load_checkpoint,
+    open_model,
+    tokenizer_name,
+)
 from nanotrain.inference.generate import Generation, stream_texts
 from nanotrain.inference.sampling import Sampling
 from nanotrain.inference.score import log_likelihoods, rolling_windows
+from nanotrain.prepare.chat import ChatTemplate
 
 MAX_NEW_TOKENS = 256  # of a generated text where a task sets no number
 # names of that number in tasks, the first that is set counts
@@ -56,12 +63,39 @@ class NanotrainLM(LM):
             names = ", ".join(sorted(unused))
             raise ValueError(f"nanotrain's model takes no {names}")
         self.loaded: LoadedModel = load_checkpoint(path, tokenizer=tokenizer, ema=ema)
+        name = tokenizer or tokenizer_name(open_model(Path(path), ema=ema))
+        self._tokenizer_source = str(name)
+        self._chat: ChatTemplate | None = None
         self.loaded.model.to(device or "cpu")
         self.batch_size = int(batch_size)
         config = self.loaded.config
         is_run = self.loaded.is_run
         known = config.data.seq_length if is_run else config.model.max_position_embeddings
         self.max_length = max_length or known
+
+    @property
+    def chat(self) -> ChatTemplate:
+        """The chat template of the model's folder."""
+        if self._chat is None:
+            self._chat = ChatTemplate(self._tokenizer_source)
+        return self._chat
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """What lm-eval records as the template; a name of one among several is not taken."""
+        return f"of {self._tokenizer_source}" if chat_template else ""
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation; without its system message where the template refuses one."""
+        continues = not add_generation_prompt
+        try:
+            return self.chat.prompt(chat_history, continues=continues)
+        except DataError:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            return self.chat.prompt(others, continues=continues)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """The log-likelihood of continuations, and whether each is the greedy one.
@@ -154,6 +188,7 @@ def evaluate_tasks(
     include_path: str | None,
     num_fewshot: int | None,
     limit: int | None,
+    chat: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Run tasks of lm-eval; returns the metrics of each task by name.
 
@@ -163,6 +198,7 @@ def evaluate_tasks(
         include_path: folder with further tasks as YAML files.
         num_fewshot: examples before each question; None for the task's.
         limit: documents per task; None for all.
+        chat: whether questions and examples are turns of a conversation, by the chat template.
 
     Raises:
         ConfigError: an unknown task.
@@ -183,7 +219,13 @@ def evaluate_tasks(
             fix="`lm-eval ls tasks` lists them; --include-path adds a folder",
         )
     results = simple_evaluate(
-        model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager
+        model,
+        tasks=list(tasks),
+        num_fewshot=num_fewshot,
+        limit=limit,
+        task_manager=manager,
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
     )
     assert results is not None, "the first rank has the results"
     metrics: dict[str, dict[str, Any]] = results["results"]

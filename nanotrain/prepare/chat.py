@@ -78,6 +78,19 @@ class ChatTemplate:
             mask[(begin <= starts) & (starts < end)] = 1
         return ids, mask
 
+    def prompt(self, messages: Sequence[Message], *, continues: bool = False) -> str:
+        """The text of messages up to a reply of the assistant.
+
+        Args:
+            messages: role and content of each.
+            continues: whether the last message is the beginning of the reply.
+
+        Raises:
+            DataError: the template refuses them.
+        """
+        options = {"add_generation_prompt": not continues, "continue_final_message": continues}
+        return str(self._render(messages, tokenize=False, **options))
+
     def _find_replies(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
         """First character, and the one after the last, of every message of the assistant."""
         spans = []
