@@ -125,7 +125,7 @@ def export_hf_parser() -> CommandParser:
     parser = CommandParser("checkpoint export-hf", export_hf)
     parser.add_argument("path", type=read_path, help=CHECKPOINT)
     parser.add_argument("folder", type=written_path, help="the Hugging Face folder to write")
-    add_dtype(parser)
+    add_dtype(parser, "auto", help_of_others="; auto: that of each tensor before its import")
     parser.add_argument(
         "--family",
         help="Hugging Face model_type, for example llama; unset: the first that fits the model",
@@ -149,13 +149,13 @@ def export_hf_parser() -> CommandParser:
     return parser
 
 
-def add_dtype(parser: CommandParser) -> None:
-    """Add the argument for the data type of exported weights."""
+def add_dtype(parser: CommandParser, *others: str, help_of_others: str = "") -> None:
+    """Add the argument for the data type of exported weights, with further choices."""
     parser.add_argument(
         "--dtype",
-        choices=["fp32", "bf16", "fp16"],
+        choices=["fp32", "bf16", "fp16", *others],
         default="fp32",
-        help="data type of the weights (default: fp32)",
+        help=f"data type of the weights (default: fp32){help_of_others}",
     )
 
 

@@ -27,11 +27,14 @@ from nanotrain.data.tokenizer_files import VOCABULARY_FILES
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical, free_keys
 from nanotrain.interop.hf.families import (
+    FAMILIES,
     MAX_CONFIG_BYTES,
+    config_from_hf,
     model_from_hf,
     read_config,
     read_full_config,
 )
+from nanotrain.interop.hf.weights import WeightFiles
 from nanotrain.runs.files import write_bytes, write_text
 from nanotrain.untrusted import own_file, read_file
 
@@ -80,6 +83,16 @@ class Companions:
         except HuggingFaceError:
             return {}
 
+    def dtypes(self) -> dict[str, str]:
+        """The data types of the origin's tensors by name; {} where it is unknown."""
+        family = FAMILIES.get(str(self.origin_config.get("model_type")))
+        if self.origin is None or family is None:
+            return {}
+        try:
+            return WeightFiles(self.origin, prefix=family.prefix).dtypes
+        except HuggingFaceError:
+            return {}
+
     def config(
         self, model_config: ModelConfig, written: Mapping[str, Any]
     ) -> tuple[dict[str, Any], Path | None]:
@@ -95,6 +108,10 @@ class Companions:
         is_same_family = raw.get("model_type") == written["model_type"]
         if is_same_family and _describes(self.origin, model_config):
             kept = self._kept_entries(written["torch_dtype"])
+            is_untied_there = config_from_hf(raw).untie_embeddings_and_output_weights
+            if is_untied_there != model_config.untie_embeddings_and_output_weights:
+                # the files of the origin have a head that its config.json denies
+                kept["tie_word_embeddings"] = written["tie_word_embeddings"]
             if kept == read_full_config(self.origin):
                 return kept, self.origin / CONFIG_FILE
             return kept, None

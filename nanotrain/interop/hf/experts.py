@@ -161,8 +161,10 @@ def _read_mimo(raw: Raw) -> Values:
     num_layers = raw["num_hidden_layers"]
     kinds = raw.get("mlp_layer_types") or ["dense"] + ["sparse"] * (num_layers - 1)
     values = read_mlp_types({"mlp_layer_types": kinds})
-    values["attention_output_multiplier"] = raw["attention_value_scale"] or 1.0
-    values["moe.router_topk_scaling_factor"] = raw["routed_scaling_factor"] or 1.0
+    value_scale = raw["attention_value_scale"]
+    scaling = raw["routed_scaling_factor"]
+    values["attention_output_multiplier"] = 1.0 if value_scale is None else value_scale
+    values["moe.router_topk_scaling_factor"] = 1.0 if scaling is None else scaling
     values["window_query_groups"] = 2 * raw["num_key_value_heads"]
     window = raw.get("sliding_window_size")
     if window is not None:

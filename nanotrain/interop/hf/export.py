@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -35,11 +36,14 @@ from nanotrain.interop.hf.names import (
     tensor_shapes,
 )
 from nanotrain.interop.hf.tensor_mapping import TensorMapping
+from nanotrain.log import get_logger
 from nanotrain.precision.dtypes import TORCH_DTYPES, torch_name
+from nanotrain.quantities import count_of
 from nanotrain.runs.files import write_text
 from nanotrain.spec.boxes import Box
 
 MAX_SHARD_BYTES = 5 * 10**9
+log = get_logger(__name__)
 
 
 def export_weights(
@@ -58,7 +62,9 @@ def export_weights(
         model_config: configuration of the model, its vocabulary size set.
         tensors: (parameter name, full tensor with padding) in any order, every parameter once. A
             lazy stream is read one by one, so at most about one file is in memory.
-        dtype: dtype of the written weights, "fp32", "bf16" or "fp16".
+        dtype: dtype of the written weights, "fp32", "bf16" or "fp16"; "auto" for that of each
+            tensor in the origin, and for others that of most tensors there. One line says which
+            tensors change.
         family: a key of FAMILIES; None selects the family of the model's origin, else the first
             that can represent the model.
         companions: sources of tokenizer, generation_config.json and config.json.
@@ -75,13 +81,16 @@ def export_weights(
     preferred = str(companions.origin_config.get("model_type"))
     family = _choose_family(model_config, family, preferred=preferred)
     contents = _Contents.plan(model_config, FAMILIES[family])
+    dtypes = _TensorTypes.choose(dtype, companions.dtypes())
+    dtypes.log_changes(contents)
+    dtype = dtypes.most
     torch_dtype = TORCH_DTYPES[dtype]
     with export_folder(folder, nbytes=contents.numel * torch_dtype.itemsize) as temporary:
         written = config_to_hf(model_config, family=family, dtype=torch_name(dtype))
         config, same_file = companions.config(model_config, written)
         write_text(temporary / CONFIG_FILE, json.dumps(config))  # AutoTokenizer reads it
         tokens = companions.write_tokenizer(temporary)
-        _write_shards(temporary, contents, tensors=tensors, dtype=torch_dtype)
+        _write_shards(temporary, contents, tensors=tensors, dtypes=dtypes)
         companions.write_generation_config(temporary, tokens)
         card = model_card(
             model_config,
@@ -130,21 +139,63 @@ class _Contents:
         return cls(mappings, copies, constants, numel=numel)
 
 
+@dataclass(frozen=True)
+class _TensorTypes:
+    """The data types of the tensors of a folder."""
+
+    most: str  # of tensors that have none of their own
+    own: Mapping[str, str]  # by name
+    before: Mapping[str, str]  # in the origin, by name
+
+    @classmethod
+    def choose(cls, dtype: str, before: Mapping[str, str]) -> "_TensorTypes":
+        """One data type, or with "auto" those of the origin."""
+        if dtype != "auto":
+            return cls(dtype, {}, before)
+        counts = Counter(before.values()).most_common(1)
+        return cls(counts[0][0] if counts else "fp32", before, before)
+
+    def of(self, name: str) -> torch.dtype:
+        """The data type of a tensor."""
+        return TORCH_DTYPES[self.own.get(name, self.most)]
+
+    def log_changes(self, contents: _Contents) -> None:
+        """Say which tensors have another data type than in the origin."""
+        counts: Counter[str] = Counter()
+        changed: set[str] = set()
+        for parameter, mapping in contents.mappings.items():
+            if not parameter.endswith(".expert_bias"):
+                changed.update(mapping.tensor_shapes)
+        for name in changed - self.own.keys():
+            before = self.before.get(name, self.most)
+            if before != self.most:
+                counts[before] += 1
+        for before, count in sorted(counts.items()):
+            log.info(
+                "%s that the pretrained checkpoint has in %s: written in %s; --dtype auto keeps "
+                "the data type of each tensor",
+                count_of(count, "tensor"),
+                before,
+                self.most,
+            )
+
+
 def _write_shards(
     folder: Path,
     contents: _Contents,
     *,
     tensors: Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype,
+    dtypes: "_TensorTypes",
 ) -> None:
     """Write all tensors into files, and the index of the files."""
     shards = _ShardWriter(folder)
-    for name, tensor in _assemble(tensors, contents.mappings, dtype=dtype):
+    for name, tensor in _assemble(tensors, contents.mappings, dtypes=dtypes):
         shards.add(name, tensor)
         for copy in contents.copies.get(name, ()):
-            shards.add(copy, tensor.clone())  # a file refuses two names of one storage
+            # a file refuses two names of one storage
+            shards.add(copy, tensor.to(dtypes.of(copy), copy=True))
     for name, constant in contents.constants.items():
-        shards.add(name, torch.full(constant.shape, constant.value, dtype=dtype))
+        shards.add(name, torch.full(constant.shape, constant.value, dtype=dtypes.of(name)))
     shards.finish()
 
 
@@ -152,18 +203,19 @@ def _assemble(
     tensors: Iterable[tuple[str, Tensor]],
     mappings: Mapping[str, TensorMapping],
     *,
-    dtype: torch.dtype,
+    dtypes: "_TensorTypes",
 ) -> Iterable[tuple[str, Tensor]]:
     """Full Hugging Face tensors, each as soon as its last parameter was read."""
     missing = _parameters_by_tensor(mappings)
     incomplete: dict[str, Tensor] = {}
     for name, tensor in tensors:
         assert name in mappings, f"{name} is not in this family: the exported model would lack it"
-        # expert biases are fp32 in every checkpoint
-        stored_dtype = tensor.dtype if name.endswith(".expert_bias") else dtype
         shapes = mappings[name].tensor_shapes
         for stored, shape in shapes.items():
             if stored not in incomplete:
+                stored_dtype = dtypes.of(stored)
+                if name.endswith(".expert_bias") and stored not in dtypes.own:
+                    stored_dtype = tensor.dtype  # fp32 in every checkpoint
                 incomplete[stored] = torch.empty(shape, dtype=stored_dtype)
         _copy_parameter(tensor.detach(), mappings[name], targets=incomplete)
         for stored in shapes:

@@ -8,6 +8,7 @@ import_hf        write a folder as a checkpoint of step 0, which `generate`, `di
 """
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Set
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -79,6 +80,11 @@ class WeightReader:
         _check_shapes(folder, tensor_shapes(self._mappings), present=present)
         _check_constants(self._files, constants)
 
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The data types of the tensors in the files by name; not of quantized ones."""
+        return self._files.dtypes
+
     def fill(self, target: Tensor, wanted: TensorBox) -> None:
         """Read one box of a parameter into a tensor of its shape."""
         assert wanted.name in self._mappings, (
@@ -131,7 +137,9 @@ def import_hf(folder: Path, output: Path) -> str:
         read=read,
         manifest=Manifest(0, {}, {}, objects={}, config=to_dict(config), topology={}),
     )
-    return f"{output}: {len(shapes)} tensors in fp32, from {folder}"
+    stored = Counter(reader.dtypes.values())
+    dtypes = ", ".join(f"{count} in {dtype}" for dtype, count in stored.most_common())
+    return f"{output}: {len(shapes)} tensors in fp32, from {folder} (tensors there: {dtypes})"
 
 
 def _choose_mappings(

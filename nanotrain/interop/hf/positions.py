@@ -89,7 +89,9 @@ def _read_scaling(rope: Raw, kind: str, *, max_positions: Any) -> Values:
     }
     values: Values = {}
     for entry, key in ROPE_KINDS[kind].items():
-        value = rope.get(entry) or defaults.get(entry)
+        value = rope.get(entry)
+        if value is None or (entry in ("beta_fast", "beta_slow") and not value):
+            value = defaults.get(entry)
         if isinstance(value, bool) or not isinstance(value, int | float):
             reject(f"{entry} of its {kind} rotary scaling", value, instead="a number")
         values[key] = value

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanotrain.errors import HuggingFaceError
-from nanotrain.interop.hf.mxfp4 import dequantized, stored_shape
+from nanotrain.interop.hf.mxfp4 import Mxfp4Tensor, dequantized, stored_shape
 from nanotrain.log import log_once
 from nanotrain.spec.boxes import Box
 from nanotrain.untrusted import (
@@ -40,6 +40,7 @@ MAX_INDEX_BYTES = 1 << 26  # the index of DeepSeek-V3, with 91,991 tensors, has 
 PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 TEXT_MODEL = "language_model."  # in the names of a model that also sees images
 ROWS_COMPARED = 4096  # of an embedding and a head
+FLOATS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # names in files and configurations
 SCALE = "_scale_inv"  # ending of the names of block factors
 
 
@@ -152,6 +153,17 @@ class WeightFiles:
             is_factor = block_size is not None and name.endswith(SCALE)
             if not is_factor:
                 self.shapes[name] = stored_shape(tensor)
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The data types of the tensors, as configurations name them; not of quantized ones."""
+        dtypes = {}
+        for name in self.shapes:
+            tensor = self._tensors[name]
+            stored = None if isinstance(tensor, Mxfp4Tensor) else tensor.get_dtype()
+            if stored in FLOATS:
+                dtypes[name] = FLOATS[stored]
+        return dtypes
 
     def read(self, name: str, box: Box) -> Tensor:
         """One box of a tensor, on the CPU, in the file's dtype; fp8 weights in fp32.
