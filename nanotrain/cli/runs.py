@@ -121,9 +121,9 @@ def timeline(argv: Sequence[str]) -> int:
     """Draw a profiled step: compute, communication and copies of every rank, and what overlaps."""
     args = timeline_parser().parse_args(argv)
     from nanotrain.report.terminal import print_timeline, terminal
-    from nanotrain.report.timeline import read_timeline, save, save_png
+    from nanotrain.report.timeline import profile_folder, read_timeline, save, save_png
 
-    picture = args.png or args.run / "profile" / "timeline.png"
+    picture = args.png or profile_folder(args.run) / "timeline.png"
     steps = read_timeline(args.run, step=args.step, ranks=args.ranks)
     print_timeline(steps, console=terminal())
     save_png(steps, picture)

@@ -7,9 +7,11 @@ GET /summary           JSON: the summary, and the versions of the runs, which re
 
 import json
 import re
+import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from nanotrain.untrusted import open_file
 LOCALHOST = "127.0.0.1"
 HOSTS = r"(127\.0\.0\.1|localhost)(:\d{1,5})?"
 MAX_THREADS = 32  # threads of the process, including its connections
+MAX_WAITING = 16  # connections that have not sent their request yet
 TIMEOUT_S = 10.0  # timeout of a connection that sends nothing
 MOST_BYTES = 1 << 22  # rows in one reply
 
@@ -76,13 +79,38 @@ def _version(folder: Path) -> str:
 
 
 class _Server(ThreadingHTTPServer):
-    """A server of few connections at a time, each a thread; others are closed."""
+    """A server of few connections at a time, each a thread; others are closed.
+
+    Of too many connections that have not sent their request yet, the oldest one is closed: clients
+    that send a byte now and then cannot keep others out.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[Any, None] = {}  # connections without a request, the oldest first
+        super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._waiting[request] = None
+            if len(self._waiting) > MAX_WAITING:
+                oldest = next(iter(self._waiting))
+                del self._waiting[oldest]
+                with suppress(OSError):  # it has closed the connection
+                    oldest.shutdown(socket.SHUT_RDWR)
         if threading.active_count() < MAX_THREADS:
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
+
+    def received(self, request: Any) -> None:
+        """Record that a connection has sent its request."""
+        with self._lock:
+            self._waiting.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.received(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), OSError):  # a client that has left
@@ -103,6 +131,8 @@ def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
 
         def do_GET(self) -> None:
             status = 200
+            assert isinstance(self.server, _Server), "it is opened below"
+            self.server.received(self.connection)
             # a page elsewhere could give its own name the address of this machine
             if not re.fullmatch(HOSTS, self.headers.get("Host", "")):
                 self.send_error(421, "this server is for its own machine")

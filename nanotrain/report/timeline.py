@@ -22,7 +22,7 @@ import numpy as np
 from nanotrain.errors import EnvironmentFault
 from nanotrain.report.figures import layout_of
 from nanotrain.report.trace import RankStep, Spans, length, read_step
-from nanotrain.runs.files import disk_errors, write_text
+from nanotrain.runs.files import disk_errors, require_no_link, write_text
 from nanotrain.untrusted import parse_json, read_file, whole_number
 
 MAX_TIMELINE_BYTES = 1 << 24  # 8 ranks with 6,000 bars each have 2 MB
@@ -68,6 +68,17 @@ class Timeline:
             return f"{step}: no communication"
         bound = "" if self.on_device else " (gloo: at most)"
         return f"{step}: {share:.0%} of communication hidden behind compute{bound}"
+
+
+def profile_folder(folder: Path) -> Path:
+    """The folder of the profiles of a run, into which `timeline` writes too.
+
+    Raises:
+        StorageFault: it is a symbolic link.
+    """
+    profiles = folder / "profile"
+    require_no_link(profiles)
+    return profiles
 
 
 def find_traces(folder: Path, *, step: int | None = None) -> dict[int, Path]:
@@ -134,7 +145,7 @@ def save(timeline: Timeline, folder: Path) -> None:
     rows = [vars(lanes) for lanes in timeline.ranks]
     content = {"num_ranks": timeline.num_ranks, "on_device": timeline.on_device, "ranks": rows}
     text = json.dumps(content, separators=(",", ":"))
-    write_text(folder / "profile" / "timeline.json", f"{text}\n")
+    write_text(profile_folder(folder) / "timeline.json", f"{text}\n")
 
 
 def load(folder: Path) -> Timeline | None:

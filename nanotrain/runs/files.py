@@ -115,6 +115,16 @@ def write_text(path: Path, text: str, *, fix: str = OTHER_FOLDER) -> None:
     write_bytes(path, text.encode("utf-8", "backslashreplace"), fix=fix)
 
 
+def require_no_link(folder: Path) -> None:
+    """Check that a folder is no symbolic link, through which files elsewhere would be replaced.
+
+    Raises:
+        StorageFault: it is one.
+    """
+    if folder.is_symlink():
+        raise disk_fault(OSError(errno.ELOOP, ""), folder)
+
+
 def write_bytes(path: Path, data: bytes, *, fix: str = OTHER_FOLDER) -> None:
     """`write_text` for bytes."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")

@@ -7,6 +7,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,25 @@ def test_metrics_that_became_a_pipe_are_an_error_at_once(folder: Path, port: int
     with socket.create_connection((LOCALHOST, port), timeout=60) as client:
         client.sendall(b"GET /rows/0?from=0 HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b" 500 " in client.makefile("rb").readline()
+
+
+def test_clients_that_send_a_byte_now_and_then_keep_nobody_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forty, each with a request that never ends."""
+    with open_server([folder], 0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        port = server.server_address[1]
+        slow = []
+        for _ in range(40):
+            client = socket.create_connection((LOCALHOST, port), timeout=60)
+            client.sendall(b"G")
+            slow.append(client)
+        for client in slow:
+            with suppress(OSError):  # the server has closed it
+                client.sendall(b"E")
+        for _ in range(5):
+            assert b" 200 " in ask_until_answered(port, LOCALHOST)
+        for client in slow:
+            client.close()
+        server.shutdown()

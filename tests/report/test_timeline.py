@@ -101,3 +101,14 @@ def test_a_mistake_is_one_message(run, capsys, words, message):
     assert main(["timeline", *(word.format(run=run) for word in words)]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1
+
+
+def test_nothing_is_written_through_a_linked_folder(run, tmp_path, capsys):
+    """The run may be a stranger's, and the link may lead to files of the user."""
+    private = tmp_path / "private"
+    (run / "profile").rename(private)
+    (run / "profile").symlink_to(private)
+    before = sorted(path.name for path in private.iterdir())
+    assert main(["timeline", str(run)]) == 2
+    assert "profile is a symbolic link" in capsys.readouterr().err
+    assert sorted(path.name for path in private.iterdir()) == before
