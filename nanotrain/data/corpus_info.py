@@ -36,6 +36,8 @@ class CorpusInfo:
     inputs: dict[str, str] = field(default_factory=dict)  # SHA-256 of every input file, by its path
     # hash of the tokenizer's definition; empty for bytes and for transformers' own classes
     tokenizer_sha256: str = ""
+    # documents whose tokens have other bytes than their text; None if unknown
+    uneven_documents: int | None = None
 
 
 # checks of the fields that are no numbers
@@ -65,7 +67,7 @@ def read_info(prefix: Path) -> CorpusInfo:
     try:
         info = CorpusInfo(**object_of(parse_json(read_file(file.local)), "it"))
         for name, value in asdict(info).items():
-            may_be_unknown = name in ("tokenizer", "eod")
+            may_be_unknown = name in ("tokenizer", "eod", "uneven_documents")
             if value is None and may_be_unknown:
                 continue
             check = CHECKS.get(name, whole_number)

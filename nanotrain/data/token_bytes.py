@@ -5,14 +5,84 @@
 Bits per byte compare models with different tokenizers, which the loss per token does not. A token
 of a byte-level BPE may be a part of a character, so it is not decoded: its vocabulary entry has one
 character per byte. Special tokens, such as the end-of-document token, have no bytes.
+
+The bytes are those of the original text. A normalizer can change or remove characters, and unknown
+tokens have no bytes: `prepare` records the documents whose tokens have other bytes than their text.
+Where there are some, or where it is unknown, there are no bits per byte.
 """
 
 import json
 import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+from nanotrain.data.corpus_info import read_info
 from nanotrain.data.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer
 
+# steps of a tokenizer that keep the bytes of a text
+_KEEPING = {"ByteLevel", "Digits", "Punctuation", "Regex", "Sequence", "Split", "String"}
 _BYTE_FALLBACK = re.compile("<0x[0-9A-F]{2}>")
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """The bytes of text that tokens stand for.
+
+    Attributes:
+        sizes: bytes per token of the vocabulary.
+        added: bytes of the blank that the tokenizer puts before a document.
+        eod: the end-of-document token, after which a document begins; None if there is none.
+        is_exact: whether the tokens of any document have the bytes of its text.
+    """
+
+    sizes: list[int]
+    added: int
+    eod: int | None
+    is_exact: bool
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, vocab_size: int) -> "TokenBytes | None":
+        """The bytes of a tokenizer's tokens 0 to vocab_size - 1; None if they are unknown."""
+        sizes = bytes_per_token(tokenizer, vocab_size)
+        if sizes is None:
+            return None
+        (ids,) = tokenizer.encode_documents(["a"])
+        added = sum(sizes[token] for token in ids if token < vocab_size) - 1
+        is_exact = added == 0 and not (
+            isinstance(tokenizer, FastTokenizer) and _changes_text(tokenizer)
+        )
+        return cls(sizes, max(added, 0), tokenizer.eod, is_exact)
+
+    def document_bytes(self, ids: Sequence[int]) -> int:
+        """The bytes of a document's tokens."""
+        return sum(map(self.sizes.__getitem__, ids)) - self.added
+
+    def are_known(self, prefixes: Iterable[Path]) -> bool:
+        """Whether the tokens of corpora have the bytes of their text."""
+        for prefix in prefixes:
+            uneven = read_info(prefix).uneven_documents
+            is_even = self.is_exact if uneven is None else uneven == 0
+            if not is_even or (self.added and self.eod is None):
+                return False
+        return True
+
+
+def _changes_text(tokenizer: FastTokenizer) -> bool:
+    """Whether a tokenizer has steps that can change or remove characters."""
+    definition = json.loads(tokenizer.backend.to_str())
+    stages = json.dumps([definition["normalizer"], definition["pre_tokenizer"]])
+    kinds = set(re.findall(r'"type": "(\w+)"', stages))
+    is_whole = '"behavior": "Removed"' not in stages and '"content": ""' not in stages
+    has_unknown = definition["model"].get("unk_token") is not None
+    if has_unknown or not is_whole or kinds - _KEEPING:
+        return True
+    added = tokenizer.backend.get_added_tokens_decoder()
+    takes_blanks = any(token.lstrip or token.rstrip for token in added.values())
+    # a special token without bytes can be a text, such as "!"
+    texts = [token.content for token in added.values() if token.special]
+    ids = tokenizer.encode_documents(texts)
+    return takes_blanks or any(len(tokens) == 1 and tokens[0] in added for tokens in ids)
 
 
 def bytes_per_token(tokenizer: Tokenizer, vocab_size: int) -> list[int] | None:

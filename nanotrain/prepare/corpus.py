@@ -142,7 +142,14 @@ def _prepare(
     with disk_errors(bin_path(prefix), needed=needed, fix=CURE):
         files = _input_files(chunks)
         counts = read_counts(options.parts, num_parts)
-        info = _merge(job, num_parts=num_parts, tokenizer=tokenizer, plan=_hash(plan), files=files)
+        info = _merge(
+            job,
+            num_parts=num_parts,
+            tokenizer=tokenizer,
+            plan=_hash(plan),
+            files=files,
+            uneven=None if options.is_chat or not options.append_eod else counts.uneven,
+        )
     print(f"{bin_path(prefix)}: {_summary(info)}")
     for line in lines_of(
         counts,
@@ -344,7 +351,13 @@ def _write_missing(
 
 
 def _merge(
-    job: PartJob, *, num_parts: int, tokenizer: Tokenizer, plan: str, files: Sequence[str]
+    job: PartJob,
+    *,
+    num_parts: int,
+    tokenizer: Tokenizer,
+    plan: str,
+    files: Sequence[str],
+    uneven: int | None,
 ) -> CorpusInfo:
     """Concatenate the parts, and write the files that describe the corpus."""
     prefix = job.options.output
@@ -379,6 +392,7 @@ def _merge(
             plan,
             inputs=dict(zip(files, _hash_files(files), strict=True)),
             tokenizer_sha256=tokenizer_sha256,
+            uneven_documents=uneven,
         )
         write_info(prefix, info)
     remove_folder(folder)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from tokenizers.pre_tokenizers import ByteLevel
 
+from nanotrain.data.token_bytes import TokenBytes
 from nanotrain.data.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer
 from nanotrain.prepare.text_counts import TextCounts, special_texts
 
@@ -37,6 +38,7 @@ class DocumentEncoder:
         self._special = _pattern(special_texts(tokenizer))
         self._unknown = _unknown_id(tokenizer)
         self._can_lose = can_lose_characters(tokenizer)
+        self._bytes = TokenBytes.of(tokenizer, tokenizer.vocab_size)
         self.counts = TextCounts()
 
     def encode(self, text: str) -> list[int]:
@@ -48,8 +50,11 @@ class DocumentEncoder:
         if self._can_lose and isinstance(tokenizer, FastTokenizer):
             lost = num_lost(tokenizer, text)
         unknown = 0 if self._unknown is None else ids.count(self._unknown)
-        if has_special or lost or unknown:
-            found = TextCounts(special=int(has_special), unknown=unknown, lost=lost)
+        is_uneven = self._bytes is None or self._bytes.document_bytes(ids) != len(text.encode())
+        if has_special or lost or unknown or is_uneven:
+            found = TextCounts(
+                special=int(has_special), unknown=unknown, lost=lost, uneven=int(is_uneven)
+            )
             self.counts = TextCounts.total([self.counts, found])
         return ids
 

@@ -5,6 +5,7 @@
     lost         characters that no token stands for; blanks are left to the tokenizer
     empty        documents without text, which are left out
     surrogates   documents with lone surrogates, which become question marks
+    uneven       documents whose tokens have other bytes than their text
 
 Workers count the documents of their parts; `prepare` prints the sums.
 """
@@ -29,6 +30,7 @@ class TextCounts:
     lost: int = 0
     empty: int = 0
     surrogates: int = 0
+    uneven: int = 0
 
     @classmethod
     def total(cls, parts: Iterable["TextCounts"]) -> "TextCounts":
@@ -47,7 +49,7 @@ class TextCounts:
             ValueError: it is something else.
         """
         values = object_of(parse_json(text), "it")
-        return cls(**{name: whole_number(values.get(name), name) for name in asdict(cls())})
+        return cls(**{name: whole_number(values.get(name, 0), name) for name in asdict(cls())})
 
     def to_json(self) -> str:
         """The counts as JSON."""
@@ -79,5 +81,7 @@ def lines_of(
         "characters": counts.unknown,
         f"{count_of(counts.lost, 'character')} lost: the tokenizer removes them or has no token "
         "for them": counts.lost,
+        f"{count_of(counts.uneven, 'document')} whose tokens have other bytes than the text "
+        "(changed or unknown characters): validation on them has no bits per byte": counts.uneven,
     }
     return [line for line, count in lines.items() if count]

@@ -27,12 +27,14 @@ from nanotrain.comm.collectives import all_gather_object, all_reduce_scalars
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.stop_point import PassStopped
 from nanotrain.config.config import Config
+from nanotrain.data.build import corpora_of
+from nanotrain.data.corpus_info import CorpusInfo, write_info
 from nanotrain.data.gpt import AllWindows
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.loader import GlobalBatchLoader
 from nanotrain.data.remote import open_file
 from nanotrain.data.tasks import Task, TaskScore
-from nanotrain.data.token_bytes import bytes_per_token
+from nanotrain.data.token_bytes import TokenBytes
 from nanotrain.data.token_format import idx_path, prefix_of
 from nanotrain.data.tokenizer import Tokenizer, is_local, load_tokenizer
 from nanotrain.errors import DataError
@@ -43,6 +45,7 @@ from nanotrain.parallel.pp.executor import run_forward
 from nanotrain.paths import path_or_address
 from nanotrain.plan.plan import Plan
 from nanotrain.prepare.chunks import plan_chunks
+from nanotrain.prepare.encoder import DocumentEncoder
 from nanotrain.prepare.readers import DocumentReader
 from nanotrain.prepare.token_writer import TokenWriter
 from nanotrain.quantities import count_of
@@ -139,12 +142,13 @@ def open_corpus(source: str, tokenizer: Tokenizer | None) -> Iterator[IndexedTok
 
 def _write_tokens(source: str, tokenizer: Tokenizer, *, prefix: Path) -> None:
     reader = DocumentReader("text")
+    encoder = DocumentEncoder(tokenizer)
     end = [] if tokenizer.eod is None else [tokenizer.eod]
     with TokenWriter(prefix, np.dtype(np.int32)) as writer:
         for chunk in plan_chunks([source], subset=None, split="train"):
             for text in reader.read(chunk):
-                (ids,) = tokenizer.encode_documents([text])
-                writer.add_documents([[*ids, *end]])
+                writer.add_documents([[*encoder.encode(text), *end]])
+    write_info(prefix, CorpusInfo(uneven_documents=encoder.counts.uneven))
 
 
 def windows_of(corpus: IndexedTokens, config: Config) -> AllWindows:
@@ -244,12 +248,14 @@ def evaluate_model(
     """
     stages = load_stages(model, plan=plan, context=context)
     assert plan.config.model.vocab_size is not None, "a model has a vocabulary"
-    sizes = None if tokenizer is None else bytes_per_token(tokenizer, plan.config.model.vocab_size)
+    sizes = None if tokenizer is None else TokenBytes.of(tokenizer, plan.config.model.vocab_size)
     forward = partial(
         run_forward, plan.valid_schedule, stages, pipeline=build_pipeline(plan, context)
     )
     with open_corpus(source, tokenizer) as corpus:
         windows = windows_of(corpus, plan.config)
+        if sizes is not None and not sizes.are_known([corpus.prefix]):
+            sizes = None
         if max_samples is not None:
             stop = min(windows.stop, max_samples * plan.config.data.seq_length + 1)
             windows = replace(windows, stop=stop)
@@ -271,7 +277,7 @@ class EvaluateHook(Hook):
 
     def __init__(self, tokenizer: str | None = None) -> None:
         self._tokenizer = tokenizer
-        self._sizes: list[int] | None = None  # bytes per token; None where they are unknown
+        self._sizes: TokenBytes | None = None  # None where the bytes of tokens are unknown
 
     def before_training(self, run: Run) -> None:
         is_found = self._tokenizer is not None and is_local(self._tokenizer)
@@ -280,7 +286,11 @@ class EvaluateHook(Hook):
             assert self._tokenizer is not None
             assert run.config.model.vocab_size is not None, "set by open_inputs"
             tokenizer = load_tokenizer(self._tokenizer)
-            self._sizes = bytes_per_token(tokenizer, run.config.model.vocab_size)
+            sizes = TokenBytes.of(tokenizer, run.config.model.vocab_size)
+            prefixes = _validation_prefixes(run)
+            are_known = sizes is not None and sizes.are_known(prefixes)
+            if all(all_gather_object(are_known, run.context.control)):
+                self._sizes = sizes
         if run.state.step == 0 and run.config.train.train_iters > 0:
             results = validate(run, self._sizes)
             if results:
@@ -318,12 +328,21 @@ class EvaluateHook(Hook):
         return values
 
 
-def validate(run: Run, sizes: list[int] | None = None) -> dict[str, Evaluation] | None:
+def _validation_prefixes(run: Run) -> list[Path]:
+    """The corpora that validation reads."""
+    datasets = run.inputs.datasets
+    prefixes = []
+    for samples in (datasets.valid, *datasets.valid_sets.values()):
+        prefixes += [dataset.corpus.prefix for dataset in corpora_of(samples)]
+    return prefixes
+
+
+def validate(run: Run, sizes: TokenBytes | None = None) -> dict[str, Evaluation] | None:
     """Evaluate the first `eval_iters` global batches of every validation set.
 
     Args:
         run: run with its validation sets.
-        sizes: bytes per token of the vocabulary; None if they are unknown.
+        sizes: bytes of the tokens; None if they are unknown.
 
     Returns:
         Results by name, "" for the split of the training corpus. None if a rank received a signal
@@ -370,7 +389,7 @@ def _evaluate(
     forward: Callable[..., Tensor],
     *,
     num_batches: int,
-    sizes: Sequence[int] | None,
+    sizes: TokenBytes | None,
     context: ParallelContext,
     stop: StopRequest | None = None,
 ) -> Evaluation | None:
@@ -380,7 +399,7 @@ def _evaluate(
         batches: microbatches of this rank.
         forward: microbatches -> the summed loss of this rank.
         num_batches: number of global batches.
-        sizes: bytes per token of the vocabulary; None if they are unknown.
+        sizes: bytes of the tokens; None if they are unknown.
         context: device and groups.
         stop: signals of this rank; None if they are not handled.
     """
@@ -388,7 +407,7 @@ def _evaluate(
     num_tokens = 0
     # fp32 rounds the sum of a long corpus
     loss = torch.zeros((), dtype=torch.float64, device=context.device)
-    size_of_token = None if sizes is None else torch.tensor(list(sizes), device=context.device)
+    size_of_token = None if sizes is None else torch.tensor(sizes.sizes, device=context.device)
     num_bytes = torch.zeros((), dtype=torch.int64, device=context.device)
     for _ in range(num_batches):
         context.heartbeat.begin("validation")
@@ -402,6 +421,9 @@ def _evaluate(
             if size_of_token is not None:
                 sizes_of_targets = torch.where(part.loss_mask > 0, size_of_token[part.labels], 0)
                 num_bytes += sizes_of_targets.sum()
+                if sizes is not None and sizes.added:
+                    begins = (part.tokens == sizes.eod) & (part.loss_mask > 0)
+                    num_bytes -= sizes.added * begins.sum()
         try:
             loss += forward(microbatches=microbatches)
         except PassStopped:
