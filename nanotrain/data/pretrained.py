@@ -41,7 +41,8 @@ def load_pretrained(name: str) -> Any:
     is_folder = Path(name).is_dir()
     if not is_folder:
         go_offline_if_unreachable()
-    from transformers import AutoTokenizer
+    # not from `transformers`, which replaces itself while another thread imports it
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     try:
         # False, not None: None asks on the terminal, and "y" would run the repository's code.

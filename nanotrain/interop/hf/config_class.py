@@ -151,7 +151,8 @@ def _first_sentence(error: Exception) -> str:
 
 def _find_class(kind: str) -> Any:
     """The config class of a `model_type`."""
-    from transformers import CONFIG_MAPPING  # takes a second
+    # takes a second; not from `transformers`, which replaces itself while a thread imports it
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     published = read_tables(EFFECTS)["published_names"]
     name = published.get(kind, kind)
