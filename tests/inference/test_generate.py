@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanotrain.config.model import MoEConfig
 from nanotrain.data.tokenizer import ByteTokenizer
@@ -213,3 +214,18 @@ def test_texts_of_a_batch_are_those_of_single_prompts(capsys) -> None:
     together = Generation(model, prompts, num_tokens=9, sampling=Sampling(seed=5, top_p=0.9))
     print_texts(["a", "b", "c"], stream_texts(together, BYTES, num_tokens=9))
     assert capsys.readouterr().out == "\n\n".join(map(str.__add__, "abc", single)) + "\n"
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+def test_a_repetition_penalty_is_that_of_transformers(
+    model: torch.nn.Module, penalty: float
+) -> None:
+    """Of every token so far, whatever the sign of its logit."""
+    text = [1, 5, 5, 9, 30]
+    logits = torch.linspace(-2.0, 40.0, VOCAB)
+    assert (logits[text] < 0).any() and (logits[text] > 0).any()
+    sampling = Sampling(repetition_penalty=penalty)
+    generation = Generation(model, [[7], text], num_tokens=1, sampling=sampling)
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    expected = processor(torch.tensor([text]), logits.clone()[None])[0]
+    torch.testing.assert_close(generation._penalize(logits, 1), expected)

@@ -203,3 +203,22 @@ def test_queries_of_later_contexts_are_longer() -> None:
     later = tables.at(torch.tensor([[17, 8]]), like=query).query_scale
     torch.testing.assert_close(scale_query(query[:, :2], later)[0, :, 0, 0], expected[[17, 8]])
     assert scale_query(query, None) is query
+
+
+def test_layers_with_a_window_have_plain_frequencies_beside_yarn():
+    """Their base is another one, and neither factors nor lengths of the other layers apply."""
+    model = replace(
+        YARN,
+        rotary_base_local=100.0,
+        yarn=replace(YARN.yarn, query_scaling_beta=0.3, mscale=1.0, mscale_all_dim=0.5),
+    )
+    like = torch.zeros(1)
+    local = RotaryTables(model, is_local=True).at(40, like=like)
+    plain = RotaryTables(replace(LLAMA, rotary_base=100.0)).at(40, like=like)
+    torch.testing.assert_close(local.cos, plain.cos)
+    torch.testing.assert_close(local.sin, plain.sin)
+    assert local.query_scale is None
+    full = RotaryTables(model).at(40, like=like)
+    length = (full.cos**2 + full.sin**2).sqrt()
+    torch.testing.assert_close(length, torch.full_like(length, model.yarn.rotary_mscale))
+    assert model.yarn.rotary_mscale != 1.0 and full.query_scale is not None

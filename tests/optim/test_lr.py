@@ -43,10 +43,10 @@ def coefficient(style: str, step: float) -> float:
 def test_warmup_rises_in_a_straight_line_from_its_start_to_the_peak():
     for style in LR_DECAYS:
         schedule = curve(style, lr_wsd_decay_iters=WSD_LENGTH)
-        for step in range(WARMUP + 1):
-            assert schedule.lr_at(step * BATCH) == pytest.approx(
-                INIT_LR + (LR - INIT_LR) * step / WARMUP
-            )
+        length = WARMUP * BATCH
+        for samples in range(length + 1):  # batches of a ramp-up end between steps
+            expected = INIT_LR + (LR - INIT_LR) * samples / length
+            assert schedule.lr_at(samples) == pytest.approx(expected, rel=1e-12)
 
 
 def test_without_warmup_the_first_step_has_the_peak():
