@@ -39,7 +39,7 @@ from nanotrain.errors import EnvironmentFault
 from nanotrain.runs.files import disk_errors, open_append, reason, write_all, write_text
 from nanotrain.runs.lock import LOCK_NAME
 from nanotrain.storage.remote import Remote, is_address, parse
-from nanotrain.untrusted import read_file
+from nanotrain.untrusted import object_of, parse_json, read_file
 
 _PROBE = b"this process can write here"
 _FIX = "choose another folder with --run-dir, or free space"
@@ -133,7 +133,14 @@ class RunFolder:
                     fix="choose another folder with --run-dir, or move the file",
                 )
 
-    def add_start(self, config_yaml: str, *, step: int, world_size: int) -> None:
+    def add_start(
+        self,
+        config_yaml: str,
+        *,
+        step: int,
+        world_size: int,
+        origins: Mapping[str, str] | None = None,
+    ) -> None:
         """Append a line to starts.jsonl.
 
         Call it before `write_description`, which replaces the settings of the last start.
@@ -142,6 +149,8 @@ class RunFolder:
             config_yaml: the text of config.yaml.
             step: number of the newest step.
             world_size: number of ranks.
+            origins: key -> source of its value; values that nobody set at this start or at the last
+                one are no changed settings.
 
         Raises:
             EnvironmentFault: the disk is full or the folder cannot be written.
@@ -151,17 +160,26 @@ class RunFolder:
         with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
             before = unnest(yaml.safe_load(read_file(self.path / "config.yaml")))
         settings = unnest(yaml.safe_load(config_yaml)) if before else {}
-        changed = {
-            key: (before.get(key), value)
-            for key, value in settings.items()
-            if value != before.get(key)
-        }
+        unset = _unset(origins or {}) & (
+            _unset(self._origins()) | (settings.keys() - before.keys())
+        )
+        changed = {}
+        for key, value in settings.items():
+            if value != before.get(key) and key not in unset:
+                changed[key] = (before.get(key), value)
         row = {"step": step, "time_s": time.time(), "world_size": world_size, "changed": changed}
         with (
             open_append(self.path / "starts.jsonl") as file,
             disk_errors(self.path / "starts.jsonl"),
         ):
             write_all(file, json.dumps(row, default=str).encode() + b"\n")
+
+    def _origins(self) -> dict[str, Any]:
+        """The sources of the settings of the last start; empty if unknown."""
+        with suppress(OSError, ValueError):
+            environment = object_of(parse_json(read_file(self.path / "environment.json")), "it")
+            return object_of(environment.get("origins"), "origins")
+        return {}
 
     def write_description(
         self, config_yaml: str, facts: Mapping[str, Any], *, secret: str | None = None
@@ -195,6 +213,11 @@ def within_timeout(remote: Remote, config: Config) -> Remote:
     """An address whose requests end before the other ranks of a run stop waiting for this one."""
     timeout_s = 60 * config.parallel.distributed_timeout_minutes
     return replace(remote, timeout_s=min(remote.timeout_s, timeout_s))
+
+
+def _unset(origins: Mapping[str, Any]) -> set[str]:
+    """The settings that nobody set: their values are defaults, or follow from other settings."""
+    return {key for key, origin in origins.items() if str(origin).startswith("default")}
 
 
 def check_writable(path: Path, *, name: str, fix: str, probes: bool = True) -> None:

@@ -92,3 +92,15 @@ def test_a_start_is_a_line_with_the_settings_that_changed(tmp_path):
         (2, 2),
         (3, 1),
     ]
+
+
+def test_values_that_nobody_set_are_no_changed_settings(tmp_path):
+    folder = RunFolder(tmp_path)
+    first = {"a.b": "default", "a.c": "command line: --c 1"}
+    folder.add_start("a: {b: 1, c: 1}\n", step=0, world_size=1, origins=first)
+    folder.write_description("a: {b: 1, c: 1}\n", {"origins": first})
+    # b follows from something else, c is left out again, d is new in this version
+    second = {"a.b": "default, not 2: no use", "a.c": "default", "a.d": "default", "a.e": "x.yaml"}
+    folder.add_start("a: {b: 3, c: 2, d: 4, e: 5}\n", step=1, world_size=1, origins=second)
+    starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert starts[1]["changed"] == {"a.c": [1, 2], "a.e": [None, 5]}

@@ -49,7 +49,8 @@ class DescriptionHook(Hook):
         folder = run.inputs.folder
         text = to_yaml(config)
         world_size = run.context.topology.world_size
-        folder.add_start(text, step=step, world_size=world_size)
+        origins = run.inputs.origins
+        folder.add_start(text, step=step, world_size=world_size, origins=origins)
         folder.write_description(text, self._entries(run), secret=config.train.notify)
         keep_tokenizer(run.inputs, config.checkpoint.pretrained_checkpoint)
 
