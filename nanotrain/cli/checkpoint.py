@@ -11,6 +11,7 @@ from nanotrain.cli.parser import Command, CommandParser
 from nanotrain.cli.publish_checkpoint import publish_checkpoint
 from nanotrain.cli.values import count, positive
 from nanotrain.errors import EXIT_CODE
+from nanotrain.log import start_logging
 from nanotrain.quantities import count_of
 
 CHECKPOINT = "step folder, or run folder for its newest step"
@@ -100,6 +101,7 @@ def import_hf(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     from nanotrain.interop.hf.import_weights import import_hf as import_folder
 
+    start_logging()
     print(import_folder(args.folder, args.output))
     return 0
 
@@ -111,6 +113,7 @@ def export_hf(argv: Sequence[str]) -> int:
     from nanotrain.inference.checkpoint import export_checkpoint
     from nanotrain.interop.hf.hub import check_repository, name_card, push_folder
 
+    start_logging()
     if repository is not None:
         check_repository(repository)
     print(export_checkpoint(**args))

@@ -12,6 +12,7 @@ No network and no code of the folder takes part. The class of the family is call
 file, and nothing else of transformers.
 """
 
+import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -114,7 +115,7 @@ def refuse_unread(raw: Mapping[str, Any], entries: Entries) -> None:
         raise HuggingFaceError(
             f"config.json has {name}: {shown(value)}",
             why=f"nanotrain does not read it for a {kind}, and it may change what is computed",
-            fix=f"choose a checkpoint whose {name} is {shown(expected)}",
+            fix=f"choose a checkpoint whose {name} is {json.dumps(expected)[:48]}",
         )
 
 
