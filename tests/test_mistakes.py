@@ -72,6 +72,17 @@ MISTAKES = [
         "hf download org/gpt2 --local-dir gpt2 fetches a model of that name",
         "Traceback",
     ),
+    ("config '+config=[tiny,llama1b]'", "name both in the defaults list of a recipe", "sweep"),
+    ("config '~model' +config=tiny", "none is removed", "did you mean"),
+    ("config -cn tiny", "write --config-name NAME", "--help"),
+    ("config -cd configs", "did you mean --config-dir?", "--help"),
+    ("config -m optim.lr=1,2", "nanotrain sweep --over lr=1,2", "optimizer steps"),
+    ("config hydra.run.dir=x", "only hydra.searchpath is used here", "did you mean"),
+    (
+        "config --num-experts 4 --moe-router-load-balancing-type quantile",
+        "--moe-router-enable-expert-bias balances without a loss",
+        "NAME",
+    ),
     ("train -c tiny", "write +config=NAME for a recipe", "--help"),
     (
         "train +config=tiny --device mps",

@@ -65,6 +65,7 @@ def data(argv: Sequence[str]) -> int:
 def config(argv: Sequence[str]) -> int:
     """Print the resolved configuration; with --explain, the origin of each value.
 
+    With --megatron-defaults, print a summary; --cfg job prints the configuration.
     Layouts that a training would refuse are refused; the number of ranks is not known here.
     """
     line = parse(argv)
@@ -80,7 +81,11 @@ def config(argv: Sequence[str]) -> int:
         notes.append(UNREAD_MODEL)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    if text is None:
+    if text is None and line.wants_megatron_defaults:
+        from nanotrain.cli.megatron_summary import megatron_summary
+
+        print(megatron_summary(loaded, line))
+    elif text is None:
         print(to_yaml(loaded.config).rstrip())
     return 0
 

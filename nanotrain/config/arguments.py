@@ -34,11 +34,17 @@ class Alias:
     name: str
     value: str
     agrees: tuple[str, ...]
+    wins: bool = False  # its value replaces that of another argument, as in Megatron-LM
 
 
 TABLE = read_table("arguments")
 ALIASES = {
-    flag: Alias(row["name"], row["value"], agrees=tuple(row.get("agrees", [row["value"]])))
+    flag: Alias(
+        row["name"],
+        row["value"],
+        agrees=tuple(row.get("agrees", [row["value"]])),
+        wins=row.get("wins", False),
+    )
     for flag, row in TABLE["aliases"].items()
 }
 VALUES: dict[str, dict[str, str]] = TABLE["spellings"]  # other spellings of a value, by unique name

@@ -39,6 +39,7 @@ class CommandLine:
     settings: list[Setting] = field(default_factory=list)  # the fields that are set, in order
     aliases: list[str] = field(default_factory=list)  # alias flags, in order
     megatron: list[MegatronArgument] = field(default_factory=list)  # flags of Megatron-LM, in order
+    overruled: list[str] = field(default_factory=list)  # flags that replaced others, for the log
     # group of YAML files -> name of the chosen file; `config` -> the recipe
     choices: dict[str, str] = field(default_factory=dict)
     search_path: list[str] = field(default_factory=list)  # folders of `--config-dir`

@@ -241,7 +241,10 @@ def unknown_name(group: str, name: str, *, folders: Sequence[Path]) -> ConfigErr
     candidates = (folder / f"{name}.yaml" for folder in (*folders, Path()))
     file = next((path for path in candidates if path.is_file()), None)
     why = f"there are {', '.join(names)}"
-    if "," in name:
+    if name.startswith("["):
+        why = "of a group one file is chosen"
+        fix = "name both in the defaults list of a recipe of your own (--config-dir DIR)"
+    elif "," in name:
         fix = f"nanotrain sweep --over {choice}={name} trains each of them"
     elif file is not None and group == "config":
         fix = f"write +config={file} for the file of that name"

@@ -280,19 +280,27 @@ def take_value(flag: str, rest: list[str]) -> str:
 
 
 def apply_aliases(line: CommandLine) -> None:
-    """Turn aliases into settings before the others; a contradiction with another is an error."""
+    """Turn aliases into settings before the others.
+
+    A contradiction with another setting is an error, unless the alias wins.
+    """
     given: list[Setting] = []
     for flag in dict.fromkeys(line.aliases):
         alias = ALIASES[flag]
         key = ENTRIES[alias.name].key
-        for other in [*given, *line.settings]:
-            if other.key == key and agreed(other) not in alias.agrees:
-                error = ConfigError(
-                    f"{flag} contradicts {other.text}",
-                    why=f"{flag} means {key}={alias.value}",
-                    fix="leave one of them out",
-                )
-                line.errors.errors.append(error)
+        others = [other for other in (*given, *line.settings) if other.key == key]
+        differing = [other for other in others if agreed(other) not in alias.agrees]
+        if alias.wins and differing:
+            line.overruled.append(f"{flag} replaces {differing[-1].text}, as in Megatron-LM")
+            line.settings = [other for other in line.settings if other.key != key]
+            differing = []
+        for other in differing:
+            error = ConfigError(
+                f"{flag} contradicts {other.text}",
+                why=f"{flag} means {key}={alias.value}",
+                fix="leave one of them out",
+            )
+            line.errors.errors.append(error)
         given.append(Setting(key, alias.value, flag))
     line.settings[:0] = reversed(given)
 

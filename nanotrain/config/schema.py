@@ -487,7 +487,10 @@ def wrong_type(entry: Entry, value: Any) -> ConfigError:
     expected = TYPE_NAMES.get(entry.item) or f"one of {', '.join(entry.choices)}"
     shown = value if len(repr(value)) <= MAX_SHOWN else f"{value!s:.{MAX_SHOWN}}..."
     fix = entry.advice
-    number = suffixed_number(str(value)) if entry.item in (int, float) else None
+    is_number = entry.item in (int, float)
+    number = suffixed_number(str(value)) if is_number else None
     if number is not None:
         fix = f"write {entry.flag} {number}"
+    elif is_number and "," in str(value):
+        fix = f"nanotrain sweep --over {entry.name}={value} trains each of them"
     return ConfigError(f"{entry.key} is {shown!r}", why=f"it takes {expected}", fix=fix)

@@ -226,6 +226,7 @@ def check_defaults(line: CommandLine, *, errors: ErrorCollector) -> None:
 
 def notes(line: CommandLine) -> Iterator[str]:
     """Lines for the log: flags that change nothing, and settings with other defaults."""
+    yield from line.overruled
     rows = line.megatron_rows
     if not rows:
         return

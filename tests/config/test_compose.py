@@ -14,6 +14,7 @@ from nanotrain.config.load import load_config
 from nanotrain.config.merge import merge_settings
 from nanotrain.config.recipe_files import read_yaml
 from nanotrain.config.schema import nest
+from nanotrain.config.train import TrainConfig
 from nanotrain.errors import ConfigError
 
 
@@ -239,3 +240,23 @@ def test_one_key_in_two_sections_is_no_duplicate(content, tmp_path):
 def test_a_recipe_with_what_only_looks_like_a_date_is_read(tmp_path):
     content = read_yaml(write(tmp_path / "r.yaml", "train: {wandb_exp_name: 2026-02-30}\n"))
     assert content["train"]["wandb_exp_name"] == "2026-02-30"
+
+
+def test_a_recipe_composes_several_files_and_groups_as_hydra_does(tmp_path):
+    """Later files win, a group is overridden once, and `key=value` wins over all of them."""
+    write(
+        tmp_path / "config" / "first.yaml", "# @package _global_\noptim: {lr: 1.0, min_lr: 0.5}\n"
+    )
+    write(tmp_path / "config" / "second.yaml", "# @package _global_\noptim: {lr: 2.0}\n")
+    write(tmp_path / "model" / "own.yaml", "num_layers: 7\nhidden_size: 64\n")
+    write(
+        tmp_path / "config" / "both.yaml",
+        "# @package _global_\ndefaults: [first, second, {override /model: own}, _self_]\n"
+        "train: {seed: 5}\n",
+    )
+    words = ["--config-dir", str(tmp_path), "+config=both", "--mock-data", "--vocab-size", "64"]
+    config = load_config([*words, "++train.seed=6"])
+    assert (config.optim.lr, config.optim.min_lr, config.train.seed) == (2.0, 0.5, 6)
+    assert (config.model.num_layers, config.model.hidden_size) == (7, 64)
+    assert load_config([*words, "~train.seed"]).train.seed == TrainConfig().seed
+    assert load_config([*words, "model=tiny"]).model.num_layers != 7

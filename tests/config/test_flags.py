@@ -6,6 +6,7 @@ import pytest
 
 from nanotrain.config.arguments import ALIASES, FLAGS, NEGATIONS, SWITCHES
 from nanotrain.config.flags import OWN_FLAGS, parse
+from nanotrain.config.load import load
 from nanotrain.config.schema import ENTRIES
 
 
@@ -164,3 +165,15 @@ def test_no_flag_abbreviates_an_option_of_torchrun():
     theirs = [option for action in get_args_parser()._actions for option in action.option_strings]
     ours = [*FLAGS, *NEGATIONS, *ALIASES, *OWN_FLAGS]
     assert not [(flag, option) for flag in ours for option in theirs if option.startswith(flag)]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    "full", [["--recompute-granularity", "full"], ["memory.recompute_granularity=full"]]
+)
+def test_recompute_activations_wins_over_a_granularity_as_in_megatron_lm(first, full):
+    words = ["--recompute-activations", *full] if first else [*full, "--recompute-activations"]
+    loaded = load(["--mock-data", "--vocab-size", "64", *words])
+    assert loaded.config.memory.recompute_granularity == "selective"
+    replaced = f"--recompute-activations replaces {' '.join(full)}, as in Megatron-LM"
+    assert replaced in loaded.notes

@@ -232,6 +232,8 @@ def test_every_cure_by_meaning_names_flags_that_exist_and_no_name_is_a_flag():
             *SWITCHES,
             "--data-parallel-size",
             "--config-dir",
+            "--config-name",
+            "--cfg",
         }, cure
     names = " ".join(table["cures"].values()).split()
     assert len(names) == len(set(names)), "a name has one meaning"
