@@ -32,13 +32,13 @@ WORDS = ("ab", "cde", "f", "ghij", "kl")
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """29 rows of 10 to 16 tokens: their number is no multiple of any number in a layout."""
+    """33 rows of 10 to 16 tokens, in 9 samples: neither is a multiple of a global batch."""
     file = tmp_path_factory.mktemp("task") / "short.jsonl"
     lines = []
-    for number in range(9):
+    for number in range(10):
         choices = [WORDS[(number + shift) % len(WORDS)] for shift in (0, 1, 3)]
         lines.append({"query": f"q{number} and", "choices": choices, "gold": number % 3})
-    lines += [{"context": f"c{number} then", "continuation": WORDS[number]} for number in (0, 3)]
+    lines += [{"context": f"c{number} then", "continuation": WORDS[number]} for number in (0, 3, 4)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
 
