@@ -3,6 +3,7 @@
     read_file, unreadable                 bytes of a regular file of bounded size, or the reason
     open_file, read_rows                  the same for a file read in parts, as rows of JSON
     parse_yaml, plain_text                YAML without aliases; text without control characters
+    require_few_values                    YAML with aliases that stand for few values
     own_file                              a file of a downloaded folder, and no link out of it
     parse_json                            text -> value; ValueError unless JSON of bounded depth
     whole_number, finite_number,          a value of the expected type and range, else ValueError
@@ -180,6 +181,35 @@ def parse_yaml(text: str | bytes) -> Any:
     if depth_of(value) > MAX_DEPTH:
         raise ValueError("it is nested too deeply")
     return value
+
+
+def require_few_values(text: str | bytes, *, most: int) -> None:
+    """Check that YAML has at most `most` values, each counted as often as aliases repeat it.
+
+    >>> require_few_values("a: &a [1, 2]\\nb: [*a, *a, *a]", most=9)
+    Traceback (most recent call last):
+    ...
+    ValueError: it has more than 9 values; a few aliases stand for many
+
+    Raises:
+        ValueError: it has more, or an alias of a value that contains it.
+    """
+    if "*" not in str(text):  # no aliases: the size of the file bounds the values
+        return
+    sizes: dict[int, int] = {}
+
+    def size_of(node: yaml.Node) -> int:
+        if id(node) in sizes:
+            return sizes[id(node)]
+        sizes[id(node)] = most + 1  # of a value inside itself
+        items = node.value if isinstance(node, yaml.CollectionNode) else []
+        flat = [child for item in items for child in (item if isinstance(item, tuple) else [item])]
+        sizes[id(node)] = min(1 + sum(map(size_of, flat)), most + 1)
+        return sizes[id(node)]
+
+    root = yaml.compose(text, yaml.SafeLoader)
+    if root is not None and size_of(root) > most:
+        raise ValueError(f"it has more than {most:,} values; a few aliases stand for many")
 
 
 def plain_text(value: Any) -> str:

@@ -5,6 +5,7 @@
     check_all_loaded   the ranks together load every tensor of a kind (the checkpoint has no further
                        layers)
 
+    require_model      a model is no larger than a checkpoint
     vocabulary_rows    tables with padding, and their numbers of tokens
     fit_padding        load tables whose rows are padded to another number
 
@@ -22,14 +23,19 @@ read.
         100 .. 127 padding       100 .. 191   zero
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanotrain.checkpoint.manifest import Manifest
-from nanotrain.config.schema import unnest
-from nanotrain.errors import CheckpointError
+from nanotrain.checkpoint.manifest import Manifest, damaged
+from nanotrain.config.config import Config
+from nanotrain.config.model import ModelConfig
+from nanotrain.config.rules.check import check_model
+from nanotrain.config.schema import config_from_dict, unnest
+from nanotrain.errors import CheckpointError, ConfigError
 from nanotrain.quantities import count_of
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.spec.parameters import declare_model
@@ -199,6 +205,60 @@ def vocabulary_rows(shape: ModelShape, specs: Iterable[ParamSpec] | None = None)
     """
     specs = declare_model(shape) if specs is None else specs
     return {spec.name: shape.vocab_size for spec in specs if spec.is_embedding_or_output}
+
+
+def config_of(manifest: Manifest, *, path: Path) -> Config:
+    """The configuration in a manifest, whose model is a possible one.
+
+    Args:
+        manifest: manifest of a checkpoint.
+        path: the step folder, for the error.
+
+    Raises:
+        CheckpointError: it breaks a rule on models.
+        ConfigError: it has unknown fields, or values of the wrong type.
+    """
+    config = config_from_dict(manifest.config)
+    try:
+        check_model(config)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{path} cannot be used",
+            why=f"the configuration in its manifest is of no model: {error.what}: {error.why}",
+            fix="load another checkpoint of the run",
+        ) from None
+    return config
+
+
+def num_elements(spec: ParamSpec, shape: ModelShape) -> int:
+    """Elements of a parameter without the padding of its rows."""
+    if spec.is_embedding_or_output:
+        return shape.vocab_size * math.prod(spec.shape[1:])
+    return math.prod(spec.shape)
+
+
+def require_model(manifest: Manifest, model_config: ModelConfig, *, path: Path) -> None:
+    """Check that a model is no larger than a checkpoint, before anything is allocated.
+
+    Args:
+        manifest: manifest of the checkpoint.
+        model_config: a model to fill from it; another padding of the vocabulary may differ.
+        path: the step folder, for the error.
+
+    Raises:
+        DamagedCheckpoint: its configuration is of a larger model.
+    """
+    held = sum(math.prod(entry.shape) for entry in manifest.tensors.values())
+    wanted = model_config.num_layers  # every layer has weights
+    if wanted <= held:
+        shape = ModelShape.of(model_config)
+        wanted = max(num_elements(spec, shape) for spec in declare_model(shape))
+    if wanted > held:
+        raise damaged(
+            f"{path} does not hold its model",
+            why=f"its tensors have {held:,} elements, and its configuration a larger model",
+            path=path,
+        )
 
 
 def fit_padding(

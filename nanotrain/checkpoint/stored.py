@@ -31,11 +31,12 @@ from nanotrain.errors import CheckpointError, ConfigError
 from nanotrain.log import get_logger
 from nanotrain.runs.files import disk_errors, write_text
 from nanotrain.storage.remote import Remote, Stat, is_address, parse
-from nanotrain.untrusted import object_of, parse_json, read_file, whole_number
+from nanotrain.untrusted import MAX_FILE_BYTES, object_of, parse_json, read_file, whole_number
 
 MANIFEST = "manifest.json"
 MARKER = "object-storage.json"
 SUPERSEDED = "superseded"
+MAX_FILES = 10_000  # of a run outside of its checkpoints, and checkpoints
 # folder, step, generation, name of an object
 _STEP = re.compile(r"(.*?)(step-\d{8,})(?:\.([1-9]\d{0,8}))?/([^/]+)")
 _STEP_NAME = re.compile(r"(?:^|/)step-(\d{8,})$")
@@ -162,7 +163,9 @@ def mirror(remote: Remote, folder: Path) -> None:
     saves = steps_of(found)
     current = _current_saves(saves)
     is_ahead = _is_ahead(folder, current)
-    keep_newer(_small_files(found), remote, folder=folder, is_ahead=is_ahead)
+    small = _small_files(found)
+    _require_few(small, num_steps=len(current), remote=remote)
+    keep_newer(small, remote, folder=folder, is_ahead=is_ahead)
     for step in [*folder.glob("step-*[0-9]"), *folder.glob("checkpoints/step-*[0-9]")]:
         local = str(step.relative_to(folder))
         if "." not in step.name and local not in current:
@@ -181,6 +184,25 @@ def _current_saves(saves: Mapping[str, list[Generation]]) -> dict[str, Generatio
             if save.is_committed and not save.is_superseded:
                 current[local] = save
     return current
+
+
+def _require_few(files: Mapping[str, Stat], *, num_steps: int, remote: Remote) -> None:
+    """Check the files that would be downloaded from an address, which may be somebody else's.
+
+    Raises:
+        CheckpointError: they are too many, or one is too large.
+    """
+    why = ""
+    if len(files) > MAX_FILES or num_steps > MAX_FILES:
+        why = f"it has {len(files):,} small files and {num_steps:,} checkpoints"
+        why += f", at most {MAX_FILES:,} are read"
+    for name, stat in files.items():
+        if stat.size > MAX_FILE_BYTES and not name.endswith(".safetensors"):
+            why = f"{name} has {stat.size:,} bytes, at most {MAX_FILE_BYTES:,} are read"
+    if why:
+        raise CheckpointError(
+            f"{remote} cannot be read as a run or model", why=why, fix="name a folder in it"
+        )
 
 
 def _small_files(found: Mapping[str, Stat]) -> dict[str, Stat]:

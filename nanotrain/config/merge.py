@@ -1,7 +1,7 @@
 """Merge the settings of a command line into the values of the files, and replace `${...}`."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -14,6 +14,7 @@ from nanotrain.config.schema import KEYS, convert, flat_values, nest, typed
 from nanotrain.config.user_paths import with_variables
 from nanotrain.errors import ConfigError
 
+MAX_RESOLVED = 10**8  # characters; an estimate from above
 HIDDEN = "\0hidden\0"  # in place of a hidden value
 MARKER = "nanotrain.environment"  # resolver in place of oc.env
 OmegaConf.register_new_resolver(MARKER, lambda *_: ENVIRONMENT, replace=True)
@@ -77,6 +78,7 @@ def resolve(merged: Mapping[str, Any], *, settings: Sequence[Setting]) -> dict[s
         ConfigError: a reference that leads nowhere, or back to itself.
     """
     written = nest({**flat_values(Config()), **merged})
+    require_short(written)
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(written), resolve=True)
         sources = OmegaConf.to_container(OmegaConf.create(with_sources(merged)), resolve=True)
@@ -91,6 +93,38 @@ def resolve(merged: Mapping[str, Any], *, settings: Sequence[Setting]) -> dict[s
             )
     marked = mark_references(resolved, written, sources=sources)
     return {key: nested_value(marked, key) for key in merged}
+
+
+def require_short(written: Mapping[str, Any]) -> None:
+    """Check that values with their references replaced have at most MAX_RESOLVED characters.
+
+    A few fields that each name the one before several times stand for billions.
+
+    Raises:
+        ConfigError: they may have more.
+    """
+    longest = 1
+    copies = 1
+    for text in texts_in(written):
+        longest = max(longest, len(text))
+        copies *= max(1, text.count("${"))
+    if longest * copies > MAX_RESOLVED:
+        raise ConfigError(
+            "the references of the configuration stand for too long texts",
+            why=f"they may have {longest * copies:,} characters, at most {MAX_RESOLVED:,} are read",
+            fix="write the values",
+        )
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """The texts in nested values."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from texts_in(item)
+    elif isinstance(value, str):
+        yield value
 
 
 def with_sources(merged: Mapping[str, Any]) -> dict[str, Any]:

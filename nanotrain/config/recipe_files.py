@@ -1,5 +1,6 @@
 """Read one YAML file of the configuration: its mapping, with references that a file may have."""
 
+import io
 import re
 from collections.abc import Iterator
 from functools import lru_cache
@@ -13,7 +14,10 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from nanotrain.config.schema import ENTRIES
 from nanotrain.config.user_paths import may_read, why_not
 from nanotrain.errors import ConfigError
+from nanotrain.untrusted import read_file, require_few_values
 
+MAX_RECIPE_BYTES = 1 << 18  # a config.yaml with all fields has 20 KB
+MAX_RECIPE_VALUES = 20_000  # with those that aliases repeat
 _FROM_ENVIRONMENT = re.compile(r"oc\.env: *(\w+) *(,.*)?")
 
 
@@ -25,8 +29,10 @@ def state_of(path: Path) -> tuple[Path, int, int]:
 
 @lru_cache
 def plain_yaml(path: Path, *, state: object) -> Any:
-    """The values in a YAML file of this state."""
-    return OmegaConf.to_container(OmegaConf.load(path))
+    """The values in a YAML file of this state, of bounded size."""
+    content = read_file(path, most=MAX_RECIPE_BYTES)
+    require_few_values(content, most=MAX_RECIPE_VALUES)
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(content.decode())))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

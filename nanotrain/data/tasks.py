@@ -43,6 +43,9 @@ from nanotrain.untrusted import (
 
 MAX_TASK_BYTES = 1 << 28  # HellaSwag has 10 MB
 MAX_CHOICES = 64
+MAX_QUESTION_BYTES = 1 << 20
+MAX_QUESTION_TEXT = 1 << 22  # characters of all its contexts and continuations
+MAX_TASK_TOKENS = 1 << 26  # MMLU with 5 examples has 4e7; 8 bytes each
 FORMS = (
     '"query", "choices", "gold"',
     '"context_options", "continuation", "gold"',
@@ -174,12 +177,22 @@ def read_task(
         raise DataError(what, why=unreadable(error), fix=fix) from None
     chosen = questions[:limit]
     rows = []
+    num_tokens = 0
+    same: dict[int, int] = {}  # one object per id: 8 bytes per token, not 36
     for index, question in enumerate(chosen):
         others = [*questions[:index], *questions[index + 1 : num_fewshot + 1]]
         before = "".join(f"{other.text}\n\n" for other in others[:num_fewshot])
         for context, continuation in question.pairs:
             tokens, scored = encode_pair(before + context, continuation, tokenizer=tokenizer)
-            rows.append(Row((*tokens, *scored), len(scored)))
+            both = tuple(same.setdefault(token, token) for token in (*tokens, *scored))
+            rows.append(Row(both, len(scored)))
+            num_tokens += len(both)
+            if num_tokens > MAX_TASK_TOKENS:
+                raise DataError(
+                    f"task {name} has more than {MAX_TASK_TOKENS:,} tokens",
+                    why=f"question {index + 1} of {len(chosen)} is the first beyond them",
+                    fix="read fewer with --max-samples or --eval-task-limit",
+                )
     return Task(name, tuple(chosen), tuple(rows))
 
 
@@ -188,6 +201,10 @@ def _read_questions(path: Path) -> list[Question]:
     questions = []
     lines = read_file(path, most=MAX_TASK_BYTES).splitlines()
     for number, line in enumerate(lines, start=1):
+        if len(line) > MAX_QUESTION_BYTES:
+            raise ValueError(
+                f"line {number} has {len(line):,} bytes, at most {MAX_QUESTION_BYTES:,} are read"
+            )
         if line.strip():
             questions.append(_parse_question(line, number))
     return questions
@@ -280,6 +297,12 @@ def _parse_question(line: bytes, number: int) -> Question:
         continuations = [text("continuation")]
     else:
         raise ValueError(f"{where} has the fields {json.dumps(sorted(fields))[:80]}")
+    num_characters = sum(map(len, [*contexts, *continuations]))
+    if num_characters > MAX_QUESTION_TEXT:
+        raise ValueError(
+            f"{where} has {num_characters:,} characters in {len(contexts)} choices, at most "
+            f"{MAX_QUESTION_TEXT:,} are read"
+        )
     is_cloze = len(contexts) == 1
     gold = 0
     if not is_cloze:

@@ -33,6 +33,7 @@ from typing import Any, TypeAlias
 
 import tokenizers
 
+from nanotrain.data.encoding_budget import within_budget
 from nanotrain.data.pretrained import ANY_CLASS, load_pretrained, resolved_settings
 from nanotrain.data.tokenizer_files import (
     HASH,
@@ -192,16 +193,23 @@ class FastTokenizer:
 
     def encode_added(self, text: str) -> list[int]:
         """Encode a text with the special tokens that the post-processor adds."""
-        return list(self.backend.encode(text).ids)
+        encoding = within_budget(lambda: self.backend.encode(text), num_characters=len(text))
+        return list(encoding.ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode several texts on all threads that `tokenizers` may use.
 
         Raises:
-            DataError: a character that the tokenizer neither has nor replaces.
+            DataError: a character that the tokenizer neither has nor replaces, or a text for which
+                one of its patterns takes too long.
         """
         try:
-            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            encodings = within_budget(
+                lambda: self.backend.encode_batch_fast(texts, add_special_tokens=False),
+                num_characters=sum(map(len, texts)),
+            )
+        except DataError:
+            raise
         except Exception as error:  # the library raises bare Exception
             raise DataError(
                 "a text cannot be encoded",

@@ -16,7 +16,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from nanotrain.checkpoint.compatibility import fit_padding, has_weights_alone, vocabulary_rows
+from nanotrain.checkpoint.compatibility import (
+    config_of,
+    fit_padding,
+    has_weights_alone,
+    require_model,
+    vocabulary_rows,
+)
 from nanotrain.checkpoint.manifest import Manifest
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import read_chunks, read_global_tensors, require_tensor
@@ -26,7 +32,6 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.model import ModelConfig, MTPConfig
-from nanotrain.config.schema import config_from_dict
 from nanotrain.data.build import (
     first_blend,
     remote_name_of,
@@ -144,9 +149,8 @@ def open_checkpoint(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
         raise CheckpointError(
             f"{step} has no moving average of the weights", why=why, fix="leave out --ema"
         )
-    return OpenedCheckpoint(
-        step, config_from_dict(manifest.config), manifest, prefix=AVERAGE if ema else PREFIX
-    )
+    config = config_of(manifest, path=step)
+    return OpenedCheckpoint(step, config, manifest, prefix=AVERAGE if ema else PREFIX)
 
 
 def open_model(path: Path, *, ema: bool = False) -> OpenedCheckpoint:
@@ -190,6 +194,8 @@ def load_stage(
         dtype: dtype of the weights.
     """
     model_config = checkpoint.config.model
+    if checkpoint.manifest is not None:
+        require_model(checkpoint.manifest, model_config, path=checkpoint.path)
     if context is None:
         device = torch.device("cpu")
         stage = build_stage(model_config, dtype=dtype)

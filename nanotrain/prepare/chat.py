@@ -1,57 +1,58 @@
-"""Conversations as token ids with a loss mask: 1 on the tokens that the assistant writes.
+"""Conversations as token ids with a loss mask, within a budget of time and memory.
 
-    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
-
-    text    <|im_start|> user 2 + 2?<|im_end|> <|im_start|> assistant 4 <|im_end|>
-    mask    0            0    0 0 0 0          0            0         1 1
-
-transformers' `apply_chat_template` gives the text. What the assistant writes is marked by
-`{% generation %}` in the template, as transformers defines it. In other templates it is what each
-assistant message adds to the messages before it and the prompt for a reply, which needs a template
-that never changes an earlier turn.
+A chat template is a program of whoever made the tokenizer: it may loop, recurse and fill the
+memory. It runs in a process of its own (`chat_template`), which is killed after BUDGET_S seconds
+for one conversation.
 """
 
 import json
+import select
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nanotrain.errors import DataError
-from nanotrain.untrusted import list_of, object_of, parse_json, text_of
 
-ASSISTANT = "assistant"
 Message = dict[str, Any]
+
+LOAD_S = 120.0  # for the process to load the tokenizer
+BUDGET_S = 20.0  # for one conversation
+BLOCK_BYTES = 1 << 20
+PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from nanotrain.prepare.chat_template import main; main()"
+)
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer.
+    """The chat template of a tokenizer, in a process of its own.
 
     Args:
         tokenizer: folder or name that transformers' AutoTokenizer takes.
+        budget_s: seconds for one conversation.
 
     Raises:
         DataError: it has no chat template, or no offsets of tokens.
     """
 
-    def __init__(self, tokenizer: str) -> None:
-        from transformers import AutoTokenizer  # 1 s
+    def __init__(self, tokenizer: str, *, budget_s: float = BUDGET_S) -> None:
+        self._budget_s = budget_s
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._ask(json.dumps(tokenizer), timeout_s=LOAD_S)
 
-        what = f"{tokenizer} has no chat template"
-        fix = "name the tokenizer of a chat model, or add chat_template.jinja to its folder"
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                tokenizer, trust_remote_code=False, local_files_only=Path(tokenizer).is_dir()
-            )
-            template = self._tokenizer.chat_template
-            is_fast = self._tokenizer.is_fast
-        except (OSError, ValueError) as error:
-            raise DataError(what, why=str(error).splitlines()[0], fix=fix) from None
-        if not template or not is_fast:
-            why = "it has no chat_template.jinja, and tokenizer_config.json names no chat_template"
-            raise DataError(what, why=why, fix=fix)
-        self._marks_turns = "generation %}" in str(template)
+    def __del__(self) -> None:
+        process = self.__dict__.get("_process")
+        if process is not None:
+            process.kill()
+            process.communicate()
 
     def encode(self, conversation: str) -> tuple[list[int], np.ndarray]:
         """The token ids of a conversation, and their mask [tokens] uint8.
@@ -60,23 +61,12 @@ class ChatTemplate:
             conversation: the messages as JSON.
 
         Raises:
-            DataError: no messages with role and content, or a template that refuses them or changes
-                earlier turns.
+            DataError: no messages with role and content, or a template that refuses them, changes
+                earlier turns, or needs more than its budget.
         """
-        messages = _parse_messages(conversation)
-        if self._marks_turns:
-            encoded = self._render(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-            return list(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=np.uint8)
-        text = self._render(messages, tokenize=False)
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = list(encoding["input_ids"])
-        mask = np.zeros(len(ids), dtype=np.uint8)
-        starts = np.array([start for start, _ in encoding["offset_mapping"]])
-        for begin, end in self._find_replies(messages, text):
-            mask[(begin <= starts) & (starts < end)] = 1
-        return ids, mask
+        line = conversation.replace("\n", " ")  # between values of JSON
+        reply = self._ask(line, timeout_s=self._budget_s)
+        return reply["ids"], np.array(reply["mask"], dtype=np.uint8)
 
     def prompt(self, messages: Sequence[Message], *, continues: bool = False) -> str:
         """The text of messages up to a reply of the assistant.
@@ -86,64 +76,52 @@ class ChatTemplate:
             continues: whether the last message is the beginning of the reply.
 
         Raises:
-            DataError: the template refuses them.
+            DataError: the template refuses them, or needs more than its budget.
         """
-        options = {"add_generation_prompt": not continues, "continue_final_message": continues}
-        return str(self._render(messages, tokenize=False, **options))
+        line = json.dumps({"prompt": list(messages), "continues": continues})
+        return str(self._ask(line, timeout_s=self._budget_s)["text"])
 
-    def _find_replies(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
-        """First character, and the one after the last, of every message of the assistant."""
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            before = self._render(messages[:number], tokenize=False, add_generation_prompt=True)
-            through = self._render(messages[: number + 1], tokenize=False)
-            if not (text.startswith(through) and through.startswith(before)):
-                raise DataError(
-                    "the chat template changes earlier turns",
-                    why=(
-                        f"message {number + 1} is another text once others follow it, "
-                        "so its tokens are unknown"
-                    ),
-                    fix=(
-                        "add {% generation %} and {% endgeneration %} "
-                        "around the assistant's text in the template"
-                    ),
-                )
-            spans.append((len(before), len(through)))
-        return spans
+    def _ask(self, line: str, *, timeout_s: float) -> Any:
+        """The reply to a line.
 
-    def _render(self, messages: Sequence[Message], **options: Any) -> Any:
-        from jinja2.exceptions import TemplateError
-
+        Raises:
+            DataError: the reply is an error, or there is none in time.
+        """
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None, "pipes"
         try:
-            return self._tokenizer.apply_chat_template(list(messages), **options)
-        except (TemplateError, TypeError, ValueError) as error:
-            why = f"the chat template refuses it: {error}"
+            process.stdin.write(line.encode(errors="replace") + b"\n")
+            process.stdin.flush()
+            reply = json.loads(self._read_line(timeout_s))
+        except (OSError, ValueError, EOFError) as error:
+            process.kill()
+            why = "its process ended"
+            if isinstance(error, TimeoutError):
+                why = f"it took more than {timeout_s:g} s for one conversation"
             raise DataError(
-                "a conversation cannot be used", why=why, fix="correct or remove it"
+                "the chat template cannot be used",
+                why=why,
+                fix="correct the template; it is a program, which may loop or fill the memory",
             ) from None
+        if "error" in reply:
+            what, why, fix = reply["error"]
+            raise DataError(what, why=why, fix=fix)
+        return reply
 
-
-def _parse_messages(conversation: str) -> list[Message]:
-    """The messages of a conversation, with role and content."""
-    try:
-        messages = []
-        for value in list_of(parse_json(conversation), "messages"):
-            message = object_of(value, "a message")
-            role = text_of(message.get("role"), "role")
-            content = text_of(message.get("content"), "content")
-            messages.append(message | {"role": role, "content": content})
-        if not any(message["role"] == ASSISTANT for message in messages):
-            raise ValueError("it has no message of the assistant, whose tokens are the targets")
-    except ValueError as error:
-        fix = (
-            'write {"messages": [{"role": "user", "content": "..."}, '
-            '{"role": "assistant", "content": "..."}]}'
-        )
-        raise DataError("a conversation cannot be used", why=str(error), fix=fix) from None
-    return messages
+    def _read_line(self, timeout_s: float) -> bytes:
+        """A line of the process; TimeoutError if it does not come."""
+        stream: Any = self._process.stdout
+        deadline = time.monotonic() + timeout_s
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([stream], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError
+            block = stream.read1(BLOCK_BYTES)
+            if not block:
+                raise EOFError
+            line += block
+        return bytes(line)
 
 
 def as_text(messages: Any) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 from nanotrain.errors import DataError
 from nanotrain.paths import local_path
+from nanotrain.prepare.inflation import require_bounded
 from nanotrain.prepare.inputs import (
     HubDataset,
     check_zstandard,
@@ -289,6 +290,7 @@ def _dataset_of_file(path: Path) -> HubDataset:
 
 
 def _split_rows(dataset: HubDataset) -> list[InputChunk]:
+    require_bounded(dataset.files, folder=Path(dataset.name))
     rows: Any = load_rows(dataset)
     row_bytes = rows.data.nbytes / max(1, len(rows))
     fewest_rows = int(_MIN_BYTES / max(1.0, row_bytes))

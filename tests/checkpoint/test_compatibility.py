@@ -3,6 +3,7 @@ sides.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +11,19 @@ import torch
 from nanotrain.checkpoint.compatibility import (
     check_all_loaded,
     check_compatible,
+    config_of,
     fit_padding,
     loads,
+    require_model,
     vocabulary_rows,
 )
 from nanotrain.checkpoint.manifest import Manifest, TensorEntry
+from nanotrain.config.config import Config
 from nanotrain.config.model import ModelConfig
+from nanotrain.config.schema import to_dict
 from nanotrain.errors import CheckpointError
 from nanotrain.spec.boxes import Box, TensorBox
+from nanotrain.spec.parameters import declare_model
 from nanotrain.spec.shape import ModelShape
 
 SHAPES = {
@@ -162,3 +168,32 @@ def test_the_same_padding_and_another_vocabulary_are_left_to_the_comparison_of_s
     for there in (manifest(8, 5), manifest(6, 6)):
         fitted = fit_padding(there, {TensorBox.full(NAME, (8, 2)): target}, rows=rows)
         assert list(fitted) == [TensorBox.full(NAME, (8, 2))] and target.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("hidden_size", 10**5, "its tensors have"),
+        ("num_layers", 10**4, "its tensors have"),
+        ("vocab_size", 10**7, "its tensors have"),
+        ("num_attention_heads", 3, "is of no model"),
+    ],
+)
+def test_a_configuration_of_a_larger_model_is_refused_before_anything_is_allocated(
+    field: str, value: int, why: str, tmp_path: Path
+) -> None:
+    model = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=1, vocab_size=64)
+    specs = declare_model(ModelShape.of(model))
+    tensors = {f"model/{spec.name}": TensorEntry(spec.shape, "fp32", ()) for spec in specs}
+    manifest = Manifest(
+        1, {}, tensors, {}, {"model": vars_of(replace(model, **{field: value}))}, {}
+    )
+    with pytest.raises(CheckpointError, match=why):
+        config = config_of(manifest, path=tmp_path)
+        require_model(manifest, config.model, path=tmp_path)
+
+
+def vars_of(model: ModelConfig) -> dict[str, object]:
+    """The section of a model as in a manifest."""
+    section: dict[str, object] = to_dict(Config(model=model))["model"]
+    return section

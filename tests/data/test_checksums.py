@@ -280,3 +280,10 @@ def test_a_run_goes_on_with_its_corpora_alone(tmp_path: Path) -> None:
     write_blocks(tmp_path / "b", np.roll(tokens, 1), [320])
     with pytest.raises(DataError, match=f"{tmp_path / 'b'} is not the corpus that the run has"):
         require_same_corpora(splits(), saved)
+
+
+@pytest.mark.parametrize("left", [1, 3, 6])
+def test_truncated_checksums_are_an_error(corpus: Path, left: int) -> None:
+    sums_path(corpus).write_bytes(sums_path(corpus).read_bytes()[:left])
+    with pytest.raises(DataError, match=rf"checksums of {left // 4}"):
+        IndexedTokens(corpus)

@@ -121,3 +121,15 @@ def test_what_is_no_task_is_one_error(tmp_path: Path, content: bytes, message: s
     file.write_bytes(content)
     with pytest.raises(DataError, match=message):
         read_task("task", file, tokenizer=ByteTokenizer())
+
+
+def test_a_task_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.jsonl"
+    query = {"query": "x" * 1000, "choices": ["a"] * 64, "gold": 0}
+    file.write_text(json.dumps(query))
+    monkeypatch.setattr("nanotrain.data.tasks.MAX_TASK_TOKENS", 64_000)
+    with pytest.raises(DataError, match="task a has more than 64,000 tokens"):
+        read_task("a", file, tokenizer=ByteTokenizer())
+    file.write_text(json.dumps(query | {"query": "x" * (1 << 20)}))
+    with pytest.raises(DataError, match="line 1 has 1,048,.* bytes, at most 1,048,576 are read"):
+        read_task("a", file, tokenizer=ByteTokenizer())

@@ -187,3 +187,21 @@ def test_a_tokenizer_that_is_trained_has_no_template(
             "the chat template of a tokenizer turns conversations into text"
             in capsys.readouterr().err
         )
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+TALK = json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (LOOPS, "it took more than 1 s for one conversation"),
+        ("{{ 'x' * 10 ** 10 }}", "the chat template needs more than 2,147,483,648 bytes"),
+    ],
+)
+def test_a_template_has_a_budget_of_time_and_memory(
+    template: str, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=why):
+        ChatTemplate(save_tokenizer(tmp_path, template), budget_s=1.0).encode(TALK)

@@ -14,6 +14,7 @@ read_data = cache(partial(read_table, folder=Path(__file__).parent))
 
 UNSTATED = {"", "-", "?", "n/a", "na", "null", "unknown", "not stated"}
 WORDY_COLUMNS = ("zero", "precision", "overlap_flags", "flags")
+MAX_NUMBER, MAX_LAYERS = 10**9, 10**4  # of a published run: tokens of a batch have 8 digits
 ABOVE_ONE = r"[2-9]|\d\d"  # the pattern of a number above 1
 
 
@@ -40,7 +41,11 @@ class Row:
             return None
         if not re.fullmatch(r"\d{1,12}(\.0*)?", text) or not float(text):
             raise ConfigError(f"{column} is {text!r}", why="it takes a whole number of at least 1")
-        return int(float(text))
+        number = int(float(text))
+        most = MAX_LAYERS if column == "layers" else MAX_NUMBER
+        if number > most:
+            raise ConfigError(f"{column} is {number:,}", why=f"numbers are at most {most:,}")
+        return number
 
     def required(self, column: str) -> int:
         """A number that nothing else in the row implies."""
