@@ -34,6 +34,7 @@ from nanotrain.data.build import (
     read_document,
     starting_stages,
     tokenizer_of_stored,
+    uses_quickstart,
 )
 from nanotrain.data.gpt import GPTDataset
 from nanotrain.data.indexed import IndexedTokens
@@ -132,6 +133,12 @@ class OrderStart:
             DataError: a corpus is missing or damaged.
         """
         data = self.config.data
+        if uses_quickstart(data):
+            raise DataError(
+                "the settings of the run name no corpus",
+                why="they are damaged, or the corpus was that of the quick start",
+                fix="name another run",
+            )
         if not self.opens_addresses:
             _require_local(data)
         seed = self.config.train.seed

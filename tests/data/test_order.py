@@ -302,3 +302,10 @@ def test_a_row_without_a_batch_size_is_an_error(tmp_path: Path) -> None:
     OrderStart(0, 0, 0, 2, VOCAB_SIZE, config).append_to(tmp_path)
     with pytest.raises(EnvironmentFault, match="global_batch_size is None"):
         DataOrder.read(tmp_path)
+
+
+def test_settings_without_a_corpus_are_an_error(tmp_path: Path) -> None:
+    config = Config(data=DataConfig(), train=TrainConfig(global_batch_size=2))
+    OrderStart(0, 0, 0, 2, VOCAB_SIZE, config).append_to(tmp_path)
+    with pytest.raises(DataError, match="the settings of the run name no corpus"):
+        next(DataOrder.read(tmp_path).documents(1))
