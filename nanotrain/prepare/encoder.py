@@ -35,7 +35,10 @@ class DocumentEncoder:
     def __init__(self, tokenizer: Tokenizer, *, parse_special: bool = False) -> None:
         self.tokenizer = tokenizer
         self.parse_special = parse_special
-        self._special = _pattern(special_texts(tokenizer))
+        special = special_texts(tokenizer)
+        self._special = _pattern(special)
+        # looked for first: a pattern of hundreds of texts is slow
+        self._special_starts = {text[:2] for text in special if text}
         self._unknown = _unknown_id(tokenizer)
         self._can_lose = can_lose_characters(tokenizer)
         self._bytes = TokenBytes.of(tokenizer, tokenizer.vocab_size)
@@ -45,7 +48,9 @@ class DocumentEncoder:
         """Encode a document, without an end-of-document token."""
         tokenizer = self.tokenizer
         (ids,) = tokenizer.encode_documents([text], parse_special=self.parse_special)
-        has_special = self._special is not None and self._special.search(text) is not None
+        has_special = False
+        if self._special is not None and any(start in text for start in self._special_starts):
+            has_special = self._special.search(text) is not None
         lost = 0
         if self._can_lose and isinstance(tokenizer, FastTokenizer):
             lost = num_lost(tokenizer, text)
