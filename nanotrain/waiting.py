@@ -84,7 +84,8 @@ class Wait:
         if self._is_named or self.silent_s < NAMED_AFTER_S:
             return
         self._is_named = True
-        log.warning("%s for %.0f s; this ends after %g s", self.what, self.silent_s, self.timeout_s)
+        # an error: before the ranks have met, the others than the first log nothing less
+        log.error("%s for %.0f s; this ends after %g s", self.what, self.silent_s, self.timeout_s)
 
 
 def _fulfil(future: Future[Result], function: Callable[[], Result]) -> None:
@@ -101,7 +102,7 @@ def named_wait(what: str) -> Iterator[None]:
     Args:
         what: the wait, as "the lock of runs/a is held by another process".
     """
-    timer = threading.Timer(NAMED_AFTER_S, log.warning, (f"%s, for {NAMED_AFTER_S:g} s", what))
+    timer = threading.Timer(NAMED_AFTER_S, log.error, (f"%s, for {NAMED_AFTER_S:g} s", what))
     timer.daemon = True
     timer.start()
     try:
