@@ -365,7 +365,9 @@ class LoadedModel:
         sampling = sampling or self.sampling()
         if sampling.stop is None:
             sampling = replace(sampling, stop=self.defaults.ends)
-        most = num_tokens or self.defaults.max_new_tokens or NUM_TOKENS
+        most = num_tokens
+        if most is None:
+            most = self.defaults.max_new_tokens or NUM_TOKENS
         generation = Generation(
             self.layout or self.model,
             encoded,

@@ -9,7 +9,13 @@ import transformers
 
 from nanotrain.data.prompts import encode_pair, encode_prompt, prompt_start, prompt_tokenizer
 from nanotrain.data.tokenizer import ByteTokenizer, load_tokenizer
-from tests.inference.lm_eval_table import RECORDED, lm_eval_scores, own_scores, scores_of
+from tests.inference.lm_eval_table import (
+    RECORDED,
+    lm_eval_model,
+    lm_eval_scores,
+    own_scores,
+    scores_of,
+)
 from tests.inference.tiny_folders import KINDS, write_folder
 
 
@@ -55,6 +61,21 @@ def test_log_likelihoods_are_those_of_lm_eval_itself(folders: dict[str, Path], n
     model = NanotrainLM(str(folders[name]), batch_size=3)
     assert model.max_length == 32
     assert scores_of(model) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bos", "qwen", "unigram"])
+def test_generated_texts_are_those_of_lm_eval_itself(folders: dict[str, Path], name: str) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    from nanotrain.inference.lm_eval import NanotrainLM
+
+    theirs, ours = lm_eval_model(folders[name]), NanotrainLM(str(folders[name]))
+    for context in ("the quick", "a cat sat on ", "<s>the", "the lazy dog " * 9):
+        for options in ({"until": ["e"], "max_gen_toks": 8}, {"until": [], "max_new_tokens": 4}):
+            request = Instance("generate_until", {}, (context, {**options}), 0)
+            expected = theirs.generate_until([request], disable_tqdm=True)
+            assert ours.generate_until([request]) == expected, (context, options)
 
 
 def test_what_a_training_has_not_read_is_left_out_and_said(

@@ -66,13 +66,18 @@ def scores_of(model: Any) -> list[float]:
     return [score for score, _ in model.loglikelihood(pairs)] + model.loglikelihood_rolling(texts)
 
 
-def lm_eval_scores(folder: Path) -> list[float]:
-    """The scores by lm-eval's own class."""
+def lm_eval_model(folder: Path) -> Any:
+    """A folder in lm-eval's own class."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return scores_of(import_hflm()(pretrained=model, tokenizer=tokenizer, batch_size=4))
+    return import_hflm()(pretrained=model, tokenizer=tokenizer, batch_size=4)
+
+
+def lm_eval_scores(folder: Path) -> list[float]:
+    """The scores by lm-eval's own class."""
+    return scores_of(lm_eval_model(folder))
 
 
 def own_scores(folder: Path) -> list[float]:
