@@ -15,6 +15,7 @@ from nanotrain.errors import DataError
 from nanotrain.inference.checkpoint import LoadedModel, load_checkpoint
 from nanotrain.inference.generate import Generation, encode_prompts
 from nanotrain.inference.generation_config import parse_defaults, read_defaults
+from nanotrain.inference.sampling import Sampling
 from tests.inference.test_checkpoint import write_run
 from tests.inference.tiny_folders import edit_json, write_folder
 
@@ -83,6 +84,17 @@ def test_ends_and_penalties_are_those_of_transformers(files: Path) -> None:
         edit(files, generation, config)
         assert greedy_tokens(load_checkpoint(files)) == tokens_of_transformers(files)
         assert len(greedy_tokens(load_checkpoint(files))) == count, (generation, config)
+
+
+def test_a_penalty_is_that_of_transformers(folder: Path) -> None:
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(2))
+    prompt = list(range(0, 300, 7))
+    penalize = transformers.RepetitionPenaltyLogitsProcessor(1.7)
+    expected = penalize(torch.tensor([prompt]), logits[None])[0]
+    model = load_checkpoint(folder).model
+    sampling = Sampling(temperature=0, repetition_penalty=1.7)
+    generation = Generation(model, [prompt], num_tokens=1, sampling=sampling)
+    assert torch.equal(generation._penalize(logits, 0), expected)
 
 
 def test_the_end_of_the_tokenizer_counts_where_no_file_names_one(files: Path) -> None:

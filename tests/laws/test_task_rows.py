@@ -28,9 +28,9 @@ from nanotrain.train.tasks import score_task
 from tests.harness import run_ranks
 from tests.inference.test_checkpoint import write_run
 
-SEQ_LENGTH = 48
+SEQ_LENGTH = 64
 # tokens of the longest row of a task; of a longer one than the sequence the end is read
-LONGEST = (2, 3, 4, 9, 12, 25, 48, 70)
+LONGEST = (2, 3, 4, 9, 12, 25, 64, 70)
 SAMPLED = (3, 12, 70)
 EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24}
 DELTA = {
