@@ -218,6 +218,7 @@ def _mask_as_bias(chunk: AttentionChunk) -> Tensor | None:
 
 
 def _forward_cpu(chunk: AttentionChunk) -> AttentionResult:
+    """Attention by torch's flash kernel for CPUs: out [B, N, Q, Dv] and lse [B, N, Q]."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         chunk.query,
         chunk.key,
@@ -233,6 +234,7 @@ def _forward_cpu(chunk: AttentionChunk) -> AttentionResult:
 def _backward_cpu(
     chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor
 ) -> ChunkGradients:
+    """Gradients by torch's flash kernel for CPUs; shapes as in `AttentionChunk`."""
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad,
         chunk.query,
@@ -258,6 +260,7 @@ def _forward_cuda(chunk: AttentionChunk) -> AttentionResult:
 def _backward_cuda(
     chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor
 ) -> ChunkGradients:
+    """Gradients by torch's flash kernel for GPUs; shapes as in `AttentionChunk`."""
     # The state of the random generator only matters with dropout.
     seed = torch.zeros((2,), dtype=torch.uint64, device=grad.device)
     offset = torch.zeros((), dtype=torch.uint64, device=grad.device)
@@ -341,6 +344,7 @@ def _forward_rows(chunk: AttentionChunk) -> AttentionResult:
 def _backward_eager(
     chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor
 ) -> ChunkGradients:
+    """Gradients by matrix products, block by block of queries to bound the scores."""
     chunk = _with_mask(chunk)
     key = merged.lse.new_zeros(chunk.key.shape)
     value = merged.lse.new_zeros(chunk.value.shape)
@@ -356,6 +360,10 @@ def _backward_eager(
 def _backward_rows(
     chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor
 ) -> ChunkGradients:
+    """Gradients of one block of queries; `key` and `value` are its addends to the sums.
+
+    The weights [B, N, q, K] are computed again from the scores and the log-sum-exp.
+    """
     scores, slope = _scores(chunk)
     weights = scores.sub_(merged.lse[..., None]).exp_()
     dtype = weights.dtype

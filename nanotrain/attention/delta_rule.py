@@ -134,6 +134,7 @@ def recomputed(
 def _delta_rule(
     inputs: DeltaInputs, initial_state: Tensor | None, *, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
+    """The rule over all chunks; arguments and results as `delta_rule`."""
     batch, length, heads, value_dim = inputs.value.shape
     key_dim = inputs.key.shape[-1]
     chunks = _Chunks.of(inputs, chunk_size)
@@ -385,6 +386,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """U' = U - W S and S <- d_C S + (e K)^T U' per chunk; shapes as in the class."""
         reads, writes, decays, state = inputs
         corrections = torch.empty_like(values)
         states = values.new_empty(len(values), *state.shape)
@@ -399,6 +401,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        """The scan in reverse, for gradients of corrections, states and final state."""
         reads, writes, decays, corrections, states = ctx.saved_tensors
         grad_corrections = grads[0].clone()
         grad_states = grads[1]

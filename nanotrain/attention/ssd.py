@@ -56,6 +56,7 @@ def ssd(
 def _ssd(
     inputs: DeltaInputs, initial_state: Tensor | None, *, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
+    """The scan over all chunks; arguments and results as `ssd`."""
     chunks = _Chunks.of(inputs, chunk_size)
     pairs = chunks.pairs()
     decayed = chunks.u * chunks.to_end
@@ -140,6 +141,7 @@ def span_map(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
 
 
 def _span_map(inputs: DeltaInputs, *, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """The state after a span as an affine map; arguments and results as `span_map`."""
     dtype = accumulate_dtype(inputs.value)
     decay = inputs.decay.to(dtype).cumsum(1)
     factor = decay[:, -1:].exp()

@@ -433,6 +433,12 @@ def attend_tiles(
 
 
 class _AttendTiles(torch.autograd.Function):
+    """Attention in tiles, with a backward that computes the weights again.
+
+    Queries [B, N, Q, D], keys [B, G, K, D], values [B, G, K, Dv], sinks [N] or None, plan and score
+    options -> [B, N, Q, Dv].
+    """
+
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *rest: Any

@@ -174,6 +174,7 @@ def damaged(what: str, *, why: str, path: Path | None = None) -> DamagedCheckpoi
 
 
 def _parse_manifest(body: dict[str, Any], *, is_shard: bool) -> Manifest:
+    """Check each field of a manifest and build it; ValueError names the field."""
     files = {}
     for name, size in object_of(body["files"], "files").items():
         file = plain_file_name(name, "a name in files")
@@ -271,6 +272,7 @@ def tensor_from_dict(entry: Any, field: str) -> TensorEntry:
 def _chunk_from_dict(
     chunk: Any, field: str, *, shape: tuple[int, ...], itemsize: int
 ) -> ChunkEntry:
+    """Check one chunk of a tensor; `field` is the path in the manifest, for errors."""
     chunk = object_of(chunk, field)
     corners = list_of(chunk["box"], f"{field}.box", length=2)
     start = _indices(corners[0], f"{field}.box", length=len(shape))

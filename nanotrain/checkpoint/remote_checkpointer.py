@@ -146,6 +146,7 @@ class RemoteCheckpointer(Checkpointer):
         return super().set_aside_after(step)
 
     def _write(self, save: StartedSave, is_cancelled: Callable[[], bool]) -> Path | None:
+        """Write this rank's shard, upload it, and on the first rank commit the checkpoint."""
         self._num_saves += 1  # the same on all ranks
         messages = _Messages(self._store, f"save-{self._num_saves}/", self.timeout_s, is_cancelled)
         with messages.telling_failure(self.group.index):
@@ -190,6 +191,7 @@ class RemoteCheckpointer(Checkpointer):
         self.files.upload()
 
     def _commit_locally(self, save: StartedSave, messages: _Messages) -> Path:
+        """Collect the shard reports of all ranks and write the merged manifest to a local disk."""
         nbytes = 0
         for index in range(self.group.size):
             text = messages.take(f"shard-{index}", is_last=True)

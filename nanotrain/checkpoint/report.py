@@ -144,6 +144,7 @@ def _layout(topology: Mapping[str, Any]) -> str:
 
 
 def _model_line(manifest: Manifest) -> str:
+    """Layers, hidden size, heads, vocabulary and experts, in one line."""
     try:
         model = config_from_dict({"model": manifest.config.get("model")}).model
         parts = [
@@ -196,6 +197,8 @@ def verify(path: Path) -> VerifyReport:
 def _faults_of_file(
     path: Path, chunks: Sequence[tuple[ChunkEntry, str]], *, size: int
 ) -> Iterator[str]:
+    """Wrong size, damaged chunks and values that are not finite in one shard file."""
+
     def fault_of(chunk: ChunkEntry, dtype: str) -> str | None:
         data = memoryview(bytearray(chunk.nbytes))
         try:
@@ -218,6 +221,7 @@ def _faults_of_file(
 
 
 def _kind_rows(manifest: Manifest) -> Iterator[list[str]]:
+    """Rows of a table: tensors grouped by the part of their name before the last slash."""
     kinds: dict[str, list[TensorEntry]] = {}
     for name, entry in manifest.tensors.items():
         kind = name.rpartition("/")[0] or name
@@ -393,6 +397,7 @@ def _padding_line(a: _Side, b: _Side, *, names: Sequence[str]) -> str:
 
 
 def _shape_lines(a: _Side, b: _Side) -> Iterator[str]:
+    """One line per tensor that has another shape or dtype in b, or is in one only."""
     first = a.manifest.tensors
     second = b.manifest.tensors
     for name in sorted(first.keys() | second.keys()):

@@ -155,6 +155,7 @@ def deleted_name(path: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
+    """Remove a step folder, and first its objects in a store; OSError at files of others."""
     if path.is_symlink():  # never what it points to
         path.unlink()
         return

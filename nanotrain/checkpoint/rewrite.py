@@ -60,6 +60,7 @@ def average(paths: Sequence[Path], output: Path, *, decay: float | None = None) 
     shares = [weight / total_weight for weight in weights]
 
     def read(chunk: ChunkWrite) -> torch.Tensor:
+        """The weighted average of a chunk over the checkpoints; integers are from the last."""
         box = TensorBox(chunk.source.name, chunk.source.shape, chunk.box)
         dtype = TORCH_DTYPES[chunk.dtype]
         values = [

@@ -238,6 +238,7 @@ def _drop_step(step: Path, *, is_deleted: bool) -> None:
 
 
 def _mirror_step(step: Path, remote: Remote, *, objects: Mapping[str, Stat]) -> None:
+    """Write the manifest of a stored step to the local disk, with a mark that names the store."""
     stored = Stored(remote, _shards(objects))
     manifest = step / MANIFEST
     if stored_at(step) == stored and manifest.is_file():

@@ -106,6 +106,8 @@ def _apply(
 
 
 class _Collective(torch.autograd.Function):
+    """A collective whose backward is another collective."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: TensorFunction, backward: TensorFunction) -> Tensor:
         ctx.backward_function = backward

@@ -91,6 +91,7 @@ def _is_complete(entry: Mapping[str, Any]) -> bool:
 def _parse_entry(
     entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]
 ) -> RecordedCollective:
+    """One collective of a dump of torch's flight recorder; `groups` describes process groups."""
     name, description = entry["process_group"]
     ranks: Sequence[int] = ast.literal_eval(groups.get(name, {}).get("ranks", "[]"))
     group = "world" if description == "default_pg" else description

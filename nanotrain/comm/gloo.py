@@ -57,6 +57,7 @@ def start_reduce_scatter_into(
             sends.append(_start(dist.isend, slices[target][chunk], peer=target, group=group))
 
     def finish() -> Tensor:
+        """Wait for the chunks of all peers, sum them in rank order, and wait for the sends."""
         total = output.view(-1)
         for chunk in _chunks(output.numel()):
             for source, _ in _peers(group):

@@ -150,6 +150,7 @@ def _check_sizes(groups: Mapping[Ranks, dist.ProcessGroup | None]) -> None:
 def _new_group(
     name: str, ranks: tuple[int, ...], *, timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup | None:
+    """Create a torch process group; called by the members only. None for other ranks."""
     assert list(ranks) == sorted(ranks), (
         "torch sorts the ranks; slices would then reach the wrong rank"
     )

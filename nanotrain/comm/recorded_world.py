@@ -101,6 +101,7 @@ class RecordingGroup(_ProcessGroup):
         reduction: Any = None,
         **fields: Any,
     ) -> Handle:
+        """Record the start of an operation; `whole` is the tensor whose size is listed."""
         flight = self.recorder.start(op, inputs=inputs, outputs=outputs)
         dtype = str(whole.dtype).removeprefix("torch.")
         size = dtype if fields.get("splits") else f"{whole.numel():,} {dtype}"

@@ -162,6 +162,7 @@ class Recorder(TorchDispatchMode):
         self._resizes.pop().stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator after checking it against the operations in flight, and count memory."""
         kwargs = kwargs or {}
         if func.is_view:
             return func(*args, **kwargs)
@@ -271,6 +272,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _resize(self) -> Any:
+        """`torch.UntypedStorage.resize_` that also marks operations in flight as lost."""
         original = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:

@@ -118,6 +118,7 @@ class StopPoint:
             raise PassStopped(self._begun[1])
 
     def _watch(self) -> None:
+        """Poll for a request to stop, on a thread, and agree on the point with all ranks."""
         request = self._prefix + "request"
         try:
             while not self._ended.wait(self.poll_s):

@@ -32,6 +32,8 @@ LINEAR_PARTS = 100
 
 @dataclass(frozen=True)
 class _Node:
+    """An inner node of a binary tree whose leaves are indices of corpora."""
+
     share: Fraction  # weight of the left child over the weight of the node
     left: "_Node | int"
     right: "_Node | int"

@@ -74,6 +74,8 @@ def _drop(x: Tensor, words: Tensor, *, rate: float) -> Tensor:
 
 
 class _Dropout(torch.autograd.Function):
+    """Dropout that computes the mask again in the backward, from the random words."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, words: Tensor, rate: float) -> Tensor:
         ctx.save_for_backward(words)

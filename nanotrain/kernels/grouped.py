@@ -197,6 +197,8 @@ def grouped_linear(
 
 
 class _GroupedLinear(torch.autograd.Function):
+    """The products of all experts: x [T, K] and weight [E, N, K] -> [T, N]."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: nn.Parameter, offs: Tensor, options: GroupedOptions
@@ -211,6 +213,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """dgrad now; wgrad now, or in the queue of a schedule with separate W actions."""
         x, weight, offs = ctx.saved_tensors
         options: GroupedOptions = ctx.options
         # an expanded gradient has strides that torch's product refuses

@@ -336,6 +336,8 @@ def in_graph(x: Tensor, linear: Linear) -> Tensor:
 
 
 class _LinearInGraph(torch.autograd.Function):
+    """A linear layer whose wgrad is written to its buffer inside a compiled graph."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -343,6 +345,7 @@ class _LinearInGraph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        """Write wgrad into the gradient buffer of the parameter; return the other gradients."""
         x, weight = ctx.saved_tensors
         grad = grads[0].reshape(-1, grads[0].shape[-1])
         rows = x.reshape(-1, x.shape[-1])

@@ -100,6 +100,8 @@ def unpermute(permuted: Tensor, permutation: Permutation, *, topk_weights: Tenso
 
 
 class _Permute(torch.autograd.Function):
+    """Rows in the order of experts; the backward sums the gradients of a token's pairs."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
@@ -112,6 +114,8 @@ class _Permute(torch.autograd.Function):
 
 
 class _Unpermute(torch.autograd.Function):
+    """Weighted sums of the rows of each token, with gradients of rows and weights."""
+
     @staticmethod
     def forward(
         ctx: Any, permuted: Tensor, weights: Tensor, order: Tensor, inverse: Tensor

@@ -55,6 +55,10 @@ if triton is not None:
         is_weighted: tl.constexpr,
         block: tl.constexpr,
     ) -> None:
+        """out[token] = sum over its topk rows, times their weights; rows [num_rows, width].
+
+        A position of at least num_rows is a dropped pair, which adds 0.
+        """
         token = tl.program_id(0).to(tl.int64)
         columns = tl.program_id(1) * block + tl.arange(0, block)
         inside = columns < width
@@ -82,6 +86,7 @@ if triton is not None:
         topk: tl.constexpr,
         block: tl.constexpr,
     ) -> None:
+        """Gradients of the row and of the weight of one (token, expert) pair."""
         # pairs of a token run together and read its gradient from the cache
         pair = tl.program_id(0).to(tl.int64)
         row = tl.load(positions + pair)

@@ -26,6 +26,7 @@ if triton is not None:
     def _logsumexp(
         logits: tl.tensor, out: tl.tensor, num_columns: tl.tensor, block: tl.constexpr
     ) -> None:
+        """The log-sum-exp of one row, in one pass with a running maximum."""
         row = tl.program_id(0).to(tl.int64)
         largest = -float("inf")
         total = 0.0
@@ -50,6 +51,7 @@ if triton is not None:
         num_columns: tl.tensor,
         block: tl.constexpr,
     ) -> None:
+        """(softmax(logits) - one_hot(label)) * scale of one block of a row, in place."""
         row = tl.program_id(0).to(tl.int64)
         columns = tl.program_id(1) * block + tl.arange(0, block)
         pointers = logits + row * num_columns + columns

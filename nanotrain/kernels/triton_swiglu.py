@@ -42,6 +42,7 @@ if triton is not None:
         number: tl.tensor,
         block: tl.constexpr,
     ) -> None:
+        """Gradients of silu(gate) * up for one block of elements."""
         offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         inside = offsets < number
         g = tl.load(grad + offsets, mask=inside).to(tl.float32)

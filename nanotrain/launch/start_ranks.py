@@ -347,6 +347,7 @@ def passing_signals_on(environment: MutableMapping[str, str]) -> Iterator[list[i
     stops: list[int] = []
 
     def on_signal(number: int) -> None:
+        """Pass a signal on to all ranks; remember it if it ends the run."""
         ranks = _ranks()
         for rank in ranks:
             with suppress(ProcessLookupError):

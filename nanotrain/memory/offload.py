@@ -37,6 +37,7 @@ def _offloaded(
     """A block that keeps its saved tensors in host memory."""
 
     def run(hidden: Tensor, *args: Any) -> Tensor:
+        """Call the block, with its saved tensors moved to the host."""
         if not torch.is_grad_enabled():
             out: Tensor = block(hidden, *args)
             return out

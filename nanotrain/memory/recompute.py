@@ -60,6 +60,7 @@ class Recompute(threading.local):
         """A function that keeps only its arguments and runs again when its backward begins."""
 
         def run(*args: Any, **options: Any) -> Any:
+            """Call `function` without keeping its activations; the backward calls it again."""
             # `call` must not reference the tensors: they may be discarded
             names = tuple(options)
             num_args = len(args)

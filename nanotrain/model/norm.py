@@ -91,6 +91,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Gradients as those of a LayerNorm of mean 0, which lacks one term of its own mean."""
         x, weight, scale = ctx.saved_tensors
         grad = as_fp32(grads[0])
         weight32 = as_fp32(weight)

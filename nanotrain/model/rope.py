@@ -158,6 +158,7 @@ class RotaryTables:
 
     @torch.no_grad()
     def _compute(self, positions: Tensor, like: Tensor) -> Rotary:
+        """Cosines and sines [..., 1, R / 2] of positions [...], in the dtype of `like`."""
         # Kept on the device: the host would wait for a copy of every microbatch, as its memory is
         # not pinned.
         self._inverse_frequencies = self._inverse_frequencies.to(like.device)

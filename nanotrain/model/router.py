@@ -383,6 +383,8 @@ def attach_loss(x: Tensor, loss: Tensor, *, scale: float | Tensor) -> Tensor:
 
 
 class _AttachLoss(torch.autograd.Function):
+    """Returns x, and gives `loss` the gradient `scale` in the backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
         ctx.scale = scale

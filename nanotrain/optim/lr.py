@@ -125,6 +125,7 @@ def _inverse_square_root(schedule: LRSchedule, consumed: int) -> float:
 
 
 def _warmup_stable_decay(schedule: LRSchedule, consumed: int) -> float:
+    """The constant rate, then its decay over the last samples."""
     optim = schedule.optim
     length = optim.lr_wsd_decay_samples
     if length is None:

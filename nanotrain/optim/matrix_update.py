@@ -130,6 +130,7 @@ class Route:
         return received
 
     def _all_to_all(self, flat: Tensor) -> Tensor:
+        """Exchange elements of a flat tensor, by the sizes for and from each rank."""
         if self._group.size == 1:
             return flat
         assert isinstance(self._group, Group), "a spec is for plans"

@@ -132,6 +132,7 @@ def _metadata(model: PublishedModel, tasks: Iterable[TaskResult]) -> ModelCardDa
 
 
 def _introduction(model: PublishedModel) -> str:
+    """The first sentences: parameters, steps, tokens and dtype."""
     environment = model.run.environment
     total = environment.get("parameters")
     active = environment.get("active_parameters")
@@ -212,6 +213,7 @@ def _last_parts(value: Any) -> Any:
 
 
 def _loss_section(model: PublishedModel) -> str:
+    """The loss curve and a table of the final losses."""
     rows = []
     for name, label in (
         ("loss", "training loss, nats per token"),

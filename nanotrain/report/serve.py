@@ -91,6 +91,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection on a thread; close the oldest idle one beyond MAX_WAITING."""
         with self._lock:
             self._waiting[request] = None
             if len(self._waiting) > MAX_WAITING:

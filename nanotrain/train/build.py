@@ -153,6 +153,7 @@ def build_stages(plan: Plan, context: ParallelContext) -> dict[int, BuiltStage]:
 
 
 def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> BuiltStage:
+    """The module of a pipeline stage and the data-parallel wrapper of each buffer."""
     wgrad_queue = WgradQueue() if plan.train_schedule.defers_wgrad else None
     parallel = _model_parallel(plan, context, wgrad_queue=wgrad_queue)
     module = Stage(plan.config.model, stage.spec, params=stage.params, parallel=parallel)
@@ -346,6 +347,8 @@ def build_batch_iterator(
 def _build_train_iterator(
     batches: GlobalBatchLoader, parts: StepParts, *, model: BuiltModel, lr_schedule: LRSchedule
 ) -> BatchIterator:
+    """The batches of a run, each checked by all ranks before the step."""
+
     def settings() -> StepSettings:
         return StepSettings.at(batches.consumed_samples, plan=model.plan, lr_schedule=lr_schedule)
 
@@ -376,6 +379,7 @@ def _build_checkpointer(
 def _open_batches(
     model: BuiltModel, *, state: TrainState, origin: DataOrigin | None
 ) -> GlobalBatchLoader:
+    """A loader that starts at the sample where the run stopped."""
     plan = model.plan
     samples_of = partial(plan.samples_of, batch_size=state.curve_batch_size)
     samples = starting_stages(model.dataset, plan.config.data, samples_of=samples_of)

@@ -280,6 +280,7 @@ class EvaluateHook(Hook):
         self._sizes: TokenBytes | None = None  # None where the bytes of tokens are unknown
 
     def before_training(self, run: Run) -> None:
+        """Find the bytes per token, for bits per byte, and validate once before the first step."""
         is_found = self._tokenizer is not None and is_local(self._tokenizer)
         # machines may have different files
         if all(all_gather_object(is_found, run.context.control)):
@@ -298,6 +299,7 @@ class EvaluateHook(Hook):
                 log.info("validation loss before training: %.4f", total.loss)
 
     def after_step(self, run: Run, report: StepReport) -> None:
+        """Validate and score the tasks at each `eval_interval` and after the last step."""
         train = run.config.train
         if report.step % train.eval_interval and report.step != train.train_iters:
             return

@@ -139,6 +139,7 @@ class _Loop:
         return batch
 
     def _step(self, batch: GlobalBatch) -> None:
+        """Take one step, report it to the hooks, and roll back if its loss is a spike."""
         run = self.run
         # torch's own name for a step, in traces
         with record_function(f"ProfilerStep#{run.state.step + 1}"):
@@ -174,6 +175,7 @@ class _Loop:
         self._data_stage = stage
 
     def _report(self, output: StepOutput, batch: GlobalBatch) -> StepReport:
+        """The report of a step; numbers on the device are read later."""
         run = self.run
         state = run.state
         settings = output.settings

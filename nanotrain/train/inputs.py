@@ -381,6 +381,7 @@ def _prepare_quickstart(data: DataConfig, folder: RunFolder) -> DataConfig:
 
 
 def _with_vocabulary(config: Config, tokenizer: str | None) -> Config:
+    """Set the vocabulary size from the tokenizer, unless it is set."""
     if config.model.vocab_size is not None:
         return config
     if tokenizer is None:

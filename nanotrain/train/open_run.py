@@ -269,6 +269,7 @@ def _describe_model(plan: Plan) -> str:
 
 
 def _describe_data(plan: Plan, inputs: RunInputs, *, state: TrainState) -> str:
+    """Tokens and epochs that this start reads, stages of the blend, and a missing validation."""
     config = plan.config
     samples = inputs.datasets.train
     num_samples = _num_samples(plan, state)
@@ -341,6 +342,7 @@ def _describe_warmup(plan: Plan) -> str:
 
 
 def _describe_batch(plan: Plan) -> str:
+    """Samples per step, as data-parallel ranks x microbatches x samples, and tokens per step."""
     sampler = plan.sampler
     size = sampler.global_batch_size
     seq_length = plan.config.data.seq_length
@@ -361,6 +363,7 @@ def _describe_batch(plan: Plan) -> str:
 
 
 def _describe_layout(plan: Plan, device: str) -> str:
+    """Sizes of the parallel axes above 1, pipeline schedule and sharding strategy."""
     topology = plan.topology
     parallel = plan.config.parallel
     axes: list[GroupName] = ["tp", "cp", "pp"]
@@ -385,6 +388,7 @@ def _describe_layout(plan: Plan, device: str) -> str:
 
 
 def _describe_precision(plan: Plan) -> str:
+    """Dtypes of params, main params, moments and main grads, and fp8 if enabled."""
     precision = plan.config.precision
     params = precision.params_dtype
     main = precision.main_params_dtype

@@ -151,6 +151,7 @@ class Watchdog:
         return min(MAX_POLL_S, self._timeout_s / 10 or MAX_POLL_S)
 
     def _watch(self) -> None:
+        """Poll for a reason to end the run, on a thread; then report it and end the process."""
         reason = ""
         while not reason:
             if self._stopped.wait(self._poll_s):
@@ -321,6 +322,7 @@ class Watchdog:
     def _write_report(
         self, reason: str, diagnosis: Diagnosis, *, views: Mapping[int, RankView]
     ) -> None:
+        """Write the report file and print its first lines; other ranks wait for the headline."""
         now = datetime.now(UTC)
         title = [
             f"nanotrain hang report, {now:%Y-%m-%d %H:%M:%S} UTC",

@@ -364,6 +364,7 @@ class _Fp8InGraph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """dgrad and wgrad of all linears that share the input, with the scales of the forward."""
         x, *scales = ctx.saved_tensors
         inverse = dict(zip(ctx.keys, scales, strict=True))
         products = Fp8Linears(ctx.linears, records=True, inverse=inverse)

@@ -54,6 +54,7 @@ if triton is not None:
     def _read_tile(
         source: tl.tuple, rows: tl.tensor, columns: tl.tensor, end: tl.tensor
     ) -> tl.tuple:
+        """A tile of the source in fp32 and its magnitudes, where NaN counts as infinity."""
         column_offsets = columns[None, :].to(tl.int64) * source.strides[1]
         offsets = rows[:, None] * source.strides[0] + column_offsets
         mask = (rows < end)[:, None] & (columns < source.num_columns)[None, :]
@@ -63,6 +64,7 @@ if triton is not None:
 
     @triton.jit
     def _amax(source: tl.tuple, unless: tl.tensor, targets: tl.tuple, how: tl.tuple) -> None:
+        """One tile of `fp8_amax`: raise the amaxes of its rows, columns or expert in `targets`."""
         row_amaxes, column_amaxes, expert_amaxes = targets
         expert, first, end, _ = locate(source, how)
         is_read = expert < source.num_experts
@@ -164,6 +166,7 @@ if triton is not None:
     def _cast(
         source: tl.tuple, target: tl.tuple, target_t: tl.tuple, amax: tl.tensor, how: tl.tuple
     ) -> None:
+        """One tile of `fp8_cast`: write it to `target` and, transposed, to `target_t`."""
         expert, first, end, padded = locate(source, how)
         start = tl.program_id(1).to(tl.int64) * how.tile
         rows = first + tl.arange(0, how.tile)
@@ -236,6 +239,7 @@ def fp8_amax(x: Tensor, others: Sequence[Tensor | None], *, rows: bool, columns:
 
 @fp8_amax.register_fake
 def _empty_amax(x: Tensor, others: Sequence[Tensor | None], *, rows: bool, columns: bool) -> Tensor:
+    """The amaxes of `fp8_amax`, uninitialized: rows, then columns per expert, or one per expert."""
     experts = 1 if others[0] is None else len(others[0])
     size = 0
     if rows:
@@ -299,6 +303,7 @@ class CastOutputs(NamedTuple):
 def _empty_cast(
     x: Tensor, others: Sequence[Tensor | None], *, plan: Sequence[int], dtype: torch.dtype
 ) -> list[Tensor]:
+    """The results of `fp8_cast`, uninitialized; empty tensors for what the plan leaves out."""
     how = Plan(*plan)
     rows, columns = x.shape
     experts = 1 if others[0] is None else len(others[0])

@@ -55,6 +55,7 @@ if triton is not None:
     def _load_scales(
         factor: tl.tuple, expert: tl.tensor, rows: tl.tensor, block: tl.tensor, mask: tl.tensor
     ) -> tl.tensor:
+        """The inverse scales of blocks of rows of a factor; 0 outside the mask."""
         row_offsets = rows // factor.block_rows * factor.scale_strides[1]
         offsets = expert * factor.scale_strides[0] + row_offsets + block * factor.scale_strides[2]
         return tl.load(factor.scales + offsets, mask=mask, other=0)
@@ -63,6 +64,7 @@ if triton is not None:
     def _offsets(
         factor: tl.tuple, expert: tl.tensor, rows: tl.tensor, first: tl.tensor, inner: tl.tensor
     ) -> tl.tensor:
+        """Offsets of elements `first + inner` of the rows of an expert's matrix."""
         row_offsets = expert * factor.strides[0] + rows.to(tl.int64) * factor.strides[1]
         return row_offsets + first + inner
 
@@ -70,6 +72,7 @@ if triton is not None:
     def _store_tile(
         total: tl.tensor, out: tl.tuple, offsets: tl.tensor, mask: tl.tensor, adds: tl.constexpr
     ) -> None:
+        """Write the sums of a tile, or add them to the values there."""
         if adds:
             total += tl.load(out.data + offsets, mask=mask, other=0).to(tl.float32)
         tl.store(out.data + offsets, total.to(out.data.dtype.element_ty), mask=mask)
@@ -84,6 +87,11 @@ if triton is not None:
         sums: tl.constexpr,
         adds: tl.constexpr,
     ) -> None:
+        """One tile of the product of an expert, summed over blocks of the inner dimension.
+
+        With `sums`, a and b are summed over the tokens of the expert (wgrad), else each token is
+        multiplied by the matrix of its expert (forward and dgrad).
+        """
         size: tl.constexpr = how.tile
         inner = tl.arange(0, size)
         columns = tl.program_id(1) * size + inner

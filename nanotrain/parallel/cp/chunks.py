@@ -75,6 +75,8 @@ def _to_next_chunks(tails: Tensor, group: Group) -> Tensor:
 
 
 class _NextChunks(torch.autograd.Function):
+    """Moves the ends of chunks to the chunks that follow; the backward moves gradients back."""
+
     @staticmethod
     def forward(ctx: Any, tails: Tensor, group: Group) -> Tensor:
         ctx.group = group

@@ -165,10 +165,17 @@ def _rank_chunks(index: int, *, size: int, length: int) -> list[LocalChunk]:
 
 
 class _Ring(torch.autograd.Function):
+    """Ring attention: each step attends to the keys and values of one rank.
+
+    Queries [B, S, N, D], keys [B, S, G, D], values [B, S, G, Dv], sinks [N] or None, plans per
+    step, group and score options -> [B, S, N, Dv], with S local tokens.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *rest: Any
     ) -> Tensor:
+        """Merge the results of all steps by their log-sum-exp."""
         plans, group, scores = rest
         head_major = query.transpose(1, 2)
         total: AttentionResult | None = None
@@ -188,6 +195,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Go around the ring again; gradients of keys and values travel with their rank's keys."""
         query, key, value, sink, out, lse = ctx.saved_tensors
         merged = AttentionResult(out, lse)
         grad = grads[0].transpose(1, 2)

@@ -257,6 +257,7 @@ class DataParallel:
         return self.options.strategy.shard_grads or overlaps_last
 
     def _take_grad(self, name: str, param: Tensor) -> None:
+        """Move a gradient from `.grad` to the bucket, and reduce the buckets that are complete."""
         grad = param.grad
         param.grad = None
         bucket = self._bucket_of[name]

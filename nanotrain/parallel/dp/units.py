@@ -345,6 +345,7 @@ class UnitGather:
         self._gather(index, change)
 
     def _after_forward(self, index: int, *hook_arguments: Any) -> None:
+        """Forward hook of a unit: free or prefetch parameters, and hook the backward to outputs."""
         if self._is_recomputing():
             # the next forward or backward frees the unit; hooks of this output would never be
             # called

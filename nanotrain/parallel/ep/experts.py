@@ -128,6 +128,7 @@ class _AddExpertBias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, offs: Tensor, adds: bool) -> Tensor:
+        """Add to each row of x [T, H] the bias [E, H] of its expert; 0 to dropped rows."""
         tokens = torch.arange(len(x), device=x.device, dtype=offs.dtype)
         experts = torch.searchsorted(offs, tokens, right=True)  # E for dropped tokens
         ctx.save_for_backward(experts)

@@ -308,6 +308,7 @@ class PaddedTokenDispatcher(AllToAllTokenDispatcher):
         self.num_pairs = 0
 
     def _plan(self, routing: Routing, permutation: Permutation, *, kept: "KeptSplits") -> SendPlan:
+        """Plan one padded split per rank; the weights are NaN if a split is too small."""
         if not torch.is_grad_enabled():
             return super()._plan(routing, permutation, kept=kept)
         num_tokens, topk = routing.topk_ids.shape

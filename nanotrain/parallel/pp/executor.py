@@ -169,6 +169,7 @@ class _Step:
     sending: list[Work[None]] = field(default_factory=list)  # sends in flight, oldest first
 
     def run(self) -> Tensor:
+        """Execute the plan; returns the sum of the losses of this rank's microbatches."""
         num_planned = self.plan.num_microbatches
         assert len(self.microbatches) == num_planned, f"the plan is for {num_planned} microbatches"
         self.total = torch.zeros((), device=self.pipeline.device)

@@ -179,6 +179,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_finished(schedule: Schedule, spans: list[list[Span]]) -> None:
+    """Raise ScheduleError with the next action of each rank if any action did not run."""
     remaining = [
         actions[len(done) :] for actions, done in zip(schedule.actions, spans, strict=True)
     ]

@@ -288,22 +288,22 @@ def _compute_overlapped(
 ) -> tuple[Tensor, ...]:
     """Products that overlap with communication; weight gradients may be written or deferred."""
     build_products = Linears if tensor_parallel.fp8 is None else Fp8Linears
-    # Inside of the function gradients are always off.
-    products = build_products(layers, records=torch.is_grad_enabled())
+    products = build_products(layers, records=torch.is_grad_enabled())  # always off inside apply
     params = [param for layer in layers for param in layer.trained_params]
     outputs: tuple[Tensor, ...] = _ParallelLinears.apply(x, tensor_parallel, products, *params)
     return outputs
 
 
 class _ParallelLinears(torch.autograd.Function):
+    """Linear layers of one input x [B, S, H], whose products overlap with communication."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, tensor_parallel: TensorParallel, products: Linears, *params: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.tensor_parallel = tensor_parallel
         ctx.products = products
-        # Parameters are saved for autograd's check that none is overwritten before the backward,
-        # which reads them from `products`.
+        # the parameters only for autograd's check that none is overwritten before the backward
         ctx.save_for_backward(x, *params)
         if tensor_parallel.is_row:
             (partial_sum,) = products.fprop(x)
@@ -413,6 +413,7 @@ class _ParallelInGraph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, weights and biases; None for weight gradients that are written."""
         x, handle, *weights = ctx.saved_tensors
         flags = (ctx.tensor_parallel.sequence_parallel, ctx.tensor_parallel.is_row)
         grad_x, *computed = backward_in_graph(

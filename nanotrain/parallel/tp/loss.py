@@ -163,6 +163,7 @@ class _VocabShard:
 
     @classmethod
     def of(cls, weight: Tensor, vocabulary: Vocabulary, *, group: Group) -> "_VocabShard":
+        """The shard of this rank; `weight` [V / tp, H] is padded to equal rows per rank."""
         start = group.index * weight.shape[0]
         num_tokens = min(weight.shape[0], vocabulary.size - start)
         return cls(
@@ -210,10 +211,13 @@ class _VocabShard:
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Head and loss chunk by chunk; the forward already computes both gradients."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Targets, shard: _VocabShard
     ) -> Tensor:
+        """Sum of the losses of hidden states [T, H]; only one chunk of logits exists at once."""
         used = weight[: shard.num_tokens]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
@@ -364,6 +368,7 @@ def softmax_gradient(
 def _softmax_gradient_by_torch(
     logits: Tensor, *, column: Tensor, local_mask: Tensor, combine: Combine, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """`softmax_gradient` by torch; the gradient is fp32."""
     log_probs = normalize(logits, combine)
     picked = log_probs.gather(1, column) * local_mask
     gradient = log_probs.exp_().scatter_add_(1, column, -local_mask)
@@ -375,6 +380,7 @@ def _softmax_gradient_by_torch(
 def _softmax_gradient_by_triton(
     logits: Tensor, *, column: Tensor, local_mask: Tensor, combine: Combine, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """`softmax_gradient` by Triton; the gradient overwrites the logits."""
     from nanotrain.kernels import triton_softmax
 
     logsumexp = combine(triton_softmax.row_logsumexp(logits))

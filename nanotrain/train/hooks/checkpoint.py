@@ -63,6 +63,7 @@ class CheckpointHook(Hook):
         _rename_later(run, step=step)
 
     def after_step(self, run: Run, report: StepReport) -> None:
+        """Save at each `save_interval`, unless all steps since the last save were skipped."""
         self._report = report
         interval = run.config.checkpoint.save_interval
         if not interval or report.step % interval:
@@ -232,6 +233,7 @@ class CheckpointHook(Hook):
                 self._failed(run, error)
 
     def _failed(self, run: Run, error: StorageFault) -> None:
+        """Handle a failed save: an error if `exit_on_save_failure`, else a warning."""
         if run.config.checkpoint.exit_on_save_failure:
             self._ends_run = True
             raise error

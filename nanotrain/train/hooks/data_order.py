@@ -51,6 +51,7 @@ class DataOrderHook(Hook):
             _order_of(run).append_to(run.folder.path)
 
     def after_step(self, run: Run, report: StepReport) -> None:
+        """Apply a request to change the blend of corpora, at a logged step, on all ranks."""
         if not report.is_logged:
             return
         try:

@@ -43,6 +43,7 @@ class DescriptionHook(Hook):
         self._facts = facts
 
     def begin_writing(self, run: Run, *, step: int) -> None:
+        """Write the files that describe the run: configuration, start, environment, tokenizer."""
         if not run.context.control.is_first:
             return
         config = run.config

@@ -38,6 +38,7 @@ class SampleHook(Hook):
         self._tokenizer = tokenizer
 
     def after_training(self, run: Run) -> None:
+        """Generate a text on the first rank, print it and append it to the samples file."""
         run.wait_for_params()
         if not run.context.control.is_first:
             return

@@ -90,6 +90,7 @@ class DebugNanHook(Hook):
                 module.register_forward_hook(partial(self._after_forward, run=run, name=name))
 
     def after_step(self, run: Run, report: StepReport) -> None:
+        """End the run at a skipped step, with the first tensor that was not finite."""
         if not report.output.skipped:
             self._finding = None
             return

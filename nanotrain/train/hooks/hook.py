@@ -104,6 +104,7 @@ class SkippedSteps(Hook):
         self._where = ""  # the ranks of the last exchange
 
     def after_read(self, run: Run, report: StepReport) -> None:
+        """Count the skipped steps in a row, and end the run if they are too many."""
         output = report.output
         if output.skipped:
             self._num_skipped += 1
@@ -132,6 +133,7 @@ class SkippedSteps(Hook):
             raise self._too_many(report, at_minimum=at_minimum)
 
     def _too_many(self, report: StepReport, *, at_minimum: bool) -> TrainingFault:
+        """The error for too many skipped steps in a row."""
         why = f"their gradients are not finite{self._where}"
         if at_minimum:
             why += f", at the minimal loss scale {report.output.loss_scale:g}"

@@ -82,6 +82,7 @@ class LogHook(Hook):
         self._first_end: tuple[int, float] | None = None
 
     def before_training(self, run: Run) -> None:
+        """Start the progress bar on the first rank; warn of a changed metrics.jsonl."""
         if not run.context.control.is_first:
             return
         if run.inputs.is_resumed:
@@ -132,6 +133,7 @@ class LogHook(Hook):
             self._metrics.close()
 
     def _print_line(self, run: Run) -> None:
+        """Print one line on the steps since the last line."""
         width = LOG_WIDTH
         if self._console.is_terminal:
             width = max(MIN_WIDTH, self._console.width)

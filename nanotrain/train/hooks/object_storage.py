@@ -25,6 +25,7 @@ class UploadHook(Hook):
 
 
 def _upload(run: Run, *, is_finished: bool) -> None:
+    """Upload changed files of the run folder, on the first rank; a failure is a warning."""
     checkpointer = run.checkpointer
     if not isinstance(checkpointer, RemoteCheckpointer) or not run.context.control.is_first:
         return

@@ -64,6 +64,7 @@ class ProfileHook(Hook):
             self._profiler.start()
 
     def _write(self, run: Run) -> None:
+        """Stop the profiler and write its Chrome trace; a failure is a warning."""
         profiler = self._profiler
         if profiler is None:
             return

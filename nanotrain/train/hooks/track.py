@@ -310,6 +310,7 @@ class Sender:
         self._thread.join(wait_s)
 
     def _send_all(self) -> None:
+        """Send queued messages until None is queued; a failure is a warning."""
         while (message := self._waiting.get()) is not None:
             body = json.dumps(message).encode()
             try:
@@ -341,6 +342,7 @@ class NotifyHook(Hook):
         self._facts: dict[str, Any] = {}
 
     def before_training(self, run: Run) -> None:
+        """Open the sender on the first rank, and notify that the run starts."""
         train = run.config.train
         if not run.context.control.is_first or train.notify is None:
             return

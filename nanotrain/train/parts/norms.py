@@ -42,6 +42,7 @@ class ParamsNorm(StepPart):
         return train.log_params_norm or train.log_num_zeros_in_grad
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
+        """[2]: norm of all parameters, number of zero gradients; empty if not logged."""
         if not is_logged:
             return sums
         device = self._context.device
