@@ -190,6 +190,12 @@ def test_a_change_lasts_until_the_next_stage_and_keeps_every_other(
     assert [len(own) for own in read] == mixed.read_by(100)
 
 
+def test_a_corpus_that_is_named_twice_has_the_sum_of_its_weights(staged: BlendedDataset) -> None:
+    prefix = str(staged.datasets[0].corpus.prefix)
+    mixed = with_mix(staged, ["1", "web", "1", "math", "2", prefix], sample=30)
+    assert share_of_web(mixed, 30) == Fraction(3, 4)
+
+
 def test_changes_in_any_order_are_the_same_blend(staged: BlendedDataset) -> None:
     later_first = with_mix(with_mix(staged, ["1", "math"], sample=70), ASKED, sample=30)
     earlier_first = with_mix(with_mix(staged, ASKED, sample=30), ["1", "math"], sample=70)

@@ -75,6 +75,22 @@ def test_targets_are_those_of_the_mask_of_the_corpus(tmp_path: Path) -> None:
         assert counted == Counter(token for token, target in is_target.items() if target)
 
 
+@pytest.mark.parametrize(("length", "num_samples"), [(9, 1), (10, 2), (17, 2), (18, 3), (1, 1)])
+def test_a_document_has_no_more_pieces_than_its_targets_need(
+    tmp_path: Path, length: int, num_samples: int
+) -> None:
+    """A sample of S + 1 = 9 tokens has 8 targets, so a document of L tokens needs (L - 1) / 8."""
+    ids = np.arange(length)
+    prefix = write_documents(tmp_path / "corpus", [ids, ids + 100])
+    corpus = IndexedTokens(prefix)
+    config = DataConfig(seq_length=8, packing="best_fit")
+    packed = PackedDataset(corpus, 0, corpus.num_tokens, config, vocab_size=VOCAB_SIZE)
+    pieces = [part for index in range(packed.samples_per_epoch) for part in packed.parts(index)]
+    assert len(pieces) == 2 * num_samples
+    targets = sum(int(packed[index].loss_mask.sum()) for index in range(packed.samples_per_epoch))
+    assert targets == 2 * (length - 1)
+
+
 def test_a_token_attends_to_its_document_from_its_start_on(dataset: PackedDataset) -> None:
     for index in range(dataset.samples_per_epoch):
         sample, length = dataset[index], dataset.config.seq_length

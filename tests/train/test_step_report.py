@@ -4,9 +4,11 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from nanotrain.config.config import Config, DataConfig
 from nanotrain.config.model import ModelConfig
@@ -16,7 +18,14 @@ from nanotrain.train.batches import StepSettings
 from nanotrain.train.hooks.log import LogHook
 from nanotrain.train.parts.part import StepPart, StepParts
 from nanotrain.train.step import StepOutput
-from nanotrain.train.step_report import MIN_STEPS, WINDOW, SpikeScore, Throughput, UnreadReports
+from nanotrain.train.step_report import (
+    MIN_STEPS,
+    WINDOW,
+    SlowestRank,
+    SpikeScore,
+    Throughput,
+    UnreadReports,
+)
 from tests.train.small_run import KnownOutput, metrics_of, report_of, small_run, train
 
 FIELDS = [
@@ -157,6 +166,36 @@ def test_a_loss_that_is_not_finite_is_a_spike_and_changes_no_window():
     for loss in [2.0, 3.0] * MIN_STEPS:
         score.add(loss)
     assert score.add(math.nan)[0] == math.inf and score.add(3.0)[0] == 1.0
+
+
+@pytest.mark.parametrize(("loss", "is_spike"), [(3.0 + 6.9, 0), (3.0 + 7.1, 1), (3.0 - 7.1, 1)])
+def test_a_spike_is_seven_deviations_above_or_below(loss: float, is_spike: int) -> None:
+    score = SpikeScore()
+    for value in [2.0, 4.0] * MIN_STEPS:  # the mean is 3, the deviation 1
+        last = score.add(value)
+    assert last is not None and last.score == 0.0
+    spike = score.add(loss)
+    assert spike is not None and spike.deviation == pytest.approx(loss - 3.0)
+    assert spike.score == pytest.approx(is_spike / (MIN_STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "slowest", "wait"),
+    [([0.1, 0.4, 0.1], 1, 0.3), ([0.3, 0.1], 0, 0.2), ([0.1, 0.2, 0.3, 0.6], 3, 0.4)],
+)
+def test_the_others_wait_for_the_slowest_rank(
+    busy_s: list[float], slowest: int, wait: float
+) -> None:
+    """Its busy time above the mean of the other ranks, as a share of the step before."""
+    context = SimpleNamespace(device=torch.device("cpu"), heartbeat=SimpleNamespace(waited_s=0.0))
+    ranks = SlowestRank(context, logs_all=True)
+    first, second = report_of(1, step_time_s=0.8), report_of(2, step_time_s=0.5)
+    ranks.begin()
+    ranks.finish(first, [])
+    assert first.slowest_rank is None and ranks.begin() == 0.8
+    ranks.finish(second, busy_s)
+    assert (second.slowest_rank, second.busy_s) == (slowest, busy_s)
+    assert second.wait_for_slowest == pytest.approx(wait / 0.8)
 
 
 def test_a_row_has_both_after_the_first_steps_however_often_it_is_read():
