@@ -166,6 +166,18 @@ def test_rows_have_the_values_of_one_rank(folder: Path, expected: Any, layout: s
     check_layout(folder, layout, sorted(chosen), SAMPLED, expected)
 
 
+def test_rows_leave_room_for_what_a_convolution_sees(folder: Path, expected: Any) -> None:
+    """In 64 tokens rows could be as short as 8, so 1 token in each of two chunks of four ranks; a
+    convolution sees 3 tokens before its chunk.
+    """
+    kinds, lengths = ["mamba with experts", "short convolutions", "kda"], (3, 12)
+    flags = f"{CP} 4 --seq-length 64"
+    for scores in run_ranks(4, score_here, folder, kinds, lengths, flags, cp=4):
+        for key, (values, greedy) in scores.items():
+            assert values == pytest.approx(expected[key][0], abs=1e-5, rel=1e-5), key
+            assert greedy == expected[key][1], key
+
+
 def test_lengths_of_a_schedule_that_a_convolution_cannot_reach_over_are_refused(
     tmp_path: Path,
 ) -> None:

@@ -1,6 +1,8 @@
 """The layouts of a search: they fit, keep what is fixed, and none by hand is faster."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -8,6 +10,7 @@ from nanotrain.config.load import load
 from nanotrain.config.schema import ENTRIES
 from nanotrain.errors import ConfigError
 from nanotrain.parallel.pp.schedules import SCHEDULES
+from nanotrain.planner import search as search_module
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.memory import estimate_memory, memory_of_rank
 from nanotrain.planner.prediction import predict
@@ -135,3 +138,31 @@ def test_a_layout_whose_last_pipeline_rank_is_too_large_is_not_chosen():
     fixed = frozenset(ENTRIES[name].key for name in values)
     with pytest.raises(ConfigError, match="no layout fits on 8 GPUs"):
         search(candidate.scenario.config, 8, gpu=gpu, fixed=fixed)
+
+
+def prediction_of(seconds: float, axes: int, *, strategy: str = "optim") -> Any:
+    """A prediction of some seconds, with so many kinds of parallelism."""
+    sizes = dict.fromkeys(("tp", "cp", "pp"), 1)
+    for axis in ("tp", "cp", "pp")[:axes]:
+        sizes[axis] = 2
+    parallel = SimpleNamespace(
+        num_virtual_stages_per_pipeline_rank=1,
+        num_distributed_optimizer_instances=1,
+        data_parallel_sharding_strategy=strategy,
+    )
+    scenario = SimpleNamespace(config=SimpleNamespace(parallel=parallel), sizes=sizes)
+    return SimpleNamespace(time=SimpleNamespace(total=seconds), scenario=scenario)
+
+
+def test_of_layouts_that_are_nearly_as_fast_the_simplest_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(search_module, "_fitting", iter)
+    fastest = prediction_of(1.0, 3)
+    reduced_often = prediction_of(1.01, 0, strategy="optim_grads")
+    simple, as_simple = prediction_of(1.03, 1), prediction_of(1.02, 1)
+    slow = prediction_of(1.0 * search_module.TIE + 0.01, 0)
+    alike, best = search_module._fastest([fastest, reduced_often, as_simple, simple, slow])
+    assert alike == (as_simple, simple, reduced_often, fastest)
+    assert best[:4] == (fastest, reduced_often, as_simple, simple), "by time"
+    assert search_module._fastest([]) == ((), ())
