@@ -34,7 +34,7 @@ class Wait:
         self._is_named = False
 
     def move(self) -> None:
-        """Record that something was done; any thread may call this."""
+        """Record progress, which restarts the silence that `is_over` measures; from any thread."""
         self._moved_at = time.monotonic()
 
     @property

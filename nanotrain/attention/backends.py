@@ -168,7 +168,7 @@ def backend_flags() -> list[str]:
 
 
 def lacks(backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDevice) -> list[str]:
-    """Why a backend cannot compute a need on a device; empty if it can."""
+    """Why a backend cannot compute an attention of this kind on a device; empty if it can."""
     ability = backend.abilities.get(device.kind)
     if ability is None:
         return [f"runs on {' and '.join(backend.abilities)} only"]

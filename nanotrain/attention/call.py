@@ -122,7 +122,7 @@ class AttentionCall:
 
     @cached_property
     def kernel_plans(self) -> dict[str, Any]:
-        """By kernel: data that it derives from this call once and uses for all layers."""
+        """Data that a kernel derives from this call once for all layers, by name of the kernel."""
         return {}
 
     def _positions(self) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ class AttentionCall:
 
 
 class TileKernel:
-    """Tiles without masks or with small ones (tiles.py)."""
+    """Attention in tiles of queries and keys, most of them without a mask (tiles.py)."""
 
     def __call__(
         self,

@@ -15,7 +15,7 @@ from nanotrain.attention.chunks import accumulate_dtype
 def causal_conv(
     window: Tensor, weight: Tensor, *, bias: Tensor | None = None, segment_ids: Tensor | None = None
 ) -> Tensor:
-    """The convolution of every token with the tokens before it.
+    """Causal convolution: every token with itself and the tokens before it.
 
     Args:
         window: [R, K - 1 + C, D], the tokens and the K - 1 before them.

@@ -130,7 +130,7 @@ class FlexKernel:
         call: AttentionCall,
         scores: ScoreOptions | None,
     ) -> Tensor:
-        """Attend."""
+        """[B, Q, N, D], key [B, K, G, D], value [B, K, G, Dv] -> [B, Q, N, Dv]."""
         assert scores is None or scores.dropout is None, (
             "the table of backends sends dropout elsewhere"
         )

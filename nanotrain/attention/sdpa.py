@@ -117,7 +117,7 @@ class SdpaKernel:
     pads_values: bool = False  # pad values on GPUs, for kernels of one head dim
 
     def attend(self, query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention."""
+        """Causal attention without windows or documents: [B, S, N, D] -> [B, S, N, Dv]."""
         with restricted(self.backend if query.is_cuda else None):
             return attend(
                 query,
@@ -136,7 +136,7 @@ class SdpaKernel:
         call: AttentionCall,
         scores: ScoreOptions | None,
     ) -> Tensor:
-        """Attend."""
+        """SDPA for plain causal calls, else tiles: [B, Q, N, D] -> [B, Q, N, Dv]."""
         if scores is None and call.is_causal and (call.queries == call.keys or not query.is_cpu):
             return self.attend(query, key=key, value=value)
         return TileKernel()(query, key=key, value=value, call=call, scores=scores)
@@ -161,7 +161,7 @@ class DenseKernel:
         call: AttentionCall,
         scores: ScoreOptions | None,
     ) -> Tensor:
-        """Attend."""
+        """SDPA with the mask, with score options one masked tile: [B, Q, N, D] -> [B, Q, N, Dv]."""
         if scores is None:
             with restricted(self.backend):
                 return attend(query, key=key, value=value, mask=call.masked_tile.mask())

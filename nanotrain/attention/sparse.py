@@ -242,7 +242,7 @@ def _blocks(index: Index, call: AttentionCall, *, num_heads: int) -> Iterator[tu
 
 
 def _highest(scores: Tensor, topk: int) -> Tensor:
-    """[..., S] -> bool, True for the highest ones; of equal scores the first ones."""
+    """[..., S] -> bool, True for the highest scores; of equal scores the first."""
     topk = min(topk, scores.shape[-1])
     lowest = scores.topk(topk, dim=-1).values[..., -1:]
     above = scores > lowest

@@ -158,7 +158,7 @@ class TilePlan:
 
     @property
     def own_tensors(self) -> tuple[Tensor, ...]:
-        """Tensors of this call alone, which autograd has to keep; none for masks of spans."""
+        """Mask tensors of this call, which autograd saves; none if masks follow from spans."""
         return ()
 
     def with_own(self, tensors: Sequence[Tensor]) -> "TilePlan":
@@ -269,15 +269,15 @@ def _group_tiles(tile: Tile, own_keys: slice | None, *, is_run: bool) -> Iterato
 
 @dataclass(frozen=True)
 class _QueryGroup:
-    """Consecutive queries [start, stop)."""
+    """Consecutive queries [start, stop), which `_group_tiles` pairs with their keys."""
 
     start: int
     stop: int
-    is_run: bool  # whether all have the same first key; else several short runs
+    is_run: bool  # whether all queries have the same first key; False: they need a mask
 
 
 def _groups(first_keys: np.ndarray, queries: range) -> Iterator[_QueryGroup]:
-    """Runs of queries with the same first key; short runs are joined."""
+    """Split queries where their first key changes; groups below QUERIES_PER_MASK are joined."""
     local = first_keys[queries.start : queries.stop]
     borders = np.flatnonzero(local[1:] != local[:-1]) + 1
     bounds = [*borders.tolist(), len(local)]  # where runs end

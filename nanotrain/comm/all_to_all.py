@@ -106,14 +106,14 @@ def start_differentiable_all_to_all(
     """
     if group.size == 1:
         return Work.completed(x)
-    trip = _Trip(group, output_splits, input_splits)
-    output = _Leave.apply(x, trip)
-    return Work(lambda: _Arrive.apply(output, trip))
+    transfer = _Transfer(group, output_splits, input_splits)
+    output = _Start.apply(x, transfer)
+    return Work(lambda: _Finish.apply(output, transfer))
 
 
 @dataclass
-class _Trip:
-    """An all-to-all of rows, then of their gradients."""
+class _Transfer:
+    """One differentiable all-to-all: rows in the forward, gradients in the backward."""
 
     group: Group
     output_splits: Sequence[int]
@@ -121,7 +121,7 @@ class _Trip:
     newest: Work[Tensor] = field(init=False)
 
     def start(self, x: Tensor, *, is_backward: bool = False) -> Tensor:
-        """Send rows there, or gradients back; returns the output, which is not there yet."""
+        """Start to send rows, or gradients back; returns the output, complete after `finish`."""
         received, sent = self.output_splits, self.input_splits
         if is_backward:
             received, sent = sent, received
@@ -131,35 +131,39 @@ class _Trip:
         return output
 
     def finish(self) -> Tensor:
-        """The output, once it is there; another computation of this rank may run until then."""
+        """Wait for the output and return it; another computation of this rank may run meanwhile."""
         work = self.newest
         del self.newest  # it would keep the rows until the backward
         self.group.turns.hand_over()
         return work.wait()
 
 
-class _Leave(torch.autograd.Function):
+class _Start(torch.autograd.Function):
+    """Starts the all-to-all; the backward waits for the gradients that `_Finish` started."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        return trip.start(x)
+    def forward(ctx: Any, x: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.start(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.trip.finish(), None
+        return ctx.transfer.finish(), None
 
 
-class _Arrive(torch.autograd.Function):
+class _Finish(torch.autograd.Function):
+    """Waits for the all-to-all; the backward starts the all-to-all of the gradients."""
+
     @staticmethod
-    def forward(ctx: Any, output: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        trip.finish()
+    def forward(ctx: Any, output: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.finish()
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.trip.start(grads[0], is_backward=True)
-        return grads[0], None  # only its shape counts: `_Leave` returns what was received
+        ctx.transfer.start(grads[0], is_backward=True)
+        return grads[0], None  # only its shape counts: `_Start` returns what was received
 
 
 def start_reduce_scatter_by_all_to_all(

@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager_or_graph(eager_form: F, graph_form: Callable[..., Any]) -> F:
-    """A function of two forms: one runs eagerly, the compiler traces the other.
+    """A function with an eager form, and a form that torch.compile traces.
 
     The compiler is asked per call, not per module: parts of a compiled block run eagerly (experts,
     recomputed functions, functions left out of a graph).

@@ -210,7 +210,7 @@ def start_memory_history(device: torch.device) -> None:
 
 
 def write_memory_history(path: Path) -> None:
-    """Write what was recorded, for https://pytorch.org/memory_viz, and end the record."""
+    """Write the recorded allocations, for https://pytorch.org/memory_viz, and stop recording."""
     try:
         torch.cuda.memory._dump_snapshot(str(path))
     finally:

@@ -27,7 +27,7 @@ class _CollectiveFields(Structure):
 
 
 class Record(Structure):
-    """The memory layout of what a rank records."""
+    """The memory layout of a rank's record: indices of its fields."""
 
     _fields_ = [
         *((name, c_int64) for name in ("beats", "is_alarmed", "step", "stage", "microbatch")),

@@ -156,10 +156,14 @@ def store_of_attempt(store: Store, rank: int, *, world_size: int, timeout: timed
 
 
 def _join(store: Store, rank: int, *, world_size: int) -> str:
-    """The name of the attempt, once all ranks have joined."""
-    drawn = uuid.uuid4().hex
-    store.set(f"drawn-{store.add('count', 1)}", drawn)
-    name, _, number_text = store.get(f"reply-{drawn}").decode().partition(" ")
+    """Join the attempt of rank 0; returns its name once all ranks have joined.
+
+    The rank publishes a random request id, rank 0 replies to that id with the name of the attempt
+    (`_lead`), the rank counts itself in, and rank 0 publishes the verdict: a fault, or "" for none.
+    """
+    request_id = uuid.uuid4().hex
+    store.set(f"drawn-{store.add('count', 1)}", request_id)
+    name, _, number_text = store.get(f"reply-{request_id}").decode().partition(" ")
     if int(number_text) != world_size:
         fault = f"rank {rank} was started with WORLD_SIZE {world_size}, rank 0 with {number_text}"
         store.set(f"fault-{name}", fault)
@@ -173,7 +177,7 @@ def _join(store: Store, rank: int, *, world_size: int) -> str:
 
 
 def _lead(store: Store, world_size: int, *, wait: Wait) -> str:
-    """The name of the attempt, which is drawn here and sent to all ranks."""
+    """Rank 0: draw the name of the attempt, reply to the requests of `_join`, send the verdict."""
     name = uuid.uuid4().hex
     replied: set[int] = set()
     while (joined := store.add(f"joined-{name}", 0)) < world_size - 1:
@@ -188,8 +192,8 @@ def _lead(store: Store, world_size: int, *, wait: Wait) -> str:
             # A rank may have ended before it published. Nobody reads the reply to a number of an
             # earlier attempt.
             if number not in replied and store.check([f"drawn-{number}"]):
-                drawn = store.get(f"drawn-{number}").decode()
-                store.set(f"reply-{drawn}", f"{name} {world_size}")
+                request_id = store.get(f"drawn-{number}").decode()
+                store.set(f"reply-{request_id}", f"{name} {world_size}")
                 replied.add(number)
         wait.pause(_POLL_S)
     fault = ""

@@ -85,7 +85,7 @@ class Launch:
 def _number(
     environment: Mapping[str, str], name: str, *, at_least: int = 0, at_most: int = 10**7
 ) -> int:
-    """A variable of the environment within its bounds."""
+    """Read a whole number from a variable of the environment, and check the bounds."""
     text = environment[name]
     if re.fullmatch("[0-9]{1,8}", text) and at_least <= int(text) <= at_most:
         return int(text)
@@ -187,17 +187,18 @@ class ParallelContext:
         return cls(topology, rank, device=device or torch.device("cpu"))._with_groups(timeout_s)
 
     def _with_groups(self, timeout_s: float) -> "ParallelContext":
-        """Create the process groups, and the groups of this rank on them."""
-        timeout, self.timeout_s = timedelta(seconds=timeout_s), timeout_s
+        """Create the process groups of all group names and the tree of control groups."""
+        self.timeout_s = timeout_s
+        timeout = timedelta(seconds=timeout_s)
         specs = self.topology.group_specs(self.rank)
         world = specs["world"]
         if world.size > 1:
             self.store = dist.distributed_c10d._get_default_store()
-            levels = create_control(self.rank, world.size, timeout=timeout)
-            tree = [
-                self._group(GroupSpec("control", ranks, ranks.index(self.rank)), process_group)
-                for ranks, process_group in levels
-            ]
+            # this rank's groups of the tree, from the leaves up
+            tree = []
+            for ranks, process_group in create_control(self.rank, world.size, timeout=timeout):
+                spec = GroupSpec("control", ranks, ranks.index(self.rank))
+                tree.append(self._group(spec, process_group))
             spec = GroupSpec("control", world.ranks, world.index)
             self.control = tree[0] if tree[0].size == world.size else self._group(spec, levels=tree)
         process_groups = create_groups(self.topology, self.rank, timeout=timeout)

@@ -130,7 +130,7 @@ def _can_split() -> bool:
 
 
 def _check_sizes(groups: Mapping[Ranks, dist.ProcessGroup | None]) -> None:
-    """Sum ones over every split group.
+    """Check the sizes of split groups by an all-reduce of ones.
 
     NCCL identifies the parts of a split by a number, which torch computes as a hash of their ranks:
     two parts with the same hash would become one communicator, in silence.

@@ -31,7 +31,7 @@ class Handle:
     flight: InFlight
 
     def wait(self, *_: Any) -> bool:
-        """Complete it."""
+        """Complete the operation."""
         self.recorder.complete(self.flight)
         return True
 

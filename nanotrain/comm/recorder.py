@@ -304,7 +304,7 @@ class Recorder(TorchDispatchMode):
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Run operators that the rank does not run."""
+    """Run operators of the dry run itself, which a real rank does not run, without a record."""
     with _disable_current_modes(), torch.no_grad():
         yield
 

@@ -72,7 +72,7 @@ class Turns:
             raise self._failure
 
     def _run(self, computation: Callable[[], None], *, index: int) -> None:
-        """Run one of two, then leave all turns to the other one."""
+        """Run one of the two computations; at its end the other runs without turns."""
         try:
             if self._failure is None:
                 computation()

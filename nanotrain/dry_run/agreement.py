@@ -26,7 +26,7 @@ class Message(NamedTuple):
 
     @property
     def opposite_op(self) -> str:
-        """The operation of the other side."""
+        """The operation that the other side of a message runs: send for receive."""
         return "send" if self.op == "receive" else "receive"
 
 

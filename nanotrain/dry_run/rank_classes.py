@@ -28,7 +28,7 @@ class RankClass(NamedTuple):
 
 
 class ClassBounds(NamedTuple):
-    """The ranks of a class that are run."""
+    """The first and the last rank of a class, which are run for all."""
 
     first: int
     last: int

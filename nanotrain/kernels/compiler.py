@@ -22,7 +22,7 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether Triton kernels compute on a tensor; torch's operators do elsewhere."""
+    """Whether Triton kernels, not torch's operators, compute on a tensor."""
     return x.is_cuda and x.dtype in TRITON_DTYPES and not triton_fault()
 
 

@@ -114,7 +114,7 @@ class _GradSums:
         self._uses_left[param] += 1
 
     def add(self, param: nn.Parameter, grad: Tensor | None) -> None:
-        """Add the gradient of one use, None if it was written; accumulate it after the last use."""
+        """Add the gradient of one use of a parameter; accumulate after the last. None: written."""
         self._uses_left[param] -= 1
         total = self._sums.pop(param, None)
         if grad is not None:

@@ -34,7 +34,7 @@ def sample_words(seed: int, sample_ids: Tensor) -> Tensor:
 
 
 def mix_in(words: Tensor, numbers: Tensor | int) -> Tensor:
-    """Hash numbers into words; both broadcast."""
+    """Hash integers into 32-bit words; the two tensors broadcast."""
     x = (words + (numbers & MASK) * GOLDEN + 1) & MASK
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK

@@ -249,7 +249,7 @@ class _GroupedWgrad:
         return (self.param,)
 
     def start(self) -> None:
-        """Do nothing: there is no communication."""
+        """Do nothing: the wgrad of experts communicates nothing."""
 
     def compute(self) -> tuple[Tensor | None]:
         """[E, O, I], or None where it was written to the view of the weight."""

@@ -100,13 +100,16 @@ def adds_wider(device_type: str) -> bool:
     return device_type == "cuda"
 
 
-# A view, and whether it already holds gradients of this step.
+# The gradient memory of a parameter, and whether it already holds gradients of this step.
 WriteTarget = tuple[Tensor, bool]
 
 
 @dataclass(frozen=True)
 class GradView:
-    """The view of one parameter: its attribute `grad_view`, set by the data-parallel wrapper."""
+    """Access to the gradient buffer of one parameter, for products that write wgrad there.
+
+    The data-parallel wrapper sets it as the attribute `grad_view` of the parameter.
+    """
 
     dtype: torch.dtype
     # None outside of a backward of the wrapper: return the gradient to autograd
@@ -119,7 +122,7 @@ class GradView:
     start_write_in_graph: Callable[[], WriteTarget | None] | None = None
 
     def accumulate(self, grad: Tensor, x: Tensor) -> bool:
-        """Write the product of [T, O] and [T, I] to the view, or add it; False if not possible."""
+        """Write or add grad^T x, of [T, O] and [T, I]; False if it cannot be written now."""
         target = self.start_write()
         if target is None:
             return False
@@ -129,7 +132,7 @@ class GradView:
 
 
 def attach(view: GradView, param: Tensor) -> None:
-    """Let products of this parameter write to the view."""
+    """Let products of this parameter write its gradient by the `GradView`."""
     param.grad_view = view  # type: ignore[attr-defined]
     # A graph gets the weight that autograd saved, after recomputation another tensor without the
     # attribute. Both share the storage, in which the offset identifies a parameter. The storage
@@ -142,13 +145,13 @@ def attach(view: GradView, param: Tensor) -> None:
 
 
 def grad_view_of(param: Tensor) -> GradView | None:
-    """The view of a parameter; None if autograd returns its gradients."""
+    """The `GradView` of a parameter; None if autograd accumulates its gradient in `.grad`."""
     view: GradView | None = getattr(param, "grad_view", None)
     return view
 
 
 def grad_view_in_graph(weight: Tensor) -> GradView | None:
-    """The view of a weight that autograd saved."""
+    """The `GradView` of a weight that autograd saved, found by its storage and offset."""
     views: Any = getattr(weight.untyped_storage(), "grad_views", {})
     view: GradView | None = views.get(weight.storage_offset())
     return view
@@ -183,7 +186,7 @@ class Linear(nn.Module):
 
     @property
     def trained_params(self) -> tuple[nn.Parameter, ...]:
-        """Weight and bias of the products, where they exist and require a gradient."""
+        """The weight and the bias that require a gradient."""
         params = [self.weight]
         if self.bias is not None and self.adds_bias:
             params.append(self.bias)
@@ -191,7 +194,7 @@ class Linear(nn.Module):
 
     @property
     def writes_wgrad(self) -> bool:
-        """Whether the product writes the weight's gradient where it is accumulated."""
+        """Whether the product writes wgrad to the gradient buffer."""
         if self.rows is not None or not self.weight.requires_grad:
             return False
         return grad_view_of(self.weight) is not None
@@ -244,13 +247,13 @@ class Linear(nn.Module):
 
 
 def _write_eagerly(linear: Linear, grad: Tensor, *, x: Tensor) -> bool:
-    """Write the weight's gradient where it is accumulated; returns whether it was written."""
+    """Write wgrad to the gradient buffer; returns whether it was written."""
     view = grad_view_of(linear.weight) if linear.writes_wgrad else None
     return view is not None and view.accumulate(grad, x)
 
 
 def _write_by_operator(linear: Linear, grad: Tensor, *, x: Tensor) -> bool:
-    """Write the weight's gradient by an operator of a graph; returns whether a graph can do so."""
+    """Write wgrad by an operator of a compiled graph; returns whether a graph can do so."""
     if not linear.writes_in_graph:
         return False
     write_in_graph(linear.weight, (grad, x))
@@ -400,7 +403,7 @@ CAN_TRACE = torch.__version__ >= "2.11"  # compared as versions
 
 
 def keep_in_graphs(operator: Any) -> None:
-    """Keep an operator without outputs in graphs; a compiler removes it if it has no effect."""
+    """Keep an operator without outputs in compiled graphs, which else would remove it."""
     operator.register_fake(lambda *_, **__: None)
     declare_effect(operator)
 

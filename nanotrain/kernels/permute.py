@@ -185,7 +185,7 @@ TORCH_FORM = PermuteForm(_spread, _combine, _combine_backward)
 
 
 def form_of(x: Tensor) -> PermuteForm:
-    """The operations for tokens like `x`: Triton's on GPUs, torch's elsewhere."""
+    """The permute operations for tokens like `x`: Triton on GPUs, torch elsewhere."""
     return triton_form() if runs_triton(x) else TORCH_FORM
 
 

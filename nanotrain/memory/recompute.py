@@ -165,13 +165,13 @@ def recompute_modules(block: nn.Module, modules: Collection[str], *, recompute: 
 
 
 def _checkpoint(block: nn.Module, path: str, *, recompute: Recompute) -> None:
-    """Replace a function of a block, if it has it, such that its inputs and output are kept."""
+    """Checkpoint one function of a block, if present: only inputs and output are kept."""
     if _has(block, path):
         _set(block, path, function=recompute.checkpointed(attrgetter(path)(block)))
 
 
 def _discard_outputs(block: nn.Module, first: str, *, second: str, recompute: Recompute) -> None:
-    """Replace two functions of a block, if it has them, such that outputs are discarded."""
+    """Chain two functions of a block, if present, so that outputs of the first are discarded."""
     if not _has(block, first):
         return
     run_first, run_second = recompute.discarding(

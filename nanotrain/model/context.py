@@ -231,7 +231,7 @@ class LayerContext:
 
 
 class TokenCache(Protocol):
-    """The tokens that a model has read, as layers see them (inference/cache.py)."""
+    """Keys, values and states of the tokens that a model has read (inference/cache.py)."""
 
     def attend(self, core_attention: Callable[..., Any], *, has_window: bool) -> Callable[..., Any]:
         """A core attention that stores keys and values and attends to all of them."""

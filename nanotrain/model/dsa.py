@@ -182,5 +182,5 @@ class SparseLatentAttention(MultiLatentAttention):
 def _cached_inputs(
     query: Tensor, *, key: Tensor, value: Tensor, mask: object
 ) -> tuple[Tensor, Tensor, object]:
-    """In place of a core attention: returns what the cache passes to it, instead of attending."""
+    """A core attention that only returns the cached keys, values and mask that it is given."""
     return key, value, mask

@@ -40,7 +40,7 @@ class Parameters(dict[str, nn.Parameter]):
         return self[f"{name}.weight"], self.get(f"{name}.bias")
 
     def submodule(self, name: str) -> "Parameters":
-        """The parameters of a submodule, named relative to it; empty where none is declared."""
+        """The parameters of a submodule, by names without its prefix; empty if it has none."""
         prefix = f"{name}."
         return Parameters(
             {key.removeprefix(prefix): p for key, p in self.items() if key.startswith(prefix)}

@@ -64,7 +64,7 @@ def inverse_frequencies(model_config: ModelConfig, *, is_local: bool = False) ->
 
 
 def _scale_yarn(unscaled: Tensor, yarn: YarnConfig, *, base: float) -> Tensor:
-    """YaRN: divide the frequencies of slow pairs by the factor, keep the ones of fast pairs.
+    """YaRN: divide low frequencies by the factor, keep high frequencies.
 
     Frequencies in between are interpolated by the index of the pair.
     """
@@ -195,7 +195,7 @@ class PositionTables:
         return cls(full, windowed, query_scale)
 
     def at(self, positions: int | Tensor, *, like: Tensor) -> "PositionInputs":
-        """The inputs of a microbatch; arguments as `RotaryTables.at`."""
+        """The position inputs of full and windowed layers; arguments as `RotaryTables.at`."""
         if self.full is None or self.windowed is None:
             return PositionInputs(full=None, windowed=None, query_scale=None)
         full = self.full.at(positions, like=like)

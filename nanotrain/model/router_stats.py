@@ -79,7 +79,7 @@ class RouterStats(StatefulModule):
         self.entropy -= torch.xlogy(probabilities, probabilities).sum()
 
     def average_tokens(self, tokens_per_expert: Tensor) -> Tensor:
-        """Tokens per expert at the mean shares of this microbatch and the earlier ones of the step.
+        """Tokens per expert, averaged over the microbatches of the step so far.
 
         Args:
             tokens_per_expert: [1, E], of a microbatch on all ranks; padding ranks have no tokens.

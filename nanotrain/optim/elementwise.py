@@ -86,7 +86,7 @@ def update_sgd(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
 
 
 def sgd_state_names(config: OptimConfig) -> tuple[str, ...]:
-    """A momentum buffer where there is momentum."""
+    """Names of SGD's state: `momentum_buffer` if momentum is set, else none."""
     return ("momentum_buffer",) if config.sgd_momentum else ()
 
 

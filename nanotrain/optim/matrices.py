@@ -201,7 +201,7 @@ def assign_matrices(
 def _locate_matrices(
     layouts: Sequence[BufferLayout], *, splits_tensors: bool
 ) -> Iterator[tuple[Matrix, int, dict[int, Piece]]]:
-    """Every matrix with the number of its bucket and its pieces there."""
+    """For every matrix, the index of its bucket, and its piece by rank."""
     buckets = [bucket for layout in layouts for bucket in layout.buckets]
     for number, bucket in enumerate(buckets):
         for entry in bucket.params:

@@ -305,7 +305,7 @@ class LocalPiece(NamedTuple):
 
 
 class MatrixBucket:
-    """This rank's matrix parts of one bucket, in order, and the pieces of matrices in them."""
+    """The matrix parameters in this rank's shard of one bucket, and the elements of each matrix."""
 
     def __init__(self, parts: Sequence[PartState]) -> None:
         self.parts = parts

@@ -19,7 +19,7 @@ from nanotrain.optim.state import PartState
 
 
 class HostUpdate:
-    """Updates parts on the host, while the device updates the others.
+    """Updates some ranges of the optimizer on the host, while the device updates the rest.
 
     Args:
         parts: parts with state in host memory, at least one.

@@ -363,7 +363,7 @@ def _check_shard_groups(context: ParallelContext, strategy: str) -> None:
 
 
 def _check_parameters(module: nn.Module, optim: OptimConfig) -> None:
-    """Refuse parameters that flat buffers cannot hold, and options that need more about them."""
+    """Refuse parameters that flat buffers cannot hold, and options that need parameter roles."""
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     if frozen:
         what = f"{count_of(len(frozen), 'parameter', verb='is')} frozen, the first is {frozen[0]}"

@@ -168,7 +168,7 @@ class PartState:
 
     @property
     def is_fp32(self) -> bool:
-        """Whether everything is stored in fp32, so that ranges are views."""
+        """Whether main params and states are all fp32, so that ranges are views."""
         stored = (self.main, *self.state.values())
         return self.grad.dtype is torch.float32 and all(tensor.is_fp32 for tensor in stored)
 

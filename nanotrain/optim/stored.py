@@ -72,7 +72,7 @@ class StoredTensor:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Values and, where there are any, scales."""
+        """The stored tensors: values, and scales of quantized states."""
         if self.scales is None:
             return (self.values,)
         return (self.values, self.scales)

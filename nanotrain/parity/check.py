@@ -85,7 +85,7 @@ class RandomDataset:
     samples_per_epoch: int = 1 << 62
 
     def __getitem__(self, sample_number: int) -> Sample:
-        """The sample of a number, a pure function of it and the seed; records the read."""
+        """A sample that depends on the index and the seed only; records the read."""
         self.reads.append(sample_number)
         data = self.config.data
         length = data.seq_length

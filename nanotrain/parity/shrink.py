@@ -339,7 +339,7 @@ def _head_channels(model: ModelConfig) -> int:
 
 
 def divide(config: Config, names: Iterable[str]) -> Config:
-    """Divide sizes by one number, the largest that the rules allow.
+    """Divide sizes by one divisor, the largest that the rules allow.
 
     A rank keeps two heads of each kind if it had as many, and a model twice as many experts as a
     token is routed to.

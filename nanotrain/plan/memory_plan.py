@@ -294,7 +294,7 @@ def _returned_by_graphs(plan: Plan, device: str) -> int:
 
 
 class Peak(NamedTuple):
-    """Bytes at a moment of a step, and the number of forwards that they belong to."""
+    """Activation and working bytes at one moment of a step, and the microbatches in flight."""
 
     activations: int
     in_flight: int

@@ -61,7 +61,7 @@ class BufferPlan:
     is_fp8: bool = False  # weights that are gathered in fp8
 
     def param_size(self, precision: Precision) -> int:
-        """Bytes of an element as it is gathered."""
+        """Bytes per parameter element in the all-gather: 1 for fp8 weights."""
         return WEIGHT_DTYPE.itemsize if self.is_fp8 else precision.params.itemsize
 
 
@@ -102,7 +102,7 @@ class ResidentBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all kinds."""
         return self.params + self.units + self.grads + self.grad_buckets + self.optimizer
 
 

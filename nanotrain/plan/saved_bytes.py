@@ -179,7 +179,7 @@ class SavedBytes:
         )
 
     def _selected_blocks(self, layers: Sequence[int], complete: list[int]) -> _Blocks:
-        """Blocks without what the recomputed modules keep."""
+        """Saved bytes of blocks, without those that recomputed modules drop."""
         selected = [self.block(layer, self.modules) for layer in layers]
         dropped = [a - b for a, b in zip(complete, selected, strict=True)]
         return _Blocks(

@@ -61,7 +61,7 @@ def memory_of_rank(scenario: Scenario, pp_rank: int) -> MemoryPlan:
 
 
 def _in_flight_schedule(scenario: Scenario) -> Schedule:
-    """The schedule of so many microbatches that no more are in flight with further ones."""
+    """The schedule, with at most as many microbatches as its peak in flight needs."""
     name = scenario.config.parallel.pipeline_schedule
     shape = scenario.pipeline
     if name != "gpipe":
@@ -88,25 +88,25 @@ def _group_state_bytes(scenario: Scenario, numel: int, *, shard_group: str) -> S
     engine = scenario.engine
     precision = Precision.of(scenario.config.precision)
     strategy = scenario.config.parallel.data_parallel_sharding_strategy
-    level = get_args(ShardingStrategy).index(strategy)  # the stage of ZeRO, 0 to 3
+    zero_stage = get_args(ShardingStrategy).index(strategy)  # 0 to 3
     shards = len(scenario.ranks(shard_group))
-    low = precision.params.itemsize
-    param_bytes = low
-    main_bytes = FP32 if low < FP32 else 0
-    if engine.name == "fsdp2" and level == 3:
+    itemsize = precision.params.itemsize
+    param_bytes = itemsize
+    main_bytes = FP32 if itemsize < FP32 else 0
+    if engine.name == "fsdp2" and zero_stage == 3:
         # FSDP's shards are the main parameters themselves
         param_bytes = FP32
         main_bytes = 0
 
     grads = numel * precision.grads.itemsize
-    if level > 1:
+    if zero_stage > 1:
         grads = numel * precision.main_grads.itemsize // shards
-    if engine.memory.low_grads and low < FP32:
-        grads += numel * low
+    if engine.memory.low_grads and itemsize < FP32:
+        grads += numel * itemsize
     return StateBytes(
-        params=numel * param_bytes // (shards if level == 3 else 1),
+        params=numel * param_bytes // (shards if zero_stage == 3 else 1),
         grads=grads,
-        optimizer=numel * (main_bytes + 2 * FP32) // (shards if level > 0 else 1),
+        optimizer=numel * (main_bytes + 2 * FP32) // (shards if zero_stage > 0 else 1),
     )
 
 

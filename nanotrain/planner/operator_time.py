@@ -124,7 +124,7 @@ class OperatorTimes(RankClock):
         return [self.memory(operator.name, num_bytes, backward=num_bytes, launches=launches)]
 
     def residual(self, operator: Residual) -> Parts:
-        """A fused addition reads only what the norm does not."""
+        """The residual addition: 3 passes over the tensor, or 1 if fused with the norm."""
         passes = 1 if self.engine.operators.fused else 3
         if self.config.model.hidden_dropout > 0:
             passes += 1
@@ -285,7 +285,7 @@ class OperatorTimes(RankClock):
         ]
 
     def sparse_attention(self, operator: SparseAttention) -> Parts:
-        """Scores of all causal pairs, of which those of other keys are masked."""
+        """Sparse attention as torch computes it: scores of all causal pairs, then a mask."""
         length = self.config.data.seq_length
         pairs = self.sizes.tokens * length / 2
         heads = operator.heads

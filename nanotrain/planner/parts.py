@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Streams:
-    """The time of operators that run one after the other, and of overlapping collectives."""
+    """Seconds of the compute stream and of waiting for collectives on a rank, added up."""
 
     # seconds by which a hidden second of a collective slows the operators
     contention: float = 0.0
@@ -31,7 +31,7 @@ class Streams:
         return self.compute + sum(self.exposed.values())
 
     def run(self, seconds: float, *, launches: int = 1, is_product: bool = False) -> None:
-        """Compute."""
+        """Add an operator of `seconds`."""
         self.compute += self.factor * seconds
         if is_product:
             self.products += self.factor * seconds
@@ -45,7 +45,7 @@ class Streams:
             self.exposed[group] += seconds - hidden + self.contention * hidden
 
     def add(self, other: "Streams") -> None:
-        """Run all that other streams run."""
+        """Add the times and launches of other streams."""
         self.compute += other.compute
         self.products += other.products
         self.launches += other.launches

@@ -144,12 +144,12 @@ class ProgramBytes:
         return [*joined, *blocks[num_grouped:]]
 
     def recomputed(self, listed: Iterable[OperatorBytes]) -> OperatorBytes:
-        """Operators that run again from the hidden states that they read."""
+        """Recomputed operators as one entry, which saves only the hidden states they read."""
         peak = self.peak_of_backward(listed)
         return OperatorBytes(self.hidden, peak.kept + peak.further - self.hidden)
 
     def transform(self, operators: Sequence[Operator]) -> list[OperatorBytes]:
-        """The bytes of operators in this program; those of a recomputed MLP are one."""
+        """The bytes of operators as this program runs them; a recomputed MLP is one entry."""
         listed: list[OperatorBytes] = []
         recomputed: list[OperatorBytes] = []
         previous: Operator | None = None
@@ -303,7 +303,7 @@ class ProgramBytes:
         return width
 
     def _kept_scores(self, scores: int) -> int:
-        """Scores of the softmax, in fp32 too if it is not fused, and those of dropout."""
+        """Saved bytes of softmax scores: twice if unfused, and dropped scores with a mask."""
         kept = scores
         if "unfused softmax" in self.scenario.features:
             kept += scores
@@ -330,14 +330,14 @@ class ProgramBytes:
         entries = list(listed)
         kept = sum(entry.saved for entry in entries)
         weights = frozenset(weight for entry in entries for weight in entry.weights)
-        left = kept
+        still_saved = kept
         further = 0
         for entry in reversed(entries):
             wgrads = 0
             if not self.fuses_wgrads:
                 wgrads = sum(map(prod, entry.weights)) * self.sizes.itemsize
-            further = max(further, left - kept + entry.working + wgrads)
-            left -= entry.saved
+            further = max(further, still_saved - kept + entry.working + wgrads)
+            still_saved -= entry.saved
         return StagePeak(kept, further, weights)
 
 

@@ -124,7 +124,7 @@ class Scenario:
 
 @lru_cache(maxsize=256)
 def _ranks(topology: Topology, name: GroupName) -> Sequence[int]:
-    """The group of the first rank, as a range if its members are evenly spaced."""
+    """The ranks of a group of rank 0, as a range if they are evenly spaced."""
     members = topology.members(0, name)
     strides = {after - before for before, after in pairwise(members)}
     if len(strides) != 1:

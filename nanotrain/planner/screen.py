@@ -19,7 +19,7 @@ MIN_UNEVEN = 0.1  # share of a bubble from which on uneven stages are its cause
 
 
 def training_of(prediction: Prediction, tokens: float) -> dict[str, float]:
-    """Days and GPU-hours of a training of so many tokens at the predicted speed."""
+    """Days and GPU-hours of a training of `tokens` tokens at the predicted speed."""
     world_size = prediction.scenario.world_size
     seconds = tokens / (prediction.time.tokens_per_s_per_gpu * world_size)
     return {"days": seconds / 86_400, "gpu_hours": seconds / 3600 * world_size}
@@ -90,7 +90,7 @@ def _misfit_line(prediction: Prediction) -> str:
 
 
 def _fitting_line(prediction: Prediction, change: Prediction | None) -> str:
-    """What fits in place of a layout that does not."""
+    """The line that names a change with which a layout fits, for one that does not fit."""
     if change is None:
         return "fits        no single change of the layout does; --search tries all layouts"
     flags = flags_of(change.scenario.config, prediction.scenario.config)
@@ -127,8 +127,8 @@ def _memory_lines(prediction: Prediction) -> list[str]:
     if scenario.sizes["pp"] > 1:
         used += f" on pipeline rank {memory.pp_rank}"
     headroom = describe_bytes(abs(prediction.headroom))
-    left = f"{headroom} are left" if prediction.headroom >= 0 else f"{headroom} too much"
-    lines = [f"memory      {used}; {left}"]
+    rest = f"{headroom} are left" if prediction.headroom >= 0 else f"{headroom} too much"
+    lines = [f"memory      {used}; {rest}"]
     lines += [f"  {kind:<22}{size:>12}" for kind, size in memory.rows().items()]
     return lines
 

@@ -207,7 +207,7 @@ class Space:
                     yield candidate
 
     def _first_fitting_strategy(self, values: Values) -> Prediction | None:
-        """A layout with the sharding strategy of the least communication that may fit."""
+        """The layout with the first strategy of SHARDED, least communication first, that fits."""
         for strategy in SHARDED:
             candidate = self.candidate({**values, "data_parallel_sharding_strategy": strategy})
             if candidate is not None:

@@ -52,7 +52,7 @@ class Shards(NamedTuple):
 
 
 class LayerSides(NamedTuple):
-    """Parts of a layer around the transfers of tokens; a dense layer is on both sides."""
+    """A layer split at the token dispatch; in a dense layer both sides are the whole layer."""
 
     outside: Parts  # before the dispatch and after the combination
     between: Parts  # the experts
@@ -68,7 +68,7 @@ class Unit:
 
 
 def _split_at_dispatch(parts: Parts) -> LayerSides:
-    """Split a layer into parts outside dispatch and combine and parts between them."""
+    """Split a layer into the parts outside dispatch and combine, and the parts between."""
     transfers = [index for index, part in enumerate(parts) if part.group == "ep"]
     if not transfers:
         return LayerSides(parts, parts)

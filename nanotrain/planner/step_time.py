@@ -96,7 +96,7 @@ class StepTime:
 
 
 class Step(NamedTuple):
-    """An action, or a pair that runs in turns, after all steps that it needs."""
+    """An action of a rank, or two that run in turns; starts once `received` have ended."""
 
     rank: int
     actions: tuple[Action, ...]
@@ -106,7 +106,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A schedule on a clock."""
+    """A simulated schedule: when each step of each rank starts and ends, in seconds."""
 
     steps: tuple[Step, ...]
     starts: list[float]  # start of every step
@@ -117,7 +117,7 @@ class Run:
 
     @property
     def duration(self) -> float:
-        """Until all ranks end."""
+        """Seconds until all ranks have ended."""
         return max(self.finish)
 
     @cached_property
@@ -165,37 +165,40 @@ class StepClock:
         }
 
     def steps(self, num_microbatches: int) -> tuple[Step, ...]:
-        """The actions of so many microbatches."""
+        """The steps of all ranks for a number of microbatches, in an order they can run in."""
         shape = replace(self.shape, num_microbatches=num_microbatches)
         return steps_of(self.scenario.config.parallel.pipeline_schedule, shape)
 
     def step_time(self) -> StepTime:
-        """The parts of the time of the rank that ends last."""
+        """The time of a step and its parts, on the rank that ends last.
+
+        Microbatches beyond the simulated ones add `per_microbatch` seconds each.
+        """
         ranks = range(self.shape.num_ranks)
         runs = [self.run(length) for length in self.lengths]
         run = runs[0]
         ends = [max(run.finish[rank], self.reduced_at(run, rank)) for rank in ranks]
         slowest = max(ranks, key=lambda rank: ends[rank])
-        number = self.shape.num_microbatches
-        num_further = number - self.lengths[0]  # microbatches that are not simulated
+        num_microbatches = self.shape.num_microbatches
+        num_further = num_microbatches - self.lengths[0]  # microbatches that are not simulated
         total = ends[slowest] + num_further * self.per_microbatch(runs)
 
-        spent = self.spent(slowest)
+        streams = self.spent(slowest)
         busy = self.busy_s(slowest)
-        compute = number * spent.compute
-        host = max(0.0, number * (busy - spent.seconds))
+        compute = num_microbatches * streams.compute
+        host = max(0.0, num_microbatches * (busy - streams.seconds))
 
         exposed = defaultdict[str, float](float)
-        for group, seconds in spent.exposed.items():
-            exposed[group] = number * seconds
+        for group, seconds in streams.exposed.items():
+            exposed[group] = num_microbatches * seconds
         hidden_per_microbatch = self.hidden_s(runs)[slowest]
         exposed["ep"] -= run.hidden[slowest] + num_further * hidden_per_microbatch
-        exposed["pp"] = run.waits[slowest] * number / self.lengths[0]
+        exposed["pp"] = run.waits[slowest] * num_microbatches / self.lengths[0]
         exposed["dp"] += ends[slowest] - run.finish[slowest]
         bubble = max(0.0, total - compute - host - sum(exposed.values()))
         work = {rank: self.busy_s(rank) for rank in ranks}
         busiest = max(ranks, key=lambda rank: work[rank])
-        uneven = number * (work[busiest] - work[slowest])
+        uneven = num_microbatches * (work[busiest] - work[slowest])
         exposed["dp"] += max(self.gathers_s(rank) for rank in ranks)
         optimizer = max(self.update_s(rank) for rank in ranks)
         positive = {group: seconds for group, seconds in exposed.items() if seconds > 0}
@@ -208,7 +211,7 @@ class StepClock:
             data=self.stages.lost_s,
             host=host,
             pp_rank=slowest,
-            products=number * spent.products,
+            products=num_microbatches * streams.products,
             uneven=min(bubble, uneven),
             busiest=busiest,
         )
@@ -418,9 +421,9 @@ def simulated(shape: PipelineShape) -> list[int]:
     ([10], [8, 12])
     """
     ranks = shape.num_ranks
-    number = shape.num_microbatches
-    has_longer_rounds = shape.num_stages_per_rank > 1 and number % ranks > 0
-    return [number] if number <= 4 * ranks or has_longer_rounds else [2 * ranks, 3 * ranks]
+    count = shape.num_microbatches
+    has_longer_rounds = shape.num_stages_per_rank > 1 and count % ranks > 0
+    return [count] if count <= 4 * ranks or has_longer_rounds else [2 * ranks, 3 * ranks]
 
 
 @lru_cache(maxsize=256)

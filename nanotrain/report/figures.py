@@ -48,7 +48,7 @@ class Chart:
     questions: str = ""
 
     def names(self, columns: Sequence[str]) -> dict[str, str]:
-        """The columns of the chart by what a star stands for, "" without one.
+        """The columns of the chart, by the text that the star of a metric matches; "" without star.
 
         >>> Chart(("a", "b.*"), "title", "unit").names(["c", "b.x", "a"])
         {'': 'a', 'x': 'b.x'}
@@ -127,18 +127,18 @@ def step_figures(runs: Sequence[RunHistory]) -> dict[str, list[Figure]]:
 
     The charts are those of `CHARTS`, then one per other group of metrics.
     """
-    left = metrics_of(runs)
-    drawn: dict[str, list[Figure]] = {}
+    remaining = metrics_of(runs)
+    by_section: dict[str, list[Figure]] = {}
     for section, charts in CHARTS.items():
-        drawn[section] = []
+        by_section[section] = []
         for chart in charts:
-            names = chart.names(left)
-            left = [name for name in left if name not in names.values()]
-            drawn[section].append(step_figure(chart, runs, names=names))
-    drawn.setdefault("Other", []).extend(other_figures(runs, left))
-    add_validation(drawn["Loss"][0], validation=drawn["Evaluation"][0])
+            names = chart.names(remaining)
+            remaining = [name for name in remaining if name not in names.values()]
+            by_section[section].append(step_figure(chart, runs, names=names))
+    by_section.setdefault("Other", []).extend(other_figures(runs, remaining))
+    add_validation(by_section["Loss"][0], validation=by_section["Evaluation"][0])
     shown = {}
-    for section, figures in drawn.items():
+    for section, figures in by_section.items():
         shown[section] = [figure for figure in figures if not figure["layout"]["meta"]["idle"]]
     return shown
 
@@ -252,7 +252,7 @@ def step_figure(chart: Chart, runs: Sequence[RunHistory], *, names: Mapping[str,
     data = []
     is_idle = True
     for run_index, run in enumerate(runs):
-        for number, (label, column) in enumerate(names.items()):
+        for line_index, (label, column) in enumerate(names.items()):
             values = run.column(column) * chart.scale
             if not is_idle_line(chart, values, run=run):
                 is_idle = False
@@ -261,10 +261,10 @@ def step_figure(chart: Chart, runs: Sequence[RunHistory], *, names: Mapping[str,
                 continue
             if len(runs) > 1:
                 name = f"{run.name} {label}".rstrip()
-                style = line_style(color=run_index, dash=number)
+                style = line_style(color=run_index, dash=line_index)
             else:
                 name = label or ("all" if len(names) > 1 else run.name)
-                style = line_style(color=number, dash=0)
+                style = line_style(color=line_index, dash=0)
             trace = line_of(chart, run.column("step"), values=values, kept=kept)
             trace["name"] = name
             trace["line"] = style
@@ -362,7 +362,7 @@ def rounded(values: np.ndarray) -> list[float | None]:
 
 
 def rounded_number(value: float) -> float | None:
-    """A number as `rounded` has it."""
+    """A number rounded as `rounded` does."""
     if not math.isfinite(value):
         return None
     if abs(value) < 1e6:
@@ -410,7 +410,7 @@ def bin_means(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def bins_of(values: np.ndarray, count: int) -> list[np.ndarray]:
-    """At most `count` parts of equal sizes, with smaller ones at the beginning, which is steep."""
+    """Split values into at most `count` bins of equal sizes, smaller at the steep beginning."""
     even = np.linspace(0, len(values), max(2, count * 3 // 4))
     early = np.geomspace(1, len(values), count // 4)
     edges = np.append(even, early).round().astype(int)

@@ -287,6 +287,7 @@ def _is_world_size(value: Any) -> bool:
 
 
 def _has_sizes(value: Any) -> bool:
+    """Whether a value maps names to numbers of bytes."""
     return isinstance(value, dict) and all(map(_is_size, value.values()))
 
 
@@ -316,7 +317,7 @@ FACTS: dict[str, Callable[[Any], bool]] = {
 
 @lru_cache(4 * MAX_COLUMNS)
 def _label(name: str) -> str:
-    """A name that a chart shows, which reads elements in it."""
+    """A name as a chart shows it; plotly would read HTML elements in it."""
     return plain_text(name[:MAX_NAME]).replace("<", "\u2039")
 
 
@@ -354,7 +355,7 @@ class _Rows:
                 self.load = dict(zip(map(_label, self._routers), by_router, strict=True))
 
     def _add(self, row: dict[str, Any], *, count: int) -> None:
-        """Add a row after `count` others."""
+        """Add a row; new columns start with NaN for the `count` earlier rows."""
         values = {_label(name): value for name, value in unnest(row).items() if _is_number(value)}
         for name in values:
             if name not in self._values and len(self._values) < MAX_COLUMNS:

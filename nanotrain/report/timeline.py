@@ -266,15 +266,15 @@ def _bars(timeline: Timeline, kind: str) -> dict[str, Any]:
 
 
 def _lanes(step: RankStep) -> Lanes:
-    """A step as it is drawn, in milliseconds."""
+    """The drawable form of a step: totals and spans by kind, in milliseconds."""
     total_ms = {}
-    drawn = {}
+    spans_ms = {}
     for kind in LEGEND:
         spans = getattr(step, kind)
         total_ms[kind] = length(spans) / 1000
-        drawn[kind] = _drawable(spans, step.duration_us / RESOLUTION)
+        spans_ms[kind] = _drawable(spans, step.duration_us / RESOLUTION)
     total_ms["idle"] = step.idle_us / 1000
-    return Lanes(step.rank, step.step, step.duration_us / 1000, total_ms, drawn)
+    return Lanes(step.rank, step.step, step.duration_us / 1000, total_ms, spans_ms)
 
 
 def _drawable(spans: Spans, gap: float) -> list[list[float]]:

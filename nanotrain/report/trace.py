@@ -69,7 +69,7 @@ def union(spans: np.ndarray) -> Spans:
 
 
 def overlap(a: Spans, b: Spans) -> Spans:
-    """Times that are in both.
+    """The intersection of two sets of spans.
 
     >>> overlap(np.array([[0.0, 4.0], [6.0, 8.0]]), np.array([[2.0, 7.0]])).tolist()
     [[2.0, 4.0], [6.0, 7.0]]
@@ -143,7 +143,7 @@ def read_step(path: Path, *, rank: int, step: int | None = None) -> RankStep:
 
 
 def _lanes(events: list[dict[str, Any]]) -> tuple[dict[str, np.ndarray], bool]:
-    """Times of the whole trace by kind, [n, 2] in any order, and whether they are of kernels."""
+    """Spans [n, 2] of the whole trace by kind, unsorted, and whether they are of GPU kernels."""
     kernels = events_of(events, "kernel")
     compute: list[dict[str, Any]] = []
     communication: list[dict[str, Any]] = []

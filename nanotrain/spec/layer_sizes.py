@@ -126,7 +126,7 @@ class LayerSizes:
         )
 
     def row(self, inputs: int, *, saves: tuple[Saved, ...] = ()) -> Product:
-        """The projection into the residual stream of so many local inputs."""
+        """The row-parallel projection of `inputs` local features into the residual stream."""
         return Product(
             name="row",
             weights=("output.weight",),

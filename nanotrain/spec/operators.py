@@ -70,7 +70,7 @@ class Operator:
 
     @property
     def sequence_flops(self) -> int:
-        """Forward FLOPs that are no product with a weight, as MFU counts them."""
+        """Forward FLOPs of scores and recurrences, which MFU counts in addition to weights."""
         return 0
 
     def saved_bytes(self, modules: Collection[str] = ()) -> int:
@@ -182,11 +182,14 @@ class Attention(Operator):
 
     @property
     def sequence_flops(self) -> int:
-        """Scores and weighted sums of values of the causal half of all pairs."""
+        """Forward FLOPs of scores and weighted sums of values, of the causal pairs only.
+
+        A chunk of L tokens with a window of W keys has (2 W L - W^2) / 2 pairs; L^2 / 2 without.
+        """
         doubled_pairs = 0
-        for number, length in self.chunks:
-            seen = length if self.window is None else min(self.window, length)
-            doubled_pairs += number * seen * (2 * length - seen)  # length^2 without a window
+        for count, length in self.chunks:
+            window = length if self.window is None else min(self.window, length)
+            doubled_pairs += count * window * (2 * length - window)
         width = self.head_dim + self.value_head_dim
         return self.batch * self.heads * width * doubled_pairs
 
@@ -231,7 +234,7 @@ class Convolution(Operator):
 
 @dataclass(frozen=True)
 class ScanCost:
-    """What the kernels of a scan do in one pass; of all chunks."""
+    """FLOPs, bytes and launches of one pass of a scan over all chunks."""
 
     flops: int
     num_bytes: int  # read and written

@@ -14,7 +14,7 @@ from nanotrain.spec.scan_cost import ScanSizes
 
 
 def halo(s: LayerSizes, *, channels: int, kernel_size: int) -> tuple[Sent, ...]:
-    """The tokens before both chunks of a rank, from and to its neighbours, and their gradients."""
+    """Traffic of the tokens before each of a rank's two chunks, which other ranks hold."""
     num_neighbours = 0
     if s.cp_index > 0:
         num_neighbours += 1

@@ -201,7 +201,7 @@ class ModelShape:
         return first
 
     def _structure(self, layer: int) -> Hashable:
-        """What tells layers apart."""
+        """A key that is equal for layers with the same parameters and operators."""
         return self.kinds(layer), self.has_window(layer), self.has_rope(layer)
 
     @property

@@ -61,7 +61,7 @@ class GridPage:
         return "".join(cell.rjust(self.width) for cell in cells)
 
     def header(self) -> list[str]:
-        """The names of the columns, under those of several blocks."""
+        """Two header lines: the names of the blocks, if there are several, and of the columns."""
         lines = []
         if self.grid.size(self.block) > 1:
             block_width = self.width * len(self.columns)

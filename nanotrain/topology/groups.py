@@ -74,7 +74,7 @@ GROUP_NAMES: tuple[GroupName, ...] = tuple(
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A group of ranks from the view of one of them.
+    """A group of ranks, and the index of one member in it.
 
     >>> spec = GroupSpec("dp", ranks=(1, 5, 9), index=2)
     >>> spec.rank, spec.size

@@ -143,7 +143,7 @@ CONTROL_FAN_OUT = 32  # ranks of a gloo group of the control tree: 13 KB per ran
 
 
 def partitions(topology: Topology) -> dict[GroupName, tuple[Ranks, ...]]:
-    """The groups to create, by their first name, in an order that is the same on every rank.
+    """The groups to create, by the first of their names, in the same order on every rank.
 
     Names with the same groups share process groups. The world is not listed, nor are groups of one
     rank and names that nothing is sent over.

@@ -137,9 +137,9 @@ def _create_file(num_ranks: int) -> str | None:
 
 
 def _map_records(path: str | None, ranks: Sequence[int]) -> dict[int, memoryview]:
-    """The records of ranks in a file.
+    """Map the records of ranks in a shared file, by rank.
 
-    None if it cannot be mapped, as in containers that share only a host name.
+    Empty if the file cannot be mapped, as in containers that share only a host name.
     """
     try:
         with open(path or "", "r+b") as file:

@@ -167,7 +167,7 @@ def _with_lost_connections(cut: Mapping[int, int]) -> dict[int, str]:
 
 
 def _behind(views: Views, waits: Mapping[int, set[int]]) -> dict[int, str]:
-    """Ranks that others wait for, and that wait for none."""
+    """Describe the ranks that others wait for and that wait for no rank themselves."""
     texts = {}
     for rank in _awaited(waits):
         waiting = [other for other, peers in waits.items() if rank in peers]
@@ -240,7 +240,7 @@ def report_text(
 
 
 def _members(topology: Topology, group: str, *, rank: int) -> Ranks:
-    """The ranks of a group of a rank; the rank alone for a group that is not in the topology."""
+    """The members of a rank's group; only the rank for a name that is not in the topology."""
     if group in ("control", "world"):
         return tuple(range(topology.world_size))
     name: GroupName = group  # type: ignore[assignment]
@@ -262,7 +262,7 @@ def _waits_for(view: RankView, views: Views, *, topology: Topology) -> set[int]:
 
 
 def _started_fewer(view: RankView, views: Views, *, topology: Topology) -> set[int]:
-    """The ranks that started fewer collectives than this one over a group of both."""
+    """The ranks that started fewer collectives than `view` over a group they share."""
     fewer: set[int] = set()
     for group, collective in view.collectives.items():
         if group == MESSAGES:
@@ -273,7 +273,7 @@ def _started_fewer(view: RankView, views: Views, *, topology: Topology) -> set[i
 
 
 def _with_lower_sequence(members: Ranks, views: Views, *, group: str, sequence: int) -> set[int]:
-    """The members of a group whose last collective over it has a lower number."""
+    """The members of a group whose latest collective over it comes before `sequence`."""
     known = [rank for rank in members if rank in views]
     return {rank for rank in known if views[rank].sequence(group) < sequence}
 

@@ -189,7 +189,7 @@ class Watchdog:
         return ""
 
     def _is_slow_by_nature(self) -> bool:
-        """Whether this rank may take any time: it uses the disk, and no rank is stopped."""
+        """Whether this rank may take long: it reads or writes the disk, and no rank is stopped."""
         if read_record(self._records[self._rank]).phase not in UNTIMED_PHASES:
             return False
         return all(state_of(process) != "T" for process in self._local)

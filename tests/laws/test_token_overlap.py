@@ -42,7 +42,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] =
 Event = tuple[str, bool]  # started or arrived, and whether gradients travel
 
 
-START, FINISH = all_to_all._Trip.start, all_to_all._Trip.finish
+START, FINISH = all_to_all._Transfer.start, all_to_all._Transfer.finish
 EVENTS: dict[int, list[Event]] = {}  # by rank, each of which is several threads
 
 
@@ -51,7 +51,7 @@ def train_both(ctx: ParallelContext, case: Case) -> tuple[Outcome, Outcome, list
     # the forward of the loss writes no gradients of the head in turns, which sums them in another
     # order
     loss._Buffer.of = lambda *_: None
-    all_to_all._Trip.start, all_to_all._Trip.finish = recorded_start, recorded_finish
+    all_to_all._Transfer.start, all_to_all._Transfer.finish = recorded_start, recorded_finish
     EVENTS[ctx.rank] = []
     plain = train_here(ctx, case)
     EVENTS[ctx.rank] = []

@@ -81,7 +81,7 @@ class Fp8LoopedMM(GroupedMM):
         return [x[tokens] for tokens in tokens_of_experts(self._read_ends(offs))]
 
     def _read_ends(self, offs: Tensor) -> list[int]:
-        """`offs`; the host waits for it once per microbatch."""
+        """`offs` as integers, the end of the rows of each expert; the host waits for the copy."""
         if self._matrix_ends is None:
             self._matrix_ends = offs.tolist()
         return self._matrix_ends

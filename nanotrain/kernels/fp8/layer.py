@@ -149,7 +149,7 @@ class Fp8Layer(nn.Module):
         return torch.where(amax.isfinite(), inverse, torch.nan)
 
     def earlier_amax(self, operand: Operand) -> Tensor | None:
-        """[E of this rank], from the history; 0 while it is empty, None without delayed scaling."""
+        """[E of this rank], from the amax history; 0 if empty, None without delayed scaling."""
         if self.history is None:
             return None
         history = self._local_experts(self.history[operand])

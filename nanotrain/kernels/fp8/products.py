@@ -154,7 +154,7 @@ class Scales:
         return forms
 
     def _record_measured(self, forms: Forms, amax: Tensor, *, key: Key) -> Forms:
-        """Record the amax that a cast has measured; the forms, with NaN scales if it is not finite.
+        """Record the amax that a cast measured; returns the forms, scaled by NaN if not finite.
 
         The cast clamps to the range of fp8, so without the NaN an overflow would look finite.
         """
@@ -305,7 +305,7 @@ def _wgrad(
 
 
 def _write_eagerly(linear: Linear, operands: tuple[Quantized, Quantized]) -> bool:
-    """Write the weight's gradient where it is accumulated; returns whether it was written."""
+    """Write wgrad to the gradient buffer; returns whether it was written."""
     view = grad_view_of(linear.weight) if linear.writes_wgrad else None
     target = None if view is None else view.start_write()
     if target is None:
@@ -316,7 +316,7 @@ def _write_eagerly(linear: Linear, operands: tuple[Quantized, Quantized]) -> boo
 
 
 def _write_by_operator(linear: Linear, operands: tuple[Quantized, Quantized]) -> bool:
-    """Write the weight's gradient by an operator of a graph; returns whether a graph can do so."""
+    """Write wgrad by an operator of a compiled graph; returns whether a graph can do so."""
     if not linear.writes_in_graph:
         return False
     tensors, blocks = pack_operands(*operands)
@@ -377,7 +377,7 @@ class _Fp8InGraph(torch.autograd.Function):
 
 
 def keep_weights(block: nn.Module) -> None:
-    """Let a block cast its weights when it first runs in a step.
+    """Cast the weights of a block once per step, when it first runs, and keep them.
 
     This is outside of its graphs, which have the weights as inputs.
     """

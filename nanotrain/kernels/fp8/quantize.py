@@ -61,7 +61,7 @@ class Forms(NamedTuple):
     columns: Quantized | None  # transposed, for products that sum over its rows
 
     def get(self, *, transposed: bool = False) -> Quantized:
-        """The transposed or untransposed form; it must have been cast."""
+        """The transposed or untransposed form, which must have been cast."""
         form = self.columns if transposed else self.rows
         assert form is not None, "only forms that were cast are used"
         return form

@@ -103,7 +103,7 @@ def emulate(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Tensor:
 def multiply_by_kernel(
     a: Quantized, b: Quantized, *, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """The product by torch's kernel, in `out` where it is given.
+    """The product by torch's kernel, written to `out` if given.
 
     precision/fp8.py has the devices of each recipe.
     """

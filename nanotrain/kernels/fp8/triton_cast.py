@@ -391,7 +391,7 @@ def _given_strides(given: Tensor | None) -> tuple[int, int]:
 
 
 def amaxes(x: Tensor, offs: Tensor | None = None, *, unless: Tensor | None = None) -> Tensor:
-    """[E], the amax of the rows of each expert; 0 where `unless` [E] is above 0."""
+    """[E], the amax of the rows of each expert; not measured (0) where `unless` [E] is above 0."""
     return fp8_amax(x.detach(), [offs, unless], rows=False, columns=False)
 
 

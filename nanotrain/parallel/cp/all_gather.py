@@ -41,7 +41,7 @@ class AllGatherAttention:
     def plan_mask(
         self, segment_ids: Tensor | None, *, tokens: Tensor, window: int | None = None
     ) -> tuple[AttentionCall, ...]:
-        """One call per local chunk."""
+        """One `AttentionCall` per local chunk (of two); arguments as `CoreAttention.plan_mask`."""
         size = tokens.shape[1] // 2
         spans = Spans.of(segment_ids, length=2 * self.group.size * size, window=window)
         kernel = self.kernels.of(window)
@@ -60,7 +60,7 @@ class AllGatherAttention:
         mask: tuple[AttentionCall, ...],
         scores: ScoreOptions | None,
     ) -> Tensor:
-        """All-gather, then attend chunk by chunk."""
+        """All-gather keys and values [B, S / cp, G, D], then attend with each local chunk."""
         local = torch.cat((key, value), dim=-1)
         gathered = join_shards(gather_along(local[None], self.group, dim=0))
         head_dims = (key.shape[-1], value.shape[-1])

@@ -59,7 +59,7 @@ class RingStep(NamedTuple):
 
 
 class ChunkPair(NamedTuple):
-    """A chunk of queries and a chunk of keys that they attend to."""
+    """A chunk of queries, and a chunk of keys that the queries attend to."""
 
     queries: LocalChunk
     keys: LocalChunk

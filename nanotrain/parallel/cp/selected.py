@@ -91,7 +91,7 @@ class SelectedAttention:
 def _plan_calls(
     mask: AttentionCall | tuple[AttentionCall, ...] | None, query: Tensor
 ) -> tuple[AttentionCall, ...]:
-    """The calls of a mask; plain causal attention without one."""
+    """The attention calls of a mask, one per local chunk; without a mask, one causal call."""
     if isinstance(mask, tuple):
         return mask
     if mask is None:

@@ -43,7 +43,7 @@ class Reduction:
             self._reduce_scatter = start_reduce_scatter_by_all_to_all
 
     def start_inside(self, full: Tensor) -> Work[Tensor]:
-        """Start to sum `full` [numel] inside the instance, into this rank's slice of it."""
+        """Start a reduce-scatter of `full` [numel] over the ranks of the optimizer instance."""
         if self._scale != 1.0:
             full.mul_(self._scale)
         if self.keeps_full:
@@ -150,7 +150,7 @@ class Bucket:
         self._ahead.add(name)
 
     def start_write(self, name: str) -> tuple[Tensor, bool]:
-        """The gradient elements of one parameter, and whether to add to what they hold."""
+        """The gradient elements of one parameter, and whether to add to them or overwrite."""
         has_grads = name in self._written
         self._written.add(name)
         return self.view(name, self.grads.full()), has_grads

@@ -385,14 +385,14 @@ class DataParallel:
             )
 
     def _grad_view(self, param: nn.Parameter, name: str, *, is_traced: bool) -> GradView:
-        """The callback of products that write the gradient of a parameter into its bucket."""
+        """Access to a gradient's elements in its bucket, for products that write wgrad there."""
         start = partial(self._start_write, name)
         return GradView(
             self._grad_dtype,
-            start,
-            partial(self._take_grad, name, param),
-            partial(self._start_write_ahead, name),
-            partial(start, in_graph=True) if is_traced else None,
+            start_write=start,
+            mark_ready=partial(self._take_grad, name, param),
+            start_write_ahead=partial(self._start_write_ahead, name),
+            start_write_in_graph=partial(start, in_graph=True) if is_traced else None,
         )
 
     def _param_data(self, bucket: Bucket, local: LocalParam) -> Tensor:
@@ -456,7 +456,7 @@ def check_layout(layout: BufferLayout, groups: ReduceGroups, *, strategy: Strate
     )
     if strategy.shard_params:
         is_by_unit = all(len(bucket.units) == 1 for bucket in layout.buckets)
-        assert is_by_unit, "a bucket of two units would be gathered for both"
+        assert is_by_unit, "a bucket with two units would be gathered for each of them"
 
 
 def allocate_params(

@@ -124,7 +124,7 @@ class BucketLayout:
 
     @property
     def is_shared(self) -> bool:
-        """Whether it holds a parameter that several units read."""
+        """Whether the bucket holds a parameter that several units read."""
         return self.params[0].param.spec.is_shared
 
     @property
@@ -144,7 +144,7 @@ class BucketLayout:
 
     @property
     def update_numel(self) -> int:
-        """Elements that one rank's optimizer updates: a shard or a part of it."""
+        """Elements that the optimizer of one rank updates: its shard, or a slice of the shard."""
         return self.shard_numel // self.num_outer_shards
 
     def update_ranges(self, shard_index: int, *, outer_index: int = 0) -> tuple[FlatRange, ...]:

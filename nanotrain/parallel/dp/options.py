@@ -90,7 +90,7 @@ class DataParallelOptions:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, precision: PrecisionConfig) -> Self:
-        """The options that the configuration decides; those of one wrapper keep their defaults.
+        """The options that follow from the configuration; options per wrapper keep their defaults.
 
         >>> parallel = ParallelConfig(overlap_param_gather=True)
         >>> options = DataParallelOptions.of(parallel, PrecisionConfig())

@@ -29,7 +29,7 @@ shard_of = partial(local_slice, dim=0)  # view of this rank's shard of a flat te
 
 
 class ParamStore:
-    """Parameters of one bucket at full size; each rank updates a part and all-gathers the others.
+    """Parameters of one bucket at full size; each rank updates its shard, then all-gathers.
 
     Updated parts are collected in `shard` across instances (`start_across`), then shards in `full`
     inside an instance.
@@ -227,7 +227,7 @@ class TransientGrads:
     Full-size memory is borrowed from the first write to the reduction.
 
     Args:
-        elements: elements of the memory that the bucket borrows; others borrow them too.
+        elements: elements of the memory that the bucket borrows, as other buckets do in turn.
         shard: [shard_numel] accumulates the reduced gradients of the microbatches, in the dtype the
             optimizer reads.
         memory: full-size memory, in the dtype of the reduction.
@@ -257,7 +257,7 @@ class TransientGrads:
         return self._memory.tensor[self._elements]
 
     def finish_inside(self, *, is_first: bool) -> None:
-        """Copy this rank's slice of the reduced `full` to `shard`; add it from the second on."""
+        """Copy this rank's slice of the reduced `full` to `shard`; later microbatches add to it."""
         reduced = shard_of(self.full(), self._groups.shard)
         if is_first:
             self.shard.copy_(reduced)

@@ -102,7 +102,7 @@ class GatherOrder:
         options: DataParallelOptions,
         lookups: Collection[int] = (),
     ) -> Self:
-        """The order of the units of a buffer."""
+        """The units of a buffer; arguments as the constructor, with the rest from `options`."""
         blocks: list[str] = []
         if options.num_gather_blocks:
             plan = layout.gather_blocks(options.num_gather_blocks)
@@ -128,7 +128,7 @@ class GatherOrder:
         return tuple(self._gathered)
 
     def free_all(self) -> GatherChange:
-        """End what `gather_all` began."""
+        """Free the buckets that `gather_all` gathered."""
         self._keeps_all = False
         self._kept = ()
         return self.free()
@@ -154,7 +154,7 @@ class GatherOrder:
     def after_forward(
         self, index: int, *, has_backward: bool, is_loss: bool = False
     ) -> GatherChange:
-        """Free a unit after its forward, unless a backward is to find it gathered."""
+        """Free a unit after its forward, unless it stays gathered for its backward."""
         if has_backward and not self._reshards:
             self._num_backwards.update(self._read_backward[index])
         if has_backward and is_loss and index == len(self.units) - 1:

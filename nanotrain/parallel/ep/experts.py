@@ -124,7 +124,7 @@ def add_expert_bias(x: Tensor, bias: Tensor, *, offs: Tensor, adds: bool = True)
 
 
 class _AddExpertBias(torch.autograd.Function):
-    """The gradient of the bias is a matrix product, whose order of summation does not vary."""
+    """Adds expert biases; the gradient is a matrix product, whose order of summation is fixed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, offs: Tensor, adds: bool) -> Tensor:

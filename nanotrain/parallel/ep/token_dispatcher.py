@@ -186,7 +186,7 @@ class Dispatched(NamedTuple):
 
 
 class AllToAllTokenDispatcher:
-    """Experts are on several ranks; rank i of `ep` holds the i-th equal shard of them."""
+    """All-to-all with uneven splits; rank i of `ep` holds the i-th equal shard of the experts."""
 
     has_padding = False
 
@@ -355,7 +355,7 @@ class PaddedTokenDispatcher(AllToAllTokenDispatcher):
 
 
 class HierarchicalTokenDispatcher:
-    """A token is sent once to every node of its experts, and copied to their ranks there.
+    """Two all-to-alls: a token goes once to each node with its experts, then to their ranks.
 
     across   token --> the rank with the same index in each of its nodes, with experts and weights
     inside   that rank --> the ranks of its experts; the outputs of a node are summed there and sent
@@ -408,7 +408,7 @@ class HierarchicalTokenDispatcher:
         return finish
 
     def _node_routing(self, topk_ids: Tensor) -> Routing:
-        """The nodes of each token as experts [T, nodes]; weights are 1 where it has experts."""
+        """Routing to nodes in place of experts: [T, nodes], weight 1 for a node with an expert."""
         device = topk_ids.device
         shape = (len(topk_ids), self._num_nodes + 1)  # the last column: dropped pairs
         is_reached = torch.zeros(shape, dtype=torch.bool, device=device)

@@ -46,7 +46,7 @@ class BackwardCallback(Protocol):
         """Before the weight gradients of a microbatch; `is_last` for the last one of the step."""
 
     def backward_ended(self) -> None:
-        """After all of them are accumulated."""
+        """Called after the gradients of a backward are accumulated."""
 
 
 @dataclass(frozen=True)

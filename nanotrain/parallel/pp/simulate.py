@@ -136,7 +136,7 @@ def runnable_steps(schedule: Schedule) -> Iterator[tuple[int, tuple[Action, ...]
 
 
 def _peak(spans: Iterable[Span], is_end: Callable[[ActionKind], bool]) -> int:
-    """The most microbatches between their forward and the action that ends them."""
+    """The most microbatches in flight: after their forward, before the action that ends them."""
     in_flight = 0
     peak = 0
     for span in spans:

@@ -106,7 +106,7 @@ def plan_rank(schedule: Schedule, pp_rank: int) -> RankPlan:
 def _steps(
     schedule: Schedule, timeline: Timeline, *, pp_rank: int
 ) -> Iterator[Action | Pair | TransferBatch]:
-    """Each action, after the transfers that are due before it ends."""
+    """The steps of a rank: its actions, each after the transfers that are due before its end."""
     batches = _transfers(schedule, timeline, pp_rank=pp_rank)
     due = deque(sorted(batches))
     complete = {span.action: span.complete for span in timeline.spans[pp_rank]}

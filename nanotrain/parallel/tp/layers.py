@@ -99,7 +99,7 @@ class TensorParallel:
 
     @cached_property
     def unsharded(self) -> "TensorParallel":
-        """For a layer whose weight is not sharded: no collectives, the same wgrad queue."""
+        """The variant for a replicated weight: no collectives, the same wgrad queue."""
         return replace(self, group=Group.single_rank("tp"), sequence_parallel=False)
 
     @property
@@ -246,7 +246,7 @@ def _choose_implementation(tensor_parallel: TensorParallel) -> ComputeLinears:
 def _compute_on_one_rank(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
-    """Torch's operator, unless weight gradients are written where they are accumulated."""
+    """Plain `F.linear`, unless wgrad is written to gradient buffers."""
     if torch.is_grad_enabled() and any(layer.writes_wgrad for layer in layers):
         return _compute_overlapped(x, layers, tensor_parallel=tensor_parallel)
     return tuple(layer.fprop(x) for layer in layers)
@@ -255,14 +255,14 @@ def _compute_on_one_rank(
 def _compute_in_graph(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
-    """Torch's operator, or one whose backward writes the weight gradient."""
+    """`F.linear`, or an operator whose backward writes wgrad to the gradient buffer."""
     return tuple(in_graph(x, layer) for layer in layers)
 
 
 def _compute_fp8_in_graph(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
-    """Products in fp8 without communication before them."""
+    """fp8 products inside a compiled graph; row-parallel outputs are reduced after them."""
     outputs = fp8_in_graph(x, layers)
     if tensor_parallel.is_row:
         return (tensor_parallel.leave(outputs[0]),)
@@ -272,7 +272,7 @@ def _compute_fp8_in_graph(
 def _compute_over_ranks_in_graph(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
-    """Collectives are operators, and the backward is one operator that overlaps them."""
+    """Linear layers over tp ranks inside a compiled graph; the backward is one operator."""
     writes = tuple(layer.writes_in_graph and torch.is_grad_enabled() for layer in layers)
     weights = [layer.used_weight for layer in layers]
     biases = [layer.used_bias for layer in layers]

@@ -176,7 +176,7 @@ class _VocabShard:
         )
 
     def locate(self, labels: Tensor) -> _Target:
-        """[t] int64 -> their positions."""
+        """[t] int64 labels -> their positions in the local logits."""
         column = labels[:, None] - self.start
         is_local = (column >= 0) & (column < self.num_tokens)
         if self.is_padding:
@@ -245,15 +245,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 targets.groups.add(-log_probs, counts, chunk=chunk)
             if slope is not None:
                 grad_logits *= slope
-            low = grad_logits.to(hidden.dtype)
+            cast_grad = grad_logits.to(hidden.dtype)
             if buffer is not None:
-                torch.mm(low, used, out=grad_hidden[chunk])
-                buffer.add(low, hidden[chunk])
+                torch.mm(cast_grad, used, out=grad_hidden[chunk])
+                buffer.add(cast_grad, hidden[chunk])
             else:  # the mask multiplies rows of H elements, not of V
                 scale = mask[:, None].to(hidden.dtype)
-                torch.mul(dgrad(low, used), scale, out=grad_hidden[chunk])
-                wgrad(low, hidden[chunk] * scale, add_to=grad_weight[: shard.num_tokens])
-            del grad_logits, low  # before the logits of the next chunk
+                torch.mul(dgrad(cast_grad, used), scale, out=grad_hidden[chunk])
+                wgrad(cast_grad, hidden[chunk] * scale, add_to=grad_weight[: shard.num_tokens])
+            del grad_logits, cast_grad  # before the logits of the next chunk
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.param = weight
         ctx.is_complete = buffer is not None
@@ -305,7 +305,7 @@ class _Buffer:
 
 
 def _write_grad(grad_weight: Tensor, scale: Tensor, *, param: Tensor) -> bool:
-    """Write a scaled gradient to the gradient buffer of the weight; False if it cannot be now."""
+    """Write a scaled gradient to the gradient buffer; False if it cannot be written now."""
     view = grad_view_of(param)
     if view is None or view.dtype is not grad_weight.dtype:
         return False

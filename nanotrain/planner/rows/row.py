@@ -20,7 +20,7 @@ ABOVE_ONE = r"[2-9]|\d\d"  # the pattern of a number above 1
 
 @dataclass
 class Row:
-    """The cells of a row by column, and the assumptions about it."""
+    """A row of a table of published runs: its cells by column, and assumptions made for it."""
 
     cells: Mapping[str, str]
     assumed: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Row:
         return number
 
     def required(self, column: str) -> int:
-        """A number that nothing else in the row implies."""
+        """A number that the row must state; ConfigError if it does not."""
         number = self.number(column)
         if number is None:
             raise ConfigError(f"{column} is not stated")

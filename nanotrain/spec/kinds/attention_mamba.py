@@ -18,6 +18,6 @@ def declare(declare: Declaration) -> Specs:
 
 
 def operators(s: LayerSizes) -> Operators:
-    """The operators of both, which share their input."""
+    """The operators of attention and of Mamba-2, which share their input."""
     first, *others = mamba_operators(s)
     return [*attention_operators(s), replace(first, saves=()), *others]

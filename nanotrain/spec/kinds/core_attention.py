@@ -53,7 +53,7 @@ def _recomputed_core(s: LayerSizes, *, heads: int, groups: int) -> tuple[Saved, 
 
 
 def _key_width_of_values(s: LayerSizes) -> int:
-    """Channels that a view of MLA's values keeps: those of the keys that kv_up returns too."""
+    """Key channels that stay in memory with MLA: values are views of kv_up, which has both."""
     return 0 if s.shape.mla is None else s.shape.mla.qk_head_dim
 
 
