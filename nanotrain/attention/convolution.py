@@ -31,14 +31,13 @@ def causal_conv(
         return out.mT
     kernel_size = weight.shape[1]
     length = window.shape[1] - kernel_size + 1
-    own = segment_ids[:, kernel_size - 1 :]
+    token_ids = segment_ids[:, kernel_size - 1 :]
     dtype = accumulate_dtype(window)
     total: Tensor | None = None if bias is None else bias.to(dtype)
     for k, tap in enumerate(weight.to(dtype).unbind(1)):
         tokens = window[:, k : k + length].to(dtype)
-        is_own = segment_ids[:, k : k + length] == own
-        own_tokens = torch.where(is_own[..., None], tokens, 0.0)
-        term = own_tokens * tap
+        is_same_document = segment_ids[:, k : k + length] == token_ids
+        term = torch.where(is_same_document[..., None], tokens, 0.0) * tap
         total = term if total is None else total + term
     assert total is not None, "a kernel has at least one weight"
     return total.to(window.dtype)

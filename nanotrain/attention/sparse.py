@@ -158,12 +158,12 @@ def _select(
         bits[rows.start] = _pack_bits(selected)
         if loss is None:
             continue
-        seen = selected if loss.is_sparse else may_attend
+        loss_mask = selected if loss.is_sparse else may_attend
         queries = query[:, rows].transpose(1, 2)
         keys = wide_key[:, :, :num_keys]
-        target = _mean_of_heads(queries, keys, mask=seen, tp=loss.tp)
-        log_probs = index_scores.masked_fill_(~seen, -torch.inf).log_softmax(-1)
-        cross_entropy = target * log_probs.masked_fill(~seen, 0.0)
+        target = _mean_of_heads(queries, keys, mask=loss_mask, tp=loss.tp)
+        log_probs = index_scores.masked_fill_(~loss_mask, -torch.inf).log_softmax(-1)
+        cross_entropy = target * log_probs.masked_fill(~loss_mask, 0.0)
         negative_entropy = torch.xlogy(target, target)
         sums.divergence += (negative_entropy - cross_entropy).sum()
         sums.add(index, rows, products=products, grad_scores=log_probs.exp_() - target)

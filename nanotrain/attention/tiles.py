@@ -238,12 +238,12 @@ def plan_tiles(
             local_queries = queries.local(group.start, group.stop)
             if includes:
                 earlier = keys.local(low, group.start)
-                own = keys.local(group.start, group.stop)
+                own_keys = keys.local(group.start, group.stop)
             else:
                 earlier = keys.local(low, keys.positions.stop)
-                own = None
+                own_keys = None
             tile = Tile(samples, local_queries, earlier, is_first=is_first)
-            yield from _group_tiles(tile, own, is_run=group.is_run)
+            yield from _group_tiles(tile, own_keys, is_run=group.is_run)
 
 
 def _group_tiles(tile: Tile, own_keys: slice | None, *, is_run: bool) -> Iterator[Tile]:

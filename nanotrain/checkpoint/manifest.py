@@ -38,7 +38,7 @@ from nanotrain.untrusted import (
 )
 
 FORMAT = "nanotrain-checkpoint"
-MAX_DIMS = 16  # of a tensor; the models here have at most 4
+MAX_DIMS = 16  # dims of a tensor; the models here have at most 4
 _CRC32 = re.compile("[0-9a-f]{8}")
 # 1: the model section of `config` was flat (moe_router_topk in place of moe.router_topk)
 VERSION = 2

@@ -40,16 +40,17 @@ from nanotrain.storage.remote import Remote
 from nanotrain.untrusted import object_of, parse_json, shown
 
 Tensors = Mapping[TensorBox, torch.Tensor]
-# by file: its header, the end of that, the size of the file
+# by file: the header, the offset of its end, the size of the file
 Headers = dict[Path, tuple[dict[str, Any], int, int]]
-HEAD_BYTES = 2**16  # of the first request of an object: the header of 400 chunks
+HEAD_BYTES = 2**16  # bytes of the first request to an object: the header of 400 chunks
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library; 600,000 chunks of 32 MiB
 
 
 class _LocalSource:
     """A shard file on a disk."""
 
-    max_bytes = PIECE_BYTES  # of a read: the checksum finds them in the processor's cache
+    # most bytes per read: the checksum then finds them in the processor's cache
+    max_bytes = PIECE_BYTES
 
     def __init__(self, path: Path) -> None:
         # Without O_NOFOLLOW a link could lead out of the folder; O_NONBLOCK returns at once on a

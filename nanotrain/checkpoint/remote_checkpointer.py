@@ -51,8 +51,8 @@ from nanotrain.log import get_logger
 from nanotrain.runs.files import write_text
 from nanotrain.storage.remote import Remote
 
-UPLOADS = 3  # of a shard that differs from what was written
-READS = 2  # of an object before it is uploaded again
+UPLOADS = 3  # attempts for a shard whose stored bytes differ from the written ones
+READS = 2  # attempts to verify an object before it is uploaded again
 log = get_logger(__name__)
 
 
@@ -198,7 +198,7 @@ class RemoteCheckpointer(Checkpointer):
             write_text(report_path(save.temporary, index), text)
             nbytes += len(text)
         final = step_folder(self.folder, save.manifest.step)
-        # of a save that is replaced, which stays until the new one is there
+        # the mark of an earlier save of this step, whose folder stays until it is replaced
         (final / MARKER).unlink(missing_ok=True)
         return self._merge(save, nbytes, is_cancelled=messages.is_cancelled)
 
@@ -288,5 +288,5 @@ class RemoteCheckpointer(Checkpointer):
         if not (final / MANIFEST).exists():
             mark(final, stored)
             (save.temporary / self._shard_name).unlink(missing_ok=True)
-            with suppress(OSError):  # of other ranks of this machine
+            with suppress(OSError):  # it may hold shards of other ranks of this machine
                 save.temporary.rmdir()

@@ -42,7 +42,7 @@ from nanotrain.quantities import count_of, step_name
 from nanotrain.untrusted import object_of, parse_json, read_file, unreadable
 
 NAMES = "name a run folder, its checkpoints folder, or one step-NNNNNNNN of it"
-_NAME = re.compile(r"step-(\d{8,})(?:\.(.*))?")  # step and ending of a folder
+_NAME = re.compile(r"step-(?P<step>\d{8,})(?:\.(?P<ending>.*))?")  # name of a folder
 LEFTOVER = ("tmp", "deleted", "was replaced")
 # as `to_json` writes it; JSON text has no line break in a value
 _RECORDS = re.compile(rb',\s*"tensors": \{\n')
@@ -71,8 +71,8 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, ValueError) as error:
         raise damaged(f"{file} cannot be read", why=unreadable(error), path=path) from None
     manifest = from_json(text, source=str(file))
-    named = _NAME.fullmatch(path.name)
-    if named and int(named[1]) != manifest.step:
+    name = _NAME.fullmatch(path.name)
+    if name and int(name["step"]) != manifest.step:
         why = f"step is {manifest.step}, the folder is named {path.name}"
         raise damaged(f"{file} belongs to another folder", why=why, path=path)
     return manifest
@@ -375,5 +375,12 @@ def _entries(folder: Path) -> list[tuple[Path, str]]:
 
 
 def _ending(path: Path) -> str | None:
+    """The ending of a step folder's name: "" for step-00000010, "tmp" for step-00000010.tmp-1.
+
+    None for other names.
+    """
     name = _NAME.fullmatch(path.name)
-    return None if name is None else (name[2] or "").partition("-")[0]
+    if name is None:
+        return None
+    ending, _, _ = (name["ending"] or "").partition("-")
+    return ending

@@ -36,7 +36,7 @@ from nanotrain.untrusted import MAX_FILE_BYTES, object_of, parse_json, read_file
 MANIFEST = "manifest.json"
 MARKER = "object-storage.json"
 SUPERSEDED = "superseded"
-MAX_FILES = 10_000  # of a run outside of its checkpoints, and checkpoints
+MAX_FILES = 10_000  # most files of a run outside of its checkpoints, and most checkpoints
 # folder, step, generation, name of an object
 _STEP = re.compile(r"(.*?)(step-\d{8,})(?:\.([1-9]\d{0,8}))?/([^/]+)")
 _STEP_NAME = re.compile(r"(?:^|/)step-(\d{8,})$")

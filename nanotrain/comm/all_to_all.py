@@ -64,9 +64,8 @@ def start_all_to_all(
         return Work.completed(output)
     num_sent = sum(input_splits) - input_splits[group.index]
     row_bytes = tensor[:1].numel() * tensor.itemsize if len(tensor) else 0
-    group.record(
-        group.part_of[2] if group.part_of else "all_to_all", num_bytes=num_sent * row_bytes
-    )
+    op = group.parent.op if group.parent else "all_to_all"
+    group.record(op, num_bytes=num_sent * row_bytes)
     with translate_errors("all_to_all", group):
         handle = dist.all_to_all_single(
             output,

@@ -24,10 +24,11 @@ def driver_version(root: Path = Path("/")) -> str | None:
     `root` holds proc, dev and sys.
     """
     try:
-        found = re.search(r"\d{3}\.\d+(\.\d+)?", (root / "proc/driver/nvidia/version").read_text())
+        text = (root / "proc/driver/nvidia/version").read_text()
     except OSError:
         return None
-    return found[0] if found else None
+    version = re.search(r"\d{3}\.\d+(\.\d+)?", text)
+    return version[0] if version else None
 
 
 def unseen_gpu_reason(root: Path = Path("/")) -> str:

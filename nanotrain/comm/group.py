@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,14 @@ def reduced_bytes(full_bytes: int, size: int) -> int:
     return full_bytes * (size - 1) // size
 
 
+class ParentGroup(NamedTuple):
+    """The group whose process group a subgroup uses (`Group.part`)."""
+
+    size: int
+    indices: Sequence[int]  # ranks of the subgroup, as indices in the parent group
+    op: str  # name under which all-to-alls of the subgroup are counted
+
+
 class Group:
     """A group of ranks that this rank can communicate with.
 
@@ -118,7 +126,7 @@ class Group:
         # a wait for tokens of this group lets the other computation of this rank run
         self.turns = Turns()
         self.levels = tuple(levels)
-        self.part_of: tuple[int, Sequence[int], str] | None = None  # see `part`
+        self.parent: ParentGroup | None = None  # see `part`
         self._message_timeout: tuple[timedelta, ...] = ()
         # An empty tensor that stands for this group in compiled graphs, which hold no objects. Its
         # storage refers to the group, weakly, because autograd may save another tensor of it.
@@ -155,16 +163,16 @@ class Group:
             "heartbeat": self.heartbeat,
         }
         group = Group(spec, self.process_group, **common)
-        group.part_of, group.turns = (self.size, indices, name), self.turns
+        group.parent = ParentGroup(self.size, indices, op=name)
+        group.turns = self.turns
         return group
 
     def all_splits(self, splits: Sequence[int]) -> list[int]:
         """Split sizes of the process group, from split sizes of this group."""
-        if self.part_of is None:
+        if self.parent is None:
             return list(splits)
-        size, indices, _ = self.part_of
-        sizes = dict(zip(indices, splits, strict=True))
-        return [sizes.get(index, 0) for index in range(size)]
+        sizes = dict(zip(self.parent.indices, splits, strict=True))
+        return [sizes.get(index, 0) for index in range(self.parent.size)]
 
     def record(self, op: str, *, num_bytes: int) -> None:
         """Count and record that a collective of this rank begins, with the bytes that it sends."""

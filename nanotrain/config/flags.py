@@ -289,7 +289,7 @@ def apply_aliases(line: CommandLine) -> None:
         alias = ALIASES[flag]
         key = ENTRIES[alias.name].key
         others = [other for other in (*given, *line.settings) if other.key == key]
-        differing = [other for other in others if agreed(other) not in alias.agrees]
+        differing = [other for other in others if normalized(other) not in alias.agrees]
         if alias.wins and differing:
             line.overruled.append(f"{flag} replaces {differing[-1].text}, as in Megatron-LM")
             line.settings = [other for other in line.settings if other.key != key]
@@ -305,8 +305,8 @@ def apply_aliases(line: CommandLine) -> None:
     line.settings[:0] = reversed(given)
 
 
-def agreed(setting: Setting) -> str:
-    """The text of a value, with one spelling of true and of false."""
+def normalized(setting: Setting) -> str:
+    """The text of a setting's value; truth values are "true" or "false" in any spelling."""
     text = str(setting.value)
     if KEYS[setting.key].kind is not bool:
         return text

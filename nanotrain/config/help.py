@@ -157,7 +157,7 @@ def rows_of(kind: Kind) -> list[tuple[str, str]]:
 
 
 def megatron_lines(width: int) -> Iterator[str]:
-    """Megatron-LM's flags that are no field, by what becomes of them."""
+    """Help on Megatron-LM's flags that are no option here: one panel per kind of `KINDS`."""
     text = (
         "Flags of Megatron-LM that are no option of the same name here. "
         "--help=all lists those that are."

@@ -228,16 +228,16 @@ def _with_few_microbatches(config: Config, topology: Topology, *, fewest: bool =
     """The configuration with enough microbatches for every part of its schedule, or the fewest."""
     dp = topology.size("dp")
     pp = topology.size("pp")
-    number = num_microbatches(config.train, dp)
+    count = num_microbatches(config.train, dp)
     if config.parallel.num_virtual_stages_per_pipeline_rank > 1:
         few = 2 * pp
     elif fewest:
         few = FEWEST
     elif config.parallel.pipeline_schedule == "gpipe":
-        few = number  # it keeps all at once
+        few = count  # it keeps all at once
     else:
         few = pp + 2
-    return with_batch_size(config, config.train.micro_batch_size * dp * min(few, number))
+    return with_batch_size(config, config.train.micro_batch_size * dp * min(few, count))
 
 
 def _save_faults(records: Mapping[int, RankRecord]) -> Iterator[str]:

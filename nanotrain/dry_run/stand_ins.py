@@ -160,7 +160,7 @@ def even_counts(plan: Plan, counts: Tensor, *, ep: Group) -> list[int]:
     num_tokens //= plan.groups["cp"].size
     num_tokens //= plan.groups["tp"].size
     rows = num_tokens * moe.router_topk
-    if ep.part_of and ep.part_of[2] == "all_to_all_across":
+    if ep.parent and ep.parent.op == "all_to_all_across":
         nodes = plan.groups["ep"].size // (config.parallel.moe_hierarchical_dispatch or 1)
         rows = num_tokens * reached_nodes(moe, nodes)
     bounds = [rows * i // ep.size for i in range(ep.size + 1)]

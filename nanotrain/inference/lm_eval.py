@@ -27,7 +27,7 @@ from nanotrain.inference.sampling import Sampling
 from nanotrain.inference.score import log_likelihoods, rolling_windows
 from nanotrain.prepare.chat import ChatTemplate
 
-MAX_NEW_TOKENS = 256  # of a generated text where a task sets no number
+MAX_NEW_TOKENS = 256  # most tokens of a generated text if a task sets no number
 # names of that number in tasks, the first that is set counts
 LENGTH_OPTIONS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 

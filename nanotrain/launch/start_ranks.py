@@ -321,14 +321,15 @@ def exit_code(failures: Mapping[int, ProcessFailure], *, is_stopped: bool) -> in
     for _, failure in in_order:  # ranks that lost another report it and end with code 2
         if failure.exitcode > 0:
             return failure.exitcode
-    rank, number = in_order[0][0], -in_order[0][1].exitcode
+    rank, first_failure = in_order[0]
+    signal_number = -first_failure.exitcode
     if not is_stopped:  # a killed rank cannot report anything
         print(
-            f"error: rank {rank} died: {describe_exit(-number)}",
+            f"error: rank {rank} died: {describe_exit(-signal_number)}",
             file=sys.stderr,
             flush=True,
         )
-    return 128 + number
+    return 128 + signal_number
 
 
 @contextmanager

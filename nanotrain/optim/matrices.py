@@ -130,13 +130,13 @@ def assign_owners(flops: Sequence[int], sizes: Coordinate) -> list[Coordinate]:
     """
     axes = (range(sizes.replicate), range(sizes.shard), range(sizes.tensor))
     ranks = [Coordinate(*index) for index in product(*axes)]
-    loads = [(0, number) for number in range(len(ranks))]  # a heap of (FLOPs, number of the rank)
+    loads = [(0, index) for index in range(len(ranks))]  # a heap of (FLOPs, index in `ranks`)
     owners = [ranks[0]] * len(flops)
     largest_first = sorted(range(len(flops)), key=lambda index: -flops[index])
     for index in largest_first:
-        load, number = heapq.heappop(loads)
-        owners[index] = ranks[number]
-        heapq.heappush(loads, (load + flops[index], number))
+        load, rank = heapq.heappop(loads)
+        owners[index] = ranks[rank]
+        heapq.heappush(loads, (load + flops[index], rank))
     return owners
 
 
@@ -203,9 +203,9 @@ def _locate_matrices(
 ) -> Iterator[tuple[Matrix, int, dict[int, Piece]]]:
     """For every matrix, the index of its bucket, and its piece by rank."""
     buckets = [bucket for layout in layouts for bucket in layout.buckets]
-    for number, bucket in enumerate(buckets):
+    for bucket_index, bucket in enumerate(buckets):
         for entry in bucket.params:
             if not entry.param.spec.needs_whole_matrix:
                 continue
             for matrix in matrices_of(entry.param, splits_tensors=splits_tensors):
-                yield matrix, number, split_matrix(matrix, entry, bucket=bucket)
+                yield matrix, bucket_index, split_matrix(matrix, entry, bucket=bucket)

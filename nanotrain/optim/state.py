@@ -84,8 +84,8 @@ def split_shard(
     border = int(numel * host_fraction)
     start = 0
     parts: list[ShardPart] = []
-    for number, (kind, group) in enumerate(groups):
-        is_last = number == len(groups) - 1
+    for index, (kind, group) in enumerate(groups):
+        is_last = index == len(groups) - 1
         end = numel if is_last else group[-1].stop
         for stop in (min(border, end), end):
             if start < stop:

@@ -402,8 +402,8 @@ def shrink_layers(num_layers: int, parallel: ParallelConfig) -> tuple[int, Paral
     first, last = (None if size is None else virtual * min(size // virtual, 3) for size in ends)
     num_set_ranks = sum(1 for size in ends if size is not None)
     num_between = (parallel.pipeline_model_parallel_size - num_set_ranks) * virtual
-    left = num_layers - sum(size or 0 for size in ends)
-    middle = _layers_between(left, num_between, counted=sum(parallel.counted_ends))
+    num_other_layers = num_layers - sum(size or 0 for size in ends)
+    middle = _layers_between(num_other_layers, num_between, counted=sum(parallel.counted_ends))
     parallel = replace(
         parallel, decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last
     )

@@ -47,10 +47,10 @@ def stage_units(stage: StagePlan, layout: BufferLayout) -> list[tuple[int, ...]]
     has_tied_head = all(param.spec.name != "head.weight" for param in stage.params)
     units = []
     for name in _module_names(stage):
-        own = tuple(index for index, bucket in enumerate(buckets) if name in bucket.units)
+        unit_buckets = tuple(index for index, bucket in enumerate(buckets) if name in bucket.units)
         is_tied_head = name == "head" and has_tied_head
         reads_shared = is_tied_head or name.startswith("mtp.")
-        units.append(own + shared if reads_shared else own)
+        units.append(unit_buckets + shared if reads_shared else unit_buckets)
     return units
 
 

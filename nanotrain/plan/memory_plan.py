@@ -373,9 +373,9 @@ def _changes(config: Config, world_size: int) -> _Changes:
     """Changes that need less memory per rank."""
     doubled = [2**power for power in range(1, 9)]
     micro_batch = []
-    for number in doubled:
-        if config.train.micro_batch_size % number == 0:
-            size = config.train.micro_batch_size // number
+    for factor in doubled:
+        if config.train.micro_batch_size % factor == 0:
+            size = config.train.micro_batch_size // factor
             change = _Change(f"--micro-batch-size {size}", {"train.micro_batch_size": size})
             micro_batch.append(change)
     tensor_parallel = []
@@ -392,7 +392,7 @@ def _changes(config: Config, world_size: int) -> _Changes:
         recomputation=_more_recomputation(config),
         micro_batch=micro_batch,
         tensor_parallel=tensor_parallel,
-        ranks=[_Change(f"{number * world_size} ranks", {}, number) for number in doubled],
+        ranks=[_Change(f"{factor * world_size} ranks", {}, factor) for factor in doubled],
     )
 
 

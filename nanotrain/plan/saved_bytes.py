@@ -170,10 +170,10 @@ class SavedBytes:
 
     def _offloaded_blocks(self, complete: list[int]) -> _Blocks:
         """The first blocks are in host memory until their backward, which needs two at once."""
-        number = min(self.memory.cpu_offloading_num_layers, len(complete))
-        pairs = zip(complete[:number], [0, *complete], strict=False)
+        num_offloaded = min(self.memory.cpu_offloading_num_layers, len(complete))
+        pairs = zip(complete[:num_offloaded], [0, *complete], strict=False)
         return _Blocks(
-            kept=sum(complete[number:]),
+            kept=sum(complete[num_offloaded:]),
             recomputed=max(map(sum, pairs), default=0),
             complete=sum(complete),
         )
@@ -224,7 +224,7 @@ class SavedBytes:
             sizes = self.sizes.at(layer)
             operators = MIXERS[mixer].operators(sizes)
             working = max(operator.working for operator in operators)
-            if mlp is not None:  # what the MLP kept is freed before
+            if mlp is not None:  # the tensors saved by the MLP are freed before
                 working -= saved_bytes(MLPS[mlp].operators(sizes))
             largest = max(largest, working)
         return largest

@@ -190,7 +190,7 @@ def _expert_pass(
     )
     routed = num_rows * row
     expert_layers = [layer for layer in layers if plan.shape.has_experts(layer)]
-    number = plan.num_microbatches * len(expert_layers)
+    num_passes = plan.num_microbatches * len(expert_layers)
     nodes = ep // (plan.config.parallel.moe_hierarchical_dispatch or ep)
     if nodes > 1:
         # one row per token and node, with the numbers and weights of its experts in fp32
@@ -199,13 +199,13 @@ def _expert_pass(
         across = num_tokens * reached_nodes(moe, nodes) * (token_bytes + weight_bytes)
         if counts:
             across += nodes * COUNT_BYTES
-        yield ("ep", "all_to_all_across"), number * reduced_bytes(across, nodes)
+        yield ("ep", "all_to_all_across"), num_passes * reduced_bytes(across, nodes)
     for (group, operation), count in EXPERT_BYTES.items():
         size = plan.groups[group].size
         if group == "ep":
             size //= nodes  # ranks of a node, which send counts of the experts of a node
         num_bytes = count(trips * routed, counts // nodes, size)
-        yield (group, operation), number * num_bytes
+        yield (group, operation), num_passes * num_bytes
 
 
 def reached_nodes(moe: MoEConfig, num_nodes: int) -> int:

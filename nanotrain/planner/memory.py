@@ -179,12 +179,12 @@ def _workspace_bytes(scenario: Scenario) -> int:
     torch_bytes = 2 * (8_519_680 if is_small else 32 * MIB)
     if scenario.engine.name != "megatron":
         return torch_bytes
-    number = 0
+    num_workspaces = 0
     # measured: runs with experts have it even if their layers are Megatron-LM's own
     if "local layers" not in scenario.features or scenario.shape.moe is not None:
-        number += 1
+        num_workspaces += 1
     if "grouped products" in scenario.features:
-        number += EXPERT_WORKSPACES
+        num_workspaces += EXPERT_WORKSPACES
     if "overlapped tp" in scenario.features:
-        number += OVERLAP_WORKSPACES
-    return torch_bytes + (4 if is_old else 32) * MIB * number
+        num_workspaces += OVERLAP_WORKSPACES
+    return torch_bytes + (4 if is_old else 32) * MIB * num_workspaces

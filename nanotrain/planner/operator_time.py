@@ -213,9 +213,9 @@ class OperatorTimes(RankClock):
         kv_heads = max(1, operator.kv_heads // cp) if splits_heads else operator.kv_heads
         share = 1 if splits_heads else 1 / cp  # every rank has its part of the pairs
         forward = backward = flops = 0.0
-        for number, length in operator.chunks:
+        for count, length in operator.chunks:
             call = AttentionShape(
-                batch=operator.batch * number,
+                batch=operator.batch * count,
                 heads=heads,
                 kv_heads=kv_heads,
                 length=length,

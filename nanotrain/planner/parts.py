@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 class Streams:
     """Seconds of the compute stream and of waiting for collectives on a rank, added up."""
 
-    # seconds by which a hidden second of a collective slows the operators
+    # seconds that operators take longer per second of an overlapped collective
     contention: float = 0.0
     factor: float = 1.0  # on the time of operators
     compute: float = 0.0  # seconds in which operators run
-    products: float = 0.0  # of these, matrix products and attention
+    products: float = 0.0  # seconds of `compute` in matrix products and attention
     # seconds of waiting, by group
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     launches: int = 0  # operators that the host launches
@@ -62,7 +62,7 @@ class Part:
     forward: float = 0.0  # forward
     dgrad: float = 0.0  # backward for the input
     wgrad: float = 0.0  # backward for the weights
-    launches: tuple[int, int, int] = (1, 1, 0)  # operators of the three
+    launches: tuple[int, int, int] = (1, 1, 0)  # operators of forward, dgrad and wgrad
     group: str = ""  # group of the collectives
     before: float = 0.0  # collective of the input, forward
     after: float = 0.0  # collective of the output, forward
@@ -82,23 +82,25 @@ class Part:
         return self.flops > 0
 
     def run_forward(self, streams: Streams) -> None:
-        """Forward."""
+        """Add the forward pass to the streams."""
+        num_launches, _, _ = self.launches
         streams.wait(self.group, self.before, overlapped_s=self._tiled(self.forward))
-        streams.run(self.forward, launches=self.launches[0], is_product=self.is_product)
+        streams.run(self.forward, launches=num_launches, is_product=self.is_product)
         streams.wait(self.group, self.after, overlapped_s=self._tiled(self.forward))
 
     def run_backward(self, streams: Streams, *, dgrad: bool = True, wgrad: bool = True) -> None:
-        """Backward, or the half of it for the input or the weights."""
+        """Add the backward pass to the streams, or only dgrad or wgrad."""
+        _, dgrad_launches, wgrad_launches = self.launches
         tiled = self._tiled(self.dgrad)
         overlaps = self.hides != "none"
         next_product_s = self.wgrad if overlaps and wgrad else 0.0
         if dgrad:
             streams.wait(self.group, self.first, overlapped_s=tiled)
-            streams.run(self.dgrad, launches=self.launches[1], is_product=self.is_product)
+            streams.run(self.dgrad, launches=dgrad_launches, is_product=self.is_product)
             streams.wait(self.group, self.again, overlapped_s=self.dgrad if overlaps else 0.0)
             streams.wait(self.group, self.last, overlapped_s=max(tiled, next_product_s))
         if wgrad:
-            streams.run(self.wgrad, launches=self.launches[2], is_product=self.is_product)
+            streams.run(self.wgrad, launches=wgrad_launches, is_product=self.is_product)
 
     def _tiled(self, seconds: float) -> float:
         return seconds * (1 - 1 / self.pieces) if self.hides == "tiles" else 0.0

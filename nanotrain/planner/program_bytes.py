@@ -321,7 +321,7 @@ class ProgramBytes:
         per_logit = self.sizes.itemsize
         if self.engine.memory.low_grads:
             per_logit += 2 * FP32
-        if "compiled loss" in features:  # which is not in place
+        if "compiled loss" in features:  # a compiled loss is not in place
             per_logit += FP32
         return OperatorBytes(logits * FP32, logits * per_logit)
 

@@ -44,7 +44,7 @@ NUM_IMPROVED = 16  # layouts of which every single change is tried
 NUM_ROUNDS = 4  # rounds of changes
 NUM_BEST = 5  # layouts of the result
 TIE = 1.05  # layouts within this factor of the fastest are alike: predictions cannot rank them
-MAX_TIES = 24  # of which so many are looked at
+MAX_TIES = 24  # most ties that are looked at
 FRONTIER_STEP = 0.8  # factor on the memory, from one layout of the frontier to the next
 
 

@@ -50,7 +50,7 @@ class LossScale:
         return self._constant
 
     def update(self, found_inf: Tensor) -> None:
-        """Count one step.
+        """Count one step; halve the scale after overflows, double it after a window without any.
 
         Args:
             found_inf: a scalar, 1 if a gradient overflowed, else 0.

@@ -33,7 +33,7 @@ MOST_BYTES = 1 << 22  # rows in one reply
 
 
 def reply(folders: Sequence[Path], path: str) -> tuple[str, bytes] | None:
-    """The kind and the content of a page; None for an unknown one.
+    """The content type and the content of a page; None for an unknown path.
 
     Raises:
         NanotrainError: a folder is not a run folder any more.
@@ -140,17 +140,19 @@ def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
                 return
             try:
                 with drawing:
-                    found = reply(folders, self.path)
+                    page = reply(folders, self.path)
             except (NanotrainError, OSError, ValueError) as error:  # the folder is gone
-                found, status = ("text/plain", str(error).encode()), 500
-            if found is None:
+                page = ("text/plain", str(error).encode())
+                status = 500
+            if page is None:
                 self.send_error(404)
                 return
+            kind, content = page
             self.send_response(status)
-            self.send_header("Content-Type", f"{found[0]}; charset=utf-8")
-            self.send_header("Content-Length", str(len(found[1])))
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(found[1])
+            self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
             """Visits are not logged."""

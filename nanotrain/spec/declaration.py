@@ -23,8 +23,8 @@ from nanotrain.spec.params import Constant, Normal, ParamSpec, Shard, Uniform
 from nanotrain.spec.shape import ModelShape
 
 Specs = tuple[ParamSpec, ...]
-COLUMN_SHARDS = (Shard(0, "tp"),)  # of outputs, heads or channels
-ROW_SHARDS = (Shard(1, "tp"),)  # of inputs
+COLUMN_SHARDS = (Shard(0, "tp"),)  # shards outputs, heads or channels
+ROW_SHARDS = (Shard(1, "tp"),)  # shards inputs
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,6 @@ class LayerKind:
     operators: Callable[[LayerSizes], Operators]  # in forward order
     # queries attend to keys: the layer has a mask, a window and a cache of keys and values
     has_keys: bool = False
-    # of QK-clip: (heads, channels) of the rows of a query or key parameter, head by head, by the
+    # for QK-clip: (heads, channels) of the rows of a query or key parameter, head by head, by the
     # parameter's name; heads are those that scale alike: "query", "key", "both" or "none"
     clipped_rows: Callable[[ModelShape], Mapping[str, tuple[tuple[str, int], ...]]] | None = None

@@ -203,7 +203,7 @@ class SparseAttention(Attention):
 class Indexer(Operator):
     """Index scores of all pairs of tokens, the selection of keys, and the loss of the scores."""
 
-    heads: int  # of the index; every tp rank has all of them
+    heads: int  # heads of the index; every tp rank has all of them
     head_dim: int
     num_positions: int  # of the rank's sequences, on all cp ranks
     length: int  # of a sequence
@@ -286,4 +286,4 @@ class Loss(Operator):
     """Cross-entropy over the vocabulary."""
 
     rows: int
-    columns: int  # of the vocabulary
+    columns: int  # columns of the logits on this rank

@@ -72,7 +72,7 @@ class ModelShape:
     rotary_dim: int = 0  # channels of a head with rotary positions
     has_rotary: bool = True  # queries and keys have rotary positions, but in `no_rope_layers`
     embedding_l2_norm: bool = False  # word embeddings are normalized
-    # of gated activations: added to the linear part, and the bound of both parts
+    # gated activations: the number added to the linear part, and the bound of gate and linear part
     glu_linear_offset: float = 0.0
     activation_func_clamp_value: float | None = None
     has_score_options: bool = False  # scores are capped or dropped, or have a sink

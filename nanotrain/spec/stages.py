@@ -140,7 +140,7 @@ def balanced_lengths(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]
 class _Split(NamedTuple):
     """Lengths of the first stages."""
 
-    highest_cost: int  # of a stage
+    highest_cost: int  # cost of the most expensive stage
     lengths: tuple[int, ...]
 
 

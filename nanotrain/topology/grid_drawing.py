@@ -38,6 +38,8 @@ class GridPage:
     """The columns of a drawn grid: blocks of the second axis, each of ranks of the first one."""
 
     def __init__(self, grid: Grid) -> None:
+        # ranks of `fast` are columns, beside each other in blocks of the second axis; the third
+        # axis is drawn as rows
         fast, block, row = (axis for axis in grid.axes if axis != "pp")
         self.grid = grid
         self.fast = fast

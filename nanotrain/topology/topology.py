@@ -177,15 +177,15 @@ def control_levels(
     (((0, 1), (0, 2, 4)), ((4, 5, 6), (0, 2, 4)))
     """
     assert fan_out > 2, "a group of one rank could be left over"
-    level: list[int] = list(range(world_size))
-    levels: list[Ranks] = []
-    while len(level) > 1:
-        num_groups = -(-len(level) // fan_out)
-        bounds = [index * len(level) // num_groups for index in range(num_groups + 1)]
-        groups = [tuple(level[first:last]) for first, last in pairwise(bounds)]
-        level = []
+    level_ranks: list[int] = list(range(world_size))
+    groups_of_rank: list[Ranks] = []
+    while len(level_ranks) > 1:
+        num_groups = -(-len(level_ranks) // fan_out)
+        bounds = [index * len(level_ranks) // num_groups for index in range(num_groups + 1)]
+        groups = [tuple(level_ranks[start:stop]) for start, stop in pairwise(bounds)]
+        level_ranks = []
         for group in groups:
-            level.append(group[0])
+            level_ranks.append(group[0])
             if rank in group:
-                levels.append(group)
-    return tuple(levels)
+                groups_of_rank.append(group)
+    return tuple(groups_of_rank)

@@ -111,7 +111,7 @@ class LayoutModel:
             tokens[row, : len(text)] = torch.tensor(text)
         batch = Batch.from_tokens(tokens.to(self._context.device))
         positions = self.model_config.max_position_embeddings
-        if length > positions:  # of padding only; tables of positions end there
+        if length > positions:  # padding only; tables of positions end there
             ids = torch.arange(length, device=self._context.device).clamp(max=positions - 1)
             batch = replace(batch, position_ids=ids.expand(len(texts), length).contiguous())
         return batch

@@ -125,23 +125,23 @@ def diagnose(
     Args:
         views: views of all ranks.
         topology: topology of the run.
-        cut: rank at the other end of the connection that a rank lost, by rank.
+        cut: lost connections: the rank at the other end, by the rank that lost one.
     """
     details = tuple(_differences(views, topology))
     waits = {rank: _waits_for(view, views, topology=topology) for rank, view in views.items()}
     blocked = sorted(rank for rank, peers in waits.items() if peers)
-    found = _ended_or_stopped(views) or _with_lost_connections(cut or {}) or _behind(views, waits)
-    if not found and blocked:
+    causes = _ended_or_stopped(views) or _with_lost_connections(cut or {}) or _behind(views, waits)
+    if not causes and blocked:
         headline = f"ranks {ranks_text(blocked)} wait for each other: they started their "
         headline += "collectives in different orders"
         return Diagnosis(tuple(blocked), headline, details)
-    found = found or _with_fewer_collectives(views, topology)
-    if found:
+    causes = causes or _with_fewer_collectives(views, topology)
+    if causes:
         lines = []
-        for rank, text in found.items():
+        for rank, text in causes.items():
             view = views[rank]
             lines.append(f"{view.describe(topology)} {text}; {view.position}")
-        return Diagnosis(tuple(found), "\n".join(lines), details)
+        return Diagnosis(tuple(causes), "\n".join(lines), details)
     if details:
         return Diagnosis((), "the ranks of a group started different collectives", details)
     return Diagnosis((), _nobody_waits(views, topology), details)

@@ -49,7 +49,7 @@ def test_every_expert_gets_equally_many_tokens() -> None:
     with on_meta(plan):
         counts, ep = (
             torch.empty(2, 8, device="meta"),
-            SimpleNamespace(size=4, index=0, part_of=None),
+            SimpleNamespace(size=4, index=0, parent=None),
         )
         numbers = token_dispatcher.on_host(HostCopy(counts), counts, ep=ep)
     assert plan.shape.moe is not None

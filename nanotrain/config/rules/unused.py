@@ -153,14 +153,17 @@ class Reset:
     origins: dict[str, str]
 
     def apply(self, row: Unused) -> None:
-        """Reset or refuse the fields of a rule that holds."""
+        """Reset fields without effect to their default, or add an error where the user set them.
+
+        A field that only a recipe set is reset if the user overruled one of the rule's causes.
+        """
         is_overruled = any(ENTRIES[cause].key in self.explicit for cause in row.causes)
         for name in row.fields:
             if name not in self.changed:
                 continue
             entry = ENTRIES[name]
-            is_own = entry.key in self.explicit
-            if row.is_harmless or entry.key in self.defaults or (is_overruled and not is_own):
+            is_explicit = entry.key in self.explicit
+            if row.is_harmless or entry.key in self.defaults or (is_overruled and not is_explicit):
                 self._reset(entry, why=row.why)
             else:
                 self.errors.errors.append(without_effect(self.config, entry, row=row))

@@ -39,7 +39,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # in order 
 MAX_INDEX_BYTES = 1 << 26  # the index of DeepSeek-V3, with 91,991 tensors, has 9 MB
 PICKLES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 TEXT_MODEL = "language_model."  # in the names of a model that also sees images
-ROWS_COMPARED = 4096  # of an embedding and a head
+ROWS_COMPARED = 4096  # rows of embedding and head that are compared
 FLOATS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # names in files and configurations
 SCALE = "_scale_inv"  # ending of the names of block factors
 

@@ -428,10 +428,10 @@ def cast(
     given = None if inverse is None else inverse.view(-1, 1)
     given_t = given
     if plan.block_rows and not plan.block:
-        found = fp8_amax(x, [offs, None], rows=how.rows, columns=how.columns)
+        amaxes = fp8_amax(x, [offs, None], rows=how.rows, columns=how.columns)
         num_row_amaxes = len(x) if how.rows else 0
-        given = found[:num_row_amaxes].view(1, -1)
-        given_t = found[num_row_amaxes:].view(-1, x.shape[1])
+        given = amaxes[:num_row_amaxes].view(1, -1)
+        given_t = amaxes[num_row_amaxes:].view(-1, x.shape[1])
     out = CastOutputs(*fp8_cast(x, [offs, given, given_t], plan=list(plan), dtype=how.dtype))
     plain = None
     transposed = None

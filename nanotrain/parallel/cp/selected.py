@@ -40,7 +40,7 @@ class SelectedAttention:
         scores: ScoreOptions | None,
         index: Index,
     ) -> Tensor:
-        """Attend; the index key is local, as keys and values are.
+        """[B, S / cp, N, D] -> [B, S / cp, N, Dv], attention to the keys that the indexer selects.
 
         Args:
             query, key, value: as of `CoreAttention`.
@@ -55,16 +55,16 @@ class SelectedAttention:
         index_queries = index.query.chunk(len(calls), dim=1)
         index_weights = index.weight.chunk(len(calls), dim=1)
         outputs = []
-        for number, call in enumerate(calls):
+        for i, call in enumerate(calls):
             num_keys = len(call.keys)
             call_index = replace(
                 index,
-                query=index_queries[number],
+                query=index_queries[i],
                 key=index.key[:, :num_keys],
-                weight=index_weights[number],
+                weight=index_weights[i],
             )
             out = attend_selected(
-                queries[number],
+                queries[i],
                 key=key[:, :num_keys],
                 value=value[:, :num_keys],
                 call=call,

@@ -163,7 +163,7 @@ class _Step:
     inbox: dict[Action, Work[Tensor]] = field(default_factory=dict)
     # results to be sent, by the action that takes them
     outbox: dict[Action, Tensor] = field(default_factory=dict)
-    # both by (stage, microbatch)
+    # inputs and outputs by (stage, microbatch)
     in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict)
     weight_grads: dict[tuple[int, int], WeightGrads] = field(default_factory=dict)
     sending: list[Work[None]] = field(default_factory=list)  # sends in flight, oldest first

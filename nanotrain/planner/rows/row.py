@@ -14,7 +14,9 @@ read_data = cache(partial(read_table, folder=Path(__file__).parent))
 
 UNSTATED = {"", "-", "?", "n/a", "na", "null", "unknown", "not stated"}
 WORDY_COLUMNS = ("zero", "precision", "overlap_flags", "flags")
-MAX_NUMBER, MAX_LAYERS = 10**9, 10**4  # of a published run: tokens of a batch have 8 digits
+# bounds of numbers of a published run: tokens per batch have 8 digits
+MAX_NUMBER = 10**9
+MAX_LAYERS = 10**4
 ABOVE_ONE = r"[2-9]|\d\d"  # the pattern of a number above 1
 
 
