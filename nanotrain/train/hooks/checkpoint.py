@@ -158,8 +158,6 @@ class CheckpointHook(Hook):
             "last_step": {"loss": self._last_loss()},
             "corpora": fingerprints(run.dataset),
         }
-        if mixed := recorded_stages(run.folder.path, origin=_first_sample(run)):
-            objects["stages"] = mixed
         if not run.config.data.mock_data:
             objects["data"] = _data_record(run).to_json()
         objects |= run_on_first(run.context.control, partial(self._facts_of_files, run))
@@ -173,11 +171,17 @@ class CheckpointHook(Hook):
         }
 
     def _facts_of_files(self, run: Run) -> dict[str, Any]:
-        """Hash of the tokenizer and seal of the metrics in the run folder, on the first rank."""
+        """Changes of the blend, tokenizer and metrics in the run folder, on the first rank.
+
+        Other ranks may not see the folder, and the manifests of all ranks must agree.
+        """
         if self._sealer is None:
             self._sealer = Sealer(run.folder.metrics)
             self._tokenizer = definition_hash(run.folder.tokenizer)
         facts: dict[str, Any] = {}
+        mixed = recorded_stages(run.folder.path, origin=_first_sample(run))
+        if mixed:
+            facts["stages"] = mixed
         seal = self._sealer.seal()
         if seal is not None:
             facts["metrics"] = asdict(seal)
