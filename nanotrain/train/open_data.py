@@ -66,11 +66,13 @@ def saved_start(step: Path) -> SavedStart | None:
     Every rank reads the first lines of the manifest alone.
     """
     objects = saved_objects(step)
+    settings = saved_config(step)
+    if settings is None:
+        return None
     try:
         counters = object_of(objects.get("train", {}), "train")
         number = whole_number(counters.get("step", 0), "step")
         record = read_record(objects)
-        settings = saved_config(step) or {}
         return SavedStart(step.name, number, record, settings, counters, saved_stages(step))
     except ValueError:
         return None
