@@ -4,12 +4,13 @@ in its layers.
 
 import pytest
 
+from nanotrain.comm.parallel_context import ParallelContext
 from tests.harness import run_ranks
 from tests.laws.compare import Row, assert_row_trains_as_one_rank
 from tests.laws.test_bytes import measure_all
 from tests.laws.test_mla import DEEPSEEK
 from tests.laws.test_model_features import EXPERTS
-from tests.laws.worlds import Case
+from tests.laws.worlds import Case, build_here
 
 # of the gradient, much more than the default, so that a wrong one shows
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.8}
@@ -94,3 +95,28 @@ def test_gathers_of_multi_token_prediction_are_planned() -> None:
                 or measured["resident"] == measured["planned resident"]
             ), row
             assert measured["sent"] == measured["planned sent"], row
+
+
+def scales_of(ctx: ParallelContext, case: Case) -> tuple[list[float], list[float]]:
+    """The factors of the summed losses of the layers in a step, and by hand."""
+    run = build_here(ctx, case)
+    batch = run.batch_iterator.next()
+    assert batch is not None
+    number = run.plan.shape.num_mtp_layers
+    by_hand = []
+    for depth in range(number):
+        targets = sum(float(part.mtp[depth].num_target_tokens) for part in batch.microbatches)
+        # the mean over layers of the means over their targets, in units of the summed loss
+        by_hand.append(0.6 / number * batch.num_target_tokens / targets)
+    return list(run.parts.context(batch)["mtp_scales"]), by_hand
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_the_scaling_factor_is_of_the_mean_over_the_layers(number: int) -> None:
+    case = Case(1).but(
+        model={"mtp_num_layers": number, "mtp_loss_scaling_factor": 0.6},
+        train={"micro_batch_size": 4},
+    )
+    ((scales, by_hand),) = run_ranks(1, scales_of, case, shares=True)
+    assert scales == pytest.approx(by_hand, rel=1e-9) and len(scales) == number
+    assert len({*scales}) == number, "layers further on have fewer targets"

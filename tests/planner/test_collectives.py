@@ -41,6 +41,8 @@ def test_places_of_groups() -> None:
     assert placement(h100, range(8)) == Placement(8, 1, 8)
     assert placement(h100, range(3, 64, 8)) == Placement(8, 8, 1)
     assert placement(h100, (0, 1, 8, 9)) == Placement(4, 2, 2)
+    assert placement(h100, (0, 1, 2, 8)) == Placement(4, 2, 3), "the most in one node"
+    assert placement(h100, (0, 9, 10, 11)) == Placement(4, 2, 3)
     assert placement(gpu_of("gb200"), range(64)).num_nodes == 1
 
 

@@ -1,5 +1,6 @@
 """Times of the dispatch to experts: what is sent to a node once, and what the shared expert hides."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,3 +48,18 @@ def test_a_shared_expert_hides_the_dispatch_where_both_run_at_once(
     sent = dispatch(times)
     hidden = hide_behind_shared(times, sent, shared=[Part("moe", 1.0, 1.0)])
     assert (hidden.before == hidden.last == 0.0) == is_hidden
+
+
+@pytest.mark.parametrize("contention", [0.0, 0.25, 1.0])
+def test_a_shared_expert_hides_what_contention_leaves(contention: float) -> None:
+    """With contention 1 a hidden second costs one of the operators, so overlap hides nothing."""
+    times = clock(engine="nanotrain")
+    engine = times.engine
+    times.engine = replace(engine, overlap=replace(engine.overlap, contention=contention))
+    factor = engine.operators.time_factor
+    sent = Part("moe", before=0.5, last=0.7)
+    shared = [Part("moe", 0.1, 0.2), Part("moe", 0.05, 0.1, 9.0)]
+    hidden = hide_behind_shared(times, sent, shared=shared)
+    assert hidden.before == pytest.approx(0.5 - factor * (1 - contention) * 0.15)
+    assert hidden.last == pytest.approx(0.7 - factor * (1 - contention) * 0.3)
+    assert (hidden.forward, hidden.dgrad) == (sent.forward, sent.dgrad)

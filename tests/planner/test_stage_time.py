@@ -1,5 +1,7 @@
 """Stages: what their actions run, their parameters on a rank, sharded parameters, and the host."""
 
+from dataclasses import replace
+
 import pytest
 
 from nanotrain.parallel.pp.actions import ActionKind
@@ -87,3 +89,16 @@ def test_small_layers_wait_for_the_host() -> None:
         assert (stages.seconds(streams) > streams.seconds) == is_bound
     graphs = Stages(llama(8, options={"cuda_graphs": True}, **small))
     assert graphs.host_s(times(graphs)[0, FORWARD]) < times(graphs)[0, FORWARD].seconds
+
+
+@pytest.mark.parametrize("contention", [0.0, 0.1, 1.0])
+def test_turns_hide_the_shorter_of_transfer_and_operators_but_for_contention(
+    contention: float,
+) -> None:
+    scenario = llama(8)
+    overlap = replace(scenario.engine.overlap, contention=contention)
+    stages = Stages(replace(scenario, engine=replace(scenario.engine, overlap=overlap)))
+    factor = scenario.engine.operators.time_factor
+    assert stages._overlapped_s(2.0, 9.0) == pytest.approx((1 - contention) * 2.0)
+    assert stages._overlapped_s(9.0, 2.0) == pytest.approx((1 - contention) * factor * 2.0)
+    assert stages._overlapped_s(0.0, 2.0) == stages._overlapped_s(2.0, 0.0) == 0.0

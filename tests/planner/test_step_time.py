@@ -8,14 +8,16 @@ from itertools import pairwise
 import pytest
 
 from nanotrain.config.load import load
-from nanotrain.parallel.pp.actions import PipelineShape
+from nanotrain.parallel.pp.actions import ActionKind, PipelineShape
 from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule
 from nanotrain.parallel.pp.simulate import Costs, simulate
 from nanotrain.planner.collectives import collective_s
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.kernels import memory_s
 from nanotrain.planner.scenario import scenario_of
+from nanotrain.planner.stage_time import Numel
 from nanotrain.planner.step_time import (
+    HOST_UPDATE,
     UPDATE_LAUNCHES,
     StepClock,
     predict_step,
@@ -272,3 +274,50 @@ def test_overlap_hides_something_and_at_most_what_computes(strategy: str) -> Non
     assert hidden.total < plain.total
     assert plain.total - hidden.total <= plain.exposed["dp"]
     assert hidden.compute == plain.compute and hidden.optimizer == plain.optimizer
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
+def test_a_part_of_the_update_on_the_host_takes_its_share(fraction: float) -> None:
+    values = {"gbs": 8, "strategy": "optim"}
+    host = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    plain, offloaded = (StepClock(llama(8, **values | more)) for more in ({}, host))
+    numel = plain.stages.numel(plain.scenario.stages[0])
+    updated = fraction * numel.dense / 8
+    engine = plain.scenario.engine
+    host_bytes = updated * engine.optimizer.update_bytes
+    copied = updated * (4 + 2)  # main gradients in fp32 there, parameters in bf16 back
+    more = copied / plain.gpu.host_bandwidth + host_bytes / HOST_UPDATE
+    assert offloaded.update_s(0) - plain.update_s(0) == pytest.approx(more, rel=1e-6)
+
+
+def test_of_overlapped_gathers_the_first_bucket_is_waited_for() -> None:
+    values = {"strategy": "optim", "gbs": 128, "overlap_param_gather": True}
+    values["overlap_grad_reduce"] = True
+    plain = StepClock(llama(64, strategy="optim", gbs=128))
+    seconds = plain.gathers_s(0)
+    numel = plain.stages.numel(plain.scenario.stages[0])
+    for size in (numel.dense // 4, numel.dense // 16):
+        clock = StepClock(llama(64, **values, ddp_bucket_size=size))
+        num_buckets = round(numel.dense / size)
+        forward_s = clock.durations[0, ActionKind.forward]
+        assert seconds / num_buckets > seconds - forward_s, "the others are hidden"
+        assert clock.gathers_s(0) == pytest.approx(seconds / num_buckets)
+
+
+def test_replicas_of_expert_shards_are_summed_in_their_own_groups() -> None:
+    """Of 32 ranks two instances: dense shards are over 16, those of ep 8 over 2."""
+    more = MOE | {"ep": 8, "gbs": 128, "num_distributed_optimizer_instances": 2}
+    clock = StepClock(llama(32, **more))
+    numel = Numel(1_600_000, 3_200_000, 1)
+    itemsize = clock.stages.precision.grads.itemsize
+    expected = 0.0
+    for group, operation, number in (
+        ("dp_shard", "reduce_scatter", numel.dense),
+        ("expert_dp_shard", "reduce_scatter", numel.expert),
+        ("dp_replicate", "all_reduce", numel.dense // 16),
+        ("expert_dp_replicate", "all_reduce", numel.expert // 2),
+    ):
+        ranks = clock.scenario.ranks(group)
+        num_bytes = number * itemsize
+        expected += collective_s(clock.gpu, operation, num_bytes=num_bytes, ranks=ranks)
+    assert clock._bucket_reduction_s(numel, 1) == pytest.approx(expected)
