@@ -18,6 +18,7 @@ TRAIN_FLOORS = (
     ("batches",),
     ("parts",),
     ("run",),
+    ("trackers",),
     ("step", "resume", "inputs", "checks", "same_start"),
     ("build", "step_report", "auto_layout"),
     ("tasks",),

@@ -90,7 +90,7 @@ MISTAKES = [
         "NAME",
     ),
     ("train +config=tiny --device npu", "write --device cpu", "NAME"),
-    ("train +config=tiny --mlflow", "write --wandb-project NAME or --tensorboard", "--help"),
+    ("train +config=tiny --mlflow", "write --trackers mlflow", "--help"),
     ("train +config=tiny --lora-r 8", "every parameter is trained", "--help"),
     ("train +config=tiny --train-iters 1k", "write --train-iters 1000", "optimizer steps"),
     ("train +config=tiny --lr 1.5m", "write --lr 1500000", "mistakes"),

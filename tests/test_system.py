@@ -49,6 +49,7 @@ NEVER += (
     "tensorboard",
     "torch.utils.tensorboard",
     "prometheus_client",
+    "mlflow",
     "submitit",
     "lm_eval",
     "IPython",

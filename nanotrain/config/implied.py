@@ -87,14 +87,17 @@ def implied_sharding(line: CommandLine) -> Iterator[Implied]:
 
 
 def implied_trackers(config: Config, explicit: frozenset[str]) -> Iterator[Implied]:
-    """Trackers that have a setting are on."""
+    """Trackers that are named or have a setting are on."""
     train = config.train
-    names_project = "train.wandb_project" in explicit
-    if names_project and "train.wandb" not in explicit and not train.wandb:
-        yield Implied("wandb", True, "wandb_project is set")
-    names_folder = train.tensorboard_dir is not None
-    if names_folder and "train.tensorboard" not in explicit and not train.tensorboard:
-        yield Implied("tensorboard", True, "tensorboard_dir is set")
+    why = {name: f"trackers has {name}" for name in train.trackers}
+    if "train.wandb_project" in explicit:
+        why["wandb"] = "wandb_project is set"
+    if train.tensorboard_dir is not None:
+        why["tensorboard"] = "tensorboard_dir is set"
+    for name in ("wandb", "tensorboard"):
+        is_free = f"train.{name}" not in explicit and not getattr(train, name)
+        if is_free and name in why:
+            yield Implied(name, True, why[name])
 
 
 def implied_saving(config: Config, explicit: frozenset[str]) -> Iterator[Implied]:

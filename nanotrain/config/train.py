@@ -146,6 +146,11 @@ class TrainConfig:
     rank in its name
     """
 
+    trackers: list[str] = option([])
+    """names of experiment trackers that get the numbers of every step: tensorboard, wandb,
+    prometheus, mlflow
+    """
+
     tensorboard: bool = option(False)
     """write TensorBoard event files"""
 

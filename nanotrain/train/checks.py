@@ -20,6 +20,8 @@ from nanotrain.comm.parallel_context import Launch
 from nanotrain.config.config import Config, Fp8Config
 from nanotrain.config.layer_kinds import DELTA_RULES
 from nanotrain.config.rules.check import check_groups
+from nanotrain.config.schema import check_choice
+from nanotrain.config.train import TrainConfig
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.log import get_logger
 from nanotrain.plan.memory_plan import require_memory
@@ -27,6 +29,7 @@ from nanotrain.plan.plan import check_names
 from nanotrain.precision.fp8 import RECIPES, Recipe
 from nanotrain.runs.folder import RunFolder, check_writable
 from nanotrain.system import require_open_files
+from nanotrain.train.trackers.table import TRACKERS, enabled_trackers
 
 log = get_logger(__name__)
 
@@ -131,15 +134,32 @@ def check_linear_attention(start: Start) -> None:
         )
 
 
-def check_prometheus(start: Start) -> None:
-    """The package of the Prometheus client is installed, if the endpoint is wanted."""
-    port = start.config.train.prometheus_port
-    if port is not None and find_spec("prometheus_client") is None:
-        raise ConfigError(
-            f"--prometheus-port {port} needs the package prometheus_client",
-            why="it is optional and not installed",
-            fix="pip install 'nanotrain[prometheus]', or leave the flag out",
-        )
+def check_trackers(start: Start) -> None:
+    """The trackers that are wanted exist, and so do their packages."""
+    train = start.config.train
+    for name in train.trackers:
+        check_choice("trackers", name, known=TRACKERS)
+    for name in enabled_trackers(train):
+        require_package(name, train)
+
+
+def require_package(name: str, train: TrainConfig) -> None:
+    """Check that the optional package of a tracker is installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    row = TRACKERS[name]
+    if row.module is None or find_spec(row.module) is not None:
+        return
+    flag = f"--trackers {name}"
+    if row.setting is not None and name not in train.trackers:
+        flag = f"--{row.setting.replace('_', '-')} {getattr(train, row.setting)}"
+    raise ConfigError(
+        f"{flag} needs the package {row.module}",
+        why="it is optional and not installed",
+        fix=f"pip install {row.requirement or row.module}, or leave the flag out",
+    )
 
 
 def check_settings(start: Start) -> None:
@@ -208,7 +228,7 @@ CHECKS: tuple[tuple[Callable[[Start], None], ...], ...] = (
         check_fp8,
         check_attention,
         check_linear_attention,
-        check_prometheus,
+        check_trackers,
         check_settings,
         check_memory,
     ),

@@ -42,13 +42,15 @@ from nanotrain.train.hooks.end_of_run import PlannedPeak, ReportHook, SampleHook
 from nanotrain.train.hooks.faults import DebugNanHook, ReplicasHook
 from nanotrain.train.hooks.hook import Hook, TimeoutHook
 from nanotrain.train.hooks.log import MAX_WIDTH, MIN_WIDTH, LogHook
+from nanotrain.train.hooks.notify import NotifyHook
 from nanotrain.train.hooks.object_storage import UploadHook
 from nanotrain.train.hooks.profile import ProfileHook, memory_snapshot
 from nanotrain.train.hooks.timers import TimersHook
-from nanotrain.train.hooks.track import TRACKERS, NotifyHook, TrackHook
+from nanotrain.train.hooks.track import TrackHook
 from nanotrain.train.resume.changed_lr import log_changed_lr
 from nanotrain.train.run import Run, RunInputs, TrainState
 from nanotrain.train.same_start import require_same_start
+from nanotrain.train.trackers.table import enabled_trackers
 from nanotrain.watch.watchdog import watch_ranks
 
 log = get_logger(__name__)
@@ -158,7 +160,7 @@ def _hooks_after_steps(config: Config) -> list[Hook]:
         hooks.append(DebugNanHook())
     if train.check_weight_hash_across_dp_replicas_interval > 0:
         hooks.append(ReplicasHook())
-    if any(getattr(train, name) for name in TRACKERS):
+    if enabled_trackers(train):
         hooks.append(TrackHook())
     if config.checkpoint.save:
         hooks.append(CheckpointHook())

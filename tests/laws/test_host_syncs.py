@@ -12,8 +12,9 @@ from nanotrain.train.fit import fit
 from nanotrain.train.hooks import timers
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.log import LogHook
+from nanotrain.train.hooks.notify import NotifyHook
 from nanotrain.train.hooks.timers import TimersHook
-from nanotrain.train.hooks.track import NotifyHook, TrackHook
+from nanotrain.train.hooks.track import TrackHook
 from nanotrain.train.step import train_step
 from tests.fake_world import fake_context
 from tests.harness import SHORT_NAMES, parallel_config

@@ -312,6 +312,7 @@ OF_RUNS = (
         "train.check_weight_hash",
         "train.manual_gc",
         "train.profile",
+        "train.trackers",
         "train.tensorboard",
         "train.wandb",
     ),

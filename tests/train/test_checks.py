@@ -13,8 +13,8 @@ from nanotrain.train.checks import (
     CHECKS,
     Start,
     check_linear_attention,
-    check_prometheus,
     check_settings,
+    check_trackers,
     require_fp8,
     run_checks,
 )
@@ -47,11 +47,18 @@ def test_only_the_last_group_asks_for_the_device(monkeypatch, tmp_path) -> None:
 
 def test_a_missing_package_is_named_before_the_run(monkeypatch):
     start = start_of("--mock-data", "--prometheus-port", "9400")
-    check_prometheus(start)
+    check_trackers(start)
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
-    check_prometheus(start_of("--mock-data"))
+    check_trackers(start_of("--mock-data"))
     with pytest.raises(ConfigError, match=r"pip install 'nanotrain\[prometheus\]'"):
-        check_prometheus(start)
+        check_trackers(start)
+    with pytest.raises(ConfigError, match="--trackers mlflow needs .* pip install mlflow,"):
+        check_trackers(start_of("--mock-data", "--trackers", "mlflow"))
+
+
+def test_an_unknown_tracker_is_named_with_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match="'mlflw': the known names are tensorboard, wandb"):
+        check_trackers(start_of("--mock-data", "--trackers", "wandb", "mlflw"))
 
 
 def test_a_gpu_without_kernels_of_the_gated_delta_rule_says_so_in_one_line(

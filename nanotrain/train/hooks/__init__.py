@@ -1,7 +1,8 @@
 """Callbacks of the training loop, one file each.
 
     hook.py             `Hook`: the moments at which they are called
-    log.py, track.py    console and metrics.jsonl; wandb, tensorboard, Prometheus, messages
+    log.py, track.py    console and metrics.jsonl; experiment trackers (`train/trackers`)
+    notify.py           messages to a webhook
     checkpoint.py       saves; `object_storage.py` uploads what they leave
     data_order.py       the record of the data order, and changes of the blend
     faults.py           values that are not finite, replicas that differ

@@ -20,6 +20,7 @@ from nanotrain.runs.files import open_append, write_all
 from nanotrain.train.hooks.hook import Hook
 from nanotrain.train.run import Run
 from nanotrain.train.step_report import StepReport
+from nanotrain.train.trackers.table import enabled_trackers
 
 log = get_logger(__name__)
 
@@ -102,6 +103,9 @@ class SummaryHook(Hook):
         if self._peak:
             on_cpu = run.context.device.type == "cpu"
             memory = _describe_memory(self._peak, max(0, *used_by_rank), on_cpu=on_cpu)
+            trackers = enabled_trackers(run.config.train)
+            if on_cpu and trackers:
+                memory += f"; the plan does not count the packages of {' and '.join(trackers)}"
             lines.append(f"memory        {memory}")
         print("\n".join(lines), flush=True)
 

@@ -10,7 +10,13 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from nanotrain.config.config import TrainConfig
 from nanotrain.train import build
 from nanotrain.train.hooks.checkpoint import CheckpointHook
-from nanotrain.train.hooks.end_of_run import ReportHook, SampleHook, SummaryHook, sample
+from nanotrain.train.hooks.end_of_run import (
+    PlannedPeak,
+    ReportHook,
+    SampleHook,
+    SummaryHook,
+    sample,
+)
 from nanotrain.train.hooks.log import LogHook
 from nanotrain.train.run import Run
 from tests.harness import ranks
@@ -87,6 +93,18 @@ def test_a_sample_that_cannot_be_stored_is_printed_and_a_warning(tmp_path, capsy
         train(with_length(run, 4), SampleHook("bytes"))
     assert "Sample:" in capsys.readouterr().out
     assert any(line.startswith(f"the sample is not in {run.folder.samples}: ") for line in logged)
+
+
+def test_the_summary_says_that_the_plan_does_not_count_trackers(tmp_path, capsys):
+    for flags, ends in (
+        (("--trackers", "tensorboard", "mlflow"), "count the packages of tensorboard and mlflow\n"),
+        ((), "of the process before the model\n"),
+    ):
+        with small_run(
+            tmp_path / str(len(flags)), "--train-iters", "1", "--no-save", *flags
+        ) as run:
+            train(run, SummaryHook(PlannedPeak(planned=10**8, before=0)))
+        assert capsys.readouterr().out.endswith(ends)
 
 
 def test_without_a_checkpoint_the_summary_says_none(tmp_path, capsys):

@@ -14,6 +14,7 @@ from nanotrain.train.hooks.log import LogHook
 from nanotrain.train.hooks.track import TrackHook
 from nanotrain.train.parts.norms import KINDS
 from nanotrain.train.step import train_step
+from nanotrain.train.trackers.table import TRACKERS, TrackerRow
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.command_line import arguments, run_command_lines
 from tests.laws.worlds import GLOBAL_BATCH, Case, build_here
@@ -121,8 +122,8 @@ def test_only_logged_steps_measure_and_the_files_name_them(tmp_path, monkeypatch
         def close(self, *, failed: bool) -> None:
             pass
 
-    monkeypatch.setattr(
-        "nanotrain.train.hooks.track.TRACKERS", {"tensorboard": lambda run: Recorder()}
+    monkeypatch.setitem(
+        TRACKERS, "tensorboard", TrackerRow(lambda run: Recorder(), setting="tensorboard")
     )
     flags = (
         "--train-iters",

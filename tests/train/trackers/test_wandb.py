@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from nanotrain.train.hooks import track as hook_track
 from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.hooks.log import LogHook
 from nanotrain.train.hooks.track import TrackHook
+from nanotrain.train.trackers import wandb as wandb_tracker
 from tests.harness import HANG_S
 from tests.train.small_run import Failing, small_run, train
 
@@ -21,7 +21,7 @@ def offline_wandb(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(hook_track, "_netrc_has", lambda host: False)
+    monkeypatch.setattr(wandb_tracker, "_netrc_has", lambda host: False)
     for name in ("WANDB_X_SERVICE_WAIT", "WANDB_INIT_TIMEOUT"):
         monkeypatch.setenv(name, str(HANG_S))
 
@@ -109,5 +109,5 @@ def test_a_run_that_is_begun_anew_is_another_one_at_wandb(tmp_path):
     ids = []
     for flag in ("--auto-resume", "--auto-resume", "--no-auto-resume"):
         with small_run(tmp_path, flag) as run:
-            ids.append(hook_track._wandb_id(run))
+            ids.append(wandb_tracker._wandb_id(run))
     assert ids[0] == ids[1] != ids[2]
