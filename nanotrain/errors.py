@@ -101,7 +101,7 @@ class ErrorCollector:
         return isinstance(error, ConfigError)
 
     def raise_errors(self, *, where: str = "") -> None:
-        """Raise what was collected: one error as it is, several as `ConfigErrors`.
+        """Raise the collected errors: one error as it is, several as `ConfigErrors`.
 
         `where` is added to the fact of each, as " in tiny.yaml".
         """

@@ -205,7 +205,7 @@ def without_collection() -> Iterator[None]:
 
 
 def end_without_collection() -> None:
-    """Skip the last collection of the interpreter; call it last.
+    """Disable the garbage collection at exit; called last in a process.
 
     That collection visits all objects (0.4 s of CPU).
 
@@ -258,7 +258,7 @@ class _Output(io.FileIO):
 
 
 def outlive_output(note: str) -> None:
-    """From now on drop what standard output and error cannot take.
+    """Ignore write errors of standard output and error from now on, as of a closed pipe.
 
     The first time, `note` is printed on standard error.
 

@@ -201,7 +201,7 @@ def require_few_values(text: str | bytes, *, most: int) -> None:
     def size_of(node: yaml.Node) -> int:
         if id(node) in sizes:
             return sizes[id(node)]
-        sizes[id(node)] = most + 1  # of a value inside itself
+        sizes[id(node)] = most + 1  # for a value inside itself
         items = node.value if isinstance(node, yaml.CollectionNode) else []
         flat = [child for item in items for child in (item if isinstance(item, tuple) else [item])]
         sizes[id(node)] = min(1 + sum(map(size_of, flat)), most + 1)
@@ -281,7 +281,7 @@ def object_of(value: Any, field: str) -> dict[str, Any]:
 
 
 def list_of(value: Any, field: str, *, length: int | None = None) -> list[Any]:
-    """A JSON list, of `length` items where it is given."""
+    """Check that a value is a JSON list, of `length` items if given."""
     if not isinstance(value, list) or length not in (None, len(value)):
         expected = "a list" if length is None else f"a list of {length} items"
         raise ValueError(f"{field} is {shown(value)}, it must be {expected}")

@@ -115,7 +115,7 @@ def _accept(verdict: _Outcome[Result], unexpected: Exception | None) -> Result:
 
 
 def _try(function: Callable[[], Result]) -> tuple[_Outcome[Result], Exception | None]:
-    """The outcome of a call, and its error if it is of an unexpected kind."""
+    """The result of a call, and the error if the call raised one of an unexpected kind."""
     try:
         return _Outcome(function()), None
     except NanotrainError as error:

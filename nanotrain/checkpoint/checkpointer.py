@@ -121,7 +121,7 @@ class Checkpointer:
         }
 
     def in_folder(self, folder: Path) -> "Checkpointer":
-        """Another folder with the same group and settings."""
+        """A checkpointer for another folder, with the same group and settings."""
         return Checkpointer(**{**self.settings, "folder": folder})
 
     def save(
@@ -359,7 +359,7 @@ class Checkpointer:
 
     @contextmanager
     def _attempt(self, step: int) -> Iterator[None]:
-        """Measure a part of a save; where it fails, count that and remove its temporary folder."""
+        """Measure a part of a save; on failure count it and remove the temporary folder."""
         start = time.perf_counter()
         try:
             yield

@@ -294,7 +294,7 @@ def fit_padding(
 
 
 def _differs_in_padding(there: tuple[int, ...], here: tuple[int, ...], *, tokens: int) -> bool:
-    """Whether two shapes of a table differ in the rows beyond its tokens alone."""
+    """Whether two shapes of an embedding differ only in padding rows beyond the vocabulary."""
     if len(there) != len(here) or not here or there[1:] != here[1:]:
         return False
     rows_there = there[0]

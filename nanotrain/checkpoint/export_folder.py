@@ -64,7 +64,7 @@ def _require_empty(output: Path) -> None:
 
 
 def _move_files(temporary: Path, output: Path) -> None:
-    """Rename the files, a file that names others after them."""
+    """Move the files to their folder; an index that names other files comes last."""
     for child in sorted(temporary.iterdir(), key=_written_at):
         if os.path.lexists(output / child.name):
             # another export into this folder wrote it

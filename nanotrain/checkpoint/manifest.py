@@ -304,7 +304,7 @@ def _indices(value: Any, field: str, *, length: int | None = None) -> tuple[int,
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
-    """SHA-256 of the content in canonical form: re-indenting the file does not change it."""
+    """SHA-256 of the content in canonical form, the same for any indentation of the file."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -71,7 +71,7 @@ class _Messages:
         self.store.set(self.prefix + name, compressed)  # type: ignore[arg-type]
 
     def take(self, name: str, *, is_last: bool = False) -> str:
-        """Wait for a text; `is_last` forgets it, where nobody else reads it.
+        """Wait for a text and return it; `is_last` deletes it, as no other rank reads it.
 
         Raises:
             StorageFault: a rank failed, the time is over, or the save was given up.

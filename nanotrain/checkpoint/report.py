@@ -54,7 +54,7 @@ class VerifyReport:
 
     @property
     def is_sound(self) -> bool:
-        """Whether there is no fault."""
+        """Whether the checkpoint has no fault."""
         return not self.faults
 
     def text(self) -> str:

@@ -26,18 +26,19 @@ from nanotrain.untrusted import object_of, parse_json, read_file, text_of, whole
 
 RECORD = ".object-storage.json"
 _READ_BYTES = 1 << 20
-_OF_A_MACHINE = (".lock", ".request")  # files of the job that runs here
+_LOCAL_SUFFIXES = (".lock", ".request")  # files of the running job, which stay local
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Synced:
-    """A file as both sides had it for the last time."""
+    """The last version of a file that the local folder and the object storage both had."""
 
-    version: str  # of the object
-    digest: str  # of its content
+    version: str  # version of the object in storage
+    digest: str  # BLAKE2 of the content
     size: int
-    mtime_ns: int  # of the local file with this content, which spares the digest; 0: there is none
+    # time of the local file with this content, to skip the digest; 0: no local file has it
+    mtime_ns: int
 
     @classmethod
     def of(cls, file: Path, stat: Stat) -> "Synced":
@@ -54,7 +55,7 @@ class Synced:
 
 
 def keep_newer(files: Mapping[str, Stat], remote: Remote, *, folder: Path, is_ahead: bool) -> None:
-    """Bring the files of a listing that are newer there into a local folder.
+    """Download the files of a listing that are newer in object storage than in a local folder.
 
     Args:
         files: sizes and versions of the objects, by name.
@@ -116,7 +117,7 @@ def _replace(file: Path, partial: Path, *, stat: Stat) -> Synced:
 
 
 def _keep(file: Path, partial: Path, *, stat: Stat) -> Synced:
-    """Keep the local version; the object's is recorded, so that this one is uploaded."""
+    """Keep the local version; record the object's version, so that the local one is uploaded."""
     there = Synced.of(partial, stat)
     partial.unlink()
     return replace(there, mtime_ns=0)
@@ -197,10 +198,11 @@ class FileUploads:
             self._upload_changed()
 
     def _upload_changed(self) -> None:
+        """Upload each file whose content differs from the last synchronized version."""
         if self._synced is None:
             self._synced = _read_record(self._folder)
         for file in sorted([*self._folder.glob("[!.]*.*"), *self._folder.glob("tokenizer/[!.]*")]):
-            if file.is_symlink() or not file.is_file() or file.suffix in _OF_A_MACHINE:
+            if file.is_symlink() or not file.is_file() or file.suffix in _LOCAL_SUFFIXES:
                 continue
             name = str(file.relative_to(self._folder))
             entry = self._synced.get(name)
@@ -210,7 +212,7 @@ class FileUploads:
 
     def _upload(self, file: Path, name: str) -> None:
         assert self._synced is not None, "set by upload"
-        # of before the upload, as training goes on appending rows
+        # taken before the upload, as training goes on appending rows
         here = Synced.of(file, Stat(0, 0.0))
         (self._remote / name).put(file)
         stat = (self._remote / name).stat()

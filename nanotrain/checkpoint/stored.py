@@ -116,7 +116,7 @@ class Generation(NamedTuple):
 
     @property
     def is_committed(self) -> bool:
-        """Whether it is a checkpoint, set aside or not."""
+        """Whether the listed folder is a complete checkpoint, set aside or not."""
         return MANIFEST in self.objects
 
     @property

@@ -99,7 +99,7 @@ class CommandParser(argparse.ArgumentParser):
         return self._elsewhere.get(near, near) if near else None
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print."""
+        """Raise argparse's message as a ConfigError in place of printing it."""
         raise ConfigError(f"{self.prog}: {message}", fix=f"{self.prog} --help lists the arguments")
 
 

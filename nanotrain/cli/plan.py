@@ -62,7 +62,7 @@ def plan(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is printed, and whether it fits into memory."""
+    """The text of a plan, and whether the layout fits into memory."""
 
     value: Any  # text, or values for JSON
     fits: bool

@@ -305,7 +305,7 @@ def has_finished(trial: Trial) -> bool:
 
 @dataclass
 class TrialRunner:
-    """The process of the running trial, and what became of those before."""
+    """Runs trials one after another: the running process, and the exit codes so far."""
 
     process: "subprocess.Popen[bytes] | None" = None
     is_stopped: bool = False  # a signal ends the sweep

@@ -11,7 +11,7 @@ from nanotrain.storage.remote import is_address, parse
 
 
 def check_path(entry: Entry, text: str) -> None:
-    """Check that a text is no address, or a whole one where the field takes addresses.
+    """Check that a text is no address, or a complete one if the field takes addresses.
 
     Raises:
         ConfigError: it is another address.

@@ -144,7 +144,7 @@ def mistakes_in_order(stages: Sequence[DataStage]) -> list[str]:
 
 
 def mistakes_in_changes(stages: Sequence[DataStage]) -> list[str]:
-    """Weights that change from nothing, or end before they begin to change."""
+    """Mistakes in changing weights: in the first stage, or with an end before the start."""
     mistakes = []
     first = stages[0]
     if first.end is not None:

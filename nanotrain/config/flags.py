@@ -225,7 +225,7 @@ def without_quotes(value: str) -> str:
 
 
 def other_spelling(entry: Entry, value: str) -> str:
-    """The value of a field that Megatron-LM writes otherwise; most values as they are."""
+    """The value of a field, translated from Megatron-LM's spelling if that is different."""
     # Megatron-LM's pair of left and right
     if entry.name == "window_size" and re.fullmatch(r"\(?\d+, ?0\)?", value):
         value = value.strip("()").partition(",")[0]
@@ -233,7 +233,7 @@ def other_spelling(entry: Entry, value: str) -> str:
 
 
 def read_megatron(flag: Flag, row: MegatronFlag, *, rest: list[str]) -> MegatronArgument:
-    """A flag of Megatron-LM with as many values as it takes; one of a pattern may take none."""
+    """Read a flag of Megatron-LM that is no option here, with as many values as it takes."""
     if row.arity == 0 and flag.value is not None:
         raise takes_no_value(flag.name, flag.value)
     values = [] if flag.value is None else [flag.value]

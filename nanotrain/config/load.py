@@ -288,7 +288,7 @@ def compose_values(line: CommandLine, *, errors: ErrorCollector) -> Composed:
 
 
 def leave_quickstart(result: Translation, origins: Mapping[str, str]) -> None:
-    """Set what a quick-start recipe changes on other data.
+    """Replace the settings of a quick-start recipe that only fit the quick-start corpus.
 
     The recipe's prompt is left out with its corpus. A prompt from elsewhere stays.
 

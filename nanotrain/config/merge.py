@@ -128,7 +128,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def with_sources(merged: Mapping[str, Any]) -> dict[str, Any]:
-    """The values before interpolation, with marks for hidden ones and the environment.
+    """The values before interpolation; secrets and environment variables are marked.
 
     What refers to them, also by way of other fields, has the mark after interpolation.
     """

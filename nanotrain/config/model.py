@@ -137,7 +137,7 @@ class ModelConfig(ModelFields):
 
     @property
     def expert_input_size(self) -> int:
-        """Width of what experts read and write."""
+        """Width of the inputs and outputs of experts."""
         if self.moe is None or self.moe.latent_size is None:
             return self.hidden_size
         return self.moe.latent_size

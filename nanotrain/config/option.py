@@ -154,7 +154,7 @@ class Entry:
 
     @property
     def takes_address(self) -> bool:
-        """Whether it may be a place in object storage."""
+        """Whether the field takes an address in object storage."""
         return bool(self.field.metadata["is_path"] == "or address")
 
     @property

@@ -43,7 +43,7 @@ def other_value(field: str, value: str) -> str | None:
 
 
 def why_absent(field: str, value: str) -> str | None:
-    """What to do in place of a value that does not exist here in any spelling.
+    """The cure for a value that has no counterpart here.
 
     >>> why_absent("device", "mps")
     'GPUs of Apple (mps) are not supported; write --device cpu'

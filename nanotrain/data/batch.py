@@ -114,6 +114,8 @@ class Batch:
         return replace(self, mtp=tuple(shifted))
 
     def _shifted(self, distance: int) -> "Batch":
+        """The batch with tokens and labels `distance` positions later; masked across documents."""
+
         def shift(tensor: Tensor) -> Tensor:
             shifted = torch.zeros_like(tensor, pin_memory=tensor.is_pinned())
             shifted[:, :-distance] = tensor[:, distance:]

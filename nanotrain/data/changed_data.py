@@ -46,7 +46,7 @@ NO_OVERLAP = Overlap(0, 0, is_exact=True)
 
 @dataclass(frozen=True)
 class Continuation:
-    """How a corpus goes on."""
+    """The position from which a corpus is read on, and what is read twice or never."""
 
     prefix: str
     read: int  # samples of the new order that count as read
@@ -56,7 +56,7 @@ class Continuation:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it reads nothing twice and leaves nothing out."""
+        """Whether no sample is read twice or left out."""
         return self.overlap.repeated == 0 and self.overlap.left_out == 0
 
 
@@ -90,8 +90,8 @@ def go_on(
             data, and it is not allowed.
     """
     parts = corpora_of(splits.train)
-    found = [_match(record.corpora, part) for part in parts]
-    continuations = [continue_corpus(old, part) for old, part in zip(found, parts, strict=True)]
+    recorded = [_match(record.corpora, part) for part in parts]
+    continuations = [continue_corpus(old, part) for old, part in zip(recorded, parts, strict=True)]
     trained = _trained_and_validated(record, valid_ranges(splits)) if validates else []
     faults = [item.text for item in continuations if not item.is_exact] + trained
     if faults and not is_allowed:
@@ -102,7 +102,7 @@ def go_on(
             fix="leave these settings as they were, or accept it with --allow-data-changes",
         )
     lines = [item.text for item in continuations]
-    lines += [_removed(old) for old in record.corpora if old not in found]
+    lines += [_removed(old) for old in record.corpora if old not in recorded]
     lines += trained + _validated_and_trained(record, parts)
     return ChangedData(_origin_of(record.sample, continuations), lines)
 
@@ -139,7 +139,7 @@ def _as_text(value: object) -> str:
 
 
 def _match(corpora: Sequence[CorpusRecord], part: GPTDataset) -> CorpusRecord | None:
-    """The record of an open corpus: of the same prefix, else of the same content."""
+    """The record of an open corpus, by the same prefix, else by the same content."""
     prefix = str(part.corpus.prefix)
     same = [old for old in corpora if old.fingerprint == part.corpus.fingerprint]
     for old in same:
@@ -149,7 +149,7 @@ def _match(corpora: Sequence[CorpusRecord], part: GPTDataset) -> CorpusRecord | 
 
 
 def continue_corpus(old: CorpusRecord | None, part: GPTDataset) -> Continuation:
-    """How a corpus goes on.
+    """The continuation of one corpus.
 
     Args:
         old: record of the corpus; None for a new one.
@@ -169,12 +169,12 @@ def continue_corpus(old: CorpusRecord | None, part: GPTDataset) -> Continuation:
     epoch, done = divmod(read, order.samples)
     overlap = _overlap(old, part)
     size = count_of(order.samples, "sample")
-    place = f"sample {done:,} of {size} of its epoch {epoch + 1}"
-    text = f"{name} goes on at {place}, where it stopped: nothing is read again or left out"
+    position = f"sample {done:,} of {size} of its epoch {epoch + 1}"
+    text = f"{name} goes on at {position}, where it stopped: nothing is read again or left out"
     if overlap.repeated or overlap.left_out:
         about = "" if overlap.is_exact else "about "
         text = (
-            f"{name} goes on at {place} in another order: {about}"
+            f"{name} goes on at {position} in another order: {about}"
             f"{count_of(overlap.repeated, 'token')} of this epoch are read again and {about}"
             f"{overlap.left_out:,} are left out"
         )
@@ -194,7 +194,7 @@ def _position(old: CorpusRecord, order: CorpusOrder) -> int:
 
 
 def _is_in_file_order(old: CorpusOrder, new: CorpusOrder) -> bool:
-    """Whether both read windows from the same token on, one after the other."""
+    """Whether two corpora read consecutive windows from the same token on."""
     is_plain = old.seed is None and new.seed is None and old.packing == new.packing == "stream"
     return is_plain and old.start == new.start
 
@@ -214,7 +214,11 @@ def _overlap(old: CorpusRecord, part: GPTDataset) -> Overlap:
 
 
 def _counted(old: CorpusRecord, part: GPTDataset) -> Overlap:
-    """The overlap, counted token by token."""
+    """The overlap, counted token by token over masks [size] of the tokens of the corpus.
+
+    `read` and `unread` are the tokens read before and still to be read in this epoch, `known` and
+    `whole` all tokens of an epoch of the old and of the new order.
+    """
     new = CorpusOrder.of(part)
     epoch, done = divmod(old.read, old.order.samples)
     new_epoch, first = divmod(_position(old, new), new.samples)

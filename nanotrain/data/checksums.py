@@ -169,7 +169,7 @@ def _add_blocks(file: CorpusFile, value: int) -> int:
 
 
 def _add_sums(path: Path, value: int, *, cache: ChunkCache | None) -> int:
-    """The CRC-32 that goes on with the checksums of a file, if it has them."""
+    """Continue a CRC-32 with the stored checksums of a file, if the file has them."""
     sums = open_file(sums_of(path), cache)
     return value if sums is None else crc32(sums.local.read_bytes(), value)
 

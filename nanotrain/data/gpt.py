@@ -271,7 +271,7 @@ class SyntheticDataset:
 
     @property
     def samples_per_epoch(self) -> int:
-        """More than any run reads, so that the data never repeats."""
+        """A number larger than any run reads, so that the mock data never repeats."""
         return 1 << 62
 
     def __getitem__(self, index: int) -> Sample:

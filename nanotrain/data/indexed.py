@@ -106,7 +106,7 @@ class IndexedTokens:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is in object storage."""
+        """Whether the corpus is in object storage."""
         return isinstance(self._tokens, RemoteFile)
 
     @cached_property
@@ -183,7 +183,7 @@ class IndexedTokens:
         return np.concatenate(parts)
 
     def read_mask(self, start: int, stop: int) -> np.ndarray:
-        """[stop - start] uint8, whether tokens are targets; ones without a loss mask.
+        """[stop - start] uint8, 1 for tokens that are targets; all 1 without a loss mask.
 
         Raises:
             DataError: a block is damaged, or a value is neither 0 nor 1.
@@ -231,6 +231,7 @@ class IndexedTokens:
         return bool(np.array_equal(self._pointers[sequences + 1], ends))
 
     def _pread(self, offset: int, count: int) -> np.ndarray:
+        """Read `count` tokens at a byte offset, after the checksums of their blocks."""
         num_bytes = count * self.dtype.itemsize
         damaged = self._check.damaged(offset, offset + num_bytes)
         if damaged is not None:
@@ -261,6 +262,7 @@ class IndexedTokens:
         )
 
     def _check_documents(self) -> None:
+        """Check the document index: from 0, ascending, to the number of sequences."""
         ends: list[int] = []
         if len(self._documents) > 1:
             ends = [int(self._documents[0]), int(self._documents[-1])]

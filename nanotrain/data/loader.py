@@ -121,7 +121,7 @@ class _BatchReader(Dataset[Any]):
 
     @cached_property
     def _ahead(self) -> _ReadAhead | None:
-        """Only the first worker reads ahead; the others hit the cache."""
+        """The reader ahead of the first worker; None in other workers, which read the cache."""
         worker = get_worker_info()
         is_first = worker is None or worker.id == 0
         if self._read_ahead is None or not is_first:
@@ -129,6 +129,7 @@ class _BatchReader(Dataset[Any]):
         return self._read_ahead()
 
     def __getitems__(self, indices: Sequence[int]) -> Batch | NanotrainError:
+        """Read one microbatch by sample indices; errors are returned for the loader to raise."""
         samples = [max(index, ~index) for index in indices]  # padding is a negative index
         positions = [sample + self.skipped_samples for sample in samples]
         if self._ahead is not None:
@@ -295,6 +296,7 @@ class GlobalBatchLoader(AbstractContextManager["GlobalBatchLoader"]):
         self.close()
 
     def _next_microbatch(self) -> Batch:
+        """The next microbatch from the workers; raises the error of a worker."""
         assert self._microbatches is not None, "the loader is closed"
         try:
             batch = next(self._microbatches)

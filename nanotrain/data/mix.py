@@ -219,7 +219,7 @@ def stages_of(dataset: BlendedDataset) -> list[str]:
 def record_mix(
     folder: Path, stages: Sequence[str], *, step: int, number: str = "", origin: int = 0
 ) -> None:
-    """Append what was done, for every later start of the run with the same data.
+    """Append an applied request to a file that every later start of the run reads.
 
     Args:
         folder: run folder.

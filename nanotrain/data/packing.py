@@ -120,6 +120,7 @@ class PackedDataset(GPTDataset):
         return sum(min(int(sizes[window]), self.config.seq_length) for window in windows)
 
     def _read_sample(self, index: int) -> Sample:
+        """Read the documents of one sample one after the other; unused tokens are padding."""
         length = self.config.seq_length
         ids = np.zeros(length + 1, dtype=np.int64)
         loss_mask = np.zeros(length, dtype=np.float32)

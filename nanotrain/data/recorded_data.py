@@ -35,7 +35,7 @@ ORDER_SETTINGS = (
 
 @dataclass(frozen=True)
 class CorpusOrder:
-    """The settings that the samples of a corpus follow from."""
+    """The settings that determine the samples of a corpus and their order."""
 
     start: int  # stream offset of the first token of the split
     stop: int  # stream offset after its last token
@@ -151,7 +151,7 @@ class DataRecord:
 
 
 def order_settings(config: Config) -> dict[str, Any]:
-    """The settings that the order of the samples follows from."""
+    """The settings that determine the samples and their order."""
     data = to_dict(config.data)
     settings = {name: data.get(name) for name in ORDER_SETTINGS}
     settings["seed"] = config.train.seed

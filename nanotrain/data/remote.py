@@ -67,7 +67,7 @@ class LocalFile:
         return data
 
     def drop(self, start: int) -> bool:
-        """Whether a byte that is damaged can be read again from elsewhere."""
+        """Drop the copy of a damaged byte, for another read; False: a local file has one copy."""
         return False
 
     @cached_property
@@ -198,6 +198,8 @@ class RemoteFile:
             self._fetch_whole(path)
 
     def _fetch_whole(self, path: Path) -> None:
+        """Download the object to a file with parallel requests of equal sizes."""
+
         def fetch_part(start: int) -> bytes:
             return self.fetch(start, start + _REQUEST_BYTES)
 
@@ -236,6 +238,7 @@ class RemoteFile:
             return self._remote.read(start, min(stop, self.size))
 
     def _read_chunk(self, number: int) -> bytes:
+        """A chunk of BLOCK_BYTES from the cache, or fetched by one process and cached."""
         path = self.folder / str(number)
         start = number * BLOCK_BYTES
         size = min(BLOCK_BYTES, self.size - start)

@@ -50,6 +50,7 @@ class SamplerConfig:
     unread_length: int | None = None
 
     def __post_init__(self) -> None:
+        """Check that the global batch has at least one microbatch per rank."""
         assert 0 <= self.dp_rank < self.dp_size, (
             f"dp rank {self.dp_rank} is outside a group of {self.dp_size}"
         )

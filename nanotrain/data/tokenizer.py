@@ -82,7 +82,7 @@ class ByteTokenizer:
         return list(text.encode("utf-8", errors="replace"))
 
     def encode_added(self, text: str) -> list[int]:
-        """The bytes: there is no special token to add."""
+        """The bytes of the text, to which no special token is added."""
         return self.encode(text)
 
     def encode_documents(
@@ -96,7 +96,7 @@ class ByteTokenizer:
         return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> str:
-        """Write nothing: the name is enough to load it."""
+        """Write nothing: the name is enough to load the tokenizer."""
         return "bytes"
 
     def as_fast(self) -> "FastTokenizer":
@@ -351,6 +351,7 @@ def _log_once(line: str) -> None:
 
 
 def _load(name: str) -> Tokenizer:
+    """Load a tokenizer by "bytes", folder, file, GPT-2's two files, or name on the hub."""
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name)
@@ -370,6 +371,7 @@ def _load(name: str) -> Tokenizer:
 
 
 def _load_folder(folder: Path) -> FastTokenizer | SlowTokenizer:
+    """Load a folder: by transformers, or tokenizer.json alone if nanotrain wrote it."""
     files = read_files(folder)
     settings = read_settings(files, folder / SETTINGS)
     definition = files.get(VOCABULARY)
@@ -471,6 +473,7 @@ def is_local(name: str) -> bool:
 
 
 def _load_gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:
+    """Load GPT-2's vocabulary and merges as a byte-level BPE tokenizer."""
     try:
         files = {
             "vocab.json": read_file(Path(vocab_file), most=MAX_TOKENIZER_BYTES),

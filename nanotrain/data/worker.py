@@ -25,7 +25,7 @@ from nanotrain.system import describe_exit
 
 @contextmanager
 def without_main_module() -> Iterator[None]:
-    """Set the main module aside: processes that are started meanwhile do not import it.
+    """Hide the main module from processes started in the block, which would import it.
 
     An object that is defined there cannot be pickled for them.
     """

@@ -77,7 +77,7 @@ class KVCache:
         return last
 
     def call(self, has_window: bool, device: torch.device) -> AttentionCall:
-        """The attention of the new tokens to all tokens so far, within the window.
+        """The call of the new tokens' attention to all tokens so far, within the window.
 
         Padding is masked, except that a padding token attends to itself.
         """

@@ -308,7 +308,7 @@ class LoadedModel:
 
     @property
     def is_run(self) -> bool:
-        """Whether its training is known: it is no Hugging Face folder."""
+        """Whether the model is from a run, with a known training; not a Hugging Face folder."""
         return not (self.path / "config.json").is_file()
 
     def sampling(self, *, temperature: float = 1.0, seed: int = 0) -> Sampling:

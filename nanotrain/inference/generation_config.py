@@ -194,7 +194,7 @@ def _temperature(fields: Mapping[str, Any]) -> Any:
 
 
 def _unless(fields: Mapping[str, Any], name: str, *, neutral: float) -> Any:
-    """The value of an option; None where it changes nothing."""
+    """The value of a field; None if it is the neutral value, which changes nothing."""
     value = fields.get(name)
     return None if value == neutral else value
 

@@ -145,6 +145,7 @@ class NanotrainLM(LM):
         return prompt_start(self.loaded.tokenizer)[-1]
 
     def _generate(self, context: str, options: Mapping[str, Any]) -> str:
+        """The generated text for one request of lm-eval, cut at its stop strings."""
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
         given = [options[name] for name in LENGTH_OPTIONS if options.get(name)]

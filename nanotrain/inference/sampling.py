@@ -68,6 +68,7 @@ class Sampling:
     repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
+        """Check each option against its limits."""
         for name, limit in LIMITS.items():
             value = getattr(self, name)
             if value is None and name in OPTIONAL:

@@ -139,7 +139,7 @@ def require_meeting_place(args: Namespace, options: Sequence[str]) -> None:
 
 
 def require_host_memory(num_ranks: int) -> None:
-    """Check that the processes fit into the memory of this machine before they build a model.
+    """Check that the memory of this machine suffices for the processes, before models are built.
 
     Raises:
         EnvironmentFault: they do not; the system would end one of them, or hang.

@@ -161,6 +161,7 @@ def streamed_dataset(name: str, *, subset: str | None, split: str) -> HubDataset
 def _split_files(
     paths: Iterable[Path], chunk_bytes: int, *, text_suffixes: Sequence[str]
 ) -> list[InputChunk]:
+    """Split files into chunks of about `chunk_bytes`; small files share a chunk."""
     chunks: list[InputChunk] = []
     for path in paths:
         _check_readable(path)
@@ -248,6 +249,7 @@ def _split_json(path: Path, chunk_bytes: int) -> list[InputChunk]:
 
 
 def _split_parquet(path: Path, chunk_bytes: int) -> list[InputChunk]:
+    """Chunks of whole row groups of a parquet file."""
     import pyarrow.parquet
 
     try:
@@ -273,6 +275,7 @@ def _split_parquet(path: Path, chunk_bytes: int) -> list[InputChunk]:
 
 
 def _dataset_of_file(path: Path) -> HubDataset:
+    """The description of a file of rows that `datasets` loads."""
     suffix = uncompressed_suffix(path)
     if suffix not in ROW_TYPES:
         raise DataError(
@@ -290,6 +293,7 @@ def _dataset_of_file(path: Path) -> HubDataset:
 
 
 def _split_rows(dataset: HubDataset) -> list[InputChunk]:
+    """Chunks of equal numbers of rows of a dataset."""
     require_bounded(dataset.files, folder=Path(dataset.name))
     rows: Any = load_rows(dataset)
     row_bytes = rows.data.nbytes / max(1, len(rows))

@@ -104,7 +104,7 @@ def prepare_corpus(options: PrepareOptions) -> None:
 
 
 def _split_input(options: PrepareOptions) -> tuple[InputChunk, ...]:
-    """The chunks of the input; prints what was taken and left out."""
+    """The chunks of the input; prints which files are read and left out."""
     selections = select_inputs(options.input, text_suffixes=options.text_suffix)
     for selection in selections:
         print(selection.text())
@@ -131,7 +131,7 @@ def _prepare(
     chunks: tuple[InputChunk, ...],
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Prepare the corpus of a plan; this process alone does."""
+    """Prepare the corpus of a plan; no other process does so at the same time."""
     prefix = options.output
     job, tokenizer = _set_up(options, plan, chunks=chunks, tokenizer=tokenizer)
     num_parts = _write_missing(job, chunks or _stream(options), planned=chunks)

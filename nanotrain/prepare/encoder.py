@@ -25,7 +25,7 @@ _BYTE_CHARACTERS = ByteLevel.alphabet()
 
 
 class DocumentEncoder:
-    """Encodes documents with a tokenizer; `counts` is what was counted so far.
+    """Encodes documents with a tokenizer, and counts documents and tokens in `counts`.
 
     Args:
         tokenizer: the tokenizer of the corpus.

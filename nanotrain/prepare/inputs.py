@@ -151,6 +151,7 @@ class _ZstReader(io.RawIOBase):
 
 
 def _zst_blocks(file: str) -> Iterator[bytes]:
+    """The decompressed content of a .zst file, which may have several frames."""
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_ZST_WINDOW)

@@ -70,6 +70,7 @@ class PrepareOptions:
         self._check_executor()
 
     def _check_tokenizer(self) -> None:
+        """Check --tokenizer, and what chat templates need of it."""
         if not self.tokenizer:
             raise DataError(
                 "--tokenizer is empty",
@@ -94,6 +95,7 @@ class PrepareOptions:
             )
 
     def _check_part(self) -> None:
+        """Check that --part is I/N with I from 1 to N."""
         if self.part is None:
             return
         is_valid = _PART.fullmatch(self.part) and 1 <= self.share.number <= self.share.total
@@ -105,6 +107,7 @@ class PrepareOptions:
             )
 
     def _check_executor(self) -> None:
+        """Check that --executor, --sbatch, --part and --streaming can be combined."""
         has_part = self.part is not None
         has_executor = self.executor != "local"
         if self.sbatch and self.executor != "slurm":

@@ -56,7 +56,7 @@ def part_prefix(folder: Path, number: int) -> Path:
 
 
 def counts_path(prefix: Path) -> Path:
-    """Path of what was counted in the documents of a part."""
+    """Path of the file with the `TextCounts` of a part."""
     return prefix.with_name(prefix.name + ".counts.json")
 
 

@@ -63,6 +63,7 @@ class DocumentReader:
 
 
 def _read_text(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
+    """The content of each file of a chunk as one document."""
     limits = reader.limits
     for file in chunk.files:
         most = limits.file_bytes(file)
@@ -79,6 +80,7 @@ def _read_text(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
 
 
 def _read_lines(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
+    """The documents of the lines that start within the bytes of a chunk."""
     file = chunk.files[0]
     limits = reader.limits
     most = limits.file_bytes(file)
@@ -167,6 +169,7 @@ def _read_json(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
 
 
 def _read_parquet(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
+    """The documents of the row groups of a chunk."""
     import pyarrow.parquet
 
     column = reader.column
@@ -189,6 +192,7 @@ def _read_parquet(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
 
 
 def _read_rows(reader: DocumentReader, chunk: InputChunk) -> Iterator[str]:
+    """The documents of the rows of a chunk of a dataset."""
     assert chunk.dataset is not None, "a chunk of rows has a dataset"
     rows = reader.rows(chunk.dataset)
     column = reader.column

@@ -119,7 +119,7 @@ def _names_in(row: Mapping[str, Any]) -> list[str]:
 
 
 def _cure(names: Sequence[str], otherwise: str) -> str:
-    """What to do where the text is not in the column."""
+    """The cure of an error: what to do if the text is not in the column."""
     is_talk = "messages" in names or SHAREGPT in names or all(name in names for name in ALPACA)
     return f"read conversations with --format chat, or {otherwise}" if is_talk else otherwise
 
@@ -153,7 +153,7 @@ def _converted(row: Mapping[str, Any]) -> Any:
 
 
 def _with_role(message: Any) -> Any:
-    """A message with role and content, where it has ShareGPT's names for them."""
+    """A chat message with `role` and `content`, also for ShareGPT's `from` and `value`."""
     if not isinstance(message, Mapping) or "role" in message or "from" not in message:
         return message
     speaker = message["from"]

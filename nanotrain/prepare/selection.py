@@ -46,7 +46,7 @@ class Selection:
     other_types: Counter[str] = field(default_factory=Counter)
 
     def text(self) -> str:
-        """One line on what was taken and left out."""
+        """One line on the files that are read and left out."""
         if self.files is None:
             return f"input {self.name}: read by Hugging Face datasets"
         types = Counter(type_of(file) for file in self.files)
@@ -141,6 +141,7 @@ def _no_documents(selection: Selection) -> DataError:
 
 
 def _walk(name: str, folder: Path, *, is_document: IsDocument) -> Selection:
+    """Find the documents below a folder, and count the files that are left out."""
     files = set()
     skipped: Counter[str] = Counter()
     other_types: Counter[str] = Counter()
@@ -158,8 +159,8 @@ def _walk(name: str, folder: Path, *, is_document: IsDocument) -> Selection:
     copies = {file for file in files if is_compressed(file) and file.with_suffix("") in files}
     if copies:
         skipped["compressed beside the file itself"] += len(copies)
-    taken = sorted(files - copies)
-    return Selection(name, tuple(taken), skipped + _empty_among(taken), other_types)
+    selected = sorted(files - copies)
+    return Selection(name, tuple(selected), skipped + _empty_among(selected), other_types)
 
 
 def _empty_among(files: Iterable[Path]) -> Counter[str]:

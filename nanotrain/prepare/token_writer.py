@@ -167,6 +167,7 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
             partial.unlink(missing_ok=True)
 
     def _write_index(self, file: BinaryIO) -> None:
+        """Write the index as Megatron-LM does: header, lengths, byte offsets, document bounds."""
         lengths = np.concatenate([np.empty(0, dtype="<i4"), *self._lengths])
         count = len(lengths)
         ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize

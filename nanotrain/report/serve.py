@@ -91,7 +91,6 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection on a thread; close the oldest idle one beyond MAX_WAITING."""
         with self._lock:
             self._waiting[request] = None
             if len(self._waiting) > MAX_WAITING:
@@ -142,8 +141,7 @@ def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
                 with drawing:
                     page = reply(folders, self.path)
             except (NanotrainError, OSError, ValueError) as error:  # the folder is gone
-                page = ("text/plain", str(error).encode())
-                status = 500
+                page, status = ("text/plain", str(error).encode()), 500
             if page is None:
                 self.send_error(404)
                 return

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause of failed requests, and the cure of it.
+    """A cause of failed requests, and what the user can do.
 
     Args:
         fix: the cure.

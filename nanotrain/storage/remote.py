@@ -67,7 +67,7 @@ class MissingObject(StorageFault):
 
 
 class Stat(NamedTuple):
-    """Size in bytes of an object, and what changes with its content."""
+    """Size in bytes of an object, and a version that changes with the content."""
 
     size: int
     changed: float  # by the clock of the store: only for display and for equality

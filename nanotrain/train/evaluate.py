@@ -280,7 +280,7 @@ class EvaluateHook(Hook):
         self._sizes: TokenBytes | None = None  # None where the bytes of tokens are unknown
 
     def before_training(self, run: Run) -> None:
-        """Find the bytes per token, for bits per byte, and validate once before the first step."""
+        """Load the bytes per token, for bits per byte, and validate before the first step."""
         is_found = self._tokenizer is not None and is_local(self._tokenizer)
         # machines may have different files
         if all(all_gather_object(is_found, run.context.control)):

@@ -129,9 +129,9 @@ class LayoutModel:
             rows, columns = is_last.nonzero(as_tuple=True)
             if rows.numel() == 0:
                 continue
-            own = module.stage.project(hidden[rows, columns][:, None])[:, 0].float()
+            local_logits = module.stage.project(hidden[rows, columns][:, None])[:, 0].float()
             if self._context.group("tp").is_first and self._context.group("dp").is_first:
-                logits[rows] = own
+                logits[rows] = local_logits
 
 
 def load_layout(
@@ -148,11 +148,11 @@ def load_layout(
     loaded = load_prompt_tokenizer(model, tokenizer)
     defaults = generation_defaults(model, loaded)
     stages = load_stages(model, plan=plan, context=context)
-    own = next(iter(stages.values())).module
+    first_module = next(iter(stages.values())).module
     return LoadedModel(
         model.path,
         plan.config,
-        own,
+        first_module,
         loaded,
         context.group("world"),
         defaults,

@@ -50,7 +50,7 @@ BATCH_SETTINGS = (
 
 @dataclass(frozen=True)
 class SavedStart:
-    """What the checkpoint that a run goes on from says of its data."""
+    """The data of a run as recorded in the checkpoint that the run resumes from."""
 
     name: str
     step: int
@@ -61,7 +61,7 @@ class SavedStart:
 
 
 def saved_start(step: Path) -> SavedStart | None:
-    """What a step folder says of its data; None if damaged, which is an error where it is loaded.
+    """Read the data record of a step folder; None if damaged, which is an error at the load.
 
     Every rank reads the first lines of the manifest alone.
     """

@@ -91,7 +91,7 @@ def require_same_start(plan: Plan, inputs: RunInputs, *, context: ParallelContex
 
 
 def facts_of_start(plan: Plan, inputs: RunInputs) -> dict[str, dict[str, str]]:
-    """What has to be the same on all ranks: kind -> name -> value."""
+    """Facts that must be equal on all ranks: kind -> name -> value."""
     settings = {}
     for key, value in flat_values(plan.config).items():
         text = repr(value)
@@ -129,13 +129,13 @@ def _sources() -> str:
 
 
 def _difference(first: _RankStart, other: _RankStart, *, rank: int) -> EnvironmentFault:
-    """The error for a rank that starts with other facts than rank 0, of the first kind alone."""
+    """The error for a rank whose facts differ from rank 0; names the first kind that differs."""
     expected = json.loads(zlib.decompress(first.facts))
-    found = json.loads(zlib.decompress(other.facts))
-    kind = next(kind for kind in _FIXES if expected[kind] != found[kind])
+    actual = json.loads(zlib.decompress(other.facts))
+    kind = next(kind for kind in _FIXES if expected[kind] != actual[kind])
     texts = []
-    for name in expected[kind] | found[kind]:
-        here = found[kind].get(name, "none")
+    for name in expected[kind] | actual[kind]:
+        here = actual[kind].get(name, "none")
         there = expected[kind].get(name, "none")
         if here != there:
             texts.append(f"{name} is {_short(here)} there and {_short(there)} on rank 0")

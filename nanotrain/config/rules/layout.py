@@ -268,7 +268,7 @@ def shortest_sequence(c: Settings) -> int:
 
 
 def num_halo_tokens(c: Settings) -> int:
-    """The tokens that a chunk gets from the chunk before it."""
+    """The number of tokens that a cp chunk receives from the chunk before it."""
     longest = 1
     if c.has_mamba:
         longest = c.mamba.conv_kernel_dim

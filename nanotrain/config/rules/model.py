@@ -83,7 +83,7 @@ def check_rotary_embedding(c: Settings) -> Errors:
 
 
 def check_multi_latent_attention(c: Settings) -> Errors:
-    """What multi-latent attention does not have."""
+    """Errors for settings that multi-latent attention does not have."""
     if not c.model.multi_latent_attention:
         return
     if c.model.position_embedding_type == "learned_absolute":

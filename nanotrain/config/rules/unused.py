@@ -92,7 +92,7 @@ class OptionalSection:
     fields: tuple[str, ...]  # unique names, without the switch
 
     def is_absent(self, config: Config) -> bool:
-        """Whether a configuration does not have it."""
+        """Whether a configuration does not have the section."""
         value = value_of(config, self.switch.key)
         return bool(value != self.value) if self.value else not value
 

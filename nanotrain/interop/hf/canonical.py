@@ -134,7 +134,7 @@ def _canonical_local_base(model_config: ModelConfig) -> float | None:
 
 
 def _canonical_linear_layers(model_config: ModelConfig, shape: ModelShape) -> str:
-    """The layers with linear attention; "0" where a hybrid pattern says it."""
+    """The pattern of layers with linear attention; "0" if a hybrid pattern states them."""
     if model_config.hybrid_layer_pattern is not None:
         return "0"
     kind = model_config.linear_attention_type

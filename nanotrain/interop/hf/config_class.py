@@ -132,7 +132,7 @@ def _kept_by(config_class: Any, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _follows(raw: Mapping[str, Any], name: str, *, value: Any, config_class: Any) -> bool:
-    """Whether a config class derives the value of an entry from the others."""
+    """Whether a config class derives the value of an entry from other entries."""
     left_out = {name, *read_tables(EFFECTS)["not_given_to_the_class"]}
     for other, own_name in config_class.attribute_map.items():
         if own_name == name:
@@ -199,7 +199,7 @@ def _decode_floats(value: Any) -> Any:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Without warnings of transformers, which say what they do about odd entries."""
+    """Silence transformers' warnings in the block; they are about entries checked here."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

@@ -88,7 +88,7 @@ def _write_deepseek(model_config: ModelConfig) -> Values:
 
 
 def read_dense_first(raw: Raw, *, entry: str = "first_k_dense_replace") -> Values:
-    """The layers with experts: all but the first ones, whose number is the entry."""
+    """The layers with experts: all after the first layers, whose number is the entry."""
     num_dense = raw[entry] or 0
     layers = tuple(layer >= num_dense for layer in range(raw["num_hidden_layers"]))
     if not any(layers):
@@ -119,6 +119,7 @@ def write_num_shared(model_config: ModelConfig) -> int:
 
 
 def _read_groups(raw: Raw) -> Values:
+    """Groups of experts to route within: their number, and the number per token."""
     num_groups = _read_group_count(raw, "n_group")
     group_topk = _read_group_count(raw, "topk_group")
     topk = raw["num_experts_per_tok"]
@@ -178,6 +179,7 @@ def _write_mimo(model_config: ModelConfig) -> Values:
 
 
 def _read_ernie(raw: Raw) -> Values:
+    """ERNIE: every `moe_layer_interval`-th layer from start to end index has experts."""
     step = raw["moe_layer_interval"]
     first = raw["moe_layer_start_index"]
     last = raw["moe_layer_end_index"]

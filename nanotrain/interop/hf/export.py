@@ -283,6 +283,7 @@ class _ShardWriter:
         index_file.write_text(json.dumps(table, indent=2) + "\n")
 
     def _flush(self) -> None:
+        """Write the collected tensors to the next safetensors file."""
         part = self._part(len(self._written))
         part.touch()
         mode = part.stat().st_mode

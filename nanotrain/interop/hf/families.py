@@ -389,6 +389,7 @@ def _check_fields(from_hf: ModelConfig, given: Mapping[str, Any]) -> None:
 
 
 def _find_family(name: str) -> Family:
+    """The family of a model_type; HuggingFaceError for an unknown one."""
     if name in FAMILIES:
         return FAMILIES[name]
     needs = read_tables(MODELS)["unsupported"].get(name)

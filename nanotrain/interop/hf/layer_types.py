@@ -59,7 +59,7 @@ def _mixer_values(mixer: str, kinds: list[str], *, num_layers: int) -> Values:
 
 
 def layers_of_kind(kind: str, kinds: Sequence[str], *, num_layers: int) -> tuple[bool, ...]:
-    """Whether the kind of a layer is this one, for every layer; the others have full attention."""
+    """For every layer, whether its kind is `kind`; all other layers must have full attention."""
     unknown = sorted(set(kinds) - {kind, FULL})
     if unknown:
         reject("layer_types", unknown[0], instead=f"{kind} or {FULL}")
@@ -68,6 +68,7 @@ def layers_of_kind(kind: str, kinds: Sequence[str], *, num_layers: int) -> tuple
 
 
 def _read_nemotron(raw: Raw) -> Values:
+    """Nemotron-H: a letter per layer, or in newer files a name per layer."""
     pattern = raw["hybrid_override_pattern"]
     if raw.get("layers_block_type", raw.get("layer_types")) is not None:
         pattern = "".join(LETTERS[kind] for kind in _read_kinds(raw, "", known=tuple(LETTERS)))
@@ -90,6 +91,7 @@ def _write_nemotron(model_config: ModelConfig) -> Values:
 
 
 def _read_granite(raw: Raw) -> Values:
+    """Granite 4: Mamba-2 or attention per layer, MLP or experts with a shared expert."""
     kinds = _read_kinds(raw, "mamba", known=("mamba", "attention"))
     shared = raw["shared_intermediate_size"]
     values = _mixer_values("mamba2", kinds, num_layers=raw["num_hidden_layers"])
@@ -110,6 +112,7 @@ def _read_granite(raw: Raw) -> Values:
 
 
 def _write_granite(model_config: ModelConfig) -> Values:
+    """The entries of Granite 4 for mixers, MLP widths and experts."""
     shape = ModelShape.of(model_config)
     moe = resolved(model_config).moe
     if "mamba2" in shape.mixers:
@@ -172,6 +175,7 @@ def _read_falcon_h1(raw: Raw) -> Values:
 
 
 def _write_falcon_h1(model_config: ModelConfig) -> Values:
+    """The entries of Falcon-H1: sizes of Mamba-2, and its multipliers."""
     shape = ModelShape.of(model_config)
     scale = model_config.softmax_scale
     return {
@@ -194,6 +198,7 @@ def _round(value: float) -> float:
 
 
 def _read_lfm2(raw: Raw) -> Values:
+    """LFM2: short convolutions, and attention in the layers of `full_attn_idxs`."""
     num_layers = raw["num_hidden_layers"]
     attention = raw.get("full_attn_idxs")
     if attention is None:
@@ -217,6 +222,7 @@ def _write_lfm2(model_config: ModelConfig) -> Values:
 
 
 def _read_linear_layers(raw: Raw) -> Values:
+    """Qwen3-Next: a kind per layer, or every n-th layer with full attention."""
     num_layers = raw["num_hidden_layers"]
     interval = raw.get("full_attention_interval") or 4
     kinds = raw.get("layer_types")
@@ -258,6 +264,7 @@ def _read_kimi_linear(raw: Raw) -> Values:
 
 
 def _write_kimi_linear(model_config: ModelConfig) -> Values:
+    """The entries of Kimi Linear: layer numbers from 1, in two lists."""
     linear = model_config.linear_attention or LinearAttentionConfig()
     moe = model_config.moe or MoEConfig()
     numbered = list(enumerate(model_config.mixers, start=1))

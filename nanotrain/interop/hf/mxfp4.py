@@ -74,5 +74,5 @@ def dequantized(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_shape(tensor: Any) -> tuple[int, ...]:
-    """The shape of a tensor, or of what reads one from a file."""
+    """The shape of a tensor, or of a lazy reader of a tensor in a file."""
     return tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())

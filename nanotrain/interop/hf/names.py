@@ -28,16 +28,17 @@ Sizes = Mapping[str, Shape]  # shapes of parameters by name
 
 @dataclass(frozen=True)
 class HFName:
-    """The name of a tensor, and which part of it is the parameter."""
+    """The name of a tensor in a Hugging Face file, and how the parameter is stored in it."""
 
     # without ".weight" and ".bias" unless `is_full`; with {expert}, there is one tensor per expert
     name: str
     # modules, this one among them, that the tensor concatenates along the outputs
     fused: Sequence[str] = ()
     transposed: bool = False  # a matrix is stored as [inputs, outputs]
-    interleaved: Sequence[int] = Interleave()  # first and step, as in `Interleave`
-    # attribute of `ModelShape` with the number of groups, where outputs are stored in groups that
-    # have a part of every fused module
+    # first output of the parameter, and distance between its outputs, as in `Interleave`
+    interleaved: Sequence[int] = Interleave()
+    # attribute of `ModelShape` with the number of groups, if the outputs of the fused modules are
+    # stored group by group: [group 0 of each module | group 1 of each module | ...]
     groups: str = ""
     is_full: bool = False  # the name has no ".weight" appended
     has_neighbour_pairs: bool = False  # rotary channels are stored so that neighbours are a pair
@@ -272,7 +273,9 @@ def _grouped_rows(num_rows: int, fused: _FusedOutputs, *, num_groups: int) -> tu
 
 
 def _rotary_rows(num_rows: int, shape: ModelShape, *, hf: HFName) -> tuple[int, ...]:
-    """The stored row of every row, where a head stores its R rotary rows in another order.
+    """For every row of a parameter, the row of the stored tensor that holds it.
+
+    Only the R rotary rows of a head are in another order.
 
     Pair i is stored as rows 2 i and 2 i + 1, or as rows R/2 + i and i. The rotary rows are the
     first of a head, with MLA the last. The rows of compressed keys have one head.

@@ -39,6 +39,7 @@ def _read_heads(raw: Raw) -> Values:
 
 
 def _read_mla(raw: Raw) -> Values:
+    """MLA: as many key/value heads as heads; transformers fixes the norm epsilon."""
     num_heads = raw["num_attention_heads"]
     groups = raw.get("num_key_value_heads")
     if groups not in (None, num_heads):

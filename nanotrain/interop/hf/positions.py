@@ -129,6 +129,7 @@ def write_rope(model_config: ModelConfig) -> Values:
 
 
 def _write_scaling(model_config: ModelConfig) -> Values | None:
+    """The `rope_scaling` entry of YaRN, Llama 3.1 or linear scaling; None without any."""
     yarn = model_config.yarn
     if yarn is not None:
         kind = "yarn"

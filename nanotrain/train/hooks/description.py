@@ -25,7 +25,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class StartFacts:
-    """What a start knows besides its configuration."""
+    """Facts of a start that are not in the configuration."""
 
     device: str  # name of the device of the first rank
     layout: str  # ranks, parallel sizes and sharding, as text
