@@ -278,11 +278,13 @@ class _AttachGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *tensors: Tensor) -> Tensor:
+        """`out` unchanged; `tensors` are the inputs, then the known gradients of the inputs."""
         num_inputs = len(tensors) // 2  # followed by their gradients
         ctx.save_for_backward(*tensors[num_inputs:])
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The known gradients of the inputs."""
         known = ctx.saved_tensors  # read once: a recomputed tensor can be read no second time
         return grads[0], *known, *(None for _ in known)

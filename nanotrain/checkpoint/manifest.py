@@ -262,8 +262,8 @@ def tensor_from_dict(entry: Any, field: str) -> TensorEntry:
         raise ValueError(f"{field}.dtype is {shown(dtype)}, known are {', '.join(TORCH_DTYPES)}")
     itemsize = TORCH_DTYPES[dtype].itemsize
     chunks = []
-    for number, piece in enumerate(list_of(entry["pieces"], f"{field}.pieces")):
-        piece_field = f"{field}.pieces[{number}]"
+    for index, piece in enumerate(list_of(entry["pieces"], f"{field}.pieces")):
+        piece_field = f"{field}.pieces[{index}]"
         chunk = _chunk_from_dict(piece, piece_field, shape=shape, itemsize=itemsize)
         chunks.append(chunk)
     return TensorEntry(shape, dtype, tuple(chunks))

@@ -124,8 +124,8 @@ def plan_reads(
             what = f"the checkpoint of step {manifest.step} does not cover {name} exactly once"
             raise damaged(what, why=fault)
         copies_of_chunks = _plan_copies(entry, boxes)
-        for number, copies in sorted(copies_of_chunks.items()):
-            chunk = entry.chunks[number]
+        for chunk_index, copies in sorted(copies_of_chunks.items()):
+            chunk = entry.chunks[chunk_index]
             read = ChunkRead(name, entry.dtype, chunk, tuple(copies))
             reads.setdefault(chunk.file, []).append(read)
     return {file: tuple(chunks) for file, chunks in reads.items()}
@@ -137,12 +137,12 @@ def _plan_copies(entry: TensorEntry, targets: Sequence[TensorBox]) -> dict[int, 
     copies: dict[int, list[ChunkCopy]] = {}
     for target in targets:
         overlaps = ((starts < target.box.stop) & (stops > target.box.start)).all(axis=1)
-        for number in np.flatnonzero(overlaps).tolist():
-            inner = entry.chunks[number].box
+        for chunk_index in np.flatnonzero(overlaps).tolist():
+            inner = entry.chunks[chunk_index].box
             shared = inner.intersect(target.box)
             if shared is not None:
                 copy = ChunkCopy(target, shared.within(inner), shared.within(target.box))
-                copies.setdefault(number, []).append(copy)
+                copies.setdefault(chunk_index, []).append(copy)
     return copies
 
 

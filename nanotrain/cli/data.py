@@ -80,13 +80,13 @@ def find(argv: Sequence[str]) -> int:
         )
     rows = []
     for corpus, document in documents:
-        for number, sample in order.samples_of(corpus, document, last_step=order.train_iters):
+        for step, sample in order.samples_of(corpus, document, last_step=order.train_iters):
             row = {
                 "corpus": str(corpus),
                 "document": document,
-                "step": number,
+                "step": step,
                 "sample": sample,
-                "state": "trained" if number <= done else "planned",
+                "state": "trained" if step <= done else "planned",
             }
             rows.append(row)
     print_rows(rows, as_json=args.json)

@@ -86,7 +86,7 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"unknown {', '.join(texts)}")
 
     def _cure_of(self, flag: str) -> str | None:
-        """What to write for another program's flag, or for a misspelled one; None for all others.
+        """The cure for a flag of another program or a misspelled flag; None for all others.
 
         A flag that a training has, or that is misspelled so, is left to the training's own errors.
         """

@@ -142,11 +142,13 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: _Transfer) -> Tensor:
+        """Start the transfer of x."""
         ctx.transfer = transfer
         return transfer.start(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Wait for the gradient of x."""
         return ctx.transfer.finish(), None
 
 
@@ -155,12 +157,14 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, transfer: _Transfer) -> Tensor:
+        """Wait for the output."""
         ctx.transfer = transfer
         transfer.finish()
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Start the transfer of the gradient."""
         ctx.transfer.start(grads[0], is_backward=True)
         return grads[0], None  # only its shape counts: `_Start` returns what was received
 

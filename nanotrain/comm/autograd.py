@@ -110,6 +110,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: TensorFunction, backward: TensorFunction) -> Tensor:
+        """Run the collective, and keep the one of the backward."""
         ctx.backward_function = backward
         return forward(x)
 

@@ -124,13 +124,13 @@ def translate_errors(op: str, group: Group, *, sequence: int | None = None) -> I
     try:
         yield
     except RuntimeError as error:
-        number = group.heartbeat.sequence(group.name) if sequence is None else sequence
-        size = group.heartbeat.num_bytes(group.name, number)
+        sequence_number = group.heartbeat.sequence(group.name) if sequence is None else sequence
+        size = group.heartbeat.num_bytes(group.name, sequence_number)
         sent = "" if size is None else f" of {size:,} bytes"
         coords = f" ({group.coords_text})" if group.coords_text else ""
         ranks = ranks_text(group.ranks, most=8)
         raise CommunicationFault(
-            f"{op} #{number}{sent} over group {group.name} (ranks {ranks}) "
+            f"{op} #{sequence_number}{sent} over group {group.name} (ranks {ranks}) "
             f"failed on rank {group.rank}{coords}",
             why=str(error).splitlines()[0],
             fix="look for the first error among these ranks; if one of them is only slow, "

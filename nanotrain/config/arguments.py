@@ -88,7 +88,7 @@ def unknown_flag(flag: str, *, known: Collection[str], listed_by: str = LISTED_B
 
 
 def cure_of_flag(flag: str, known: Collection[str]) -> str | None:
-    """What to write for a flag that does not exist."""
+    """The cure for a flag that does not exist."""
     # a key, a flag with a section, or another number of dashes
     field = flag_of(flag.rpartition(".")[2].strip("-"))
     if field in known and not by_meaning(flag):

@@ -261,7 +261,7 @@ def unknown_name(group: str, name: str, *, folders: Sequence[Path]) -> ConfigErr
 
 
 def recipe_of(path: Path, names: Sequence[str]) -> str:
-    """What to write where a recipe was expected and a folder or another file is named."""
+    """The cure if a folder or another file is named in place of a recipe."""
     if (path / "config.yaml").is_file():
         return f"write +config={path / 'config.yaml'} for the settings of that run"
     if path.is_dir():

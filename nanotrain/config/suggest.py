@@ -54,7 +54,7 @@ def why_absent(field: str, value: str) -> str | None:
 
 
 def advise_value(field: str, value: str, *, flag: str, names: Collection[str]) -> str:
-    """What to write for a value that a field does not take.
+    """The cure for a value that a field does not take.
 
     Args:
         field: unique name of the field.
@@ -96,7 +96,7 @@ def advise(cure: str) -> str:
 
 
 def by_meaning(name: str) -> str | None:
-    """What to write for a name of another framework.
+    """The cure for a name of another framework.
 
     A dotted name, as torchtitan's `--checkpoint.interval`, is looked up with its section and
     without.
@@ -110,7 +110,7 @@ def by_meaning(name: str) -> str | None:
 
 
 def cure_of(name: str, known: Collection[str]) -> str | None:
-    """What to write for a name of another framework, or for a misspelled one of them.
+    """The cure for a name of another framework, spelled right or wrong.
 
     >>> cure_of("--learning-rat", ["--seed"]), cure_of("--zzz", ["--seed"])
     ('--lr', None)

@@ -222,12 +222,12 @@ class BlendedDataset:
         return self._parts[self._stage_index(index)]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The source of sample `index` >= 0 and the sample index in it."""
-        number = self._stage_index(index)
-        stage = self._parts[number]
-        dataset, sample = locate(self._trees[number], index - stage.start)
+        """The index of the source of sample `index` >= 0, and the sample index in that source."""
+        stage_index = self._stage_index(index)
+        stage = self._parts[stage_index]
+        dataset, sample = locate(self._trees[stage_index], index - stage.start)
         source = stage.sources[dataset]
-        return source, self._read_before[number][source] + sample
+        return source, self._read_before[stage_index][source] + sample
 
     def read_by(self, index: int) -> list[int]:
         """Number of samples per source among the first `index` of the blend."""
@@ -243,9 +243,9 @@ class BlendedDataset:
 
     def _read_at(self, end: int) -> list[int]:
         """The samples per source among the first `end`, which is above `first`."""
-        number = self._stage_index(end - 1)
-        stage = self._parts[number]
-        read = list(self._read_before[number])
-        for dataset, count in count_visits(self._trees[number], end - stage.start).items():
+        stage_index = self._stage_index(end - 1)
+        stage = self._parts[stage_index]
+        read = list(self._read_before[stage_index])
+        for dataset, count in count_visits(self._trees[stage_index], end - stage.start).items():
             read[stage.sources[dataset]] += count
         return read

@@ -99,7 +99,7 @@ class BlockCheck:
             why = f"it has {total} blocks, {sums_name} has checksums of {len(self.sums)}"
             raise self._damaged_file(prefix, why)
         numbers = range(total) if most is None else _spread(total, most)
-        bad = [number for number in numbers if not self._is_sound(number)]
+        bad = [block for block in numbers if not self._is_sound(block)]
         if bad:
             first_byte = bad[0] * BLOCK_BYTES
             blocks = f"{len(bad)} of {len(numbers)} checked blocks"
@@ -124,12 +124,12 @@ class BlockCheck:
         load the data.
         """
         last = min(-(-stop // BLOCK_BYTES), len(self.sums))
-        for number in range(start // BLOCK_BYTES, last):
-            if self._is_checked[number]:
+        for block in range(start // BLOCK_BYTES, last):
+            if self._is_checked[block]:
                 continue
-            if not self._is_sound(number):
-                return number * BLOCK_BYTES
-            self._is_checked[number] = True
+            if not self._is_sound(block):
+                return block * BLOCK_BYTES
+            self._is_checked[block] = True
         return None
 
     def _is_sound(self, number: int) -> bool:
@@ -163,8 +163,8 @@ def _add_blocks(file: CorpusFile, value: int) -> int:
     """The CRC-32 that goes on with the size and evenly spread blocks of a file."""
     value = crc32(file.size.to_bytes(8, "little"), value)
     num_blocks = -(-file.size // BLOCK_BYTES)
-    for number in _spread(num_blocks, CHECKED_ON_OPENING):
-        value = crc32(_read_block(file, number), value)
+    for block in _spread(num_blocks, CHECKED_ON_OPENING):
+        value = crc32(_read_block(file, block), value)
     return value
 
 

@@ -84,7 +84,7 @@ class GPTDataset:
         return self._sample(self._read(first, first + self.config.seq_length + 1), first)
 
     def window(self, index: int) -> int:
-        """The window of the split that sample `index` >= 0 is."""
+        """The index of the token window that sample `index` >= 0 reads, shuffled per epoch."""
         epoch, window = divmod(index, self.samples_per_epoch)
         if self.config.shuffle:
             window = permuted(window, self.samples_per_epoch, seed=self.seed, epoch=epoch)

@@ -373,9 +373,9 @@ class DataOrder:
             last_step: the last step to search.
         """
         for start, steps in self.ranges(last_step):
-            for number, part in enumerate(start.corpora):
+            for corpus_index, part in enumerate(start.corpora):
                 if part.corpus.prefix == corpus:
-                    yield from start.samples_of(number, document, steps=steps)
+                    yield from start.samples_of(corpus_index, document, steps=steps)
 
     def tokens_by_corpus(self, last_step: int) -> dict[str, tuple[int, float]]:
         """Tokens read up to a step and their number of epochs, by corpus.

@@ -40,17 +40,17 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
         if fitting:
             lowest_bit = fitting & -fitting
             space = length + lowest_bit.bit_length() - 1
-            number = bins_by_space[space].pop()
+            bin_index = bins_by_space[space].pop()
             if not bins_by_space[space]:
                 spaces ^= 1 << space
         else:
             space = capacity
-            number = num_bins
+            bin_index = num_bins
             num_bins += 1
-        bins[piece] = number
+        bins[piece] = bin_index
         left = space - length
         if left:
-            bins_by_space[left].append(number)
+            bins_by_space[left].append(bin_index)
             spaces |= 1 << left
     return bins
 
@@ -126,11 +126,11 @@ class PackedDataset(GPTDataset):
         loss_mask = np.zeros(length, dtype=np.float32)
         positions = np.arange(length + 1)
         segments = np.full(length + 1, -1, dtype=np.int32)
-        for number, part in enumerate(self.parts(index)):
+        for segment, part in enumerate(self.parts(index)):
             size = part.stop - part.start
             inside = slice(part.offset, part.offset + size)
             ids[inside] = self._read(part.start, part.stop)
-            segments[inside] = number
+            segments[inside] = segment
             positions[inside] = np.arange(size)
             targets = self.corpus.read_mask(part.start + 1, part.stop)
             loss_mask[inside.start : inside.stop - 1] = targets

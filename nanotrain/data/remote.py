@@ -222,10 +222,10 @@ class RemoteFile:
 
     def drop(self, start: int) -> bool:
         """Remove the chunk with a damaged byte; True, once, if it can be fetched again."""
-        number = start // BLOCK_BYTES
-        is_first = number not in self._dropped
-        self._dropped.add(number)
-        (self.folder / str(number)).unlink(missing_ok=True)
+        chunk = start // BLOCK_BYTES
+        is_first = chunk not in self._dropped
+        self._dropped.add(chunk)
+        (self.folder / str(chunk)).unlink(missing_ok=True)
         return is_first
 
     def fetch(self, start: int, stop: int) -> bytes:

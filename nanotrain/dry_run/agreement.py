@@ -196,12 +196,12 @@ def _split_series(calls: Sequence[Call]) -> dict[SeriesKey, list[Call]]:
 def _first_difference(one: Side, two: Side) -> Iterator[str]:
     """The first calls of two sides that do not match."""
     pairs = zip_longest(one.calls, two.calls)
-    for number, (ours, theirs) in enumerate(pairs, start=1):
+    for call_number, (ours, theirs) in enumerate(pairs, start=1):
         if ours is theirs or _do_match(ours, theirs, groups=(one.group, two.group)):
             continue
         first = one.group.ranks[0]
         last = one.group.ranks[-1]
-        where = f"group {one.group.name} (ranks {first} to {last}), call {number}"
+        where = f"group {one.group.name} (ranks {first} to {last}), call {call_number}"
         yield f"{where}: {one.describe(ours)}, but {two.describe(theirs)}"
         return
 

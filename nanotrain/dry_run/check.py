@@ -94,10 +94,10 @@ class DryRun:
         size = self.topology.size
         sizes = [f"{axis} {size(axis)}" for axis in axes if size(axis) > 1]
         ranks = count_of(self.topology.world_size, "rank")
-        number = num_microbatches(self.config.train, size("dp"))
+        num_planned = num_microbatches(self.config.train, size("dp"))
         run = max((record.plan.num_microbatches for record in self.records.values()), default=0)
-        microbatches = f"{count_of(number, 'microbatch')}: {run} run"
-        if run < number:
+        microbatches = f"{count_of(num_planned, 'microbatch')}: {run} run"
+        if run < num_planned:
             microbatches += ", which stand for the others"
         lines = [f"{ranks}: {' '.join(sizes) or 'one'}; {len(self.records)} run", microbatches]
         if has_experts:

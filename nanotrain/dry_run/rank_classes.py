@@ -92,8 +92,8 @@ class RankClasses:
         """The last ranks of all classes, or in a small world all others."""
         firsts = self.first_ranks
         lasts = [bounds.last for bounds in self.bounds.values()]
-        number = self.topology.world_size
-        others = range(number) if number <= MAX_ALL else lasts
+        num_ranks = self.topology.world_size
+        others = range(num_ranks) if num_ranks <= MAX_ALL else lasts
         return [rank for rank in others if rank not in firsts]
 
     def stand_in(self, rank: int) -> int:

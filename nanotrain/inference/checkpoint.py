@@ -444,7 +444,7 @@ def load_prompt_tokenizer(checkpoint: OpenedCheckpoint, tokenizer: str | None) -
 
 
 def generation_defaults(checkpoint: OpenedCheckpoint, tokenizer: Tokenizer) -> GenerationDefaults:
-    """What the folder of a model says about generation."""
+    """The generation settings in the folder of a model."""
     defaults_of = defaults_of_folder if checkpoint.manifest is None else defaults_of_run
     return defaults_of(checkpoint.path, tokenizer)
 

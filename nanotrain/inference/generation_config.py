@@ -62,7 +62,7 @@ UNREAD = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What holds where a caller gives nothing; None and () where the folder says nothing."""
+    """Default sampling, used where a caller sets nothing; None and () if the folder sets none."""
 
     temperature: float | None = None
     top_k: int | None = None

@@ -78,12 +78,14 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, words: Tensor, rate: float) -> Tensor:
+        """Drop elements of x whose random word is below the threshold of the rate."""
         ctx.save_for_backward(words)
         ctx.rate = rate
         return _drop(x, words, rate=rate)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Drop the gradients of the same elements."""
         (words,) = ctx.saved_tensors
         return _drop(grads[0], words, rate=ctx.rate), None, None
 

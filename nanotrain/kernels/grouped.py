@@ -66,7 +66,7 @@ class GroupedMM:
         return _zero_without_tokens(grad_weight, offs)
 
     def accumulate_wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor, view: GradView) -> bool:
-        """Write `wgrad` to the view [E, O, I], or add it; False if it cannot be written now."""
+        """Write or add wgrad to the gradient buffer [E, O, I]; False if not possible now."""
         if not self.is_looped(x):
             return False
         return accumulate_each(grad, x, ends=offs.tolist(), view=view)
@@ -203,6 +203,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: nn.Parameter, offs: Tensor, options: GroupedOptions
     ) -> Tensor:
+        """Each row of x [T, K] times the weight of its expert; rows of expert e end at offs[e]."""
         ctx.save_for_backward(x, weight, offs)
         ctx.options = options
         ctx.param = weight
@@ -252,7 +253,7 @@ class _GroupedWgrad:
         """Do nothing: the wgrad of experts communicates nothing."""
 
     def compute(self) -> tuple[Tensor | None]:
-        """[E, O, I], or None where it was written to the view of the weight."""
+        """[E, O, I]; None if it was written to the gradient buffer."""
         view = grad_view_of(self.param)
         gemm = self.gemm
         if view is not None and gemm.accumulate_wgrad(self.grad, self.x, offs=self.offs, view=view):

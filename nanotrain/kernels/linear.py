@@ -343,6 +343,7 @@ class _LinearInGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., I], weight [O, I] -> [..., O]."""
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 

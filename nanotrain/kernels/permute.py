@@ -104,11 +104,13 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        """x [T, H] -> [P, H], the row of the token of each pair in `order` [P]."""
         ctx.save_for_backward(inverse)
         return form_of(x).spread(x, order, inverse=inverse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """[P, H] -> [T, H], the sum over the pairs of each token."""
         (inverse,) = ctx.saved_tensors
         return form_of(grads[0]).combine(grads[0], inverse, weights=None), None, None
 
@@ -120,11 +122,13 @@ class _Unpermute(torch.autograd.Function):
     def forward(
         ctx: Any, permuted: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
     ) -> Tensor:
+        """[P, H] -> [T, H], the weighted sum over the pairs of each token."""
         ctx.save_for_backward(permuted, weights, order, inverse)
         return form_of(permuted).combine(permuted, inverse, weights=weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """The gradients of the rows [P, H] and of the weights [T, K]."""
         permuted, weights, order, inverse = ctx.saved_tensors
         grad_permuted, grad_weights = form_of(permuted).combine_backward(
             grads[0], permuted, order=order, inverse=inverse, weights=weights

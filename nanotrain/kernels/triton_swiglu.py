@@ -23,10 +23,10 @@ if triton is not None:
 
     @triton.jit
     def _swiglu(
-        gate: tl.tensor, up: tl.tensor, out: tl.tensor, number: tl.tensor, block: tl.constexpr
+        gate: tl.tensor, up: tl.tensor, out: tl.tensor, numel: tl.tensor, block: tl.constexpr
     ) -> None:
         offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-        inside = offsets < number
+        inside = offsets < numel
         x = tl.load(gate + offsets, mask=inside).to(tl.float32)
         y = tl.load(up + offsets, mask=inside).to(tl.float32)
         product = x * tl.sigmoid(x) * y
@@ -39,12 +39,12 @@ if triton is not None:
         up: tl.tensor,
         grad_gate: tl.tensor,
         grad_up: tl.tensor,
-        number: tl.tensor,
+        numel: tl.tensor,
         block: tl.constexpr,
     ) -> None:
         """Gradients of silu(gate) * up for one block of elements."""
         offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-        inside = offsets < number
+        inside = offsets < numel
         g = tl.load(grad + offsets, mask=inside).to(tl.float32)
         x = tl.load(gate + offsets, mask=inside).to(tl.float32)
         y = tl.load(up + offsets, mask=inside).to(tl.float32)
@@ -61,10 +61,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate = gate.contiguous()
     up = up.contiguous()
     out = torch.empty_like(gate)
-    number = out.numel()
-    if number:
-        grid = (triton.cdiv(number, BLOCK),)
-        _swiglu[grid](gate, up, out, number, block=BLOCK)
+    numel = out.numel()
+    if numel:
+        grid = (triton.cdiv(numel, BLOCK),)
+        _swiglu[grid](gate, up, out, numel, block=BLOCK)
     return out
 
 
@@ -75,8 +75,8 @@ def swiglu_backward(grad: Tensor, *, gate: Tensor, up: Tensor) -> tuple[Tensor, 
     up = up.contiguous()
     grad_gate = torch.empty_like(gate)
     grad_up = torch.empty_like(up)
-    number = grad.numel()
-    if number:
-        grid = (triton.cdiv(number, BLOCK),)
-        _swiglu_backward[grid](grad, gate, up, grad_gate, grad_up, number, block=BLOCK)
+    numel = grad.numel()
+    if numel:
+        grid = (triton.cdiv(numel, BLOCK),)
+        _swiglu_backward[grid](grad, gate, up, grad_gate, grad_up, numel, block=BLOCK)
     return grad_gate, grad_up

@@ -200,6 +200,7 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors, saved for the backward."""
         ctx.save_for_backward(*tensors)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 

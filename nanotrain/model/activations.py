@@ -96,6 +96,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of gate and up."""
         gate, up = ctx.saved_tensors
         if runs_triton(gate):
             grad_gate, grad_up = _kernels().swiglu_backward(grads[0], gate=gate, up=up)
@@ -159,6 +160,7 @@ class _XIELU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        """The gradient of x, by autograd through a second forward."""
         inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
             out = _xielu(*inputs)

@@ -83,6 +83,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight over the last dim, computed in fp32."""
         x32 = as_fp32(x)
         norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()

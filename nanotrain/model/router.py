@@ -303,6 +303,7 @@ class _RouterLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of the inputs and of the router weight."""
         x, weight = ctx.saved_tensors
         grad_x = grads[0] @ weight.float()
         grad_weight = grads[0].t() @ x.float()
@@ -387,12 +388,14 @@ class _AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
+        """x unchanged."""
         ctx.scale = scale
         ctx.dtype = loss.dtype
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """The gradient of x unchanged, and `scale` as the gradient of the loss."""
         grad = grads[0]
         if isinstance(ctx.scale, Tensor):
             return grad, ctx.scale.to(ctx.dtype), None

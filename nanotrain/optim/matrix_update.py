@@ -67,14 +67,14 @@ class GridGroups:
 class Slice(NamedTuple):
     """Elements of one matrix in a message."""
 
-    number: int  # number of the matrix
+    matrix_id: int  # index of the matrix
     numel: int
 
 
 class ReceivedSlice(NamedTuple):
     """Elements of one matrix that arrived."""
 
-    number: int  # number of the matrix
+    matrix_id: int  # index of the matrix
     elements: Tensor
 
 
@@ -109,7 +109,7 @@ class Route:
         return sum(self._input_splits) - self._input_splits[self._group.index]
 
     def run(self, part: Callable[[int, int], Tensor], *, like: Tensor) -> list[ReceivedSlice]:
-        """Send `part(number, rank)` of every matrix; returns what arrives, ordered by sender.
+        """Send `part(matrix_id, rank)` of every matrix; returns what arrives, ordered by sender.
 
         Args:
             part: function that returns a part of any shape, in the dtype of `like`.
@@ -118,14 +118,14 @@ class Route:
         parts = [like.new_empty(0)]
         for rank, message in enumerate(self._sends):
             for sent in message:
-                parts.append(part(sent.number, rank).reshape(-1))
+                parts.append(part(sent.matrix_id, rank).reshape(-1))
         output = self._all_to_all(torch.cat(parts))
         received = []
         start = 0
         for message in self._receives:
             for arrived in message:
                 elements = output[start : start + arrived.numel]
-                received.append(ReceivedSlice(arrived.number, elements))
+                received.append(ReceivedSlice(arrived.matrix_id, elements))
                 start += arrived.numel
         return received
 
@@ -154,7 +154,7 @@ class MatrixRoutes:
 
     Args:
         matrices: all matrices of the grid, the same list on every rank; a matrix is named by its
-            number in it.
+            index in it.
         groups: groups of this rank.
     """
 
@@ -170,53 +170,53 @@ class MatrixRoutes:
         by_tensor = self._by_owner(in_shard, lambda owner: owner.tensor, size=sizes.tensor)
         mine = by_tensor[me.tensor]
 
-        to_owners = [self._pieces(numbers, shard=me.shard) for numbers in by_shard]
+        to_owners = [self._pieces(matrix_ids, shard=me.shard) for matrix_ids in by_shard]
         from_shards = [self._pieces(in_shard, shard=shard) for shard in range(sizes.shard)]
         self._gather = Route(groups.shard, sends=to_owners, receives=from_shards)
         self._scatter = self._gather.reverse()
 
         to_owners = []
         from_tensors = []
-        for tensor, numbers in enumerate(by_tensor):
+        for tensor, matrix_ids in enumerate(by_tensor):
             is_me = tensor == me.tensor
-            to_owners.append(self._blocks(numbers, reads_replicas=is_me))
+            to_owners.append(self._blocks(matrix_ids, reads_replicas=is_me))
             from_tensors.append(self._blocks(mine, reads_replicas=is_me))
         self._join = Route(groups.tensor, sends=to_owners, receives=from_tensors)
 
         to_tensors = [self._blocks(mine)] * sizes.tensor
-        from_owners = [self._blocks(numbers) for numbers in by_tensor]
+        from_owners = [self._blocks(matrix_ids) for matrix_ids in by_tensor]
         self._split = Route(groups.tensor, sends=to_tensors, receives=from_owners)
 
-        from_replicates = [self._pieces(numbers, shard=me.shard) for numbers in by_replicate]
+        from_replicates = [self._pieces(matrix_ids, shard=me.shard) for matrix_ids in by_replicate]
         to_replicates = [from_replicates[me.replicate]] * sizes.replicate
         self._spread = Route(groups.replicate, sends=to_replicates, receives=from_replicates)
 
     def _by_owner(
-        self, numbers: Iterable[int], index_of: Callable[[Coordinate], int], *, size: int
+        self, matrix_ids: Iterable[int], index_of: Callable[[Coordinate], int], *, size: int
     ) -> list[list[int]]:
         """Group matrices by the index of their owner on one axis of the grid."""
         groups: list[list[int]] = [[] for _ in range(size)]
-        for number in numbers:
-            index = index_of(self._matrices[number].owner)
-            groups[index].append(number)
+        for matrix_id in matrix_ids:
+            index = index_of(self._matrices[matrix_id].owner)
+            groups[index].append(matrix_id)
         return groups
 
-    def _pieces(self, numbers: Iterable[int], *, shard: int) -> Message:
+    def _pieces(self, matrix_ids: Iterable[int], *, shard: int) -> Message:
         """The pieces of matrices in one shard; matrices without elements in it are left out."""
         message = []
-        for number in numbers:
-            piece = self._matrices[number].pieces.get(shard)
+        for matrix_id in matrix_ids:
+            piece = self._matrices[matrix_id].pieces.get(shard)
             if piece is not None:
-                message.append(Slice(number, piece.numel))
+                message.append(Slice(matrix_id, piece.numel))
         return message
 
-    def _blocks(self, numbers: Iterable[int], *, reads_replicas: bool = True) -> Message:
+    def _blocks(self, matrix_ids: Iterable[int], *, reads_replicas: bool = True) -> Message:
         """The local matrices; replicated ones only if `reads_replicas`."""
         message = []
-        for number in numbers:
-            matrix = self._matrices[number].matrix
+        for matrix_id in matrix_ids:
+            matrix = self._matrices[matrix_id].matrix
             if reads_replicas or matrix.sharded_dim is not None:
-                message.append(Slice(number, matrix.local_numel))
+                message.append(Slice(matrix_id, matrix.local_numel))
         return message
 
     def sent_numel(self) -> dict[str, int]:
@@ -237,62 +237,62 @@ class MatrixRoutes:
         """Transform every matrix of the grid at its owner; returns this rank's pieces of them.
 
         Args:
-            piece: function that returns this rank's elements of a matrix, by number.
+            piece: function that returns this rank's elements of a matrix, by index.
             like: example of a piece for dtype and device.
-            transform: function of a full matrix and its number that returns a full matrix.
+            transform: function of a full matrix and its index that returns a full matrix.
         """
-        gathered = self._gather.run(lambda number, _: piece(number), like=like)
+        gathered = self._gather.run(lambda matrix_id, _: piece(matrix_id), like=like)
         local = {}
-        for number, pieces in _by_number(gathered).items():
-            local[number] = self._join_pieces(number, pieces)
+        for matrix_id, pieces in _by_matrix(gathered).items():
+            local[matrix_id] = self._join_pieces(matrix_id, pieces)
 
-        joined = self._join.run(lambda number, _: local[number], like=like)
+        joined = self._join.run(lambda matrix_id, _: local[matrix_id], like=like)
         results = {}
-        for number, blocks in _by_number(joined).items():
-            results[number] = transform(self._join_blocks(number, blocks), number)
+        for matrix_id, blocks in _by_matrix(joined).items():
+            results[matrix_id] = transform(self._join_blocks(matrix_id, blocks), matrix_id)
 
-        def block_of(number: int, rank: int) -> Tensor:
-            return self._block(results[number], number, rank=rank)
+        def block_of(matrix_id: int, rank: int) -> Tensor:
+            return self._block(results[matrix_id], matrix_id, rank=rank)
 
         local = dict(self._split.run(block_of, like=like))
 
-        def piece_of(number: int, rank: int) -> Tensor:
-            return local[number][self._matrices[number].pieces[rank].elements]
+        def piece_of(matrix_id: int, rank: int) -> Tensor:
+            return local[matrix_id][self._matrices[matrix_id].pieces[rank].elements]
 
         scattered = dict(self._scatter.run(piece_of, like=like))
-        return self._spread.run(lambda number, _: scattered[number], like=like)
+        return self._spread.run(lambda matrix_id, _: scattered[matrix_id], like=like)
 
-    def _join_pieces(self, number: int, parts: Sequence[Tensor]) -> Tensor:
+    def _join_pieces(self, matrix_id: int, parts: Sequence[Tensor]) -> Tensor:
         """The local matrix from its pieces, which arrive ordered by rank.
 
         Where optimizer state is sharded across instances, neighbouring pieces are on ranks of
         different instances, so the order of the ranks is not the order of the pieces.
         """
-        pieces = self._matrices[number].pieces
+        pieces = self._matrices[matrix_id].pieces
         by_rank = dict(zip(sorted(pieces), parts, strict=True))
         return torch.cat([by_rank[shard] for shard in pieces])
 
-    def _join_blocks(self, number: int, blocks: Sequence[Tensor]) -> Tensor:
+    def _join_blocks(self, matrix_id: int, blocks: Sequence[Tensor]) -> Tensor:
         """[rows, columns] from the blocks of the tensor-parallel ranks."""
-        matrix = self._matrices[number].matrix
+        matrix = self._matrices[matrix_id].matrix
         shaped = [block.view(matrix.local_shape) for block in blocks]
         if matrix.sharded_dim is None:
             return shaped[0]
         return torch.cat(shaped, dim=matrix.sharded_dim)
 
-    def _block(self, full: Tensor, number: int, *, rank: int) -> Tensor:
+    def _block(self, full: Tensor, matrix_id: int, *, rank: int) -> Tensor:
         """The rows or columns of one tensor-parallel rank."""
-        matrix = self._matrices[number].matrix
+        matrix = self._matrices[matrix_id].matrix
         if matrix.sharded_dim is None:
             return full
         return full.chunk(matrix.num_blocks, dim=matrix.sharded_dim)[rank]
 
 
-def _by_number(received: Iterable[ReceivedSlice]) -> dict[int, list[Tensor]]:
+def _by_matrix(received: Iterable[ReceivedSlice]) -> dict[int, list[Tensor]]:
     """The slices of each matrix, in the order of the senders."""
     slices: dict[int, list[Tensor]] = defaultdict(list)
-    for number, elements in received:
-        slices[number].append(elements)
+    for matrix_id, elements in received:
+        slices[matrix_id].append(elements)
     return slices
 
 
@@ -343,12 +343,12 @@ class MatrixUpdate:
         self.balance = describe_balance(matrices, groups.sizes) if matrices else None
         self._routes = MatrixRoutes(matrices, groups)
         self._buckets = [MatrixBucket(parts) for parts in buckets]
-        self._pieces: dict[int, LocalPiece] = {}  # local pieces by number of the matrix
-        for number, owned in enumerate(matrices):
+        self._pieces: dict[int, LocalPiece] = {}  # local pieces by matrix_id
+        for matrix_id, owned in enumerate(matrices):
             piece = owned.pieces.get(groups.shard.index)
             if piece is not None:
                 local = LocalPiece(owned, piece.start, piece.stop)
-                self._pieces[number] = local
+                self._pieces[matrix_id] = local
                 self._buckets[owned.bucket].pieces.append(local)
 
     def run(self, step: UpdateStep, *, device: torch.device) -> None:
@@ -356,16 +356,16 @@ class MatrixUpdate:
         like = torch.empty(0, dtype=self._rule.dtype(self._config), device=device)
         directions = [self._directions(bucket, like=like, step=step) for bucket in self._buckets]
 
-        def direction_of(number: int) -> Tensor:
-            piece = self._pieces[number]
+        def direction_of(matrix_id: int) -> Tensor:
+            piece = self._pieces[matrix_id]
             first = self._buckets[piece.owned.bucket].start
             return directions[piece.owned.bucket][piece.start - first : piece.stop - first]
 
-        def transform(full: Tensor, number: int) -> Tensor:
+        def transform(full: Tensor, matrix_id: int) -> Tensor:
             return self._rule.transform(full, self._config)
 
-        for number, elements in self._routes.run(direction_of, like=like, transform=transform):
-            direction_of(number).copy_(elements)
+        for matrix_id, elements in self._routes.run(direction_of, like=like, transform=transform):
+            direction_of(matrix_id).copy_(elements)
         for bucket, transformed in zip(self._buckets, directions, strict=True):
             for part in bucket.parts:
                 self._update_main_params(part, bucket, directions=transformed, step=step)

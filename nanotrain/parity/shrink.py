@@ -352,10 +352,10 @@ def divide(config: Config, names: Iterable[str]) -> Config:
             sizes[key] = size
     least = _least_size(config, names)
     largest = gcd(*sizes.values())
-    for number in range(largest, 1, -1):
-        if largest % number:
+    for divisor in range(largest, 1, -1):
+        if largest % divisor:
             continue
-        small_sizes = {key: size // number for key, size in sizes.items()}
+        small_sizes = {key: size // divisor for key, size in sizes.items()}
         if any(small_sizes[key] < min(sizes[key], least) for key in sizes):
             continue
         small = with_values(config, small_sizes)

@@ -143,7 +143,7 @@ def attention_s(
 
 
 def memory_s(gpu: GPU, num_bytes: float) -> float:
-    """Seconds of an operator that reads and writes so many bytes of the device's memory."""
+    """Seconds of a memory-bound operator that reads and writes `num_bytes`."""
     return LAUNCH_S + num_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
 
 

@@ -117,7 +117,7 @@ class OperatorTimes(RankClock):
         ]
 
     def rotary(self, operator: Rotary) -> Parts:
-        """Rotary positions, in one operator or in several."""
+        """Rotary positions: two passes over the tensor if fused, else `operator.passes`."""
         passes = 2 if self.engine.operators.fused else operator.passes
         num_bytes = passes * operator.numel * self.sizes.itemsize
         launches = (passes, passes)

@@ -64,7 +64,7 @@ def _product_part(clock: RankClock, product: Product, *, dtype: str) -> Part:
 
 
 def _with_collectives(clock: RankClock, part: Part, *, shard: str, num_bytes: float) -> Part:
-    """A product with the collectives of tensor parallelism, of so many bytes on all ranks."""
+    """Add the tensor-parallel collectives of `num_bytes` to a product."""
     part = replace(
         part,
         group="tp",

@@ -46,7 +46,7 @@ class RankClock:
     def memory(
         self, name: str, forward: float, *, backward: float, launches: tuple[int, int] = (1, 1)
     ) -> Part:
-        """An operator that reads and writes so many bytes.
+        """A memory-bound operator, by the bytes that it reads and writes.
 
         Args:
             name: name of the part.

@@ -99,7 +99,7 @@ def _fitting_line(prediction: Prediction, change: Prediction | None) -> str:
 
 
 def _compute_text(time: StepTime) -> str:
-    """What the operators of a step are bound by."""
+    """Shares of matrix products and of memory-bound operators in the compute time."""
     share = time.products / time.compute
     rate = time.mfu * time.total / time.products if time.products else 0.0
     return (

@@ -61,7 +61,7 @@ def counts_path(prefix: Path) -> Path:
 
 
 def read_counts(folder: Path, num_parts: int) -> TextCounts:
-    """What was counted in the documents of all parts; nothing for parts of older versions."""
+    """The sum of the counts of all parts; parts of older versions have none."""
     counts = []
     for number in range(num_parts):
         file = counts_path(part_prefix(folder, number))
@@ -178,7 +178,7 @@ class PartWriter:
         self.reader.num_surrogates = 0
 
     def _counts(self) -> TextCounts:
-        """What was counted since `_start_counts`."""
+        """The counts since `_start_counts`."""
         reader = self.reader
         return replace(
             self.encoder.counts, empty=reader.num_empty, surrogates=reader.num_surrogates

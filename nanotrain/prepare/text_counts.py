@@ -23,7 +23,7 @@ _NUM_SHOWN = 3  # special tokens that are named
 
 @dataclass(frozen=True)
 class TextCounts:
-    """What was counted in documents; the docstring of this module lists the fields."""
+    """Counts over documents; the docstring of this module lists the fields."""
 
     special: int = 0
     unknown: int = 0

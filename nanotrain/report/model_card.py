@@ -104,8 +104,8 @@ def task_results(model: PublishedModel) -> list[TaskResult]:
         if match is None or accuracy is None:
             continue
         questions = model.value(f"evaluation.task/{match[1]}/questions")
-        number = None if questions is None else int(questions)
-        results.append(TaskResult(match[1], accuracy, number))
+        num_questions = None if questions is None else int(questions)
+        results.append(TaskResult(match[1], accuracy, num_questions))
     return results
 
 

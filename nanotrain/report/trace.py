@@ -115,8 +115,8 @@ def read_step(path: Path, *, rank: int, step: int | None = None) -> RankStep:
         why = f"the steps in it: {', '.join(map(str, sorted(steps))) or 'none'}"
         raise EnvironmentFault(f"{path} has no step {step}", why=why, fix="name one with --step")
     lanes, on_device = _lanes(events)
-    number = max(steps, default=0) if step is None else step
-    bounds = steps.get(number, np.concatenate(list(lanes.values())))
+    step_number = max(steps, default=0) if step is None else step
+    bounds = steps.get(step_number, np.concatenate(list(lanes.values())))
     if not len(bounds):
         raise EnvironmentFault(
             f"{path} shows no work",
@@ -132,7 +132,7 @@ def read_step(path: Path, *, rank: int, step: int | None = None) -> RankStep:
         compute = without(compute, copies)
     return RankStep(
         rank,
-        number,
+        step_number,
         duration_us=end - start,
         compute=compute,
         hidden=overlap(communication, compute),

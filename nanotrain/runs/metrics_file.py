@@ -213,10 +213,10 @@ def warn_of_changes(path: Path, *, step: int, seal: MetricsSeal | None = None) -
 def _faults(rows: Sequence[tuple[bytes, float]], *, step: int, first: int | None) -> list[str]:
     """Complete rows that are not as written, and missing ones between `first` and `step`."""
     changed = _changed_lines(rows)
-    steps = {number for _, number in rows}
+    steps = {step_number for _, step_number in rows}
     if first is None:
         first = int(min({*steps, step + 1}))
-    missing = [number for number in range(first, step + 1) if number not in steps]
+    missing = [step_number for step_number in range(first, step + 1) if step_number not in steps]
     faults = []
     if changed:
         count = count_of(len(changed), "row", verb="is")

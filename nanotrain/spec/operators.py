@@ -245,14 +245,14 @@ class ScanCost:
 class Scan(Operator):
     """A recurrence over tokens, computed in chunks in fp32; the backward computes it again."""
 
-    recurrence_flops: int  # of the recurrence, token by token
+    recurrence_flops: int  # FLOPs of the recurrence token by token
     fused_bytes: int  # inputs, outputs and states of the chunks, where one kernel computes it
     forward: ScanCost
-    backward: ScanCost  # with the forward that it computes again
+    backward: ScanCost  # cost of the backward and of the recomputed forward
 
     @property
     def sequence_flops(self) -> int:
-        """Products of the state and vectors."""
+        """FLOPs of the recurrence token by token, as MFU counts them."""
         return self.recurrence_flops
 
 

@@ -40,7 +40,7 @@ _FIXES = {
 
 
 class _RankStart(NamedTuple):
-    """What a rank starts with."""
+    """The host, the checkpoint and the facts that a rank starts with."""
 
     host: str
     checkpoint_name: str | None  # None: the rank does not look for it

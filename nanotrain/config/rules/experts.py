@@ -91,7 +91,7 @@ def check_zero_experts(c: Settings) -> Errors:
 
 
 def check_shortcut(c: Settings) -> Errors:
-    """What a layer with a shortcut needs of its shared expert and its norms."""
+    """Errors for a shortcut layer whose shared expert or norms do not fit."""
     if not c.moe.shortcut:
         return
     if c.moe.shared_expert_intermediate_size is None:

@@ -9,7 +9,7 @@ from nanotrain.quantities import count_of, round_up
 
 
 def check_recomputed_layers(c: Settings) -> Errors:
-    """Recomputed layers of a stage."""
+    """No more layers are recomputed than the longest stage has."""
     num_layers = c.memory.recompute_num_layers
     if num_layers is not None and num_layers > longest_stage(c):
         yield ConfigError(
@@ -140,7 +140,7 @@ def check_recompute_method(c: Settings) -> Errors:
 
 
 def check_offloading(c: Settings) -> Errors:
-    """What excludes the offloading of activations."""
+    """Errors for settings that exclude the offloading of activations."""
     if not c.memory.cpu_offloading:
         return
     granularity = c.memory.recompute_granularity

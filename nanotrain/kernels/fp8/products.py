@@ -355,6 +355,7 @@ class _Fp8InGraph(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, linears: Sequence[Linear], records: bool, *params: Tensor
     ) -> tuple[Tensor, ...]:
+        """The products of linears that share x [..., I]: one output [..., O] per linear."""
         products = Fp8Linears(linears, records=records)
         outputs = products.fprop(x)
         ctx.linears = linears

@@ -122,9 +122,9 @@ if triton is not None:
         """Factors of blocks of each row."""
         expert, rows, is_row, _, start, length, blocks = where
         size: tl.constexpr = how.tile
-        number: tl.constexpr = size // how.block
-        inner = tl.arange(0, number)
-        amax = tl.max(tl.reshape(magnitude, [size, number, how.block]), 2)
+        num_blocks: tl.constexpr = size // how.block
+        inner = tl.arange(0, num_blocks)
+        amax = tl.max(tl.reshape(magnitude, [size, num_blocks, how.block]), 2)
         inverse = _inverse_scale(amax, how)
         row = rows[:, None]
         column = (start // how.block + inner)[None, :]
@@ -137,7 +137,7 @@ if triton is not None:
         is_scale = is_row[:, None] & (inner * how.block < length)[None, :]
         _store_scales(target, offsets, inverse, is_scale)
         factors = tl.div_rn(1.0, inverse)[:, :, None]
-        wide = tl.broadcast_to(factors, [size, number, how.block])
+        wide = tl.broadcast_to(factors, [size, num_blocks, how.block])
         return tl.reshape(wide, [size, size])
 
     @triton.jit

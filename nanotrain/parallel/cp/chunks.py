@@ -79,6 +79,7 @@ class _NextChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tails: Tensor, group: Group) -> Tensor:
+        """[B * n, count, ...] last tokens of each chunk -> the tokens before each chunk."""
         ctx.group = group
         return _shift_chunks(tails, group, is_forward=True)
 
@@ -138,7 +139,7 @@ def chunk_segments(segment_ids: Tensor, group: Group, *, before: int = 0) -> Ten
     length = segment_ids.shape[1] // (group.size * num_chunks(group))
     numbers = (0,) if group.size == 1 else zigzag_chunks(group.index, group.size)
     chunks = []
-    for number in numbers:
-        start = number * length
+    for chunk in numbers:
+        start = chunk * length
         chunks.append(padded[:, start : start + length + before])
     return torch.stack(chunks, dim=1).flatten(0, 1)

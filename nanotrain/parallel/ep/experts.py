@@ -141,6 +141,7 @@ class _AddExpertBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """The gradients of x and of the bias, summed per expert by a matrix product."""
         (experts,) = ctx.saved_tensors
         numbers = torch.arange(ctx.num_experts, device=experts.device)
         is_token_of_expert = numbers[:, None] == experts  # [E, P]

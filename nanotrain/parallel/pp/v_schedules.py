@@ -46,13 +46,13 @@ def zb_v(shape: PipelineShape) -> Schedule:
     ['F1.0', 'F2.0', 'I2.0', 'W2.0', 'I1.0', 'W1.0']
     """
     p = shape.num_ranks
-    number = max(shape.num_microbatches, 2 * p - 1)
+    num_microbatches = max(shape.num_microbatches, 2 * p - 1)
     phases = [
         (
             ("Fa", 2 * (p - rank) - 1),
             ("Fb Fa", rank),
             ("Fb Ib W", p - rank),
-            ("Fa Ia W Fb Ib W", number - 2 * p + rank + 1),
+            ("Fa Ia W Fb Ib W", num_microbatches - 2 * p + rank + 1),
             ("Ia W Fb Ib W", p - rank - 1),
             ("Ia Ib", rank),
             ("Ia W", p - rank),
@@ -79,13 +79,13 @@ def dualpipe_v(shape: PipelineShape) -> Schedule:
     ['F0.0', 'F1.0', 'F0.1', 'B1.0', 'F1.1', 'B0.0', 'B1.1', 'I0.1', 'W0.1']
     """
     p = shape.num_ranks
-    number = max(shape.num_microbatches, 2 * p)
+    num_microbatches = max(shape.num_microbatches, 2 * p)
     phases = [
         (
             ("Fa", 2 * (p - rank - 1)),
             ("Fa Fb", rank + 1),
             ("Ib W Fb", p - rank - 1),
-            ("Fa Bb Fb Ba", number - 2 * p + rank + 1),
+            ("Fa Bb Fb Ba", num_microbatches - 2 * p + rank + 1),
             ("Bb Fb Ba", p - rank - 1),
             ("Bb Ba", (rank + 1) // 2),
             ("Bb Ia", (rank + 1) % 2),

@@ -261,6 +261,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        """The gradients of the forward, times the gradient of the loss."""
         # In place, as these are the largest tensors of a step; autograd refuses a second backward.
         grad_hidden, grad_weight = ctx.saved_tensors
         if ctx.is_complete:

@@ -51,10 +51,10 @@ class Row:
 
     def required(self, column: str) -> int:
         """A number that the row must state; ConfigError if it does not."""
-        number = self.number(column)
-        if number is None:
+        value = self.number(column)
+        if value is None:
             raise ConfigError(f"{column} is not stated")
-        return number
+        return value
 
     def assume(self, value: Any, text: str) -> Any:
         """The value, with a note of the assumption."""

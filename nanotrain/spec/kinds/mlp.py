@@ -179,12 +179,12 @@ def num_inner_tensors(shape: ModelShape) -> int:
     """Tensors of the inner width that an MLP keeps, the input of the down-projection included."""
     if not shape.is_gated:
         return 2
-    number = 3  # gate, up and their product
+    num_tensors = 3  # gate, up and their product
     if shape.activation != "swiglu" or shape.glu_linear_offset:
-        number += 1  # the activated gate
+        num_tensors += 1  # the activated gate
     if shape.activation_func_clamp_value is not None:
-        number += 2  # inputs of both clamps
-    return number
+        num_tensors += 2  # inputs of both clamps
+    return num_tensors
 
 
 def _mlp_temporaries(s: LayerSizes, *, inner_bytes: int) -> int:
@@ -301,7 +301,7 @@ def _shared_expert(s: LayerSizes) -> Operators:
 def _latent_product(
     s: LayerSizes, name: str, *, outputs: int, inputs: int, num_bytes: int = 0
 ) -> Product:
-    """A projection into the width of the experts, or out of it, that keeps so many bytes."""
+    """A projection into the width of the experts or out of it, which saves `num_bytes`."""
     return Product(
         name=name,
         module="moe",
