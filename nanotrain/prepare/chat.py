@@ -1,35 +1,44 @@
-"""Conversations as token ids with a loss mask, within a budget of time and memory.
+"""Conversations as token ids with a loss mask: 1 on the tokens that the assistant writes.
 
-A chat template is a program of whoever made the tokenizer: it may loop, recurse and fill the
-memory. It runs in a process of its own (`chat_template`), which is killed after BUDGET_S seconds
-for one conversation.
+    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+
+    text    <|im_start|> user 2 + 2?<|im_end|> <|im_start|> assistant 4 <|im_end|>
+    mask    0            0    0 0 0 0          0            0         1 1
+
+The text is that of transformers' `apply_chat_template`. A chat template is a program of whoever
+made the tokenizer: it may loop, recurse and fill the memory. It runs in a process of its own
+(`chat_template`), which ends after BUDGET_S seconds for one conversation.
+
+What the assistant writes is marked by `{% generation %}` in the template, as transformers defines
+it. In other templates it is what each assistant message adds to the messages before it and the
+prompt for a reply, which needs a template that never changes an earlier turn.
 """
 
 import json
-import select
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from nanotrain.data.encoding_budget import within_budget
+from nanotrain.data.pretrained import first_line, load_pretrained
 from nanotrain.errors import DataError
+from nanotrain.prepare import chat_template
+from nanotrain.untrusted import list_of, object_of, parse_json, text_of
 
-Message = dict[str, Any]
-
-LOAD_S = 120.0  # for the process to load the tokenizer
+ASSISTANT = "assistant"
 BUDGET_S = 20.0  # for one conversation
-BLOCK_BYTES = 1 << 20
-PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from nanotrain.prepare.chat_template import main; main()"
-)
+# names of what a model thinks before it replies; templates read the first or the second
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own, since templates see it
+Message = dict[str, Any]
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, in a process of its own.
+    """The chat template of a tokenizer, in a process of its own from the first conversation on.
 
     Args:
         tokenizer: folder or name that transformers' AutoTokenizer takes.
@@ -40,13 +49,19 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: str, *, budget_s: float = BUDGET_S) -> None:
+        self._tokenizer = load_pretrained(tokenizer)
         self._budget_s = budget_s
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._ask(json.dumps(tokenizer), timeout_s=LOAD_S)
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._template = text_of(self._tokenizer.get_chat_template(), "chat_template")
+        except (ValueError, TypeError) as error:
+            raise _no_template(tokenizer, why=first_line(error)) from None
+        if not self._template or not self._tokenizer.is_fast:
+            why = "its chat_template is empty"
+            if self._template:
+                why = "its tokens have no offsets in the text: it has no tokenizer.json"
+            raise _no_template(tokenizer, why=why)
+        self._marks_turns = "generation %}" in self._template
 
     def __del__(self) -> None:
         process = self.__dict__.get("_process")
@@ -64,9 +79,23 @@ class ChatTemplate:
             DataError: no messages with role and content, or a template that refuses them, changes
                 earlier turns, or needs more than its budget.
         """
-        line = conversation.replace("\n", " ")  # between values of JSON
-        reply = self._ask(line, timeout_s=self._budget_s)
-        return reply["ids"], np.array(reply["mask"], dtype=np.uint8)
+        messages = _parse_messages(conversation)
+        reply = self._render(messages)
+        encoded = self._tokenize(reply["text"])
+        ids = list(encoded["input_ids"])
+        mask = np.zeros(len(ids), dtype=np.uint8)
+        if self._marks_turns:
+            for begin, end in reply["spans"]:
+                first = encoded.char_to_token(begin)
+                if first is None:
+                    break
+                last = encoded.char_to_token(end - 1) or len(ids) - 1
+                mask[first : last + 1] = 1
+            return ids, mask
+        starts = np.array([start for start, _ in encoded["offset_mapping"]])
+        for begin, end in self._find_replies(messages, reply["text"]):
+            mask[(begin <= starts) & (starts < end)] = 1
+        return ids, mask
 
     def prompt(self, messages: Sequence[Message], *, continues: bool = False) -> str:
         """The text of messages up to a reply of the assistant.
@@ -78,50 +107,160 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses them, or needs more than its budget.
         """
-        line = json.dumps({"prompt": list(messages), "continues": continues})
-        return str(self._ask(line, timeout_s=self._budget_s)["text"])
+        if not continues:
+            return str(self._render(messages, add_generation_prompt=True)["text"])
+        content = str(messages[-1]["content"])
+        opened = [*messages[:-1], messages[-1] | {"content": content + _OPEN_END}]
+        text = str(self._render(opened)["text"])
+        tag = _OPEN_END.strip()
+        if content.strip() not in text or tag not in text:
+            raise _refused("the chat template leaves out a part of the last message")
+        begin = text.rindex(tag)
+        # a template that strips messages has taken the blank of the tag, and those before it
+        is_stripped = not text.startswith(_OPEN_END, begin)
+        return text[:begin].rstrip() if is_stripped else text[:begin]
 
-    def _ask(self, line: str, *, timeout_s: float) -> Any:
-        """The reply to a line.
+    def _find_replies(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
+        """First character, and the one after the last, of every message of the assistant."""
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            if number == 0:  # a template renders no empty conversation
+                raise _refused("its first message is of the assistant, so nothing asks for it")
+            before = self._render(messages[:number], add_generation_prompt=True)["text"]
+            through = self._render(messages[: number + 1])["text"]
+            if not (text.startswith(through) and through.startswith(before)):
+                raise DataError(
+                    "the chat template changes earlier turns",
+                    why=(
+                        f"message {number + 1} is another text once others follow it, "
+                        "so its tokens are unknown"
+                    ),
+                    fix=(
+                        "add {% generation %} and {% endgeneration %} "
+                        "around the assistant's text in the template"
+                    ),
+                )
+            spans.append((len(before), len(through)))
+        return spans
+
+    def _tokenize(self, text: str) -> Any:
+        """The tokens of a text, with their offsets."""
+        try:
+            return within_budget(
+                lambda: self._tokenizer(
+                    text, add_special_tokens=False, return_offsets_mapping=True
+                ),
+                num_characters=len(text),
+            )
+        except DataError:
+            raise
+        except Exception as error:  # the library raises bare Exception
+            raise _refused(f"the tokenizer reports: {first_line(error)}") from None
+
+    def _render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False
+    ) -> dict[str, Any]:
+        """Text and spans of messages.
 
         Raises:
-            DataError: the reply is an error, or there is none in time.
+            DataError: the template refuses them, or needs more than its budget.
         """
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None, "pipes"
+        seen = [_as_templates_see(message) for message in messages]
+        reply = self._ask({"messages": seen, "add_generation_prompt": add_generation_prompt})
+        if "error" in reply:
+            raise _refused(f"the chat template refuses it: {reply['error']}")
         try:
-            process.stdin.write(line.encode(errors="replace") + b"\n")
-            process.stdin.flush()
-            reply = json.loads(self._read_line(timeout_s))
-        except (OSError, ValueError, EOFError) as error:
-            process.kill()
+            text_of(reply["text"], "its text")
+        except ValueError as error:
+            raise _refused(str(error)) from None
+        return reply
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a request, of the process that is started for the first one."""
+        if self._process is None:
+            self._process = self._start()
+        try:
+            _send(self._process, request)
+            assert self._process.stdout is not None, "a pipe"
+            reply: dict[str, Any] = json.loads(self._process.stdout.readline())
+        except (OSError, ValueError):  # it has ended
             why = "its process ended"
-            if isinstance(error, TimeoutError):
-                why = f"it took more than {timeout_s:g} s for one conversation"
+            if self._process.wait() == -signal.SIGALRM:
+                why = f"it took more than {self._budget_s:g} s for one conversation"
             raise DataError(
                 "the chat template cannot be used",
                 why=why,
                 fix="correct the template; it is a program, which may loop or fill the memory",
             ) from None
-        if "error" in reply:
-            what, why, fix = reply["error"]
-            raise DataError(what, why=why, fix=fix)
         return reply
 
-    def _read_line(self, timeout_s: float) -> bytes:
-        """A line of the process; TimeoutError if it does not come."""
-        stream: Any = self._process.stdout
-        deadline = time.monotonic() + timeout_s
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            ready, _, _ = select.select([stream], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError
-            block = stream.read1(BLOCK_BYTES)
-            if not block:
-                raise EOFError
-            line += block
-        return bytes(line)
+    def _start(self) -> "subprocess.Popen[bytes]":
+        """A process with the template, in a session of its own: Ctrl-C is for the parent."""
+        process = subprocess.Popen(
+            [sys.executable, "-P", chat_template.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        variables = self._tokenizer.special_tokens_map
+        _send(
+            process,
+            {"template": self._template, "variables": variables, "budget_s": self._budget_s},
+        )
+        return process
+
+
+def _send(process: "subprocess.Popen[bytes]", value: dict[str, Any]) -> None:
+    assert process.stdin is not None, "a pipe"
+    process.stdin.write(json.dumps(value, default=str).encode() + b"\n")
+    process.stdin.flush()
+
+
+def _as_templates_see(message: Message) -> Message:
+    """A message as transformers hands it to a template.
+
+    >>> _as_templates_see({"role": "user", "content": "a", "tool_calls": None})
+    {'role': 'user', 'content': 'a'}
+    """
+    kept = {name: value for name, value in message.items() if value is not None}
+    thoughts = [kept[name] for name in _THOUGHTS if name in kept]
+    if not thoughts:
+        return kept
+    return {"thinking": thoughts[0], **kept, "reasoning_content": thoughts[0]}
+
+
+def _parse_messages(conversation: str) -> list[Message]:
+    """The messages of a conversation, with role and content."""
+    try:
+        messages = []
+        for value in list_of(parse_json(conversation), "messages"):
+            message = object_of(value, "a message")
+            role = text_of(message.get("role"), "role")
+            content = text_of(message.get("content"), "content")
+            messages.append(message | {"role": role, "content": content})
+        if not any(message["role"] == ASSISTANT for message in messages):
+            raise ValueError("it has no message of the assistant, whose tokens are the targets")
+    except ValueError as error:
+        fix = (
+            'write {"messages": [{"role": "user", "content": "..."}, '
+            '{"role": "assistant", "content": "..."}]}'
+        )
+        raise DataError("a conversation cannot be used", why=str(error), fix=fix) from None
+    return messages
+
+
+def _no_template(tokenizer: str, *, why: str) -> DataError:
+    return DataError(
+        f"{tokenizer} has no chat template",
+        why=why,
+        fix="name the tokenizer of a chat model, or add chat_template.jinja to its folder",
+    )
+
+
+def _refused(why: str) -> DataError:
+    return DataError("a conversation cannot be used", why=why, fix="correct or remove it")
 
 
 def as_text(messages: Any) -> str:

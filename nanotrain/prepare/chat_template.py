@@ -1,179 +1,167 @@
-"""Conversations as token ids with a loss mask: 1 on the tokens that the assistant writes.
+"""Render a chat template: the program of a process that `chat` starts.
 
-The program of the process that `chat` starts: a chat template is a program of somebody else.
+A chat template is a program of somebody else. This one imports jinja2 alone, neither transformers
+nor torch, so it starts in 0.1 s. Lines of JSON come in and go out, the settings first:
 
-    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    in      {"template": "...", "variables": {"bos_token": "<s>"}, "budget_s": 20}
+            {"messages": [{"role": "user", "content": "2 + 2?"}], "add_generation_prompt": true}
+    out     {"text": "<s>user: 2 + 2?", "spans": []}
+            {"error": "roles must alternate"}
 
-    text    <|im_start|> user 2 + 2?<|im_end|> <|im_start|> assistant 4 <|im_end|>
-    mask    0            0    0 0 0 0          0            0         1 1
-
-transformers' `apply_chat_template` gives the text. What the assistant writes is marked by
-`{% generation %}` in the template, as transformers defines it. In other templates it is what each
-assistant message adds to the messages before it and the prompt for a reply, which needs a template
-that never changes an earlier turn.
+Text and spans are those of transformers' `apply_chat_template`: the same sandbox of jinja2, with
+the same filters and functions. `spans` are the characters inside `{% generation %}`.
 """
 
 import json
 import os
 import resource
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nanotrain.data.pretrained import first_line
-from nanotrain.errors import DataError, NanotrainError
-from nanotrain.untrusted import list_of, object_of, parse_json, text_of
-
-ASSISTANT = "assistant"
 MEMORY_BYTES = 2 << 30  # for a template and its texts
-Message = dict[str, Any]
+MAX_CHARACTERS = 1 << 26  # of a conversation; the parent reads and tokenizes them
 
 
-class ChatEncoder:
-    """The chat template of a tokenizer.
+class Blocks:
+    """The text of a conversation so far, and what the assistant writes in it."""
 
-    Args:
-        tokenizer: folder or name that transformers' AutoTokenizer takes.
-
-    Raises:
-        DataError: it has no chat template, or no offsets of tokens.
-    """
-
-    def __init__(self, tokenizer: str) -> None:
-        from transformers import AutoTokenizer  # 1 s
-
-        what = f"{tokenizer} has no chat template"
-        fix = "name the tokenizer of a chat model, or add chat_template.jinja to its folder"
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                tokenizer, trust_remote_code=False, local_files_only=Path(tokenizer).is_dir()
-            )
-            template = self._tokenizer.chat_template
-            is_fast = self._tokenizer.is_fast
-        except (OSError, ValueError) as error:
-            raise DataError(what, why=str(error).splitlines()[0], fix=fix) from None
-        if not template or not is_fast:
-            why = "it has no chat_template.jinja, and tokenizer_config.json names no chat_template"
-            raise DataError(what, why=why, fix=fix)
-        self._marks_turns = "generation %}" in str(template)
-
-    def encode(self, conversation: str) -> tuple[list[int], np.ndarray]:
-        """The token ids of a conversation, and their mask [tokens] uint8.
-
-        Args:
-            conversation: the messages as JSON.
-
-        Raises:
-            DataError: no messages with role and content, or a template that refuses them or changes
-                earlier turns.
-        """
-        messages = _parse_messages(conversation)
-        if self._marks_turns:
-            encoded = self._render(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-            return list(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=np.uint8)
-        text = self._render(messages, tokenize=False)
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = list(encoding["input_ids"])
-        mask = np.zeros(len(ids), dtype=np.uint8)
-        starts = np.array([start for start, _ in encoding["offset_mapping"]])
-        for begin, end in self._find_replies(messages, text):
-            mask[(begin <= starts) & (starts < end)] = 1
-        return ids, mask
-
-    def prompt(self, messages: Sequence[Message], *, continues: bool) -> str:
-        """The text of messages up to a reply; see `chat.ChatTemplate.prompt`."""
-        options = {"add_generation_prompt": not continues, "continue_final_message": continues}
-        return str(self._render(messages, tokenize=False, **options))
-
-    def _find_replies(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
-        """First character, and the one after the last, of every message of the assistant."""
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            before = self._render(messages[:number], tokenize=False, add_generation_prompt=True)
-            through = self._render(messages[: number + 1], tokenize=False)
-            if not (text.startswith(through) and through.startswith(before)):
-                raise DataError(
-                    "the chat template changes earlier turns",
-                    why=(
-                        f"message {number + 1} is another text once others follow it, "
-                        "so its tokens are unknown"
-                    ),
-                    fix=(
-                        "add {% generation %} and {% endgeneration %} "
-                        "around the assistant's text in the template"
-                    ),
-                )
-            spans.append((len(before), len(through)))
-        return spans
-
-    def _render(self, messages: Sequence[Message], **options: Any) -> Any:
-        try:
-            return self._tokenizer.apply_chat_template(list(messages), **options)
-        except MemoryError:
-            why = f"the chat template needs more than {MEMORY_BYTES:,} bytes"
-            fix = "correct the chat template"
-            raise DataError("a conversation cannot be used", why=why, fix=fix) from None
-        except Exception as error:  # a template may divide by zero, recurse, or call anything
-            why = f"the chat template refuses it: {first_line(error)}"
-            raise DataError(
-                "a conversation cannot be used", why=why, fix="correct or remove it"
-            ) from None
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.spans: list[tuple[int, int]] = []
 
 
-def _parse_messages(conversation: str) -> list[Message]:
-    """The messages of a conversation, with role and content."""
-    try:
-        messages = []
-        for value in list_of(parse_json(conversation), "messages"):
-            message = object_of(value, "a message")
-            role = text_of(message.get("role"), "role")
-            content = text_of(message.get("content"), "content")
-            messages.append(message | {"role": role, "content": content})
-        if not any(message["role"] == ASSISTANT for message in messages):
-            raise ValueError("it has no message of the assistant, whose tokens are the targets")
-    except ValueError as error:
-        fix = (
-            'write {"messages": [{"role": "user", "content": "..."}, '
-            '{"role": "assistant", "content": "..."}]}'
+class Generation(Extension):
+    """`{% generation %}`: records the characters that the assistant writes."""
+
+    tags = {"generation"}
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.blocks = Blocks()
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The block as a call of `record`."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("record"), [], [], body).set_lineno(line)
+
+    def record(self, caller: Callable[[], str]) -> str:
+        """The text of a block, after its span is recorded."""
+        text = caller()
+        start = sum(map(len, self.blocks.texts))
+        self.blocks.spans.append((start, start + len(text)))
+        return text
+
+
+class TemplateDict:
+    """`dict` in a template: the class itself would lead to others."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """`dict.fromkeys`."""
+        return dict.fromkeys(*args)
+
+
+class TemplateNamespace(jinja2.utils.Namespace):
+    """`namespace` in a template, without names that begin with an underscore."""
+
+    def __init__(*args: Any, **values: Any) -> None:  # `namespace(self=...)` is possible
+        entries = dict(*args[1:], **values)
+        for name in entries:
+            _require_public(name)
+        jinja2.utils.Namespace.__init__(args[0], entries)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _require_public(name)
+        super().__setitem__(name, value)
+
+
+def _require_public(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace has no {name}")
+
+
+def raise_exception(message: str) -> None:
+    """Refuse a conversation."""
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def strftime_now(form: str) -> str:
+    """The time, in the form of strftime."""
+    return datetime.now().strftime(form)
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON; jinja2's own filter writes `<` and `&` for HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+class Renderer:
+    """A chat template, compiled for the first conversation."""
+
+    def __init__(self, template: str, variables: Mapping[str, Any]) -> None:
+        self._source = template
+        self._variables = variables
+        self._template: jinja2.Template | None = None
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
-        raise DataError("a conversation cannot be used", why=str(error), fix=fix) from None
-    return messages
+        environment.filters["tojson"] = tojson
+        environment.globals |= {
+            "raise_exception": raise_exception,
+            "strftime_now": strftime_now,
+            "dict": TemplateDict(),
+            "namespace": TemplateNamespace,
+        }
+        self._environment = environment
 
-
-def main() -> None:
-    """Encode conversations, one per line of standard input, after the name of the tokenizer.
-
-    A line is the messages, or {"prompt": [...], "continues": false} for the text of a prompt.
-    A reply is {"ids": [...], "mask": [...]}, {"text": "..."}, or {"error": [what, why, fix]}. After
-    the tokenizer is loaded the process may use MEMORY_BYTES more.
-    """
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library may print
-    encoder: ChatEncoder | None = None
-    for line in sys.stdin.buffer:
-        reply: dict[str, Any] = {}
+    def reply(self, request: Mapping[str, Any]) -> str:
+        """The reply to a request, as JSON; never raises."""
         try:
-            if encoder is None:
-                encoder = ChatEncoder(json.loads(line))
-                limit_memory(MEMORY_BYTES)
-            elif line.startswith(b'{"prompt"'):
-                request = json.loads(line)
-                text = encoder.prompt(request["prompt"], continues=request["continues"])
-                reply = {"text": text}
-            else:
-                ids, mask = encoder.encode(line.decode())
-                reply = {"ids": ids, "mask": mask.tolist()}
-        except NanotrainError as error:
-            reply = {"error": [error.what, error.why, error.fix]}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+            return json.dumps(self._render(request))
+        except MemoryError:
+            return json.dumps({"error": f"it needs more than {MEMORY_BYTES:,} bytes"})
+        except Exception as error:  # a template may divide by zero, recurse, or call anything
+            lines = str(error).strip().splitlines()
+            return json.dumps({"error": lines[0] if lines else type(error).__name__})
+
+    def _render(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if self._template is None:
+            self._template = self._environment.from_string(self._source)
+        generation: Any = self._environment.extensions[Generation.identifier]
+        blocks = generation.blocks = Blocks()
+        values = {"tools": None, "documents": None, **self._variables, **request}
+        num_characters = 0
+        for text in self._template.generate(values):
+            blocks.texts.append(text)
+            num_characters += len(text)
+            if num_characters > MAX_CHARACTERS:
+                raise ValueError(f"it makes a text of more than {MAX_CHARACTERS:,} characters")
+        return {"text": "".join(blocks.texts), "spans": blocks.spans}
 
 
 def limit_memory(nbytes: int) -> None:
@@ -181,3 +169,25 @@ def limit_memory(nbytes: int) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + nbytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def main() -> None:
+    """Render the conversations of standard input.
+
+    The kernel ends the process by SIGALRM where one of them takes more than its budget, also after
+    the parent is gone.
+    """
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library may print
+    settings = json.loads(sys.stdin.buffer.readline())
+    renderer = Renderer(settings["template"], settings["variables"])
+    limit_memory(MEMORY_BYTES)
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_REAL, settings["budget_s"])
+        replies.write(renderer.reply(json.loads(line)) + "\n")
+        replies.flush()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@ targets.
 """
 
 import json
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,11 @@ def test_only_what_the_assistant_writes_is_a_target(
             ]
         )
         assert mask.shape == (len(ids),) and mask.dtype == np.uint8
+        if template is MARKED:
+            theirs = tokenizer.apply_chat_template(
+                messages(talk), return_dict=True, return_assistant_tokens_mask=True
+            )
+            assert mask.tolist() == theirs["assistant_masks"]
         targets = tokenizer.decode(np.array(ids)[mask == 1].tolist())
         assert targets == "".join(content + end for role, content in talk if role == "assistant")
 
@@ -197,11 +203,55 @@ TALK = json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "cont
     ("template", "why"),
     [
         (LOOPS, "it took more than 1 s for one conversation"),
-        ("{{ 'x' * 10 ** 10 }}", "the chat template needs more than 2,147,483,648 bytes"),
+        ("{{ 'x' * 10 ** 10 }}", "it needs more than 2,147,483,648 bytes"),
+        ("{{ '\\ud800' }}", "which is no valid text"),
     ],
 )
 def test_a_template_has_a_budget_of_time_and_memory(
     template: str, why: str, tmp_path: Path
 ) -> None:
+    chat = ChatTemplate(save_tokenizer(tmp_path, template), budget_s=1.0)
     with pytest.raises(DataError, match=why):
-        ChatTemplate(save_tokenizer(tmp_path, template), budget_s=1.0).encode(TALK)
+        chat.encode(TALK)
+
+
+@pytest.mark.parametrize("strips", ["", " | trim"])
+def test_prompts_are_those_of_transformers(strips: str, tmp_path: Path) -> None:
+    template = PLAIN.replace("m.content", f"(m.reasoning_content or '') + m.content{strips}")
+    folder = save_tokenizer(tmp_path, template)
+    chat, tokenizer = ChatTemplate(folder), AutoTokenizer.from_pretrained(folder)
+    begun = [*messages(TALKS[0])[:2], {"role": "assistant", "content": "so ", "thinking": "hm"}]
+    absent = [{"role": "user", "content": "a", "reasoning": None}]
+    for talk, continues in ((begun, True), (begun[:2], False), (absent, False)):
+        assert chat.prompt(talk, continues=continues) == tokenizer.apply_chat_template(
+            talk,
+            tokenize=False,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+        )
+
+
+def test_one_process_renders_all_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[object] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **more: started.append(args) or popen(*args, **more)
+    )
+    chat = ChatTemplate(save_tokenizer(tmp_path, PLAIN))
+    assert started == []  # a check of the template alone needs none
+    for talk in TALKS:
+        chat.encode(json.dumps(messages(talk)))
+        chat.prompt(messages(talk))
+    assert len(started) == 1
+
+
+def test_a_reply_that_nobody_asked_for_is_refused_where_turns_are_not_marked(
+    tmp_path: Path,
+) -> None:
+    talk = json.dumps(messages([("assistant", "hi"), ("user", "a")]))
+    with pytest.raises(DataError, match="its first message is of the assistant"):
+        ChatTemplate(save_tokenizer(tmp_path / "plain", PLAIN)).encode(talk)
+    _, mask = ChatTemplate(save_tokenizer(tmp_path / "marked", MARKED)).encode(talk)
+    assert mask.sum() == 3  # h, i, <|im_end|>
