@@ -95,7 +95,9 @@ def recorded_tokenizer(prefix: Path | str) -> str | None:
     name = read_info(prefix).tokenizer
     if name is None or name == "bytes":
         return name
-    return str(local_folder(prefix.with_name(name)))
+    folder = local_folder(prefix.with_name(name))
+    # a relative path of a folder that is missing would be a name on the hub
+    return str(folder if folder.exists() else folder.absolute())
 
 
 def _info_path(prefix: Path) -> Path:

@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 
 import tokenizers
 
-from nanotrain.data.encoding_budget import within_budget
+from nanotrain.data.encoding_budget import encode_within_budget, within_budget
 from nanotrain.data.pretrained import ANY_CLASS, load_pretrained, resolved_settings
 from nanotrain.data.tokenizer_files import (
     HASH,
@@ -193,29 +193,23 @@ class FastTokenizer:
 
     def encode_added(self, text: str) -> list[int]:
         """Encode a text with the special tokens that the post-processor adds."""
-        encoding = within_budget(lambda: self.backend.encode(text), num_characters=len(text))
-        return list(encoding.ids)
+        return self._encode([text], add_special_tokens=True)[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode several texts on all threads that `tokenizers` may use.
 
         Raises:
-            DataError: a character that the tokenizer neither has nor replaces, or a text for which
-                one of its patterns takes too long.
+            DataError: a character that the tokenizer neither has nor replaces, or a text that takes
+                too much time or memory.
         """
-        try:
-            encodings = within_budget(
-                lambda: self.backend.encode_batch_fast(texts, add_special_tokens=False),
-                num_characters=sum(map(len, texts)),
-            )
-        except DataError:
-            raise
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(
-                "a text cannot be encoded",
-                why=f"the tokenizer reports: {error}",
-                fix="add an unknown token to the tokenizer, or leave the text out",
-            ) from None
+        return self._encode(texts, add_special_tokens=False)
+
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        encodings = encode_within_budget(
+            # `encode` alone would keep the interpreter's lock
+            lambda: self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens),
+            num_characters=sum(map(len, texts)),
+        )
         return [encoding.ids for encoding in encodings]
 
     def encode_documents(
@@ -230,7 +224,11 @@ class FastTokenizer:
             self.backend.encode_special_tokens = is_text
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self.backend.decode(list(ids), skip_special_tokens=True))
+        texts = within_budget(
+            lambda: self.backend.decode_batch([list(ids)], skip_special_tokens=True),
+            num_characters=len(ids),
+        )
+        return str(texts[0])
 
     def save(self, folder: Path, *, as_published: bool = False) -> str:
         """Write the tokenizer as it encodes here, and the other files it was loaded from.

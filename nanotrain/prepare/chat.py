@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from nanotrain.data.encoding_budget import within_budget
+from nanotrain.data.encoding_budget import encode_within_budget
 from nanotrain.data.pretrained import first_line, load_pretrained
 from nanotrain.errors import DataError
 from nanotrain.prepare import chat_template
@@ -147,17 +147,10 @@ class ChatTemplate:
 
     def _tokenize(self, text: str) -> Any:
         """The tokens of a text, with their offsets."""
-        try:
-            return within_budget(
-                lambda: self._tokenizer(
-                    text, add_special_tokens=False, return_offsets_mapping=True
-                ),
-                num_characters=len(text),
-            )
-        except DataError:
-            raise
-        except Exception as error:  # the library raises bare Exception
-            raise _refused(f"the tokenizer reports: {first_line(error)}") from None
+        return encode_within_budget(
+            lambda: self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True),
+            num_characters=len(text),
+        )
 
     def _render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False

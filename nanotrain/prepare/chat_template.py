@@ -106,6 +106,7 @@ def strftime_now(form: str) -> str:
 def tojson(
     value: Any,
     ensure_ascii: bool = False,
+    *,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,

@@ -2,7 +2,8 @@
 
     is_address, parse      whether a text is SCHEME://..., and the `Remote` of it
     Remote.read            a range of bytes, in one request; short replies are requested again
-    Remote.sizes           size and time of every object below a folder, by one listing
+    Remote.sizes           size and time of every object below a folder, by one listing of bounded
+                           length
     Remote.put, .write     a file in parts, or bytes: whole objects, never half of one
     Remote.delete          in batches
 
@@ -13,7 +14,7 @@ Credentials are those of the provider's usual places, never part of an address.
 
 import importlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -31,6 +32,8 @@ ATTEMPTS = 6
 FIRST_PAUSE_S = 0.1  # between attempts; it doubles
 ANSWER_S = 120.0  # silence of one attempt; the clients notice most of it after 60 s
 TIMEOUT_S = 300.0  # silence of all attempts together
+MAX_LISTED = 500_000  # objects of a run: 480 checkpoints of 1,024 ranks
+SMALLEST_PAGE = 100  # objects that a page counts as, so that empty ones end too
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 _SECRETS = re.compile(r"(?<=://)[^/@\s]+@|\?[^\s\"']+")
 Result = TypeVar("Result")
@@ -192,19 +195,59 @@ class Remote:
 
         Raises:
             MissingObject: the bucket does not exist.
-            StorageFault: they cannot be listed.
+            StorageFault: they cannot be listed, or are more than MAX_LISTED.
         """
-        found = self._retried("listed", lambda wait: self._client().find(self.path, detail=True))
-        if not found and "/" in self.path:  # providers answer alike for a bucket that is missing
-            bucket = self.path.partition("/")[0]
-            self._retried("listed", lambda wait: self._client().ls(bucket, refresh=True))
         prefix = f"{self.path}/"
         sizes = {}
-        for path, entry in found.items():
-            name = path.lstrip("/")
-            if name.startswith(prefix):
-                sizes[name.removeprefix(prefix)] = _stat(entry)
+        num_listed = 0
+        for page in self._pages():
+            num_listed += max(len(page), SMALLEST_PAGE)
+            if num_listed > MAX_LISTED:
+                raise StorageFault(
+                    f"{self} cannot be listed",
+                    why=f"it has more than {MAX_LISTED:,} objects",
+                    fix="name a folder in it",
+                )
+            for path, entry in page.items():
+                name = path.lstrip("/")
+                if name.startswith(prefix):
+                    sizes[name.removeprefix(prefix)] = _stat(entry)
         return sizes
+
+    def _pages(self) -> Iterator[dict[str, Any]]:
+        """The objects below this folder by their paths, in the pages of S3 or all at once."""
+        if self.scheme != "s3":
+            yield self._found()
+            return
+        token: dict[str, str] = {}
+        is_last = False
+        while not is_last:
+            page = self._retried("listed", partial(self._list_page, token))
+            objects = {}
+            for entry in page.get("Contents", []):
+                objects[f"{self._bucket}/{entry['Key']}"] = {**entry, "size": entry["Size"]}
+            yield objects
+            token = {"ContinuationToken": page.get("NextContinuationToken", "")}
+            is_last = not page.get("IsTruncated")
+
+    def _list_page(self, token: dict[str, str], wait: Wait) -> Any:
+        """A page of a listing of S3."""
+        folder = self.path.removeprefix(self._bucket).strip("/")
+        prefix = f"{folder}/" if folder else ""
+        return self._client().call_s3(
+            "list_objects_v2", Bucket=self._bucket, Prefix=prefix, **token
+        )
+
+    def _found(self) -> dict[str, Any]:
+        """The objects below this folder by their paths."""
+        found = self._retried("listed", lambda wait: self._client().find(self.path, detail=True))
+        if not found and "/" in self.path:  # providers answer alike for a bucket that is missing
+            self._retried("listed", lambda wait: self._client().ls(self._bucket, refresh=True))
+        return dict(found)
+
+    @property
+    def _bucket(self) -> str:
+        return self.path.partition("/")[0]
 
     def put(self, file: Path) -> None:
         """Replace the object by a file of this machine, in parts of bounded size.

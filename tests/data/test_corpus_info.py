@@ -35,10 +35,17 @@ def test_a_record_that_cannot_be_read_is_an_error_with_a_cure(tmp_path: Path) ->
         recorded_tokenizer(tmp_path / "web")
 
 
-def test_a_corpus_names_no_tokenizer_elsewhere(tmp_path: Path) -> None:
+def test_a_corpus_names_no_tokenizer_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("org/model", "../other", "s3://host/x"):
         write_info(tmp_path / "web", CorpusInfo(name, 300, 0))
         with pytest.raises(DataError, match="tokenizer is .*, it must be a plain file name"):
             recorded_tokenizer(tmp_path / "web")
     write_info(tmp_path / "web", CorpusInfo("gpt2", 300, 0))
     assert recorded_tokenizer(tmp_path / "web") == str(tmp_path / "gpt2")
+    # also where the path of the corpus is relative, and the folder is missing: gpt2 is on the hub
+    monkeypatch.chdir(tmp_path)
+    assert recorded_tokenizer("web") == str(tmp_path / "gpt2")
+    (tmp_path / "gpt2").mkdir()
+    assert recorded_tokenizer("web") == "gpt2"

@@ -1,5 +1,7 @@
 """A tokenizer whose regular expression takes exponential time is one error."""
 
+import time
+
 import pytest
 import tokenizers
 
@@ -16,9 +18,47 @@ def test_the_result_and_the_error_are_those_of_the_encoding() -> None:
 
 
 def test_an_exponential_pattern_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding_budget, "BUDGET_S", 0.3)
+    monkeypatch.setattr(encoding_budget, "BUDGET_S", 0.02)
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     pattern = tokenizers.Regex("(a+)+$")
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
     with pytest.raises(DataError, match="27 characters are not encoded after 0 s"):
         FastTokenizer(backend).encode("a" * 26 + "b")
+
+
+def tokenizer_that_multiplies(times: int) -> FastTokenizer:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+    backend.normalizer = tokenizers.normalizers.Replace("a", "a" * times)
+    return FastTokenizer(backend)
+
+
+@pytest.mark.parametrize("method", ["encode", "encode_added"])
+def test_a_replacement_that_multiplies_the_text_is_an_error(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding_budget, "BUDGET_BYTES", 1 << 20)
+    monkeypatch.setattr(encoding_budget, "LOOK_S", 0.01)
+    encode = getattr(tokenizer_that_multiplies(50_000), method)
+    with pytest.raises(DataError, match=r"10 characters need more than 1,089,536 bytes"):
+        encode("a" * 10)
+
+
+def test_the_time_ends_while_the_library_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding_budget, "BUDGET_S", 0.1)
+    tokenizer = tokenizer_that_multiplies(100_000)
+    start = time.monotonic()
+    with pytest.raises(DataError, match="10 characters are not encoded after 0 s"):
+        tokenizer.encode_added("a" * 10)
+    encoded_s = time.monotonic() - start
+    tokenizer.backend.encode("a" * 10)
+    assert encoded_s < (time.monotonic() - start) / 2
+
+
+def test_tokens_with_added_ones_are_those_of_the_library() -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "<s>": 2}, []))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 2)]
+    )
+    tokenizer = FastTokenizer(backend)
+    assert tokenizer.encode_added("ab") == backend.encode("ab").ids == [2, 0, 1]
+    assert tokenizer.decode([2, 0, 1]) == backend.decode([2, 0, 1])

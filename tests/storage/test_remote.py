@@ -48,6 +48,43 @@ def test_objects_are_written_read_in_ranges_listed_and_deleted(bucket: str, tmp_
         (folder / "one").read()
 
 
+@pytest.mark.parametrize(("num_objects", "num_pages"), [(1000, 6), (0, 51)])
+def test_an_endless_listing_ends_while_it_is_read(
+    num_objects: int, num_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[dict[str, str]] = []
+
+    class Endless:
+        def call_s3(self, method: str, **options: str) -> dict[str, object]:
+            assert method == "list_objects_v2" and options["Prefix"] == "run/"
+            pages.append(options)
+            keys = [f"run/{len(pages)}-{number}" for number in range(num_objects)]
+            contents = [{"Key": key, "Size": 1} for key in keys]
+            token = str(len(pages))
+            return {"Contents": contents, "IsTruncated": True, "NextContinuationToken": token}
+
+    monkeypatch.setattr(remote.Remote, "_client", lambda self: Endless())
+    monkeypatch.setattr(remote, "MAX_LISTED", 5000)
+    with pytest.raises(StorageFault, match="it has more than 5,000 objects; name a folder in it"):
+        parse("s3://bucket/run").sizes()
+    assert len(pages) == num_pages
+    assert pages[2]["ContinuationToken"] == "2"
+
+
+def test_a_listing_of_several_pages_is_whole(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = parse(f"{bucket}/pages")
+    for number in range(5):
+        (folder / f"{number}").write(b"x")
+    client = type(folder._client())
+    call = client.call_s3
+    monkeypatch.setattr(
+        client, "call_s3", lambda self, *args, **more: call(self, *args, MaxKeys=2, **more)
+    )
+    with s3_server.server().counted() as requests:
+        names = sorted(folder.sizes())
+    assert names == ["0", "1", "2", "3", "4"] and len(requests) == 3
+
+
 def test_a_large_file_is_sent_in_parts_of_which_few_are_in_memory(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
