@@ -9,7 +9,7 @@ from nanotrain.config import user_paths
 from nanotrain.config.recipe_files import MAX_RECIPE_BYTES, MAX_RECIPE_VALUES
 from nanotrain.data import encoding_budget, tasks
 from nanotrain.planner.rows.table import MAX_TABLE_BYTES
-from nanotrain.prepare.chat import BUDGET_S
+from nanotrain.prepare.chat_process import BUDGET_S
 from nanotrain.prepare.chat_template import MAX_CHARACTERS, MEMORY_BYTES
 from nanotrain.storage.remote import MAX_LISTED
 from nanotrain.untrusted import MAX_FILE_BYTES

@@ -15,6 +15,9 @@ from nanotrain.config.user_paths import with_variables
 from nanotrain.errors import ConfigError
 
 MAX_RESOLVED = 10**8  # characters; an estimate from above
+_OF_A_FIELD = re.compile(
+    r"\$\{(?!\s*oc\.env\s*:)"
+)  # a variable has one value, and refers to nothing
 HIDDEN = "\0hidden\0"  # in place of a hidden value
 MARKER = "nanotrain.environment"  # resolver in place of oc.env
 OmegaConf.register_new_resolver(MARKER, lambda *_: ENVIRONMENT, replace=True)
@@ -107,7 +110,7 @@ def require_short(written: Mapping[str, Any]) -> None:
     copies = 1
     for text in texts_in(written):
         longest = max(longest, len(text))
-        copies *= max(1, text.count("${"))
+        copies *= max(1, len(_OF_A_FIELD.findall(text)))
     if longest * copies > MAX_RESOLVED:
         raise ConfigError(
             "the references of the configuration stand for too long texts",

@@ -6,8 +6,7 @@
     mask    0            0    0 0 0 0          0            0         1 1
 
 The text is that of transformers' `apply_chat_template`. A chat template is a program of whoever
-made the tokenizer: it may loop, recurse and fill the memory. It runs in a process of its own
-(`chat_template`), which ends after BUDGET_S seconds for one conversation.
+made the tokenizer, so it runs in a process of its own (`chat_process`).
 
 What the assistant writes is marked by `{% generation %}` in the template, as transformers defines
 it. In other templates it is what each assistant message adds to the messages before it and the
@@ -15,9 +14,6 @@ prompt for a reply, which needs a template that never changes an earlier turn.
 """
 
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,15 +22,11 @@ import numpy as np
 from nanotrain.data.encoding_budget import encode_within_budget
 from nanotrain.data.pretrained import first_line, load_pretrained
 from nanotrain.errors import DataError
-from nanotrain.prepare import chat_template
+from nanotrain.prepare.chat_process import BUDGET_S, ChatProcess, Message, refused
 from nanotrain.untrusted import list_of, object_of, parse_json, text_of
 
 ASSISTANT = "assistant"
-BUDGET_S = 20.0  # for one conversation
-# names of what a model thinks before it replies; templates read the first or the second
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own, since templates see it
-Message = dict[str, Any]
 
 
 class ChatTemplate:
@@ -50,24 +42,18 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: str, *, budget_s: float = BUDGET_S) -> None:
         self._tokenizer = load_pretrained(tokenizer)
-        self._budget_s = budget_s
-        self._process: subprocess.Popen[bytes] | None = None
         try:
-            self._template = text_of(self._tokenizer.get_chat_template(), "chat_template")
+            template = text_of(self._tokenizer.get_chat_template(), "chat_template")
         except (ValueError, TypeError) as error:
             raise _no_template(tokenizer, why=first_line(error)) from None
-        if not self._template or not self._tokenizer.is_fast:
+        if not template or not self._tokenizer.is_fast:
             why = "its chat_template is empty"
-            if self._template:
+            if template:
                 why = "its tokens have no offsets in the text: it has no tokenizer.json"
             raise _no_template(tokenizer, why=why)
-        self._marks_turns = "generation %}" in self._template
-
-    def __del__(self) -> None:
-        process = self.__dict__.get("_process")
-        if process is not None:
-            process.kill()
-            process.communicate()
+        self._marks_turns = "generation %}" in template
+        variables = self._tokenizer.special_tokens_map
+        self._process = ChatProcess(template, variables, budget_s=budget_s)
 
     def encode(self, conversation: str) -> tuple[list[int], np.ndarray]:
         """The token ids of a conversation, and their mask [tokens] uint8.
@@ -80,12 +66,12 @@ class ChatTemplate:
                 earlier turns, or needs more than its budget.
         """
         messages = _parse_messages(conversation)
-        reply = self._render(messages)
-        encoded = self._tokenize(reply["text"])
+        text, spans = self._process.render(messages)
+        encoded = self._tokenize(text)
         ids = list(encoded["input_ids"])
         mask = np.zeros(len(ids), dtype=np.uint8)
         if self._marks_turns:
-            for begin, end in reply["spans"]:
+            for begin, end in spans:
                 first = encoded.char_to_token(begin)
                 if first is None:
                     break
@@ -93,7 +79,7 @@ class ChatTemplate:
                 mask[first : last + 1] = 1
             return ids, mask
         starts = np.array([start for start, _ in encoded["offset_mapping"]])
-        for begin, end in self._find_replies(messages, reply["text"]):
+        for begin, end in self._find_replies(messages, text):
             mask[(begin <= starts) & (starts < end)] = 1
         return ids, mask
 
@@ -108,13 +94,13 @@ class ChatTemplate:
             DataError: the template refuses them, or needs more than its budget.
         """
         if not continues:
-            return str(self._render(messages, add_generation_prompt=True)["text"])
+            return self._process.render(messages, add_generation_prompt=True).text
         content = str(messages[-1]["content"])
         opened = [*messages[:-1], messages[-1] | {"content": content + _OPEN_END}]
-        text = str(self._render(opened)["text"])
+        text = self._process.render(opened).text
         tag = _OPEN_END.strip()
         if content.strip() not in text or tag not in text:
-            raise _refused("the chat template leaves out a part of the last message")
+            raise refused("the chat template leaves out a part of the last message")
         begin = text.rindex(tag)
         # a template that strips messages has taken the blank of the tag, and those before it
         is_stripped = not text.startswith(_OPEN_END, begin)
@@ -127,9 +113,9 @@ class ChatTemplate:
             if message["role"] != ASSISTANT:
                 continue
             if number == 0:  # a template renders no empty conversation
-                raise _refused("its first message is of the assistant, so nothing asks for it")
-            before = self._render(messages[:number], add_generation_prompt=True)["text"]
-            through = self._render(messages[: number + 1])["text"]
+                raise refused("its first message is of the assistant, so nothing asks for it")
+            before = self._process.render(messages[:number], add_generation_prompt=True).text
+            through = self._process.render(messages[: number + 1]).text
             if not (text.startswith(through) and through.startswith(before)):
                 raise DataError(
                     "the chat template changes earlier turns",
@@ -151,77 +137,6 @@ class ChatTemplate:
             lambda: self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True),
             num_characters=len(text),
         )
-
-    def _render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False
-    ) -> dict[str, Any]:
-        """Text and spans of messages.
-
-        Raises:
-            DataError: the template refuses them, or needs more than its budget.
-        """
-        seen = [_as_templates_see(message) for message in messages]
-        reply = self._ask({"messages": seen, "add_generation_prompt": add_generation_prompt})
-        if "error" in reply:
-            raise _refused(f"the chat template refuses it: {reply['error']}")
-        try:
-            text_of(reply["text"], "its text")
-        except ValueError as error:
-            raise _refused(str(error)) from None
-        return reply
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply to a request, of the process that is started for the first one."""
-        if self._process is None:
-            self._process = self._start()
-        try:
-            _send(self._process, request)
-            assert self._process.stdout is not None, "a pipe"
-            reply: dict[str, Any] = json.loads(self._process.stdout.readline())
-        except (OSError, ValueError):  # it has ended
-            why = "its process ended"
-            if self._process.wait() == -signal.SIGALRM:
-                why = f"it took more than {self._budget_s:g} s for one conversation"
-            raise DataError(
-                "the chat template cannot be used",
-                why=why,
-                fix="correct the template; it is a program, which may loop or fill the memory",
-            ) from None
-        return reply
-
-    def _start(self) -> "subprocess.Popen[bytes]":
-        """A process with the template, in a session of its own: Ctrl-C is for the parent."""
-        process = subprocess.Popen(
-            [sys.executable, "-P", chat_template.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        variables = self._tokenizer.special_tokens_map
-        _send(
-            process,
-            {"template": self._template, "variables": variables, "budget_s": self._budget_s},
-        )
-        return process
-
-
-def _send(process: "subprocess.Popen[bytes]", value: dict[str, Any]) -> None:
-    assert process.stdin is not None, "a pipe"
-    process.stdin.write(json.dumps(value, default=str).encode() + b"\n")
-    process.stdin.flush()
-
-
-def _as_templates_see(message: Message) -> Message:
-    """A message as transformers hands it to a template.
-
-    >>> _as_templates_see({"role": "user", "content": "a", "tool_calls": None})
-    {'role': 'user', 'content': 'a'}
-    """
-    kept = {name: value for name, value in message.items() if value is not None}
-    thoughts = [kept[name] for name in _THOUGHTS if name in kept]
-    if not thoughts:
-        return kept
-    return {"thinking": thoughts[0], **kept, "reasoning_content": thoughts[0]}
 
 
 def _parse_messages(conversation: str) -> list[Message]:
@@ -250,10 +165,6 @@ def _no_template(tokenizer: str, *, why: str) -> DataError:
         why=why,
         fix="name the tokenizer of a chat model, or add chat_template.jinja to its folder",
     )
-
-
-def _refused(why: str) -> DataError:
-    return DataError("a conversation cannot be used", why=why, fix="correct or remove it")
 
 
 def as_text(messages: Any) -> str:

@@ -12,6 +12,7 @@ from nanotrain.checkpoint.run_files import RECORD
 from nanotrain.checkpoint.stored import (
     MANIFEST,
     MARKER,
+    MAX_FILES,
     Stored,
     fetched,
     mark,
@@ -22,6 +23,7 @@ from nanotrain.checkpoint.stored import (
 )
 from nanotrain.errors import CheckpointError, StorageFault
 from nanotrain.storage.remote import MissingObject, Remote, Stat, parse
+from nanotrain.untrusted import MAX_FILE_BYTES
 from tests import s3_server
 
 
@@ -48,6 +50,32 @@ def write(run: Remote, *names: str) -> None:
 def files(folder: Path) -> list[str]:
     paths = (path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
     return sorted(str(path.relative_to(folder)) for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("listing", "why"),
+    [
+        (
+            {f"{number}.json": Stat(1, 0.0) for number in range(MAX_FILES + 1)},
+            "it has 10,001 small files and 0 checkpoints, at most 10,000 are read",
+        ),
+        (
+            {f"step-{number:08}/{MANIFEST}": Stat(1, 0.0) for number in range(MAX_FILES + 1)},
+            "it has 0 small files and 10,001 checkpoints, at most 10,000 are read",
+        ),
+        (
+            {"a.json": Stat(MAX_FILE_BYTES + 1, 0.0)},
+            "a.json has 1,073,741,825 bytes, at most 1,073,741,824 are read",
+        ),
+    ],
+)
+def test_a_listing_of_too_much_is_refused_before_anything_is_read(
+    listing: dict[str, Stat], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Remote, "sizes", lambda self: listing)
+    monkeypatch.setattr(Remote, "read", lambda self, *span: pytest.fail("it is read"))
+    with pytest.raises(CheckpointError, match=why):
+        mirror(parse("s3://bucket/run"), tmp_path / "run")
 
 
 def test_the_record_of_a_folder_comes_back_and_a_damaged_one_is_none(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Settings merged over files: Hydra's `++key=value` and `~key`, in order."""
 
+from itertools import pairwise
+
 import pytest
 
 from nanotrain.config.flags import parse
@@ -67,3 +69,23 @@ def test_an_override_that_cannot_be_is_one_error(argument, message):
     with pytest.raises(ConfigError) as caught:
         lr_of(argument)
     assert message in str(caught.value)
+
+
+def test_references_stand_for_texts_of_bounded_length():
+    names = ("wandb_project", "wandb_exp_name", "wandb_entity", "run_dir", "generate_prompt")
+    arguments = ["train.wandb_project=xxxxxxxxxx"]
+    for before, name in pairwise(names):
+        arguments.append(f"train.{name}='{f'${{train.{before}}}' * 99}'")
+    load([*arguments[:2], *DATA.split()])
+    with pytest.raises(
+        ConfigError, match="may have 218,727,711,477 characters, at most 100,000,000"
+    ):
+        load([*arguments, *DATA.split()])
+
+
+def test_paths_of_many_corpora_may_have_two_variables_each(monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/s")
+    monkeypatch.setenv("USER", "u")
+    paths = ",".join(f"'${{oc.env:SCRATCH}}/${{oc.env:USER}}/{number}'" for number in range(64))
+    config = load([f"data.data_path=[{paths}]", "--vocab-size", "8"]).config
+    assert config.data.data_path[63] == "/s/u/63"

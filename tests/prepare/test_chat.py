@@ -3,7 +3,6 @@ targets.
 """
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -195,26 +194,6 @@ def test_a_tokenizer_that_is_trained_has_no_template(
         )
 
 
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-TALK = json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-
-
-@pytest.mark.parametrize(
-    ("template", "why"),
-    [
-        (LOOPS, "it took more than 1 s for one conversation"),
-        ("{{ 'x' * 10 ** 10 }}", "it needs more than 2,147,483,648 bytes"),
-        ("{{ '\\ud800' }}", "which is no valid text"),
-    ],
-)
-def test_a_template_has_a_budget_of_time_and_memory(
-    template: str, why: str, tmp_path: Path
-) -> None:
-    chat = ChatTemplate(save_tokenizer(tmp_path, template), budget_s=1.0)
-    with pytest.raises(DataError, match=why):
-        chat.encode(TALK)
-
-
 @pytest.mark.parametrize("strips", ["", " | trim"])
 def test_prompts_are_those_of_transformers(strips: str, tmp_path: Path) -> None:
     template = PLAIN.replace("m.content", f"(m.reasoning_content or '') + m.content{strips}")
@@ -229,22 +208,6 @@ def test_prompts_are_those_of_transformers(strips: str, tmp_path: Path) -> None:
             add_generation_prompt=not continues,
             continue_final_message=continues,
         )
-
-
-def test_one_process_renders_all_conversations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[object] = []
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda *args, **more: started.append(args) or popen(*args, **more)
-    )
-    chat = ChatTemplate(save_tokenizer(tmp_path, PLAIN))
-    assert started == []  # a check of the template alone needs none
-    for talk in TALKS:
-        chat.encode(json.dumps(messages(talk)))
-        chat.prompt(messages(talk))
-    assert len(started) == 1
 
 
 def test_a_reply_that_nobody_asked_for_is_refused_where_turns_are_not_marked(
