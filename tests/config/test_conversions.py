@@ -55,6 +55,15 @@ def test_layers_per_virtual_stage_become_virtual_stages(fields, layers, stages):
     }
 
 
+def test_ends_that_count_as_layers_are_in_the_virtual_stages():
+    ends = {f"account_for_{end}_in_pipeline_split": True for end in ("embedding", "loss")}
+    for counted, layers, stages in ((2, "8", 1), (2, "4", 2), (1, "8", 1)):
+        chosen = dict(list(ends.items())[:counted])
+        config = config_of(num_layers=32 - counted, pipeline_model_parallel_size=4, **chosen)
+        expected = {"num_virtual_stages_per_pipeline_rank": stages}
+        assert layers_per_virtual_stage(config, layers) == expected
+
+
 def test_a_padded_vocabulary_is_padded_to_that_size():
     assert padded_vocab_size(config_of(vocab_size=50257), "51200") == {
         "make_vocab_size_divisible_by": 51200

@@ -121,3 +121,23 @@ def test_a_gated_output_is_that_of_qwen3_next() -> None:
     assert_near(
         [grads["query.weight"], grads["gate.weight"]], [query.flatten(0, 1), gate.flatten(0, 1)]
     )
+
+
+def test_factors_of_a_layer_are_the_same_in_evaluation() -> None:
+    """Only dropout and the statistics of routers differ between training and evaluation."""
+    model = replace(
+        LLAMA,
+        attention_output_multiplier=0.3,
+        residual_multiplier=0.5,
+        softmax_scale=0.2,
+        embedding_multiplier=2.0,
+        logits_scaling=4.0,
+    )
+    stage = randomize(build(model))
+    tokens = random_batch().tokens
+    with torch.no_grad():
+        training, evaluation = (each.logits(tokens).clone() for each in (stage, stage.eval()))
+    assert torch.equal(training, evaluation)
+    plain = randomize(build(replace(model, attention_output_multiplier=1.0)))
+    with torch.no_grad():
+        assert not torch.allclose(plain.logits(tokens), training)

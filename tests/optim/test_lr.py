@@ -187,3 +187,12 @@ def test_weight_decay_grows_over_the_run_whatever_the_schedule_of_the_learning_r
     assert [schedule.weight_decay_at(step * BATCH) for step in steps] == pytest.approx(
         expected, rel=1e-4
     )
+
+
+def test_a_fraction_of_warmup_is_of_the_schedule_not_of_the_run():
+    schedule = curve("linear", lr_warmup_iters=0, lr_warmup_fraction=0.1, lr_decay_iters=50)
+    assert schedule.warmup_samples == pytest.approx(0.1 * 50 * BATCH)
+    assert schedule.lr_at(5 * BATCH) == pytest.approx(LR)
+    assert INIT_LR < schedule.lr_at(4 * BATCH) < LR > schedule.lr_at(6 * BATCH)
+    whole = curve("linear", lr_warmup_iters=0, lr_warmup_fraction=0.1)
+    assert whole.warmup_samples == pytest.approx(0.1 * TOTAL * BATCH)

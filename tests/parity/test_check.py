@@ -22,6 +22,7 @@ from nanotrain.parity.report import ParityReport
 from nanotrain.parity.shrink import on_one_rank, shrink
 from nanotrain.spec.boxes import Box, TensorBox
 from nanotrain.train import step as step_module
+from tests.config.asking import config_of
 from tests.harness import run_ranks
 
 TP_SP = ("+config=tiny", "--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -334,3 +335,13 @@ def test_ranks_that_do_not_fit_are_one_line_and_exit_code_2(
     assert main(["parity", "--world-size", "3", *TP_SP]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: 3 ranks cannot form tp=2")
+
+
+def test_samples_differ_by_their_number_and_by_the_seed() -> None:
+    config = config_of(vocab_size=300, seq_length=24, seed=3)
+    samples = [RandomDataset(config)[number].tokens for number in range(4)]
+    assert len({tuple(tokens.tolist()) for tokens in samples}) == 4
+    again = RandomDataset(config)[2].tokens
+    assert (again == samples[2]).all()
+    other = RandomDataset(config_of(vocab_size=300, seq_length=24, seed=4))[2].tokens
+    assert (other != samples[2]).any()

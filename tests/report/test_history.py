@@ -22,6 +22,18 @@ def test_columns_hold_every_number_and_gaps_are_nan(tmp_path: Path) -> None:
     assert run.config["optim.lr"] == 0.1
 
 
+def test_typical_values_are_those_of_the_newest_rows(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    values = [9.0, 9.0, 9.0, 9.0, 9.0, 1.0, 3.0, None, 2.0]
+    rows = [{"step": step, "step_time_s": value} for step, value in enumerate(values, start=1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = RunHistory.read(tmp_path)
+    assert run.typical("step_time_s", 4) == 2.0, "the median of 1, 3 and 2"
+    assert run.typical("step_time_s", 1) == 2.0 and run.typical("step_time_s", 2) == 2.0
+    assert run.typical("step_time_s", 100) == 9.0
+    assert run.typical("mfu", 4) is None
+
+
 def test_repeated_and_damaged_lines(tmp_path: Path) -> None:
     # Given steps 39 and 40 repeated after a resume, a line of another kind and a line truncated by
     # a crash,

@@ -56,12 +56,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluate_here(ctx: ParallelContext, path: Path, data: str, flags: str = "") -> Evaluation:
+def evaluate_here(
+    ctx: ParallelContext, path: Path, data: str, flags: str = "", max_samples: int | None = None
+) -> Evaluation:
     loaded = load_line(parse(f"{FLAGS} {flags}".split()), to_train=False)
     model = open_model(path)
     config = evaluation_config(model.config, loaded, world_size=ctx.topology.world_size)
     plan = plan_run(config, ctx.topology.world_size, rank=ctx.rank)
-    return evaluate_model(model, data, plan=plan, context=ctx, tokenizer=ByteTokenizer())
+    return evaluate_model(
+        model,
+        data,
+        plan=plan,
+        context=ctx,
+        tokenizer=ByteTokenizer(),
+        max_samples=max_samples,
+    )
 
 
 def by_hand(path: Path) -> float:
@@ -87,6 +96,15 @@ def test_one_process_gives_the_mean_loss_and_bits_per_byte(folder: Path, name: s
     assert result.bits_per_byte == pytest.approx(
         result.loss * result.tokens / math.log(2) / result.bytes
     )
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 99])
+def test_the_first_windows_predict_all_of_their_tokens(folder: Path, number: int) -> None:
+    text = str(folder / "text.txt")
+    (result,) = run_ranks(1, evaluate_here, folder / "dense", text, "", number)
+    num_bytes = len(TEXT.encode())
+    assert result.tokens == min(16 * number, num_bytes)
+    assert result.bytes == min(16 * number, num_bytes - 1)
 
 
 def test_layouts_agree(folder: Path) -> None:
