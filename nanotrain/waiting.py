@@ -39,12 +39,12 @@ class Wait:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since something was done."""
+        """Seconds since the last progress (`move`), or since the start."""
         return time.monotonic() - self._moved_at
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing was done for too long."""
+        """Whether there was no progress for `timeout_s`."""
         return self.silent_s >= self.timeout_s
 
     def pause(self, seconds: float) -> None:

@@ -83,10 +83,10 @@ class Recorder(recorder.Recorder):
         self._products_at[flight] = self.num_products
         return flight
 
-    def complete(self, flight: InFlight) -> None:
-        if flight in self.flying:
-            self.hidden_by.append((flight.op, self.num_products - self._products_at[flight]))
-        super().complete(flight)
+    def complete(self, operation: InFlight) -> None:
+        if operation in self.in_flight:
+            self.hidden_by.append((operation.op, self.num_products - self._products_at[operation]))
+        super().complete(operation)
 
 
 class _HostReads(TorchFunctionMode):
@@ -97,7 +97,7 @@ class _HostReads(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS_WITHOUT_DISPATCH and self._recorder.flying:
+        if func in _READS_WITHOUT_DISPATCH and self._recorder.in_flight:
             self._recorder.check(func.__name__, reads=[args[0]])
         return func(*args, **(kwargs or {}))
 

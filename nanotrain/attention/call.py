@@ -108,7 +108,7 @@ class AttentionCall:
 
     @cached_property
     def tiles(self) -> TilePlan:
-        """The call as tiles."""
+        """The tiles of the call, in the order in which they are computed."""
         pair = (LocalChunk(self.queries), LocalChunk(self.keys), True)
         queries, keys = self._positions()
         return plan_chunks(self.spans, [pair], queries=queries, keys=keys)

@@ -82,15 +82,15 @@ class SelectedTiles(TilePlan):
 
     @property
     def is_one_tile(self) -> bool:
-        """False, so that the output of a single tile has no padding either."""
+        """Always False: the path for a single tile would leave padding in the output."""
         return False
 
     @property
-    def own_tensors(self) -> tuple[Tensor, ...]:
+    def mask_tensors(self) -> tuple[Tensor, ...]:
         """The selected keys of each tile."""
         return tuple(self.bits.values())
 
-    def with_own(self, tensors: Sequence[Tensor]) -> "SelectedTiles":
+    def with_mask_tensors(self, tensors: Sequence[Tensor]) -> "SelectedTiles":
         """This plan with other selected keys, one tensor per tile, or none."""
         starts = [tile.queries.start for tile in self.tiles]
         return replace(self, bits=dict(zip(starts, tensors, strict=False)))

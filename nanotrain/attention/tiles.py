@@ -157,12 +157,12 @@ class TilePlan:
         return only.is_first and has_all_queries and has_all_keys
 
     @property
-    def own_tensors(self) -> tuple[Tensor, ...]:
+    def mask_tensors(self) -> tuple[Tensor, ...]:
         """Mask tensors of this call, which autograd saves; none if masks follow from spans."""
         return ()
 
-    def with_own(self, tensors: Sequence[Tensor]) -> "TilePlan":
-        """This plan with other `own_tensors`."""
+    def with_mask_tensors(self, tensors: Sequence[Tensor]) -> "TilePlan":
+        """This plan with other `mask_tensors`, or with none."""
         return self
 
     def chunk(self, tile: Tile, inputs: Inputs, *, scores: ScoreOptions | None) -> AttentionChunk:
@@ -450,15 +450,15 @@ class _AttendTiles(torch.autograd.Function):
             total = add_sink(replace(total, out=wide_out), sink)
         out = total.out.to(query.dtype)
         # an attribute of `ctx` stays in memory where the saved tensors are recomputed or offloaded
-        ctx.plan = plan.with_own(())
+        ctx.plan = plan.with_mask_tensors(())
         ctx.scores = None if scores is None else replace(scores, sink=None)
-        ctx.save_for_backward(query, key, value, sink, out, total.lse, *plan.own_tensors)
+        ctx.save_for_backward(query, key, value, sink, out, total.lse, *plan.mask_tensors)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sink, out, lse, *own_tensors = ctx.saved_tensors
-        plan = ctx.plan.with_own(own_tensors)
+        query, key, value, sink, out, lse, *mask_tensors = ctx.saved_tensors
+        plan = ctx.plan.with_mask_tensors(mask_tensors)
         grad = grads[0]
         merged = AttentionResult(out, lse)
         inputs = (query, key, value)

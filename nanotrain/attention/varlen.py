@@ -59,7 +59,10 @@ class PackedCall:
 
 
 def pack_lengths(call: AttentionCall, batch_size: int) -> PackedLengths:
-    """The documents of a call of full sequences or of a chunk of them; pure."""
+    """Lengths of the documents in a batch, as varlen kernels take them: cumulative, int32.
+
+    The queries are full sequences or one chunk of each; keys before the chunk are counted.
+    """
     spans = call.spans
     starts = spans.first_keys if spans.starts is None else spans.starts
     queries = [0]

@@ -283,7 +283,7 @@ class RemoteCheckpointer(Checkpointer):
                         source.read(chunk, source.offset(chunk, entry.dtype), into=into)
 
     def _forget_shard(self, save: StartedSave, stored: Stored) -> None:
-        """On a machine without the first rank: only the record of the address stays."""
+        """Delete the local shard on a machine without the first rank; keep the storage address."""
         final = step_folder(self.folder, save.manifest.step)
         if not (final / MANIFEST).exists():
             mark(final, stored)

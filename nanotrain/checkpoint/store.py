@@ -220,7 +220,7 @@ def newest_complete(folder: Path, *, below: int | None = None) -> Path | None:
 
 
 def checkpoint_to_resume(folder: Path, *, below: int | None = None) -> Path | None:
-    """`newest_complete`; None only where no checkpoint was ever finished.
+    """The newest complete checkpoint, to resume from; None if no save was ever finished.
 
     Raises:
         DamagedCheckpoint: there are checkpoints and none is complete: starting at step 0 would hide

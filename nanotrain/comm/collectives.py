@@ -141,7 +141,7 @@ def local_slice(tensor: Tensor, group: Group, *, dim: int) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, group: Group, *, op: str = "sum") -> None:
-    """`start_all_reduce`, complete on return."""
+    """All-reduce in place, complete on return; arguments as `start_all_reduce`."""
     start_all_reduce(tensor, group, op=op).wait()
 
 
@@ -156,7 +156,7 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], group: Group) -> None:
 
 
 def all_gather_into(output: Tensor, tensor: Tensor, *, group: Group) -> None:
-    """`start_all_gather_into`, complete on return."""
+    """All-gather into a tensor, complete on return; arguments as `start_all_gather_into`."""
     start_all_gather_into(output, tensor, group=group).wait()
 
 

@@ -28,11 +28,11 @@ class Handle:
     """torch's `Work` of an operation in flight."""
 
     recorder: Recorder
-    flight: InFlight
+    operation: InFlight
 
     def wait(self, *_: Any) -> bool:
         """Complete the operation."""
-        self.recorder.complete(self.flight)
+        self.recorder.complete(self.operation)
         return True
 
 
@@ -102,17 +102,17 @@ class RecordingGroup(_ProcessGroup):
         **fields: Any,
     ) -> Handle:
         """Record the start of an operation; `whole` is the tensor whose size is listed."""
-        flight = self.recorder.start(op, inputs=inputs, outputs=outputs)
+        operation = self.recorder.start(op, inputs=inputs, outputs=outputs)
         dtype = str(whole.dtype).removeprefix("torch.")
         size = dtype if fields.get("splits") else f"{whole.numel():,} {dtype}"
         size += "".join(
             f" {name.lower()}" for name in _REDUCTIONS if reduction == getattr(dist.ReduceOp, name)
         )
         call = Call(
-            self.ranks, op, size, whole.nbytes, flight.started_at, self.recorder.moment, **fields
+            self.ranks, op, size, whole.nbytes, operation.started_at, self.recorder.moment, **fields
         )
         self.recorder.calls.append(call)
-        return Handle(self.recorder, flight)
+        return Handle(self.recorder, operation)
 
 
 @contextmanager

@@ -130,7 +130,7 @@ class Recorder(TorchDispatchMode):
         moment: number of the schedule's action that the rank runs, or the phase of the step.
         num_operators: operators that were compared with at least one buffer in flight.
         allocated, peak: bytes of the storages on the meta device, in blocks of a GPU's allocator.
-        flying: the operations in flight, oldest first.
+        in_flight: the operations in flight, oldest first.
     """
 
     def __init__(self, shapes: dict[Any, Any] | None = None) -> None:
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
         self.num_operators = 0
         self.allocated = 0
         self.peak = 0
-        self.flying: list[InFlight] = []
+        self.in_flight: list[InFlight] = []
         self._shapes = {} if shapes is None else shapes
         # weak reference and counted bytes, by storage
         self._sizes: dict[int, tuple[Any, int]] = {}
@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):
         if func.is_view:
             return func(*args, **kwargs)
         operands = _tensors((*args, *kwargs.values()))
-        if self.flying and func.overloadpacket.__name__ not in _METADATA_ONLY:
+        if self.in_flight and func.overloadpacket.__name__ not in _METADATA_ONLY:
             self.num_operators += 1
             if self._are_in_flight(operands):
                 written = _written_tensors(func, args, kwargs=kwargs)
@@ -197,16 +197,16 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Raise `Race` if these accesses conflict with an operation in flight."""
         self._check_storages(what)
-        for flight in self.flying:
-            if _overlaps_any(reads, flight.outputs):
+        for operation in self.in_flight:
+            if _overlaps_any(reads, operation.outputs):
                 does = "reads an output"
-            elif _overlaps_any(writes, flight.outputs):
+            elif _overlaps_any(writes, operation.outputs):
                 does = "writes to an output"
-            elif _overlaps_any(writes, flight.inputs):
+            elif _overlaps_any(writes, operation.inputs):
                 does = "writes to an input"
             else:
                 continue
-            raise Race(f"{what} at {place()} {does} in flight: {flight}")
+            raise Race(f"{what} at {place()} {does} in flight: {operation}")
 
     def start(
         self,
@@ -219,34 +219,37 @@ class Recorder(TorchDispatchMode):
         """Note that an operation on these buffers is in flight, and check it against others."""
         self.check(op, reads=inputs, writes=outputs)
         tensors = (*inputs, *outputs)
-        flight = InFlight(op, place(), [*map(_Buffer.of, inputs)], [*map(_Buffer.of, outputs)])
+        operation = InFlight(op, place(), [*map(_Buffer.of, inputs)], [*map(_Buffer.of, outputs)])
         storages = [tensor.untyped_storage() for tensor in tensors]
-        flight.storages = frozenset(storage._cdata for storage in storages)
-        references = tuple(weakref.ref(storage, flight.lose) for storage in storages)
-        flight.kept = tensors + references if keeps else references
-        self.flying.append(flight)
-        return flight
+        operation.storages = frozenset(storage._cdata for storage in storages)
+        references = tuple(weakref.ref(storage, operation.lose) for storage in storages)
+        operation.kept = tensors + references if keeps else references
+        self.in_flight.append(operation)
+        return operation
 
-    def complete(self, flight: InFlight) -> None:
+    def complete(self, operation: InFlight) -> None:
         """Note that an operation was waited for."""
-        if flight in self.flying:
-            self._check_storages(f"the wait for {flight.op}")
-            self.flying.remove(flight)
+        if operation in self.in_flight:
+            self._check_storages(f"the wait for {operation.op}")
+            self.in_flight.remove(operation)
 
     def finish(self) -> None:
         """Raise `Race` if an operation was never waited for."""
         self._check_storages("the end of the run")
-        left = [flight for flight in self.flying if not flight.ends_on_host]
-        if left:
-            raise Race(f"never waited for: {'; '.join(map(str, left))}")
+        unwaited = [entry for entry in self.in_flight if not entry.ends_on_host]
+        if unwaited:
+            raise Race(f"never waited for: {'; '.join(map(str, unwaited))}")
 
     def _are_in_flight(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors share storage with an operation in flight, or such storage is lost."""
         used = {tensor.untyped_storage()._cdata for tensor in tensors}
-        return any(flight.is_lost or not used.isdisjoint(flight.storages) for flight in self.flying)
+        return any(
+            operation.is_lost or not used.isdisjoint(operation.storages)
+            for operation in self.in_flight
+        )
 
     def _check_storages(self, what: str) -> None:
-        lost = next((flight for flight in self.flying if flight.is_lost), None)
+        lost = next((operation for operation in self.in_flight if operation.is_lost), None)
         if lost is not None:
             raise Race(f"before {what} at {place()} storage was freed or resized in flight: {lost}")
 
@@ -276,8 +279,8 @@ class Recorder(TorchDispatchMode):
         original = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            for flight in self.flying:
-                flight.is_lost |= storage._cdata in flight.storages
+            for operation in self.in_flight:
+                operation.is_lost |= storage._cdata in operation.storages
             resized = original(storage, size)
             if storage.device.type == "meta":
                 self._count(storage)

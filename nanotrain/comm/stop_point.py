@@ -18,6 +18,7 @@ Without a request nothing is sent, and the host does not wait for the device.
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
@@ -25,11 +26,16 @@ from nanotrain.comm.collectives import broadcast_object
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import CommunicationFault
 
-Position = tuple[int, int]  # pass, and microbatches of it that have begun
-
 POLL_S = 1.0
 MIN_POLL_S = 0.05  # while the ranks agree
 RANKS_PER_POLL_S = 10_000  # polls of larger worlds are less frequent: one process serves the store
+
+
+class Position(NamedTuple):
+    """How far a rank is; a later position compares as greater."""
+
+    pass_number: int
+    num_begun: int  # microbatches of the pass that have begun
 
 
 class PassStopped(Exception):
@@ -55,7 +61,7 @@ class StopPoint:
         self._timeout_s = timeout_s
         self.poll_s = max(POLL_S, control.size / RANKS_PER_POLL_S)
         self._changed = threading.Condition()
-        self._begun: Position = (0, 0)
+        self._begun = Position(0, 0)
         self._pass_start = time.monotonic()
         self._holds = False
         self._decision: Position | None = None
@@ -84,7 +90,8 @@ class StopPoint:
     def begin_pass(self) -> None:
         """Record that a pass begins; called on all ranks."""
         with self._changed:
-            self._begun, self._pass_start = (self._begun[0] + 1, 0), time.monotonic()
+            self._begun = Position(self._begun.pass_number + 1, 0)
+            self._pass_start = time.monotonic()
 
     def may_begin(self, microbatch: int) -> bool:
         """Whether work on a microbatch of this pass may begin; False if all ranks stop first.
@@ -92,7 +99,7 @@ class StopPoint:
         Raises:
             CommunicationFault: another rank did not reply in time.
         """
-        wanted = (self._begun[0], microbatch + 1)
+        wanted = Position(self._begun.pass_number, microbatch + 1)
         if wanted <= self._begun:
             return True
         with self._changed:
@@ -114,8 +121,9 @@ class StopPoint:
         Raises:
             PassStopped: some of its microbatches were not begun.
         """
-        if self._decision is not None and (self._begun[0], num_microbatches) > self._decision:
-            raise PassStopped(self._begun[1])
+        end = Position(self._begun.pass_number, num_microbatches)
+        if self._decision is not None and end > self._decision:
+            raise PassStopped(self._begun.num_begun)
 
     def _watch(self) -> None:
         """Poll for a request to stop, on a thread, and agree on the point with all ranks."""
@@ -138,9 +146,12 @@ class StopPoint:
     def _agree(self) -> None:
         """Publish the position of this rank, and read the position at which all ranks stop."""
         with self._changed:
-            self._holds, begun = True, self._begun
-        key, size = self._prefix + "decision", self._control.size
-        self._store.set(f"{self._prefix}{self._control.index}", f"{begun[0]} {begun[1]}")
+            self._holds = True
+            begun = self._begun
+        key = self._prefix + "decision"
+        size = self._control.size
+        text = f"{begun.pass_number} {begun.num_begun}"
+        self._store.set(f"{self._prefix}{self._control.index}", text)
         if self._store.add(self._prefix + "count", 1) == size:
             published = self._store.multi_get([f"{self._prefix}{index}" for index in range(size)])
             self._store.set(key, max(published, key=_position).decode())
@@ -154,4 +165,4 @@ class StopPoint:
 
 def _position(text: bytes) -> Position:
     pass_number, num_begun = text.split()
-    return int(pass_number), int(num_begun)
+    return Position(int(pass_number), int(num_begun))

@@ -20,7 +20,7 @@ LARGEST = 10**18  # the largest whole number of a flag, as of --train-samples
 
 
 def whole_number(flag: str, text: str) -> int:
-    """A value of at least 1, also written 1e9.
+    """Parse a whole number of at least 1, also written as 1e9.
 
     Raises:
         ConfigError: anything else.

@@ -135,7 +135,7 @@ class Entry:
 
     @property
     def help(self) -> str:
-        """What the field means: the docstring below it."""
+        """The help text of the field: the docstring below it."""
         return field_help(self.section_class).get(self.field.name, "described in docs/config.md")
 
     @property

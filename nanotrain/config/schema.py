@@ -219,7 +219,7 @@ def unknown_key(key: str) -> ConfigError:
 
 
 def as_key(cure: str) -> str:
-    """The key of a field whose flag is a cure; other cures as they are."""
+    """A cure for YAML: the key of a field in place of a flag; other cures unchanged."""
     for entry in ENTRIES.values():
         if entry.flag == cure:
             return entry.key

@@ -255,6 +255,7 @@ def permuted(index: int, size: int, *, seed: int, epoch: int, inverse: bool = Fa
 
 
 def _mix(value: int) -> int:
+    """The finalizer of SplitMix64: a bijective hash of a 64-bit integer."""
     value &= _MASK64
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK64

@@ -135,7 +135,7 @@ class XIELU(nn.Module):
         self.alpha_n = params["alpha_n"]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape and dtype."""
+        """xIELU elementwise, any shape; the dtype of x."""
         out: Tensor = _xielu_forms(x, self.alpha_p, self.alpha_n)
         return out
 

@@ -146,7 +146,7 @@ class ProjectionScale(nn.Module):
         self.factors = factors
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The same shapes."""
+        """Each tensor times its factor, any shapes."""
         return [x * factor for x, factor in zip(tensors, self.factors, strict=True)]
 
 

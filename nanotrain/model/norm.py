@@ -240,5 +240,5 @@ class Scale(nn.Module):
         self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape and dtype."""
+        """x * factor, any shape."""
         return x * self.factor

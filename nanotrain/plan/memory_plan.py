@@ -79,7 +79,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """All tensors."""
+        """Bytes of all tensors."""
         return self.certain(1.0) - self.runtime + self.working + self.communication
 
     @property

@@ -210,7 +210,7 @@ class Plan:
         return self.hidden_shape_of(self.config.data.seq_length)
 
     def hidden_shape_of(self, seq_length: int) -> tuple[int, int, int]:
-        """`hidden_shape` where samples are split into sequences of `seq_length` tokens."""
+        """[B, S, H] between two stages, if samples are split into sequences of `seq_length`."""
         num_sequences = self.config.data.seq_length // seq_length
         batch_size = self.config.train.micro_batch_size * num_sequences
         return batch_size, seq_length // self.num_sequence_shards, self.shape.hidden_size

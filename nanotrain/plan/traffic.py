@@ -35,7 +35,7 @@ from nanotrain.topology.groups import GroupName, GroupSpec
 
 Key = tuple[str, str]  # group, operation
 COUNT_BYTES = 4  # token counts are int32
-TOKEN_TRIPS = 4  # dispatch and combine, forward and backward
+TOKEN_TRANSFERS = 4  # dispatch and combine, forward and backward
 
 
 def sent_bytes(plan: Plan) -> dict[Key, int]:
@@ -134,7 +134,7 @@ def pipeline(plan: Plan) -> Iterator[tuple[Key, int]]:
 
 
 def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
-    """Every attention layer of this rank, or other token mixer, forward and backward."""
+    """Bytes sent by the token mixers (attention or other) of this rank's layers, both passes."""
     sizes = layer_sizes(plan, "cpu")
     if sizes.cp == 1:
         return
@@ -158,18 +158,22 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
 
 
 def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
-    """Every mixture-of-experts layer of this rank, forward and backward."""
+    """Bytes sent by the mixture-of-experts layers of this rank, forward and backward."""
     moe = plan.shape.moe
     if moe is None:
         return
     counts = moe.num_experts * COUNT_BYTES  # known where layers are recomputed
     recomputed = recomputed_layers(plan, "moe")
-    yield from _expert_pass(plan, moe, layers=_layers(plan), trips=TOKEN_TRIPS, counts=counts)
-    yield from _expert_pass(plan, moe, layers=recomputed, trips=TOKEN_TRIPS // 2, counts=0)
+    yield from _expert_pass(
+        plan, moe, layers=_layers(plan), num_transfers=TOKEN_TRANSFERS, counts=counts
+    )
+    yield from _expert_pass(
+        plan, moe, layers=recomputed, num_transfers=TOKEN_TRANSFERS // 2, counts=0
+    )
 
 
 def _expert_pass(
-    plan: Plan, moe: MoEConfig, *, layers: Sequence[int], trips: int, counts: int
+    plan: Plan, moe: MoEConfig, *, layers: Sequence[int], num_transfers: int, counts: int
 ) -> Iterator[tuple[Key, int]]:
     """Tokens and token counts of some layers.
 
@@ -177,7 +181,7 @@ def _expert_pass(
         plan: plan of the rank.
         moe: section of the configuration.
         layers: indices of layers, of which some have experts.
-        trips: how often tokens are sent, there and back counting twice.
+        num_transfers: how often tokens are sent, there and back counting twice.
         counts: bytes of the token counts.
     """
     ep = plan.groups["ep"].size
@@ -194,8 +198,8 @@ def _expert_pass(
     nodes = ep // (plan.config.parallel.moe_hierarchical_dispatch or ep)
     if nodes > 1:
         # one row per token and node, with the numbers and weights of its experts in fp32
-        token_bytes = trips * routed // (num_tokens * moe.router_topk)
-        weight_bytes = trips // 2 * 8 * moe.router_topk
+        token_bytes = num_transfers * routed // (num_tokens * moe.router_topk)
+        weight_bytes = num_transfers // 2 * 8 * moe.router_topk
         across = num_tokens * reached_nodes(moe, nodes) * (token_bytes + weight_bytes)
         if counts:
             across += nodes * COUNT_BYTES
@@ -204,7 +208,7 @@ def _expert_pass(
         size = plan.groups[group].size
         if group == "ep":
             size //= nodes  # ranks of a node, which send counts of the experts of a node
-        num_bytes = count(trips * routed, counts // nodes, size)
+        num_bytes = count(num_transfers * routed, counts // nodes, size)
         yield (group, operation), num_passes * num_bytes
 
 
@@ -262,7 +266,7 @@ def matrices(plan: Plan) -> Iterator[tuple[Key, int]]:
             yield (group.name, "all_to_all"), numel * rule.dtype(config).itemsize
 
 
-# Bytes of a layer, from the bytes of its tokens over all trips, the bytes of the counts and the
+# Bytes of a layer, from the bytes of its tokens over all transfers, the bytes of the counts and the
 # group size: tokens and counts go to the ranks of their experts and back, and tokens go to every
 # shard of an expert and back.
 EXPERT_BYTES: dict[tuple[GroupName, str], Callable[[int, int, int], int]] = {

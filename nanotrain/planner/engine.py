@@ -81,7 +81,7 @@ class Optimizer:
 class Memory:
     """Bytes that the engine needs."""
 
-    low_grads: bool  # gradients exist in the dtype of the parameters and in fp32
+    keeps_low_precision_grads: bool  # gradients exist in the dtype of the parameters and in fp32
     saved_factor: float  # bytes that a block saves, relative to Megatron-LM
 
 

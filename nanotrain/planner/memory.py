@@ -101,7 +101,7 @@ def _group_state_bytes(scenario: Scenario, numel: int, *, shard_group: str) -> S
     grads = numel * precision.grads.itemsize
     if zero_stage > 1:
         grads = numel * precision.main_grads.itemsize // shards
-    if engine.memory.low_grads and itemsize < FP32:
+    if engine.memory.keeps_low_precision_grads and itemsize < FP32:
         grads += numel * itemsize
     return StateBytes(
         params=numel * param_bytes // (shards if zero_stage == 3 else 1),

@@ -319,7 +319,7 @@ class ProgramBytes:
         if "fused loss" in features:
             return OperatorBytes(logits * self.sizes.itemsize)
         per_logit = self.sizes.itemsize
-        if self.engine.memory.low_grads:
+        if self.engine.memory.keeps_low_precision_grads:
             per_logit += 2 * FP32
         if "compiled loss" in features:  # a compiled loss is not in place
             per_logit += FP32

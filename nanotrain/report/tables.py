@@ -97,7 +97,7 @@ def progress_of(run: RunHistory) -> Fact:
 
 
 def size_facts(run: RunHistory) -> dict[str, Fact]:
-    """Model, data and layout."""
+    """Facts on the size of a run: parameters, tokens, device and layout."""
     environment = run.environment
     total = environment.get("parameters")
     active = environment.get("active_parameters")
@@ -305,7 +305,7 @@ def environment_table(runs: Sequence[RunHistory]) -> str:
 
 
 def _flat_environment(environment: dict[str, Any]) -> dict[str, str]:
-    """By name and by package; without what other tables and charts show."""
+    """The entries of environment.json as text by name, without those shown elsewhere."""
     flat = {}
     for name, value in environment.items():
         if name == "command":

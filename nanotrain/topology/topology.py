@@ -135,7 +135,7 @@ class Topology:
 
 
 def axes_of(name: GroupName) -> tuple[str, ...]:
-    """The axes of its grid along which the ranks of a group differ."""
+    """The axes of a grid (dense or expert) along which the ranks of a group differ."""
     return EXPERT_GROUPS[name] if name in EXPERT_GROUPS else DENSE_GROUPS[name]
 
 

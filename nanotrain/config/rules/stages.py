@@ -94,7 +94,7 @@ def check_layers_per_stage(c: Settings) -> Errors:
 
 
 def check_stage_layout(c: Settings) -> Errors:
-    """`pipeline_model_parallel_layout`: its layers and stages."""
+    """The stages of `pipeline_model_parallel_layout` match the ranks and layers of the model."""
     lengths = layout_lengths(c)
     if lengths is None:
         return
@@ -122,7 +122,7 @@ def check_stage_layout(c: Settings) -> Errors:
 
 
 def check_stage_layout_mtp(c: Settings) -> Errors:
-    """`pipeline_model_parallel_layout`: its layers of multi-token prediction."""
+    """The number of MTP layers in `pipeline_model_parallel_layout` is `mtp_num_layers`."""
     layout = c.parallel.pipeline_model_parallel_layout
     if not layout:
         return

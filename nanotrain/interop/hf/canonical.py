@@ -88,7 +88,7 @@ def mixed_layers(layers: Sequence[bool]) -> str:
 
 
 def _canonical_moe(shape: ModelShape) -> MoEConfig | None:
-    """None where no layer has experts."""
+    """The expert section with explicit sizes and layers; None if no layer has experts."""
     if shape.moe is None or not any(shape.moe_layers):
         return None
     layer_freq = write_pattern(shape.moe_layers)
@@ -96,7 +96,7 @@ def _canonical_moe(shape: ModelShape) -> MoEConfig | None:
 
 
 def _canonical_mla(mla: MLAConfig | None, *, epsilon: float) -> MLAConfig | None:
-    """Without an epsilon that all norms have."""
+    """The MLA section, with the epsilon of its norms unset if it equals `epsilon` of all norms."""
     if mla is not None and mla.compressed_norm_epsilon == epsilon:
         return replace(mla, compressed_norm_epsilon=None)
     return mla
@@ -105,14 +105,14 @@ def _canonical_mla(mla: MLAConfig | None, *, epsilon: float) -> MLAConfig | None
 def _canonical_linear(
     linear: LinearAttentionConfig | None, *, epsilon: float
 ) -> LinearAttentionConfig | None:
-    """Without an epsilon that all norms have."""
+    """The section, with the epsilon of its norms unset if it equals `epsilon` of all norms."""
     if linear is not None and linear.norm_epsilon == epsilon:
         return replace(linear, norm_epsilon=None)
     return linear
 
 
 def _canonical_scale(model_config: ModelConfig, shape: ModelShape) -> float | None:
-    """None for the usual scale of attention scores, 1 / sqrt(head_dim)."""
+    """The scale of attention scores; None if it is the default 1 / sqrt(head_dim)."""
     scale = model_config.softmax_scale
     if scale is not None and math.isclose(scale, shape.head_dim**-0.5):
         return None

@@ -153,7 +153,7 @@ def _write_scaling(model_config: ModelConfig) -> Values | None:
 
 
 def read_layered_rope(raw: Raw, *, has_partial: bool = False) -> Values:
-    """`read_rope`, where layers with a window are unscaled and may have another base."""
+    """Read rotary positions of a model whose windowed layers have a base of their own, unscaled."""
     full = raw.get("rope_parameters") or {}
     local: Raw = {}
     if FULL in full or SLIDING in full:
@@ -201,7 +201,7 @@ def _read_partial_layered_rope(raw: Raw) -> Values:
 
 
 def _write_partial_layered_rope(model_config: ModelConfig) -> Values:
-    """In the newer format alone: transformers does not convert the older one for MiMo-V2."""
+    """MiMo-V2: only `rope_parameters`, as transformers does not convert the older entries."""
     return {"rope_parameters": write_layered_rope(model_config)["rope_parameters"]}
 
 
@@ -251,7 +251,7 @@ def _read_mistral_rope(raw: Raw) -> Values:
 
 
 def _write_mistral_rope(model_config: ModelConfig) -> Values:
-    """In the newer format alone: transformers takes its default without `rope_parameters`."""
+    """Mistral: only `rope_parameters`, without which transformers takes its default."""
     yarn = model_config.yarn
     mla = model_config.mla
     rope = _write_scaling(model_config) or {}

@@ -331,7 +331,7 @@ _write_wgrad = eager_or_graph(_write_eagerly, _write_by_operator)
 def write_fp8_in_graph(
     weight: Tensor, operands: Sequence[Tensor], *, blocks: Sequence[int]
 ) -> None:
-    """`nanotrain::write_wgrad` of two matrices in fp8."""
+    """Write or add an fp8 weight gradient to its buffer, as an operator of compiled graphs."""
     a, b = unpack_operands(operands, blocks)
     out, has_grads = target_in_graph(weight)
     write_scaled_mm(a, b, out=out, adds=has_grads)

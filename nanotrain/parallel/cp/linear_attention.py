@@ -40,7 +40,7 @@ class Rule:
 
 
 def delta_rule_over(inputs: DeltaInputs, group: Group, *, comm_type: str) -> Tensor:
-    """`scan_over` of the gated delta rule."""
+    """The gated delta rule over sequences sharded across cp (`scan_over`)."""
     rule = Rule(scan=delta_rule, span_map=span_map)
     return scan_over(inputs, group, comm_type=comm_type, rule=rule)
 

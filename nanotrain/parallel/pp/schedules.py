@@ -178,7 +178,7 @@ def build_schedule(name: str, shape: PipelineShape) -> Schedule:
 
 
 def warmups(shape: PipelineShape) -> list[int]:
-    """`num_warmup` of every rank."""
+    """The number of warmup forwards of each rank (`num_warmup`)."""
     return [num_warmup(shape, rank) for rank in range(shape.num_ranks)]
 
 

@@ -195,7 +195,7 @@ def warn_after_restore(manifest: Manifest, data: DataConfig, *, path: Path) -> N
 
 
 def warn_after_import(folder: Path, data: DataConfig) -> None:
-    """The same for a Hugging Face folder, which may have a tokenizer."""
+    """Warn if the tokenizer of a Hugging Face folder differs from the tokenizer of the data."""
     if (folder / "tokenizer.json").is_file():
         _warn_of_other_tokenizer(lambda: str(folder), data, path=folder)
 

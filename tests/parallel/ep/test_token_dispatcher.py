@@ -17,7 +17,7 @@ from nanotrain.parallel.ep.token_dispatcher import (
     build_token_dispatcher,
 )
 from nanotrain.plan.plan import plan_run
-from nanotrain.plan.traffic import COUNT_BYTES, EXPERT_BYTES, TOKEN_TRIPS, sent_bytes
+from nanotrain.plan.traffic import COUNT_BYTES, EXPERT_BYTES, TOKEN_TRANSFERS, sent_bytes
 from tests.harness import run_ranks
 
 E, H, T, K = 8, 4, 12, 3
@@ -103,7 +103,7 @@ def padded_and_exact(ctx, factor, may_drop, ids=None):
     )
     padded = outcome(dispatch, x, routing, grad, run_experts=mine)
     _, rows = options.padded_split(T, K, num_experts=E, ep=ep.size)
-    tokens, counts = TOKEN_TRIPS * ep.size * rows * H * 4, E * COUNT_BYTES
+    tokens, counts = TOKEN_TRANSFERS * ep.size * rows * H * 4, E * COUNT_BYTES
     planned = {
         op: count(tokens, counts, ctx.group(op[0]).size) for op, count in EXPERT_BYTES.items()
     }
@@ -232,7 +232,7 @@ def send_evenly(ctx):
     dispatch = build_token_dispatcher(E, ep=ep, etp=etp)
     out = dispatch(x, Routing(experts, torch.ones(2 * E, K)))(lambda rows, offs: rows * 2)
     out.sum().backward()
-    tokens, counts = TOKEN_TRIPS * 2 * E * K * H * 4, E * COUNT_BYTES
+    tokens, counts = TOKEN_TRANSFERS * 2 * E * K * H * 4, E * COUNT_BYTES
     predicted = {
         key: count(tokens, counts, ctx.group(key[0]).size) for key, count in EXPERT_BYTES.items()
     }
