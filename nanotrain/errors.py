@@ -161,11 +161,14 @@ class ReportedFault(EnvironmentFault):
     """A fault that one rank printed already; `report` does not print it again."""
 
 
-def report(error: NanotrainError, *, quiet: bool = False) -> int:
+def report(error: NanotrainError, *, quiet: bool = False, edit: Callable[[str], str] = str) -> int:
     """Print an error on standard error and return the exit code.
 
-    `quiet` prints nothing, for ranks other than the first: it raises the same error.
+    Args:
+        error: what to print.
+        quiet: print nothing, for ranks other than the first: it raises the same error.
+        edit: edits the text before it is printed.
     """
     if not quiet and not isinstance(error, ReportedFault):
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {edit(str(error))}", file=sys.stderr, flush=True)
     return EXIT_CODE

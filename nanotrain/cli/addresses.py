@@ -3,12 +3,14 @@
     read_path, read_name    download the small files of an address into a local folder
     written_path            a local path, to be uploaded
     is_fetched              whether a path is in a folder that `read_path` made
+    show, with_addresses    print, or edit, a text that has to name addresses, not local paths
     transfers               around a command: upload after success, then remove the local files
 
 Shards of checkpoints are not downloaded: they are read in object storage, chunk by chunk.
 """
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -34,7 +36,8 @@ def read_path(text: str) -> Path:
         return local_path(text)
     from nanotrain.checkpoint.stored import fetched
 
-    return fetched(parse(text), local_folder("read"))
+    remote = parse(text)
+    return fetched(remote, local_folder("read") / remote.scheme)
 
 
 def read_name(text: str) -> str:
@@ -76,6 +79,17 @@ def has_objects(remote: Remote, *, suffix: str) -> bool:
         return bool(remote.sizes())
     except MissingObject:
         return False
+
+
+def show(text: str) -> None:
+    """Print a text that may name local folders of addresses."""
+    print(with_addresses(text), flush=True)
+
+
+def with_addresses(text: str) -> str:
+    """A text for the user, which names addresses and not their local folders."""
+    base = re.escape(str(local_folder("", makes=False)))
+    return re.sub(rf"{base}/(?:read|written)/(\w+)/", r"\1://", text)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ export-megatron | publish
 
 from collections.abc import Sequence
 
-from nanotrain.cli.addresses import read_name, read_path, written_path
+from nanotrain.cli.addresses import read_name, read_path, show, written_path
 from nanotrain.cli.parser import Command, CommandParser
 from nanotrain.cli.publish_checkpoint import publish_checkpoint
 from nanotrain.cli.values import count, positive
@@ -25,7 +25,7 @@ def inspect(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     from nanotrain.checkpoint.report import describe
 
-    print(describe(args.path, tensors=args.tensors))
+    show(describe(args.path, tensors=args.tensors))
     return 0
 
 
@@ -37,7 +37,7 @@ def verify(argv: Sequence[str]) -> int:
     from nanotrain.checkpoint.report import verify as verify_checkpoint
 
     outcome = verify_checkpoint(args.path)
-    print(outcome.text())
+    show(outcome.text())
     return 0 if outcome.is_sound else EXIT_CODE
 
 
@@ -50,7 +50,7 @@ def diff(argv: Sequence[str]) -> int:
     from nanotrain.checkpoint.report import diff as diff_checkpoints
 
     outcome = diff_checkpoints(args.first, args.second)
-    print(outcome.text())
+    show(outcome.text())
     return 0 if outcome.is_equal else EXIT_CODE
 
 
@@ -73,7 +73,7 @@ def average(argv: Sequence[str]) -> int:
     from nanotrain.inference.checkpoint import average_with_tokenizer
 
     folder = average_with_tokenizer(args.paths, args.output, decay=args.ema_decay)
-    print(f"{folder}: weights averaged over {count_of(len(args.paths), 'checkpoint')}")
+    show(f"{folder}: weights averaged over {count_of(len(args.paths), 'checkpoint')}")
     return 0
 
 
@@ -89,7 +89,7 @@ def prune(argv: Sequence[str]) -> int:
     from nanotrain.checkpoint.retention import prune as prune_folder
 
     for path in prune_folder(args.path, args.keep_last, is_dry=args.dry_run):
-        print(f"{'would delete' if args.dry_run else 'deleted'} {path}")
+        show(f"{'would delete' if args.dry_run else 'deleted'} {path}")
     return 0
 
 
@@ -102,7 +102,7 @@ def import_hf(argv: Sequence[str]) -> int:
     from nanotrain.interop.hf.import_weights import import_hf as import_folder
 
     start_logging()
-    print(import_folder(args.folder, args.output))
+    show(import_folder(args.folder, args.output))
     return 0
 
 
@@ -116,10 +116,10 @@ def export_hf(argv: Sequence[str]) -> int:
     start_logging()
     if repository is not None:
         check_repository(repository)
-    print(export_checkpoint(**args))
+    show(export_checkpoint(**args))
     if repository is not None:
         name_card(args["folder"], repository)
-        print(push_folder(args["folder"], repository))
+        show(push_folder(args["folder"], repository))
     return 0
 
 
@@ -170,7 +170,7 @@ def export_dcp(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     from nanotrain.interop.dcp import export_dcp as export
 
-    print(export(args.path, args.output))
+    show(export(args.path, args.output))
     return 0
 
 
@@ -185,7 +185,7 @@ def export_megatron(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     from nanotrain.interop.megatron import export_megatron as export
 
-    print(export(args.path, args.output, dtype=args.dtype))
+    show(export(args.path, args.output, dtype=args.dtype))
     return 0
 
 

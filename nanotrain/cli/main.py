@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanotrain.cli.addresses import transfers
+from nanotrain.cli.addresses import transfers, with_addresses
 from nanotrain.cli.checkpoint import CHECKPOINT_COMMANDS
 from nanotrain.cli.checks import check_names
 from nanotrain.cli.data import DATA_COMMANDS
@@ -151,4 +151,4 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except NanotrainError as error:
-        return print_error(error, quiet=os.environ.get("RANK", "0") != "0")
+        return print_error(error, quiet=os.environ.get("RANK", "0") != "0", edit=with_addresses)

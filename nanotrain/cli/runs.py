@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from nanotrain.cli.addresses import is_fetched, read_path, written_path
+from nanotrain.cli.addresses import is_fetched, read_path, show, written_path
 from nanotrain.cli.parser import CommandParser
 from nanotrain.cli.values import count, png_file, port, whole_numbers
 from nanotrain.errors import ConfigError
@@ -43,7 +43,7 @@ def report(argv: Sequence[str]) -> int:
     histories = [RunHistory.read(folder) for folder in args.runs]
     require_html(page)
     write_report(histories, page, fix="choose another file with --output")
-    print(page)
+    show(str(page))
     return 0
 
 
@@ -128,7 +128,7 @@ def timeline(argv: Sequence[str]) -> int:
     print_timeline(steps, console=terminal())
     save_png(steps, picture)
     save(steps, args.run)
-    print(picture)
+    show(str(picture))
     return 0
 
 

@@ -151,6 +151,7 @@ def test_a_command_on_addresses_does_what_it_does_on_folders(
         )
         assert main(words.split()) == 0, capsys.readouterr().err
         replies.append(capsys.readouterr().out)
+    assert f"-{os.getpid()}/" not in replies[0], "a temporary folder is named"
     if "OUT" not in command:
         assert numbers(replies[0]) == numbers(replies[1])
     folder = tmp_path / "back"
