@@ -1,7 +1,7 @@
 """Filter and deduplicate documents with datatrove, then make token files of what is left.
 
-    pip install datatrove orjson python examples/clean_with_datatrove.py --input raw --output
-    data/web --tokenizer bpe:8192 --workers 8
+    pip install datatrove orjson
+    python examples/clean_with_datatrove.py --input raw --output data/web --tokenizer bpe:8192
 
 `raw` is a folder of JSON lines with a field "text". datatrove's LocalPipelineExecutor becomes its
 SlurmPipelineExecutor on a cluster; `nanotrain prepare --executor slurm` makes the token files
@@ -10,19 +10,25 @@ there. Without --input a small folder is made.
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 
-from datatrove.data import Document
-from datatrove.executor import LocalPipelineExecutor
-from datatrove.pipeline.dedup import ExactDedupFilter, ExactDedupSignature, ExactFindDedups
-from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
-from datatrove.pipeline.filters import LambdaFilter
-from datatrove.pipeline.readers import JsonlReader
-from datatrove.pipeline.writers import JsonlWriter
-from datatrove.utils.hashing import HashConfig
-
 from nanotrain.cli.main import main as nanotrain
+
+try:
+    import orjson  # noqa: F401  (datatrove's reader of JSON lines needs it)
+    from datatrove.data import Document
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.dedup import ExactDedupFilter, ExactDedupSignature, ExactFindDedups
+    from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
+    from datatrove.pipeline.filters import LambdaFilter
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.writers import JsonlWriter
+    from datatrove.utils.hashing import HashConfig
+except ModuleNotFoundError as error:
+    print(f"error: no package {error.name}; pip install datatrove orjson", file=sys.stderr)
+    sys.exit(2)
 
 
 def is_long_enough(document: Document) -> bool:
@@ -84,15 +90,9 @@ def main() -> None:
                 "".join(json.dumps({"text": text}) + "\n" for text in texts)
             )
         cleaned = clean(raw, Path(scratch), workers=arguments.workers)
-        names = [
-            "--input",
-            str(cleaned),
-            "--output",
-            str(arguments.output),
-            "--tokenizer",
-            arguments.tokenizer,
-        ]
-        raise SystemExit(nanotrain(["prepare", *names, "--workers", str(arguments.workers)]))
+        line = f"prepare --tokenizer {arguments.tokenizer} --workers {arguments.workers}"
+        files = ["--input", str(cleaned), "--output", str(arguments.output)]
+        raise SystemExit(nanotrain([*line.split(), *files]))
 
 
 if __name__ == "__main__":

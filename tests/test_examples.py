@@ -3,6 +3,8 @@ torchrun's CPU time.
 """
 
 import functools
+import runpy
+import sys
 import tempfile
 from pathlib import Path
 
@@ -73,3 +75,16 @@ def test_every_example_is_listed_and_fits_on_a_page() -> None:
     assert {path.name for path in EXAMPLES} == set(EXPECTED)
     for path in EXAMPLES:
         assert len(path.read_text().splitlines()) <= 100, f"{path.name} is longer than 100 lines"
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_an_example_without_its_packages_is_one_message(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in NEEDED[name]:
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: no package ") and "pip install datatrove orjson" in line

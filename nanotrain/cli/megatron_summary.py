@@ -28,7 +28,7 @@ def megatron_summary(loaded: Loaded, line: CommandLine) -> str:
         "batch": batch_text(config),
         "tokens": tokens_text(config),
         "converted": listed(argument_texts(line, kind="rename", with_meaning=True)),
-        "always so": listed(argument_texts(line, kind="always")),
+        "always": listed(argument_texts(line, kind="always")),
         "no effect": listed(argument_texts(line, kind="no effect")),
         "defaults": defaults_text(loaded),
     }

@@ -53,7 +53,24 @@ class Trial:
 
     def arguments(self, shared: Sequence[str]) -> list[str]:
         """The arguments of the training: the last of two settings of a field counts."""
-        return [*shared, *self.settings, f"--run-dir={self.folder}"]
+        return [*without_run_dir(shared), *self.settings, f"--run-dir={self.folder}"]
+
+
+def without_run_dir(arguments: Sequence[str]) -> list[str]:
+    """The arguments but `--run-dir FOLDER`, in place of which each run has a folder of its own.
+
+    >>> without_run_dir(["+config=tiny", "--run-dir", "runs/lr", "--bf16", "run_dir=runs/b"])
+    ['+config=tiny', '--bf16']
+    """
+    kept: list[str] = []
+    is_value = False  # of the flag before
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        is_run_dir = name.lstrip("-+").replace("-", "_") in RUN_DIR
+        if not is_run_dir and not is_value:
+            kept.append(argument)
+        is_value = is_run_dir and not equals
+    return kept
 
 
 def sweep(argv: Sequence[str]) -> int:

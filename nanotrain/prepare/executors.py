@@ -58,7 +58,7 @@ def _connect_ray() -> Any:
     try:
         import ray
     except ImportError:
-        fix = "pip install ray"
+        fix = "pip install 'nanotrain[ray]'"
         raise EnvironmentFault(
             "--executor ray needs Ray", why="it is not installed", fix=fix
         ) from None

@@ -32,7 +32,7 @@ def test_a_line_is_parameters_layout_batch_tokens_and_what_became_of_flags(capsy
     assert rows["batch"] == "global batch 16, micro-batch 4, sequences of 1,024"
     assert rows["tokens"] == "8.19 M in 500 steps"
     assert rows["converted"].startswith("1 flag: --train-samples 8000 (--train-iters")
-    assert rows["always so"] == "1 flag: --use-mcore-models"
+    assert rows["always"] == "1 flag: --use-mcore-models"
     assert rows["no effect"] == "1 flag: --tp-comm-overlap"
     for default in ("learned_absolute (nanotrain: rope)", "LayerNorm (nanotrain: RMSNorm)"):
         assert default in rows["defaults"]

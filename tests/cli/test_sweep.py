@@ -43,7 +43,7 @@ def test_every_combination_is_started_with_its_values_and_folder(stub, tmp_path,
         "2",
     ]
     assert main(["sweep", *stub(RECORD), *words]) == 3
-    shared = "first word --nnodes=2 --run-dir runs/a +config=tiny"
+    shared = "first word --nnodes=2 +config=tiny"
     assert (tmp_path / "log").read_text().splitlines() == [
         f"{shared} --lr={lr} train.seed={seed} --run-dir=runs/a/lr={lr},seed={seed}"
         for lr in ("1e-3", "2")
@@ -100,7 +100,7 @@ def test_finished_runs_are_not_run_again_and_the_best_is_listed_first(
         main(["sweep", "--over", "lr=1,4", "--run-dir", "s", "+config=tiny", "--train-iters=40"])
         == 0
     )
-    words = "--run-dir s +config=tiny --train-iters=40 --lr=4 --run-dir=s/lr=4"
+    words = "+config=tiny --train-iters=40 --lr=4 --run-dir=s/lr=4"
     assert (tmp_path / "log").read_text() == f"-m nanotrain train {words}\n"
     out = capfd.readouterr().out
     assert "run 1 of 2: lr=1 has finished before" in out

@@ -11,6 +11,7 @@ from nanotrain.config.megatron import megatron
 from nanotrain.config.rules.check import validate_for_world
 from nanotrain.config.schema import value_of
 from tests.config.launch_scripts import SCRIPTS
+from tests.harness import ROOT
 
 GOAL, ACCEPTED = 145, 150  # of the 150 flags used most
 # By how many of 231 GPT and MoE command lines of Megatron-LM's examples and functional tests use
@@ -70,6 +71,16 @@ def test_every_flag_of_a_script_becomes_something(name):
         word.partition("=")[0] for word in arguments if word.startswith("--")
     } == settings | named and not line.errors.errors
     assert not settings & named
+
+
+def test_the_numbers_in_the_docs_are_those_of_these_tables():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "from_megatron.md").read_text().split())
+    assert f"the {ACCEPTED} that its own command lines use most are accepted" in readme
+    assert f"Of the {len(MOST_USED.split())} flags that 231 command lines" in page
+    assert len(MOST_USED.split()) == ACCEPTED, "'all are accepted', the page says"
+    for text in (readme, page):
+        assert f"{len(SCRIPTS)} published" in text
 
 
 def test_the_goal_of_accepted_flags_is_met():

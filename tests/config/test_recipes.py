@@ -3,6 +3,7 @@
 import pytest
 
 from nanotrain.config.compose import config_dir
+from nanotrain.config.config import Config
 from nanotrain.config.load import load, load_config
 from nanotrain.config.rules.check import check_layout, validate_for_world
 from nanotrain.config.schedules import global_batch_size
@@ -132,3 +133,31 @@ def test_a_quick_start_is_small_and_shared_by_any_small_world(recipe):
     for world in (1, 2, 3, 4, 6):
         validate_for_world(config, world)
         assert global_batch_size(config.train, world) == global_batch_size(config.train, 1)
+
+
+def test_recipes_that_are_as_in_a_paper_are() -> None:
+    """Llama 2: table 1 and section 2.2; DeepSeek-V3: section 4.2, and where the comment says so not."""
+    for name, lr in (("llama7b", 3e-4), ("llama70b", 1.5e-4)):
+        config = load_config([f"+config={name}", "--mock-data"])
+        optim = config.optim
+        assert (optim.lr, optim.lr_decay_style, optim.lr_warmup_iters) == (lr, "cosine", 2000)
+        assert optim.min_lr == pytest.approx(lr / 10)
+        assert (optim.adam_beta1, optim.adam_beta2, optim.adam_eps) == (0.9, 0.95, 1e-5)
+        assert (optim.weight_decay, optim.clip_grad) == (0.1, 1.0)
+        assert tokens_of(config) == pytest.approx(2e12, rel=0.01)
+    config = load_config(["+config=deepseek_v3", "--mock-data"])
+    optim = config.optim
+    assert (optim.lr, optim.lr_warmup_iters, optim.weight_decay) == (2.2e-4, 2000, 0.1)
+    assert (optim.adam_beta1, optim.adam_beta2, optim.clip_grad) == (0.9, 0.95, 1.0)
+    assert config.model.init_method_std == 0.006
+    assert config.parallel.pipeline_model_parallel_size == 16
+    assert tokens_of(config) == pytest.approx(14.8e12, rel=0.002)
+    # otherwise than there
+    assert config.model.mtp.num_layers is None and config.precision.fp8 is None
+    assert optim.lr_decay_style == "cosine" and optim.min_lr == pytest.approx(optim.lr / 10)
+    assert config.train.rampup_batch_size == []
+    assert config.parallel.expert_model_parallel_size == 8
+
+
+def tokens_of(config: Config) -> float:
+    return float(config.train.train_iters * config.train.global_batch_size * config.data.seq_length)

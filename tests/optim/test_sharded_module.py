@@ -172,6 +172,12 @@ def saved(
     return results
 
 
+@pytest.mark.parametrize("page", ["zero.md", "status.md"])
+def test_the_number_of_layouts_in_the_docs(page: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    assert len(LAYOUTS) == 9 and "nine layouts" in text.replace("\n", " ").lower()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_equals_torch_on_one_rank(
     saved: Any, expected: dict[str, Tensor], layout: str

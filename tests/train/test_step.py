@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -10,6 +11,7 @@ import torch
 
 import nanotrain
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.train.hooks.checkpoint import CheckpointHook
 from nanotrain.train.step import finalize_grads, global_loss, train_step
 from tests.harness import SHORT_NAMES, ranks, run_ranks
 from tests.laws.worlds import Case, build_here
@@ -53,8 +55,8 @@ def test_all_ranks_return_one_result_and_count_the_same_samples():
     assert math.isfinite(loss) and grad_norm > 0 and not skipped
 
 
-def test_the_page_of_one_step_lists_the_files_that_a_step_enters(tmp_path):
-    flags = ("+config=tiny", "--overlap-grad-reduce", "--overlap-param-gather")
+def files_entered(call: Callable[[], object]) -> set[str]:
+    """The files of the package whose functions a call enters."""
     files: set[str] = set()
 
     def record(frame: FrameType, event: str, _: object) -> None:
@@ -62,14 +64,37 @@ def test_the_page_of_one_step_lists_the_files_that_a_step_enters(tmp_path):
         if event == "call" and name.startswith(str(PACKAGE)):
             files.add(Path(name).relative_to(PACKAGE).as_posix())
 
+    sys.setprofile(record)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def test_the_page_of_one_step_lists_files_that_a_save_enters(tmp_path):
+    page = (PACKAGE.parent / "docs/one_step.md").read_text()
+    count, text = re.search(
+        r"\*\*Saving a checkpoint\*\* enters about (\d+)\.(.*)", page, re.S
+    ).groups()
+    listed: set[str] = set()
+    for line in text.split("\n\n")[1].splitlines():
+        folder = next((word for word in line.split() if word.endswith("/")), "")
+        names = line.replace(folder, "").replace(",", " ").split()
+        listed |= {folder + name for name in names}
+    with small_run(tmp_path, "+config=tiny") as run:
+        train_step(run, run.batch_iterator.next())
+        files = files_entered(lambda: CheckpointHook().after_training(run))
+    assert listed - files == {"checkpoint/background.py", "checkpoint/stored.py"}
+    assert abs(len(files) - int(count)) <= 5, sorted(files)
+
+
+def test_the_page_of_one_step_lists_the_files_that_a_step_enters(tmp_path):
+    flags = ("+config=tiny", "--overlap-grad-reduce", "--overlap-param-gather")
     with small_run(tmp_path, *flags) as run:
         train_step(run, run.batch_iterator.next())
         batch = run.batch_iterator.next()
-        sys.setprofile(record)
-        try:
-            train_step(run, batch)
-        finally:
-            sys.setprofile(None)
+        files = files_entered(lambda: train_step(run, batch))
     text = (
         (PACKAGE.parent / "docs/one_step.md")
         .read_text()
