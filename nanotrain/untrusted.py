@@ -199,6 +199,7 @@ def require_few_values(text: str | bytes, *, most: int) -> None:
     sizes: dict[int, int] = {}
 
     def size_of(node: yaml.Node) -> int:
+        """The number of values in a node with its aliases expanded, at most `most` + 1."""
         if id(node) in sizes:
             return sizes[id(node)]
         sizes[id(node)] = most + 1  # for a value inside itself

@@ -113,11 +113,11 @@ def prune(path: Path, keep_last: int, *, is_dry: bool = False) -> list[Path]:
     oldest = surplus(folder, keep_last, written=complete[-1])
     if oldest and not is_dry:
         keep_newest(folder, keep_last, written=complete[-1])
-    left = [step.name for step in oldest if os.path.lexists(step)]
-    if left and not is_dry:
-        gone = ", ".join(step.name for step in oldest if step.name not in left) or "none"
+    remaining = [step.name for step in oldest if os.path.lexists(step)]
+    if remaining and not is_dry:
+        gone = ", ".join(step.name for step in oldest if step.name not in remaining) or "none"
         raise EnvironmentFault(
-            f"{', '.join(left)} could not be deleted",
+            f"{', '.join(remaining)} could not be deleted",
             why=f"the warnings name the reasons; deleted: {gone}",
             fix=f"make {folder} writable",
         )

@@ -159,11 +159,11 @@ def mirror(remote: Remote, folder: Path) -> None:
     Raises:
         StorageFault: it cannot be reached.
     """
-    found = {name: stat for name, stat in remote.sizes().items() if not _UNSAFE.search(name)}
-    saves = steps_of(found)
+    objects = {name: stat for name, stat in remote.sizes().items() if not _UNSAFE.search(name)}
+    saves = steps_of(objects)
     current = _current_saves(saves)
     is_ahead = _is_ahead(folder, current)
-    small = _small_files(found)
+    small = _small_files(objects)
     _require_few(small, num_steps=len(current), remote=remote)
     keep_newer(small, remote, folder=folder, is_ahead=is_ahead)
     for step in [*folder.glob("step-*[0-9]"), *folder.glob("checkpoints/step-*[0-9]")]:
@@ -172,8 +172,8 @@ def mirror(remote: Remote, folder: Path) -> None:
             _drop_step(step, is_deleted=local not in saves)
     for local, save in current.items():
         _mirror_step(folder / local, remote / save.folder, objects=save.objects)
-    if MANIFEST in found:  # the folder of one checkpoint
-        mark(folder, Stored(remote, _shards(found)))
+    if MANIFEST in objects:  # the folder of one checkpoint
+        mark(folder, Stored(remote, _shards(objects)))
 
 
 def _current_saves(saves: Mapping[str, list[Generation]]) -> dict[str, Generation]:

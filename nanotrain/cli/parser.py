@@ -67,9 +67,9 @@ class CommandParser(argparse.ArgumentParser):
         """
         arguments = args or ()
         self._refuse_unknown_flags(arguments)
-        own = self._option_string_actions
-        one_value = [flag for flag, action in own.items() if action.nargs is None]
-        settings, others = split_settings(arguments, own=own, with_value=one_value)
+        options = self._option_string_actions
+        one_value = [flag for flag, action in options.items() if action.nargs is None]
+        settings, others = split_settings(arguments, own=options, with_value=one_value)
         parsed, rest = super().parse_known_args(others, namespace)
         return parsed, [*settings, *rest]
 
@@ -90,12 +90,12 @@ class CommandParser(argparse.ArgumentParser):
 
         A flag that a training has, or that is misspelled so, is left to the training's own errors.
         """
-        own = self._option_string_actions
+        options = self._option_string_actions
         if flag in self._elsewhere:
             return self._elsewhere[flag]
-        if not flag.startswith("--") or flag in own or flag in known_flags() or row_of(flag):
+        if not flag.startswith("--") or flag in options or flag in known_flags() or row_of(flag):
             return None
-        near = by_spelling(flag, [*own, *self._elsewhere])
+        near = by_spelling(flag, [*options, *self._elsewhere])
         return self._elsewhere.get(near, near) if near else None
 
     def error(self, message: str) -> NoReturn:

@@ -272,11 +272,11 @@ def check_same_run(run: "RunHistory", loaded: Loaded) -> None:
     from nanotrain.train.resume.restore import changed_settings
 
     changes = changed_settings(nest(run.config), to_dict(loaded.config))
-    given = [change for change in changes if change.split()[0] in loaded.explicit]
-    if given:
+    explicit_changes = [change for change in changes if change.split()[0] in loaded.explicit]
+    if explicit_changes:
         raise ConfigError(
             f"run folder {run.folder} is not of these settings",
-            why=f"it was trained with others: {', '.join(given)}",
+            why=f"it was trained with others: {', '.join(explicit_changes)}",
             fix="choose another --run-dir, or remove the folder",
         )
 

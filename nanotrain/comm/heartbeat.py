@@ -27,7 +27,7 @@ class _CollectiveFields(Structure):
 
 
 class Record(Structure):
-    """The memory layout of a rank's record: indices of its fields."""
+    """The memory layout of the record of a rank, which other processes of the machine read."""
 
     _fields_ = [
         *((name, c_int64) for name in ("beats", "is_alarmed", "step", "stage", "microbatch")),
@@ -88,7 +88,7 @@ class Heartbeat:
         self._record = Record.from_buffer(record)
 
     def alarm(self) -> None:
-        """Mark this rank as given up, which the other ranks of the machine read."""
+        """Record that this rank has begun to report a hang, for the other ranks of the machine."""
         self._record.is_alarmed = 1
 
     def begin(self, phase: str, *, step: int | None = None) -> None:

@@ -64,10 +64,10 @@ class Turns:
         """Let the other computation, if there is one, run until it hands over or ends."""
         if not self._is_shared:
             return
-        own = self._turn
-        self._turn = 1 - own
+        index = self._turn
+        self._turn = 1 - index
         self._gates[self._turn].release()
-        self._gates[own].acquire()
+        self._gates[index].acquire()
         if self._failure is not None:
             raise self._failure
 

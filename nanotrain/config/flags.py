@@ -267,9 +267,9 @@ def read_save(flag: Flag, rest: list[str]) -> list[Setting]:
 
 def take_values(rest: list[str]) -> list[str]:
     """The arguments up to the next flag, override or choice; they are removed from `rest`."""
-    taken = list(itertools.takewhile(lambda text: not begins_argument(text), rest))
-    del rest[: len(taken)]
-    return taken
+    arguments = list(itertools.takewhile(lambda text: not begins_argument(text), rest))
+    del rest[: len(arguments)]
+    return arguments
 
 
 def take_value(flag: str, rest: list[str]) -> str:

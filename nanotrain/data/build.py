@@ -311,9 +311,9 @@ def read_document(text: str) -> tuple[Path, int]:
 
 def _paths(data: DataConfig, name: str) -> list[str]:
     """The blend of a split: its own, or the shared one; with stages, every corpus by size."""
-    own = {"valid": data.valid_data_path, "test": data.test_data_path}
+    paths_by_split = {"valid": data.valid_data_path, "test": data.test_data_path}
     if name != "train" and _has_own_splits(data):
-        return own[name]
+        return paths_by_split[name]
     if data.stages:
         entries = chain(*_stage_blends(data))
         return list(dict.fromkeys(str(entry.prefix) for entry in entries))

@@ -48,10 +48,10 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
             bin_index = num_bins
             num_bins += 1
         bins[piece] = bin_index
-        left = space - length
-        if left:
-            bins_by_space[left].append(bin_index)
-            spaces |= 1 << left
+        rest = space - length
+        if rest:
+            bins_by_space[rest].append(bin_index)
+            spaces |= 1 << rest
     return bins
 
 

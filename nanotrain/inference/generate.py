@@ -116,8 +116,8 @@ class Generation:
 
         Replicated layers may round differently on each rank.
         """
-        own = tokens if self._ranks.is_first else [0] * len(tokens)
-        return [int(token) for token in all_reduce_scalars(own, self._ranks)]
+        local_tokens = tokens if self._ranks.is_first else [0] * len(tokens)
+        return [int(token) for token in all_reduce_scalars(local_tokens, self._ranks)]
 
     def _logits(self) -> dict[int, Tensor]:
         """[V] fp32 on the CPU for each running prompt."""

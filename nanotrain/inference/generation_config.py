@@ -221,9 +221,9 @@ def _parse_stops(value: Any) -> tuple[str, ...]:
 
 def _unread(fields: Mapping[str, Any]) -> tuple[str, ...]:
     """The options that change tokens and are not applied."""
-    found = []
+    unread = []
     for name, neutral in UNREAD.items():
         value = fields.get(name)
         if value is not None and value != neutral:
-            found.append(f"{name} {json.dumps(value)[:40]}")
-    return tuple(found)
+            unread.append(f"{name} {json.dumps(value)[:40]}")
+    return tuple(unread)

@@ -148,8 +148,8 @@ class NanotrainLM(LM):
         """The generated text for one request of lm-eval, cut at its stop strings."""
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
-        given = [options[name] for name in LENGTH_OPTIONS if options.get(name)]
-        most = int(given[0]) if given else MAX_NEW_TOKENS
+        lengths = [options[name] for name in LENGTH_OPTIONS if options.get(name)]
+        most = int(lengths[0]) if lengths else MAX_NEW_TOKENS
         # at least half of the input is the context
         num_tokens = min(most, self.max_length // 2)
         tokenizer = self.loaded.tokenizer

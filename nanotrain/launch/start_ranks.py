@@ -277,8 +277,8 @@ def run_ranks(args: Namespace, stops: Sequence[int]) -> int:
         ) from None
     config.signals_to_handle = TORCH_SIGNALS
     if config.max_nodes > 1:
-        place = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
-        print(f"waiting for {args.nnodes} machines at {place}", file=sys.stderr, flush=True)
+        rendezvous = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+        print(f"waiting for {args.nnodes} machines at {rendezvous}", file=sys.stderr, flush=True)
     if args.rdzv_backend == "static" and not args.rdzv_endpoint and args.node_rank:
         require_host(args.master_addr)
         require_store(

@@ -185,8 +185,8 @@ class Stage(nn.Module):
         )
         self.layers = nn.ModuleDict()
         for layer in spec.layers:
-            own = declared.submodule(f"layers.{layer}")
-            block = build_block(model_config, own, parallel=parallel, layer=layer)
+            layer_params = declared.submodule(f"layers.{layer}")
+            block = build_block(model_config, layer_params, parallel=parallel, layer=layer)
             self.layers[str(layer)] = block
         self.final_norm: nn.Module | None = None
         self.head: Head | None = None
@@ -200,11 +200,11 @@ class Stage(nn.Module):
             )
         self.mtp = nn.ModuleDict()
         for depth, layer in enumerate(mtp_layers):
-            own = declared.submodule(f"mtp.{depth}")
-            own_block = own.submodule("block")
+            layer_params = declared.submodule(f"mtp.{depth}")
+            own_block = layer_params.submodule("block")
             block = build_block(model_config, own_block, parallel=parallel, layer=layer)
             self.mtp[str(depth)] = MTPLayer(
-                model_config, own, block=block, tensor_parallel=parallel.tp, layer=layer
+                model_config, layer_params, block=block, tensor_parallel=parallel.tp, layer=layer
             )
         # The layers in order; `transform_blocks` may replace them by functions of one or several
         # layers.

@@ -270,10 +270,10 @@ def _check_nesting(units: Sequence[Unit]) -> None:
     """Refuse units with parameters of their own and with other units inside."""
     for name, child in units:
         below = [unit.name for unit in units if _is_below(unit.name, name)]
-        own = _own_parameters(child)
-        if below and own:
+        own_params = _own_parameters(child)
+        if below and own_params:
             kind = type(child).__name__
-            what = f"{name or kind} has parameters of its own ({', '.join(own)})"
+            what = f"{name or kind} has parameters of its own ({', '.join(own_params)})"
             why = f"it is not freed before {below[0]}, which is a unit inside it, runs"
             fix = f"add {kind} to the unit classes, or choose optim_grads"
             raise ConfigError(what, why=why, fix=fix)

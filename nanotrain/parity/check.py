@@ -231,7 +231,7 @@ def _sharding(dp: DataParallel, context: ParallelContext) -> dict[str, str]:
 
 
 def _compare_steps(reference: Record, records: Sequence[Record]) -> tuple[StepDifference, ...]:
-    """Step by step, the values of the rank with the largest difference; ranks should agree."""
+    """The difference of each step, by the rank whose loss or norm differs most from one rank."""
     steps = []
     for index, (loss, norm) in enumerate(zip(reference.losses, reference.grad_norms, strict=True)):
         losses = [record.losses[index] for record in records]

@@ -231,7 +231,7 @@ def train_schedule(config: Config, world_size: int) -> Schedule:
 def require_memory(
     config: Config, world_size: int, *, device: str, available: int | None
 ) -> MemoryPlan:
-    """The memory of the worst rank.
+    """Plan the memory of the rank that needs the most, and check that it fits.
 
     Args:
         config: a validated configuration with the vocabulary size set.

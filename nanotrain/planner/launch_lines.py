@@ -22,13 +22,13 @@ def launch_lines(arguments: str, *, world_size: int, gpus_per_node: int) -> list
     if world_size <= gpus_per_node and not is_rack:
         return [f"nanotrain train --nproc-per-node {world_size} {arguments}"]
     num_machines = world_size // per_machine
-    place = "--rdzv-backend c10d --rdzv-id JOB --rdzv-endpoint HOST:29500"
+    rendezvous = "--rdzv-backend c10d --rdzv-id JOB --rdzv-endpoint HOST:29500"
     ranks = f"--nnodes {num_machines} --nproc-per-node {per_machine}"
     slurm = f"--nodes {num_machines} --gpus-per-node {per_machine}"
     return [
         "on every machine, where HOST is one of them, either line:",
-        f"nanotrain train {ranks} {place} {arguments}",
-        f"torchrun {ranks} {place} -m nanotrain.train {arguments}",
+        f"nanotrain train {ranks} {rendezvous} {arguments}",
+        f"torchrun {ranks} {rendezvous} -m nanotrain.train {arguments}",
         "with Slurm:",
         f"sbatch {slurm} scripts/launch_slurm {arguments}",
     ]

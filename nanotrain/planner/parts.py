@@ -17,13 +17,13 @@ class Streams:
 
     # seconds that operators take longer per second of an overlapped collective
     contention: float = 0.0
-    factor: float = 1.0  # on the time of operators
+    factor: float = 1.0  # multiplies the time of operators
     compute: float = 0.0  # seconds in which operators run
     products: float = 0.0  # seconds of `compute` in matrix products and attention
     # seconds of waiting, by group
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     launches: int = 0  # operators that the host launches
-    collectives: int = 0  # collectives that it launches
+    collectives: int = 0  # collectives that the host launches
 
     @property
     def seconds(self) -> float:

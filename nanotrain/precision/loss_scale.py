@@ -58,15 +58,15 @@ class LossScale:
         if not self.is_dynamic:
             return
         overflowed = found_inf > 0
-        left = self._overflows_left - overflowed.long()
+        overflows_left = self._overflows_left - overflowed.long()
         clean = torch.where(overflowed, 0, self._clean_steps + 1)
-        halves = overflowed & (left <= 0)
+        halves = overflowed & (overflows_left <= 0)
         doubles = clean == self._config.loss_scale_window
         halved = (self._scale / 2).clamp(min=self.minimum)
         scale = torch.where(doubles, self._scale * 2, self._scale)
         self._scale = torch.where(halves, halved, scale)
         self._clean_steps = torch.where(doubles, 0, clean)
-        self._overflows_left = torch.where(doubles, self._config.hysteresis, left)
+        self._overflows_left = torch.where(doubles, self._config.hysteresis, overflows_left)
 
     def state_dict(self) -> dict[str, float]:
         """The state that a resumed run needs, as JSON; waits for the device."""

@@ -57,10 +57,10 @@ class DocumentEncoder:
         unknown = 0 if self._unknown is None else ids.count(self._unknown)
         is_uneven = self._bytes is None or self._bytes.document_bytes(ids) != len(text.encode())
         if has_special or lost or unknown or is_uneven:
-            found = TextCounts(
+            document_counts = TextCounts(
                 special=int(has_special), unknown=unknown, lost=lost, uneven=int(is_uneven)
             )
-            self.counts = TextCounts.total([self.counts, found])
+            self.counts = TextCounts.total([self.counts, document_counts])
         return ids
 
 

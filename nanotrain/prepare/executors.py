@@ -80,20 +80,20 @@ def on_slurm(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iter
         EnvironmentFault: there is no sbatch, it refuses the job, or the job ended without all
             parts.
     """
-    left = dict(missing)
-    if not left:
+    unfinished = dict(missing)
+    if not unfinished:
         return
     folder = job.options.parts
-    workers = min(workers, len(left))
+    workers = min(workers, len(unfinished))
     array = _submit(job.options, workers)
     output = folder / "slurm-*.out"
     log.info("Slurm job %s tokenizes in %d tasks; its output is %s", array, workers, output)
     ended_at: float | None = None
     while True:
-        for number in list(left):
+        for number in list(unfinished):
             if is_complete(folder, number):
-                yield left.pop(number).num_bytes
-        if not left:
+                yield unfinished.pop(number).num_bytes
+        if not unfinished:
             return
         if _is_queued(array):
             ended_at = None
@@ -101,7 +101,7 @@ def on_slurm(job: PartJob, missing: Iterable[Numbered], *, workers: int) -> Iter
             ended_at = time.monotonic()
         # files of other machines appear late
         if ended_at is not None and time.monotonic() - ended_at > GONE_S:
-            parts = count_of(len(left), "part", verb="is")
+            parts = count_of(len(unfinished), "part", verb="is")
             raise EnvironmentFault(
                 f"the Slurm job {array} has ended, and {parts} missing",
                 why=f"its tasks wrote why to {output}",
@@ -114,8 +114,9 @@ def _submit(options: PrepareOptions, workers: int) -> str:
     """Start the array; returns the id of the job."""
     program = shutil.which("nanotrain") or "nanotrain"
     part, _, *words = options.for_part(0, workers)
-    own = f"{part} $((SLURM_ARRAY_TASK_ID))/{workers}"  # a shell computes the number of the task
-    command = f"exec {quote(program)} prepare {own} {join(words)}"
+    # a shell computes the number of the task
+    part_arguments = f"{part} $((SLURM_ARRAY_TASK_ID))/{workers}"
+    command = f"exec {quote(program)} prepare {part_arguments} {join(words)}"
     script = f"#!/bin/sh\ncd {quote(os.getcwd())}\n{command}"
     line = [
         "sbatch",

@@ -94,8 +94,8 @@ def task_path(prefix: Path) -> Path:
 
 def find_quickstart(folder: Path, vocab_size: int) -> Path | None:
     """Prefix of the newest quick-start corpus in a folder, of any Python version, or None."""
-    found = sorted(folder.glob(f"python-*-bpe-{vocab_size}-v*/corpus.idx"))
-    return found[-1].with_suffix("") if found else None
+    corpora = sorted(folder.glob(f"python-*-bpe-{vocab_size}-v*/corpus.idx"))
+    return corpora[-1].with_suffix("") if corpora else None
 
 
 def library_sources(root: Path | None = None) -> Iterator[str]:

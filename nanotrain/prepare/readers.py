@@ -233,9 +233,9 @@ def lines_on_columns(
         others = [name for name in names if name not in columns]
         if columns and names not in lines:
             source = chunk.files[0] if chunk.files else "the dataset"
-            left = f"; not read: {', '.join(others)}" if others else ""
+            unread = f"; not read: {', '.join(others)}" if others else ""
             read = column if columns == [column.partition(".")[0]] else ", ".join(columns)
-            lines[names] = f"{source}: documents are read from {read}{left}"
+            lines[names] = f"{source}: documents are read from {read}{unread}"
     return list(lines.values())[:_NUM_SETS]
 
 
@@ -252,10 +252,10 @@ def _columns_of_line(file: str) -> tuple[str, ...]:
 def _line_number(file: str, begin: int) -> int:
     """The number of the line that begins at a byte of a file."""
     num_newlines = 0
-    left = begin
+    num_bytes = begin
     with open_input(file) as stream:
-        while left:
-            data = stream.read(min(left, 1 << 24))
+        while num_bytes:
+            data = stream.read(min(num_bytes, 1 << 24))
             num_newlines += data.count(b"\n")
-            left -= len(data)
+            num_bytes -= len(data)
     return num_newlines + 1

@@ -87,10 +87,11 @@ class RunFolder:
 
         For a run in object storage it lies below `staging_dir`, under bucket and name.
         """
-        place, staging = str(config.train.run_dir), Path(config.checkpoint.staging_dir or "runs")
-        if not is_address(place):
-            return cls(Path(place))
-        remote = within_timeout(parse(place), config)
+        run_dir = str(config.train.run_dir)
+        staging = Path(config.checkpoint.staging_dir or "runs")
+        if not is_address(run_dir):
+            return cls(Path(run_dir))
+        remote = within_timeout(parse(run_dir), config)
         return cls(staging / remote.path, remote)
 
     def check_writable(self, *, probes: bool = True) -> None:

@@ -177,7 +177,7 @@ class Attention(Operator):
     kv_heads: int  # of the tp rank
     head_dim: int
     value_head_dim: int
-    chunks: tuple[Chunks, ...]  # of one sequence
+    chunks: tuple[Chunks, ...]  # chunks of one sequence: number and length
     window: int | None = None  # keys that a query attends to at most
 
     @property

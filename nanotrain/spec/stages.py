@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 class StageSpec:
     """Consecutive layers of a model."""
 
-    index: int  # of the stage in the pipeline
+    index: int  # index of the stage in the pipeline
     first_layer: int  # first transformer block
     last_layer: int  # one past the last transformer block
     has_embedding: bool  # whether the stage embeds tokens

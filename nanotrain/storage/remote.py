@@ -240,10 +240,10 @@ class Remote:
 
     def _found(self) -> dict[str, Any]:
         """The objects below this folder by their paths."""
-        found = self._retried("listed", lambda wait: self._client().find(self.path, detail=True))
-        if not found and "/" in self.path:  # providers answer alike for a bucket that is missing
+        objects = self._retried("listed", lambda wait: self._client().find(self.path, detail=True))
+        if not objects and "/" in self.path:  # providers answer alike for a bucket that is missing
             self._retried("listed", lambda wait: self._client().ls(self._bucket, refresh=True))
-        return dict(found)
+        return dict(objects)
 
     @property
     def _bucket(self) -> str:

@@ -296,14 +296,14 @@ def _with_checkpoint_model(config: Config, explicit: frozenset[str]) -> Config:
         CheckpointError: --load names no checkpoint.
         ConfigError: there is no checkpoint yet, and settings of the command line have no effect.
     """
-    found = _checkpoint_config(config)
-    if found is None:
+    checkpoint = _checkpoint_config(config)
+    if checkpoint is None:
         log.info(
             "use_checkpoint_args: there is no checkpoint yet, the model is that of the command line"
         )
         _require_effect(config, explicit)
         return config
-    step, settings = found
+    step, settings = checkpoint
     saved = config_from_dict(settings)
     free = [f"model.{key}" for key in free_keys(saved.model) if key not in DROPOUT]
     kept = {key: value_of(config, key) for key in free if key in explicit}

@@ -303,16 +303,16 @@ class UnreadReports:
 
     def take_all(self) -> list[StepReport]:
         """Remove and return all reports; reading them waits for the device."""
-        taken = self._reports
+        reports = self._reports
         self._reports = []
-        return taken
+        return reports
 
     def take_ready(self) -> list[StepReport]:
         """Remove and return the first reports, up to one that cannot be read without waiting."""
-        taken = []
+        reports = []
         while self._reports and self._reports[0].is_ready:
-            taken.append(self._reports.pop(0))
-        return taken
+            reports.append(self._reports.pop(0))
+        return reports
 
 
 def nan_to_none(value: Any) -> Any:

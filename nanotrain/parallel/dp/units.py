@@ -167,9 +167,9 @@ class GatherOrder:
         self._kept = ()
         if not self._reshards:
             self._num_backwards.subtract(self._read_backward[index])
-        own = self._read_backward[index]
+        buckets = self._read_backward[index]
         ahead = self._read_backward[max(0, index - self._num_next) : index]
-        return self._gather([*own, *chain.from_iterable(ahead)])
+        return self._gather([*buckets, *chain.from_iterable(ahead)])
 
     def before_recomputation(self, index: int) -> GatherChange:
         """Gather a unit that runs again inside a backward."""
@@ -177,9 +177,9 @@ class GatherOrder:
         current = self.units[index]
         num_ahead = self._num_next if index == last else 0
         # A unit that shares its block with the current one is recomputed later, and gathered then.
-        taken = {self._memory_of(bucket) for bucket in current}
+        memory_in_use = {self._memory_of(bucket) for bucket in current}
         ahead = self._buckets_of(range(last - num_ahead, last + 1))
-        kept = [bucket for bucket in ahead if self._memory_of(bucket) not in taken]
+        kept = [bucket for bucket in ahead if self._memory_of(bucket) not in memory_in_use]
         return self._gather(current, kept=kept)
 
     def _gather(self, wanted: Sequence[int], *, kept: Sequence[int] = ()) -> GatherChange:

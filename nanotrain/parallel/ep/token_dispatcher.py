@@ -141,7 +141,7 @@ def build_token_dispatcher(
 
 
 class LocalTokenDispatcher:
-    """All experts are on this rank.
+    """The dispatcher without communication: all experts are on this rank.
 
     Dropped pairs stay among the permuted tokens, so no host sync is needed.
     """
@@ -152,7 +152,7 @@ class LocalTokenDispatcher:
         self.has_padding = may_drop
 
     def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
-        """Permute tokens [T, H]."""
+        """Permute tokens [T, H]; the result runs the experts and unpermutes to [T, H]."""
         permutation = planned_permutation(routing, self._num_experts)
         permuted = permute(x, permutation, num_permuted=routing.topk_ids.numel())
 
@@ -201,7 +201,10 @@ class AllToAllTokenDispatcher:
         self._options = options
 
     def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
-        """Send tokens [T, H]; `kept` takes the split sizes, for a recomputed forward."""
+        """Send tokens [T, H]; the result runs the experts and returns [T, H].
+
+        `kept` stores the split sizes, which a recomputed forward reads.
+        """
         return self.send(x, routing, kept={} if kept is None else kept).finish
 
     def send(self, x: Tensor, routing: Routing, *, kept: "KeptSplits") -> Dispatched:
@@ -388,7 +391,7 @@ class HierarchicalTokenDispatcher:
         )
 
     def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
-        """Send tokens [T, H]."""
+        """Send tokens [T, H] to nodes, then to ranks; the result runs the experts: [T, H]."""
         splits = {} if kept is None else kept
         weights = routing.topk_weights
         to_nodes = self._node_routing(routing.topk_ids)

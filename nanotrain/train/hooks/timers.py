@@ -40,6 +40,7 @@ class TimersHook(Hook):
         self._end(1)
 
     def _begin(self, name: str, level: int) -> None:
+        """Time a phase (level 1) or an action in it (level 2), after the end of the earlier one."""
         self._end(level)
         if level > max(1, self._run.config.train.timing_log_level):
             return
@@ -54,6 +55,6 @@ class TimersHook(Hook):
         self._ended.append((name, watch))
 
     def _end(self, level: int) -> None:
-        """End the phase or action of this level, and those below it."""
+        """End the running phase or action of this level, and the actions inside it."""
         while len(self._open) >= level:
             self._open.pop().close()
