@@ -30,7 +30,7 @@ def within_budget(encode: Callable[[], Any], *, num_characters: int) -> Any:
         num_characters: length of its texts.
 
     Raises:
-        DataError: it takes too much time or memory.
+        DataError: the library reports an error, or takes too much time or memory.
     """
     outcome: list[Any] = []
     errors: list[BaseException] = []
@@ -38,20 +38,19 @@ def within_budget(encode: Callable[[], Any], *, num_characters: int) -> Any:
     def run() -> None:
         try:
             outcome.append(encode())
-        except BaseException as error:  # the library's panics are no Exception
+        # bare Exception, and panics, which are none
+        except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="encoding", daemon=True)
     before = resident_bytes()
     thread.start()
     _wait(thread, before=before, num_characters=num_characters)
-    if errors and isinstance(errors[0], Exception):
-        raise errors[0]
     if errors:
         raise DataError(
             "a text cannot be encoded",
-            why=f"the tokenizer ended with: {errors[0]}",
-            fix="use another tokenizer, or correct the patterns in its tokenizer.json",
+            why=f"the tokenizer reports: {errors[0]}",
+            fix="add an unknown token to the tokenizer, leave the text out, or use another one",
         )
     return outcome[0]
 
@@ -76,24 +75,6 @@ def _wait(thread: threading.Thread, *, before: int, num_characters: int) -> None
                 fix="use another tokenizer, or correct its tokenizer.json",
             )
         thread.join(LOOK_S)
-
-
-def encode_within_budget(encode: Callable[[], Any], *, num_characters: int) -> Any:
-    """`within_budget`, with what the library reports as an error.
-
-    Raises:
-        DataError: a text cannot be encoded, or takes too much time or memory.
-    """
-    try:
-        return within_budget(encode, num_characters=num_characters)
-    except DataError:
-        raise
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(
-            "a text cannot be encoded",
-            why=f"the tokenizer reports: {error}",
-            fix="add an unknown token to the tokenizer, or leave the text out",
-        ) from None
 
 
 def resident_bytes() -> int:

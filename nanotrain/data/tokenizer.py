@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 
 import tokenizers
 
-from nanotrain.data.encoding_budget import encode_within_budget, within_budget
+from nanotrain.data.encoding_budget import within_budget
 from nanotrain.data.pretrained import ANY_CLASS, load_pretrained, resolved_settings
 from nanotrain.data.tokenizer_files import (
     HASH,
@@ -205,7 +205,7 @@ class FastTokenizer:
         return self._encode(texts, add_special_tokens=False)
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        encodings = encode_within_budget(
+        encodings = within_budget(
             # `encode` alone would keep the interpreter's lock
             lambda: self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens),
             num_characters=sum(map(len, texts)),

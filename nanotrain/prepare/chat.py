@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from nanotrain.data.encoding_budget import encode_within_budget
+from nanotrain.data.encoding_budget import within_budget
 from nanotrain.data.pretrained import first_line, load_pretrained
 from nanotrain.errors import DataError
 from nanotrain.prepare.chat_process import BUDGET_S, ChatProcess, Message, refused
@@ -41,6 +41,8 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: str, *, budget_s: float = BUDGET_S) -> None:
+        if tokenizer == "bytes":
+            raise _no_template(tokenizer, why="bytes are no tokenizer of a chat model")
         self._tokenizer = load_pretrained(tokenizer)
         try:
             template = text_of(self._tokenizer.get_chat_template(), "chat_template")
@@ -133,7 +135,7 @@ class ChatTemplate:
 
     def _tokenize(self, text: str) -> Any:
         """The tokens of a text, with their offsets."""
-        return encode_within_budget(
+        return within_budget(
             lambda: self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True),
             num_characters=len(text),
         )

@@ -24,6 +24,7 @@ def test_a_recipe_reads_variables_of_the_allow_list(name, is_allowed):
     assert may_read(name, {"NANOTRAIN_RECIPE_VARIABLES": "GH_PAT"}) is (
         is_allowed or name == "GH_PAT"
     )
+    assert may_read(name, {"NANOTRAIN_RECIPE_VARIABLES": "HF_TOKEN,SLURM_JWT"}) is is_allowed
 
 
 def test_variables_of_the_command_line_are_replaced_and_secrets_stay(monkeypatch):

@@ -218,3 +218,8 @@ def test_a_reply_that_nobody_asked_for_is_refused_where_turns_are_not_marked(
         ChatTemplate(save_tokenizer(tmp_path / "plain", PLAIN)).encode(talk)
     _, mask = ChatTemplate(save_tokenizer(tmp_path / "marked", MARKED)).encode(talk)
     assert mask.sum() == 3  # h, i, <|im_end|>
+
+
+def test_bytes_have_no_template_and_are_no_name_on_the_hub() -> None:
+    with pytest.raises(DataError, match="bytes has no chat template: bytes are no tokenizer"):
+        ChatTemplate("bytes")
