@@ -25,6 +25,7 @@ read.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +220,10 @@ def config_of(manifest: Manifest, *, path: Path) -> Config:
         ConfigError: it has unknown fields, or values of the wrong type.
     """
     config = config_from_dict(manifest.config)
+    # an imported model has no training data, whose sequences could be too long for it
+    longest = min(config.data.seq_length, config.model.max_position_embeddings)
     try:
-        check_model(config)
+        check_model(replace(config, data=replace(config.data, seq_length=longest)))
     except ConfigError as error:
         raise CheckpointError(
             f"{path} cannot be used",

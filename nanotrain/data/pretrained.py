@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from nanotrain.data.tokenizer_files import VOCABULARY_FILES
 from nanotrain.errors import DataError
 
 _CONNECT_TIMEOUT_S = 3.0  # for a connection to the hub
@@ -55,7 +56,9 @@ def load_pretrained(name: str) -> Any:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         what = "is no tokenizer.json or folder here"
-        if is_folder:
+        if is_folder and not any((Path(name) / file).is_file() for file in VOCABULARY_FILES):
+            what = "is a folder without tokenizer.json or another vocabulary"
+        elif is_folder:
             what = "is a folder whose tokenizer files transformers cannot read"
         raise DataError(
             f"the tokenizer {name} cannot be loaded",

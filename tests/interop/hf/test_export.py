@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -200,7 +201,9 @@ def test_two_exports_into_one_folder_are_an_error_of_the_second(tmp_path: Path) 
 def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, limit: int) -> None:
     # The second limit holds the weights of the model but not the tokenizer.
     tokenizer = Path(write_tokenizer("bpe", tmp_path / "bpe"))
-    tokenizer.write_text(tokenizer.read_text() + " " * 1_000_000)
+    large = tokenizers.Tokenizer.from_file(str(tokenizer))
+    large.add_tokens([f"<{number}>" for number in range(10_000)])
+    large.save(str(tokenizer))
     options = {"companions": Companions(str(tokenizer))} if limit > 1000 else {}
     with file_size_limit(limit), pytest.raises(EnvironmentFault, match="out.* bytes free"):
         export_weights(tmp_path / "out", LLAMA, tensors=tensors_of(build(LLAMA)), **options)
