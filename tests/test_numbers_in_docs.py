@@ -9,7 +9,7 @@ from nanotrain.interop.hf.families import FAMILIES
 from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.precision.fp8 import RECIPES
 from tests.harness import ROOT
-from tests.laws import test_every_axis, test_recompute
+from tests.laws import test_every_axis, test_recompute, test_task_rows
 from tests.laws.pairs import FACTORS, make_rows
 from tests.laws.test_every_pair import IN_SUITE
 from tests.plan.test_saved_bytes import CP_TOLERANCE, TOLERANCE
@@ -42,6 +42,8 @@ SENTENCES: tuple[tuple[str, str, Count], ...] = (
     ("tests/laws/README.md", "a covering array: # rows", lambda: len(make_rows())),
     ("tests/laws/README.md", "two values of # factors", lambda: len(FACTORS)),
     ("tests/laws/README.md", "The suite has # rows", lambda: len(IN_SUITE)),
+    ("docs/inference.md", "In # layouts of four ranks", lambda: len(test_task_rows.LAYOUTS)),
+    ("docs/inference.md", "with # kinds of layers", lambda: len(test_task_rows.KINDS)),
     ("docs/quickstart.md", "performs # steps of a first hour", points_of_first_hour),
     ("docs/status.md", "a block within # %", lambda: round(100 * TOLERANCE)),
     ("docs/status.md", "(cp: # %)", lambda: round(100 * CP_TOLERANCE)),
