@@ -312,6 +312,21 @@ def test_a_file_format_of_prepare_is_a_splitter_and_a_reader(
     ]
 
 
+@pytest.fixture
+def registered_config() -> Iterator[None]:
+    """The model_type `mine` in transformers, whose own class reads every config.json."""
+    from transformers import AutoConfig, LlamaConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    class MineConfig(LlamaConfig):
+        model_type = "mine"
+
+    AutoConfig.register("mine", MineConfig)
+    yield
+    CONFIG_MAPPING._extra_content.pop("mine")
+
+
+@pytest.mark.usefixtures("registered_config")
 def test_a_family_is_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nanotrain.interop.hf.export import export_weights
 

@@ -163,7 +163,8 @@ def _find_class(kind: str) -> Any:
         raise HuggingFaceError(
             f"transformers {__version__} has no model_type {name}",
             why="config.json is read with transformers' own class for it",
-            fix="install a newer transformers: pip install -U transformers",
+            fix="install a newer transformers: pip install -U transformers; or, for one of your "
+            "own, transformers.AutoConfig.register with its class",
         )
     return CONFIG_MAPPING[name]
 
