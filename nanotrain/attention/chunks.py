@@ -324,6 +324,7 @@ def _with_mask(chunk: AttentionChunk) -> AttentionChunk:
 
 
 def _forward_eager(chunk: AttentionChunk) -> AttentionResult:
+    """Attention by matrix products, block by block of queries to bound the scores."""
     chunk = _with_mask(chunk)
     parts = [_forward_rows(chunk.rows(rows)) for rows in _row_blocks(chunk)]
     out = torch.cat([part.out for part in parts], dim=2)
@@ -332,6 +333,7 @@ def _forward_eager(chunk: AttentionChunk) -> AttentionResult:
 
 
 def _forward_rows(chunk: AttentionChunk) -> AttentionResult:
+    """Attention of one block of queries: out [B, N, q, Dv] and lse [B, N, q]."""
     scores, _ = _scores(chunk)
     lse = scores.logsumexp(-1)
     weights = scores.sub_(lse[..., None]).exp_()

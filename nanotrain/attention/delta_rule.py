@@ -291,7 +291,10 @@ class _Chunks:
         return decays * (self.document == 0)[..., None]
 
     def updates(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The arguments of `_Scan`: how each chunk changes the state."""
+        """The arguments of `_Scan`, which advance the state chunk by chunk: U, W, e K and d_C.
+
+        values [M, X, C, V], reads and writes [M, X, C, K], decays [M, X, 1 or K, 1].
+        """
         to_end = (self.decay[..., -1:, :] - self.decay).exp()
         if self.document is not None:
             is_of_last = self.document == self.document[..., -1:]

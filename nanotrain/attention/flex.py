@@ -49,12 +49,12 @@ def plan_blocks(call: AttentionCall, block: int = BLOCK) -> tuple[np.ndarray, np
     key_ends = key_starts + block - 1
     # first keys ascend: the first query of a block attends to the lowest keys, the last query to
     # the fewest low keys
-    low = first_keys[:, starts, None]
-    low_of_all = first_keys[:, ends, None]
+    lowest_first_key = first_keys[:, starts, None]
+    highest_first_key = first_keys[:, ends, None]
     is_causal_for_some = key_starts <= (first_query + ends)[:, None]
-    is_allowed_for_some = np.minimum(key_ends, num_keys - 1) >= low
+    is_allowed_for_some = np.minimum(key_ends, num_keys - 1) >= lowest_first_key
     is_causal_for_all = key_ends <= (first_query + starts)[:, None]
-    is_allowed_for_all = key_starts >= low_of_all
+    is_allowed_for_all = key_starts >= highest_first_key
     has_some = is_causal_for_some & is_allowed_for_some
     has_all = is_causal_for_all & is_allowed_for_all
     return has_some & ~has_all, has_all

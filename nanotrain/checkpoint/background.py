@@ -67,6 +67,7 @@ class StagingBuffers:
         return copies
 
     def _copy_of(self, box: TensorBox, tensor: torch.Tensor) -> torch.Tensor:
+        """A host buffer for a tensor, reused from the last save if the shape is the same."""
         held = self._copies.get(box)
         if held is not None and (held.shape, held.dtype) == (tensor.shape, tensor.dtype):
             return held

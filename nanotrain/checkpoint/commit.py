@@ -47,6 +47,7 @@ def merge_shards(manifest: Manifest, shards: Sequence[Manifest]) -> Manifest:
 
 
 def _require_same_save(shards: Sequence[Manifest]) -> None:
+    """Check that the shards of all ranks are of one step and have equal objects."""
     first = shards[0]
     first_objects = json.dumps(first.objects, sort_keys=True)
     for rank, shard in enumerate(shards):

@@ -179,6 +179,7 @@ def _another_model(
 
 
 def _differing_options(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """The model settings that differ between a checkpoint and a run, as text."""
     there = unnest({"model": saved.get("model")})
     here = unnest({"model": current.get("model")})
     options = []

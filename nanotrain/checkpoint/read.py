@@ -299,6 +299,7 @@ def require_tensor(path: Path, manifest: Manifest, *, name: str) -> TensorEntry:
 
 
 def _read_chunk(shard: ShardFile, located: tuple[int, ChunkRead], *, targets: Tensors) -> None:
+    """Read one chunk of a shard file and copy its boxes into the target tensors."""
     offset, read = located
     chunk = torch.empty(read.chunk.box.shape, dtype=TORCH_DTYPES[read.dtype])
     shard.read(read.chunk, offset, into=raw_bytes(chunk))

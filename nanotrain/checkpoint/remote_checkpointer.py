@@ -274,6 +274,7 @@ class RemoteCheckpointer(Checkpointer):
 
     @staticmethod
     def _read_back(remote: Remote, size: int, *, shard: Manifest) -> None:
+        """Read every chunk of a stored object, which compares the checksums."""
         path = Path(remote.path)
         with ShardFile(path, RemoteSource(remote, size)) as source:
             for entry in shard.tensors.values():

@@ -410,6 +410,7 @@ def _shape_lines(a: _Side, b: _Side) -> Iterator[str]:
 
 
 def _value_lines(a: Manifest, b: Manifest) -> Iterator[str]:
+    """One line per setting, counter or object whose value differs."""
     first = unnest({"config": a.config, "step": a.step, "objects": a.objects})
     second = unnest({"config": b.config, "step": b.step, "objects": b.objects})
     for key in dict.fromkeys([*first, *second]):

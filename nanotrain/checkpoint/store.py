@@ -285,6 +285,7 @@ def named_checkpoint(path: Path) -> Path:
 
 
 def _fault_of(path: Path) -> CheckpointError | None:
+    """Why a step folder is incomplete or damaged; None if it is sound."""
     try:
         require_complete(path)
         return None

@@ -98,6 +98,7 @@ def concat_along(x: Tensor, group: Group, *, dim: int) -> Tensor:
 def _apply(
     x: Tensor, group: Group, *, dim: int = 0, forward: TensorFunction, backward: TensorFunction
 ) -> Tensor:
+    """Run a collective with autograd; x itself in a group of one rank."""
     if group.size == 1:
         return x
     along = {"group": group, "dim": dim}

@@ -320,6 +320,7 @@ class Stopwatch:
         return float(self._start.elapsed_time(self._stop)) / 1e3
 
     def _now(self) -> Any:
+        """A CUDA event on the current stream, or the host's time on a CPU."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

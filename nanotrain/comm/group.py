@@ -57,6 +57,7 @@ class TrafficCounter:
 
 
 def _total(counts: Counter[tuple[str, str]], *, group: str | None, op: str | None) -> int:
+    """Sum the counts of a group and an operation; None stands for all."""
     return sum(
         count
         for (over, name), count in counts.items()

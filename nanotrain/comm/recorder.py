@@ -331,6 +331,7 @@ def _written_tensors(func: Any, args: Sequence[Any], *, kwargs: Mapping[str, Any
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """All tensors in nested sequences."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

@@ -93,7 +93,7 @@ class LoopedMM(GroupedMM):
     """One product per expert, for weights of any size; the host waits for `offs`."""
 
     def is_looped(self, x: Tensor) -> bool:
-        """Always."""
+        """Always True: each expert has a separate product."""
         return True
 
 

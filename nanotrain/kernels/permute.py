@@ -168,6 +168,7 @@ def _combine(permuted: Tensor, inverse: Tensor, *, weights: Tensor | None) -> Te
 def _combine_backward(
     grad: Tensor, permuted: Tensor, *, order: Tensor, inverse: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows [P, H] and of the weights [T, K]; grad is [T, H]."""
     grad_permuted = grad.index_select(0, order // inverse.shape[1]) * weights.flatten()[order, None]
     grad_weights = []
     for rows in _expert_outputs(permuted, inverse):

@@ -35,6 +35,7 @@ if triton is not None:
         topk: tl.constexpr,
         block: tl.constexpr,
     ) -> None:
+        """Write the row of a token to the positions of its topk pairs."""
         token = tl.program_id(0).to(tl.int64)
         columns = tl.program_id(1) * block + tl.arange(0, block)
         inside = columns < width

@@ -25,6 +25,7 @@ if triton is not None:
     def _swiglu(
         gate: tl.tensor, up: tl.tensor, out: tl.tensor, numel: tl.tensor, block: tl.constexpr
     ) -> None:
+        """silu(gate) * up for one block of elements."""
         offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         inside = offsets < numel
         x = tl.load(gate + offsets, mask=inside).to(tl.float32)

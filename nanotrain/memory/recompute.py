@@ -117,6 +117,7 @@ class Recompute(threading.local):
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
+        """Set `is_recomputing` in the block."""
         before = self.is_recomputing
         self.is_recomputing = True
         try:

@@ -141,6 +141,7 @@ class XIELU(nn.Module):
 
 
 def _xielu(x: Tensor, *alphas: Tensor) -> Tensor:
+    """x > 0: p x^2 + x / 2, else n (expm1(x) - x) + x / 2; in fp32, elementwise."""
     alpha_p, alpha_n = alphas
     x32 = as_fp32(x)
     p = F.softplus(as_fp32(alpha_p))

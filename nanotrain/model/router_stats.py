@@ -20,6 +20,7 @@ class StatefulModule(nn.Module):
     """
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Move the statistics with the module, but keep their dtype and values."""
         state = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, buffer in state.items():

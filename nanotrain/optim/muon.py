@@ -89,7 +89,7 @@ def matmul_dtype(config: OptimConfig) -> torch.dtype:
 
 
 def scalar_state_names(config: OptimConfig) -> tuple[str, ...]:
-    """State of parameters that are not hidden matrices."""
+    """Names of the state of parameters that are not hidden matrices, by their own rule."""
     return SCALAR_RULES[config.muon_scalar_optimizer].state_names(config)
 
 

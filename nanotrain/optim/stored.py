@@ -105,6 +105,7 @@ class StoredTensor:
         stored.copy_(blocks.flatten()[: len(values)])
 
     def _scales(self, start: int, numel: int) -> Tensor:
+        """The scales of the blocks of elements [start, start + numel)."""
         assert start % SCALE_BLOCK == 0, "a block has one scale"
         assert self.scales is not None, "only scaled tensors have scales"
         first = start // SCALE_BLOCK

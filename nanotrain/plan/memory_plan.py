@@ -182,7 +182,7 @@ def plan_memory(
 
 
 def _fp8_weight_bytes(plan: Plan) -> int:
-    """Weights of fp8 products, as they are and transposed."""
+    """Bytes of the fp8 copies of weights, one plain and one transposed, 1 byte per element."""
     numel = 0
     for stage in plan.stages:
         numel += sum(param.box.numel for param in with_fp8_products(stage.params, plan.config))

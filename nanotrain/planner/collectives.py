@@ -106,7 +106,7 @@ def _rounds_s(gpu: GPU, operation: str, *, num_bytes: float, group: Placement) -
 
 
 def _algorithms(gpu: GPU, operation: str, *, group: Placement) -> list[Algorithm]:
-    """A ring, and for an all-reduce a tree."""
+    """The algorithms that may run a collective: a ring, and for an all-reduce also a tree."""
     ring_inside_s = (group.size - group.num_nodes) * gpu.node.latency
     ring_between_s = (group.num_nodes - 1) * gpu.network.latency
     ring = Algorithm(ring_inside_s + ring_between_s, 1.0)

@@ -95,6 +95,7 @@ def cast(x: Tensor, how: Cast, *, inverse: Tensor | None = None) -> Forms:
 
 
 def _cast_matrix(x: Tensor, how: Cast, *, inverse: Tensor | None) -> Quantized:
+    """x [R, K] in fp8, with the given scale or with scales from the amax of each block."""
     if inverse is not None:
         scales = inverse.view(1, 1)
     else:

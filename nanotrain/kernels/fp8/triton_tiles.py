@@ -61,6 +61,7 @@ if triton is not None:
 
     @triton.jit
     def _counts(source: tl.tuple, how: tl.tuple) -> tl.tuple:
+        """Index, first row and number of rows of each expert, as vectors of `how.lanes`."""
         index = tl.arange(0, how.lanes)
         is_expert = index < source.num_experts
         has_start = is_expert & (index > 0)

@@ -138,6 +138,7 @@ class Bucket:
         self.mark_ready(name)
 
     def _add(self, name: str, grad: Tensor) -> None:
+        """Write a gradient to the buffer; add it if the parameter has one of this step."""
         target = self.view(name, self.grads.full()).view_as(grad)
         if name in self._written:
             target.add_(grad)

@@ -235,6 +235,7 @@ def placeholder(shape: Sequence[int], *, dtype: torch.dtype, device: torch.devic
 
 
 def _layer_of(module: nn.Module, name: str) -> Fp8Layer:
+    """The fp8 layer that a weight belongs to, by the weight's name."""
     owner, _, leaf = name.rpartition(".")
     layer = getattr(module.get_submodule(owner), "fp8", None)
     assert leaf == "weight" and isinstance(layer, Fp8Layer), (

@@ -260,6 +260,7 @@ def _alternate(shape: PipelineShape, *, warmups: Iterable[int]) -> Schedule:
 
 
 def _require_one_stage_per_rank(name: str, shape: PipelineShape) -> None:
+    """Raise ScheduleError if ranks have several stages."""
     if shape.num_stages_per_rank > 1:
         raise ScheduleError(
             f"the schedule {name} has {shape.num_stages_per_rank} stages per rank",

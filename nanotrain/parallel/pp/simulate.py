@@ -149,6 +149,7 @@ def _peak(spans: Iterable[Span], is_end: Callable[[ActionKind], bool]) -> int:
 
 
 def _check_ranks(schedule: Schedule) -> None:
+    """Check that all actions of a stage are on one rank."""
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
             other = schedule.rank_of_stage[action.stage]
