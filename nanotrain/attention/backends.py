@@ -74,7 +74,7 @@ class AttentionNeed:
 
     @classmethod
     def of(cls, config: Config, *, has_window: bool) -> "AttentionNeed":
-        """The need of a layer of a model in training."""
+        """The dtype, head dims and features that attention in a layer has in training."""
         model_config = config.model
         parallel = config.parallel
         is_chunked = model_config.attention_chunk_size is not None

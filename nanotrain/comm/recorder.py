@@ -397,7 +397,7 @@ def _overlap(tensor: Tensor, buffer: _Buffer) -> bool:
 
 
 def place() -> str:
-    """The innermost functions of nanotrain that are running, outside comm/ and planner/."""
+    """The source location for a race: the innermost running functions outside comm/, planner/."""
     lines: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(lines) < 3:

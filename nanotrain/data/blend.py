@@ -192,7 +192,7 @@ class BlendedDataset:
         return cls(datasets, [StageBlend("", 0, sources, tuple(weights))])
 
     def starting_at(self, bounds: Sequence[tuple[int, int | None]]) -> "BlendedDataset":
-        """The same blends with other first samples, and ends of linear changes."""
+        """The blends with other stage bounds: first sample, and end of a linear change or None."""
         stages = []
         for stage, (start, end) in zip(self.stages, bounds, strict=True):
             stages.append(replace(stage, start=start, end=end))

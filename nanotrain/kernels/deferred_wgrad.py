@@ -47,7 +47,7 @@ class WgradQueue:
     def defer(self) -> Iterator[None]:
         """Inside the block, linear layers add their wgrad to this queue instead of computing it."""
         assert not self._wgrads, (
-            "wgrads left in the queue would be accumulated with another microbatch's"
+            "work that was not taken would be accumulated with another microbatch's"
         )
         self.is_deferring = True
         try:

@@ -174,14 +174,14 @@ def scenario_of(
 
 
 def _check_virtual_stages(scenario: Scenario) -> None:
-    """An engine that cuts stages by weights has one per rank."""
+    """An engine whose stages are `shares` of the weights supports one stage per rank."""
     if scenario.engine.pipeline.stages != "shares":
         return
-    number = scenario.pipeline.num_stages_per_rank
-    if number > 1:
+    num_stages = scenario.pipeline.num_stages_per_rank
+    if num_stages > 1:
         name = scenario.engine.name
         raise ConfigError(
-            f"{number} virtual stages per pipeline rank with --engine {name}",
+            f"{num_stages} virtual stages per pipeline rank with --engine {name}",
             why="it has one per rank",
             fix="leave --num-virtual-stages-per-pipeline-rank and its schedule out",
         )

@@ -42,7 +42,10 @@ class TensorSlice:
         return stored.reshape(self.box.shape)
 
     def as_stored(self, part: Tensor) -> Tensor:
-        """Values of the parameter in the shape of `picked`, the inverse of `as_parameter`."""
+        """Values of the parameter as the file stores them, the inverse of `as_parameter`.
+
+        Of interleaved tensors only the elements of this parameter (`picked`).
+        """
         if self.transposed:
             return part.mT
         if self.interleaved.step == 1:

@@ -50,10 +50,10 @@ from nanotrain.parallel.dp.stores import ParamStore
 
 @dataclass(frozen=True)
 class GatherChange:
-    """Buckets by index."""
+    """The buckets to free, then the buckets whose all-gathers start, by index."""
 
     freed: tuple[int, ...]
-    started: tuple[int, ...] = ()  # their all-gathers, in this order
+    started: tuple[int, ...] = ()  # in the order of the all-gathers
 
 
 class GatherOrder:

@@ -101,7 +101,7 @@ class DispatchOptions:
     def padded_split(self, num_tokens: int, topk: int, *, num_experts: int, ep: int) -> PaddedSplit:
         """The pairs and rows that `PaddedTokenDispatcher` sends to one rank of ep.
 
-        Where a pair may not be sent there is one row more: the last row of all is then padding.
+        If pairs can be dropped, one row more than pairs is sent: the target of dropped pairs.
 
         >>> DispatchOptions(rank_capacity_factor=1.5).padded_split(16, 2, num_experts=8, ep=4)
         PaddedSplit(num_pairs=12, num_rows=13)

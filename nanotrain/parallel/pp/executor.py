@@ -43,7 +43,7 @@ class BackwardCallback(Protocol):
     """Notified before and after weight gradients are accumulated."""
 
     def backward_begins(self, *, is_last: bool) -> None:
-        """Before the weight gradients of a microbatch; `is_last` for the last one of the step."""
+        """Called before the weight gradients of a microbatch; `is_last`: the last of the step."""
 
     def backward_ended(self) -> None:
         """Called after the gradients of a backward are accumulated."""

@@ -233,7 +233,7 @@ def forwards_of(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
 
 
 def backwards_of(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
-    """The backwards of a rank: the same rounds, its last stage first.
+    """The backwards of a rank in the rounds of its forwards, the last stage of the rank first.
 
     >>> [str(action) for action in backwards_of(PipelineShape(2, 2, 4), 0)]
     ['B2.0', 'B2.1', 'B0.0', 'B0.1', 'B2.2', 'B2.3', 'B0.2', 'B0.3']

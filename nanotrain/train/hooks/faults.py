@@ -162,7 +162,7 @@ class ReplicasHook(Hook):
 
 
 class _BeforeUpdate(StepPart):
-    """Compares the parameters that the forward and backward passes of a step have read."""
+    """Compares parameters with their replicas on other ranks, before the update changes them."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -99,7 +99,8 @@ class IndexerLoss(StepPart):
         return total
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
-        return {"dsa_indexer_loss": numbers[0] / max(numbers[1], 1.0)}
+        divergence, num_tokens = numbers
+        return {"dsa_indexer_loss": divergence / max(num_tokens, 1.0)}
 
 
 class SourceLosses(StepPart):
