@@ -9,7 +9,13 @@ from nanotrain.interop.hf.families import FAMILIES
 from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.precision.fp8 import RECIPES
 from tests.harness import ROOT
-from tests.laws import test_every_axis, test_recompute, test_task_rows
+from tests.laws import (
+    test_every_axis,
+    test_happens_before,
+    test_recompute,
+    test_task_rows,
+    test_without_gpu,
+)
 from tests.laws.pairs import FACTORS, make_rows
 from tests.laws.test_every_pair import IN_SUITE
 from tests.plan.test_saved_bytes import CP_TOLERANCE, TOLERANCE
@@ -44,6 +50,9 @@ SENTENCES: tuple[tuple[str, str, Count], ...] = (
     ("tests/laws/README.md", "The suite has # rows", lambda: len(IN_SUITE)),
     ("docs/inference.md", "In # layouts of four ranks", lambda: len(test_task_rows.LAYOUTS)),
     ("docs/inference.md", "with # kinds of layers", lambda: len(test_task_rows.KINDS)),
+    ("docs/gpu.md", "runs one rank of # layouts", lambda: len(test_happens_before.ROWS)),
+    ("docs/gpu.md", "trains # layouts of 1 to 4 ranks", lambda: len(test_without_gpu.CASES)),
+    ("docs/gpu.md", "holds it in # cases", lambda: len(test_without_gpu.PLANNED)),
     ("docs/quickstart.md", "performs # steps of a first hour", points_of_first_hour),
     ("docs/status.md", "a block within # %", lambda: round(100 * TOLERANCE)),
     ("docs/status.md", "(cp: # %)", lambda: round(100 * CP_TOLERANCE)),
