@@ -21,7 +21,7 @@ def script() -> ModuleType:
 
 def test_there_are_hundreds_of_cases_of_different_names(script: ModuleType) -> None:
     names = [case.name for case in script.all_cases()]
-    assert len(names) == len(set(names)) > 600
+    assert len(names) == len(set(names)) > 700
     assert len({case.place for case in script.all_cases()}) > 20
 
 
