@@ -59,7 +59,10 @@ SENTENCES: tuple[tuple[str, str, Count], ...] = (
 )
 
 
-@pytest.mark.parametrize(("page", "sentence", "count"), SENTENCES, ids=str)
+NAMES = [f"{page}-{sentence}" for page, sentence, _ in SENTENCES]  # alike in every worker
+
+
+@pytest.mark.parametrize(("page", "sentence", "count"), SENTENCES, ids=NAMES)
 def test_a_number_is_that_of_the_tree(page: str, sentence: str, count: Count) -> None:
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     number = re.escape(sentence).replace(r"\#", "(.+)").replace("(.+)", r"(\S+)")
