@@ -110,7 +110,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         )
         line = ["+config=tiny", "--data-path", "corpus", *SMALL.split(), "--run-dir", "runs/tiny"]
         assert main(["train", *line]) == 0
-        for name in ("tp2_pp2", "slower", "char", "tiny-sweep/lr=1e-3", "tiny-sweep/lr=3e-3"):
+        for name in (
+            "tp2_pp2",
+            "slower",
+            "docs",
+            "char",
+            "tiny-sweep/lr=1e-3",
+            "tiny-sweep/lr=3e-3",
+        ):
             shutil.copytree("runs/tiny", f"runs/{name}")
         assert main(["checkpoint", "export-hf", "runs/tiny", "hf_folder"]) == 0
         made = {path.name for path in root.iterdir()}

@@ -125,11 +125,14 @@ ODD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "damaged parquet page": (damaged_parquet, "in.parquet cannot be read: "),
     "text as a size": (
         hugging_face(hidden_size="big"),
-        "config.json has an entry that describes no model",
+        "Field 'hidden_size' expected int, got str",
     ),
     "negative size": (hugging_face(num_hidden_layers=-1), "num_(hidden_)?layers is -1"),
-    "NaN as a size": (hugging_face(vocab_size="NaN"), "vocab_size is (nan|NaN)"),
-    "fraction as a size": (hugging_face(num_attention_heads=2.5), "num_attention_heads is 2.5"),
+    "NaN as a size": (hugging_face(vocab_size="NaN"), "Field 'vocab_size' expected int"),
+    "fraction as a size": (
+        hugging_face(num_attention_heads=2.5),
+        "Field 'num_attention_heads' expected int",
+    ),
     "a list as a family": (hugging_face(model_type=["llama"]), "model_type"),
     "nested config.json": (
         lambda folder: [

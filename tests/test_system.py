@@ -78,7 +78,9 @@ assert not imported(["hydra"]), "no file is chosen, so there is nothing to compo
 assert main([*line, "--train-iters=0"]) == 0 and not imported(built), f"to build a run: {{imported(built)}}"
 assert gc.isenabled() and gc.get_freeze_count() > 100_000
 from nanotrain.inference.checkpoint import load_stage
-load_stage(SimpleNamespace(config=load_config(line), read_params=lambda wanted: None))
+checkpoint = SimpleNamespace(config=load_config(line), manifest=None)
+checkpoint.read_params = lambda wanted: None
+load_stage(checkpoint)
 from nanotrain.inference.generate import generate
 assert not imported(built), f"to load a model: {{imported(built)}}"
 assert main([*line, "--train-iters=1"]) == 0 and not imported(never), f"to train: {{imported(never)}}"

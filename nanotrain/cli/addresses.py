@@ -88,7 +88,11 @@ def show(text: str) -> None:
 
 def with_addresses(text: str) -> str:
     """A text for the user, which names addresses and not their local folders."""
-    base = re.escape(str(local_folder("", makes=False)))
+    try:
+        folder = local_folder("", makes=False)
+    except OSError:  # there is no folder for temporary files, so no text has a path in it
+        return text
+    base = re.escape(str(folder))
     return re.sub(rf"{base}/(?:read|written)/(\w+)/", r"\1://", text)
 
 

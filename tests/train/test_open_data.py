@@ -81,8 +81,6 @@ def blend(*entries: object) -> list[str]:
         ("0.5 b 0.5 a", {"a": 20, "b": 20}),
         ("0.25 a 0.25 b 0.5 c", {"a": 16, "b": 16, "c": 8}),
         ("b", {"a": 12, "b": 28}),
-        ("a b", {"a": 20, "b": 20}),
-        ("c", {"a": 12, "b": 12, "c": 16}),
     ],
 )
 def test_every_corpus_goes_on_where_it_stopped(tmp_path, corpora, words, counts, capfd):
