@@ -6,9 +6,11 @@
     number of new tokens            120
     ends of a text                  the end-of-document token of the tokenizer
 
-As in transformers, `do_sample: false` is greedy, and `do_sample: true` without a temperature has
-temperature 1. Ends are those of generation_config.json, else those of config.json. `max_length`,
-which counts the prompt, is not read. What else changes the tokens is named once and not applied.
+As in transformers, `do_sample: true` without a temperature has temperature 1; `do_sample: false` is
+greedy, and so is a file that sets temperature, top_k or top_p without `do_sample`.
+
+Ends are those of generation_config.json, else those of config.json. `max_length`, which counts the
+prompt, is not read. Other options that change the tokens are named once and not applied.
 """
 
 import json
@@ -34,6 +36,8 @@ GENERATION_CONFIG = "generation_config.json"
 MAX_BYTES = 1 << 24
 MAX_ENDS = 256
 NUM_TOKENS = 120  # new tokens where nobody sets a number
+# options of sampling, and the values that say nothing
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 # other options of transformers that change the tokens, and the value that changes nothing
 UNREAD = {
     "bad_words_ids": None,
@@ -158,15 +162,16 @@ def parse_defaults(content: bytes, *, source: str) -> GenerationDefaults:
         most = fields.get("max_new_tokens")
         defaults = GenerationDefaults(
             temperature=_temperature(fields),
-            top_k=_unless(fields, "top_k", neutral=0),
-            top_p=_unless(fields, "top_p", neutral=1.0),
+            top_k=_unless(fields, "top_k", neutral=NEUTRAL["top_k"]),
+            top_p=_unless(fields, "top_p", neutral=NEUTRAL["top_p"]),
             repetition_penalty=_unless(fields, "repetition_penalty", neutral=1.0),
             max_new_tokens=None if most is None else whole_number(most, "max_new_tokens", low=1),
             ends=_parse_ends(fields.get("eos_token_id")),
             stops=_parse_stops(fields.get("stop_strings")),
             unread=_unread(fields),
         )
-        defaults.sampling(temperature=1.0)  # its limits
+        # limits, also of a temperature that greedy decoding does not use
+        replace(defaults, temperature=fields.get("temperature")).sampling(temperature=1.0)
     except (ValueError, ConfigError) as error:
         raise DataError(
             f"{source} cannot be read", why=str(error), fix="correct or remove it"
@@ -184,13 +189,16 @@ def _read(file: Path) -> bytes:
 
 
 def _temperature(fields: Mapping[str, Any]) -> Any:
-    """The temperature; 0 if the file says greedy."""
+    """The temperature; 0 where transformers is greedy, None if the file does not say."""
     does_sample = fields.get("do_sample")
-    if does_sample is False:
-        return 0.0
     if does_sample is True:
         return fields.get("temperature", 1.0)
-    return fields.get("temperature")
+    sets_sampling = any(
+        _unless(fields, name, neutral=neutral) is not None for name, neutral in NEUTRAL.items()
+    )
+    if does_sample is False or sets_sampling:
+        return 0.0
+    return None
 
 
 def _unless(fields: Mapping[str, Any], name: str, *, neutral: float) -> Any:

@@ -126,7 +126,9 @@ def options(**given: Any) -> Namespace:
         ({"do_sample": False}, (0.0, None, None)),
         ({"do_sample": True}, (1.0, None, None)),
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, (0.6, None, 0.9)),
-        ({"temperature": 0.6, "top_k": 20}, (0.6, 20, None)),
+        ({"temperature": 0.6, "top_k": 20}, (0.0, 20, None)),
+        ({"top_p": 0.9}, (0.0, None, 0.9)),
+        ({"temperature": 1.0}, (0.8, None, None)),
         ({"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}, (0.8, None, None)),
     ],
 )
