@@ -71,17 +71,32 @@ def lines_of(
     if parse_special:
         became = "became the token (--parse-special)"
     share = counts.unknown / max(1, num_tokens)
-    lines = {
-        f"left out: {count_of(counts.empty, 'empty document')}": counts.empty,
-        f"{count_of(counts.surrogates, 'document')} with lone surrogates, which no UTF-8 has: "
-        "they became question marks": counts.surrogates,
-        f"{count_of(counts.special, 'document')} with the text of a special token ({names}), "
-        f"which {became}": counts.special,
-        f"{count_of(counts.unknown, 'token')} ({share:.2%}) unknown: the vocabulary lacks their "
-        "characters": counts.unknown,
-        f"{count_of(counts.lost, 'character')} lost: the tokenizer removes them or has no token "
-        "for them": counts.lost,
-        f"{count_of(counts.uneven, 'document')} whose tokens have other bytes than the text "
-        "(changed or unknown characters): validation on them has no bits per byte": counts.uneven,
-    }
-    return [line for line, count in lines.items() if count]
+    counted = [
+        (counts.empty, f"left out: {count_of(counts.empty, 'empty document')}"),
+        (
+            counts.surrogates,
+            f"{count_of(counts.surrogates, 'document')} with lone surrogates, which no UTF-8 has: "
+            "they became question marks",
+        ),
+        (
+            counts.special,
+            f"{count_of(counts.special, 'document')} with the text of a special token ({names}), "
+            f"which {became}",
+        ),
+        (
+            counts.unknown,
+            f"{count_of(counts.unknown, 'token')} ({share:.2%}) unknown: the vocabulary lacks "
+            "their characters",
+        ),
+        (
+            counts.lost,
+            f"{count_of(counts.lost, 'character')} lost: the tokenizer removes them or has no "
+            "token for them",
+        ),
+        (
+            counts.uneven,
+            f"{count_of(counts.uneven, 'document')} whose tokens have other bytes than the text "
+            "(changed or unknown characters): validation on them has no bits per byte",
+        ),
+    ]
+    return [line for number, line in counted if number]

@@ -20,6 +20,7 @@ import numpy as np
 from huggingface_hub import EvalResult, ModelCardData
 
 from nanotrain.config.schema import KEYS
+from nanotrain.interop.hf.hub import loading_code
 from nanotrain.quantities import describe_count
 from nanotrain.report.history import RunHistory
 from nanotrain.report.tables import TASKS
@@ -62,7 +63,7 @@ def publishing_card(model: PublishedModel) -> str:
     sections = [
         f"# {model.repository}",
         _introduction(model),
-        _loading(model),
+        loading_code(model.repository, has_tokenizer=model.has_tokenizer),
         "## Data\n\n" + _data_section(model),
         "## Recipe\n\n" + _recipe_section(model),
         "## Loss\n\n" + _loss_section(model),
@@ -147,16 +148,6 @@ def _introduction(model: PublishedModel) -> str:
         f"{sizes}, trained with nanotrain for {model.step:,} steps{read}. "
         f"The weights are {model.dtype}, with the names of the family `{model.family}`."
     )
-
-
-def _loading(model: PublishedModel) -> str:
-    classes = ["AutoModelForCausalLM"]
-    lines = [f'model = AutoModelForCausalLM.from_pretrained("{model.repository}")']
-    if model.has_tokenizer:
-        classes.append("AutoTokenizer")
-        lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{model.repository}")')
-    imports = f"from transformers import {', '.join(classes)}"
-    return "\n".join(["```python", imports, "", *lines, "```"])
 
 
 def _data_section(model: PublishedModel) -> str:

@@ -91,11 +91,6 @@ def model_card(
     sizes += f", {shape.num_layers} layers of width"
     positions = model_config.max_position_embeddings
     vocabulary = f"a vocabulary of {shape.vocab_size:,} tokens"
-    classes = "AutoModelForCausalLM"
-    loading = f"model = AutoModelForCausalLM.{_load_call(name)}"
-    if has_tokenizer:
-        classes += ", AutoTokenizer"
-        loading += f"\ntokenizer = AutoTokenizer.{_load_call(name)}"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -110,12 +105,18 @@ A language model trained with nanotrain: {sizes}
 {shape.hidden_size:,}, {vocabulary} and up to {positions:,} positions.
 The weights are {dtype}, with the names of the family `{family}`.
 
-```python
-from transformers import {classes}
-
-{loading}
-```
+{loading_code(name, has_tokenizer=has_tokenizer)}
 """
+
+
+def loading_code(name: str, *, has_tokenizer: bool) -> str:
+    """The code block of a card that loads the model, and the tokenizer if there is one."""
+    classes = "AutoModelForCausalLM"
+    lines = [f"model = AutoModelForCausalLM.{_load_call(name)}"]
+    if has_tokenizer:
+        classes += ", AutoTokenizer"
+        lines.append(f"tokenizer = AutoTokenizer.{_load_call(name)}")
+    return "\n".join(["```python", f"from transformers import {classes}", "", *lines, "```"])
 
 
 def name_card(folder: Path, name: str) -> None:
