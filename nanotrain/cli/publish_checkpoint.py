@@ -1,6 +1,6 @@
 """`nanotrain checkpoint publish`: a checkpoint as a repository of the Hugging Face hub.
 
-1. check the names of repository and license, and that the hub can be reached
+1. check the checkpoint, the names of repository and license, and that the hub can be reached
 2. export the weights and the tokenizer to a folder
 3. write the model card, the loss curve and the checksums
 4. upload the folder; with --dry-run list it
@@ -19,6 +19,7 @@ from nanotrain.paths import local_path
 from nanotrain.quantities import describe_bytes
 
 if TYPE_CHECKING:
+    from nanotrain.report.history import RunHistory
     from nanotrain.report.model_card import PublishedModel
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -27,14 +28,19 @@ DTYPES = ("fp32", "bf16", "fp16")
 def publish_checkpoint(argv: Sequence[str]) -> int:
     """Upload a checkpoint of a run to the hub, with a model card, a loss curve and checksums."""
     args = publish_parser().parse_args(argv)
+    from nanotrain.checkpoint.store import find_manifest
     from nanotrain.interop.hf.hub import check_repository, push_folder, require_hub
+    from nanotrain.report.history import RunHistory
 
+    step_folder, manifest = find_manifest(args.path)
+    run = RunHistory.read(step_folder.parent.parent)
     check_repository(args.repository, flag="REPOSITORY")
     check_license(args.license)
     folder = args.output or Path(args.repository.rpartition("/")[2])
     if not args.dry_run:
         require_hub(fix="add --dry-run to write the folder, and upload it later")
-    model = export_for_hub(args, folder)
+    export_for_hub(args, step_folder, folder=folder)
+    model = describe_model(args, run, step=manifest.step, folder=folder)
     write_card(model, folder)
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         print(f"{file.relative_to(folder)}  {describe_bytes(file.stat().st_size)}")
@@ -96,19 +102,10 @@ def check_license(identifier: str | None) -> None:
         )
 
 
-def export_for_hub(args: argparse.Namespace, folder: Path) -> "PublishedModel":
-    """Export weights and tokenizer, and collect the facts of the model card.
-
-    Raises:
-        EnvironmentFault: the checkpoint is not in a run folder.
-    """
-    from nanotrain.checkpoint.store import find_manifest
+def export_for_hub(args: argparse.Namespace, step_folder: Path, *, folder: Path) -> None:
+    """Export weights and tokenizer of a checkpoint as a Hugging Face folder."""
     from nanotrain.inference.checkpoint import export_checkpoint
-    from nanotrain.report.history import RunHistory
-    from nanotrain.report.model_card import PublishedModel
 
-    step_folder, manifest = find_manifest(args.path)
-    run = RunHistory.read(step_folder.parent.parent)
     summary = export_checkpoint(
         step_folder,
         folder,
@@ -118,15 +115,30 @@ def export_for_hub(args: argparse.Namespace, folder: Path) -> "PublishedModel":
         ema=args.ema,
     )
     print(summary)
+
+
+def describe_model(
+    args: argparse.Namespace, run: "RunHistory", *, step: int, folder: Path
+) -> "PublishedModel":
+    """What the model card says of an exported checkpoint.
+
+    Args:
+        args: arguments of the command.
+        run: the run of the checkpoint.
+        step: step of the checkpoint.
+        folder: the exported folder.
+    """
+    from nanotrain.report.model_card import PublishedModel
+
     return PublishedModel(
         run=run,
-        step=manifest.step,
+        step=step,
         repository=args.repository,
         dtype=args.dtype,
         family=exported_family(folder),
         license=args.license,
         has_tokenizer=(folder / "tokenizer_config.json").is_file(),
-        tokens_by_corpus=tokens_read(run.folder, manifest.step),
+        tokens_by_corpus=tokens_read(run.folder, step),
     )
 
 

@@ -88,3 +88,11 @@ def test_a_mistake_is_found_before_anything_is_written(
     assert main(["checkpoint", "publish", str(run_dir), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_run_is_named_before_the_hub_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["checkpoint", "publish", str(tmp_path / "none"), "me/model"]) == 2
+    assert "none is not a checkpoint: there is no such folder" in capsys.readouterr().err
