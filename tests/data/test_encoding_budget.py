@@ -1,5 +1,7 @@
 """A tokenizer whose regular expression takes exponential time is one error."""
 
+import itertools
+
 import pytest
 import tokenizers
 
@@ -16,7 +18,7 @@ def test_the_result_and_the_error_are_those_of_the_encoding() -> None:
 
 
 def test_an_exponential_pattern_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding_budget, "BUDGET_S", 0.02)
+    monkeypatch.setattr(encoding_budget, "BUDGET_S", 0.0)
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     pattern = tokenizers.Regex("(a+)+$")
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
@@ -35,18 +37,28 @@ def test_a_replacement_that_multiplies_the_text_is_an_error(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoding_budget, "BUDGET_BYTES", 1 << 20)
-    monkeypatch.setattr(encoding_budget, "LOOK_S", 0.01)
+    monkeypatch.setattr(encoding_budget, "LOOK_S", 0.0)
+    # memory that grows at every look: a process that freed as much before would not grow
+    looks = itertools.count(0, 1 << 21)
+    monkeypatch.setattr(encoding_budget, "resident_bytes", lambda: next(looks))
     encode = getattr(tokenizer_that_multiplies(50_000), method)
     with pytest.raises(DataError, match=r"10 characters need more than 1,089,536 bytes"):
         encode("a" * 10)
 
 
 def test_the_time_ends_while_the_library_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding_budget, "BUDGET_S", 0.1)
+    monkeypatch.setattr(encoding_budget, "BUDGET_S", 0.0)
     tokenizer = tokenizer_that_multiplies(100_000)
     # a library that kept the interpreter's lock would be done before anybody looks at the time
     with pytest.raises(DataError, match="10 characters are not encoded after 0 s"):
         tokenizer.encode_added("a" * 10)
+
+
+def test_the_memory_is_that_of_this_process() -> None:
+    before = encoding_budget.resident_bytes()
+    block = bytearray(1 << 27)
+    block[:: 1 << 12] = b"x" * (1 << 15)  # one byte per page makes the system provide it
+    assert encoding_budget.resident_bytes() - before > 1 << 26
 
 
 def test_tokens_with_added_ones_are_those_of_the_library() -> None:
