@@ -55,6 +55,8 @@ from nanotrain.untrusted import (
 # what a reader of entries raises where one has a value of another type
 DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 MAX_CONFIG_BYTES = 1 << 24  # the config.json of a model has 1 to 20 kB
+# entries beside `text_config` that are also about the text model
+SHARED_ENTRIES = ("dtype", "quantization_config", "tie_word_embeddings", "torch_dtype")
 
 Row = dict[str, Any]  # a family as a row of families.yaml
 
@@ -243,7 +245,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     kind = str(text.get("model_type"))
     if kind not in FAMILIES:
         return raw
-    shared = {key: raw[key] for key in ("quantization_config", "tie_word_embeddings") if key in raw}
+    shared = {key: raw[key] for key in SHARED_ENTRIES if key in raw}
     return shared | text | {"architectures": [FAMILIES[kind].architecture]}
 
 

@@ -9,9 +9,10 @@ import_hf        write a folder as a checkpoint of step 0, which `generate`, `di
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,10 @@ from nanotrain.interop.hf.names import (
 )
 from nanotrain.interop.hf.tensor_mapping import Shape, TensorMapping
 from nanotrain.interop.hf.weights import WeightFiles, fp8_block_size
-from nanotrain.log import progress
+from nanotrain.log import log_once, progress
+from nanotrain.precision.dtypes import torch_name
 from nanotrain.spec.boxes import Box, TensorBox
+from nanotrain.untrusted import shown
 
 SHOWN = 5  # number of names that an error lists
 
@@ -79,6 +82,9 @@ class WeightReader:
         present = _relevant_shapes(self._files, self._mappings, family=family, needless=needless)
         _check_shapes(folder, tensor_shapes(self._mappings), present=present)
         _check_constants(self._files, constants)
+        read = tensor_shapes(self._mappings).keys()
+        dtypes = [dtype for name, dtype in self.dtypes.items() if name in read]
+        _log_other_dtype(folder, raw, dtypes=dtypes)
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -137,9 +143,29 @@ def import_hf(folder: Path, output: Path) -> str:
         read=read,
         manifest=Manifest(0, {}, {}, objects={}, config=to_dict(config), topology={}),
     )
-    stored = Counter(reader.dtypes.values())
-    dtypes = ", ".join(f"{count} in {dtype}" for dtype, count in stored.most_common())
+    dtypes = _count_dtypes(reader.dtypes.values())
     return f"{output}: {len(shapes)} tensors in fp32, from {folder} (tensors there: {dtypes})"
+
+
+def _log_other_dtype(folder: Path, raw: Mapping[str, Any], *, dtypes: Collection[str]) -> None:
+    """Log one line where config.json names another dtype than tensors of the files have."""
+    named = raw.get("dtype")
+    if named is None:  # of both entries, transformers takes this one last
+        named = raw.get("torch_dtype")
+    if named is None:
+        return
+    if all(torch_name(dtype) == str(named).removeprefix("torch.") for dtype in dtypes):
+        return
+    log_once(
+        f"{folder}: config.json names the dtype {shown(named)}, and not all tensors have it "
+        f"({_count_dtypes(dtypes)}): values are read as the files have them"
+    )
+
+
+def _count_dtypes(dtypes: Iterable[str]) -> str:
+    """The numbers of tensors by dtype, the most frequent first."""
+    counts = Counter(dtypes).most_common()
+    return ", ".join(f"{count} in {dtype}" for dtype, count in counts)
 
 
 def _choose_mappings(

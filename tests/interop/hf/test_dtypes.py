@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from nanotrain.inference.checkpoint import export_checkpoint
+from nanotrain.inference.checkpoint import export_checkpoint, load_stage, open_model
 from nanotrain.interop.hf.families import model_from_hf
 from nanotrain.interop.hf.import_weights import import_hf
 from tests.interop.hf.reference import reference
@@ -50,6 +50,51 @@ def test_a_line_says_which_tensors_change(tmp_path: Path, caplog: pytest.LogCapt
     expected = f"{num_norms} tensors that the pretrained checkpoint has in fp32: written in bf16"
     assert [expected in line for line in caplog.messages].count(True) == 1
     assert not any("has in bf16" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("entry", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(
+    ("named", "counts"),
+    [
+        ("bfloat16", "{others} in bf16, {norms} in fp32"),
+        ("float16", "{others} in bf16, {norms} in fp32"),
+        ("float64", "{others} in bf16, {norms} in fp32"),
+        (None, ""),
+    ],
+)
+def test_a_line_says_that_config_json_names_another_dtype(
+    named: str | None, counts: str, entry: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = write_mixed(tmp_path)
+    write_dtype(tmp_path, {entry: named})
+    num_norms = sum("norm" in key for key in tensors)
+    caplog.set_level("INFO", logger="nanotrain")
+    load_stage(open_model(tmp_path))  # as evaluate, generate and train do
+    lines = [line for line in caplog.messages if "config.json names the dtype" in line]
+    assert len(lines) == (named is not None)
+    for line in lines:
+        assert f"names the dtype {named!r}" in line
+        assert counts.format(norms=num_norms, others=len(tensors) - num_norms) in line
+
+
+def test_no_line_where_config_json_names_the_dtype_of_all_tensors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference("llama").save_pretrained(tmp_path)
+    caplog.set_level("INFO", logger="nanotrain")
+    for entries in ({"dtype": "float32"}, {"dtype": "torch.float32", "torch_dtype": "bfloat16"}):
+        write_dtype(tmp_path, entries)
+        load_stage(open_model(tmp_path))
+    assert "config.json names the dtype" not in caplog.text
+
+
+def write_dtype(folder: Path, entries: dict[str, str | None]) -> None:
+    """Write a config.json whose entries of dtypes are these alone."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("dtype", None)
+    config.pop("torch_dtype", None)
+    path.write_text(json.dumps(config | entries))
 
 
 def test_a_head_that_config_json_denies_comes_back_and_is_named(
