@@ -1,6 +1,7 @@
 """Conversations as token ids with a loss mask: 1 on the tokens that the assistant writes.
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    {"messages": [...], "tools": [{"type": "function", "function": {"name": "add", ...}}]}
 
     text    <|im_start|> user 2 + 2?<|im_end|> <|im_start|> assistant 4 <|im_end|>
     mask    0            0    0 0 0 0          0            0         1 1
@@ -15,6 +16,8 @@ prompt for a reply, which needs a template that never changes an earlier turn.
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,8 +32,42 @@ ASSISTANT = "assistant"
 _OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own, since templates see it
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, and the tools that the assistant may call; None where a row has none."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Conversation":
+        """The conversation of a document: a list of messages, or an object as `as_text` writes it.
+
+        Raises:
+            DataError: no messages with role and content, or none of the assistant.
+        """
+        try:
+            value = parse_json(text)
+            is_object = isinstance(value, dict) and "messages" in value
+            row = value if is_object else {"messages": value}
+            messages = []
+            for entry in list_of(_decoded(row["messages"]), "messages"):
+                messages.append(_parse_message(object_of(entry, "a message")))
+            if not any(message["role"] == ASSISTANT for message in messages):
+                raise ValueError("it has no message of the assistant, whose tokens are the targets")
+            return cls(messages, _parse_tools(row.get("tools")))
+        except ValueError as error:
+            fix = (
+                'write {"messages": [{"role": "user", "content": "..."}, '
+                '{"role": "assistant", "content": "..."}]}'
+            )
+            raise DataError("a conversation cannot be used", why=str(error), fix=fix) from None
+
+
 class ChatTemplate:
     """The chat template of a tokenizer, in a process of its own from the first conversation on.
+
+    A tokenizer with several templates has its own for conversations with tools, as in transformers.
 
     Args:
         tokenizer: folder or name that transformers' AutoTokenizer takes.
@@ -44,35 +81,50 @@ class ChatTemplate:
         if tokenizer == "bytes":
             raise _no_template(tokenizer, why="bytes are no tokenizer of a chat model")
         self._tokenizer = load_pretrained(tokenizer)
-        try:
-            template = text_of(self._tokenizer.get_chat_template(), "chat_template")
-        except (ValueError, TypeError) as error:
-            raise _no_template(tokenizer, why=first_line(error)) from None
-        if not template or not self._tokenizer.is_fast:
-            why = "its chat_template is empty"
-            if template:
-                why = "its tokens have no offsets in the text: it has no tokenizer.json"
+        if not self._tokenizer.is_fast:
+            why = "its tokens have no offsets in the text: it has no tokenizer.json"
             raise _no_template(tokenizer, why=why)
-        self._marks_turns = "generation %}" in template
+        self._budget_s = budget_s
+        template = self._read_template(tokenizer, tools=None)
+        template_of_tools = self._read_template(tokenizer, tools=[])
+        self._plain = self._program(template)
+        self._with_tools = self._plain
+        if template_of_tools != template:
+            self._with_tools = self._program(template_of_tools)
+
+    def _read_template(self, name: str, *, tools: list[Any] | None) -> str:
+        """The template of conversations with or without tools."""
+        try:
+            template = text_of(self._tokenizer.get_chat_template(tools=tools), "chat_template")
+        except (ValueError, TypeError) as error:
+            raise _no_template(name, why=first_line(error)) from None
+        if not template:
+            raise _no_template(name, why="its chat_template is empty")
+        return template
+
+    def _program(self, template: str) -> "_Program":
+        """A template with its process, which has not begun yet."""
         variables = self._tokenizer.special_tokens_map
-        self._process = ChatProcess(template, variables, budget_s=budget_s)
+        process = ChatProcess(template, variables, budget_s=self._budget_s)
+        return _Program(process, marks_turns="generation %}" in template)
 
     def encode(self, conversation: str) -> tuple[list[int], np.ndarray]:
         """The token ids of a conversation, and their mask [tokens] uint8.
 
         Args:
-            conversation: the messages as JSON.
+            conversation: the messages, and perhaps tools, as JSON.
 
         Raises:
             DataError: no messages with role and content, or a template that refuses them, changes
                 earlier turns, or needs more than its budget.
         """
-        messages = _parse_messages(conversation)
-        text, spans = self._process.render(messages)
+        parsed = Conversation.parse(conversation)
+        program = self._plain if parsed.tools is None else self._with_tools
+        text, spans = program.process.render(parsed.messages, tools=parsed.tools)
         encoded = self._tokenize(text)
         ids = list(encoded["input_ids"])
         mask = np.zeros(len(ids), dtype=np.uint8)
-        if self._marks_turns:
+        if program.marks_turns:
             for begin, end in spans:
                 first = encoded.char_to_token(begin)
                 if first is None:
@@ -81,7 +133,7 @@ class ChatTemplate:
                 mask[first : last + 1] = 1
             return ids, mask
         starts = np.array([start for start, _ in encoded["offset_mapping"]])
-        for begin, end in self._find_replies(messages, text):
+        for begin, end in _find_replies(parsed, text, process=program.process):
             mask[(begin <= starts) & (starts < end)] = 1
         return ids, mask
 
@@ -96,10 +148,10 @@ class ChatTemplate:
             DataError: the template refuses them, or needs more than its budget.
         """
         if not continues:
-            return self._process.render(messages, add_generation_prompt=True).text
+            return self._plain.process.render(messages, add_generation_prompt=True).text
         content = str(messages[-1]["content"])
         opened = [*messages[:-1], messages[-1] | {"content": content + _OPEN_END}]
-        text = self._process.render(opened).text
+        text = self._plain.process.render(opened).text
         tag = _OPEN_END.strip()
         if content.strip() not in text or tag not in text:
             raise refused("the chat template leaves out a part of the last message")
@@ -107,31 +159,6 @@ class ChatTemplate:
         # a template that strips messages has taken the blank of the tag, and those before it
         is_stripped = not text.startswith(_OPEN_END, begin)
         return text[:begin].rstrip() if is_stripped else text[:begin]
-
-    def _find_replies(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
-        """First character, and the one after the last, of every message of the assistant."""
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            if number == 0:  # a template renders no empty conversation
-                raise refused("its first message is of the assistant, so nothing asks for it")
-            before = self._process.render(messages[:number], add_generation_prompt=True).text
-            through = self._process.render(messages[: number + 1]).text
-            if not (text.startswith(through) and through.startswith(before)):
-                raise DataError(
-                    "the chat template changes earlier turns",
-                    why=(
-                        f"message {number + 1} is another text once others follow it, "
-                        "so its tokens are unknown"
-                    ),
-                    fix=(
-                        "add {% generation %} and {% endgeneration %} "
-                        "around the assistant's text in the template"
-                    ),
-                )
-            spans.append((len(before), len(through)))
-        return spans
 
     def _tokenize(self, text: str) -> Any:
         """The tokens of a text, with their offsets."""
@@ -141,24 +168,63 @@ class ChatTemplate:
         )
 
 
-def _parse_messages(conversation: str) -> list[Message]:
-    """The messages of a conversation, with role and content."""
-    try:
-        messages = []
-        for value in list_of(parse_json(conversation), "messages"):
-            message = object_of(value, "a message")
-            role = text_of(message.get("role"), "role")
-            content = text_of(message.get("content"), "content")
-            messages.append(message | {"role": role, "content": content})
-        if not any(message["role"] == ASSISTANT for message in messages):
-            raise ValueError("it has no message of the assistant, whose tokens are the targets")
-    except ValueError as error:
-        fix = (
-            'write {"messages": [{"role": "user", "content": "..."}, '
-            '{"role": "assistant", "content": "..."}]}'
-        )
-        raise DataError("a conversation cannot be used", why=str(error), fix=fix) from None
-    return messages
+@dataclass(frozen=True)
+class _Program:
+    """A template in its process, and whether it marks what the assistant writes."""
+
+    process: ChatProcess
+    marks_turns: bool
+
+
+def _find_replies(
+    conversation: Conversation, text: str, *, process: ChatProcess
+) -> list[tuple[int, int]]:
+    """First character, and the one after the last, of every message of the assistant."""
+    spans = []
+    messages = conversation.messages
+    render = partial(process.render, tools=conversation.tools)
+    for number, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        if number == 0:  # a template renders no empty conversation
+            raise refused("its first message is of the assistant, so nothing asks for it")
+        before = render(messages[:number], add_generation_prompt=True).text
+        through = render(messages[: number + 1]).text
+        if not (text.startswith(through) and through.startswith(before)):
+            raise DataError(
+                "the chat template changes earlier turns",
+                why=(
+                    f"message {number + 1} is another text once others follow it, "
+                    "so its tokens are unknown"
+                ),
+                fix=(
+                    "add {% generation %} and {% endgeneration %} "
+                    "around the assistant's text in the template"
+                ),
+            )
+        spans.append((len(before), len(through)))
+    return spans
+
+
+def _parse_message(message: dict[str, Any]) -> Message:
+    """A message with its role and content; one that calls tools may have no content."""
+    role = text_of(message.get("role"), "role")
+    content = message.get("content")
+    if content is not None or not message.get("tool_calls"):
+        content = text_of(content, "content")
+    return message | {"role": role, "content": content}
+
+
+def _parse_tools(tools: Any) -> list[Any] | None:
+    """The JSON schemas of tools; None for null and for an empty text."""
+    if tools is None or tools == "":
+        return None
+    return [object_of(tool, "a tool") for tool in list_of(_decoded(tools), "tools")]
+
+
+def _decoded(value: Any) -> Any:
+    """The value of a column, which may be a text of JSON."""
+    return parse_json(value) if isinstance(value, str) else value
 
 
 def _no_template(tokenizer: str, *, why: str) -> DataError:
@@ -169,6 +235,7 @@ def _no_template(tokenizer: str, *, why: str) -> DataError:
     )
 
 
-def as_text(messages: Any) -> str:
-    """The messages of a row as JSON, the form in which a conversation passes as a document."""
-    return json.dumps(messages, ensure_ascii=False)
+def as_text(messages: Any, tools: Any = None) -> str:
+    """The messages and tools of a row as JSON, the form in which a conversation is a document."""
+    conversation = messages if tools is None else {"messages": messages, "tools": tools}
+    return json.dumps(conversation, ensure_ascii=False)

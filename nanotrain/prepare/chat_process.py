@@ -49,19 +49,25 @@ class ChatProcess:
             self._process.communicate()
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
     ) -> Rendered:
         """The text of messages.
 
         Args:
             messages: role and content of each.
+            tools: JSON schemas of functions that the assistant may call.
             add_generation_prompt: whether the text asks for a reply.
 
         Raises:
             DataError: the template refuses them, or needs more than its budget.
         """
         seen = [_as_templates_see(message) for message in messages]
-        reply = self._ask({"messages": seen, "add_generation_prompt": add_generation_prompt})
+        request = {"messages": seen, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        reply = self._ask(request)
         if "error" in reply:
             raise refused(f"the chat template refuses it: {reply['error']}")
         try:

@@ -4,7 +4,8 @@ A chat template is a program of somebody else. This one imports jinja2 alone, ne
 nor torch, so it starts in 0.1 s. Lines of JSON come in and go out, the settings first:
 
     in      {"template": "...", "variables": {"bos_token": "<s>"}, "budget_s": 20}
-            {"messages": [{"role": "user", "content": "2 + 2?"}], "add_generation_prompt": true}
+            {"messages": [{"role": "user", "content": "2 + 2?"}], "tools": null,
+             "add_generation_prompt": true}
     out     {"text": "<s>user: 2 + 2?", "spans": []}
             {"error": "roles must alternate"}
 

@@ -123,9 +123,10 @@ def _read_line(line: bytes, reader: DocumentReader, *, file: str, begin: int) ->
             why=str(error),
             fix='write each document as {"text": "..."}, or remove the line',
         ) from None
-    if isinstance(row.get(reader.column), str):
-        return str(row[reader.column])
-    return reader.pick(row, reader.column, source=f"{file} line {_line_number(file, begin)}")
+    try:
+        return reader.pick(row, reader.column, source=file)
+    except DataError:  # only now is the line counted, which reads the file from its first byte
+        return reader.pick(row, reader.column, source=f"{file} line {_line_number(file, begin)}")
 
 
 def _parse_row(line: bytes, column: str) -> Any:

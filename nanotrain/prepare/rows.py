@@ -6,8 +6,9 @@
         {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}
         {"instruction": "Add.", "input": "2 + 2", "output": "4"}
 
-ShareGPT's speakers become roles by ROLES; the instruction and input of Alpaca are one message of
-the user, divided by an empty line, and its output is the reply.
+A column `tools` beside them has the tools that the assistant may call: a list of JSON schemas, or
+its text. ShareGPT's speakers become roles by ROLES; the instruction and input of Alpaca are one
+message of the user, divided by an empty line, and its output is the reply.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ ROLES = {
     "model": "assistant",
     "observation": "tool",
 }
+TOOLS = "tools"
 SHAREGPT, ALPACA = "conversations", ("instruction", "output")
 _MISSING = object()
 
@@ -43,11 +45,20 @@ def kind_of(value: Any) -> str:
 
 
 def columns_to_read(names: Sequence[str], column: str, *, is_chat: bool) -> list[str]:
-    """The columns that hold the text or the messages; [] if there are none.
+    """The columns that hold the text, or messages and tools; [] if there are none.
 
     >>> columns_to_read(["id", "content"], "content.text", is_chat=False)
     ['content']
+    >>> columns_to_read(["id", "messages", "tools"], "messages", is_chat=True)
+    ['messages', 'tools']
     """
+    columns = _columns_of_document(names, column, is_chat=is_chat)
+    has_tools = is_chat and TOOLS in names
+    return [*columns, TOOLS] if columns and has_tools else columns
+
+
+def _columns_of_document(names: Sequence[str], column: str, *, is_chat: bool) -> list[str]:
+    """The columns that hold the text or the messages, without the tools beside them."""
     for name in (column, column.partition(".")[0]):
         if name in names:
             return [name]
@@ -127,13 +138,18 @@ def _cure(names: Sequence[str], otherwise: str) -> str:
 def pick_messages(
     row: Mapping[str, Any], column: str, *, source: str, columns: Sequence[str] | None = None
 ) -> str:
-    """Get the messages of a row as JSON; empty for null. Arguments and errors: see `pick_text`."""
+    """Get the messages and tools of a row as JSON; empty for null.
+
+    Arguments and errors: see `pick_text`.
+    """
     messages = value_at(row, column)
+    tools = row.get(TOOLS)
     if messages is _MISSING:
         messages = _converted(row)
     if isinstance(messages, list):
-        return as_text([_with_role(message) for message in messages])
-    return pick_text(row, column, source=source, columns=columns)
+        return as_text([_with_role(message) for message in messages], tools)
+    text = pick_text(row, column, source=source, columns=columns)
+    return as_text(text, tools) if text and tools is not None else text
 
 
 def _converted(row: Mapping[str, Any]) -> Any:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -15,9 +17,10 @@ from nanotrain.config.config import DataConfig
 from nanotrain.data.build import build_data
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.errors import DataError
-from nanotrain.prepare.chat import ChatTemplate
+from nanotrain.prepare.chat import ChatTemplate, Conversation, as_text
 from nanotrain.prepare.chunks import plan_chunks
-from nanotrain.prepare.readers import DocumentReader
+from nanotrain.prepare.readers import DocumentReader, lines_on_columns
+from nanotrain.prepare.rows import pick_messages
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -172,6 +175,72 @@ def test_rows_hold_messages_or_their_json(tmp_path: Path) -> None:
         rows.write_text(json.dumps(row) + "\n")
         with pytest.raises(DataError, match=message):
             list(reader.read(chunk))
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"b": 1, "a": "é<&>"}}}]
+CALLS = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"b": 2}}]},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "it is 4"},
+]
+CALLED = "{{ m.content or '' }}{{ m.tool_calls | tojson if m.tool_calls else '' }}"
+LISTED = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize("tools", [TOOLS, [], None])
+def test_tools_are_handed_to_the_template_as_transformers_does(
+    template: str, tools: list[dict[str, object]] | None, tmp_path: Path
+) -> None:
+    folder = save_tokenizer(tmp_path, LISTED + template.replace("{{ m.content }}", CALLED))
+    row = {"messages": CALLS, "tools": tools}
+    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        CALLS, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, mask = ChatTemplate(folder).encode(pick_messages(row, "messages", source="f"))
+    assert ids == theirs["input_ids"]
+    assert mask.any() and (template is PLAIN or mask.tolist() == theirs["assistant_masks"])
+
+
+def test_a_tokenizer_with_several_templates_has_one_for_tools(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path, None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": PLAIN, "tool_use": "T" + LISTED + MARKED}
+    tokenizer.save_pretrained(folder)
+    chat = ChatTemplate(folder)
+    talk = messages(TALKS[0])
+    for tools in (None, [], TOOLS):
+        theirs = tokenizer.apply_chat_template(talk, tools=tools)["input_ids"]
+        assert chat.encode(as_text(talk, tools))[0] == theirs
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_tools_are_a_column_beside_messages(suffix: str, is_text: bool, tmp_path: Path) -> None:
+    row = {"messages": messages(TALKS[1]), "tools": TOOLS, "id": 1}
+    if is_text:
+        row |= {name: json.dumps(row[name]) for name in ("messages", "tools")}
+    rows = tmp_path / f"rows.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), rows)
+    else:
+        rows.write_text(json.dumps(row))
+    chunks = plan_chunks([str(rows)], subset=None, split="train")
+    (line,) = lines_on_columns(chunks, "messages", is_chat=True)
+    assert "documents are read from messages, tools; not read: id" in line
+    (document,) = DocumentReader("messages", is_chat=True).read(chunks[0])
+    assert Conversation.parse(document) == Conversation(messages(TALKS[1]), TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [("add", "it is no JSON|not JSON|Expecting value"), ({"a": 1}, "tools is"), ([1], "a tool is")],
+)
+def test_tools_that_are_no_list_of_schemas_are_refused(tools: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Conversation.parse(as_text(messages(TALKS[1]), tools))
+    assert Conversation.parse(as_text(messages(TALKS[1]), "")).tools is None
 
 
 def test_a_tokenizer_that_is_trained_has_no_template(
