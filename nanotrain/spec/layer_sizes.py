@@ -112,6 +112,29 @@ class LayerSizes:
         dropped_by = ("layernorm",) if has_norm else ()
         return Saved(self.outside * self.width, dropped_by=dropped_by)
 
+    @property
+    def layer_norm_statistics(self) -> int:
+        """Bytes of the mean and the inverse deviation that a LayerNorm keeps per row.
+
+        They are fp32 on GPUs; on CPUs they have the dtype of its input.
+        """
+        return 2 * (self.itemsize if self.device == "cpu" else FP32)
+
+    def norm_extra(self, width: int) -> int:
+        """Bytes per row that a norm keeps beside its input: statistics, and a copy's difference.
+
+        On CPUs a LayerNorm whose weight is an offset from 1 keeps a copy of its input in fp32 in
+        place of the input; on GPUs the copy is inside a compiled block.
+
+        Args:
+            width: elements of a row.
+        """
+        if self.shape.normalization != "LayerNorm":
+            return FP32  # the inverse root mean square
+        if self.shape.has_offset_norms and self.device == "cpu":
+            return 2 * FP32 + width * (FP32 - self.itemsize)
+        return self.layer_norm_statistics
+
     def column(self, widths: Mapping[str, int], *, saves: tuple[Saved, ...] = ()) -> Product:
         """Projections of the layer's input, by the local widths of their outputs."""
         weights = tuple(f"{name}.weight" for name in widths)

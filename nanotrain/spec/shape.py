@@ -166,6 +166,11 @@ class ModelShape:
             return self
         return replace(self, query_groups=groups, has_sink=has_sink, qk_l2_norm=has_l2)
 
+    @property
+    def has_offset_norms(self) -> bool:
+        """Whether weights of norms are differences from 1, which are added in fp32."""
+        return self.norm_init == 0.0
+
     def norms_of(self, layer: int) -> tuple[bool, bool]:
         """Whether a layer, by its index in the model, has norms of inputs of attention and MLP, and
         of outputs.

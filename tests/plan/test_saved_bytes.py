@@ -82,6 +82,21 @@ MODELS = {
     "--mamba-state-dim 16 --mamba-multipliers 0.5 1 1 1 2 --mlp-gate-multiplier 1.2",
     "half layers": f"--linear-attention-type short_conv --num-layers 3 --hybrid-layer-pattern -*G {LLAMA}",
 }
+# of these every byte is planned; others have fp32 copies of weights, routed tokens or scans
+EXACT = {
+    "gpt2",
+    "llama",
+    "qwen3",
+    "mla",
+    "apertus",
+    "sinks",
+    "packed documents",
+    "narrow values",
+    "math",
+    "output gate",
+    "sparse attention",
+    "half layers",
+}
 LAYOUTS = {
     "1 rank": {},
     "tp2": {"tp": 2},
@@ -147,7 +162,8 @@ def test_block_bytes_are_those_that_autograd_saves(layout):
     tolerance = CP_TOLERANCE if layout.startswith("cp2") else TOLERANCE
     for name in results[0]:  # ranks may differ: in the tokens of their experts
         counted, planned = (sum(result[name][i] for result in results) for i in (0, 1))
-        assert planned == pytest.approx(counted, rel=tolerance), name
+        is_exact = layout == "1 rank" and name.removesuffix("--bf16").strip() in EXACT
+        assert planned == pytest.approx(counted, rel=0 if is_exact else tolerance), name
 
 
 def test_the_peak_of_forward_and_backward_is_planned():

@@ -22,6 +22,8 @@ from nanotrain.spec.operators import (
 from nanotrain.spec.params import Normal, ParamSpec
 from nanotrain.spec.shape import ModelShape
 
+NUM_WIDE_NORMS = 2  # over the heads of queries, and over those of keys
+
 
 def attention(declare: Declaration) -> Specs:
     """Multi-head attention with grouped key/value heads, which tp ranks may share."""
@@ -126,10 +128,13 @@ def _saved_by_norms(s: LayerSizes, *, num_heads: int) -> int:
     """Inputs and statistics of the norms of queries and keys."""
     shape = s.shape
     saved = 0
-    if shape.has_qk_norm or shape.qk_l2_norm:
-        saved += s.tokens * num_heads * (shape.head_dim * s.itemsize + FP32)
-    if shape.has_wide_qk_norm:
-        saved += s.tokens * num_heads * shape.head_dim * 2 * FP32
+    width = shape.head_dim
+    if shape.has_qk_norm:
+        saved += s.tokens * num_heads * (width * s.itemsize + s.norm_extra(width))
+    elif shape.qk_l2_norm:
+        saved += s.tokens * num_heads * (width * s.itemsize + FP32)
+    if shape.has_wide_qk_norm:  # the input in fp32, before and after its factor per token
+        saved += s.tokens * (num_heads * width * 2 + NUM_WIDE_NORMS) * FP32
     return saved
 
 
@@ -151,16 +156,18 @@ def compressed_projections(s: LayerSizes) -> Operators:
     key_value_width = heads * (sizes.qk_head_dim + shape.value_head_dim)
     kv_down_width = sizes.kv_lora_rank + sizes.qk_pos_emb_head_dim
     compressed = s.outside * (query_rank + sizes.kv_lora_rank)
-    norm_inputs = Saved((compressed + s.outside * sizes.qk_pos_emb_head_dim) * s.itemsize)
+    inputs = compressed + s.outside * sizes.qk_pos_emb_head_dim
+    extra = s.norm_extra(sizes.kv_lora_rank)
+    if query_rank:
+        extra += s.norm_extra(query_rank)
+    saves = (Saved(inputs * s.itemsize), Saved(s.outside * extra))
     operators: Operators = []
     if query_rank:
         operators.append(down_projection(s, "query_down", outputs=query_rank))
     else:
         operators.append(s.column({"query": query_width}))
     operators.append(down_projection(s, "kv_down", outputs=kv_down_width, saves=(s.layer_input,)))
-    norms = Norm(
-        name="layernorm", numel=compressed, saves=(norm_inputs,), launches=2, backward_launches=4
-    )
+    norms = Norm(name="layernorm", numel=compressed, saves=saves, launches=2, backward_launches=4)
     operators.append(norms)
     module = "mla_up_proj"
     if query_rank:

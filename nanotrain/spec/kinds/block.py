@@ -49,33 +49,35 @@ def _in_residual(s: LayerSizes, inner: Operators) -> Operators:
     """A mixer or an MLP with its norms and the addition to the residual stream."""
     has_pre, has_post = s.shape.norms_of(s.layer)
     dropped_by = ("layernorm",) if has_pre else ()
-    norm_input = Saved(s.outside * s.width)
-    statistics = Saved(s.outside * 2 * FP32, dropped_by=dropped_by)
-    first = _norm(s, saves=(norm_input, statistics))
+    first = _norm(s, dropped_by=dropped_by)
     add = Residual(name="add", numel=s.outside * s.shape.hidden_size)
     if has_pre and has_post:  # the second norm is never recomputed
-        second = _norm(s, saves=(_rms_norm_saved(s),))
+        second = _norm(s)
         return [first, *inner, second, add]
     if has_pre:
         return [first, *inner, add]
     return [*inner, first, add]
 
 
-def _rms_norm_saved(s: LayerSizes) -> Saved:
-    """The input of an RMSNorm and its statistics."""
-    return Saved(s.outside * (s.width + FP32))
+def _norm(s: LayerSizes, *, name: str = "layernorm", dropped_by: tuple[str, ...] = ()) -> Norm:
+    """A norm of hidden states.
 
-
-def _norm(s: LayerSizes, *, name: str = "layernorm", saves: tuple[Saved, ...]) -> Norm:
-    """A norm of hidden states."""
-    return Norm(name=name, module=name, numel=s.outside * s.shape.hidden_size, saves=saves)
+    Args:
+        s: sizes of the layer.
+        name: name of the norm.
+        dropped_by: recompute modules that keep the input of the norm alone.
+    """
+    hidden = s.shape.hidden_size
+    norm_input = Saved(s.outside * s.width)
+    extra = Saved(s.outside * s.norm_extra(hidden), dropped_by=dropped_by)
+    return Norm(name=name, module=name, numel=s.outside * hidden, saves=(norm_input, extra))
 
 
 def embedding_operators(s: LayerSizes) -> Operators:
     """Look-up of the tokens, and a norm of the embeddings where the model has it."""
     saves: tuple[Saved, ...] = ()
     if s.shape.embedding_l2_norm:
-        saves = (_rms_norm_saved(s),)
+        saves = (Saved(s.outside * (s.width + FP32)),)
     return [Lookup(name="embedding", rows=s.tokens, saves=saves)]
 
 
@@ -94,8 +96,7 @@ def head_operators(s: LayerSizes) -> Operators:
         shard="column",
         saves=(Saved(grads),),
     )
-    norm_input = Saved(s.outside * s.width)
-    norm = _norm(s, name="final_norm", saves=(norm_input,))
+    norm = _norm(s, name="final_norm")
     loss = Loss(name="loss", rows=s.tokens, columns=s.columns)
     return [norm, product, loss]
 
@@ -103,7 +104,7 @@ def head_operators(s: LayerSizes) -> Operators:
 def mtp_operators(s: LayerSizes, layer: int) -> Operators:
     """Norms of embeddings and hidden states, the projection of both, a block and the head."""
     hidden = s.shape.hidden_size
-    norm = _norm(s, name="mtp_norm", saves=(_rms_norm_saved(s),))
+    norm = _norm(s, name="mtp_norm")
     both = Saved(s.outside * 2 * s.width)
     projection = Product(
         name="eh_proj",

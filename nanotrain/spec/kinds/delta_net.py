@@ -189,7 +189,8 @@ def _rule_operators(s: LayerSizes, widths: Mapping[str, int], *, num_steps: int)
     # inputs, outputs and activations
     convolutions = short_convolutions(s, convolved, kernel_size=kernel_size, num_saved=3)
     normed = Saved(2 * outputs * s.itemsize)
-    norm = Norm(name="linear_norm", numel=outputs, saves=(normed,))
+    statistics = Saved(outputs // _sizes(s.shape).value_head_dim * FP32)
+    norm = Norm(name="linear_norm", numel=outputs, saves=(normed, statistics))
     return [convolutions, _scan(s, num_steps=num_steps), norm]
 
 

@@ -70,7 +70,7 @@ def _indexer(s: LayerSizes, *, heads: int) -> Operators:
     )
     key = down_projection(s, "indexer.key", outputs=dsa.head_dim)
     head_weight = down_projection(s, "indexer.head_weight", outputs=dsa.n_heads)
-    norm_inputs = Saved(s.outside * (dsa.head_dim * s.itemsize + 2 * FP32))
+    norm_inputs = Saved(s.outside * (dsa.head_dim * s.itemsize + s.layer_norm_statistics))
     norm = Norm(name="indexer", numel=s.outside * dsa.head_dim, saves=(norm_inputs,))
     return [query, key, head_weight, norm, _index_scores(s, heads=heads)]
 
