@@ -107,21 +107,23 @@ def evaluate_parser() -> CommandParser:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="tasks of lm-eval: questions and examples as turns, by the tokenizer's chat template",
+        help="tasks: questions and examples as turns, by the tokenizer's chat template",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
 def refuse_lm_eval_options(args: Namespace) -> None:
-    """Check that no option of lm-eval's tasks is given without them.
+    """Check that no option of tasks is given without them.
 
     Raises:
         ConfigError: one is.
     """
+    owner = "--tasks"
     if args.include_path is not None:
         flag = "--include-path"
-    elif args.chat:
+        owner = "--tasks of lm-eval"
+    elif args.data is not None and args.chat:
         flag = "--chat"
     elif args.data is not None and args.num_fewshot is not None:
         flag = "--num-fewshot"
@@ -129,7 +131,7 @@ def refuse_lm_eval_options(args: Namespace) -> None:
         return
     raise ConfigError(
         f"{flag} has no effect on {'--data' if args.data else 'tasks of files'}",
-        why="it belongs to --tasks of lm-eval",
+        why=f"it belongs to {owner}",
         fix="leave it out",
     )
 
@@ -190,6 +192,7 @@ def evaluate_on_rank(args: Namespace, loaded: Loaded) -> int:
         from nanotrain.data.tokenizer import load_tokenizer
         from nanotrain.inference.checkpoint import open_model, tokenizer_name
         from nanotrain.plan.plan import plan_run
+        from nanotrain.prepare.chat import ChatTemplate
         from nanotrain.train.evaluate import evaluate_model, score_model
         from nanotrain.train.inputs import read_tasks
 
@@ -211,6 +214,7 @@ def evaluate_on_rank(args: Namespace, loaded: Loaded) -> int:
         tokenizer,
         is_pretrained=model.is_pretrained,
         seq_length=config.data.seq_length,
+        chat=ChatTemplate(name).prompt if args.chat and name else None,
     )
     plan = plan_run(config, launch.world_size, rank=launch.rank)
     timeout_s = config.parallel.distributed_timeout_minutes * 60

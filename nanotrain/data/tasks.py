@@ -9,7 +9,8 @@ appendix G):
     cloze             {"context": "She opened the", "continuation": "door"}
 
 A cloze question is right if the continuation is sampled greedily. An optional "delimiter" stands
-between a context and its continuation; a blank if it is not set.
+between a context and its continuation; a blank if it is not set. In a conversation (`--chat`)
+contexts are messages of a user and continuations are replies, without a delimiter, as in lm-eval.
 
     read_task       a file -> Task
     TaskDataset     the rows of a task, several to one sample of training's length
@@ -20,7 +21,7 @@ between a context and its continuation; a blank if it is not set.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,10 @@ FORMS = (
 )
 
 
+# the text of messages up to a reply, such as `ChatTemplate.prompt`
+ChatPrompt = Callable[[Sequence[dict[str, Any]]], str]
+
+
 @dataclass(frozen=True)
 class Question:
     """Contexts and the continuations that follow them."""
@@ -63,11 +68,40 @@ class Question:
     # UTF-8 bytes of the continuations without the delimiter, as lm-eval counts them
     num_bytes: tuple[int, ...]
     is_cloze: bool = False  # right if every token of the continuation is the most likely one
+    delimiter: str = ""  # between a context and its continuation
 
     @property
     def text(self) -> str:
         """The context with the right continuation, as an example for other questions."""
-        return "".join(self.pairs[self.gold])
+        return self.delimiter.join(self.pairs[self.gold])
+
+    @property
+    def turns(self) -> list[dict[str, Any]]:
+        """The right pair as messages of a conversation."""
+        context, continuation = self.pairs[self.gold]
+        return [_user(context), {"role": "assistant", "content": continuation}]
+
+    def prompts(
+        self, examples: "Sequence[Question]", chat: ChatPrompt | None
+    ) -> list[tuple[str, str]]:
+        """The contexts with the examples before them, and their continuations.
+
+        Args:
+            examples: questions with their right continuations.
+            chat: makes a conversation of contexts and continuations; None for plain text.
+        """
+        if chat is None:
+            before = "".join(f"{example.text}\n\n" for example in examples)
+            return [(before + context, self.delimiter + end) for context, end in self.pairs]
+        turns: list[dict[str, Any]] = []
+        for example in examples:
+            turns += example.turns
+        return [(chat([*turns, _user(context)]), end) for context, end in self.pairs]
+
+
+def _user(text: str) -> dict[str, Any]:
+    """A message of a user."""
+    return {"role": "user", "content": text}
 
 
 @dataclass(frozen=True)
@@ -149,7 +183,13 @@ class Task:
 
 
 def read_task(
-    name: str, path: Path, *, tokenizer: Tokenizer, num_fewshot: int = 0, limit: int | None = None
+    name: str,
+    path: Path,
+    *,
+    tokenizer: Tokenizer,
+    num_fewshot: int = 0,
+    limit: int | None = None,
+    chat: ChatPrompt | None = None,
 ) -> Task:
     """Read a task.
 
@@ -160,9 +200,10 @@ def read_task(
         num_fewshot: examples before each question: the first other questions of the file, with
             their continuations.
         limit: number of questions, from the first; None for all.
+        chat: makes a conversation of a question and its examples; None for plain text.
 
     Raises:
-        DataError: the file cannot be read, or a line is no question.
+        DataError: the file cannot be read, a line is no question, or a template refuses one.
     """
     try:
         questions = _read_questions(path)
@@ -181,9 +222,8 @@ def read_task(
     same: dict[int, int] = {}  # one object per id: 8 bytes per token, not 36
     for index, question in enumerate(chosen):
         others = [*questions[:index], *questions[index + 1 : num_fewshot + 1]]
-        before = "".join(f"{other.text}\n\n" for other in others[:num_fewshot])
-        for context, continuation in question.pairs:
-            tokens, scored = encode_pair(before + context, continuation, tokenizer=tokenizer)
+        for context, continuation in question.prompts(others[:num_fewshot], chat):
+            tokens, scored = encode_pair(context, continuation, tokenizer=tokenizer)
             both = tuple(same.setdefault(token, token) for token in (*tokens, *scored))
             rows.append(Row(both, len(scored)))
             num_tokens += len(both)
@@ -307,6 +347,6 @@ def _parse_question(line: bytes, number: int) -> Question:
     gold = 0
     if not is_cloze:
         gold = whole_number(fields.get("gold"), f"{where}: gold", high=len(contexts) - 1)
-    endings = [delimiter + continuation for continuation in continuations]
     num_bytes = tuple(len(continuation.encode()) for continuation in continuations)
-    return Question(tuple(zip(contexts, endings, strict=True)), gold, num_bytes, is_cloze)
+    pairs = tuple(zip(contexts, continuations, strict=True))
+    return Question(pairs, gold, num_bytes, is_cloze, delimiter)

@@ -54,7 +54,7 @@ from nanotrain.data.data_path import parse_data_path, split_documents
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.prompts import prompt_tokenizer
 from nanotrain.data.same_tokenizer import require_run_tokenizer
-from nanotrain.data.tasks import Task, read_task
+from nanotrain.data.tasks import ChatPrompt, Task, read_task
 from nanotrain.data.tokenizer import Tokenizer, load_tokenizer
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.interop.hf.canonical import free_keys
@@ -188,6 +188,7 @@ def read_tasks(
     *,
     is_pretrained: bool = True,
     seq_length: int | None = None,
+    chat: ChatPrompt | None = None,
 ) -> tuple[Task, ...]:
     """Read the tasks of `eval_tasks`, and say which rows are longer than a sequence.
 
@@ -196,6 +197,7 @@ def read_tasks(
         tokenizer: tokenizer of the model; None if unknown.
         is_pretrained: as in `prompt_tokenizer`.
         seq_length: input tokens of a row at most; None for any number.
+        chat: as in `read_task`.
 
     Raises:
         ConfigError: a task without a name, or without a tokenizer.
@@ -221,6 +223,7 @@ def read_tasks(
         tokenizer=prompt_tokenizer(tokenizer, is_pretrained=is_pretrained),
         num_fewshot=train.eval_num_fewshot,
         limit=train.eval_task_limit,
+        chat=chat,
     )
     for file in files.values():
         require_path(file)

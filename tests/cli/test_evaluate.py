@@ -54,6 +54,8 @@ def test_tasks_run_on_one_process_and_need_their_package(tmp_path, capsys, monke
     assert "--tensor-model-parallel-size has no effect on --tasks" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path), "--data", "x", "--num-fewshot", "2"]) == 2
     assert "--num-fewshot has no effect on --data" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path), "--data", "x", "--chat"]) == 2
+    assert "--chat has no effect on --data: it belongs to --tasks" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "nanotrain.inference.lm_eval", None)
     assert main(line) == 2
     assert "pip install nanotrain[lm-eval]" in capsys.readouterr().err

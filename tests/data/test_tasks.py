@@ -45,6 +45,23 @@ def test_examples_are_the_first_other_questions(tmp_path: Path) -> None:
     assert texts(limited)[0] == "The cat sleeps\n\nShe opened the door\n\n2 + 2 = 4"
 
 
+def render(messages) -> str:
+    turns = [f"[{message['role']}] {message['content']};" for message in messages]
+    return "".join(turns) + "[assistant] "
+
+
+def test_questions_and_examples_are_turns_of_a_conversation(tmp_path: Path) -> None:
+    questions = [CHOICE, SCHEMA, CLOZE | {"delimiter": ": "}]
+    assert texts(task_of(tmp_path, *questions, chat=render)) == [
+        *("[user] 2 + 2 =;[assistant] 4", "[user] 2 + 2 =;[assistant] five"),
+        *("[user] The cat;[assistant] sleeps", "[user] The pen;[assistant] sleeps"),
+        "[user] She opened the;[assistant] door",
+    ]
+    task = task_of(tmp_path, *questions, chat=render, num_fewshot=1)
+    assert texts(task)[0] == "[user] The cat;[assistant] sleeps;[user] 2 + 2 =;[assistant] 4"
+    assert texts(task)[-1] == "[user] 2 + 2 =;[assistant] 4;[user] She opened the;[assistant] door"
+
+
 def test_blanks_belong_to_the_answer_and_an_empty_context_is_the_end_of_a_document() -> None:
     tokenizer = ByteTokenizer()
     assert encode_pair("a ", "b", tokenizer=tokenizer) == ([97], [32, 98])

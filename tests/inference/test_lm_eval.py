@@ -13,7 +13,9 @@ from nanotrain.cli.main import main
 from nanotrain.inference.checkpoint import load_checkpoint
 from nanotrain.inference.generate import Sampling, generate
 from nanotrain.inference.lm_eval import NanotrainLM
+from tests.cli.test_generate_chat import TEMPLATE
 from tests.inference.test_checkpoint import write_run
+from tests.inference.tiny_folders import write_folder
 
 ANSWERS = [" two", " many", " none"]
 QUESTIONS = [
@@ -125,12 +127,18 @@ def test_a_local_task_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("num_fewshot", [0, 2])
-def test_our_own_tasks_give_the_numbers_of_lm_eval(tmp_path, capsys, monkeypatch, num_fewshot):
+@pytest.mark.parametrize(("num_fewshot", "is_chat"), [(0, False), (2, False), (2, True)])
+def test_our_own_tasks_give_the_numbers_of_lm_eval(
+    tmp_path, capsys, monkeypatch, num_fewshot, is_chat
+):
     for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    write_run(tmp_path / "run")
+    if is_chat:
+        write_folder("bos", tmp_path / "run")
+        (tmp_path / "run" / "chat_template.jinja").write_text(TEMPLATE)
+    else:
+        write_run(tmp_path / "run")
     questions, task = tmp_path / "questions.jsonl", tmp_path / "task.jsonl"
     ours = [
         {
@@ -156,6 +164,7 @@ def test_our_own_tasks_give_the_numbers_of_lm_eval(tmp_path, capsys, monkeypatch
         "--num-fewshot",
         str(num_fewshot),
         "--json",
+        *(["--chat"] if is_chat else []),
         "--tasks",
     ]
     assert main([*line, "pick", "--include-path", str(tmp_path)]) == 0
