@@ -131,14 +131,17 @@ def launch(
     text = reply(line)
     if text is not None:
         print(text)
+    if line.help_topic is not None:
         return 0
     loaded = load_line(line)
+    check = partial(validate_start, loaded.config, expected_dp=loaded.data_parallel_size)
+    program = ["nanotrain.train", *arguments]
     with importing_torch():
-        from nanotrain.launch.start_ranks import start_ranks
+        from nanotrain.launch.start_ranks import check_ranks, start_ranks
         from nanotrain.train.inputs import check_local_files
 
-    check = partial(validate_start, loaded.config, expected_dp=loaded.data_parallel_size)
+    if text is not None:
+        check_ranks(program, options=options, check=check)
+        return 0
     check_local_files(loaded)
-    return start_ranks(
-        ["nanotrain.train", *arguments], options=options, environment=environment, check=check
-    )
+    return start_ranks(program, options=options, environment=environment, check=check)

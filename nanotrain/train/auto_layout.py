@@ -26,7 +26,7 @@ from nanotrain.errors import ErrorCollector, NanotrainError
 from nanotrain.log import get_logger
 from nanotrain.planner.hardware import GPU, gpu_of
 from nanotrain.planner.screen import layout_text
-from nanotrain.planner.search import NAMES, search
+from nanotrain.planner.search import NAMES, TIE, Search, search
 from nanotrain.quantities import count_of
 from nanotrain.runs.folder import RunFolder
 from nanotrain.train.checks import Start
@@ -110,7 +110,7 @@ def _with_saved_layout(
 
 
 def _search(config: Config, start: Start, *, explicit: frozenset[str]) -> tuple[Config, str]:
-    """The configuration with the fastest layout, and a line on it."""
+    """The configuration with the simplest of the fastest layouts, and a line on it."""
     launch = start.launch
     gpu = _gpu_of(start)
     result = search(
@@ -120,7 +120,7 @@ def _search(config: Config, start: Start, *, explicit: frozenset[str]) -> tuple[
         fixed=explicit,
         max_tensor_parallel_size=min(launch.local_world_size, gpu.gpus_per_node),
     )
-    best = result.best[0]
+    best = result.ties[0]  # predictions cannot rank them, so the simplest, as `plan --search`
     chosen, _ = reset_unused(
         best.scenario.config,
         explicit=explicit,
@@ -129,9 +129,16 @@ def _search(config: Config, start: Start, *, explicit: frozenset[str]) -> tuple[
     )
     text = (
         f"chooses {layout_text(best)}: {best.time.total:.3g} s per step planned, "
-        f"the fastest of {result.num_formed:,} layouts for {gpu.name}"
+        f"the {_rank_of_ties(result)} of {result.num_formed:,} layouts for {gpu.name}"
     )
     return chosen, text
+
+
+def _rank_of_ties(result: Search) -> str:
+    """The rank of the chosen layout among all."""
+    if len(result.ties) == 1:
+        return "fastest"
+    return f"simplest of the {len(result.ties)} within {TIE - 1:.0%} of the fastest"
 
 
 def _gpu_of(start: Start) -> GPU:

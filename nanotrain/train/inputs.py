@@ -46,6 +46,7 @@ from nanotrain.config.schema import (
 from nanotrain.data.build import (
     first_blend,
     named_corpora,
+    remote_name_of,
     tokenizer_of,
     uses_quickstart,
 )
@@ -135,8 +136,8 @@ def check_local_files(loaded: Loaded) -> None:
     A launcher does so before it starts ranks. What is at an address is left to the ranks.
 
     Raises:
-        NanotrainError: a corpus, a checkpoint or a model folder that cannot be used, or a split
-            without training documents.
+        NanotrainError: a corpus, a tokenizer, a checkpoint or a model folder that cannot be used,
+            or a split without training documents.
     """
     config = loaded.config
     data = config.data
@@ -150,6 +151,9 @@ def check_local_files(loaded: Loaded) -> None:
                 why=f"it has {count_of(corpus.num_documents, 'document')}",
                 fix="give the first part a larger share",
             )
+    remote = remote_name_of(data)
+    if remote is None or Path(remote).is_absolute():
+        _find_tokenizer(data, config.train)
     checkpoint = config.checkpoint
     if checkpoint.load is not None and not is_address(checkpoint.load):
         named_checkpoint(Path(checkpoint.load))

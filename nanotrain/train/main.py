@@ -64,10 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         line = parse(sys.argv[1:] if argv is None else argv)
         text = reply(line)
-        if text is None:
-            train(load_line(line))
-        elif is_first_local:
+        if text is not None and is_first_local:
             print(text)
+        if line.help_topic is None:
+            loaded = load_line(line)  # also for a text: a layout that cannot train is refused
+            if text is None:
+                train(loaded)
     except NanotrainError as error:
         if not is_first_local and not isinstance(error, LocalFault | ReportedFault):
             time.sleep(WAIT_FOR_FIRST_RANK_S)

@@ -117,6 +117,10 @@ def test_mistakes_help_and_text_need_no_rank(monkeypatch, capsys):
     assert error.startswith("error: unknown flag --hiden-size") and error.count("\n") == 1
     assert main(["train", "--nproc-per-node", "2", "+config=tiny", "--cfg", "job"]) == 0
     assert "vocab_size" in capsys.readouterr().out
+    line = ["train", "--nproc-per-node", "3", "+config=tiny", "--cfg", "job"]
+    assert main([*line, "--tensor-model-parallel-size", "2"]) == 2
+    printed = capsys.readouterr()
+    assert "vocab_size" in printed.out and printed.err.startswith("error: ")
 
 
 def test_ranks_do_not_start_ranks():
@@ -132,6 +136,14 @@ def test_ranks_do_not_start_ranks():
         (["--data-path", "{corpus}", "--split", "1,999"], "leaves no document of .* for training"),
         (["--mock-data", "--vocab-size", "64", "--load", "nowhere"], "nowhere is not a checkpoint"),
         (["--mock-data", "--pretrained-checkpoint", "gpt2"], "gpt2"),
+        (
+            ["--data-path", "{corpus}", "--tokenizer-model", "{corpus}.idx"],
+            "the tokenizer .*idx cannot be loaded",
+        ),
+        (
+            ["--data-path", "{corpus}", "--tokenizer-model", "/nowhere/tokenizer"],
+            "the tokenizer /nowhere/tokenizer cannot be loaded",
+        ),
     ],
 )
 def test_named_files_are_checked_before_a_rank_starts(flags, message, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 
 from nanotrain.cli.main import CHECKPOINT_COMMANDS, COMMANDS, main
 from nanotrain.config.load import load_config, to_yaml
+from nanotrain.train import main as train_main
 
 
 def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -207,12 +208,14 @@ def test_zsh_loads_the_functions_of_bash_first(capsys):
 
 
 @pytest.mark.parametrize("more", [[], ["--explain"], ["--cfg", "job"]])
-def test_config_refuses_the_layouts_that_a_training_refuses(more, capsys):
+@pytest.mark.parametrize("command", ["config", "train"])
+def test_config_refuses_the_layouts_that_a_training_refuses(command, more, capsys, monkeypatch):
+    monkeypatch.setattr(train_main, "train", lambda loaded: None)
     layout = ["+config=llama7b", "--tensor-model-parallel-size", "3", "--mock-data"]
-    assert main(["config", *layout, *more]) == 2
+    assert main([command, *layout, *more]) == 2
     refused = capsys.readouterr().err
     assert "cannot be shared by tp=3 ranks" in refused
     assert main(["plan", *layout, "--world-size", "6"]) == 2
     assert capsys.readouterr().err == refused
     layout[2] = "2"
-    assert main(["config", *layout, *more]) == 0
+    assert main([command, *layout, *more]) == 0

@@ -3,6 +3,7 @@ limits.
 """
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import yaml
 
 from nanotrain.comm.parallel_context import Launch, ParallelContext
 from nanotrain.config.load import load
+from nanotrain.config.schema import value_of
 from nanotrain.errors import ConfigError
 from nanotrain.plan.plan import plan_run
+from nanotrain.planner.search import Search, search
 from nanotrain.train import auto_layout
 from nanotrain.train.auto_layout import LAYOUT, SavedLayout, with_auto_layout
 from nanotrain.train.checks import Start
@@ -96,6 +99,23 @@ def test_settings_of_the_command_line_stay(tmp_path, flags, expected):
         assert getattr(getattr(config, section), name) == value
         assert inputs.origins[key].startswith("command line")
     assert config.train.global_batch_size == 8
+
+
+def test_of_layouts_that_are_alike_the_simplest_is_chosen(tmp_path, monkeypatch, caplog):
+    found: list[Search] = []
+
+    def search_alike(*args: Any, **options: Any) -> Search:
+        result = search(*args, **options)
+        found.append(replace(result, ties=(result.best[1], result.best[0])))
+        return found[0]
+
+    monkeypatch.setattr(auto_layout, "search", search_alike)
+    caplog.set_level("INFO", logger="nanotrain")
+    config, _ = choose(arguments(tmp_path, *FLAGS, "--num-layers", "2"), 0, 4)
+    simplest = found[0].ties[0].scenario.config
+    for key in LAYOUT:
+        assert value_of(config, key) == value_of(simplest, key), key
+    assert "the simplest of the 2 within 5% of the fastest of" in caplog.text
 
 
 def test_a_layout_that_changed_settings_forbid_is_searched_anew(tmp_path):
