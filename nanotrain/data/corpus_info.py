@@ -6,6 +6,7 @@ The tokenizer named there is "bytes" or a folder next to the pair.
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from nanotrain.untrusted import (
     text_of,
     whole_number,
 )
+
+HASH = "sha256"  # entry of the file with the hash of the others
 
 
 @dataclass(frozen=True)
@@ -58,20 +61,25 @@ def read_info(prefix: Path) -> CorpusInfo:
     """Read the info of a corpus; an empty one without a file, as for Megatron-LM's corpora.
 
     Raises:
-        DataError: the file is damaged.
+        DataError: the file is damaged, or its values are not those of its hash; older files have
+            none.
     """
     path = _info_path(prefix)
     file = open_file(path)
     if file is None:
         return CorpusInfo()
     try:
-        info = CorpusInfo(**object_of(parse_json(read_file(file.local)), "it"))
+        values = object_of(parse_json(read_file(file.local)), "it")
+        stored_hash = values.pop(HASH, None)
+        info = CorpusInfo(**values)
         for name, value in asdict(info).items():
             may_be_unknown = name in ("tokenizer", "eod", "uneven_documents")
             if value is None and may_be_unknown:
                 continue
             check = CHECKS.get(name, whole_number)
             check(value, name)
+        if stored_hash is not None and stored_hash != _hash_of(info):
+            raise ValueError(f"its values are not those that were written (their {HASH} differs)")
         return info
     except (OSError, ValueError, TypeError) as error:
         raise DataError(
@@ -85,8 +93,9 @@ def read_info(prefix: Path) -> CorpusInfo:
 
 
 def write_info(prefix: Path, info: CorpusInfo) -> None:
-    """Write the info of a corpus, atomically."""
-    write_text(_info_path(prefix), json.dumps(asdict(info), indent=2) + "\n")
+    """Write the info of a corpus and the hash of its values, atomically."""
+    values = asdict(info) | {HASH: _hash_of(info)}
+    write_text(_info_path(prefix), json.dumps(values, indent=2) + "\n")
 
 
 def recorded_tokenizer(prefix: Path | str) -> str | None:
@@ -98,6 +107,16 @@ def recorded_tokenizer(prefix: Path | str) -> str | None:
     folder = local_folder(prefix.with_name(name))
     # a relative path of a folder that is missing would be a name on the hub
     return str(folder if folder.exists() else folder.absolute())
+
+
+def _hash_of(info: CorpusInfo) -> str:
+    """The SHA-256 of the values that differ from those of an empty info.
+
+    A field that a later version adds does not change it.
+    """
+    empty = asdict(CorpusInfo())
+    known = {name: value for name, value in asdict(info).items() if value != empty[name]}
+    return sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
 def _info_path(prefix: Path) -> Path:

@@ -1,5 +1,6 @@
 """The info of a corpus: written, read, and the tokenizer it names."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,23 @@ def test_a_record_that_cannot_be_read_is_an_error_with_a_cure(tmp_path: Path) ->
     (tmp_path / "web.nanotrain.json").write_text("{")
     with pytest.raises(DataError, match=r"web\.nanotrain\.json cannot be read.*--tokenizer-model"):
         recorded_tokenizer(tmp_path / "web")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("eod", 255), ("vocab_size", 258), ("documents", 2), ("eod", None)]
+)
+def test_a_value_that_was_not_written_is_damage(
+    name: str, value: int | None, tmp_path: Path
+) -> None:
+    write_info(tmp_path / "web", CorpusInfo("bytes", 257, 256, documents=3))
+    file = tmp_path / "web.nanotrain.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {name: value}))
+    with pytest.raises(DataError, match="its values are not those that were written"):
+        read_info(tmp_path / "web")
+    del values["sha256"]  # as earlier versions wrote it
+    file.write_text(json.dumps(values | {name: value}))
+    assert getattr(read_info(tmp_path / "web"), name) == value
 
 
 def test_a_corpus_names_no_tokenizer_elsewhere(
