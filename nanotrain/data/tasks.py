@@ -76,6 +76,11 @@ class Question:
         return self.delimiter.join(self.pairs[self.gold])
 
     @property
+    def chance(self) -> float:
+        """The probability that a guess is right."""
+        return 0.0 if self.is_cloze else 1 / len(self.pairs)
+
+    @property
     def turns(self) -> list[dict[str, Any]]:
         """The right pair as messages of a conversation."""
         context, continuation = self.pairs[self.gold]
@@ -122,6 +127,7 @@ class TaskScore:
     # the same with log-likelihoods divided by the UTF-8 bytes of the continuation
     accuracy_per_byte: float
     bits_per_byte: float  # over the right continuations
+    chance: float = 0.0  # expected accuracy of guesses; 0 for cloze questions
 
     def to_dict(self) -> dict[str, float]:
         """The fields."""
@@ -131,7 +137,8 @@ class TaskScore:
         """One line."""
         return (
             f"accuracy {self.accuracy:.4f} | per byte {self.accuracy_per_byte:.4f} | "
-            f"bits per byte {self.bits_per_byte:.4f} | {self.questions:,} questions"
+            f"bits per byte {self.bits_per_byte:.4f} | {self.questions:,} questions | "
+            f"chance {self.chance:.4f}"
         )
 
 
@@ -179,6 +186,7 @@ class Task:
             accuracy=num_right / count,
             accuracy_per_byte=num_right_per_byte / count,
             bits_per_byte=nats / math.log(2) / num_bytes,
+            chance=sum(question.chance for question in self.questions) / count,
         )
 
 

@@ -87,6 +87,7 @@ class TaskResult:
     name: str
     accuracy: float
     questions: int | None
+    chance: float | None = None  # expected accuracy of guesses; None for older runs
 
     @property
     def standard_error(self) -> float | None:
@@ -106,7 +107,8 @@ def task_results(model: PublishedModel) -> list[TaskResult]:
             continue
         questions = model.value(f"evaluation.task/{match[1]}/questions")
         num_questions = None if questions is None else int(questions)
-        results.append(TaskResult(match[1], accuracy, num_questions))
+        chance = model.value(f"evaluation.task/{match[1]}/chance")
+        results.append(TaskResult(match[1], accuracy, num_questions, chance))
     return results
 
 
@@ -224,8 +226,9 @@ def _task_section(tasks: Iterable[TaskResult]) -> str:
         error = task.standard_error
         error_text = "" if error is None else f" ± {error:.1%}"
         questions = "" if task.questions is None else f"{task.questions:,}"
-        rows.append((task.name, questions, f"{task.accuracy:.1%}{error_text}"))
-    return markdown_table(("task", "questions", "accuracy ± standard error"), rows)
+        chance = "" if task.chance is None else f"{task.chance:.1%}"
+        rows.append((task.name, questions, f"{task.accuracy:.1%}{error_text}", chance))
+    return markdown_table(("task", "questions", "accuracy ± standard error", "by chance"), rows)
 
 
 def _license_section(model: PublishedModel) -> str:

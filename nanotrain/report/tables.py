@@ -128,7 +128,9 @@ def loss_facts(run: RunHistory) -> dict[str, Fact]:
     for name in run.columns:
         if match := TASKS.fullmatch(name):
             share = run.last(name) or 0.0
-            facts[f"Task {match[1]}"] = Fact(f"{share:.1%}", "right answers")
+            chance = run.last(f"evaluation.task/{match[1]}/chance")
+            by_chance = "" if chance is None else f", {chance:.1%} by chance"
+            facts[f"Task {match[1]}"] = Fact(f"{share:.1%}", f"right answers{by_chance}")
     return facts
 
 

@@ -89,6 +89,7 @@ def test_the_score_counts_answers_by_sum_by_byte_and_by_greedy_tokens(tmp_path: 
     assert task.score([-2.0, -3.0, -1.0, -0.5, -4.0], [0, 0, 0, 0, 4]).accuracy == 1 / 3, (
         "one token was not greedy"
     )
+    assert score.chance == (1 / 2 + 1 / 2 + 0) / 3, "nobody guesses the words of a cloze question"
 
 
 def test_samples_hold_rows_of_one_length_whose_answers_are_unmasked(tmp_path: Path) -> None:

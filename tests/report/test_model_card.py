@@ -41,7 +41,8 @@ def model(tmp_path: Path) -> PublishedModel:
     def scores(step: int) -> dict[str, Any]:
         if step % 10:
             return {}
-        return {"task/next/accuracy": step / 100, "task/next/questions": 400}
+        numbers = {"accuracy": step / 100, "questions": 400, "chance": 0.125}
+        return {f"task/next/{name}": value for name, value in numbers.items()}
 
     folder = write_run(tmp_path / "run", config=CONFIG, evaluation=scores)
     environment = json.loads((folder / "environment.json").read_text())
@@ -83,7 +84,7 @@ def test_a_card_has_every_section(model: PublishedModel) -> None:
         "| code | 320 | 25.0% | 0.50 |",
         "| `optim.lr` | `0.1` |",
         "| training loss, nats per token | 0.4000 |",
-        "| next | 400 | 20.0% ± 2.0% |",
+        "| next | 400 | 20.0% ± 2.0% | 12.5% |",
         "![Loss by tokens](loss.png)",
         "sha256sum --check SHA256SUMS",
         'AutoTokenizer.from_pretrained("me/model")',

@@ -55,6 +55,9 @@ def test_a_headline_says_what_a_run_reached_with_units(tmp_path: Path) -> None:
         parameters=7e9, active_parameters=7e9, device="H200", layout="4 ranks on H200, tp 2, dp 2"
     )
     facts = tables.headline_of(run)
+    run.columns["evaluation.task/next-line/chance"] = run.column("loss") * 0 + 0.125
+    by_chance = tables.headline_of(run)["Task next-line"]
+    assert by_chance == ("25.0%", "right answers, 12.5% by chance")
     assert (
         facts["Parameters"] == ("7 B", "")
         and facts["Layout"] == ("tp 2, dp 2", "")
