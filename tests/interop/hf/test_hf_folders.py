@@ -7,6 +7,7 @@ import torch
 
 from scripts import hf_folders
 from scripts.hf_folders import EQUAL, REFUSED, SILENT, Case, outcome, saved
+from tests.scripts import SCRIPTS
 
 FAMILIES = sorted(hf_folders.bases())
 # every fourth family, and of each of these every so many cases, from another one on
@@ -28,7 +29,10 @@ def test_folders_mean_what_they_mean_to_transformers_or_are_refused(family: str,
 
 
 def test_there_are_at_least_500_folders_of_rotary_positions() -> None:
-    assert len(FAMILIES) * len(hf_folders.ROPE_FORMS) >= 500
+    num_folders = len(FAMILIES) * len(hf_folders.ROPE_FORMS)
+    assert num_folders >= 500
+    page = (SCRIPTS.parent / "docs" / "families.md").read_text()
+    assert f"folders of {len(FAMILIES)} families" in page and f"| {num_folders:,} |" in page
 
 
 def test_a_difference_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
