@@ -12,6 +12,7 @@ end_without_collection     at the end of the process
 keep_freed_memory          for the next step of a training on CPUs
 usable_cores, cores_per_rank, available_memory
                            of this machine; in a container those of its limits
+package_version            of an installed package
 
 The limits are files of the process's control group and of every group above it (Linux kernel
 documentation: "Control Group v2", and "CFS Bandwidth Control" and "Memory Resource Controller" for
@@ -383,3 +384,14 @@ def require_open_files(*, num_ranks: int = 0, num_workers: int = 0) -> None:
             why=f"it needs {needed}, as many as its ranks and data workers take",
             fix="raise the limit with ulimit -n 1024 (docker run --ulimit nofile=1024)",
         )
+
+
+@cache
+def package_version(name: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
+    from importlib import metadata  # its parsers are no part of a quick command
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

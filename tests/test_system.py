@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -24,6 +25,7 @@ from nanotrain.system import (
     end_without_collection,
     importing_torch,
     outlive_output,
+    package_version,
     require_folders,
     require_open_files,
     without_collection,
@@ -480,3 +482,8 @@ def test_freed_memory_is_kept_unless_the_environment_sets_the_allocator(environm
         subprocess.run(program, env=environment, capture_output=True, text=True, check=True).stdout
     )
     assert faults in pages  # 218 MB are 55,808 pages
+
+
+def test_the_version_of_a_package_is_that_of_its_metadata() -> None:
+    assert package_version("torch") == version("torch")
+    assert package_version("no-such-package") is None

@@ -17,7 +17,6 @@ runs/<name>/
 """
 
 import errno
-import importlib.metadata
 import json
 import os
 import platform
@@ -39,6 +38,7 @@ from nanotrain.errors import EnvironmentFault
 from nanotrain.runs.files import disk_errors, open_append, reason, write_all, write_text
 from nanotrain.runs.lock import LOCK_NAME
 from nanotrain.storage.remote import Remote, is_address, parse
+from nanotrain.system import package_version
 from nanotrain.untrusted import object_of, parse_json, read_file
 
 _PROBE = b"this process can write here"
@@ -203,7 +203,7 @@ class RunFolder:
             "python": platform.python_version(),
             "platform": platform.platform(),
             "host": platform.node(),
-            "packages": {name: _version(name) for name in REPORTED_PACKAGES},
+            "packages": {name: package_version(name) for name in REPORTED_PACKAGES},
             "git_revision": _git_revision(),
             **facts,
         }
@@ -253,12 +253,6 @@ def check_writable(path: Path, *, name: str, fix: str, probes: bool = True) -> N
     except OSError as error:
         why = reason(error, path, needed=len(_PROBE))
         raise EnvironmentFault(f"{name} {path} cannot be written", why=why, fix=fix) from None
-
-
-def _version(package: str) -> str | None:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 def _git_revision() -> str | None:

@@ -13,7 +13,7 @@ import socket
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from nanotrain.config.schema import KEYS, flat_values
 from nanotrain.data.build import fingerprints
 from nanotrain.errors import EnvironmentFault
 from nanotrain.plan.plan import Plan
+from nanotrain.system import package_version
 from nanotrain.train.run import RunInputs
 
 VERSIONS = ("nanotrain", "torch")
@@ -111,13 +112,11 @@ def _versions(*, has_tokenizer: bool) -> Iterator[tuple[str, str]]:
     """Python and packages that change what a run computes or sends."""
     yield "python", ".".join(platform.python_version_tuple()[:2])
     for name in (*VERSIONS, *(TOKENIZER_VERSIONS if has_tokenizer else ())):
-        try:
-            yield name, version(name)
-        except PackageNotFoundError:
-            yield name, "not installed"
+        yield name, package_version(name) or "not installed"
     yield "nanotrain's files", _sources()
 
 
+@cache
 def _sources() -> str:
     """A short digest of names and sizes of nanotrain's files: two checkouts have one version."""
     folder = Path(__file__).parents[1]

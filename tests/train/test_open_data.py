@@ -42,7 +42,7 @@ def train(folder: Path, *more: str, iters: int = STEPS) -> int:
     """Train up to a step; returns the exit code."""
     fixed = ["--num-workers", "0", "--eval-interval", "0", "--split", "1,0,0", "--no-report"]
     fixed += ["--manual-gc-interval", "0"]  # collections of a whole suite's objects are slow
-    size = ["--global-batch-size", str(BATCH), "--micro-batch-size", "1"]
+    size = ["--global-batch-size", str(BATCH), "--micro-batch-size", str(BATCH)]
     line = [*SIZES, *fixed, *size, "--run-dir", str(folder), "--train-iters", str(iters), *more]
     return main(line)
 
