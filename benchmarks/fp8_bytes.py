@@ -17,7 +17,7 @@ from operator_count import OperatorCount
 
 from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options, Operand
 from nanotrain.kernels.fp8.products import Scales
-from nanotrain.precision.fp8 import FP8_FORMATS, RECIPES
+from nanotrain.precision.fp8 import FP8_FORMATS, FP8_RECIPES
 
 SIZE = 4096
 
@@ -37,7 +37,7 @@ class Total:
 
 def counted(recipe: str, *, is_fused: bool, columns: bool) -> Total:
     """One operand of a layer whose history has an amax."""
-    options = replace(Fp8Options(RECIPES[recipe], FP8_FORMATS["e4m3"]), is_fused=is_fused)
+    options = replace(Fp8Options(FP8_RECIPES[recipe], FP8_FORMATS["e4m3"]), is_fused=is_fused)
     scales = Scales([Fp8Layer(options).to("meta")], records=True)
     x, total = torch.empty(SIZE, SIZE, dtype=torch.bfloat16, device="meta"), Total()
     with OperatorCount(total, times=1):
@@ -51,7 +51,7 @@ def main(show: Callable[[str], None] = print) -> None:
     """Print a row per recipe."""
     show("| recipe | torch: one form | both | operators | kernels: one form | both | operators |")
     show(f"|---{6 * '|---:'}|")
-    for recipe in RECIPES:
+    for recipe in FP8_RECIPES:
         cells = []
         for is_fused in (False, True):
             found = [

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options
 from nanotrain.kernels.fp8.products import Fp8Linears
 from nanotrain.kernels.linear import Linear
-from nanotrain.precision.fp8 import FP8_FORMATS, RECIPES
+from nanotrain.precision.fp8 import FP8_FORMATS, FP8_RECIPES
 
 TOKENS, INPUTS, OUTPUTS = 512, 1024, 512
 OUTLIER = 1e5
@@ -50,13 +50,13 @@ def main() -> None:
     """Print one row of a Markdown table per recipe and format."""
     print("| recipe | format | fprop | dgrad | wgrad | with an outlier: fprop | dgrad | wgrad |")
     print("|---|---|---|---|---|---|---|---|")
-    for recipe, row in RECIPES.items():
+    for recipe, row in FP8_RECIPES.items():
         for name, dtypes in FP8_FORMATS.items():
             options = replace(Fp8Options(row, dtypes))
             numbers = [
                 value for flag in (False, True) for value in errors(options, has_outlier=flag)
             ]
-            if not (row.e4m3_only and name == "hybrid"):
+            if name in row.formats:
                 print(
                     f"| {recipe} | {name} | {' | '.join(f'{100 * value:.1f} %' for value in numbers)} |"
                 )

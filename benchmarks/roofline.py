@@ -62,7 +62,7 @@ from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.plan.plan import Plan, StagePlan, plan_run, with_fp8_products
 from nanotrain.plan.traffic import sent_bytes
 from nanotrain.precision.dtypes import TORCH_DTYPES, Precision
-from nanotrain.precision.fp8 import GROUPED_CAPABILITY, RECIPES
+from nanotrain.precision.fp8 import FP8_RECIPES, GROUPED_CAPABILITY, RECIPES
 from nanotrain.spec.counts import flops_per_token, peak_flops
 from nanotrain.topology.groups import GroupSpec
 from nanotrain.topology.topology import Topology
@@ -422,8 +422,8 @@ def table(budget: Budget, plan: Plan) -> str:
 def gain_of_fp8(flags: Sequence[str], world_size: int, *, card: Card) -> dict[str, list[float]]:
     """How much faster than bf16 a step is, by recipe: casts by torch's operators, and by kernels."""
     gains, bf16 = {}, slowest(load(flags).config, world_size, card=card)[1].seconds
-    for recipe, row in RECIPES.items():
-        fp8 = ["--fp8-format", "e4m3" if row.e4m3_only else "hybrid", "--fp8-recipe", recipe]
+    for recipe, row in FP8_RECIPES.items():
+        fp8 = ["--fp8-format", row.formats[-1], "--fp8-recipe", recipe]
         plan = plan_run(load([*flags, *fp8]).config, world_size, rank=0)
         gains[recipe] = [
             bf16 / budget_of(plan, card, is_fused=is_fused).seconds for is_fused in (False, True)

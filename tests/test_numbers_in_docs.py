@@ -7,7 +7,7 @@ import pytest
 
 from nanotrain.interop.hf.families import FAMILIES
 from nanotrain.optim.lr import LR_DECAYS
-from nanotrain.precision.fp8 import RECIPES
+from nanotrain.precision.fp8 import FP8_RECIPES, RECIPES
 from tests.harness import ROOT
 from tests.laws import (
     test_every_axis,
@@ -38,7 +38,7 @@ SENTENCES: tuple[tuple[str, str, Count], ...] = (
     ("CHANGELOG.md", "# Hugging Face families in and out", lambda: len(FAMILIES)),
     ("docs/status.md", "of [# families](families.md)", lambda: len(FAMILIES)),
     ("README.md", "in # scaling recipes", lambda: len(RECIPES)),
-    ("CHANGELOG.md", "fp8 products in # scaling recipes", lambda: len(RECIPES)),
+    ("CHANGELOG.md", "fp8 products in # scaling recipes", lambda: len(FP8_RECIPES)),
     ("docs/status.md", "# scaling recipes", lambda: len(RECIPES)),
     ("docs/status.md", "# learning-rate schedules", lambda: len(LR_DECAYS)),
     ("CHANGELOG.md", "# learning-rate schedules", lambda: len(LR_DECAYS)),

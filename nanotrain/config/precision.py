@@ -1,4 +1,4 @@
-"""The section of data types, with fp8."""
+"""The section of data types, with fp8 and NVFP4."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,21 +7,21 @@ from nanotrain.config.option import above, at_least, option, section
 
 DType = Literal["fp32", "bf16", "fp16"]
 MainGradsDType = Literal["fp32", "bf16"]
-Fp8Format = Literal["e4m3", "hybrid"]
+Fp8Format = Literal["e4m3", "hybrid", "e2m1"]
 AmaxAlgo = Literal["most_recent", "max"]
 
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """Matrix products in fp8; used when fp8_format is set."""
+    """Matrix products in fp8 or NVFP4; used when fp8_format is set."""
 
     format: Fp8Format = option(None)
-    """matrix products of linear layers in fp8: e4m3, or hybrid (gradients in e5m2); unset: in
-    params_dtype
+    """matrix products of linear layers in fp8: e4m3, or hybrid (gradients in e5m2); in 4 bits:
+    e2m1; unset: in params_dtype
     """
 
     recipe: str = option("delayed")
-    """name of the fp8 scaling recipe, such as delayed or tensorwise"""
+    """name of the scaling recipe, such as delayed or tensorwise; nvfp4 for e2m1"""
 
     margin: int = option(0, check=at_least(0))
     """delayed: scales are lower than the amax allows by 2^margin"""

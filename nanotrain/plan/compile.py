@@ -15,6 +15,7 @@ from nanotrain.parallel.pp.schedules import build_schedule
 # where graphs end; docs/gpu.md counts them for three layouts
 DEFERRED = "linear layers with deferred weight gradients (parallel/tp/layers.py)"
 FP8_WITH_TP = "linear layers in fp8 with tensor parallelism (parallel/tp/layers.py)"
+NVFP4 = "linear layers in NVFP4 (kernels/fp8/nvfp4_products.py)"
 SHARED_SCALES = "linear layers in fp8 with scales that ranks share (parallel/tp/layers.py)"
 ATTENTION = (
     "attention with context parallelism, segments, a window, sinks, soft-capped scores or dropout "
@@ -63,6 +64,8 @@ def graph_breaks(config: Config) -> list[str]:
         breaks.append(DEFERRED)
     if settings.has_fp8 and settings.tp > 1:
         breaks.append(FP8_WITH_TP)
+    elif settings.has_fp8 and settings.fp8.recipe == "nvfp4":
+        breaks.append(NVFP4)
     if settings.has_fp8 and settings.cp > 1 and settings.fp8.recipe in ("tensorwise", "delayed"):
         breaks.append(SHARED_SCALES)
     if _breaks_in_attention(config):

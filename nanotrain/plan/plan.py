@@ -137,7 +137,9 @@ class Plan:
     def keeps_fp8_weights(self, num_microbatches: int) -> bool:
         """Whether GPUs cast weights for fp8 products once per step, and keep them until its end."""
         fp8 = self.config.precision.fp8
-        if fp8 is None or fp8.param_gather or self.data_parallel.strategy.shard_params:
+        if fp8 is None or fp8.recipe == "nvfp4":
+            return False
+        if fp8.param_gather or self.data_parallel.strategy.shard_params:
             return False
         return num_microbatches > 1
 

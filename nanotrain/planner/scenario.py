@@ -192,7 +192,7 @@ def _matmul_dtype(config: Config) -> str:
     fp8 = config.precision.fp8
     if fp8 is None:
         return config.precision.params_dtype
-    return "mxfp8" if fp8.recipe == "mxfp8" else "fp8"
+    return fp8.recipe if fp8.recipe in ("mxfp8", "nvfp4") else "fp8"
 
 
 def _dispatcher(config: Config) -> str:

@@ -1,7 +1,8 @@
-"""fp8 training: the two formats and the table of recipes.
+"""fp8 and NVFP4 training: the formats and the table of recipes.
 
-    FP8_FORMATS   the fp8 dtypes of activations, weights and gradients
-    RECIPES       how many elements share a scale, and where its amax comes from
+    FORMATS       the dtypes of activations, weights and gradients; FP8_FORMATS: of 8 bits
+    RECIPES       how many elements share a scale, and where its amax comes from; FP8_RECIPES:
+                  of 8 bits
 
 An amax is the largest absolute value of the elements that share a scale. A recipe is one row here;
 kernels/fp8 reads only its fields.
@@ -21,6 +22,8 @@ GROUPED_CAPABILITY: Capability = (9, 0)
 Block = tuple[int | None, int | None]
 PER_TENSOR: Block = (None, None)
 PER_ROW: Block = (1, None)
+BLOCK_1X16: Block = (1, 16)
+BLOCK_16X16: Block = (16, 16)
 BLOCK_1X32: Block = (1, 32)
 BLOCK_1X128: Block = (1, 128)
 BLOCK_128X128: Block = (128, 128)
@@ -38,7 +41,10 @@ FP8_FORMATS: dict[str, Fp8Dtypes] = {
     "e4m3": Fp8Dtypes(torch.float8_e4m3fn, torch.float8_e4m3fn),
     "hybrid": Fp8Dtypes(torch.float8_e4m3fn, torch.float8_e5m2),
 }
-WEIGHT_DTYPE = torch.float8_e4m3fn  # dtype of weights, in both formats
+E2M1 = torch.float4_e2m1fn_x2
+FORMATS = dict(FP8_FORMATS)
+FORMATS["e2m1"] = Fp8Dtypes(E2M1, E2M1)
+WEIGHT_DTYPE = torch.float8_e4m3fn  # dtype of weights, in the formats of 8 bits
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,10 @@ class Recipe:
     has_history: bool = False  # whether scales follow from the amaxes of earlier steps
     capability: Capability = (8, 9)  # the first with kernels
     last_capability: Capability | None = None  # the last one; None: no limit
-    e4m3_only: bool = False  # whether torch lacks kernels for e5m2
+    formats: tuple[str, ...] = tuple(FP8_FORMATS)  # the formats for which torch has kernels
+    # whether a block has an e4m3 scale and a tensor an fp32 scale, with the Hadamard transform of
+    # wgrad and stochastic rounding of gradients
+    is_two_level: bool = False
 
     @property
     def is_per_tensor(self) -> bool:
@@ -75,7 +84,7 @@ RECIPES: dict[str, Recipe] = {
         power_of_two=True,
         capability=(9, 0),
         last_capability=(9, 9),
-        e4m3_only=True,
+        formats=("e4m3",),
     ),
     # OCP Microscaling Formats 1.0: scales are e8m0
     "mxfp8": Recipe(
@@ -83,6 +92,17 @@ RECIPES: dict[str, Recipe] = {
         weight_block=BLOCK_1X32,
         power_of_two=True,
         capability=(10, 0),
-        e4m3_only=True,
+        formats=("e4m3",),
+    ),
+    # NVIDIA 2025, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149)
+    "nvfp4": Recipe(
+        block=BLOCK_1X16,
+        weight_block=BLOCK_16X16,
+        capability=(10, 0),
+        last_capability=(10, 9),
+        formats=("e2m1",),
+        is_two_level=True,
     ),
 }
+FP8_RECIPES = dict(RECIPES)
+FP8_RECIPES.pop("nvfp4")

@@ -201,13 +201,15 @@ def require_fp8(fp8: Fp8Config | None, capability: tuple[int, int] | None) -> No
         needed = f"{recipe.capability[0]}.x"
     fitting = []
     for name, row in RECIPES.items():
-        has_format = fp8.format == "e4m3" or not row.e4m3_only
-        if has_format and _runs_on(row, capability):
+        if fp8.format in row.formats and _runs_on(row, capability):
             fitting.append(name)
+    fix = "leave out --fp4-format" if recipe.is_two_level else "leave out --fp8-format"
+    if fitting:
+        fix = f"set --fp8-recipe {' or '.join(fitting)}"
     raise EnvironmentFault(
         f"fp8_recipe {fp8.recipe} on a GPU of compute capability {_dotted(capability)}",
         why=f"its products need compute capability {needed}",
-        fix=f"set --fp8-recipe {' or '.join(fitting)}" if fitting else "leave out --fp8-format",
+        fix=fix,
     )
 
 

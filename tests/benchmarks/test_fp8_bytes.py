@@ -3,10 +3,10 @@
 import pytest
 
 from benchmarks.fp8_bytes import SIZE, counted
-from nanotrain.precision.fp8 import RECIPES
+from nanotrain.precision.fp8 import FP8_RECIPES
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_kernels_read_an_operand_once_and_write_it_twice(recipe: str) -> None:
     one, both, torch_forms = (
         counted(recipe, is_fused=is_fused, columns=columns).num_bytes / SIZE**2

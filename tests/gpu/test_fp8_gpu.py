@@ -16,7 +16,7 @@ from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options
 from nanotrain.kernels.fp8.products import Fp8Linears
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear
 from nanotrain.kernels.linear import Linear
-from nanotrain.precision.fp8 import FP8_FORMATS, GROUPED_CAPABILITY, RECIPES
+from nanotrain.precision.fp8 import FP8_FORMATS, FP8_RECIPES, GROUPED_CAPABILITY
 from nanotrain.train.checks import require_fp8
 
 pytestmark = [
@@ -24,12 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-CASES = [
-    (r, f)
-    for r, row in RECIPES.items()
-    for f in FP8_FORMATS
-    if not (row.e4m3_only and f == "hybrid")
-]
+CASES = [(r, f) for r, row in FP8_RECIPES.items() for f in FP8_FORMATS if f in row.formats]
 BF16_ROUNDING = 2.0**-8
 IS_FUSED = [False] if not torch.cuda.is_available() or triton_fault() else [False, True]
 # casts by torch's operators, and by Triton kernels
@@ -65,7 +60,7 @@ def test_the_products_are_those_of_the_emulation(
     results = []
     for device in ("cpu", "cuda"):
         options = Fp8Options(
-            RECIPES[recipe], FP8_FORMATS[name], is_fused=is_fused and device == "cuda"
+            FP8_RECIPES[recipe], FP8_FORMATS[name], is_fused=is_fused and device == "cuda"
         )
         layer = Fp8Layer(options).to(device)
         products = Fp8Linears(
@@ -91,7 +86,7 @@ def test_experts_are_those_of_the_emulation(is_fused: bool, recipe: str, name: s
     counts, results = [40, 0, 129], []
     for device in ("cpu", "cuda"):
         has_grouped_mm = torch.cuda.get_device_capability() == GROUPED_CAPABILITY
-        options = Fp8Options(RECIPES[recipe], FP8_FORMATS[name], has_grouped_mm=has_grouped_mm)
+        options = Fp8Options(FP8_RECIPES[recipe], FP8_FORMATS[name], has_grouped_mm=has_grouped_mm)
         options = replace(options, is_fused=is_fused and device == "cuda")
         layer = Fp8Layer(options, ExpertRange(0, 3, 3)).to(device)
         weight, x = (

@@ -9,6 +9,11 @@ measured up to 8e-5 and 3e-3.
 
 Rows rounded by power-of-two scales (rowwise, blockwise, mxfp8) need no scale in common: values
 above the underflow are the same for every scale.
+
+NVFP4 has the values of one rank, random ones included, where the blocks of 16 tokens of wgrad are
+those of one rank: with tp, and with cp and chunks of a multiple of 16 tokens. The tokens of an
+expert arrive in the order of the layout, so there wgrad has other blocks and other random words:
+measured 3e-3 and 5e-3 of the first gradient norm, within 1e-2.
 """
 
 from collections.abc import Iterable
@@ -42,6 +47,7 @@ EXPERTS = {
     "moe_ffn_hidden_size": 32,
     "moe_aux_loss_coeff": 1e-2,
 }
+FORMATS = {"mxfp8": "e4m3", "nvfp4": "e2m1"}  # others: hybrid
 SP, ZB = {"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}
 GATHER, OVERLAP = (
     {"cp_comm_type": "allgather"},
@@ -59,6 +65,7 @@ class Row:
     strategy: str
     sizes: dict[str, int] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    norm: float = NORM_TOLERANCE  # of the first step
 
     def __str__(self) -> str:
         sizes = [f"{axis}{size}" for axis, size in self.sizes.items()]
@@ -76,6 +83,9 @@ ROWS = [
     Row("delayed", "experts", 4, "optim", {"tp": 2, "etp": 1, "ep": 2}, SP),
     Row("rowwise", "dense", 2, "optim_grads_params", {}, OVERLAP),
     Row("mxfp8", "experts", 2, "optim", {"cp": 2, "ep": 2}, GATHER),
+    Row("nvfp4", "dense", 4, "optim", {"tp": 2}, SP | OVERLAP),
+    Row("nvfp4", "dense", 2, "optim_grads_params", {"cp": 2}, GATHER),
+    Row("nvfp4", "experts", 2, "optim", {"cp": 2, "ep": 2}, GATHER, norm=1e-2),
 ]
 
 
@@ -89,16 +99,16 @@ class Trained:
 
 
 def case_of(row: Row) -> Case:
-    formats = {
-        "fp8_format": "e4m3" if row.recipe == "mxfp8" else "hybrid",
-        "fp8_recipe": row.recipe,
-    }
+    formats = {"fp8_format": FORMATS.get(row.recipe, "hybrid"), "fp8_recipe": row.recipe}
     if row.recipe == "delayed":
         formats |= {"fp8_amax_history_len": 2, "fp8_amax_compute_algo": "max"}
     parallel = {SHORT_NAMES[axis]: size for axis, size in row.sizes.items()} | row.options
+    # chunks of cp with whole blocks of 16 tokens
+    data = {"seq_length": 64} if row.recipe == "nvfp4" else {}
     return Case(steps=STEPS).but(
         model=MODEL | (EXPERTS if row.model == "experts" else {}),
         precision=formats,
+        data=data,
         optim={"lr": 3e-3, "adam_eps": 1e-5},
         train={"micro_batch_size": 2, "global_batch_size": 4},
         parallel=parallel | {"data_parallel_sharding_strategy": row.strategy},
@@ -143,7 +153,7 @@ def test_a_layout_has_the_scales_of_one_rank(row: Row) -> None:
         assert found.losses == replies[0].losses and found.grad_norms == replies[0].grad_norms
     first = replies[0]
     assert first.losses[0] == pytest.approx(expected.losses[0], rel=LOSS_TOLERANCE)
-    assert first.grad_norms[0] == pytest.approx(expected.grad_norms[0], rel=NORM_TOLERANCE)
+    assert first.grad_norms[0] == pytest.approx(expected.grad_norms[0], rel=row.norm)
     assert first.losses == pytest.approx(expected.losses, rel=LATER_LOSS)
     assert first.grad_norms == pytest.approx(expected.grad_norms, rel=LATER_NORM)
     merged: dict[str, torch.Tensor] = {}

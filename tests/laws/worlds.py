@@ -62,14 +62,15 @@ class UnevenDataset:
     samples_per_epoch: int = 1000
     has_documents: bool = False
     reads: list[int] = field(default_factory=list)
+    seq_length: int = SEQ_LENGTH
 
     def __getitem__(self, sample_number: int) -> Sample:
         self.reads.append(sample_number)
         draw = np.random.default_rng(sample_number)
-        stream = draw.integers(0, VOCAB_SIZE, SEQ_LENGTH + 1)
-        mask = (draw.random(SEQ_LENGTH) < draw.random()).astype(np.float32)
+        stream = draw.integers(0, VOCAB_SIZE, self.seq_length + 1)
+        mask = (draw.random(self.seq_length) < draw.random()).astype(np.float32)
         documents = (
-            np.cumsum(draw.random(SEQ_LENGTH) < 0.15, dtype=np.int32)
+            np.cumsum(draw.random(self.seq_length) < 0.15, dtype=np.int32)
             if self.has_documents
             else None
         )
@@ -170,7 +171,8 @@ def build_here(
     key = json.dumps(case.overrides, sort_keys=True)
     with _PLANNING:
         plan = _plan_of(key, case.steps, ctx.topology.world_size, ctx.rank)
-    samples = UnevenDataset(has_documents=plan.config.data.reset_attention_mask)
+    data = plan.config.data
+    samples = UnevenDataset(has_documents=data.reset_attention_mask, seq_length=data.seq_length)
     inputs = RunInputs(
         RunFolder(folder or NOT_WRITTEN),
         DatasetSplits(samples, None, None),

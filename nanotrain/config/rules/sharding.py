@@ -138,11 +138,23 @@ def check_fp8(c: Settings) -> Errors:
             "the scales of every step",
             fix="set --bf16 or leave out --fp8-format",
         )
+    if c.has_fp8 and (c.fp8.format == "e2m1") != (recipe == "nvfp4"):
+        yield ConfigError(
+            f"fp8_recipe {recipe} with fp8_format {c.fp8.format}",
+            why="nvfp4 is the recipe of 4-bit values, and their only one",
+            fix="set --fp4-format e2m1, or --fp8-format e4m3 with another --fp8-recipe",
+        )
     if c.fp8.format == "hybrid" and recipe in ("blockwise", "mxfp8"):
         yield ConfigError(
             f"fp8_recipe {recipe} with fp8_format hybrid",
             why="torch multiplies such blocks in e4m3 only",
             fix="set --fp8-format e4m3 or another --fp8-recipe",
+        )
+    if c.fp8.param_gather and recipe == "nvfp4":
+        yield ConfigError(
+            "fp8_param_gather with fp8_recipe nvfp4",
+            why="weights of 4-bit products are gathered in params_dtype",
+            fix="leave out --fp8-param-gather",
         )
     if c.fp8.param_gather and recipe in ("rowwise", "mxfp8"):
         yield ConfigError(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.kernels.fp8.layer import Fp8Layer, Operand
+from nanotrain.kernels.fp8.nvfp4_products import Nvfp4LoopedMM
 from nanotrain.kernels.fp8.products import Key, Scales, tensor_amax
 from nanotrain.kernels.fp8.quantize import Quantized, block_amax
 from nanotrain.kernels.fp8.scaled_mm import grouped_by_torch, pack_operands, scaled_mm
@@ -263,7 +264,9 @@ class Fp8GroupedMM(GroupedMM):
 
 
 def select_fp8_gemm(layer: Fp8Layer) -> GroupedMM:
-    """`Fp8GroupedMM` where Triton kernels run, else `Fp8LoopedMM`."""
+    """`Fp8GroupedMM` where Triton kernels run, else `Fp8LoopedMM`; NVFP4 has its own products."""
+    if layer.options.recipe.is_two_level:
+        return Nvfp4LoopedMM(layer)
     return Fp8GroupedMM(layer) if layer.options.is_fused else Fp8LoopedMM(layer)
 
 

@@ -18,7 +18,7 @@ for an expert that had no tokens) tensors are scaled by their own amax.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import torch
@@ -28,8 +28,9 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.config import Fp8Config
 from nanotrain.kernels.fp8.quantize import Forms, Quantized, inverse_scales
+from nanotrain.kernels.fp8.rounding import LayerKey, RoundingWords
 from nanotrain.precision.fp8 import (
-    FP8_FORMATS,
+    FORMATS,
     GROUPED_CAPABILITY,
     RECIPES,
     Block,
@@ -74,6 +75,13 @@ class Fp8Options:
     keeps_weights: bool = False  # whether weights are cast once per step
     # reduces amaxes over the ranks that share a tensor; None: tensors or scales are not shared
     reduce_amax: ReduceAmax | None = None
+    # random words of this microbatch, in a recipe with stochastic rounding
+    rounding: RoundingWords = field(default_factory=RoundingWords)
+
+    @property
+    def fits_in_graph(self) -> bool:
+        """Whether compiled graphs can have the products: scales need no collective or class."""
+        return self.reduce_amax is None and not self.recipe.is_two_level
 
     def dtype(self, operand: Operand) -> torch.dtype:
         """The fp8 dtype of an operand."""
@@ -124,6 +132,7 @@ class Fp8Layer(nn.Module):
         self.stored: StoredWeight | None = None  # the weight, if it is stored in fp8
         self.kept: Forms | None = None  # the weight, if it was cast in this step
         self.has_history = False  # whether `history` has amaxes of an earlier step
+        self.key = LayerKey()  # the layer in the random words of stochastic rounding
         history = None
         step_amax = None
         if options.recipe.has_history:
@@ -230,7 +239,7 @@ def fp8_options(
     reduce_amax = _shared_amax(recipe, sequence, etp=etp)
     return Fp8Options(
         recipe,
-        FP8_FORMATS[fp8.format],
+        FORMATS[fp8.format],
         wgrad=fp8.wgrad,
         margin=fp8.margin,
         history_length=fp8.amax_history_len,
@@ -255,7 +264,8 @@ def expert_fp8_options(
 def _shared_amax(
     recipe: Recipe, sequence: Group, *, etp: Group, experts: ExpertRange = ExpertRange(0, 1, 1)
 ) -> SharedAmax | None:
-    if not recipe.is_per_tensor or sequence.size * etp.size == 1:
+    has_tensor_scale = recipe.is_per_tensor or recipe.is_two_level
+    if not has_tensor_scale or sequence.size * etp.size == 1:
         return None
     return SharedAmax(sequence, etp, experts)
 

@@ -71,7 +71,8 @@ from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import WgradQueue, is_deferring
 from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options
-from nanotrain.kernels.fp8.products import Fp8Linears, fp8_in_graph
+from nanotrain.kernels.fp8.nvfp4_products import select_linears
+from nanotrain.kernels.fp8.products import fp8_in_graph
 from nanotrain.kernels.linear import Linear, Linears, LinearsInGraph, declare_effect, in_graph
 
 SEQUENCE = 1  # the dim of [B, S, H] that sequence parallelism shards
@@ -225,9 +226,7 @@ def _embed_shard(tokens: Tensor, weight: Tensor, *, first: int) -> Tensor:
 
 
 def _fp8_layer(tensor_parallel: TensorParallel) -> Fp8Layer | None:
-    if tensor_parallel.fp8 is None:
-        return None
-    return Fp8Layer(tensor_parallel.fp8)
+    return None if tensor_parallel.fp8 is None else Fp8Layer(tensor_parallel.fp8)
 
 
 def _choose_implementation(tensor_parallel: TensorParallel) -> ComputeLinears:
@@ -238,7 +237,7 @@ def _choose_implementation(tensor_parallel: TensorParallel) -> ComputeLinears:
     elif tensor_parallel.wgrad_queue is None:
         if tensor_parallel.fp8 is None:
             compute = eager_or_graph(_compute_overlapped, _compute_over_ranks_in_graph)
-        elif tensor_parallel.fp8.reduce_amax is None and not tensor_parallel.gathers_input:
+        elif tensor_parallel.fp8.fits_in_graph and not tensor_parallel.gathers_input:
             compute = eager_or_graph(_compute_overlapped, _compute_fp8_in_graph)
     return partial(compute, tensor_parallel=tensor_parallel)
 
@@ -287,7 +286,7 @@ def _compute_overlapped(
     x: Tensor, layers: Sequence[Linear], *, tensor_parallel: TensorParallel
 ) -> tuple[Tensor, ...]:
     """Products that overlap with communication; weight gradients may be written or deferred."""
-    build_products = Linears if tensor_parallel.fp8 is None else Fp8Linears
+    build_products = select_linears(tensor_parallel.fp8)
     products = build_products(layers, records=torch.is_grad_enabled())  # always off inside apply
     params = [param for layer in layers for param in layer.trained_params]
     outputs: tuple[Tensor, ...] = _ParallelLinears.apply(x, tensor_parallel, products, *params)

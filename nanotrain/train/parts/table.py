@@ -18,6 +18,7 @@ from nanotrain.train.parts.part import BuiltModel, StepPart, StepParts
 from nanotrain.train.parts.qk_clip import MaxAttentionLogit, QKClip
 from nanotrain.train.parts.rank_capacity import RankCapacity
 from nanotrain.train.parts.router_balance import RouterBalance
+from nanotrain.train.parts.stochastic_rounding import StochasticRounding
 
 PARTS: dict[str, type[StepPart]] = {
     "mtp_losses": MTPLosses,
@@ -30,6 +31,7 @@ PARTS: dict[str, type[StepPart]] = {
     "moving_average": MovingAverage,
     "params_norm": ParamsNorm,
     "group_norms": GroupNorms,
+    "stochastic_rounding": StochasticRounding,
     "fp8_amaxes": Fp8Amaxes,
 }
 

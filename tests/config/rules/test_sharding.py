@@ -7,7 +7,7 @@ from nanotrain.config.load import load_config
 from nanotrain.config.rules.check import check_rules
 from nanotrain.errors import ConfigError, ConfigErrors, ErrorCollector, NanotrainError
 from nanotrain.precision.dtypes import Precision
-from nanotrain.precision.fp8 import RECIPES
+from nanotrain.precision.fp8 import FORMATS, RECIPES
 from tests.config.asking import config_of, validate
 
 FP8 = {"fp8_format": "hybrid"}
@@ -58,8 +58,8 @@ def test_each_contradiction_is_one_error(fields: dict[str, object], text: str) -
 
 
 def test_what_fits_together_passes() -> None:
-    for name in RECIPES:
-        validate(config_of(**FITTING, fp8_format="e4m3", fp8_recipe=name), to_train=True)
+    for name, recipe in RECIPES.items():
+        validate(config_of(**FITTING, fp8_format=recipe.formats[0], fp8_recipe=name), to_train=True)
     validate(
         config_of(
             **FITTING, **FP8, fp8_amax_history_len=16, fp8_amax_compute_algo="max", fp8_margin=1
@@ -82,16 +82,18 @@ def refused(**fields: object) -> list[str]:
     return names
 
 
-def test_the_recipes_with_e4m3_only_and_those_that_are_not_gathered_are_those_of_the_table() -> (
-    None
-):
-    assert refused(fp8_format="hybrid") == [
-        name for name, recipe in RECIPES.items() if recipe.e4m3_only
-    ]
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_recipe_has_the_formats_of_the_table(name: str) -> None:
+    expected = [recipe for recipe, row in RECIPES.items() if name not in row.formats]
+    assert refused(fp8_format=name) == expected
+
+
+def test_the_recipes_that_are_not_gathered_are_those_of_the_table() -> None:
     gathered = [
         name for name, recipe in RECIPES.items() if recipe.weight_block[0] != recipe.weight_block[1]
     ]
-    assert refused(fp8_format="e4m3", fp8_param_gather=True) == gathered
+    assert refused(fp8_format="e4m3", fp8_param_gather=True) == [*gathered, "nvfp4"]
+    assert "nvfp4" in refused(fp8_format="e2m1", fp8_param_gather=True)
 
 
 def test_fp8_means_the_hybrid_format() -> None:

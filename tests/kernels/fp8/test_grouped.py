@@ -12,7 +12,7 @@ from nanotrain.kernels.fp8.grouped import Fp8GroupedMM, Fp8LoopedMM, select_fp8_
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear
 from nanotrain.kernels.linear import GradView
-from nanotrain.precision.fp8 import RECIPES
+from nanotrain.precision.fp8 import FP8_RECIPES
 from tests.kernels.fp8.test_products import draw, options
 
 I, O, E = 48, 80, 4  # noqa: E741
@@ -49,7 +49,7 @@ def results(
     return actual
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_an_overflow_of_one_expert_reaches_its_results_only(recipe: str) -> None:
     layer = Fp8Layer(options(recipe), ExpertRange(0, 2, 2))
     x, weight = draw(8, I, seed=1), draw(2, O, I, seed=2)
@@ -70,7 +70,7 @@ def test_no_tokens_at_all() -> None:
 
 
 def test_the_device_chooses() -> None:
-    for recipe in RECIPES:
+    for recipe in FP8_RECIPES:
         chosen = [
             type(select_fp8_gemm(Fp8Layer(options(recipe, is_fused=flag))))
             for flag in (False, True)
@@ -88,7 +88,7 @@ def operators(gemm: Fp8LoopedMM | Fp8GroupedMM, *, device: str) -> int:
     return total.launches
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_operators_are_few_and_the_host_waits_for_none(recipe: str) -> None:
     """The meta device has no values to wait for."""
     found = options(recipe, is_fused=True)

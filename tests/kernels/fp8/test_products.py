@@ -13,7 +13,7 @@ from nanotrain.kernels.fp8.products import Fp8Linears
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear
 from nanotrain.kernels.linear import Linear, Linears
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, TensorParallel, column_parallel
-from nanotrain.precision.fp8 import FP8_FORMATS, RECIPES
+from nanotrain.precision.fp8 import FP8_FORMATS, FP8_RECIPES
 
 T, I, O, E = 40, 144, 48, 3  # noqa: E741
 # Two independent errors per product of values, uniform up to 2^-4 (e4m3) or 2^-3 (e5m2) of the
@@ -26,7 +26,7 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
 
 
 def options(recipe: str, name: str = "e4m3", **more: object) -> Fp8Options:
-    return replace(Fp8Options(RECIPES[recipe], FP8_FORMATS[name]), **more)
+    return replace(Fp8Options(FP8_RECIPES[recipe], FP8_FORMATS[name]), **more)
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -34,7 +34,7 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", FP8_FORMATS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_products_are_those_of_fp64(recipe: str, name: str, dtype: torch.dtype) -> None:
     weights = [nn.Parameter(draw(O, I, seed=seed).to(dtype)) for seed in (1, 2)]
@@ -129,7 +129,7 @@ def test_an_overflow_of_the_input_reaches_the_output() -> None:
     assert not out.isfinite().all()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_each_expert_has_the_products_of_a_linear_layer(recipe: str) -> None:
     counts, dropped = [17, 0, 23], 5
     offs = torch.tensor(counts).cumsum(0).to(torch.int32)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain.kernels.fp8.quantize import Quantized, block_amax, inverse_scales, quantize
-from nanotrain.precision.fp8 import RECIPES, Block
+from nanotrain.precision.fp8 import FP8_RECIPES, RECIPES, Block
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # half of the distance between two neighbours, relative to the smaller: 2^-(mantissa bits + 1)
@@ -99,7 +99,7 @@ def rms_error(x: torch.Tensor, recipe: str) -> float:
 def test_an_outlier_spoils_only_its_block() -> None:
     x = draw(256, 256, spread=0.5)
     x[0, 0] = 1e6
-    errors = {name: rms_error(x, name) for name in RECIPES}
+    errors = {name: rms_error(x, name) for name in FP8_RECIPES}
     assert errors["tensorwise"] > 0.5  # nearly all values underflow
     for name in ("rowwise", "blockwise", "mxfp8"):
         assert errors[name] < 0.04
@@ -108,6 +108,6 @@ def test_an_outlier_spoils_only_its_block() -> None:
 def test_a_channel_of_outliers_needs_blocks() -> None:
     x = draw(256, 256, spread=0.5)
     x[:, 0] = 1e6
-    errors = {name: rms_error(x, name) for name in RECIPES}
+    errors = {name: rms_error(x, name) for name in FP8_RECIPES}
     assert errors["rowwise"] > 0.5
     assert errors["blockwise"] < 0.04 and errors["mxfp8"] < 0.04

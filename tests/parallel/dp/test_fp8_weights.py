@@ -5,11 +5,11 @@ import torch
 
 from nanotrain.kernels.fp8.quantize import block_amax, inverse_scales, quantize
 from nanotrain.parallel.dp.fp8_weights import WeightPart, placeholder, scales_shape
-from nanotrain.precision.fp8 import RECIPES, WEIGHT_DTYPE
+from nanotrain.precision.fp8 import FP8_RECIPES, WEIGHT_DTYPE
 
 SHAPE = (2, 300, 200)  # experts, rows, columns: no multiple of a block
 GATHERED = [
-    name for name, recipe in RECIPES.items() if recipe.weight_block[0] == recipe.weight_block[1]
+    name for name, recipe in FP8_RECIPES.items() if recipe.weight_block[0] == recipe.weight_block[1]
 ]
 
 
@@ -18,7 +18,7 @@ GATHERED = [
 def test_shards_have_the_scales_and_the_values_of_the_whole_weight(
     recipe: str, borders: tuple[int, ...]
 ) -> None:
-    block, power = RECIPES[recipe].weight_block, RECIPES[recipe].power_of_two
+    block, power = FP8_RECIPES[recipe].weight_block, FP8_RECIPES[recipe].power_of_two
     experts, rows, columns = SHAPE
     weight = (torch.randn(SHAPE, generator=torch.manual_seed(1)) * 0.02).bfloat16()
     flat, numel, target = (
