@@ -4,13 +4,8 @@ kernel of attention.
 
 from dataclasses import dataclass
 
-from nanotrain.attention.backends import (
-    BACKENDS,
-    AttentionChoice,
-    AttentionDevice,
-    AttentionNeed,
-    lacks,
-)
+from nanotrain.attention.backends import AttentionChoice, AttentionDevice, AttentionNeed
+from nanotrain.comm.device import PLANNED_CUDNN
 from nanotrain.plan.plan import Plan
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.kernels import AttentionShape, attention_s, attention_work
@@ -45,21 +40,11 @@ CARDS = {
 
 
 def attention_kernel(plan: Plan, card: Card) -> str:
-    """The kernel of causal attention that torch picks on a card: "cudnn", or that of a row of
-    backends.yaml.
-
-    In the row of flash attention torch prefers cuDNN on compute capability 9.0 and 10.x, where
-    cuDNN has the call.
-    """
-    device = AttentionDevice("cuda", card.capability)
+    """The row of backends.yaml whose kernel computes causal attention on a card."""
+    device = AttentionDevice("cuda", card.capability, cudnn=PLANNED_CUDNN)
     choice = AttentionChoice.of(plan.config, device)
-    row, need = choice.backends.get(False) or choice.backends[True]
-    prefers_cudnn = (
-        row.name == "sdpa flash" and not choice.is_forced and card.capability[0] in (9, 10)
-    )
-    return (
-        "cudnn" if prefers_cudnn and not lacks(BACKENDS["cudnn"], need, device=device) else row.name
-    )
+    row, _ = choice.backends.get(False) or choice.backends[True]
+    return row.name
 
 
 def attention_share(plan: Plan, card: Card) -> float:

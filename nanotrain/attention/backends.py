@@ -1,6 +1,7 @@
 """The table of attention backends, and the choice of one for each layer of a model.
 
     BACKENDS           the rows of backends.yaml, in the order of preference: kernels and limits
+    CardLimit          GPUs, cuDNN and torch with which something holds
     AttentionNeed      dtype, head dims and features of a layer
     AttentionDevice    the kind of device; pure data, so a choice needs no GPU
     backend_flags      the values of --attention-backend
@@ -19,6 +20,12 @@ import torch
 import yaml
 
 from nanotrain.attention.call import AttentionKernel, TileKernel
+from nanotrain.attention.chunk_kernels import flash_trains
+from nanotrain.attention.flash_implementations import (
+    IMPLEMENTATIONS,
+    activate_implementation,
+    installed_implementations,
+)
 from nanotrain.attention.flex import FlexKernel
 from nanotrain.attention.sdpa import DenseKernel, LayerKernels, SdpaKernel
 from nanotrain.attention.varlen import VarlenKernel
@@ -29,7 +36,7 @@ from nanotrain.errors import ConfigError
 FEATURES = ("documents", "window", "sinks", "softcap", "dropout", "all-gather cp", "ring cp")
 EVERYTHING = frozenset(FEATURES)
 AUTO = "auto"  # the value of --attention-backend that allows every automatic row
-HOPPER = (9, 0)
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FIRST_BF16 = (8, 0)  # the first CUDA compute capability whose kernels take bf16
 
 
@@ -42,6 +49,22 @@ class Ability:
 
 
 @dataclass(frozen=True)
+class CardLimit:
+    """GPUs with which something holds, and the first cuDNN and torch."""
+
+    generations: tuple[int, ...]  # major CUDA compute capabilities
+    cudnn: int = 0
+    torch_version: tuple[int, int] = (2, 10)
+    dims: tuple[int, int] = (0, 0)  # head dims of keys and values, where it is about heads
+
+    def includes(self, device: "AttentionDevice") -> bool:
+        """Whether a GPU is one of these."""
+        if device.capability is None or device.capability[0] not in self.generations:
+            return False
+        return device.cudnn >= self.cudnn and device.torch_version >= self.torch_version
+
+
+@dataclass(frozen=True)
 class AttentionBackend:
     """One row of the table."""
 
@@ -51,16 +74,35 @@ class AttentionBackend:
     abilities: Mapping[str, Ability]  # by kind of device
     min_head_dim: int = 1
     max_head_dim: int | None = None
-    # on compute capability 9.0, and the first cuDNN that has it
-    max_head_dim_hopper: tuple[int, int] | None = None
-    head_dim_multiple: int = 1
+    wide_heads: tuple[CardLimit, ...] = ()  # pairs of head dims above `max_head_dim`
+    head_bytes: int = 1  # the bytes of a head are a multiple of this
+    # whether GPUs with less shared memory lack the backward of some head dims (chunks.py)
+    has_gap: bool = False
     # head dims of values: "any", "as wide as keys", or "no wider than keys"
     value_dims: str = "any"
     capability: tuple[int, int] = (0, 0)  # the first CUDA compute capability
+    last_capability: tuple[int, int] | None = None
+    first_cudnn: int = 0  # the first version of cuDNN
+    implementation: str = ""  # of torch's flash operators: FA3, FA4, or that of torch itself
     torch_version: tuple[int, int] = (2, 10)  # the first one
     is_deterministic: bool = False  # its backward on a GPU; on a CPU all are
+    # whether torch runs it with deterministic algorithms
+    obeys_deterministic: bool = True
     is_in_graphs: bool = False  # whether a compiled block has it in its graph, on one cp rank
     is_automatic: bool = True  # whether --attention-backend auto may choose it
+    automatic_on: CardLimit | None = None  # the GPUs on which it may; None: all
+
+    def multiple(self, dtype: str) -> int:
+        """The number of channels that head dims are a multiple of."""
+        return max(1, self.head_bytes // DTYPE_BYTES[dtype])
+
+    def is_allowed(self, flag: str, device: "AttentionDevice") -> bool:
+        """Whether a value of --attention-backend allows this row on a device."""
+        if flag != AUTO:
+            return self.flag == flag
+        return self.is_automatic and (
+            self.automatic_on is None or self.automatic_on.includes(device)
+        )
 
 
 @dataclass(frozen=True)
@@ -71,6 +113,7 @@ class AttentionNeed:
     head_dim: int
     value_head_dim: int
     features: frozenset[str]
+    is_deterministic: bool = False  # --deterministic-mode
 
     @classmethod
     def of(cls, config: Config, *, has_window: bool) -> "AttentionNeed":
@@ -94,7 +137,13 @@ class AttentionNeed:
         }
         features = frozenset(name for name, wanted in is_wanted.items() if wanted)
         dtype = config.precision.params_dtype
-        return cls(dtype, model_config.head_dim, model_config.value_head_dim, features)
+        return cls(
+            dtype,
+            model_config.head_dim,
+            model_config.value_head_dim,
+            features,
+            is_deterministic=config.train.deterministic_mode,
+        )
 
 
 @dataclass(frozen=True)
@@ -105,6 +154,7 @@ class AttentionDevice:
     capability: tuple[int, int] | None = None  # CUDA compute capability
     torch_version: tuple[int, int] = (2, 13)
     cudnn: int = 0  # version of cuDNN, 91002 for 9.10.2; 0 without it
+    implementations: frozenset[str] = frozenset()  # of torch's flash operators that are installed
 
     @classmethod
     def of(cls, device: torch.device) -> "AttentionDevice":
@@ -114,6 +164,7 @@ class AttentionDevice:
             compute_capability(device),
             installed_torch(),
             cudnn_version(),
+            installed_implementations() if device.type == "cuda" else frozenset(),
         )
 
 
@@ -124,21 +175,59 @@ def installed_torch() -> tuple[int, int]:
 
 
 def _sdpa(backend: str, **options: bool) -> Callable[[bool], AttentionKernel]:
-    return lambda is_forced: SdpaKernel(backend if is_forced else None, **options)
+    """The kernel of a row: SDPA with one backend where it is forced, else as torch selects."""
+    return lambda is_forced: SdpaKernel((backend,) if is_forced else (), **options)
+
+
+def _cudnn(is_forced: bool) -> AttentionKernel:
+    """cuDNN; where it was chosen automatically, other kernels take calls that it refuses."""
+    others = () if is_forced else ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    return SdpaKernel(("CUDNN_ATTENTION", *others))
+
+
+def _flash(implementation: str) -> Callable[[bool], AttentionKernel]:
+    """SDPA with another implementation of torch's flash operators."""
+
+    def build(is_forced: bool) -> AttentionKernel:
+        activate_implementation(implementation)
+        return SdpaKernel(("FLASH_ATTENTION",), pads_values=True)
+
+    return build
+
+
+def _varlen(implementation: str) -> Callable[[bool], AttentionKernel]:
+    """Packed documents with another implementation of torch's flash operators."""
+
+    def build(is_forced: bool) -> AttentionKernel:
+        activate_implementation(implementation)
+        return VarlenKernel()
+
+    return build
 
 
 # by name of the row: the kernel; the argument is whether --attention-backend selected the row, so
 # that SDPA must use it
 KERNELS: dict[str, Callable[[bool], AttentionKernel]] = {
+    "cudnn": _cudnn,
+    "sdpa flash 4": _flash("FA4"),
+    "varlen flash 4": _varlen("FA4"),
+    "sdpa flash 3": _flash("FA3"),
+    "varlen flash 3": _varlen("FA3"),
     "sdpa flash": _sdpa("FLASH_ATTENTION", pads_values=True),
     "varlen flash": lambda _: VarlenKernel(),
-    "cudnn": _sdpa("CUDNN_ATTENTION"),
     "sdpa efficient": _sdpa("EFFICIENT_ATTENTION", repeats_heads=True),
     "tiles": lambda _: TileKernel(),
     "flex": lambda _: FlexKernel(),
     "eager tiles": lambda _: TileKernel(),
     "math": lambda _: DenseKernel("MATH"),
 }
+
+
+def _parse_limit(limit: dict[str, Any]) -> CardLimit:
+    columns: dict[str, Any] = {}
+    for column, value in limit.items():
+        columns[column] = tuple(value) if isinstance(value, list) else value
+    return CardLimit(**columns)
 
 
 def _parse_row(name: str, row: dict[str, Any]) -> AttentionBackend:
@@ -148,6 +237,10 @@ def _parse_row(name: str, row: dict[str, Any]) -> AttentionBackend:
     for column, value in row.items():
         if column in ("cpu", "cuda"):
             abilities[column] = Ability(frozenset(value["dtypes"]), frozenset(value["features"]))
+        elif column == "wide_heads":
+            columns[column] = tuple(_parse_limit(limit) for limit in value)
+        elif column == "automatic_on":
+            columns[column] = _parse_limit(value)
         else:
             columns[column] = tuple(value) if isinstance(value, list) else value
     return AttentionBackend(name, kernel=KERNELS[name], abilities=abilities, **columns)
@@ -182,6 +275,11 @@ def lacks(backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDe
         needed = _dotted(backend.torch_version)
         installed = _dotted(device.torch_version)
         missing.append(f"needs torch {needed} or newer, not {installed}")
+    if need.is_deterministic and not backend.obeys_deterministic:
+        missing.append("is not deterministic")
+    if backend.implementation and backend.implementation not in device.implementations:
+        package = IMPLEMENTATIONS[backend.implementation]
+        missing.append(f"needs the package of {package}")
     if device.kind != "cpu":
         missing += _lacks_capability(backend, need, device=device)
         missing += _lacks_head_dims(backend, need, device=device)
@@ -191,12 +289,17 @@ def lacks(backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDe
 def _lacks_capability(
     backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDevice
 ) -> list[str]:
-    """Why a GPU is too old."""
+    """Why a GPU is too old, or too new."""
     if device.capability is None:
         return []
     capability = _dotted(device.capability)
     if device.capability < backend.capability:
         return [f"needs compute capability {_dotted(backend.capability)}, not {capability}"]
+    if device.cudnn < backend.first_cudnn:
+        return [f"needs cuDNN {_cudnn_text(backend.first_cudnn)}, not {_cudnn_text(device.cudnn)}"]
+    last = backend.last_capability
+    if last is not None and device.capability > last:
+        return [f"takes compute capabilities up to {_dotted(last)}, not {capability}"]
     is_too_old_for_bf16 = need.dtype == "bf16" and device.capability < FIRST_BF16
     if backend.is_in_graphs and is_too_old_for_bf16:
         return [f"takes bf16 from compute capability 8.0 on, not {capability}"]
@@ -212,14 +315,17 @@ def _lacks_head_dims(
     value_dim = need.value_head_dim
     widest = max(key_dim, value_dim)
     narrowest = min(key_dim, value_dim)
-    largest = _max_head_dim(backend, device)
-    if largest is not None and widest > largest:
-        missing.append(f"takes heads of up to {largest} channels, not {widest}")
+    largest = backend.max_head_dim
+    is_wide = largest is not None and widest > largest
+    if is_wide and not _takes_wide_heads(backend, need, device=device):
+        missing.append(f"takes heads of up to {largest} channels, not {_heads(need)}")
     if narrowest < backend.min_head_dim:
         missing.append(f"takes heads of at least {backend.min_head_dim} channels, not {narrowest}")
-    multiple = backend.head_dim_multiple
+    multiple = backend.multiple(need.dtype)
     if key_dim % multiple or value_dim % multiple:
         missing.append(f"takes heads of multiples of {multiple} channels")
+    if backend.has_gap and not flash_trains(widest, device.capability):
+        missing.append(f"has no backward for heads of {widest} channels on this GPU")
     takes_values = {
         "any": True,
         "as wide as keys": value_dim == key_dim,
@@ -230,13 +336,34 @@ def _lacks_head_dims(
     return missing
 
 
-def _max_head_dim(backend: AttentionBackend, device: AttentionDevice) -> int | None:
-    """The largest head dim of a backend on a GPU; None for any."""
-    if backend.max_head_dim_hopper is not None and device.capability == HOPPER:
-        largest, first_cudnn = backend.max_head_dim_hopper
-        if device.cudnn >= first_cudnn:
-            return largest
-    return backend.max_head_dim
+def _takes_wide_heads(
+    backend: AttentionBackend, need: AttentionNeed, *, device: AttentionDevice
+) -> bool:
+    """Whether a backend has these head dims, above its largest, on this GPU."""
+    dims = (need.head_dim, need.value_head_dim)
+    return any(limit.dims == dims and limit.includes(device) for limit in backend.wide_heads)
+
+
+def _heads(need: AttentionNeed) -> str:
+    """Head dims in a message.
+
+    >>> _heads(AttentionNeed("bf16", 192, 128, frozenset()))
+    '192 and 128'
+    """
+    if need.head_dim == need.value_head_dim:
+        return str(need.head_dim)
+    return f"{need.head_dim} and {need.value_head_dim}"
+
+
+def _cudnn_text(version: int) -> str:
+    """A version of cuDNN.
+
+    >>> _cudnn_text(91002), _cudnn_text(0)
+    ('9.10.2', 'none')
+    """
+    major, rest = divmod(version, 10_000)
+    minor, patch = divmod(rest, 100)
+    return f"{major}.{minor}.{patch}" if version else "none"
 
 
 def _dotted(version: tuple[int, int]) -> str:
@@ -261,7 +388,7 @@ def choose_backend(flag: str, need: AttentionNeed, *, device: AttentionDevice) -
     """
     reasons = []
     for backend in BACKENDS.values():
-        if backend.flag != flag and not (flag == AUTO and backend.is_automatic):
+        if not backend.is_allowed(flag, device):
             continue
         missing = lacks(backend, need, device=device)
         if not missing:

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanotrain.attention.chunks import AttentionChunk, ScoreOptions
+from nanotrain.attention.chunk_kernels import AttentionChunk
+from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.attention.tiles import (
     Inputs,
     LocalChunk,

@@ -6,11 +6,9 @@ the merged result:
     lse = log(exp(lse_1) + exp(lse_2))
     out = out_1 * exp(lse_1 - lse) + out_2 * exp(lse_2 - lse)
 
-    AttentionChunk        queries, one chunk of keys and values, mask
-    AttentionResult       out and lse
     chunk_forward         attention to one chunk; chunk_backward: its gradients
     merge_log_sum_exp     merge two results
-    FUSED                 torch's fused operators by device; EAGER where there is none
+    EAGER                 the form without torch's fused operators (chunk_kernels.py)
     ScoreOptions          options of the scores of a layer:
 
     softcap   scores become c * tanh(score / c) (Gemma 2)
@@ -35,69 +33,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanotrain.comm.device import compute_capability
-from nanotrain.kernels.dropout import keep_factors, mix_in
+from nanotrain.attention.chunk_kernels import (
+    AttentionChunk,
+    AttentionOps,
+    AttentionResult,
+    ChunkGradients,
+    WeightDropout,
+    fused_ops,
+)
 
-# limits of the flash operator on GPUs
-MAX_FLASH_HEAD_DIM = 256
-FLASH_CAPABILITY = (8, 0)
 EAGER_SCORES = 2**26  # scores that are computed at once without a fused operator: 256 MiB in fp32
-
-
-@dataclass(frozen=True)
-class AttentionChunk:
-    """Queries and the keys and values they attend to."""
-
-    query: Tensor  # [B, N, Q, D]
-    key: Tensor  # [B, G, K, D]
-    value: Tensor  # [B, G, K, Dv]
-    # [B or 1, 1, Q, K] bool, True where attention is allowed; rows may be fully masked; None for no
-    # mask
-    mask: Tensor | None
-    is_causal: bool  # query i attends to keys 0..i (Q equals K); only without a mask
-    scale: float  # factor of the scores
-    softcap: float | None = None  # scores become c * tanh(score / c); None: unchanged
-    # dropout of the weights at the positions of the queries and keys; None: nothing is dropped
-    dropout: "WeightDropout | None" = None
-
-    def rows(self, rows: slice) -> "AttentionChunk":
-        """The chunk of some queries only."""
-        dropout = None if self.dropout is None else self.dropout.rows(rows)
-        mask = None if self.mask is None else self.mask[:, :, rows]
-        return replace(self, query=self.query[:, :, rows], mask=mask, dropout=dropout)
-
-
-@dataclass(frozen=True)
-class AttentionResult:
-    """`out` [B, N, Q, Dv] and its log-sum-exp `lse` [B, N, Q], fp32 (fp64 for fp64)."""
-
-    out: Tensor
-    lse: Tensor
-
-    def queries(self, queries: slice) -> "AttentionResult":
-        """A view of the result of some queries."""
-        return AttentionResult(self.out[:, :, queries], self.lse[:, :, queries])
-
-
-@dataclass(frozen=True)
-class ChunkGradients:
-    """Gradients of query [B, N, Q, D], key [B, G, K, D] and value [B, G, K, Dv].
-
-    Sums of several have the dtype `accumulate_dtype`.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
-@dataclass(frozen=True)
-class AttentionOps:
-    """Forward and backward for D == Dv, and for N == G unless they take grouped heads."""
-
-    forward: Callable[[AttentionChunk], AttentionResult]
-    backward: Callable[..., ChunkGradients]
-    takes_groups: bool = False  # whether query heads may share a head of keys and values
 
 
 def accumulate_dtype(tensor: Tensor) -> torch.dtype:
@@ -159,29 +104,22 @@ def _ops(chunk: AttentionChunk) -> AttentionOps:
     has_options = chunk.softcap is not None or chunk.dropout is not None
     if has_options:
         return EAGER
-    if chunk.query.is_cpu:
-        return FUSED["cpu"]
-    return FUSED["cuda"] if _is_for_flash(chunk) else EAGER
-
-
-def _is_for_flash(chunk: AttentionChunk) -> bool:
-    """Whether the flash operator of GPUs takes a chunk: 16 bits, without a mask."""
-    head_dim = max(chunk.query.shape[-1], chunk.value.shape[-1])
-    capability = compute_capability(chunk.query.device) or (0, 0)
-    is_plain = chunk.mask is None and chunk.query.itemsize == 2
-    return is_plain and head_dim <= MAX_FLASH_HEAD_DIM and capability >= FLASH_CAPABILITY
+    return fused_ops(chunk) or EAGER
 
 
 def _repeat_and_pad(chunk: AttentionChunk) -> AttentionChunk:
     """Repeat key/value heads where the operator needs it, and pad all head dims to one size.
 
-    The size is a multiple of 8, as CUDA's operator needs it. The zeros change neither scores nor
-    outputs.
+    The size is a multiple of 8, as the flash operator of GPUs needs it. The zeros change neither
+    scores nor outputs.
     """
+    ops = _ops(chunk)
+    if ops.takes_unequal_dims:
+        return chunk
     key = chunk.key
     value = chunk.value
     repeats = chunk.query.shape[1] // key.shape[1]
-    if repeats > 1 and not _ops(chunk).takes_groups:
+    if repeats > 1 and not ops.takes_groups:
         key = key.repeat_interleave(repeats, dim=1)
         value = value.repeat_interleave(repeats, dim=1)
     largest = max(key.shape[-1], value.shape[-1])
@@ -205,87 +143,6 @@ def _sum_repeats(grad: Tensor, groups: int) -> Tensor:
     if grad.shape[1] == groups:
         return grad
     return grad.unflatten(1, (groups, -1)).sum(2, dtype=accumulate_dtype(grad))
-
-
-def _mask_as_bias(chunk: AttentionChunk) -> Tensor | None:
-    """The mask as a finite bias of the scores."""
-    if chunk.mask is None:
-        return None
-    # torch's operator returns a log-sum-exp of 0 for rows of -inf
-    masked = torch.finfo(chunk.query.dtype).min / 2
-    bias = torch.zeros_like(chunk.mask, dtype=chunk.query.dtype)
-    return bias.masked_fill_(~chunk.mask, masked)
-
-
-def _forward_cpu(chunk: AttentionChunk) -> AttentionResult:
-    """Attention by torch's flash kernel for CPUs: out [B, N, Q, Dv] and lse [B, N, Q]."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        chunk.query,
-        chunk.key,
-        chunk.value,
-        0.0,
-        chunk.is_causal,
-        attn_mask=_mask_as_bias(chunk),
-        scale=chunk.scale,
-    )
-    return AttentionResult(out, lse)
-
-
-def _backward_cpu(
-    chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor
-) -> ChunkGradients:
-    """Gradients by torch's flash kernel for CPUs; shapes as in `AttentionChunk`."""
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad,
-        chunk.query,
-        chunk.key,
-        chunk.value,
-        merged.out,
-        merged.lse,
-        0.0,
-        chunk.is_causal,
-        attn_mask=_mask_as_bias(chunk),
-        scale=chunk.scale,
-    )
-    return ChunkGradients(*gradients)
-
-
-def _forward_cuda(chunk: AttentionChunk) -> AttentionResult:
-    outputs = torch.ops.aten._scaled_dot_product_flash_attention(
-        chunk.query, chunk.key, chunk.value, 0.0, chunk.is_causal, scale=chunk.scale
-    )
-    return AttentionResult(outputs[0], outputs[1])
-
-
-def _backward_cuda(
-    chunk: AttentionChunk, merged: AttentionResult, *, grad: Tensor
-) -> ChunkGradients:
-    """Gradients by torch's flash kernel for GPUs; shapes as in `AttentionChunk`."""
-    # The state of the random generator only matters with dropout.
-    seed = torch.zeros((2,), dtype=torch.uint64, device=grad.device)
-    offset = torch.zeros((), dtype=torch.uint64, device=grad.device)
-    out = merged.out.contiguous()
-    lse = merged.lse.contiguous()
-    num_queries = chunk.query.shape[2]
-    num_keys = chunk.key.shape[2]
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad,
-        chunk.query,
-        chunk.key,
-        chunk.value,
-        out,
-        lse,
-        None,  # cumulative lengths
-        None,
-        num_queries,
-        num_keys,
-        0.0,
-        chunk.is_causal,
-        seed,
-        offset,
-        scale=chunk.scale,
-    )
-    return ChunkGradients(*gradients)
 
 
 def _scores(chunk: AttentionChunk) -> tuple[Tensor, Tensor | None]:
@@ -389,41 +246,6 @@ def _backward_rows(
 
 
 EAGER = AttentionOps(_forward_eager, _backward_eager)
-FUSED = {
-    "cpu": AttentionOps(_forward_cpu, _backward_cpu),
-    "cuda": AttentionOps(_forward_cuda, _backward_cuda, takes_groups=True),
-}
-
-
-@dataclass(frozen=True)
-class WeightDropout:
-    """Dropout of the attention weights of one layer and microbatch.
-
-    The dropout of a chunk has the positions of its queries and keys.
-    """
-
-    words: Tensor  # [B], one random word per sample
-    rate: float
-    first_head: int = 0  # index of the first query head of this rank in the model
-    queries: Tensor | None = None  # [Q] int64, positions in the sequence
-    keys: Tensor | None = None  # [K] int64
-
-    def rows(self, rows: slice) -> "WeightDropout":
-        """The dropout of some queries only."""
-        assert self.queries is not None, "the dropout of a chunk has positions"
-        return replace(self, queries=self.queries[rows])
-
-    def factors(self, num_heads: int, dtype: torch.dtype) -> Tensor:
-        """[B, N, Q, K]: 0 where dropped, else 1 / (1 - rate)."""
-        assert self.queries is not None and self.keys is not None, (
-            "the dropout of a chunk has positions"
-        )
-        stop = self.first_head + num_heads
-        heads = torch.arange(self.first_head, stop, device=self.words.device)
-        words = mix_in(self.words[:, None], heads)
-        words = mix_in(words[..., None], self.queries)
-        words = mix_in(words[..., None], self.keys)
-        return keep_factors(words, self.rate, dtype=dtype)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ SDPAttention   the core attention of a group of one rank
 B batch   S sequence   N query heads   G key/value heads (N is a multiple of G)   D, Dv head dims
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,13 +93,18 @@ def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
     return x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
-def restricted(backend: str | None) -> AbstractContextManager[None]:
-    """Restrict SDPA to one kernel, by its name in `torch.nn.attention.SDPBackend`; None: any."""
-    if backend is None:
+def restricted(backends: Sequence[str]) -> AbstractContextManager[None]:
+    """Restrict SDPA to some kernels, the first that takes a call; without any: as torch selects.
+
+    Args:
+        backends: names in `torch.nn.attention.SDPBackend`.
+    """
+    if not backends:
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    context: AbstractContextManager[None] = sdpa_kernel(getattr(SDPBackend, backend))
+    kernels = [getattr(SDPBackend, name) for name in backends]
+    context: AbstractContextManager[None] = sdpa_kernel(kernels, set_priority=len(kernels) > 1)
     return context
 
 
@@ -110,15 +116,15 @@ class SdpaKernel:
     too.
     """
 
-    # the kernel of SDPA on a GPU, by its name in `SDPBackend`; None where torch selects it
-    backend: str | None = None
+    # kernels of SDPA on a GPU, by their names in `SDPBackend`; none where torch selects
+    backends: tuple[str, ...] = ()
     # repeat heads of key and value, for kernels without grouped queries
     repeats_heads: bool = False
     pads_values: bool = False  # pad values on GPUs, for kernels of one head dim
 
     def attend(self, query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention without windows or documents: [B, S, N, D] -> [B, S, N, Dv]."""
-        with restricted(self.backend if query.is_cuda else None):
+        with restricted(self.backends if query.is_cuda else ()):
             return attend(
                 query,
                 key=key,
@@ -146,11 +152,11 @@ class DenseKernel:
     """`attend` with a dense mask of all queries and keys, for few queries or as a reference.
 
     Args:
-        backend: the kernel of SDPA, as in `SdpaKernel`.
+        backends: kernels of SDPA, as in `SdpaKernel`.
     """
 
-    def __init__(self, backend: str | None = None) -> None:
-        self.backend = backend
+    def __init__(self, *backends: str) -> None:
+        self.backends = backends
 
     def __call__(
         self,
@@ -163,7 +169,7 @@ class DenseKernel:
     ) -> Tensor:
         """SDPA with the mask, with score options one masked tile: [B, Q, N, D] -> [B, Q, N, Dv]."""
         if scores is None:
-            with restricted(self.backend):
+            with restricted(self.backends):
                 return attend(query, key=key, value=value, mask=call.masked_tile.mask())
         return attend_tiles(query, key=key, value=value, plan=call.masked_tile, scores=scores)
 

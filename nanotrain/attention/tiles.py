@@ -33,10 +33,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanotrain.attention.chunk_kernels import AttentionChunk, AttentionResult, ChunkGradients
 from nanotrain.attention.chunks import (
-    AttentionChunk,
-    AttentionResult,
-    ChunkGradients,
     ScoreOptions,
     accumulate_dtype,
     add_sink,

@@ -1,7 +1,7 @@
 """The only file that uses `torch.cuda`: choose a rank's device, and query or control it.
 
     pick_device, describe_unused_gpus, process_group_device, device_name, compute_capability
-    cudnn_version
+    cudnn_version, planned_cudnn
     synchronize
     HostTransfer    between the device and pinned host memory, overlapping computation
     same_stream     the current device and stream, for another thread
@@ -45,6 +45,8 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS"}
 # share one wait for each other. Read when CUDA starts.
 _CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 _MAX_ALLOCATIONS = 100_000  # newest allocations kept in a memory history; as Megatron-LM
+# of a plan for GPUs on a machine without one: the first version that torch prefers
+PLANNED_CUDNN = 91501
 _CLEAR_PEAK = "5"  # man 5 proc, clear_refs: sets VmHWM back to the current size
 
 
@@ -151,6 +153,11 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)
     return (9, 0) if device.type == "meta" else None
+
+
+def planned_cudnn() -> int:
+    """The version of cuDNN that a plan for GPUs counts on: that of this machine, if it has GPUs."""
+    return cudnn_version() if torch.cuda.is_available() else PLANNED_CUDNN
 
 
 def cudnn_version() -> int:

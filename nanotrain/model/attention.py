@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from nanotrain.attention.call import largest_logits
-from nanotrain.attention.chunks import AttentionChunk, ScoreOptions, WeightDropout
+from nanotrain.attention.chunk_kernels import AttentionChunk, WeightDropout
+from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.config.model import ModelConfig
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import (

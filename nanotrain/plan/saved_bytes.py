@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice, installed_torch
+from nanotrain.comm.device import planned_cudnn
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.tp.loss import chunk_tokens
@@ -66,7 +67,8 @@ def layer_sizes(plan: Plan, device: str) -> LayerSizes:
     config = plan.config
     axis_sizes = {axis: spec.size for axis, spec in plan.groups.items()}
     sizes = LayerSizes.of(config, plan.shape, sizes=axis_sizes)
-    choice = AttentionChoice.of(config, AttentionDevice(device, (9, 0), installed_torch()))
+    planned = AttentionDevice(device, (9, 0), installed_torch(), planned_cudnn())
+    choice = AttentionChoice.of(config, planned)
     backend_names = {window: backend.name for window, (backend, _) in choice.backends.items()}
     return replace(
         sizes,

@@ -11,9 +11,11 @@ from nanotrain.attention.backends import (
     EVERYTHING,
     FEATURES,
     Ability,
+    AttentionBackend,
     AttentionChoice,
     AttentionDevice,
     AttentionNeed,
+    CardLimit,
     choose_backend,
     lacks,
 )
@@ -21,6 +23,7 @@ from nanotrain.config.load import load
 from nanotrain.errors import ConfigError
 
 CPU, H100 = AttentionDevice("cpu"), AttentionDevice("cuda", (9, 0))
+NEW_CUDNN = AttentionDevice("cuda", (9, 0), cudnn=91501)
 T4, OLD_TORCH = AttentionDevice("cuda", (7, 5)), AttentionDevice("cuda", (9, 0), (2, 10))
 MLA = (192, 128)
 
@@ -30,6 +33,8 @@ def need(*features: str, dtype: str = "bf16", dims: tuple[int, int] = (128, 128)
 
 
 AUTOMATIC = [
+    (NEW_CUDNN, need(), "cudnn"),
+    (NEW_CUDNN, need("all-gather cp"), "sdpa flash"),
     (H100, need(), "sdpa flash"),
     (H100, need("all-gather cp"), "sdpa flash"),
     (H100, need("documents"), "varlen flash"),
@@ -79,7 +84,7 @@ def test_every_row_is_chosen_for_something_and_the_last_automatic_one_computes_e
     [
         ("flash", need(), "sdpa flash"),
         ("flash", need("documents"), "varlen flash"),
-        ("fused", need(), "cudnn"),
+        ("fused", need("all-gather cp"), "sdpa efficient"),
         ("fused", need(dtype="fp32"), "sdpa efficient"),
         ("unfused", need("documents", "dropout"), "math"),
         ("local", need("ring cp"), "tiles"),
@@ -99,7 +104,7 @@ def test_a_backend_that_cannot_says_what_it_lacks() -> None:
         choose_backend("flash", need("documents", "dropout"), device=H100)
     with pytest.raises(
         ConfigError,
-        match="cudnn has no ring cp, takes bf16 and fp16, not fp32, takes heads of up to 128 channels",
+        match="cudnn has no ring cp, takes bf16 and fp16, not fp32, needs cuDNN 9.0.0, not none, takes heads of up to 128",
     ):
         choose_backend("fused", need("ring cp", dtype="fp32", dims=(192, 192)), device=H100)
     with pytest.raises(ConfigError, match="flex runs on cuda only; leave --attention-backend out"):
@@ -147,6 +152,7 @@ def test_a_script_for_another_device_runs_with_a_warning() -> None:
         and "cudnn runs on cuda only" in chosen.warning
     )
     assert not AttentionChoice.of(config, H100).warning
+    assert str(AttentionChoice.of(config, H100)) == "sdpa efficient (fp32)"
 
 
 def backend_table() -> str:
@@ -164,20 +170,39 @@ def backend_table() -> str:
     for row in BACKENDS.values():
         heads = f"up to {row.max_head_dim}" if row.max_head_dim else "any"
         heads = f"{row.min_head_dim} to {row.max_head_dim}" if row.min_head_dim > 1 else heads
-        heads += f", multiples of {row.head_dim_multiple}" if row.head_dim_multiple > 1 else ""
+        for limit in row.wide_heads:
+            heads += f"; {limit.dims[0]} and {limit.dims[1]} {limit_text(limit)}"
+        if row.head_bytes > 1:
+            heads += f"; multiples of {row.multiple('bf16')}"
+            heads += " (fp32: 4)" if "fp32" in row.abilities["cuda"].dtypes else ""
         heads += "" if row.value_dims == "any" else f"; values {row.value_dims}"
-        needs = f"{'.'.join(map(str, row.capability))}, " if row.capability > (0, 0) else "any, "
+        needs = f"{'.'.join(map(str, row.capability))}" if row.capability > (0, 0) else "any"
+        if row.last_capability is not None:
+            needs += f" to {'.'.join(map(str, row.last_capability))}"
         cells = [
             row.name,
-            f"`{row.flag}`" + ("" if row.is_automatic else ", not automatic"),
+            f"`{row.flag}`" + automatic_text(row),
             *(ability_text(row.abilities.get(kind)) for kind in ("cuda", "cpu")),
             heads,
-            f"{needs}{'.'.join(map(str, row.torch_version))}",
-            "yes" if row.is_deterministic else "no",
+            f"{needs}, {'.'.join(map(str, row.torch_version))}",
+            "yes" if row.is_deterministic else "no" if row.obeys_deterministic else "refused",
             "yes" if row.is_in_graphs else "no",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def automatic_text(row: AttentionBackend) -> str:
+    if not row.is_automatic:
+        return ", not automatic"
+    return "" if row.automatic_on is None else f", automatic {limit_text(row.automatic_on)}"
+
+
+def limit_text(limit: CardLimit) -> str:
+    major, minor = divmod(limit.cudnn, 10000)
+    cards = " and ".join(f"{generation}.x" for generation in limit.generations)
+    torch = ".".join(map(str, limit.torch_version))
+    return f"on {cards} with cuDNN {major}.{minor // 100}.{minor % 100}, torch {torch}"
 
 
 def ability_text(ability: Ability | None) -> str:
@@ -192,11 +217,3 @@ def ability_text(ability: Ability | None) -> str:
 def test_the_docs_have_the_table() -> None:
     page = Path(__file__).parents[2] / "docs" / "gpu.md"
     assert backend_table() in page.read_text(), f"copy this table:\n{backend_table()}"
-
-
-def test_heads_of_mla_take_cudnn_on_hopper_from_its_version_on() -> None:
-    for cudnn, expected in ((90800, "sdpa efficient"), (91002, "cudnn")):
-        device = AttentionDevice("cuda", (9, 0), cudnn=cudnn)
-        assert choose_backend("fused", need(dims=MLA), device=device).name == expected
-    ampere = AttentionDevice("cuda", (8, 0), cudnn=91002)
-    assert choose_backend("fused", need(dims=MLA), device=ampere).name == "sdpa efficient"

@@ -7,7 +7,8 @@ import torch
 
 from nanotrain.attention import tiles
 from nanotrain.attention.call import AttentionCall, TileKernel, largest_logits
-from nanotrain.attention.chunks import AttentionChunk, ScoreOptions
+from nanotrain.attention.chunk_kernels import AttentionChunk
+from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.attention.sdpa import DenseKernel, SdpaKernel, SDPAttention
 from nanotrain.attention.tiles import Spans
 from nanotrain.parallel.cp import CORE_ATTENTIONS, build_core_attention

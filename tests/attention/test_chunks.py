@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanotrain.attention import chunks
-from nanotrain.attention.chunks import (
-    EAGER,
+from nanotrain.attention.chunk_kernels import (
     FUSED,
     AttentionChunk,
     AttentionOps,
     AttentionResult,
-    ScoreOptions,
     WeightDropout,
+)
+from nanotrain.attention.chunks import (
+    EAGER,
+    ScoreOptions,
     chunk_backward,
     chunk_forward,
     merge_log_sum_exp,

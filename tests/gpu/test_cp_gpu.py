@@ -6,21 +6,15 @@ import pytest
 import torch
 
 from nanotrain.attention.backends import BACKENDS
-from nanotrain.attention.chunks import (
-    EAGER,
-    FUSED,
-    AttentionChunk,
-    AttentionOps,
-    AttentionResult,
-    merge_log_sum_exp,
-)
+from nanotrain.attention.chunk_kernels import FUSED, AttentionChunk, AttentionOps, AttentionResult
+from nanotrain.attention.chunks import EAGER, merge_log_sum_exp
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-FUSED_CUDA = FUSED["cuda"]
+FUSED_CUDA = FUSED["flash"]
 
 
 def distance(tensor: torch.Tensor, expected: torch.Tensor) -> float:

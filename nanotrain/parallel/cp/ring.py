@@ -27,13 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanotrain.attention.chunks import (
-    AttentionResult,
-    ScoreOptions,
-    accumulate_dtype,
-    add_sink,
-    sink_grad,
-)
+from nanotrain.attention.chunk_kernels import AttentionResult
+from nanotrain.attention.chunks import ScoreOptions, accumulate_dtype, add_sink, sink_grad
 from nanotrain.attention.sdpa import LayerKernels
 from nanotrain.attention.tiles import (
     LocalChunk,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotrain.attention import tiles
-from nanotrain.attention.chunks import ChunkGradients
+from nanotrain.attention.chunk_kernels import ChunkGradients
 from nanotrain.attention.tiles import Tile, TilePlan
 from nanotrain.comm.group import Group
 from nanotrain.parallel.cp import build_core_attention, ring
