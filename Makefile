@@ -73,7 +73,7 @@ dry-run: $(READY) ## the step of the largest recipes on 2,048 and 16,384 ranks, 
 	$(RUN) -m nanotrain dry-run +config=llama70b --world-size 16384 --tensor-model-parallel-size 8 --sequence-parallel \
 	    --pipeline-model-parallel-size 8 --global-batch-size 2048
 
-gpu-check: $(READY) ## what a GPU machine has, what fits of the GPU benchmark in 10 minutes, the tests marked gpu; code 2 without a GPU
+gpu-check: $(READY) ## four checks of a GPU machine, ten minutes each; ARGS=kernels, headline, recipes or fp8 for one; code 2 without a GPU
 	@$(RUN) scripts/gpu_check $(ARGS)
 
 docs: $(READY) ## write docs/config.md and docs/families.md from their tables, and the pages as a site in site/

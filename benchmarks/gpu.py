@@ -10,9 +10,9 @@ as it can), eager and with torch.compile, beside a plain loop with torch's atten
 one rank: tokens per second, model FLOPs utilization (MFU) and peak memory. Contenders run in the
 order of `PHASES`, each launch in a new process, as in throughput.py: first what answers most,
 compiled blocks of nanotrain, a profile of one step with its kernel times by class beside the budget
-of roofline.py, and the plain loop with blocks and loss compiled. Every launch prints its numbers at
-its end, so that a run that is cut has printed what it measured. A launch that fails leaves out its
-row, and the exit code is 1. Without a GPU it prints that and exits with code 2.
+of roofline.py, and the plain loop with blocks and loss compiled. Every launch prints a row at its end
+and a summary after it, so that a run that is cut has printed what it measured; `--out` keeps the
+rows in a file. A launch that fails is a row too, and the exit code is 1. Without a GPU it prints that and exits with code 2.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 import torch
 from baselines import Shape
+from gpu_rows import FAILED, LEFT_OUT, OK, Row, RowReport
 from model import model_config
 from roofline import CARDS, budget_of
 from throughput import Contender, Job, Outcome, launch, nanotrain_command, torch_command
@@ -194,9 +195,11 @@ class Launches:
     Args:
         minutes: a launch that would end later, if it lasts as long as the longest before, is left
             out, and one that has not ended by then is ended; None: no limit.
+        rows: where the launches become rows.
     """
 
-    def __init__(self, minutes: float | None) -> None:
+    def __init__(self, minutes: float | None, rows: RowReport) -> None:
+        self.rows = rows
         self._end = None if minutes is None else time.monotonic() + 60 * minutes
         self._lasted: list[float] = []  # seconds of each launch
         self.left_out: list[tuple[str, str]] = []  # models and what was not launched
@@ -209,12 +212,14 @@ class Launches:
         began = time.monotonic()
         if self._end is not None and began + max(self._lasted, default=FIRST_LAUNCH_S) > self._end:
             self.left_out.append((model, part))
+            self.rows.add(Row(f"{model} {part}", LEFT_OUT, "the time was up"))
             return None
         try:
             return function(timeout_s=None if self._end is None else self._end - began)
         except SystemExit as error:
-            print(f"{model}  {part}: {error}", flush=True)
+            print(error, flush=True)
             self.failed.append((model, part))
+            self.rows.add(Row(f"{model} {part}", FAILED, str(error).splitlines()[-1][:200]))
             return None
         finally:
             self._lasted.append(time.monotonic() - began)
@@ -277,10 +282,8 @@ class Comparison:
             return
         self.outcomes[contender.name].extend(measured)
         speed, memory = measured[-1].tokens_per_second, measured[-1].peak_memory_bytes / 2**30
-        print(
-            f"{self.name}  round {number}  {contender.name:42} {speed:10,.0f} tokens/s  {memory:6.1f} GiB",
-            flush=True,
-        )
+        name = f"{self.name} {contender.name}, round {number}"
+        self.launches.rows.add(Row(name, OK, f"{speed:,.0f} tokens/s, {memory:.1f} GiB"))
 
     def _profile(self) -> None:
         times = self.launches.run(self.name, PROFILE, partial(profiled, self.job, self.flags))
@@ -299,7 +302,8 @@ class Comparison:
             print(
                 f"| {kind} | {times[kind]:,.1f} | {times[kind] / max(times.total(), 1e-9):.0%} | {budget} |"
             )
-        print(flush=True)
+        shares = [f"{kind} {times[kind]:,.1f} ms" for kind in KERNELS]
+        self.launches.rows.add(Row(f"{self.name} {PROFILE}", OK, ", ".join(shares)))
 
     def report(self, *, peak: float | None) -> None:
         """Print the table of all contenders; `peak` is the FLOP/s of the card."""
@@ -319,6 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", nargs="+", choices=MODELS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, help="launch nothing that would end later")
+    parser.add_argument("--out", type=Path, help="folder of a file with the rows")
     parser.add_argument("--microbatches", type=int, default=8, help="per step (default: 8)")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
@@ -331,8 +336,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.device == "cuda"
         else "CPU, a check that the programs run"
     )
-    print(f"{name}, torch {torch.__version__}", flush=True)
-    launches = Launches(args.minutes)
+    machine = f"{name}, torch {torch.__version__}"
+    print(machine, flush=True)
+    rows = RowReport("headline", folder=args.out, machine=machine)
+    launches = Launches(args.minutes, rows)
     models = args.model or (["llama1b", "124m", "moe4"] if args.device == "cuda" else ["smoke"])
     comparisons = [Comparison(model, args, launches) for model in models]
     for phase in PHASES:

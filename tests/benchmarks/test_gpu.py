@@ -114,13 +114,14 @@ def test_what_does_not_fit_or_fails_is_named_with_the_command_for_it(
     def fail(timeout_s: float) -> None:
         raise SystemExit("out of memory")
 
-    launches = gpu.Launches(minutes=3.5)
+    rows = gpu.RowReport("headline", folder=None, machine="")
+    launches = gpu.Launches(3.5, rows)
     assert launches.run("124m", "torch", lambda timeout_s: timeout_s) == 210.0
     assert launches.run("124m", "nanotrain", fail) is None
     assert launches.run("moe4", "profile", lambda timeout_s: 7) is None
     assert launches.report() == 1
     printed = capsys.readouterr().out
-    assert "124m  nanotrain: out of memory" in printed
+    assert "headline: 1 FAILED, 1 left out: 124m nanotrain" in printed
     assert (
         "left out, as the time was up: moe4 profile" in printed
         and "benchmarks/gpu.py --model moe4\n" in printed
