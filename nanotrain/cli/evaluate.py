@@ -154,6 +154,7 @@ def run_lm_eval(args: Namespace, loaded: Loaded) -> int:
         ) from None
     from nanotrain.comm.device import pick_device
 
+    start_logging()
     batch_size = LM_EVAL_BATCH
     if "train.micro_batch_size" in loaded.explicit:
         batch_size = loaded.config.train.micro_batch_size
@@ -197,6 +198,7 @@ def evaluate_on_rank(args: Namespace, loaded: Loaded) -> int:
         from nanotrain.train.inputs import read_tasks
 
     launch = Launch.of(os.environ)
+    start_logging(is_first=launch.rank == 0)  # opening a folder logs what is read of it
     model = open_model(args.path, ema=args.ema)
     config = evaluation_config(model.config, loaded, world_size=launch.world_size)
     name = args.tokenizer or tokenizer_name(model)
@@ -208,7 +210,6 @@ def evaluate_on_rank(args: Namespace, loaded: Loaded) -> int:
         eval_num_fewshot=args.num_fewshot or 0,
         eval_task_limit=args.max_samples,
     )
-    start_logging(is_first=launch.rank == 0)
     tasks = read_tasks(
         task_settings,
         tokenizer,

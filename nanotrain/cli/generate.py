@@ -175,9 +175,9 @@ def generate_on_rank(args: Namespace, loaded: Loaded) -> int:
         from nanotrain.topology.topology import Topology
 
     launch = Launch.of(os.environ)
+    start_logging(is_first=launch.rank == 0)  # opening a folder logs what is read of it
     checkpoint = open_model(args.path, ema=args.ema)
     config = generation_config(checkpoint.config, loaded, world_size=launch.world_size)
-    start_logging(is_first=launch.rank == 0)
     prompts = [without_surrogates(text) for text in args.prompt or [""]]
     has_experts = config.model.moe is not None
     topology = Topology.of(config.parallel, launch.world_size, has_experts=has_experts)

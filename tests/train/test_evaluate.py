@@ -29,6 +29,7 @@ from nanotrain.topology.topology import Topology
 from nanotrain.train.evaluate import EvaluateHook, Evaluation, evaluate_model, open_corpus, validate
 from tests.harness import run_ranks
 from tests.inference.test_checkpoint import EXPERTS, write_run
+from tests.inference.tiny_folders import write_folder
 from tests.laws.megatron_file import write_tokens
 from tests.train.small_run import Spy, small_run, train
 
@@ -358,3 +359,22 @@ class Counted:
     def __getitem__(self, index: int) -> Any:
         self.seen.append(index)
         return self.dataset[index]
+
+
+@pytest.mark.usefixtures("logging_as_before")
+@pytest.mark.parametrize(
+    "command",
+    ["generate {} --prompt a --num-tokens 1", "evaluate {} --tasks t={}/t.jsonl --seq-length 16"],
+)
+def test_commands_say_once_how_a_folder_is_read(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder("bos", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    (folder / "model.safetensors.index.json").write_text("{}")
+    (folder / "t.jsonl").write_text('{"query": "a", "choices": ["b", "c"], "gold": 0}')
+    assert main([word.format(folder) for word in [*command.split(), "--device", "cpu"]]) == 0
+    error = capfd.readouterr().err
+    assert error.count("config.json names the dtype 'bfloat16'") == 1
+    assert error.count("model.safetensors is read, and not the files of") == 1
