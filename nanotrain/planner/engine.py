@@ -6,7 +6,7 @@ with_sections   an engine with some of its constants replaced
 engine_on_cpu   an engine as it runs on a processor
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -65,6 +65,7 @@ class Pipeline:
     stages: str
     overlaps_p2p: bool  # transfers overlap with computation; with interleaved stages always
     slow_transfer: SlowTransfer | None
+    schedules: Sequence[str] | None  # pipeline schedules that it has; None: all of nanotrain's
 
 
 @dataclass(frozen=True)

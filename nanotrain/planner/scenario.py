@@ -167,10 +167,25 @@ def scenario_of(
     engine = engine_on_cpu(engine) if gpu.is_cpu else engine
     scenario = Scenario(replace(config, train=train), world_size, gpu, engine, **options)
     _check_virtual_stages(scenario)
+    _check_schedule(scenario)
     assert scenario.pipeline.num_microbatches > 0, (
         "forms the groups and the microbatches, or raises"
     )
     return scenario
+
+
+def _check_schedule(scenario: Scenario) -> None:
+    """Check that the engine has the pipeline schedule."""
+    known = scenario.engine.pipeline.schedules
+    schedule = scenario.config.parallel.pipeline_schedule
+    if known is None or schedule in known or scenario.sizes["pp"] == 1:
+        return
+    name = scenario.engine.name
+    raise ConfigError(
+        f"--pipeline-schedule {schedule} with --engine {name}",
+        why=f"{name} has {' and '.join(known)}",
+        fix=f"set --pipeline-schedule {known[0]}",
+    )
 
 
 def _check_virtual_stages(scenario: Scenario) -> None:

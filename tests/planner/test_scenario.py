@@ -79,6 +79,18 @@ def test_wrong_layouts_and_batches_are_one_message() -> None:
         scenario_of(config, 2, gpu=gpu_of("h100"), engine="nanotron")
 
 
+@pytest.mark.parametrize(("engine", "schedule"), [("megatron", "zb-h1"), ("nanotron", "zb-h1")])
+def test_an_engine_has_its_own_pipeline_schedules(engine: str, schedule: str) -> None:
+    config = configure(
+        vocab_size=1000, num_layers=4, pipeline_model_parallel_size=2, pipeline_schedule=schedule,
+        global_batch_size=4, mock_data=True,
+    )  # fmt: skip
+    assert scenario_of(config, 2, gpu=gpu_of("h100")).engine.name == "nanotrain"
+    message = f"--pipeline-schedule {schedule} with --engine {engine}: {engine} has .*1f1b"
+    with pytest.raises(ConfigError, match=message):
+        scenario_of(config, 2, gpu=gpu_of("h100"), engine=engine)
+
+
 def test_unequal_stages_of_an_engine_that_needs_a_layout_are_balanced() -> None:
     config = configure(
         num_layers=31, vocab_size=128_000, pipeline_model_parallel_size=4, mock_data=True
