@@ -19,6 +19,7 @@ from nanotrain.train.parts.qk_clip import MaxAttentionLogit, QKClip
 from nanotrain.train.parts.rank_capacity import RankCapacity
 from nanotrain.train.parts.router_balance import RouterBalance
 from nanotrain.train.parts.stochastic_rounding import StochasticRounding
+from nanotrain.train.parts.zero_grads import ZeroGrads
 
 PARTS: dict[str, type[StepPart]] = {
     "mtp_losses": MTPLosses,
@@ -31,6 +32,7 @@ PARTS: dict[str, type[StepPart]] = {
     "moving_average": MovingAverage,
     "params_norm": ParamsNorm,
     "group_norms": GroupNorms,
+    "zero_grads": ZeroGrads,
     "stochastic_rounding": StochasticRounding,
     "fp8_amaxes": Fp8Amaxes,
 }
