@@ -2,7 +2,8 @@
 
     start_all_to_all   asynchronous, into a given output
     all_to_all         differentiable; the backward swaps the two lists of split sizes
-    start_differentiable_all_to_all      the same, waited for later, in the backward too
+    start_differentiable_all_to_all      the same, waited for later, in the backward too; rows may
+                       be encoded in fewer bytes
     start_reduce_scatter_by_all_to_all   reduce-scatter of a low-precision tensor with one rounding
 
     rank 0  [to 0 | to 1 to 1]   ->   [from 0 | from 1]
@@ -13,7 +14,7 @@ an all-to-all of the input splits. In a group of one rank the output is the inpu
 counts the rows sent to other ranks as "all_to_all".
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,8 +95,22 @@ def all_to_all(
     ).wait()
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """Rows in fewer bytes while they are sent in the forward; gradients are sent as they are."""
+
+    encode: Callable[[Tensor], Tensor]  # [R, H] -> [R, bytes] uint8
+    # [R, bytes] uint8 and a tensor of the shape and dtype of the result -> [R, H]
+    decode: Callable[[Tensor, Tensor], Tensor]
+
+
 def start_differentiable_all_to_all(
-    x: Tensor, group: Group, *, output_splits: Sequence[int], input_splits: Sequence[int]
+    x: Tensor,
+    group: Group,
+    *,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    encoding: Encoding | None = None,
 ) -> Work[Tensor]:
     """Start `all_to_all`, to be waited for later.
 
@@ -105,7 +120,7 @@ def start_differentiable_all_to_all(
     """
     if group.size == 1:
         return Work.completed(x)
-    transfer = _Transfer(group, output_splits, input_splits)
+    transfer = _Transfer(group, output_splits, input_splits, encoding)
     output = _Start.apply(x, transfer)
     return Work(lambda: _Finish.apply(output, transfer))
 
@@ -117,17 +132,30 @@ class _Transfer:
     group: Group
     output_splits: Sequence[int]
     input_splits: Sequence[int]
+    encoding: Encoding | None = None  # encoding of the forward; None: rows in their own dtype
     newest: Work[Tensor] = field(init=False)
 
     def start(self, x: Tensor, *, is_backward: bool = False) -> Tensor:
         """Start to send rows, or gradients back; returns the output, complete after `finish`."""
         received, sent = self.output_splits, self.input_splits
+        rows = x
         if is_backward:
             received, sent = sent, received
-        output = x.new_empty((sum(received), *x.shape[1:]))
+        elif self.encoding is not None:
+            rows = self.encoding.encode(x)
+        output = rows.new_empty((sum(received), *rows.shape[1:]))
         splits = {"output_splits": received, "input_splits": sent}
-        self.newest = start_all_to_all(output, x.contiguous(), group=self.group, **splits)
-        return output
+        self.newest = start_all_to_all(output, rows.contiguous(), group=self.group, **splits)
+        if rows is x:
+            return output
+        return x.new_empty(1).expand(sum(received), *x.shape[1:])  # the shape alone
+
+    def receive(self, output: Tensor) -> Tensor:
+        """Wait for the rows that `start` has returned before they were complete."""
+        rows = self.finish()
+        if self.encoding is None:
+            return output.view_as(output)
+        return self.encoding.decode(rows, output)
 
     def finish(self) -> Tensor:
         """Wait for the output and return it; another computation of this rank may run meanwhile."""
@@ -159,8 +187,7 @@ class _Finish(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, transfer: _Transfer) -> Tensor:
         """Wait for the output."""
         ctx.transfer = transfer
-        transfer.finish()
-        return output.view_as(output)
+        return transfer.receive(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

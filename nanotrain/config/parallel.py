@@ -8,6 +8,7 @@ from nanotrain.errors import TopologyError
 from nanotrain.quantities import count_of, round_up
 
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+DispatchDType = Literal["bf16", "fp8", "mxfp8"]
 OuterShardingStrategy = Literal["no_shard", "optim"]
 RecomputeGranularity = Literal["full", "selective"]
 RecomputeModule = Literal["core_attn", "mlp", "moe", "layernorm", "mla_up_proj", "moe_act"]
@@ -44,6 +45,11 @@ class ParallelConfig:
     moe_hierarchical_dispatch: int | None = option(None, check=at_least(1))
     """send a token once to every so many consecutive ranks of ep, such as those of a node, and copy
     it to the ranks of its experts there; 1: once to every rank; unset: once to every expert
+    """
+
+    moe_dispatch_fwd_dtype: DispatchDType = option("bf16")
+    """send tokens to their experts in blocks of fp8_recipe, with scales: fp8, or mxfp8 for the
+    recipe of this name; bf16: in params_dtype, as gradients are sent
     """
 
     moe_expert_rank_capacity_factor: float | None = option(None, check=at_least(1))

@@ -30,6 +30,7 @@ from nanotrain.model.context import HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
 from nanotrain.parallel.ep.experts import EXPERT_LINEARS, ExpertOptions, Experts
+from nanotrain.parallel.ep.fp8_dispatch import dispatch_encoding
 from nanotrain.parallel.ep.token_dispatcher import build_token_dispatcher
 from nanotrain.parallel.tp.layers import ColumnParallelLinear
 
@@ -67,11 +68,14 @@ class MoELayer(nn.Module):
         self.has_zero_experts = moe.num_zero_experts > 0
         self.weights_inputs = moe.apply_probs_on_input
         self.router = Router(moe, params, parallel=parallel)
+        options = replace(
+            parallel.dispatch,
+            may_drop=moe.may_drop,
+            recompute=parallel.recompute,
+            encoding=dispatch_encoding(parallel.tp.fp8),
+        )
         self.dispatcher = build_token_dispatcher(
-            moe.num_experts,
-            ep=parallel.ep,
-            etp=parallel.etp,
-            options=replace(parallel.dispatch, may_drop=moe.may_drop, recompute=parallel.recompute),
+            moe.num_experts, ep=parallel.ep, etp=parallel.etp, options=options
         )
         self.fc1_latent_proj = _build_latent_projection(
             params, "fc1_latent_proj", parallel=parallel

@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from nanotrain.comm.group import reduced_bytes
 from nanotrain.config.model import MoEConfig
+from nanotrain.kernels.fp8.layer import layers_in_bf16
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.optim.matrix_update import MatrixRoutes, grid_groups, plan_matrices
 from nanotrain.parallel.dp.fp8_weights import scales_shape
 from nanotrain.parallel.dp.layout import BucketLayout
+from nanotrain.parallel.ep.fp8_dispatch import row_bytes
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.pp.transfers import TransferBatch
 from nanotrain.plan.gathers import bucket_gathers
@@ -163,17 +165,40 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
     if moe is None:
         return
     counts = moe.num_experts * COUNT_BYTES  # known where layers are recomputed
-    recomputed = recomputed_layers(plan, "moe")
-    yield from _expert_pass(
-        plan, moe, layers=_layers(plan), num_transfers=TOKEN_TRANSFERS, counts=counts
-    )
-    yield from _expert_pass(
-        plan, moe, layers=recomputed, num_transfers=TOKEN_TRANSFERS // 2, counts=0
-    )
+    in_bf16 = layers_in_bf16(plan.config.precision.fp8, plan.config.model.num_layers)
+    passes = [
+        (_layers(plan), TOKEN_TRANSFERS, counts),
+        (recomputed_layers(plan, "moe"), TOKEN_TRANSFERS // 2, 0),
+    ]
+    for layers, num_transfers, num_counts in passes:
+        for has_fp8 in (False, True):
+            yield from _expert_pass(
+                plan,
+                moe,
+                layers=[layer for layer in layers if (layer not in in_bf16) == has_fp8],
+                num_transfers=num_transfers,
+                counts=num_counts,
+                has_fp8=has_fp8,
+            )
+
+
+def dispatched_row_bytes(plan: Plan) -> int:
+    """Bytes of a token on its way to an expert with products in fp8, if the run has them."""
+    width = plan.shape.expert_input_size
+    config = plan.config
+    if config.precision.fp8 is None or config.parallel.moe_dispatch_fwd_dtype == "bf16":
+        return width * Precision.of(config.precision).params.itemsize
+    return row_bytes(width, RECIPES[config.precision.fp8.recipe].block)
 
 
 def _expert_pass(
-    plan: Plan, moe: MoEConfig, *, layers: Sequence[int], num_transfers: int, counts: int
+    plan: Plan,
+    moe: MoEConfig,
+    *,
+    layers: Sequence[int],
+    num_transfers: int,
+    counts: int,
+    has_fp8: bool,
 ) -> Iterator[tuple[Key, int]]:
     """Tokens and token counts of some layers.
 
@@ -183,6 +208,7 @@ def _expert_pass(
         layers: indices of layers, of which some have experts.
         num_transfers: how often tokens are sent, there and back counting twice.
         counts: bytes of the token counts.
+        has_fp8: whether these layers may have fp8 products.
     """
     ep = plan.groups["ep"].size
     num_tokens = plan.config.train.micro_batch_size * plan.config.data.seq_length
@@ -192,13 +218,16 @@ def _expert_pass(
     num_rows = DispatchOptions.of(plan.config).num_rows(
         num_tokens, moe.router_topk, num_experts=moe.num_experts, ep=ep
     )
-    routed = num_rows * row
+    routed = num_transfers * num_rows * row
+    sent = routed  # one of the transfers goes to the experts in the forward
+    if has_fp8:
+        sent -= num_rows * (row - dispatched_row_bytes(plan))
     expert_layers = [layer for layer in layers if plan.shape.has_experts(layer)]
     num_passes = plan.num_microbatches * len(expert_layers)
     nodes = ep // (plan.config.parallel.moe_hierarchical_dispatch or ep)
     if nodes > 1:
         # one row per token and node, with the numbers and weights of its experts in fp32
-        token_bytes = num_transfers * routed // (num_tokens * moe.router_topk)
+        token_bytes = sent // (num_tokens * moe.router_topk)
         weight_bytes = num_transfers // 2 * 8 * moe.router_topk
         across = num_tokens * reached_nodes(moe, nodes) * (token_bytes + weight_bytes)
         if counts:
@@ -208,7 +237,7 @@ def _expert_pass(
         size = plan.groups[group].size
         if group == "ep":
             size //= nodes  # ranks of a node, which send counts of the experts of a node
-        num_bytes = count(num_transfers * routed, counts // nodes, size)
+        num_bytes = count(sent if group == "ep" else routed, counts // nodes, size)
         yield (group, operation), num_passes * num_bytes
 
 

@@ -257,6 +257,7 @@ def _fp8_options(plan: Plan, context: ParallelContext) -> Fp8Options | None:
         capability=compute_capability(device),
         is_fused=is_fused,
         keeps_weights=is_fused and plan.keeps_fp8_weights(plan.num_microbatches),
+        sends_tokens=plan.config.parallel.moe_dispatch_fwd_dtype != "bf16",
     )
 
 

@@ -327,6 +327,26 @@ def check_hierarchical_dispatch(c: Settings) -> Errors:
         )
 
 
+# the recipes with blocks within a token and scales that are powers of two: a cast of cast tokens
+# changes no value
+_DISPATCHED = {"fp8": ("rowwise", "blockwise"), "mxfp8": ("mxfp8",)}
+
+
+def check_dispatch_dtype(c: Settings) -> Errors:
+    """Tokens that are sent to their experts in fp8."""
+    dtype = c.parallel.moe_dispatch_fwd_dtype
+    recipes = _DISPATCHED.get(dtype, ())
+    if dtype == "bf16" or (c.has_fp8 and c.fp8.recipe in recipes):
+        return
+    recipe = f"fp8_recipe {c.fp8.recipe}" if c.has_fp8 else "products in params_dtype"
+    yield ConfigError(
+        f"moe_dispatch_fwd_dtype {dtype} with {recipe}",
+        why="tokens are sent as their experts multiply them, with scales of blocks of a token",
+        fix=f"set --fp8-format e4m3 and --fp8-recipe {recipes[-1]}, or leave "
+        "--moe-dispatch-fwd-dtype out",
+    )
+
+
 def check_expert_width(c: Settings) -> Errors:
     """Width of an expert over its tensor-parallel ranks."""
     width = c.model.moe_ffn_size

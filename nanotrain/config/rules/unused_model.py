@@ -306,6 +306,7 @@ def unused_expert_axes(c: Settings) -> UnusedFields:
     if c.ep == 1:
         yield unused(
             "moe_hierarchical_dispatch",
+            "moe_dispatch_fwd_dtype",
             "moe_expert_rank_capacity_factor",
             "overlap_moe_expert_parallel_comm",
             by="expert_model_parallel_size",

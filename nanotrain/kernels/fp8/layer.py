@@ -73,6 +73,7 @@ class Fp8Options:
     has_grouped_mm: bool = False
     is_fused: bool = False  # whether Triton kernels cast operands
     keeps_weights: bool = False  # whether weights are cast once per step
+    sends_tokens: bool = False  # whether tokens are sent to their experts in fp8
     # reduces amaxes over the ranks that share a tensor; None: tensors or scales are not shared
     reduce_amax: ReduceAmax | None = None
     # random words of this microbatch, in a recipe with stochastic rounding
@@ -221,6 +222,7 @@ def fp8_options(
     capability: tuple[int, int] | None = None,
     is_fused: bool = False,
     keeps_weights: bool = False,
+    sends_tokens: bool = False,
 ) -> Fp8Options | None:
     """The options of dense layers; None without fp8.
 
@@ -231,6 +233,7 @@ def fp8_options(
         is_fused: whether Triton kernels can run.
         keeps_weights: whether weights are cast once per step and kept, in addition to weights in
             params_dtype.
+        sends_tokens: whether tokens are sent to their experts in fp8.
     """
     if fp8 is None:
         return None
@@ -247,6 +250,7 @@ def fp8_options(
         has_grouped_mm=capability == GROUPED_CAPABILITY,
         is_fused=is_fused,
         keeps_weights=keeps_weights,
+        sends_tokens=sends_tokens,
         reduce_amax=reduce_amax,
     )
 

@@ -23,12 +23,16 @@ T tokens of this rank   K experts per token   E experts   P permuted tokens   H 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from nanotrain.comm.all_to_all import start_all_to_all, start_differentiable_all_to_all
+from nanotrain.comm.all_to_all import (
+    Encoding,
+    start_all_to_all,
+    start_differentiable_all_to_all,
+)
 from nanotrain.comm.collectives import start_all_gather_into
 from nanotrain.comm.device import HostCopy
 from nanotrain.comm.group import Group
@@ -83,6 +87,7 @@ class DispatchOptions:
     ranks_per_node: int | None = None
     # pairs for one rank of ep, relative to an even share; None: any number
     rank_capacity_factor: float | None = None
+    encoding: Encoding | None = None  # tokens in fp8 while they are sent; None: in their own dtype
     # a recomputed forward has the counts of its first run
     recompute: Recompute = field(default_factory=Recompute)
 
@@ -213,10 +218,17 @@ class AllToAllTokenDispatcher:
         weights, permutation, num_rows = self._plan(routing, permutation, kept=kept)
         permuted = permute(x, permutation, num_permuted=num_rows)
         splits = kept[self].wait()
-        there = {"input_splits": splits.ep_inputs, "output_splits": splits.ep_outputs}
-        back = {"input_splits": splits.ep_outputs, "output_splits": splits.ep_inputs}
+        there: dict[str, Any] = {
+            "input_splits": splits.ep_inputs,
+            "output_splits": splits.ep_outputs,
+        }
+        back: dict[str, Any] = {
+            "input_splits": splits.ep_outputs,
+            "output_splits": splits.ep_inputs,
+        }
         # taken out, so that rows are freed
-        arriving = [start_differentiable_all_to_all(permuted, self._ep, **there)]
+        encoding = self._options.encoding
+        arriving = [start_differentiable_all_to_all(permuted, self._ep, **there, encoding=encoding)]
 
         def send_more(rows: Tensor) -> Work[Tensor]:
             permuted = permute(rows, permutation, num_permuted=num_rows)
