@@ -32,7 +32,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.recorder import InFlight
 from nanotrain.kernels.fp8.products import write_fp8_in_graph
 from nanotrain.kernels.linear import write_in_graph
-from nanotrain.parallel.tp.layers import backward_in_graph
+from nanotrain.parallel.tp.products import backward_in_graph, forward_in_graph
 from nanotrain.topology.topology import Topology
 from tests.fake_world import fake_context
 
@@ -40,6 +40,7 @@ OPERATORS = {
     torch.ops.nanotrain.write_wgrad.default: write_in_graph,
     torch.ops.nanotrain.write_fp8_wgrad.default: write_fp8_in_graph,
     torch.ops.nanotrain.collective.default: collective_in_graph,
+    torch.ops.nanotrain.parallel_forward.default: forward_in_graph,
     torch.ops.nanotrain.parallel_backward.default: backward_in_graph,
 }
 PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm"})
@@ -54,6 +55,8 @@ class Recorder(recorder.Recorder):
     def __init__(self) -> None:
         super().__init__()
         self.num_started = self.num_products = 0
+        # operations in the order in which they were started, with the bytes of their buffers
+        self.order: list[tuple[Any, ...]] = []
         self.hidden_by: list[
             tuple[str, int]
         ] = []  # operations that were waited for, and the products since their start
@@ -79,6 +82,9 @@ class Recorder(recorder.Recorder):
 
     def start(self, op: str, **buffers: Any) -> InFlight:
         self.num_started += 1
+        tensors = (*buffers.get("inputs", ()), *buffers.get("outputs", ()))
+        sizes = [tensor.nbytes for tensor in tensors]
+        self.order.append((op, *sizes))
         flight = super().start(op, **buffers)
         self._products_at[flight] = self.num_products
         return flight

@@ -69,6 +69,11 @@ class ParallelConfig:
     sequence_parallel: bool = option(False)
     """shard activations along the sequence between tensor-parallel layers"""
 
+    tp_comm_overlap: bool = option(False)
+    """multiply in tensor-parallel layers a part of the sequence while the next one is sent, in the
+    forward too; needs sequence_parallel; layers in fp8 do not
+    """
+
     num_virtual_stages_per_pipeline_rank: int = option(1, check=at_least(1))
     """virtual stages per pipeline rank"""
 

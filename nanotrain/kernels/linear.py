@@ -281,6 +281,11 @@ class Linears:
         """One [O, I] per layer."""
         return [linear.used_weight.detach() for linear in self.linears]
 
+    @property
+    def biases(self) -> Sequence[Tensor | None]:
+        """The biases [O] that the products include, one or None per layer."""
+        return [linear.used_bias for linear in self.linears]
+
     def dgrad(self, grads: Sequence[Tensor]) -> Tensor:
         """One [T, O] per layer -> [T, I], their sum."""
         first, *others = zip(grads, self.weights, strict=True)

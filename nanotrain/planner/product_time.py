@@ -63,14 +63,28 @@ def _product_part(clock: RankClock, product: Product, *, dtype: str) -> Part:
     )
 
 
+def _in_pieces(clock: RankClock, part: Part, *, shard: str, num_bytes: float) -> Part:
+    """Products of a piece of the tokens per rank, copies of inputs, and sums of partial sums."""
+    rows, outputs, inputs = part.sizes
+    pieces = clock.sizes.tp
+    piece_rows = max(1, rows // pieces)
+    dtype = clock.scenario.matmul_dtype
+    forward = pieces * matmul_s(clock.gpu, (piece_rows, outputs, inputs), dtype=dtype)
+    copy_s = memory_s(clock.gpu, 2 * num_bytes / pieces)  # to the memory that others read
+    if shard == "column":
+        return replace(part, forward=forward + copy_s)
+    sum_s = memory_s(clock.gpu, num_bytes + num_bytes / pieces)
+    dgrad = pieces * matmul_s(clock.gpu, (piece_rows, inputs, outputs), dtype=dtype)
+    return replace(part, forward=forward + sum_s, dgrad=dgrad + copy_s)
+
+
 def _with_collectives(clock: RankClock, part: Part, *, shard: str, num_bytes: float) -> Part:
     """Add the tensor-parallel collectives of `num_bytes` to a product."""
-    part = replace(
-        part,
-        group="tp",
-        hides=clock.scenario.tp_overlap or clock.engine.overlap.tp,
-        pieces=clock.sizes.tp,
-    )
+    overlaps = clock.config.parallel.tp_comm_overlap and clock.sizes.sequence_parallel
+    hides = clock.scenario.tp_overlap or ("tiles" if overlaps else clock.engine.overlap.tp)
+    part = replace(part, group="tp", hides=hides, pieces=clock.sizes.tp)
+    if overlaps:
+        part = _in_pieces(clock, part, shard=shard, num_bytes=num_bytes)
     if not clock.sizes.sequence_parallel:
         reduce_s = clock.collective("tp", "all_reduce", num_bytes=num_bytes)
         return replace(part, last=reduce_s) if shard == "column" else replace(part, after=reduce_s)

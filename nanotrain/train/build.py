@@ -22,6 +22,7 @@ from nanotrain.comm.device import compute_capability
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.stop_point import StopPoint
+from nanotrain.comm.symmetric_memory import has_symmetric_memory
 from nanotrain.config.config import Config
 from nanotrain.data.build import starting_stages
 from nanotrain.data.loader import GlobalBatchLoader
@@ -233,7 +234,7 @@ def _model_parallel(
         parallel.cp_comm_type, context.group("cp"), kernels=attention.kernels()
     )
     return ModelParallel(
-        tp=TensorParallel(context.group("tp"), parallel.sequence_parallel, wgrad_queue, fp8),
+        tp=_tensor_parallel(plan, context, wgrad_queue=wgrad_queue, fp8=fp8),
         core_attention=core_attention,
         ep=context.group("ep"),
         etp=context.group("etp"),
@@ -244,6 +245,24 @@ def _model_parallel(
         dp=context.group("dp"),
         cp=context.group("cp"),
         cp_comm_type=parallel.cp_comm_type,
+    )
+
+
+def _tensor_parallel(
+    plan: Plan, context: ParallelContext, *, wgrad_queue: WgradQueue | None, fp8: Fp8Options | None
+) -> TensorParallel:
+    """The tp group, with the implementation of products that overlap with its transfers."""
+    parallel = plan.config.parallel
+    group = context.group("tp")
+    overlap = ""
+    if parallel.tp_comm_overlap and parallel.sequence_parallel and group.size > 1:
+        is_symmetric = has_symmetric_memory(group, context.device)
+        overlap = "symmetric" if is_symmetric else "pieces"
+        if context.rank == 0:
+            transport = "symmetric memory" if is_symmetric else "all-to-alls"
+            log.info("--tp-comm-overlap: pieces are sent by %s", transport)
+    return TensorParallel(
+        group, parallel.sequence_parallel, wgrad_queue=wgrad_queue, fp8=fp8, overlap=overlap
     )
 
 

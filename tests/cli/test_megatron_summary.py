@@ -11,7 +11,7 @@ from nanotrain.cli.main import main
 GPT = shlex.split(
     """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024
 --max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 16 --lr 1.5e-4 --vocab-size 50257
---train-samples 8000 --tensor-model-parallel-size 2 --use-mcore-models --tp-comm-overlap
+--train-samples 8000 --tensor-model-parallel-size 2 --use-mcore-models --no-align-grad-reduce
 --data-path x --fp16"""
 )
 
@@ -33,7 +33,7 @@ def test_a_line_is_parameters_layout_batch_tokens_and_what_became_of_flags(capsy
     assert rows["tokens"] == "8.19 M in 500 steps"
     assert rows["converted"].startswith("1 flag: --train-samples 8000 (--train-iters")
     assert rows["always"] == "1 flag: --use-mcore-models"
-    assert rows["no effect"] == "1 flag: --tp-comm-overlap"
+    assert rows["no effect"] == "1 flag: --no-align-grad-reduce"
     for default in ("learned_absolute (nanotrain: rope)", "LayerNorm (nanotrain: RMSNorm)"):
         assert default in rows["defaults"]
 

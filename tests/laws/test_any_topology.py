@@ -49,7 +49,11 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"strategy": "optim_grads_params", "ep": 2, "instances": 2},
         {"outer_dp_sharding_strategy": "optim"},
     ),
-    "tp2 pp2": (4, {"strategy": "optim", "tp": 2, "pp": 2, "etp": 2}, SP),
+    "tp2 pp2": (
+        4,
+        {"strategy": "optim", "tp": 2, "pp": 2, "etp": 2},
+        SP | {"tp_comm_overlap": True},
+    ),
     "tp2 pp2 dp2 ep2": (
         8,
         {"strategy": "optim", "tp": 2, "pp": 2, "etp": 1, "ep": 2},

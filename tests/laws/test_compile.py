@@ -42,6 +42,17 @@ ROWS: dict[str, tuple[Case, str]] = {
         ),
         "aot_eager",
     ),
+    "tp in pieces": (
+        SMALL.but(
+            parallel={
+                SHORT_NAMES["strategy"]: "optim",
+                SHORT_NAMES["tp"]: 2,
+                "sequence_parallel": True,
+                "tp_comm_overlap": True,
+            }
+        ),
+        "aot_eager",
+    ),
     "ring with experts, lengths that vary": (
         SMALL.but(
             parallel={SHORT_NAMES["strategy"]: "optim_grads_params", SHORT_NAMES["cp"]: 2},
@@ -118,7 +129,7 @@ def test_compiled_blocks_train_as_eager_ones_do() -> None:
 
 @pytest.mark.parametrize(
     ("row", "num_products", "num_microbatches"),
-    [("tp", 7, 2), ("ring with experts, lengths that vary", 4, 1)],
+    [("tp", 7, 2), ("tp in pieces", 7, 2), ("ring with experts, lengths that vary", 4, 1)],
 )
 def test_compiled_blocks_of_two_ranks_train_as_eager_ones_do(
     on_two_ranks, row: str, num_products: int, num_microbatches: int

@@ -45,6 +45,7 @@ EXPERTS = {
 }
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 SP = {"sequence_parallel": True}
+PIECES = SP | {"tp_comm_overlap": True}
 VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 ZB, GATHER, HEADS = (
     {"pipeline_schedule": "zb-h1"},
@@ -184,6 +185,8 @@ ROWS = [
     ),
     Row(4, "optim_grads", {"tp": 2, "etp": 2, "ep": 2}, OVERLAP | NODES, sections=MOE, rank=2),
     Row(8, "optim_grads", {"tp": 2, "pp": 2, "cp": 2}, SP | ZB, rank=5),
+    Row(4, "optim", {"tp": 4}, PIECES),
+    Row(8, "optim", {"tp": 2, "pp": 2}, PIECES | ZB, rank=5, backend="gloo"),
     Row(
         2,
         "optim",
@@ -269,6 +272,37 @@ def test_products_hide_every_transfer_of_the_backward_of_layers_over_tp(
     # attention and MLP
     of_block = ["all_gather", "all_gather", "reduce_scatter"] * 2
     assert hidden == of_block * (2 * 2 * 2), "steps x microbatches x layers"
+
+
+def test_products_hide_every_transfer_in_pieces_of_forward_and_backward(tmp_path: Path) -> None:
+    num_layers = 2 * 2 * 2  # steps x microbatches x layers
+    exposed = {}
+    for name, options in (("whole", SP), ("pieces", PIECES)):
+        hidden_by = trains(Row(2, "no_shard", {"tp": 2}, options), tmp_path / name).hidden_by
+        exposed[name] = [op for op, products in hidden_by if not products]
+        # of attention and MLP: enter, leave, and the gradient of leave
+        in_pieces = 0 if name == "whole" else 2 * 3 * num_layers
+        assert [op for op, products in hidden_by if products].count("all_to_all") == in_pieces
+    # what is left is of embedding, head and loss
+    assert len(exposed["whole"]) - len(exposed["pieces"]) == 2 * 2 * num_layers
+    assert "all_to_all" not in exposed["pieces"]
+
+
+@pytest.mark.parametrize("options", [SP, PIECES], ids=["whole", "pieces"])
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=needs_effects)])
+def test_all_tp_ranks_start_the_same_collectives_in_the_same_order(
+    compiles: bool, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(
+        block_transforms.torch, "compile", partial(torch.compile, backend="aot_eager")
+    )
+    orders = []
+    for rank in range(2):
+        sections = {"train": {"torch_compile": compiles}}
+        row = Row(2, "optim", {"tp": 2}, options, sections=sections, rank=rank)
+        orders.append(trains(row, tmp_path / str(rank)).order)
+    assert orders[0] == orders[1] and len(orders[0]) > 40
 
 
 def test_the_rows_have_every_axis_strategy_and_backend() -> None:

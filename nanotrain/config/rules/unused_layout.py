@@ -43,6 +43,15 @@ def unused_axes(c: Settings) -> UnusedFields:
             fix="set --tensor-model-parallel-size above 1",
             is_harmless=True,
         )
+    if c.tp == 1 or not c.parallel.sequence_parallel:
+        yield unused(
+            "tp_comm_overlap",
+            by="sequence_parallel",
+            why="without sequence_parallel on several tensor-parallel ranks no part of a sequence "
+            "is sent",
+            fix="set --sequence-parallel",
+            is_harmless=True,
+        )
     if c.cp == 1:
         yield unused(
             "cp_comm_type",

@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism: layers with weights sharded over the tp group.
 
-    TensorParallel            the group, and the collectives at both ends of a parallel region
+    TensorParallel            the group, and the collectives at both ends of a region (region.py)
     ColumnParallelLinear      weight [O/tp, I]: each rank computes a shard of the outputs
     RowParallelLinear         weight [O, I/tp]: each rank computes a partial sum of the outputs
     VocabParallelEmbedding    weight [Vp/tp, H]: each rank looks up the tokens of its shard
@@ -33,6 +33,9 @@ the products (`_compute_overlapped`); in a graph the backward is one operator th
     backward    start all-gather of dy       dx = dy W of the tokens of this rank, meanwhile
                                              dx of the other tokens, dW = dy^T x
 
+With `--tp-comm-overlap` the forward transfers and the all-gather of dy overlap too, piece by piece
+(overlap.py): products.py has both forms.
+
 Layers that read one input (query, key and value; gate and up) share its all-gather and the
 reduction of its gradient. Only the local shard of x is saved for the backward and gathered again
 there (Korthikanti et al., section 4.2.2). Without sequence parallelism nothing is gathered and dx
@@ -45,106 +48,32 @@ Layers take their parameters, local shards on any device. Source: Shoeybi et al.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanotrain.comm.autograd import (
-    copy_to,
-    eager,
-    eager_or_graph,
-    gather_along,
-    reduce_from,
-    scatter_along,
-)
-from nanotrain.comm.collectives import (
-    local_slice,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
-from nanotrain.comm.group import Group
-from nanotrain.comm.work import Work
-from nanotrain.kernels.deferred_wgrad import WgradQueue, is_deferring
-from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options
+from nanotrain.comm.autograd import eager, eager_or_graph
+from nanotrain.kernels.fp8.layer import Fp8Layer
 from nanotrain.kernels.fp8.nvfp4_products import select_linears
 from nanotrain.kernels.fp8.products import fp8_in_graph
-from nanotrain.kernels.linear import Linear, Linears, LinearsInGraph, declare_effect, in_graph
+from nanotrain.kernels.linear import Linear, in_graph
+from nanotrain.parallel.tp.products import ParallelInGraph, ParallelLinears
+from nanotrain.parallel.tp.region import SEQUENCE, TensorParallel
 
-SEQUENCE = 1  # the dim of [B, S, H] that sequence parallelism shards
+__all__ = [
+    "SEQUENCE",
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "TensorParallel",
+    "VocabParallelEmbedding",
+    "column_parallel",
+]
+
 # Computes layers that share an input: [B, S or S/tp, I] -> one [B, S, O] per layer.
 ComputeLinears = Callable[[Tensor, Sequence[Linear]], tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True)
-class TensorParallel:
-    """The group that shards the weights of a layer."""
-
-    group: Group  # the tp group
-    # whether activations between tensor-parallel regions are sharded along the sequence
-    sequence_parallel: bool = False
-    # the queue of deferred weight gradients; None where the schedule has no W actions
-    wgrad_queue: WgradQueue | None = None
-    fp8: Fp8Options | None = None  # fp8 options of linear layers; None: no fp8
-    # whether layers are row-parallel: they reduce their output, others gather their input
-    is_row: bool = False
-
-    @classmethod
-    def single_rank(cls) -> "TensorParallel":
-        """One rank, nothing sharded."""
-        return cls(Group.single_rank("tp"))
-
-    @cached_property
-    def unsharded(self) -> "TensorParallel":
-        """The variant for a replicated weight: no collectives, the same wgrad queue."""
-        return replace(self, group=Group.single_rank("tp"), sequence_parallel=False)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether layers neither communicate nor defer weight gradients nor use fp8."""
-        return self.group.size == 1 and self.wgrad_queue is None and self.fp8 is None
-
-    @property
-    def gathers_input(self) -> bool:
-        """Whether layers communicate before their products."""
-        return self.group.size > 1 and not self.is_row
-
-    def enter(self, x: Tensor) -> Tensor:
-        """[B, S or S/tp, H] -> [B, S, H]; each call's backward sums the gradients of all ranks."""
-        if self.sequence_parallel:
-            return gather_along(x, self.group, dim=SEQUENCE)
-        return copy_to(x, self.group)
-
-    def leave(self, x: Tensor) -> Tensor:
-        """[B, S, H], partial sums -> their sum, [B, S or S/tp, H]."""
-        if self.sequence_parallel:
-            return scatter_along(x, self.group, dim=SEQUENCE)
-        return reduce_from(x, self.group)
-
-    def local_slice(self, tensor: Tensor) -> Tensor:
-        """[B, S, ...], replicated (positions, masks) -> [B, S or S/tp, ...], this rank's tokens."""
-        if self.sequence_parallel:
-            return local_slice(tensor, self.group, dim=SEQUENCE)
-        return tensor
-
-    def start_enter(self, x: Tensor) -> Work[Tensor]:
-        """Start the forward of `enter`, which is the backward of `leave`."""
-        if self.sequence_parallel:
-            return start_all_gather(x, self.group, dim=SEQUENCE)
-        return Work.completed(x)
-
-    def start_leave(self, partial_sum: Tensor) -> Work[Tensor]:
-        """Start the forward of `leave`, which is the backward of `enter`.
-
-        A contiguous tensor [B, S, H] is overwritten.
-        """
-        if self.sequence_parallel:
-            return start_reduce_scatter(partial_sum, self.group, dim=SEQUENCE)
-        return start_all_reduce(partial_sum, self.group)
 
 
 class ColumnParallelLinear(Linear):
@@ -231,6 +160,8 @@ def _fp8_layer(tensor_parallel: TensorParallel) -> Fp8Layer | None:
 
 def _choose_implementation(tensor_parallel: TensorParallel) -> ComputeLinears:
     """The implementation of layers, chosen when they are built."""
+    if tensor_parallel.fp8 is not None:  # operands are cast before they are multiplied
+        tensor_parallel = replace(tensor_parallel, overlap="")
     compute: Callable[..., tuple[Tensor, ...]] = _compute_overlapped
     if tensor_parallel.is_plain:
         compute = eager_or_graph(_compute_on_one_rank, _compute_in_graph)
@@ -275,7 +206,7 @@ def _compute_over_ranks_in_graph(
     writes = tuple(layer.writes_in_graph and torch.is_grad_enabled() for layer in layers)
     weights = [layer.used_weight for layer in layers]
     biases = [layer.used_bias for layer in layers]
-    outputs: tuple[Tensor, ...] = _ParallelInGraph.apply(
+    outputs: tuple[Tensor, ...] = ParallelInGraph.apply(
         x, tensor_parallel, writes, *weights, *biases
     )
     return outputs
@@ -289,211 +220,5 @@ def _compute_overlapped(
     build_products = select_linears(tensor_parallel.fp8)
     products = build_products(layers, records=torch.is_grad_enabled())  # always off inside apply
     params = [param for layer in layers for param in layer.trained_params]
-    outputs: tuple[Tensor, ...] = _ParallelLinears.apply(x, tensor_parallel, products, *params)
+    outputs: tuple[Tensor, ...] = ParallelLinears.apply(x, tensor_parallel, products, *params)
     return outputs
-
-
-class _ParallelLinears(torch.autograd.Function):
-    """Linear layers of one input x [B, S, H], whose products overlap with communication."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, tensor_parallel: TensorParallel, products: Linears, *params: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.tensor_parallel = tensor_parallel
-        ctx.products = products
-        # the parameters only for autograd's check that none is overwritten before the backward
-        ctx.save_for_backward(x, *params)
-        if tensor_parallel.is_row:
-            (partial_sum,) = products.fprop(x)
-            return (tensor_parallel.start_leave(partial_sum).wait(),)
-        gathering = tensor_parallel.start_enter(x)
-        return products.fprop(gathering.wait())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # create_graph; the detached tensors below would give wrong second derivatives
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "second derivatives of linear layers need one tp rank and "
-                "--no-gradient-accumulation-fusion"
-            )
-        # Detached: when deferred, x would keep the graph that it comes from alive.
-        x = ctx.saved_tensors[0].detach()
-        grad_x, param_grads = _backward(
-            x,
-            grads,
-            tensor_parallel=ctx.tensor_parallel,
-            products=ctx.products,
-            needs_dgrad=ctx.needs_input_grad[0],
-        )
-        return grad_x, None, None, *param_grads
-
-
-def _backward(
-    x: Tensor,
-    grads: Sequence[Tensor],
-    *,
-    tensor_parallel: TensorParallel,
-    products: Linears,
-    needs_dgrad: bool = True,
-) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    """The gradients of x and of the parameters.
-
-    None for a gradient that is not needed, was written where it is accumulated, or is deferred.
-    """
-    grad_x: Tensor | None = None
-    if tensor_parallel.is_row:
-        gathering = tensor_parallel.start_enter(grads[0])
-        if needs_dgrad and tensor_parallel.sequence_parallel and tensor_parallel.fp8 is None:
-            grad_x = _dgrad_while_gathered(
-                grads[0], gathering, products=products, group=tensor_parallel.group
-            )
-        grads = (gathering.wait(),)
-        # x is not sharded along the sequence, its gradient is no partial sum
-        tensor_parallel = tensor_parallel.unsharded
-    flat_grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-    wgrad = _LinearsWgrad(x, tensor_parallel, products=products, flat_grads=flat_grads)
-    queue = tensor_parallel.wgrad_queue
-    if not is_deferring(queue):
-        wgrad.start()
-    reducing = Work[Any].completed(grad_x)
-    if needs_dgrad and grad_x is None:
-        partial_sum = products.dgrad(flat_grads).view(*grads[0].shape[:-1], x.shape[-1])
-        reducing = tensor_parallel.start_leave(partial_sum)
-    param_grads: list[Tensor | None] = [None] * len(wgrad.params)
-    if is_deferring(queue):
-        queue.put(wgrad)
-    else:
-        param_grads = wgrad.compute()
-    return reducing.wait(), param_grads
-
-
-def _dgrad_while_gathered(
-    grad: Tensor, gathering: Work[Tensor], *, products: Linears, group: Group
-) -> Tensor:
-    """[B, S/tp, O] -> [B, S, I]: dgrad of this rank's tokens while other gradients are gathered.
-
-    Not wgrad: in two products it would read and write the gradient of the weight twice.
-    """
-    (weight,) = products.weights
-    batch, length, _ = grad.shape
-    weights = weight.expand(batch, -1, -1)
-    first = group.index * length
-    end = first + length
-    out = grad.new_empty((batch, group.size * length, weight.shape[1]))
-    torch.bmm(grad, weights, out=out[:, first:end])
-    gathered = gathering.wait()
-    for others in (slice(0, first), slice(end, None)):
-        if gathered[:, others].numel():
-            torch.bmm(gathered[:, others], weights, out=out[:, others])
-    return out
-
-
-class _ParallelInGraph(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        tensor_parallel: TensorParallel,
-        writes: Sequence[bool],
-        *params: Tensor,
-    ) -> tuple[Tensor, ...]:
-        weights = params[: len(writes)]
-        biases = params[len(writes) :]
-        ctx.tensor_parallel = tensor_parallel
-        ctx.writes = writes
-        ctx.save_for_backward(x, tensor_parallel.group.handle, *weights)
-        if tensor_parallel.is_row:
-            partial_sum = F.linear(x, weights[0], biases[0])
-            return (tensor_parallel.leave(partial_sum),)
-        gathered = tensor_parallel.enter(x)
-        return tuple(F.linear(gathered, *pair) for pair in zip(weights, biases, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, weights and biases; None for weight gradients that are written."""
-        x, handle, *weights = ctx.saved_tensors
-        flags = (ctx.tensor_parallel.sequence_parallel, ctx.tensor_parallel.is_row)
-        grad_x, *computed = backward_in_graph(
-            [x, handle, *grads], weights, flags=flags, writes=ctx.writes
-        )
-        param_grads = [None if is_written else computed.pop(0) for is_written in ctx.writes]
-        needs_bias_grad = ctx.needs_input_grad[3 + len(weights) :]
-        bias_grads: list[Tensor | None] = []
-        for grad, is_needed in zip(grads, needs_bias_grad, strict=True):
-            bias_grads.append(grad.flatten(0, -2).sum(0) if is_needed else None)
-        return grad_x, None, None, *param_grads, *bias_grads
-
-
-@torch.library.custom_op("nanotrain::parallel_backward", mutates_args=())
-def backward_in_graph(
-    inputs: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    *,
-    flags: Sequence[bool],
-    writes: Sequence[bool],
-) -> list[Tensor]:
-    """`_backward` in a compiled graph: the gradients of x and of the weights that are not written.
-
-    Args:
-        inputs: x, as it was saved; the handle of the tp group; the gradients of the outputs.
-        weights: weights of the products.
-        flags: `sequence_parallel` and `is_row` of `TensorParallel`.
-        writes: whether the gradient of each weight is written where it is accumulated.
-    """
-    x, handle, *grads = inputs
-    sequence_parallel, is_row = flags
-    tensor_parallel = TensorParallel(Group.from_handle(handle), sequence_parallel, is_row=is_row)
-    products = LinearsInGraph(weights, writes)
-    grad_x, param_grads = _backward(x, grads, tensor_parallel=tensor_parallel, products=products)
-    return [grad for grad in (grad_x, *param_grads) if grad is not None]
-
-
-@backward_in_graph.register_fake
-def _(inputs: Any, weights: Any, *, flags: Any, writes: Any) -> list[Tensor]:
-    x = inputs[0]
-    gradients = [x.new_empty(x.shape)]
-    for weight, is_written in zip(weights, writes, strict=True):
-        if not is_written:
-            gradients.append(weight.new_empty(weight.shape))
-    return gradients
-
-
-declare_effect(backward_in_graph)
-
-
-class _LinearsWgrad:
-    """The weight gradients of layers that share an input x [B, S or S/tp, I].
-
-    `flat_grads` is one [T, O] per layer.
-    """
-
-    def __init__(
-        self,
-        x: Tensor,
-        tensor_parallel: TensorParallel,
-        *,
-        products: Linears,
-        flat_grads: Sequence[Tensor],
-    ) -> None:
-        self._x = x
-        self._tensor_parallel = tensor_parallel
-        self._products = products
-        self._flat_grads = flat_grads
-        self._gathering: Work[Tensor] | None = None
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """The weights and biases that are trained."""
-        return [param for linear in self._products.linears for param in linear.trained_params]
-
-    def start(self) -> None:
-        """Start to gather the input."""
-        self._gathering = self._tensor_parallel.start_enter(self._x)
-
-    def compute(self) -> list[Tensor | None]:
-        """The gradients of `params`, None for one that was written."""
-        assert self._gathering is not None, "start comes first, in the same order on every rank"
-        x = self._gathering.wait().flatten(0, -2)
-        return self._products.wgrad(self._flat_grads, x)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain.comm.work import Work
-from nanotrain.parallel.tp import layers as crossing
+from nanotrain.parallel.tp import region as crossing
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
