@@ -47,10 +47,8 @@ class Gathered:
 class OverlappedProducts:
     """An implementation of products that overlap with transfers."""
 
-    # x [B, S/tp, I], matrices [I, O], the tp group, keeps_input -> Gathered
-    gather: Callable[..., Gathered]
-    # x [B, S, I], matrix [I, O], the tp group -> [B, S/tp, O]
-    scatter: Callable[[Tensor, Tensor, Group], Tensor]
+    gather: Callable[..., Gathered]  # as `gather_products`
+    scatter: Callable[..., Tensor]  # as `scatter_product`
 
 
 def gather_products(
@@ -65,16 +63,17 @@ def gather_products(
         group: the tp group.
         keeps_input: return the gathered input too.
     """
-    return OVERLAPS[name].gather(x, matrices, group, keeps_input)
+    implementation = OVERLAPS[name]
+    return implementation.gather(x, matrices=matrices, group=group, keeps_input=keeps_input)
 
 
 def scatter_product(name: str, x: Tensor, *, matrix: Tensor, group: Group) -> Tensor:
     """[B, S, I], [I, O] -> the sum of the ranks' products, [B, S/tp, O] of this rank's tokens."""
-    return OVERLAPS[name].scatter(x, matrix, group)
+    return OVERLAPS[name].scatter(x, matrix=matrix, group=group)
 
 
 def _gather_pieces(
-    x: Tensor, matrices: Sequence[Tensor], group: Group, keeps_input: bool
+    x: Tensor, *, matrices: Sequence[Tensor], group: Group, keeps_input: bool
 ) -> Gathered:
     """Start all pieces, and multiply each as it arrives, the tokens of this rank first."""
     x = x.contiguous()
@@ -99,7 +98,7 @@ def _gather_pieces(
     return Gathered(outputs, gathered)
 
 
-def _scatter_pieces(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
+def _scatter_pieces(x: Tensor, *, matrix: Tensor, group: Group) -> Tensor:
     """Send each piece while the next one is computed, the tokens of this rank last."""
     length = x.shape[SEQUENCE] // group.size
     shape = (x.shape[0], length, matrix.shape[1])
@@ -131,7 +130,7 @@ def _multiply(x: Tensor, matrix: Tensor, *, out: Tensor) -> None:
 
 
 def _gather_symmetric(
-    x: Tensor, matrices: Sequence[Tensor], group: Group, keeps_input: bool
+    x: Tensor, *, matrices: Sequence[Tensor], group: Group, keeps_input: bool
 ) -> Gathered:
     """torch's products over symmetric memory."""
     group.record("all_gather", num_bytes=(group.size - 1) * x.nbytes)
@@ -141,7 +140,7 @@ def _gather_symmetric(
     return Gathered(tuple(output.contiguous() for output in outputs), gathered)
 
 
-def _scatter_symmetric(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
+def _scatter_symmetric(x: Tensor, *, matrix: Tensor, group: Group) -> Tensor:
     """torch's product over symmetric memory; it adds partial sums in fp32."""
     num_elements = x[..., 0].numel() * matrix.shape[1]
     group.record(
