@@ -116,9 +116,23 @@ def grouped_matmul_s(
 
 @lru_cache(maxsize=1 << 14)
 def attention_s(
-    gpu: GPU, shape: AttentionShape, *, dtype: str = "bf16", backward: bool = False
+    gpu: GPU,
+    shape: AttentionShape,
+    *,
+    dtype: str = "bf16",
+    backward: bool = False,
+    flops_per_s: float | None = None,
 ) -> float:
-    """Seconds of attention, without projections."""
+    """Seconds of attention, without projections.
+
+    Args:
+        gpu: the device.
+        shape: sizes of the call.
+        dtype: dtype of the inputs.
+        backward: the backward instead of the forward.
+        flops_per_s: what the forward of a kernel reaches that pads values to the width of keys;
+            None for the measured kernel.
+    """
     surfaces = tables()["attention"][gpu.kernels]
     surface = surfaces[min(surfaces, key=lambda size: abs(int(size) - shape.head_dim))]
     heads = shape.batch * shape.heads
@@ -129,8 +143,12 @@ def attention_s(
         surface["values"], (axes["queries"], axes["heads"]), point=(shape.length, heads)
     )
     reference = gpus()[gpu.kernels]
-    share = surface["flops_per_s"] / reference.peak("bf16")
-    share = share * gpu.reachable["bf16"] / reference.reachable["bf16"]
+    if flops_per_s is None:
+        share = surface["flops_per_s"] / reference.peak("bf16")
+        share = share * gpu.reachable["bf16"] / reference.reachable["bf16"]
+    else:
+        share = flops_per_s / gpu.peak("bf16")
+        shape = shape._replace(value_head_dim=shape.head_dim)
     work = attention_work(shape)
     peak = gpu.peak(dtype)
     seconds = factor * roofline_s(gpu, work, flops_per_s=peak * share)

@@ -6,10 +6,13 @@ device. Products are in product_time.py, the dispatch to experts is in dispatch_
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
+from nanotrain.attention.backends import AttentionNeed
 from nanotrain.attention.delta_rule import has_fla
+from nanotrain.planner.attention_kernel import attention_flops_per_s
 from nanotrain.planner.dispatch_time import dispatch_part, hide_behind_shared, router_part
 from nanotrain.planner.kernels import (
     LAUNCH_S,
@@ -237,9 +240,23 @@ class OperatorTimes(RankClock):
         factor = self.engine.operators.attention_factor
         forward = factor * attention_s(self.gpu, call, dtype=dtype)
         backward = factor * attention_s(self.gpu, call, dtype=dtype, backward=True)
+        flops_per_s = self._kernel_flops_per_s(has_window=call.window is not None)
+        if flops_per_s is not None:
+            slow = partial(attention_s, self.gpu, call, dtype=dtype, flops_per_s=flops_per_s)
+            forward = max(forward, slow())
+            backward = max(backward, slow(backward=True))
         if self.gpu.is_cpu and self.sizes.itemsize == 2:
             backward *= CPU_LOW_BACKWARD
         return Seconds(forward, backward)
+
+    def _kernel_flops_per_s(self, *, has_window: bool) -> float | None:
+        """The FLOP/s of the kernel that nanotrain takes; None for the measured one."""
+        flops_per_s: float | None = None
+        if self.engine.name == "nanotrain":
+            need = AttentionNeed.of(self.config, has_window=has_window)
+            flag = self.config.train.attention_backend
+            flops_per_s = attention_flops_per_s(self.gpu, need, flag=flag)
+        return flops_per_s
 
     def _written_attention_s(self, call: AttentionShape) -> Seconds:
         """Attention that writes its scores out."""
