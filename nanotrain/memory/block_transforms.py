@@ -56,14 +56,11 @@ def compile_blocks(
     # for.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
     from torch._dynamo import config as dynamo  # 1 to 5 s of CPU time, which only compiled runs pay
+    from torch._inductor import config as inductor
 
-    if torch.__version__ < "2.11":  # compared as versions
-        # Kernels that sum over rows and over columns may return sums of uninitialized memory, as
-        # gradients of biases and norms
-        # (https://github.com/pytorch/pytorch/issues/190796).
-        from torch._inductor import config as inductor
-
-        inductor.triton.mix_order_reduction = False
+    # Kernels that sum over rows and over columns may return sums of uninitialized memory, as
+    # gradients of biases and norms (https://github.com/pytorch/pytorch/issues/190796, 193061).
+    inductor.triton.mix_order_reduction = False
     # All blocks share their code, which has graphs for each kind of block, with and without
     # gradients, and each length.
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_GRAPHS)
