@@ -2,6 +2,7 @@
 
     pick_device, describe_unused_gpus, process_group_device, device_name, compute_capability
     cudnn_version, planned_cudnn
+    memory_pool, allocating_in
     synchronize
     HostTransfer    between the device and pinned host memory, overlapping computation
     same_stream     the current device and stream, for another thread
@@ -166,6 +167,17 @@ def cudnn_version() -> int:
         return torch.backends.cudnn.version() or 0
     except RuntimeError:  # another cuDNN in LD_LIBRARY_PATH than torch was built with
         return 0
+
+
+def memory_pool(allocator: Any) -> Any:
+    """A pool of GPU memory from another allocator, such as NCCL's."""
+    return torch.cuda.MemPool(allocator)
+
+
+def allocating_in(pool: Any, device: torch.device) -> AbstractContextManager[None]:
+    """Allocate tensors of this thread on the device in a pool."""
+    context: AbstractContextManager[None] = torch.cuda.use_mem_pool(pool, device)
+    return context
 
 
 def synchronize(device: torch.device) -> None:

@@ -128,6 +128,11 @@ class ParallelConfig:
     gradients always are
     """
 
+    nccl_ub: bool = option(False)
+    """allocate flat buffers of parameters and gradients in NCCL's memory, and register them with
+    its communicators; on GPUs
+    """
+
     ddp_average_in_collective: bool = option(False)
     """average gradients inside the collective instead of before it"""
 

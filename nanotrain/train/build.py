@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice
 from nanotrain.checkpoint.checkpointer import Checkpointer
@@ -21,6 +22,7 @@ from nanotrain.comm.collectives import all_gather_object
 from nanotrain.comm.device import compute_capability
 from nanotrain.comm.group import Group
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.comm.registered_memory import build_registered
 from nanotrain.comm.stop_point import StopPoint
 from nanotrain.comm.symmetric_memory import has_symmetric_memory
 from nanotrain.config.config import Config
@@ -186,7 +188,8 @@ def _build_data_parallel(
         context.group(buffer.replicate.name),
         shards_across=buffer.layout.num_outer_shards > 1,
     )
-    return DataParallel(
+    build = partial(
+        DataParallel,
         module,
         buffer.layout,
         groups=groups,
@@ -194,6 +197,15 @@ def _build_data_parallel(
         precision=Precision.of(plan.config.precision),
         device=context.device,
     )
+    if not plan.config.parallel.nccl_ub:
+        return build()
+    members = (groups.shard, groups.replicate)
+    data_parallel, pool = build_registered(build, members, device=context.device)
+    storage: Any = data_parallel.param_buffer.untyped_storage()
+    storage.memory_pool = pool  # lives as long as the buffers
+    if pool is None and context.rank == 0:
+        log.info("--nccl-ub: no buffer of %s is sent by NCCL", buffer.shard.name)
+    return data_parallel
 
 
 def _amax_groups(
