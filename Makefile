@@ -22,11 +22,14 @@ PINS := $(if $(WITHOUT),build/constraints.txt,constraints.txt)
 INSTALL = $(RUN) -m pip install $(QUIET) --disable-pip-version-check --constraint $(PINS) \
     $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE))
 
+# that of torch 2.11: kernels have to compile with it too
+OLDER_TRITON := triton==3.6.0
+
 # Sleeping, not spinning, OpenMP threads: with more threads than free cores a spinning step takes 2 to 20 times as long.
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install wheelhouse peers train test pairs mutants check format bench bench-plan dry-run gpu-check docs build clean
+.PHONY: help install wheelhouse peers kernels train test pairs mutants check format bench bench-plan dry-run gpu-check docs build clean
 
 help: ## show what there is to make
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -38,8 +41,13 @@ wheelhouse: ## wheels of constraints.txt into wheelhouse/, or WHEELHOUSE, for ma
 	$(PYTHON) -m pip wheel $(QUIET) --disable-pip-version-check --constraint $(PINS) \
 	    --wheel-dir $(or $(WHEELHOUSE),wheelhouse) $$($(PYTHON) scripts/requirements $(WITHOUT)) $(ARGS)
 
-peers: $(READY) ## lm-eval, megatron-core and Triton too, for tests that are skipped without them
+peers: $(READY) ## lm-eval, megatron-core and two versions of Triton, for tests that are skipped without them
 	$(INSTALL) --no-build-isolation --editable '.[dev,peers]'
+	$(if $(VENV),test -d $(VENV)/triton-3.6/triton || $(RUN) -m pip install $(QUIET) --disable-pip-version-check --no-deps \
+	    $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) --target $(VENV)/triton-3.6 $(OLDER_TRITON))
+
+kernels: $(READY) ## compile every Triton kernel for every card, with both versions of Triton (minutes)
+	$(RUN) -m pytest -n 2 --dist load -m all_kernels tests/kernels/test_triton_compile.py $(ARGS)
 
 train: $(READY) ## quick start: train a small GPT on the Python standard library, two processes
 	$(RUN) -m nanotrain train --nproc-per-node 2 +config=tiny $(ARGS)

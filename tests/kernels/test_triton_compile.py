@@ -1,136 +1,160 @@
-"""Every Triton kernel compiles for Ampere, Hopper and Blackwell, with the arguments that its
-function passes.
+"""Every Triton kernel compiles for GPUs from Ampere to Blackwell, with two versions of Triton, and
+keeps to bounds of registers, memory and access widths. benchmarks/kernel_launches.py has the
+launches.
 
-Needs no GPU: Triton brings the assembler. Run with `pip install nanotrain[triton]` and without
-`TRITON_INTERPRET`.
+Needs no GPU: Triton brings the assembler. Run with `make peers`, which installs both versions, and
+without `TRITON_INTERPRET`. The suite compiles typical launches for one card each; `make kernels`
+compiles all launches for all cards.
 """
 
+import json
 import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 
-from nanotrain.kernels import triton_permute, triton_softmax, triton_swiglu
-from nanotrain.kernels.fp8 import triton_cast, triton_grouped
-from nanotrain.kernels.fp8.quantize import Cast
-from nanotrain.kernels.permute import plan_permutation
-from nanotrain.precision.fp8 import Block
-
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles nothing with TRITON_INTERPRET=1", allow_module_level=True)
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+from benchmarks.kernel_launches import LAUNCHES, find_kernels
+from benchmarks.kernel_resources import (
+    SHARED_KIB,
+    Resources,
+    compiling,
+    count_accesses,
+    count_early_adds,
+    count_narrow_offsets,
+)
+from nanotrain.kernels.fp8 import triton_cast
+from nanotrain.kernels.fp8.quantize import Cast
+
+ROOT = Path(__file__).parent.parent.parent
+# that of torch 2.11, which `make peers` installs beside the pinned one
+OLDER = Path(os.environ.get("OLDER_TRITON", Path(sys.prefix) / "triton-3.6"))
+VERSIONS = [
+    "pinned",
+    pytest.param(
+        "older", marks=pytest.mark.skipif(not OLDER.is_dir(), reason="without `make peers`")
+    ),
+]
+
+# Kernel -> programs that have to share a multiprocessor. A program of a kernel that moves data waits
+# for its reads, computes, and waits for its writes: another one has to use the memory meanwhile.
+# A product overlaps its reads with the tensor cores itself, and needs the registers for its sums.
+MIN_PROGRAMS = {
+    "_cast": 2,
+    "_amax": 2,
+    "_logsumexp": 4,
+    "_softmax_gradient": 4,
+    "_swiglu": 8,
+    "_swiglu_backward": 8,
+    "_spread": 8,
+    "_combine": 8,
+    "_combine_backward": 8,
+    "_multiply": 1,
+}
 
 
-class Card:
-    """What a launch asks a driver before it compiles."""
+@cache
+def compiled(version: str, everything: bool) -> list[Resources]:
+    """The kernels as a version of Triton compiles them, in a process of its own."""
+    paths = [str(ROOT)] if version == "pinned" else [str(OLDER), str(ROOT)]
+    command = [sys.executable, str(ROOT / "benchmarks/kernel_resources.py"), "--json"]
+    command += ["--capabilities", "80", "89", "90", "100", "120"] if everything else ["--typical"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [Resources(**json.loads(line)) for line in done.stdout.splitlines()]
 
-    def __init__(self, capability: int) -> None:
-        self._target = pytest.importorskip("triton.backends.compiler").GPUTarget(
-            "cuda", capability, 32
-        )
 
-    def get_current_target(self):
-        return self._target
+@pytest.fixture(params=VERSIONS)
+def kernels(request: pytest.FixtureRequest) -> list[Resources]:
+    """All rows with `-m all_kernels`, otherwise typical ones."""
+    return compiled(request.param, "all_kernels" in request.config.option.markexpr)
 
-    def get_current_device(self) -> int:
-        return 0
 
-    def get_current_stream(self, device: int) -> int:
-        return 0
+def test_every_kernel_has_a_launch_and_a_bound() -> None:
+    names = {kernel.split(":")[1] for kernel in find_kernels()}
+    assert names == set().union(*(launch.kernels for launch in LAUNCHES)), (
+        "benchmarks/kernel_launches.py has a launch of every kernel"
+    )
+    assert names == set(MIN_PROGRAMS)
+    assert names == set().union(*(launch.kernels for launch in LAUNCHES if launch.is_typical))
+
+
+@pytest.mark.all_kernels
+def test_kernels_move_wide_words_and_keep_values_in_registers(kernels: list[Resources]) -> None:
+    assert {row.kernel for row in kernels} == set(MIN_PROGRAMS)
+    for row in kernels:
+        assert row.narrowest > 1, f"single bytes: {row}"
+        assert row.spilled == 0, row
+        assert row.shared <= SHARED_KIB[row.capability][1] * 1024, row
+        assert row.programs >= MIN_PROGRAMS[row.kernel], row
+        assert row.narrow_offsets == 0, f"an offset overflows from 2^31 values on: {row}"
+
+
+@pytest.mark.all_kernels
+def test_products_read_ahead_and_add_in_fp32_where_gradients_do(kernels: list[Resources]) -> None:
+    """Tensor cores of Hopper add fp8 in 14 bits: gradients in parts of 128, as DeepSeek-V3."""
+    products = [row for row in kernels if row.kernel == "_multiply"]
+    assert {"fprop", "wgrad"} <= {row.launch.split()[0] for row in products}
+    for row in products:
+        widths = {access for access in row.accesses if access.startswith("copy")}
+        assert widths == {"copy 16"}, row
+        assert row.early_adds == 0, f"added before the tensor cores have finished: {row}"
+        if row.capability == 90:
+            name, recipe, _ = row.launch.split()
+            is_fast = name == "fprop" and recipe in ("tensorwise", "rowwise")
+            assert row.pendings == ([1, 0] if is_fast else [0]), row
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path, request) -> set[str]:
-    """The names of the kernels that a card was given; none of them runs."""
+def ampere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
-
-    run, names = JITFunction.run, set()
-
-    def compile_only(kernel, *args, grid, **options):
-        options["warmup"] = True
-        kernel.device_caches.clear()  # it keeps the card of the first launch
-        binary = run(kernel, *args, grid=grid, **options)
-        assert len(binary.asm["cubin"]) > 0
-        names.add(kernel.fn.__name__)
-
-    monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(driver, "_active", Card(request.param))
-    return names
+    with compiling(80):
+        yield
 
 
-@pytest.mark.filterwarnings("ignore")  # of Triton, about its own defaults
-@pytest.mark.parametrize("compiled", [80, 90, 100], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_kernel_compiles(compiled: set[str], dtype: torch.dtype) -> None:
-    logits, column = torch.randn(5, 1000).to(dtype), torch.zeros(5, 1, dtype=torch.int64)
-    lse = triton_softmax.row_logsumexp(logits)
-    ones = torch.ones(5, 1)
-    triton_softmax.softmax_gradient_(
-        logits, logsumexp=lse, column=column, local_mask=ones, scale=ones
-    )
-    plan, rows = plan_permutation(torch.tensor([[0, 1], [1, 2]]), 3), torch.randn(4, 1000).to(dtype)
-    triton_permute.spread(rows[:2], plan.order, inverse=plan.inverse)
-    triton_permute.combine(rows, plan.inverse, weights=None)
-    given = {"order": plan.order, "inverse": plan.inverse, "weights": torch.ones(2, 2)}
-    triton_permute.combine_backward(rows[:2], rows, **given)
-    triton_swiglu.swiglu_backward(rows, gate=rows, up=triton_swiglu.swiglu(rows, rows))
-    kernels = {**vars(triton_softmax), **vars(triton_permute), **vars(triton_swiglu)}
-    assert compiled == {
-        name for name, value in kernels.items() if isinstance(value, triton.JITFunction)
-    }
-
-
-E4M3 = torch.float8_e4m3fn
-# blocks of the recipes that a card has: torch multiplies tiles of 128 on Hopper, MX on Blackwell
-FP8_BLOCKS = [(90, (None, None)), (90, (1, None)), (90, (1, 128)), (90, (128, 128)), (100, (1, 32))]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("compiled", "block"), FP8_BLOCKS, indirect=["compiled"])
-def test_casts_to_fp8_compile(compiled: set[str], block: Block) -> None:
-    x, inverse = torch.randn(64, 256).bfloat16(), torch.ones(1) if block == (None, None) else None
-    how = Cast(block, torch.float8_e4m3fn, power_of_two=inverse is None, columns=True)
-    triton_cast.cast(x, how, inverse=inverse, measures=inverse is not None)
-    assert compiled == ({"_cast"} if block != (1, None) else {"_cast", "_amax"})
-
-
-PRODUCTS = [(90, (None, None), torch.float8_e5m2), (90, (1, 128), E4M3), (100, (1, 32), E4M3)]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("compiled", "block", "dtype"), PRODUCTS, indirect=["compiled"])
-@pytest.mark.parametrize("sums", [False, True])
-def test_products_of_experts_compile(
-    compiled: set[str], block: Block, dtype: torch.dtype, sums: bool
-) -> None:
-    offs, is_mx = torch.tensor([128, 256], dtype=torch.int32), block == (1, 32)
-    blocks = [
-        size or 0 for size in (*block, *((128, 128) if block == (1, 128) and not sums else block))
-    ]
-    scales = (
-        torch.ones(2, 1)
-        if block == (None, None)
-        else torch.ones(256, 8, dtype=torch.uint8 if is_mx else None)
-    )
-    operands = [
-        torch.empty(256, 256, dtype=dtype),
-        scales,
-        torch.empty(256, 256, dtype=E4M3),
-        scales,
-        offs,
-    ]
-    out = torch.empty(2, 256, 256) if sums else torch.empty(256, 128).bfloat16()
-    triton_grouped.write_grouped_mm(operands, blocks, out=out, adds=sums)
-    assert compiled == {"_multiply"}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("compiled", [80], indirect=True)
-def test_a_card_without_fp8_has_no_casts(compiled: set[str]) -> None:
+def test_a_card_without_fp8_has_no_casts(ampere: None) -> None:
     with pytest.raises(Exception, match="fp8e4nv not supported"):
         triton_cast.cast(
             torch.randn(64, 256), Cast((128, 128), torch.float8_e4m3fn, power_of_two=True)
         )
-    assert not compiled
+
+
+def test_what_the_counts_find() -> None:
+    ptx = """
+        @%p1 ld.global.L1::evict_last.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+        ld.global.b8 { %rs1 }, [ %rd2 + 0 ];
+        st.global.v2.b16 [ %rd3 + 0 ], { %rs1, %rs2 };
+        cp.async.cg.shared.global [ %r5 + 0 ], [ %rd4 + 0 ], 0x10, 0x10;
+        wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%r1}, %rd5, %rd6, p, 1, 1;
+        add.f32 %r7, %r7, %r1;
+        wgmma.wait_group.sync.aligned 0;
+        add.f32 %r7, %r7, %r1;
+    """
+    assert count_accesses(ptx) == {"copy 16": 1, "load 1": 1, "load 16": 1, "store 4": 1}
+    assert count_early_adds(ptx) == 1
+    wide = """
+        %c128_i32 = arith.constant 128 : i32 loc(#loc)
+        %1 = arith.muli %arg0, %arg1 : i32 loc(#loc)
+        %2 = arith.muli %arg0, %c128_i32 : i32 loc(#loc)
+        %3 = arith.extsi %OFFSET : i32 to i64 loc(#loc)
+        %4 = tt.splat %3 : i64 -> tensor<128xi64> loc(#loc)
+        %5 = tt.addptr %arg2, %4 : tensor<128x!tt.ptr<f8E5M2>>, tensor<128xi64> loc(#loc)
+    """
+    assert count_narrow_offsets(wide.replace("%OFFSET", "%1")) == 1
+    assert count_narrow_offsets(wide.replace("%OFFSET", "%2")) == 0
+
+
+def test_kernels_are_found_by_their_decorator() -> None:
+    found = find_kernels()
+    assert "kernels/fp8/triton_cast.py:_cast" in found
+    assert not any(re.search(r":(locate|span|_store_tile)$", name) for name in found)

@@ -122,7 +122,8 @@ class Fp8LoopedMM(GroupedMM):
             matrix = self._quantize_weight(
                 weight, expert=expert, transposed=operand is Operand.GRAD
             )
-            products.append(scaled_mm(quantized, matrix, dtype=part.dtype))
+            is_fast = operand is Operand.INPUT
+            products.append(scaled_mm(quantized, matrix, dtype=part.dtype, is_fast=is_fast))
         num_dropped = length - sum(len(part) for part in parts)
         dropped = products[0].new_empty(num_dropped, products[0].shape[1])
         return torch.cat([*products, dropped])
@@ -151,7 +152,8 @@ class Fp8GroupedMM(GroupedMM):
         if not self._scales.has(Operand.INPUT):
             self._scales.set(self._forward_amaxes(x, weight, offs=offs))
         tokens = self._scales.cast(x, Operand.INPUT, offs=offs).get()
-        return self._multiply((tokens, self._matrices(weight)), offs, dtype=x.dtype)
+        operands = (tokens, self._matrices(weight))
+        return self._multiply(operands, offs, dtype=x.dtype, is_fast=True)
 
     def _forward_amaxes(self, x: Tensor, weight: Tensor, *, offs: Tensor) -> dict[Key, Tensor]:
         """Amaxes [E] of the tokens of each expert, and of weights without scales."""
@@ -250,16 +252,17 @@ class Fp8GroupedMM(GroupedMM):
         *,
         dtype: torch.dtype,
         sums: bool = False,
+        is_fast: bool = False,
     ) -> Tensor:
         """The products of all experts, by torch's kernel or by Triton's."""
         a, b = operands
         if a.values.dtype == b.values.dtype and self._torch_takes(Operand.INPUT):
-            return grouped_by_torch(a, b, offs=offs, sums=sums).to(dtype)
+            return grouped_by_torch(a, b, offs=offs, sums=sums, is_fast=is_fast).to(dtype)
         from nanotrain.kernels.fp8 import triton_grouped
 
         tensors, blocks = pack_operands(a, b)
         return triton_grouped.fp8_grouped_mm(
-            [*tensors, offs], blocks=blocks, sums=sums, dtype=dtype
+            [*tensors, offs], blocks=blocks, sums=sums, dtype=dtype, is_fast=is_fast
         )
 
 

@@ -207,7 +207,7 @@ class Fp8Linears(Linears):
         quantized = self._scales.cast(flat, Operand.INPUT).get()
         outputs = []
         for i, linear in enumerate(self.linears):
-            product = scaled_mm(quantized, self._weight(i), dtype=x.dtype)
+            product = scaled_mm(quantized, self._weight(i), dtype=x.dtype, is_fast=True)
             out = product.view(*x.shape[:-1], -1)
             if linear.used_bias is not None:
                 out = out + linear.used_bias

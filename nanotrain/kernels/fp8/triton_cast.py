@@ -24,28 +24,28 @@ import torch
 from torch import Tensor
 
 from nanotrain.kernels.fp8.quantize import Cast, Forms, Quantized
-from nanotrain.kernels.fp8.triton_tiles import TILE, WARPS, How, num_lanes, plan_source
+from nanotrain.kernels.fp8.triton_scales import Target
+from nanotrain.kernels.fp8.triton_tiles import TILE, WARPS, How, line_unit, num_lanes, plan_source
 
 try:
     import triton
     import triton.language as tl
 
+    from nanotrain.kernels.fp8.triton_scales import (
+        exponent,
+        given_factors,
+        inverse_scale,
+        short_block_factors,
+        store_scales,
+        store_words,
+        tile_factor,
+    )
     from nanotrain.kernels.fp8.triton_tiles import locate
 except ImportError:
     triton = None
 
-ALIGNMENT = 16  # rows of the results have a multiple of this number of values, and whole blocks
-
-
-class Target(NamedTuple):
-    """A matrix in fp8 that programs write."""
-
-    data: Tensor
-    scales: Tensor | None
-    given: Tensor | None  # inverse scales, or amaxes
-    strides: tuple[int, int]  # per expert and row
-    scale_strides: tuple[int, int, int]  # per expert, row and block
-    given_strides: tuple[int, int]  # per expert and row
+# Registers per thread of a cast: two programs of 8 warps share the 65,536 of a multiprocessor.
+MAX_REGISTERS = 128
 
 
 if triton is not None:
@@ -55,8 +55,8 @@ if triton is not None:
         source: tl.tuple, rows: tl.tensor, columns: tl.tensor, end: tl.tensor
     ) -> tl.tuple:
         """A tile of the source in fp32 and its magnitudes, where NaN counts as infinity."""
-        column_offsets = columns[None, :].to(tl.int64) * source.strides[1]
-        offsets = rows[:, None] * source.strides[0] + column_offsets
+        column_offsets = columns[None, :].to(tl.int64) * source.column_stride
+        offsets = rows[:, None] * source.row_stride + column_offsets
         mask = (rows < end)[:, None] & (columns < source.num_columns)[None, :]
         values = tl.load(source.data + offsets, mask=mask, other=0).to(tl.float32)
         is_number = values == values  # false for NaN
@@ -66,7 +66,7 @@ if triton is not None:
     def _amax(source: tl.tuple, unless: tl.tensor, targets: tl.tuple, how: tl.tuple) -> None:
         """One tile of `fp8_amax`: raise the amaxes of its rows, columns or expert in `targets`."""
         row_amaxes, column_amaxes, expert_amaxes = targets
-        expert, first, end, _ = locate(source, how)
+        expert, first, end, _ = locate(source, tl.program_id(0), how)
         is_read = expert < source.num_experts
         if unless is not None:
             known = tl.load(unless + expert, mask=is_read, other=1)
@@ -78,7 +78,7 @@ if triton is not None:
         if row_amaxes is not None:
             tl.atomic_max(row_amaxes + rows, tl.max(magnitude, 1), mask=rows < end)
         if column_amaxes is not None:
-            offsets = expert * source.num_columns + columns
+            offsets = expert.to(tl.int64) * source.num_columns + columns
             mask = is_read & (columns < source.num_columns)
             tl.atomic_max(column_amaxes + offsets, tl.max(magnitude, 0), mask=mask)
         if expert_amaxes is not None:
@@ -86,113 +86,139 @@ if triton is not None:
             tl.atomic_max(expert_amaxes + expert, amax, mask=is_read)
 
     @triton.jit
-    def _inverse_scale(amax: tl.tensor, how: tl.tuple) -> tl.tensor:
-        """`inverse_scales` of one amax."""
-        factor = tl.div_rn(tl.maximum(amax, 2.0**-100), how.largest)
-        if how.power_of_two:
-            bits = factor.to(tl.int32, bitcast=True) + 0x7FFFFF  # up to the next exponent
-            factor = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-        return tl.where(amax < float("inf"), factor, float("nan"))
+    def _to_fp8(target: tl.tuple, scaled: tl.tensor, how: tl.tuple) -> tl.tensor:
+        """Values clamped to the range of fp8, and cast."""
+        clamped = tl.minimum(tl.maximum(scaled, -how.largest), how.largest)
+        return clamped.to(target.data.dtype.element_ty)
 
     @triton.jit
-    def _store_scales(
-        target: tl.tuple, offsets: tl.tensor, inverse: tl.tensor, mask: tl.tensor
+    def _store_tile(
+        target: tl.tuple, lines: tl.tensor, tile: tl.tensor, where: tl.tuple, first: tl.constexpr
     ) -> None:
-        if target.scales.dtype.element_ty == tl.uint8:  # the exponent; 255 is NaN
-            inverse = (inverse.to(tl.int32, bitcast=True) >> 23) & 255
-        tl.store(target.scales + offsets, inverse.to(target.scales.dtype.element_ty), mask=mask)
+        """Store values of lines from `start + first` on; the last one is `start + length - 1`."""
+        expert, _, is_line, start, length, _ = where
+        inner = first + tl.arange(0, tile.shape[1])
+        line_offsets = expert * target.expert_stride + lines[:, None] * target.row_stride
+        mask = is_line[:, None] & (inner < length)[None, :]
+        tl.store(target.data + line_offsets + (start + inner)[None, :], tile, mask=mask)
 
     @triton.jit
-    def _row_factors(
-        target: tl.tuple, expert: tl.tensor, rows: tl.tensor, is_row: tl.tensor, how: tl.tuple
-    ) -> tl.tensor:
-        """Factors from given scales, or from given amaxes of rows."""
-        given = target.given + expert * target.given_strides[0]
-        inverse = tl.load(given + rows * target.given_strides[1], mask=is_row, other=1)
-        if how.block_rows == 1:
-            inverse = _inverse_scale(inverse, how)
-            offsets = expert * target.scale_strides[0] + rows * target.scale_strides[1]
-            _store_scales(target, offsets, inverse, is_row)
-        return tl.div_rn(1.0, inverse)[:, None]
+    def _raise_amax(amax: tl.tensor, magnitude: tl.tensor, where: tl.tuple) -> None:
+        """Raise the amax of the expert, where amaxes are measured."""
+        if amax is not None:
+            expert, is_read, _, _, _, _ = where
+            tl.atomic_max(amax + expert, tl.max(tl.max(magnitude, 1), 0), mask=is_read)
 
     @triton.jit
-    def _block_factors(
-        target: tl.tuple, magnitude: tl.tensor, where: tl.tuple, how: tl.tuple
-    ) -> tl.tensor:
-        """Factors of blocks of each row."""
-        expert, rows, is_row, _, start, length, blocks = where
-        size: tl.constexpr = how.tile
-        num_blocks: tl.constexpr = size // how.block
-        inner = tl.arange(0, num_blocks)
-        amax = tl.max(tl.reshape(magnitude, [size, num_blocks, how.block]), 2)
-        inverse = _inverse_scale(amax, how)
-        row = rows[:, None]
-        column = (start // how.block + inner)[None, :]
-        if how.swizzles:  # see `swizzle_32_4_4`
-            tile = row // 128 * ((blocks + 3) // 4) + column // 4
-            offsets = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+    def _cast_rows(
+        source: tl.tuple, target: tl.tuple, tile: tl.tensor, amax: tl.tensor, how: tl.tuple
+    ) -> None:
+        """Write the plain form of a tile."""
+        expert, first, end, padded = locate(source, tile, how)
+        expert = expert.to(
+            tl.int64
+        )  # times a stride: weights of experts have more than 2^31 values
+        start = tl.program_id(1).to(tl.int64) * how.tile
+        rows = first + tl.arange(0, how.tile)
+        columns = start + tl.arange(0, how.tile)
+        length = (source.num_columns - start + how.unit - 1) // how.unit * how.unit
+        last = padded // how.tile
+        if how.swizzles:
+            last = tl.cdiv(source.num_columns, how.tile)
+        where = expert, first < end, rows < end, start, length, last
+        values, magnitude = _read_tile(source, rows, columns, end)
+        _raise_amax(amax, magnitude, where)
+        if how.block_rows > 1:
+            factors = tile_factor(target, tl.max(tl.max(magnitude, 1), 0), where, how)
+        elif how.block == 0:
+            factors = given_factors(target, rows, where, how)
+            if how.block_rows > 0:
+                factors = factors[:, None]
+        elif how.block == how.tile:
+            inverse = inverse_scale(tl.max(magnitude, 1), how)
+            store_scales(target, rows, start // how.tile, inverse, where)
+            factors = tl.div_rn(1.0, inverse)[:, None]
         else:
-            row_offsets = expert * target.scale_strides[0] + row * target.scale_strides[1]
-            offsets = row_offsets + column * target.scale_strides[2]
-        is_scale = is_row[:, None] & (inner * how.block < length)[None, :]
-        _store_scales(target, offsets, inverse, is_scale)
-        factors = tl.div_rn(1.0, inverse)[:, :, None]
-        wide = tl.broadcast_to(factors, [size, num_blocks, how.block])
-        return tl.reshape(wide, [size, size])
+            factors = short_block_factors(target, rows, magnitude, where, how)
+        _store_tile(target, rows, _to_fp8(target, values * factors, how), where, 0)
 
     @triton.jit
-    def _write_tile(target: tl.tuple, read: tl.tuple, where: tl.tuple, how: tl.tuple) -> None:
-        """A tile: `length` values from `start` of `rows`; a full row has `blocks` blocks."""
-        values, magnitude, whole = read
-        expert, rows, is_row, row_block, start, length, blocks = where
-        if how.block == 0:
-            factors = _row_factors(target, expert, rows, is_row, how)
-        elif how.block_rows == 1:
-            factors = _block_factors(target, magnitude, where, how)
+    def _cast_short_columns(
+        source: tl.tuple,
+        target: tl.tuple,
+        first: tl.tensor,
+        read: tl.tuple,
+        where: tl.tuple,
+        how: tl.tuple,
+    ) -> None:
+        """Write the transposed form of a tile with short blocks, one block of rows at a time."""
+        columns, end = read
+        length = where[4]
+        words = tl.zeros([how.tile], tl.int32)
+        for i in tl.static_range(how.tile // how.block):
+            rows = first + i * how.block + tl.arange(0, how.block)
+            values, magnitude = _read_tile(source, rows, columns, end)
+            inverse = inverse_scale(tl.max(magnitude, 0), how)
+            exponents = tl.where(length > i * how.block, exponent(inverse), 0)
+            words += exponents << (8 * i)
+            factors = tl.div_rn(1.0, inverse)[None, :]
+            part = tl.trans(_to_fp8(target, values * factors, how))
+            _store_tile(target, columns, part, where, i * how.block)
+        store_words(target, columns, words, where, how)
+
+    @triton.jit
+    def _cast_columns(
+        source: tl.tuple, target: tl.tuple, tile: tl.tensor, amax: tl.tensor, how: tl.tuple
+    ) -> None:
+        """Write the transposed form of a tile: a line of the target is a column of the source."""
+        expert, first, end, padded = locate(source, tile, how)
+        expert = expert.to(tl.int64)
+        start = tl.program_id(1).to(tl.int64) * how.tile
+        columns = start + tl.arange(0, how.tile)
+        is_line = (columns < source.num_columns) & (first < end)
+        length = (end - first + how.unit - 1) // how.unit * how.unit
+        last = start // how.tile
+        if how.swizzles:
+            last = tl.cdiv(source.num_rows, how.tile)
+        where = expert, first < end, is_line, padded, length, last
+        if how.block > 0 and how.block < how.tile:
+            _cast_short_columns(source, target, first, (columns, end), where, how)
         else:
-            factors = tl.div_rn(1.0, whole)
-            is_block = (length > 0) & (tl.max(is_row.to(tl.int32), 0) > 0)
-            offset = expert * target.scale_strides[0] + row_block * target.scale_strides[1]
-            offset += start // how.block * target.scale_strides[2]
-            _store_scales(target, offset, whole, is_block)
-        scaled = tl.minimum(tl.maximum(values * factors, -how.largest), how.largest)
-        inner = tl.arange(0, how.tile)
-        row_offsets = expert * target.strides[0] + rows[:, None] * target.strides[1]
-        offsets = row_offsets + (start + inner)[None, :]
-        mask = is_row[:, None] & (inner < length)[None, :]
-        tl.store(target.data + offsets, scaled.to(target.data.dtype.element_ty), mask=mask)
+            rows = first + tl.arange(0, how.tile)
+            values, magnitude = _read_tile(source, rows, columns, end)
+            _raise_amax(amax, magnitude, where)
+            if how.block_rows > 1:
+                factors = tile_factor(target, tl.max(tl.max(magnitude, 1), 0), where, how)
+            elif how.block == 0:
+                factors = given_factors(target, columns, where, how)
+                if how.block_rows > 0:
+                    factors = factors[None, :]
+            else:
+                inverse = inverse_scale(tl.max(magnitude, 0), how)
+                store_scales(target, columns, padded // how.tile, inverse, where)
+                factors = tl.div_rn(1.0, inverse)[None, :]
+            values_t = tl.trans(_to_fp8(target, values * factors, how))
+            _store_tile(target, columns, values_t, where, 0)
 
     @triton.jit
     def _cast(
         source: tl.tuple, target: tl.tuple, target_t: tl.tuple, amax: tl.tensor, how: tl.tuple
     ) -> None:
-        """One tile of `fp8_cast`: write it to `target` and, transposed, to `target_t`."""
-        expert, first, end, padded = locate(source, how)
-        start = tl.program_id(1).to(tl.int64) * how.tile
-        rows = first + tl.arange(0, how.tile)
-        columns = start + tl.arange(0, how.tile)
-        values, magnitude = _read_tile(source, rows, columns, end)
-        whole = 0.0
-        blocks = 0
-        blocks_t = 0
-        if amax is not None or how.block_rows > 1:
-            whole = tl.max(tl.max(magnitude, 1), 0)
-        if amax is not None:
-            tl.atomic_max(amax + expert, whole, mask=first < end)
-        if how.block_rows > 1:
-            whole = _inverse_scale(whole, how)
-        if how.swizzles:
-            blocks = tl.cdiv(source.num_columns, how.block)
-            blocks_t = tl.cdiv(source.num_rows, how.block)
-        if how.has_rows:
-            length = (source.num_columns - start + how.unit - 1) // how.unit * how.unit
-            where = expert, rows, rows < end, padded // how.tile, start, length, blocks
-            _write_tile(target, (values, magnitude, whole), where, how)
-        if how.has_columns:
-            length = (end - first + how.unit - 1) // how.unit * how.unit
-            is_row = (columns < source.num_columns) & (first < end)
-            where = expert, columns, is_row, start // how.tile, padded, length, blocks_t
-            _write_tile(target_t, (tl.trans(values), tl.trans(magnitude), whole), where, how)
+        """One tile of one form of `fp8_cast`.
+
+        The programs of both forms of a tile are neighbours: the second reads it from the cache. A
+        program for both would need so many registers that a multiprocessor holds only one.
+        """
+        tile = tl.program_id(0)
+        if how.has_rows and how.has_columns:
+            if tile % 2 == 0:
+                _cast_rows(source, target, tile // 2, amax, how)
+            else:
+                _cast_columns(source, target_t, tile // 2, None, how)
+        elif how.has_rows:
+            _cast_rows(source, target, tile, amax, how)
+        else:
+            _cast_columns(source, target_t, tile, amax, how)
 
 
 class Plan(NamedTuple):
@@ -210,7 +236,7 @@ class Plan(NamedTuple):
     @property
     def unit(self) -> int:
         """Values of a row are a multiple of this."""
-        return max(ALIGNMENT, self.block)
+        return line_unit(self.block, is_swizzled=bool(self.swizzles))
 
     def padded(self, length: int) -> int:
         """The length of a row of `length` values."""
@@ -285,7 +311,9 @@ def fp8_cast(
         has_rows=bool(how.has_rows),
         has_columns=bool(how.has_columns),
     ).constants()
-    _cast[grid](source, target, target_t, amax, constants, num_warps=WARPS)
+    num_tiles, num_columns = grid
+    grid = (num_tiles * (how.has_rows + how.has_columns), num_columns)
+    _cast[grid](source, target, target_t, amax, constants, num_warps=WARPS, maxnreg=MAX_REGISTERS)
     return list(out)
 
 
@@ -358,13 +386,19 @@ def _build_target(values: Tensor, scales: Tensor, *, given: Tensor | None) -> Ta
     expert_stride = 0
     if len(values) > 1:
         expert_stride = values.stride(0) - values.shape[2]
+    scale_expert, scale_row, scale_block = _scale_strides(scales, is_relative=given is None)
+    given_expert, given_row = _given_strides(given)
     return Target(
         data=values,
         scales=scales,
         given=given,
-        strides=(expert_stride, values.stride(1)),
-        scale_strides=_scale_strides(scales, is_relative=given is None),
-        given_strides=_given_strides(given),
+        expert_stride=expert_stride,
+        row_stride=values.stride(1),
+        scale_expert_stride=scale_expert,
+        scale_row_stride=scale_row,
+        scale_block_stride=scale_block,
+        given_expert_stride=given_expert,
+        given_row_stride=given_row,
     )
 
 

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from nanotrain.kernels.fp8.quantize import Quantized
 from nanotrain.kernels.fp8.scaled_mm import unpack_operands
-from nanotrain.kernels.fp8.triton_tiles import TILE, WARPS, How, Source, num_lanes
+from nanotrain.kernels.fp8.triton_tiles import (
+    TILE,
+    WARPS,
+    How,
+    Source,
+    line_unit,
+    num_lanes,
+)
 from nanotrain.precision.fp8 import PER_TENSOR
 
 try:
@@ -30,20 +37,27 @@ except ImportError:
 
 
 class Factor(NamedTuple):
-    """An operand of a matrix product."""
+    """An operand of a matrix product.
+
+    Strides are fields, not tuples: in a loop Triton 3.6 cannot read a stride of 1 from a tuple in
+    a tuple.
+    """
 
     data: Tensor
-    strides: tuple[int, int]  # per expert and row
+    expert_stride: int
+    row_stride: int
     scales: Tensor
-    scale_strides: tuple[int, int, int]  # per expert, row and block
-    block_rows: int  # rows that share a scale
+    scale_expert_stride: int
+    scale_row_stride: int
+    scale_block_stride: int
 
 
 class Out(NamedTuple):
     """The product, and the sizes of all three matrices."""
 
     data: Tensor
-    strides: tuple[int, int]  # per expert and row
+    expert_stride: int
+    row_stride: int
     num_rows: int
     num_columns: int
     length: int  # length of the rows of both factors
@@ -55,17 +69,43 @@ if triton is not None:
     def _load_scales(
         factor: tl.tuple, expert: tl.tensor, rows: tl.tensor, block: tl.tensor, mask: tl.tensor
     ) -> tl.tensor:
-        """The inverse scales of blocks of rows of a factor; 0 outside the mask."""
-        row_offsets = rows // factor.block_rows * factor.scale_strides[1]
-        offsets = expert * factor.scale_strides[0] + row_offsets + block * factor.scale_strides[2]
+        """The inverse scales of a block of each row of a factor; 0 outside the mask."""
+        row_offsets = rows * factor.scale_row_stride + block * factor.scale_block_stride
+        offsets = expert * factor.scale_expert_stride + row_offsets
         return tl.load(factor.scales + offsets, mask=mask, other=0)
+
+    @triton.jit
+    def _load_exponents(
+        factor: tl.tuple, expert: tl.tensor, rows: tl.tensor, block: tl.tensor, mask: tl.tensor
+    ) -> tl.tensor:
+        """The scales of the four blocks of a tile in each row, [rows, 4] bytes read as one word."""
+        expert_offset = expert * factor.scale_expert_stride
+        # a row has whole tiles: `line_unit`
+        words = tl.multiple_of(expert_offset + rows * factor.scale_row_stride + 4 * block, 4)
+        offsets = words[:, None] + tl.arange(0, 4)[None, :]
+        return tl.load(factor.scales + offsets, mask=mask[:, None], other=0)
+
+    @triton.jit
+    def _block_scales(
+        factors: tl.tuple, place: tl.tuple, is_row: tl.tensor, is_column: tl.tensor, how: tl.tuple
+    ) -> tl.tensor:
+        """The products of scales of a block of 128 values: [rows, 1] or [rows, columns]."""
+        a, b = factors
+        expert, rows, columns, block = place
+        scales = _load_scales(a, expert, rows, block, is_row)[:, None]
+        if how.block_rows == how.tile:  # the columns of a program have one scale
+            tile = tl.program_id(1).to(tl.int64)
+            scales *= _load_scales(b, expert, tile, block, True)
+        else:
+            scales *= _load_scales(b, expert, columns, block, is_column)[None, :]
+        return scales
 
     @triton.jit
     def _offsets(
         factor: tl.tuple, expert: tl.tensor, rows: tl.tensor, first: tl.tensor, inner: tl.tensor
     ) -> tl.tensor:
         """Offsets of elements `first + inner` of the rows of an expert's matrix."""
-        row_offsets = expert * factor.strides[0] + rows.to(tl.int64) * factor.strides[1]
+        row_offsets = expert * factor.expert_stride + rows * factor.row_stride
         return row_offsets + first + inner
 
     @triton.jit
@@ -86,26 +126,31 @@ if triton is not None:
         how: tl.tuple,
         sums: tl.constexpr,
         adds: tl.constexpr,
+        is_fast: tl.constexpr,
     ) -> None:
         """One tile of the product of an expert, summed over blocks of the inner dimension.
 
         With `sums`, a and b are summed over the tokens of the expert (wgrad), else each token is
         multiplied by the matrix of its expert (forward and dgrad).
+
+        Tensor cores before Blackwell add fp8 products in 14 bits. Unless `is_fast`, a tile of 128
+        is a sum of its own there, added in fp32. The option `max_num_imprecise_acc` of `tl.dot`
+        would do so before the tensor cores have finished, as Triton 3.6 and 3.7 compile it.
         """
         size: tl.constexpr = how.tile
         inner = tl.arange(0, size)
-        columns = tl.program_id(1) * size + inner
+        columns = tl.program_id(1).to(tl.int64) * size + inner
         if sums:
             num_tiles = tl.cdiv(out.num_rows, size)
             expert = tl.program_id(0) // num_tiles
-            rows = tl.program_id(0) % num_tiles * size + inner
+            rows = (tl.program_id(0) % num_tiles).to(tl.int64) * size + inner
             end = out.num_rows
             start, stop, first = span(source, expert, how)
             length = (stop - start + how.unit - 1) // how.unit * how.unit
         else:
-            expert, start, end, _ = locate(source, how)
+            expert, start, end, _ = locate(source, tl.program_id(0), how)
             rows = start + inner
-            first = 0
+            first = tl.full([], 0, tl.int64)
             length = tl.where(expert < source.num_experts, out.length, 0)
         is_row = rows < end
         is_column = columns < out.num_columns
@@ -119,43 +164,54 @@ if triton is not None:
             mask_b = is_column[None, :] & is_inner[:, None]
             x = tl.load(a.data + offsets_a + k, mask=mask_a, other=0.0)
             y = tl.load(b.data + offsets_b + k, mask=mask_b, other=0.0)
-            if how.block == 0:
+            block = (first + k) // size
+            if how.block == 0 and is_fast:
+                total = tl.dot(x, y, acc=total)
+            elif how.block == 0:
                 total += tl.dot(x, y)
             elif how.block == size:
-                block = (first + k) // size
-                scales_a = _load_scales(a, expert, rows, block, is_row)[:, None]
-                scales_b = _load_scales(b, expert, columns, block, is_column)[None, :]
-                total += tl.dot(x, y) * scales_a * scales_b
+                scales = _block_scales(
+                    (a, b), (expert, rows, columns, block), is_row, is_column, how
+                )
+                total += tl.dot(x, y) * scales
             else:
-                inner_blocks = tl.arange(0, size // how.block)
-                block = (inner_blocks + (first + k) // how.block)[None, :]
-                is_block = (inner_blocks * how.block < length - k)[None, :]
-                has_scale_a = is_row[:, None] & is_block
-                has_scale_b = is_column[:, None] & is_block
-                scales_a = _load_scales(a, expert, rows[:, None], block, has_scale_a)
-                scales_b = _load_scales(b, expert, columns[:, None], block, has_scale_b)
+                scales_a = _load_exponents(a, expert, rows, block, is_row)
+                scales_b = _load_exponents(b, expert, columns, block, is_column)
                 total = tl.dot_scaled(x, scales_a, "e4m3", y, scales_b, "e4m3", acc=total)
-        if how.block == 0:
+        if how.block == 0 and how.block_rows == 0:
+            has_scale = expert < source.num_experts
+            scale_a = _load_scales(a, expert, 0, 0, has_scale)
+            total *= scale_a * _load_scales(b, expert, 0, 0, has_scale)
+        elif how.block == 0:
             scales_a = _load_scales(a, expert, rows, 0, is_row)[:, None]
-            scales_b = _load_scales(b, expert, columns, 0, is_column)[None, :]
-            total *= scales_a * scales_b
+            total *= scales_a * _load_scales(b, expert, columns, 0, is_column)[None, :]
         offsets = _offsets(out, expert, rows[:, None], 0, columns[None, :])
         _store_tile(total, out, offsets, is_row[:, None] & is_column[None, :], adds)
 
 
 @torch.library.custom_op("nanotrain::fp8_grouped_mm", mutates_args=())
 def fp8_grouped_mm(
-    operands: Sequence[Tensor], *, blocks: Sequence[int], sums: bool, dtype: torch.dtype
+    operands: Sequence[Tensor],
+    *,
+    blocks: Sequence[int],
+    sums: bool,
+    dtype: torch.dtype,
+    is_fast: bool = False,
 ) -> Tensor:
     """[T, N] for tokens, or [E, M, N] for gradients; see `write_grouped_mm`."""
     out = _empty_product(operands, blocks=blocks, sums=sums, dtype=dtype)
-    write_grouped_mm(operands, blocks, out=out, adds=False)
+    write_grouped_mm(operands, blocks, out=out, adds=False, is_fast=is_fast)
     return out
 
 
 @fp8_grouped_mm.register_fake
 def _empty_product(
-    operands: Sequence[Tensor], *, blocks: Sequence[int], sums: bool, dtype: torch.dtype
+    operands: Sequence[Tensor],
+    *,
+    blocks: Sequence[int],
+    sums: bool,
+    dtype: torch.dtype,
+    is_fast: bool = False,
 ) -> Tensor:
     a, _, b, _, offs = operands
     experts = len(offs)
@@ -164,7 +220,12 @@ def _empty_product(
 
 
 def write_grouped_mm(
-    operands: Sequence[Tensor], blocks: Sequence[int], *, out: Tensor, adds: bool
+    operands: Sequence[Tensor],
+    blocks: Sequence[int],
+    *,
+    out: Tensor,
+    adds: bool,
+    is_fast: bool = False,
 ) -> None:
     """Write a product to `out`, or add it: [T, N] for tokens, [E, M, N] for gradients.
 
@@ -173,6 +234,7 @@ def write_grouped_mm(
         blocks: the block sizes of `pack_operands`.
         out: the result; its number of dims selects the product.
         adds: whether to add to the values of `out`.
+        is_fast: whether all of a sum may stay in the tensor cores, for products of the forward.
     """
     a, b = unpack_operands(operands[:4], blocks)
     offs = operands[4]
@@ -183,7 +245,8 @@ def write_grouped_mm(
     has_expert_scales = sums and not block  # scales of gradients are per expert
     target = Out(
         data=out,
-        strides=(out.stride(0) if sums else 0, out.stride(-2)),
+        expert_stride=out.stride(0) if sums else 0,
+        row_stride=out.stride(-2),
         num_rows=rows,
         num_columns=columns,
         length=min(a.values.shape[1], b.values.shape[1]),
@@ -198,8 +261,9 @@ def write_grouped_mm(
         rows_per_expert=0 if sums else columns,
         has_expert_scales=has_expert_scales or not sums,
     )
-    source = Source(a.values, rows, 0, (0, 0), offs, experts)
-    how = How(num_lanes(experts), unit=max(16, block), block=block)
+    source = Source(a.values, rows, 0, 0, 0, offs, experts)
+    block_rows = b.block[0] or 0
+    how = How(num_lanes(experts), unit=line_unit(block), block_rows=block_rows, block=block)
     _multiply[grid](
         factor_a,
         factor_b,
@@ -208,6 +272,7 @@ def write_grouped_mm(
         how.constants(),
         sums=sums,
         adds=adds,
+        is_fast=is_fast,
         num_warps=WARPS,
         num_stages=3,
     )
@@ -218,12 +283,15 @@ def _factor(
 ) -> Factor:
     """A matrix with its strides; `rows_per_expert` is 0 where experts share its rows."""
     row_stride = matrix.values.stride(0)
+    expert, row, block = _scale_strides(matrix, experts=experts, is_stack=has_expert_scales)
     return Factor(
         data=matrix.values,
-        strides=(row_stride * rows_per_expert, row_stride),
+        expert_stride=row_stride * rows_per_expert,
+        row_stride=row_stride,
         scales=matrix.inverse_scales,
-        scale_strides=_scale_strides(matrix, experts=experts, is_stack=has_expert_scales),
-        block_rows=matrix.block[0] or 1,
+        scale_expert_stride=expert,
+        scale_row_stride=row,
+        scale_block_stride=block,
     )
 
 

@@ -25,6 +25,7 @@ except ImportError:
 
 TILE = 128  # rows and columns of a program
 WARPS = 8  # warps per program
+ALIGNMENT = 16  # lines of results have a multiple of this number of values
 
 
 class Source(NamedTuple):
@@ -33,7 +34,8 @@ class Source(NamedTuple):
     data: Tensor
     num_rows: int
     num_columns: int
-    strides: tuple[int, int]
+    row_stride: int
+    column_stride: int
     offs: Tensor | None
     num_experts: int
 
@@ -73,16 +75,16 @@ if triton is not None:
     def span(source: tl.tuple, expert: tl.tensor, how: tl.tuple) -> tl.tuple:
         """The first row of an expert, its end, and its first row with padding."""
         index, starts, counts = _counts(source, how)
-        padded_counts = (counts + how.unit - 1) // how.unit * how.unit
-        padded = tl.sum(tl.where(index < expert, padded_counts, 0), 0)
+        units = (counts + how.unit - 1) // how.unit
+        # multiplied after the sum: Triton then knows a multiple of the unit, and moves 16 bytes
+        padded = tl.sum(tl.where(index < expert, units, 0), 0) * how.unit
         start = tl.sum(tl.where(index == expert, starts, 0), 0)
         count = tl.sum(tl.where(index == expert, counts, 0), 0)
         return start, start + count, padded
 
     @triton.jit
-    def locate(source: tl.tuple, how: tl.tuple) -> tl.tuple:
+    def locate(source: tl.tuple, tile: tl.tensor, how: tl.tuple) -> tl.tuple:
         """The expert of a tile, its first row, the expert's end, the first row with padding."""
-        tile = tl.program_id(0)
         expert = 0
         first = tile.to(tl.int64) * how.tile
         end = source.num_rows
@@ -108,8 +110,19 @@ def plan_source(x: Tensor, offs: Tensor | None) -> tuple[tuple[int, int], Source
     if offs is not None:  # every expert may have a tile that is not full
         experts = len(offs)
         num_tiles += experts
-    source = Source(x, rows, columns, (x.stride(0), x.stride(1)), offs, experts)
+    source = Source(x, rows, columns, x.stride(0), x.stride(1), offs, experts)
     return (num_tiles, triton.cdiv(columns, TILE)), source
+
+
+def line_unit(block: int, *, is_swizzled: bool = False) -> int:
+    """The unit of the lengths of lines: values that one scale or one word of scales belongs to.
+
+    Of experts with blocks shorter than a tile it is a tile, as kernels read the scales of its four
+    blocks as one word. Dense layers have these in the order of cuBLAS.
+    """
+    if 0 < block < TILE and not is_swizzled:
+        return TILE
+    return max(ALIGNMENT, block)
 
 
 def num_lanes(experts: int) -> int:

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
-from nanotrain.kernels.fp8.grouped import Fp8LoopedMM
+from nanotrain.kernels.fp8.grouped import Fp8GroupedMM, Fp8LoopedMM
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options, Operand
 from nanotrain.kernels.fp8.products import Fp8Linears
+from nanotrain.kernels.fp8.quantize import Quantized
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear
 from nanotrain.kernels.linear import Linear, Linears
 from nanotrain.parallel.tp.layers import ColumnParallelLinear, TensorParallel, column_parallel
@@ -64,6 +65,40 @@ def test_the_products_are_those_of_fp64(recipe: str, name: str, dtype: torch.dty
     for weight_grad, grad in ((first, wide_grads[0]), (second, wide_grads[1])):
         assert weight_grad.dtype is dtype
         assert 0.001 < relative(weight_grad, grad.t() @ x.double()) < TOLERANCE[name]
+
+
+def test_products_of_the_forward_alone_accumulate_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In dense layers, and in each way of the products of experts."""
+    fast: list[bool] = []
+
+    def record(a, b, *args, dtype, is_fast=False, **_):
+        fast.append(is_fast)
+        return torch.zeros(len(a.values), len(b.values), dtype=dtype)
+
+    monkeypatch.setattr("nanotrain.kernels.fp8.products.scaled_mm", record)
+    monkeypatch.setattr("nanotrain.kernels.fp8.grouped.scaled_mm", record)
+    layer = Fp8Layer(options("tensorwise"))
+    products = Fp8Linears([Linear(nn.Parameter(draw(O, I, seed=1)), None, fp8=layer)], records=True)
+    x, grad = draw(T, I, seed=2), draw(T, O, seed=3)
+    products.fprop(x), products.dgrad([grad]), products.wgrad([grad], x)
+    assert fast == [True, False, False]
+    gemm = Fp8LoopedMM(Fp8Layer(options("tensorwise"), ExpertRange(0, 1, 1)))
+    weight, offs = draw(1, O, I, seed=4), torch.tensor([T], dtype=torch.int32)
+    fast.clear()
+    gemm.fprop(x, weight, offs=offs), gemm.dgrad(grad, weight, offs=offs)
+    gemm.wgrad(grad, x, offs=offs)
+    assert fast == [True, False, False]
+    monkeypatch.setattr(
+        "nanotrain.kernels.fp8.grouped.grouped_by_torch",
+        lambda a, b, *, offs, sums, is_fast: fast.append(is_fast) or torch.zeros(1),
+    )
+    grouped = Fp8GroupedMM(Fp8Layer(options("tensorwise", has_grouped_mm=True)))
+    for is_fast in (True, False):
+        matrix = Quantized(
+            torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(1, 1), (None, None)
+        )
+        grouped._multiply((matrix, matrix), offs, dtype=torch.bfloat16, is_fast=is_fast)
+    assert fast[3:] == [True, False]
 
 
 def test_weight_gradients_stay_in_the_dtype_of_the_activations_where_asked_for() -> None:

@@ -5,6 +5,7 @@ that torch checks.
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain.attention.backends import installed_torch
 from nanotrain.kernels.fp8.quantize import Quantized, block_amax, inverse_scales, quantize
@@ -64,6 +65,32 @@ def test_the_emulation_is_the_product_of_the_dequantized_matrices(
     )
 
 
+class FastProducts(TorchDispatchMode):
+    """Whether each product of torch's kernel accumulates fast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.are_fast: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = kwargs or {}
+        if func.overloadpacket is torch.ops.aten._scaled_mm_v2:
+            self.are_fast.append(given.get("use_fast_accum", len(args) > 11 and args[11]))
+        return func(*args, **given)
+
+
+@CHECKS_LAYOUTS
+@pytest.mark.parametrize("block", [(None, None), (1, None), (1, 128), (1, 32)])
+def test_products_of_the_forward_accumulate_fast_where_a_kernel_can(block: Block) -> None:
+    """cuBLAS has the choice for scales per tensor and row: TransformerEngine makes the same one."""
+    matrix = draw(48, 256, block=block)
+    on_meta = Quantized(matrix.values.to("meta"), matrix.inverse_scales.to("meta"), block)
+    with FastProducts() as products:
+        for is_fast in (True, False):
+            multiply_by_kernel(on_meta, on_meta, dtype=torch.bfloat16, is_fast=is_fast)
+    assert products.are_fast == [block[1] is None, False]
+
+
 @CHECKS_LAYOUTS
 @pytest.mark.parametrize(
     "blocks", [((1, 128), (128, 128)), ((1, 128), (1, 128)), ((1, 32), (1, 32))]
@@ -121,7 +148,9 @@ def test_torch_gets_rows_columns_and_a_scale_of_each(
 ) -> None:
     calls = []
 
-    def record(a, b, scale_a, _, scale_b, *given, offs, output_dtype):
+    def record(a, b, scale_a, _, scale_b, *_given, offs, **how):
+        output_dtype = how.pop("output_dtype")
+        assert how == {"use_fast_accum": False}, "gradients are added in fp32"
         calls.append((a, b, scale_a, scale_b, offs.tolist()))
         return a.new_zeros(1, dtype=output_dtype)
 

@@ -21,7 +21,7 @@ OFFS = [130, 130, 300]  # the second expert has no rows, and 10 rows are left ou
 
 @triton.jit
 def record(source, how, out):
-    expert, first, end, padded = locate(source, how)
+    expert, first, end, padded = locate(source, tl.program_id(0), how)
     row = out + tl.program_id(0) * 4
     tl.store(row, expert)
     tl.store(row + 1, first)
