@@ -14,15 +14,19 @@ from nanotrain.model.norm import RMSNorm, build_head_norm, build_norm
 from nanotrain.model.parameters import Parameters
 
 
-def norm_of(kind: Normalization, size: int, *, eps: float, dtype: torch.dtype) -> nn.Module:
+def norm_of(
+    kind: Normalization, size: int, *, eps: float, dtype: torch.dtype, is_offset: bool = False
+) -> nn.Module:
     names = ("weight", "bias") if kind == "LayerNorm" else ("weight",)
     params = Parameters({name: nn.Parameter(torch.empty(size, dtype=dtype)) for name in names})
-    return build_norm(ModelConfig(normalization=kind, norm_epsilon=eps), params)
+    config = ModelConfig(normalization=kind, norm_epsilon=eps, apply_layernorm_1p=is_offset)
+    return build_norm(config, params)
 
 
+@pytest.mark.parametrize("is_offset", [False, True])
 @pytest.mark.parametrize("kind", get_args(Normalization))
-def test_a_norm_scales_to_unit_size(kind: Normalization) -> None:
-    norm = norm_of(kind, 16, eps=1e-3, dtype=torch.float64)
+def test_a_norm_scales_to_unit_size(kind: Normalization, is_offset: bool) -> None:
+    norm = norm_of(kind, 16, eps=1e-3, dtype=torch.float64, is_offset=is_offset)
     with torch.no_grad():
         for parameter in norm.parameters():
             parameter.copy_(torch.randn(16))
@@ -31,7 +35,7 @@ def test_a_norm_scales_to_unit_size(kind: Normalization) -> None:
     expected = (
         centred
         / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt()
-        * (1 if kind == "L2Norm" else norm.weight)
+        * (1 if kind == "L2Norm" else norm.weight + is_offset)
     )
     if kind == "LayerNorm":
         expected = expected + norm.bias

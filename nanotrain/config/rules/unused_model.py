@@ -208,8 +208,10 @@ def unused_heads(c: Settings) -> UnusedFields:
 
 
 def unused_query_norms(c: Settings) -> UnusedFields:
-    """Norms of queries and keys, and other settings of the scores."""
+    """Weights of norms, norms of queries and keys, and other settings of the scores."""
     by_mla = "multi_latent_attention"
+    if c.model.normalization == "L2Norm" and not c.model.qk_layernorm_across_heads:
+        yield unused("apply_layernorm_1p", by="normalization", why="norms have no weights")
     if not c.model.qk_layernorm:
         yield unused(
             "qk_layernorm_across_heads",
