@@ -30,6 +30,11 @@ DATA = "--mock-data --vocab-size 64 --num-layers 8"
             2,
         ),
         (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|tt|tt|t|tL",
+            "parallel.num_virtual_stages_per_pipeline_rank",
+            3,  # the rules name the stage that is missing
+        ),
+        (
             "--use-megatron-fsdp",
             "parallel.data_parallel_sharding_strategy",
             "optim_grads_params",

@@ -71,12 +71,14 @@ def test_an_override_that_cannot_be_is_one_error(argument, message):
     assert message in str(caught.value)
 
 
-def test_references_stand_for_texts_of_bounded_length():
+def test_references_stand_for_texts_of_bounded_length(monkeypatch):
+    monkeypatch.setattr("nanotrain.config.merge.MAX_RESOLVED", 10_000)
     arguments = ["train.wandb_project=xxxxxxxxxx"]
     for before, name in pairwise(("wandb_project", "wandb_exp_name", "wandb_entity", "run_dir")):
-        arguments.append(f"train.{name}='{f'${{train.{before}}}' * 60}'")
+        arguments.append(f"train.{name}='{f'${{train.{before}}}' * 6}'")
     load([*arguments[:2], *DATA.split()])
-    with pytest.raises(ConfigError, match="may have 298,080,000 characters, at most 100,000,000"):
+    # three fields of six references: 6 x 6 x 6 times the longest text, of 6 x 23 characters
+    with pytest.raises(ConfigError, match="may have 29,808 characters, at most 10,000"):
         load([*arguments, *DATA.split()])
 
 

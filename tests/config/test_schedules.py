@@ -92,6 +92,23 @@ def test_train_samples_give_the_steps_of_the_schedule_and_the_length_of_the_deca
 
 
 @pytest.mark.parametrize(
+    ("flags", "iters", "samples"),
+    [
+        ("--lr-decay-iters 5", 5, None),
+        ("--lr-decay-samples 50", None, 50),
+        ("--lr-decay-style constant", None, None),
+        ("--lr-decay-style constant --lr-warmup-fraction 0.1", None, 100),
+    ],
+)
+def test_a_length_of_the_decay_on_the_line_counts_beside_train_samples(
+    flags: str, iters: int | None, samples: int | None
+) -> None:
+    line = f"--global-batch-size 4 --train-samples 100 {flags}"
+    optim = load_config([*RUN, *line.split()]).optim
+    assert (optim.lr_decay_iters, optim.lr_decay_samples) == (iters, samples)
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--rampup-batch-size 4 4", "takes three numbers"),
