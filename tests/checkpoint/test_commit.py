@@ -47,3 +47,12 @@ def test_ranks_that_save_different_things_are_refused(tmp_path: Path) -> None:
         merge_shards(MANIFEST, [first, replace(second, objects={"seen": 2})])
     with pytest.raises(CheckpointError, match="written 2 times|written by no rank"):
         merge_shards(MANIFEST, [first, first])
+
+
+def test_tensors_that_are_not_finite_on_any_rank_are_recorded(tmp_path: Path) -> None:
+    first, second = shards(tmp_path)
+    for of_first, of_second in ((("a",), ("b", "c")), (("a", "b"), ()), ((), ("c",))):
+        merged = merge_shards(
+            MANIFEST, [replace(first, not_finite=of_first), replace(second, not_finite=of_second)]
+        )
+        assert merged.not_finite == (*of_first, *of_second)

@@ -6,14 +6,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 
-from nanotrain.checkpoint import commit, store
+from nanotrain.checkpoint import commit, read, store
 from nanotrain.checkpoint.manifest import ChunkEntry, Manifest, to_json
 from nanotrain.checkpoint.plan import plan_reads
 from nanotrain.checkpoint.read import ShardFile, read_chunks, read_global_tensors
@@ -199,3 +199,27 @@ def test_an_unknown_name_is_an_error_with_the_command_that_lists_them(tmp_path: 
         CheckpointError, match="holds no tensor model/b: it holds 1 others, the first is model/a"
     ):
         list(read_global_tensors(path, ["model/b"]))
+
+
+class _Bytes:
+    """An object of a store."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def read(self, start: int, stop: int) -> bytes:
+        assert 0 <= start <= stop <= len(self.data), "outside of the object"
+        return self.data[start:stop]
+
+
+@given(st.binary(max_size=40), st.integers(0, 40), st.integers(0, 40))
+def test_a_read_of_an_object_gives_all_of_its_bytes_at_once(
+    data: bytes, offset: int, length: int
+) -> None:
+    """A header is one read; it may be longer than what the first request brings."""
+    with patch.object(read, "HEAD_BYTES", 8):
+        source = read.RemoteSource(_Bytes(data), len(data))  # type: ignore[arg-type]
+        into = bytearray(length)
+        count = source.read_into(memoryview(into), min(offset, len(data)))
+    expected = data[min(offset, len(data)) :][:length]
+    assert bytes(into[:count]) == expected

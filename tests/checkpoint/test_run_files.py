@@ -118,6 +118,23 @@ def test_a_checkpoint_that_only_the_folder_has_keeps_its_files(
     assert first.read() == "".join(ROWS[:6])
 
 
+def test_of_two_machines_with_the_same_newest_checkpoint_the_store_counts(
+    run: Remote, tmp_path: Path
+) -> None:
+    first = Machine(run, tmp_path / "first", skew_s=0.0)
+    first.write("lr: 1", name="config.yaml")
+    first.save(4)
+    step = first.folder / "checkpoints/step-00000004"
+    step.mkdir(parents=True, exist_ok=True)
+    (step / "manifest.json").write_text("{}")
+    first.write("lr: 3", name="config.yaml")
+    second = Machine(run, tmp_path / "second", skew_s=0.0)
+    second.write("lr: 2", name="config.yaml")
+    second.uploads.upload()
+    first.start()
+    assert first.read("config.yaml") == "lr: 2"
+
+
 @pytest.mark.parametrize(("local", "there"), [(4, 10), (10, 4), (7, 7)])
 @pytest.mark.parametrize("skew_s", SKEWS_S)
 def test_of_a_file_that_goes_on_the_longer_version_stays(

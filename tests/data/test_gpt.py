@@ -1,5 +1,6 @@
 """Windows equal slices of the concatenated stream; masks follow document boundaries."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,28 @@ def test_tokens_fill_the_vocabulary_and_labels_follow() -> None:
     samples = SyntheticDataset(vocab_size=50, seq_length=4000, seed=1)
     assert set(samples[0].tokens.tolist()) == set(range(50))
     assert np.array_equal(samples[0].tokens[1:], samples[0].labels[:-1])
+
+
+@pytest.mark.parametrize("seq_length", [1, 3, 5, 18])
+def test_no_token_of_an_excluded_document_is_read_or_is_a_target(
+    write_corpus: WriteCorpus, seq_length: int
+) -> None:
+    """The first one too, which the document before predicts; nothing else changes."""
+    lengths, excluded = [5, 1, 3, 6, 4], [1, 3]
+    prefix = write_corpus(random_documents(lengths))
+    whole = _samples(prefix, seq_length=seq_length, vocab_size=100, shuffle=False)
+    without = replace(whole, excluded=frozenset(excluded))
+    corpus = whole.corpus
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    is_excluded = np.isin(owner, excluded)
+    ends = np.repeat([corpus.read(end - 1, end)[0] for end in np.cumsum(lengths)], lengths)
+    for index in range(whole.samples_per_epoch):
+        inputs = slice(index * seq_length, (index + 1) * seq_length)
+        labels = slice(inputs.start + 1, inputs.stop + 1)
+        sample, full = without[index], whole[index]
+        assert sample.loss_mask.tolist() == (full.loss_mask * ~is_excluded[labels]).tolist()
+        for part, ours, theirs in (
+            (inputs, sample.tokens, full.tokens),
+            (labels, sample.labels, full.labels),
+        ):
+            assert np.array_equal(ours, np.where(is_excluded[part], ends[part], theirs))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nanotrain.config.config import DataConfig
 from nanotrain.config.load import load
+from nanotrain.data.gpt import GPTDataset
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.packing import PackedDataset, best_fit
 from nanotrain.errors import NanotrainError
@@ -149,3 +150,20 @@ def test_packing_without_masked_attention_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NanotrainError, match="packing best_fit without reset_attention_mask"):
         load(line)
     assert load([*line, "--reset-attention-mask"]).config.data.packing == "best_fit"
+
+
+def test_the_samples_of_a_document_are_those_that_hold_one_of_its_tokens(
+    dataset: PackedDataset,
+) -> None:
+    """Of packed documents, and of windows that cut them."""
+    corpus, length = dataset.corpus, dataset.config.seq_length
+    plain = GPTDataset(corpus, 2, corpus.num_tokens - 3, dataset.config, vocab_size=VOCAB_SIZE)
+    for samples in (dataset, plain):
+        found: dict[int, list[int]] = {}
+        for index in range(samples.samples_per_epoch):
+            window = samples.window(index)
+            for part in samples.parts(index):
+                if part.offset < length and part.stop > part.start:
+                    found.setdefault(part.document, []).append(window)
+        for document in range(corpus.num_documents):
+            assert list(samples.windows_with(document)) == sorted(found.get(document, []))

@@ -147,3 +147,23 @@ def test_inputs_that_hold_nothing_or_do_not_exist_are_refused(tmp_path: Path) ->
     (tmp_path / "what.xyz").write_text("a")
     with pytest.raises(DataError, match="is of no supported type"):
         _read(tmp_path / "what.xyz")
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.ndjson"])
+def test_every_splitter_covers_its_file_whatever_the_size_of_a_chunk(
+    tmp_path: Path, name: str
+) -> None:
+    """Also where what is left at the end is less than a chunk."""
+    file = tmp_path / name
+    if file.suffix == ".parquet":
+        pq.write_table(pa.table({"text": TEXTS}), file, row_group_size=7)
+        metadata = pq.ParquetFile(file).metadata
+        end = metadata.num_row_groups
+        num_bytes = sum(metadata.row_group(group).total_byte_size for group in range(end))
+    else:
+        end = num_bytes = _write_lines(file, TEXTS).stat().st_size
+    for chunk_bytes in (1, *range(100, num_bytes + 100, 97)):
+        split = chunks.SPLITTERS[file.suffix](file, chunk_bytes)
+        edges = [0, *(chunk.stop for chunk in split)]
+        assert [chunk.start for chunk in split] == edges[:-1] and edges[-1] == end
+        assert sum(chunk.num_bytes for chunk in split) == num_bytes

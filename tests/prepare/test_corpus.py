@@ -162,6 +162,47 @@ def test_a_prepared_corpus_is_left_alone_or_refused(
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        ["--no-append-eod"],
+        ["--dtype", "int32"],
+        ["--text-column", "id"],
+        ["--tokenizer", "bpe:260"],
+        ["--parse-special"],
+    ],
+)
+def test_a_corpus_of_other_options_is_not_prepared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text": "one two", "id": "three"}\n')
+    _prepare(source, tmp_path / "out", "--workers", "1")
+    with pytest.raises(DataError, match="exists.*--overwrite"):
+        _prepare(source, tmp_path / "out", *options)
+    assert "already prepared" not in capsys.readouterr().out
+
+
+def test_a_corpus_of_a_changed_file_is_not_prepared(tmp_path: Path) -> None:
+    """Another text of the same length, another file of the same text, one more file."""
+    source, other = tmp_path / "in" / "a.txt", tmp_path / "b.txt"
+    source.parent.mkdir()
+    source.write_text("one two")
+    other.write_text("one two")
+    _prepare(source.parent, tmp_path / "out", "--workers", "1")
+    status = os.stat(source)
+    for name, text in (("a.txt", "two one"), ("a.txt", "one two three"), ("b.txt", "one")):
+        (source.parent / name).write_text(text)
+        os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+        with pytest.raises(DataError, match="exists.*--overwrite"):
+            _prepare(source.parent, tmp_path / "out")
+        (source.parent / "b.txt").unlink(missing_ok=True)
+        source.write_text("one two")
+        os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(DataError, match="exists.*--overwrite"):
+        _prepare(other, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--text-column", "body"], "no column body: its columns are text"),

@@ -65,3 +65,21 @@ def test_unknown_and_lost_characters_are_counted(
     # their bytes are not in the tokens
     assert own.counts.uneven or not (expected.lost or expected.unknown)
     assert not expected.lost or can_lose_characters(own.tokenizer)
+
+
+@pytest.mark.parametrize("name", ["bert cased", "words lower", "gpt2"])
+def test_what_is_counted_adds_up_over_documents(kinds: Path, name: str) -> None:
+    texts = ["low § \x00lower", "low", f"a{END}b", "", "low § e\u0301"]
+    by_document = []
+    for text in texts:
+        own = encoder(kinds, name)
+        own.encode(text)
+        by_document.append(own.counts)
+    together = encoder(kinds, name)
+    for text in texts:
+        together.encode(text)
+    for field in ("special", "unknown", "lost", "uneven"):
+        assert getattr(together.counts, field) == sum(
+            getattr(count, field) for count in by_document
+        )
+    assert together.counts != by_document[-1]

@@ -321,3 +321,25 @@ def test_random_faults_lose_nothing_and_are_named(bucket: str) -> None:
         assert there[name] in allowed
     assert num_writes / 10 < num_named < num_writes * 0.9
     assert all((folder / name).read() == data for name, data in there.items() if data)
+
+
+@pytest.mark.parametrize(
+    ("size", "part"), [(0, 8), (8, 8), (24, 8), (25, 9), (27, 9), (28, 10), (1000, 334)]
+)
+def test_a_file_is_uploaded_in_at_most_as_many_parts_as_providers_take(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: int, part: int
+) -> None:
+    monkeypatch.setattr(remote, "PART_BYTES", 8)
+    monkeypatch.setattr(remote, "MAX_PARTS", 3)
+    options = []
+
+    class Client:
+        def put_file(self, *names: str, callback: object, **given: int) -> None:
+            options.append(given)
+
+    monkeypatch.setattr(remote.Remote, "_client", lambda self: Client())
+    file = tmp_path / "file"
+    file.write_bytes(bytes(size))
+    for scheme in ("s3", "gs"):
+        parse(f"{scheme}://bucket/file").put(file)
+        assert options.pop()["chunksize"] == part and -(-size // part) <= 3
