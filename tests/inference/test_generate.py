@@ -180,6 +180,8 @@ def test_a_text_ends_before_the_first_stop_string() -> None:
     assert "".join(pieces_of("one#two", "##")) == "one#two", (
         "the beginning of a stop string is shown in the end"
     )
+    for stops in (("b", "ab"), ("ab", "b")):  # both end with one token: the earlier one counts
+        assert "".join(pieces_of("xaab", *stops)) == "xa"
 
 
 def test_a_prompt_that_is_too_long_is_named() -> None:

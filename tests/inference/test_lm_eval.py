@@ -175,3 +175,22 @@ def test_our_own_tasks_give_the_numbers_of_lm_eval(
         score["accuracy"] == theirs["acc,none"]
         and score["accuracy_per_byte"] == theirs["acc_bytes,none"]
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "temperature"),
+    [
+        ({}, 0.0),
+        ({"temperature": 0.7}, 0.7),
+        ({"do_sample": True, "temperature": 0.7}, 0.7),
+        ({"do_sample": False, "temperature": 0.7}, 0.0),
+        ({"do_sample": True}, 0.0),
+        ({"temperature": None}, 0.0),
+    ],
+)
+def test_a_task_is_greedy_unless_it_samples_at_a_temperature(tmp_path, options, temperature):
+    write_run(tmp_path)
+    model = NanotrainLM(str(tmp_path), max_length=16)
+    sampling = model._sampling({**options, "top_k": 3})
+    assert (sampling.temperature, sampling.top_k) == (temperature, 3)
+    assert model.loaded.tokenizer.eod in sampling.ends

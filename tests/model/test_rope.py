@@ -205,6 +205,17 @@ def test_queries_of_later_contexts_are_longer() -> None:
     assert scale_query(query, None) is query
 
 
+def test_a_shorter_sequence_after_a_longer_one_has_its_own_tables() -> None:
+    """Tables are kept: those of a longer sequence begin with those of a shorter one."""
+    model = replace(YARN, yarn=replace(YARN.yarn, query_scaling_beta=0.3))
+    like, kept = torch.zeros(1), RotaryTables(model)
+    longest = 3 * model.yarn.original_max_position_embeddings
+    for length in (longest, 5, longest - 1):
+        tables, fresh = kept.at(length, like=like), RotaryTables(model).at(length, like=like)
+        for name in ("cos", "sin", "query_scale"):
+            assert torch.equal(getattr(tables, name), getattr(fresh, name)), (name, length)
+
+
 def test_layers_with_a_window_have_plain_frequencies_beside_yarn():
     """Their base is another one, and neither factors nor lengths of the other layers apply."""
     model = replace(

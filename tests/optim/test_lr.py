@@ -103,6 +103,47 @@ def test_the_decay_may_be_shorter_than_the_run():
     assert schedule.lr_at(51 * BATCH) == MIN_LR
 
 
+@pytest.mark.parametrize("style", list(LR_DECAYS))
+@pytest.mark.parametrize("train_iters", [TOTAL // 2, 3 * TOTAL])
+def test_a_schedule_of_its_own_length_does_not_depend_on_that_of_the_run(style, train_iters):
+    fields = {"lr_warmup_iters": 0, "lr_warmup_fraction": 0.1, "lr_wsd_decay_iters": WSD_LENGTH}
+    as_long = curve(style, **fields)
+    schedule = curve(style, train_iters=train_iters, lr_decay_iters=TOTAL, **fields)
+    for consumed in range(0, (TOTAL + 2) * BATCH, 5):
+        assert schedule.lr_at(consumed) == as_long.lr_at(consumed), consumed
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("decoupled_min_lr", {"decoupled_lr": 5e-3}),
+        ("lr_warmup_samples", {}),
+        ("lr_warmup_fraction", {}),
+        ("start_weight_decay", {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}),
+        ("end_weight_decay", {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1}),
+    ],
+)
+def test_a_setting_of_0_is_not_one_that_is_unset(name, others):
+    """It is the limit of small settings; an unset one follows another setting."""
+    values = []
+    for value in ({name: 0}, {name: 1e-9}, {}):
+        schedule = curve("cosine", weight_decay=0.5, **others, **value)
+        values.append(
+            [
+                rate
+                for consumed in (1, WARMUP * BATCH // 2, TOTAL * BATCH)
+                for rate in (
+                    schedule.lr_at(consumed),
+                    schedule.decoupled_lr_at(consumed) or 0.0,
+                    schedule.weight_decay_at(consumed),
+                )
+            ]
+        )
+    zero, small, unset = values
+    assert zero == pytest.approx(small, rel=1e-6, abs=1e-8)
+    assert zero != pytest.approx(unset, rel=1e-2)
+
+
 def test_every_decay_style_of_wsd_has_a_formula():
     assert set(WSD_DECAYS) == set(get_args(WSDDecayStyle))
 

@@ -1,5 +1,6 @@
 """config.json of families with experts: which layers have them, and how tokens are routed."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,16 @@ def test_dense_layers_of_a_qwen3_moe_become_a_pattern_and_come_back(
     written = config_to_hf(model, family="qwen3_moe")
     assert (written["mlp_only_layers"], written["decoder_sparse_step"]) == (dense, 1)
     assert config_from_hf(written) == model
+
+
+@pytest.mark.parametrize(("step", "num_sparse"), [(1, 4), (2, 2), (3, 1)])
+def test_the_balance_loss_is_over_the_layers_with_experts(step: int, num_sparse: int) -> None:
+    """transformers takes their mean, times top-k; here the losses of the layers are added."""
+    raw = LLAMA_JSON | {"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 4}
+    model = config_from_hf(raw | {"decoder_sparse_step": step, "num_experts_per_tok": 2})
+    moe = replace(model.moe, aux_loss_coeff=[0.03], router_load_balancing_type=["aux_loss"])
+    written = config_to_hf(replace(model, moe=moe), family="qwen3_moe")
+    assert written["router_aux_loss_coef"] == pytest.approx(0.03 * num_sparse / 2)
 
 
 def test_a_chosen_softmax_is_the_renormalized_one() -> None:

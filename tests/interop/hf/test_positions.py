@@ -19,6 +19,8 @@ from tests.model.building import LLAMA, LLAMA3, YARN
         LLAMA3,
         YARN,
         replace(YARN, yarn=YarnConfig(4.0, mscale=0.7, mscale_all_dim=0.4, beta_fast=9.0)),
+        *(replace(LLAMA, rotary_seq_len_interpolation_factor=factor) for factor in (1.5, 2, 8)),
+        replace(LLAMA3, rope_scaling_factor=1.5),
     ],
 )
 def test_what_is_written_reads_back(model: ModelConfig) -> None:

@@ -2,8 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
+
+from nanotrain.config.notation import read_layer_pattern
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.families import config_from_hf, config_to_hf, family_of
+from nanotrain.interop.hf.windows import WINDOW_PARTS
 from tests.interop.hf.reference import LLAMA_SHAPE
 
 MISTRAL = LLAMA_SHAPE | {"model_type": "mistral", "sliding_window": None}
@@ -30,3 +34,25 @@ def test_a_window_in_every_layer_and_none() -> None:
     assert config_from_hf(both | {"layer_types": ["full_attention"] * 2}).window_size is None
     windows = config_from_hf(both | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9})
     assert (windows.window_size, windows.window_attn_skip_freq) == (8, "0")
+
+
+@pytest.mark.parametrize("num_layers", range(1, 9))
+@pytest.mark.parametrize(("step", "first"), [(1, -1), (2, -1), (3, -1), (3, 0), (4, 5), (6, -1)])
+def test_every_step_th_layer_of_a_pattern_has_no_window(
+    num_layers: int, step: int, first: int
+) -> None:
+    """Counted from the first of them, or so that each `step` layers end with one."""
+    for listed in ([], [0], [num_layers - 1]):
+        raw = {"num_hidden_layers": num_layers, "sliding_window_pattern": step}
+        raw |= {"first_full_attention": first, "full_layers": listed, "sliding_window": 8}
+        values = WINDOW_PARTS["layer_windows"].read(raw)
+        windows = [layer % step != first % step for layer in range(num_layers)]
+        windows = [has and layer not in listed for layer, has in enumerate(windows)]
+        pattern = values.get("window_attn_skip_freq")
+        if not any(windows):
+            assert values == {}
+        elif all(windows):
+            assert pattern == "0"
+        else:
+            got = read_layer_pattern("window_attn_skip_freq", pattern, num_layers=num_layers)
+            assert list(got) == windows
