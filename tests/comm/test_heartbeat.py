@@ -23,6 +23,8 @@ from tests.harness import ranks
 def test_phases_actions_and_collectives_are_read_back():
     heartbeat = Heartbeat()
     heartbeat.begin("step", step=3)
+    heartbeat.action("F", stage=0, microbatch=0)
+    assert heartbeat.read().action == "F0.0"
     heartbeat.action("B", stage=1, microbatch=5)
     heartbeat.started("dp", "all_reduce", num_bytes=64)
     heartbeat.started("no such group", "no such op", num_bytes=1)
@@ -32,13 +34,14 @@ def test_phases_actions_and_collectives_are_read_back():
         "dp": Collective(1, "all_reduce", 64),
         "?": Collective(1, "no such op", 1),
     }
-    assert beat.waiting is None and beat.beats == 4 and not beat.is_alarmed
+    assert beat.waiting is None and beat.beats == 5 and not beat.is_alarmed
 
 
-def test_a_wait_is_recorded_while_it_lasts():
+@pytest.mark.parametrize("peer", [None, 0, 2])
+def test_a_wait_is_recorded_while_it_lasts(peer):
     heartbeat = Heartbeat()
-    heartbeat.wait_begins("pp", "p2p", sequence=4, peer=2)
-    assert heartbeat.read().waiting == Waiting("pp", "p2p", 4, peer=2)
+    heartbeat.wait_begins("pp", "p2p", sequence=4, peer=peer)
+    assert heartbeat.read().waiting == Waiting("pp", "p2p", 4, peer=peer)
     heartbeat.wait_ended()
     assert heartbeat.read().waiting is None and heartbeat.waited_s > 0
 

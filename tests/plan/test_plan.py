@@ -229,6 +229,18 @@ def test_a_plan_equals_the_built_run(layout: str) -> None:
     run_ranks(ranks, holds_what_is_planned, case, shares=True, **sizes)
 
 
+def test_instances_share_the_sum_of_a_tied_embedding_by_what_each_of_them_updates() -> None:
+    sizes = "--pipeline-model-parallel-size 2 --num-distributed-optimizer-instances 2"
+    # an embedding that does not fill its bucket
+    shape = "--vocab-size 1001 --make-vocab-size-divisible-by 1 --hidden-size 132 --kv-channels 32"
+    tied = "--outer-dp-sharding-strategy optim --no-untie-embeddings-and-output-weights"
+    config = config_of("tiny", f"{sizes} {shape} {tied}")
+    plans = [plan_run(config, 8, rank=rank) for rank in range(8)]
+    sent = [sent_bytes(plan).get(("embed", "all_reduce"), 0) for plan in plans]
+    assert sum(sent) == 2 * 1001 * 132 * 4, "every element once at both ends, in fp32"
+    assert len(set(sent)) > 1, "an embedding that fills all shards alike shows nothing"
+
+
 @pytest.mark.parametrize("row", RECOMPUTED)
 def test_a_plan_has_the_traffic_of_recomputed_attention(row: str) -> None:
     ranks, comm_type, memory = RECOMPUTED[row]

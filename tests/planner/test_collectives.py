@@ -4,7 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from nanotrain.planner.collectives import Placement, collective_s, placement
+from nanotrain.planner.collectives import (
+    LAUNCH_S,
+    PROTOCOLS,
+    Placement,
+    collective_s,
+    placement,
+)
 from nanotrain.planner.hardware import Link, gpu_of, gpus
 
 OPERATIONS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
@@ -89,3 +95,23 @@ def test_across_nodes_the_slowest_link_bounds_the_time(operation: str, level: st
     share = 0.5 * (8 if level == "network" and operation != "all_to_all" else 1) ** -1
     assert slowed > share * size / (link.bandwidth / 1000)
     assert slowed > 50 * seconds
+
+
+def test_small_messages_between_many_nodes_take_a_tree_and_large_ones_the_bandwidth_of_a_ring() -> (
+    None
+):
+    gpu = gpu_of("h100")
+    # one rank per node: a tree has log2(64) levels up and down, a ring 63 steps each way
+    ranks = range(0, 64 * gpu.gpus_per_node, gpu.gpus_per_node)
+    tree_s = LAUNCH_S + 2 * 6 * gpu.network.latency * PROTOCOLS[-1].latency
+    ring_s = LAUNCH_S + 63 * gpu.network.latency * PROTOCOLS[-1].latency
+    one = {
+        operation: collective_s(gpu, operation, num_bytes=1, ranks=ranks)
+        for operation in ("all_reduce", "all_gather", "reduce_scatter")
+    }
+    assert one["all_reduce"] == pytest.approx(tree_s, rel=1e-3)
+    assert one["all_gather"] == one["reduce_scatter"] == pytest.approx(ring_s, rel=1e-3)
+    large = 1 << 40
+    seconds = collective_s(gpu, "all_reduce", num_bytes=large, ranks=ranks)
+    bandwidth = gpu.network.bandwidth * gpu.network_efficiency
+    assert seconds == pytest.approx(2 * large * 63 / 64 / bandwidth, rel=1e-3)

@@ -95,6 +95,21 @@ def test_settings_that_save_memory_save_it(engine: str) -> None:
     assert total(strategy="optim", mbs=2) > total(strategy="optim") > total(strategy="optim", pp=2)
 
 
+@pytest.mark.parametrize("engine", ["megatron", "fsdp2"])
+def test_every_strategy_divides_its_part_of_the_state_by_the_ranks(engine: str) -> None:
+    """ZeRO 1 the optimizer, 2 the gradients too, 3 the parameters too."""
+    strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    for stage, strategy in enumerate(strategies):
+        two, eight = (
+            estimate_memory(llama(size, engine=engine, gbs=64, strategy=strategy))
+            for size in (2, 8)
+        )
+        parts = {"optimizer": 1, "grads": 2, "params": 3}
+        for part, first_stage in parts.items():
+            ratio = getattr(two, part) / getattr(eight, part)
+            assert ratio == pytest.approx(4 if stage >= first_stage else 1), (strategy, part)
+
+
 def test_what_does_not_fit_has_no_headroom() -> None:
     small, large = (
         predict(llama(8, gpu=gpu, strategy="optim", mbs=4, gbs=64)) for gpu in ("b300", "a100-40gb")

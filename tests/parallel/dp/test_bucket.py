@@ -122,6 +122,18 @@ def test_bf16_gradients_accumulate_in_fp32():
     )
 
 
+def test_microbatches_that_are_reduced_in_bf16_add_up_in_fp32_where_nothing_is_sent():
+    memory = GradMemory(LAYOUT.numel, device=torch.device("cpu"), dtype=torch.bfloat16)
+    shard = torch.zeros(LAYOUT.shard_numel)
+    elements = slice(LAYOUT.numel)
+    bucket = bucket_with(TransientGrads(elements, shard, memory=memory, groups=GROUPS))
+    bucket.begin_step()
+    for value in (1.0, 2.0**-10):  # their sum is not a bf16 number
+        fill(bucket, value)
+        reduce(bucket, is_last=value < 1)
+    assert torch.equal(bucket.grads.main, shard_with(dict.fromkeys(NAMES, 1 + 2.0**-10)))
+
+
 class LateReduceScatter(Work):
     """A reduce-scatter over two ranks that reads its input in `wait`, as a collective in flight
     may.
