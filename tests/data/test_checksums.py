@@ -287,3 +287,13 @@ def test_truncated_checksums_are_an_error(corpus: Path, left: int) -> None:
     sums_path(corpus).write_bytes(sums_path(corpus).read_bytes()[:left])
     with pytest.raises(DataError, match=rf"checksums of {left // 4}"):
         IndexedTokens(corpus)
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 128])
+def test_every_block_that_has_a_byte_has_one_checksum(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 64)
+    sums = BlockSums()
+    sums.add(bytes(size))
+    assert len(sums.to_bytes()) == 4 * -(-size // 64)

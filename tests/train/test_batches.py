@@ -1,14 +1,19 @@
 """Global batches: the same token count on every rank, and all ranks stop or fail together."""
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from nanotrain.comm.group import Group
+from nanotrain.config.config import Config, TrainConfig
+from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
 from nanotrain.errors import DataError, EnvironmentFault
-from nanotrain.train.batches import BatchIterator, BatchOptions
+from nanotrain.optim.lr import LRSchedule
+from nanotrain.train.batches import BatchIterator, BatchOptions, StepSettings
 from tests.harness import HANG_S, ranks
 
 CPU = torch.device("cpu")
@@ -154,3 +159,16 @@ def test_a_vote_ahead_counts_the_same_and_takes_effect_one_step_later(ctx):
     assert ahead.next() is not None and ahead.next(failure=own) is not None
     with pytest.raises(DataError, match="a hook broke"):
         ahead.next(failure=own)
+
+
+@pytest.mark.parametrize(("attention", "hidden"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.1)])
+def test_a_step_has_a_seed_where_anything_is_dropped(attention: float, hidden: float):
+    model = ModelConfig(attention_dropout=attention, hidden_dropout=hidden)
+    config = Config(model=model, train=TrainConfig(seed=7))
+    sampler = SimpleNamespace(size_at=lambda consumed: 4, length_at=lambda consumed: None)
+    plan: Any = SimpleNamespace(
+        config=config, sampler=sampler, hidden_shape_of=lambda length: (1, length, 8)
+    )
+    schedule = LRSchedule(config.optim, samples_per_step=4, train_samples=8)
+    settings = StepSettings.at(0, plan=plan, lr_schedule=schedule)
+    assert settings.dropout_seed == (7 if attention or hidden else None)
