@@ -14,7 +14,7 @@ from nanotrain.cli.generate import sampling_of
 from nanotrain.errors import DataError
 from nanotrain.inference.checkpoint import LoadedModel, load_checkpoint
 from nanotrain.inference.generate import Generation, encode_prompts
-from nanotrain.inference.generation_config import parse_defaults, read_defaults
+from nanotrain.inference.generation_config import defaults_of_run, parse_defaults, read_defaults
 from nanotrain.inference.sampling import Sampling
 from tests.inference.test_checkpoint import write_run
 from tests.inference.tiny_folders import edit_json, write_folder
@@ -185,3 +185,23 @@ def test_a_damaged_file_is_one_error(content: bytes, message: str) -> None:
 def test_a_run_ends_at_its_documents_end_too(tmp_path: Path) -> None:
     write_run(tmp_path)
     assert load_checkpoint(tmp_path).defaults.ends == (256,)
+
+
+@pytest.mark.parametrize(
+    ("listed", "eod", "ends"),
+    [
+        ([5, 6], 3, (5, 6, 3)),
+        ([5, 3], 3, (5, 3)),
+        (5, None, (5,)),
+        (None, 3, (3,)),
+        ("no file", 3, (3,)),
+        ("no file", None, ()),
+    ],
+)
+def test_texts_of_a_run_end_where_its_documents_and_the_folder_of_its_tokenizer_do(
+    listed: Any, eod: int | None, ends: tuple[int, ...]
+) -> None:
+    content = {"generation_config.json": json.dumps({"eos_token_id": listed}).encode()}
+    files = {} if listed == "no file" else content
+    tokenizer: Any = Namespace(files=files, eod=eod)
+    assert defaults_of_run(Path("step-00000001"), tokenizer).ends == ends

@@ -133,6 +133,12 @@ def test_bytes_by_rule_and_dtype():
     )
     assert state_bytes(parts, ADAM, config=config, precision=small) == 4 * total
     assert state_bytes(parts, OPTIMIZERS["lion"], config=config, precision=fp32) == 4 * total
+    averaged = replace(config, ema_decay=0.9)  # in fp32 beside state of any dtype
+    for rule, precision in ((ADAM, fp32), (ADAM, small), (OPTIMIZERS["lion"], bf16)):
+        plain = state_bytes(parts, rule, config=config, precision=precision)
+        assert state_bytes(parts, rule, config=averaged, precision=precision) == plain + 4 * total
+    on_host = [replace(part, on_host=True) for part in parts]
+    assert state_bytes(on_host, ADAM, config=averaged, precision=bf16) == 0
     parts = [
         part
         for bucket in buckets(1)

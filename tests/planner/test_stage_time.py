@@ -51,6 +51,20 @@ def test_full_recomputation_adds_a_forward_of_the_layers() -> None:
     assert 0.8 * plain[0, FORWARD].compute < added < plain[0, FORWARD].compute
 
 
+def test_full_recomputation_adds_a_forward_of_layers_of_multi_token_prediction() -> None:
+    added = {}
+    for num_mtp in (None, 1, 2):
+        values = {"num_layers": 4, "mtp_num_layers": num_mtp}
+        plain, full = (
+            times(Stages(llama(8, **values, **more)))[0, BACKWARD].compute
+            for more in ({}, {"recompute_granularity": "full"})
+        )
+        added[num_mtp] = full - plain
+    per_layer = added[None] / 4
+    for num_mtp in (1, 2):
+        assert added[num_mtp] - added[None] >= per_layer * num_mtp
+
+
 def test_selective_recomputation_adds_the_modules() -> None:
     plain, attention, mlp = (
         times(Stages(llama(8, **more)))[0, BACKWARD].compute

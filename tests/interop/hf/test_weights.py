@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import nanotrain
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.mxfp4 import Mxfp4Tensor, dequantized
-from nanotrain.interop.hf.weights import WeightFiles, has_other_head
+from nanotrain.interop.hf.weights import BlockSize, WeightFiles, has_other_head
 from nanotrain.spec.boxes import Box
 from tests.interop.hf.reference import load, reference
 
@@ -162,3 +162,18 @@ def test_a_folder_in_mxfp4_has_the_logits_of_its_dequantized_weights(tmp_path: P
     torch.testing.assert_close(
         load(tmp_path).logits(tokens), theirs(tokens).logits, rtol=1e-4, atol=2e-5
     )
+
+
+def test_any_box_of_fp8_weights_has_the_factors_of_its_blocks(tmp_path: Path) -> None:
+    """Blocks of two sizes, of which the last ones are cut."""
+    low = torch.arange(1.0, 71.0).reshape(7, 10).to(torch.float8_e4m3fn)
+    factors = torch.arange(1.0, 13.0).reshape(4, 3)
+    save_file({"a.weight": low, "a.weight_scale_inv": factors}, tmp_path / "model.safetensors")
+    files = WeightFiles(tmp_path, prefix="", block_size=BlockSize(2, 4))
+    assert files.shapes == {"a.weight": (7, 10)}
+    by_element = factors.repeat_interleave(2, 0)[:7].repeat_interleave(4, 1)[:, :10]
+    whole = low.float() * by_element
+    for start in ((0, 0), (1, 3), (2, 4), (5, 9)):
+        for stop in ((7, 10), (6, 10)):
+            box = Box(start, stop)
+            assert torch.equal(files.read("a.weight", box), whole[box.slices()]), box
