@@ -209,3 +209,14 @@ def test_a_pipe_in_the_place_of_the_metrics_is_an_error_and_no_wait(tmp_path):
         MetricsFile(tmp_path / "metrics.jsonl", step=0)
     with pytest.raises(EnvironmentFault, match="No such device"):
         open_append(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3])
+def test_no_byte_of_a_row_without_its_end_is_lost(tmp_path, step):
+    """A killed writer may have left out the newline alone; the next row begins a line."""
+    path, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics-superseded.jsonl"
+    path.write_text(lines(1, 2, 3).rstrip("\n"))
+    set_aside_after(path, step)
+    kept = [number for number in (1, 2) if number <= step]
+    assert path.read_text() == lines(*kept)
+    assert aside.read_text() == lines(*(number for number in (1, 2, 3) if number not in kept))

@@ -26,6 +26,10 @@ from tests.model.building import LLAMA, LLAMA3, YARN
 def test_what_is_written_reads_back(model: ModelConfig) -> None:
     fields = read_rope(write_rope(model))
     assert with_values(model, fields) == model and fields["rotary_base"] == model.rotary_base
+    factor = model.rotary_seq_len_interpolation_factor
+    assert fields.get("rotary_seq_len_interpolation_factor", 1.0) == factor
+    scaled = model.rope_scaling_factor if model.use_rope_scaling else None
+    assert fields.get("rope_scaling_factor") == scaled
 
 
 def test_a_share_of_the_channels_is_read_where_the_family_has_it() -> None:
