@@ -33,7 +33,7 @@ from nanotrain.comm.group import Group
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def eager_or_graph(eager_form: F, graph_form: Callable[..., Any]) -> F:
+def eager_or_graph(eager_form: F, graph_form: Callable[..., Any], *, is_traced: bool = True) -> F:
     """A function with an eager form, and a form that torch.compile traces.
 
     The compiler is asked per call, not per module: parts of a compiled block run eagerly (experts,
@@ -46,20 +46,21 @@ def eager_or_graph(eager_form: F, graph_form: Callable[..., Any]) -> F:
             return graph_form(*args, **kwargs)
         return eager_form(*args, **kwargs)
 
+    call.is_traced = is_traced  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
 
 
 def eager(function: F) -> F:
     """Run a function eagerly inside compiled code: a graph ends before it, another one follows.
 
-    `torch.compiler.disable` as a decorator imports torch._dynamo with the module: 1.3 to 5 s of CPU
-    time per process, even if nothing is compiled. Here it is called only while a graph is compiled.
+    `torch.compiler.disable` is called only while a graph is compiled: it imports torch._dynamo,
+    1.3 to 5 s of CPU time.
     """
 
     def end_graph(*args: Any, **kwargs: Any) -> Any:
         return torch.compiler.disable(function)(*args, **kwargs)
 
-    return eager_or_graph(function, end_graph)
+    return eager_or_graph(function, end_graph, is_traced=False)
 
 
 TensorFunction = Callable[..., Tensor]

@@ -11,16 +11,13 @@ ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_para
 DispatchDType = Literal["bf16", "fp8", "mxfp8"]
 OuterShardingStrategy = Literal["no_shard", "optim"]
 RecomputeGranularity = Literal["full", "selective"]
-RecomputeModule = Literal["core_attn", "mlp", "moe", "layernorm", "mla_up_proj", "moe_act"]
-
-
+RecomputeModule = Literal[
+    "core_attn", "mlp", "moe", "layernorm", "mla_up_proj", "moe_act", "pointwise"
+]
 RecomputeMethod = Literal["uniform", "block"]
 
 # schedules that place stages in a V: rank r has the r-th stage from either end
 V_SCHEDULES = {"zb-v", "dualpipev"}
-# recomputed modules whose outputs are discarded by saved-tensor hooks, which a compiled graph does
-# not call
-DISCARDED_MODULES = {"layernorm", "mla_up_proj", "moe_act"}
 
 
 @dataclass(frozen=True)
@@ -252,7 +249,9 @@ class MemoryConfig:
     """full: layers of a group (uniform) or recomputed layers of each stage (block); unset: 1"""
 
     recompute_modules: list[RecomputeModule] = option([])
-    """selective: core_attn, mlp, moe, layernorm, mla_up_proj, moe_act; empty: core_attn"""
+    """selective: core_attn, mlp, moe, layernorm, mla_up_proj, moe_act, or pointwise (all operators
+    between products and attention); empty: core_attn
+    """
 
     cpu_offloading: bool = option(False)
     """keep what the first layers save for the backward in host memory"""

@@ -19,7 +19,8 @@ from torch import nn
 from nanotrain.config.config import Config
 from nanotrain.config.parallel import RecomputeMethod
 from nanotrain.memory.offload import offloaded
-from nanotrain.memory.recompute import Recompute, recompute_modules
+from nanotrain.memory.recompute import Recompute
+from nanotrain.memory.recompute_modules import recompute_modules
 from nanotrain.quantities import count_of
 
 # graphs of one function; torch runs it eagerly from the ninth on, and models may have more kinds of
@@ -42,10 +43,28 @@ def recompute_parts(
     blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute
 ) -> list[BlockFunction]:
     """Recompute the named modules of each block."""
+    traces_attention = not attention_ends_graphs(config)
     for block in blocks:
         assert isinstance(block, nn.Module), "it comes first in the list"
-        recompute_modules(block, config.memory.recomputed_modules, recompute=recompute)
+        recompute_modules(
+            block,
+            config.memory.recomputed_modules,
+            recompute=recompute,
+            traces_attention=traces_attention,
+        )
     return list(blocks)
+
+
+def attention_ends_graphs(config: Config) -> bool:
+    """Whether core attention runs outside of compiled graphs."""
+    model = config.model
+    return (
+        config.parallel.context_parallel_size > 1
+        or config.data.reset_attention_mask
+        or any(model.window_layers)
+        or model.has_score_options
+        or config.optim.qk_clip
+    )
 
 
 def compile_blocks(

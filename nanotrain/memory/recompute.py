@@ -1,18 +1,10 @@
-"""Recomputation: parts of a stage run again in the backward instead of keeping activations.
+"""Recomputation: functions of a stage run again in the backward instead of keeping activations.
 
-    Recompute           run a function again (torch.utils.checkpoint, non-reentrant)
-    recompute_modules   recompute the modules of a block that `--recompute-modules` names
-
-    name          recomputes                                  keeps
-    core_attn     core attention                              its inputs and its output
-    mlp           dense MLP                                   its input and its output
-    moe           mixture-of-experts layer with its router    its input and its output
-    layernorm     both norms of a block                       their inputs
-    mla_up_proj   up-projections and rotary positions of MLA  their inputs
-    moe_act       activation of the experts                   its inputs
+    Recompute.checkpointed   a function that keeps its arguments (torch.utils.checkpoint)
+    Recompute.discarding     two functions, of which the second does not keep what the first returns
 
 A plain checkpoint of a norm would keep its output, because the matrix product that follows saves
-it. The last three discard their outputs instead, as Megatron-LM's `CheckpointWithoutOutput` does:
+it. A pair of functions discards it, as Megatron-LM's `CheckpointWithoutOutput` does:
 
     inputs --first--> outputs --second--> result
 
@@ -21,24 +13,26 @@ it. The last three discard their outputs instead, as Megatron-LM's `CheckpointWi
     backward   `first` runs again when `second` first reads a discarded output; both backwards use
                the results
 
-Names and meaning as in Megatron-LM. Source: Chen et al. 2016; Korthikanti et al. 2022,
-section 5, for selective recomputation. Parameters are not copied: the second run reads them during
-the backward pass, before the optimizer step changes them.
+In a compiled graph `first` is a checkpoint that the compiler sees: the backward of the graph
+contains `first` again. Where `second` runs between graphs, so does `first`.
+
+Source: Chen et al. 2016. Parameters are not copied: the second run reads them during the backward
+pass, before the optimizer step changes them. The functions of a block are in
+recomputed_pairs.py.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from nanotrain.comm.autograd import eager
+from nanotrain.comm.autograd import eager, eager_or_graph
 
 TensorFunction = Callable[..., Any]
 
@@ -85,13 +79,14 @@ class Recompute(threading.local):
         return eager(run)
 
     def discarding(
-        self, first: TensorFunction, *, second: TensorFunction
+        self, first: TensorFunction, *, second: TensorFunction, in_graphs: bool = False
     ) -> tuple[TensorFunction, TensorFunction]:
         """Two functions with the same results; the second does not keep the outputs of the first.
 
         Args:
             first: returns a tensor or a tuple of tensors; recomputed.
             second: called with these tensors as arguments.
+            in_graphs: whether a compiled block has both functions in its graphs.
         """
 
         def first_and_keep(*inputs: Any, **options: Any) -> Any:
@@ -109,7 +104,12 @@ class Recompute(threading.local):
             with saved_tensors_hooks(discarded.pack, _unpack):
                 return second(*inputs, **options)
 
-        return self.checkpointed(first_and_keep), eager(run_second)
+        run_first = self.checkpointed(first_and_keep)
+        if not in_graphs:
+            return run_first, eager(run_second)
+        return eager_or_graph(run_first, _recomputed_in_graph(first)), eager_or_graph(
+            run_second, second
+        )
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """The contexts of the first and of the second run of a function."""
@@ -124,76 +124,6 @@ class Recompute(threading.local):
             yield
         finally:
             self.is_recomputing = before
-
-
-# by name: functions of a block that keep their inputs and outputs; a block has one of them at most
-CHECKPOINTED = {
-    "core_attn": (
-        "attention.core_attention",
-        "attention.attention.core_attention",  # beside Mamba-2
-    ),
-    "mlp": ("mlp.forward",),
-    "moe": ("mlp.forward",),
-}
-# by name: pairs of functions; the second does not keep the outputs of the first
-DISCARDED = {
-    "mla_up_proj": (("attention.up_project", "attention.core_attention"),),
-    "moe_act": (("mlp.experts.activation", "mlp.experts.down.forward"),),
-    "layernorm": (
-        ("attention_norm.forward", "attention.forward"),
-        ("mlp_norm.forward", "mlp.forward"),
-    ),
-}
-
-
-def recompute_modules(block: nn.Module, modules: Collection[str], *, recompute: Recompute) -> None:
-    """Replace functions of a block in place.
-
-    No module gets a second name, under which it would be saved twice.
-    """
-    second_block = getattr(block, "second", None)  # only a `ShortcutBlock` has one
-    if isinstance(second_block, nn.Module):
-        recompute_modules(second_block, modules, recompute=recompute)
-    other_mlp = "mlp" if _has(block, "mlp.experts") else "moe"
-    for name, paths in CHECKPOINTED.items():
-        if name in modules and name != other_mlp:
-            for path in paths:
-                _checkpoint(block, path, recompute=recompute)
-    for name, pairs in DISCARDED.items():
-        if name in modules:
-            for first, second in pairs:
-                _discard_outputs(block, first, second=second, recompute=recompute)
-
-
-def _checkpoint(block: nn.Module, path: str, *, recompute: Recompute) -> None:
-    """Checkpoint one function of a block, if present: only inputs and output are kept."""
-    if _has(block, path):
-        _set(block, path, function=recompute.checkpointed(attrgetter(path)(block)))
-
-
-def _discard_outputs(block: nn.Module, first: str, *, second: str, recompute: Recompute) -> None:
-    """Chain two functions of a block, if present, so that outputs of the first are discarded."""
-    if not _has(block, first):
-        return
-    run_first, run_second = recompute.discarding(
-        attrgetter(first)(block), second=attrgetter(second)(block)
-    )
-    _set(block, first, function=run_first)
-    _set(block, second, function=run_second)
-
-
-def _has(block: nn.Module, path: str) -> bool:
-    """Whether a block is of a kind with this function, and the function is not the identity."""
-    owner: Any = block
-    *owners, function = path.split(".")
-    for name in owners:
-        owner = getattr(owner, name, None)
-    return hasattr(owner, function) and not isinstance(owner, nn.Identity)
-
-
-def _set(block: nn.Module, path: str, *, function: TensorFunction) -> None:
-    owner, _, name = path.rpartition(".")
-    setattr(attrgetter(owner)(block), name, function)
 
 
 class _Keep(torch.autograd.Function):
@@ -251,6 +181,15 @@ class _Discarded:
         if self._num_unread == 0:
             self._values = ()
         return values[reference.output].as_strided(*reference.geometry)
+
+
+def _recomputed_in_graph(function: TensorFunction) -> TensorFunction:
+    """A function that the backward of a compiled graph contains again."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+    return run
 
 
 def _unpack(packed: "Tensor | _Reference") -> Tensor:

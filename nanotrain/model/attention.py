@@ -104,20 +104,13 @@ class Attention(nn.Module):
         """[B, S or S/tp, H] -> the same shape."""
         inputs = context.windowed if self.has_window else context.full
         query, key, value, gate = self._project(hidden)
-        if self.has_rope:
-            query, key = self._rotate(query, key, rotary=inputs.rotary)
-        else:
-            query = scale_query(self.query_norm(query), context.query_scale)
-            key = self.key_norm(key)
-        if self.query_factor != 1.0:
-            query = query * self.query_factor
+        query, key = self.prepare_query_key(
+            query, key, rotary=inputs.rotary, query_scale=context.query_scale
+        )
         scores = self.scores(context, sink=self.softmax_offset, device=query.device)
         attended = self.core_attention(query, key=key, value=value, mask=inputs.mask, scores=scores)
-        if gate is not None:
-            attended = attended * gate.sigmoid()
-        if self.factor != 1.0:
-            attended = attended * self.factor
-        return self.dropout(self.output(attended.flatten(2)), context.dropout)
+        attended = self.apply_gate(attended, gate)
+        return self.dropout(self.output(attended), context.dropout)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Query [B, S, N, D], key [B, S, G, D], value [B, S, G, Dv]; gate [B, S, N, Dv] or None."""
@@ -133,6 +126,26 @@ class Attention(nn.Module):
         value = split_heads(value, self.value_head_dim)
         return query, key, value, gate
 
+    def prepare_query_key(
+        self, query: Tensor, key: Tensor, *, rotary: Rotary | None, query_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Normalize, rotate and scale queries and keys.
+
+        Args:
+            query: [B, S, N, D].
+            key: [B, S, G, D].
+            rotary: rotary tables, which layers without rotary positions do not read.
+            query_scale: factors of the queries in layers without rotary positions.
+        """
+        if self.has_rope:
+            query, key = self._rotate(query, key, rotary=rotary)
+        else:
+            query = scale_query(self.query_norm(query), query_scale)
+            key = self.key_norm(key)
+        if self.query_factor != 1.0:
+            query = query * self.query_factor
+        return query, key
+
     def _rotate(
         self, query: Tensor, key: Tensor, *, rotary: Rotary | None
     ) -> tuple[Tensor, Tensor]:
@@ -145,6 +158,14 @@ class Attention(nn.Module):
             key = apply_rotary(self.key_norm(key), rotary)
         query_scale = None if rotary is None else rotary.query_scale
         return scale_query(query, query_scale), key
+
+    def apply_gate(self, attended: Tensor, gate: Tensor | None) -> Tensor:
+        """[B, S, N, Dv] times the sigmoid of a gate of this shape and a factor -> [B, S, N Dv]."""
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        if self.factor != 1.0:
+            attended = attended * self.factor
+        return attended.flatten(2)
 
     def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
         """The core attention to all tokens so far."""

@@ -103,6 +103,24 @@ class GatedDeltaNet(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         query, key, value, gate, dt, beta = self.project(hidden)
+        query, key, value, decay, beta = self.prepare_scan(
+            query, key, value=value, dt=dt, beta=beta, context=context
+        )
+        out = self.run_scan(query, key, value=value, decay=decay, beta=beta, starts=context.starts)
+        out = self.output(self.gate_output(out, gate))
+        return self.dropout(out, context.dropout)
+
+    def prepare_scan(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        value: Tensor,
+        dt: Tensor,
+        beta: Tensor,
+        context: LayerContext,
+    ) -> tuple[Tensor, ...]:
+        """Convolutions, decay and correction: the first five fields of `DeltaInputs`."""
         dtype = accumulate_dtype(dt)
         num_heads = len(self.decay)
         dt = F.softplus(dt.to(dtype) + self.step_bias)
@@ -113,19 +131,28 @@ class GatedDeltaNet(nn.Module):
         decay_rate = self.decay.to(dtype).exp()
         A = -decay_rate[:, None]
         beta = self.max_beta * beta.to(dtype).sigmoid()
-        inputs = DeltaInputs(
-            query=split_heads(query, self.key_head_dim),
-            key=split_heads(key, self.key_head_dim),
-            value=split_heads(value, self.value_head_dim),
-            decay=A * dt,
-            beta=beta[..., None],
-            starts=context.starts,
-        )
-        out = self.scan(inputs)
+        query = split_heads(query, self.key_head_dim)
+        key = split_heads(key, self.key_head_dim)
+        value = split_heads(value, self.value_head_dim)
+        return query, key, value, A * dt, beta[..., None]
+
+    def run_scan(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        starts: Tensor | None,
+    ) -> Tensor:
+        """The results of `prepare_scan` -> [B, S, N, V]."""
+        return self.scan(DeltaInputs(query, key, value, decay, beta, starts))
+
+    def gate_output(self, out: Tensor, gate: Tensor) -> Tensor:
+        """[B, S, N, V] -> [B, S, N V], normalized, times the activation of a gate [B, S, N V]."""
         out = self.norm(out).flatten(2)
-        out = out * self.activation(gate)
-        out = self.output(out)
-        return self.dropout(out, context.dropout)
+        return out * self.activation(gate)
 
     def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
         """The scan that starts from the state after the tokens so far."""

@@ -62,6 +62,7 @@ class Mamba2(nn.Module):
     ) -> None:
         super().__init__()
         self.sizes = model_config.mamba
+        self.num_groups = model_config.mamba.num_groups // parallel.tp.group.size
         self.step_bias = params["step_bias"]
         self.decay = params["decay"]
         self.skip = params["skip"]
@@ -92,40 +93,59 @@ class Mamba2(nn.Module):
         wide = (self.gate, self.value, self.key, self.query)
         projected = project_inputs(hidden, wide, narrow=(self.step,))
         z, x, B, C, dt = self.scale(projected)
+        C, B, x, decay, step = self.prepare_scan(x, B, C=C, dt=dt, context=context)
+        y = self.run_scan(C, B, x=x, decay=decay, step=step, starts=context.starts)
+        out = self.output(self.gate_output(y, z))
+        return self.dropout(out, context.dropout)
+
+    def prepare_scan(
+        self, x: Tensor, B: Tensor, *, C: Tensor, dt: Tensor, context: LayerContext
+    ) -> tuple[Tensor, ...]:
+        """Convolutions, steps and decay: the first five fields of `DeltaInputs`."""
+        dtype = accumulate_dtype(x)
         x = self.value_conv(x, context)
         B = self.key_conv(B, context)
         C = self.query_conv(C, context)
         x = split_heads(x, self.sizes.head_dim)
         B = split_heads(B, self.sizes.state_dim)
         C = split_heads(C, self.sizes.state_dim)
-        dtype = accumulate_dtype(hidden)
         step_bias = self.step_bias.to(dtype)
         dt = F.softplus(dt.to(dtype) + step_bias)
         dt = dt.clamp(min=self.sizes.time_step_min)
         dt = dt[..., None]
         decay_rate = self.decay.to(dtype).exp()
         A = -decay_rate[:, None]
-        D = self.skip.to(dtype)[:, None]
-        inputs = DeltaInputs(C, B, x, decay=dt * A, beta=dt, starts=context.starts)
-        y = self.scan(inputs) + x * D
-        gate = F.silu(z.to(dtype))
-        y = y.flatten(2) * gate
-        y = self._normalize(y, like=B)
-        out = self.output(y)
-        return self.dropout(out, context.dropout)
+        return C, B, x, dt * A, dt
 
-    def _normalize(self, y: Tensor, *, like: Tensor) -> Tensor:
-        """RMSNorm per group where the model has one; the result has the dtype of `like`.
+    def run_scan(
+        self,
+        C: Tensor,
+        B: Tensor,
+        *,
+        x: Tensor,
+        decay: Tensor,
+        step: Tensor,
+        starts: Tensor | None,
+    ) -> Tensor:
+        """The results of `prepare_scan` -> scan + D x, [batch, S, N, P] in fp32."""
+        D = self.skip.to(decay.dtype)[:, None]
+        return self.scan(DeltaInputs(C, B, x, decay=decay, beta=step, starts=starts)) + x * D
+
+    def gate_output(self, y: Tensor, z: Tensor) -> Tensor:
+        """norm(y * silu(z)), with an RMSNorm per group where the model has one; the dtype of z.
 
         Args:
-            y: [batch, S, channels].
-            like: [batch, S, G, K].
+            y: [batch, S, N, P].
+            z: [batch, S, N P].
         """
+        gate = F.silu(z.to(y.dtype))
+        y = y.flatten(2) * gate
         if self.norm is None:
-            return y.to(like.dtype)
-        grouped = y.unflatten(-1, (like.shape[2], -1))
+            return y.to(z.dtype)
+        group_size = y.shape[-1] // self.num_groups
+        grouped = y.unflatten(-1, (-1, group_size))
         normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps)
-        return self.norm * normed.flatten(2).to(like.dtype)
+        return self.norm * normed.flatten(2).to(z.dtype)
 
     def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
         """The scan that starts from the state after the tokens so far."""

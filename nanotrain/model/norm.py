@@ -134,6 +134,8 @@ class WideRMSNorm(nn.Module):
         group: ranks over which the heads are sharded.
     """
 
+    communicates = True
+
     def __init__(
         self, weight: nn.Parameter, *, eps: float, channels: slice, group: Group, is_offset: bool
     ) -> None:

@@ -43,6 +43,7 @@ class ShortConvolution(nn.Module):
         self.weight = params["weight"]
         self.bias = params.get("bias")
         self.cp = cp
+        self.communicates = cp.size > 1
         self.activation = activation
         self.num_before = self.weight.shape[1] - 1  # earlier tokens that an output reads
         self.window: Callable[..., Window] = partial(

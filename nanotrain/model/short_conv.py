@@ -48,6 +48,12 @@ class ShortConv(nn.Module):
         """[B, S or S/tp, H] -> the same shape."""
         layers = (self.gate_in, self.gate_out, self.value)
         gate_in, gate_out, value = column_parallel(hidden, layers)
-        mixed = self.conv(gate_in * value, context)
-        out = self.output(gate_out * mixed)
+        out = self.output(self.mix(gate_in, gate_out, value=value, context=context))
         return self.dropout(out, context.dropout)
+
+    def mix(
+        self, gate_in: Tensor, gate_out: Tensor, *, value: Tensor, context: LayerContext
+    ) -> Tensor:
+        """gate_out * conv(gate_in * value), each [B, S, D]."""
+        mixed = self.conv(gate_in * value, context)
+        return gate_out * mixed

@@ -7,8 +7,9 @@ graph_breaks     the parts of this configuration's blocks that run outside of gr
 from dataclasses import replace
 
 from nanotrain.config.config import Config
-from nanotrain.config.parallel import DISCARDED_MODULES, ParallelConfig
+from nanotrain.config.parallel import ParallelConfig
 from nanotrain.config.rules.settings import Settings
+from nanotrain.memory.block_transforms import attention_ends_graphs
 from nanotrain.parallel.pp.actions import ActionKind, PipelineShape
 from nanotrain.parallel.pp.schedules import build_schedule
 
@@ -23,6 +24,8 @@ ATTENTION = (
 )
 EXPERTS = "the routed experts (model/moe.py)"
 RECOMPUTED = "recomputed modules (memory/recompute.py)"
+# recomputed modules that run between graphs; others are recomputed inside of them
+EAGER_MODULES = {"core_attn", "mlp", "moe", "mla_up_proj"}
 
 
 def with_compile(config: Config, device_type: str) -> Config:
@@ -46,8 +49,6 @@ def unsupported_flags(config: Config) -> list[str]:
     flags = []
     if config.memory.cpu_offloading:
         flags.append("--cpu-offloading")
-    if DISCARDED_MODULES.intersection(config.memory.recomputed_modules):
-        flags.append("--recompute-modules")
     if config.train.debug_nan:
         flags.append("--debug-nan")
     return flags
@@ -68,11 +69,11 @@ def graph_breaks(config: Config) -> list[str]:
         breaks.append(NVFP4)
     if settings.has_fp8 and settings.cp > 1 and settings.fp8.recipe in ("tensorwise", "delayed"):
         breaks.append(SHARED_SCALES)
-    if _breaks_in_attention(config):
+    if attention_ends_graphs(config):
         breaks.append(ATTENTION)
     if settings.has_experts:
         breaks.append(EXPERTS)
-    if config.memory.recompute_granularity == "selective":
+    if EAGER_MODULES.intersection(config.memory.recomputed_modules):
         breaks.append(RECOMPUTED)
     return breaks
 
@@ -96,15 +97,3 @@ def _defers_wgrad(parallel: ParallelConfig) -> bool:
     virtual = parallel.num_virtual_stages_per_pipeline_rank
     schedule = build_schedule(parallel.pipeline_schedule, PipelineShape(pp, virtual, pp))
     return any(action.kind is ActionKind.backward_weight for action in schedule)
-
-
-def _breaks_in_attention(config: Config) -> bool:
-    """Whether core attention runs outside of graphs."""
-    model = config.model
-    return (
-        config.parallel.context_parallel_size > 1
-        or config.data.reset_attention_mask
-        or any(model.window_layers)
-        or model.has_score_options
-        or config.optim.qk_clip
-    )

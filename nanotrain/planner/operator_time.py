@@ -93,7 +93,8 @@ class OperatorTimes(RankClock):
                 shared += timed
             if operator.over_cp and self.sizes.cp > 1:
                 timed = [self._over_cp(operator, part) for part in timed]
-            parts += timed
+            modules = (operator.module, *operator.recomputed_by)
+            parts += [replace(part, recomputed_by=modules) for part in timed]
         return parts
 
     def _over_cp(self, operator: Operator, part: Part) -> Part:

@@ -58,7 +58,7 @@ class Streams:
 class Part:
     """A part of a layer; times in seconds."""
 
-    name: str  # name of the module in recomputation
+    name: str
     forward: float = 0.0  # forward
     dgrad: float = 0.0  # backward for the input
     wgrad: float = 0.0  # backward for the weights
@@ -75,6 +75,7 @@ class Part:
     # overlap: none, wgrad (backward collectives with products) or tiles (all, piece by piece)
     hides: str = "none"
     pieces: int = 1  # pieces of tiles
+    recomputed_by: tuple[str, ...] = ()  # recompute modules that run it again
 
     @property
     def is_product(self) -> bool:

@@ -18,6 +18,7 @@ from nanotrain.plan.plan import check_names, stage_specs
 from nanotrain.planner.engine import Engine, engine_of, engine_on_cpu
 from nanotrain.planner.hardware import GPU, machine_of
 from nanotrain.spec.counts import layer_weights
+from nanotrain.spec.operators import POINTWISE
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec, balanced_lengths, stages_of_lengths
 from nanotrain.topology.groups import GroupName
@@ -168,6 +169,7 @@ def scenario_of(
     scenario = Scenario(replace(config, train=train), world_size, gpu, engine, **options)
     _check_virtual_stages(scenario)
     _check_schedule(scenario)
+    _check_recomputation(scenario)
     assert scenario.pipeline.num_microbatches > 0, (
         "forms the groups and the microbatches, or raises"
     )
@@ -199,6 +201,17 @@ def _check_virtual_stages(scenario: Scenario) -> None:
             f"{num_stages} virtual stages per pipeline rank with --engine {name}",
             why="it has one per rank",
             fix="leave --num-virtual-stages-per-pipeline-rank and its schedule out",
+        )
+
+
+def _check_recomputation(scenario: Scenario) -> None:
+    """Only nanotrain recomputes all pointwise operators."""
+    name = scenario.engine.name
+    if name != "nanotrain" and POINTWISE in scenario.config.memory.recomputed_modules:
+        raise ConfigError(
+            f"--recompute-modules {POINTWISE} with --engine {name}",
+            why="only nanotrain has this module",
+            fix="name layernorm and moe_act in its place",
         )
 
 

@@ -23,6 +23,7 @@ from nanotrain.planner.memory import memory_of_rank
 from nanotrain.planner.prediction import Prediction, predict
 from nanotrain.planner.scenario import scenario_of
 from nanotrain.planner.step_time import predict_step
+from nanotrain.spec.operators import POINTWISE
 
 Values = Mapping[str, Any]  # settings by unique name
 
@@ -237,9 +238,16 @@ class Space:
             if candidate is not None:
                 yield candidate
 
+    def _recomputations(self) -> Iterator[Values]:
+        """What may be recomputed; only nanotrain recomputes all pointwise operators."""
+        for recomputation in RECOMPUTED:
+            is_own = POINTWISE in recomputation["recompute_modules"]
+            if self.engine == "nanotrain" or not is_own:
+                yield recomputation
+
     def _single_changes(self, values: Values) -> Iterator[Values]:
         """Other settings where they have an effect; sizes twice or half as large."""
-        yield from RECOMPUTED
+        yield from self._recomputations()
         for strategy in SHARDED:
             yield {"data_parallel_sharding_strategy": strategy}
         yield from self._size_changes(values)

@@ -262,13 +262,8 @@ class Stages:
 
     def _selected(self, parts: Parts) -> Parts:
         """Parts that selective recomputation runs again."""
-        modules = self.config.memory.recomputed_modules
-        selected = []
-        for part in parts:
-            is_expert_part = "moe" in modules and part.name.startswith("moe")
-            if part.name in modules or is_expert_part:
-                selected.append(part)
-        return selected
+        modules = set(self.config.memory.recomputed_modules)
+        return [part for part in parts if modules.intersection(part.recomputed_by)]
 
     def hidden_s(self, forward: StageSpec, backward: StageSpec) -> float:
         """Seconds of dispatch and combine that a forward and a backward hide that run in turns.

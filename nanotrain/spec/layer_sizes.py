@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from nanotrain.config.config import Config
-from nanotrain.spec.operators import Product, Saved
+from nanotrain.spec.operators import NORM_MODULES, Product, Saved
 from nanotrain.spec.shape import ModelShape
 
 # bytes of an element
@@ -109,7 +109,7 @@ class LayerSizes:
     def layer_input(self) -> Saved:
         """The input of a mixer or MLP; recomputed norms drop it where it is the output of one."""
         has_norm, _ = self.shape.norms_of(self.layer)
-        dropped_by = ("layernorm",) if has_norm else ()
+        dropped_by = NORM_MODULES if has_norm else ()
         return Saved(self.outside * self.width, dropped_by=dropped_by)
 
     @property

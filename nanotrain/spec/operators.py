@@ -22,6 +22,11 @@ from typing import NamedTuple
 
 from nanotrain.spec.shape import Chunks
 
+# the recompute module of all operators between products and attention
+POINTWISE = "pointwise"
+# recompute modules of the norms in front of a mixer or an MLP
+NORM_MODULES = ("layernorm", POINTWISE)
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -59,6 +64,7 @@ class Operator:
 
     name: str
     module: str = ""  # the recompute module that runs it again
+    recomputed_by: tuple[str, ...] = ()  # further recompute modules that run it again
     saves: tuple[Saved, ...] = ()
     working: int = 0  # bytes of temporaries during its backward
     over_cp: tuple[Sent, ...] = ()
@@ -72,6 +78,14 @@ class Operator:
     def sequence_flops(self) -> int:
         """Forward FLOPs of scores and recurrences, which MFU counts in addition to weights."""
         return 0
+
+    def is_recomputed(self, modules: Collection[str]) -> bool:
+        """Whether it runs again if some modules are recomputed.
+
+        >>> Operator(name="rope", recomputed_by=("pointwise",)).is_recomputed({"pointwise"})
+        True
+        """
+        return any(module in modules for module in (self.module, *self.recomputed_by))
 
     def saved_bytes(self, modules: Collection[str] = ()) -> int:
         """Bytes kept for the backward if some modules are recomputed."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.config.schema import with_values
 from nanotrain.kernels import linear
 from nanotrain.kernels.linear import GradView, grad_view_in_graph
 from nanotrain.memory import block_transforms
@@ -21,6 +22,8 @@ from nanotrain.topology.topology import Topology
 from tests.harness import SHORT_NAMES, parallel_config, run_ranks
 from tests.laws.worlds import SEQ_LENGTH, Case, Outcome, config_of, train_here
 from tests.model.building import MODELS, build, random_batch
+from tests.plan.test_saved_bytes import LLAMA, SELECTIVE, SIZES
+from tests.train import saved_tensors
 
 SHORTCUT = {
     "moe_shortcut": True,
@@ -199,6 +202,37 @@ def test_linear_attention_is_computed_between_graphs() -> None:
     assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-4)
     # query, key, value, gate, step, beta, output, and gate, up, down of the MLP
     assert num_writes == 2 * 2 * 10 * linear.CAN_TRACE
+
+
+def kept_by(ctx: ParallelContext, settings: str, *, backend: str = "") -> tuple[int, list[Tensor]]:
+    """Live bytes after the forward of a block with settings, and its output and gradients."""
+    compile_graph = partial(torch.compile, backend=backend)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_transforms.torch, "compile", compile_graph)
+        config = saved_tensors.config_of(f"{SIZES} {LLAMA} --qk-layernorm {settings}")
+        compiled = with_values(config, {"train.torch_compile": bool(backend)})
+        case = saved_tensors.microbatch(ctx, compiled)
+    torch._dynamo.reset()
+    (run,) = case.stage.layer_functions
+    run(case.hidden, case.context)  # traces
+    with saved_tensors.LiveStorages() as live:
+        out = run(case.hidden, case.context)
+    num_bytes = live.num_bytes
+    inputs = [case.hidden, *case.stage.layers.parameters()]
+    return num_bytes, [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+
+def test_a_graph_recomputes_pointwise_operators_as_eager_blocks_do() -> None:
+    """The partitioner of the graph decides what is kept; no code is generated."""
+    partitioned = "aot_eager_decomp_partition"
+    plain_bytes, plain = kept_by(one_rank(), "", backend=partitioned)
+    graph_bytes, values = kept_by(one_rank(), f"{SELECTIVE} pointwise", backend=partitioned)
+    eager_bytes, _ = kept_by(one_rank(), f"{SELECTIVE} pointwise")
+    assert graph_bytes == eager_bytes
+    # per token: two norms and their scales, six rotated heads and their scales, the activation
+    numel = 2 * (64 + 1) + 6 * (16 + 1) + 192
+    assert plain_bytes - graph_bytes == 2 * 128 * 4 * numel
+    assert all(map(torch.equal, plain, values))
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "gpt2"])

@@ -29,6 +29,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "recompute_granularity": "selective",
         "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"],
     },
+    "pointwise": {"recompute_granularity": "selective", "recompute_modules": ["pointwise"]},
+    "pointwise and MLPs": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["pointwise", "mlp", "moe"],
+    },
 }
 WITH_MTP = DEEPSEEK | {"mtp_num_layers": 1}
 DROPOUT = {"gpt2": {"attention_dropout": 0.1, "hidden_dropout": 0.1}}
@@ -37,7 +42,14 @@ VPP = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 # model, dtype, ranks, strategy and sizes of axes, options, settings
 ROWS: list[tuple[str, str, int, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
-    ("deepseek", "fp32", 1, {}, {}, ("full", "block 1", "modules", "outputs", "offload")),
+    (
+        "deepseek",
+        "fp32",
+        1,
+        {},
+        {},
+        ("full", "block 1", "modules", "outputs", "offload", "pointwise", "pointwise and MLPs"),
+    ),
     ("gpt2", "bf16", 1, {}, {}, ("uniform 2", "core_attn")),
     (
         "deepseek",
@@ -45,7 +57,7 @@ ROWS: list[tuple[str, str, int, dict[str, Any], dict[str, Any], tuple[str, ...]]
         2,
         {"strategy": "optim", "pp": 2},
         ZB,
-        ("uniform 2", "outputs", "offload"),
+        ("uniform 2", "outputs", "offload", "pointwise"),
     ),
     ("llama", "bf16", 2, {"strategy": "optim_grads", "pp": 2}, VPP, ("full", "outputs")),
     (
@@ -54,19 +66,19 @@ ROWS: list[tuple[str, str, int, dict[str, Any], dict[str, Any], tuple[str, ...]]
         2,
         {"strategy": "optim_grads", "tp": 2},
         SP | OVERLAP,
-        ("uniform 3", "modules"),
+        ("uniform 3", "modules", "pointwise"),
     ),
-    ("llama", "fp32", 2, {"cp": 2}, {}, ("full", "core_attn")),
+    ("llama", "fp32", 2, {"cp": 2}, {}, ("full", "core_attn", "pointwise")),
     ("gpt2", "bf16", 2, {"cp": 2}, {"cp_comm_type": "a2a"}, ("core_attn",)),
-    ("llama", "fp8", 1, {}, {}, ("uniform 2",)),
-    ("capacity", "fp32", 2, {"strategy": "optim", "tp": 2, "etp": 2}, {}, ("outputs",)),
+    ("llama", "fp8", 1, {}, {}, ("uniform 2", "pointwise")),
+    ("capacity", "fp32", 2, {"strategy": "optim", "tp": 2, "etp": 2}, {}, ("outputs", "pointwise")),
     (
         "biased",
         "fp32",
         2,
         {"strategy": "optim_grads_params", "ep": 2},
         OVERLAP,
-        ("uniform 3", "offload"),
+        ("uniform 3", "offload", "pointwise"),
     ),
     (
         "biased",

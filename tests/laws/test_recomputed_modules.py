@@ -15,10 +15,18 @@ from nanotrain.config.parallel import RecomputeModule
 from nanotrain.plan.traffic import attention
 from nanotrain.spec.kinds import MIXERS
 from tests.harness import run_ranks
-from tests.plan.test_saved_bytes import FULL, MODELS, SELECTIVE, configs_of, measured
+from tests.plan.test_saved_bytes import (
+    FULL,
+    MODELS,
+    OLMO,
+    SELECTIVE,
+    SIZES,
+    configs_of,
+    measured,
+)
 from tests.train.saved_tensors import live_and_planned, microbatch
 
-OF_EXPERTS = ("moe", "moe_act")
+OF_EXPERTS = ("moe", "moe_act", "pointwise")
 MODULES: tuple[str, ...] = get_args(RecomputeModule)
 EXPERTS = " --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48"
 # by mixer: the name of the model in `MODELS`
@@ -91,6 +99,25 @@ def test_a_module_of_a_mixer_drops_the_bytes_that_the_plan_drops(mixer: str) -> 
             assert all_planned - planned == dropped, f"{mixer}: {name or 'none'}"
 
 
+def sent_over_tp(ctx: ParallelContext, config: Config) -> tuple[int, int]:
+    """Bytes over tp of a forward and backward of the blocks, twice."""
+    case = microbatch(ctx, config)
+    ctx.traffic.reset()
+    hidden = case.hidden + 0
+    for function in case.stage.layer_functions:
+        hidden = function(hidden, case.context)
+    torch.autograd.backward(hidden, torch.ones_like(hidden))
+    return ctx.traffic.bytes("tp"), ctx.traffic.bytes("tp")
+
+
+def test_pointwise_recomputation_sends_nothing_again() -> None:
+    kept = f"{SIZES} {OLMO} --num-layers 2"  # whose norms of queries and keys span tp
+    configs = configs_of({"kept": kept, "again": f"{kept} {SELECTIVE} pointwise"}, "tp2 sp")
+    sizes = {"tp": 2, "sequence_parallel": True}
+    for results in run_ranks(2, measured, sent_over_tp, configs, **sizes):
+        assert results["again"] == results["kept"] and results["kept"][0] > 0
+
+
 @pytest.mark.parametrize("comm_type", COMM_TYPES)
 def test_recomputation_sends_over_cp_what_the_plan_sends(comm_type: str) -> None:
     cases: dict[str, Any] = {}
@@ -101,7 +128,7 @@ def test_recomputation_sends_over_cp_what_the_plan_sends(comm_type: str) -> None
         cases[f"{mixer} none, bf16"] = words_of(mixer, "--bf16")
         cases[f"{mixer} full"] = words_of(mixer, f"{FULL} --bf16")
         for name in modules_of(mixer):
-            if name in ("core_attn", "mla_up_proj", "layernorm"):
+            if name in ("core_attn", "mla_up_proj", "layernorm", "pointwise"):
                 cases[f"{mixer} {name}"] = words_of(mixer, f"{SELECTIVE} {name}")
     configs = configs_of(cases, f"cp2 {comm_type}")
     sizes = {"cp": 2, "cp_comm_type": comm_type}

@@ -2,14 +2,11 @@
 their outputs.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from nanotrain.memory.recompute import Recompute, recompute_modules
-from tests.model.building import LLAMA, build
+from nanotrain.memory.recompute import Recompute
 from tests.train.saved_tensors import SavedTensors
 
 N = 32
@@ -83,23 +80,6 @@ def test_the_random_state_is_neither_saved_nor_set(monkeypatch: pytest.MonkeyPat
     x, weight = inputs()
     Recompute().checkpointed(chained_products)(x, weight=weight).sum().backward()
     assert calls == []
-
-
-def test_modules_of_a_block_are_recomputed_under_their_names_and_absent_ones_left_out():
-    config = replace(LLAMA, norm_placement="post")
-    stage, recompute = build(config), Recompute()
-    block, names = stage.layers["0"], [name for name, _ in stage.named_parameters()]
-    recompute_modules(
-        block,
-        ["core_attn", "mlp", "moe", "layernorm", "mla_up_proj", "moe_act"],
-        recompute=recompute,
-    )
-    assert "forward" in vars(block.mlp) and "forward" not in vars(block.mlp_norm), (
-        "a norm before it is not declared"
-    )
-    assert [name for name, _ in stage.named_parameters()] == names and list(
-        stage.state_dict()
-    ) == names
 
 
 def weights(count: int) -> list[Tensor]:

@@ -8,7 +8,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 
 from nanotrain.attention.sdpa import SDPAttention
 from nanotrain.config.model import ModelConfig
-from nanotrain.memory.recompute import Recompute, recompute_modules
+from nanotrain.memory.recompute import Recompute
+from nanotrain.memory.recompute_modules import recompute_modules
 from nanotrain.model.context import (
     AttentionInputs,
     BatchContext,

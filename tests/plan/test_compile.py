@@ -39,7 +39,8 @@ def config_of(flags: str = "") -> Config:
         ("--no-torch-compile", False, False),
         (TP, False, True),
         ("--cpu-offloading --cpu-offloading-num-layers 1 --num-layers 2", False, False),
-        ("--recompute-granularity selective --recompute-modules layernorm", False, False),
+        ("--recompute-granularity selective --recompute-modules layernorm", False, True),
+        ("--recompute-granularity selective --recompute-modules pointwise", False, True),
         ("--recompute-granularity selective --recompute-modules core_attn", False, True),
         ("--debug-nan", False, False),
     ],
@@ -74,6 +75,7 @@ def test_unset_compiles_on_gpus_where_nothing_forbids_it_and_a_set_value_stays(
         ("--window-size 4", ["attention"]),
         ("--num-experts 4 --moe-router-topk 2", ["the routed experts"]),
         ("--recompute-granularity selective", ["recomputed modules"]),
+        ("--recompute-granularity selective --recompute-modules pointwise", []),
     ],
 )
 def test_what_ends_a_graph_is_listed_by_configuration(flags, ends_at) -> None:

@@ -77,6 +77,28 @@ def test_selective_recomputation_adds_the_modules() -> None:
     assert plain < attention < mlp
 
 
+def test_pointwise_recomputation_repeats_no_product_and_less_than_norms_and_mlps() -> None:
+    plain, norms, pointwise, mlp = (
+        times(
+            Stages(
+                llama(
+                    8,
+                    engine="nanotrain",
+                    recompute_granularity="selective",
+                    recompute_modules=modules,
+                )
+            )
+        )
+        for modules in (["core_attn"], ["layernorm"], ["pointwise"], ["pointwise", "mlp"])
+    )
+    assert norms[0, BACKWARD].products == pointwise[0, BACKWARD].products
+    assert pointwise[0, BACKWARD].products < plain[0, BACKWARD].products
+    assert pointwise[0, BACKWARD].products < mlp[0, BACKWARD].products
+    assert norms[0, BACKWARD].compute < pointwise[0, BACKWARD].compute
+    assert pointwise[0, BACKWARD].compute < mlp[0, BACKWARD].compute
+    assert pointwise[0, BACKWARD].collectives == norms[0, BACKWARD].collectives
+
+
 def test_sharded_parameters_are_gathered_beside_the_unit_before() -> None:
     values = {"strategy": "optim_grads_params", "gbs": 64}
     exposed = times(Stages(llama(64, **values)))

@@ -105,7 +105,7 @@ LAYOUT: Rules = (
     memory.check_recomputed_mlps,
     memory.check_recomputed_shortcut,
     memory.check_recomputed_activations,
-    memory.check_compiled_recomputation,
+    memory.check_pointwise_recomputation,
     memory.check_offloaded_layers,
     memory.check_recompute_method,
     memory.check_offloading,

@@ -1,6 +1,5 @@
 """Rules of the layout for activation memory and fp8: recomputation, offloading, sizes in fp8."""
 
-from nanotrain.config.parallel import DISCARDED_MODULES
 from nanotrain.config.rules.settings import Errors, Settings
 from nanotrain.config.rules.stages import longest_stage, num_stages
 from nanotrain.config.schema import typed
@@ -54,13 +53,27 @@ def check_recomputed_mlps(c: Settings) -> Errors:
 def check_recomputed_shortcut(c: Settings) -> Errors:
     """A layer with a shortcut recomputes neither experts nor norms."""
     modules = c.recomputed_modules
-    if c.moe.shortcut and ("moe" in modules or "layernorm" in modules):
+    if c.moe.shortcut and {"moe", "layernorm", "pointwise"}.intersection(modules):
         yield ConfigError(
             f"recompute_modules {typed(c.memory.recompute_modules)} with moe_shortcut",
-            why="moe and layernorm would compute the second block of a layer again too",
-            fix="leave moe and layernorm out of --recompute-modules, or set "
+            why="moe, layernorm and pointwise would compute the second block of a layer again too",
+            fix="leave moe, layernorm and pointwise out of --recompute-modules, or set "
             "--recompute-granularity full",
         )
+
+
+def check_pointwise_recomputation(c: Settings) -> Errors:
+    """Norms and activations of experts are pointwise operators already."""
+    modules = c.recomputed_modules
+    if "pointwise" not in modules:
+        return
+    for name in ("layernorm", "moe_act"):
+        if name in modules:
+            yield ConfigError(
+                f"recompute_modules {name} has no effect",
+                why=f"pointwise recomputes {name} already",
+                fix=f"leave {name} out of --recompute-modules",
+            )
 
 
 def check_recomputed_activations(c: Settings) -> Errors:
@@ -84,23 +97,6 @@ def check_recomputed_activations(c: Settings) -> Errors:
             why="moe recomputes the whole layer, its activation included",
             fix="leave moe or moe_act out of --recompute-modules",
         )
-
-
-def check_compiled_recomputation(c: Settings) -> Errors:
-    """Compiled blocks discard no outputs of modules."""
-    discarded = discarded_modules(c)
-    if c.train.torch_compile and discarded:
-        yield ConfigError(
-            f"torch_compile with recompute_modules {typed(discarded)}",
-            why="compiled code keeps its own choice of activations, and recomputes norms and "
-            "activations by itself",
-            fix="leave out --torch-compile, or these modules",
-        )
-
-
-def discarded_modules(c: Settings) -> list[str]:
-    """Recomputed modules whose outputs are discarded by saved-tensor hooks."""
-    return [name for name in c.recomputed_modules if name in DISCARDED_MODULES]
 
 
 def check_offloaded_layers(c: Settings) -> Errors:

@@ -153,13 +153,14 @@ class LocalTokenDispatcher:
 
     def __init__(self, num_experts: int, *, may_drop: bool = False) -> None:
         self._num_experts = num_experts
+        self.permute = permute  # recomputation may replace it
         # rows of no expert are passed to `RunExperts`, after the rows of the last expert
         self.has_padding = may_drop
 
     def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
         """Permute tokens [T, H]; the result runs the experts and unpermutes to [T, H]."""
         permutation = planned_permutation(routing, self._num_experts)
-        permuted = permute(x, permutation, num_permuted=routing.topk_ids.numel())
+        permuted = self.permute(x, permutation, num_permuted=routing.topk_ids.numel())
 
         def finish(run_experts: RunExperts) -> Tensor:
             outputs = run_experts(permuted, permutation.offs)

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, norm, summed
-from nanotrain.spec.kinds.core_attention import core_attention
+from nanotrain.spec.kinds.core_attention import core_attention, query_key_modules
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import (
+    POINTWISE,
     Gate,
     Norm,
     Operators,
@@ -109,33 +110,45 @@ def attention_operators(s: LayerSizes) -> Operators:
     }
     if shape.has_output_gate:
         widths["gate"] = output
+    again = query_key_modules(shape)
     operators: Operators = [s.column(widths, saves=(s.layer_input,))]
     if shape.has_rotary:
-        operators.append(Rotary(name="rope", numel=rotated))
+        operators.append(Rotary(name="rope", recomputed_by=again, numel=rotated))
     if shape.has_qk_norm or shape.qk_l2_norm or shape.has_wide_qk_norm:
-        saves = (Saved(_saved_by_norms(s, num_heads=heads + groups)),)
-        norms = Norm(name="qk_norm", numel=rotated, saves=saves, launches=2, backward_launches=4)
+        norms = Norm(
+            name="qk_norm",
+            recomputed_by=again,
+            numel=rotated,
+            saves=_saved_by_norms(s, num_heads=heads + groups),
+            launches=2,
+            backward_launches=4,
+        )
         operators.append(norms)
     operators.append(core_attention(s, heads=heads, groups=groups))
     if shape.has_output_gate:
-        gated = s.tokens * output  # the sigmoid of the gate, and its product with the output
-        saves = (Saved(2 * gated * s.itemsize),)
-        operators.append(Gate(name="output_gate", numel=gated, saves=saves))
+        numel = s.tokens * output
+        # the sigmoid of the gate, and its product with the output
+        gated = Saved(2 * numel * s.itemsize, dropped_by=(POINTWISE,))
+        gate = Saved(numel * s.itemsize, only_with=POINTWISE)
+        operators.append(
+            Gate(name="output_gate", recomputed_by=(POINTWISE,), numel=numel, saves=(gated, gate))
+        )
     return [*operators, s.row(output)]
 
 
-def _saved_by_norms(s: LayerSizes, *, num_heads: int) -> int:
+def _saved_by_norms(s: LayerSizes, *, num_heads: int) -> tuple[Saved, ...]:
     """Inputs and statistics of the norms of queries and keys."""
     shape = s.shape
-    saved = 0
+    rows = s.tokens * num_heads
     width = shape.head_dim
-    if shape.has_qk_norm:
-        saved += s.tokens * num_heads * (width * s.itemsize + s.norm_extra(width))
-    elif shape.qk_l2_norm:
-        saved += s.tokens * num_heads * (width * s.itemsize + FP32)
+    saves: tuple[Saved, ...] = ()
+    if shape.has_qk_norm or shape.qk_l2_norm:
+        extra = s.norm_extra(width) if shape.has_qk_norm else FP32
+        inputs = Saved(rows * width * s.itemsize)
+        saves += (inputs, Saved(rows * extra, dropped_by=query_key_modules(shape)))
     if shape.has_wide_qk_norm:  # the input in fp32, before and after its factor per token
-        saved += s.tokens * (num_heads * width * 2 + NUM_WIDE_NORMS) * FP32
-    return saved
+        saves += (Saved(s.tokens * (num_heads * width * 2 + NUM_WIDE_NORMS) * FP32),)
+    return saves
 
 
 def mla_operators(s: LayerSizes) -> Operators:

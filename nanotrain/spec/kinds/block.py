@@ -13,6 +13,7 @@ from nanotrain.spec.declaration import LayerKind
 from nanotrain.spec.kinds import MIXERS, MLPS
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import (
+    NORM_MODULES,
     Lookup,
     Loss,
     Norm,
@@ -48,8 +49,8 @@ def _block_operators(s: LayerSizes, kinds: tuple[LayerKind, ...]) -> tuple[Opera
 def _in_residual(s: LayerSizes, inner: Operators) -> Operators:
     """A mixer or an MLP with its norms and the addition to the residual stream."""
     has_pre, has_post = s.shape.norms_of(s.layer)
-    dropped_by = ("layernorm",) if has_pre else ()
-    first = _norm(s, dropped_by=dropped_by)
+    modules = NORM_MODULES if has_pre else ()
+    first = _norm(s, modules=modules)
     add = Residual(name="add", numel=s.outside * s.shape.hidden_size)
     if has_pre and has_post:  # the second norm is never recomputed
         second = _norm(s)
@@ -59,18 +60,19 @@ def _in_residual(s: LayerSizes, inner: Operators) -> Operators:
     return [*inner, first, add]
 
 
-def _norm(s: LayerSizes, *, name: str = "layernorm", dropped_by: tuple[str, ...] = ()) -> Norm:
+def _norm(s: LayerSizes, *, name: str = "layernorm", modules: tuple[str, ...] = ()) -> Norm:
     """A norm of hidden states.
 
     Args:
         s: sizes of the layer.
         name: name of the norm.
-        dropped_by: recompute modules that keep the input of the norm alone.
+        modules: recompute modules that keep the input of the norm alone and run it again.
     """
     hidden = s.shape.hidden_size
     norm_input = Saved(s.outside * s.width)
-    extra = Saved(s.outside * s.norm_extra(hidden), dropped_by=dropped_by)
-    return Norm(name=name, module=name, numel=s.outside * hidden, saves=(norm_input, extra))
+    extra = Saved(s.outside * s.norm_extra(hidden), dropped_by=modules)
+    saves = (norm_input, extra)
+    return Norm(name=name, recomputed_by=modules, numel=s.outside * hidden, saves=saves)
 
 
 def embedding_operators(s: LayerSizes) -> Operators:

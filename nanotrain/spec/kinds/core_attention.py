@@ -1,14 +1,17 @@
 """The operator of scaled dot-product attention, for every attention backend.
 
 core_attention        attention of the local heads, with what it keeps
+query_key_modules     recompute modules that normalize and rotate queries and keys again
 key_values_over_cp    keys and values that it sends over cp
 """
 
 from math import lcm
+from typing import NamedTuple
 
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
-from nanotrain.spec.operators import Attention, Saved, Sent
+from nanotrain.spec.operators import POINTWISE, Attention, Saved, Sent
 from nanotrain.spec.over_cp import all_gather_sent, all_to_all_sent
+from nanotrain.spec.shape import ModelShape
 
 
 def core_attention(s: LayerSizes, *, heads: int, groups: int) -> Attention:
@@ -44,12 +47,26 @@ def _recomputed_core(s: LayerSizes, *, heads: int, groups: int) -> tuple[Saved, 
     shape = s.shape
     query_width = heads * shape.head_dim
     output_width = heads * shape.value_head_dim
-    key_value = shape.head_dim + shape.value_head_dim + _key_width_of_values(s)
-    inputs = s.tokens * (query_width + groups * key_value) * s.itemsize
+    query_key = s.tokens * (query_width + groups * shape.head_dim) * s.itemsize
+    value_width = shape.value_head_dim + _key_width_of_values(s)
+    value = s.tokens * groups * value_width * s.itemsize
     output = s.tokens * output_width * s.itemsize
-    kept_inputs = Saved(inputs, dropped_by=("mla_up_proj",), only_with="core_attn")
+    dropped_by = ("mla_up_proj", *query_key_modules(shape))
+    kept_query_key = Saved(query_key, dropped_by=dropped_by, only_with="core_attn")
+    kept_value = Saved(value, dropped_by=("mla_up_proj",), only_with="core_attn")
     kept_output = Saved(output, only_with="core_attn")
-    return kept_inputs, kept_output
+    return kept_query_key, kept_value, kept_output
+
+
+def query_key_modules(shape: ModelShape) -> tuple[str, ...]:
+    """Recompute modules that normalize and rotate queries and keys again.
+
+    Without norms the rotated tensors take as much memory as their inputs; a norm over all heads
+    communicates.
+    """
+    has_norms = shape.has_qk_norm or shape.qk_l2_norm
+    is_local = shape.mla is None and not shape.has_wide_qk_norm
+    return (POINTWISE,) if has_norms and is_local else ()
 
 
 def _key_width_of_values(s: LayerSizes) -> int:
@@ -63,15 +80,22 @@ def _kept_core(s: LayerSizes, *, heads: int, groups: int) -> tuple[Saved, ...]:
     if s.attention_backend == "math" and not s.shape.has_score_options:
         return (Saved(_written_scores(s, heads=heads), dropped_by=core),)
     query = s.tokens * heads * s.shape.head_dim * s.itemsize
-    key_value = s.tokens * _key_value_width(s, heads=heads, groups=groups) * s.itemsize
+    widths = _key_value_widths(s, heads=heads, groups=groups)
+    key = s.tokens * widths.key * s.itemsize
+    value = s.tokens * widths.value * s.itemsize
     output = s.tokens * heads * (_output_dim(s) * s.itemsize + FP32)
     # all-to-all keeps copies of all three, and an all-gather those of keys and values
     projected = (*core, "mla_up_proj")
-    query_dropped_by = core if s.cp_comm_type == "a2a" else projected
-    key_value_dropped_by = projected if _is_local(s) else core
+    rotated = query_key_modules(s.shape)
+    query_dropped_by = core if s.cp_comm_type == "a2a" else (*projected, *rotated)
+    value_dropped_by = projected if _is_local(s) else core
+    key_dropped_by: tuple[str, ...] = value_dropped_by
+    if _is_local(s) and not widths.is_repeated:
+        key_dropped_by += rotated
     saves = [
         Saved(query, dropped_by=query_dropped_by),
-        Saved(key_value, dropped_by=key_value_dropped_by),
+        Saved(key, dropped_by=key_dropped_by),
+        Saved(value, dropped_by=value_dropped_by),
         Saved(output, dropped_by=core),
     ]
     if _is_padded(s) and s.cp_comm_type is None:  # a padded value is a copy
@@ -99,13 +123,22 @@ def _output_dim(s: LayerSizes) -> int:
     return output_dim
 
 
-def _key_value_width(s: LayerSizes, *, heads: int, groups: int) -> int:
+class _KeyValueWidths(NamedTuple):
     """Channels that are kept of the keys and values of a token."""
+
+    key: int
+    value: int
+    is_repeated: bool  # keys and values are copies, one per query head
+
+
+def _key_value_widths(s: LayerSizes, *, heads: int, groups: int) -> _KeyValueWidths:
+    """Channels of keys and values, of all cp ranks where they are gathered."""
     shape = s.shape
     is_cpu_flash = s.device == "cpu" and s.attention_backend == "sdpa flash"
     is_repeated = is_cpu_flash or s.attention_backend == "sdpa efficient"
     keeps_groups = is_cpu_flash and s.itemsize == FP32
-    if is_repeated and not keeps_groups:
+    copies_groups = is_repeated and not keeps_groups and groups < heads
+    if copies_groups:
         groups = heads  # key/value heads are repeated in 16 bits
     if _is_padded(s):
         value_dim = shape.head_dim
@@ -113,8 +146,9 @@ def _key_value_width(s: LayerSizes, *, heads: int, groups: int) -> int:
         value_dim = shape.value_head_dim + _key_width_of_values(s)
     else:
         value_dim = shape.value_head_dim
-    width = groups * (shape.head_dim + value_dim)
-    return width * s.cp if s.cp_comm_type == "allgather" else width
+    if s.cp_comm_type == "allgather":
+        groups *= s.cp
+    return _KeyValueWidths(groups * shape.head_dim, groups * value_dim, copies_groups)
 
 
 def _written_scores(s: LayerSizes, *, heads: int) -> int:

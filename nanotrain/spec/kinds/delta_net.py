@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from nanotrain.config.layer_kinds import LinearAttentionConfig
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
 from nanotrain.spec.kinds.attention import down_projection, up_projection
-from nanotrain.spec.kinds.convolution import short_convolutions
+from nanotrain.spec.kinds.convolution import scan_modules, short_convolutions
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import (
+    POINTWISE,
     Gate,
     Norm,
     Operators,
@@ -146,11 +147,10 @@ def gated_delta_net_operators(s: LayerSizes) -> Operators:
     heads = _sizes(s.shape).num_value_heads // s.tp
     value = s.tokens * widths["value"]
     projected = {**widths, "gate": widths["value"], "step": heads, "beta": heads}
-    # the gate, its activation and the product
-    gated = Saved(3 * value * s.itemsize)
+    gate = Saved(value * s.itemsize)
     operators: Operators = [s.column(projected, saves=(s.layer_input,))]
     operators += _rule_operators(s, widths, num_steps=heads)
-    operators.append(Gate(name="output_gate", numel=value, saves=(gated,)))
+    operators.append(_output_gate(s, value, gate=gate))
     operators.append(s.row(widths["value"]))
     return operators
 
@@ -163,16 +163,22 @@ def kda_operators(s: LayerSizes) -> Operators:
     key_dim = sizes.key_head_dim
     value_dim = sizes.value_head_dim
     value = s.tokens * widths["value"]
-    gated = Saved(2 * value * s.itemsize)  # the gate and its activation
+    gate = Saved(value * s.itemsize, only_with=POINTWISE)
     operators: Operators = [s.column({**widths, "beta": heads}, saves=(s.layer_input,))]
     operators.append(down_projection(s, "gate_down", outputs=value_dim))
     operators.append(down_projection(s, "step_down", outputs=key_dim))
     operators.append(up_projection(s, "gate_up", outputs=widths["value"], inputs=value_dim))
     operators.append(up_projection(s, "step_up", outputs=widths["key"], inputs=key_dim))
     operators += _rule_operators(s, widths, num_steps=widths["key"])
-    operators.append(Gate(name="output_gate", numel=value, saves=(gated,)))
+    operators.append(_output_gate(s, value, gate=gate))
     operators.append(s.row(widths["value"]))
     return operators
+
+
+def _output_gate(s: LayerSizes, numel: int, *, gate: Saved) -> Gate:
+    """The product of the normalized outputs with the activation of a gate, which keeps both."""
+    gated = Saved(2 * numel * s.itemsize, dropped_by=(POINTWISE,))
+    return Gate(name="output_gate", recomputed_by=(POINTWISE,), numel=numel, saves=(gated, gate))
 
 
 def _rule_operators(s: LayerSizes, widths: Mapping[str, int], *, num_steps: int) -> Operators:
@@ -187,10 +193,16 @@ def _rule_operators(s: LayerSizes, widths: Mapping[str, int], *, num_steps: int)
     kernel_size = _sizes(s.shape).conv_kernel_dim
     outputs = s.tokens * widths["value"]
     # inputs, outputs and activations
-    convolutions = short_convolutions(s, convolved, kernel_size=kernel_size, num_saved=3)
-    normed = Saved(2 * outputs * s.itemsize)
-    statistics = Saved(outputs // _sizes(s.shape).value_head_dim * FP32)
-    norm = Norm(name="linear_norm", numel=outputs, saves=(normed, statistics))
+    num_heads = _sizes(s.shape).num_value_heads // s.tp
+    convolutions = short_convolutions(
+        s, convolved, kernel_size=kernel_size, num_saved=3, num_projected=num_steps + num_heads
+    )
+    again = (POINTWISE,)
+    scanned = Saved(outputs * s.itemsize)
+    normed = Saved(outputs * s.itemsize, dropped_by=again)
+    statistics = Saved(outputs // _sizes(s.shape).value_head_dim * FP32, dropped_by=again)
+    saves = (scanned, normed, statistics)
+    norm = Norm(name="linear_norm", recomputed_by=again, numel=outputs, saves=saves)
     return [convolutions, _scan(s, num_steps=num_steps), norm]
 
 
@@ -221,15 +233,17 @@ def _scan(s: LayerSizes, *, num_steps: int) -> Scan:
         per_token = _head_temporaries(sizes)
         forward = scan_cost(GDN_FORWARD, sizes)
         backward = scan_cost(GDN_BACKWARD, sizes)
-    saved = s.tokens * (3 * num_steps + 2 * sizes.heads)
+    num_saved = s.tokens * (3 * num_steps + 2 * sizes.heads)
+    steps = Saved(num_saved * FP32, dropped_by=scan_modules(s))  # and decays and corrections
+    saved = 0
     if s.cp_comm_type not in (None, "a2a"):  # maps of all chunks
         width = sizes.key * (sizes.key + sizes.value)
         num_maps = 2 * s.cp * s.batch_size * sizes.heads
-        saved += num_maps * width
+        saved = num_maps * width
     token_flops = 6 * sizes.heads * sizes.key * sizes.value
     return Scan(
         name="delta_rule",
-        saves=(Saved(saved * FP32),),
+        saves=(steps, Saved(saved * FP32)),
         working=s.tokens * per_token * FP32,
         over_cp=scan_sent(s, sizes, transition=sizes.key**2, num_decays=num_decays),
         recurrence_flops=s.tokens * token_flops,

@@ -1,10 +1,10 @@
 """Mamba-2: parameters and operators; the module is model/mamba.py."""
 
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest
-from nanotrain.spec.kinds.convolution import short_convolutions
+from nanotrain.spec.kinds.convolution import scan_modules, short_convolutions
 from nanotrain.spec.kinds.delta_net import DECAY_RATES, STEPS
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
-from nanotrain.spec.operators import Gate, Norm, Operators, Saved, Scan
+from nanotrain.spec.operators import POINTWISE, Gate, Norm, Operators, Saved, Scan
 from nanotrain.spec.over_cp import scan_sent
 from nanotrain.spec.params import Constant
 from nanotrain.spec.scan_cost import (
@@ -77,18 +77,26 @@ def operators(s: LayerSizes) -> Operators:
     heads = shape.mamba_heads // s.tp
     value = s.tokens * widths["value"]
     convolved = {f"{name}_conv": width for name, width in widths.items()}
-    # in fp32: the output, the gate and its activation, and their product
-    gated = Saved(4 * value * FP32)
-    statistics = Saved(s.tokens * sizes.num_groups // s.tp * FP32)
-    normed = Saved(2 * value * s.itemsize)  # before and after the weight
+    again = (POINTWISE,)
+    # in fp32: the output; the gate and its activation, and their product
+    scanned = Saved(value * FP32)
+    gated = Saved(3 * value * FP32, dropped_by=again)
+    gate = Saved(value * s.itemsize, only_with=POINTWISE)
+    statistics = Saved(s.tokens * sizes.num_groups // s.tp * FP32, dropped_by=again)
+    normed = Saved(2 * value * s.itemsize, dropped_by=again)  # before and after the weight
     kernel_size = sizes.conv_kernel_dim
     projected = {"gate": widths["value"], **widths, "step": heads}
     operators: Operators = [s.column(projected, saves=(s.layer_input,))]
     # inputs, outputs and activations
-    operators.append(short_convolutions(s, convolved, kernel_size=kernel_size, num_saved=3))
+    convolution = short_convolutions(
+        s, convolved, kernel_size=kernel_size, num_saved=3, num_projected=heads
+    )
+    operators.append(convolution)
     operators.append(_scan(s))
-    operators.append(Gate(name="output_gate", numel=value, saves=(gated,)))
-    operators.append(Norm(name="mamba_norm", numel=value, saves=(statistics, normed)))
+    saves = (scanned, gated, gate)
+    operators.append(Gate(name="output_gate", recomputed_by=again, numel=value, saves=saves))
+    norm_saves = (statistics, normed)
+    operators.append(Norm(name="mamba_norm", recomputed_by=again, numel=value, saves=norm_saves))
     operators.append(s.row(widths["value"]))
     return operators
 
@@ -112,16 +120,17 @@ def _scan(s: LayerSizes) -> Scan:
     mamba = s.shape.mamba
     sizes = _scan_sizes(s)
     state = mamba.head_dim * mamba.state_dim
-    saved = 4 * sizes.heads * s.tokens  # steps and decays
+    steps = Saved(4 * sizes.heads * s.tokens * FP32, dropped_by=scan_modules(s))  # and decays
+    saved = 0
     if s.cp_comm_type not in (None, "a2a"):  # the maps of all chunks, and states
         num_states = 4 * s.cp * s.batch_size * sizes.heads
-        saved += num_states * state
+        saved = num_states * state
     # pairs of tokens, values and states of the chunks: within 3 % of what torch allocates
     per_head = 3 * CHUNK_SIZE + 5 * mamba.head_dim + 3 * state // CHUNK_SIZE
     per_token = sizes.heads * per_head + 3 * sizes.groups * mamba.state_dim
     return Scan(
         name="ssd",
-        saves=(Saved(saved * FP32),),
+        saves=(steps, Saved(saved * FP32)),
         working=s.tokens * per_token * FP32,
         over_cp=scan_sent(s, sizes, transition=1, output_itemsize=FP32),
         recurrence_flops=4 * s.tokens * sizes.heads * state,

@@ -11,6 +11,7 @@ from nanotrain.config.model import MoEConfig
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
 from nanotrain.spec.layer_sizes import FP8, FP32, INT64, LayerSizes
 from nanotrain.spec.operators import (
+    POINTWISE,
     Activation,
     Dispatch,
     ExpertProduct,
@@ -133,9 +134,12 @@ def _mlp_operators(
     shape = s.shape
     inner = inner_size // s.tp
     unit = s.tokens * inner * s.itemsize
-    num_activation_inputs = num_inner_tensors(shape) - 1
-    activation_inputs = Saved(num_activation_inputs * unit, dropped_by=(module,))
-    down_input = Saved(unit, dropped_by=(module,))
+    num_inputs = num_activation_inputs(shape)
+    activation_inputs = Saved(num_inputs * unit, dropped_by=(module,))
+    # tensors inside of the activation, and its output
+    num_recomputed = num_inner_tensors(shape) - num_inputs
+    recomputed = Saved((num_recomputed - 1) * unit, dropped_by=(module, POINTWISE))
+    down_input = Saved(unit, dropped_by=(module, POINTWISE))
     up_weights = _up_weights(prefix, is_gated=shape.is_gated)
     up = Product(
         name=f"{prefix}up",
@@ -150,10 +154,11 @@ def _mlp_operators(
     activation = Activation(
         name=f"{prefix}activation",
         module=module,
+        recomputed_by=(POINTWISE,),
         rows=s.tokens,
         width=inner,
         is_gated=shape.is_gated,
-        saves=(activation_inputs,),
+        saves=(activation_inputs, recomputed),
         working=_mlp_temporaries(s, inner_bytes=_dense_inner_bytes(s)),
     )
     down = Product(
@@ -173,6 +178,11 @@ def _up_weights(prefix: str, *, is_gated: bool) -> tuple[str, ...]:
     """The names of the weights that multiply the input of an MLP."""
     up = f"{prefix}up.weight"
     return (up, f"{prefix}gate.weight") if is_gated else (up,)
+
+
+def num_activation_inputs(shape: ModelShape) -> int:
+    """Tensors of the inner width that the activation of an MLP reads."""
+    return 2 if shape.is_gated else 1
 
 
 def num_inner_tensors(shape: ModelShape) -> int:
@@ -230,7 +240,13 @@ def moe_operators(s: LayerSizes) -> Operators:
     # the numbers of the rows of every expert; the rows of every token, their numbers and weights
     row_numbers = s.expert_rows * s.etp * 2 * INT64
     returned = s.expert_rows * (width * s.itemsize + 2 * INT64 + FP32)
-    operators.append(_dispatch(s, "dispatch", num_bytes=row_numbers))
+    dispatch = _dispatch(s, "dispatch", num_bytes=row_numbers)
+    permute_modules = _permute_modules(s)
+    if permute_modules and (is_compressed or config.apply_probs_on_input):
+        permuted = s.routed_tokens * width * s.itemsize  # of neither a norm nor the layer's input
+        tokens = Saved(permuted, dropped_by=("moe",), only_with=POINTWISE)
+        dispatch = replace(dispatch, saves=(*dispatch.saves, tokens))
+    operators.append(replace(dispatch, recomputed_by=permute_modules))
     operators += _expert_operators(s)
     operators.append(_dispatch(s, "combine", num_bytes=returned))
     if is_compressed:
@@ -242,6 +258,11 @@ def moe_operators(s: LayerSizes) -> Operators:
         )
         operators.append(product)
     return operators
+
+
+def _permute_modules(s: LayerSizes) -> tuple[str, ...]:
+    """Recompute modules that permute tokens again, which sends nothing on one rank."""
+    return (POINTWISE,) if s.ep * s.etp == 1 else ()
 
 
 def _router(s: LayerSizes, *, has_shared: bool) -> Router:
@@ -331,18 +352,19 @@ def _expert_operators(s: LayerSizes) -> Operators:
     inner = shape.moe_ffn_size // s.etp
     rows = s.expert_rows * s.etp
     unit = rows * inner * s.itemsize
-    num_kept = 2 if shape.is_gated else 1  # inputs of the activation
+    num_kept = num_activation_inputs(shape)
     num_recomputed = num_inner_tensors(shape) - 1 - num_kept
     activation_inputs = Saved(num_kept * unit, dropped_by=("moe",))
-    recomputed = Saved(num_recomputed * unit, dropped_by=("moe", "moe_act"))
-    up_input = Saved(rows * width * s.itemsize, dropped_by=("moe",))
-    down_input = Saved(unit, dropped_by=("moe", "moe_act"))
+    recomputed = Saved(num_recomputed * unit, dropped_by=("moe", "moe_act", POINTWISE))
+    up_input = Saved(rows * width * s.itemsize, dropped_by=("moe", *_permute_modules(s)))
+    down_input = Saved(unit, dropped_by=("moe", "moe_act", POINTWISE))
     up_weights = _up_weights("experts.", is_gated=shape.is_gated)
     up_size = len(up_weights) * inner
     up = _expert_product(s, up_weights, outputs=up_size, inputs=width, saves=up_input)
     activation = Activation(
         name="experts.activation",
         module="moe_act",
+        recomputed_by=("moe", POINTWISE),
         rows=rows,
         width=inner,
         is_gated=shape.is_gated,

@@ -1,7 +1,9 @@
 """Gated short convolution (LFM2): parameters and operators; the module is model/short_conv.py."""
 
+from functools import partial
+
 from nanotrain.spec.declaration import Declaration, Specs, nest
-from nanotrain.spec.kinds.convolution import short_convolutions
+from nanotrain.spec.kinds.convolution import scan_modules, short_convolutions
 from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.operators import Gate, Operators, Saved
 from nanotrain.spec.shape import ModelShape
@@ -34,10 +36,12 @@ def operators(s: LayerSizes) -> Operators:
     convolution = short_convolutions(
         s, {"conv": channels}, kernel_size=kernel_size(s.shape), num_saved=1
     )
+    dropped = Saved(factor.num_bytes, dropped_by=scan_modules(s))
     projected = {"gate_in": channels, "gate_out": channels, "value": channels}
     operators: Operators = [s.column(projected, saves=(s.layer_input,))]
-    operators.append(Gate(name="gate_in", numel=numel, saves=(factor, factor)))
+    gate = partial(Gate, numel=numel, recomputed_by=scan_modules(s))
+    operators.append(gate(name="gate_in", saves=(factor, factor)))
     operators.append(convolution)
-    operators.append(Gate(name="gate_out", numel=numel, saves=(factor, factor)))
-    operators.append(s.row(channels, saves=(factor,)))
+    operators.append(gate(name="gate_out", saves=(factor, dropped)))
+    operators.append(s.row(channels, saves=(dropped,)))
     return operators

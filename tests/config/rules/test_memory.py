@@ -35,6 +35,10 @@ def modules(*names: str) -> dict[str, object]:
         modules("moe_act", "mlp") | EXPERTS | {"moe_layer_freq": "[0]+[1]*3"},
         modules("mla_up_proj") | MLA,
         modules("core_attn", "mlp") | {"torch_compile": True},
+        modules("layernorm", "moe_act") | EXPERTS | {"torch_compile": True},
+        modules("mla_up_proj") | MLA | {"torch_compile": True},
+        modules("pointwise"),
+        modules("pointwise", "moe", "core_attn") | EXPERTS | {"torch_compile": True},
         OFFLOAD,
     ],
 )
@@ -90,9 +94,11 @@ def test_what_fits_breaks_no_rule(keys):
         (OFFLOAD | SELECTIVE, "cpu_offloading with recompute_granularity selective"),
         (OFFLOAD | {"torch_compile": True}, "cpu_offloading with torch_compile"),
         (OFFLOAD | {"device": "cpu"}, "activations on a CPU are in host memory already"),
+        (modules("pointwise", "layernorm"), "pointwise recomputes layernorm already"),
+        (modules("moe_act", "pointwise") | EXPERTS, "pointwise recomputes moe_act already"),
         (
-            modules("layernorm") | {"torch_compile": True},
-            "torch_compile with recompute_modules layernorm",
+            modules("pointwise") | EXPERTS | {"moe_shortcut": True},
+            "recompute_modules pointwise with moe_shortcut",
         ),
     ],
 )
