@@ -63,6 +63,13 @@ def _product_part(clock: RankClock, product: Product, *, dtype: str) -> Part:
     )
 
 
+def _is_in_pieces(clock: RankClock, part: Part) -> bool:
+    """Whether --tp-comm-overlap applies: not to the head, nor to products in 8 bits."""
+    is_wide = clock.scenario.matmul_dtype == clock.dtype
+    is_wanted = clock.config.parallel.tp_comm_overlap and clock.sizes.sequence_parallel
+    return is_wanted and is_wide and part.name != "head"
+
+
 def _in_pieces(clock: RankClock, part: Part, *, shard: str, num_bytes: float) -> Part:
     """Products of a piece of the tokens per rank, copies of inputs, and sums of partial sums."""
     rows, outputs, inputs = part.sizes
@@ -80,7 +87,7 @@ def _in_pieces(clock: RankClock, part: Part, *, shard: str, num_bytes: float) ->
 
 def _with_collectives(clock: RankClock, part: Part, *, shard: str, num_bytes: float) -> Part:
     """Add the tensor-parallel collectives of `num_bytes` to a product."""
-    overlaps = clock.config.parallel.tp_comm_overlap and clock.sizes.sequence_parallel
+    overlaps = _is_in_pieces(clock, part)
     hides = clock.scenario.tp_overlap or ("tiles" if overlaps else clock.engine.overlap.tp)
     part = replace(part, group="tp", hides=hides, pieces=clock.sizes.tp)
     if overlaps:

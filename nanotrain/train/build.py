@@ -272,7 +272,8 @@ def _tensor_parallel(
         overlap = "symmetric" if is_symmetric else "pieces"
         if context.rank == 0:
             transport = "symmetric memory" if is_symmetric else "all-to-alls"
-            log.info("--tp-comm-overlap: pieces are sent by %s", transport)
+            left_out = "" if fp8 is None else "; layers in fp8 gather their inputs as a whole"
+            log.info("--tp-comm-overlap: pieces are sent by %s%s", transport, left_out)
     return TensorParallel(
         group, parallel.sequence_parallel, wgrad_queue=wgrad_queue, fp8=fp8, overlap=overlap
     )

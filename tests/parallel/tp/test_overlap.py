@@ -9,11 +9,12 @@ from torch import Tensor
 
 from nanotrain.comm import pieces as comm_pieces
 from nanotrain.comm.parallel_context import ParallelContext
+from nanotrain.kernels.deferred_wgrad import WgradQueue, accumulate_wgrads
 from nanotrain.parallel.tp import overlap
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.parallel.tp.overlap import gather_products, scatter_product
 from tests.harness import ranks, run_ranks
-from tests.parallel.tp.networks import ShardedNetwork, sharded_pass
+from tests.parallel.tp.networks import Passed, ShardedNetwork, sharded_pass
 from tests.parallel.tp.test_layers import compare
 
 BATCH, LENGTH, WIDTH, OUTPUTS = 2, 3, 16, 24
@@ -65,6 +66,28 @@ def pass_in_pieces(ctx: ParallelContext, num_groups: int) -> None:
 @pytest.mark.parametrize(("tp", "num_groups"), [(2, 4), (2, 1), (4, 4)])
 def test_outputs_and_gradients_equal_the_reference(tp: int, num_groups: int) -> None:
     run_ranks(tp, pass_in_pieces, num_groups, tp=tp, threads=False)
+
+
+def deferred_pass(ctx: ParallelContext) -> None:
+    """Weight gradients of a zero-bubble schedule follow later: dgrad and its sum are in pieces."""
+    queue = WgradQueue()
+    tensor_parallel = TensorParallel(ctx.group("tp"), True, queue, overlap="pieces")
+    network = ShardedNetwork(tensor_parallel, 4)
+    with queue.defer():
+        passed = sharded_pass(network)
+    assert passed.grads["query.weight"] is None
+    accumulate_wgrads(queue.take())
+    later = {name: parameter.grad for name, parameter in network.named_parameters()}
+    compare(network, Passed(passed.out, passed.grads | later))
+    traffic = ctx.group("tp").traffic
+    # the sum of the output, and that of the input gradient of query, key and value
+    pieces = (tensor_parallel.group.size - 1) * passed.grads["x"].nbytes
+    assert traffic.bytes("tp", "reduce_scatter") == 2 * pieces
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_deferred_weight_gradients_leave_the_sum_of_the_input_gradient_in_pieces(tp: int) -> None:
+    run_ranks(tp, deferred_pass, tp=tp, threads=False)
 
 
 def events_of(ctx: ParallelContext, action: str) -> list[str]:
