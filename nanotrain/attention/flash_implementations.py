@@ -12,13 +12,17 @@ IMPLEMENTATIONS = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
 
 
 def installed_implementations() -> frozenset[str]:
-    """The names of implementations whose packages are installed."""
-    return frozenset(name for name, module in IMPLEMENTATIONS.items() if _is_installed(module))
+    """The names of implementations that torch knows and whose packages are installed."""
+    from torch.nn import attention
+
+    # torch 2.10 has no list
+    known: list[str] = getattr(attention, "list_flash_attention_impls", list)()
+    return frozenset(name for name in known if _is_installed(IMPLEMENTATIONS.get(name, "")))
 
 
 def _is_installed(module: str) -> bool:
     try:
-        return find_spec(module) is not None
+        return bool(module) and find_spec(module) is not None
     except ModuleNotFoundError:  # the package around it
         return False
 

@@ -253,5 +253,13 @@ def test_an_implementation_is_activated_once_when_the_kernel_is_built(
     assert activated == ["FA4"]
 
 
-def test_no_implementation_is_installed_here() -> None:
+def test_implementations_are_those_of_torch_whose_packages_are_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert flash_implementations.installed_implementations() == frozenset()
+    known = set(torch.nn.attention.list_flash_attention_impls())
+    assert known <= set(flash_implementations.IMPLEMENTATIONS)
+    monkeypatch.setattr(flash_implementations, "find_spec", lambda module: module)
+    assert flash_implementations.installed_implementations() == known
+    monkeypatch.delattr(torch.nn.attention, "list_flash_attention_impls")
     assert flash_implementations.installed_implementations() == frozenset()
