@@ -5,9 +5,12 @@ import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.load import load
+from nanotrain.kernels.linear import Linear
 from nanotrain.plan.plan import plan_run
+from nanotrain.train import build
 from nanotrain.train.build import build_run, build_stages
 from nanotrain.train.inputs import open_inputs
+from nanotrain.train.run import Run
 from tests.harness import ranks
 from tests.laws.worlds import Case, build_here
 from tests.train.small_run import arguments, small_run
@@ -72,3 +75,24 @@ def test_a_zero_bubble_schedule_gives_every_stage_a_queue(ctx):
     parallel = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}
     run = build_here(ctx, Case().but(parallel=parallel))
     assert all(stage.wgrad_queue is not None for stage in build_stages(run.plan, ctx).values())
+
+
+def overlaps_of(run: Run) -> set[str]:
+    """The implementations of products that overlap with transfers, of all linear layers."""
+    (stage,) = run.stages.values()
+    layers = [module for module in stage.modules() if isinstance(module, Linear)]
+    return {layer.compute.keywords["tensor_parallel"].overlap for layer in layers}
+
+
+@ranks(2, tp=2)
+def test_products_in_pieces_are_chosen_when_the_model_is_built(ctx: ParallelContext) -> None:
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    case = Case(2).but(parallel=parallel)
+    assert overlaps_of(build_here(ctx, case)) == {""}
+    in_pieces = case.but(parallel={"tp_comm_overlap": True})
+    assert overlaps_of(build_here(ctx, in_pieces)) == {"pieces"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "has_symmetric_memory", lambda group, device: True)
+        assert overlaps_of(build_here(ctx, in_pieces)) == {"symmetric"}
+    fp8 = in_pieces.but(precision={"fp8_format": "hybrid", "fp8_recipe": "tensorwise"})
+    assert overlaps_of(build_here(ctx, fp8)) == {""}

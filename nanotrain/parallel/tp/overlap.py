@@ -135,7 +135,7 @@ def _gather_symmetric(
     """torch's products over symmetric memory."""
     group.record("all_gather", num_bytes=(group.size - 1) * x.nbytes)
     gathered, outputs = torch.ops.symm_mem.fused_all_gather_matmul(
-        x, list(matrices), SEQUENCE, group_name(group), return_A=keeps_input
+        x.contiguous(), list(matrices), SEQUENCE, group_name(group), return_A=keeps_input
     )
     return Gathered(tuple(output.contiguous() for output in outputs), gathered)
 
