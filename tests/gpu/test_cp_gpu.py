@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from nanotrain.attention.backends import BACKENDS
-from nanotrain.attention.chunk_kernels import FUSED, AttentionChunk, AttentionOps, AttentionResult
+from nanotrain.attention.chunk_kernels import (
+    FUSED,
+    AttentionChunk,
+    AttentionOps,
+    AttentionResult,
+    fused_ops,
+)
 from nanotrain.attention.chunks import EAGER, merge_log_sum_exp
 
 pytestmark = [
@@ -51,6 +57,19 @@ def test_the_fused_operator_on_cuda_equals_the_eager_form(head_dim: int) -> None
     grad = torch.randn(2, 4, 128, head_dim, device="cuda", dtype=torch.bfloat16)
     full = AttentionChunk(query, key, value, None, True, scale=head_dim**-0.5)
     fused, eager = (in_two_chunks(ops, full, grad) for ops in (FUSED_CUDA, EAGER))
+    assert max(distance(one, other) for one, other in zip(fused, eager, strict=True)) < 2e-2
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)])
+def test_cudnn_equals_the_eager_form_without_padding(dims: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    shapes = ((2, 4, 256, dims[0]), (2, 4, 256, dims[0]), (2, 4, 256, dims[1]))
+    query, key, value = (torch.randn(shape, device="cuda").bfloat16() for shape in shapes)
+    full = AttentionChunk(query, key, value, None, True, scale=dims[0] ** -0.5)
+    if fused_ops(full) is not FUSED["cudnn"]:
+        pytest.skip("needs compute capability 9.0 or 10.x with cuDNN 9.15.1")
+    grad = torch.randn(2, 4, 128, dims[1], device="cuda", dtype=torch.bfloat16)
+    fused, eager = (in_two_chunks(ops, full, grad) for ops in (FUSED["cudnn"], EAGER))
     assert max(distance(one, other) for one, other in zip(fused, eager, strict=True)) < 2e-2
 
 

@@ -31,6 +31,8 @@ LAYOUTS = {
     "dp, ZeRO-2, compiled": (2, f"{OVERLAP} optim_grads --torch-compile", ""),
     "dp, ZeRO-3": (2, f"{OVERLAP} optim_grads_params", ""),
     "tp and sequences": (2, SEQUENCES, ""),
+    "tp in pieces, registered": (2, f"{SEQUENCES} --tp-comm-overlap --nccl-ub", ""),
+    "dp, tp in pieces": (4, f"{SEQUENCES} --tp-comm-overlap --nccl-ub {OVERLAP} optim", ""),
     "pp, zero bubble": (2, f"{STAGES} --pipeline-schedule zb-h1", ""),
     "cp, ring": (2, "--context-parallel-size 2", ""),
     "ep": (2, f"--expert-model-parallel-size 2 {OVERLAP} optim_grads", EXPERTS),
