@@ -327,7 +327,9 @@ def _even_routing(plan: Plan) -> Iterator[None]:
     # whole sequences are run
     unsplit = replace(plan, groups={**plan.groups, "cp": GroupSpec.single_rank("cp")})
     with patch.object(
-        token_dispatcher, "on_host", lambda _, counts, ep: even_counts(unsplit, counts, ep=ep)
+        token_dispatcher,
+        "on_host",
+        lambda _, parts: [even_counts(unsplit, counts, ep=ep) for counts, ep in parts],
     ):
         yield
 
@@ -364,7 +366,9 @@ def _count_gradients(plan: Plan, budget: Budget, *, writes: bool, writes_fp8: bo
             budget.add(name, num_bytes=numel * first, launches=not is_direct)
             budget.add("gradients", num_bytes=numel * (read + 2 * buffer), times=later)
             continue
-        if writes and len(param.spec.shape) == 2 and not param.spec.name.startswith("embedding."):
+        is_grouped = param.spec.is_expert and len(param.spec.shape) == 3 and read == 2
+        is_product = len(param.spec.shape) == 2 or is_grouped
+        if writes and is_product and not param.spec.name.startswith("embedding."):
             # instead of a gradient in the parameters' dtype, which was counted; the launch is the
             # product's
             budget.add("GEMM", num_bytes=numel * (buffer - read), launches=0)

@@ -18,8 +18,8 @@ Most of `torch.cuda` raises on a CPU-only torch, so all callers go through these
 
 import os
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -310,6 +310,25 @@ class HostCopy:
             self._event.synchronize()
         numbers: list[float] = self._host.tolist()
         return numbers
+
+
+@contextmanager
+def on_side_stream(*tensors: Tensor) -> Iterator[None]:
+    """Queue the work inside the block on the stream of small copies, beside the current stream.
+
+    Args:
+        tensors: what the block reads and writes, allocated outside of it; the current stream may
+            use the results once the host has read a copy that the block made last.
+    """
+    device = tensors[0].device
+    if device.type != "cuda":
+        yield
+        return
+    stream = _side_stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    for tensor in tensors:
+        tensor.record_stream(stream)
 
 
 class Stopwatch:

@@ -10,6 +10,7 @@ from nanotrain.quantities import count_of, round_up
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 DispatchDType = Literal["bf16", "fp8", "mxfp8"]
 OuterShardingStrategy = Literal["no_shard", "optim"]
+FlexBackend = Literal["deepep", "hybridep"]
 RecomputeGranularity = Literal["full", "selective"]
 RecomputeModule = Literal[
     "core_attn", "mlp", "moe", "layernorm", "mla_up_proj", "moe_act", "pointwise"
@@ -47,6 +48,11 @@ class ParallelConfig:
     moe_dispatch_fwd_dtype: DispatchDType = option("bf16")
     """send tokens to their experts in blocks of fp8_recipe, with scales: fp8, or mxfp8 for the
     recipe of this name; bf16: in params_dtype, as gradients are sent
+    """
+
+    moe_flex_dispatcher_backend: FlexBackend | None = option(None)
+    """send a token once to every rank with its experts, by the kernels of a library that is
+    installed: deepep; hybridep: by all-to-all, with a warning; unset: by all-to-all
     """
 
     moe_expert_rank_capacity_factor: float | None = option(None, check=at_least(1))
@@ -204,6 +210,17 @@ class ParallelConfig:
         last_stage = pp * self.num_virtual_stages_per_pipeline_rank - 1
         ends = {0, last_stage}
         return tuple(rank for rank in range(pp) if ends.intersection(self.stages_of(rank)))
+
+    @property
+    def uses_deep_ep(self) -> bool:
+        """Whether DeepEP's kernels send tokens to experts on other ranks."""
+        is_named = self.moe_flex_dispatcher_backend == "deepep"
+        return is_named and self.expert_model_parallel_size > 1
+
+    @property
+    def dispatch_ranks_per_node(self) -> int | None:
+        """Consecutive ranks of ep that a token is sent to once; None: once to every expert."""
+        return 1 if self.uses_deep_ep else self.moe_hierarchical_dispatch
 
     def data_parallel_size(self, world_size: int) -> int:
         """Data-parallel ranks: world size / (tp x cp x pp).

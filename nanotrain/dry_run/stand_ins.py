@@ -7,7 +7,7 @@ initial weights   none
 host memory       on the meta device too, and not counted
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -68,8 +68,8 @@ def _kernels() -> list[Replacement]:
 def _host_values(plan: Plan) -> list[Replacement]:
     """Values that the host reads or computes."""
 
-    def token_counts(_: Tensor, counts: Tensor, *, ep: Group) -> list[int]:
-        return even_counts(plan, counts, ep=ep)
+    def token_counts(_: Tensor, parts: Sequence[tuple[Tensor, Group]]) -> list[list[int]]:
+        return [even_counts(plan, counts, ep=ep) for counts, ep in parts]
 
     return [
         Replacement(token_dispatcher, "on_host", token_counts),
@@ -161,7 +161,7 @@ def even_counts(plan: Plan, counts: Tensor, *, ep: Group) -> list[int]:
     num_tokens //= plan.groups["tp"].size
     rows = num_tokens * moe.router_topk
     if ep.parent and ep.parent.op == "all_to_all_across":
-        nodes = plan.groups["ep"].size // (config.parallel.moe_hierarchical_dispatch or 1)
+        nodes = plan.groups["ep"].size // (config.parallel.dispatch_ranks_per_node or 1)
         rows = num_tokens * reached_nodes(moe, nodes)
     bounds = [rows * i // ep.size for i in range(ep.size + 1)]
     sizes = [end - start for start, end in pairwise(bounds)]

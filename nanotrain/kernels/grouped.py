@@ -8,9 +8,10 @@
     | expert 0   | expert 1 | expert 3 (none for 2) | dropped |
                  offs[0]    offs[1] = offs[2]       offs[3]
 
-With `--gradient-accumulation-fusion` one product per expert writes its weight gradient where
-gradients are accumulated. torch's grouped product cannot: it has no `out`, and its output has the
-dtype of its inputs.
+With `--gradient-accumulation-fusion` weight gradients are written where gradients are accumulated.
+torch's grouped product cannot: it has no `out`, and its output has the dtype of its inputs. In 16
+bits on GPUs a kernel of this project does (triton_grouped_wgrad.py), on CPUs one product per
+expert. Elsewhere the output of torch's product is added.
 
 Tokens after the last offset belong to no expert (dropped by capacity). torch leaves their outputs
 and gradients uninitialized; if tokens can be dropped, they are overwritten with zeros.
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.comm.device import compute_capability
+from nanotrain.kernels.compiler import runs_triton
 from nanotrain.kernels.deferred_wgrad import WgradQueue, is_deferring
 from nanotrain.kernels.linear import GradView, grad_view_of, write_wgrad
 
@@ -67,9 +69,20 @@ class GroupedMM:
 
     def accumulate_wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor, view: GradView) -> bool:
         """Write or add wgrad to the gradient buffer [E, O, I]; False if not possible now."""
-        if not self.is_looped(x):
+        if has_wgrad_kernel(x):
+            return accumulate_by_kernel(grad, x, offs=offs, view=view)
+        if self.is_looped(x):
+            return accumulate_each(grad, x, ends=offs.tolist(), view=view)
+        target = view.start_write()
+        if target is None:
             return False
-        return accumulate_each(grad, x, ends=offs.tolist(), view=view)
+        buffer, has_grads = target
+        product = self.wgrad(grad, x, offs=offs)
+        if has_grads:
+            buffer += product
+        else:
+            buffer.copy_(product)
+        return True
 
     def is_looped(self, x: Tensor) -> bool:
         """Whether each expert has a separate product."""
@@ -139,6 +152,27 @@ def accumulate_each(grad: Tensor, x: Tensor, *, ends: Sequence[int], view: GradV
         expert_grad = _pad_to_unit(grad[tokens], unit)
         expert_x = _pad_to_unit(x[tokens], unit)
         write_wgrad(expert_grad, expert_x, out=matrix, adds=has_grads)
+    return True
+
+
+def has_wgrad_kernel(x: Tensor) -> bool:
+    """Whether the weight gradients of tokens like `x` are written by this project's kernel.
+
+    In fp32 tensor cores would round its inputs.
+    """
+    return x.itemsize == 2 and (x.is_meta or runs_triton(x))
+
+
+def accumulate_by_kernel(grad: Tensor, x: Tensor, *, offs: Tensor, view: GradView) -> bool:
+    """`accumulate_each` in one launch, without a host sync; `offs` is on the device."""
+    target = view.start_write()
+    if target is None:
+        return False
+    buffer, has_grads = target
+    from nanotrain.kernels import triton_grouped_wgrad  # imports Triton
+
+    operands = [grad.contiguous(), x.contiguous(), offs]
+    triton_grouped_wgrad.write_grouped_wgrad(operands, buffer, adds=has_grads)
     return True
 
 

@@ -29,9 +29,9 @@ from nanotrain.model.activations import build_activation
 from nanotrain.model.context import HiddenDropout, LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router import Router
+from nanotrain.parallel.ep.dispatchers import build_token_dispatcher
 from nanotrain.parallel.ep.experts import EXPERT_LINEARS, ExpertOptions, Experts
 from nanotrain.parallel.ep.fp8_dispatch import dispatch_encoding
-from nanotrain.parallel.ep.token_dispatcher import build_token_dispatcher
 from nanotrain.parallel.tp.layers import ColumnParallelLinear
 
 _SEQUENCE = 1  # the dim of [B, S, H] that is split over tp

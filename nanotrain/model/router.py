@@ -38,7 +38,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -46,8 +45,8 @@ from nanotrain.comm.collectives import all_gather_into, all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.layer_kinds import LoadBalancing, RouterScore
 from nanotrain.config.model import MoEConfig
-from nanotrain.kernels.linear import adds_wider
 from nanotrain.kernels.permute import plan_permutation
+from nanotrain.kernels.router_logits import router_logits
 from nanotrain.model.context import LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.router_stats import RouterStats, StatefulModule
@@ -279,35 +278,6 @@ def _balance_terms(moe: MoEConfig, *, dp_size: int) -> list[BalanceTerm]:
             coeff = coeff / dp_size
         terms.append(BalanceTerm(kind, coeff))
     return terms
-
-
-def router_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[B, S, H], [E, H] -> [B, S, E] fp32."""
-    # cuBLAS multiplies 16-bit inputs exactly and sums in fp32
-    if hidden.itemsize == 2 and adds_wider(hidden.device.type):
-        logits: Tensor = _RouterLogits.apply(hidden.flatten(0, 1), weight)
-        return logits.unflatten(0, hidden.shape[:2])
-    return F.linear(hidden.float(), weight.float())
-
-
-class _RouterLogits(torch.autograd.Function):
-    """Logits in fp32 of 16-bit inputs, which are kept as they are.
-
-    The gradient of the logits is in fp32, so its products are too.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.mm(x, weight.to(x.dtype).t(), out_dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of the inputs and of the router weight."""
-        x, weight = ctx.saved_tensors
-        grad_x = grads[0] @ weight.float()
-        grad_weight = grads[0].t() @ x.float()
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
 
 
 def normalize(scores: Tensor, epsilon: float = 1e-20) -> Tensor:

@@ -224,14 +224,15 @@ def _expert_pass(
         sent -= num_rows * (row - dispatched_row_bytes(plan))
     expert_layers = [layer for layer in layers if plan.shape.has_experts(layer)]
     num_passes = plan.num_microbatches * len(expert_layers)
-    nodes = ep // (plan.config.parallel.moe_hierarchical_dispatch or ep)
+    nodes = ep // (plan.config.parallel.dispatch_ranks_per_node or ep)
     if nodes > 1:
         # one row per token and node, with the numbers and weights of its experts in fp32
         token_bytes = sent // (num_tokens * moe.router_topk)
         weight_bytes = num_transfers // 2 * 8 * moe.router_topk
         across = num_tokens * reached_nodes(moe, nodes) * (token_bytes + weight_bytes)
         if counts:
-            across += nodes * COUNT_BYTES
+            # its tokens for each node, and the pairs of each expert
+            across += nodes * COUNT_BYTES + counts
         yield ("ep", "all_to_all_across"), num_passes * reduced_bytes(across, nodes)
     for (group, operation), count in EXPERT_BYTES.items():
         size = plan.groups[group].size

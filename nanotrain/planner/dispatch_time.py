@@ -9,12 +9,15 @@ from dataclasses import replace
 from math import comb
 
 from nanotrain.planner.collectives import collective_s
+from nanotrain.planner.kernels import matmul_s
 from nanotrain.planner.parts import Part, Parts
 from nanotrain.planner.rank_clock import RankClock
 from nanotrain.spec.operators import Dispatch, Router
 
 # launches that are left with CUDA graphs, which cannot hold the dispatch to experts
 GRAPH_LAUNCHES = 0.1
+# bf16 matrices that the fp32 gradient of the logits is split into (kernels/router_logits.py)
+GRADIENT_TERMS = 2
 ROUTER_LAUNCHES = 20  # scores, top k, losses, counts and their sums
 ROUTER_BYTES = 40  # per token and expert, forward: scores, probabilities and losses in fp32
 
@@ -24,7 +27,20 @@ def router_part(clock: RankClock, router: Router) -> Part:
     num_bytes = router.rows * router.num_choices * ROUTER_BYTES + router.rows * clock.sizes.width
     launches = (ROUTER_LAUNCHES, ROUTER_LAUNCHES)
     part = clock.memory("moe", num_bytes, backward=2 * num_bytes, launches=launches)
+    part = replace(
+        part,
+        forward=part.forward + _router_product_s(clock, router, num_terms=1),
+        dgrad=part.dgrad + 2 * _router_product_s(clock, router, num_terms=GRADIENT_TERMS),
+    )
     return _at_host_pace(clock, part, is_graphed=clock.scenario.cuda_graphs)
+
+
+def _router_product_s(clock: RankClock, router: Router, *, num_terms: int) -> float:
+    """Seconds of a product of the router; an fp32 operand is a sum of bf16 terms."""
+    shape = (router.rows, num_terms * router.num_choices, router.inputs)
+    if clock.dtype == "bf16":
+        return matmul_s(clock.gpu, shape, dtype="bf16")
+    return matmul_s(clock.gpu, (router.rows, router.num_choices, router.inputs), dtype="fp32")
 
 
 def _at_host_pace(clock: RankClock, part: Part, *, is_graphed: bool = False) -> Part:

@@ -225,4 +225,6 @@ def _matmul_dtype(config: Config) -> str:
 
 def _dispatcher(config: Config) -> str:
     """The token dispatcher of nanotrain."""
+    if config.parallel.uses_deep_ep:
+        return "flex"
     return "hierarchical" if config.parallel.moe_hierarchical_dispatch else "alltoall"

@@ -250,7 +250,7 @@ def _model_parallel(
         core_attention=core_attention,
         ep=context.group("ep"),
         etp=context.group("etp"),
-        dispatch=DispatchOptions.of(config),
+        dispatch=_dispatch_options(config, context),
         sequence=context.group("tp_cp"),
         tracks_logits=config.optim.qk_clip or config.train.log_max_attention_logit,
         layers_in_bf16=layers_in_bf16(config.precision.fp8, config.model.num_layers),
@@ -277,6 +277,14 @@ def _tensor_parallel(
     return TensorParallel(
         group, parallel.sequence_parallel, wgrad_queue=wgrad_queue, fp8=fp8, overlap=overlap
     )
+
+
+def _dispatch_options(config: Config, context: ParallelContext) -> DispatchOptions:
+    """How tokens are sent to experts; on the meta device DeepEP is an all-to-all of its rows."""
+    options = DispatchOptions.of(config)
+    if not config.parallel.uses_deep_ep or context.device.type == "meta":
+        return options
+    return replace(options, uses_deep_ep=True)
 
 
 def _fp8_options(plan: Plan, context: ParallelContext) -> Fp8Options | None:

@@ -24,6 +24,7 @@ from nanotrain.config.schema import check_choice
 from nanotrain.config.train import TrainConfig
 from nanotrain.errors import ConfigError, EnvironmentFault, ErrorCollector
 from nanotrain.log import get_logger
+from nanotrain.parallel.ep.deep_ep import has_deep_ep
 from nanotrain.plan.memory_plan import require_memory
 from nanotrain.plan.plan import check_names
 from nanotrain.precision.fp8 import RECIPES, Recipe
@@ -134,6 +135,22 @@ def check_linear_attention(start: Start) -> None:
         )
 
 
+def check_token_dispatcher(start: Start) -> None:
+    """The library that sends tokens to experts is installed."""
+    parallel = start.config.parallel
+    if parallel.expert_model_parallel_size == 1:
+        return
+    if parallel.moe_flex_dispatcher_backend == "hybridep":
+        log.warning("tokens are sent by all-to-all: HybridEP is not called, deepep is")
+    elif parallel.uses_deep_ep and not has_deep_ep():
+        raise EnvironmentFault(
+            "--moe-flex-dispatcher-backend deepep: the package deep_ep is not installed",
+            why="tokens would be sent by its kernels",
+            fix="install DeepEP (github.com/deepseek-ai/DeepEP), or leave the flag out and set "
+            "--moe-hierarchical-dispatch 1, which sends the same rows by all-to-all",
+        )
+
+
 def check_trackers(start: Start) -> None:
     """The trackers that are wanted exist, and so do their packages."""
     train = start.config.train
@@ -223,7 +240,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 # Groups of rows: a later group relies on what an earlier one has checked.
 CHECKS: tuple[tuple[Callable[[Start], None], ...], ...] = (
-    (check_open_files, check_replaceable_names),
+    (check_open_files, check_replaceable_names, check_token_dispatcher),
     (check_folders,),
     (
         check_device,

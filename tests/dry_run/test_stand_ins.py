@@ -51,7 +51,7 @@ def test_every_expert_gets_equally_many_tokens() -> None:
             torch.empty(2, 8, device="meta"),
             SimpleNamespace(size=4, index=0, parent=None),
         )
-        numbers = token_dispatcher.on_host(HostCopy(counts), counts, ep=ep)
+        (numbers,) = token_dispatcher.on_host(HostCopy(counts), [(counts, ep)])
     assert plan.shape.moe is not None
     pairs, size = plan.config.data.seq_length * plan.shape.moe.router_topk, 8 // 4
     assert [sum(numbers[start : start + size]) for start in range(0, len(numbers), size)] == [

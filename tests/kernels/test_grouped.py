@@ -180,14 +180,15 @@ class FilledView:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("has_grads", [False, True])
+@pytest.mark.parametrize("gemm", [GroupedMM(), LoopedMM()])
 def test_what_is_written_for_an_expert_without_tokens_is_zero_or_what_was_there(
-    dtype, counts, has_grads
+    gemm, dtype, counts, has_grads
 ):
     rows, weight, grad, offs = parts(counts, 0, dtype=dtype)
     before = torch.full(weight.shape, 7.0 if has_grads else torch.nan)
     view = FilledView(before.clone(), has_grads)
     x = rows.detach()
-    assert LoopedMM().accumulate_wgrad(grad, x, offs=offs, view=view)
+    assert gemm.accumulate_wgrad(grad, x, offs=offs, view=view)
     (expected,) = torch.autograd.grad(
         by_hand(rows.float(), weight.float(), counts), weight, grad.float(), allow_unused=True
     )

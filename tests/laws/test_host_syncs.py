@@ -87,6 +87,8 @@ EP = (2, {"ep": 2, "strategy": "optim"}, {"model": MOE})
 WAITING = {
     "experts on two ranks": EP,
     "recomputed": (*EP[:2], EP[2] | {"memory": {"recompute_granularity": "full"}}),
+    "once per rank": (2, {"ep": 2, "moe_hierarchical_dispatch": 1}, {"model": MOE}),
+    "once per node": (4, {"ep": 4, "moe_hierarchical_dispatch": 2}, {"model": MOE}),
 }
 
 
@@ -115,7 +117,8 @@ def test_experts_on_several_ranks_wait_for_a_copy_of_the_counts_alone(name):
     # where it is recomputed. The host waits for the copy of the counts, made on a side stream, not
     # for what the device was given meanwhile.
     places = syncs_of_a_step(name)
-    num_layers, num_microbatches = 2, 4
+    num_ranks, _, _ = WAITING[name]
+    num_layers, num_microbatches = 2, 8 // num_ranks
     assert len(places) == num_layers * num_microbatches
     assert all(place.startswith("comm/device.py") and place.endswith(" read") for place in places)
 

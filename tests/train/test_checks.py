@@ -14,6 +14,7 @@ from nanotrain.train.checks import (
     Start,
     check_linear_attention,
     check_settings,
+    check_token_dispatcher,
     check_trackers,
     require_fp8,
     run_checks,
@@ -128,3 +129,16 @@ def test_a_gpu_without_the_products_is_an_error(
 def test_other_devices_pass(recipe: str, capability: tuple[int, int] | None) -> None:
     require_fp8(precision(recipe), capability)
     require_fp8(None, (7, 0))
+
+
+def test_a_missing_library_of_the_token_dispatcher_is_one_line(monkeypatch, caplog) -> None:
+    experts = ["--mock-data", "--num-experts", "4", "--expert-model-parallel-size", "2", "--bf16"]
+    flags = [*experts, "--moe-enable-deepep"]
+    monkeypatch.setattr(checks, "has_deep_ep", lambda: True)
+    check_token_dispatcher(start_of(*flags))
+    monkeypatch.setattr(checks, "has_deep_ep", lambda: False)
+    check_token_dispatcher(start_of(*experts))
+    with pytest.raises(EnvironmentFault, match="package deep_ep is not installed: .* install"):
+        check_token_dispatcher(start_of(*flags))
+    check_token_dispatcher(start_of(*experts, "--moe-flex-dispatcher-backend", "hybridep"))
+    assert "HybridEP is not called" in caplog.text

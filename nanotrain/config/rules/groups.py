@@ -100,6 +100,7 @@ LAYOUT: Rules = (
     layout.check_experts,
     layout.check_hierarchical_dispatch,
     layout.check_dispatch_dtype,
+    layout.check_deep_ep,
     layout.check_expert_width,
     memory.check_recomputed_layers,
     memory.check_recomputed_mlps,

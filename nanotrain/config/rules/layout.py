@@ -347,6 +347,40 @@ def check_dispatch_dtype(c: Settings) -> Errors:
     )
 
 
+def check_deep_ep(c: Settings) -> Errors:
+    """Layouts in which DeepEP sends the tokens."""
+    if not c.parallel.uses_deep_ep:
+        return
+    name = "moe_flex_dispatcher_backend deepep"
+    others = ("moe_hierarchical_dispatch", "moe_expert_rank_capacity_factor")
+    for other in others:
+        if getattr(c.parallel, other) is not None:
+            yield ConfigError(
+                f"{name} with {other}",
+                why="each is another way to send tokens to experts",
+                fix=f"leave --moe-flex-dispatcher-backend or --{other.replace('_', '-')} out",
+            )
+    dtype = c.parallel.moe_dispatch_fwd_dtype
+    if dtype != "bf16":
+        yield ConfigError(
+            f"{name} with moe_dispatch_fwd_dtype {dtype}",
+            why="DeepEP is called with tokens in bf16",
+            fix="leave --moe-dispatch-fwd-dtype or --moe-flex-dispatcher-backend out",
+        )
+    if c.etp > 1:
+        yield ConfigError(
+            f"{name} with expert_tensor_parallel_size {c.etp}",
+            why="DeepEP sends a token to the one rank that holds an expert",
+            fix="set --expert-tensor-parallel-size 1",
+        )
+    if c.precision.params_dtype != "bf16":
+        yield ConfigError(
+            f"{name} with params_dtype {c.precision.params_dtype}",
+            why="DeepEP's kernels send bf16",
+            fix="set --params-dtype bf16",
+        )
+
+
 def check_expert_width(c: Settings) -> Errors:
     """Width of an expert over its tensor-parallel ranks."""
     width = c.model.moe_ffn_size

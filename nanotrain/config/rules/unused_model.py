@@ -309,6 +309,7 @@ def unused_expert_axes(c: Settings) -> UnusedFields:
         yield unused(
             "moe_hierarchical_dispatch",
             "moe_dispatch_fwd_dtype",
+            "moe_flex_dispatcher_backend",
             "moe_expert_rank_capacity_factor",
             "overlap_moe_expert_parallel_comm",
             by="expert_model_parallel_size",

@@ -102,7 +102,7 @@ def run_in_expert_order(permuted: Tensor, splits: Splits, *, run_experts: RunExp
     """The outputs of the experts for tokens in the order of their source ranks."""
     counts = splits.tokens_per_expert
     offs = counts.sum(0).cumsum(0, dtype=torch.int32)[: splits.num_experts]
-    if counts.shape[1] == 1:
+    if 1 in counts.shape:  # one source or one expert: the tokens are in order
         return run_experts(permuted, offs)
     order = _expert_order(counts, num_permuted=sum(splits.etp))
     inverse = inverse_of(order)

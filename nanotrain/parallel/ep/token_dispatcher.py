@@ -1,7 +1,6 @@
 """Token dispatchers: tokens to their experts and back, as in Megatron-LM.
 
     LocalTokenDispatcher          all experts are on this rank: permute, experts, unpermute
-    HierarchicalTokenDispatcher   a token crosses to each node once
     PaddedTokenDispatcher         all-to-alls of fixed sizes: the host waits for nothing
     AllToAllTokenDispatcher       experts are sharded over ep, their matrices over etp (Lepikhin et
                                   al. 2020, section 3):
@@ -16,12 +15,13 @@
     experts      grouped matrix products
     ... and back in reverse, with a reduce-scatter over etp
 
-kernels/permute.py has the permutations, splits.py the split sizes.
+kernels/permute.py has the permutations, splits.py the split sizes, dispatchers.py the choice among
+these and two that send a token once per node (hierarchical.py) or by DeepEP's kernels (deep_ep.py).
 
 T tokens of this rank   K experts per token   E experts   P permuted tokens   H hidden
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
@@ -85,6 +85,7 @@ class DispatchOptions:
     routed_share: float = 1.0  # share of pairs, on average, that use experts with weights
     # ranks of a node, to which a token is sent once; None: tokens are sent to every expert
     ranks_per_node: int | None = None
+    uses_deep_ep: bool = False  # DeepEP's kernels send the tokens
     # pairs for one rank of ep, relative to an even share; None: any number
     rank_capacity_factor: float | None = None
     encoding: Encoding | None = None  # tokens in fp8 while they are sent; None: in their own dtype
@@ -99,7 +100,7 @@ class DispatchOptions:
         return cls(
             may_drop=moe is not None and moe.may_drop,
             routed_share=1.0 if moe is None else moe.mean_topk / moe.router_topk,
-            ranks_per_node=parallel.moe_hierarchical_dispatch,
+            ranks_per_node=parallel.dispatch_ranks_per_node,
             rank_capacity_factor=parallel.moe_expert_rank_capacity_factor,
         )
 
@@ -128,21 +129,6 @@ class DispatchOptions:
             return int(num_tokens * topk * self.routed_share)
         split = self.padded_split(num_tokens, topk, num_experts=num_experts, ep=ep)
         return ep * split.num_rows
-
-
-def build_token_dispatcher(
-    num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions | None = None
-) -> "LocalTokenDispatcher | AllToAllTokenDispatcher | HierarchicalTokenDispatcher":
-    """The dispatcher for experts sharded over `ep`, with matrices sharded over `etp`."""
-    if options is None:
-        options = DispatchOptions()
-    if ep.size * etp.size == 1:
-        return LocalTokenDispatcher(num_experts, may_drop=options.may_drop)
-    if options.rank_capacity_factor is not None or ep.size == 1:
-        return PaddedTokenDispatcher(num_experts, ep=ep, etp=etp, options=options)
-    if options.ranks_per_node is not None and options.ranks_per_node < ep.size:
-        return HierarchicalTokenDispatcher(num_experts, ep=ep, etp=etp, options=options)
-    return AllToAllTokenDispatcher(num_experts, ep=ep, etp=etp, options=options)
 
 
 class LocalTokenDispatcher:
@@ -202,7 +188,7 @@ class AllToAllTokenDispatcher:
         assert num_experts % ep.size == 0, "every rank of ep holds the same number of experts"
         self._num_experts = num_experts
         self._num_local = num_experts // ep.size
-        self._ep = ep
+        self.ep = ep
         self._etp = etp
         self._options = options
 
@@ -213,10 +199,29 @@ class AllToAllTokenDispatcher:
         """
         return self.send(x, routing, kept={} if kept is None else kept).finish
 
-    def send(self, x: Tensor, routing: Routing, *, kept: "KeptSplits") -> Dispatched:
-        """Permute and send tokens [T, H]."""
+    def send(
+        self,
+        x: Tensor,
+        routing: Routing,
+        *,
+        kept: "KeptSplits",
+        counted: "Work[Splits] | None" = None,
+    ) -> Dispatched:
+        """Permute and send tokens [T, H].
+
+        Args:
+            x: tokens.
+            routing: their experts.
+            kept: see `__call__`.
+            counted: split sizes that the caller has started to count; None: counted here.
+        """
+        if counted is not None:
+            kept[self] = counted
         permutation = planned_permutation(routing, self._num_experts)
-        weights, permutation, num_rows = self._plan(routing, permutation, kept=kept)
+        has_splits = counted is not None or self.has_splits(kept)
+        weights, permutation, num_rows = self._plan(
+            routing, permutation, kept=kept, has_splits=has_splits
+        )
         permuted = permute(x, permutation, num_permuted=num_rows)
         splits = kept[self].wait()
         there: dict[str, Any] = {
@@ -229,24 +234,26 @@ class AllToAllTokenDispatcher:
         }
         # taken out, so that rows are freed
         encoding = self._options.encoding
-        arriving = [start_differentiable_all_to_all(permuted, self._ep, **there, encoding=encoding)]
+        arriving = [start_differentiable_all_to_all(permuted, self.ep, **there, encoding=encoding)]
 
         def send_more(rows: Tensor) -> Work[Tensor]:
             permuted = permute(rows, permutation, num_permuted=num_rows)
-            return start_differentiable_all_to_all(permuted, self._ep, **there)
+            return start_differentiable_all_to_all(permuted, self.ep, **there)
 
         def finish(run_experts: RunExperts) -> Tensor:
             permuted = all_gather_tokens(arriving.pop().wait(), self._etp, splits=splits.etp)
             permuted = run_in_expert_order(permuted, splits, run_experts=run_experts)
             permuted = reduce_scatter_tokens(permuted, self._etp, splits=splits.etp)
-            permuted = start_differentiable_all_to_all(permuted, self._ep, **back).wait()
+            permuted = start_differentiable_all_to_all(permuted, self.ep, **back).wait()
             return unpermute(permuted, permutation, topk_weights=weights)
 
         return Dispatched(finish, send_more)
 
-    def _plan(self, routing: Routing, permutation: Permutation, *, kept: "KeptSplits") -> SendPlan:
-        """Start the all-to-all of the token counts, and plan the rows."""
-        if not self._has_splits(kept):
+    def _plan(
+        self, routing: Routing, permutation: Permutation, *, kept: "KeptSplits", has_splits: bool
+    ) -> SendPlan:
+        """Start the all-to-all of the token counts unless `kept` has them, and plan the rows."""
+        if not has_splits:
             kept[self] = self._start_splits(permutation.tokens_per_expert)
         # Without dropped pairs the permutation is launched before the host waits for the counts.
         if self._options.may_drop:
@@ -255,7 +262,7 @@ class AllToAllTokenDispatcher:
             num_rows = routing.topk_ids.numel()
         return SendPlan(routing.topk_weights, permutation, num_rows)
 
-    def _has_splits(self, kept: "KeptSplits") -> bool:
+    def has_splits(self, kept: "KeptSplits") -> bool:
         """Whether this is a recomputed forward, which has the split sizes of the first run."""
         return self._options.recompute.is_recomputing and self in kept
 
@@ -264,36 +271,37 @@ class AllToAllTokenDispatcher:
 
         The host waits for the copy of all counts, not for the device.
         """
-        counts, work = self._start_counts(sent)
+        counts = self.empty_counts(sent)
+        work = self.start_counts(sent, counts)
         copy = HostCopy.after(work, counts.flatten())
         arrived = Work(
-            lambda: on_host(copy, counts, ep=self._ep),
+            lambda: on_host(copy, [(counts, self.ep)]),
             op="all_to_all",
-            group=self._ep,
+            group=self.ep,
             keep=[counts],
         )
-        return arrived.then(
-            lambda numbers: Splits.exact(numbers, counts, ep=self._ep, etp=self._etp)
-        )
+        return arrived.then(lambda lists: self.splits(lists[0], counts))
 
-    def _start_counts(self, sent: Tensor) -> tuple[Tensor, Work[Tensor]]:
-        """Start an all-to-all of the token counts of this rank [E] int32.
+    def splits(self, numbers: list[int], counts: Tensor) -> Splits:
+        """Split sizes from the counts of `start_counts`; `numbers` are the same on the host."""
+        return Splits.exact(numbers, counts, ep=self.ep, etp=self._etp)
 
-        Returns:
-            counts [1 + etp, E], sent and received by each rank of etp, and the work that fills
-            them.
-        """
-        counts = sent.new_empty(1 + self._etp.size, self._num_experts)
+    def empty_counts(self, sent: Tensor) -> Tensor:
+        """[1 + etp, E] int32: counts sent, and received by each rank of etp."""
+        return sent.new_empty(1 + self._etp.size, self._num_experts)
+
+    def start_counts(self, sent: Tensor, counts: Tensor) -> Work[Tensor]:
+        """Start an all-to-all of the token counts of this rank [E], which fills `counts`."""
         counts[0].copy_(sent)
         received = counts[1 + self._etp.index]
-        shares = [self._num_local] * self._ep.size
+        shares = [self._num_local] * self.ep.size
         work = start_all_to_all(
-            received, counts[0], input_splits=shares, output_splits=shares, group=self._ep
+            received, counts[0], input_splits=shares, output_splits=shares, group=self.ep
         )
         if self._etp.size > 1:
             work.wait()
             work = start_all_gather_into(counts[1:], received, group=self._etp)
-        return counts, work
+        return work
 
 
 # The split sizes of the dispatchers of a stage in one microbatch, for its recomputation.
@@ -323,13 +331,15 @@ class PaddedTokenDispatcher(AllToAllTokenDispatcher):
         self.peak: Tensor | None = None
         self.num_pairs = 0
 
-    def _plan(self, routing: Routing, permutation: Permutation, *, kept: "KeptSplits") -> SendPlan:
+    def _plan(
+        self, routing: Routing, permutation: Permutation, *, kept: "KeptSplits", has_splits: bool
+    ) -> SendPlan:
         """Plan one padded split per rank; the weights are NaN if a split is too small."""
         if not torch.is_grad_enabled():
-            return super()._plan(routing, permutation, kept=kept)
+            return super()._plan(routing, permutation, kept=kept, has_splits=has_splits)
         num_tokens, topk = routing.topk_ids.shape
         split = self._options.padded_split(
-            num_tokens, topk, num_experts=self._num_experts, ep=self._ep.size
+            num_tokens, topk, num_experts=self._num_experts, ep=self.ep.size
         )
         # the first pair for each rank, and the first dropped pair
         starts = permutation.bounds[:: self._num_local]
@@ -337,11 +347,11 @@ class PaddedTokenDispatcher(AllToAllTokenDispatcher):
         self.peak = largest if self.peak is None else largest.maximum(self.peak)
         self.num_pairs = routing.topk_ids.numel()
         is_over = largest > split.num_pairs
-        if not self._has_splits(kept):
+        if not has_splits:
             sent = permutation.tokens_per_expert.masked_fill(is_over, 0)
             kept[self] = self._start_padded_splits(sent, split.num_rows)
         weights = routing.topk_weights.masked_fill(is_over, torch.nan)
-        num_rows = self._ep.size * split.num_rows
+        num_rows = self.ep.size * split.num_rows
         inverse = self._padded_inverse(
             routing.topk_ids, permutation, starts=starts, rows_per_rank=split.num_rows
         )
@@ -352,8 +362,9 @@ class PaddedTokenDispatcher(AllToAllTokenDispatcher):
 
     def _start_padded_splits(self, sent: Tensor, num_rows: int) -> "Work[Splits]":
         """Start an all-to-all of the token counts; the host does not wait for them."""
-        counts, work = self._start_counts(sent)
-        return work.then(lambda _: Splits.padded(counts, num_rows, ep=self._ep, etp=self._etp))
+        counts = self.empty_counts(sent)
+        work = self.start_counts(sent, counts)
+        return work.then(lambda _: Splits.padded(counts, num_rows, ep=self.ep, etp=self._etp))
 
     def _padded_inverse(
         self, topk_ids: Tensor, permutation: Permutation, *, starts: Tensor, rows_per_rank: int
@@ -363,84 +374,24 @@ class PaddedTokenDispatcher(AllToAllTokenDispatcher):
         Dropped pairs come after the pairs of all ranks: they share the last row, padding for which
         experts return zeros.
         """
-        num_rows = self._ep.size * rows_per_rank
+        num_rows = self.ep.size * rows_per_rank
         first_rows = torch.arange(0, num_rows + rows_per_rank, rows_per_rank, device=starts.device)
         shifts = first_rows - starts
         inverse = permutation.inverse + shifts[topk_ids // self._num_local]
         return inverse.clamp_(max=num_rows - 1)
 
 
-class HierarchicalTokenDispatcher:
-    """Two all-to-alls: a token goes once to each node with its experts, then to their ranks.
+def on_host(copy: HostCopy, parts: Sequence[tuple[Tensor, Group]]) -> list[list[int]]:
+    """Token counts on the host, which waits until they are copied.
 
-    across   token --> the rank with the same index in each of its nodes, with experts and weights
-    inside   that rank --> the ranks of its experts; the outputs of a node are summed there and sent
-             back as one row
-
-    Consecutive ranks of `ep` form a node; with nodes of one rank a token is sent to every rank
-    once, however many of its experts are there. The sum of a node is rounded to the dtype of the
-    tokens, and the host waits twice per layer. As DeepEP and HybridEP.
+    Args:
+        copy: copy of the elements of all counts.
+        parts: counts [1 + etp, E] of each dispatch, and the group it sends over.
     """
-
-    has_padding = False
-
-    def __init__(
-        self, num_experts: int, *, ep: Group, etp: Group, options: DispatchOptions
-    ) -> None:
-        node_size = options.ranks_per_node or 1
-        assert ep.size % node_size == 0, "checked by the rules of layouts"
-        options = replace(options, may_drop=True)
-        self._num_nodes = ep.size // node_size
-        self._experts_per_node = num_experts // self._num_nodes
-        node, index = divmod(ep.index, node_size)
-        self._first_expert = node * self._experts_per_node
-        across = ep.part(range(index, ep.size, node_size), "all_to_all_across")
-        inside = ep.part(range(node * node_size, (node + 1) * node_size), "all_to_all")
-        self._across = AllToAllTokenDispatcher(
-            self._num_nodes, ep=across, etp=Group.single_rank("etp"), options=options
-        )
-        self._inside = AllToAllTokenDispatcher(
-            self._experts_per_node, ep=inside, etp=etp, options=options
-        )
-
-    def __call__(self, x: Tensor, routing: Routing, *, kept: "KeptSplits | None" = None) -> Finish:
-        """Send tokens [T, H] to nodes, then to ranks; the result runs the experts: [T, H]."""
-        splits = {} if kept is None else kept
-        weights = routing.topk_weights
-        to_nodes = self._node_routing(routing.topk_ids)
-        dispatched = self._across.send(x, to_nodes, kept=splits)
-        # expert numbers are exact in fp32
-        ids_and_weights = torch.cat([routing.topk_ids.to(weights.dtype), weights], 1)
-        arriving = dispatched.send_more(ids_and_weights)
-
-        def finish(run_experts: RunExperts) -> Tensor:
-            def run_node(rows: Tensor, _: Tensor) -> Tensor:
-                ids, weights = arriving.wait().tensor_split(2, 1)
-                local_routing = Routing(self._local_ids(ids.detach().long()), weights)
-                return self._inside(rows, local_routing, kept=splits)(run_experts)
-
-            return dispatched.finish(run_node)
-
-        return finish
-
-    def _node_routing(self, topk_ids: Tensor) -> Routing:
-        """Routing to nodes in place of experts: [T, nodes], weight 1 for a node with an expert."""
-        device = topk_ids.device
-        shape = (len(topk_ids), self._num_nodes + 1)  # the last column: dropped pairs
-        is_reached = torch.zeros(shape, dtype=torch.bool, device=device)
-        is_reached.scatter_(1, topk_ids // self._experts_per_node, True)
-        is_reached = is_reached[:, :-1]
-        numbers = torch.arange(self._num_nodes, device=device)
-        nodes = torch.where(is_reached, numbers, self._num_nodes)
-        return Routing(nodes, is_reached.float())
-
-    def _local_ids(self, ids: Tensor) -> Tensor:
-        """Expert numbers inside this node; experts of other nodes count as dropped."""
-        local = ids - self._first_expert
-        is_local = (local >= 0) & (local < self._experts_per_node)
-        return torch.where(is_local, local, self._experts_per_node)
-
-
-def on_host(copy: HostCopy, counts: Tensor, *, ep: Group) -> list[int]:
-    """Token counts [1 + etp, E] on the host, which waits until they are copied."""
-    return [int(count) for count in copy.read()]
+    numbers = [int(count) for count in copy.read()]
+    lists = []
+    start = 0
+    for counts, _ in parts:
+        lists.append(numbers[start : start + counts.numel()])
+        start += counts.numel()
+    return lists

@@ -129,7 +129,7 @@ def test_written_weight_gradients_are_those_that_autograd_returns(
         network.num_last = 0
         with patch.object(grouped, "accumulate_each", wraps=grouped.accumulate_each) as written:
             results.append(step(network, parallel, queue=queue))
-        # one grouped product of all experts (aligned rows, fp32) writes nothing
+        # one grouped product of all experts (aligned rows, fp32) is added
         is_grouped = width % 4 == 0 and dtype is torch.float32
         assert written.call_count == (0 if is_grouped or not writes else 2 * 3), (
             "microbatches and weights"

@@ -7,14 +7,14 @@ import torch
 
 from nanotrain.comm.group import Group
 from nanotrain.config.load import load
+from nanotrain.parallel.ep.dispatchers import build_token_dispatcher
+from nanotrain.parallel.ep.hierarchical import HierarchicalTokenDispatcher
 from nanotrain.parallel.ep.token_dispatcher import (
     AllToAllTokenDispatcher,
     DispatchOptions,
-    HierarchicalTokenDispatcher,
     LocalTokenDispatcher,
     PaddedTokenDispatcher,
     Routing,
-    build_token_dispatcher,
 )
 from nanotrain.plan.plan import plan_run
 from nanotrain.plan.traffic import COUNT_BYTES, EXPERT_BYTES, TOKEN_TRANSFERS, sent_bytes
