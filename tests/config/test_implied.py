@@ -35,6 +35,16 @@ DATA = "--mock-data --vocab-size 64 --num-layers 8"
             3,  # the rules name the stage that is missing
         ),
         (
+            "--multi-latent-attention --rotary-scaling-factor 1",
+            "model.position_embedding_type",
+            "rope",
+        ),
+        (
+            "--multi-latent-attention --rotary-scaling-factor 4",
+            "model.position_embedding_type",
+            "yarn",
+        ),
+        (
             "--use-megatron-fsdp",
             "parallel.data_parallel_sharding_strategy",
             "optim_grads_params",

@@ -167,3 +167,16 @@ def test_every_splitter_covers_its_file_whatever_the_size_of_a_chunk(
         edges = [0, *(chunk.stop for chunk in split)]
         assert [chunk.start for chunk in split] == edges[:-1] and edges[-1] == end
         assert sum(chunk.num_bytes for chunk in split) == num_bytes
+
+
+def test_small_text_files_share_a_chunk_up_to_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "_MIN_BYTES", 100)
+    sizes = [40, 60, 1, 99, 1, 250, 30]
+    for number, size in enumerate(sizes):
+        (tmp_path / f"{number}.txt").write_text("x" * size)
+    planned = plan_chunks([str(tmp_path)], subset=None, split="train")
+    assert [chunk.num_bytes for chunk in planned] == [100, 100, 1, 250, 30]
+    names = [Path(name).name for chunk in planned for name in chunk.files]
+    assert names == [f"{number}.txt" for number in range(len(sizes))]

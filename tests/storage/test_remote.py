@@ -343,3 +343,19 @@ def test_a_file_is_uploaded_in_at_most_as_many_parts_as_providers_take(
     for scheme in ("s3", "gs"):
         parse(f"{scheme}://bucket/file").put(file)
         assert options.pop()["chunksize"] == part and -(-size // part) <= 3
+
+
+@pytest.mark.parametrize("count", [0, 1, 999, 1000, 1001, 2000, 2500])
+def test_every_object_is_deleted_in_requests_that_providers_take(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    requests: list[list[str]] = []
+
+    class Client:
+        def rm(self, paths: list[str]) -> None:
+            requests.append(paths)
+
+    monkeypatch.setattr(remote.Remote, "_client", lambda self: Client())
+    parse("s3://bucket/run").delete(str(number) for number in range(count))
+    assert sum(requests, []) == [f"bucket/run/{number}" for number in range(count)]
+    assert all(0 < len(paths) <= 1000 for paths in requests)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from nanotrain.interop.hf.experts import EXPERT_PARTS
 from nanotrain.interop.hf.families import config_from_hf, config_to_hf
 from tests.interop.hf.reference import LLAMA_SHAPE
 
@@ -55,3 +56,12 @@ def test_both_names_of_the_number_of_experts_are_read() -> None:
     raw = LLAMA_JSON | {"model_type": "qwen3_moe"}
     assert config_from_hf(raw | {"num_experts": 6}).moe.num_experts == 6
     assert config_from_hf(raw | {"num_local_experts": 6}).moe.num_experts == 6
+
+
+@pytest.mark.parametrize(("stored", "factor"), [(None, 1.0), (0.5, 0.5), (2.0, 2.0)])
+def test_a_factor_of_mimo_that_is_null_changes_nothing(stored: float | None, factor: float) -> None:
+    raw = {"num_hidden_layers": 2, "num_key_value_heads": 2}
+    raw |= {"attention_value_scale": stored, "routed_scaling_factor": stored}
+    values = EXPERT_PARTS["mimo"].read(raw)
+    assert values["attention_output_multiplier"] == factor
+    assert values["moe.router_topk_scaling_factor"] == factor

@@ -56,3 +56,11 @@ def test_every_step_th_layer_of_a_pattern_has_no_window(
         else:
             got = read_layer_pattern("window_attn_skip_freq", pattern, num_layers=num_layers)
             assert list(got) == windows
+
+
+@pytest.mark.parametrize("tuning", [True, False, None, 0, 1])
+def test_queries_of_llama_4_grow_only_where_the_file_says_so(tuning: object) -> None:
+    raw = {"num_hidden_layers": 4, "interleave_moe_layer_step": 1, "intermediate_size": 8}
+    raw |= {"attention_chunk_size": 16, "attn_temperature_tuning": tuning}
+    values = WINDOW_PARTS["llama4"].read(raw)
+    assert ("attn_scale" in values) is (not tuning) and values.get("attn_scale", 0.0) == 0.0
