@@ -5,11 +5,13 @@ kernel_launches.py and compute capability: registers, spills, shared memory, pro
 multiprocessor, and the widths of global loads, stores and asynchronous copies.
 
     python benchmarks/kernel_resources.py --capabilities 90 100 --only "cast .*bf16"
+    python benchmarks/kernel_resources.py --rates      # what casts can move on an H100, by count
     PYTHONPATH=.venv/triton-3.6 python benchmarks/kernel_resources.py     # another Triton
 """
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -19,12 +21,12 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # where it is run as a file
-from benchmarks.kernel_launches import LAUNCHES, Launch
+from benchmarks.kernel_launches import LAUNCHES, TOKENS, WIDTH, Launch
 
 REGISTERS = 65_536  # of a multiprocessor, on every card since Kepler
 MAX_WARPS = {80: 64, 89: 48, 90: 64, 100: 64, 120: 48}  # that share a multiprocessor
@@ -35,7 +37,19 @@ ASYNC_COPY = re.compile(
     r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], (0x[0-9a-f]+|\d+)"
 )
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4}\*/\s", re.MULTILINE)
 DEFINITION = re.compile(r"(%[\w#]+)(?::\d+)? = ([\w.]+) ([^:]*)(.*)")
+
+
+RATED = r"^cast \w+ (input|grad|grad_t) bf16$"
+TILE = 128  # rows and columns of a program of a cast
+CUBIN = "kernel.cubin"
+# An H100 SXM by its data sheet
+MULTIPROCESSORS = 132
+GB_PER_S = 3350
+CLOCK_GHZ = 1.755
+SCHEDULERS = 4  # instructions of warps per clock of a multiprocessor
+LATENCY_US = 0.8  # of a read or write under load; assumed
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,8 @@ class Resources:
     pendings: list[int]  # products that may be unfinished where a loop waits for tensor cores
     early_adds: int  # additions between the start of a product and the wait for it
     narrow_offsets: int  # offsets with a product of two variables in 32 bits
+    grid: int  # programs of the launch
+    instructions: int = 0  # of a thread, with --rates
 
     @property
     def programs(self) -> int:
@@ -89,19 +105,23 @@ class Card:
 
 
 @contextmanager
-def compiling(capability: int) -> Iterator[list[tuple[str, Any]]]:
-    """Compile kernels that are launched for a card instead of running them; yields them."""
+def compiling(capability: int) -> Iterator[list[tuple[str, int, Any]]]:
+    """Compile kernels that are launched for a card instead of running them.
+
+    Yields the name, the number of programs and the binary of each.
+    """
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     run = JITFunction.run
     active = driver._active
-    compiled: list[tuple[str, Any]] = []
+    compiled: list[tuple[str, int, Any]] = []
 
     def compile_only(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
         options["warmup"] = True
         kernel.device_caches.clear()  # they keep the card of the first launch
-        compiled.append((kernel.fn.__name__, run(kernel, *args, grid=grid, **options)))
+        binary = run(kernel, *args, grid=grid, **options)
+        compiled.append((kernel.fn.__name__, math.prod(grid), binary))
 
     JITFunction.run = compile_only
     driver._active = Card(capability)
@@ -112,8 +132,10 @@ def compiling(capability: int) -> Iterator[list[tuple[str, Any]]]:
         driver._active = active
 
 
-def compile_launches(capability: int, launches: Sequence[Launch]) -> list[Resources]:
-    """The kernels of the launches that a card runs; each of the same code once per launch."""
+def compile_launches(
+    capability: int, launches: Sequence[Launch], *, disassembles: bool = False
+) -> list[Resources]:
+    """The kernels of the launches that a card runs."""
     found = []
     with compiling(capability) as compiled, tempfile.TemporaryDirectory() as folder:
         for launch in launches:
@@ -121,20 +143,28 @@ def compile_launches(capability: int, launches: Sequence[Launch]) -> list[Resour
                 continue
             compiled.clear()
             launch.run()
-            missing = launch.kernels - {kernel for kernel, _ in compiled}
+            missing = launch.kernels - {kernel for kernel, _, _ in compiled}
             assert not missing, f"{launch.name} launches no {sorted(missing)}"
-            for kernel, binary in compiled:
-                found.append(_measure(binary, kernel, launch.name, capability, Path(folder)))
+            for kernel, grid, binary in compiled:
+                row = _measure(binary, capability, Path(folder))
+                row = replace(row, launch=launch.name, kernel=kernel, grid=grid)
+                if disassembles:
+                    text = _run_cuobjdump("-sass", Path(folder))
+                    row = replace(row, instructions=len(INSTRUCTION.findall(text)))
+                found.append(row)
     return found
 
 
-def _measure(binary: Any, kernel: str, launch: str, capability: int, folder: Path) -> Resources:
+def _measure(binary: Any, capability: int, folder: Path) -> Resources:
     """The resources of a compiled kernel, from its PTX, its cubin and Triton's first IR."""
-    registers, stack, local = _read_usage(binary.asm["cubin"], folder)
+    (folder / CUBIN).write_bytes(binary.asm["cubin"])
+    usage = USAGE.search(_run_cuobjdump("-res-usage", folder))
+    assert usage is not None, "cuobjdump prints registers, stack and local memory"
+    registers, stack, local = map(int, usage.groups())
     ptx = binary.asm["ptx"]
     return Resources(
-        launch=launch,
-        kernel=kernel,
+        launch="",
+        kernel="",
         capability=capability,
         warps=binary.metadata.num_warps,
         registers=registers,
@@ -144,22 +174,17 @@ def _measure(binary: Any, kernel: str, launch: str, capability: int, folder: Pat
         pendings=[int(n) for n in re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", ptx)],
         early_adds=count_early_adds(ptx),
         narrow_offsets=count_narrow_offsets(binary.asm["ttir"]),
+        grid=0,
     )
 
 
-def _read_usage(cubin: bytes, folder: Path) -> tuple[int, int, int]:
-    """Registers, and bytes of the stack and of local memory."""
+def _run_cuobjdump(option: str, folder: Path) -> str:
+    """What CUDA's disassembler, which Triton brings, says of the cubin in a folder."""
     import triton
 
     program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    command = [str(program), "--dump-resource-usage", str(path)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    usage = USAGE.search(text)
-    assert usage is not None, f"cuobjdump printed no resources: {text[:200]}"
-    registers, stack, local = map(int, usage.groups())
-    return registers, stack, local
+    command = [str(program), option, str(folder / CUBIN)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def count_accesses(ptx: str) -> dict[str, int]:
@@ -247,6 +272,36 @@ def show_table(rows: Sequence[Resources], show: Callable[[str], None]) -> None:
         )
 
 
+def expected_rate(row: Resources, num_bytes: int) -> float:
+    """GB/s of a dense cast on an H100, of bytes that are read once and written once.
+
+    A program reads, computes and writes, one after the other. Programs of a multiprocessor overlap,
+    down to the time of the memory or of the instructions. Of a program per form half of the
+    instructions run.
+    """
+    tiles = TOKENS // TILE * (WIDTH // TILE)
+    instructions = row.instructions * tiles / row.grid
+    issue_us = instructions * row.warps / SCHEDULERS / CLOCK_GHZ / 1e3
+    per_program = num_bytes / row.grid
+    transfer_us = per_program / (GB_PER_S / MULTIPROCESSORS) / 1e3
+    alone_us = 2 * LATENCY_US + issue_us + transfer_us
+    busy_us = max(transfer_us, issue_us, alone_us / row.programs)
+    return per_program * MULTIPROCESSORS / busy_us / 1e3
+
+
+def show_rates(rows: Sequence[Resources], show: Callable[[str], None]) -> None:
+    """Print what dense casts of bf16 can move."""
+    show("| cast | bytes per value | registers | programs | instructions | GB/s, expected |")
+    show(f"|---{5 * '|---:'}|")
+    for row in rows:
+        forms = 1 if row.launch.split()[2] in ("input", "grad_t") else 2
+        num_bytes = TOKENS * WIDTH * (2 + forms)
+        show(
+            f"| {row.launch} | {2 + forms} | {row.registers} | {row.programs} "
+            f"| {row.instructions} | {expected_rate(row, num_bytes):,.0f} |"
+        )
+
+
 def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = print) -> None:
     """Compile and print."""
     parser = argparse.ArgumentParser(
@@ -258,18 +313,22 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
         "--typical", action="store_true", help="launches of the test suite, each for one card"
     )
     parser.add_argument("--json", action="store_true", help="one object per kernel and line")
+    parser.add_argument("--rates", action="store_true", help="dense casts of bf16 on an H100")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")  # of Triton, about its own defaults
-    launches = [launch for launch in LAUNCHES if re.search(given.only, launch.name)]
+    only = RATED if given.rates else given.only
+    launches = [launch for launch in LAUNCHES if re.search(only, launch.name)]
     with tempfile.TemporaryDirectory() as cache:
         os.environ.setdefault("TRITON_CACHE_DIR", cache)
         rows = []
-        for capability in given.capabilities:
+        for capability in [90] if given.rates else given.capabilities:
             chosen = launches
             if given.typical:
                 chosen = [each for each in launches if each.typical_on == capability]
-            rows += compile_launches(capability, chosen)
-    if given.json:
+            rows += compile_launches(capability, chosen, disassembles=given.rates)
+    if given.rates:
+        show_rates([row for row in rows if row.kernel == "_cast"], show)
+    elif given.json:
         for row in rows:
             show(json.dumps(asdict(row)))
     else:
