@@ -38,11 +38,10 @@ from nanotrain.kernels.fp8.quantize import Cast
 ROOT = Path(__file__).parent.parent.parent
 # that of torch 2.11, which `make peers` installs beside the pinned one
 OLDER = Path(os.environ.get("OLDER_TRITON", Path(sys.prefix) / "triton-3.6"))
-VERSIONS = [
-    "pinned",
-    pytest.param(
-        "older", marks=pytest.mark.skipif(not OLDER.is_dir(), reason="without `make peers`")
-    ),
+HAS_OLDER = pytest.mark.skipif(not OLDER.is_dir(), reason="without `make peers`")
+VERSIONS = [  # each in one process, which compiles once
+    pytest.param("pinned", marks=pytest.mark.xdist_group("pinned")),
+    pytest.param("older", marks=[HAS_OLDER, pytest.mark.xdist_group("older")]),
 ]
 
 # Kernel -> programs that have to share a multiprocessor. A program of a kernel that moves data waits
