@@ -299,7 +299,7 @@ def test_all_tp_ranks_start_the_same_collectives_in_the_same_order(
     )
     orders = []
     for rank in range(2):
-        sections = {"train": {"torch_compile": compiles}}
+        sections = {"train": {"torch_compile": compiles}, "model": {"num_layers": 1}}
         row = Row(2, "optim", {"tp": 2}, options, sections=sections, rank=rank)
         orders.append(trains(row, tmp_path / str(rank)).order)
     assert orders[0] == orders[1] and len(orders[0]) > 40
