@@ -86,7 +86,7 @@ def test_an_engine_has_its_own_pipeline_schedules(engine: str, schedule: str) ->
         global_batch_size=4, mock_data=True,
     )  # fmt: skip
     assert scenario_of(config, 2, gpu=gpu_of("h100")).engine.name == "nanotrain"
-    message = f"--pipeline-schedule {schedule} with --engine {engine}: {engine} has .*1f1b"
+    message = f"--pipeline-schedule {schedule} with --engine {engine}: {engine} has 1f1b and .*set --pipeline-schedule 1f1b"
     with pytest.raises(ConfigError, match=message):
         scenario_of(config, 2, gpu=gpu_of("h100"), engine=engine)
 
