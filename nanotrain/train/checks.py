@@ -151,6 +151,17 @@ def check_token_dispatcher(start: Start) -> None:
         )
 
 
+def check_dispatch_device(start: Start) -> None:
+    """The device has the kernels that send tokens to experts."""
+    if start.config.parallel.uses_deep_ep and start.device.type == "cpu":
+        raise EnvironmentFault(
+            "--moe-flex-dispatcher-backend deepep on CPUs",
+            why="DeepEP's kernels run on GPUs",
+            fix="leave the flag out, or set --moe-hierarchical-dispatch 1 in its place, which "
+            "sends the same rows by all-to-all",
+        )
+
+
 def check_trackers(start: Start) -> None:
     """The trackers that are wanted exist, and so do their packages."""
     train = start.config.train
@@ -247,6 +258,7 @@ CHECKS: tuple[tuple[Callable[[Start], None], ...], ...] = (
         check_fp8,
         check_attention,
         check_linear_attention,
+        check_dispatch_device,
         check_trackers,
         check_settings,
         check_memory,

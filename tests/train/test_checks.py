@@ -12,6 +12,7 @@ from nanotrain.train import checks
 from nanotrain.train.checks import (
     CHECKS,
     Start,
+    check_dispatch_device,
     check_linear_attention,
     check_settings,
     check_token_dispatcher,
@@ -142,3 +143,10 @@ def test_a_missing_library_of_the_token_dispatcher_is_one_line(monkeypatch, capl
         check_token_dispatcher(start_of(*flags))
     check_token_dispatcher(start_of(*experts, "--moe-flex-dispatcher-backend", "hybridep"))
     assert "HybridEP is not called" in caplog.text
+
+
+def test_kernels_that_send_tokens_are_refused_on_cpus() -> None:
+    experts = ["--mock-data", "--num-experts", "4", "--expert-model-parallel-size", "2", "--bf16"]
+    check_dispatch_device(start_of(*experts, "--device", "cpu"))
+    with pytest.raises(EnvironmentFault, match="deepep on CPUs: .* GPUs; .*dispatch 1"):
+        check_dispatch_device(start_of(*experts, "--moe-enable-deepep", "--device", "cpu"))
