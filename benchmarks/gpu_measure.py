@@ -9,7 +9,7 @@ import torch
 from gpu_rows import FAILED, LEFT_OUT, OK, WRONG, Row
 from torch import Tensor
 
-from nanotrain.precision.fp8 import RECIPES, Recipe
+from nanotrain.precision.fp8 import FP8_RECIPES, Recipe
 
 # Largest relative errors (norm of the difference over the norm of the reference).
 SAME = 0.0
@@ -64,7 +64,7 @@ class Machine:
         """fp8 recipes that this card has; those of tensors are one."""
         here = torch.cuda.get_device_capability() if self.device == "cuda" else (9, 0)
         found = {}
-        for name, recipe in RECIPES.items():
+        for name, recipe in FP8_RECIPES.items():
             is_late = recipe.last_capability is not None and here > recipe.last_capability
             if here >= recipe.capability and not is_late and not recipe.has_history:
                 found[name] = recipe
