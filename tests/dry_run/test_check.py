@@ -251,3 +251,9 @@ def test_the_exit_code_is_one_for_a_fault_and_two_for_bad_input(
     _no_wait(monkeypatch)
     assert main([*command, "--rank", "1"]) == 1
     assert "error: rank 1" in capsys.readouterr().out
+
+
+def test_fp8_experts_in_blocks_are_followed_on_the_meta_device() -> None:
+    flags = "+config=tiny_moe --mock-data --bf16 --fp8-format e4m3 --fp8-recipe blockwise"
+    result = run(f"{flags} --expert-model-parallel-size 2 --hidden-size 256 --vocab-size 256", 2)
+    assert not result.faults

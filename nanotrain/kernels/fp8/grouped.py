@@ -197,7 +197,8 @@ class Fp8GroupedMM(GroupedMM):
         from nanotrain.kernels.fp8 import triton_grouped  # imports Triton
 
         operands, blocks = pack_operands(*self._wgrad_operands(grad, x, offs=offs))
-        triton_grouped.write_grouped_mm([*operands, offs], blocks, out=out, adds=has_grads)
+        operands.append(offs)
+        triton_grouped.fp8_write_grouped_mm(operands, out, blocks=blocks, adds=has_grads)
         return True
 
     def _wgrad_operands(

@@ -219,6 +219,19 @@ def _empty_product(
     return a.new_empty(shape, dtype=dtype)
 
 
+@torch.library.custom_op("nanotrain::fp8_write_grouped_mm", mutates_args=("out",))
+def fp8_write_grouped_mm(
+    operands: Sequence[Tensor], out: Tensor, *, blocks: Sequence[int], adds: bool
+) -> None:
+    """`write_grouped_mm` as an operator, which computes nothing on the meta device."""
+    write_grouped_mm(operands, blocks, out=out, adds=adds)
+
+
+@fp8_write_grouped_mm.register_fake
+def _(operands: Sequence[Tensor], out: Tensor, *, blocks: Sequence[int], adds: bool) -> None:
+    pass
+
+
 def write_grouped_mm(
     operands: Sequence[Tensor],
     blocks: Sequence[int],
