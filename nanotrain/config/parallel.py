@@ -86,8 +86,9 @@ class ParallelConfig:
     decoder_first_pipeline_num_layers: int | None = option(None, check=at_least(1))
     """layers of the first pipeline rank, over all its virtual stages; unset: an even split"""
 
-    decoder_last_pipeline_num_layers: int | None = option(None, check=at_least(1))
-    """layers of the last pipeline rank, over all its virtual stages; unset: an even split"""
+    decoder_last_pipeline_num_layers: int | None = option(None, check=at_least(0))
+    """layers of the last pipeline rank, over all its virtual stages; 0: it has the head and
+    multi-token prediction only; unset: an even split"""
 
     account_for_embedding_in_pipeline_split: bool = option(False)
     """count the embedding as a layer where layers are split evenly over stages: the first one has a

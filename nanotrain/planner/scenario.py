@@ -110,11 +110,10 @@ class Scenario:
     def _has_stage_layout(self) -> bool:
         """Whether the configuration sets the lengths of stages."""
         parallel = self.config.parallel
-        has_set_ends = bool(
-            parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
-        )
+        has_set_first = parallel.decoder_first_pipeline_num_layers is not None
+        has_set_last = parallel.decoder_last_pipeline_num_layers is not None
         has_layout = bool(parallel.pipeline_model_parallel_layout)
-        return has_layout or has_set_ends or any(parallel.counted_ends)
+        return has_layout or has_set_first or has_set_last or any(parallel.counted_ends)
 
     @cached_property
     def pipeline(self) -> PipelineShape:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from nanotrain.config.load import configure
+from nanotrain.planner.engine import engine_of, with_sections
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.scenario import Scenario, scenario_of
 
@@ -26,11 +27,12 @@ def llama(
     options: Any = None,
     **values: Any,
 ) -> Scenario:
-    """An 8B model; `values` are fields, some by short names."""
+    """An 8B model; `values` are fields, some by short names. The engine has every schedule."""
     named = {NAMES.get(name, name): value for name, value in values.items()}
     named.setdefault("sequence_parallel", named.get("tensor_model_parallel_size", 1) > 1)
     config = configure(
         **{name: value for name, value in (LLAMA | named).items() if value is not None}
     )
     gpu = gpu_of(gpu) if isinstance(gpu, str) else gpu
-    return scenario_of(config, world_size, gpu=gpu, engine=engine, **options or {})
+    with_schedules = with_sections(engine_of(engine), {"pipeline": {"schedules": None}})
+    return scenario_of(config, world_size, gpu=gpu, engine=with_schedules, **options or {})
