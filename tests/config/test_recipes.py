@@ -27,9 +27,10 @@ PUBLISHED = {
 MIXTURES = {
     "mixtral_8x7b": (46_702_792_704, 12_879_925_248, 16),
     "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704, 16),
-    "deepseek_v3": (671_026_404_352, 37_552_282_624, 128),  # without multi-token prediction
-    # an indexer of 13,960,448 in each of 61 layers
-    "deepseek_v32": (671_877_929_216, 38_403_807_488, 128),
+    # 671,026,404,352 and a layer of multi-token prediction: a block, three norms and 2 x 7168^2
+    "deepseek_v3": (682_636_472_320, 38_240_382_976, 128),
+    # an indexer of 13,960,448 in each of 62 layers
+    "deepseek_v32": (683_501_956_608, 39_105_867_264, 128),
     "nemotron3_nano_30b_a3b": (31_577_937_344, 3_580_073_408, 32),
     # these without multi-token prediction
     "qwen3_next_80b_a3b": (79_674_391_296, 3_874_929_408, 1),
@@ -151,12 +152,19 @@ def test_recipes_that_are_as_in_a_paper_are() -> None:
     assert (optim.adam_beta1, optim.adam_beta2, optim.clip_grad) == (0.9, 0.95, 1.0)
     assert config.model.init_method_std == 0.006
     assert config.parallel.pipeline_model_parallel_size == 16
-    assert tokens_of(config) == pytest.approx(14.8e12, rel=0.002)
+    assert tokens_of(config) == pytest.approx(14.8e12, rel=0.001)
+    assert (optim.lr_decay_style, optim.lr_wsd_decay_style) == ("WSD", "cosine")
+    assert optim.min_lr == pytest.approx(optim.lr / 10)
+    step_tokens = config.train.global_batch_size * config.data.seq_length
+    end = optim.lr_decay_iters
+    assert end * step_tokens == pytest.approx(14.3e12, rel=0.001)
+    assert (end - optim.lr_wsd_decay_iters) * step_tokens == pytest.approx(10e12, rel=0.001)
+    assert (config.model.mtp.num_layers, config.model.mtp.loss_scaling_factor) == (1, 0.3)
+    assert (config.precision.fp8.format, config.precision.fp8.recipe) == ("e4m3", "blockwise")
     # otherwise than there
-    assert config.model.mtp.num_layers is None and config.precision.fp8 is None
-    assert optim.lr_decay_style == "cosine" and optim.min_lr == pytest.approx(optim.lr / 10)
     assert config.train.rampup_batch_size == []
     assert config.parallel.expert_model_parallel_size == 8
+    assert config.parallel.pipeline_schedule == "1f1b"
 
 
 def tokens_of(config: Config) -> float:
