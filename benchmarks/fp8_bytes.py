@@ -2,12 +2,13 @@
 benchmarks/fp8_bytes.py`.
 
 An operand [4096, 4096] in bf16 on the meta device, as it is and with its transposed form, amaxes
-and scales included.
+and scales included; in NVFP4 a gradient, with its random words.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,9 +16,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # where a test loads this file by its path
 from operator_count import OperatorCount
 
+from nanotrain.kernels.fp8 import nvfp4, triton_nvfp4
 from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options, Operand
+from nanotrain.kernels.fp8.nvfp4_mm import pack_matrix
 from nanotrain.kernels.fp8.products import Scales
-from nanotrain.precision.fp8 import FP8_FORMATS, FP8_RECIPES
+from nanotrain.kernels.fp8.rounding import ElementWords
+from nanotrain.precision.fp8 import FP8_FORMATS, FP8_RECIPES, RECIPES
 
 SIZE = 4096
 
@@ -47,16 +51,31 @@ def counted(recipe: str, *, is_fused: bool, columns: bool) -> Total:
     return total
 
 
+def counted_nvfp4(*, is_fused: bool, columns: bool) -> Total:
+    """A gradient in NVFP4; its transposed form is transformed."""
+    casts = triton_nvfp4 if is_fused else nvfp4
+    x, total = torch.empty(SIZE, SIZE, dtype=torch.bfloat16, device="meta"), Total()
+    words = ElementWords(torch.empty(SIZE, dtype=torch.int64, device="meta"), 0)
+    with OperatorCount(total, times=1):
+        amax, amax_t = casts.tensor_amaxes(x)
+        forms = [casts.cast_rows(x, amax, block=RECIPES["nvfp4"].block, words=words)]
+        if columns:
+            forms.append(casts.cast_columns(x, amax_t, words=words))
+        for form in forms:
+            if isinstance(form, nvfp4.Nvfp4):
+                pack_matrix(form)
+    return total
+
+
 def main(show: Callable[[str], None] = print) -> None:
     """Print a row per recipe."""
     show("| recipe | torch: one form | both | operators | kernels: one form | both | operators |")
     show(f"|---{6 * '|---:'}|")
-    for recipe in FP8_RECIPES:
+    for recipe in RECIPES:
         cells = []
         for is_fused in (False, True):
-            found = [
-                counted(recipe, is_fused=is_fused, columns=columns) for columns in (False, True)
-            ]
+            count = counted_nvfp4 if recipe == "nvfp4" else partial(counted, recipe)
+            found = [count(is_fused=is_fused, columns=columns) for columns in (False, True)]
             cells += [f"{each.num_bytes / SIZE**2:.1f}" for each in found] + [
                 str(found[1].launches)
             ]

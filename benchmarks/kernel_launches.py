@@ -18,10 +18,11 @@ from torch import Tensor
 
 import nanotrain
 from nanotrain.kernels import triton_permute, triton_softmax, triton_swiglu
-from nanotrain.kernels.fp8 import triton_cast, triton_grouped
+from nanotrain.kernels.fp8 import triton_cast, triton_grouped, triton_nvfp4
 from nanotrain.kernels.fp8.quantize import Cast
+from nanotrain.kernels.fp8.rounding import ElementWords
 from nanotrain.kernels.permute import plan_permutation
-from nanotrain.precision.fp8 import FP8_RECIPES, PER_ROW, PER_TENSOR, Block, Recipe
+from nanotrain.precision.fp8 import FP8_RECIPES, PER_ROW, PER_TENSOR, RECIPES, Block, Recipe
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -260,7 +261,46 @@ def _build_rest() -> list[Launch]:
     return launches
 
 
-LAUNCHES = (*_build_rest(), *_build_amaxes(), *_build_casts(), *_build_products())
+def _nvfp4(operand: str, dtype: torch.dtype) -> None:
+    """Amaxes of an operand in NVFP4, or the cast of one form."""
+    x = torch.zeros(TOKENS, WIDTH, dtype=dtype)
+    amax = torch.ones(())
+    words = ElementWords(torch.zeros(TOKENS, dtype=torch.int64), first_channel=WIDTH)
+    block, weight_block = RECIPES["nvfp4"].block, RECIPES["nvfp4"].weight_block
+    if operand == "amaxes":
+        triton_nvfp4.tensor_amaxes(x)
+    elif operand == "input":
+        triton_nvfp4.cast_rows(x, amax, block=block)
+    elif operand == "grad":
+        triton_nvfp4.cast_rows(x, amax, block=block, words=words)
+    elif operand == "weight":
+        triton_nvfp4.cast_rows(x.t(), amax, block=weight_block)
+    else:
+        triton_nvfp4.cast_columns(x, amax, words=words if operand == "grad_t" else None)
+
+
+def _build_nvfp4() -> list[Launch]:
+    """Amaxes and casts of NVFP4."""
+    launches = []
+    first, last = _capabilities(RECIPES["nvfp4"])
+    for operand in ("amaxes", "input", "grad", "weight", "input_t", "grad_t"):
+        kernel = "_nvfp4_amaxes" if operand == "amaxes" else "_nvfp4_cast"
+        for name in ("bf16", "fp32"):
+            run = partial(_nvfp4, operand, FLOATS[name])
+            is_typical = operand in ("amaxes", "grad_t") and name == "bf16"
+            launches.append(
+                Launch(f"nvfp4 {operand} {name}", frozenset({kernel}), run, first, last, is_typical)
+            )
+    return launches
+
+
+LAUNCHES = (
+    *_build_rest(),
+    *_build_amaxes(),
+    *_build_casts(),
+    *_build_products(),
+    *_build_nvfp4(),
+)
 
 
 def find_kernels() -> set[str]:

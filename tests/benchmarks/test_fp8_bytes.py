@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.fp8_bytes import SIZE, counted
+from benchmarks.fp8_bytes import SIZE, counted, counted_nvfp4
 from nanotrain.precision.fp8 import FP8_RECIPES
 
 
@@ -18,3 +18,10 @@ def test_kernels_read_an_operand_once_and_write_it_twice(recipe: str) -> None:
         6.1 if measures_before else 4.2
     )
     assert torch_forms > 9 * both
+
+
+def test_kernels_of_nvfp4_read_for_amaxes_and_once_per_form() -> None:
+    """Three reads of bf16, and two writes of 4 bits and a scale per 16: 2 x (1/2 + 1/16) bytes."""
+    both = counted_nvfp4(is_fused=True, columns=True).num_bytes / SIZE**2
+    assert both == pytest.approx(3 * 2 + 2 * (1 / 2 + 1 / 16), rel=0.01)
+    assert counted_nvfp4(is_fused=False, columns=True).num_bytes / SIZE**2 > 50 * both

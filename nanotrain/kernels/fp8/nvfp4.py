@@ -7,7 +7,9 @@
                      its transposed form have the same values
     tensor scale     maps the amax of the tensor to 6 * 448, the largest product of the two formats
 
-    quantize_nvfp4   x [R, K], amax of the tensor -> `Nvfp4`
+    tensor_amaxes    x [T, K] -> the amaxes of x and of its transformed form
+    cast_rows        x [R, K] -> `Nvfp4`; cast_columns: its transformed form
+    quantize_nvfp4   both of them, from random words of elements
     round_e2m1       to the nearest number, or to one of both neighbours at random
     hadamard         the random Hadamard transform of 16 consecutive values of a row
 
@@ -19,7 +21,9 @@ while an outlier is spread over 16 values.
 Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), section 4
 and appendix C; scales as in Transformer Engine's `NVFP4BlockScaling`.
 
-    R rows   K elements of a row that a product sums over
+triton_nvfp4.py has kernels of the first three.
+
+    R rows   K elements of a row that a product sums over   T tokens
 """
 
 from dataclasses import dataclass
@@ -30,7 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.kernels.fp8.quantize import block_amax
-from nanotrain.precision.fp8 import PER_TENSOR, Block
+from nanotrain.kernels.fp8.rounding import ElementWords
+from nanotrain.precision.fp8 import BLOCK_1X16, PER_TENSOR, Block
 
 UNIT = 16  # elements of a row that share a scale, and size of the Hadamard matrix
 E2M1_MAX = 6.0
@@ -48,6 +53,11 @@ class Nvfp4:
     block_scales: Tensor  # [R, K / 16 rounded up] e4m3, one per 16 elements of a row
     tensor_scale: Tensor  # [] fp32; NaN if an element is infinite or NaN
 
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.values)
+
     def scaled_values(self) -> Tensor:
         """[R, K] fp32, values times block scales, exact: the tensor scale is applied to sums."""
         factors = self.block_scales.float().repeat_interleave(UNIT, dim=1)
@@ -56,6 +66,45 @@ class Nvfp4:
     def dequantize(self) -> Tensor:
         """[R, K] fp32."""
         return self.scaled_values() * self.tensor_scale
+
+
+@dataclass(frozen=True)
+class PackedNvfp4:
+    """A matrix in NVFP4 as torch's product takes it, padded with zeros."""
+
+    values: Tensor  # [R padded to 16, K padded to 32 / 2] float4_e2m1fn_x2
+    block_scales: Tensor  # e4m3 in the order of cuBLAS
+    tensor_scale: Tensor  # [] fp32
+    num_rows: int  # R
+
+
+def tensor_amaxes(x: Tensor) -> Tensor:
+    """[2] fp32, the amaxes of x [T, K] and of its transformed form; infinite with a NaN."""
+    return torch.stack([matrix_amax(x), matrix_amax(transformed(x))])
+
+
+def cast_rows(x: Tensor, amax: Tensor, *, block: Block, words: ElementWords | None = None) -> Nvfp4:
+    """x [R, K] in NVFP4, for products that sum over K.
+
+    Args:
+        x: fp32 or bf16, of any strides.
+        amax: [] amax of the tensor.
+        block: (1, 16) or (16, 16).
+        words: random words of the R tokens; None rounds to nearest.
+    """
+    element_words = None if words is None else words.expand(x.shape[1])
+    return quantize_nvfp4(x, amax, block=block, words=element_words)
+
+
+def cast_columns(x: Tensor, amax: Tensor, *, words: ElementWords | None = None) -> Nvfp4:
+    """x [T, K] -> [K, T] after the Hadamard transform, for products that sum over tokens."""
+    element_words = None if words is None else words.padded(UNIT).expand(x.shape[1]).t()
+    return quantize_nvfp4(transformed(x), amax, block=BLOCK_1X16, words=element_words)
+
+
+def transformed(x: Tensor) -> Tensor:
+    """[T, K] -> [K, T rounded up to a multiple of 16], after the Hadamard transform of tokens."""
+    return hadamard(pad_to_unit(x.t()))
 
 
 def matrix_amax(x: Tensor) -> Tensor:
@@ -84,8 +133,8 @@ def quantize_nvfp4(x: Tensor, amax: Tensor, *, block: Block, words: Tensor | Non
         scales = scales.repeat_interleave(rows, dim=0)[: len(x)]
     factors = factors.repeat_interleave(UNIT, dim=1)[:, : x.shape[1]]
     values = round_e2m1(x.float() * factors, words=words)
-    tensor_scale = torch.where(amax.isfinite(), decode, torch.nan)
-    return Nvfp4(values.to(torch.float8_e4m3fn).contiguous(), scales, tensor_scale)
+    packed = values.to(torch.float8_e4m3fn)
+    return Nvfp4(packed.contiguous(), scales, tensor_decode_scale(amax))
 
 
 def tensor_encode_scale(amax: Tensor) -> Tensor:
@@ -94,8 +143,16 @@ def tensor_encode_scale(amax: Tensor) -> Tensor:
     >>> tensor_encode_scale(torch.tensor([2688.0, 1.0, 0.0])).tolist()
     [1.0, 2688.0, 1.0]
     """
-    factor = (E2M1_MAX * E4M3_MAX / amax).clamp(max=FP32_MAX)
-    return torch.where((amax > 0) & (factor > 0), factor, 1.0)
+    factor = E2M1_MAX * E4M3_MAX / amax
+    factor = factor.clamp(max=FP32_MAX)
+    is_known = (amax > 0) & (factor > 0)
+    return torch.where(is_known, factor, 1.0)
+
+
+def tensor_decode_scale(amax: Tensor) -> Tensor:
+    """The tensor scale, 1 / `tensor_encode_scale`; NaN for an amax that is not finite."""
+    scale = 1 / tensor_encode_scale(amax)
+    return torch.where(amax.isfinite(), scale, torch.nan)
 
 
 def block_scales(amax: Tensor, encode: Tensor) -> Tensor:
@@ -123,7 +180,8 @@ def round_e2m1(x: Tensor, *, words: Tensor | None = None) -> Tensor:
     """
     magnitude = x.abs().clamp(max=E2M1_MAX)
     # numbers are 0.5 apart below 2, 1 below 4, 2 below 6
-    distance = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    distance = torch.where(magnitude < 4, 1.0, 2.0)
+    distance = torch.where(magnitude < 2, 0.5, distance)
     count = magnitude / distance
     if words is None:
         whole = count.round()
@@ -140,11 +198,11 @@ def hadamard(x: Tensor) -> Tensor:
     K is a multiple of 16.
     """
     groups = x.float().unflatten(1, (x.shape[1] // UNIT, UNIT))
-    return (groups @ _hadamard_matrix(x.device)).flatten(1).to(x.dtype)
+    return (groups @ hadamard_matrix(x.device)).flatten(1).to(x.dtype)
 
 
 @cache
-def _hadamard_matrix(device: torch.device) -> Tensor:
+def hadamard_matrix(device: torch.device) -> Tensor:
     """[16, 16] fp32, orthogonal: a Hadamard matrix with random signs of its rows, divided by 4."""
     matrix = torch.ones(1, 1)
     while len(matrix) < UNIT:

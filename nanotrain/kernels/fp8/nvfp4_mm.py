@@ -14,48 +14,62 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanotrain.kernels.fp8.nvfp4 import Nvfp4
+from nanotrain.kernels.fp8.nvfp4 import Nvfp4, PackedNvfp4
 from nanotrain.kernels.fp8.scaled_mm import ALIGNMENT, swizzle_32_4_4
 
 # torch checks the bytes of a packed row, and 16 of them are 32 elements
 K_UNIT = 2 * ALIGNMENT
 
 
-def nvfp4_mm(a: Nvfp4, b: Nvfp4, *, dtype: torch.dtype) -> Tensor:
+def nvfp4_mm(a: Nvfp4 | PackedNvfp4, b: Nvfp4 | PackedNvfp4, *, dtype: torch.dtype) -> Tensor:
     """[M, K], [N, K] -> [M, N] in `dtype`; empty or zero for an expert without tokens."""
     if a.values.numel() == 0:
-        return torch.zeros(len(a.values), len(b.values), dtype=dtype, device=a.values.device)
-    if a.values.device.type == "cpu":
-        return emulate(a, b, dtype=dtype)
+        return torch.zeros(a.num_rows, b.num_rows, dtype=dtype, device=a.values.device)
+    if isinstance(a, Nvfp4) and isinstance(b, Nvfp4):
+        if a.values.device.type == "cpu":
+            return emulate(a, b, dtype=dtype)
+        a, b = pack_matrix(a), pack_matrix(b)
+    assert isinstance(a, PackedNvfp4), "both operands are packed, or none"
+    assert isinstance(b, PackedNvfp4), "both operands are packed, or none"
     return multiply_packed(a, b).to(dtype)
 
 
 def emulate(a: Nvfp4, b: Nvfp4, *, dtype: torch.dtype) -> Tensor:
     """The product in fp32, rounded to `dtype` once."""
     sums = a.scaled_values() @ b.scaled_values().t()
-    return (sums * (a.tensor_scale * b.tensor_scale)).to(dtype)
+    factor = a.tensor_scale * b.tensor_scale
+    return (sums * factor).to(dtype)
 
 
-def multiply_packed(a: Nvfp4, b: Nvfp4) -> Tensor:
+def multiply_packed(a: PackedNvfp4, b: PackedNvfp4) -> Tensor:
     """[M, K], [N, K] -> [M, N] in bf16 by torch's kernel."""
     functional: Any = F
     scaling = functional.ScalingType
     swizzle = functional.SwizzleType
     recipe = [scaling.BlockWise1x16, scaling.TensorWise]
     order = [swizzle.SWIZZLE_32_4_4, swizzle.NO_SWIZZLE]
-    num_rows = len(a.values)
     product: Tensor = functional.scaled_mm(
-        pack(_padded(a.values, rows=ALIGNMENT)),
-        pack(_padded(b.values, rows=1)).t(),
-        [_kernel_scales(a, rows=ALIGNMENT), a.tensor_scale],
+        a.values,
+        b.values.t(),
+        [a.block_scales, a.tensor_scale],
         recipe,
-        [_kernel_scales(b, rows=1), b.tensor_scale],
+        [b.block_scales, b.tensor_scale],
         recipe,
         order,
         order,
         output_dtype=torch.bfloat16,
     )
-    return product[:num_rows]
+    return product[: a.num_rows, : b.num_rows]
+
+
+def pack_matrix(matrix: Nvfp4) -> PackedNvfp4:
+    """A matrix with two values per byte, padded, and its scales in the order of cuBLAS."""
+    values = pack(_padded(matrix.values))
+    scales = matrix.block_scales.view(torch.uint8)
+    missing_columns = -(-matrix.values.shape[1] // K_UNIT) * 2 - scales.shape[1]
+    padded = F.pad(scales, (0, missing_columns, 0, -len(scales) % ALIGNMENT))
+    swizzled = swizzle_32_4_4(padded).view(torch.float8_e4m3fn)
+    return PackedNvfp4(values, swizzled, matrix.tensor_scale, matrix.num_rows)
 
 
 def pack(values: Tensor) -> Tensor:
@@ -76,21 +90,16 @@ def e2m1_codes(values: Tensor) -> Tensor:
     """
     bits = values.view(torch.uint8)
     magnitude = (bits & 0x7F).to(torch.int16)
-    codes = ((magnitude >> 2) - 12).clamp(min=0) + (magnitude == 0x30)
-    return codes.to(torch.uint8) | ((bits & 0x80) >> 4)
+    codes = (magnitude >> 2) - 12
+    codes = codes.clamp(min=0)
+    codes += magnitude == 0x30
+    sign = (bits & 0x80) >> 4
+    return codes.to(torch.uint8) | sign
 
 
-def _padded(values: Tensor, *, rows: int) -> Tensor:
-    """The values with zeros up to multiples of `rows` and of 32 elements per row."""
-    padding = (0, -values.shape[1] % K_UNIT, 0, -len(values) % rows)
+def _padded(values: Tensor) -> Tensor:
+    """The values with zeros up to multiples of 16 rows and of 32 elements per row."""
+    padding = (0, -values.shape[1] % K_UNIT, 0, -len(values) % ALIGNMENT)
     if not any(padding):
         return values
     return F.pad(values.view(torch.uint8), padding).view(values.dtype)
-
-
-def _kernel_scales(matrix: Nvfp4, *, rows: int) -> Tensor:
-    """Block scales in the order of cuBLAS, of the padded matrix."""
-    scales = matrix.block_scales.view(torch.uint8)
-    missing_columns = -(-matrix.values.shape[1] // K_UNIT) * 2 - scales.shape[1]
-    padded = F.pad(scales, (0, missing_columns, 0, -len(scales) % rows))
-    return swizzle_32_4_4(padded).view(torch.float8_e4m3fn)

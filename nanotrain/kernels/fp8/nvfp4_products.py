@@ -18,24 +18,27 @@ tensor, one collective per layer and direction: a layout has the scales of one r
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from nanotrain.kernels.fp8 import nvfp4
 from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options
-from nanotrain.kernels.fp8.nvfp4 import (
-    Nvfp4,
-    hadamard,
-    matrix_amax,
-    pad_to_unit,
-    quantize_nvfp4,
-)
+from nanotrain.kernels.fp8.nvfp4 import Nvfp4, PackedNvfp4, matrix_amax
 from nanotrain.kernels.fp8.nvfp4_mm import nvfp4_mm
 from nanotrain.kernels.fp8.products import Fp8Linears
-from nanotrain.kernels.fp8.rounding import RoundedFor, element_words, numbered_words, row_words
+from nanotrain.kernels.fp8.rounding import (
+    ElementWords,
+    RoundedFor,
+    element_words,
+    numbered_words,
+    row_words,
+)
 from nanotrain.kernels.grouped import GroupedMM, tokens_of_experts
 from nanotrain.kernels.linear import GradView, Linear, Linears, add_cast, grad_view_of, wgrad
+
+Operand = Nvfp4 | PackedNvfp4  # a quantized matrix, from torch's operators or from kernels
 
 
 def select_linears(options: Fp8Options | None) -> type[Linears]:
@@ -58,20 +61,21 @@ class Nvfp4Linears(Linears):
         assert len(self._layers) == len(linears), "layers that share an input all use fp8"
         self._options = self._layers[0].options
         self._tokens = self._options.rounding.tokens  # of this microbatch
-        # [] amaxes over all ranks: the transformed input, weights, gradients, transformed gradients
+        self._casts = select_casts(self._options)
+        # [] amaxes over all ranks: the transformed input, weights, gradients and their transformed
+        # forms
         self._x_t_amax = torch.empty(())
         self._weight_amaxes: Sequence[Tensor] = ()
-        self._grad_amaxes: Sequence[Tensor] = ()
-        self._grad_t_amaxes: Sequence[Tensor] = ()
+        self._grad_amaxes: Sequence[tuple[Tensor, Tensor]] = ()
 
     def fprop(self, x: Tensor) -> tuple[Tensor, ...]:
         """[..., I] -> one [..., O] per layer."""
         flat = x.flatten(0, -2)
         weights = self.weights
-        local = [matrix_amax(flat), matrix_amax(transformed(flat)), *map(matrix_amax, weights)]
+        local = [*self._casts.tensor_amaxes(flat), *map(matrix_amax, weights)]
         x_amax, self._x_t_amax, *self._weight_amaxes = shared_amaxes(local, self._options)
         block = self._options.recipe.block
-        quantized = quantize_nvfp4(flat, x_amax, block=block)
+        quantized = self._casts.cast_rows(flat, x_amax, block=block)
         outputs = []
         for i, linear in enumerate(self.linears):
             product = nvfp4_mm(quantized, self._weight(i), dtype=x.dtype)
@@ -88,7 +92,8 @@ class Nvfp4Linears(Linears):
         for i, grad in enumerate(grads):
             words = self._words(i, grad, rounded_for=RoundedFor.DGRAD)
             block = self._options.recipe.block
-            quantized = quantize_nvfp4(grad, self._grad_amaxes[i], block=block, words=words)
+            amax, _ = self._grad_amaxes[i]
+            quantized = self._casts.cast_rows(grad, amax, block=block, words=words)
             partial = nvfp4_mm(quantized, self._weight(i, transposed=True), dtype=grad.dtype)
             total = partial if total is None else total.add_(partial)
         assert total is not None, "there is at least one layer"
@@ -102,15 +107,14 @@ class Nvfp4Linears(Linears):
         if not self._options.wgrad:
             return super().wgrad(grads, x)
         self._measure(grads)
-        block = self._options.recipe.block
-        x_t = quantize_nvfp4(transformed(x), self._x_t_amax, block=block)
+        x_t = self._casts.cast_columns(x, self._x_t_amax)
         gradients: list[Tensor | None] = []
         for i, (grad, linear) in enumerate(zip(grads, self.linears, strict=True)):
             grad_weight = None
             if linear.weight.requires_grad:
-                words = pad_to_unit(self._words(i, grad, rounded_for=RoundedFor.WGRAD).t())
-                amax = self._grad_t_amaxes[i]
-                grad_t = quantize_nvfp4(transformed(grad), amax, block=block, words=words)
+                words = self._words(i, grad, rounded_for=RoundedFor.WGRAD)
+                _, amax = self._grad_amaxes[i]
+                grad_t = self._casts.cast_columns(grad, amax, words=words)
                 grad_weight = _wgrad(linear, (grad_t, x_t), dtype=grad.dtype)
             gradients += linear.param_grads(grad, grad_weight)
         return gradients
@@ -119,34 +123,34 @@ class Nvfp4Linears(Linears):
         """Measure the gradients and their transformed forms, once per microbatch."""
         if self._grad_amaxes:
             return
-        local = [matrix_amax(grad) for grad in grads]
-        local += [matrix_amax(transformed(grad)) for grad in grads]
+        local: list[Tensor] = []
+        for grad in grads:
+            local += self._casts.tensor_amaxes(grad)
         amaxes = shared_amaxes(local, self._options)
-        self._grad_amaxes = amaxes[: len(grads)]
-        self._grad_t_amaxes = amaxes[len(grads) :]
+        self._grad_amaxes = list(zip(amaxes[::2], amaxes[1::2], strict=True))
 
-    def _weight(self, layer: int, *, transposed: bool = False) -> Nvfp4:
+    def _weight(self, layer: int, *, transposed: bool = False) -> Operand:
         """[O, I] or [I, O]; both have the same values."""
         weight = self.weights[layer]
         matrix = weight.t() if transposed else weight
         block = self._options.recipe.weight_block
-        return quantize_nvfp4(matrix, self._weight_amaxes[layer], block=block)
+        quantized: Operand = self._casts.cast_rows(matrix, self._weight_amaxes[layer], block=block)
+        return quantized
 
-    def _words(self, layer: int, grad: Tensor, *, rounded_for: RoundedFor) -> Tensor:
-        """[T, O] random words of the gradient of a layer."""
+    def _words(self, layer: int, grad: Tensor, *, rounded_for: RoundedFor) -> ElementWords:
+        """The random words of the gradient [T, O] of a layer."""
         rows = row_words(len(grad), self._tokens, device=grad.device)
         key = self._layers[layer].key
-        return element_words(rows, grad.shape[1], key=key, rounded_for=rounded_for)
+        return element_words(rows, key=key, rounded_for=rounded_for)
 
 
-def transformed(x: Tensor) -> Tensor:
-    """[T, K] -> [K, T rounded up to a multiple of 16], after the Hadamard transform of tokens."""
-    return hadamard(pad_to_unit(x.t()))
+def select_casts(options: Fp8Options) -> Any:
+    """The module with the casts of operands: Triton kernels, or torch's operators."""
+    if not options.is_fused:
+        return nvfp4
+    from nanotrain.kernels.fp8 import triton_nvfp4  # imports Triton
 
-
-def _amaxes(parts: Iterable[Tensor]) -> Tensor:
-    """[E], the amax of the matrix of each expert."""
-    return torch.stack([matrix_amax(part) for part in parts])
+    return triton_nvfp4
 
 
 def shared_amaxes(amaxes: Sequence[Tensor], options: Fp8Options) -> Sequence[Tensor]:
@@ -157,7 +161,9 @@ def shared_amaxes(amaxes: Sequence[Tensor], options: Fp8Options) -> Sequence[Ten
     return reduced.flatten().unbind()
 
 
-def _wgrad(linear: Linear, operands: tuple[Nvfp4, Nvfp4], *, dtype: torch.dtype) -> Tensor | None:
+def _wgrad(
+    linear: Linear, operands: tuple[Operand, Operand], *, dtype: torch.dtype
+) -> Tensor | None:
     """dW = grad_t x_t^T [O, I], or None where it was written."""
     view = grad_view_of(linear.weight) if linear.writes_wgrad else None
     target = None if view is None else view.start_write()
@@ -189,12 +195,12 @@ class Nvfp4LoopedMM(GroupedMM):
         self._layer = layer
         self._options = layer.options
         self._tokens = layer.options.rounding.tokens
+        self._casts = select_casts(layer.options)
         self._matrix_ends: list[int] | None = None  # `offs` on the host
-        # [E] amaxes over all ranks
+        # [E] amaxes over all ranks; [2, E] of gradients and their transformed forms
         self._weight_amax = torch.empty(0)
         self._x_t_amax = torch.empty(0)
         self._grad_amax: Tensor | None = None
-        self._grad_t_amax = torch.empty(0)
 
     def for_microbatch(self) -> Self:
         """New products, with separate scales."""
@@ -204,23 +210,25 @@ class Nvfp4LoopedMM(GroupedMM):
         """[T, I], [E, O, I] -> [T, O]."""
         parts = self._split(x, offs)
         weights = weight.detach()
-        local = [_amaxes(parts), _amaxes(map(transformed, parts)), _amaxes(weights)]
+        weight_amax = torch.stack([matrix_amax(matrix) for matrix in weights])
+        local = torch.cat([self._amaxes(parts), weight_amax[None]])
         x_amax, self._x_t_amax, self._weight_amax = self._shared(local)
+        block = self._options.recipe.block
         quantized = []
         for part, amax in zip(parts, x_amax, strict=True):
-            quantized.append(quantize_nvfp4(part, amax, block=self._options.recipe.block))
+            quantized.append(self._casts.cast_rows(part, amax, block=block))
         return self._multiply(quantized, weights, like=x)
 
     def dgrad(self, grad: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
         """[T, O], [E, O, I] -> [T, I]."""
         parts = self._split(grad, offs)
-        grad_amax = self._measure(parts)
-        words = self._words(grad, RoundedFor.DGRAD).split([len(part) for part in parts])
+        grad_amax, _ = self._measure(parts)
+        words = self._words(parts, RoundedFor.DGRAD)
+        block = self._options.recipe.block
         quantized = []
-        for expert, part in enumerate(parts):
-            amax = grad_amax[expert]
-            block = self._options.recipe.block
-            quantized.append(quantize_nvfp4(part, amax, block=block, words=words[expert]))
+        for part, amax, part_words in zip(parts, grad_amax, words, strict=True):
+            cast = self._casts.cast_rows(part, amax, block=block, words=part_words)
+            quantized.append(cast)
         return self._multiply(quantized, weight.detach().mT, like=grad)
 
     def wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor) -> Tensor:
@@ -244,42 +252,38 @@ class Nvfp4LoopedMM(GroupedMM):
         inputs = self._split(x, offs)
         if not self._options.wgrad:
             return [wgrad(*pair).to(dtype) for pair in zip(grads, inputs, strict=True)]
-        self._measure(grads)
-        block = self._options.recipe.block
-        words = self._words(grad, RoundedFor.WGRAD).split([len(part) for part in grads])
+        _, grad_amax = self._measure(grads)
+        words = self._words(grads, RoundedFor.WGRAD)
         products = []
         for expert, (expert_grad, expert_x) in enumerate(zip(grads, inputs, strict=True)):
-            grad_t = quantize_nvfp4(
-                transformed(expert_grad),
-                self._grad_t_amax[expert],
-                block=block,
-                words=pad_to_unit(words[expert].t()),
-            )
-            x_t = quantize_nvfp4(transformed(expert_x), self._x_t_amax[expert], block=block)
+            amax = grad_amax[expert]
+            grad_t = self._casts.cast_columns(expert_grad, amax, words=words[expert])
+            x_t = self._casts.cast_columns(expert_x, self._x_t_amax[expert])
             products.append(nvfp4_mm(grad_t, x_t, dtype=dtype))
         return products
 
     def _measure(self, grads: Sequence[Tensor]) -> Tensor:
-        """Measure the gradients of each expert, once per microbatch; returns the amaxes [E]."""
+        """[2, E], amaxes of the gradients and their transformed forms, once per microbatch."""
         if self._grad_amax is None:
-            local = [_amaxes(grads), _amaxes(map(transformed, grads))]
-            self._grad_amax, self._grad_t_amax = self._shared(local)
+            self._grad_amax = self._shared(self._amaxes(grads))
         return self._grad_amax
 
-    def _shared(self, amaxes: Sequence[Tensor]) -> Tensor:
+    def _amaxes(self, parts: Iterable[Tensor]) -> Tensor:
+        """[2, E], amaxes of the matrix of each expert and of its transformed form."""
+        return torch.stack([self._casts.tensor_amaxes(part) for part in parts], dim=1)
+
+    def _shared(self, local: Tensor) -> Tensor:
         """[n, E], the largest amaxes over the ranks that share an expert or its tokens."""
-        local = torch.stack(list(amaxes))
         reduce_amax = self._options.reduce_amax
         return local if reduce_amax is None else reduce_amax(local)
 
-    def _multiply(self, parts: Sequence[Nvfp4], matrices: Tensor, *, like: Tensor) -> Tensor:
+    def _multiply(self, parts: Sequence[Operand], matrices: Tensor, *, like: Tensor) -> Tensor:
         """[t, K] per expert, [E, N, K] -> [T, N]; rows of dropped tokens are undefined."""
         block = self._options.recipe.weight_block
         products = []
         for part, matrix, amax in zip(parts, matrices, self._weight_amax, strict=True):
-            products.append(
-                nvfp4_mm(part, quantize_nvfp4(matrix, amax, block=block), dtype=like.dtype)
-            )
+            quantized = self._casts.cast_rows(matrix, amax, block=block)
+            products.append(nvfp4_mm(part, quantized, dtype=like.dtype))
         num_dropped = len(like) - sum(len(product) for product in products)
         dropped = like.new_empty(num_dropped, products[0].shape[1])
         return torch.cat([*products, dropped])
@@ -290,8 +294,9 @@ class Nvfp4LoopedMM(GroupedMM):
             self._matrix_ends = offs.tolist()
         return [x[tokens] for tokens in tokens_of_experts(self._matrix_ends)]
 
-    def _words(self, grad: Tensor, rounded_for: RoundedFor) -> Tensor:
-        """[tokens of experts, O] random words."""
-        assert self._matrix_ends is not None, "fprop comes first"
-        rows = numbered_words(self._matrix_ends[-1], self._tokens, device=grad.device)
-        return element_words(rows, grad.shape[1], key=self._layer.key, rounded_for=rounded_for)
+    def _words(self, grads: Sequence[Tensor], rounded_for: RoundedFor) -> list[ElementWords]:
+        """The random words of the gradient of each expert."""
+        sizes = [len(grad) for grad in grads]
+        rows = numbered_words(sum(sizes), self._tokens, device=grads[0].device)
+        words = element_words(rows, key=self._layer.key, rounded_for=rounded_for)
+        return words.split(sizes)

@@ -11,15 +11,18 @@ a layout of ep or dp has other words there, with the same distribution.
     RoundingWords    the words of the tokens of the microbatch that a stage computes
     LayerKey         the global name of a layer as a word, and the first channel of this rank
     row_words        words of the rows of a gradient
-    element_words    words of all elements
+    element_words    words of all elements, as one word per token
 """
 
 import threading
 import zlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.kernels.dropout import MASK, mix_in, sample_words
@@ -84,10 +87,29 @@ def numbered_words(num_rows: int, tokens: Tensor | None, *, device: torch.device
     return mix_in(microbatch.expand(num_rows), rows)
 
 
-def element_words(
-    rows: Tensor, num_channels: int, *, key: LayerKey, rounded_for: RoundedFor
-) -> Tensor:
-    """[T] words of tokens -> [T, num_channels] words of the elements of a gradient."""
+@dataclass(frozen=True)
+class ElementWords:
+    """The words of the elements of a gradient [T, channels]."""
+
+    rows: Tensor  # [T] int64, of tokens in a layer and product
+    first_channel: int
+
+    def expand(self, num_channels: int) -> Tensor:
+        """[T, num_channels] int64."""
+        last = self.first_channel + num_channels
+        channels = torch.arange(self.first_channel, last, device=self.rows.device)
+        return mix_in(self.rows[:, None], channels)
+
+    def padded(self, unit: int) -> Self:
+        """The words of tokens and of padding, word 0, up to a multiple of `unit`."""
+        return replace(self, rows=F.pad(self.rows, (0, -len(self.rows) % unit)))
+
+    def split(self, sizes: Sequence[int]) -> list[Self]:
+        """The words of consecutive tokens."""
+        return [replace(self, rows=rows) for rows in self.rows.split(list(sizes))]
+
+
+def element_words(rows: Tensor, *, key: LayerKey, rounded_for: RoundedFor) -> ElementWords:
+    """The words of the elements of a gradient, from the words [T] of its tokens."""
     words = mix_in(mix_in(rows, key.word), int(rounded_for))
-    last = key.first_channel + num_channels
-    return mix_in(words[:, None], torch.arange(key.first_channel, last, device=rows.device))
+    return ElementWords(words, key.first_channel)

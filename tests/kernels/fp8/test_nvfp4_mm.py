@@ -3,7 +3,7 @@
 import torch
 
 from nanotrain.kernels.fp8.nvfp4 import Nvfp4, matrix_amax, quantize_nvfp4
-from nanotrain.kernels.fp8.nvfp4_mm import multiply_packed, nvfp4_mm, pack
+from nanotrain.kernels.fp8.nvfp4_mm import multiply_packed, nvfp4_mm, pack, pack_matrix
 from tests.kernels.fp8.test_nvfp4 import NUMBERS, ROWS, TILES, draw
 from tests.kernels.fp8.test_scaled_mm import CHECKS_LAYOUTS
 
@@ -42,7 +42,7 @@ def test_torch_accepts_the_layout() -> None:
             )
             for size in (rows, 48)
         )
-        product = multiply_packed(a, b)
+        product = multiply_packed(pack_matrix(a), pack_matrix(b))
         assert product.shape == (rows, 48) and product.dtype is torch.bfloat16
 
 
@@ -58,7 +58,7 @@ def test_the_kernel_gets_the_matrix(monkeypatch) -> None:
     x, weight = draw(37, 80), draw(32, 80, seed=1)
     a = quantize_nvfp4(x, matrix_amax(x), block=ROWS)
     b = quantize_nvfp4(weight, matrix_amax(weight), block=TILES)
-    assert multiply_packed(a, b).shape == (37, 32)
+    assert multiply_packed(pack_matrix(a), pack_matrix(b)).shape == (37, 32)
     packed_a, packed_b, scales_a, scales_b = calls[0]
     for matrix, packed, (blocks, tensor) in ((a, packed_a, scales_a), (b, packed_b, scales_b)):
         assert packed.shape[1] * 2 == 96 and len(packed) % 16 == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanotrain.kernels.fp8 import nvfp4_products
+from nanotrain.kernels.fp8 import nvfp4
 from nanotrain.kernels.fp8.grouped import select_fp8_gemm
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options
 from nanotrain.kernels.fp8.nvfp4_products import Nvfp4Linears, Nvfp4LoopedMM, select_linears
@@ -49,13 +49,13 @@ def test_the_products_are_those_of_fp64() -> None:
 
 def test_gradients_alone_are_rounded_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    quantize = nvfp4_products.quantize_nvfp4
+    quantize = nvfp4.quantize_nvfp4
 
     def record(x, amax, *, block, words=None):
         calls.append((tuple(x.shape), block, words is not None))
         return quantize(x, amax, block=block, words=words)
 
-    monkeypatch.setattr(nvfp4_products, "quantize_nvfp4", record)
+    monkeypatch.setattr(nvfp4, "quantize_nvfp4", record)
     products = Nvfp4Linears([linear(1)])
     products.fprop(draw(T, I, seed=2))
     grad = draw(T, O, seed=3)
@@ -84,7 +84,7 @@ def test_the_mean_over_many_words_has_no_bias() -> None:
         products.fprop(draw(T, I, seed=2))
         total += products.dgrad([grad])
     OPTIONS.rounding.tokens = None
-    quantized = nvfp4_products.quantize_nvfp4(
+    quantized = nvfp4.quantize_nvfp4(
         layer.weight.detach(), layer.weight.detach().abs().max(), block=(16, 16)
     )
     unbiased = grad.double() @ quantized.dequantize().double()

@@ -28,10 +28,10 @@ def test_a_shard_has_the_words_of_the_whole() -> None:
     assert torch.equal(tokens([4, 9], torch.tensor([0, 1, 6, 7])), whole[:, [0, 1, 6, 7]])
     key = LayerKey.of("layers.0.mlp.up.weight", first_channel=0)
     rows = row_words(16, whole, device=CPU)
-    words = element_words(rows, 12, key=key, rounded_for=RoundedFor.DGRAD)
+    words = element_words(rows, key=key, rounded_for=RoundedFor.DGRAD).expand(12)
     shard = LayerKey.of("layers.0.mlp.up.weight", first_channel=8)
     assert torch.equal(
-        element_words(rows, 4, key=shard, rounded_for=RoundedFor.DGRAD), words[:, 8:]
+        element_words(rows, key=shard, rounded_for=RoundedFor.DGRAD).expand(4), words[:, 8:]
     )
 
 
@@ -41,14 +41,15 @@ def test_other_numbers_have_other_words() -> None:
     others = [tokens([1], positions), tokens([0], positions + 64), tokens([0], positions, seed=2)]
     rows = first.flatten()
     key = LayerKey.of("a", first_channel=0)
-    words = element_words(rows, 64, key=key, rounded_for=RoundedFor.DGRAD)
+    words = element_words(rows, key=key, rounded_for=RoundedFor.DGRAD).expand(64)
     assert words.unique().numel() == words.numel()
     assert words.min() >= 0 and words.max() < 2**32
     for other in others:
         assert not torch.equal(other, first)
     for name, rounded_for in (("a", RoundedFor.WGRAD), ("b", RoundedFor.DGRAD)):
         other_key = LayerKey.of(name, first_channel=0)
-        assert (element_words(rows, 64, key=other_key, rounded_for=rounded_for) != words).all()
+        others_words = element_words(rows, key=other_key, rounded_for=rounded_for)
+        assert (others_words.expand(64) != words).all()
 
 
 def test_rows_that_are_no_tokens_are_numbered() -> None:

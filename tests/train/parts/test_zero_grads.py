@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanotrain.kernels.fp8 import nvfp4_products, quantize
+from nanotrain.kernels.fp8 import nvfp4, quantize
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.parts import zero_grads
 from nanotrain.train.parts.zero_grads import count_zeros
@@ -34,7 +34,7 @@ def test_gradients_that_quantize_to_zeros_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on devices whose kernels of stochastic rounding return zeros."""
-    nearest = nvfp4_products.quantize_nvfp4
+    nearest = nvfp4.quantize_nvfp4
 
     def broken(x, amax, *, block, words=None):
         cast = nearest(x, amax, block=block, words=words)
@@ -43,7 +43,7 @@ def test_gradients_that_quantize_to_zeros_are_named(
         return cast
 
     messages: list[str] = []
-    monkeypatch.setattr(nvfp4_products, "quantize_nvfp4", broken)
+    monkeypatch.setattr(nvfp4, "quantize_nvfp4", broken)
     monkeypatch.setattr(
         zero_grads.log, "warning", lambda text, *given: messages.append(text % given)
     )
