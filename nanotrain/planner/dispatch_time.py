@@ -8,10 +8,12 @@ hide_behind_shared    a dispatch while the shared expert computes
 from dataclasses import replace
 from math import comb
 
+from nanotrain.parallel.ep.fp8_dispatch import row_bytes
 from nanotrain.planner.collectives import collective_s
 from nanotrain.planner.kernels import matmul_s
 from nanotrain.planner.parts import Part, Parts
 from nanotrain.planner.rank_clock import RankClock
+from nanotrain.precision.fp8 import RECIPES
 from nanotrain.spec.operators import Dispatch, Router
 
 # launches that are left with CUDA graphs, which cannot hold the dispatch to experts
@@ -64,16 +66,28 @@ def dispatch_part(clock: RankClock, dispatch: Dispatch) -> Part:
         permuted *= 2
     part = clock.memory("moe", permuted, backward=permuted, launches=(4, 4))
     gathered = dispatch.rows * clock.sizes.etp * width
-    seconds = _transfer_s(clock, dispatch)
-    seconds += clock.collective("etp", "all_gather", num_bytes=gathered)
-    return replace(_at_host_pace(clock, part), group="ep", before=seconds, last=seconds)
+    gather_s = clock.collective("etp", "all_gather", num_bytes=gathered)
+    last = _transfer_s(clock, dispatch, row_size=width) + gather_s
+    before = last
+    if dispatch.name == "dispatch":
+        before = _transfer_s(clock, dispatch, row_size=_sent_width(clock)) + gather_s
+    return replace(_at_host_pace(clock, part), group="ep", before=before, last=last)
 
 
-def _transfer_s(clock: RankClock, dispatch: Dispatch) -> float:
-    """Seconds of the transfer over ep."""
+def _sent_width(clock: RankClock) -> int:
+    """Bytes of a token on its way to an expert: fewer if it is sent in fp8."""
+    config = clock.scenario.config
+    fp8 = config.precision.fp8
+    if fp8 is None or config.parallel.moe_dispatch_fwd_dtype == "bf16":
+        return clock.sizes.width
+    return row_bytes(clock.sizes.shape.hidden_size, RECIPES[fp8.recipe].block)
+
+
+def _transfer_s(clock: RankClock, dispatch: Dispatch, *, row_size: int) -> float:
+    """Seconds of the transfer of rows of `row_size` bytes over ep."""
     sizes = clock.sizes
     dispatcher = clock.scenario.dispatcher
-    sent = dispatch.rows * sizes.width
+    sent = dispatch.rows * row_size
     if dispatcher == "allgather":
         gathered = dispatch.tokens * sizes.ep * sizes.width
         return clock.collective("ep", "all_gather", num_bytes=gathered)

@@ -10,6 +10,8 @@ from nanotrain.planner.parts import Part, Parts
 from nanotrain.planner.rank_clock import RankClock
 from nanotrain.spec.operators import ExpertProduct, Product
 
+# how often casts read an operand: once for both layouts; NVFP4 for amaxes and for each layout
+CAST_READS = {"nvfp4": 3}
 ACCUMULATED_BYTES = 10  # per weight: an operator of its own adds the gradient to an fp32 buffer
 
 
@@ -25,7 +27,7 @@ def product_parts(clock: RankClock, product: Product) -> Parts:
     if dtype == clock.dtype:
         return [part]
     # operands into fewer bits, in both layouts
-    per_element = sizes.itemsize + 2 * BYTES[dtype]
+    per_element = CAST_READS.get(dtype, 1) * sizes.itemsize + 2 * BYTES[dtype]
     read = product.rows * product.inputs * per_element
     written = product.rows * product.outputs * per_element
     return [clock.memory(part.name, read, backward=written), part]
