@@ -7,15 +7,13 @@ The first row and column of each product, which contain it, are left out.
     T 512 tokens   I 1024 inputs   O 512 outputs
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
 from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options
-from nanotrain.kernels.fp8.products import Fp8Linears
+from nanotrain.kernels.fp8.nvfp4_products import select_linears
 from nanotrain.kernels.linear import Linear
-from nanotrain.precision.fp8 import FP8_FORMATS, FP8_RECIPES
+from nanotrain.precision.fp8 import FORMATS, RECIPES
 
 TOKENS, INPUTS, OUTPUTS = 512, 1024, 512
 OUTLIER = 1e5
@@ -35,7 +33,7 @@ def errors(options: Fp8Options, *, has_outlier: bool) -> list[float]:
     weight = draw(OUTPUTS, INPUTS, has_outlier=False, generator=generator)
     x = draw(TOKENS, INPUTS, has_outlier=has_outlier, generator=generator)
     grad = draw(TOKENS, OUTPUTS, has_outlier=has_outlier, generator=generator)
-    products = Fp8Linears(
+    products = select_linears(options)(
         [Linear(nn.Parameter(weight), None, fp8=Fp8Layer(options))], records=False
     )
     with torch.no_grad():
@@ -50,16 +48,14 @@ def main() -> None:
     """Print one row of a Markdown table per recipe and format."""
     print("| recipe | format | fprop | dgrad | wgrad | with an outlier: fprop | dgrad | wgrad |")
     print("|---|---|---|---|---|---|---|---|")
-    for recipe, row in FP8_RECIPES.items():
-        for name, dtypes in FP8_FORMATS.items():
-            options = replace(Fp8Options(row, dtypes))
+    for recipe, row in RECIPES.items():
+        for name in row.formats:
+            options = Fp8Options(row, FORMATS[name])
             numbers = [
                 value for flag in (False, True) for value in errors(options, has_outlier=flag)
             ]
-            if name in row.formats:
-                print(
-                    f"| {recipe} | {name} | {' | '.join(f'{100 * value:.1f} %' for value in numbers)} |"
-                )
+            cells = " | ".join(f"{100 * value:.1f} %" for value in numbers)
+            print(f"| {recipe} | {name} | {cells} |")
 
 
 if __name__ == "__main__":
