@@ -226,7 +226,8 @@ class TextStream:
 
     def _num_certain(self, text: str) -> int:
         """Characters of the text that cannot change any more."""
-        certain = len(text.rstrip("\ufffd"))
+        text = text.rstrip("\ufffd")  # an incomplete character may go on with a stop string
+        certain = len(text)
         for stop in self._stops:
             for size in range(len(stop) - 1, 0, -1):
                 if text.endswith(stop[:size]):

@@ -5,6 +5,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanotrain.config.model import MoEConfig
@@ -231,3 +233,29 @@ def test_a_repetition_penalty_is_that_of_transformers(
     processor = RepetitionPenaltyLogitsProcessor(penalty)
     expected = processor(torch.tensor([text]), logits.clone()[None])[0]
     torch.testing.assert_close(generation._penalize(logits, 1), expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    text=st.text("ab#é", max_size=12),
+    stops=st.lists(st.text("ab#é", min_size=1, max_size=3), max_size=3),
+)
+def test_what_is_shown_is_all_that_cannot_change_and_ends_at_the_first_stop_string(
+    text: str, stops: list[str]
+) -> None:
+    stream, shown = TextStream(BYTES, stops), ""
+    data = text.encode()
+    for end in range(1, len(data) + 1):
+        shown += stream.add(data[end - 1])
+        before = data[:end].decode(errors="ignore")
+        found = [before.find(stop) for stop in stops if stop in before]
+        if found:
+            assert stream.is_ended and shown + stream.finish() == before[: min(found)]
+            return
+        begun = [stop[:size] for stop in stops for size in range(1, len(stop))]
+        held = max((len(part) for part in begun if before.endswith(part)), default=0)
+        whole = data[:end].decode(errors="replace").rstrip("\ufffd") == before
+        if len(before.encode()) == end:
+            assert shown == before[: len(before) - held] and whole
+        assert not stream.is_ended and before.startswith(shown)
+    assert shown + stream.finish() == text
