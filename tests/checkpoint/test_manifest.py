@@ -5,6 +5,7 @@ read them.
 import hashlib
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ import torch
 from safetensors import safe_open
 
 from nanotrain.checkpoint.checkpointer import Checkpointer
-from nanotrain.checkpoint.manifest import DamagedCheckpoint, NewerFormat, from_json, to_json
+from nanotrain.checkpoint.manifest import (
+    ChunkEntry,
+    DamagedCheckpoint,
+    Manifest,
+    NewerFormat,
+    TensorEntry,
+    from_json,
+    to_json,
+)
 from nanotrain.checkpoint.store import read_manifest
 from nanotrain.comm.group import Group
 from nanotrain.errors import CheckpointError
@@ -182,3 +191,24 @@ def signed(body: dict[str, Any]) -> str:
     rest = {key: value for key, value in body.items() if key != "sha256"}
     content = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
     return json.dumps(rest | {"sha256": hashlib.sha256(content).hexdigest()})
+
+
+@pytest.mark.parametrize("not_finite", [None, (), ("a", "b")])
+def test_every_field_of_a_manifest_is_read_back(not_finite: tuple[str, ...] | None) -> None:
+    boxes = [Box((0, 0), (2, 5)), Box((2, 0), (3, 5))]
+    chunks = tuple(
+        ChunkEntry(box, f"file-{n}", f"key {n}", f"{n:08x}", 2 * box.numel)
+        for n, box in enumerate(boxes)
+    )
+    manifest = Manifest(
+        step=7,
+        files={"file-0": 20, "file-1": 99},
+        tensors={"a": TensorEntry((3, 5), "bf16", chunks), "b": TensorEntry((0,), "int64", ())},
+        objects={"o": {"x": [1, None]}},
+        config={"train": {"seed": 3}},
+        topology={"tp": 2},
+        not_finite=not_finite,
+    )
+    read = from_json(to_json(manifest))
+    assert read == manifest
+    assert {field.name: getattr(read, field.name) for field in fields(Manifest)} == vars(manifest)

@@ -4,12 +4,15 @@ import logging
 import os
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from nanotrain.checkpoint import commit, store
-from nanotrain.checkpoint.retention import keep_newest
+from nanotrain.checkpoint import commit, retention, store
+from nanotrain.checkpoint.retention import keep_newest, surplus
 from tests.checkpoint.test_store import BOX, checkpointer, save, truncate, value
 
 
@@ -161,3 +164,34 @@ def test_a_deletion_that_is_killed_leaves_no_manifest_without_its_shards(
     assert "manifest.json" not in left or left == whole
     assert not (folder / "step-00000001").exists(), "its name is free from the start"
     assert {path.name for path in newest.iterdir()} == whole
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    steps=st.sets(st.integers(1, 30), min_size=1, max_size=9),
+    broken=st.sets(st.integers(1, 30), max_size=12),
+    not_finite=st.sets(st.integers(1, 30), max_size=30),
+    keep_last=st.integers(1, 4),
+    keep_every=st.none() | st.integers(1, 6),
+)
+def test_what_is_deleted_follows_the_rules_whatever_is_there(
+    steps: set[int],
+    broken: set[int],
+    not_finite: set[int],
+    keep_last: int,
+    keep_every: int | None,
+) -> None:
+    paths = {step: Path(f"step-{step:08d}") for step in sorted(steps)}
+    written = paths[max(steps)]
+    complete = [step for step in paths if step not in broken or paths[step] == written]
+    with (
+        patch.object(retention, "step_entries", lambda folder: list(paths.values())),
+        patch.object(retention, "_is_complete", lambda path: int(path.name[5:]) not in broken),
+        patch.object(retention, "not_finite", lambda path: int(path.name[5:]) in not_finite),
+    ):
+        deleted = surplus(Path(), keep_last, written=written, keep_every=keep_every)
+    sound = [step for step in complete if step not in not_finite]
+    counted = [step for step in complete if keep_every is None or step % keep_every]
+    newest = [step for step in counted if paths[step] != written][::-1][: keep_last - 1]
+    kept = {*newest, max(steps), *sound[-1:]} | {*complete} - {*counted}
+    assert deleted == [paths[step] for step in complete if step not in kept]

@@ -181,3 +181,40 @@ def test_mistakes_in_the_blends_of_several_stages_are_one_error(write_corpus: Wr
 
 def names() -> tuple[tuple[str, int], ...]:
     return (("web", 0), ("math", 50))
+
+
+STAGES = st.lists(
+    st.tuples(
+        st.integers(1, 40),  # samples after the start of the stage before
+        st.dictionaries(st.integers(0, 2), st.integers(1, 5), min_size=1),
+        st.none() | st.floats(0.1, 1.0),  # part of its samples in which the weights change
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(drawn=STAGES, first=st.integers(0, 60))
+def test_what_was_read_by_a_sample_is_what_the_samples_before_it_read(
+    drawn: list[tuple[int, dict[int, int], float | None]], first: int
+) -> None:
+    stages, start = [], 0
+    for number, (length, weights, change) in enumerate(drawn):
+        end = None if change is None or number == 0 else start + max(1, int(change * length))
+        sources = tuple(sorted(weights))
+        shares = tuple(Fraction(weights[source]) for source in sources)
+        stages.append(StageBlend(str(number), start, sources, shares, end))
+        start += length
+    read = [5, 0, 2] if first else []
+    blend = BlendedDataset([None] * 3, stages, first=first, read=read)  # type: ignore[list-item]
+    counts = read or [0, 0, 0]
+    for index in range(first, start + 30):
+        assert blend.read_by(index) == counts
+        source, sample = blend.locate(index)
+        now = max(number for number, stage in enumerate(stages) if stage.start <= index)
+        before = stages[now - 1].sources if stages[now].end is not None else ()
+        assert source in {*stages[now].sources, *before}
+        assert blend.stage_at(index).name == str(now)
+        assert sample == counts[source]
+        counts = [count + (number == source) for number, count in enumerate(counts)]

@@ -23,7 +23,7 @@ from nanotrain.data import checksums, loader, remote
 from nanotrain.data.build import build_data, fingerprints, tokenizer_of
 from nanotrain.data.indexed import IndexedTokens
 from nanotrain.data.loader import GlobalBatchLoader
-from nanotrain.data.remote import ChunkCache, open_file
+from nanotrain.data.remote import ChunkCache, open_file, require_file
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.data.token_format import bin_path, mask_path, sums_path
 from nanotrain.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -302,3 +302,26 @@ def test_an_unknown_scheme_and_a_missing_package_are_one_error(
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(ConfigError, match=r"gs://b/web.idx needs gcsfs.*pip install"):
         open_file(Address("gs://b/web.idx"))
+
+
+def test_any_range_of_a_file_is_read_from_both_places(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranges at random, at the borders of chunks, empty ones, and ones that end past the file."""
+    monkeypatch.setattr(remote, "_REQUEST_BYTES", 300)
+    data = bin_path(store.local).read_bytes()
+    cache = ChunkCache(store.cache, 1 << 30)
+    cache.make()
+    files = [
+        require_file(bin_path(store.local)),
+        require_file(Address(f"memory:/{store.name}.bin"), cache),
+    ]
+    draw = np.random.default_rng(0)
+    borders = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, len(data) - 1, len(data), len(data) + 9]
+    edges = [*borders, *draw.integers(0, len(data), 12).tolist()]
+    for file in files:
+        assert file.size == len(data) and file.local.read_bytes() == data
+        for start in edges:
+            for stop in edges:
+                if start <= stop:
+                    assert file.read(start, stop) == data[start:stop], (file, start, stop)

@@ -2,11 +2,15 @@
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nanotrain.cli.main import main
 from nanotrain.errors import ConfigError
+from nanotrain.inference.generate import sample_token
 from nanotrain.inference.sampling import Sampling
 
 WRONG = [
@@ -47,3 +51,26 @@ def test_one_end_or_several() -> None:
     assert Sampling().ends == () and Sampling(stop=3).ends == (3,)
     assert Sampling(stop=(4, 5)).ends == (4, 5)
     assert Sampling(temperature=1e-40).is_greedy and not Sampling(temperature=1e-20).is_greedy
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_probabilities_are_those_of_transformers(seed: int) -> None:
+    """All options at once, in the order of transformers."""
+    draw = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(1, 30, generator=draw)
+    temperature, top_k, top_p = 0.3 + 0.2 * seed, 1 + 3 * seed, (1 + seed) / 12
+    given = torch.zeros(0)
+
+    def multinomial(probabilities: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        nonlocal given
+        given = probabilities
+        return torch.tensor([0])
+
+    sampling = Sampling(temperature, top_k=top_k, top_p=top_p)
+    with patch.object(torch, "multinomial", multinomial):
+        sample_token(logits[0], sampling, generator=draw)
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    expected = TemperatureLogitsWarper(temperature)(ids, logits)
+    expected = TopKLogitsWarper(top_k)(ids, expected)
+    expected = TopPLogitsWarper(top_p)(ids, expected).softmax(-1)[0]
+    torch.testing.assert_close(given / given.sum(), expected)

@@ -1,5 +1,7 @@
 """Counts of documents add up, come back from their file, and are said."""
 
+from dataclasses import asdict, fields
+
 import pytest
 
 from nanotrain.data.tokenizer import ByteTokenizer
@@ -24,3 +26,14 @@ def test_counts_add_up_and_come_back() -> None:
         "5 tokens (5.00%) unknown: the vocabulary lacks their characters",
         "1 character lost: the tokenizer removes them or has no token for them",
     ]
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(TextCounts)])
+def test_every_count_adds_up_comes_back_and_has_a_line_of_its_own(name: str) -> None:
+    parts = [TextCounts(**{name: number}) for number in (3, 0, 4)]
+    total = TextCounts.total(parts)
+    assert asdict(total) == dict.fromkeys(asdict(total), 0) | {name: 7}
+    assert TextCounts.parse(total.to_json()) == total
+    (line,) = lines_of(total, tokenizer=ByteTokenizer(), num_tokens=100, parse_special=False)
+    assert "7 " in line
+    assert TextCounts.total([]) == TextCounts() == TextCounts.parse("{}")

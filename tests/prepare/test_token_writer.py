@@ -1,14 +1,23 @@
 """Written pairs are Megatron-LM's byte for byte, concatenate, and appear only when complete."""
 
 import struct
+import tempfile
+import zlib
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from nanotrain.data import checksums
 from nanotrain.data.indexed import IndexedTokens
-from nanotrain.data.token_format import HEADER
+from nanotrain.data.token_format import HEADER, sums_of
 from nanotrain.prepare.token_writer import TokenWriter
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 65535), max_size=20), max_size=4)
+BATCHES = st.lists(DOCUMENTS, max_size=3)
 
 
 def _write(prefix: Path, *documents: list[int]) -> Path:
@@ -93,3 +102,23 @@ def test_two_writers_of_one_pair_do_not_mix(tmp_path: Path) -> None:
             second.add_documents([[4]])
         first.add_documents([[5]])
     assert IndexedTokens(tmp_path / "corpus").num_tokens == 4
+
+
+@settings(deadline=None, max_examples=25)
+@given(batches=BATCHES, has_mask=st.booleans())
+def test_checksums_are_those_of_the_bytes_of_every_file(
+    batches: list[list[list[int]]], has_mask: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as name, patch.object(checksums, "BLOCK_BYTES", 16):
+        prefix = Path(name) / "corpus"
+        with TokenWriter(prefix, np.dtype("uint16"), has_mask=has_mask) as writer:
+            for documents in batches:
+                masks = [np.arange(len(document)) % 2 for document in documents]
+                writer.add_documents(documents, masks if has_mask else ())
+        sums = writer.checksums()
+        written = {sums_of(file): file.read_bytes() for file in Path(name).iterdir()}
+    expected = {}
+    for file, data in written.items():
+        blocks = [data[start : start + 16] for start in range(0, len(data), 16)]
+        expected[file] = b"".join(zlib.crc32(block).to_bytes(4, "little") for block in blocks)
+    assert sums == expected and len(sums) == 2 + has_mask

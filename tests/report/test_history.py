@@ -1,13 +1,20 @@
 """A run folder is read whatever a crash left in it."""
 
 import json
+import os
+import tempfile
+from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanotrain.errors import EnvironmentFault
-from nanotrain.report.history import RunHistory, find_runs
+from nanotrain.report.history import Checkpoint, RunHistory, find_runs
 from tests.report.runs import expert_load, write_run
 
 
@@ -127,3 +134,87 @@ def test_find_runs_lists_the_newest_first(tmp_path: Path) -> None:
     assert [run.name for run in find_runs(tmp_path)] == ["new", "old"]
     assert [run.name for run in find_runs(tmp_path / "old")] == ["old"]
     assert find_runs(tmp_path / "absent") == []
+
+
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {"step": st.integers(1, 9), "step_time_s": st.floats(0, 1e6)},
+        optional={
+            "loss": st.floats(-1e9, 1e9),
+            "mfu": st.none() | st.floats(0, 1),
+            "skipped": st.booleans(),
+            "count": st.integers(0, 10**15),
+            "data_stage": st.sampled_from(["first", "second"]),
+            "tasks": st.dictionaries(st.sampled_from("ab"), st.floats(0, 1)),
+        },
+    ),
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=ROWS, loads=st.lists(st.integers(0, 1000), min_size=12, max_size=12))
+def test_every_value_that_was_written_is_read_back_at_its_step(
+    rows: list[dict[str, Any]], loads: list[int]
+) -> None:
+    rows = [
+        row | {"moe": {"load": {"layers.0": [load, 1], "layers.1": [2, load]}}}
+        for row, load in zip(rows, loads, strict=False)
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.yaml").touch()
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (Path(name) / "metrics.jsonl").write_text(text)
+        (Path(name) / "metrics-superseded.jsonl").write_text(text)
+        run = RunHistory.read(Path(name))
+    last = {row["step"]: row for row in rows}
+    steps = sorted(last)
+    assert run.column("step").tolist() == steps and run.num_steps == len(steps)
+    for name in ("loss", "mfu", "count", "step_time_s", "skipped"):
+        expected = [last[step].get(name) for step in steps]
+        read = [None if np.isnan(value) else value for value in run.column(name).tolist()]
+        assert read == expected, name
+    for key in "ab":
+        expected = [last[step].get("tasks", {}).get(key) for step in steps]
+        read = [None if np.isnan(value) else value for value in run.column(f"tasks.{key}").tolist()]
+        assert read == expected, key
+    for router, tokens in run.load.items():
+        assert tokens.tolist() == [last[step]["moe"]["load"][router] for step in steps]
+    assert len(run.load) == (2 if rows else 0)
+    stages = [(step, last[step].get("data_stage")) for step in steps]
+    runs = groupby((pair for pair in stages if pair[1]), key=lambda pair: pair[1])
+    firsts = [(stage, [step for step, _ in pairs]) for stage, pairs in runs]
+    assert list(run.stages) == [(stage, part[0], part[-1]) for stage, part in firsts]
+    assert list(run.repeated_s) == [row["step_time_s"] for row in rows]
+
+
+def test_every_field_of_starts_samples_and_checkpoints_is_read_back(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    starts = [
+        {"step": 3 * n, "time_s": 10.5 + n, "world_size": 2 + n, "changed": {"a.b": [n, "x"]}}
+        for n in range(3)
+    ]
+    (folder / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
+    texts = [{"step": step, "text": f"text {row}"} for row, step in enumerate([4, 7, 4, 9])]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    saved = folder / "checkpoints" / "step-00000010"
+    saved.mkdir(parents=True)
+    for size in (5, 7):
+        (saved / f"shard-{size}").write_bytes(bytes(size))
+    os.utime(saved, (1000, 2000))
+    run = RunHistory.read(folder)
+    assert [asdict(start) for start in run.starts] == [
+        row | {"changed": {"a.b": (n, "x")}} for n, row in enumerate(starts)
+    ]
+    assert {row["step"]: row["text"] for row in run.samples} == {
+        4: "text 2",
+        7: "text 1",
+        9: "text 3",
+    }
+    assert run.checkpoints == (Checkpoint("step-00000010", 12, 2000.0),)
+    environment = json.loads((folder / "environment.json").read_text())
+    assert {name: run.environment[name] for name in environment} == environment | {
+        "command": ["train", run.environment["command"][1]]
+    }
+    assert run.world_size == 4
+    assert run.modified_s == (folder / "metrics.jsonl").stat().st_mtime

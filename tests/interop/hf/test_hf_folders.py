@@ -1,10 +1,12 @@
 """A sample of the generated folders of scripts/hf_folders.py: none of them may be silent."""
 
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
 
+from nanotrain.interop.hf.config_class import understand
 from scripts import hf_folders
 from scripts.hf_folders import EQUAL, REFUSED, SILENT, Case, outcome, saved
 from tests.scripts import SCRIPTS
@@ -47,3 +49,35 @@ def test_a_difference_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(hf_folders, "_their_logits", other_logits)
     assert outcome(case, saved(name).tensors)[0] == SILENT
+
+
+def other_factors(raw: dict[str, Any]) -> dict[str, Any]:
+    """Every number with a fraction in config.json with another value."""
+    entries: dict[str, Any] = {}
+    for entry, value in understand(raw).items():
+        if entry == "block_ffn_dim_multiplier":  # the size of weights
+            continue
+        if entry == "query_pre_attn_scalar":
+            entries[entry] = value + 5
+        values = value if isinstance(value, list) else [value]
+        if not values or not all(isinstance(each, float) and each < 1e9 for each in values):
+            continue
+        others = [each * (1.3 + 0.1 * index) + 0.1 for index, each in enumerate(values)]
+        entries[entry] = others if isinstance(value, list) else others[0]
+    return entries
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_factors_of_a_family_together_mean_what_they_mean_to_transformers(family: str) -> None:
+    """One folder with all of them; those that are refused by name keep their values."""
+    hf_folders.quiet()
+    name = hf_folders.bases()[family]
+    raw = saved(name).raw
+    factors = other_factors(raw)
+    for _ in range(len(factors)):
+        result, why = outcome(Case(family, "factors", raw | factors), saved(name).tensors)
+        refused = next((entry for entry in factors if f" {entry}" in why), None)
+        if result != REFUSED or refused is None:
+            break
+        del factors[refused]
+    assert result == EQUAL, f"{factors}: {result}: {why}"
