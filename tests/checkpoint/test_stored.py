@@ -7,13 +7,17 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanotrain.checkpoint.run_files import RECORD
 from nanotrain.checkpoint.stored import (
     MANIFEST,
     MARKER,
     MAX_FILES,
+    SUPERSEDED,
     Stored,
+    _current_saves,
     fetched,
     mark,
     mirror,
@@ -225,3 +229,29 @@ def test_a_deletion_that_is_killed_leaves_no_manifest_without_its_shards(num_req
         Stored(Bucket(), dict.fromkeys(shards, 1)).delete()
     assert MANIFEST not in objects or shards <= objects
     assert bool(objects) is (num_requests < 2)
+
+
+SAVES = st.sets(st.tuples(st.integers(1, 3), st.integers(1, 12)), max_size=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(saves=SAVES, committed=SAVES, superseded=SAVES)
+def test_of_each_step_the_last_committed_save_that_is_not_set_aside_counts(
+    saves: set[tuple[int, int]],
+    committed: set[tuple[int, int]],
+    superseded: set[tuple[int, int]],
+) -> None:
+    names = []
+    for step, number in saves:
+        folder = f"step-{step:08d}" + (f".{number}" if number > 1 else "")
+        names.append(f"{folder}/shard-00000-of-00001.safetensors")
+        names += [f"{folder}/{MANIFEST}"] * ((step, number) in committed)
+        names += [f"{folder}/{SUPERSEDED}"] * ((step, number) in superseded)
+    found = steps_of(dict.fromkeys(names, Stat(1, 0.0)))
+    for step in range(1, 4):
+        numbers = sorted(number for other, number in saves if other == step)
+        name = f"step-{step:08d}"
+        assert [save.number for save in found.get(name, [])] == numbers
+        counted = [n for n in numbers if (step, n) in committed and (step, n) not in superseded]
+        current = _current_saves(found).get(name)
+        assert (current.number if current else None) == (counted[-1] if counted else None)

@@ -10,11 +10,11 @@ import pytest
 
 from nanotrain.plan.memory_plan import worst_memory
 from nanotrain.planner.engine import engine_of
-from nanotrain.planner.memory import estimate_memory, memory_of_rank
+from nanotrain.planner.memory import _state_bytes, estimate_memory, memory_of_rank
 from nanotrain.planner.prediction import predict
 from nanotrain.planner.rows.config import scenario_of_row
 from nanotrain.planner.rows.row import Row
-from nanotrain.planner.stage_time import Stages
+from nanotrain.planner.stage_time import Numel, Stages
 from tests.planner.scenarios import llama
 
 MEASURED = list(
@@ -165,3 +165,28 @@ def test_engines_differ_in_bytes() -> None:
     ours, theirs = estimate_memory(megatron), estimate_memory(nanotron)
     assert theirs.grads - ours.grads == ours.params  # gradients in bf16 beside those in fp32
     assert theirs.activations > ours.activations
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp2"])
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_per_parameter_are_those_of_zero(engine: str, stage: int) -> None:
+    """Rajbhandari et al. 2020, section 5: 2 + 4 + 12 bytes of a dense and of an expert parameter,
+    each divided by the ranks of its own group from its stage on.
+    """
+    strategy = ("no_shard", "optim", "optim_grads", "optim_grads_params")[stage]
+    experts = {"num_experts": 8, "moe_router_topk": 2, "ep": 4}
+    scenario = llama(16, engine=engine, strategy=strategy, tp=2, gbs=64, **experts)
+    for field, ranks in (("dense", 8), ("expert", len(scenario.ranks("expert_dp_shard")))):
+        numel = Numel(**{"dense": 0, "expert": 0, "tensors": 1} | {field: 3 * 2**20})
+        state = _state_bytes(scenario, numel)
+        optimizer, params = 12 / (ranks if stage > 0 else 1), 2.0
+        grads = 4 / (ranks if stage > 1 else 1)
+        if stage == 3:
+            params /= ranks
+        if engine == "fsdp2" and stage == 3:
+            params, optimizer = 4 / ranks, 8 / ranks
+        if scenario.engine.memory.keeps_low_precision_grads:
+            grads += 2
+        sizes = [size / (3 * 2**20) for size in state]
+        assert sizes == pytest.approx([params, grads, optimizer]), field
+    assert len(scenario.ranks("expert_dp_shard")) < 8

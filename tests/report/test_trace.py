@@ -1,8 +1,11 @@
 """The lanes of a step, from a GPU trace made by hand and from small CPU ones."""
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanotrain.errors import EnvironmentFault
@@ -95,3 +98,30 @@ def test_another_file_is_one_error(tmp_path, text, message):
 def test_a_step_that_was_not_profiled(tmp_path):
     with pytest.raises(EnvironmentFault, match="has no step 9: the steps in it: 4, 5; "):
         read_step(write_trace(tmp_path, gpu_events()), rank=0, step=9)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    kernels=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=1, max_size=6),
+    transfers=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=5),
+    copied=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=5),
+)
+def test_the_parts_of_a_step_are_those_of_every_microsecond(kernels, transfers, copied):
+    """Of events that overlap, touch the bounds of the step, or lie outside of it."""
+    lanes = {"gemm": kernels, "ncclDevKernel_AllGather": transfers, "Memcpy DtoH": copied}
+    events = [event("gpu_user_annotation", f"{STEP}2", 10, 50)]
+    for name, spans in lanes.items():
+        kind = "gpu_memcpy" if spans is copied else "kernel"
+        events += [event(kind, name, start, start + size) for start, size in spans]
+    with tempfile.TemporaryDirectory() as folder:
+        step = read_step(write_trace(Path(folder), events), rank=0)
+    busy = [
+        {moment - 10 for start, size in spans for moment in range(start, start + size)}
+        & set(range(40))
+        for spans in lanes.values()
+    ]
+    compute, communication, copies = busy
+    assert moments(step.compute) == compute and moments(step.copies) == copies
+    assert moments(step.hidden) == communication & compute
+    assert moments(step.exposed) == communication - compute
+    assert step.idle_us == 40 - len(compute | communication | copies)

@@ -7,6 +7,7 @@ import random
 import socket
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 
@@ -359,3 +360,15 @@ def test_every_object_is_deleted_in_requests_that_providers_take(
     parse("s3://bucket/run").delete(str(number) for number in range(count))
     assert sum(requests, []) == [f"bucket/run/{number}" for number in range(count)]
     assert all(0 < len(paths) <= 1000 for paths in requests)
+
+
+@pytest.mark.parametrize("tag", ["ETag", "etag", "md5Hash", "generation", "oid", "blob_id"])
+@pytest.mark.parametrize("clock", ["LastModified", "last_modified", "updated", "mtime"])
+def test_size_time_and_version_are_read_under_the_names_of_every_provider(
+    tag: str, clock: str
+) -> None:
+    moment = datetime(2026, 11, 29, 2, 30, tzinfo=UTC)
+    for time_of in (moment, moment.isoformat(), moment.timestamp()):
+        stat = remote._stat({"size": "7", tag: "v1", clock: time_of, "name": "x"})
+        assert stat == (7, moment.timestamp(), "v1")
+    assert remote._stat({"size": 7, tag: None, clock: None}) == (7, 0.0, "")
