@@ -1,5 +1,7 @@
 """Tables: escaped cells, units, and the settings that differ."""
 
+import json
+import os
 from pathlib import Path
 
 from nanotrain.report import tables
@@ -92,3 +94,79 @@ def test_a_run_on_random_tokens_says_so(tmp_path: Path) -> None:
     config = {"data": {"mock_data": True, "data_path": []}}
     run = RunHistory.read(write_run(tmp_path / "a", config=config))
     assert tables.corpora_of(run) == ["random tokens"]
+
+
+def full_run(folder: Path) -> RunHistory:
+    """A run in which every fact has a value of its own."""
+    values = {
+        "loss": lambda step: 3.0 + step,
+        "valid_loss": lambda step: 1.0 if step == 9 else None,
+        "valid_bits_per_byte": lambda step: 0.75 if step == 9 else None,
+        "tokens_per_second": lambda step: 1000.0 * step,
+        "mfu": lambda step: step / 100,
+        "consumed_tokens": lambda step: 5_000_000 * step,
+        "step_time_s": lambda step: 360.0 * step,
+        "evaluation": lambda _: {"task/sums/accuracy": 0.625, "task/sums/chance": 0.25},
+    }
+    config = {"train": {"train_iters": 12}, "data": {"data_path": ["2", "/d/one", "1", "/e/two"]}}
+    write_run(folder, steps=9, config=config, **values)
+    environment = {
+        "world_size": 6,
+        "parameters": 8_000_000,
+        "active_parameters": 3_000_000,
+        "device": "H200",
+        "layout": "6 ranks, tp 3, dp 2",
+        "git_revision": "abcdef0123456789",
+        "host": "node7",
+        "command": ["train", "a b"],
+    }
+    (folder / "environment.json").write_text(json.dumps(environment))
+    start = {"world_size": 6, "changed": {}}
+    rows = [start | {"step": 2 * n, "time_s": 1e6 + 1800 * n} for n in range(3)]
+    (folder / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    repeated = [{"step": step, "step_time_s": 1800.0 * step} for step in (1, 2, 3)]
+    text = "".join(json.dumps(row) + "\n" for row in repeated)
+    (folder / "metrics-superseded.jsonl").write_text(text)
+    for step, size in ((4, 1_000_000), (8, 2_000_000)):
+        saved = folder / "checkpoints" / f"step-{step:08d}"
+        saved.mkdir(parents=True)
+        (saved / "shard").write_bytes(bytes(size))
+    os.utime(folder / "metrics.jsonl", (0, 1e6 + 4 * 3600))
+    return RunHistory.read(folder)
+
+
+def test_every_fact_has_its_own_value_unit_and_remark(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "a")
+    assert tables.headline_of(run) == {
+        "Progress": ("9 steps", "of 12, stopped"),
+        "Parameters": ("8 M", "3 M active per token"),
+        "Tokens": ("45 M", "read in training"),
+        "Device": ("6 x H200", ""),
+        "Layout": ("tp 3, dp 2", ""),
+        "Training loss": ("12.0000", "nats per token"),
+        "Validation loss": ("1.0000", "nats per token"),
+        "Perplexity": ("2.72", "of validation"),
+        "Bits per byte": ("0.7500", "of validation"),
+        "Task sums": ("62.5%", "right answers, 25.0% by chance"),
+        "Throughput": ("5,000", "tokens per second"),
+        "MFU": ("5.0%", "of the device's peak"),
+        "Training time": ("4.50 hours", "4.00 since the first start"),
+        "Restarts": ("2", "3 steps again, 3.00 hours"),
+        "Cost": ("27.00", "device hours of training"),
+        "Data": ("one, two", ""),
+        "Revision": ("abcdef0123", "git"),
+        "Host": ("node7", "of rank 0"),
+        "Command": ("train 'a b'", ""),
+    }
+    assert tables.summary_of(run) == {
+        "run": "a",
+        "state": "stopped",
+        "step": "9/12",
+        "loss": "12.0000",
+        "validation": "1.0000",
+        "tokens/s": "9,000",
+        "hours": "4.50",
+        "tokens": "45,000,000",
+        "saved": "3.0 MB",
+        "last change": "1970-01-12 17:46 UTC",
+    }
