@@ -6,7 +6,9 @@ from nanotrain.config.flags import parse
 from nanotrain.config.implied import implied_settings, stages_of_layout
 from nanotrain.config.load import load
 from nanotrain.config.schema import value_of
+from nanotrain.errors import ConfigError
 
+LAYOUT = "parallel.pipeline_model_parallel_layout"
 DATA = "--mock-data --vocab-size 64 --num-layers 8"
 
 
@@ -76,3 +78,48 @@ def test_layers_are_the_letters_of_a_hybrid_pattern():
 @pytest.mark.parametrize(("layout", "stages"), [(None, 0), ("Et|tL", 2), ("no layout", 0)])
 def test_an_invalid_layout_has_no_stages(layout, stages):
     assert stages_of_layout(layout) == stages
+
+
+PATTERN = "--mock-data --vocab-size 64 --hybrid-layer-pattern M-|*-"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "value"),
+    [
+        (f"{DATA} --trackers wandb --no-wandb", "train.wandb", False),
+        (f"{DATA} --save ck --load ck --finetune", "checkpoint.load", "ck"),
+        (f"{DATA} --save ck --load ck/ --no-load-optim", "checkpoint.load", None),
+        (
+            f"{DATA} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+            " --pipeline-schedule zb-v",
+            "parallel.pipeline_schedule",
+            "zb-v",
+        ),
+        (
+            f"{DATA} --multi-latent-attention --rotary-scaling-factor 4 --rope-type rope",
+            "model.position_embedding_type",
+            "rope",
+        ),
+        (
+            f"{DATA} --use-megatron-fsdp --data-parallel-sharding-strategy optim",
+            "parallel.data_parallel_sharding_strategy",
+            "optim",
+        ),
+        (f"{PATTERN} --pipeline-model-parallel-size 2", LAYOUT, "Et*2|t*2L"),
+        (PATTERN, LAYOUT, None),
+        (f"{PATTERN}/*-/*-", "model.mtp.num_layers", 2),
+        (f"{PATTERN}/*- --mtp-num-layers 1", "model.mtp.num_layers", 1),
+    ],
+)
+def test_what_is_set_stays_and_the_smallest_cases_are_implied(arguments, key, value):
+    loaded = load(arguments.split(), to_train=False)
+    assert value_of(loaded.config, key) == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [("--wandb-project p --no-wandb", "wandb"), ("--tensorboard-dir t --no-tensorboard", "board")],
+)
+def test_a_tracker_that_is_switched_off_is_not_implied(arguments, name):
+    with pytest.raises(ConfigError, match=f"{name} is off"):
+        load(f"{DATA} {arguments}".split(), to_train=False)
