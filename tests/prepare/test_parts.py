@@ -7,7 +7,10 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from nanotrain.data.indexed import IndexedTokens
@@ -131,3 +134,16 @@ def test_a_killed_worker_is_one_clear_error(tmp_path: Path) -> None:
 
 def _workers() -> list[int]:
     return [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+
+
+@pytest.mark.parametrize("ids", [[5], [5, 9], [9, 5], [9], [5, 9, 9]])
+def test_a_conversation_has_one_end_of_document_more_unless_it_ends_with_it(ids: list[int]) -> None:
+    mask = np.arange(len(ids), 0, -1, dtype=np.uint8) % 2  # the last token is a target
+    for given in (mask, 1 - mask):
+        chat = SimpleNamespace(encode=lambda text, given=given: (list(ids), given))
+        writer: Any = SimpleNamespace(chat=chat, _eod=[9])
+        documents, masks = PartWriter._encode(writer, ["a", "b"])
+        end = [9] * (ids[-1:] != [9])
+        assert documents == [ids + end] * 2
+        expected = given.tolist() + given[-1:].tolist() * len(end)
+        assert [each.tolist() for each in masks] == [expected] * 2
