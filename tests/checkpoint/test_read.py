@@ -223,3 +223,33 @@ def test_a_read_of_an_object_gives_all_of_its_bytes_at_once(
         count = source.read_into(memoryview(into), min(offset, len(data)))
     expected = data[min(offset, len(data)) :][:length]
     assert bytes(into[:count]) == expected
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dtype": "F16"},  # as large
+        {"dtype": "F32"},
+        {"shape": [3, 2]},
+        {"shape": [6]},
+        {"data_offsets": [0, 10]},
+        {"data_offsets": [0, 14]},
+        {"data_offsets": [4, 16]},  # beyond the end
+        {"data_offsets": [-4, 8]},
+        {"data_offsets": [0]},
+        None,
+    ],
+)
+def test_every_entry_of_a_header_is_that_of_the_manifest(
+    tmp_path: Path, changed: dict[str, Any] | None
+) -> None:
+    share = {TensorBox.full("model/a", (2, 3)): torch.ones(2, 3, dtype=torch.bfloat16)}
+    path = write(tmp_path, 1, shares=[share])
+    ((chunk,),) = (entry.chunks for entry in store.read_manifest(path).tensors.values())
+    with ShardFile(path / chunk.file) as shard:
+        assert shard.offset(chunk, "bf16") == shard._begin
+        entry = shard._header.pop(chunk.key)
+        if changed is not None:
+            shard._header[chunk.key] = entry | changed
+        with pytest.raises(CheckpointError, match="is damaged"):
+            shard.offset(chunk, "bf16")
