@@ -30,7 +30,18 @@ def product_parts(clock: RankClock, product: Product) -> Parts:
     per_element = CAST_READS.get(dtype, 1) * sizes.itemsize + 2 * BYTES[dtype]
     read = product.rows * product.inputs * per_element
     written = product.rows * product.outputs * per_element
-    return [clock.memory(part.name, read, backward=written), part]
+    weights = _weight_cast_bytes(clock, product, dtype=dtype)
+    return [clock.memory(part.name, read + weights, backward=written + weights), part]
+
+
+def _weight_cast_bytes(clock: RankClock, product: Product, *, dtype: str) -> float:
+    """Bytes of the cast of a weight for one product, where none is kept for a step: in NVFP4."""
+    if dtype != "nvfp4" or clock.engine.name != "nanotrain":
+        return 0.0
+    numel = product.outputs * product.inputs
+    if isinstance(product, ExpertProduct):
+        numel *= product.num_experts
+    return numel * (clock.sizes.itemsize + BYTES[dtype])
 
 
 def _product_part(clock: RankClock, product: Product, *, dtype: str) -> Part:

@@ -101,3 +101,17 @@ def test_products_in_8_bits_cast_both_operands_but_not_the_head() -> None:
     assert cast.dgrad == memory_s(clock.gpu, TOKENS * OUTPUTS * 4)
     (head,) = product_parts(clock, product(name="head"))
     assert head.forward == matmul_s(clock.gpu, SHAPE, dtype="bf16")
+
+
+@pytest.mark.parametrize("engine", ["nanotrain", "megatron"])
+def test_products_in_nvfp4_read_for_amaxes_and_for_each_layout(engine: str) -> None:
+    """nanotrain casts a weight for every product, Transformer Engine once per step."""
+    values = {"fp8_format": "e2m1", "fp8_recipe": "nvfp4"}
+    clock = RankClock(llama(8, gpu="b200", engine=engine, **values))
+    assert clock.scenario.matmul_dtype == "nvfp4"
+    cast, part = product_parts(clock, product())
+    assert part.forward == matmul_s(clock.gpu, SHAPE, dtype="nvfp4")
+    # three reads in 16 bits, two writes in 4; of a weight one of each
+    weight = OUTPUTS * INPUTS * 2.5 if engine == "nanotrain" else 0
+    assert cast.forward == memory_s(clock.gpu, TOKENS * INPUTS * 7 + weight)
+    assert cast.dgrad == memory_s(clock.gpu, TOKENS * OUTPUTS * 7 + weight)
