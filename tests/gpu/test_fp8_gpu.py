@@ -13,10 +13,17 @@ from nanotrain.errors import EnvironmentFault
 from nanotrain.kernels.compiler import triton_fault
 from nanotrain.kernels.fp8.grouped import select_fp8_gemm
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options
+from nanotrain.kernels.fp8.nvfp4_products import select_linears
 from nanotrain.kernels.fp8.products import Fp8Linears
 from nanotrain.kernels.grouped import GroupedOptions, grouped_linear
 from nanotrain.kernels.linear import Linear
-from nanotrain.precision.fp8 import FP8_FORMATS, FP8_RECIPES, GROUPED_CAPABILITY
+from nanotrain.precision.fp8 import (
+    FORMATS,
+    FP8_FORMATS,
+    FP8_RECIPES,
+    GROUPED_CAPABILITY,
+    RECIPES,
+)
 from nanotrain.train.checks import require_fp8
 
 pytestmark = [
@@ -98,5 +105,27 @@ def test_experts_are_those_of_the_emulation(is_fused: bool, recipe: str, name: s
         out = grouped_linear(x, weight, offs=offs, options=GroupedOptions(select_fp8_gemm(layer)))
         grads = torch.autograd.grad(out, (x, weight), draw(*out.shape, seed=3).to(device))
         results.append([out.detach(), *grads])
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert_near(found, expected)
+
+
+@pytest.mark.parametrize("tokens", [64, 200])
+@FORMS
+def test_nvfp4_is_that_of_the_emulation(is_fused: bool, tokens: int) -> None:
+    skip_without_kernels("nvfp4", "e2m1")
+    weight, x, grad = draw(384, 256, seed=1), draw(tokens, 256, seed=2), draw(tokens, 384, seed=3)
+    results = []
+    for device in ("cpu", "cuda"):
+        options = Fp8Options(
+            RECIPES["nvfp4"], FORMATS["e2m1"], is_fused=is_fused and device == "cuda"
+        )
+        layer = Fp8Layer(options).to(device)
+        linear = Linear(nn.Parameter(weight.to(device)), None, fp8=layer)
+        products = select_linears(options)([linear])
+        with torch.no_grad():
+            dy = grad.to(device)
+            outputs = products.fprop(x.to(device))
+            grad_x = products.dgrad([dy])
+            results.append([*outputs, grad_x, *products.wgrad([dy], x.to(device))])
     for found, expected in zip(results[1], results[0], strict=True):
         assert_near(found, expected)
