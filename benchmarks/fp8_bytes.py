@@ -20,10 +20,12 @@ from nanotrain.kernels.fp8 import nvfp4, triton_nvfp4
 from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options, Operand
 from nanotrain.kernels.fp8.nvfp4_mm import pack_matrix
 from nanotrain.kernels.fp8.products import Scales
+from nanotrain.kernels.fp8.quantize import SwigluInput
 from nanotrain.kernels.fp8.rounding import ElementWords
 from nanotrain.precision.fp8 import FP8_FORMATS, FP8_RECIPES, RECIPES
 
 SIZE = 4096
+SWIGLU_RECIPES = ("delayed", "blockwise", "mxfp8")  # those whose casts compute SwiGLU
 
 
 class Total:
@@ -67,6 +69,23 @@ def counted_nvfp4(*, is_fused: bool, columns: bool) -> Total:
     return total
 
 
+def count_swiglu(recipe: str) -> tuple[float, float]:
+    """Bytes per value of a SwiGLU and its casts for fprop and wgrad: separate, and in one cast."""
+    options = replace(Fp8Options(FP8_RECIPES[recipe], FP8_FORMATS["e4m3"]), is_fused=True)
+    scales = Scales([Fp8Layer(options).to("meta")], records=True)
+    gate = torch.empty(SIZE, SIZE, dtype=torch.bfloat16, device="meta")
+    if options.recipe.is_per_tensor:
+        scales.set({(0, Operand.INPUT): scales.amax(gate, Operand.INPUT)})
+    separate, joined = Total(), Total()
+    with OperatorCount(separate, times=1):
+        scales.cast(gate, Operand.INPUT)
+        scales.cast(gate, Operand.INPUT, rows=False, columns=True)
+    with OperatorCount(joined, times=1):
+        scales.cast(SwigluInput(gate, torch.empty_like(gate)), Operand.INPUT, columns=True)
+    activation = 3 * gate.element_size()  # a kernel reads gate and up, and writes their product
+    return separate.num_bytes / SIZE**2 + activation, joined.num_bytes / SIZE**2
+
+
 def main(show: Callable[[str], None] = print) -> None:
     """Print a row per recipe."""
     show("| recipe | torch: one form | both | operators | kernels: one form | both | operators |")
@@ -80,6 +99,12 @@ def main(show: Callable[[str], None] = print) -> None:
                 str(found[1].launches)
             ]
         show(f"| {recipe} | {' | '.join(cells)} |")
+    show("")
+    show("| recipe | SwiGLU, then its casts for fprop and wgrad | in one cast |")
+    show("|---|---:|---:|")
+    for recipe in SWIGLU_RECIPES:
+        separate, joined = count_swiglu(recipe)
+        show(f"| {recipe} | {separate:.1f} | {joined:.1f} |")
 
 
 if __name__ == "__main__":

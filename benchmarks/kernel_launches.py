@@ -17,9 +17,14 @@ import torch
 from torch import Tensor
 
 import nanotrain
-from nanotrain.kernels import triton_permute, triton_softmax, triton_swiglu
+from nanotrain.kernels import (
+    triton_grouped_wgrad,
+    triton_permute,
+    triton_softmax,
+    triton_swiglu,
+)
 from nanotrain.kernels.fp8 import triton_cast, triton_grouped, triton_nvfp4
-from nanotrain.kernels.fp8.quantize import Cast
+from nanotrain.kernels.fp8.quantize import Cast, SwigluInput
 from nanotrain.kernels.fp8.rounding import ElementWords
 from nanotrain.kernels.permute import plan_permutation
 from nanotrain.precision.fp8 import FP8_RECIPES, PER_ROW, PER_TENSOR, RECIPES, Block, Recipe
@@ -100,6 +105,24 @@ def _cast(
     if how.block == PER_TENSOR:
         inverse = torch.ones(EXPERTS if has_experts else 1)
     triton_cast.cast(x, how, inverse=inverse, offs=offs, is_stack=is_stack, measures=measures)
+
+
+def _cast_swiglu(how: Cast, *, has_experts: bool) -> None:
+    """Cast the input of a down projection, computed from gate and up."""
+    gate = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16)
+    offs = _offs() if has_experts else None
+    inverse = None
+    if how.block == PER_TENSOR:
+        inverse = torch.ones(EXPERTS if has_experts else 1)
+    triton_cast.cast(SwigluInput(gate, gate), how, inverse=inverse, offs=offs)
+
+
+def _grouped_wgrad(dtype: torch.dtype) -> None:
+    """Weight gradients of experts in 16 bits, written and added."""
+    operands = [torch.zeros(TOKENS, WIDTH, dtype=dtype) for _ in range(2)]
+    out = torch.empty(EXPERTS, WIDTH, WIDTH)
+    for adds in (False, True):
+        triton_grouped_wgrad.write_grouped_wgrad([*operands, _offs()], out, adds=adds)
 
 
 def _amaxes(dtype: torch.dtype, *, has_experts: bool, is_known: bool) -> None:
@@ -200,6 +223,21 @@ def _build_cast(label: str, recipe: Recipe) -> Launch:
     return Launch(label, frozenset(kernels), run, first, last, is_typical)
 
 
+def _build_swiglu_casts() -> list[Launch]:
+    """Casts that compute SwiGLU, of both forms."""
+    launches = []
+    for name, recipe in FP8_RECIPES.items():
+        if name in ("tensorwise", "rowwise"):  # their amaxes would take a second read
+            continue
+        how = Cast(recipe.block, E4M3, power_of_two=recipe.power_of_two, columns=True)
+        first, last = _capabilities(recipe)
+        run = partial(_cast_swiglu, how, has_experts=False)
+        is_typical = name in ("blockwise", "mxfp8")
+        label = f"cast {name} swiglu bf16"
+        launches.append(Launch(label, frozenset({"_cast"}), run, first, last, is_typical))
+    return launches
+
+
 def _build_products() -> list[Launch]:
     """Products of experts of every recipe."""
     launches = []
@@ -247,9 +285,12 @@ def _build_rest() -> list[Launch]:
         _softmax: {"_logsumexp", "_softmax_gradient"},
         _swiglu: {"_swiglu", "_swiglu_backward"},
         _permute: {"_spread", "_combine", "_combine_backward"},
+        _grouped_wgrad: {"_grouped_wgrad"},
     }
     for function, names in kernels.items():
         for name, dtype in FLOATS.items():
+            if function is _grouped_wgrad and name == "fp32":
+                continue  # its operands have 16 bits
             launches.append(
                 Launch(
                     f"{function.__name__[1:]} {name}",
@@ -298,6 +339,7 @@ LAUNCHES = (
     *_build_rest(),
     *_build_amaxes(),
     *_build_casts(),
+    *_build_swiglu_casts(),
     *_build_products(),
     *_build_nvfp4(),
 )

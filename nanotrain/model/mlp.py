@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from nanotrain.config.model import ModelConfig
 from nanotrain.model.activations import build_activation
 from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel
+from nanotrain.model.down_projection import choose_projection
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.parameters import Parameters
 from nanotrain.parallel.tp.layers import (
@@ -48,14 +49,14 @@ class MLP(nn.Module):
         self.activation = build_activation(model_config, params)
         self.up = column(*params.linear("up"))
         self.down = RowParallelLinear(*params.linear("down"), tensor_parallel=tensor_parallel)
+        self.project = choose_projection(model_config, params, tensor_parallel=tensor_parallel)
         self.dropout = dropout
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         layers = (self.up,) if self.gate is None else (self.gate, self.up)
         projected = column_parallel(hidden, layers)
-        activated = self.activation(*projected)
-        out: Tensor = self.down(activated)
+        out = self.project(self.down, self.activation, *projected)
         if self.dropout is None:
             return out
         return self.dropout(out, context.dropout)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.fp8_bytes import SIZE, counted, counted_nvfp4
+from benchmarks.fp8_bytes import SIZE, SWIGLU_RECIPES, count_swiglu, counted, counted_nvfp4
 from nanotrain.precision.fp8 import FP8_RECIPES
 
 
@@ -25,3 +25,11 @@ def test_kernels_of_nvfp4_read_for_amaxes_and_once_per_form() -> None:
     both = counted_nvfp4(is_fused=True, columns=True).num_bytes / SIZE**2
     assert both == pytest.approx(3 * 2 + 2 * (1 / 2 + 1 / 16), rel=0.01)
     assert counted_nvfp4(is_fused=False, columns=True).num_bytes / SIZE**2 > 50 * both
+
+
+@pytest.mark.parametrize("recipe", SWIGLU_RECIPES)
+def test_a_cast_that_computes_swiglu_moves_half_of_the_bytes(recipe: str) -> None:
+    """It reads gate and up and writes two forms; separate steps write and read the product too."""
+    separate, joined = count_swiglu(recipe)
+    assert 12 <= separate <= 12.2
+    assert 6 <= joined <= 6.1

@@ -29,6 +29,7 @@ from nanotrain.kernels.fp8.quantize import (
     Cast,
     Forms,
     Quantized,
+    SwigluInput,
     block_amax,
     cast,
     inverse_scales,
@@ -85,11 +86,16 @@ class Scales:
         return self._options.is_fused and self._options.recipe.has_history and self.is_local
 
     def amax(
-        self, x: Tensor, operand: Operand, *, layer: int = 0, offs: Tensor | None = None
+        self,
+        x: Tensor | SwigluInput,
+        operand: Operand,
+        *,
+        layer: int = 0,
+        offs: Tensor | None = None,
     ) -> Tensor:
         """[E], the amax of each expert's rows; 0 where `cast` measures it."""
         if not self._options.is_fused:
-            return tensor_amax(x)
+            return tensor_amax(as_tensor(x))
         from nanotrain.kernels.fp8 import triton_cast  # imports Triton
 
         earlier = None
@@ -125,7 +131,7 @@ class Scales:
 
     def cast(
         self,
-        x: Tensor,
+        x: Tensor | SwigluInput,
         operand: Operand,
         *,
         layer: int = 0,
@@ -141,7 +147,7 @@ class Scales:
         key = (layer, operand)
         inverse = self.inverse[key] if self._options.recipe.is_per_tensor else None
         if not self._options.is_fused:
-            return cast(x, how, inverse=inverse)
+            return cast(as_tensor(x), how, inverse=inverse)
         from nanotrain.kernels.fp8 import triton_cast
 
         measures = self._measures and key not in self._measured
@@ -214,7 +220,7 @@ class Fp8Linears(Linears):
             outputs.append(out)
         return tuple(outputs)
 
-    def _forward_amaxes(self, x: Tensor) -> dict[Key, Tensor]:
+    def _forward_amaxes(self, x: Tensor | SwigluInput) -> dict[Key, Tensor]:
         """Amaxes of the input [T, I], and of weights without scales; inputs first."""
         input_amax = self._scales.amax(x, Operand.INPUT)
         amaxes: dict[Key, Tensor] = {}
@@ -250,9 +256,12 @@ class Fp8Linears(Linears):
         """
         if not self._options.wgrad:
             return super().wgrad(grads, x)
-        self._scale_grads(grads)
         x_forms = self._scales.cast(x, Operand.INPUT, rows=False, columns=True)
-        x_t = x_forms.get(transposed=True)
+        return self.wgrad_of(grads, x_forms.get(transposed=True))
+
+    def wgrad_of(self, grads: Sequence[Tensor], x_t: Quantized) -> list[Tensor | None]:
+        """`wgrad` of an input that is cast: one [T, O] per layer, [I, T]."""
+        self._scale_grads(grads)
         gradients: list[Tensor | None] = []
         for i, (grad, linear) in enumerate(zip(grads, self.linears, strict=True)):
             grad_weight = None
@@ -413,6 +422,11 @@ def _keep_weight(linear: Linear) -> None:
     if not scales.has(Operand.WEIGHT):
         scales.set({(0, Operand.WEIGHT): scales.amax(weight, Operand.WEIGHT)})
     fp8.kept = scales.cast(weight, Operand.WEIGHT, columns=True)
+
+
+def as_tensor(x: Tensor | SwigluInput) -> Tensor:
+    """An operand, computed by torch's operators where casts would compute it."""
+    return x.value() if isinstance(x, SwigluInput) else x
 
 
 def tensor_amax(x: Tensor) -> Tensor:

@@ -43,6 +43,17 @@ class Quantized:
         return self.values.float() * factors
 
 
+class SwigluInput(NamedTuple):
+    """An operand silu(gate) * up that casts compute, so that it is not written in 16 bits."""
+
+    gate: Tensor  # [R, K], contiguous
+    up: Tensor
+
+    def value(self) -> Tensor:
+        """[R, K], by torch's operators."""
+        return F.silu(self.gate).mul_(self.up)
+
+
 @dataclass(frozen=True)
 class Cast:
     """Options of casting an operand, and the products that it is cast for."""

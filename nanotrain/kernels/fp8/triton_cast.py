@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanotrain.kernels.fp8.quantize import Cast, Forms, Quantized
+from nanotrain.kernels.fp8.quantize import Cast, Forms, Quantized, SwigluInput
 from nanotrain.kernels.fp8.triton_scales import Target
 from nanotrain.kernels.fp8.triton_tiles import TILE, WARPS, How, line_unit, num_lanes, plan_source
 
@@ -40,7 +40,7 @@ try:
         store_words,
         tile_factor,
     )
-    from nanotrain.kernels.fp8.triton_tiles import locate
+    from nanotrain.kernels.fp8.triton_tiles import locate, read_tile
 except ImportError:
     triton = None
 
@@ -49,18 +49,6 @@ MAX_REGISTERS = 128
 
 
 if triton is not None:
-
-    @triton.jit
-    def _read_tile(
-        source: tl.tuple, rows: tl.tensor, columns: tl.tensor, end: tl.tensor
-    ) -> tl.tuple:
-        """A tile of the source in fp32 and its magnitudes, where NaN counts as infinity."""
-        column_offsets = columns[None, :].to(tl.int64) * source.column_stride
-        offsets = rows[:, None] * source.row_stride + column_offsets
-        mask = (rows < end)[:, None] & (columns < source.num_columns)[None, :]
-        values = tl.load(source.data + offsets, mask=mask, other=0).to(tl.float32)
-        is_number = values == values  # false for NaN
-        return values, tl.where(is_number, tl.abs(values), float("inf"))
 
     @triton.jit
     def _amax(source: tl.tuple, unless: tl.tensor, targets: tl.tuple, how: tl.tuple) -> None:
@@ -74,7 +62,7 @@ if triton is not None:
         end = tl.where(is_read, end, 0)
         rows = first + tl.arange(0, how.tile)
         columns = tl.program_id(1) * how.tile + tl.arange(0, how.tile)
-        _, magnitude = _read_tile(source, rows, columns, end)
+        _, magnitude = read_tile(source, rows, columns, end)
         if row_amaxes is not None:
             tl.atomic_max(row_amaxes + rows, tl.max(magnitude, 1), mask=rows < end)
         if column_amaxes is not None:
@@ -121,12 +109,12 @@ if triton is not None:
         start = tl.program_id(1).to(tl.int64) * how.tile
         rows = first + tl.arange(0, how.tile)
         columns = start + tl.arange(0, how.tile)
-        length = (source.num_columns - start + how.unit - 1) // how.unit * how.unit
+        length = tl.cdiv(source.num_columns - start, how.unit) * how.unit
         last = padded // how.tile
         if how.swizzles:
             last = tl.cdiv(source.num_columns, how.tile)
         where = expert, first < end, rows < end, start, length, last
-        values, magnitude = _read_tile(source, rows, columns, end)
+        values, magnitude = read_tile(source, rows, columns, end)
         _raise_amax(amax, magnitude, where)
         if how.block_rows > 1:
             factors = tile_factor(target, tl.max(tl.max(magnitude, 1), 0), where, how)
@@ -157,7 +145,7 @@ if triton is not None:
         words = tl.zeros([how.tile], tl.int32)
         for i in tl.static_range(how.tile // how.block):
             rows = first + i * how.block + tl.arange(0, how.block)
-            values, magnitude = _read_tile(source, rows, columns, end)
+            values, magnitude = read_tile(source, rows, columns, end)
             inverse = inverse_scale(tl.max(magnitude, 0), how)
             exponents = tl.where(length > i * how.block, exponent(inverse), 0)
             words += exponents << (8 * i)
@@ -176,7 +164,7 @@ if triton is not None:
         start = tl.program_id(1).to(tl.int64) * how.tile
         columns = start + tl.arange(0, how.tile)
         is_line = (columns < source.num_columns) & (first < end)
-        length = (end - first + how.unit - 1) // how.unit * how.unit
+        length = tl.cdiv(end - first, how.unit) * how.unit
         last = start // how.tile
         if how.swizzles:
             last = tl.cdiv(source.num_rows, how.tile)
@@ -185,7 +173,7 @@ if triton is not None:
             _cast_short_columns(source, target, first, (columns, end), where, how)
         else:
             rows = first + tl.arange(0, how.tile)
-            values, magnitude = _read_tile(source, rows, columns, end)
+            values, magnitude = read_tile(source, rows, columns, end)
             _raise_amax(amax, magnitude, where)
             if how.block_rows > 1:
                 factors = tile_factor(target, tl.max(tl.max(magnitude, 1), 0), where, how)
@@ -247,16 +235,17 @@ class Plan(NamedTuple):
 def fp8_amax(x: Tensor, others: Sequence[Tensor | None], *, rows: bool, columns: bool) -> Tensor:
     """Amaxes in one tensor: of rows [R] and of columns [E, K], or of experts [E].
 
-    `others` are `offs` and [E] numbers; experts whose number is above 0 are not read and have 0.
+    `others` are `offs`; [E] numbers: experts whose number is above 0 are not read and have 0; and
+    the up projection of a `SwigluInput`, whose gate is x.
     """
-    offs, unless = others
+    offs, unless, up = others
     out = _empty_amax(x, others, rows=rows, columns=columns).zero_()
     if x.numel():
         num_row_amaxes = len(x) if rows else 0
         row_amaxes = out[:num_row_amaxes] if rows else None
         column_amaxes = out[num_row_amaxes:] if columns else None
         expert_amaxes = None if rows or columns else out
-        grid, source = plan_source(x, offs)
+        grid, source = plan_source(x, offs, up=up)
         targets = (row_amaxes, column_amaxes, expert_amaxes)
         how = How(num_lanes(source.num_experts)).constants()
         _amax[grid](source, unless, targets, how, num_warps=WARPS)
@@ -283,14 +272,15 @@ def fp8_cast(
 ) -> list[Tensor]:
     """Values and scales, transposed values and scales, amaxes; empty where `plan` has none.
 
-    `others` are `offs`, and for both forms the scales or amaxes that are given.
+    `others` are `offs`, for both forms the scales or amaxes that are given, and the up projection
+    of a `SwigluInput`, whose gate is x.
     """
     how = Plan(*plan)
     out = CastOutputs(*_empty_cast(x, others, plan=plan, dtype=dtype))
-    offs, given, given_t = others
+    offs, given, given_t, up = others
     if not x.numel():
         return list(out)
-    grid, source = plan_source(x, offs)
+    grid, source = plan_source(x, offs, up=up)
     target = None
     target_t = None
     amax = None
@@ -424,13 +414,23 @@ def _given_strides(given: Tensor | None) -> tuple[int, int]:
     return expert_stride, row_stride
 
 
-def amaxes(x: Tensor, offs: Tensor | None = None, *, unless: Tensor | None = None) -> Tensor:
+def amaxes(
+    x: Tensor | SwigluInput, offs: Tensor | None = None, *, unless: Tensor | None = None
+) -> Tensor:
     """[E], the amax of the rows of each expert; not measured (0) where `unless` [E] is above 0."""
-    return fp8_amax(x.detach(), [offs, unless], rows=False, columns=False)
+    data, up = _split_input(x)
+    return fp8_amax(data.detach(), [offs, unless, up], rows=False, columns=False)
+
+
+def _split_input(x: Tensor | SwigluInput) -> tuple[Tensor, Tensor | None]:
+    """The tensors that programs read."""
+    if isinstance(x, SwigluInput):
+        return x.gate, x.up.detach()
+    return x, None
 
 
 def cast(
-    x: Tensor,
+    x: Tensor | SwigluInput,
     how: Cast,
     *,
     inverse: Tensor | None = None,
@@ -441,13 +441,14 @@ def cast(
     """Both forms of x [R, K], and the amaxes [E] of experts where they are measured.
 
     Args:
-        x: fp32, bf16 or fp16, of any strides.
+        x: fp32, bf16 or fp16, of any strides; or what is computed from two such tensors.
         how: blocks and dtype.
         inverse: [E], one scale per expert; None where a recipe has blocks.
         offs: [E] int32, the end of each expert's rows; None for one matrix.
         is_stack: whether experts have equally many rows, and a transposed matrix each.
         measures: whether to measure amaxes.
     """
+    data, up = _split_input(x)
     rows, columns = how.block
     plan = Plan(
         block_rows=rows or 0,
@@ -462,11 +463,12 @@ def cast(
     given = None if inverse is None else inverse.view(-1, 1)
     given_t = given
     if plan.block_rows and not plan.block:
-        amaxes = fp8_amax(x, [offs, None], rows=how.rows, columns=how.columns)
-        num_row_amaxes = len(x) if how.rows else 0
+        amaxes = fp8_amax(data, [offs, None, up], rows=how.rows, columns=how.columns)
+        num_row_amaxes = len(data) if how.rows else 0
         given = amaxes[:num_row_amaxes].view(1, -1)
-        given_t = amaxes[num_row_amaxes:].view(-1, x.shape[1])
-    out = CastOutputs(*fp8_cast(x, [offs, given, given_t], plan=list(plan), dtype=how.dtype))
+        given_t = amaxes[num_row_amaxes:].view(-1, data.shape[1])
+    others = [offs, given, given_t, up]
+    out = CastOutputs(*fp8_cast(data, others, plan=list(plan), dtype=how.dtype))
     plain = None
     transposed = None
     if how.rows:

@@ -81,7 +81,8 @@ if triton is not None:
         """The scales of the four blocks of a tile in each row, [rows, 4] bytes read as one word."""
         expert_offset = expert * factor.scale_expert_stride
         # a row has whole tiles: `line_unit`
-        words = tl.multiple_of(expert_offset + rows * factor.scale_row_stride + 4 * block, 4)
+        row_offsets = expert_offset + rows * factor.scale_row_stride
+        words = tl.multiple_of(row_offsets + 4 * block, 4)
         offsets = words[:, None] + tl.arange(0, 4)[None, :]
         return tl.load(factor.scales + offsets, mask=mask[:, None], other=0)
 
@@ -146,7 +147,7 @@ if triton is not None:
             rows = (tl.program_id(0) % num_tiles).to(tl.int64) * size + inner
             end = out.num_rows
             start, stop, first = span(source, expert, how)
-            length = (stop - start + how.unit - 1) // how.unit * how.unit
+            length = tl.cdiv(stop - start, how.unit) * how.unit
         else:
             expert, start, end, _ = locate(source, tl.program_id(0), how)
             rows = start + inner

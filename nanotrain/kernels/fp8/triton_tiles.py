@@ -9,6 +9,7 @@
     plan_source   the grid of programs that read a matrix
     span          the rows of an expert, in a program
     locate        the rows of a program
+    read_tile     the values of a tile, computed where the source is a SwiGLU
 
 Where a product sums over rows, each expert is padded to a multiple of a unit.
 """
@@ -38,6 +39,7 @@ class Source(NamedTuple):
     column_stride: int
     offs: Tensor | None
     num_experts: int
+    up: Tensor | None = None  # where data is the gate of a SwiGLU, which casts compute
 
 
 class How(NamedTuple):
@@ -75,7 +77,7 @@ if triton is not None:
     def span(source: tl.tuple, expert: tl.tensor, how: tl.tuple) -> tl.tuple:
         """The first row of an expert, its end, and its first row with padding."""
         index, starts, counts = _counts(source, how)
-        units = (counts + how.unit - 1) // how.unit
+        units = tl.cdiv(counts, how.unit)
         # multiplied after the sum: Triton then knows a multiple of the unit, and moves 16 bytes
         padded = tl.sum(tl.where(index < expert, units, 0), 0) * how.unit
         start = tl.sum(tl.where(index == expert, starts, 0), 0)
@@ -91,7 +93,7 @@ if triton is not None:
         padded = tile.to(tl.int64) * how.tile
         if source.offs is not None:
             index, _, counts = _counts(source, how)
-            tiles = (counts + how.tile - 1) // how.tile
+            tiles = tl.cdiv(counts, how.tile)
             is_before = tl.cumsum(tiles, 0) <= tile
             expert = tl.sum(is_before.to(tl.int32), 0)
             first, end, padded = span(source, expert, how)
@@ -101,8 +103,26 @@ if triton is not None:
             padded = padded + inner
         return expert, first, end, padded
 
+    @triton.jit
+    def read_tile(
+        source: tl.tuple, rows: tl.tensor, columns: tl.tensor, end: tl.tensor
+    ) -> tl.tuple:
+        """A tile of the source in fp32 and its magnitudes, where NaN counts as infinity."""
+        column_offsets = columns[None, :].to(tl.int64) * source.column_stride
+        offsets = rows[:, None] * source.row_stride + column_offsets
+        mask = (rows < end)[:, None] & (columns < source.num_columns)[None, :]
+        values = tl.load(source.data + offsets, mask=mask, other=0).to(tl.float32)
+        if source.up is not None:  # as triton_swiglu.py, rounded once
+            up = tl.load(source.up + offsets, mask=mask, other=0).to(tl.float32)
+            product = values * tl.sigmoid(values) * up
+            values = product.to(source.data.dtype.element_ty).to(tl.float32)
+        is_number = values == values  # false for NaN
+        return values, tl.where(is_number, tl.abs(values), float("inf"))
 
-def plan_source(x: Tensor, offs: Tensor | None) -> tuple[tuple[int, int], Source]:
+
+def plan_source(
+    x: Tensor, offs: Tensor | None, *, up: Tensor | None = None
+) -> tuple[tuple[int, int], Source]:
     """The grid of programs, and the matrix."""
     rows, columns = x.shape
     num_tiles = triton.cdiv(rows, TILE)
@@ -110,7 +130,7 @@ def plan_source(x: Tensor, offs: Tensor | None) -> tuple[tuple[int, int], Source
     if offs is not None:  # every expert may have a tile that is not full
         experts = len(offs)
         num_tiles += experts
-    source = Source(x, rows, columns, x.stride(0), x.stride(1), offs, experts)
+    source = Source(x, rows, columns, x.stride(0), x.stride(1), offs, experts, up)
     return (num_tiles, triton.cdiv(columns, TILE)), source
 
 

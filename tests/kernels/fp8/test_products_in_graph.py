@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nanotrain.kernels import linear
 from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options
 from nanotrain.kernels.fp8.products import keep_weights
+from nanotrain.kernels.fp8.swiglu import swiglu_linear
 from nanotrain.kernels.linear import GradView, attach
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
@@ -26,8 +27,9 @@ H, INNER, STEPS = 32, 48, 2
 class Block(nn.Module):
     """A gated MLP in fp8 with one bias."""
 
-    def __init__(self, fp8: Fp8Options) -> None:
+    def __init__(self, fp8: Fp8Options, *, joins_swiglu: bool) -> None:
         super().__init__()
+        self.joins_swiglu = joins_swiglu
         parallel = replace(TensorParallel.single_rank(), fp8=fp8)
         weights = [
             nn.Parameter(draw(*shape, seed=seed).bfloat16())
@@ -41,13 +43,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = column_parallel(x, (self.gate, self.up))
+        if self.joins_swiglu:
+            return x + swiglu_linear(gate, up, linear=self.down)
         return x + self.down(F.silu(gate) * up)
 
 
-def trained(fp8: Fp8Options, *, is_compiled: bool, writes: bool) -> list[Tensor]:
+def trained(
+    fp8: Fp8Options, *, is_compiled: bool, writes: bool, joins_swiglu: bool = False
+) -> list[Tensor]:
     """Outputs, gradients and histories of two steps of two microbatches through two blocks."""
     torch._dynamo.reset()
-    blocks, found = [Block(fp8), Block(fp8)], []
+    blocks, found = [Block(fp8, joins_swiglu=joins_swiglu) for _ in range(2)], []
     buffers = {
         param: torch.zeros(param.shape)
         for block in blocks
@@ -108,3 +114,13 @@ def test_a_graph_has_the_bits_of_the_products_outside(recipe: str, more: dict[st
     ]
     assert all(torch.equal(eager, graph) for eager, graph in zip(*both, strict=True))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "blocks share it"
+
+
+def test_a_graph_computes_swiglu_in_its_casts_with_the_same_bits() -> None:
+    """Beside the activation and the product one after the other, in a graph and outside."""
+    results = [
+        trained(options("blockwise"), is_compiled=flag, writes=linear.CAN_TRACE, joins_swiglu=joins)
+        for flag, joins in ((False, False), (False, True), (True, True))
+    ]
+    for separate, joined, in_graph in zip(*results, strict=True):
+        assert torch.equal(separate, joined) and torch.equal(joined, in_graph)

@@ -10,10 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanotrain.kernels import triton_swiglu
 from nanotrain.kernels.fp8 import triton_cast
 from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options, Operand
 from nanotrain.kernels.fp8.products import Scales
-from nanotrain.kernels.fp8.quantize import Cast, Forms, Quantized, block_amax, cast, inverse_scales
+from nanotrain.kernels.fp8.quantize import (
+    Cast,
+    Forms,
+    Quantized,
+    SwigluInput,
+    block_amax,
+    cast,
+    inverse_scales,
+)
 from nanotrain.kernels.fp8.scaled_mm import is_swizzled, swizzle_32_4_4
 from nanotrain.precision.fp8 import FP8_FORMATS, RECIPES, Block
 from tests.kernels.fp8.triton_interpreter import mend
@@ -153,3 +162,26 @@ def test_rows_of_experts_have_scales_of_their_own_and_zeros_between() -> None:
         0.0,
         x[130:149].abs().max().item(),
     ]
+
+
+@pytest.mark.parametrize("block", [(None, None), (1, None), (1, 128), (1, 32)])
+def test_a_cast_computes_swiglu_with_the_bits_of_its_kernel(block: Block) -> None:
+    """One matrix and experts, with amaxes of the products."""
+    gate, up = draw(130, 144, dtype=torch.bfloat16), draw(144, 130, dtype=torch.bfloat16).t()
+    x = SwigluInput(gate, up.contiguous())
+    value = triton_swiglu.swiglu(*x)
+    offs = torch.tensor([3, 130], dtype=torch.int32)
+    how = Cast(block, E4M3, power_of_two=block != (None, None), columns=True)
+    for ends, experts in ((None, 1), (offs, 2)):
+        inverse = torch.full((experts,), 0.25) if block == (None, None) else None
+        found, amax = triton_cast.cast(
+            x, how, inverse=inverse, offs=ends, measures=inverse is not None
+        )
+        expected, amax_of_value = triton_cast.cast(
+            value, how, inverse=inverse, offs=ends, measures=inverse is not None
+        )
+        for form, same in zip(found, expected, strict=True):
+            assert form is not None and same is not None
+            assert torch.equal(as_bytes(form.values)[:, :130], as_bytes(same.values)[:, :130])
+        assert torch.equal(amax, amax_of_value)
+        assert torch.equal(triton_cast.amaxes(x, ends), triton_cast.amaxes(value, ends))

@@ -1,0 +1,53 @@
+"""The activation and the down projection of an MLP, chosen when it is built.
+
+    activate_then_project   down(activation(gate, up)), with the activations in the params' dtype
+    project_swiglu          the same of SwiGLU, whose casts to fp8 compute the activations
+
+The second one is for fp8 products on GPUs (kernels/fp8/swiglu.py).
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from nanotrain.config.model import ModelConfig
+from nanotrain.kernels.fp8.swiglu import fuses_swiglu, swiglu_linear
+from nanotrain.model.parameters import Parameters
+from nanotrain.parallel.tp.layers import RowParallelLinear, TensorParallel
+
+# down projection, activation and the outputs of up, or of gate and up, [B, S, F] -> [B, S, H]
+Projection = Callable[..., Tensor]
+
+
+def activate_then_project(
+    down: RowParallelLinear, activation: Callable[..., Tensor], *projected: Tensor
+) -> Tensor:
+    """down(activation(gate, up)), or down(activation(up))."""
+    out: Tensor = down(activation(*projected))
+    return out
+
+
+def project_swiglu(
+    down: RowParallelLinear, activation: Callable[..., Tensor], *projected: Tensor
+) -> Tensor:
+    """down(silu(gate) * up) of one tensor-parallel rank, in fp8."""
+    gate, up = projected
+    out = swiglu_linear(gate, up, linear=down)
+    return out if down.bias is None or down.adds_bias else out + down.bias
+
+
+def choose_projection(
+    model_config: ModelConfig, params: Parameters, *, tensor_parallel: TensorParallel
+) -> Projection:
+    """`project_swiglu` for a SwiGLU in fp8 whose weight gradient is not deferred, on one rank."""
+    is_plain = (
+        "gate.weight" in params
+        and model_config.activation == "swiglu"
+        and not model_config.glu_linear_offset
+        and model_config.activation_func_clamp_value is None
+        and model_config.mlp_gate_multiplier == 1.0
+    )
+    is_local = tensor_parallel.group.size == 1 and tensor_parallel.wgrad_queue is None
+    if is_plain and is_local and fuses_swiglu(tensor_parallel.fp8):
+        return project_swiglu
+    return activate_then_project
