@@ -79,7 +79,7 @@ FIRST_LAUNCH_S = 60.0  # what a launch is expected to take at most, before any w
 KERNELS = {
     "communication": r"nccl|c10d",
     "attention": r"flash|fmha|cudnn.*(sdpa|attn)|attention",
-    "GEMM": r"gemm|cutlass|wgmma|nvjet|aten::(mm|addmm|bmm|_grouped_mm)$",
+    "GEMM": r"gemm|cutlass|wgmma|nvjet|_grouped_wgrad|^_multiply|aten::(mm|addmm|bmm|_grouped_mm)$",
     "optimizer": r"adam|multi_tensor|_foreach",
     "loss": r"softmax|logsumexp|nll_loss",
     "elementwise": "",

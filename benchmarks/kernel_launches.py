@@ -89,6 +89,13 @@ def _permute(dtype: torch.dtype) -> None:
     )
 
 
+def _grouped_wgrad(dtype: torch.dtype, *, adds: bool) -> None:
+    """The weight gradients of experts, written or added in fp32."""
+    grad = torch.zeros(TOKENS, WIDTH, dtype=dtype)
+    out = torch.zeros(EXPERTS, WIDTH, WIDTH)
+    triton_grouped_wgrad.write_grouped_wgrad([grad, grad, _offs()], out, adds=adds)
+
+
 def _offs() -> Tensor:
     """The ends of the tokens of each expert."""
     rows = TOKENS // EXPERTS
@@ -335,8 +342,23 @@ def _build_nvfp4() -> list[Launch]:
     return launches
 
 
+def _build_wgrads() -> list[Launch]:
+    """Weight gradients of experts in 16 bits."""
+    launches = []
+    for adds in (False, True):
+        for name in ("bf16", "fp16"):
+            label = f"grouped wgrad {'added ' * adds}{name}"
+            run = partial(_grouped_wgrad, FLOATS[name], adds=adds)
+            is_typical = adds and name == "bf16"
+            launches.append(
+                Launch(label, frozenset({"_grouped_wgrad"}), run, is_typical=is_typical)
+            )
+    return launches
+
+
 LAUNCHES = (
     *_build_rest(),
+    *_build_wgrads(),
     *_build_amaxes(),
     *_build_casts(),
     *_build_swiglu_casts(),

@@ -140,6 +140,7 @@ def add_files(parser: CommandParser) -> None:
 
 def predict_layout(args: argparse.Namespace, loaded: Loaded) -> Outcome:
     """The screen of one layout, or its values."""
+    from nanotrain.planner.expert_overlap import decide_expert_overlap
     from nanotrain.planner.explain import explain
     from nanotrain.planner.prediction import predict
     from nanotrain.planner.scenario import scenario_of
@@ -147,7 +148,14 @@ def predict_layout(args: argparse.Namespace, loaded: Loaded) -> Outcome:
     from nanotrain.planner.search import next_change
 
     engine = args.engine or "nanotrain"
-    scenario = scenario_of(loaded.config, args.world_size, gpu=chosen_gpu(args), engine=engine)
+    config = loaded.config
+    gpu = chosen_gpu(args)
+    overlap = ""
+    if engine == "nanotrain":
+        choice = decide_expert_overlap(config, args.world_size, gpu=gpu)
+        config = choice.config
+        overlap = choice.text
+    scenario = scenario_of(config, args.world_size, gpu=gpu, engine=engine)
     prediction = predict(scenario)
     if args.png:
         draw(prediction, args.png)
@@ -155,6 +163,8 @@ def predict_layout(args: argparse.Namespace, loaded: Loaded) -> Outcome:
     if args.json:
         return Outcome(as_values(prediction, tokens=args.train_tokens), fits)
     text = screen(prediction, tokens=args.train_tokens, change=next_change(prediction))
+    if overlap:
+        text = f"{text}\n\n--overlap-moe-expert-parallel-comm is {overlap}"
     if args.explain and fits:
         text = f"{text}\n\n{explain(prediction)}"
     return Outcome(text, fits)

@@ -58,12 +58,13 @@ class ParallelConfig:
     moe_expert_rank_capacity_factor: float | None = option(None, check=at_least(1))
     """send the same number of rows to every expert-parallel rank, this factor times an even share
     of the tokens, so that the host need not wait for token counts; a step that has more tokens for
-    a rank is skipped; unset: exact numbers
+    a rank is taken again with exact numbers; unset: exact numbers
     """
 
-    overlap_moe_expert_parallel_comm: bool = option(False)
+    overlap_moe_expert_parallel_comm: bool | None = option(None)
     """run the forward of a microbatch in turns with the backward of another, so that the products
-    of one hide dispatch and combine of the other
+    of one hide dispatch and combine of the other; unset: on GPUs where the plan is faster with it
+    and fits, never on CPUs
     """
 
     num_distributed_optimizer_instances: int = option(1, check=at_least(1))
@@ -217,6 +218,12 @@ class ParallelConfig:
         """Whether DeepEP's kernels send tokens to experts on other ranks."""
         is_named = self.moe_flex_dispatcher_backend == "deepep"
         return is_named and self.expert_model_parallel_size > 1
+
+    @property
+    def may_overlap_experts(self) -> bool:
+        """Whether the plan decides to overlap tokens on their way."""
+        is_unset = self.overlap_moe_expert_parallel_comm is None
+        return is_unset and self.expert_model_parallel_size > 1
 
     @property
     def dispatch_ranks_per_node(self) -> int | None:

@@ -26,9 +26,9 @@ from nanotrain.optim import offload as optimizer_offload
 from nanotrain.optim import state, stored
 from nanotrain.optim.rule import UpdateStep
 from nanotrain.parallel.ep import token_dispatcher
+from nanotrain.parallel.ep.token_dispatcher import reached_nodes
 from nanotrain.parallel.tp import loss
 from nanotrain.plan.plan import Plan
-from nanotrain.plan.traffic import reached_nodes
 from nanotrain.train import build
 
 

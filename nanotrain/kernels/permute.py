@@ -71,15 +71,31 @@ def inverse_of(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, positions)
 
 
-def permute(x: Tensor, permutation: Permutation, *, num_permuted: int) -> Tensor:
-    """[T, H] -> [P, H]; `num_permuted` is P, the number of all pairs or of kept pairs."""
-    permuted: Tensor = _Permute.apply(x, permutation.order[:num_permuted], permutation.inverse)
+def permute(
+    x: Tensor, permutation: Permutation, *, num_permuted: int, ahead: Tensor | None = None
+) -> Tensor:
+    """[T, H] -> [P, H].
+
+    Args:
+        x: tokens.
+        permutation: the order of their pairs.
+        num_permuted: P, the number of all pairs or of kept pairs.
+        ahead: at least P rows of `permute_ahead`; None: computed here.
+    """
+    order = permutation.order[:num_permuted]
+    permuted: Tensor = _Permute.apply(x, order, permutation.inverse, ahead)
     return permuted
+
+
+@torch.no_grad()
+def permute_ahead(x: Tensor, permutation: Permutation, *, most: int) -> Tensor:
+    """The first `most` rows of `permute`, queued before the number of kept pairs is known."""
+    return form_of(x).spread(x, permutation.order[:most], inverse=permutation.inverse)
 
 
 def reorder(permuted: Tensor, order: Tensor, *, inverse: Tensor) -> Tensor:
     """[P, H] in the order of a permutation [P] int64; `inverse` is its inverse."""
-    reordered: Tensor = _Permute.apply(permuted, order, inverse[:, None])
+    reordered: Tensor = _Permute.apply(permuted, order, inverse[:, None], None)
     return reordered
 
 
@@ -103,16 +119,20 @@ class _Permute(torch.autograd.Function):
     """Rows in the order of experts; the backward sums the gradients of a token's pairs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, ahead: Tensor | None
+    ) -> Tensor:
         """x [T, H] -> [P, H], the row of the token of each pair in `order` [P]."""
         ctx.save_for_backward(inverse)
+        if ahead is not None:
+            return ahead[: len(order)]
         return form_of(x).spread(x, order, inverse=inverse)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """[P, H] -> [T, H], the sum over the pairs of each token."""
         (inverse,) = ctx.saved_tensors
-        return form_of(grads[0]).combine(grads[0], inverse, weights=None), None, None
+        return form_of(grads[0]).combine(grads[0], inverse, weights=None), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):

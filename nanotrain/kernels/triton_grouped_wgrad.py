@@ -11,7 +11,7 @@ microbatch (2 written by the product, 2 read by the hook, and the buffer):
     every other           2 + 2 + 8 = 12     8
 
 A program computes one tile of one expert, in fp32. It adds to the buffer half a tile at a time, for
-which registers suffice (tests/kernels/test_triton_grouped_wgrad.py). As in triton_softmax.py,
+which registers suffice (tests/kernels/test_triton_compile.py). As in triton_softmax.py,
 parameters are annotated for Triton's compiler, and with TRITON_INTERPRET=1 the kernel runs on CPU
 tensors.
 
@@ -95,27 +95,24 @@ if triton is not None:
         total = tl.zeros([tile_rows, tile_columns], tl.float32)
         for first in range(start, end, tile_tokens):
             tokens = first + tl.arange(0, tile_tokens)
-            is_token = tokens < end
-            token_rows = tokens.to(tl.int64)
-            grads = tl.load(
-                grad + token_rows[:, None] * outputs + rows[None, :],
-                mask=is_token[:, None] & is_row[None, :],
-                other=0.0,
-            )
-            values = tl.load(
-                x + token_rows[:, None] * inputs + columns[None, :],
-                mask=is_token[:, None] & is_column[None, :],
-                other=0.0,
-            )
+            is_token = (tokens < end)[:, None]
+            token_rows = tokens.to(tl.int64)[:, None]
+            grad_offsets = token_rows * outputs + rows[None, :]
+            grad_mask = is_token & is_row[None, :]
+            grads = tl.load(grad + grad_offsets, mask=grad_mask, other=0.0)
+            x_offsets = token_rows * inputs + columns[None, :]
+            x_mask = is_token & is_column[None, :]
+            values = tl.load(x + x_offsets, mask=x_mask, other=0.0)
             total = tl.dot(tl.trans(grads), values, acc=total)
-        out_rows = (expert.to(tl.int64) * outputs + rows) * inputs
+        matrix_row = expert.to(tl.int64) * outputs
+        row_offsets = (matrix_row + rows)[:, None] * inputs
         half: tl.constexpr = tile_columns // 2
-        pairs = tl.permute(tl.reshape(total, (tile_rows, 2, half)), (0, 2, 1))
-        left, right = tl.split(pairs)
+        halves = tl.reshape(total, (tile_rows, 2, half))
+        left, right = tl.split(tl.permute(halves, (0, 2, 1)))
         first_column = column_tile * tile_columns + tl.arange(0, half)
         for part in tl.static_range(2):
             half_columns = first_column + part * half
-            target = out + out_rows[:, None] + half_columns[None, :]
+            target = out + row_offsets + half_columns[None, :]
             mask = is_row[:, None] & (half_columns < inputs)[None, :]
             _store_sums(left if part == 0 else right, target, mask, adds)
 

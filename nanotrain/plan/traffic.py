@@ -25,7 +25,7 @@ from nanotrain.optim.matrix_update import MatrixRoutes, grid_groups, plan_matric
 from nanotrain.parallel.dp.fp8_weights import scales_shape
 from nanotrain.parallel.dp.layout import BucketLayout
 from nanotrain.parallel.ep.fp8_dispatch import row_bytes
-from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
+from nanotrain.parallel.ep.token_dispatcher import DispatchOptions, reached_nodes
 from nanotrain.parallel.pp.transfers import TransferBatch
 from nanotrain.plan.gathers import bucket_gathers
 from nanotrain.plan.plan import BufferPlan, Plan
@@ -240,20 +240,6 @@ def _expert_pass(
             size //= nodes  # ranks of a node, which send counts of the experts of a node
         num_bytes = count(sent if group == "ep" else routed, counts // nodes, size)
         yield (group, operation), num_passes * num_bytes
-
-
-def reached_nodes(moe: MoEConfig, num_nodes: int) -> int:
-    """The most nodes that hold experts of one token, which may be chosen from a few groups.
-
-    >>> moe = MoEConfig(num_experts=64, router_topk=8, router_num_groups=8, router_group_topk=4)
-    >>> reached_nodes(moe, 8)
-    4
-    """
-    num_groups = moe.router_num_groups or 1
-    most = min(num_nodes, moe.router_topk)
-    if num_groups % num_nodes == 0:  # every group is on one node
-        return min(most, moe.router_group_topk or 1)
-    return most
 
 
 def recomputed_layers(plan: Plan, module: str) -> list[int]:

@@ -62,7 +62,7 @@ def dispatch_part(clock: RankClock, dispatch: Dispatch) -> Part:
     """A permutation, and an all-to-all over ep with a gather over etp."""
     width = clock.sizes.width
     permuted = (dispatch.rows + dispatch.tokens) * width
-    if clock.scenario.dispatcher != "flex":
+    if _is_reordered(clock):
         permuted *= 2
     part = clock.memory("moe", permuted, backward=permuted, launches=(4, 4))
     gathered = dispatch.rows * clock.sizes.etp * width
@@ -72,6 +72,13 @@ def dispatch_part(clock: RankClock, dispatch: Dispatch) -> Part:
     if dispatch.name == "dispatch":
         before = _transfer_s(clock, dispatch, row_size=_sent_width(clock)) + gather_s
     return replace(_at_host_pace(clock, part), group="ep", before=before, last=last)
+
+
+def _is_reordered(clock: RankClock) -> bool:
+    """Whether tokens that arrive are brought into the order of their experts."""
+    # rows that are sent once per rank are permuted there, and lie in order already
+    is_once_per_rank = clock.scenario.config.parallel.dispatch_ranks_per_node == 1
+    return clock.scenario.dispatcher != "flex" and not is_once_per_rank
 
 
 def _sent_width(clock: RankClock) -> int:

@@ -1,4 +1,7 @@
-"""`--auto-layout`: the layout of a run, searched before its plan.
+"""Settings that the planner chooses before the plan of a run.
+
+    with_auto_layout      the layout, with `--auto-layout`
+    with_expert_overlap   on GPUs the default of `--overlap-moe-expert-parallel-comm`
 
     settings of the command line, ranks, memory of the device --planner.search--> layout
     the same run folder on as many ranks                      --config.yaml-----> layout
@@ -22,8 +25,9 @@ from nanotrain.config.config import Config
 from nanotrain.config.rules.check import check_groups, check_layout, validate_for_world
 from nanotrain.config.rules.unused import reset_unused
 from nanotrain.config.schema import ENTRIES, KEYS, unnest, value_of, with_values
-from nanotrain.errors import ErrorCollector, NanotrainError
+from nanotrain.errors import ConfigError, ErrorCollector, NanotrainError
 from nanotrain.log import get_logger
+from nanotrain.planner.expert_overlap import KEY, decide_expert_overlap
 from nanotrain.planner.hardware import GPU, gpu_of
 from nanotrain.planner.screen import layout_text
 from nanotrain.planner.search import NAMES, TIE, Search, search
@@ -72,6 +76,28 @@ def with_auto_layout(
     return chosen, replace(inputs, origins=origins)
 
 
+def with_expert_overlap(
+    config: Config, inputs: RunInputs, *, start: Start
+) -> tuple[Config, RunInputs]:
+    """The configuration with the setting decided, and inputs that record its origin.
+
+    Every rank decides on its own, from the same configuration and kind of device. One line says
+    what was decided; with a GPU that the planner does not know the setting is off.
+    """
+    try:
+        gpu = planned_gpu(start)
+    except ConfigError as error:
+        log.info("overlap of tokens on their way: off, %s", error)
+        return config, inputs
+    choice = decide_expert_overlap(config, start.launch.world_size, gpu=gpu)
+    if choice.text:
+        log.info("overlap of tokens on their way: %s", choice.text)
+    origins = dict(inputs.origins)
+    if choice.config.parallel.overlap_moe_expert_parallel_comm:
+        origins[KEY] = "the plan for this GPU"
+    return choice.config, replace(inputs, origins=origins)
+
+
 @dataclass(frozen=True)
 class SavedLayout:
     """The layout that the last start of a run chose."""
@@ -112,7 +138,7 @@ def _with_saved_layout(
 def _search(config: Config, start: Start, *, explicit: frozenset[str]) -> tuple[Config, str]:
     """The configuration with the simplest of the fastest layouts, and a line on it."""
     launch = start.launch
-    gpu = _gpu_of(start)
+    gpu = planned_gpu(start)
     result = search(
         config,
         launch.world_size,
@@ -141,7 +167,7 @@ def _rank_of_ties(result: Search) -> str:
     return f"simplest of the {len(result.ties)} within {TIE - 1:.0%} of the fastest"
 
 
-def _gpu_of(start: Start) -> GPU:
+def planned_gpu(start: Start) -> GPU:
     """The planner's row of the device, with the memory for one rank."""
     gpu = gpu_of(device_name(start.device))
     memory_bytes = start.available

@@ -30,7 +30,7 @@ from nanotrain.train.batches import GlobalBatch, StepSettings, raise_on_all
 from nanotrain.train.hooks.hook import Hook, SkippedSteps
 from nanotrain.train.resume.rollback import count_loss, leave_spike
 from nanotrain.train.run import Run
-from nanotrain.train.step import StepOutput, train_step
+from nanotrain.train.step import StepOutput, repeated_train_step
 from nanotrain.train.step_report import (
     SlowestRank,
     SpikeScore,
@@ -144,7 +144,8 @@ class _Loop:
         # torch's own name for a step, in traces
         with record_function(f"ProfilerStep#{run.state.step + 1}"):
             run.context.heartbeat.begin("forward-backward")
-            output = train_step(run, batch, is_logged=self._is_logged(run.state.step + 1))
+            is_logged = self._is_logged(run.state.step + 1)
+            output = repeated_train_step(run, batch, is_logged=is_logged)
             run.context.heartbeat.begin("hooks")
         self._watch.stop()
         if not self._has_stepped:

@@ -135,6 +135,10 @@ def train(loaded: Loaded) -> None:
 
             config, inputs = with_auto_layout(config, inputs, start=start, explicit=loaded.explicit)
             validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
+        if config.parallel.may_overlap_experts and start.device.type == "cuda":
+            from nanotrain.train.auto_layout import with_expert_overlap
+
+            config, inputs = with_expert_overlap(config, inputs, start=start)
         memory = require_memory(
             config, world_size, device=start.device.type, available=start.available
         )

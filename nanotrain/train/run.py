@@ -52,6 +52,12 @@ class TrainState:
         self.consumed_samples += samples
         self.consumed_tokens += tokens
 
+    def take_back(self, *, samples: int, tokens: int) -> None:
+        """Uncount a step, which is taken again."""
+        self.step -= 1
+        self.consumed_samples -= samples
+        self.consumed_tokens -= tokens
+
     def to_dict(self) -> dict[str, Any]:
         """The counters as JSON values; counters of rollbacks only if a rollback has happened."""
         counters = asdict(self)

@@ -156,6 +156,20 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
     return output
 
 
+def repeated_train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepOutput:
+    """`train_step`, once more with the same batch where a part has a skipped step repeated.
+
+    The host waits for a step only where a part may do so.
+    """
+    output = train_step(run, batch, is_logged=is_logged)
+    for part in run.parts:
+        if part.may_repeat and part.wants_repeat(output.metrics):
+            run.state.take_back(samples=batch.settings.num_samples, tokens=batch.num_target_tokens)
+            with part.repeating():
+                output = train_step(run, batch, is_logged=is_logged)
+    return output
+
+
 def forward_backward(run: Run, batch: GlobalBatch) -> Tensor:
     """Run the pipeline schedule of this rank over its microbatches; returns its summed loss."""
     loss_scale = run.loss_scale / max(batch.num_target_tokens, 1)

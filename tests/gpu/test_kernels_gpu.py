@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nanotrain.kernels.linear import wgrad
+from nanotrain.kernels.grouped import GroupedMM, has_wgrad_kernel
+from nanotrain.kernels.linear import GradView, wgrad
 from tests.kernels.writing_network import Network, step, wrap
 
 pytestmark = [
@@ -47,3 +48,25 @@ def test_compiled_and_eager_products_write_the_gradients_that_autograd_returns(
         torch.testing.assert_close(
             written, found[0], rtol=3e-2, atol=3e-2 * found[0].abs().max().item()
         )
+
+
+@pytest.mark.parametrize("counts", [[300, 0, 77, 512], [0, 0, 0, 0]])
+@pytest.mark.parametrize("has_grads", [False, True])
+def test_weight_gradients_of_experts_are_added_in_fp32(counts: list[int], has_grads: bool) -> None:
+    torch.manual_seed(2)
+    rows = sum(counts)
+    grad, x = (torch.randn(rows, size, device="cuda").bfloat16() for size in (384, 272))
+    if not has_wgrad_kernel(x):
+        pytest.skip("Triton compiles nothing here")
+    before = torch.randn(len(counts), 384, 272, device="cuda")
+    out = before.clone() if has_grads else before * torch.nan
+    view = GradView(out.dtype, start_write=lambda: (out, has_grads), mark_ready=lambda: None)
+    offs = torch.tensor(counts, device="cuda").cumsum(0).int()
+    assert GroupedMM().accumulate_wgrad(grad, x, offs=offs, view=view)
+    expected = before.double() if has_grads else torch.zeros_like(before, dtype=torch.float64)
+    start = 0
+    for expert, count in enumerate(counts):
+        tokens = slice(start, start + count)
+        expected[expert] += grad[tokens].double().t() @ x[tokens].double()
+        start += count
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-3)

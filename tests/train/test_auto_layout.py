@@ -3,7 +3,7 @@ limits.
 """
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -14,14 +14,16 @@ from nanotrain.config.load import load
 from nanotrain.config.schema import value_of
 from nanotrain.errors import ConfigError
 from nanotrain.plan.plan import plan_run
+from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.search import Search, search
 from nanotrain.train import auto_layout
-from nanotrain.train.auto_layout import LAYOUT, SavedLayout, with_auto_layout
+from nanotrain.train.auto_layout import LAYOUT, SavedLayout, with_auto_layout, with_expert_overlap
 from nanotrain.train.checks import Start
 from nanotrain.train.fit import fit
 from nanotrain.train.inputs import open_inputs
 from nanotrain.train.main import main
 from nanotrain.train.open_run import open_run
+from nanotrain.train.run import RunInputs
 from tests.harness import run_ranks
 from tests.train.small_run import arguments, metrics_of
 
@@ -140,3 +142,24 @@ def test_it_needs_a_global_batch_and_a_gpu_of_the_planner(tmp_path, monkeypatch)
     monkeypatch.setattr(auto_layout, "device_name", lambda device: "Abacus 9000")
     with pytest.raises(ConfigError, match="unknown GPU Abacus 9000"):
         choose(arguments(tmp_path, *FLAGS), 0, 1)
+
+
+def test_overlap_of_experts_is_decided_on_gpus_and_said_in_one_line(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    line = ["+config=qwen3_30b_a3b_512", "--mock-data", "--vocab-size=151936"]
+    loaded = load(line)
+    start = Start(loaded.config, Launch(0, 0, 512, local_world_size=8))
+    inputs = RunInputs(**{each.name: None for each in fields(RunInputs)} | {"origins": {}})
+    monkeypatch.setattr(auto_layout, "planned_gpu", lambda _: gpu_of("h100"))
+    config, decided = with_expert_overlap(loaded.config, inputs, start=start)
+    assert config.parallel.overlap_moe_expert_parallel_comm is True
+    assert decided.origins == {"parallel.overlap_moe_expert_parallel_comm": "the plan for this GPU"}
+    assert "overlap of tokens on their way: on: " in caplog.text
+
+    def unknown(_):
+        raise ConfigError("unknown GPU", why="no row", fix="none")
+
+    monkeypatch.setattr(auto_layout, "planned_gpu", unknown)
+    config, _ = with_expert_overlap(loaded.config, inputs, start=start)
+    assert not config.parallel.overlap_moe_expert_parallel_comm
+    assert "off, unknown GPU" in caplog.text

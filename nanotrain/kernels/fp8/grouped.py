@@ -185,11 +185,9 @@ class Fp8GroupedMM(GroupedMM):
         return self._multiply(operands, offs, dtype=grad.dtype, sums=True)
 
     def accumulate_wgrad(self, grad: Tensor, x: Tensor, *, offs: Tensor, view: GradView) -> bool:
-        """See `GroupedMM`; by the Triton kernel."""
+        """See `GroupedMM`; by the Triton kernel, as torch's has no output in fp32."""
         if not self._layer.options.wgrad:
             return super().accumulate_wgrad(grad, x, offs=offs, view=view)
-        if self._torch_takes(Operand.GRAD):
-            return False
         target = view.start_write()
         if target is None:
             return False

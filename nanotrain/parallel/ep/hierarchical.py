@@ -9,7 +9,7 @@ however many of its experts are there. As DeepEP and HybridEP.
 
     counts across    a rank sends each node: its tokens, and the pairs of each expert of the node
     counts inside    their sums over the ranks that sent them
-    host             waits once, for a copy of both
+    host             waits once, for a copy of both, while the device permutes the tokens
 
 T tokens of this rank   K experts per token   E experts   P permuted tokens   H hidden
 """
@@ -23,7 +23,7 @@ from nanotrain.comm.all_to_all import start_all_to_all
 from nanotrain.comm.device import HostCopy, on_side_stream
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
-from nanotrain.kernels.permute import plan_permutation
+from nanotrain.kernels.permute import permute_ahead, plan_permutation
 from nanotrain.parallel.ep import token_dispatcher
 from nanotrain.parallel.ep.splits import RunExperts, Splits
 from nanotrain.parallel.ep.token_dispatcher import (
@@ -50,6 +50,7 @@ class HierarchicalTokenDispatcher:
         node_size = options.ranks_per_node or 1
         assert ep.size % node_size == 0, "checked by the rules of layouts"
         options = replace(options, may_drop=True)
+        self._most_nodes = options.most_nodes or ep.size // node_size
         self._num_experts = num_experts
         self._num_nodes = ep.size // node_size
         self._experts_per_node = num_experts // self._num_nodes
@@ -73,7 +74,11 @@ class HierarchicalTokenDispatcher:
             counted = self._start_splits(to_nodes, routing)
             splits[self._across] = counted.then(lambda both: both[0])
             splits[self._inside] = counted.then(lambda both: both[1])
-        dispatched = self._across.send(x, to_nodes, kept=splits, counted=splits[self._across])
+        # the device permutes while the host waits for the counts
+        ahead = self._permute_ahead(x, to_nodes)
+        dispatched = self._across.send(
+            x, to_nodes, kept=splits, counted=splits[self._across], ahead=ahead
+        )
         # expert numbers are exact in fp32
         ids_and_weights = torch.cat([routing.topk_ids.to(weights.dtype), weights], 1)
         arriving = dispatched.send_more(ids_and_weights)
@@ -91,6 +96,12 @@ class HierarchicalTokenDispatcher:
 
         return finish
 
+    def _permute_ahead(self, x: Tensor, to_nodes: Routing) -> Tensor:
+        """Rows for as many nodes as tokens are sent to at most; the kept ones come first."""
+        assert to_nodes.permutation is not None, "planned with the nodes"
+        most = len(x) * self._most_nodes
+        return permute_ahead(x, to_nodes.permutation, most=most)
+
     def _start_splits(self, to_nodes: Routing, routing: Routing) -> Work[tuple[Splits, Splits]]:
         """Start to count what is sent across nodes and inside of this one.
 
@@ -99,7 +110,8 @@ class HierarchicalTokenDispatcher:
         assert to_nodes.permutation is not None, "planned with the nodes"
         tokens = to_nodes.permutation.tokens_per_expert
         pairs = planned_permutation(routing, self._num_experts).tokens_per_expert
-        sent = torch.cat([tokens[:, None], pairs.view(self._num_nodes, -1)], 1)
+        pairs_of_nodes = pairs.view(self._num_nodes, -1)
+        sent = torch.cat([tokens[:, None], pairs_of_nodes], 1)
         received = torch.empty_like(sent)
         shares = [1] * self._num_nodes
         across = self._across.ep
@@ -114,17 +126,17 @@ class HierarchicalTokenDispatcher:
             torch.stack([sent[:, 0], received[:, 0]], out=node_counts)
             torch.sum(received[:, 1:], 0, dtype=local_pairs.dtype, out=local_pairs)
             self._inside.start_counts(local_pairs, expert_counts).wait()
-            copy = HostCopy(torch.cat([node_counts.flatten(), expert_counts.flatten()]))
+            counts = torch.cat([node_counts.flatten(), expert_counts.flatten()])
+            copy = HostCopy(counts)
         parts = [(node_counts, across), (expert_counts, self._inside.ep)]
-        arrived = Work(
-            lambda: token_dispatcher.on_host(copy, parts), op="all_to_all", group=across, keep=parts
-        )
 
-        def splits(lists: list[list[int]]) -> tuple[Splits, Splits]:
-            to_experts = self._inside.splits(lists[1], expert_counts)
-            return self._across.splits(lists[0], node_counts), to_experts
+        def finish() -> tuple[Splits, Splits]:
+            node_numbers, expert_numbers = token_dispatcher.on_host(copy, parts)
+            across_splits = self._across.splits(node_numbers, node_counts)
+            inside_splits = self._inside.splits(expert_numbers, expert_counts)
+            return across_splits, inside_splits
 
-        return arrived.then(splits)
+        return Work(finish, op="all_to_all", group=across, keep=parts)
 
     def _node_routing(self, topk_ids: Tensor) -> Routing:
         """Routing to nodes in place of experts: [T, nodes], weight 1 for a node with an expert."""

@@ -38,6 +38,7 @@ from nanotrain.comm.device import HostCopy
 from nanotrain.comm.group import Group
 from nanotrain.comm.work import Work
 from nanotrain.config.config import Config
+from nanotrain.config.model import MoEConfig
 from nanotrain.kernels.permute import Permutation, permute, plan_permutation, unpermute
 from nanotrain.memory.recompute import Recompute
 from nanotrain.parallel.ep.splits import (
@@ -85,6 +86,7 @@ class DispatchOptions:
     routed_share: float = 1.0  # share of pairs, on average, that use experts with weights
     # ranks of a node, to which a token is sent once; None: tokens are sent to every expert
     ranks_per_node: int | None = None
+    most_nodes: int | None = None  # nodes that a token is sent to, at most; None: any number
     uses_deep_ep: bool = False  # DeepEP's kernels send the tokens
     # pairs for one rank of ep, relative to an even share; None: any number
     rank_capacity_factor: float | None = None
@@ -97,10 +99,16 @@ class DispatchOptions:
         """The options of a run."""
         parallel = config.parallel
         moe = config.model.moe
+        ranks_per_node = parallel.dispatch_ranks_per_node
+        most_nodes = None
+        if moe is not None and ranks_per_node is not None:
+            num_nodes = parallel.expert_model_parallel_size // ranks_per_node
+            most_nodes = reached_nodes(moe, num_nodes)
         return cls(
             may_drop=moe is not None and moe.may_drop,
             routed_share=1.0 if moe is None else moe.mean_topk / moe.router_topk,
-            ranks_per_node=parallel.dispatch_ranks_per_node,
+            ranks_per_node=ranks_per_node,
+            most_nodes=most_nodes,
             rank_capacity_factor=parallel.moe_expert_rank_capacity_factor,
         )
 
@@ -129,6 +137,20 @@ class DispatchOptions:
             return int(num_tokens * topk * self.routed_share)
         split = self.padded_split(num_tokens, topk, num_experts=num_experts, ep=ep)
         return ep * split.num_rows
+
+
+def reached_nodes(moe: MoEConfig, num_nodes: int) -> int:
+    """The most nodes that hold experts of one token, which may be chosen from a few groups.
+
+    >>> moe = MoEConfig(num_experts=64, router_topk=8, router_num_groups=8, router_group_topk=4)
+    >>> reached_nodes(moe, 8)
+    4
+    """
+    num_groups = moe.router_num_groups or 1
+    most = min(num_nodes, moe.router_topk)
+    if num_groups % num_nodes == 0:  # every group is on one node
+        return min(most, moe.router_group_topk or 1)
+    return most
 
 
 class LocalTokenDispatcher:
@@ -206,6 +228,7 @@ class AllToAllTokenDispatcher:
         *,
         kept: "KeptSplits",
         counted: "Work[Splits] | None" = None,
+        ahead: Tensor | None = None,
     ) -> Dispatched:
         """Permute and send tokens [T, H].
 
@@ -214,6 +237,7 @@ class AllToAllTokenDispatcher:
             routing: their experts.
             kept: see `__call__`.
             counted: split sizes that the caller has started to count; None: counted here.
+            ahead: rows of `permute_ahead`, of which the first are sent; None: none.
         """
         if counted is not None:
             kept[self] = counted
@@ -222,7 +246,9 @@ class AllToAllTokenDispatcher:
         weights, permutation, num_rows = self._plan(
             routing, permutation, kept=kept, has_splits=has_splits
         )
-        permuted = permute(x, permutation, num_permuted=num_rows)
+        if ahead is not None and len(ahead) < num_rows:
+            ahead = None
+        permuted = permute(x, permutation, num_permuted=num_rows, ahead=ahead)
         splits = kept[self].wait()
         there: dict[str, Any] = {
             "input_splits": splits.ep_inputs,
@@ -315,10 +341,11 @@ class PaddedTokenDispatcher(AllToAllTokenDispatcher):
         for its experts  [pairs of all ranks, sorted by expert | padding]
 
     A rank with more pairs for another rank than that returns NaN for all its tokens, so that the
-    step is skipped. Without gradients, as in validation, sizes are exact and the host waits for
-    them.
+    step is skipped, and repeated with `is_exact`. Then, and without gradients, as in validation,
+    sizes are exact and the host waits for them.
 
     Attributes:
+        is_exact: whether sizes are exact.
         peak: int32 scalar, the most pairs for one rank in a microbatch; None before the first one.
         num_pairs: pairs of this rank in a microbatch.
     """
@@ -328,6 +355,7 @@ class PaddedTokenDispatcher(AllToAllTokenDispatcher):
     ) -> None:
         super().__init__(num_experts, ep=ep, etp=etp, options=options)
         self.has_padding = options.may_drop or ep.size > 1
+        self.is_exact = False
         self.peak: Tensor | None = None
         self.num_pairs = 0
 
@@ -346,6 +374,8 @@ class PaddedTokenDispatcher(AllToAllTokenDispatcher):
         largest = starts.diff().max()
         self.peak = largest if self.peak is None else largest.maximum(self.peak)
         self.num_pairs = routing.topk_ids.numel()
+        if self.is_exact:
+            return super()._plan(routing, permutation, kept=kept, has_splits=has_splits)
         is_over = largest > split.num_pairs
         if not has_splits:
             sent = permutation.tokens_per_expert.masked_fill(is_over, 0)

@@ -88,7 +88,7 @@ class PipelineShape:
             num_ranks=parallel.pipeline_model_parallel_size,
             num_stages_per_rank=parallel.num_virtual_stages_per_pipeline_rank,
             num_microbatches=num_microbatches,
-            has_pairs=parallel.overlap_moe_expert_parallel_comm,
+            has_pairs=bool(parallel.overlap_moe_expert_parallel_comm),
         )
 
     @property

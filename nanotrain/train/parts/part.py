@@ -8,12 +8,14 @@
                                 all-reduce of the gradient norm
     after_update                after the update rule, before the all-gather of parameters
     metrics                     on the host, once the step is read
+    wants_repeat, repeating     whether a step that changed nothing is taken again, and how
     tensors, missing, restored  in checkpoints
 
 Between `prepare` and `metrics` nothing may wait for the device (law L10).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -71,9 +73,11 @@ class StepPart:
     Attributes:
         replicated_over: groups whose ranks hold equal `tensors`; the first rank of all of them
             saves.
+        may_repeat: whether the part may have a step repeated.
     """
 
     replicated_over: tuple[GroupName, ...] = ("tp", "dp_cp")  # the ranks of a stage
+    may_repeat = False  # whether `wants_repeat` is asked after every step
 
     def __init__(self, model: BuiltModel) -> None:
         """Build the part of a model; collective."""
@@ -136,6 +140,20 @@ class StepPart:
             numbers: result of `after_update`.
         """
         return {}
+
+    def wants_repeat(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether to take a step again that was skipped, with the same batch; equal on all ranks.
+
+        Called where `may_repeat` is set, for which the host waits for every step.
+
+        Args:
+            metrics: the metrics of the step.
+        """
+        return False
+
+    def repeating(self) -> AbstractContextManager[None]:
+        """Change what the skipped step lacked, for the time of its repetition."""
+        return nullcontext()
 
     def tensors(self) -> dict[TensorBox, Tensor]:
         """This rank's tensors in a checkpoint, into which it is also read."""

@@ -1,28 +1,34 @@
-"""Tokens beyond `--moe-expert-rank-capacity-factor`: the step is skipped.
+"""Tokens beyond `--moe-expert-rank-capacity-factor`: the step is repeated with exact sizes.
 
 The metrics name the factor that the step needs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanotrain.comm.collectives import all_reduce
+from nanotrain.log import get_logger
 from nanotrain.optim.distributed import Update
 from nanotrain.parallel.ep.token_dispatcher import PaddedTokenDispatcher
 from nanotrain.train.parts.part import BuiltModel, StepPart
 from nanotrain.train.parts.router_balance import router_names
+
+log = get_logger(__name__)
 
 
 class RankCapacity(StepPart):
     """The most tokens that a rank had for another rank of ep in one microbatch, layer by layer.
 
     The outputs of a rank with too many are NaN (`PaddedTokenDispatcher`), and so is the gradient
-    norm of the step.
+    norm of the step. It changes nothing, and is taken again with exact sizes.
     """
+
+    may_repeat = True
 
     def __init__(self, model: BuiltModel) -> None:
         self._world = model.context.group("world")
@@ -43,29 +49,54 @@ class RankCapacity(StepPart):
         return model.context.group("ep").size > 1 and bool(factor)
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
-        """[layers + 1] int64: by layer, most tokens and their rank as one number; then pairs."""
-        numbers = torch.zeros(len(self._names) + 1, dtype=torch.int64, device=self._device)
+        """[layers + 2] int64.
+
+        Most tokens and their rank as one number, by layer; pairs; 1 if sizes were exact.
+        """
+        numbers = torch.zeros(len(self._names) + 2, dtype=torch.int64, device=self._device)
         for layer, dispatcher in self.dispatchers.items():
             assert dispatcher.peak is not None, "every layer has seen the microbatches of the step"
             numbers[layer] = dispatcher.peak.long() * self._world.size + self._world.index
-            numbers[-1] = dispatcher.num_pairs
+            numbers[-2] = dispatcher.num_pairs
+            numbers[-1] = dispatcher.is_exact
             dispatcher.peak = None
         all_reduce(numbers, self._world, op="max")
         return numbers
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
         """The capacity factor that the step needs; a `skip_reason` if it exceeds the setting."""
-        *peaks, num_pairs = map(int, numbers)
+        *peaks, num_pairs, is_exact = map(int, numbers)
         capacity = int(self._factor * num_pairs / self._ep)
         # the first layer with too many tokens: later ones route numbers that are not finite
         peak = next((peak for peak in peaks if peak // self._world.size > capacity), max(peaks))
         most, rank = divmod(peak, self._world.size)
         needed = math.ceil(100 * most * self._ep / max(num_pairs, 1)) / 100
         entries: dict[str, Any] = {"moe_rank_capacity_factor": needed}
-        if most > capacity:
+        if is_exact:
+            entries["moe_exact_sizes"] = 1
+        elif most > capacity:
+            entries["moe_over_rank_capacity"] = 1
             name = self._names[peaks.index(peak)]
             entries["skip_reason"] = (
                 f"{name} of rank {rank} had {most:,} tokens for a rank of ep that takes "
                 f"{capacity:,}: set --moe-expert-rank-capacity-factor {needed} or more"
             )
         return entries
+
+    def wants_repeat(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether a rank had too many tokens for another one."""
+        is_over = "moe_over_rank_capacity" in metrics
+        if is_over:
+            log.info("taken again with exact sizes: %s", metrics["skip_reason"])
+        return is_over
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Send exact numbers of tokens."""
+        for dispatcher in self.dispatchers.values():
+            dispatcher.is_exact = True
+        try:
+            yield
+        finally:
+            for dispatcher in self.dispatchers.values():
+                dispatcher.is_exact = False

@@ -9,9 +9,18 @@ import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.train.parts.rank_capacity import RankCapacity
+from nanotrain.train.step import repeated_train_step
 from tests.harness import run_ranks
 from tests.laws.test_rank_capacity import FACTOR, case_of, train_both
-from tests.laws.worlds import Case, build_here, held_weights, train_steps
+from tests.laws.worlds import (
+    Case,
+    Outcome,
+    build_here,
+    held_weights,
+    outcome_of,
+    train_here,
+    train_steps,
+)
 
 
 def train_over_capacity(ctx: ParallelContext, case: Case) -> dict[str, Any]:
@@ -61,3 +70,28 @@ def test_a_step_with_more_tokens_for_a_rank_is_skipped_and_named_with_the_factor
     case = replace(case.but(parallel={FACTOR: None}), steps=1)
     for exact, padded in run_ranks(ranks, train_both, case, needed, **sizes, shares=True):
         assert padded.losses == exact.losses and padded.grad_norms == exact.grad_norms
+
+
+def repeat_over_capacity(ctx: ParallelContext, case: Case) -> tuple[Outcome, Outcome, list[Any]]:
+    """Two steps with exact sizes, and two that are repeated; what the metrics say of these."""
+    exact = train_here(ctx, case.but(parallel={FACTOR: None}))
+    run = build_here(ctx, case)
+    steps = []
+    for _ in range(case.steps):
+        batch = run.batch_iterator.next()
+        assert batch is not None
+        steps.append(repeated_train_step(run, batch))
+    assert run.state.step == case.steps
+    sizes = [(step.skipped, step.metrics.get("moe_exact_sizes")) for step in steps]
+    return exact, outcome_of(run, steps), sizes
+
+
+def test_a_step_over_the_capacity_is_repeated_to_the_bits_of_exact_sizes() -> None:
+    ranks, sizes, case = case_of("sequences", **{FACTOR: 1.0})
+    for exact, repeated, results in run_ranks(
+        ranks, repeat_over_capacity, case, **sizes, shares=True
+    ):
+        assert results == [(False, 1)] * case.steps
+        assert repeated.losses == exact.losses and repeated.grad_norms == exact.grad_norms
+        assert repeated.moe == exact.moe
+        assert all(torch.equal(exact.weights[box], repeated.weights[box]) for box in exact.weights)
