@@ -103,9 +103,8 @@ if triton is not None:
     ) -> None:
         """Write the plain form of a tile."""
         expert, first, end, padded = locate(source, tile, how)
-        expert = expert.to(
-            tl.int64
-        )  # times a stride: weights of experts have more than 2^31 values
+        # times a stride: weights of experts may have more than 2^31 values
+        expert = expert.to(tl.int64)
         start = tl.program_id(1).to(tl.int64) * how.tile
         rows = first + tl.arange(0, how.tile)
         columns = start + tl.arange(0, how.tile)
