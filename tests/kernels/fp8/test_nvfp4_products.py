@@ -49,10 +49,12 @@ def test_the_products_are_those_of_fp64() -> None:
 
 def test_gradients_alone_are_rounded_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
+    drawn = []
     quantize = nvfp4.quantize_nvfp4
 
     def record(x, amax, *, block, words=None):
         calls.append((tuple(x.shape), block, words is not None))
+        drawn.append(words)
         return quantize(x, amax, block=block, words=words)
 
     monkeypatch.setattr(nvfp4, "quantize_nvfp4", record)
@@ -70,6 +72,20 @@ def test_gradients_alone_are_rounded_at_random(monkeypatch: pytest.MonkeyPatch) 
         ((I, padded), (1, 16), False),
         ((O, padded), (1, 16), True),
     ]
+    of_dgrad, of_wgrad = (words for words in drawn if words is not None)
+    assert (of_dgrad != of_wgrad[:, :T].t()).all(), "both roundings are independent"
+
+
+def test_the_transformed_gradient_is_scaled_by_its_own_amax() -> None:
+    """Tokens with the signs of the transform become one value of four times their size."""
+    signs = torch.tensor(nvfp4.SIGNS).float().repeat(4)
+    grad = signs[:, None] * draw(1, O, seed=1)
+    x = draw(len(grad), I, seed=2)
+    products = Nvfp4Linears([linear(3)])
+    products.fprop(x)
+    (weight,) = products.wgrad([grad], x)
+    assert weight is not None
+    assert relative(weight, grad.double().t() @ x.double()) < 0.24
 
 
 def test_the_mean_over_many_words_has_no_bias() -> None:
