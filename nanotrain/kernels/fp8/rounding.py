@@ -6,7 +6,8 @@
 A word is a hash of these global numbers, as in dropout (kernels/dropout.py), so a value is rounded
 the same way in every layout of tp, cp, dp and pp, and in a recomputation. Sample indices count over
 all epochs, so no two steps share words. Rows of experts are numbered in their order on the rank:
-a layout of ep or dp has other words there, with the same distribution.
+a layout of ep or dp has other words there, with the same distribution. So are
+rows of layers that tp ranks replicate, where sequence parallelism shards their tokens.
 
     RoundingWords    the words of the tokens of the microbatch that a stage computes
     LayerKey         the global name of a layer as a word, and the first channel of this rank
