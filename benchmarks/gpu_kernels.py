@@ -41,7 +41,8 @@ ATTENTION = {
     "MLA, 16 heads of 192/128, values padded": (16, 16, 192, 128, True),
     "16 heads of 256": (16, 16, 256, 256, False),
 }
-SDPA_KERNELS = (None, "FLASH_ATTENTION", "CUDNN_ATTENTION")
+# kernels that SDPA may take; none named: as torch selects
+SDPA_KERNELS: tuple[tuple[str, ...], ...] = ((), ("FLASH_ATTENTION",), ("CUDNN_ATTENTION",))
 
 
 def attention(machine: Machine) -> Iterator[Measurement]:
@@ -49,7 +50,7 @@ def attention(machine: Machine) -> Iterator[Measurement]:
     from nanotrain.attention.sdpa import attend, restricted
 
     length = 4096 // machine.scale
-    kernels = SDPA_KERNELS if machine.device == "cuda" else (None,)
+    kernels = SDPA_KERNELS if machine.device == "cuda" else SDPA_KERNELS[:1]
     for name, (heads, groups, width, value_width, pads) in ATTENTION.items():
         query = machine.tensor(2, length, heads, width).requires_grad_()
         key = machine.tensor(2, length, groups, width).requires_grad_()
@@ -63,15 +64,15 @@ def attention(machine: Machine) -> Iterator[Measurement]:
             expected = attend(sample[0], key=sample[1], value=sample[2], repeats_heads=True)
             return relative_error(forward()[:1], expected)
 
-        for kernel in kernels:
+        for allowed in kernels:
 
-            def run(forward=forward, kernel=kernel) -> None:
-                with restricted(kernel):
+            def run(forward=forward, allowed=allowed) -> None:
+                with restricted(allowed):
                     out = forward()
                     out.backward(torch.ones_like(out))
 
             yield Measurement(
-                f"attention, {name}, {kernel or 'torch chooses'}",
+                f"attention, {name}, {' '.join(allowed) or 'torch chooses'}",
                 run,
                 flops=3.5 * 2 * heads * length**2 * (width + value_width),
                 error=error,

@@ -233,18 +233,6 @@ def run_slice(name: str, flags: Sequence[str], *, gpu: str | None, timeout_s: fl
         return Row(name, OK, ", ".join([measured_figures(folder), *figures]))
 
 
-def planner_name(device_name: str) -> str:
-    """The planner's name of a card.
-
-    >>> planner_name("NVIDIA H200"), planner_name("NVIDIA H100 80GB HBM3")
-    ('h200', 'h100')
-    """
-    from nanotrain.planner.hardware import GPUS
-
-    names = [name for name in GPUS if name.split("-")[0] in device_name.lower()]
-    return names[0] if names else "h100"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the slices; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -260,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if has_gpu and not torch.cuda.is_available():
         print("no GPU here: nothing to measure; --device cpu runs the slices with tiny widths")
         return 2
-    gpu = planner_name(torch.cuda.get_device_name()) if has_gpu else None
+    gpu = torch.cuda.get_device_name() if has_gpu else None
     machine = f"{torch.cuda.get_device_name() if has_gpu else 'CPU'}, torch {torch.__version__}"
     report = RowReport(args.which, folder=args.out, machine=machine)
     end = time.monotonic() + 60 * args.minutes

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from nanotrain.attention.sdpa import restricted
 from nanotrain.config.load import load
 from nanotrain.plan.plan import plan_run
 
@@ -31,6 +32,14 @@ def slices() -> ModuleType:
         import gpu_slices
 
         return gpu_slices
+
+
+def test_attention_may_be_restricted_to_each_of_its_kernels(kernels: ModuleType) -> None:
+    assert [len(allowed) for allowed in kernels.SDPA_KERNELS] == [0, 1, 1]
+    for allowed in kernels.SDPA_KERNELS:
+        with restricted(allowed):
+            allows_math = torch.backends.cuda.math_sdp_enabled()
+        assert allows_math == (not allowed)
 
 
 def raises() -> None:
@@ -108,7 +117,7 @@ def test_the_command_lines_of_slices_load_at_both_sizes(slices: ModuleType, whic
 
 def test_a_slice_is_predicted_by_the_planner(slices: ModuleType) -> None:
     flags = [*slices.RECIPES["qwen3_30b_a3b"], *slices.COMMON]
-    prediction = slices.plan_slice(flags, "h200")
+    prediction = slices.plan_slice(flags, "NVIDIA H200")  # as the driver names it
     assert 1e3 < prediction.tokens_per_second < 1e6
     assert 1e9 < prediction.memory_bytes < 141e9
     with pytest.raises(RuntimeError, match="error: "):
