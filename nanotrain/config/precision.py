@@ -105,6 +105,17 @@ class PrecisionConfig:
     fp8: Fp8Config | None = section(Fp8Config, prefix="fp8_", switch="format")
 
     @property
+    def products_dtype(self) -> str:
+        """Dtype of the products of linear layers: fp8, nvfp4 or as the parameters.
+
+        >>> PrecisionConfig().products_dtype, PrecisionConfig(fp8=Fp8Config("e4m3")).products_dtype
+        ('fp32', 'fp8')
+        """
+        if self.fp8 is None:
+            return self.params_dtype
+        return "nvfp4" if self.fp8.recipe == "nvfp4" else "fp8"
+
+    @property
     def accumulates_grads_in_fp32(self) -> bool:
         """Whether gradient buffers are fp32: unless a setting asks for gradients in params_dtype.
 

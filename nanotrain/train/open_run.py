@@ -404,7 +404,8 @@ def _describe_precision(plan: Plan) -> str:
         text = f"{text}, main grads in {precision.main_grads_dtype}"
     if precision.fp8 is None:
         return text
-    return f"{text}, linear layers in fp8 ({precision.fp8.format}, {precision.fp8.recipe})"
+    products = f"{precision.products_dtype} ({precision.fp8.format}, {precision.fp8.recipe})"
+    return f"{text}, linear layers in {products}"
 
 
 def _commands(plan: Plan, inputs: RunInputs) -> dict[str, str]:

@@ -78,8 +78,7 @@ class Throughput:
         precision = plan.config.precision
         # With fp8 a lower bound: attention, embedding, head and router are not in fp8 and counted
         # against its peak.
-        dtype = precision.params_dtype if precision.fp8 is None else "fp8"
-        peak = peak_flops(device_name(context.device), dtype)
+        peak = peak_flops(device_name(context.device), precision.products_dtype)
         return cls(
             tokens_per_sample=plan.config.data.seq_length,
             flops_per_token=flops_per_token(plan.shape, seq_length),

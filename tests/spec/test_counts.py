@@ -181,3 +181,9 @@ def test_a_known_card_has_the_peak_of_its_data_sheet(
 )
 def test_an_unlisted_card_has_no_peak(device_name: str, dtype: str) -> None:
     assert peak_flops(device_name, dtype) is None
+
+
+def test_products_in_4_bits_have_a_peak_of_their_own() -> None:
+    assert peak_flops("NVIDIA B200", "nvfp4") == 9.0e15
+    assert peak_flops("NVIDIA GB200", "nvfp4") == 10.0e15
+    assert peak_flops("NVIDIA H100 80GB HBM3", "nvfp4") is None
