@@ -2,6 +2,8 @@
 
 import json
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,8 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 
 from nanotrain.cli.main import main
+from nanotrain.data.tokenizer import ByteTokenizer
+from nanotrain.inference import lm_eval
 from nanotrain.inference.checkpoint import load_checkpoint
 from nanotrain.inference.generate import Sampling, generate
 from nanotrain.inference.lm_eval import NanotrainLM
@@ -194,3 +198,28 @@ def test_a_task_is_greedy_unless_it_samples_at_a_temperature(tmp_path, options, 
     sampling = model._sampling({**options, "top_k": 3})
     assert (sampling.temperature, sampling.top_k) == (temperature, 3)
     assert model.loaded.tokenizer.eod in sampling.ends
+
+
+@pytest.mark.parametrize("most", [1, 4, 5, 50])
+def test_a_context_leaves_room_for_the_tokens_that_are_generated(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a context that is too long is kept, as in lm-eval."""
+    given: dict[str, Any] = {}
+
+    def generation(model: object, prompts: list[list[int]], **options: Any) -> object:
+        given.update(options, prompt=prompts[0])
+        return None
+
+    monkeypatch.setattr(lm_eval, "Generation", generation)
+    monkeypatch.setattr(lm_eval, "stream_texts", lambda *args, **options: iter([]))
+    loaded = SimpleNamespace(tokenizer=ByteTokenizer(), model=None)
+    model: Any = SimpleNamespace(
+        loaded=loaded, max_length=11, _start=256, _sampling=lambda options: None
+    )
+    num_tokens = min(most, 5)  # at least half of the positions are the context's
+    for length in (0, 1, 10 - num_tokens, 11 - num_tokens, 12 - num_tokens, 11, 12, 30):
+        context = bytes(range(65, 65 + length)).decode()
+        lm_eval.NanotrainLM._generate(model, context, {"max_gen_toks": most})
+        assert given["num_tokens"] == num_tokens
+        assert given["prompt"] == (list(context.encode()) or [256])[-(11 - num_tokens) :]

@@ -50,6 +50,45 @@ def test_parameters_gradients_and_optimizer_are_those_of_the_plan():
     )
 
 
+@pytest.mark.parametrize(
+    ("layout", "share"),
+    [
+        ("", 1),
+        ("--context-parallel-size 2", 2),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2", 4),
+        ("--tensor-model-parallel-size 2", 1),
+    ],
+)
+def test_a_pipeline_needs_hidden_states_for_two_sends_and_two_receives_at_once(layout, share):
+    words = f"{SMALL} --micro-batch-size 3 --bf16 {layout} --global-batch-size 48"
+    alone, staged = (
+        plan_memory(
+            config_of(f"{words} --pipeline-model-parallel-size {pp}"), 8, pp_rank=0, device="cpu"
+        )
+        for pp in (1, 2)
+    )
+    resident = [
+        plan_run(
+            config_of(f"{words} --pipeline-model-parallel-size {pp}"), 8, rank=0
+        ).resident_bytes
+        for pp in (1, 2)
+    ]
+    buffers = [each.grad_buckets + each.units for each in resident]
+    assert alone.communication == buffers[0]
+    assert staged.communication - buffers[1] == (2 + 2) * (3 * 64 * 64 * 2) // share
+
+
+def test_an_asynchronous_save_has_a_copy_of_main_parameters_and_state_in_host_memory():
+    words = f"{SMALL} --run-dir r --save-interval 10"
+    saved = config_of(f"{words} --async-save")
+    for device, copies in (("cpu", 1), ("cuda", 0)):
+        before, after = (
+            plan_memory(config, 2, pp_rank=0, device=device) for config in (config_of(words), saved)
+        )
+        assert after.working - before.working == copies * (before.params + before.optimizer)
+
+
 def test_memory_of_two_neighbouring_buckets_is_planned_and_what_graphs_return_of_blocks_in_several():
     words = f"{SMALL} --data-parallel-sharding-strategy optim_grads"
     for flag, num_buckets in (("", 1), ("--ddp-bucket-size 40000", 3)):
