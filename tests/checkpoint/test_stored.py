@@ -18,6 +18,7 @@ from nanotrain.checkpoint.stored import (
     SUPERSEDED,
     Stored,
     _current_saves,
+    _drop_step,
     fetched,
     mark,
     mirror,
@@ -255,3 +256,20 @@ def test_of_each_step_the_last_committed_save_that_is_not_set_aside_counts(
         counted = [n for n in numbers if (step, n) in committed and (step, n) not in superseded]
         current = _current_saves(found).get(name)
         assert (current.number if current else None) == (counted[-1] if counted else None)
+
+
+@pytest.mark.parametrize("num_local", [0, 1, 2])
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_a_local_step_stays_only_if_it_is_whole_and_was_deleted_by_another_hand(
+    tmp_path: Path, num_local: int, is_deleted: bool
+) -> None:
+    names = [f"shard-{number:05d}-of-00002.safetensors" for number in range(2)]
+    stored = Stored(parse("s3://b/run/checkpoints/step-00000001"), dict.fromkeys(names, 7))
+    step = tmp_path / stored.remote.path
+    mark(step, stored)
+    for name in names[:num_local]:
+        (step / name).write_bytes(bytes(7))
+    _drop_step(step, is_deleted=is_deleted)
+    stays = is_deleted and num_local == 2
+    assert step.exists() is stays
+    assert files(tmp_path) == ([f"{stored.remote.path}/{name}" for name in names] if stays else [])

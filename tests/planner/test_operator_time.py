@@ -250,3 +250,23 @@ def test_layers_with_a_window_have_key_heads_of_their_own(engine: str, cp: int) 
     assert block(OperatorTimes(wide), windowed) != block(OperatorTimes(narrow), windowed)
     kept = [estimate_memory(each).activations for each in (narrow, mixed, wide)]
     assert kept == sorted(kept) and kept[0] < kept[1] < kept[2]
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["allgather", "p2p"])
+def test_keys_and_values_of_the_whole_sequence_are_gathered_whatever_the_number_of_ranks(
+    cp: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = OperatorTimes(llama(8, cp=cp, cp_comm_type=kind, engine="nanotrain", mbs=2, gbs=16))
+    sizes = []
+
+    def collective(name: str, operation: str, *, num_bytes: float) -> float:
+        if name == "cp" and operation == "all_gather":
+            sizes.append(num_bytes)
+        return 0.0
+
+    monkeypatch.setattr(times, "collective", collective)
+    block(times)
+    tokens, kv_heads, head_dim, itemsize = 2 * 4096, 8, 128, 2
+    whole = 2 * tokens * kv_heads * head_dim * itemsize  # keys and values
+    assert sizes[0] == pytest.approx(whole), sizes

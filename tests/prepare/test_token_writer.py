@@ -122,3 +122,14 @@ def test_checksums_are_those_of_the_bytes_of_every_file(
         blocks = [data[start : start + 16] for start in range(0, len(data), 16)]
         expected[file] = b"".join(zlib.crc32(block).to_bytes(4, "little") for block in blocks)
     assert sums == expected and len(sums) == 2 + has_mask
+
+
+def test_no_file_of_an_older_pair_stays(tmp_path: Path) -> None:
+    for has_mask in (True, False, True):
+        with TokenWriter(tmp_path / "a", np.dtype("uint16"), has_mask=has_mask) as writer:
+            writer.add_documents([[1, 2]], [np.ones(2)] if has_mask else ())
+        for path, sums in writer.checksums().items():
+            path.write_bytes(sums)
+        kinds = ["bin", "idx", "mask"][: 2 + has_mask]
+        expected = {f"a.{kind}{end}" for kind in kinds for end in ("", ".crc32")}
+        assert {path.name for path in tmp_path.iterdir()} == expected

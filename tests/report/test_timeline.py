@@ -112,3 +112,13 @@ def test_nothing_is_written_through_a_linked_folder(run, tmp_path, capsys):
     assert main(["timeline", str(run)]) == 2
     assert "profile is a symbolic link" in capsys.readouterr().err
     assert sorted(path.name for path in private.iterdir()) == before
+
+
+def test_the_first_profile_that_ends_at_a_step_or_later_is_read(tmp_path):
+    ends = [3, 4, 9]
+    for last_step in ends:
+        write_trace(tmp_path, [event("kernel", "gemm", 0, 10)], last_step=last_step)
+    for step in (*range(1, 12), None):
+        later = [end for end in ends if step is not None and end >= step]
+        (path,) = timeline.find_traces(tmp_path, step=step).values()
+        assert path.name == f"step-{min(later, default=9):08d}-rank-00000.json", step
