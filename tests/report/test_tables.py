@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 from nanotrain.report import tables
@@ -170,3 +171,20 @@ def test_every_fact_has_its_own_value_unit_and_remark(tmp_path: Path) -> None:
         "saved": "3.0 MB",
         "last change": "1970-01-12 17:46 UTC",
     }
+
+
+def test_settings_that_differ_come_first_then_those_that_somebody_has_set(tmp_path: Path) -> None:
+    config = {"train": {"a": 1, "b": 1, "c": 1}}
+    runs = []
+    for name, origins in (("x", {"train.b": "arguments"}), ("y", {"train.a": "default"})):
+        run = RunHistory.read(write_run(tmp_path / name, config=config))
+        run.config["train.c"] = name
+        run.environment["origins"] = origins
+        runs.append(run)
+    rows = re.findall(r"<tr><td[^>]*>(train.\w)</td>(.*?)</tr>", tables.config_table(runs))
+    assert [row for row, _ in rows] == ["train.c", "train.b", "train.a"]
+    assert [re.findall(r">([^<]*)</td>", rest) for _, rest in rows] == [
+        ["x", "", "y", ""],
+        ["1", "arguments", "1", ""],
+        ["1", "", "1", "default"],
+    ]

@@ -81,3 +81,33 @@ def test_all_factors_of_a_family_together_mean_what_they_mean_to_transformers(fa
             break
         del factors[refused]
     assert result == EQUAL, f"{factors}: {result}: {why}"
+
+
+YARN_ENTRIES = {
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 2.0,
+    "mscale": 1.2,
+    "mscale_all_dim": 0.7,
+    "attention_factor": 1.3,
+    "truncate": False,
+    "rope_theta": 3e4,
+}
+
+
+@pytest.mark.parametrize("value", [0, None, "left out"])
+def test_zeros_and_nulls_of_yarn_mean_what_they_mean_to_transformers_or_are_refused(
+    value: object,
+) -> None:
+    hf_folders.quiet()
+    name = hf_folders.bases()["llama"]
+    for entry in YARN_ENTRIES:
+        rope = {"rope_type": "yarn"} | YARN_ENTRIES | {entry: value}
+        if entry != "attention_factor":
+            del rope["attention_factor"]  # beside others it is refused
+        if value == "left out":
+            del rope[entry]
+        case = Case("llama", entry, saved(name).raw | {"rope_parameters": rope})
+        result, why = outcome(case, saved(name).tensors)
+        assert result in (EQUAL, REFUSED, hf_folders.NO_LOGITS), f"{entry}: {result}: {why}"
