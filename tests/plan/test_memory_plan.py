@@ -62,7 +62,7 @@ def test_parameters_gradients_and_optimizer_are_those_of_the_plan():
 )
 def test_a_pipeline_needs_hidden_states_for_two_sends_and_two_receives_at_once(layout, share):
     words = f"{SMALL} --micro-batch-size 3 --bf16 {layout} --global-batch-size 48"
-    alone, staged = (
+    one_stage, two_stages = (
         plan_memory(
             config_of(f"{words} --pipeline-model-parallel-size {pp}"), 8, pp_rank=0, device="cpu"
         )
@@ -75,8 +75,8 @@ def test_a_pipeline_needs_hidden_states_for_two_sends_and_two_receives_at_once(l
         for pp in (1, 2)
     ]
     buffers = [each.grad_buckets + each.units for each in resident]
-    assert alone.communication == buffers[0]
-    assert staged.communication - buffers[1] == (2 + 2) * (3 * 64 * 64 * 2) // share
+    assert one_stage.communication == buffers[0]
+    assert two_stages.communication - buffers[1] == (2 + 2) * (3 * 64 * 64 * 2) // share
 
 
 def test_an_asynchronous_save_has_a_copy_of_main_parameters_and_state_in_host_memory():
