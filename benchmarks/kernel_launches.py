@@ -124,14 +124,6 @@ def _cast_swiglu(how: Cast, *, has_experts: bool) -> None:
     triton_cast.cast(SwigluInput(gate, gate), how, inverse=inverse, offs=offs)
 
 
-def _grouped_wgrad(dtype: torch.dtype) -> None:
-    """Weight gradients of experts in 16 bits, written and added."""
-    operands = [torch.zeros(TOKENS, WIDTH, dtype=dtype) for _ in range(2)]
-    out = torch.empty(EXPERTS, WIDTH, WIDTH)
-    for adds in (False, True):
-        triton_grouped_wgrad.write_grouped_wgrad([*operands, _offs()], out, adds=adds)
-
-
 def _amaxes(dtype: torch.dtype, *, has_experts: bool, is_known: bool) -> None:
     """The amaxes of experts, or of one matrix."""
     offs = _offs() if has_experts else None
@@ -292,12 +284,9 @@ def _build_rest() -> list[Launch]:
         _softmax: {"_logsumexp", "_softmax_gradient"},
         _swiglu: {"_swiglu", "_swiglu_backward"},
         _permute: {"_spread", "_combine", "_combine_backward"},
-        _grouped_wgrad: {"_grouped_wgrad"},
     }
     for function, names in kernels.items():
         for name, dtype in FLOATS.items():
-            if function is _grouped_wgrad and name == "fp32":
-                continue  # its operands have 16 bits
             launches.append(
                 Launch(
                     f"{function.__name__[1:]} {name}",
