@@ -41,6 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
     "selective: core_attn": SELECTIVE,
     "selective: layernorm": SELECTIVE | {"recompute_modules": ["layernorm"]},
+    "selective: pointwise": SELECTIVE | {"recompute_modules": ["pointwise"]},
     "selective: core_attn layernorm mlp": SELECTIVE
     | {"recompute_modules": ["core_attn", "layernorm", "mlp"]},
     "full block 4": FULL | {"recompute_method": "block", "recompute_num_layers": 4},
