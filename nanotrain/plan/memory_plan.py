@@ -35,6 +35,7 @@ from nanotrain.plan.saved_bytes import SavedBytes, StageBytes
 from nanotrain.precision.dtypes import Precision
 from nanotrain.quantities import describe_bytes
 from nanotrain.spec.layer_sizes import INT64
+from nanotrain.spec.operators import POINTWISE
 from nanotrain.topology.groups import UNCONNECTED
 from nanotrain.topology.topology import Topology
 
@@ -408,17 +409,25 @@ def _stronger_strategies(config: Config) -> list[_Change]:
 
 
 def _more_recomputation(config: Config) -> list[_Change]:
-    """Granularities that recompute more."""
-    granularities: list[str | None] = [None, "selective", "full"]
-    now = granularities.index(config.memory.recompute_granularity)
+    """Recomputation of more than now, by rising time."""
+    now = config.memory.recompute_granularity
     changes = []
-    for granularity in granularities[now + 1 :]:
-        values: dict[str, Any] = {
-            "memory.recompute_granularity": granularity,
-            "memory.recompute_modules": [],
-        }
-        changes.append(_Change(f"--recompute-granularity {granularity}", values))
+    if now is None:
+        changes.append(_recomputation("selective"))
+        changes.append(_recomputation("selective", module=POINTWISE))
+    if now != "full":
+        changes.append(_recomputation("full"))
     return changes
+
+
+def _recomputation(granularity: str, *, module: str = "") -> _Change:
+    """A granularity of recomputation, with one of its modules or the default."""
+    text = f"--recompute-granularity {granularity}"
+    if module:
+        text += f" --recompute-modules {module}"
+    modules = [module] if module else []
+    values = {"memory.recompute_granularity": granularity, "memory.recompute_modules": modules}
+    return _Change(text, values)
 
 
 def _find_fitting(
