@@ -47,7 +47,7 @@ peers: $(READY) ## lm-eval, megatron-core and two versions of Triton, for tests 
 	    $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE)) --target $(VENV)/triton-3.6 $(OLDER_TRITON))
 
 kernels: $(READY) ## compile every Triton kernel for every card, with both versions of Triton (minutes)
-	$(RUN) -m pytest -n 2 --dist loadgroup -m all_kernels tests/kernels/test_triton_compile.py $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadgroup --timeout 3600 -m all_kernels tests/kernels/test_triton_compile.py $(ARGS)
 
 train: $(READY) ## quick start: train a small GPT on the Python standard library, two processes
 	$(RUN) -m nanotrain train --nproc-per-node 2 +config=tiny $(ARGS)
