@@ -18,7 +18,8 @@ from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delt
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from nanotrain.attention.delta_rule import DeltaInputs, delta_rule
+from nanotrain.attention.delta_rule import delta_rule
+from nanotrain.attention.scan_inputs import DeltaInputs
 from nanotrain.attention.ssd import ssd
 
 LENGTH, ROUNDS, MIB = 2048, 4, 2**20

@@ -10,6 +10,8 @@
     sparse.py        attention to the keys that a lightning indexer selects
     delta_rule.py    linear attention: the gated delta rule in chunks
     ssd.py           the scan of Mamba-2 in chunks
+    scan_kernels.py  SCAN_KERNELS: which kernels compute a scan
+    chunk_scan.py    scans by this project's Triton kernels; package_scans.py, by other packages
     convolution.py   short causal convolutions
 
 Attention over sequences that are sharded over ranks is in parallel/cp.

@@ -4,11 +4,9 @@ r"""Gated delta rule: linear attention whose state is a matrix per head, in chun
     S_t = S' + k_t (beta_t (v_t - S'^T k_t))^T   the value at the key k_t is moved towards v_t
     o_t = S_t^T q_t / sqrt(K)                    queries and keys are divided by their lengths
 
-    DeltaInputs      query, key, value, gates and the first tokens of documents
-    delta_rule       outputs and the state at the end, from the state at the start
-    span_map         the state at the end as an affine function of the state at the start, for
-                     context parallelism
-    fla_delta_rule   the rule by the kernels of the fla package, for 16-bit tensors on a GPU
+    delta_rule   outputs and the state at the end, from the state at the start
+    span_map     the state at the end as an affine function of the state at the start, for context
+                 parallelism
 
 In a chunk of C tokens the corrections u_t = beta_t (v_t - S'^T k_t) solve one triangular system
 (the WY form: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence
@@ -24,9 +22,10 @@ over channels: the pairs of two neighbouring blocks of tokens are one product, w
 from the border between the blocks.
 
 A token that starts a document sees no earlier state: pairs of tokens across a border are 0, and so
-are the paths between tokens and state that cross one. Computed in fp32 (fp64 for fp64). Only the
-inputs are kept for the backward, which computes the rest again. Decays per head: Yang et al. 2025,
-"Gated Delta Networks"; per channel: "Kimi Linear" (2025), section 3.
+are the paths between tokens and state that cross one. Torch's operators compute in fp32 (fp64 for
+fp64), the kernels of scan_kernels.py in 16 bits on a GPU. Only the inputs are kept for the
+backward, which computes the rest again. Decays per head: Yang et al. 2025, "Gated Delta Networks";
+per channel: "Kimi Linear" (2025), section 3.
 
     B batch   S sequence   G heads of queries and keys   N heads of values (a multiple of G)
     K, V head dims of keys and values   M chunks   C tokens of a chunk   X = B * N
@@ -34,46 +33,28 @@ inputs are kept for the backward, which computes the rest again. Decays per head
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property, partial
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, Self
+from functools import cached_property
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from nanotrain.attention.chunk_scan import delta_rule_by_triton
 from nanotrain.attention.chunks import accumulate_dtype
-from nanotrain.attention.tiles import on_device
+from nanotrain.attention.package_scans import fla_delta_rule
+from nanotrain.attention.scan_inputs import DeltaInputs
+from nanotrain.attention.scan_kernels import kernel_for
 from nanotrain.comm.autograd import eager
 from nanotrain.spec.kinds.delta_net import CHUNK_SIZE
 
 NORM_EPS = 1e-6  # added to squared lengths, as in transformers and fla
-
-
-@dataclass(frozen=True)
-class DeltaInputs:
-    """Inputs of the gated delta rule, and of the scan of Mamba-2 (ssd.py)."""
-
-    query: Tensor  # [B, S, G, K]
-    key: Tensor  # [B, S, G, K]
-    value: Tensor  # [B, S, N, V]
-    decay: Tensor  # [B, S, N, 1 or K], logarithms of the factors, at most 0
-    beta: Tensor  # [B, S, N, 1], the step of the correction
-    # [B, S] bool on any device, the first token of every document; None: one document
-    starts: Tensor | None = None
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """A copy with `function` of every tensor that is not None."""
-        changed = {}
-        for field in fields(self):
-            tensor = getattr(self, field.name)
-            if tensor is not None:
-                changed[field.name] = function(tensor)
-        return replace(self, **changed)
+# inputs, and the state before them or None -> outputs, state after them
+ScanForm = Callable[[DeltaInputs, Tensor | None], tuple[Tensor, Tensor]]
+# by the name of a row of scan_kernels.py
+KERNEL_FORMS: dict[str, ScanForm] = {"fla": fla_delta_rule, "triton": delta_rule_by_triton}
 
 
 @eager  # a compiled graph would keep what is computed again
@@ -90,10 +71,17 @@ def delta_rule(
     Returns:
         [B, S, N, V] in the dtype of the values, and [B, N, K, V] in fp32.
     """
-    if fla_takes(inputs):
-        return fla_delta_rule(inputs, initial_state)
+    form = kernel_form(inputs)
+    if form is not None:
+        return form(inputs, initial_state)
     out, state = recomputed(_delta_rule, inputs, initial_state, chunk_size=chunk_size)
     return out, state
+
+
+def kernel_form(inputs: DeltaInputs) -> ScanForm | None:
+    """The kernels that compute the rule on these inputs; None for torch's operators."""
+    rule = "kda" if inputs.decay.shape[-1] > 1 else "gated_delta_net"
+    return KERNEL_FORMS.get(kernel_for(rule, inputs.value))
 
 
 @eager
@@ -168,80 +156,13 @@ def _span_map(inputs: DeltaInputs, *, chunk_size: int) -> tuple[Tensor, Tensor]:
     state = state.expand(batch, heads, -1, -1)
     wider_value = F.pad(inputs.value, (0, key_dim))
     wider = replace(inputs, value=wider_value)
-    if fla_takes(wider):
-        _, final = fla_delta_rule(wider, state)
-    else:
+    form = kernel_form(wider)
+    if form is None:
         _, final = _delta_rule(wider, state, chunk_size=chunk_size)
+    else:
+        _, final = form(wider, state)
     offset, transition = final.split((value_dim, key_dim), dim=-1)
     return transition, offset
-
-
-@cache
-def has_fla() -> bool:
-    """Whether the fla package (flash-linear-attention) is installed."""
-    return find_spec("fla") is not None
-
-
-def fla_takes(inputs: DeltaInputs) -> bool:
-    """Whether the kernels of fla compute these inputs: 16-bit tensors on a GPU."""
-    return inputs.value.is_cuda and inputs.value.itemsize == 2 and has_fla()
-
-
-def fla_delta_rule(inputs: DeltaInputs, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The kernels of fla; documents are packed, with cumulative lengths from the host."""
-    rule: Callable[..., tuple[Tensor, Tensor]]
-    if inputs.decay.shape[-1] > 1:
-        rule = import_module("fla.ops.kda").chunk_kda
-        decay = inputs.decay
-    else:
-        rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-        decay = inputs.decay[..., 0]
-    rule = partial(rule, output_final_state=True, use_qk_l2norm_in_kernel=True)
-    tensors = (inputs.query, inputs.key, inputs.value, decay, inputs.beta[..., 0])
-    if inputs.starts is None:
-        return rule(*tensors, initial_state=initial_state)
-    device = inputs.value.device
-    documents = _PackedDocuments.of(inputs.starts.cpu().numpy())
-    heads, value_dim = inputs.value.shape[2:]
-    shape = (documents.number, heads, inputs.key.shape[3], value_dim)
-    states = inputs.key.new_zeros(shape, dtype=accumulate_dtype(inputs.key))
-    if initial_state is not None:
-        continues = on_device(documents.continues, device)[:, None, None, None]
-        first = on_device(documents.first, device)
-        states = states.index_copy(0, first, initial_state * continues)
-    packed = [tensor.flatten(0, 1)[None] for tensor in tensors]
-    bounds = on_device(documents.bounds, device)
-    host_bounds = torch.from_numpy(documents.bounds)
-    out, final = rule(*packed, initial_state=states, cu_seqlens=bounds, cu_seqlens_cpu=host_bounds)
-    last = on_device(documents.last, device)
-    return out.view_as(inputs.value), final[last]
-
-
-@dataclass(frozen=True)
-class _PackedDocuments:
-    """The documents of a batch whose rows are concatenated; a row ends its last document."""
-
-    bounds: np.ndarray  # [documents + 1] int64, cumulative lengths
-    first: np.ndarray  # [B] int64, the first document of each row
-    last: np.ndarray  # [B] int64, the last document of each row
-    continues: np.ndarray  # [B] bool, whether the first document began before the row
-
-    @classmethod
-    def of(cls, starts: np.ndarray) -> "_PackedDocuments":
-        """The documents of [B, S] bool, True for the first token of a document."""
-        rows = np.arange(len(starts)) * starts.shape[1]  # the first token of each row
-        document_starts = np.flatnonzero(starts)
-        bounds = np.union1d(document_starts, [*rows, starts.size])
-        first = np.searchsorted(bounds, rows)
-        num_documents = len(bounds) - 1
-        next_first = np.append(first[1:], num_documents)
-        continues = ~starts[:, 0]
-        return cls(bounds, first, next_first - 1, continues)
-
-    @property
-    def number(self) -> int:
-        """The number of documents."""
-        return len(self.bounds) - 1
 
 
 @dataclass(frozen=True)
@@ -295,12 +216,14 @@ class _Chunks:
 
         values [M, X, C, V], reads and writes [M, X, C, K], decays [M, X, 1 or K, 1].
         """
-        to_end = (self.decay[..., -1:, :] - self.decay).exp()
+        last = self.decay[..., -1:, :]
+        to_end = (last - self.decay).exp()
         if self.document is not None:
             is_of_last = self.document == self.document[..., -1:]
             to_end = to_end * is_of_last[..., None]
         value_targets = self.beta * self.value
-        state_targets = self.beta * self.decays_from_start * self.key
+        decayed_keys = self.decays_from_start * self.key
+        state_targets = self.beta * decayed_keys
         targets = torch.cat((value_targets, state_targets), dim=-1)
         system = self.beta * self.pairs(self.key)  # the solver reads only below the diagonal
         solved = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
@@ -310,7 +233,8 @@ class _Chunks:
         values = values.flatten(1, 3)
         reads = reads.flatten(1, 3)
         writes = (self.key * to_end).flatten(1, 3)
-        decays = self.decays_from_start[..., -1:, :].mT.flatten(1, 3)
+        last_decays = self.decays_from_start[..., -1:, :]
+        decays = last_decays.mT.flatten(1, 3)
         return values, reads, writes, decays
 
     def pairs(self, rows: Tensor) -> Tensor:
@@ -361,7 +285,8 @@ def _channel_pairs(rows: Tensor, keys: Tensor, *, decay: Tensor) -> Tensor:
         border = later_decay[..., :1, :]
         later = later_rows * (later_decay - border).exp()
         earlier = earlier_keys * (border - earlier_decay).exp()
-        first, second = pairs.unflatten(-3, (-1, 2)).unbind(-3)
+        both = pairs.unflatten(-3, (-1, 2))
+        first, second = both.unbind(-3)
         across = later @ earlier.mT
         above = F.pad(first, (0, size))
         below = torch.cat((across, second), dim=-1)

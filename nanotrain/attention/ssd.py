@@ -10,8 +10,9 @@ j to its end:
     S <- d_L S + (e u)^T B          chunk after chunk, S the state before a chunk
     Y = d C S^T + (C B^T * D) u     all chunks at once
 
-A token that starts a document sees no earlier state. Computed in fp32 (fp64 for fp64). Only the
-inputs are kept for the backward, which computes the rest again. Dao and Gu 2024, "Transformers are
+A token that starts a document sees no earlier state. Torch's operators compute in fp32 (fp64 for
+fp64), the kernels of scan_kernels.py in 16 bits on a GPU. Only the inputs are kept
+for the backward, which computes the rest again. Dao and Gu 2024, "Transformers are
 SSMs", section 6.
 
     ssd        outputs and the state at the end, from the state at the start
@@ -29,10 +30,21 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from nanotrain.attention.chunk_scan import ssd_by_triton
 from nanotrain.attention.chunks import accumulate_dtype
-from nanotrain.attention.delta_rule import DeltaInputs, recomputed
+from nanotrain.attention.delta_rule import ScanForm, recomputed
+from nanotrain.attention.package_scans import fla_ssd, mamba_ssd
+from nanotrain.attention.scan_inputs import DeltaInputs
+from nanotrain.attention.scan_kernels import kernel_for
 from nanotrain.comm.autograd import eager
 from nanotrain.spec.kinds.mamba import CHUNK_SIZE
+
+# by the name of a row of scan_kernels.py
+KERNEL_FORMS: dict[str, ScanForm] = {
+    "mamba_ssm": mamba_ssd,
+    "fla": fla_ssd,
+    "triton": ssd_by_triton,
+}
 
 
 @eager  # a compiled graph would keep what is computed again
@@ -49,6 +61,10 @@ def ssd(
     Returns:
         [batch, S, N, P] and [batch, N, P, K], in fp32.
     """
+    kernel = kernel_for("mamba2", inputs.value, has_rate=inputs.A is not None)
+    form = KERNEL_FORMS.get(kernel)
+    if form is not None:
+        return form(inputs, initial_state)
     y, state = recomputed(_ssd, inputs, initial_state, chunk_size=chunk_size)
     return y, state
 
@@ -69,7 +85,8 @@ def _ssd(
     decays = chunks.from_start[..., -1:]  # decay of the state over a chunk
     for decay, step in zip(decays.unbind(1), steps.unbind(1), strict=True):
         states.append(decay * states[-1] + step)
-    before = torch.stack(states[:-1], dim=1).flatten(3, 4)
+    before = torch.stack(states[:-1], dim=1)
+    before = before.flatten(3, 4)
     read = (before @ chunks.C.mT).view_as(chunks.u)
     decayed_read = read * chunks.from_start  # first: the order of the sum sets that of its backward
     y = decayed_read + chunks.u @ pairs.mT
@@ -107,7 +124,8 @@ class _Chunks:
         u = split(inputs.value * inputs.beta, "b m g r d l")
         decay = split(inputs.decay, "b m g (r d) l").cumsum(-1)
         from_start = decay.exp()
-        to_end = (decay[..., -1:] - decay).exp()
+        last = decay[..., -1:]
+        to_end = (last - decay).exp()
         allowed = torch.ones(size, size, dtype=torch.bool, device=decay.device).tril()
         if inputs.starts is not None:
             starts = F.pad(inputs.starts, (0, padding))
@@ -153,7 +171,8 @@ def _span_map(inputs: DeltaInputs, *, chunk_size: int) -> tuple[Tensor, Tensor]:
         to_end = torch.where(document == last_document, to_end, 0.0)
     x = inputs.value
     B = inputs.key.to(dtype)
-    u = (x * inputs.beta).to(dtype) * to_end
+    u = (x * inputs.beta).to(dtype)
+    u = u * to_end
     u = rearrange(u, "b s (g r) p -> b g (r p) s", g=B.shape[2])
     offset = u @ rearrange(B, "b s g k -> b g s k")
     offset = rearrange(offset, "b g (r p) k -> b (g r) p k", p=x.shape[-1])

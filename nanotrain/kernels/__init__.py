@@ -5,7 +5,7 @@
     permute.py              tokens in the order of their experts, and back
     dropout.py              dropout as a hash of indices
     fp8/                    the products in fp8
-    triton_*.py             Triton kernels of permutation, softmax and SwiGLU
+    triton_*.py             Triton kernels of permutation, softmax, SwiGLU and scans
     compiler.py             whether Triton and inductor work on this machine
 
 No communication and no modules: the layers that call these products are in `parallel/`.

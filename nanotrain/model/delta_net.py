@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.attention.chunks import accumulate_dtype
-from nanotrain.attention.delta_rule import DeltaInputs, delta_rule
+from nanotrain.attention.delta_rule import delta_rule
+from nanotrain.attention.scan_inputs import DeltaInputs
 from nanotrain.config.model import ModelConfig
 from nanotrain.model.context import (
     DropoutPlace,

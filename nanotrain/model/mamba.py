@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanotrain.attention.chunks import accumulate_dtype
-from nanotrain.attention.delta_rule import DeltaInputs
+from nanotrain.attention.scan_inputs import DeltaInputs
 from nanotrain.attention.ssd import span_map, ssd
 from nanotrain.config.model import ModelConfig
 from nanotrain.model.context import (
@@ -129,7 +129,9 @@ class Mamba2(nn.Module):
     ) -> Tensor:
         """The results of `prepare_scan` -> scan + D x, [batch, S, N, P] in fp32."""
         D = self.skip.to(decay.dtype)[:, None]
-        return self.scan(DeltaInputs(C, B, x, decay=decay, beta=step, starts=starts)) + x * D
+        A = -self.decay.to(decay.dtype).exp()
+        inputs = DeltaInputs(C, B, x, decay=decay, beta=step, starts=starts, A=A)
+        return self.scan(inputs) + x * D
 
     def gate_output(self, y: Tensor, z: Tensor) -> Tensor:
         """norm(y * silu(z)), with an RMSNorm per group where the model has one; the dtype of z.

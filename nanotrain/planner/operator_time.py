@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from nanotrain.attention.backends import AttentionNeed
-from nanotrain.attention.delta_rule import has_fla
+from nanotrain.attention.scan_kernels import installed_packages
 from nanotrain.planner.attention_kernel import attention_flops_per_s
 from nanotrain.planner.dispatch_time import dispatch_part, hide_behind_shared, router_part
 from nanotrain.planner.kernels import (
@@ -188,7 +188,7 @@ class OperatorTimes(RankClock):
         if self.engine.name != "nanotrain":
             return True
         takes_fla = operator.name == "delta_rule" and self.sizes.itemsize == 2
-        return takes_fla and not self.gpu.is_cpu and has_fla()
+        return takes_fla and not self.gpu.is_cpu and "fla" in installed_packages()
 
     def _torch_scan_s(self, cost: ScanCost) -> float:
         """Seconds of eager operators in fp32: their launches, and their bytes or FLOPs."""

@@ -13,12 +13,11 @@ from pathlib import Path
 import torch
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice
-from nanotrain.attention.delta_rule import has_fla
+from nanotrain.attention.scan_kernels import installed_packages, missing_packages
 from nanotrain.checkpoint.stored import require_writable
 from nanotrain.comm import device
 from nanotrain.comm.parallel_context import Launch
 from nanotrain.config.config import Config, Fp8Config
-from nanotrain.config.layer_kinds import DELTA_RULES
 from nanotrain.config.rules.check import check_groups
 from nanotrain.config.schema import check_choice
 from nanotrain.config.train import TrainConfig
@@ -126,13 +125,13 @@ def check_attention(start: Start) -> None:
 
 
 def check_linear_attention(start: Start) -> None:
-    """GPUs have kernels of the gated delta rule; their absence is a warning."""
-    has_delta_rule = DELTA_RULES & {*start.config.model.mixers}
-    if start.device.type == "cuda" and has_delta_rule and not has_fla():
-        log.warning(
-            "the gated delta rule is computed by torch: "
-            "pip install flash-linear-attention for its kernels"
-        )
+    """GPUs have packages with kernels of the model's scans; each that is missing is a warning."""
+    if start.device.type != "cuda":
+        return
+    mixers = {*start.config.model.mixers}
+    missing = missing_packages(sorted(mixers), installed=installed_packages())
+    for kernel in {*missing.values()}:
+        log.warning("%s", kernel.advice)
 
 
 def check_token_dispatcher(start: Start) -> None:

@@ -1,9 +1,10 @@
-"""Random inputs of the gated delta rule, and the rule token by token."""
+"""Random inputs of the gated delta rule, the rule and the scan of Mamba-2 token by token."""
 
 import torch
 from torch import Tensor
 
-from nanotrain.attention.delta_rule import NORM_EPS, DeltaInputs
+from nanotrain.attention.delta_rule import NORM_EPS
+from nanotrain.attention.scan_inputs import DeltaInputs
 
 BATCH, GROUPS, HEADS, KEY_DIM, VALUE_DIM = 2, 2, 4, 8, 6
 
@@ -53,4 +54,20 @@ def recurrence(inputs: DeltaInputs, state: Tensor | None = None) -> tuple[Tensor
         correction = inputs.beta[:, t] * (inputs.value[:, t] - predicted)
         state = state + key[:, t, :, :, None] * correction[:, :, None]
         outputs.append((state * query[:, t, :, :, None]).sum(-2) / query.shape[-1] ** 0.5)
+    return torch.stack(outputs, dim=1), state
+
+
+def ssd_recurrence(inputs: DeltaInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Outputs and final state of Mamba-2, token after token."""
+    batch, length, heads, value_dim = inputs.value.shape
+    repeats = heads // inputs.key.shape[2]
+    query, key = (x.repeat_interleave(repeats, dim=2) for x in (inputs.query, inputs.key))
+    state = query.new_zeros(batch, heads, value_dim, key.shape[3]) if state is None else state
+    outputs = []
+    for t in range(length):
+        if inputs.starts is not None:
+            state = state * ~inputs.starts[:, t, None, None, None]
+        state = state * inputs.decay[:, t, ..., None].exp()
+        state = state + (inputs.beta[:, t] * inputs.value[:, t])[..., None] * key[:, t, :, None]
+        outputs.append((state * query[:, t, :, None]).sum(-1))
     return torch.stack(outputs, dim=1), state

@@ -2,10 +2,6 @@
 both directions.
 """
 
-import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
-from nanotrain.attention.delta_rule import DeltaInputs, delta_rule, fla_delta_rule, span_map
+from nanotrain.attention.delta_rule import delta_rule, span_map
+from nanotrain.attention.scan_inputs import DeltaInputs
 from nanotrain.config.layer_kinds import LinearAttentionConfig
 from nanotrain.config.model import ModelConfig
 from nanotrain.spec.kinds import MIXERS
@@ -128,42 +125,6 @@ def test_states_are_fp32_and_nothing_but_the_inputs_is_kept() -> None:
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in tensors(inputs)}
     assert (out.dtype, state.dtype) == (torch.bfloat16, torch.float32)
     assert_close((out, state), recurrence(inputs.map(torch.Tensor.double)), tolerance=2e-2)
-
-
-@KINDS
-@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
-def test_kernels_get_packed_documents_with_their_states(
-    documents: bool, by_channel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = random_inputs(30, by_channel=by_channel, documents=documents)
-    initial = torch.randn(
-        BATCH, inputs.value.shape[2], KEY_DIM, inputs.value.shape[3], dtype=torch.float64
-    )
-    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
-    monkeypatch.setitem(sys.modules, "fla.ops", ModuleType("fla.ops"))
-    for module, name in (("kda", "chunk_kda"), ("gated_delta_rule", "chunk_gated_delta_rule")):
-        monkeypatch.setitem(sys.modules, f"fla.ops.{module}", SimpleNamespace(**{name: kernel}))
-    assert_close(fla_delta_rule(inputs, initial), recurrence(inputs, initial))
-    assert_close(fla_delta_rule(inputs, None), recurrence(inputs))
-
-
-def kernel(*tensors: Tensor, initial_state: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """The recurrence by the interface of fla."""
-    assert options.pop("output_final_state") and options.pop("use_qk_l2norm_in_kernel")
-    q, k, v, g, beta = tensors
-    inputs = DeltaInputs(q, k, v, g if g.dim() == 4 else g[..., None], beta[..., None])
-    if not options:
-        return recurrence(inputs, initial_state)
-    borders = options["cu_seqlens"].tolist()
-    assert borders == options["cu_seqlens_cpu"].tolist()
-    parts = [
-        recurrence(
-            inputs.map(lambda x, document=slice(*borders[i : i + 2]): x[:, document]),
-            initial_state[i : i + 1],
-        )
-        for i in range(len(borders) - 1)
-    ]
-    return torch.cat([out for out, _ in parts], dim=1), torch.cat([state for _, state in parts])
 
 
 @pytest.mark.parametrize("kind", ["gated_delta_net", "kda"])

@@ -8,31 +8,16 @@ import torch
 from torch import Tensor
 from transformers.models.mamba2 import modeling_mamba2
 
-from nanotrain.attention.delta_rule import DeltaInputs
 from nanotrain.attention.ssd import span_map, ssd
 from tests.attention.delta_inputs import (
     BATCH,
-    GROUPS,
     HEADS,
     KEY_DIM,
     VALUE_DIM,
     random_inputs,
     tensors,
 )
-
-
-def recurrence(inputs: DeltaInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Outputs and final state, token after token."""
-    query, key = (x.repeat_interleave(HEADS // GROUPS, dim=2) for x in (inputs.query, inputs.key))
-    state = query.new_zeros(BATCH, HEADS, VALUE_DIM, KEY_DIM) if state is None else state
-    outputs = []
-    for t in range(key.shape[1]):
-        if inputs.starts is not None:
-            state = state * ~inputs.starts[:, t, None, None, None]
-        state = state * inputs.decay[:, t, ..., None].exp()
-        state = state + (inputs.beta[:, t] * inputs.value[:, t])[..., None] * key[:, t, :, None]
-        outputs.append((state * query[:, t, :, None]).sum(-1))
-    return torch.stack(outputs, dim=1), state
+from tests.attention.delta_inputs import ssd_recurrence as recurrence
 
 
 def assert_same(

@@ -63,18 +63,28 @@ def test_an_unknown_tracker_is_named_with_those_that_exist() -> None:
         check_trackers(start_of("--mock-data", "--trackers", "wandb", "mlflw"))
 
 
-def test_a_gpu_without_kernels_of_the_gated_delta_rule_says_so_in_one_line(
-    monkeypatch, caplog
+@pytest.mark.parametrize(
+    ("kind", "installed", "layers", "packages"),
+    [
+        ("cuda", [], ["gated_delta_net"], ["flash-linear-attention"]),
+        ("cuda", ["fla"], ["gated_delta_net"], []),
+        ("cpu", [], ["gated_delta_net"], []),
+        ("cuda", [], [], []),
+        ("cuda", ["fla"], ["mamba2", "--mamba-num-groups", "1"], []),
+        ("cuda", [], ["mamba2", "--mamba-num-groups", "1"], ["mamba-ssm"]),
+    ],
+)
+def test_a_gpu_without_a_package_of_scans_says_so_in_one_line(
+    kind, installed, layers, packages, monkeypatch, caplog
 ) -> None:
-    linear = ["--mock-data", "--linear-attention-type", "gated_delta_net"]
-    for kind, is_installed, flags, count in (
-        ("cuda", False, linear, 1), ("cuda", True, linear, 0), ("cpu", False, linear, 0), ("cuda", False, linear[:1], 0)
-    ):  # fmt: skip
-        monkeypatch.setattr(checks.device, "pick_device", lambda *_, kind=kind: torch.device(kind))
-        monkeypatch.setattr(checks, "has_fla", lambda is_installed=is_installed: is_installed)
-        caplog.clear()
-        check_linear_attention(start_of(*flags))
-        assert sum("flash-linear-attention" in record.message for record in caplog.records) == count
+    monkeypatch.setattr(checks.device, "pick_device", lambda *_: torch.device(kind))
+    monkeypatch.setattr(checks, "installed_packages", lambda: frozenset(installed))
+    flags = ["--linear-attention-type", *layers] if layers else []
+    check_linear_attention(start_of("--mock-data", *flags))
+    found = [record.message for record in caplog.records if "pip install" in record.message]
+    assert len(found) == len(packages)
+    for message, package in zip(found, packages, strict=True):
+        assert f"pip install {package}" in message
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanotrain.attention.delta_rule import DeltaInputs, delta_rule, span_map
+from nanotrain.attention.delta_rule import delta_rule, span_map
+from nanotrain.attention.scan_inputs import DeltaInputs
 from nanotrain.comm.autograd import gather_along
 from nanotrain.comm.group import Group
 from nanotrain.parallel.cp.chunks import chunk_rows, join_rows

@@ -5,7 +5,7 @@ the length.
 import pytest
 import torch
 
-from nanotrain.attention.delta_rule import DeltaInputs
+from nanotrain.attention.scan_inputs import DeltaInputs
 from nanotrain.parallel.cp.linear_attention import delta_rule_over, start_states
 from nanotrain.parallel.cp.split import local_chunks, zigzag_chunks
 from tests.attention.delta_inputs import (

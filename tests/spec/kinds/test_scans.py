@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanotrain.attention.delta_rule import DeltaInputs, delta_rule
+from nanotrain.attention.delta_rule import delta_rule
+from nanotrain.attention.scan_inputs import DeltaInputs
 from nanotrain.attention.ssd import ssd
 from nanotrain.config.layer_kinds import LinearAttentionConfig, MambaConfig
 from nanotrain.config.model import ModelConfig
