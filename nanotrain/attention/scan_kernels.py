@@ -24,6 +24,13 @@ from nanotrain.kernels.compiler import runs_triton
 MAMBA2 = "mamba2"
 DELTA_RULES = ("gated_delta_net", "kda")
 CONVOLUTION = "convolution"
+# scans of mixers (spec/kinds)
+RULES = {
+    "mamba2": MAMBA2,
+    "attention_mamba2": MAMBA2,
+    "gated_delta_net": "gated_delta_net",
+    "kda": "kda",
+}
 TITLES = {MAMBA2: "Mamba-2", "gated_delta_net": "Gated DeltaNet", "kda": "KDA"}
 # shared memory per block of the walk: 164 kB for decays per channel, of 227 kB on these cards
 TRITON_CAPABILITIES = (9, 10)
@@ -136,11 +143,12 @@ def installed_packages() -> frozenset[str]:
     return frozenset(package for package in packages if find_spec(package) is not None)
 
 
-def missing_packages(rules: Iterable[str], *, installed: frozenset[str]) -> dict[str, ScanKernel]:
-    """The first row of each rule whose package is not there, where none of its packages is."""
+def missing_packages(mixers: Iterable[str], *, installed: frozenset[str]) -> tuple[ScanKernel, ...]:
+    """The first row of each scan of some mixers, where none of its packages is there."""
+    rules = {RULES[mixer] for mixer in mixers if mixer in RULES}
     missing: dict[str, ScanKernel] = {}
-    for rule in rules:
+    for rule in sorted(rules):
         rows = [kernel for kernel in SCAN_KERNELS if rule in kernel.rules and kernel.package]
-        if rows and not any(kernel.package in installed for kernel in rows):
-            missing[rule] = rows[0]
-    return missing
+        if not any(kernel.package in installed for kernel in rows):
+            missing[rows[0].name] = rows[0]
+    return tuple(missing.values())

@@ -128,9 +128,9 @@ def check_linear_attention(start: Start) -> None:
     """GPUs have packages with kernels of the model's scans; each that is missing is a warning."""
     if start.device.type != "cuda":
         return
-    mixers = {*start.config.model.mixers}
-    missing = missing_packages(sorted(mixers), installed=installed_packages())
-    for kernel in {*missing.values()}:
+    mixers = {mixer for mixer in start.config.model.mixers if mixer}
+    missing = missing_packages(mixers, installed=installed_packages())
+    for kernel in missing:
         log.warning("%s", kernel.advice)
 
 

@@ -35,8 +35,8 @@ def test_a_cpu_has_the_operators_of_torch(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_packages_that_a_model_lacks() -> None:
     missing = missing_packages(["mamba2", "kda", "attention"], installed=frozenset())
-    assert {rule: kernel.package for rule, kernel in missing.items()} == {
-        "mamba2": "mamba_ssm",
-        "kda": "fla",
-    }
-    assert missing_packages(["mamba2", "kda"], installed=frozenset({"fla"})) == {}
+    assert [kernel.package for kernel in missing] == ["fla", "mamba_ssm"]
+    assert "KDA" in missing[0].advice and "pip install mamba-ssm" in missing[1].advice
+    both = missing_packages(["kda", "gated_delta_net"], installed=frozenset())
+    assert [kernel.package for kernel in both] == ["fla"]
+    assert missing_packages(["mamba2", "kda"], installed=frozenset({"fla"})) == ()
