@@ -5,11 +5,53 @@ out_t = sum_k weight_k x_{t - K + 1 + k} + bias          tokens of other documen
 R rows: sequences, or chunks of them   C tokens   K kernel size   D channels
 """
 
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.attention.chunks import accumulate_dtype
+from nanotrain.attention.scan_kernels import CONVOLUTION, kernel_for
+from nanotrain.comm.autograd import eager
+
+
+def short_convolution(
+    window: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None,
+    segment_ids: Tensor | None,
+    activation: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """`causal_conv` and an activation, in one kernel of the package causal_conv1d where it is."""
+    is_known = activation is None or activation is F.silu
+    if is_known and kernel_for(CONVOLUTION, window) == "causal_conv1d":
+        return package_conv(
+            window, weight, bias=bias, segment_ids=segment_ids, has_silu=activation is not None
+        )
+    out = causal_conv(window, weight, bias=bias, segment_ids=segment_ids)
+    return out if activation is None else activation(out)
+
+
+@eager  # the extension is no operator of a graph
+def package_conv(
+    window: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None,
+    segment_ids: Tensor | None,
+    has_silu: bool,
+) -> Tensor:
+    """The convolution by causal_conv1d, over the whole window, of which the tokens are kept."""
+    convolve: Any = import_module("causal_conv1d").causal_conv1d_fn
+    if segment_ids is not None:
+        segment_ids = segment_ids.to(torch.int32)
+    activation = "silu" if has_silu else None
+    out: Tensor = convolve(window.mT, weight, bias, seq_idx=segment_ids, activation=activation)
+    return out.mT[:, weight.shape[1] - 1 :]
 
 
 def causal_conv(

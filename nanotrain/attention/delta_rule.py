@@ -222,8 +222,8 @@ class _Chunks:
             is_of_last = self.document == self.document[..., -1:]
             to_end = to_end * is_of_last[..., None]
         value_targets = self.beta * self.value
-        decayed_keys = self.decays_from_start * self.key
-        state_targets = self.beta * decayed_keys
+        state_rates = self.beta * self.decays_from_start
+        state_targets = state_rates * self.key
         targets = torch.cat((value_targets, state_targets), dim=-1)
         system = self.beta * self.pairs(self.key)  # the solver reads only below the diagonal
         solved = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)

@@ -91,6 +91,14 @@ def plan_parser() -> CommandParser:
         "nanotron (default: nanotrain; --rows infers it from each row)",
     )
     parser.add_argument(
+        "--kernel-packages",
+        nargs="+",
+        choices=("none", "fla", "mamba_ssm", "causal_conv1d"),
+        metavar="NAME",
+        help="packages of the machine with kernels of linear attention and Mamba-2: fla, "
+        "mamba_ssm, causal_conv1d, or none (default: those that are installed here)",
+    )
+    parser.add_argument(
         "--train-tokens",
         type=tokens,
         metavar="T",
@@ -225,6 +233,8 @@ def chosen_gpu(args: argparse.Namespace) -> "GPU":
     from nanotrain.planner.hardware import gpu_of
 
     gpu = gpu_of(args.gpu)
+    if args.kernel_packages is not None:
+        gpu = replace(gpu, kernel_packages=frozenset(args.kernel_packages) - {"none"})
     if not args.calibrate:
         return gpu
     from nanotrain.planner.calibrate import calibrate, measured

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanotrain.attention.convolution import causal_conv
+from nanotrain.attention.convolution import short_convolution
 from nanotrain.comm.group import Group
 from nanotrain.model.context import LayerContext, TokenCache
 from nanotrain.model.parameters import Parameters
@@ -53,9 +53,14 @@ class ShortConvolution(nn.Module):
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, D] -> [B, L, D]."""
         window, segment_ids = self.window(x, context.segment_ids)
-        rows = causal_conv(window, self.weight, bias=self.bias, segment_ids=segment_ids)
-        out = join_rows(rows, self.cp)
-        return out if self.activation is None else self.activation(out)
+        rows = short_convolution(
+            window,
+            self.weight,
+            bias=self.bias,
+            segment_ids=segment_ids,
+            activation=self.activation,
+        )
+        return join_rows(rows, self.cp)
 
     def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
         """The window whose earlier tokens come from the previous call."""

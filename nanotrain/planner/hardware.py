@@ -57,6 +57,13 @@ class GPU:
     is_mesh: bool  # GPUs of a node are linked pairwise, not by a switch
     is_cpu: bool  # cores of a processor, which launch what they compute
     calibration: Calibration = Calibration()  # factors of this machine
+    # packages with kernels of scans, such as fla; None: those of this machine
+    kernel_packages: frozenset[str] | None = None
+
+    @property
+    def has_scan_kernels(self) -> bool:
+        """Whether this project's Triton kernels of scans run on it: Hopper and Blackwell."""
+        return self.name.startswith(("h", "gh", "b", "gb"))
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s of a dtype.

@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from nanotrain.attention.backends import AttentionNeed
-from nanotrain.attention.scan_kernels import installed_packages
+from nanotrain.attention.scan_kernels import CONVOLUTION, chosen_kernel, installed_packages
 from nanotrain.planner.attention_kernel import attention_flops_per_s
 from nanotrain.planner.dispatch_time import dispatch_part, hide_behind_shared, router_part
 from nanotrain.planner.kernels import (
@@ -46,6 +46,7 @@ from nanotrain.spec.operators import (
     Router,
     Scan,
     ScanCost,
+    ScanPasses,
     SparseAttention,
 )
 
@@ -65,6 +66,10 @@ SPARSE_FORWARD_BYTES = 65  # per head
 SPARSE_BACKWARD_BYTES = 81  # per head
 # the host takes about 6 us per kernel, and 50 us per operator (engines.yaml)
 KERNELS_PER_OPERATOR = 8
+# kernels of scans: assumed, none was measured
+SCAN_SHARE = 0.3  # of the peak, in products of 64 rows
+SCAN_STEP_S = 2e-6  # from chunk to chunk: four products, each of which waits for another
+SCAN_PROGRAMS = 132  # programs that walk at once: one per multiprocessor of an H100
 # kernels of a fused scan, such as those of fla and mamba_ssm
 FUSED_SCAN_LAUNCHES = (10, 20)
 
@@ -164,15 +169,27 @@ class OperatorTimes(RankClock):
         """Short convolutions: the halo, the convolution and its activation."""
         num_bytes = operator.rows * operator.channels * self.sizes.itemsize
         count = len(operator.weights)
+        forward, backward = (6, 10)
         launches = (3 * count, 5 * count)
+        if self.engine.name == "nanotrain" and self._scan_row(CONVOLUTION) == "causal_conv1d":
+            forward, backward = (4, 6)  # the window, and one kernel
+            launches = (2 * count, 3 * count)
         return [
-            self.memory(operator.name, 6 * num_bytes, backward=10 * num_bytes, launches=launches)
+            self.memory(
+                operator.name,
+                forward * num_bytes,
+                backward=backward * num_bytes,
+                launches=launches,
+            )
         ]
 
     def scan(self, operator: Scan) -> Parts:
-        """A scan in torch, or by fused kernels."""
-        if self._has_fused_scan(operator):
+        """A scan by the row of attention/scan_kernels.py that the machine would take."""
+        if self.engine.name != "nanotrain":
             return [self._fused_scan(operator)]
+        row = self._scan_row(operator.rule)
+        if row != "torch":
+            return [self._kernel_scan(operator, operator.kernels[row])]
         forward = self._torch_scan_s(operator.forward)
         backward = self._torch_scan_s(operator.backward)
         launches = (
@@ -183,12 +200,37 @@ class OperatorTimes(RankClock):
         flops = float(operator.forward.flops)
         return [Part(operator.name, forward, backward, launches=launches, flops=flops)]
 
-    def _has_fused_scan(self, operator: Scan) -> bool:
-        """Whether one kernel computes all chunks: other programs, and delta rules with fla."""
-        if self.engine.name != "nanotrain":
-            return True
-        takes_fla = operator.name == "delta_rule" and self.sizes.itemsize == 2
-        return takes_fla and not self.gpu.is_cpu and "fla" in installed_packages()
+    def _scan_row(self, rule: str) -> str:
+        """The row of a scan or a convolution on this GPU."""
+        packages = self.gpu.kernel_packages
+        return chosen_kernel(
+            rule,
+            installed=installed_packages() if packages is None else packages,
+            is_low=self.sizes.itemsize == 2 and not self.gpu.is_cpu,
+            has_triton=self.gpu.has_scan_kernels,
+            has_rate=self.sizes.cp == 1,
+        )
+
+    def _kernel_scan(self, operator: Scan, passes: ScanPasses) -> Part:
+        """The kernels of a row, one after the other."""
+        forward = sum(map(self._scan_kernel_s, passes.forward))
+        backward = sum(map(self._scan_kernel_s, passes.backward))
+        launches = (
+            sum(cost.launches for cost in passes.forward),
+            sum(cost.launches for cost in passes.backward),
+            0,
+        )
+        flops = float(sum(cost.flops for cost in passes.forward))
+        return Part(operator.name, forward, backward, launches=launches, flops=flops)
+
+    def _scan_kernel_s(self, cost: ScanCost) -> float:
+        """Seconds of a kernel: its bytes or products, or the chunks that it walks along."""
+        flops_per_s = SCAN_SHARE * self.gpu.peak(self.dtype)
+        work = Work(cost.flops, cost.num_bytes)
+        rounds = ceil(cost.programs / SCAN_PROGRAMS)
+        walk_s = cost.steps * rounds * SCAN_STEP_S
+        seconds = roofline_s(self.gpu, work, flops_per_s=flops_per_s)
+        return (cost.launches - 1) * LAUNCH_S + max(seconds, walk_s)
 
     def _torch_scan_s(self, cost: ScanCost) -> float:
         """Seconds of eager operators in fp32: their launches, and their bytes or FLOPs."""

@@ -16,7 +16,7 @@ FLOPs (spec/counts.py), saved bytes (plan/saved_bytes.py), bytes over cp (plan/t
 Sizes are those of one rank and one microbatch.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -253,16 +253,30 @@ class ScanCost:
     flops: int
     num_bytes: int  # read and written
     launches: int
+    steps: int = 0  # chunks that a program walks along, one after the other
+    programs: int = 1  # programs that walk
+
+
+@dataclass(frozen=True)
+class ScanPasses:
+    """The kernels of a scan, one after the other."""
+
+    forward: tuple[ScanCost, ...]
+    backward: tuple[ScanCost, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scan(Operator):
-    """A recurrence over tokens, computed in chunks in fp32; the backward computes it again."""
+    """A recurrence over tokens, computed in chunks; the backward computes it again."""
 
     recurrence_flops: int  # FLOPs of the recurrence token by token
     fused_bytes: int  # inputs, outputs and states of the chunks, where one kernel computes it
+    rule: str  # "mamba2", "gated_delta_net" or "kda"
+    # by torch's operators in fp32
     forward: ScanCost
     backward: ScanCost  # cost of the backward and of the recomputed forward
+    # by kernels in 16 bits, by row of attention/scan_kernels.py
+    kernels: Mapping[str, ScanPasses]
 
     @property
     def sequence_flops(self) -> int:

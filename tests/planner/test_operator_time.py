@@ -13,12 +13,12 @@ import pytest
 from nanotrain.planner.engine import engine_of, with_sections
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.memory import estimate_memory
-from nanotrain.planner.operator_time import OperatorTimes
+from nanotrain.planner.operator_time import SCAN_STEP_S, OperatorTimes
 from nanotrain.planner.parts import Part, Parts, Streams
 from nanotrain.planner.program_bytes import ProgramBytes
 from nanotrain.spec.kinds import MLPS
 from nanotrain.spec.kinds.block import block_operators
-from nanotrain.spec.operators import Scan
+from nanotrain.spec.operators import Convolution, Scan, ScanCost
 from tests.planner.scenarios import llama
 
 MEASURED = list(
@@ -203,17 +203,50 @@ def test_layers_with_experts_take_as_long_as_measured() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "gated_delta_net", "kda"])
-def test_a_scan_in_torch_takes_as_long_as_its_bytes_and_fused_kernels_less(kind: str) -> None:
+def test_a_scan_takes_as_long_as_the_bytes_of_its_kernels(kind: str, monkeypatch) -> None:
     values = {"linear_attention_type": kind}
     values |= {"linear_num_key_heads": 32} if kind == "kda" else {}
-    times = OperatorTimes(llama(8, engine="nanotrain", **values))
+    scenario = llama(8, engine="nanotrain", **values)
+    bandwidth = scenario.machine.memory_bandwidth
+    times = OperatorTimes(scenario)
     (scan,) = (each for each in block_operators(times.sizes, 0) if isinstance(each, Scan))
-    (torch_part,) = times.scan(scan)
-    bandwidth = times.gpu.memory_bandwidth
+    with monkeypatch.context() as patched:
+        patched.setattr(OperatorTimes, "_scan_row", lambda *_: "torch")
+        (torch_part,) = times.scan(scan)
     assert torch_part.forward > scan.forward.num_bytes / bandwidth
     assert torch_part.dgrad > scan.backward.num_bytes / bandwidth
+    rows = {"none": "triton", "fla": "fla", "mamba_ssm": "triton"}
+    if kind == "mamba2":
+        rows["mamba_ssm"] = "mamba_ssm"
+    for package, row in rows.items():
+        gpu = replace(scenario.gpu, kernel_packages=frozenset({package}))
+        (part,) = OperatorTimes(replace(scenario, gpu=gpu)).scan(scan)
+        passes = scan.kernels[row]
+        assert part.forward > sum(cost.num_bytes for cost in passes.forward) / bandwidth
+        assert part.dgrad > sum(cost.num_bytes for cost in passes.backward) / bandwidth
+        assert part.launches[0] == sum(cost.launches for cost in passes.forward)
+        assert 3 * part.forward < torch_part.forward
     (fused_part,) = OperatorTimes(llama(8, engine="megatron", **values)).scan(scan)
     assert 5 * fused_part.forward < torch_part.forward
+
+
+def test_a_walk_takes_at_least_the_time_of_its_chunks() -> None:
+    times = OperatorTimes(llama(8, engine="nanotrain"))
+    cost = ScanCost(flops=0, num_bytes=0, launches=1, steps=100, programs=133)
+    assert times._scan_kernel_s(cost) == pytest.approx(2 * 100 * SCAN_STEP_S)
+    assert times._scan_kernel_s(replace(cost, programs=132)) == pytest.approx(100 * SCAN_STEP_S)
+
+
+def test_a_convolution_of_the_package_moves_fewer_bytes() -> None:
+    scenario = llama(8, engine="nanotrain", linear_attention_type="mamba2")
+    times = OperatorTimes(scenario)
+    (conv,) = (each for each in block_operators(times.sizes, 0) if isinstance(each, Convolution))
+    seconds = []
+    for package in ("none", "causal_conv1d"):
+        gpu = replace(scenario.gpu, kernel_packages=frozenset({package}))
+        (part,) = OperatorTimes(replace(scenario, gpu=gpu)).convolution(conv)
+        seconds.append(part.forward)
+    assert seconds[1] < 0.7 * seconds[0]
 
 
 @pytest.mark.parametrize(("backend", "is_slow"), [("unfused", True), ("flash", False)])

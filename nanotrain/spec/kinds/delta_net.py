@@ -30,6 +30,7 @@ from nanotrain.spec.scan_cost import (
     fused_scan_bytes,
     scan_cost,
 )
+from nanotrain.spec.scan_kernels import kernel_costs
 from nanotrain.spec.shape import ModelShape
 
 CHUNK_SIZE = 64  # tokens of a chunk of the rule
@@ -223,7 +224,9 @@ def _scan_sizes(s: LayerSizes) -> ScanSizes:
 def _scan(s: LayerSizes, *, num_steps: int) -> Scan:
     """The gated delta rule (attention/delta_rule.py)."""
     sizes = _scan_sizes(s)
+    rule = "gated_delta_net"
     if "kda" in s.shape.mixers:
+        rule = "kda"
         num_decays = sizes.key
         per_token = _channel_temporaries(sizes)
         forward = scan_cost(KDA_FORWARD, sizes)
@@ -250,6 +253,8 @@ def _scan(s: LayerSizes, *, num_steps: int) -> Scan:
         fused_bytes=fused_scan_bytes(sizes, itemsize=s.itemsize),
         forward=forward,
         backward=backward,
+        rule=rule,
+        kernels=kernel_costs(rule, sizes, itemsize=s.itemsize, batch=s.batch_size),
     )
 
 

@@ -14,6 +14,7 @@ from nanotrain.spec.scan_cost import (
     fused_scan_bytes,
     scan_cost,
 )
+from nanotrain.spec.scan_kernels import kernel_costs
 from nanotrain.spec.shape import ModelShape
 
 CHUNK_SIZE = 64  # tokens of a chunk of the scan
@@ -137,4 +138,6 @@ def _scan(s: LayerSizes) -> Scan:
         fused_bytes=fused_scan_bytes(sizes, itemsize=s.itemsize),
         forward=scan_cost(FORWARD, sizes),
         backward=scan_cost(BACKWARD, sizes),
+        rule="mamba2",
+        kernels=kernel_costs("mamba2", sizes, itemsize=s.itemsize, batch=s.batch_size),
     )
