@@ -18,6 +18,8 @@ from torch import Tensor
 
 import nanotrain
 from nanotrain.kernels import (
+    triton_chunk_scan,
+    triton_chunk_scan_backward,
     triton_grouped_wgrad,
     triton_permute,
     triton_softmax,
@@ -27,6 +29,7 @@ from nanotrain.kernels.fp8 import triton_cast, triton_grouped, triton_nvfp4
 from nanotrain.kernels.fp8.quantize import Cast, SwigluInput
 from nanotrain.kernels.fp8.rounding import ElementWords
 from nanotrain.kernels.permute import plan_permutation
+from nanotrain.kernels.triton_scan_tiles import Inputs
 from nanotrain.precision.fp8 import FP8_RECIPES, PER_ROW, PER_TENSOR, RECIPES, Block, Recipe
 
 E4M3 = torch.float8_e4m3fn
@@ -345,6 +348,41 @@ def _build_wgrads() -> list[Launch]:
     return launches
 
 
+def _scan(rule: str, head_dim: int) -> None:
+    """Forward and backward of a scan with an initial state and documents."""
+    heads, tokens = 2, 128
+    groups = heads if rule == "kda" else 1
+    vectors = torch.zeros(1, tokens, groups, head_dim, dtype=torch.bfloat16)
+    value = torch.zeros(1, tokens, heads, head_dim, dtype=torch.bfloat16)
+    decay = torch.zeros(1, tokens, heads, head_dim if rule == "kda" else 1)
+    rate = torch.zeros(1, tokens, heads)
+    documents = torch.zeros(1, tokens, dtype=torch.int32)
+    inputs = Inputs(vectors, vectors, value, decay, rate, documents)
+    sizes = triton_chunk_scan.scan_sizes(inputs, corrects=rule != "mamba2")
+    state = torch.zeros(1, heads, head_dim, head_dim)
+    prepared = triton_chunk_scan.prepare(inputs, sizes)
+    dtype = torch.float32 if rule == "mamba2" else torch.bfloat16
+    out, final = triton_chunk_scan.walk(inputs, prepared, initial=state, sizes=sizes, dtype=dtype)
+    triton_chunk_scan_backward.scan_backward(
+        inputs, state, sizes=sizes, grad_out=out, grad_final=final
+    )
+
+
+def _build_scans() -> list[Launch]:
+    """Scans in bf16 on Hopper and Blackwell."""
+    kernels = {"_prepare", "_walk", "_walk_back", "_chunk_gradients"}
+    launches = []
+    for rule, head_dim in (
+        ("mamba2", 128), ("gated_delta_net", 64), ("gated_delta_net", 128), ("kda", 128)
+    ):  # fmt: skip
+        names = kernels if rule == "mamba2" else kernels | {"_system_gradients"}
+        run = partial(_scan, rule, head_dim)
+        label = f"scan {rule} {head_dim} bf16"
+        is_typical = head_dim == 64
+        launches.append(Launch(label, frozenset(names), run, HOPPER, 109, is_typical))
+    return launches
+
+
 LAUNCHES = (
     *_build_rest(),
     *_build_wgrads(),
@@ -353,6 +391,7 @@ LAUNCHES = (
     *_build_swiglu_casts(),
     *_build_products(),
     *_build_nvfp4(),
+    *_build_scans(),
 )
 
 

@@ -113,7 +113,7 @@ if triton is not None:
         decay, from_start, _, _ = chunk_decays(data, rows, row, chunk, length, sizes)
         scores = decayed_pairs(queries, keys, decay, data, rows, sizes)
         scores = tl.where(allowed, scores, 0.0)
-        here = row * num_chunks + chunk
+        here = row.to(tl.int64) * num_chunks + chunk
         square = out.pairs + square_offsets(here, sizes)
         tl.store(square, scores.to(dtype))
         if sizes.corrects:
@@ -178,7 +178,7 @@ if triton is not None:
             low_state = state.to(dtype)
             change = load_change(data, prepared, low_state, tokens, inside, start, sizes)
             change = change.to(dtype)
-            here = row * num_chunks + chunk
+            here = row.to(tl.int64) * num_chunks + chunk
             if kept is not None:
                 store_state(kept.states, low_state, here, start, sizes)
                 if sizes.corrects:

@@ -107,7 +107,7 @@ if triton is not None:
             chunk = num_chunks - 1 - index
             inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
             _, from_start, to_end, over = chunk_decays(data, rows, row, chunk, length, sizes)
-            here = row * num_chunks + chunk
+            here = row.to(tl.int64) * num_chunks + chunk
             low_grad = grad.to(dtype)
             store_state(between.states, low_grad, here, start, sizes)
             out = load_values(grad_out, tokens, inside, start, sizes)
@@ -150,6 +150,65 @@ if triton is not None:
             tl.store(decay + rows, total)
 
     @triton.jit
+    def vector_gradients(
+        data: bundle,
+        grads: bundle,
+        read: tensor,
+        write: tensor,
+        pairs: tensor,
+        carried: tensor,
+        row: tensor,
+        chunk: tensor,
+        length: tensor,
+        num_chunks: tensor,
+        sizes: bundle,
+    ) -> None:
+        """Write the gradients of queries, keys and decays of a chunk.
+
+        Args:
+            data: inputs.
+            grads: where they are written.
+            read: [C, width], of d q.
+            write: [C, width], of e k.
+            pairs: [C, C], of the pairs of queries and keys.
+            carried: [width], of d_C without the factor d_C.
+            row: index of the head.
+            chunk: index of the chunk.
+            length: tokens of a sequence.
+            num_chunks: chunks of a sequence.
+            sizes: constants.
+        """
+        size: constexpr = sizes.chunk
+        dtype = data.value.dtype.element_ty
+        inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
+        decay, from_start, to_end, over = chunk_decays(data, rows, row, chunk, length, sizes)
+        keys = load_vectors(data.key, vectors, inside, sizes)
+        queries = load_queries(data, vectors, inside, sizes)
+        read *= from_start
+        write *= to_end
+        written = tl.sum(keys * write, 0)
+        last = line(carried) * tl.trans(over)
+        last += line(written)
+        allowed = allowed_pairs(data.documents, row, chunk, length, sizes)
+        pairs = tl.where(allowed, pairs, 0.0)
+        low_queries = queries.to(dtype)
+        low_keys = keys.to(dtype)
+        query_grad, key_grad = pair_gradients(
+            pairs, low_queries, low_keys, read, write, decay, data, rows, sizes
+        )
+        decay_grad = low_queries * query_grad
+        decay_grad -= low_keys * key_grad
+        index = tl.arange(0, size)
+        is_last = index == size - 1
+        decay_grad += tl.where(column(is_last), last, 0.0)
+        store_decay_gradient(decay_grad, grads.decay, rows, sizes, False)
+        key_grad = unit_gradient(key_grad, data.key, vectors, inside, sizes)
+        query_grad = unit_gradient(query_grad, data.query, vectors, inside, sizes)
+        query_grad *= sizes.scale
+        store_channels(grads.key, key_grad, tokens, inside, sizes)
+        store_channels(grads.query, query_grad, tokens, inside, sizes)
+
+    @triton.jit
     def _chunk_gradients(
         data: bundle,
         kept: bundle,
@@ -165,7 +224,7 @@ if triton is not None:
         num_chunks = tl.num_programs(0)
         dtype = data.value.dtype.element_ty
         inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
-        here = row * num_chunks + chunk
+        here = row.to(tl.int64) * num_chunks + chunk
         size: constexpr = sizes.chunk
         width: constexpr = sizes.width
         read = tl.zeros([size, width], tl.float32)
@@ -203,32 +262,9 @@ if triton is not None:
             store_channels(between.reads, reads, tokens, inside, sizes)
         else:
             tl.store(grads.rate + tokens, rate_grad, mask=inside)
-        decay, from_start, to_end, over = chunk_decays(data, rows, row, chunk, length, sizes)
-        keys = load_vectors(data.key, vectors, inside, sizes)
-        queries = load_queries(data, vectors, inside, sizes)
-        read *= from_start
-        write *= to_end
-        written = tl.sum(keys * write, 0)
-        last = line(carried) * tl.trans(over)
-        last += line(written)
-        allowed = allowed_pairs(data.documents, row, chunk, length, sizes)
-        pairs = tl.where(allowed, pairs, 0.0)
-        low_queries = queries.to(dtype)
-        low_keys = keys.to(dtype)
-        query_grad, key_grad = pair_gradients(
-            pairs, low_queries, low_keys, read, write, decay, data, rows, sizes
+        vector_gradients(
+            data, grads, read, write, pairs, carried, row, chunk, length, num_chunks, sizes
         )
-        decay_grad = low_queries * query_grad
-        decay_grad -= low_keys * key_grad
-        index = tl.arange(0, size)
-        is_last = index == size - 1
-        decay_grad += tl.where(column(is_last), last, 0.0)
-        store_decay_gradient(decay_grad, grads.decay, rows, sizes, False)
-        key_grad = unit_gradient(key_grad, data.key, vectors, inside, sizes)
-        query_grad = unit_gradient(query_grad, data.query, vectors, inside, sizes)
-        query_grad *= sizes.scale
-        store_channels(grads.key, key_grad, tokens, inside, sizes)
-        store_channels(grads.query, query_grad, tokens, inside, sizes)
 
     @triton.jit
     def _system_gradients(
