@@ -78,7 +78,8 @@ class _ChunkScan(torch.autograd.Function):
         *tensors, initial_state, documents, corrects, dtype = args
         kernels = _kernels()
         inputs = kernels.Inputs(*tensors, documents)
-        ctx.sizes = kernels.scan_sizes(inputs, corrects=corrects)
+        sizes = kernels.scan_sizes(inputs, corrects=corrects)
+        ctx.sizes = sizes
         ctx.save_for_backward(*inputs, initial_state)
         prepared = kernels.prepare(inputs, ctx.sizes)
         out, final = kernels.walk(

@@ -49,7 +49,8 @@ class ScanKernel:
     @property
     def advice(self) -> str:
         """What a run on a GPU lacks without its package."""
-        rules = " and ".join(TITLES[rule] for rule in self.rules if rule in TITLES)
+        titles = [TITLES[rule] for rule in self.rules if rule in TITLES]
+        rules = " and ".join(titles)
         return (
             f"{rules}: this project's Triton kernels run, on GPUs other than Hopper and Blackwell "
             f"torch's operators; pip install {self.distribution} for those of {self.name}"
@@ -101,7 +102,8 @@ def chosen_kernel(
     for kernel in SCAN_KERNELS:
         if rule not in kernel.rules:
             continue
-        lacks_package = kernel.package is not None and kernel.package not in installed
+        is_package = kernel.package is not None
+        lacks_package = is_package and kernel.package not in installed
         lacks_rate = kernel.needs_rate and not has_rate
         lacks_triton = kernel.name == "triton" and not has_triton
         lacks_bits = kernel.name != "torch" and not is_low

@@ -375,7 +375,8 @@ def scan_backward(
 
 def _empty_gradients(inputs: Inputs, sizes: Sizes) -> Gradients:
     """Memory of the gradients, with a head of queries and keys per head of values."""
-    query = inputs.query.new_empty(*inputs.value.shape[:3], sizes.key_dim)
+    tokens = inputs.value.shape[:3]
+    query = inputs.query.new_empty(*tokens, sizes.key_dim)
     return Gradients(
         query,
         torch.empty_like(query),

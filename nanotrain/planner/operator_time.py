@@ -203,10 +203,13 @@ class OperatorTimes(RankClock):
     def _scan_row(self, rule: str) -> str:
         """The row of a scan or a convolution on this GPU."""
         packages = self.gpu.kernel_packages
+        if packages is None:
+            packages = installed_packages()
+        has_low_bits = self.sizes.itemsize == 2
         return chosen_kernel(
             rule,
-            installed=installed_packages() if packages is None else packages,
-            is_low=self.sizes.itemsize == 2 and not self.gpu.is_cpu,
+            installed=packages,
+            is_low=has_low_bits and not self.gpu.is_cpu,
             has_triton=self.gpu.has_scan_kernels,
             has_rate=self.sizes.cp == 1,
         )
@@ -215,13 +218,11 @@ class OperatorTimes(RankClock):
         """The kernels of a row, one after the other."""
         forward = sum(map(self._scan_kernel_s, passes.forward))
         backward = sum(map(self._scan_kernel_s, passes.backward))
-        launches = (
-            sum(cost.launches for cost in passes.forward),
-            sum(cost.launches for cost in passes.backward),
-            0,
-        )
-        flops = float(sum(cost.flops for cost in passes.forward))
-        return Part(operator.name, forward, backward, launches=launches, flops=flops)
+        flops = sum(cost.flops for cost in passes.forward)
+        forward_launches = sum(cost.launches for cost in passes.forward)
+        backward_launches = sum(cost.launches for cost in passes.backward)
+        launches = (forward_launches, backward_launches, 0)
+        return Part(operator.name, forward, backward, launches=launches, flops=float(flops))
 
     def _scan_kernel_s(self, cost: ScanCost) -> float:
         """Seconds of a kernel: its bytes or products, or the chunks that it walks along."""
@@ -230,7 +231,8 @@ class OperatorTimes(RankClock):
         rounds = ceil(cost.programs / SCAN_PROGRAMS)
         walk_s = cost.steps * rounds * SCAN_STEP_S
         seconds = roofline_s(self.gpu, work, flops_per_s=flops_per_s)
-        return (cost.launches - 1) * LAUNCH_S + max(seconds, walk_s)
+        further_s = (cost.launches - 1) * LAUNCH_S
+        return further_s + max(seconds, walk_s)
 
     def _torch_scan_s(self, cost: ScanCost) -> float:
         """Seconds of eager operators in fp32: their launches, and their bytes or FLOPs."""

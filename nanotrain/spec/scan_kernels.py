@@ -11,6 +11,7 @@ blocks of columns that read the same keys read them from the cache.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,18 @@ class _Counter:
 
     def _cost(self, kernel: KernelTerms) -> ScanCost:
         sizes = self.sizes
-        blocks = -(-sizes.value // VALUE_BLOCK)
+        tokens = sizes.tokens
+        flops = self._flops(kernel)
+        num_bytes = self._num_bytes(kernel)
+        rows = self.batch * sizes.heads
+        blocks = ceil(sizes.value / VALUE_BLOCK)
+        steps = sizes.num_chunks if kernel.walks else 0
         return ScanCost(
-            flops=sizes.tokens * sizes.heads * self._flops(kernel),
-            num_bytes=sizes.tokens * self._num_bytes(kernel),
+            flops=tokens * sizes.heads * flops,
+            num_bytes=tokens * num_bytes,
             launches=kernel.launches,
-            steps=sizes.num_chunks if kernel.walks else 0,
-            programs=self.batch * sizes.heads * blocks,
+            steps=steps,
+            programs=rows * blocks,
         )
 
     def _flops(self, kernel: KernelTerms) -> int:
@@ -113,7 +119,11 @@ class _Counter:
         low += kernel.values * sizes.value
         low += kernel.pairs * sizes.chunk
         low += kernel.states * sizes.state
-        group = kernel.vectors * sizes.key + 2 * kernel.group_pairs * sizes.chunk
-        wide = kernel.wide_values * sizes.value + kernel.decays * self.num_decays
-        low_bytes = (sizes.heads * low + sizes.groups * group) * self.itemsize
-        return low_bytes + sizes.heads * wide * FP32
+        group = kernel.vectors * sizes.key
+        group += 2 * kernel.group_pairs * sizes.chunk
+        wide = kernel.wide_values * sizes.value
+        wide += kernel.decays * self.num_decays
+        low_elements = sizes.heads * low
+        low_elements += sizes.groups * group
+        num_bytes = low_elements * self.itemsize
+        return num_bytes + sizes.heads * wide * FP32
