@@ -10,7 +10,8 @@ from nanotrain.checkpoint import plan
 from nanotrain.checkpoint.checkpointer import Checkpointer
 from nanotrain.checkpoint.report import describe, diff, verify
 from nanotrain.comm.group import Group
-from nanotrain.spec.boxes import TensorBox
+from nanotrain.spec.boxes import Box, TensorBox
+from tests.checkpoint.test_read import write
 
 OBJECTS = {"train": {"consumed_samples": 48, "consumed_tokens": 9000}, "last_step": {"loss": 2.5}}
 CONFIG = {"model": {"num_layers": 2, "hidden_size": 8, "vocab_size": 64}}
@@ -192,3 +193,24 @@ def test_tokens_that_differ_and_other_vocabularies_are_differences(tmp_path: Pat
     assert [tensor.name for tensor in diff(first, same_rows).tensors] == [
         "model/embedding.word.weight"
     ]
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1, 100])
+def test_the_chunks_of_all_shards_are_counted_and_their_sizes_compared(
+    tmp_path: Path, more: int
+) -> None:
+    boxes = [TensorBox("model/a", (3, 4), Box((row, 0), (row + 1, 4))) for row in range(3)]
+    shares = [
+        {boxes[0]: torch.ones(1, 4), boxes[1]: torch.ones(1, 4)},
+        {boxes[2]: torch.ones(1, 4)},
+    ]
+    path = write(tmp_path, 1, shares=shares)
+    file = path / "shard-00001-of-00002.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:more] if more < 0 else data + bytes(more))
+    report = verify(path)
+    assert (report.num_chunks, report.nbytes) == (3, 3 * 4 * 4)
+    assert report.is_sound is (more == 0)
+    if more:
+        sizes = f"has {len(data) + more} bytes, the manifest has {len(data)}"
+        assert any(sizes in fault for fault in report.faults)

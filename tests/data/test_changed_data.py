@@ -66,3 +66,13 @@ def test_changed_settings_are_named_with_both_values() -> None:
         "data_path a -> none",
         "seed 1 -> 2",
     ]
+
+
+@pytest.mark.parametrize("samples", [7, 100, 250])
+def test_a_position_in_another_order_is_the_nearest_part_of_its_epoch(samples: int) -> None:
+    old = CorpusOrder(start=0, stop=801, samples=100, seq_length=8, packing="stream", seed=3)
+    new = replace(old, samples=samples, seed=4)
+    for read in range(350):
+        position = changed_data._position(CorpusRecord("a", "f", read, old), new)
+        epochs, done = divmod(read, 100)
+        assert abs(position - epochs * samples - done * samples / 100) <= 0.5, read

@@ -108,3 +108,16 @@ def test_eight_bits_are_faster_than_sixteen() -> None:
         assert matmul_s(gpu_of(name), (8192, 8192, 8192), dtype="fp8") < matmul_s(
             gpu_of(name), (8192, 8192, 8192), dtype="bf16"
         )
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 256, 4096])
+def test_no_product_is_faster_than_its_bytes(tokens: int, accumulate: bool) -> None:
+    """Inputs in bf16; an output in bf16 is written, one in fp32 is read and written."""
+    for name in ("a100", "h100", "h200", "b200"):
+        gpu = gpu_of(name)
+        for m, n in ((8192, 8192), (1024, 16384), (4096, 512)):
+            num_bytes = 2 * tokens * (m + n) + (8 if accumulate else 2) * m * n
+            seconds = matmul_s(gpu, (m, n, tokens), dtype="bf16", accumulate=accumulate)
+            least = num_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
+            assert seconds > least, (name, m, n)

@@ -2,6 +2,8 @@
 cannot be formed.
 """
 
+from typing import Any
+
 import pytest
 
 from nanotrain.config.load import configure
@@ -9,6 +11,7 @@ from nanotrain.errors import ConfigError, TopologyError
 from nanotrain.plan.plan import plan_run
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.scenario import scenario_of
+from tests.planner.scenarios import llama
 
 
 def test_sizes_stages_and_microbatches_follow_from_the_configuration() -> None:
@@ -112,3 +115,19 @@ def test_nanotron_splits_by_weights() -> None:
     stages = scenario_of(config, 4, gpu=gpu_of("h100"), engine="nanotron").stages
     # the head counts as 4 layers
     assert [len(stage.layers) for of_rank in stages for stage in of_rank] == [6, 5, 5, 0]
+
+
+@pytest.mark.parametrize("engine", ["nanotrain", "megatron"])
+@pytest.mark.parametrize(
+    ("values", "lengths"),
+    [
+        ({"decoder_first_pipeline_num_layers": 5}, [5, 9, 9, 9]),
+        ({"decoder_last_pipeline_num_layers": 5}, [9, 9, 9, 5]),
+        ({"pipeline_model_parallel_layout": "Et*3|t*9|t*10|t*10L"}, [3, 9, 10, 10]),
+    ],
+)
+def test_stages_that_are_set_are_those_of_every_engine(
+    engine: str, values: dict[str, Any], lengths: list[int]
+) -> None:
+    scenario = llama(8, pp=4, engine=engine, gbs=64, **values)
+    assert [len(spec.layers) for (spec,) in scenario.stages] == lengths

@@ -75,3 +75,27 @@ def test_the_columns_that_are_read_are_said(tmp_path: Path) -> None:
         f"{rows}: documents are read from text.en; not read: id, url"
     ]
     assert lines_on_columns(chunks, "body") == []  # an error when it is read
+
+
+def test_every_file_is_taken_or_counted_below_a_folder_and_below_one_that_a_pattern_matches(
+    tmp_path: Path,
+) -> None:
+    names = (
+        "a.txt",
+        "b.md",
+        "s/c.txt",
+        ".git/x.txt",
+        "s/.h",
+        "d.py",
+        "e.py",
+        "LICENSE",
+        "a.txt.gz",
+    )
+    fill(tmp_path / "in", *names)
+    (tmp_path / "in" / "empty.txt").touch()
+    below, matched = select_inputs([str(tmp_path / "in"), str(tmp_path / "i*")])
+    assert below.files == matched.files and len(below.files or ()) == 4
+    assert below.skipped == matched.skipped
+    assert below.other_types == matched.other_types
+    left_out = sum(below.skipped.values()) - below.skipped["empty"]  # an empty file is taken
+    assert 4 + left_out + sum(below.other_types.values()) == len(names) + 1
