@@ -121,13 +121,13 @@ def test_nanotron_splits_by_weights() -> None:
 @pytest.mark.parametrize(
     ("values", "lengths"),
     [
-        ({"decoder_first_pipeline_num_layers": 5}, [5, 9, 9, 9]),
-        ({"decoder_last_pipeline_num_layers": 5}, [9, 9, 9, 5]),
-        ({"pipeline_model_parallel_layout": "Et*3|t*9|t*10|t*10L"}, [3, 9, 10, 10]),
+        ({"decoder_first_pipeline_num_layers": 6}, [6, 8, 8, 8]),
+        ({"decoder_last_pipeline_num_layers": 6}, [8, 8, 8, 6]),
+        ({"pipeline_model_parallel_layout": "Et*3|t*9|t*9|t*9L"}, [3, 9, 9, 9]),
     ],
 )
 def test_stages_that_are_set_are_those_of_every_engine(
     engine: str, values: dict[str, Any], lengths: list[int]
 ) -> None:
-    scenario = llama(8, pp=4, engine=engine, gbs=64, **values)
+    scenario = llama(8, pp=4, num_layers=30, engine=engine, gbs=64, **values)
     assert [len(spec.layers) for (spec,) in scenario.stages] == lengths
