@@ -117,12 +117,12 @@ def test_nanotron_splits_by_weights() -> None:
     assert [len(stage.layers) for of_rank in stages for stage in of_rank] == [6, 5, 5, 0]
 
 
-@pytest.mark.parametrize("engine", ["nanotrain", "megatron"])
+@pytest.mark.parametrize("engine", ["nanotrain", "megatron", "fsdp2"])
 @pytest.mark.parametrize(
     ("values", "lengths"),
     [
-        ({"decoder_first_pipeline_num_layers": 6}, [6, 8, 8, 8]),
-        ({"decoder_last_pipeline_num_layers": 6}, [8, 8, 8, 6]),
+        ({"decoder_first_pipeline_num_layers": 3}, [3, 9, 9, 9]),
+        ({"decoder_last_pipeline_num_layers": 3}, [9, 9, 9, 3]),
         ({"pipeline_model_parallel_layout": "Et*3|t*9|t*9|t*9L"}, [3, 9, 9, 9]),
     ],
 )
