@@ -117,3 +117,14 @@ def test_layers_of_multi_token_prediction_before_the_last_stage_are_noted() -> N
     }
     assert moved == {"Et|tt|m|L": True, "Et|t|tmL": False, "Et|tm*2|L": True, "Ett|t|tL": False}
     assert read_pipeline_layout("Et|tt|m|L") == (1, 2, 0, 0)
+
+
+@pytest.mark.parametrize("field", ["moe_layer_freq", "window_attn_skip_freq", "no_rope_freq"])
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8])
+def test_a_pattern_has_one_value_per_layer(field: str, count: int) -> None:
+    text = "[1]*2+[0]*2" if count == 4 else f"[1]*{count}"
+    if count == 4:
+        assert read_layer_pattern(field, text, num_layers=4) == (True, True, False, False)
+        return
+    with pytest.raises(ConfigError, match="4 layers"):
+        read_layer_pattern(field, text, num_layers=4)

@@ -1,6 +1,8 @@
 """How a corpus goes on in another order: the sample, and the tokens that are read twice or never."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,3 +78,16 @@ def test_a_position_in_another_order_is_the_nearest_part_of_its_epoch(samples: i
         position = changed_data._position(CorpusRecord("a", "f", read, old), new)
         epochs, done = divmod(read, 100)
         assert abs(position - epochs * samples - done * samples / 100) <= 0.5, read
+
+
+def test_every_corpus_is_named_that_goes_on_or_is_not_read_any_more(
+    part: GPTDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changed_data, "corpora_of", lambda dataset: [part])
+    kept = record(part, 30)
+    gone = [replace(kept, prefix=f"/gone/{n}", fingerprint=f"{n}") for n in range(2)]
+    saved: Any = SimpleNamespace(corpora=[gone[0], kept, gone[1]], settings={}, sample=90, valid=[])
+    splits: Any = SimpleNamespace(train=part)
+    lines = changed_data.go_on(saved, splits, settings={}, validates=False, is_allowed=False).lines
+    for prefix in (str(part.corpus.prefix), "/gone/0", "/gone/1"):
+        assert sum(prefix in line for line in lines) == 1, lines

@@ -212,3 +212,17 @@ def test_zeros_and_one_point_are_no_charts_of_an_ended_run(tmp_path: Path) -> No
     running = RunHistory.read(write_run(tmp_path / "running", steps=1, lr=lambda _: 0.1))
     assert running.state() == "running"
     assert "Learning rate" in by_title([running])
+
+
+def test_every_run_has_the_bars_of_its_own_plan(tmp_path: Path) -> None:
+    runs = []
+    for number in (1, 2):
+        run = RunHistory.read(write_run(tmp_path / str(number)))
+        sizes = {part: number * 10**9 * (2 + row) for row, part in enumerate(figures.MEMORY_PARTS)}
+        run.environment["memory"] = sizes
+        runs.append(run)
+    figure = figures.memory_figure(runs)
+    assert figure is not None
+    for row, bar in enumerate(figure["data"]):
+        assert (bar["name"], bar["y"]) == (figures.MEMORY_PARTS[row], ["1", "2"])
+        assert bar["x"] == [2.0 + row, 2 * (2.0 + row)]

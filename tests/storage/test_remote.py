@@ -372,3 +372,10 @@ def test_size_time_and_version_are_read_under_the_names_of_every_provider(
         stat = remote._stat({"size": "7", tag: "v1", clock: time_of, "name": "x"})
         assert stat == (7, moment.timestamp(), "v1")
     assert remote._stat({"size": 7, tag: None, clock: None}) == (7, 0.0, "")
+
+
+def test_a_name_is_appended_and_taken_off_again() -> None:
+    folder = parse("s3://bucket/run")
+    assert str(folder / "checkpoints" / "step-1") == "s3://bucket/run/checkpoints/step-1"
+    assert (folder / "checkpoints" / "step-1").parent == folder / "checkpoints"
+    assert str(folder.parent) == "s3://bucket"

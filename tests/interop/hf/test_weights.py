@@ -13,6 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import nanotrain
 from nanotrain.errors import HuggingFaceError
+from nanotrain.interop.hf import weights
 from nanotrain.interop.hf.mxfp4 import Mxfp4Tensor, dequantized
 from nanotrain.interop.hf.weights import BlockSize, WeightFiles, has_other_head
 from nanotrain.spec.boxes import Box
@@ -177,3 +178,19 @@ def test_any_box_of_fp8_weights_has_the_factors_of_its_blocks(tmp_path: Path) ->
         for stop in ((7, 10), (6, 10)):
             box = Box(start, stop)
             assert torch.equal(files.read("a.weight", box), whole[box.slices()]), box
+
+
+@pytest.mark.parametrize("other", [None, *range(10)])
+def test_a_head_differs_from_the_embedding_if_any_of_its_rows_does(
+    tmp_path: Path, other: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "ROWS_COMPARED", 4)
+    embedding = torch.arange(30.0).reshape(10, 3)
+    head = embedding.clone()
+    if other is not None:
+        head[other, 2] += 1
+    tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+    save_file(tensors, tmp_path / "model.safetensors")
+    names = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}
+    differs = weights.has_other_head(tmp_path, prefix="model.", **names)
+    assert differs is (other is not None)
