@@ -62,7 +62,11 @@ def mla_cost(gpu_name: str, flag: str) -> MlaCost:
     flops_per_s = attention_flops_per_s(gpu, need, flag=flag)
     seconds = attention_s(gpu, LAYER, flops_per_s=flops_per_s)
     seconds += attention_s(gpu, LAYER, backward=True, flops_per_s=flops_per_s)
-    config = complete(load_line(parse(["+config=deepseek_v3", "--attention-backend", flag])))
+    config = complete(
+        load_line(
+            parse(["+config=deepseek_v3", "precision.fp8.format=null", "--attention-backend", flag])
+        )
+    )
     step = predict(scenario_of(config, 2048, gpu=gpu, engine="nanotrain")).time
     return MlaCost(1000 * seconds, step.tokens_per_s_per_gpu)
 
