@@ -1,9 +1,7 @@
-"""The activation and the down projection of an MLP, chosen when it is built.
+"""The down projection of SwiGLU in fp8, whose casts compute the activations.
 
-    activate_then_project   down(activation(gate, up)), with the activations in the params' dtype
-    project_swiglu          the same of SwiGLU, whose casts to fp8 compute the activations
-
-The second one is for fp8 products on GPUs (kernels/fp8/swiglu.py).
+fused_projection   the projection for an MLP that may have it, chosen when the MLP is built
+project_swiglu     down(silu(gate) * up), for fp8 products on GPUs (kernels/fp8/swiglu.py)
 """
 
 from collections.abc import Callable
@@ -19,14 +17,6 @@ from nanotrain.parallel.tp.layers import RowParallelLinear, TensorParallel
 Projection = Callable[..., Tensor]
 
 
-def activate_then_project(
-    down: RowParallelLinear, activation: Callable[..., Tensor], *projected: Tensor
-) -> Tensor:
-    """down(activation(gate, up)), or down(activation(up))."""
-    out: Tensor = down(activation(*projected))
-    return out
-
-
 def project_swiglu(
     down: RowParallelLinear, activation: Callable[..., Tensor], *projected: Tensor
 ) -> Tensor:
@@ -36,9 +26,9 @@ def project_swiglu(
     return out if down.bias is None or down.adds_bias else out + down.bias
 
 
-def choose_projection(
+def fused_projection(
     model_config: ModelConfig, params: Parameters, *, tensor_parallel: TensorParallel
-) -> Projection:
+) -> Projection | None:
     """`project_swiglu` for a SwiGLU in fp8 whose weight gradient is not deferred, on one rank."""
     is_plain = (
         "gate.weight" in params
@@ -50,4 +40,4 @@ def choose_projection(
     is_local = tensor_parallel.group.size == 1 and tensor_parallel.wgrad_queue is None
     if is_plain and is_local and fuses_swiglu(tensor_parallel.fp8):
         return project_swiglu
-    return activate_then_project
+    return None

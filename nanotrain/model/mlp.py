@@ -3,6 +3,7 @@
 B batch   S sequence   H hidden   F inner width of the MLP
 """
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from nanotrain.config.model import ModelConfig
 from nanotrain.model.activations import build_activation
 from nanotrain.model.context import DropoutPlace, HiddenDropout, LayerContext, ModelParallel
-from nanotrain.model.down_projection import choose_projection
+from nanotrain.model.down_projection import fused_projection
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.parameters import Parameters
 from nanotrain.parallel.tp.layers import (
@@ -49,7 +50,8 @@ class MLP(nn.Module):
         self.activation = build_activation(model_config, params)
         self.up = column(*params.linear("up"))
         self.down = RowParallelLinear(*params.linear("down"), tensor_parallel=tensor_parallel)
-        self.project = choose_projection(model_config, params, tensor_parallel=tensor_parallel)
+        fused = fused_projection(model_config, params, tensor_parallel=tensor_parallel)
+        self.project = fused or activate_then_project
         self.dropout = dropout
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
@@ -60,6 +62,14 @@ class MLP(nn.Module):
         if self.dropout is None:
             return out
         return self.dropout(out, context.dropout)
+
+
+def activate_then_project(
+    down: RowParallelLinear, activation: Callable[..., Tensor], *projected: Tensor
+) -> Tensor:
+    """down(activation(gate, up)), or down(activation(up)), in the dtype of the parameters."""
+    out: Tensor = down(activation(*projected))
+    return out
 
 
 def build_mlp(

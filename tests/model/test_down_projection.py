@@ -11,10 +11,10 @@ from nanotrain.kernels.fp8.layer import Fp8Options
 from nanotrain.model.activations import Glu
 from nanotrain.model.context import LayerContext
 from nanotrain.model.down_projection import (
-    activate_then_project,
-    choose_projection,
+    fused_projection,
     project_swiglu,
 )
+from nanotrain.model.mlp import activate_then_project
 from nanotrain.parallel.tp.layers import RowParallelLinear, TensorParallel
 from nanotrain.precision.fp8 import FP8_FORMATS, RECIPES
 from tests.model.building import LLAMA, build
@@ -25,18 +25,18 @@ PLAIN = replace(TensorParallel.single_rank(), fp8=FP8)
 
 
 def chosen(model_config=LLAMA, *, tensor_parallel: TensorParallel = PLAIN, names=("gate.weight",)):
-    return choose_projection(model_config, names, tensor_parallel=tensor_parallel)
+    return fused_projection(model_config, names, tensor_parallel=tensor_parallel)
 
 
 def test_a_plain_swiglu_in_fp8_on_one_rank_is_cast_as_it_is_computed() -> None:
     assert chosen() is project_swiglu
-    assert chosen(tensor_parallel=replace(PLAIN, fp8=None)) is activate_then_project
+    assert chosen(tensor_parallel=replace(PLAIN, fp8=None)) is None
     deferring = replace(PLAIN, wgrad_queue=WgradQueue())
-    assert chosen(tensor_parallel=deferring) is activate_then_project
-    assert chosen(names=()) is activate_then_project, "an MLP without a gate"
+    assert chosen(tensor_parallel=deferring) is None
+    assert chosen(names=()) is None, "an MLP without a gate"
     for other in ({"activation_func_clamp_value": 7.0}, {"glu_linear_offset": 1.0}):
-        assert chosen(replace(LLAMA, **other)) is activate_then_project
-    assert chosen(replace(LLAMA, activation="geglu_tanh")) is activate_then_project
+        assert chosen(replace(LLAMA, **other)) is None
+    assert chosen(replace(LLAMA, activation="geglu_tanh")) is None
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

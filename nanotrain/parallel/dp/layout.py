@@ -24,6 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -79,7 +80,7 @@ class FlatRange:
         """Element of the flat tensor after the last one."""
         return self.start + self.numel
 
-    @property
+    @cached_property
     def elements(self) -> slice:
         """The elements of the flat tensor."""
         return slice(self.start, self.stop)
