@@ -321,8 +321,8 @@ def test_every_recipe_has_a_budget_of_its_slowest_stage(roofline: ModuleType, re
         "cudnn" if has_cudnn else "sdpa flash"
     )
     assert roofline.attention_kernel(plan, roofline.CARDS["A100"]) == "sdpa flash"
-    if recipe == "deepseek_v3":  # the dense layers of the first stage take less than experts
-        assert plan.rank >= 128 and any(map(plan.shape.has_experts, plan.stages[0].spec.layers))
+    if recipe == "deepseek_v3":  # dense layers take less than experts
+        assert any(map(plan.shape.has_experts, plan.stages[0].spec.layers))
 
 
 def test_the_program_prints_a_table(
