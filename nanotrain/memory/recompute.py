@@ -159,14 +159,14 @@ class _Discarded:
 
     def __init__(self, outputs: list[Tensor]) -> None:
         self._node = outputs[0].grad_fn
-        # An empty tensor has no unique address, and nothing to discard.
-        self._indices = {x.untyped_storage().data_ptr(): x.output_nr for x in outputs if x.numel()}
+        # not by address: tensors on the meta device have none, and empty ones share theirs
+        self._indices = {x.untyped_storage()._cdata: x.output_nr for x in outputs if x.numel()}
         self._num_unread = 0
         self._values: tuple[Tensor, ...] = ()
 
     def pack(self, tensor: Tensor) -> "Tensor | _Reference":
         """A reference in place of a discarded output; other tensors are kept."""
-        index = self._indices.get(tensor.untyped_storage().data_ptr())
+        index = self._indices.get(tensor.untyped_storage()._cdata)
         if index is None:
             return tensor
         self._num_unread += 1
