@@ -187,7 +187,8 @@ class PartWriter:
     def _encode(self, texts: Sequence[str]) -> tuple[list[list[int]], list[np.ndarray]]:
         """Token ids of documents, and the masks of conversations.
 
-        The end of a conversation is a target if its last token is.
+        The end of a conversation is a target if its last token is; one that the template leaves
+        without tokens has none.
         """
         documents: list[list[int]] = []
         masks: list[np.ndarray] = []
@@ -198,7 +199,8 @@ class PartWriter:
             ids, mask = self.chat.encode(text)
             end = [] if ids[-1:] == self._eod else self._eod
             documents.append(ids + end)
-            masks.append(np.append(mask, mask[-1:].repeat(len(end))))
+            last = mask[-1:] if ids else np.zeros(1, dtype=np.uint8)
+            masks.append(np.append(mask, last.repeat(len(end))))
         return documents, masks
 
 

@@ -136,7 +136,7 @@ def _workers() -> list[int]:
     return [child.pid for child in multiprocessing.active_children() if child.pid is not None]
 
 
-@pytest.mark.parametrize("ids", [[5], [5, 9], [9, 5], [9], [5, 9, 9]])
+@pytest.mark.parametrize("ids", [[], [5], [5, 9], [9, 5], [9], [5, 9, 9]])
 def test_a_conversation_has_one_end_of_document_more_unless_it_ends_with_it(ids: list[int]) -> None:
     mask = np.arange(len(ids), 0, -1, dtype=np.uint8) % 2  # the last token is a target
     for given in (mask, 1 - mask):
@@ -145,5 +145,5 @@ def test_a_conversation_has_one_end_of_document_more_unless_it_ends_with_it(ids:
         documents, masks = PartWriter._encode(writer, ["a", "b"])
         end = [9] * (ids[-1:] != [9])
         assert documents == [ids + end] * 2
-        expected = given.tolist() + given[-1:].tolist() * len(end)
+        expected = given.tolist() + (given[-1:].tolist() or [0]) * len(end)
         assert [each.tolist() for each in masks] == [expected] * 2
