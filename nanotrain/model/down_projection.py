@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.kernels.fp8.swiglu import fuses_swiglu, swiglu_linear
+from nanotrain.model.activations import Glu
 from nanotrain.model.parameters import Parameters
 from nanotrain.parallel.tp.layers import RowParallelLinear, TensorParallel
 
@@ -20,7 +21,13 @@ Projection = Callable[..., Tensor]
 def project_swiglu(
     down: RowParallelLinear, activation: Callable[..., Tensor], *projected: Tensor
 ) -> Tensor:
-    """down(silu(gate) * up) of one tensor-parallel rank, in fp8."""
+    """down(silu(gate) * up) of one tensor-parallel rank, in fp8.
+
+    An activation that recomputation has replaced is called: it discards what the casts would keep.
+    """
+    if not isinstance(activation, Glu):
+        recomputed: Tensor = down(activation(*projected))
+        return recomputed
     gate, up = projected
     out = swiglu_linear(gate, up, linear=down)
     return out if down.bias is None or down.adds_bias else out + down.bias

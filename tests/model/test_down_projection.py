@@ -69,3 +69,20 @@ def test_an_mlp_takes_the_projection_that_was_chosen() -> None:
     mlp(x, LayerContext())
     ((down, gate, up),) = calls
     assert down.weight is params["down"] and gate.shape == up.shape == (1, 3, 48)
+
+
+def test_a_replaced_activation_is_called() -> None:
+    calls = []
+
+    def replaced(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return ACTIVATION(gate, up)
+
+    weight = nn.Parameter(torch.randn(32, 48))
+    options = replace(FP8, is_fused=False)
+    down = RowParallelLinear(weight, None, tensor_parallel=replace(PLAIN, fp8=options))
+    gate = torch.randn(2, 5, 48)
+    up = torch.randn(2, 5, 48)
+    expected = activate_then_project(down, ACTIVATION, gate, up)
+    assert torch.equal(project_swiglu(down, replaced, gate, up), expected)
+    assert calls == [1]
