@@ -26,7 +26,11 @@ def test_sequence_parallelism_shards_the_tokens_outside_of_tensor_parallel_layer
 
 @pytest.mark.parametrize(
     ("placement", "dropped_by"),
-    [("pre", ("layernorm",)), ("sandwich", ("layernorm",)), ("post", ())],
+    [
+        ("pre", ("layernorm", "pointwise")),
+        ("sandwich", ("layernorm", "pointwise")),
+        ("post", ()),
+    ],
 )
 def test_recomputed_norms_drop_the_input_of_a_layer_that_is_their_output(
     placement: str, dropped_by: tuple[str, ...]

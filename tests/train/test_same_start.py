@@ -63,9 +63,9 @@ def test_another_version_is_named(
     ctx: ParallelContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if ctx.rank == 1:
-        real = same_start.version
+        real = same_start.package_version
         monkeypatch.setattr(
-            same_start, "version", lambda name: "0.1" if name == "torch" else real(name)
+            same_start, "package_version", lambda name: "0.1" if name == "torch" else real(name)
         )
     with pytest.raises(EnvironmentFault, match="different version .*torch is 0.1 there and 2"):
         start(ctx, tmp_path)
