@@ -30,7 +30,7 @@ from nanotrain.train.batches import GlobalBatch, StepSettings, raise_on_all
 from nanotrain.train.hooks.hook import Hook, SkippedSteps
 from nanotrain.train.resume.rollback import count_loss, leave_spike
 from nanotrain.train.run import Run
-from nanotrain.train.step import StepOutput, repeated_train_step
+from nanotrain.train.step import StepOutput, train_step_with_repeats
 from nanotrain.train.step_report import (
     SlowestRank,
     SpikeScore,
@@ -145,7 +145,7 @@ class _Loop:
         with record_function(f"ProfilerStep#{run.state.step + 1}"):
             run.context.heartbeat.begin("forward-backward")
             is_logged = self._is_logged(run.state.step + 1)
-            output = repeated_train_step(run, batch, is_logged=is_logged)
+            output = train_step_with_repeats(run, batch, is_logged=is_logged)
             run.context.heartbeat.begin("hooks")
         self._watch.stop()
         if not self._has_stepped:

@@ -156,7 +156,7 @@ def train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepO
     return output
 
 
-def repeated_train_step(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepOutput:
+def train_step_with_repeats(run: Run, batch: GlobalBatch, *, is_logged: bool = True) -> StepOutput:
     """`train_step`, once more with the same batch where a part has a skipped step repeated.
 
     The host waits for a step only where a part may do so.

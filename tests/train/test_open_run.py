@@ -120,7 +120,7 @@ def test_another_error_keeps_its_traceback():
 
 
 def test_a_step_without_memory_ends_the_run_with_one_message(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(fit_module, "repeated_train_step", allocate_too_much)
+    monkeypatch.setattr(fit_module, "train_step_with_repeats", allocate_too_much)
     assert entry.main(arguments(tmp_path)) == 2
     err = capfd.readouterr().err
     assert err.count("error: rank 0 ran out of memory: ") == 1 and "Traceback" not in err

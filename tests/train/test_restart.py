@@ -21,7 +21,7 @@ FLAGS = "--train-iters 8 --save-interval 4 --data-parallel-sharding-strategy opt
 
 def train_mortally(line: list[str]) -> None:
     """Train, but rank 1 kills itself in its first life, at the beginning of step 6."""
-    train_step = trainer.repeated_train_step
+    train_step = trainer.train_step_with_repeats
 
     def die_in_step_6(run: Any, batch: Any, **options: Any) -> Any:
         if (
@@ -32,7 +32,7 @@ def train_mortally(line: list[str]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return train_step(run, batch, **options)
 
-    trainer.repeated_train_step = die_in_step_6
+    trainer.train_step_with_repeats = die_in_step_6
     watchdog.GRACE_S = 0.5
     if code := entry.main(line):
         os._exit(code)

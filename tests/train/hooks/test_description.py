@@ -80,7 +80,7 @@ def test_a_start_that_fails_before_its_first_step_is_done_changes_no_file(
     def out_of_memory(*_, **__):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("nanotrain.train.fit.repeated_train_step", out_of_memory)
+    monkeypatch.setattr("nanotrain.train.fit.train_step_with_repeats", out_of_memory)
     assert main(line(finished, tmp_path / "corpus", *more)) == 2
     assert hashes(finished) == before
 

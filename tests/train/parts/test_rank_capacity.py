@@ -9,7 +9,7 @@ import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.train.parts.rank_capacity import RankCapacity
-from nanotrain.train.step import repeated_train_step
+from nanotrain.train.step import train_step_with_repeats
 from tests.harness import run_ranks
 from tests.laws.test_rank_capacity import FACTOR, case_of, train_both
 from tests.laws.worlds import (
@@ -80,7 +80,7 @@ def repeat_over_capacity(ctx: ParallelContext, case: Case) -> tuple[Outcome, Out
     for _ in range(case.steps):
         batch = run.batch_iterator.next()
         assert batch is not None
-        steps.append(repeated_train_step(run, batch))
+        steps.append(train_step_with_repeats(run, batch))
     assert run.state.step == case.steps
     sizes = [(step.skipped, step.metrics.get("moe_exact_sizes")) for step in steps]
     return exact, outcome_of(run, steps), sizes
