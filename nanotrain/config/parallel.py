@@ -225,6 +225,22 @@ class ParallelConfig:
         is_unset = self.overlap_moe_expert_parallel_comm is None
         return is_unset and self.expert_model_parallel_size > 1
 
+    def leaves_to_planner(self, device_type: str) -> bool:
+        """Whether the planner chooses settings before the plan of a run.
+
+        Args:
+            device_type: `cuda` or `cpu`.
+
+        >>> ParallelConfig(auto_layout=True).leaves_to_planner("cpu")
+        True
+        >>> experts = ParallelConfig(expert_model_parallel_size=2)
+        >>> experts.leaves_to_planner("cuda"), experts.leaves_to_planner("cpu")
+        (True, False)
+        """
+        if self.auto_layout:
+            return True
+        return self.may_overlap_experts and device_type == "cuda"
+
     @property
     def dispatch_ranks_per_node(self) -> int | None:
         """Consecutive ranks of ep that a token is sent to once; None: once to every expert."""

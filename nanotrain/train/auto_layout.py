@@ -1,7 +1,8 @@
 """Settings that the planner chooses before the plan of a run.
 
-    with_auto_layout      the layout, with `--auto-layout`
-    with_expert_overlap   on GPUs the default of `--overlap-moe-expert-parallel-comm`
+    with_planned_settings   both of them
+    with_auto_layout        the layout, with `--auto-layout`
+    with_expert_overlap     on GPUs the default of `--overlap-moe-expert-parallel-comm`
 
     settings of the command line, ranks, memory of the device --planner.search--> layout
     the same run folder on as many ranks                      --config.yaml-----> layout
@@ -40,6 +41,20 @@ from nanotrain.untrusted import read_file
 log = get_logger(__name__)
 
 LAYOUT = tuple(ENTRIES[name].key for name in NAMES)  # keys of what the search chooses
+
+
+def with_planned_settings(
+    config: Config, inputs: RunInputs, *, start: Start, explicit: frozenset[str]
+) -> tuple[Config, RunInputs]:
+    """The configuration with every setting that it leaves to the planner, and its origins.
+
+    The arguments and errors are those of `with_auto_layout`.
+    """
+    if config.parallel.auto_layout:
+        config, inputs = with_auto_layout(config, inputs, start=start, explicit=explicit)
+    if config.parallel.may_overlap_experts and start.device.type == "cuda":
+        config, inputs = with_expert_overlap(config, inputs, start=start)
+    return config, inputs
 
 
 def with_auto_layout(

@@ -130,15 +130,13 @@ def train(loaded: Loaded) -> None:
     with claimed(folder, is_first=is_first):
         outlive_output("training goes on, its steps are in metrics.jsonl")
         config, inputs = open_inputs(loaded, reads_checkpoint=launch.local_rank == 0)
-        if config.parallel.auto_layout:
-            from nanotrain.train.auto_layout import with_auto_layout
+        if config.parallel.leaves_to_planner(start.device.type):
+            from nanotrain.train.auto_layout import with_planned_settings
 
-            config, inputs = with_auto_layout(config, inputs, start=start, explicit=loaded.explicit)
+            config, inputs = with_planned_settings(
+                config, inputs, start=start, explicit=loaded.explicit
+            )
             validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
-        if config.parallel.may_overlap_experts and start.device.type == "cuda":
-            from nanotrain.train.auto_layout import with_expert_overlap
-
-            config, inputs = with_expert_overlap(config, inputs, start=start)
         memory = require_memory(
             config, world_size, device=start.device.type, available=start.available
         )

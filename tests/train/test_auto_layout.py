@@ -17,7 +17,13 @@ from nanotrain.plan.plan import plan_run
 from nanotrain.planner.hardware import gpu_of
 from nanotrain.planner.search import Search, search
 from nanotrain.train import auto_layout
-from nanotrain.train.auto_layout import LAYOUT, SavedLayout, with_auto_layout, with_expert_overlap
+from nanotrain.train.auto_layout import (
+    LAYOUT,
+    SavedLayout,
+    with_auto_layout,
+    with_expert_overlap,
+    with_planned_settings,
+)
 from nanotrain.train.checks import Start
 from nanotrain.train.fit import fit
 from nanotrain.train.inputs import open_inputs
@@ -163,3 +169,19 @@ def test_overlap_of_experts_is_decided_on_gpus_and_said_in_one_line(monkeypatch,
     config, _ = with_expert_overlap(loaded.config, inputs, start=start)
     assert not config.parallel.overlap_moe_expert_parallel_comm
     assert "off, unknown GPU" in caplog.text
+
+
+def test_the_planner_is_asked_only_for_what_the_configuration_leaves_to_it(tmp_path, monkeypatch):
+    def ask(*args: Any, **options: Any) -> Any:
+        raise AssertionError("nothing is left to the planner")
+
+    monkeypatch.setattr(auto_layout, "with_planned_settings", ask)
+    assert main(arguments(tmp_path / "dense", "--train-iters", "1")) == 0
+    with pytest.raises(AssertionError, match="nothing is left"):
+        main(arguments(tmp_path / "auto", *FLAGS, "--train-iters", "1"))
+    loaded = load(["+config=qwen3_30b_a3b_512", "--mock-data", "--vocab-size=151936"])
+    start = Start(loaded.config, Launch(0, 0, 512, local_world_size=8))
+    monkeypatch.setattr(auto_layout, "planned_gpu", ask)
+    inputs = RunInputs(**{each.name: None for each in fields(RunInputs)} | {"origins": {}})
+    same, _ = with_planned_settings(loaded.config, inputs, start=start, explicit=frozenset())
+    assert same == loaded.config, "a CPU has no overlap to decide"
