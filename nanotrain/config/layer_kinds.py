@@ -1,5 +1,6 @@
 """Nested sections of the model, one per kind of layer.
 
+LINEAR_ATTENTION                        kinds of layers in place of attention
 MLAConfig, DSAConfig                    multi-latent attention, sparse attention
 LinearAttentionConfig, MambaConfig      layers with a state
 MoEConfig, MTPConfig                    experts, multi-token prediction
@@ -14,9 +15,38 @@ from nanotrain.config.option import above, at_least, option
 NormPlacement = Literal["pre", "post", "sandwich"]
 SparseAttentionType = Literal["dsa"]
 LinearAttentionType = Literal["gated_delta_net", "kda", "mamba2", "attention_mamba2", "short_conv"]
-DELTA_RULES = {"gated_delta_net", "kda"}  # kinds of linear attention with a delta rule
 RouterScore = Literal["softmax", "sigmoid"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
+
+
+@dataclass(frozen=True)
+class LinearAttentionKind:
+    """What the rules ask of a kind of layers in place of attention.
+
+    Args:
+        has_delta_rule: whether it has key and value heads, of the sizes linear_num_key_heads and so
+            on.
+        has_mamba: whether its sizes are those of Mamba-2.
+        shards_hidden_size: whether tp shards as many channels as the hidden state has.
+    """
+
+    has_delta_rule: bool = False
+    has_mamba: bool = False
+    shards_hidden_size: bool = False
+
+
+LINEAR_ATTENTION: dict[str, LinearAttentionKind] = {
+    "gated_delta_net": LinearAttentionKind(has_delta_rule=True),
+    "kda": LinearAttentionKind(has_delta_rule=True),
+    "mamba2": LinearAttentionKind(has_mamba=True),
+    "attention_mamba2": LinearAttentionKind(has_mamba=True),
+    "short_conv": LinearAttentionKind(shards_hidden_size=True),
+}
+
+
+def linear_attention_kind(mixer: str | None) -> LinearAttentionKind | None:
+    """The row of a token mixer; None for softmax attention and for a layer without a mixer."""
+    return None if mixer is None else LINEAR_ATTENTION.get(mixer)
 
 
 @dataclass(frozen=True)

@@ -192,9 +192,9 @@ class ModelConfig(ModelFields):
         Raises:
             ConfigError: an invalid pattern.
 
-        >>> model = ModelConfig(linear_attention_type="short_conv", linear_attention_freq="3")
+        >>> model = ModelConfig(linear_attention_type="mamba2", linear_attention_freq="3")
         >>> replace(model, num_layers=3).mixers
-        ('short_conv', 'short_conv', 'attention')
+        ('mamba2', 'mamba2', 'attention')
         """
         if self.hybrid_layer_pattern is not None:
             letters = read_hybrid_pattern(self.hybrid_layer_pattern)

@@ -295,8 +295,8 @@ class ModelFields:
     """
 
     linear_attention_type: LinearAttentionType | None = option(None)
-    """layers in place of attention: gated_delta_net (Qwen3-Next), kda (Kimi Linear), mamba2
-    (Granite 4), attention_mamba2 (both side by side, Falcon-H1) or short_conv (LFM2); unset: none
+    """kind of the layers in place of attention (docs/layer_kinds.md has models of each); unset:
+    none
     """
 
     linear_attention_freq: str = option("0")

@@ -10,11 +10,11 @@ from functools import cached_property
 from typing import NamedTuple, Self
 
 from nanotrain.config.layer_kinds import (
-    DELTA_RULES,
     DSAConfig,
     LinearAttentionConfig,
     MambaConfig,
     NormPlacement,
+    linear_attention_kind,
 )
 from nanotrain.config.model import MLAConfig, ModelConfig, MoEConfig
 from nanotrain.config.model_fields import Normalization
@@ -175,10 +175,10 @@ class ModelShape:
         """Whether a layer, by its index in the model, has norms of inputs of attention and MLP, and
         of outputs.
         """
-        linear = self.linear_attention if self.kinds(layer)[0] in DELTA_RULES else None
-        placement = (
-            self.norm_placement if linear is None else linear.norm_placement or self.norm_placement
-        )
+        placement = self.norm_placement
+        kind = linear_attention_kind(self.kinds(layer)[0])
+        if self.linear_attention is not None and kind is not None and kind.has_delta_rule:
+            placement = self.linear_attention.norm_placement or placement
         return placement != "post", placement != "pre"
 
     def has_experts(self, layer: int) -> bool:

@@ -1,8 +1,17 @@
 """Nested sections of the model: what follows from their fields."""
 
+from typing import get_args
+
 import pytest
 
-from nanotrain.config.layer_kinds import MLAConfig, MoEConfig
+from nanotrain.config.layer_kinds import (
+    LINEAR_ATTENTION,
+    LinearAttentionType,
+    MLAConfig,
+    MoEConfig,
+)
+from nanotrain.model.transformer import MIXER_MODULES
+from nanotrain.spec.kinds import MIXERS
 
 
 @pytest.mark.parametrize(
@@ -28,3 +37,9 @@ def test_zero_experts_are_choices_without_weights():
 )
 def test_pairs_are_dropped_by_a_capacity_or_by_zero_experts(settings, may_drop):
     assert MoEConfig(num_experts=4, **settings).may_drop is may_drop
+
+
+def test_the_kinds_of_the_flag_are_those_of_the_tables() -> None:
+    assert set(get_args(LinearAttentionType)) == set(LINEAR_ATTENTION)
+    assert set(LINEAR_ATTENTION) < set(MIXERS)
+    assert set(MIXERS) == set(MIXER_MODULES)

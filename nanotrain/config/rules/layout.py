@@ -223,12 +223,13 @@ def check_mamba_heads(c: Settings) -> Errors:
 def check_short_convolutions(c: Settings) -> Errors:
     """Channels of short convolutions over tp, and their tokens over cp."""
     hidden_size = c.model.hidden_size
-    if "short_conv" in c.mixers and hidden_size % c.tp != 0:
-        yield ConfigError(
-            f"hidden_size {hidden_size} cannot be shared by tp={c.tp} ranks",
-            why="linear_attention_type short_conv splits its channels",
-            fix=f"set --hidden-size {round_up(hidden_size, c.tp)} {OTHER_TP}",
-        )
+    for name, kind in c.linear_kinds.items():
+        if kind.shards_hidden_size and hidden_size % c.tp != 0:
+            yield ConfigError(
+                f"hidden_size {hidden_size} cannot be shared by tp={c.tp} ranks",
+                why=f"linear_attention_type {name} splits its channels",
+                fix=f"set --hidden-size {round_up(hidden_size, c.tp)} {OTHER_TP}",
+            )
     if c.cp == 1:
         return
     length = c.data.seq_length
@@ -270,10 +271,9 @@ def shortest_sequence(c: Settings) -> int:
 def num_halo_tokens(c: Settings) -> int:
     """The number of tokens that a cp chunk receives from the chunk before it."""
     longest = 1
-    if c.has_mamba:
-        longest = c.mamba.conv_kernel_dim
-    if c.has_delta_rule or "short_conv" in c.mixers:
-        longest = max(longest, c.linear.conv_kernel_dim)
+    for kind in c.linear_kinds.values():
+        sizes = c.mamba if kind.has_mamba else c.linear
+        longest = max(longest, sizes.conv_kernel_dim)
     return longest - 1
 
 

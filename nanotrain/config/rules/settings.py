@@ -10,7 +10,12 @@ from functools import cached_property
 from typing import Any
 
 from nanotrain.config.config import Config, Fp8Config
-from nanotrain.config.layer_kinds import DSAConfig, LinearAttentionConfig
+from nanotrain.config.layer_kinds import (
+    LINEAR_ATTENTION,
+    DSAConfig,
+    LinearAttentionConfig,
+    LinearAttentionKind,
+)
 from nanotrain.config.model import MLAConfig, MoEConfig, YarnConfig
 from nanotrain.config.schema import ENTRIES, SECTIONS
 from nanotrain.errors import ConfigError
@@ -123,10 +128,15 @@ class Settings:
         """`ModelConfig.mixers`: the kind of attention of each layer, or of what replaces it."""
         return self.model.mixers
 
+    @cached_property
+    def linear_kinds(self) -> dict[str, LinearAttentionKind]:
+        """The kinds of layers in place of attention that the model has, by name."""
+        return {name: kind for name, kind in LINEAR_ATTENTION.items() if name in self.mixers}
+
     @property
     def has_mamba(self) -> bool:
         """Whether a layer has Mamba-2."""
-        return "mamba2" in self.mixers or "attention_mamba2" in self.mixers
+        return any(kind.has_mamba for kind in self.linear_kinds.values())
 
     @property
     def has_linear_layers(self) -> bool:
@@ -136,7 +146,7 @@ class Settings:
     @property
     def has_delta_rule(self) -> bool:
         """Whether a layer is Gated DeltaNet or KDA, with key and value heads of its own."""
-        return "gated_delta_net" in self.mixers or "kda" in self.mixers
+        return any(kind.has_delta_rule for kind in self.linear_kinds.values())
 
     @property
     def has_dense_layers(self) -> bool:

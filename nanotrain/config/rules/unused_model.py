@@ -4,7 +4,7 @@ A rule is an `if` and the fields that it switches off. A field that one function
 `attn_scale`, decides in a later function only.
 """
 
-from nanotrain.config.layer_kinds import MambaConfig
+from nanotrain.config.layer_kinds import MambaConfig, linear_attention_kind
 from nanotrain.config.model import GATED
 from nanotrain.config.rules.settings import Settings
 from nanotrain.config.rules.unused_fields import UnusedFields, unused
@@ -121,7 +121,7 @@ def has_windows(c: Settings) -> bool:
 
 def unused_linear_attention(c: Settings) -> UnusedFields:
     """Sizes of linear attention."""
-    kind = c.model.linear_attention_type
+    kind = linear_attention_kind(c.model.linear_attention_type)
     by = "linear_attention_type"
     if kind is None:
         yield unused("linear_attention_freq", by=by, why="it belongs to linear_attention_type")
@@ -132,7 +132,7 @@ def unused_linear_attention(c: Settings) -> UnusedFields:
             by="hybrid_layer_pattern",
             why="hybrid_layer_pattern says what every layer is",
         )
-    if kind in ("short_conv", "mamba2", "attention_mamba2"):
+    if kind is not None and not kind.has_delta_rule:
         yield unused(
             "linear_key_head_dim",
             "linear_value_head_dim",
@@ -148,7 +148,7 @@ def unused_linear_attention(c: Settings) -> UnusedFields:
             by=by,
             why="they belong to gated_delta_net and kda",
         )
-    if kind in ("mamba2", "attention_mamba2"):
+    if kind is not None and kind.has_mamba:
         yield unused(
             "linear_conv_kernel_dim",
             by=by,
