@@ -11,7 +11,7 @@ import transformers
 from nanotrain.interop.hf.families import FAMILIES
 from nanotrain.interop.hf.tables import MODELS, read_tables
 from scripts.config_page import table_row
-from tests.interop.hf.reference import CONFIG_CLASSES, CONFIGS
+from tests.interop.hf.configs import CONFIG_CLASSES, CONFIGS
 
 HEAD = "## Supported\n"
 

@@ -30,7 +30,8 @@ from safetensors.torch import load_file, save_file
 from nanotrain.errors import NanotrainError
 from nanotrain.inference.checkpoint import load_stage, open_model
 from nanotrain.interop.hf.config_class import understand
-from tests.interop.hf.reference import CONFIG_CLASSES, CONFIGS, reference
+from tests.interop.hf.configs import CONFIG_CLASSES, CONFIGS
+from tests.interop.hf.reference import reference
 from tests.model.building import VOCAB
 
 Raw = dict[str, Any]

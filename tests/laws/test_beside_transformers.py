@@ -18,7 +18,8 @@ from nanotrain.config.schema import with_values
 from nanotrain.interop.hf.families import model_from_hf
 from tests.attention.fp64_transformers import modeling_in_fp64
 from tests.harness import run_ranks
-from tests.interop.hf.reference import CONFIGS, IN_FP64, reference
+from tests.interop.hf.configs import CONFIGS, IN_FP64
+from tests.interop.hf.reference import reference
 from tests.laws.worlds import VOCAB_SIZE, Case, UnevenDataset, train_layouts
 
 ROWS = ("deepseek_v32", "glm_moe_dsa", "kimi_linear", "nemotron_h", "qwen3_5-tied")

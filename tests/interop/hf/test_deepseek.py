@@ -27,7 +27,8 @@ from nanotrain.interop.hf.families import (
 )
 from nanotrain.interop.hf.import_weights import import_hf
 from nanotrain.model.transformer import Stage
-from tests.interop.hf.reference import CONFIGS, LLAMA_SHAPE, biases_of, load, reference, tensors_of
+from tests.interop.hf.configs import CONFIGS, LLAMA_SHAPE
+from tests.interop.hf.reference import biases_of, load, reference, tensors_of
 
 DEEPSEEK = LLAMA_SHAPE | CONFIGS["deepseek_v3"][1] | {"model_type": "deepseek_v3"}
 GLM = LLAMA_SHAPE | CONFIGS["glm4_moe"][1] | {"model_type": "glm4_moe"}

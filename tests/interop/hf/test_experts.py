@@ -7,7 +7,7 @@ import pytest
 
 from nanotrain.interop.hf.experts import EXPERT_PARTS
 from nanotrain.interop.hf.families import config_from_hf, config_to_hf
-from tests.interop.hf.reference import LLAMA_SHAPE
+from tests.interop.hf.configs import LLAMA_SHAPE
 
 LLAMA_JSON = LLAMA_SHAPE | {"model_type": "llama"}
 

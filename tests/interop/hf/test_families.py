@@ -25,7 +25,7 @@ from nanotrain.interop.hf.families import (
     family_of,
     model_from_hf,
 )
-from tests.interop.hf.reference import CONFIG_CLASSES, CONFIGS, LLAMA_SHAPE, YARN
+from tests.interop.hf.configs import CONFIG_CLASSES, CONFIGS, LLAMA_SHAPE, YARN
 from tests.model.building import FAMILIES as MODELS
 from tests.model.building import GPT2, LLAMA, LLAMA3, QWEN2, QWEN3
 

@@ -18,7 +18,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from nanotrain.interop.hf.export import export_weights
 from nanotrain.interop.hf.families import FAMILIES, model_from_hf
 from nanotrain.interop.hf.names import map_parameters, tensor_shapes
-from tests.interop.hf.reference import CONFIGS, load, reference
+from tests.interop.hf.configs import CONFIGS
+from tests.interop.hf.reference import load, reference
 
 gguf = pytest.importorskip("gguf")
 

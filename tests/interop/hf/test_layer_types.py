@@ -12,8 +12,8 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.families import config_from_hf, config_to_hf, family_of
+from tests.interop.hf.configs import LLAMA_SHAPE
 from tests.interop.hf.hybrid_shapes import FALCON_H1, GRANITE, HYBRID, LFM2_MOE, NEMOTRON_H
-from tests.interop.hf.reference import LLAMA_SHAPE
 
 MODELS: dict[str, dict[str, Any]] = {
     "nemotron_h": NEMOTRON_H | {"hybrid_override_pattern": "ME*-"},

@@ -23,7 +23,8 @@ from nanotrain.interop.hf.export import export_weights
 from nanotrain.interop.hf.families import config_from_hf, config_to_hf
 from nanotrain.interop.hf.import_weights import import_hf, import_weights
 from nanotrain.spec.boxes import TensorBox
-from tests.interop.hf.reference import CONFIGS, load, reference, tensors_of
+from tests.interop.hf.configs import CONFIGS
+from tests.interop.hf.reference import load, reference, tensors_of
 
 IMAGES = {
     "vision_config": {

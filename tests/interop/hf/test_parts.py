@@ -10,7 +10,7 @@ from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.families import config_from_hf, config_to_hf, family_of
 from nanotrain.spec.shape import ModelShape
-from tests.interop.hf.reference import LLAMA3_ROPE, LLAMA_SHAPE
+from tests.interop.hf.configs import LLAMA3_ROPE, LLAMA_SHAPE
 
 LLAMA_JSON = LLAMA_SHAPE | {"model_type": "llama"}
 NAMES = "llama", "qwen2", "qwen3"

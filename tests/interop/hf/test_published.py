@@ -15,7 +15,8 @@ from nanotrain.errors import HuggingFaceError
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.families import FAMILIES, config_from_hf
 from nanotrain.model.rope import inverse_frequencies
-from tests.interop.hf.reference import CONFIGS, load
+from tests.interop.hf.configs import CONFIGS
+from tests.interop.hf.reference import load
 from tests.model.building import random_batch
 
 DOTS = {
@@ -130,9 +131,8 @@ def test_of_a_llama4_that_sees_images_the_text_model_is_read(tmp_path: Path) -> 
     theirs = transformers.Llama4ForConditionalGeneration(config)
     theirs.save_pretrained(tmp_path)
     tokens = random_batch().tokens
-    torch.testing.assert_close(
-        load(tmp_path).logits(tokens), theirs(tokens).logits, rtol=0, atol=1e-5
-    )
+    expected = theirs.language_model(tokens).logits  # the whole model fails in transformers 5.24
+    torch.testing.assert_close(load(tmp_path).logits(tokens), expected, rtol=0, atol=1e-5)
 
 
 def test_llama4_scout_is_read_as_published() -> None:

@@ -25,7 +25,8 @@ from nanotrain.runs.folder import RunFolder
 from nanotrain.train.build import build_run
 from nanotrain.train.run import RunInputs
 from tests.harness import SHORT_NAMES, run_ranks
-from tests.interop.hf.reference import CONFIG_CLASSES, CONFIGS, reference
+from tests.interop.hf.configs import CONFIG_CLASSES, CONFIGS
+from tests.interop.hf.reference import reference
 from tests.interop.hf.tiny_tokenizers import qwen
 from tests.laws.test_any_topology import save_step
 from tests.laws.worlds import Case, UnevenDataset, config_of

@@ -8,7 +8,7 @@ from nanotrain.config.notation import read_layer_pattern
 from nanotrain.interop.hf.canonical import canonical
 from nanotrain.interop.hf.families import config_from_hf, config_to_hf, family_of
 from nanotrain.interop.hf.windows import WINDOW_PARTS
-from tests.interop.hf.reference import LLAMA_SHAPE
+from tests.interop.hf.configs import LLAMA_SHAPE
 
 MISTRAL = LLAMA_SHAPE | {"model_type": "mistral", "sliding_window": None}
 
