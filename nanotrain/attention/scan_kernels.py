@@ -134,8 +134,14 @@ def _kernel_on_gpu(rule: str, *, is_low: bool, has_triton: bool, has_rate: bool)
 
 def _runs_our_kernels(x: Tensor) -> bool:
     """Whether triton_chunk_scan.py runs on the device of a tensor."""
-    capability = compute_capability(x.device)
-    return capability is not None and capability[0] in TRITON_CAPABILITIES and runs_triton(x)
+    return runs_chunk_scan(compute_capability(x.device)) and runs_triton(x)
+
+
+def runs_chunk_scan(capability: tuple[int, int] | None) -> bool:
+    """Whether a GPU of a compute capability has the memory for triton_chunk_scan.py; None: no GPU
+    of NVIDIA.
+    """
+    return capability is not None and capability[0] in TRITON_CAPABILITIES
 
 
 @cache

@@ -13,12 +13,16 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from nanotrain.attention.scan_kernels import runs_chunk_scan
 from nanotrain.config.suggest import nearest_choice
 from nanotrain.config.tables import read_table
 from nanotrain.errors import ConfigError
 
 DATA = Path(__file__).parent / "data"
 read_data = cache(partial(read_table, folder=DATA))
+# the first compute capabilities of generations
+HOPPER = (9, 0)
+BLACKWELL = (10, 0)
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class GPU:
     """A GPU model in its usual server."""
 
     name: str
+    capability: tuple[int, int] | None  # CUDA compute capability; None: no GPU of NVIDIA
     memory_bytes: int  # that a process can use
     peak_flops: Mapping[str, float]  # dense FLOP/s by dtype, from the data sheet
     reachable: Mapping[str, float]  # share of the peak that the largest products reach for long
@@ -63,7 +68,12 @@ class GPU:
     @property
     def has_scan_kernels(self) -> bool:
         """Whether this project's Triton kernels of scans run on it: Hopper and Blackwell."""
-        return self.name.startswith(("h", "gh", "b", "gb"))
+        return runs_chunk_scan(self.capability)
+
+    @property
+    def is_before_hopper(self) -> bool:
+        """Whether it is a GPU of NVIDIA that is older than Hopper."""
+        return self.capability is not None and self.capability < HOPPER
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s of a dtype.
@@ -97,6 +107,7 @@ def _build_gpu(name: str, row: Mapping[str, Any]) -> GPU:
     collectives = row.get("collectives", kernels)
     return GPU(
         name=name,
+        capability=_capability(row),
         memory_bytes=row["memory_bytes"],
         peak_flops=peak_flops,
         reachable=reachable,
@@ -112,6 +123,13 @@ def _build_gpu(name: str, row: Mapping[str, Any]) -> GPU:
         is_mesh=row["is_mesh"],
         is_cpu=row["is_cpu"],
     )
+
+
+def _capability(row: Mapping[str, Any]) -> tuple[int, int] | None:
+    if "capability" not in row:
+        return None
+    major, minor = row["capability"]
+    return major, minor
 
 
 def _build_link(values: Sequence[float]) -> Link:

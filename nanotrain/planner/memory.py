@@ -174,7 +174,7 @@ def _token_bytes(scenario: Scenario, layers: ProgramBytes, *, has_head: bool) ->
 
 def _workspace_bytes(scenario: Scenario) -> int:
     """Workspaces of matrix products: torch's of forward and backward, and Transformer Engine's."""
-    is_old = scenario.gpu.name.startswith(("a", "v", "l"))
+    is_old = scenario.gpu.is_before_hopper
     is_small = is_old and not scenario.config.train.deterministic_mode
     torch_bytes = 2 * (8_519_680 if is_small else 32 * MIB)
     if scenario.engine.name != "megatron":

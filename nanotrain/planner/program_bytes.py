@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from nanotrain.memory.block_transforms import recomputed_groups
-from nanotrain.planner.hardware import read_data
+from nanotrain.planner.hardware import BLACKWELL, HOPPER, read_data
 from nanotrain.planner.rank_clock import scenario_sizes
 from nanotrain.planner.scenario import Scenario
 from nanotrain.spec.kinds.block import (
@@ -39,8 +39,6 @@ from nanotrain.spec.operators import (
     Router,
 )
 from nanotrain.spec.stages import StageSpec
-
-HOPPER = ("h1", "h2", "h8", "gh")  # beginnings of names of GPUs
 
 
 class WeightShape(NamedTuple):
@@ -104,10 +102,10 @@ class ProgramBytes:
         Blackwell unless deterministic.
         """
         train = self.scenario.config.train
-        gpu = self.scenario.gpu.name
-        is_ampere = gpu.startswith("a100")
-        is_cudnn = gpu.startswith(HOPPER) or not (train.deterministic_mode or is_ampere)
-        is_flash = train.attention_backend == "flash" or not is_cudnn
+        gpu = self.scenario.gpu
+        is_hopper = gpu.capability is not None and HOPPER <= gpu.capability < BLACKWELL
+        lacks_cudnn = gpu.is_before_hopper or (train.deterministic_mode and not is_hopper)
+        is_flash = train.attention_backend == "flash" or lacks_cudnn
         return self.is_megatron and is_flash and train.micro_batch_size > 1
 
     def stage(self, spec: StageSpec) -> StagePeak:

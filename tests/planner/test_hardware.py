@@ -1,9 +1,13 @@
 """Names of GPUs as people write them, and rows that are complete."""
 
+from dataclasses import replace
+
 import pytest
 
 from nanotrain.errors import ConfigError
-from nanotrain.planner.hardware import gpu_of, gpus
+from nanotrain.planner.hardware import GPU, gpu_of, gpus
+from nanotrain.planner.prediction import predict
+from tests.planner.scenarios import llama
 
 
 @pytest.mark.parametrize(
@@ -53,3 +57,31 @@ def test_a_dtype_without_matrix_units_names_the_nearest() -> None:
         gpu_of("h100").peak("nvfp4")
     with pytest.raises(ConfigError, match="a100-80gb has no fp8 products: .*; use bf16"):
         gpu_of("a100").peak("fp8")
+
+
+def test_gpus_of_nvidia_have_a_compute_capability_and_others_have_none() -> None:
+    # https://developer.nvidia.com/cuda-gpus
+    expected = {"v100": (7, 0), "a100-40gb": (8, 0), "l40s": (8, 9), "h20": (9, 0), "gh200": (9, 0)}
+    expected |= {"b200": (10, 0), "gb200": (10, 0), "b300": (10, 3), "gb300": (10, 3)}
+    for name, capability in expected.items():
+        assert gpus()[name].capability == capability
+    others = {name for name, gpu in gpus().items() if gpu.capability is None}
+    assert others == {"mi300x", "mi325x", "mi355x", "cpu"}
+    with_scans = {name for name, gpu in gpus().items() if gpu.has_scan_kernels}
+    older = {name for name, gpu in gpus().items() if gpu.is_before_hopper}
+    assert older == {"v100", "a100-80gb", "a100-40gb", "a800", "l40s"}
+    assert with_scans == gpus().keys() - older - others
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "b200"])
+@pytest.mark.parametrize("engine", ["nanotrain", "megatron"])
+def test_the_name_of_a_gpu_decides_nothing(name: str, engine: str) -> None:
+    gpu = gpu_of(name)
+    settings = {"tensor_model_parallel_size": 2, "micro_batch_size": 2, "seq_length": 4096}
+
+    def bytes_and_time(gpu: GPU) -> tuple[object, float]:
+        prediction = predict(llama(gpu=gpu, engine=engine, deterministic_mode=True, **settings))
+        return prediction.memory, prediction.time.total
+
+    for other in ("x1", "a1", "h1"):
+        assert bytes_and_time(replace(gpu, name=other)) == bytes_and_time(gpu)
