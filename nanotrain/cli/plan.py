@@ -22,6 +22,7 @@ from nanotrain.cli.parser import ANY_FLAG, NUMBER_OF_GPUS, CommandParser
 from nanotrain.cli.values import count, png_file, tokens, world_size
 from nanotrain.config.flags import parse
 from nanotrain.config.load import Loaded, load_line
+from nanotrain.config.rules.check import validate_for_world
 from nanotrain.paths import local_path
 from nanotrain.system import importing_torch
 
@@ -42,6 +43,10 @@ def plan(argv: Sequence[str]) -> int:
     args, rest = parser.parse_known_args(argv)
     if (args.rows is None) != (args.output is None):
         parser.error("--rows FILE.tsv and --output OUT.tsv belong together")
+    packages = args.kernel_packages or ()
+    if "none" in packages and len(set(packages)) > 1:
+        names = ", ".join(name for name in packages if name != "none")
+        parser.error(f"--kernel-packages none beside {names}: leave none out, or the others")
     if args.rows is not None and rest:
         parser.error(f"--rows takes every setting from the table: leave out {rest[0]}")
     with importing_torch():
@@ -52,12 +57,28 @@ def plan(argv: Sequence[str]) -> int:
         return 0
     loaded = load_line(parse(rest))
     loaded = replace(loaded, config=complete(loaded))
+    if (args.engine or "nanotrain") == "nanotrain":
+        require_accepted(args, loaded)
     if args.search:
         outcome = search_layouts(args, loaded, rest=rest)
     else:
         outcome = predict_layout(args, loaded)
     print(json.dumps(outcome.value, indent=2) if args.json else outcome.value)
     return 0 if outcome.fits else 2
+
+
+def require_accepted(args: argparse.Namespace, loaded: Loaded) -> None:
+    """Check what a run of nanotrain on the GPUs would check of its settings, without a corpus.
+
+    Raises:
+        ConfigError: a run would be refused.
+    """
+    from nanotrain.planner.limits import require_runnable
+
+    if not args.search:
+        size = loaded.data_parallel_size
+        validate_for_world(loaded.config, args.world_size, expected_dp=size)
+    require_runnable(loaded.config, chosen_gpu(args))
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,15 @@ values that are narrower than keys are padded.
 
 from functools import lru_cache
 
-from nanotrain.attention.backends import (
-    AttentionBackend,
-    AttentionDevice,
-    AttentionNeed,
-    choose_backend,
-)
-from nanotrain.comm.device import PLANNED_CUDNN
+from nanotrain.attention.backends import AttentionBackend, AttentionNeed, choose_backend
 from nanotrain.errors import ConfigError
 from nanotrain.planner.hardware import GPU
+from nanotrain.planner.limits import attention_device
 
-# Forward FLOP/s of FlashAttention 2 by major compute capability. Hopper: 35 % of an H100's peak (Shah et al.
-# 2024, "FlashAttention-3", abstract). Blackwell: assumed, the same instructions per clock and
-# multiprocessor on 148 of them.
+# Forward FLOP/s of FlashAttention 2 by major compute capability. Hopper: 35 % of an H100's peak
+# (Shah et al. 2024, "FlashAttention-3", abstract). Blackwell: assumed, the same instructions per
+# clock and multiprocessor on 148 of them.
 FLASH_2_FLOPS = {9: 3.46e14, 10: 4.05e14}
-PLANNED_TORCH = (2, 13)
 # rows of backends.yaml that FlashAttention 2 computes, or kernels that are no faster
 FLASH_2 = {"sdpa flash", "varlen flash", "sdpa efficient", "flex"}
 
@@ -36,22 +30,22 @@ def attention_flops_per_s(gpu: GPU, need: AttentionNeed, *, flag: str) -> float 
     """
     if gpu.capability is None or gpu.capability[0] not in FLASH_2_FLOPS:
         return None
-    row = _row(flag, need, capability=gpu.capability)
-    is_slow = row.name in FLASH_2 or (row.name == "tiles" and not _has_cudnn(need, gpu.capability))
+    row = _row(flag, need, gpu=gpu)
+    is_slow = row.name in FLASH_2 or (row.name == "tiles" and not _has_cudnn(need, gpu))
     return FLASH_2_FLOPS[gpu.capability[0]] if is_slow else None
 
 
 @lru_cache(maxsize=256)
-def _row(flag: str, need: AttentionNeed, *, capability: tuple[int, int]) -> AttentionBackend:
+def _row(flag: str, need: AttentionNeed, *, gpu: GPU) -> AttentionBackend:
     """The row of backends.yaml, as a run chooses it."""
-    device = AttentionDevice("cuda", capability, PLANNED_TORCH, PLANNED_CUDNN)
+    device = attention_device(gpu)
     try:
         return choose_backend(flag, need, device=device)
     except ConfigError:  # a run warns and takes the automatic one
         return choose_backend("auto", need, device=device)
 
 
-def _has_cudnn(need: AttentionNeed, capability: tuple[int, int]) -> bool:
+def _has_cudnn(need: AttentionNeed, gpu: GPU) -> bool:
     """Whether cuDNN computes the tiles of a call."""
     plain = AttentionNeed(need.dtype, need.head_dim, need.value_head_dim, frozenset())
-    return _row("auto", plain, capability=capability).name == "cudnn"
+    return _row("auto", plain, gpu=gpu).name == "cudnn"

@@ -3,6 +3,7 @@
     FORMATS       the dtypes of activations, weights and gradients; FP8_FORMATS: of 8 bits
     RECIPES       how many elements share a scale, and where its amax comes from; FP8_RECIPES:
                   of 8 bits
+    require_fp8   the devices that have the products of a recipe
 
 An amax is the largest absolute value of the elements that share a scale. A recipe is one row here;
 kernels/fp8 reads only its fields.
@@ -13,6 +14,9 @@ kernels/fp8 reads only its fields.
 from dataclasses import dataclass
 
 import torch
+
+from nanotrain.config.config import Fp8Config
+from nanotrain.errors import ConfigError
 
 Capability = tuple[int, int]  # CUDA compute capability
 # The only one with a grouped product of fp8 matrices with a scale per row (torch 2.13).
@@ -69,6 +73,18 @@ class Recipe:
         """Whether a tensor has one scale."""
         return self.block == PER_TENSOR
 
+    def runs_on(self, capability: Capability) -> bool:
+        """Whether a GPU has the products."""
+        last = self.last_capability or capability
+        return self.capability <= capability <= last
+
+    @property
+    def needed_capability(self) -> str:
+        """The GPUs that have the products, in words."""
+        if self.last_capability is None:
+            return f"{_dotted(self.capability)} or newer"
+        return f"{self.capability[0]}.x"
+
 
 RECIPES: dict[str, Recipe] = {
     # current scaling: the amax of the tensor itself
@@ -104,5 +120,43 @@ RECIPES: dict[str, Recipe] = {
         is_two_level=True,
     ),
 }
-FP8_RECIPES = dict(RECIPES)
-FP8_RECIPES.pop("nvfp4")
+FP8_RECIPES = {name: recipe for name, recipe in RECIPES.items() if not recipe.is_two_level}
+
+
+def require_fp8(fp8: Fp8Config | None, capability: Capability | None) -> None:
+    """Check that a device has the matrix products of the recipe.
+
+    Args:
+        fp8: section of the configuration; None without fp8.
+        capability: CUDA compute capability; None on a CPU, which emulates every recipe.
+
+    Raises:
+        ConfigError: the GPU lacks them.
+    """
+    if fp8 is None or capability is None:
+        return
+    recipe = RECIPES[fp8.recipe]
+    if recipe.runs_on(capability):
+        return
+    flag = "--fp4-format e2m1" if recipe.is_two_level else f"--fp8-recipe {fp8.recipe}"
+    raise ConfigError(
+        f"{flag} on a GPU of compute capability {_dotted(capability)}",
+        why=f"its products need compute capability {recipe.needed_capability}",
+        fix=_fitting_setting(fp8, capability),
+    )
+
+
+def _fitting_setting(fp8: Fp8Config, capability: Capability) -> str:
+    """The setting that a GPU can compute in the place of another one."""
+    if fp8.recipe not in FP8_RECIPES:
+        has_fp8 = RECIPES["tensorwise"].runs_on(capability)
+        return "set --fp8-format e4m3 in its place" if has_fp8 else "leave it out"
+    fitting = []
+    for name, recipe in FP8_RECIPES.items():
+        if fp8.format in recipe.formats and recipe.runs_on(capability):
+            fitting.append(name)
+    return f"set --fp8-recipe {' or '.join(fitting)}" if fitting else "set --fp8-format none"
+
+
+def _dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))

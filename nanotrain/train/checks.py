@@ -17,7 +17,7 @@ from nanotrain.attention.scan_kernels import installed_packages, missing_package
 from nanotrain.checkpoint.stored import require_writable
 from nanotrain.comm import device
 from nanotrain.comm.parallel_context import Launch
-from nanotrain.config.config import Config, Fp8Config
+from nanotrain.config.config import Config
 from nanotrain.config.rules.check import check_groups
 from nanotrain.config.schema import check_choice
 from nanotrain.config.train import TrainConfig
@@ -26,7 +26,7 @@ from nanotrain.log import get_logger
 from nanotrain.parallel.ep.deep_ep import has_deep_ep
 from nanotrain.plan.memory_plan import require_memory
 from nanotrain.plan.plan import check_names
-from nanotrain.precision.fp8 import RECIPES, Recipe
+from nanotrain.precision.fp8 import require_fp8
 from nanotrain.runs.folder import RunFolder, check_writable
 from nanotrain.system import require_open_files
 from nanotrain.train.trackers.table import TRACKERS, enabled_trackers
@@ -150,17 +150,6 @@ def check_token_dispatcher(start: Start) -> None:
         )
 
 
-def check_dispatch_device(start: Start) -> None:
-    """The device has the kernels that send tokens to experts."""
-    if start.config.parallel.uses_deep_ep and start.device.type == "cpu":
-        raise EnvironmentFault(
-            "--moe-flex-dispatcher-backend deepep on CPUs",
-            why="DeepEP's kernels run on GPUs",
-            fix="leave the flag out, or set --moe-hierarchical-dispatch 1 in its place, which "
-            "sends the same rows by all-to-all",
-        )
-
-
 def check_trackers(start: Start) -> None:
     """The trackers that are wanted exist, and so do their packages."""
     train = start.config.train
@@ -208,46 +197,6 @@ def check_memory(start: Start) -> None:
     )
 
 
-def require_fp8(fp8: Fp8Config | None, capability: tuple[int, int] | None) -> None:
-    """Check that a device has the matrix products of the recipe.
-
-    Args:
-        fp8: section of the configuration; None without fp8.
-        capability: CUDA compute capability; None on a CPU, which emulates every recipe.
-
-    Raises:
-        EnvironmentFault: the GPU lacks them.
-    """
-    if fp8 is None or capability is None:
-        return
-    recipe = RECIPES[fp8.recipe]
-    if _runs_on(recipe, capability):
-        return
-    needed = f"{_dotted(recipe.capability)} or newer"
-    if recipe.last_capability is not None:
-        needed = f"{recipe.capability[0]}.x"
-    fitting = []
-    for name, row in RECIPES.items():
-        if fp8.format in row.formats and _runs_on(row, capability):
-            fitting.append(name)
-    fix = "leave out --fp4-format" if recipe.is_two_level else "leave out --fp8-format"
-    if fitting:
-        fix = f"set --fp8-recipe {' or '.join(fitting)}"
-    raise EnvironmentFault(
-        f"fp8_recipe {fp8.recipe} on a GPU of compute capability {_dotted(capability)}",
-        why=f"its products need compute capability {needed}",
-        fix=fix,
-    )
-
-
-def _runs_on(recipe: Recipe, capability: tuple[int, int]) -> bool:
-    return recipe.capability <= capability <= (recipe.last_capability or capability)
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
-
-
 # Groups of rows: a later group relies on what an earlier one has checked.
 CHECKS: tuple[tuple[Callable[[Start], None], ...], ...] = (
     (check_open_files, check_replaceable_names, check_token_dispatcher),
@@ -257,7 +206,6 @@ CHECKS: tuple[tuple[Callable[[Start], None], ...], ...] = (
         check_fp8,
         check_attention,
         check_linear_attention,
-        check_dispatch_device,
         check_trackers,
         check_settings,
         check_memory,

@@ -138,11 +138,46 @@ def test_the_model_of_a_hugging_face_folder_is_planned(capsys, tmp_path):
         ([*RUN, "--expert-model-parallel-size", "2"], "expert"),
         (RUN[:2], "--world-size --rows is required"),
         (["--rows", "a.tsv", "--output", "b.tsv", "+config=tiny"], "leave out +config=tiny"),
+        ([*RUN, "--data-parallel-size", "5"], "--data-parallel-size is 5"),
+        ([*RUN, "--kernel-packages", "none", "fla"], "--kernel-packages none beside fla"),
     ],
 )
 def test_what_cannot_be_planned_is_one_message(flags, message, capsys):
     assert main(["plan", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flags", "message"),
+    [
+        ("a100", "--bf16 --fp8-format e4m3", "set --fp8-format none"),
+        ("h100", "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", "10.0 or newer"),
+        ("b200", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "set --fp8-recipe tensorwise"),
+        (
+            "h100",
+            "--bf16 --fp4-format e2m1",
+            "--fp4-format e2m1 on a GPU of compute capability 9.0",
+        ),
+        ("h100", "--log-straggler", "--log-straggler on a GPU"),
+        ("cpu", "--cpu-offloading --cpu-offloading-num-layers 1", "--cpu-offloading"),
+        ("cpu", "--num-experts 4 --expert-model-parallel-size 2 --moe-enable-deepep", "on CPUs"),
+    ],
+)
+def test_what_a_run_on_the_gpu_refuses_is_not_planned(gpu, flags, message, capsys):
+    line = [*RUN, "--gpu", gpu, *flags.split()]
+    assert main(["plan", *line]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("error:") == 1
+    assert main(["plan", "--search", "--global-batch-size", "16", *line]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_cure_of_a_recipe_in_fp8_on_an_older_gpu_works(capsys):
+    line = ["plan", "+config=deepseek_v3", "--mock-data", "--world-size", "2048", "--gpu", "a100"]
+    assert main(line) == 2
+    assert capsys.readouterr().err.endswith("; set --fp8-format none\n")
+    main([*line, "--fp8-format", "none"])
+    assert "2,048 GPUs a100-80gb" in capsys.readouterr().out
 
 
 def test_calibrated_on_a_run_the_plan_of_that_run_is_its_step(capsys, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanotrain.config.config import Fp8Config
-from nanotrain.errors import EnvironmentFault
+from nanotrain.errors import ConfigError
 from nanotrain.kernels.compiler import triton_fault
 from nanotrain.kernels.fp8.grouped import select_fp8_gemm
 from nanotrain.kernels.fp8.layer import ExpertRange, Fp8Layer, Fp8Options
@@ -24,8 +24,8 @@ from nanotrain.precision.fp8 import (
     FP8_RECIPES,
     GROUPED_CAPABILITY,
     RECIPES,
+    require_fp8,
 )
-from nanotrain.train.checks import require_fp8
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,7 @@ def skip_without_kernels(recipe: str, name: str) -> None:
     try:
         precision = Fp8Config(format=name, recipe=recipe)
         require_fp8(precision, torch.cuda.get_device_capability())
-    except EnvironmentFault as error:
+    except ConfigError as error:
         pytest.skip(str(error))
 
 

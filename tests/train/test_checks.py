@@ -4,20 +4,16 @@ import pytest
 import torch
 
 from nanotrain.comm.parallel_context import Launch
-from nanotrain.config.config import Fp8Config
 from nanotrain.config.load import load
-from nanotrain.config.precision import Fp8Format
 from nanotrain.errors import ConfigError, EnvironmentFault
 from nanotrain.train import checks
 from nanotrain.train.checks import (
     CHECKS,
     Start,
-    check_dispatch_device,
     check_linear_attention,
     check_settings,
     check_token_dispatcher,
     check_trackers,
-    require_fp8,
     run_checks,
 )
 from tests.train.small_run import SIZES
@@ -110,38 +106,6 @@ def test_what_a_device_cannot_record_is_refused(monkeypatch, flags, kind, messag
     check_settings(start_of("--mock-data"))
 
 
-def precision(recipe: str, name: Fp8Format = "e4m3") -> Fp8Config:
-    return Fp8Config(format=name, recipe=recipe)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "capability", "cure"),
-    [
-        ("delayed", (8, 0), "leave out --fp8-format"),
-        ("blockwise", (8, 9), "set --fp8-recipe tensorwise or delayed or rowwise"),
-        ("blockwise", (10, 0), "set --fp8-recipe tensorwise or delayed or rowwise or mxfp8"),
-        ("mxfp8", (9, 0), "set --fp8-recipe tensorwise or delayed or rowwise or blockwise"),
-    ],
-)
-def test_a_gpu_without_the_products_is_an_error(
-    recipe: str, capability: tuple[int, int], cure: str
-) -> None:
-    with pytest.raises(
-        EnvironmentFault, match=f"compute capability {capability[0]}.{capability[1]}"
-    ) as caught:
-        require_fp8(precision(recipe), capability)
-    assert caught.value.fix == cure
-
-
-@pytest.mark.parametrize(
-    ("recipe", "capability"),
-    [("delayed", (8, 9)), ("blockwise", (9, 0)), ("mxfp8", (12, 0)), ("mxfp8", None)],
-)
-def test_other_devices_pass(recipe: str, capability: tuple[int, int] | None) -> None:
-    require_fp8(precision(recipe), capability)
-    require_fp8(None, (7, 0))
-
-
 def test_a_missing_library_of_the_token_dispatcher_is_one_line(monkeypatch, caplog) -> None:
     experts = ["--mock-data", "--num-experts", "4", "--expert-model-parallel-size", "2", "--bf16"]
     flags = [*experts, "--moe-enable-deepep"]
@@ -157,6 +121,6 @@ def test_a_missing_library_of_the_token_dispatcher_is_one_line(monkeypatch, capl
 
 def test_kernels_that_send_tokens_are_refused_on_cpus() -> None:
     experts = ["--mock-data", "--num-experts", "4", "--expert-model-parallel-size", "2", "--bf16"]
-    check_dispatch_device(start_of(*experts, "--device", "cpu"))
-    with pytest.raises(EnvironmentFault, match="deepep on CPUs: .* GPUs; .*dispatch 1"):
-        check_dispatch_device(start_of(*experts, "--moe-enable-deepep", "--device", "cpu"))
+    check_settings(start_of(*experts, "--device", "cpu"))
+    with pytest.raises(ConfigError, match="deepep on CPUs: .* GPUs; .*dispatch 1"):
+        check_settings(start_of(*experts, "--moe-enable-deepep", "--device", "cpu"))

@@ -31,6 +31,13 @@ def check_cpu(c: Settings) -> Errors:
             why="the device is a CPU: optimizer state and activations are in host memory already",
             fix=f"leave out {' and '.join(flags)}",
         )
+    if c.parallel.uses_deep_ep:
+        yield ConfigError(
+            "--moe-flex-dispatcher-backend deepep on CPUs",
+            why="DeepEP's kernels run on GPUs",
+            fix="leave the flag out, or set --moe-hierarchical-dispatch 1 in its place, which "
+            "sends the same rows by all-to-all",
+        )
     snapshot = c.train.memory_snapshot_path
     if snapshot is not None:
         yield ConfigError(
