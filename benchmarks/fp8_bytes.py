@@ -20,7 +20,7 @@ from nanotrain.kernels.fp8 import nvfp4, triton_nvfp4
 from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options, Operand
 from nanotrain.kernels.fp8.nvfp4_mm import pack_matrix
 from nanotrain.kernels.fp8.products import Scales
-from nanotrain.kernels.fp8.quantize import SwigluInput
+from nanotrain.kernels.fp8.quantize import ComputedInput, NormInput, SwigluInput
 from nanotrain.kernels.fp8.rounding import ElementWords
 from nanotrain.precision.fp8 import FP8_FORMATS, FP8_RECIPES, RECIPES
 
@@ -69,21 +69,38 @@ def counted_nvfp4(*, is_fused: bool, columns: bool) -> Total:
     return total
 
 
-def count_swiglu(recipe: str) -> tuple[float, float]:
-    """Bytes per value of a SwiGLU and its casts for fprop and wgrad: separate, and in one cast."""
+def count_joined(recipe: str, *, is_norm: bool) -> tuple[float, float]:
+    """Bytes per value of an RMSNorm or a SwiGLU and its casts for fprop and wgrad.
+
+    Separate, and in one cast; with a norm the factors per row are computed before, in one read.
+    """
     options = replace(Fp8Options(FP8_RECIPES[recipe], FP8_FORMATS["e4m3"]), is_fused=True)
-    scales = Scales([Fp8Layer(options).to("meta")], records=True)
-    gate = torch.empty(SIZE, SIZE, dtype=torch.bfloat16, device="meta")
-    if options.recipe.is_per_tensor:
-        scales.set({(0, Operand.INPUT): scales.amax(gate, Operand.INPUT)})
-    separate, joined = Total(), Total()
+    value = torch.empty(SIZE, SIZE, dtype=torch.bfloat16, device="meta")
+    operand: ComputedInput = SwigluInput(value, torch.empty_like(value))
+    activation = 3 * value.element_size()  # a kernel reads gate and up, and writes their product
+    before = 0
+    if is_norm:
+        factors = torch.empty(SIZE, 1, device="meta")
+        operand = NormInput(value, factors, value[0])
+        activation = 2 * value.element_size()  # a kernel keeps a row between its two reads
+        before = value.element_size()
+    separate = Total()
+    joined = Total()
     with OperatorCount(separate, times=1):
-        scales.cast(gate, Operand.INPUT)
-        scales.cast(gate, Operand.INPUT, rows=False, columns=True)
+        scales = _scaled(value, options)
+        scales.cast(value, Operand.INPUT)
+        scales.cast(value, Operand.INPUT, rows=False, columns=True)
     with OperatorCount(joined, times=1):
-        scales.cast(SwigluInput(gate, torch.empty_like(gate)), Operand.INPUT, columns=True)
-    activation = 3 * gate.element_size()  # a kernel reads gate and up, and writes their product
-    return separate.num_bytes / SIZE**2 + activation, joined.num_bytes / SIZE**2
+        _scaled(operand, options).cast(operand, Operand.INPUT, columns=True)
+    return separate.num_bytes / SIZE**2 + activation, joined.num_bytes / SIZE**2 + before
+
+
+def _scaled(x: torch.Tensor | ComputedInput, options: Fp8Options) -> Scales:
+    """The scales of a layer whose history has an amax, for an input."""
+    scales = Scales([Fp8Layer(options).to("meta")], records=True)
+    if options.recipe.is_per_tensor:
+        scales.set({(0, Operand.INPUT): scales.amax(x, Operand.INPUT)})
+    return scales
 
 
 def main(show: Callable[[str], None] = print) -> None:
@@ -100,11 +117,14 @@ def main(show: Callable[[str], None] = print) -> None:
             ]
         show(f"| {recipe} | {' | '.join(cells)} |")
     show("")
-    show("| recipe | SwiGLU, then its casts for fprop and wgrad | in one cast |")
-    show("|---|---:|---:|")
-    for recipe in SWIGLU_RECIPES:
-        separate, joined = count_swiglu(recipe)
-        show(f"| {recipe} | {separate:.1f} | {joined:.1f} |")
+    show("| recipe | input | computed, then cast for fprop and wgrad | in one cast |")
+    show("|---|---|---:|---:|")
+    for recipe in FP8_RECIPES:
+        for is_norm in (True, False):
+            if is_norm or recipe in SWIGLU_RECIPES:
+                separate, joined = count_joined(recipe, is_norm=is_norm)
+                name = "norm" if is_norm else "SwiGLU"
+                show(f"| {recipe} | {name} | {separate:.1f} | {joined:.1f} |")
 
 
 if __name__ == "__main__":

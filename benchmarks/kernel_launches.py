@@ -26,7 +26,7 @@ from nanotrain.kernels import (
     triton_swiglu,
 )
 from nanotrain.kernels.fp8 import triton_cast, triton_grouped, triton_nvfp4
-from nanotrain.kernels.fp8.quantize import Cast, SwigluInput
+from nanotrain.kernels.fp8.quantize import Cast, ComputedInput, NormInput, SwigluInput
 from nanotrain.kernels.fp8.rounding import ElementWords
 from nanotrain.kernels.permute import plan_permutation
 from nanotrain.kernels.triton_scan_tiles import Inputs
@@ -117,14 +117,17 @@ def _cast(
     triton_cast.cast(x, how, inverse=inverse, offs=offs, is_stack=is_stack, measures=measures)
 
 
-def _cast_swiglu(how: Cast, *, has_experts: bool) -> None:
-    """Cast the input of a down projection, computed from gate and up."""
-    gate = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16)
-    offs = _offs() if has_experts else None
+def _cast_computed(how: Cast, *, is_norm: bool) -> None:
+    """Cast the input of a projection in both forms, computed from what a norm or SwiGLU reads."""
+    x = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16)
+    operand: ComputedInput = SwigluInput(x, x)
+    if is_norm:
+        operand = NormInput(x, torch.ones(TOKENS, 1), torch.ones(WIDTH, dtype=x.dtype))
     inverse = None
     if how.block == PER_TENSOR:
-        inverse = torch.ones(EXPERTS if has_experts else 1)
-    triton_cast.cast(SwigluInput(gate, gate), how, inverse=inverse, offs=offs)
+        inverse = torch.ones(1)
+        triton_cast.amaxes(operand)
+    triton_cast.cast(operand, how, inverse=inverse)
 
 
 def _amaxes(dtype: torch.dtype, *, has_experts: bool, is_known: bool) -> None:
@@ -225,18 +228,21 @@ def _build_cast(label: str, recipe: Recipe) -> Launch:
     return Launch(label, frozenset(kernels), run, first, last, is_typical)
 
 
-def _build_swiglu_casts() -> list[Launch]:
-    """Casts that compute SwiGLU, of both forms."""
+def _build_computed_casts() -> list[Launch]:
+    """Casts that compute SwiGLU or an RMSNorm, of both forms."""
     launches = []
     for name, recipe in FP8_RECIPES.items():
-        if name in ("tensorwise", "rowwise"):  # their amaxes would take a second read
-            continue
         how = Cast(recipe.block, E4M3, power_of_two=recipe.power_of_two, columns=True)
         first, last = _capabilities(recipe)
-        run = partial(_cast_swiglu, how, has_experts=False)
-        is_typical = name in ("blockwise", "mxfp8")
+        norm = partial(_cast_computed, how, is_norm=True)
+        is_typical = name in ("rowwise", "blockwise", "mxfp8")
+        kernels = frozenset({"_cast"})
+        launches.append(Launch(f"cast {name} norm bf16", kernels, norm, first, last, is_typical))
+        if name in ("tensorwise", "rowwise"):  # their amaxes would take a second read of two
+            continue
+        swiglu = partial(_cast_computed, how, is_norm=False)
         label = f"cast {name} swiglu bf16"
-        launches.append(Launch(label, frozenset({"_cast"}), run, first, last, is_typical))
+        launches.append(Launch(label, kernels, swiglu, first, last, is_typical))
     return launches
 
 
@@ -388,7 +394,7 @@ LAUNCHES = (
     *_build_wgrads(),
     *_build_amaxes(),
     *_build_casts(),
-    *_build_swiglu_casts(),
+    *_build_computed_casts(),
     *_build_products(),
     *_build_nvfp4(),
     *_build_scans(),

@@ -108,6 +108,15 @@ class ModelConfig(ModelFields):
         return has_softcap or self.softmax_type != "vanilla" or self.attention_dropout > 0
 
     @property
+    def has_plain_swiglu(self) -> bool:
+        """Whether gated MLPs compute silu(gate) * up, without bounds, offsets and factors."""
+        has_bound = self.activation_func_clamp_value is not None
+        has_factor = self.mlp_gate_multiplier != 1.0
+        if has_bound or has_factor or self.glu_linear_offset:
+            return False
+        return self.activation == "swiglu"
+
+    @property
     def ffn_size(self) -> int:
         """Inner width of the MLP.
 

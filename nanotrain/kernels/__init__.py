@@ -2,6 +2,7 @@
 
     linear.py, grouped.py   {fprop, dgrad, wgrad} of a dense layer and of stacked experts
     deferred_wgrad.py       the queue of weight gradients of zero-bubble schedules
+    rms_norm.py             RMSNorm by factors per row, for casts that compute it
     permute.py              tokens in the order of their experts, and back
     dropout.py              dropout as a hash of indices
     fp8/                    the products in fp8

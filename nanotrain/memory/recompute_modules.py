@@ -5,7 +5,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from nanotrain.memory.recompute import Recompute, TensorFunction
 from nanotrain.memory.recomputed_pairs import CHECKPOINTED, Pair, discarded_pairs
@@ -66,13 +66,20 @@ def _discard_outputs(
     _set(block, pair.second, function=run_second)
 
 
+def unchanged(x: Tensor) -> Tensor:
+    """The function of a module whose readers compute it themselves; nothing is discarded then."""
+    return x
+
+
 def _has(block: nn.Module, path: str) -> bool:
     """Whether a block is of a kind with this function, and the function is not the identity."""
     owner: Any = block
     *owners, function = path.split(".")
     for name in owners:
         owner = getattr(owner, name, None)
-    return hasattr(owner, function) and not isinstance(owner, nn.Identity)
+    if isinstance(owner, nn.Identity):
+        return False
+    return getattr(owner, function, unchanged) is not unchanged
 
 
 def _function_path(block: nn.Module, path: str) -> str:

@@ -7,6 +7,7 @@
     mlp.py, moe.py, router.py, router_stats.py         MLP, mixture of experts
     mtp.py                  multi-token prediction
     norm.py, rope.py, activations.py                   their parts
+    norm_casts.py, down_projection.py                  norms and SwiGLU that fp8 casts compute
     context.py              inputs of the layers besides hidden states
     parameters.py           create and initialize the declared parameters
 

@@ -37,13 +37,7 @@ def fused_projection(
     model_config: ModelConfig, params: Parameters, *, tensor_parallel: TensorParallel
 ) -> Projection | None:
     """`project_swiglu` for a SwiGLU in fp8 whose weight gradient is not deferred, on one rank."""
-    is_plain = (
-        "gate.weight" in params
-        and model_config.activation == "swiglu"
-        and not model_config.glu_linear_offset
-        and model_config.activation_func_clamp_value is None
-        and model_config.mlp_gate_multiplier == 1.0
-    )
+    is_plain = "gate.weight" in params and model_config.has_plain_swiglu
     is_local = tensor_parallel.group.size == 1 and tensor_parallel.wgrad_queue is None
     if is_plain and is_local and fuses_swiglu(tensor_parallel.fp8):
         return project_swiglu

@@ -61,7 +61,7 @@ def graph_breaks(config: Config) -> list[str]:
     """
     settings = Settings(config)
     breaks = []
-    if _defers_wgrad(config.parallel):
+    if defers_wgrad(config.parallel):
         breaks.append(DEFERRED)
     if settings.has_fp8 and settings.tp > 1:
         breaks.append(FP8_WITH_TP)
@@ -91,7 +91,7 @@ def describe_compile(config: Config, device_type: str) -> str:
     return f"every block ({why}); {ends}"
 
 
-def _defers_wgrad(parallel: ParallelConfig) -> bool:
+def defers_wgrad(parallel: ParallelConfig) -> bool:
     """Whether the pipeline schedule has W actions."""
     pp = parallel.pipeline_model_parallel_size
     virtual = parallel.num_virtual_stages_per_pipeline_rank

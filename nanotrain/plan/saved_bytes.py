@@ -13,9 +13,11 @@ import torch
 
 from nanotrain.attention.backends import AttentionChoice, AttentionDevice, installed_torch
 from nanotrain.comm.device import planned_cudnn
+from nanotrain.kernels.fp8.layer import layers_in_bf16
 from nanotrain.memory.block_transforms import recomputed_groups
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.tp.loss import chunk_tokens
+from nanotrain.plan.fp8_casts import cast_recipe
 from nanotrain.plan.plan import Plan
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.kinds import MIXERS, MLPS
@@ -69,6 +71,10 @@ def layer_sizes(plan: Plan, device: str) -> LayerSizes:
     sizes = LayerSizes.of(config, plan.shape, sizes=axis_sizes)
     planned = AttentionDevice(device, (9, 0), installed_torch(), planned_cudnn())
     choice = AttentionChoice.of(config, planned)
+    in_bf16 = layers_in_bf16(config.precision.fp8, plan.shape.num_layers)
+    recipe = ""
+    if device == "cuda":
+        recipe = cast_recipe(config, axis_sizes)
     backend_names = {window: backend.name for window, (backend, _) in choice.backends.items()}
     return replace(
         sizes,
@@ -78,6 +84,8 @@ def layer_sizes(plan: Plan, device: str) -> LayerSizes:
         window_backend=backend_names.get(True, ""),
         expert_rows=_expert_rows(plan, sizes),
         writes_head=_writes_head(plan, device),
+        cast_recipe=recipe,
+        layers_in_bf16=in_bf16,
     )
 
 

@@ -121,9 +121,8 @@ class OperatorTimes(RankClock):
         """A norm reads and writes its elements; the backward reads the input too."""
         num_bytes = operator.numel * self.sizes.itemsize
         launches = (operator.launches, operator.backward_launches)
-        return [
-            self.memory(operator.name, 2 * num_bytes, backward=3 * num_bytes, launches=launches)
-        ]
+        forward = num_bytes if operator.is_cast else 2 * num_bytes
+        return [self.memory(operator.name, forward, backward=3 * num_bytes, launches=launches)]
 
     def rotary(self, operator: Rotary) -> Parts:
         """Rotary positions: two passes over the tensor if fused, else `operator.passes`."""
@@ -159,6 +158,9 @@ class OperatorTimes(RankClock):
         else:
             forward, backward = (2, 3) if is_fused else (4, 5)
             launches = (1, 1) if is_fused else (2, 2)
+        if operator.is_cast:
+            forward = 1  # the cast reads the gate in place of the product, and up
+            launches = (0, launches[1])
         num_bytes = operator.numel * self.sizes.itemsize
         name = operator.module
         return [

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from nanotrain.plan.fp8_casts import cast_recipe
 from nanotrain.planner.collectives import collective_s
 from nanotrain.planner.kernels import BYTES, memory_s
 from nanotrain.planner.parts import Part
@@ -12,6 +13,8 @@ from nanotrain.spec.layer_sizes import LayerSizes
 def scenario_sizes(scenario: Scenario) -> LayerSizes:
     """The sizes of a rank, with the tokens of the busiest expert-parallel rank."""
     sizes = LayerSizes.of(scenario.config, scenario.shape, sizes=scenario.sizes)
+    if scenario.engine.name == "nanotrain" and not scenario.machine.is_cpu:
+        sizes = replace(sizes, cast_recipe=cast_recipe(scenario.config, scenario.sizes))
     moe = scenario.shape.moe
     if moe is None:
         return sizes

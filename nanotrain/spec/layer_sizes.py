@@ -12,6 +12,10 @@ from nanotrain.spec.shape import ModelShape
 FP8 = 1
 FP32 = 4
 INT64 = 8
+# tokens of a channel that share a scale (None: all), and its bytes
+SCALES = {"rowwise": (None, FP32), "blockwise": (128, FP32), "mxfp8": (32, FP8)}
+# those whose scales need no amax of the tensor that is cast
+SWIGLU_RECIPES = ("delayed", "blockwise", "mxfp8")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class LayerSizes:
     routed_rows: int = 0  # rows that the rank's tokens need at their experts
     expert_rows: int = 0  # rows that the rank sends to experts, padding included
     has_fp8: bool = False  # linear layers multiply in fp8
+    # recipe of fp8 layers whose casts compute norms and SwiGLU (plan/fp8_casts.py); empty: none do
+    cast_recipe: str = ""
+    layers_in_bf16: frozenset[int] = frozenset()  # layers without fp8
     writes_head: bool = False  # the gradient of the head is added to the gradient buffer
 
     @classmethod
@@ -113,6 +120,34 @@ class LayerSizes:
         return Saved(self.outside * self.width, dropped_by=dropped_by)
 
     @property
+    def casts_norm(self) -> bool:
+        """Whether projections that alone read the layer's input normalize it in their casts."""
+        has_norm, _ = self.shape.norms_of(self.layer)
+        return bool(self.cast_recipe) and has_norm and self.shape.normalization != "LayerNorm"
+
+    @property
+    def casts_swiglu(self) -> bool:
+        """Whether the down projection of an MLP computes SwiGLU in its casts."""
+        return self.cast_recipe in SWIGLU_RECIPES and self.shape.has_plain_swiglu
+
+    @property
+    def projected_input(self) -> Saved:
+        """The layer's input, as projections keep it that alone read it."""
+        kept = self.layer_input
+        if not self.casts_norm:
+            return kept
+        return replace(kept, num_bytes=self.fp8_bytes(self.outside, self.shape.hidden_size))
+
+    def fp8_bytes(self, rows: int, channels: int) -> int:
+        """Bytes of a transposed operand in fp8 with the scales of its channels."""
+        num_bytes = rows * channels * FP8
+        if self.cast_recipe in SCALES:
+            block, scale_bytes = SCALES[self.cast_recipe]
+            num_blocks = -(-rows // (block or rows))
+            num_bytes += channels * num_blocks * scale_bytes
+        return num_bytes
+
+    @property
     def layer_norm_statistics(self) -> int:
         """Bytes of the mean and the inverse deviation that a LayerNorm keeps per row.
 
@@ -135,7 +170,13 @@ class LayerSizes:
             return 2 * FP32 + width * (FP32 - self.itemsize)
         return self.layer_norm_statistics
 
-    def column(self, widths: Mapping[str, int], *, saves: tuple[Saved, ...] = ()) -> Product:
+    def column(
+        self,
+        widths: Mapping[str, int],
+        *,
+        saves: tuple[Saved, ...] = (),
+        casts_norm: bool = False,
+    ) -> Product:
         """Projections of the layer's input, by the local widths of their outputs."""
         weights = tuple(f"{name}.weight" for name in widths)
         return Product(
@@ -146,6 +187,7 @@ class LayerSizes:
             inputs=self.shape.hidden_size,
             shard="column",
             saves=saves,
+            casts_norm=casts_norm,
         )
 
     def row(self, inputs: int, *, saves: tuple[Saved, ...] = ()) -> Product:

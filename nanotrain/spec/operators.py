@@ -104,6 +104,7 @@ class Product(Operator):
     outputs: int
     inputs: int
     shard: str = ""  # "column" or "row": its parallelism over tp; empty: replicated
+    casts_norm: bool = False  # its input is a norm that casts to fp8 compute
 
     @property
     def active_weights(self) -> int:
@@ -135,6 +136,7 @@ class Norm(Operator):
     """A norm of each row, or of each head."""
 
     numel: int
+    is_cast: bool = False  # the casts of a product compute it; only factors per row are written
     launches: int = 1  # kernels of the forward
     backward_launches: int = 1
 
@@ -175,6 +177,7 @@ class Activation(Operator):
     rows: int
     width: int  # inner width
     is_gated: bool
+    is_cast: bool = False  # the casts of the down projection compute it
 
     @property
     def numel(self) -> int:

@@ -75,6 +75,7 @@ class ModelShape:
     # gated activations: the number added to the linear part, and the bound of gate and linear part
     glu_linear_offset: float = 0.0
     activation_func_clamp_value: float | None = None
+    has_plain_swiglu: bool = False  # MLPs compute silu(gate) * up, without these and factors
     has_score_options: bool = False  # scores are capped or dropped, or have a sink
     mla: MLAConfig | None = None  # sizes of multi-head latent attention (DeepSeek-V2)
     dsa: DSAConfig | None = None  # sizes of the indexer of sparse attention

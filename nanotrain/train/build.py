@@ -37,6 +37,7 @@ from nanotrain.log import get_logger, progress
 from nanotrain.memory.block_transforms import WITHOUT_OFFLOAD, transform_blocks
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import ModelParallel
+from nanotrain.model.norm_casts import cast_norms
 from nanotrain.model.parameters import initialize
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer
@@ -307,13 +308,16 @@ def _transform_blocks(stages: Iterable[Stage], config: Config, *, context: Paral
     The saved tensors of multi-token prediction stay on the device.
     """
     resolved = _with_compiler(config, context)
+    modules = config.memory.recomputed_modules
     for stage in stages:
+        blocks = list(stage.layers.values())
+        blocks += [layer.block for layer in stage.mtp_layers]
+        for block in blocks:
+            cast_norms(block, modules, parallel=stage.parallel)
+            keep_weights(block)
         transform = partial(transform_blocks, config=resolved, recompute=stage.parallel.recompute)
         stage.layer_functions = transform(stage.layers.values())
-        for block in stage.layers.values():
-            keep_weights(block)
         for layer in stage.mtp_layers:
-            keep_weights(layer.block)
             layer.block_functions = transform([layer.block], transforms=WITHOUT_OFFLOAD)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.fp8_bytes import SIZE, SWIGLU_RECIPES, count_swiglu, counted, counted_nvfp4
+from benchmarks.fp8_bytes import SIZE, SWIGLU_RECIPES, count_joined, counted, counted_nvfp4
 from nanotrain.precision.fp8 import FP8_RECIPES
 
 
@@ -30,6 +30,22 @@ def test_kernels_of_nvfp4_read_for_amaxes_and_once_per_form() -> None:
 @pytest.mark.parametrize("recipe", SWIGLU_RECIPES)
 def test_a_cast_that_computes_swiglu_moves_half_of_the_bytes(recipe: str) -> None:
     """It reads gate and up and writes two forms; separate steps write and read the product too."""
-    separate, joined = count_swiglu(recipe)
+    separate, joined = count_joined(recipe, is_norm=False)
     assert 12 <= separate <= 12.2
     assert 6 <= joined <= 6.1
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_cast_that_computes_a_norm_leaves_out_what_others_write_and_read_again(
+    recipe: str,
+) -> None:
+    separate, joined = count_joined(recipe, is_norm=True)
+    if recipe == "rowwise":  # amaxes of rows and of columns, from a read of their own
+        assert 14 <= separate <= 14.1
+        assert 8 <= joined <= 8.1
+    elif recipe == "tensorwise":  # one amax for both casts
+        assert 12 <= separate <= 12.1
+        assert 8 <= joined <= 8.1
+    else:
+        assert 10 <= separate <= 10.2
+        assert 6 <= joined <= 6.2

@@ -27,9 +27,9 @@ from nanotrain.comm.autograd import eager_or_graph
 from nanotrain.kernels.fp8.layer import Fp8Layer, Operand
 from nanotrain.kernels.fp8.quantize import (
     Cast,
+    ComputedInput,
     Forms,
     Quantized,
-    SwigluInput,
     block_amax,
     cast,
     inverse_scales,
@@ -87,7 +87,7 @@ class Scales:
 
     def amax(
         self,
-        x: Tensor | SwigluInput,
+        x: Tensor | ComputedInput,
         operand: Operand,
         *,
         layer: int = 0,
@@ -131,7 +131,7 @@ class Scales:
 
     def cast(
         self,
-        x: Tensor | SwigluInput,
+        x: Tensor | ComputedInput,
         operand: Operand,
         *,
         layer: int = 0,
@@ -207,20 +207,26 @@ class Fp8Linears(Linears):
 
     def fprop(self, x: Tensor) -> tuple[Tensor, ...]:
         """[..., I] -> one [..., O] per layer."""
-        flat = x.flatten(0, -2)
+        rows = x.flatten(0, -2)
+        outputs, _ = self.fprop_rows(rows, keeps=False)
+        return tuple(out.view(*x.shape[:-1], -1) for out in outputs)
+
+    def fprop_rows(
+        self, x: Tensor | ComputedInput, *, keeps: bool
+    ) -> tuple[list[Tensor], Quantized | None]:
+        """[T, I] -> one [T, O] per layer, and the transposed input in fp8 if it is kept."""
         if not self._scales.has(Operand.INPUT):
-            self._scales.set(self._forward_amaxes(flat))
-        quantized = self._scales.cast(flat, Operand.INPUT).get()
+            self._scales.set(self._forward_amaxes(x))
+        forms = self._scales.cast(x, Operand.INPUT, columns=keeps)
         outputs = []
         for i, linear in enumerate(self.linears):
-            product = scaled_mm(quantized, self._weight(i), dtype=x.dtype, is_fast=True)
-            out = product.view(*x.shape[:-1], -1)
+            out = scaled_mm(forms.get(), self._weight(i), dtype=x.dtype, is_fast=True)
             if linear.used_bias is not None:
                 out = out + linear.used_bias
             outputs.append(out)
-        return tuple(outputs)
+        return outputs, forms.columns
 
-    def _forward_amaxes(self, x: Tensor | SwigluInput) -> dict[Key, Tensor]:
+    def _forward_amaxes(self, x: Tensor | ComputedInput) -> dict[Key, Tensor]:
         """Amaxes of the input [T, I], and of weights without scales; inputs first."""
         input_amax = self._scales.amax(x, Operand.INPUT)
         amaxes: dict[Key, Tensor] = {}
@@ -249,13 +255,13 @@ class Fp8Linears(Linears):
         assert total is not None, "there is at least one layer"
         return total
 
-    def wgrad(self, grads: Sequence[Tensor], x: Tensor) -> list[Tensor | None]:
+    def wgrad(self, grads: Sequence[Tensor], x: Tensor | ComputedInput) -> list[Tensor | None]:
         """One [T, O] per layer, [T, I] -> the gradients of the trained parameters.
 
         None for a gradient that was written where it is accumulated.
         """
         if not self._options.wgrad:
-            return super().wgrad(grads, x)
+            return super().wgrad(grads, as_tensor(x))
         x_forms = self._scales.cast(x, Operand.INPUT, rows=False, columns=True)
         return self.wgrad_of(grads, x_forms.get(transposed=True))
 
@@ -424,9 +430,9 @@ def _keep_weight(linear: Linear) -> None:
     fp8.kept = scales.cast(weight, Operand.WEIGHT, columns=True)
 
 
-def as_tensor(x: Tensor | SwigluInput) -> Tensor:
+def as_tensor(x: Tensor | ComputedInput) -> Tensor:
     """An operand, computed by torch's operators where casts would compute it."""
-    return x.value() if isinstance(x, SwigluInput) else x
+    return x if isinstance(x, Tensor) else x.value()
 
 
 def tensor_amax(x: Tensor) -> Tensor:

@@ -44,14 +44,40 @@ class Quantized:
 
 
 class SwigluInput(NamedTuple):
-    """An operand silu(gate) * up that casts compute, so that it is not written in 16 bits."""
+    """An operand silu(gate) * up that casts compute."""
 
     gate: Tensor  # [R, K], contiguous
     up: Tensor
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to which products are rounded before they are cast."""
+        return self.gate.dtype
+
     def value(self) -> Tensor:
         """[R, K], by torch's operators."""
         return F.silu(self.gate).mul_(self.up)
+
+
+class NormInput(NamedTuple):
+    """An operand x * row_factors * weight, an RMSNorm that casts compute."""
+
+    x: Tensor  # [R, K]
+    row_factors: Tensor  # [R, 1] fp32
+    weight: Tensor  # [K]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to which products are rounded before they are cast."""
+        return self.x.dtype
+
+    def value(self) -> Tensor:
+        """[R, K], by torch's operators."""
+        return (self.x.float() * self.row_factors).mul_(self.weight).to(self.x.dtype)
+
+
+# An operand that casts compute as they read it, so that it is not written in 16 bits.
+ComputedInput = SwigluInput | NormInput
 
 
 @dataclass(frozen=True)

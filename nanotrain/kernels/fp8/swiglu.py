@@ -20,10 +20,9 @@ from torch import Tensor
 
 from nanotrain.comm.autograd import eager_or_graph
 from nanotrain.kernels.compiler import runs_triton
-from nanotrain.kernels.fp8.layer import Fp8Options, Operand
+from nanotrain.kernels.fp8.layer import Fp8Options
 from nanotrain.kernels.fp8.products import Fp8Linears
 from nanotrain.kernels.fp8.quantize import Quantized, SwigluInput
-from nanotrain.kernels.fp8.scaled_mm import scaled_mm
 from nanotrain.kernels.linear import Linear
 
 
@@ -46,21 +45,6 @@ def swiglu_linear(gate: Tensor, up: Tensor, *, linear: Linear) -> Tensor:
     return out
 
 
-class _SwigluProducts(Fp8Linears):
-    """The products of a layer whose input is a SwiGLU."""
-
-    def fprop_swiglu(self, x: SwigluInput, *, keeps: bool) -> tuple[Tensor, Quantized | None]:
-        """[T, O], and the transposed input if it is kept."""
-        if not self._scales.has(Operand.INPUT):
-            self._scales.set(self._forward_amaxes(x))
-        forms = self._scales.cast(x, Operand.INPUT, columns=keeps)
-        out = scaled_mm(forms.get(), self._weight(0), dtype=x.gate.dtype, is_fast=True)
-        bias = self.linears[0].used_bias
-        if bias is not None:
-            out = out + bias
-        return out, forms.columns
-
-
 class _SwigluLinear(torch.autograd.Function):
     """Keeps gate, up, and the transposed input in fp8."""
 
@@ -69,12 +53,12 @@ class _SwigluLinear(torch.autograd.Function):
         ctx: Any, gate: Tensor, up: Tensor, linear: Linear, records: bool, *params: Tensor
     ) -> Tensor:
         """The product [..., O]."""
-        products = _SwigluProducts([linear], records=records)
+        products = Fp8Linears([linear], records=records)
         flat_gate = gate.flatten(0, -2)
         flat_up = up.flatten(0, -2)
         x = SwigluInput(flat_gate.contiguous(), flat_up.contiguous())
         keeps = records and linear.weight.requires_grad
-        out, x_t = products.fprop_swiglu(x, keeps=keeps)
+        (out,), x_t = products.fprop_rows(x, keeps=keeps)
         kept = []
         if x_t is not None:
             kept = [x_t.values, x_t.inverse_scales]
@@ -90,7 +74,7 @@ class _SwigluLinear(torch.autograd.Function):
         gate, up, *saved = ctx.saved_tensors
         num_scales = len(ctx.keys)
         inverse = dict(zip(ctx.keys, saved[:num_scales], strict=True))
-        products = _SwigluProducts([ctx.linear], records=True, inverse=inverse)
+        products = Fp8Linears([ctx.linear], records=True, inverse=inverse)
         flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         grad_x = products.dgrad(flat)
         grad_x = grad_x.view(gate.shape)

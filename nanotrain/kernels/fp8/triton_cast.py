@@ -23,7 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanotrain.kernels.fp8.quantize import Cast, Forms, Quantized, SwigluInput
+from nanotrain.kernels.fp8.quantize import (
+    Cast,
+    ComputedInput,
+    Forms,
+    NormInput,
+    Quantized,
+    SwigluInput,
+)
 from nanotrain.kernels.fp8.triton_scales import Target
 from nanotrain.kernels.fp8.triton_tiles import TILE, WARPS, How, line_unit, num_lanes, plan_source
 
@@ -235,16 +242,16 @@ def fp8_amax(x: Tensor, others: Sequence[Tensor | None], *, rows: bool, columns:
     """Amaxes in one tensor: of rows [R] and of columns [E, K], or of experts [E].
 
     `others` are `offs`; [E] numbers: experts whose number is above 0 are not read and have 0; and
-    the up projection of a `SwigluInput`, whose gate is x.
+    what `_split_input` finds beside x.
     """
-    offs, unless, up = others
+    offs, unless, *computed = others
     out = _empty_amax(x, others, rows=rows, columns=columns).zero_()
     if x.numel():
         num_row_amaxes = len(x) if rows else 0
         row_amaxes = out[:num_row_amaxes] if rows else None
         column_amaxes = out[num_row_amaxes:] if columns else None
         expert_amaxes = None if rows or columns else out
-        grid, source = plan_source(x, offs, up=up)
+        grid, source = plan_source(x, offs, computed=computed)
         targets = (row_amaxes, column_amaxes, expert_amaxes)
         how = How(num_lanes(source.num_experts)).constants()
         _amax[grid](source, unless, targets, how, num_warps=WARPS)
@@ -271,15 +278,15 @@ def fp8_cast(
 ) -> list[Tensor]:
     """Values and scales, transposed values and scales, amaxes; empty where `plan` has none.
 
-    `others` are `offs`, for both forms the scales or amaxes that are given, and the up projection
-    of a `SwigluInput`, whose gate is x.
+    `others` are `offs`, for both forms the scales or amaxes that are given, and what `_split_input`
+    finds beside x.
     """
     how = Plan(*plan)
     out = CastOutputs(*_empty_cast(x, others, plan=plan, dtype=dtype))
-    offs, given, given_t, up = others
+    offs, given, given_t, *computed = others
     if not x.numel():
         return list(out)
-    grid, source = plan_source(x, offs, up=up)
+    grid, source = plan_source(x, offs, computed=computed)
     target = None
     target_t = None
     amax = None
@@ -414,22 +421,24 @@ def _given_strides(given: Tensor | None) -> tuple[int, int]:
 
 
 def amaxes(
-    x: Tensor | SwigluInput, offs: Tensor | None = None, *, unless: Tensor | None = None
+    x: Tensor | ComputedInput, offs: Tensor | None = None, *, unless: Tensor | None = None
 ) -> Tensor:
     """[E], the amax of the rows of each expert; not measured (0) where `unless` [E] is above 0."""
-    data, up = _split_input(x)
-    return fp8_amax(data.detach(), [offs, unless, up], rows=False, columns=False)
+    data, computed = _split_input(x)
+    return fp8_amax(data.detach(), [offs, unless, *computed], rows=False, columns=False)
 
 
-def _split_input(x: Tensor | SwigluInput) -> tuple[Tensor, Tensor | None]:
-    """The tensors that programs read."""
+def _split_input(x: Tensor | ComputedInput) -> tuple[Tensor, list[Tensor | None]]:
+    """The matrix that programs read, and what they compute the operand from besides."""
     if isinstance(x, SwigluInput):
-        return x.gate, x.up.detach()
-    return x, None
+        return x.gate, [x.up.detach()]
+    if isinstance(x, NormInput):
+        return x.x, [None, x.row_factors, x.weight.detach()]
+    return x, []
 
 
 def cast(
-    x: Tensor | SwigluInput,
+    x: Tensor | ComputedInput,
     how: Cast,
     *,
     inverse: Tensor | None = None,
@@ -440,14 +449,14 @@ def cast(
     """Both forms of x [R, K], and the amaxes [E] of experts where they are measured.
 
     Args:
-        x: fp32, bf16 or fp16, of any strides; or what is computed from two such tensors.
+        x: fp32, bf16 or fp16, of any strides; or what is computed from such tensors.
         how: blocks and dtype.
         inverse: [E], one scale per expert; None where a recipe has blocks.
         offs: [E] int32, the end of each expert's rows; None for one matrix.
         is_stack: whether experts have equally many rows, and a transposed matrix each.
         measures: whether to measure amaxes.
     """
-    data, up = _split_input(x)
+    data, computed = _split_input(x)
     rows, columns = how.block
     plan = Plan(
         block_rows=rows or 0,
@@ -462,11 +471,11 @@ def cast(
     given = None if inverse is None else inverse.view(-1, 1)
     given_t = given
     if plan.block_rows and not plan.block:
-        amaxes = fp8_amax(data, [offs, None, up], rows=how.rows, columns=how.columns)
+        amaxes = fp8_amax(data, [offs, None, *computed], rows=how.rows, columns=how.columns)
         num_row_amaxes = len(data) if how.rows else 0
         given = amaxes[:num_row_amaxes].view(1, -1)
         given_t = amaxes[num_row_amaxes:].view(-1, data.shape[1])
-    others = [offs, given, given_t, up]
+    others = [offs, given, given_t, *computed]
     out = CastOutputs(*fp8_cast(data, others, plan=list(plan), dtype=how.dtype))
     plain = None
     transposed = None

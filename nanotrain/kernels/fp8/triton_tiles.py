@@ -9,11 +9,12 @@
     plan_source   the grid of programs that read a matrix
     span          the rows of an expert, in a program
     locate        the rows of a program
-    read_tile     the values of a tile, computed where the source is a SwiGLU
+    read_tile     the values of a tile, computed where the source is a SwiGLU or an RMSNorm
 
 Where a product sums over rows, each expert is padded to a multiple of a unit.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from torch import Tensor
@@ -40,6 +41,9 @@ class Source(NamedTuple):
     offs: Tensor | None
     num_experts: int
     up: Tensor | None = None  # where data is the gate of a SwiGLU, which casts compute
+    # of an RMSNorm that casts compute: a factor per row in fp32, and one per column
+    row_factors: Tensor | None = None
+    column_factors: Tensor | None = None
 
 
 class How(NamedTuple):
@@ -116,12 +120,23 @@ if triton is not None:
             up = tl.load(source.up + offsets, mask=mask, other=0).to(tl.float32)
             product = values * tl.sigmoid(values) * up
             values = product.to(source.data.dtype.element_ty).to(tl.float32)
+        if source.row_factors is not None:  # in the order of torch's RMSNorm, rounded once
+            row_factors = tl.load(source.row_factors + rows, mask=rows < end, other=0)
+            is_column = columns < source.num_columns
+            weight = tl.load(source.column_factors + columns, mask=is_column, other=0)
+            product = values * row_factors[:, None]
+            product *= weight.to(tl.float32)[None, :]
+            values = product.to(source.data.dtype.element_ty).to(tl.float32)
         is_number = values == values  # false for NaN
         return values, tl.where(is_number, tl.abs(values), float("inf"))
 
 
+# What casts compute an operand from, besides its first tensor: the fields of `Source` from `up` on.
+Computed = Sequence[Tensor | None]
+
+
 def plan_source(
-    x: Tensor, offs: Tensor | None, *, up: Tensor | None = None
+    x: Tensor, offs: Tensor | None, *, computed: Computed = ()
 ) -> tuple[tuple[int, int], Source]:
     """The grid of programs, and the matrix."""
     rows, columns = x.shape
@@ -130,7 +145,7 @@ def plan_source(
     if offs is not None:  # every expert may have a tile that is not full
         experts = len(offs)
         num_tiles += experts
-    source = Source(x, rows, columns, x.stride(0), x.stride(1), offs, experts, up)
+    source = Source(x, rows, columns, x.stride(0), x.stride(1), offs, experts, *computed)
     return (num_tiles, triton.cdiv(columns, TILE)), source
 
 

@@ -111,7 +111,8 @@ def attention_operators(s: LayerSizes) -> Operators:
     if shape.has_output_gate:
         widths["gate"] = output
     again = query_key_modules(shape)
-    operators: Operators = [s.column(widths, saves=(s.layer_input,))]
+    column = s.column(widths, saves=(s.projected_input,), casts_norm=s.casts_norm)
+    operators: Operators = [column]
     if shape.has_rotary:
         operators.append(Rotary(name="rope", recomputed_by=again, numel=rotated))
     if shape.has_qk_norm or shape.qk_l2_norm or shape.has_wide_qk_norm:

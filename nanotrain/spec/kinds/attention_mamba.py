@@ -20,4 +20,5 @@ def declare(declare: Declaration) -> Specs:
 def operators(s: LayerSizes) -> Operators:
     """The operators of attention and of Mamba-2, which share their input."""
     first, *others = mamba_operators(s)
-    return [*attention_operators(s), replace(first, saves=()), *others]
+    attention = attention_operators(replace(s, cast_recipe=""))  # both read the norm
+    return [*attention, replace(first, saves=()), *others]

@@ -7,6 +7,7 @@ mtp_operators          a layer of multi-token prediction
 model_operators        all of a model
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 from nanotrain.spec.declaration import LayerKind
@@ -28,6 +29,8 @@ from nanotrain.spec.operators import (
 def block_operators(s: LayerSizes, layer: int) -> tuple[Operator, ...]:
     """The operators of a layer of the model, by its index; layers of one kind share them."""
     first = s.shape.first_like(layer)
+    if layer in s.layers_in_bf16:
+        s = replace(s, cast_recipe="")
     kinds: list[LayerKind] = []
     for mixer, mlp in s.shape.blocks(first):
         if mixer is not None:
@@ -51,6 +54,8 @@ def _in_residual(s: LayerSizes, inner: Operators) -> Operators:
     has_pre, has_post = s.shape.norms_of(s.layer)
     modules = NORM_MODULES if has_pre else ()
     first = _norm(s, modules=modules)
+    if has_pre and isinstance(inner[0], Product) and inner[0].casts_norm:
+        first = replace(first, is_cast=True)
     add = Residual(name="add", numel=s.outside * s.shape.hidden_size)
     if has_pre and has_post:  # the second norm is never recomputed
         second = _norm(s)

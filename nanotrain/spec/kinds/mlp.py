@@ -116,7 +116,9 @@ def _experts(declare: Declaration, num_experts: int) -> Specs:
 
 def dense_operators(s: LayerSizes) -> Operators:
     """A dense MLP, which `mlp` recomputes from its input."""
-    return _mlp_operators(s, s.shape.ffn_size, module="mlp", saves=(s.layer_input,))
+    up, *others = _mlp_operators(s, s.shape.ffn_size, module="mlp", saves=(s.projected_input,))
+    assert isinstance(up, Product), "it comes first"
+    return [replace(up, casts_norm=s.casts_norm), *others]
 
 
 def _mlp_operators(
@@ -140,6 +142,8 @@ def _mlp_operators(
     num_recomputed = num_inner_tensors(shape) - num_inputs
     recomputed = Saved((num_recomputed - 1) * unit, dropped_by=(module, POINTWISE))
     down_input = Saved(unit, dropped_by=(module, POINTWISE))
+    if s.casts_swiglu:
+        down_input = replace(down_input, num_bytes=s.fp8_bytes(s.tokens, inner))
     up_weights = _up_weights(prefix, is_gated=shape.is_gated)
     up = Product(
         name=f"{prefix}up",
@@ -158,6 +162,7 @@ def _mlp_operators(
         rows=s.tokens,
         width=inner,
         is_gated=shape.is_gated,
+        is_cast=s.casts_swiglu,
         saves=(activation_inputs, recomputed),
         working=_mlp_temporaries(s, inner_bytes=_dense_inner_bytes(s)),
     )

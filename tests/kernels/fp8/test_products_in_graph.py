@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from nanotrain.kernels import linear
 from nanotrain.kernels.fp8.layer import Fp8Layer, Fp8Options
+from nanotrain.kernels.fp8.norm import NormCast, norm_linears
 from nanotrain.kernels.fp8.products import keep_weights
 from nanotrain.kernels.fp8.swiglu import swiglu_linear
 from nanotrain.kernels.linear import GradView, attach
+from nanotrain.model.norm import RMSNorm
 from nanotrain.parallel.tp.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -22,13 +24,16 @@ from nanotrain.parallel.tp.layers import (
 from tests.kernels.fp8.test_products import draw, options
 
 H, INNER, STEPS = 32, 48, 2
+EPS = 1e-5
 
 
 class Block(nn.Module):
     """A gated MLP in fp8 with one bias."""
 
-    def __init__(self, fp8: Fp8Options, *, joins_swiglu: bool) -> None:
+    def __init__(self, fp8: Fp8Options, *, joins_swiglu: bool, norm: str) -> None:
         super().__init__()
+        self.norm = norm
+        self.norm_weight = nn.Parameter(1 + draw(H, seed=7).bfloat16() / 4)
         self.joins_swiglu = joins_swiglu
         parallel = replace(TensorParallel.single_rank(), fp8=fp8)
         weights = [
@@ -42,18 +47,33 @@ class Block(nn.Module):
         self.down = RowParallelLinear(down, None, tensor_parallel=parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = column_parallel(x, (self.gate, self.up))
+        gate, up = self._project(x)
         if self.joins_swiglu:
             return x + swiglu_linear(gate, up, linear=self.down)
         return x + self.down(F.silu(gate) * up)
 
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """With a norm before them, by itself or in the casts."""
+        layers = (self.gate, self.up)
+        if self.norm in ("kept", "cast again"):
+            how = NormCast(EPS, keeps=self.norm == "kept")
+            return norm_linears(x, self.norm_weight, how=how, linears=layers)
+        if self.norm == "separate":
+            x = RMSNorm(self.norm_weight, eps=EPS)(x)
+        return column_parallel(x, layers)
+
 
 def trained(
-    fp8: Fp8Options, *, is_compiled: bool, writes: bool, joins_swiglu: bool = False
+    fp8: Fp8Options,
+    *,
+    is_compiled: bool,
+    writes: bool,
+    joins_swiglu: bool = False,
+    norm: str = "",
 ) -> list[Tensor]:
     """Outputs, gradients and histories of two steps of two microbatches through two blocks."""
     torch._dynamo.reset()
-    blocks, found = [Block(fp8, joins_swiglu=joins_swiglu) for _ in range(2)], []
+    blocks, found = [Block(fp8, joins_swiglu=joins_swiglu, norm=norm) for _ in range(2)], []
     buffers = {
         param: torch.zeros(param.shape)
         for block in blocks
@@ -93,7 +113,8 @@ def trained(
     grads = [
         param.grad for block in blocks for param in block.parameters() if param.grad is not None
     ]
-    assert len(grads) == (2 if writes else 8), "a graph returns what it does not write"
+    num_norms = 2 if norm else 0
+    assert len(grads) == num_norms + (2 if writes else 8), "a graph returns what it does not write"
     return [*found, *grads, *buffers.values()]
 
 
@@ -124,3 +145,25 @@ def test_a_graph_computes_swiglu_in_its_casts_with_the_same_bits() -> None:
     ]
     for separate, joined, in_graph in zip(*results, strict=True):
         assert torch.equal(separate, joined) and torch.equal(joined, in_graph)
+
+
+@pytest.mark.parametrize("norm", ["kept", "cast again"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed", "blockwise", "mxfp8"])
+def test_casts_compute_a_norm_with_the_bits_of_both_after_each_other(
+    recipe: str, norm: str
+) -> None:
+    found, expected = (
+        trained(options(recipe), is_compiled=False, writes=True, norm=each)
+        for each in (norm, "separate")
+    )
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_a_graph_computes_a_norm_in_its_casts() -> None:
+    """Within the order of its sums, which may round a value to the other of two fp8 numbers."""
+    found, expected = (
+        trained(options("blockwise"), is_compiled=flag, writes=linear.CAN_TRACE, norm="kept")
+        for flag in (True, False)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)

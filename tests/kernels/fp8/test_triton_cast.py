@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.kernels import triton_swiglu
@@ -17,6 +18,7 @@ from nanotrain.kernels.fp8.products import Scales
 from nanotrain.kernels.fp8.quantize import (
     Cast,
     Forms,
+    NormInput,
     Quantized,
     SwigluInput,
     block_amax,
@@ -24,6 +26,7 @@ from nanotrain.kernels.fp8.quantize import (
     inverse_scales,
 )
 from nanotrain.kernels.fp8.scaled_mm import is_swizzled, swizzle_32_4_4
+from nanotrain.kernels.rms_norm import rms_factors
 from nanotrain.precision.fp8 import FP8_FORMATS, RECIPES, Block
 from tests.kernels.fp8.triton_interpreter import mend
 
@@ -185,3 +188,30 @@ def test_a_cast_computes_swiglu_with_the_bits_of_its_kernel(block: Block) -> Non
             assert torch.equal(as_bytes(form.values)[:, :130], as_bytes(same.values)[:, :130])
         assert torch.equal(amax, amax_of_value)
         assert torch.equal(triton_cast.amaxes(x, ends), triton_cast.amaxes(value, ends))
+
+
+@pytest.mark.parametrize("block", [(None, None), (1, None), (1, 128), (128, 128), (1, 32)])
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_a_cast_computes_an_rms_norm_with_the_bits_of_both_steps(
+    block: Block, weight_dtype: torch.dtype
+) -> None:
+    x = draw(144, 130, dtype=torch.bfloat16).t()
+    weight = draw(144, dtype=weight_dtype)
+    operand = NormInput(x, rms_factors(x, eps=1e-5), weight)
+    value = F.rms_norm(x.float(), (144,), weight.float(), 1e-5).to(x.dtype)
+    assert (operand.value() != value).float().mean() < 1e-3, "sums of squares in another order"
+    value = operand.value()
+    inverse = torch.full((1,), 0.25) if block == (None, None) else None
+    how = Cast(block, E4M3, power_of_two=inverse is None, columns=True)
+    measures = inverse is not None
+    found, amax = triton_cast.cast(operand, how, inverse=inverse, measures=measures)
+    expected, amax_of_value = triton_cast.cast(value, how, inverse=inverse, measures=measures)
+    for form, same in zip(found, expected, strict=True):
+        assert form is not None and same is not None
+        rows, columns = x.shape if form is found.rows else x.t().shape
+        bits, same_bits = as_bytes(form.values), as_bytes(same.values)
+        assert torch.equal(bits[:rows, :columns], same_bits[:rows, :columns])
+        assert not form.values[:, columns:].float().any(), "zeros, which may be negative"
+        assert torch.equal(as_bytes(form.inverse_scales), as_bytes(same.inverse_scales))
+    assert torch.equal(amax, amax_of_value)
+    assert torch.equal(triton_cast.amaxes(operand), triton_cast.amaxes(value))
