@@ -115,6 +115,18 @@ def no_position_embedding(config: Config, text: str) -> dict[str, Any]:
     return {}
 
 
+def token_dispatcher_type(config: Config, text: str) -> dict[str, Any]:
+    """No values; Megatron-LM has the backend in the dispatcher `flex` only."""
+    backend = config.parallel.moe_flex_dispatcher_backend
+    if text != "flex" and backend is not None:
+        raise ConfigError(
+            f"--moe-token-dispatcher-type {text} with --moe-flex-dispatcher-backend {backend}",
+            why="the backend belongs to the dispatcher flex, and Megatron-LM would not use it",
+            fix="set --moe-token-dispatcher-type flex, or leave the backend out",
+        )
+    return {}
+
+
 def moe_layer_recompute(config: Config, text: str) -> dict[str, Any]:
     """Selective recomputation of MoE layers, in addition to modules that are already recomputed."""
     modules = config.memory.recompute_modules or config.memory.recomputed_modules

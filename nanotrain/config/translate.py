@@ -63,7 +63,7 @@ def translate(
         check_defaults(line, errors=errors)
         if "model.ffn_hidden_size" not in from_files:
             complete_width(result)
-    for argument in sorted(line.megatron, key=order_of_conversion):
+    for argument in sorted(without_overruled_checks(line.megatron), key=order_of_conversion):
         with errors:
             convert_flag(result, argument)
     for setting in implied_settings(result.config, result.explicit, line=line):
@@ -80,6 +80,14 @@ def translate(
             "as Megatron-LM with --qk-layernorm"
         )
     return result
+
+
+def without_overruled_checks(arguments: list[MegatronArgument]) -> Iterator[MegatronArgument]:
+    """The arguments without checks of values that a later occurrence of their flag replaces."""
+    last = {argument.flag: argument for argument in arguments}
+    for argument in arguments:
+        if not argument.row.is_check or argument is last[argument.flag]:
+            yield argument
 
 
 def order_of_conversion(argument: MegatronArgument) -> tuple[bool, bool]:

@@ -13,6 +13,7 @@ from nanotrain.config.conversions import (
     no_position_embedding,
     padded_vocab_size,
     per_split_data_args_path,
+    token_dispatcher_type,
     train_samples,
 )
 from nanotrain.config.load import load
@@ -99,6 +100,31 @@ def test_a_run_goes_back_to_a_step_of_its_own_folder():
         "runs/a",
         "runs/a/checkpoints/step-00000400",
     )
+
+
+def test_a_backend_of_the_dispatcher_flex_is_refused_beside_another_type():
+    experts = {"expert_model_parallel_size": 2, "num_experts": 4}
+    plain = config_of(**experts)
+    with_backend = config_of(**experts, moe_flex_dispatcher_backend="deepep", params_dtype="bf16")
+    for name in ("allgather", "alltoall", "flex"):
+        assert token_dispatcher_type(plain, name) == {}
+    assert token_dispatcher_type(with_backend, "flex") == {}
+    for name in ("allgather", "alltoall"):
+        with pytest.raises(ConfigError, match=f"type {name} with .*-backend deepep: .* flex"):
+            token_dispatcher_type(with_backend, name)
+
+
+@pytest.mark.parametrize("backend", ["--moe-enable-deepep", "--moe-flex-dispatcher-backend=deepep"])
+def test_the_type_of_the_dispatcher_is_checked_with_what_other_flags_set(backend: str):
+    line = ["--mock-data", "--num-experts=4", "--expert-model-parallel-size=2", "--bf16"]
+    for flags in ([backend], [backend, "--moe-token-dispatcher-type=flex"]):
+        assert load([*line, *flags]).config.parallel.uses_deep_ep
+    with pytest.raises(ConfigError, match="--moe-token-dispatcher-type alltoall with"):
+        load([*line, "--moe-token-dispatcher-type=alltoall", backend])
+    kinds = ["--moe-token-dispatcher-type=alltoall", "--moe-token-dispatcher-type=flex"]
+    assert load([*line, *kinds, backend]).config.parallel.uses_deep_ep, "the last one counts"
+    with pytest.raises(ConfigError, match="dispatcher-type"):
+        load([*line, "--moe-token-dispatcher-type=uneven"])
 
 
 def test_no_position_embedding_is_accepted_with_rope():
