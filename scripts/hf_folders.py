@@ -294,8 +294,10 @@ def _compare(folder: Path) -> tuple[str, str]:
 def _their_logits(folder: Path) -> tuple[torch.Tensor | None, str]:
     try:
         architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+        # of its model_type, which may be another than that of the architecture
+        config = transformers.AutoConfig.from_pretrained(folder)
         model, info = getattr(transformers, architecture).from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
+            folder, config=config, dtype=torch.float32, output_loading_info=True
         )
         missing = sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"]))
         if missing:

@@ -9,7 +9,7 @@ ernie_layers         experts in every Nth layer of a range
 mimo                 experts in all layers but the first, more key/value heads with a window
 dense_first_layers   the first layers without experts
 mlp_layer_types      a list that says which layers have experts
-shared_experts, router_groups, router_losses, normalized_weights
+shared_experts, granite_shared_expert, router_groups, router_losses, normalized_weights
 """
 
 from functools import partial
@@ -116,6 +116,17 @@ def write_num_shared(model_config: ModelConfig) -> int:
     """The number of shared experts, as wide as a routed expert."""
     moe = resolved(model_config).moe or MoEConfig()
     return (moe.shared_expert_intermediate_size or 0) // (moe.ffn_hidden_size or 1)
+
+
+def _read_granite_shared(raw: Raw) -> Values:
+    """Granite: the width of the shared expert; 0 without one."""
+    size = raw["shared_intermediate_size"]
+    return {"moe.shared_expert_intermediate_size": size} if size else {}
+
+
+def _write_granite_shared(model_config: ModelConfig) -> Values:
+    moe = model_config.moe or MoEConfig()
+    return {"shared_intermediate_size": moe.shared_expert_intermediate_size or 0}
 
 
 def _read_groups(raw: Raw) -> Values:
@@ -231,6 +242,7 @@ EXPERT_PARTS: dict[str, Part] = {
     ),
     "mlp_layer_types": Part(read_mlp_types, _write_mlp_types),
     "shared_experts": Part(_read_shared, _write_shared),
+    "granite_shared_expert": Part(_read_granite_shared, _write_granite_shared),
     "router_groups": Part(_read_groups, _write_groups),
     "router_losses": Part(write=_write_losses),
     "normalized_weights": Part(_read_normalized, _write_normalized),

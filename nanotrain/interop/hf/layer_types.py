@@ -2,6 +2,7 @@
 
 nemotron_h_layers   one letter per layer, which is Mamba-2, attention, an MLP or experts alone
 granite_layers      Mamba-2 in place of attention in some layers; experts in all layers or none
+bamba_layers        the same without experts, by numbers of the layers with attention
 falcon_h1_layers    attention and Mamba-2 side by side in all layers, and factors
 lfm2_layers         short convolutions in place of attention in some layers
 linear_layers       the gated delta rule in place of attention in some layers
@@ -115,20 +116,45 @@ def _write_granite(model_config: ModelConfig) -> Values:
     """The entries of Granite 4 for mixers, MLP widths and experts."""
     shape = ModelShape.of(model_config)
     moe = resolved(model_config).moe
-    if "mamba2" in shape.mixers:
-        num_heads, head_dim = shape.mamba_heads, shape.mamba.head_dim
-    else:
-        num_heads, head_dim = 1, shape.hidden_size
     shared = shape.ffn_size if moe is None else moe.shared_expert_intermediate_size
     return {
         "intermediate_size": shape.moe_ffn_size,
         "layer_types": ["mamba" if mixer == "mamba2" else "attention" for mixer in shape.mixers],
-        "mamba_d_head": head_dim,
-        "mamba_expand": num_heads * head_dim // shape.hidden_size,
-        "mamba_n_heads": num_heads,
         "num_local_experts": 0 if moe is None else moe.num_experts,
         "position_embedding_type": "rope" if model_config.has_rope else "nope",
         "shared_intermediate_size": shared or 0,
+        **_write_mamba(shape),
+    }
+
+
+def _read_bamba(raw: Raw) -> Values:
+    """Bamba: attention in the layers of `attn_layer_indices`, Mamba-2 in the others."""
+    num_layers = raw["num_hidden_layers"]
+    attention = raw.get("attn_layer_indices") or ()
+    kinds = ["attention" if layer in attention else "mamba" for layer in range(num_layers)]
+    values = _mixer_values("mamba2", kinds, num_layers=num_layers)
+    if "mamba" in kinds:
+        return values | _read_mamba(raw, raw["mamba_expand"] * raw["hidden_size"])
+    pass_over(raw, "mamba_d_head", "mamba_expand", "mamba_n_heads", "time_step_limit")
+    return values
+
+
+def _write_bamba(model_config: ModelConfig) -> Values:
+    shape = ModelShape.of(model_config)
+    layers = enumerate(shape.mixers)
+    attention = [layer for layer, mixer in layers if mixer != "mamba2"]
+    return {"attn_layer_indices": attention, **_write_mamba(shape)}
+
+
+def _write_mamba(shape: ModelShape) -> Values:
+    """Sizes of Mamba-2, of which a model of attention alone needs some that fit."""
+    num_heads, head_dim = 1, shape.hidden_size
+    if "mamba2" in shape.mixers:
+        num_heads, head_dim = shape.mamba_heads, shape.mamba.head_dim
+    return {
+        "mamba_d_head": head_dim,
+        "mamba_expand": num_heads * head_dim // shape.hidden_size,
+        "mamba_n_heads": num_heads,
         **_write_time_step_limit(shape.mamba.time_step_min),
     }
 
@@ -301,6 +327,7 @@ def _read_dsa(raw: Raw) -> Values:
 LAYER_PARTS: dict[str, Part] = {
     "nemotron_h_layers": Part(_read_nemotron, _write_nemotron),
     "granite_layers": Part(_read_granite, _write_granite),
+    "bamba_layers": Part(_read_bamba, _write_bamba),
     "falcon_h1_layers": Part(_read_falcon_h1, _write_falcon_h1),
     "lfm2_layers": Part(_read_lfm2, _write_lfm2),
     "linear_layers": Part(_read_linear_layers, _write_linear_layers),

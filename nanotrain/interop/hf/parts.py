@@ -6,6 +6,8 @@ A part is a function that reads entries and one that writes them.
             windows.py, layer_types.py and experts.py
 """
 
+from functools import partial
+
 from nanotrain.config.model import ModelConfig
 from nanotrain.interop.hf.canonical import resolved
 from nanotrain.interop.hf.experts import EXPERT_PARTS
@@ -97,8 +99,8 @@ def _read_activation(raw: Raw) -> Values:
     return {"activation": ACTIVATIONS[name]}
 
 
-def _write_activation(model_config: ModelConfig) -> Values:
-    return {"activation_function": "gelu" if model_config.activation == "gelu" else "gelu_new"}
+def _write_activation(model_config: ModelConfig, *, tanh: str = "gelu_new") -> Values:
+    return {"activation_function": "gelu" if model_config.activation == "gelu" else tanh}
 
 
 PARTS: dict[str, Part] = {
@@ -108,6 +110,7 @@ PARTS: dict[str, Part] = {
     "softmax_scale": Part(_read_scale, _write_scale),
     "llama_biases": Part(_read_biases, _write_biases),
     "gpt2_activation": Part(_read_activation, _write_activation),
+    "bigcode_activation": Part(write=partial(_write_activation, tanh="gelu_pytorch_tanh")),
     **EXPERT_PARTS,
     **LAYER_PARTS,
     **POSITION_PARTS,

@@ -8,15 +8,17 @@ They are read in both existing formats (`rope_theta` + `rope_scaling` before tra
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from nanotrain.config.model import ModelConfig, YarnConfig
 from nanotrain.config.schema import value_of, with_values
+from nanotrain.interop.hf.canonical import write_layers
 from nanotrain.interop.hf.layer_types import FULL
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.interop.hf.tables import read_tables
-from nanotrain.interop.hf.windows import SLIDING
+from nanotrain.interop.hf.windows import SLIDING, read_window_layers
 
 # entries that are null without rotary positions
 NO_ROPE = {"rope_type": None, "rope_theta": None}
@@ -201,8 +203,53 @@ def _read_partial_layered_rope(raw: Raw) -> Values:
 
 
 def _write_partial_layered_rope(model_config: ModelConfig) -> Values:
-    """MiMo-V2: only `rope_parameters`, as transformers does not convert the older entries."""
+    """Only `rope_parameters`, where transformers does not convert the older entries."""
     return {"rope_parameters": write_layered_rope(model_config)["rope_parameters"]}
+
+
+def _read_layer_bases(raw: Raw) -> Values:
+    """Granite with windows: a rotary base per layer, 0 for a layer without rotary positions."""
+    bases = raw["layer_rope_theta"]
+    if bases is None:
+        return {}
+    if not any(bases):
+        return {"position_embedding_type": "none"}
+    windows = [False] * len(bases)
+    if raw["sliding_window"] is not None:
+        windows = list(read_window_layers(raw))
+    full = _one_base(bases, windows, has_window=False)
+    local = _one_base(bases, windows, has_window=True)
+    values: Values = {"no_rope_freq": write_layers([not base for base in bases])}
+    values["rotary_base"] = full or local
+    if full and local and full != local:
+        kind = _stored_rope(raw).get("rope_type", "default")
+        if kind != "default":
+            reject("layer_rope_theta", bases, instead=f"one base with rope_type {kind}")
+        values["rotary_base_local"] = local
+    return values
+
+
+def _one_base(bases: Sequence[float], windows: Sequence[bool], *, has_window: bool) -> float:
+    """The rotary base of the layers with a window, or of the others; 0 where none rotates."""
+    found = {float(base) for base, other in zip(bases, windows, strict=True) if other == has_window}
+    found.discard(0.0)
+    if len(found) > 1:
+        reject("layer_rope_theta", sorted(found), instead="one base for all layers of a kind")
+    return found.pop() if found else 0.0
+
+
+def _write_layer_bases(model_config: ModelConfig) -> Values:
+    if not model_config.has_rope:
+        return {"layer_rope_theta": [0.0] * model_config.num_layers}
+    base = model_config.rotary_base
+    local = model_config.rotary_base_local or base
+    bases = []
+    for without, has_window in zip(
+        model_config.no_rope_layers, model_config.window_layers, strict=True
+    ):
+        base_of_kind = local if has_window else base
+        bases.append(0.0 if without else base_of_kind)
+    return {"layer_rope_theta": bases}
 
 
 def _read_rope_or_none(raw: Raw) -> Values:
@@ -296,6 +343,8 @@ POSITION_PARTS: dict[str, Part] = {
     "partial_rope": Part(partial(read_rope, has_partial=True), write_rope),
     "layered_rope": Part(read_layered_rope, write_layered_rope),
     "partial_layered_rope": Part(_read_partial_layered_rope, _write_partial_layered_rope),
+    "rope_by_kind": Part(read_layered_rope, _write_partial_layered_rope),
+    "layer_bases": Part(_read_layer_bases, _write_layer_bases),
     "rope_or_default": Part(_read_rope_or_default, _write_rope_or_default),
     "rope_or_none": Part(_read_rope_or_none, _write_rope_or_none),
     "mistral_rope": Part(_read_mistral_rope, _write_mistral_rope),

@@ -8,6 +8,7 @@ llama4            attention within chunks in layers with rotary positions, exper
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.config.notation import read_layer_pattern, write_pattern
@@ -32,14 +33,14 @@ def _write_window(model_config: ModelConfig) -> Values:
     return {"sliding_window": None if window is None else window + 1}
 
 
-def _read_window_layers(raw: Raw) -> tuple[bool, ...]:
+def read_window_layers(raw: Raw) -> tuple[bool, ...]:
     """Whether a layer has a window, for every layer."""
     num_layers = raw["num_hidden_layers"]
-    step = raw["sliding_window_pattern"]
+    step: Any = raw.get("sliding_window_pattern")
     first = raw.get("first_full_attention", -1)
-    full = {*range(first % step, num_layers, step), *raw.get("full_layers", ())}
     kinds = raw.get("layer_types")
     if not kinds:
+        full = {*range(first % step, num_layers, step), *raw.get("full_layers", ())}
         kinds = _write_kinds([layer not in full for layer in range(num_layers)], SLIDING)
     return layers_of_kind(SLIDING, kinds, num_layers=num_layers)
 
@@ -50,7 +51,7 @@ def _write_kinds(layers: Sequence[bool], kind: str) -> list[str]:
 
 
 def _read_layer_windows(raw: Raw) -> Values:
-    layers = _read_window_layers(raw)
+    layers = read_window_layers(raw)
     size = raw["sliding_window"]
     if size is None or not any(layers):
         return {}
@@ -73,7 +74,7 @@ def _read_rope_in_windows(raw: Raw) -> Values:
     """EXAONE: in a model with a window, only layers that have it have rotary positions."""
     if raw["sliding_window"] is None:
         return {"no_rope_freq": "0"}
-    without = [not has_window for has_window in _read_window_layers(raw)]
+    without = [not has_window for has_window in read_window_layers(raw)]
     return {"no_rope_freq": write_layers(without)}
 
 

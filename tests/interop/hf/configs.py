@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.interop.hf import hybrid_shapes
+from tests.interop.hf.llama_like import LLAMA_LIKE, MODELING
 from tests.model.building import VOCAB
 
 LLAMA_SHAPE = {
@@ -420,6 +421,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_layers": [1, 2], "layer_types": ["chunked_attention", *3 * ["full_attention"]]},
     ),
 }
+CONFIGS |= {
+    name: (family, LLAMA_SHAPE | SMALL_TOKENS | fields)
+    for name, (family, fields) in LLAMA_LIKE.items()
+}
 EXPERT_BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
 # Models that are compared in fp64, and the package of transformers that has them.
 FP64_FAMILIES = (
@@ -440,6 +445,9 @@ IN_FP64 = {name: name.partition("-")[0] for name in CONFIGS if name.startswith(F
 IN_FP64 |= {name: name for name in ("deepseek_v32", "glm_moe_dsa")}
 IN_FP64 |= {"apertus": "apertus"}  # alike with the scaling of Llama 3
 IN_FP64 |= dict.fromkeys(("llama4", "llama4-plain", "llama4-by-lists"), "llama4")
+for name in LLAMA_LIKE:
+    package = name.partition("-")[0]
+    IN_FP64[name] = MODELING.get(package, package)
 CONFIG_CLASSES = {
     "Gemma3": "Gemma3TextConfig",
     "Qwen3_5": "Qwen3_5TextConfig",

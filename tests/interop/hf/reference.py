@@ -11,6 +11,7 @@ from nanotrain.model.router_stats import expert_biases
 from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.spec.boxes import TensorBox
 from tests.interop.hf.configs import CONFIG_CLASSES, CONFIGS, EXPERT_BIASES
+from tests.interop.hf.llama_like import ARCHITECTURES
 from tests.model.building import give_storage
 
 
@@ -18,7 +19,7 @@ def reference(name: str, *, seed: int = 0) -> torch.nn.Module:
     """A Hugging Face model in fp32 whose every parameter, biases and norms too, is random."""
     family, fields = CONFIGS[name]
     config = getattr(transformers, CONFIG_CLASSES.get(family, f"{family}Config"))(**fields)
-    architecture = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    architecture = ARCHITECTURES.get(family, f"{family}ForCausalLM")
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(config)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from nanotrain.model.transformer import Stage
 from nanotrain.spec.boxes import Box
 from tests.attention.fp64_transformers import modeling_in_fp64
 from tests.interop.hf.configs import CONFIGS, IN_FP64
+from tests.interop.hf.llama_like import IN_FILES
 from tests.interop.hf.reference import aligned, biases_of, load, reference, tensors_of
 from tests.model.building import random_batch
 
@@ -69,6 +70,13 @@ def test_logits_and_every_gradient_in_fp64_are_those_of_transformers(
     assert_same_gradients(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+def name_in_files(name: str, kind: str) -> str:
+    """The name of a tensor in files, in memory or between both as `other_layers` has it."""
+    for in_memory, in_files in IN_FILES.get(kind, {}).items():
+        name = name.replace(in_memory, in_files, 1)
+    return name
+
+
 def assert_same_gradients(
     ours: Stage, theirs: torch.nn.Module, *, rtol: float, atol: float
 ) -> None:
@@ -76,8 +84,7 @@ def assert_same_gradients(
     are ours.
     """
     family = FAMILIES[family_of(ours.model_config, name=theirs.config.model_type)]
-    # names of files; in memory Nemotron-H has a prefix like those of the others
-    stored = {key: key.replace("model.", family.prefix) for key in tensors_of(theirs)}
+    stored = {key: name_in_files(key, theirs.config.model_type) for key in tensors_of(theirs)}
     # transformers does not train an indexer
     grads = (
         (key, 0 * value if value.grad is None else value.grad)
@@ -109,6 +116,19 @@ NAMED = {
     "ernie4_5",
     "deepseek_v2",
     "glm_moe_dsa",
+    "exaone",
+    "helium",
+    "hy_v3",
+    "persimmon",
+    "internlm3",
+    "iquestcoder",
+    "sarvam_mla",
+    "sarvam_moe",
+    "ministral",
+    "jais2",
+    "youtu",
+    "granitemoeshared",
+    "apertus1p5_text",
 }
 
 

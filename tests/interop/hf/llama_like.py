@@ -1,0 +1,143 @@
+"""Tiny configurations of families whose config.json has the entries of Llama: the class of
+transformers, and what they have besides `LLAMA_SHAPE`. All are compared in fp64.
+"""
+
+from typing import Any
+
+from tests.interop.hf.hybrid_shapes import GRANITE
+
+KINDS = ["full_attention", "sliding_attention", "sliding_attention"]
+THREE = {"num_hidden_layers": 3, "sliding_window": 7, "layer_types": KINDS}
+FACTORS = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+}
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {"moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2}
+SPARSE = ["dense", "sparse", "sparse"]
+BASES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+MAMBA = {
+    name: value
+    for name, value in GRANITE.items()
+    if name.startswith("mamba_") and name not in ("mamba_d_head", "mamba_expand")
+}
+
+LLAMA_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
+    "exaone": ("Exaone", {}),
+    "internlm3": ("InternLM3", {"head_dim": 16, "qkv_bias": True, "bias": True}),
+    "iquestcoder": ("IQuestCoder", {"head_dim": 8}),
+    "sarvam_mla": ("SarvamMLA", MLA | ROUTED | {"q_lora_rank": None, "n_shared_experts": 2}),
+    "sarvam_moe": (
+        "SarvamMoE",
+        ROUTED | {"head_dim": 16, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    ),
+    "helium": ("Helium", {"head_dim": 8, "attention_bias": True}),
+    "ministral": ("Ministral", THREE | {"head_dim": 8}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 7}),
+    "starcoder2-plain": ("Starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "nemotron": ("Nemotron", {"head_dim": 16}),
+    "nemotron-biased": (
+        "Nemotron",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "jais2": ("Jais2", {}),
+    "vaultgemma": (
+        "VaultGemma",
+        {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24},
+    ),
+    "youtu": ("Youtu", MLA),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        FACTORS | {"num_local_experts": 4, "shared_intermediate_size": 40},
+    ),
+    "granite_swa": ("GraniteSWA", FACTORS | THREE | {"layer_rope_theta": [0, 1e4, 1e4]}),
+    "granite_swa-bases": ("GraniteSWA", FACTORS | THREE | {"layer_rope_theta": [5e5, 100.0, 0]}),
+    "granitemoe_swa": ("GraniteMoeSWA", FACTORS | THREE | {"num_local_experts": 4}),
+    "hy_v3": (
+        "HYV3",
+        EXPERTS | {"num_hidden_layers": 3, "head_dim": 16, "num_shared_experts": 2},
+    ),
+    "afmoe": (
+        "Afmoe",
+        EXPERTS | THREE | {"head_dim": 16, "num_shared_experts": 2, "route_scale": 2.5},
+    ),
+    "afmoe-scaled": (  # by 8, which fp32 holds
+        "Afmoe",
+        EXPERTS | THREE | {"num_dense_layers": 2, "mup_enabled": True, "hidden_size": 64},
+    ),
+    "mellum": (
+        "Mellum",
+        EXPERTS | THREE | {"mlp_layer_types": SPARSE, "rope_parameters": BASES},
+    ),
+    "flint": (
+        "Flint",
+        EXPERTS
+        | THREE
+        | {"head_dim": 16, "mlp_only_layers": [0], "shared_expert_intermediate_size": 40},
+    ),
+    "bamba": (
+        "Bamba",
+        MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1], "head_dim": 8},
+    ),
+    "persimmon": ("Persimmon", {"num_key_value_heads": None}),
+    "persimmon-plain": (
+        "Persimmon",
+        {"num_key_value_heads": None, "qk_layernorm": False, "partial_rotary_factor": 1.0},
+    ),
+    "gpt_bigcode": (
+        "GPTBigCode",
+        {"num_key_value_heads": 1, "n_inner": 80, "max_position_embeddings": 128},
+    ),
+    "aria_text": ("AriaText", {"moe_num_experts": 4, "moe_topk": 2}),
+    "apertus1p5_text": ("Apertus1p5Text", {"rope_parameters": BASES["full_attention"]}),
+}
+# The file of transformers that computes a family, where its name is not the family's.
+MODELING = {
+    "exaone": "llama",
+    "internlm3": "llama",
+    "iquestcoder": "llama",
+    "sarvam_mla": "deepseek_v3",
+    "sarvam_moe": "glm4_moe",
+    "aria_text": "aria",
+    "apertus1p5_text": "apertus1p5",
+}
+# Names of files for names in memory, where neither `layers` nor `other_layers` of a family has
+# both.
+IN_FILES = {
+    "exaone": {
+        "model.embed_tokens": "transformer.wte",
+        "model.layers": "transformer.h",
+        "model.norm": "transformer.ln_f",
+        "self_attn.o_proj": "attn.attention.out_proj",
+        "self_attn": "attn.attention",
+        "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+        "gate_proj": "c_fc_0",
+        "up_proj": "c_fc_1",
+        "down_proj": "c_proj",
+    },
+    "sarvam_moe": {"model.embed_tokens": "model.word_embeddings"},
+    "nemotron_h": {"model.": "backbone."},
+}
+# The class of a model, where its name is not that of its configuration.
+ARCHITECTURES = {
+    "GPT2": "GPT2LMHeadModel",
+    "Exaone": "LlamaForCausalLM",
+    "InternLM3": "LlamaForCausalLM",
+    "IQuestCoder": "LlamaForCausalLM",
+    "SarvamMLA": "DeepseekV3ForCausalLM",
+    "SarvamMoE": "Glm4MoeForCausalLM",
+}
