@@ -136,11 +136,13 @@ class AttentionNeed:
             "ring cp": cp_comm_type == "p2p",
         }
         features = frozenset(name for name, wanted in is_wanted.items() if wanted)
+        head_dims = (model_config.head_dim, model_config.value_head_dim)
+        if has_window:
+            head_dims = (model_config.window_head_dim, model_config.window_value_head_dim)
         dtype = config.precision.params_dtype
         return cls(
             dtype,
-            model_config.head_dim,
-            model_config.value_head_dim,
+            *head_dims,
             features,
             is_deterministic=config.train.deterministic_mode,
         )

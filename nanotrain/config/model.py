@@ -68,6 +68,18 @@ class ModelConfig(ModelFields):
         return self.value_channels or self.head_dim
 
     @property
+    def window_head_dim(self) -> int:
+        """Channels of a query or key head in layers with a window."""
+        return self.window_kv_channels or self.head_dim
+
+    @property
+    def window_value_head_dim(self) -> int:
+        """Channels of a value head in layers with a window."""
+        if self.window_kv_channels is None:
+            return self.value_head_dim
+        return self.value_channels or self.window_kv_channels
+
+    @property
     def query_groups(self) -> int:
         """Key/value heads: one per query head by default, and with multi-latent attention."""
         if self.mla is not None:
@@ -94,7 +106,17 @@ class ModelConfig(ModelFields):
         """Rotated channels of a head; with MLA its rotary channels."""
         if self.mla is not None:
             return self.mla.qk_pos_emb_head_dim
+        if self.rotary_proportional:
+            return self.head_dim
         return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def window_rotary_dim(self) -> int:
+        """Rotated channels of a head in layers with a window."""
+        if self.window_kv_channels is None and not self.rotary_proportional:
+            return self.rotary_dim
+        percent = 1.0 if self.rotary_proportional else self.rotary_percent
+        return int(self.window_head_dim * percent)
 
     @property
     def has_dropout(self) -> bool:
@@ -205,6 +227,44 @@ class ModelConfig(ModelFields):
         >>> replace(model, num_layers=3).mixers
         ('mamba2', 'mamba2', 'attention')
         """
+        if self.num_kv_shared_layers == 0:
+            return self._own_mixers
+        mixers = list(self._own_mixers)
+        for layer, source in enumerate(self.kv_sources):
+            if source is not None:
+                mixers[layer] = "shared_kv"
+        return tuple(mixers)
+
+    @property
+    def kv_sources(self) -> tuple[int | None, ...]:
+        """The layer whose keys and values each layer reads; None: its own, or none.
+
+        >>> model = ModelConfig(window_size=2, window_attn_skip_freq="2", num_kv_shared_layers=2)
+        >>> replace(model, num_layers=5).kv_sources
+        (None, None, None, 1, 2)
+        """
+        if self.num_kv_shared_layers == 0:
+            return (None,) * self.num_layers
+        first = self.num_layers - self.num_kv_shared_layers
+        last_of_type: dict[tuple[bool, bool], int] = {}
+        sources: list[int | None] = []
+        types = zip(self.window_layers, self.no_rope_layers, strict=True)
+        for layer, (mixer, attention_type) in enumerate(zip(self._own_mixers, types, strict=False)):
+            is_attention = mixer == "attention"
+            if is_attention and layer < first:
+                last_of_type[attention_type] = layer
+            is_shared = is_attention and layer >= first
+            sources.append(last_of_type.get(attention_type) if is_shared else None)
+        return tuple(sources)
+
+    @property
+    def unshared_layers(self) -> list[int]:
+        """The layers with attention that compute their keys and values."""
+        return [layer for layer, mixer in enumerate(self.mixers) if mixer == "attention"]
+
+    @property
+    def _own_mixers(self) -> tuple[str | None, ...]:
+        """The kinds of token mixers, before some attention reads keys of earlier layers."""
         if self.hybrid_layer_pattern is not None:
             letters = read_hybrid_pattern(self.hybrid_layer_pattern)
             return tuple(self.mixer_letters.get(letter) for letter in letters)

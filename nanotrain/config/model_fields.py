@@ -99,14 +99,33 @@ class ModelFields:
     num_query_groups: int | None = option(None, check=at_least(1))
     """key/value heads (grouped-query attention); unset: one per query head"""
 
+    use_double_wide_mlp: bool = option(False)
+    """layers of num_kv_shared_layers have a dense MLP of twice the width (Gemma 4)"""
+
     kv_channels: int | None = option(None, check=at_least(1, at_most=100_000))
     """channels of a head; unset: hidden_size / num_attention_heads"""
 
     value_channels: int | None = option(None, check=at_least(1))
     """channels of a value head (MiMo-V2); unset: kv_channels"""
 
+    window_kv_channels: int | None = option(None, check=at_least(1))
+    """channels of a head in layers with a window (Gemma 4); unset: kv_channels"""
+
     window_query_groups: int | None = option(None, check=at_least(1))
     """key/value heads in layers with a window (MiMo-V2); unset: as in the others"""
+
+    attention_k_eq_v: bool = option(False)
+    """layers without a window: values are the projected keys, before their norm and rotation (Gemma
+    4)
+    """
+
+    value_l2_norm: bool = option(False)
+    """normalize each value head by an RMSNorm without weights (Gemma 4)"""
+
+    num_kv_shared_layers: int = option(0, check=at_least(0))
+    """last layers whose attention reads keys and values of the last earlier layer of its type, with
+    or without a window, and has no projections of its own (Gemma 4); 0: none
+    """
 
     max_position_embeddings: int = option(1024, check=at_least(1))
     """maximum sequence length of the model"""
@@ -125,6 +144,11 @@ class ModelFields:
 
     rotary_percent: float = option(1.0, check=above(0))
     """share of the channels of a head that RoPE rotates, the first ones"""
+
+    rotary_proportional: bool = option(False)
+    """layers without a window: rotate rotary_percent of the pairs of a full head, by the
+    frequencies of a full head; layers with a window rotate all channels (Gemma 4)
+    """
 
     no_rope_freq: str = option("0")
     """layers without rotary positions: N for every Nth layer, 0 for none, or a pattern such as
@@ -268,6 +292,9 @@ class ModelFields:
 
     mlp_output_multiplier: float = option(1.0, check=above(0))
     """factor on the outputs of MLPs before the residual sum (Falcon-H1)"""
+
+    layer_scale: bool = option(False)
+    """multiply the hidden states after each layer by a learned number (Gemma 4)"""
 
     logits_scaling: float = option(1.0, check=above(0))
     """divisor of the logits, before their softcap (Granite)"""

@@ -15,7 +15,7 @@ state; padding is a separate document.
     B prompts   S new tokens   T tokens so far   G key/value heads   D width of a head
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -27,6 +27,7 @@ from nanotrain.attention.sdpa import DenseKernel
 from nanotrain.attention.tiles import Spans, first_of_chunks
 from nanotrain.model.context import CachedLayer
 from nanotrain.model.transformer import Stage
+from nanotrain.spec.shape import Source
 
 
 class KVCache:
@@ -47,6 +48,8 @@ class KVCache:
         self._num_new = 0  # S of the forward pass
         # by whether layers have a window: the attention of this forward pass
         self._calls: dict[bool, AttentionCall] = {}
+        # the attention of layers whose keys and values later layers read
+        self._attention_of: dict[Source, _CachedAttention] = {}
         self._layers = [module for module in stage.modules() if isinstance(module, CachedLayer)]
         # the functions that the layers use next: of the cache, or their own while it is open
         self._functions = [layer.cached_function(self) for layer in self._layers]
@@ -101,10 +104,20 @@ class KVCache:
         return first
 
     def attend(
-        self, core_attention: Callable[..., Tensor], *, has_window: bool
-    ) -> "_CachedAttention":
-        """The core attention of a layer, to all tokens so far."""
-        return _CachedAttention(self, core_attention, has_window=has_window)
+        self,
+        core_attention: Callable[..., Tensor],
+        *,
+        has_window: bool,
+        keeps: Iterable[Source] = (),
+        reads: Source | None = None,
+    ) -> "_CachedAttention | _SharedAttention":
+        """The core attention of a layer, to all tokens so far, or to those of an earlier layer."""
+        if reads is not None:
+            return _SharedAttention(core_attention, self._attention_of[reads])
+        attention = _CachedAttention(self, core_attention, has_window=has_window)
+        for source in keeps:
+            self._attention_of[source] = attention
+        return attention
 
     def segment_ids(self, device: torch.device, *, before: int) -> Tensor:
         """[B, before + S], of the last tokens and the new ones: 1, or 0 for padding."""
@@ -130,13 +143,33 @@ class _CachedAttention:
         self._cache = cache
         self._core = core
         self._has_window = has_window
+        self._key_buffer: Tensor | None = None
+        self._value_buffer: Tensor | None = None
+        # of all tokens so far, once the layer has run
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
     def __call__(
         self, query: Tensor, *, key: Tensor, value: Tensor, mask: object, **options: Any
     ) -> Tensor:
-        self._keys, keys = self._cache.store(self._keys, key)
-        self._values, values = self._cache.store(self._values, value)
+        self._key_buffer, self._keys = self._cache.store(self._key_buffer, key)
+        self._value_buffer, self._values = self._cache.store(self._value_buffer, value)
+        return self.attend(self._core, query, **options)
+
+    def attend(self, core: Callable[..., Tensor], query: Tensor, **options: Any) -> Tensor:
+        """Attend to the keys and values of all tokens so far, with a core attention."""
         longer = self._cache.call(self._has_window, query.device)
-        return self._core(query, key=keys, value=values, mask=longer, **options)
+        return core(query, key=self._keys, value=self._values, mask=longer, **options)
+
+
+class _SharedAttention:
+    """The core attention of a layer, with the keys and values that an earlier layer has stored."""
+
+    def __init__(self, core: Callable[..., Tensor], source: _CachedAttention) -> None:
+        self._core = core
+        self._source = source
+
+    def __call__(
+        self, query: Tensor, *, key: Tensor, value: Tensor, mask: object, **options: Any
+    ) -> Tensor:
+        return self._source.attend(self._core, query, **options)

@@ -1,5 +1,6 @@
 """Causal attention with grouped key/value heads.
 
+HeadAttention     options, gate and cache of attention
 Attention     project, normalize, rotate, attend, gate, project
 LayerScores   softcap, sink and dropout of the scores of a layer, per microbatch
 MaxLogits     the largest logit of every head, counted on the device in forward passes
@@ -23,6 +24,7 @@ from nanotrain.attention.chunks import ScoreOptions
 from nanotrain.config.model import ModelConfig
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import (
+    AttentionInputs,
     DropoutPlace,
     HiddenDropout,
     LayerContext,
@@ -32,7 +34,7 @@ from nanotrain.model.context import (
     local_heads,
     split_heads,
 )
-from nanotrain.model.norm import build_head_norm
+from nanotrain.model.norm import RMSNorm, build_head_norm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import Rotary, apply_rotary, scale_query
 from nanotrain.model.router_stats import StatefulModule
@@ -44,7 +46,120 @@ from nanotrain.parallel.tp.layers import (
 from nanotrain.spec.shape import ModelShape
 
 
-class Attention(nn.Module):
+class HeadAttention(nn.Module):
+    """What attention has in common, with and without keys and values of its own."""
+
+    query_norm: nn.Module
+    output: nn.Module
+    softmax_offset: nn.Parameter | None
+
+    def _set_options(
+        self, model_config: ModelConfig, shape: ModelShape, *, parallel: ModelParallel, layer: int
+    ) -> None:
+        """Set what has no parameters.
+
+        Args:
+            model_config: configuration of the model.
+            shape: shape of the layer.
+            parallel: groups of the layer.
+            layer: index in the model.
+        """
+        self.head_dim = shape.head_dim
+        self.value_head_dim = shape.value_head_dim
+        self.has_window = shape.has_window(layer)
+        self.has_rope = shape.has_rope(layer)
+        self.kept_sources = shape.kept(layer)
+        self.norm_is_last = model_config.qk_layernorm_after_rope
+        self.factor = model_config.attention_output_multiplier
+        # the core attention divides scores by the root of the head dim
+        scale = model_config.softmax_scale
+        self.query_factor = 1.0 if scale is None else scale * math.sqrt(shape.head_dim)
+        self.scores = LayerScores(model_config, layer=layer, parallel=parallel)
+        self.max_logits = self.scores.max_logits
+        self.core_attention: Callable[..., Tensor] = parallel.core_attention
+        self.dropout = HiddenDropout(
+            model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        *,
+        key: Tensor,
+        value: Tensor,
+        gate: Tensor | None,
+        context: LayerContext,
+    ) -> Tensor:
+        """Core attention, gate, output projection and dropout.
+
+        Args:
+            query: [B, S, N, D].
+            key: [B, S, G, D].
+            value: [B, S, G, Dv].
+            gate: [B, S, N, Dv], or None.
+            context: context of the microbatch.
+        """
+        mask = self.inputs(context).mask
+        scores = self.scores(context, sink=self.softmax_offset, device=query.device)
+        attended = self.core_attention(query, key=key, value=value, mask=mask, scores=scores)
+        attended = self.apply_gate(attended, gate)
+        out = self.output(attended)
+        return self.dropout(out, context.dropout)
+
+    def inputs(self, context: LayerContext) -> AttentionInputs:
+        """Rotary tables and mask of the layer."""
+        return context.windowed if self.has_window else context.full
+
+    def prepare_query(
+        self, query: Tensor, *, rotary: Rotary | None, query_scale: Tensor | None
+    ) -> Tensor:
+        """Normalize, rotate and scale queries [B, S, N, D].
+
+        Args:
+            query: queries as projected.
+            rotary: rotary tables, which layers without rotary positions do not read.
+            query_scale: factors of the queries in layers without rotary positions.
+        """
+        query = self.normalize(query, self.query_norm, rotary=rotary)
+        if self.has_rope:
+            query_scale = None if rotary is None else rotary.query_scale
+        query = scale_query(query, query_scale)
+        if self.query_factor != 1.0:
+            query = query * self.query_factor
+        return query
+
+    def normalize(self, heads: Tensor, norm: nn.Module, *, rotary: Rotary | None) -> Tensor:
+        """Normalize and rotate queries or keys, in the order of the model."""
+        if not self.has_rope:
+            rotary = None
+        if self.norm_is_last:
+            rotated = apply_rotary(heads, rotary)
+            out: Tensor = norm(rotated)
+            return out
+        return apply_rotary(norm(heads), rotary)
+
+    def apply_gate(self, attended: Tensor, gate: Tensor | None) -> Tensor:
+        """[B, S, N, Dv] times the sigmoid of a gate of this shape and a factor -> [B, S, N Dv]."""
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        if self.factor != 1.0:
+            attended = attended * self.factor
+        return attended.flatten(2)
+
+    def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
+        """The core attention to all tokens so far."""
+        return cache.attend(
+            self.core_attention, has_window=self.has_window, keeps=self.kept_sources
+        )
+
+    def swap_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Use another core attention; returns the one used until now."""
+        before = self.core_attention
+        self.core_attention = function
+        return before
+
+
+class Attention(HeadAttention):
     """Causal multi-head attention with grouped key/value heads (Ainslie et al. 2023).
 
     The number of heads follows from the shapes of the projections, so the same code runs with all
@@ -63,21 +178,9 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         shape = ModelShape.of(model_config).for_layer(layer)
+        self._set_options(model_config, shape, parallel=parallel, layer=layer)
         tp = parallel.tp.group
-        self.head_dim = shape.head_dim
-        self.value_head_dim = shape.value_head_dim
-        self.has_window = shape.has_window(layer)
-        self.has_rope = shape.has_rope(layer)
-        self.norm_is_last = model_config.qk_layernorm_after_rope
-        self.factor = model_config.attention_output_multiplier
-        # the core attention divides scores by the root of the head dim
-        scale = model_config.softmax_scale
-        self.query_factor = 1.0 if scale is None else scale * math.sqrt(shape.head_dim)
         self.softmax_offset = params.get("softmax_offset")
-        self.scores = LayerScores(model_config, layer=layer, parallel=parallel)
-        self.max_logits = self.scores.max_logits
-        self.core_attention: Callable[..., Tensor] = parallel.core_attention
-
         query_heads = local_heads(shape.num_heads, tp)
         key_heads = local_heads(shape.query_groups, tp)
         query_channels = head_channels(query_heads, shape.head_dim)
@@ -90,92 +193,48 @@ class Attention(nn.Module):
         column = partial(ColumnParallelLinear, tensor_parallel=parallel.tp)
         self.query = column(*params.linear("query"))
         self.key = column(*params.linear("key"), rows=key_rows)
-        self.value = column(*params.linear("value"), rows=value_rows)
+        self.value: ColumnParallelLinear | None = None
+        if not shape.attention_k_eq_v:
+            self.value = column(*params.linear("value"), rows=value_rows)
         self.gate = column(*params.linear("gate")) if shape.has_output_gate else None
         head_norm = partial(build_head_norm, model_config, group=tp, is_l2=shape.qk_l2_norm)
         self.query_norm = head_norm(params.submodule("query_norm"), channels=query_channels)
         self.key_norm = head_norm(params.submodule("key_norm"), channels=key_channels)
+        self.value_norm: nn.Module = nn.Identity()
+        if shape.value_l2_norm:
+            self.value_norm = RMSNorm(None, eps=model_config.norm_epsilon)
         self.output = RowParallelLinear(*params.linear("output"), tensor_parallel=parallel.tp)
-        self.dropout = HiddenDropout(
-            model_config.hidden_dropout, layer, DropoutPlace.attention, parallel.tp
-        )
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        inputs = context.windowed if self.has_window else context.full
+        rotary = self.inputs(context).rotary
         query, key, value, gate = self._project(hidden)
         query, key = self.prepare_query_key(
-            query, key, rotary=inputs.rotary, query_scale=context.query_scale
+            query, key, rotary=rotary, query_scale=context.query_scale
         )
-        scores = self.scores(context, sink=self.softmax_offset, device=query.device)
-        attended = self.core_attention(query, key=key, value=value, mask=inputs.mask, scores=scores)
-        attended = self.apply_gate(attended, gate)
-        return self.dropout(self.output(attended), context.dropout)
+        for source in self.kept_sources:
+            context.keep(source, key, value)
+        return self.attend(query, key=key, value=value, gate=gate, context=context)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Query [B, S, N, D], key [B, S, G, D], value [B, S, G, Dv]; gate [B, S, N, Dv] or None."""
-        gate: Tensor | None = None
-        if self.gate is None:
-            query, key, value = column_parallel(hidden, (self.query, self.key, self.value))
-        else:
-            layers = (self.query, self.key, self.value, self.gate)
-            query, key, value, gate = column_parallel(hidden, layers)
-            gate = split_heads(gate, self.value_head_dim)
+        layers = [self.query, self.key]
+        layers += [layer for layer in (self.value, self.gate) if layer is not None]
+        query, key, *others = column_parallel(hidden, layers)
+        value = key if self.value is None else others.pop(0)
+        gate = split_heads(others[0], self.value_head_dim) if others else None
         query = split_heads(query, self.head_dim)
         key = split_heads(key, self.head_dim)
-        value = split_heads(value, self.value_head_dim)
+        value = self.value_norm(split_heads(value, self.value_head_dim))
         return query, key, value, gate
 
     def prepare_query_key(
         self, query: Tensor, key: Tensor, *, rotary: Rotary | None, query_scale: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Normalize, rotate and scale queries and keys.
-
-        Args:
-            query: [B, S, N, D].
-            key: [B, S, G, D].
-            rotary: rotary tables, which layers without rotary positions do not read.
-            query_scale: factors of the queries in layers without rotary positions.
-        """
-        if self.has_rope:
-            query, key = self._rotate(query, key, rotary=rotary)
-        else:
-            query = scale_query(self.query_norm(query), query_scale)
-            key = self.key_norm(key)
-        if self.query_factor != 1.0:
-            query = query * self.query_factor
+        """Queries as `prepare_query`, and keys [B, S, G, D] normalized and rotated."""
+        query = self.prepare_query(query, rotary=rotary, query_scale=query_scale)
+        key = self.normalize(key, self.key_norm, rotary=rotary)
         return query, key
-
-    def _rotate(
-        self, query: Tensor, key: Tensor, *, rotary: Rotary | None
-    ) -> tuple[Tensor, Tensor]:
-        """Normalize and rotate queries and keys, in the order of the model."""
-        if self.norm_is_last:
-            query = self.query_norm(apply_rotary(query, rotary))
-            key = self.key_norm(apply_rotary(key, rotary))
-        else:
-            query = apply_rotary(self.query_norm(query), rotary)
-            key = apply_rotary(self.key_norm(key), rotary)
-        query_scale = None if rotary is None else rotary.query_scale
-        return scale_query(query, query_scale), key
-
-    def apply_gate(self, attended: Tensor, gate: Tensor | None) -> Tensor:
-        """[B, S, N, Dv] times the sigmoid of a gate of this shape and a factor -> [B, S, N Dv]."""
-        if gate is not None:
-            attended = attended * gate.sigmoid()
-        if self.factor != 1.0:
-            attended = attended * self.factor
-        return attended.flatten(2)
-
-    def cached_function(self, cache: TokenCache) -> Callable[..., Any]:
-        """The core attention to all tokens so far."""
-        return cache.attend(self.core_attention, has_window=self.has_window)
-
-    def swap_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Use another core attention; returns the one used until now."""
-        before = self.core_attention
-        self.core_attention = function
-        return before
 
 
 class LayerScores:

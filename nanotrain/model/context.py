@@ -47,7 +47,7 @@ from nanotrain.parallel.cp.split import local_positions
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.spec.kinds import MIXERS
-from nanotrain.spec.shape import ModelShape
+from nanotrain.spec.shape import ModelShape, Source
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,16 @@ class LayerContext:
     # the counts of the first forward
     balance_counts: dict[Any, Tensor] = field(default_factory=dict)
     dispatch_splits: dict[Any, Any] = field(default_factory=dict)  # likewise, by token dispatcher
+    # what layers keep for later layers, [B, S, ...] each; also of earlier stages
+    state: dict[Source, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    def keep(self, source: Source, *tensors: Tensor) -> None:
+        """Keep tensors for later layers; a recomputed forward keeps those of the first forward.
+
+        The tensors are views, which no recomputation of their layer discards.
+        """
+        if source not in self.state:
+            self.state[source] = tuple(tensor.view_as(tensor) for tensor in tensors)
 
     def for_layer(self, layer: int) -> Self:
         """The context with the random words of a layer."""
@@ -233,8 +243,18 @@ class LayerContext:
 class TokenCache(Protocol):
     """Keys, values and states of the tokens that a model has read (inference/cache.py)."""
 
-    def attend(self, core_attention: Callable[..., Any], *, has_window: bool) -> Callable[..., Any]:
-        """A core attention that stores keys and values and attends to all of them."""
+    def attend(
+        self,
+        core_attention: Callable[..., Any],
+        *,
+        has_window: bool,
+        keeps: Iterable[Source] = (),
+        reads: Source | None = None,
+    ) -> Callable[..., Any]:
+        """A core attention that stores keys and values and attends to all of them.
+
+        With `reads` it attends to those that the earlier layer with this in `keeps` stores.
+        """
 
     def segment_ids(self, device: torch.device, *, before: int) -> Tensor:
         """[B, before + S], of the last tokens and the new ones: 1, or 0 for padding."""

@@ -216,6 +216,22 @@ def build_scale(factor: float) -> nn.Module:
     return nn.Identity() if factor == 1.0 else Scale(factor)
 
 
+class LearnedScale(nn.Module):
+    """A learned factor.
+
+    Args:
+        weight: [1].
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x * factor, any shape."""
+        return x * self.weight
+
+
 class Scale(nn.Module):
     """A constant factor."""
 

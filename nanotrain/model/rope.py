@@ -48,14 +48,17 @@ def inverse_frequencies(model_config: ModelConfig, *, is_local: bool = False) ->
 
     Args:
         model_config: base and scaling.
-        is_local: use the base of layers with a window, without scaling, where the model has one.
+        is_local: use the base of layers with a window, without scaling, where the model has one,
+            and the width of their heads.
     """
-    size = model_config.rotary_dim
+    size = model_config.window_rotary_dim if is_local else model_config.rotary_dim
     exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
     if is_local and model_config.rotary_base_local is not None:
         return 1.0 / model_config.rotary_base_local**exponents
     unscaled = 1.0 / model_config.rotary_base**exponents
     unscaled = unscaled / model_config.rotary_seq_len_interpolation_factor
+    if model_config.rotary_proportional and not is_local:
+        unscaled[int(model_config.rotary_percent * size) // 2 :] = 0  # not rotated
     if model_config.yarn is not None:
         return _scale_yarn(unscaled, model_config.yarn, base=model_config.rotary_base)
     if model_config.use_rope_scaling:
@@ -187,7 +190,8 @@ class PositionTables:
             return cls(full=None, windowed=None, query_scale=None)
         full = RotaryTables(model_config)
         windowed = full
-        if model_config.rotary_base_local is not None:
+        has_own_heads = model_config.window_rotary_dim != model_config.rotary_dim
+        if model_config.rotary_base_local is not None or has_own_heads:
             windowed = RotaryTables(model_config, is_local=True)
         query_scale = None
         if model_config.attn_scale > 0:

@@ -2,6 +2,7 @@
 
     Block           x + attention(norm(x)), then x + mlp(norm(x)); or with norms of the outputs
     HalfBlock       one of the two, in models with a hybrid layer pattern
+    ScaledBlock     a block, times a learned number
     ShortcutBlock   two blocks; the experts of the first are added at the end of the second
     Stage           the layers of one pipeline rank; without pipeline parallelism the full model
 
@@ -44,9 +45,11 @@ from nanotrain.model.mla import MultiLatentAttention
 from nanotrain.model.mlp import build_mlp
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.mtp import MTPLayer
-from nanotrain.model.norm import build_norm, build_post_norm
+from nanotrain.model.norm import LearnedScale, build_norm, build_post_norm
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import PositionTables
+from nanotrain.model.shared_kv import SharedKVAttention
+from nanotrain.model.shared_state import StageMessages, State
 from nanotrain.model.short_conv import ShortConv
 from nanotrain.parallel.tp.loss import (
     Vocabulary,
@@ -87,6 +90,20 @@ class Block(nn.Module):
         """[B, S or S/tp, H] -> the same shape."""
         x = x + self.attention_post_norm(self.attention(self.attention_norm(x), context))
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x), context))
+
+
+class ScaledBlock(Block):
+    """A block whose hidden states are multiplied by a learned number (Gemma 4)."""
+
+    def __init__(
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
+    ) -> None:
+        super().__init__(model_config, params, parallel=parallel, layer=layer)
+        self.layer_scale = LearnedScale(params["layer_scale.weight"])
+
+    def forward(self, x: Tensor, context: LayerContext) -> Tensor:
+        """[B, S or S/tp, H] -> the same shape."""
+        return self.layer_scale(super().forward(x, context))
 
 
 class ShortcutBlock(Block):
@@ -211,6 +228,7 @@ class Stage(nn.Module):
         self.layer_functions: list[Callable[..., Tensor]] = list(self.layers.values())
         self.position_tables = PositionTables.of(model_config)
         self.masks = MaskPlanner.of(model_config, (*spec.layers, *mtp_layers))
+        self.messages = StageMessages(shape, spec, tensor_parallel=parallel.tp)
         self.is_tied = not model_config.untie_embeddings_and_output_weights
         registered = [name for name, _ in self.named_parameters()]
         assert registered == [local.spec.name for local in params], (
@@ -221,14 +239,14 @@ class Stage(nn.Module):
         """Run the stage on one microbatch.
 
         Args:
-            hidden: [B, S, H] of the previous stage, [B, S/tp, H] with sequence parallelism; None on
-                the first stage.
+            hidden: [B, S, H] of the previous stage, [B, S/tp, H] with sequence parallelism, or the
+                message with state of earlier layers; None on the first stage.
             context: the microbatch, the same on every stage; this cp rank has S tokens of each
                 sequence.
 
         Returns:
             With a head the sum over unmasked target tokens of the cross-entropy, an fp32 scalar;
-            else hidden states.
+            else hidden states, or the message with state of layers.
         """
         hidden, layer_context = self._transform(hidden, context)
         if self.head is None:
@@ -311,6 +329,7 @@ class Stage(nn.Module):
             the hidden states, and the context of the layers.
         """
         dropout = context.dropout()
+        state: State = {}
         if self.spec.has_embedding:
             assert self.embedding is not None, "the first stage has the embedding"
             embedded = self.embedding(context.batch.tokens, context.batch.position_ids)
@@ -318,13 +337,16 @@ class Stage(nn.Module):
         assert hidden is not None, (
             "a stage without the embedding needs the hidden states of the previous stage"
         )
+        if not self.spec.has_embedding:
+            hidden, state = self.messages.unpack(hidden, batch_shape=context.batch.tokens.shape)
         layer_context = self._layer_context(context, dropout=dropout, like=hidden)
+        layer_context.state.update(state)
         for function in self.layer_functions:
             hidden = function(hidden, layer_context)
         assert hidden is not None
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
-        return hidden, layer_context
+        return self.messages.pack(hidden, layer_context.state), layer_context
 
     def _layer_context(
         self, context: BatchContext, *, dropout: DropoutContext | None, like: Tensor
@@ -381,6 +403,8 @@ def build_block(
         kind = HalfBlock
     elif len(shape.blocks(layer)) > 1:
         kind = ShortcutBlock
+    elif shape.layer_scale:
+        kind = ScaledBlock
     block = kind(model_config, params, parallel=parallel.for_layer(layer), layer=layer)
     if model_config.has_dropout:
         # outside of compiled graphs, see `DropoutContext.for_layer`
@@ -392,6 +416,7 @@ def build_block(
 # forward(hidden, context)
 MIXER_MODULES: dict[str, type[nn.Module]] = {
     "attention": Attention,
+    "shared_kv": SharedKVAttention,
     "mla": MultiLatentAttention,
     "dsa": SparseLatentAttention,
     "gated_delta_net": GatedDeltaNet,

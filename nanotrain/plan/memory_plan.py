@@ -160,7 +160,8 @@ def plan_memory(
         working += resident.params + resident.optimizer
     communication = resident.grad_buckets + resident.units + _returned_by_graphs(plan, device)
     if pp_size > 1:
-        communication += 2 * MAX_SENDS * kept.sizes.outside * kept.sizes.width
+        hidden_states = kept.sizes.outside * kept.sizes.itemsize
+        communication += 2 * MAX_SENDS * hidden_states * max(plan.message_widths)
     runtime = 0
     if device == "cuda":
         runtime = runtime_bytes(_num_communicators(plan))

@@ -43,9 +43,11 @@ from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES, WEIGHT_DTYPE
 from nanotrain.spec.counts import layer_weights
 from nanotrain.spec.declaration import Declaration
+from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.parameters import declare_stage
 from nanotrain.spec.params import LocalParam, localize
 from nanotrain.spec.shape import ModelShape
+from nanotrain.spec.shared_state import message_width
 from nanotrain.spec.stages import StageSpec, balanced_lengths, split_layers, stages_of_lengths
 from nanotrain.topology.groups import GroupName, GroupSpec
 from nanotrain.topology.topology import Topology
@@ -216,6 +218,14 @@ class Plan:
         num_sequences = self.config.data.seq_length // seq_length
         batch_size = self.config.train.micro_batch_size * num_sequences
         return batch_size, seq_length // self.num_sequence_shards, self.shape.hidden_size
+
+    @property
+    def message_widths(self) -> tuple[int, ...]:
+        """Elements per hidden state of the message to every stage of the pipeline."""
+        axis_sizes = {axis: spec.size for axis, spec in self.groups.items()}
+        sizes = LayerSizes.of(self.config, self.shape, sizes=axis_sizes)
+        specs = stage_specs(self.config.parallel, self.shape)
+        return tuple(message_width(sizes, spec.first_layer) for spec in specs)
 
     @property
     def num_sequence_shards(self) -> int:

@@ -29,6 +29,7 @@ from nanotrain.spec.kinds.block import (
 )
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import Operator
+from nanotrain.spec.shared_state import shared_bytes
 from nanotrain.spec.stages import StageSpec
 
 
@@ -143,12 +144,13 @@ class SavedBytes:
         """Bytes of a stage, with the recomputation of the plan."""
         ends = saved_bytes(embedding_operators(self.sizes)) if spec.has_embedding else 0
         ends += self.head() if spec.has_head else 0
+        received = shared_bytes(self.sizes, self.shape.carried(spec.first_layer))
         blocks = self._blocks(spec.layers)
         further = self._mtp_layers() if spec.has_head else _Blocks(0, 0, 0)
         return StageBytes(
-            kept=ends + further.kept + blocks.kept,
+            kept=ends + received + further.kept + blocks.kept,
             recomputed=max(blocks.recomputed, further.recomputed),
-            complete=ends + further.complete + blocks.complete,
+            complete=ends + received + further.complete + blocks.complete,
             freed=0 if self.holds_head_grads else ends,
             working=self.block_working(),
             loss=self.loss_working() if spec.has_head else 0,
@@ -158,7 +160,12 @@ class SavedBytes:
         """Blocks of a stage that are recomputed, offloaded, or kept but for some modules."""
         complete = [self.block(layer) for layer in layers]
         if self.memory.recompute_granularity == "full":
-            return self._recomputed_blocks(complete)
+            # recomputation reads what layers keep for later layers
+            kept = [shared_bytes(self.sizes, self.shape.kept(layer)) for layer in layers]
+            inside = [block - shared for block, shared in zip(complete, kept, strict=True)]
+            blocks = self._recomputed_blocks(inside)
+            num_kept = sum(kept)
+            return replace(blocks, kept=blocks.kept + num_kept, complete=blocks.complete + num_kept)
         if self.memory.cpu_offloading:
             return self._offloaded_blocks(complete)
         return self._selected_blocks(layers, complete)
@@ -224,9 +231,9 @@ class SavedBytes:
 
     def block_working(self) -> int:
         """Temporaries of the backward of a block."""
-        largest = self._mlp_working("dense")
+        largest = self._mlp_working("dense", self.sizes)
         if self.has_experts:
-            largest = max(largest, self._mlp_working("moe"))
+            largest = max(largest, self._mlp_working("moe", self.sizes))
         layer_of_kind = {self.shape.kinds(layer): layer for layer in range(self.shape.num_layers)}
         for (mixer, mlp), layer in layer_of_kind.items():
             if mixer is None:
@@ -234,14 +241,16 @@ class SavedBytes:
             sizes = self.sizes.at(layer)
             operators = MIXERS[mixer].operators(sizes)
             working = max(operator.working for operator in operators)
+            if mlp == "dense":
+                largest = max(largest, self._mlp_working(mlp, sizes))
             if mlp is not None:  # the tensors saved by the MLP are freed before
                 working -= saved_bytes(MLPS[mlp].operators(sizes))
             largest = max(largest, working)
         return largest
 
-    def _mlp_working(self, kind: str) -> int:
+    def _mlp_working(self, kind: str, sizes: LayerSizes) -> int:
         """Temporaries of the backward of an MLP."""
-        return max(operator.working for operator in MLPS[kind].operators(self.sizes))
+        return max(operator.working for operator in MLPS[kind].operators(sizes))
 
     def loss_working(self, *, is_training: bool = True) -> int:
         """Temporaries of the loss: its unsaved inputs, and the logits and gradients of a chunk."""

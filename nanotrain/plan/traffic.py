@@ -26,6 +26,7 @@ from nanotrain.parallel.dp.fp8_weights import scales_shape
 from nanotrain.parallel.dp.layout import BucketLayout
 from nanotrain.parallel.ep.fp8_dispatch import row_bytes
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions, reached_nodes
+from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.parallel.pp.transfers import TransferBatch
 from nanotrain.plan.gathers import bucket_gathers
 from nanotrain.plan.plan import BufferPlan, Plan
@@ -125,14 +126,20 @@ def embedding(plan: Plan) -> Iterator[tuple[Key, int]]:
 
 
 def pipeline(plan: Plan) -> Iterator[tuple[Key, int]]:
-    """Hidden states to the next stage, gradients to the previous one."""
+    """Hidden states with state of layers to the next stage, gradients to the previous one."""
     itemsize = Precision.of(plan.config.precision).params.itemsize
-    message_bytes = math.prod(plan.hidden_shape) * itemsize
-    num_messages = 0
+    num_hidden = math.prod(plan.hidden_shape[:-1])
+    widths = plan.message_widths
+    num_bytes = 0
     for step in plan.train_schedule.steps:
-        if isinstance(step, TransferBatch):
-            num_messages += len(step.sends)
-    yield ("pp", "p2p"), num_messages * message_bytes
+        if not isinstance(step, TransferBatch):
+            continue
+        for send in step.sends:
+            is_forward = send.to.kind is ActionKind.forward
+            # a gradient has the shape of what its stage has sent
+            stage = send.to.stage if is_forward else send.to.stage + 1
+            num_bytes += num_hidden * widths[stage] * itemsize
+    yield ("pp", "p2p"), num_bytes
 
 
 def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
@@ -141,15 +148,16 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
     if sizes.cp == 1:
         return
     is_full = plan.config.memory.recompute_granularity == "full"
-    unsent = 0
-    if sizes.cp_comm_type == "a2a" and not is_full:
-        # a core attention that runs again alone, not in a layer, ends at its last saved tensor: the
-        # output is not sent
-        heads = plan.shape.num_heads // sizes.tp
-        output = sizes.tokens * heads * plan.shape.value_head_dim * sizes.itemsize
-        unsent = reduced_bytes(output, sizes.cp)
     num_again = Counter(recomputed_layers(plan, "core_attn"))
     for layer in _layers(plan):
+        unsent = 0
+        if sizes.cp_comm_type == "a2a" and not is_full:
+            # a core attention that runs again alone, not in a layer, ends at its last saved tensor:
+            # the output is not sent
+            heads = plan.shape.num_heads // sizes.tp
+            value_head_dim = plan.shape.for_layer(layer).value_head_dim
+            output = sizes.tokens * heads * value_head_dim * sizes.itemsize
+            unsent = reduced_bytes(output, sizes.cp)
         for operator in block_operators(sizes, layer):
             is_again = is_full or operator.module == "core_attn"
             for sent in operator.over_cp:

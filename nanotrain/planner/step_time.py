@@ -25,6 +25,7 @@ from nanotrain.planner.parts import Streams
 from nanotrain.planner.scenario import Scenario
 from nanotrain.planner.stage_time import Numel, Stages
 from nanotrain.spec.counts import flops_per_token
+from nanotrain.spec.shared_state import message_width
 
 # A laptop cannot know clocks under power limits and temperature, kernels of other versions and
 # stragglers, nor how busy and how regular the fabric is. Half of the range, relative to the time
@@ -314,7 +315,10 @@ class StepClock:
             has_many_nodes = num_nodes >= slow.min_nodes
             if has_many_nodes or self.memory_share >= slow.min_memory_share:
                 return slow.seconds
-        num_bytes = self.stages.sizes.outside * self.stages.sizes.width
+        sizes = self.stages.sizes
+        first_layers = [spec.first_layer for stages in self.scenario.stages for spec in stages]
+        width = max(message_width(sizes, layer) for layer in first_layers)
+        num_bytes = sizes.outside * width * sizes.itemsize
         times = []
         for neighbours in pairwise(self.scenario.ranks("pp")):
             times.append(collective_s(self.gpu, "p2p", num_bytes=num_bytes, ranks=neighbours))

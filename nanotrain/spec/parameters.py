@@ -11,7 +11,7 @@ declarations. Token mixers and MLPs are in spec/kinds, linear layers in spec/dec
 from dataclasses import replace
 from functools import lru_cache
 
-from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, norm
+from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, norm, summed
 from nanotrain.spec.kinds import MIXERS, MLPS
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec
@@ -89,6 +89,9 @@ def layer(declare: Declaration, index: int) -> Specs:
     specs = _block(declare, index, kinds=first)
     for kinds in second:
         specs += nest("second", _block(declare, index, kinds=kinds))
+    if shape.layer_scale:
+        scale = summed([declare.vector("weight", 1, value=1.0)], declare.sequence_axes)
+        specs += nest("layer_scale", grouped("norms", scale))
     return specs
 
 

@@ -7,7 +7,7 @@ Parameters, FLOPs, modules and Hugging Face files read these sizes; none of them
 from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from nanotrain.config.layer_kinds import (
     DSAConfig,
@@ -25,6 +25,13 @@ class Chunks(NamedTuple):
 
     number: int
     length: int
+
+
+class Source(NamedTuple):
+    """State that a layer keeps for later layers."""
+
+    kind: str  # row of `SHARED` in spec/shared_state.py
+    layer: int  # index in the model of the layer that keeps it
 
 
 @dataclass(frozen=True)
@@ -63,11 +70,22 @@ class ModelShape:
     window_layers: tuple[bool, ...] = ()  # whether each layer has the window
     # key/value heads of these layers; None for those of the others
     window_query_groups: int | None = None
+    # widths of their query or key heads, and of their value heads; 0 for those of the others
+    window_head_dim: int = 0
+    window_value_head_dim: int = 0
     sinks_in_windows_only: bool = False  # they alone have sinks
+    # values of layers without a window are their projected keys
+    attention_k_eq_v: bool = False
+    # layers that read keys of earlier layers have a dense MLP of twice the width
+    use_double_wide_mlp: bool = False
+    value_l2_norm: bool = False  # an RMSNorm without weights per value head
     no_rope_layers: tuple[bool, ...] = ()  # whether each layer is without rotary positions
     # kind of attention of each layer, or of what is in its place; spec/kinds
     mixers: tuple[str | None, ...] = ()
     mlps: tuple[str | None, ...] = ()  # kind of MLP of each layer
+    # the earlier layer whose keys and values each layer reads; None: its own, or none
+    kv_sources: tuple[int | None, ...] = ()
+    layer_scale: bool = False  # a learned factor of the hidden states after each layer
     has_output_gate: bool = False  # attention multiplies its output by a sigmoid
     rotary_dim: int = 0  # channels of a head with rotary positions
     has_rotary: bool = True  # queries and keys have rotary positions, but in `no_rope_layers`
@@ -156,16 +174,24 @@ class ModelShape:
         return ((mixer, mlp),)
 
     def for_layer(self, layer: int) -> Self:
-        """The shape with the key/value heads, sinks and norms of heads of a layer, by its index in
-        the model.
+        """The shape with the heads, sinks and norms of heads of a layer, by its index in the
+        model.
         """
         has_window = self.has_window(layer)
-        has_sink = self.has_sink and (has_window or not self.sinks_in_windows_only)
-        groups = (self.window_query_groups if has_window else None) or self.query_groups
-        has_l2 = self.qk_l2_norm and self.has_rope(layer)
-        if (groups, has_sink, has_l2) == (self.query_groups, self.has_sink, self.qk_l2_norm):
+        own: dict[str, Any] = {
+            "has_sink": self.has_sink and (has_window or not self.sinks_in_windows_only),
+            "qk_l2_norm": self.qk_l2_norm and self.has_rope(layer),
+            "attention_k_eq_v": self.attention_k_eq_v and not has_window,
+        }
+        if has_window:
+            own["query_groups"] = self.window_query_groups or self.query_groups
+            own["head_dim"] = self.window_head_dim or self.head_dim
+            own["value_head_dim"] = self.window_value_head_dim or self.value_head_dim
+        if self.use_double_wide_mlp and self.kinds(layer)[0] == "shared_kv":
+            own["ffn_size"] = 2 * self.ffn_size
+        if all(getattr(self, name) == value for name, value in own.items()):
             return self
-        return replace(self, query_groups=groups, has_sink=has_sink, qk_l2_norm=has_l2)
+        return replace(self, **own)
 
     @property
     def has_offset_norms(self) -> bool:
@@ -181,6 +207,32 @@ class ModelShape:
         if self.linear_attention is not None and kind is not None and kind.has_delta_rule:
             placement = self.linear_attention.norm_placement or placement
         return placement != "post", placement != "pre"
+
+    def sources(self, layer: int) -> tuple[Source, ...]:
+        """The state of earlier layers that a layer reads, by its index in the model."""
+        source = self.kv_sources[layer] if layer < len(self.kv_sources) else None
+        return () if source is None else (Source("key_value", source),)
+
+    def kept(self, layer: int) -> tuple[Source, ...]:
+        """The state that a layer, by its index in the model, keeps for later layers."""
+        return tuple(source for source in self._last_reader if source.layer == layer)
+
+    def carried(self, first_layer: int) -> tuple[Source, ...]:
+        """The state of layers before `first_layer` that layers from it on read."""
+        return tuple(
+            source
+            for source, last_reader in self._last_reader.items()
+            if source.layer < first_layer <= last_reader
+        )
+
+    @cached_property
+    def _last_reader(self) -> dict[Source, int]:
+        """The last layer that reads each kept state."""
+        last: dict[Source, int] = {}
+        for layer in range(self.num_layers):
+            for source in self.sources(layer):
+                last[source] = layer
+        return last
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, by its index in the model, is a mixture of experts."""
@@ -208,7 +260,8 @@ class ModelShape:
 
     def _structure(self, layer: int) -> Hashable:
         """A key that is equal for layers with the same parameters and operators."""
-        return self.kinds(layer), self.has_window(layer), self.has_rope(layer)
+        keeps = bool(self.kept(layer))
+        return self.kinds(layer), self.has_window(layer), self.has_rope(layer), keeps
 
     @property
     def has_half_layers(self) -> bool:

@@ -172,7 +172,7 @@ def _build_stage(plan: Plan, stage: StagePlan, *, context: ParallelContext) -> B
         )
     # moves registered buffers such as router biases; parameters are on the device already
     module.to(context.device)
-    return BuiltStage(module, tuple(data_parallel), wgrad_queue)
+    return BuiltStage(module, tuple(data_parallel), wgrad_queue, module.messages.widths)
 
 
 def _build_data_parallel(

@@ -74,9 +74,12 @@ class LayoutModel:
         self._context = context
         self._pipeline = build_pipeline(plan, context)
         self._modules = {}
+        self._stages = {}
         for index, stage in stages.items():
             assert isinstance(stage.module, Stage)
-            self._modules[index] = _StageOfLogits(stage.module)
+            module = _StageOfLogits(stage.module)
+            self._modules[index] = module
+            self._stages[index] = RunnableStage(module, message_widths=stage.message_widths)
         rules = Settings(plan.config)
         self._parts = sequence_parts(rules)
         self._shortest = shortest_sequence(rules)
@@ -93,7 +96,7 @@ class LayoutModel:
         self._context.heartbeat.begin("validation")
         run_forward(
             plan.valid_schedule,
-            {index: RunnableStage(module) for index, module in self._modules.items()},
+            self._stages,
             microbatches=[microbatch],
             pipeline=replace(self._pipeline, hidden_shape=shape),
         )

@@ -44,6 +44,9 @@ MODELS = {
         softmax_type="learnable",
         sinks_in_windows_only=True,
     ),
+    "shared keys": replace(
+        QWEN3, num_layers=5, window_size=3, window_attn_skip_freq="2", num_kv_shared_layers=3
+    ),
     "experts": replace(QWEN3, moe=MoEConfig(num_experts=4, ffn_hidden_size=16)),
     "shortcuts": replace(
         QWEN3,

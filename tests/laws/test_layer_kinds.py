@@ -83,6 +83,29 @@ MODELS: dict[str, dict[str, Any]] = {
         "add_bias_linear": True,
         "norm_placement": "sandwich",
     },
+    # layers 2 and 3 read keys of layers 0 and 1, over several stages in pipelines
+    "shared keys": EXPERTS
+    | {
+        "num_layers": 4,
+        "num_kv_shared_layers": 2,
+        "window_size": 5,
+        "window_attn_skip_freq": "2",
+        "num_query_groups": 1,  # replicated over tp
+        "window_query_groups": 4,
+        "kv_channels": 16,
+        "window_kv_channels": 12,
+        "attention_k_eq_v": True,
+        "value_l2_norm": True,
+        "rotary_proportional": True,
+        "rotary_percent": 0.5,
+        "layer_scale": True,
+        "use_double_wide_mlp": True,
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        "moe_layer_freq": "2",
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+    },
     "sparse attention": EXPERTS
     | MLA
     | {

@@ -174,8 +174,9 @@ def live_and_planned(ctx: ParallelContext, config: Config) -> tuple[int, int]:
 
     def forward() -> Tensor:
         hidden = case.hidden + 0
+        context = replace(case.context, state={})
         for function in case.stage.layer_functions:
-            hidden = function(hidden, case.context)
+            hidden = function(hidden, context)
         return hidden
 
     with torch.no_grad():

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from nanotrain.config.rules import (
     experts,
+    heads,
     layout,
     memory,
     model,
@@ -27,8 +28,12 @@ MODEL: Rules = (
     experts.check_one_expert_per_token,
     experts.check_group_settings,
     model.check_multipliers,
-    model.check_window_heads,
+    heads.check_window_heads,
+    heads.check_heads_of_kinds,
+    heads.check_layer_scale,
     model.check_values_and_norms,
+    heads.check_shared_keys,
+    heads.check_shared_key_settings,
     model.check_pattern_length,
     model.check_pattern_letters,
     model.check_attention_letters,

@@ -169,33 +169,6 @@ def check_multipliers(c: Settings) -> Errors:
         )
 
 
-def check_window_heads(c: Settings) -> Errors:
-    """Key/value heads of layers with a window."""
-    num_heads = c.model.num_attention_heads
-    groups = c.model.window_query_groups
-    if groups is None:
-        return
-    if num_heads % groups != 0:
-        yield ConfigError(
-            f"{num_heads} query heads cannot share {groups} key/value heads of layers with a "
-            "window",
-            why="window_query_groups must divide num_attention_heads",
-            fix="set --window-query-groups to a divisor",
-        )
-    if c.optim.qk_clip:
-        yield ConfigError(
-            f"qk_clip with window_query_groups {groups}",
-            why="heads that share a key are clipped alike, and layers have other numbers of them",
-            fix="leave out --qk-clip or --window-query-groups",
-        )
-    if c.has_fp8:
-        yield ConfigError(
-            f"fp8 with window_query_groups {groups}",
-            why="which sizes fp8 can multiply is checked for layers that are alike",
-            fix="leave out --fp8-format or --window-query-groups",
-        )
-
-
 def check_values_and_norms(c: Settings) -> Errors:
     """Width of values, norms without weights, and activations with weights."""
     model = c.model

@@ -181,6 +181,14 @@ def unused_heads(c: Settings) -> UnusedFields:
     """Widths of values, key/value heads and sinks of layers with windows."""
     if c.model.multi_latent_attention:
         yield unused(
+            "attention_k_eq_v",
+            "value_l2_norm",
+            "rotary_proportional",
+            "window_kv_channels",
+            by="multi_latent_attention",
+            why="multi_latent_attention has compressed keys and values",
+        )
+        yield unused(
             "value_channels",
             "attention_output_multiplier",
             by="multi_latent_attention",
@@ -189,7 +197,17 @@ def unused_heads(c: Settings) -> UnusedFields:
         )
     if not has_windows(c):
         yield unused(
-            "window_query_groups", "sinks_in_windows_only", by=WINDOW_CAUSES, why=NO_WINDOW
+            "window_query_groups",
+            "window_kv_channels",
+            "sinks_in_windows_only",
+            by=WINDOW_CAUSES,
+            why=NO_WINDOW,
+        )
+    if c.model.num_kv_shared_layers == 0:
+        yield unused(
+            "use_double_wide_mlp",
+            by="num_kv_shared_layers",
+            why="no layer reads keys of earlier layers",
         )
     if c.model.softmax_type != "learnable":
         yield unused("sinks_in_windows_only", by="softmax_type", why="there are no learned sinks")

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,7 +31,7 @@ from nanotrain.comm.stop_point import StopPoint
 from nanotrain.comm.turns import Turns
 from nanotrain.comm.work import Work
 from nanotrain.kernels.deferred_wgrad import Wgrad, WgradQueue, accumulate_wgrads
-from nanotrain.parallel.pp.actions import Action
+from nanotrain.parallel.pp.actions import Action, ActionKind
 from nanotrain.parallel.pp.transfers import RankPlan, TransferBatch
 
 # Sends in flight. The memory of a completed send is released when a later one starts.
@@ -63,6 +64,9 @@ class RunnableStage:
     # queue of its linear layers; without it a backward for the input computes weight gradients as
     # well
     wgrad_queue: WgradQueue | None = None
+    # elements per hidden state of the messages that it receives and sends; None for hidden states
+    # alone
+    message_widths: tuple[int, int] | None = None
 
     @cached_property
     def trained_params(self) -> list[nn.Parameter]:
@@ -71,6 +75,18 @@ class RunnableStage:
         Read first after the data-parallel layer has replaced them by views of its buffer.
         """
         return [param for param in self.module.parameters() if param.requires_grad]
+
+    def message_shape(self, hidden_shape: tuple[int, ...], *, is_forward: bool) -> tuple[int, ...]:
+        """The shape of its input, or of its output.
+
+        A message that has more than hidden states is flat (model/shared_state.py).
+        """
+        if self.message_widths is None:
+            return hidden_shape
+        received, sent = self.message_widths
+        width = received if is_forward else sent
+        *outer, hidden_size = hidden_shape
+        return hidden_shape if width == hidden_size else (prod(outer) * width,)
 
 
 @dataclass(frozen=True)
@@ -213,7 +229,7 @@ class _Step:
                 sends.append(Message(self.outbox.pop(send.to).contiguous(), send.peer))
         for receive in batch.receives:
             if self.may_begin(receive.to):
-                receives.append(Message(self.empty_hidden(), receive.peer))
+                receives.append(Message(self.empty_message(receive.to), receive.peer))
                 receivers.append(receive.to)
         if not sends and not receives:
             return
@@ -225,10 +241,13 @@ class _Step:
         for action, work in zip(receivers, started.received, strict=True):
             self.inbox[action] = work
 
-    def empty_hidden(self) -> Tensor:
-        """Memory for hidden states or their gradient [B, S, H]."""
+    def empty_message(self, action: Action) -> Tensor:
+        """Memory for the input of a forward, or for the gradient of a stage's output."""
         pipeline = self.pipeline
-        return torch.empty(pipeline.hidden_shape, dtype=pipeline.dtype, device=pipeline.device)
+        shape = self.stages[action.stage].message_shape(
+            pipeline.hidden_shape, is_forward=action.kind is ActionKind.forward
+        )
+        return torch.empty(shape, dtype=pipeline.dtype, device=pipeline.device)
 
     def forward(self, action: Action) -> None:
         """F: run the stage and keep its graph."""

@@ -7,7 +7,16 @@ Their modules are in the tables of model/transformer.py. docs/layer_kinds.md sho
 """
 
 from nanotrain.spec.declaration import LayerKind
-from nanotrain.spec.kinds import attention, attention_mamba, delta_net, dsa, mamba, mlp, short_conv
+from nanotrain.spec.kinds import (
+    attention,
+    attention_mamba,
+    delta_net,
+    dsa,
+    mamba,
+    mlp,
+    shared_kv,
+    short_conv,
+)
 
 MIXERS: dict[str, LayerKind] = {
     "attention": LayerKind(
@@ -16,6 +25,7 @@ MIXERS: dict[str, LayerKind] = {
         has_keys=True,
         clipped_rows=attention.attention_rows,
     ),
+    "shared_kv": LayerKind(shared_kv.declare, shared_kv.operators, has_keys=True),
     "mla": LayerKind(
         attention.mla,
         attention.mla_operators,

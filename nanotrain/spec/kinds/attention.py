@@ -13,6 +13,7 @@ from nanotrain.spec.kinds.core_attention import core_attention, query_key_module
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import (
     POINTWISE,
+    Attention,
     Gate,
     Norm,
     Operators,
@@ -46,10 +47,11 @@ def attention(declare: Declaration) -> Specs:
         specs += (declare.head_vector("softmax_offset", shape.num_heads, init=init),)
     specs += nest("query", declare.column_linear(query_size, hidden, bias=has_bias))
     specs += nest("key", key)
-    specs += nest("value", value)
+    if not shape.attention_k_eq_v:
+        specs += nest("value", value)
     if shape.has_output_gate:
         specs += nest("gate", declare.column_linear(output_size, hidden, bias=has_bias))
-    specs += _query_key_norms(declare, query_size=query_size, key_size=key_size)
+    specs += head_norms(declare, query_norm=query_size, key_norm=key_size)
     output = declare.row_linear(hidden, output_size, bias=shape.has_linear_bias)
     return specs + nest("output", output)
 
@@ -59,15 +61,19 @@ def _replicated(specs: Specs) -> Specs:
     return tuple(replace(spec, shards=(), grad_sum_axes=("tp",)) for spec in specs)
 
 
-def _query_key_norms(declare: Declaration, *, query_size: int, key_size: int) -> Specs:
-    """Norms per head, as in Megatron-LM, or over all heads (OLMo 2); tp ranks have all weights."""
+def head_norms(declare: Declaration, **size_of_norm: int) -> Specs:
+    """Norms of queries or keys; tp ranks have all weights.
+
+    Args:
+        declare: sizes; norms per head, as in Megatron-LM, or over all heads (OLMo 2).
+        size_of_norm: channels of all heads, by the name of the norm.
+    """
     shape = declare.shape
     specs: list[ParamSpec] = []
-    if shape.has_qk_norm:
-        per_head = summed(norm(declare, shape.head_dim), ("tp",))
-        specs += nest("query_norm", per_head) + nest("key_norm", per_head)
-    if shape.has_wide_qk_norm:
-        for name, size in (("query_norm", query_size), ("key_norm", key_size)):
+    for name, size in size_of_norm.items():
+        if shape.has_qk_norm:
+            specs += nest(name, summed(norm(declare, shape.head_dim), ("tp",)))
+        if shape.has_wide_qk_norm:
             wide = summed([declare.vector("weight", size, value=shape.norm_init)], ("tp",))
             specs += grouped("norms", nest(name, wide))
     return tuple(replace(spec, weight_decay=declare.decays_qk_norm) for spec in specs)
@@ -101,15 +107,44 @@ def attention_operators(s: LayerSizes) -> Operators:
     shape = s.shape
     heads = shape.num_heads // s.tp
     groups = max(1, shape.query_groups // s.tp)
-    output = heads * shape.value_head_dim
-    rotated = s.tokens * (heads + groups) * shape.head_dim
     widths = {
         "query": heads * shape.head_dim,
         "key": groups * shape.head_dim,
-        "value": groups * shape.value_head_dim,
     }
+    if not shape.attention_k_eq_v:
+        widths["value"] = groups * shape.value_head_dim
+    core = core_attention(s, heads=heads, groups=groups)
+    operators = projected_attention(s, widths, num_rotated_heads=heads + groups, core=core)
+    if shape.value_l2_norm:
+        operators.insert(1, _value_norm(s, groups=groups))
+    return operators
+
+
+def _value_norm(s: LayerSizes, *, groups: int) -> Norm:
+    """The norm of values, which keeps them as projected; projected keys are kept by their norm."""
+    numel = s.tokens * groups * s.shape.value_head_dim
+    saves: tuple[Saved, ...] = (Saved(s.tokens * groups * FP32),)
+    if not (s.shape.attention_k_eq_v and s.shape.has_qk_norm):
+        saves += (Saved(numel * s.itemsize),)
+    return Norm(name="value_norm", numel=numel, saves=saves)
+
+
+def projected_attention(
+    s: LayerSizes, widths: dict[str, int], *, num_rotated_heads: int, core: Attention
+) -> Operators:
+    """Operators of projected heads.
+
+    Args:
+        s: sizes of the layer.
+        widths: local widths of the projections, without the gate.
+        num_rotated_heads: local heads that are normalized and rotated.
+        core: the core attention.
+    """
+    shape = s.shape
+    output = core.heads * shape.value_head_dim
+    rotated = s.tokens * num_rotated_heads * shape.head_dim
     if shape.has_output_gate:
-        widths["gate"] = output
+        widths = widths | {"gate": output}
     again = query_key_modules(shape)
     column = s.column(widths, saves=(s.projected_input,), casts_norm=s.casts_norm)
     operators: Operators = [column]
@@ -120,12 +155,12 @@ def attention_operators(s: LayerSizes) -> Operators:
             name="qk_norm",
             recomputed_by=again,
             numel=rotated,
-            saves=_saved_by_norms(s, num_heads=heads + groups),
+            saves=_saved_by_norms(s, num_heads=num_rotated_heads),
             launches=2,
             backward_launches=4,
         )
         operators.append(norms)
-    operators.append(core_attention(s, heads=heads, groups=groups))
+    operators.append(core)
     if shape.has_output_gate:
         numel = s.tokens * output
         # the sigmoid of the gate, and its product with the output

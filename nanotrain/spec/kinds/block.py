@@ -46,6 +46,10 @@ def _block_operators(s: LayerSizes, kinds: tuple[LayerKind, ...]) -> tuple[Opera
     operators: Operators = []
     for kind in kinds:
         operators += _in_residual(s, kind.operators(s))
+    if s.shape.layer_scale:
+        numel = s.outside * s.shape.hidden_size
+        saves = (Saved(s.outside * s.width),)  # for the gradient of the factor
+        operators.append(Residual(name="layer_scale", numel=numel, saves=saves))
     return tuple(operators)
 
 

@@ -12,6 +12,7 @@ from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import POINTWISE, Attention, Saved, Sent
 from nanotrain.spec.over_cp import all_gather_sent, all_to_all_sent
 from nanotrain.spec.shape import ModelShape
+from nanotrain.spec.shared_state import shared_bytes
 
 
 def core_attention(s: LayerSizes, *, heads: int, groups: int) -> Attention:
@@ -27,6 +28,10 @@ def core_attention(s: LayerSizes, *, heads: int, groups: int) -> Attention:
     window = shape.window_size if shape.has_window(s.layer) else None
     recomputed = _recomputed_core(s, heads=heads, groups=groups)
     kept = _kept_core(s, heads=heads, groups=groups)
+    for_later_layers = shared_bytes(s, shape.kept(s.layer))
+    if for_later_layers:
+        is_saved = _saves_shared(s, heads=heads, groups=groups)
+        kept += (Saved(for_later_layers, only_with="" if is_saved else "core_attn"),)
     return Attention(
         name="core_attn",
         module="core_attn",
@@ -47,6 +52,8 @@ def _recomputed_core(s: LayerSizes, *, heads: int, groups: int) -> tuple[Saved, 
     shape = s.shape
     query_width = heads * shape.head_dim
     output_width = heads * shape.value_head_dim
+    if is_shared(s):  # keys and values are in memory in any case
+        groups = 0
     query_key = s.tokens * (query_width + groups * shape.head_dim) * s.itemsize
     value_width = shape.value_head_dim + _key_width_of_values(s)
     value = s.tokens * groups * value_width * s.itemsize
@@ -56,6 +63,21 @@ def _recomputed_core(s: LayerSizes, *, heads: int, groups: int) -> tuple[Saved, 
     kept_value = Saved(value, dropped_by=("mla_up_proj",), only_with="core_attn")
     kept_output = Saved(output, only_with="core_attn")
     return kept_query_key, kept_value, kept_output
+
+
+def is_shared(s: LayerSizes) -> bool:
+    """Whether the layer keeps keys and values for later layers, or reads those of an earlier one.
+
+    They count once: where they are computed, or received from another stage.
+    """
+    return bool(s.shape.kept(s.layer) or s.shape.sources(s.layer))
+
+
+def _saves_shared(s: LayerSizes, *, heads: int, groups: int) -> bool:
+    """Whether attention saves shared keys and values themselves, and no copies."""
+    is_copied = _key_value_widths(s, heads=heads, groups=groups).is_repeated
+    is_written = s.attention_backend == "math" and not s.shape.has_score_options
+    return is_shared(s) and _is_local(s) and not is_copied and not is_written
 
 
 def query_key_modules(shape: ModelShape) -> tuple[str, ...]:
@@ -92,12 +114,12 @@ def _kept_core(s: LayerSizes, *, heads: int, groups: int) -> tuple[Saved, ...]:
     key_dropped_by: tuple[str, ...] = value_dropped_by
     if _is_local(s) and not widths.is_repeated:
         key_dropped_by += rotated
-    saves = [
-        Saved(query, dropped_by=query_dropped_by),
-        Saved(key, dropped_by=key_dropped_by),
-        Saved(value, dropped_by=value_dropped_by),
-        Saved(output, dropped_by=core),
-    ]
+    saves = [Saved(query, dropped_by=query_dropped_by), Saved(output, dropped_by=core)]
+    is_shared_tensor = _saves_shared(s, heads=heads, groups=groups)
+    if not is_shared_tensor:
+        saves.append(Saved(key, dropped_by=key_dropped_by))
+    if not is_shared_tensor or _is_padded(s):
+        saves.append(Saved(value, dropped_by=value_dropped_by))
     if _is_padded(s) and s.cp_comm_type is None:  # a padded value is a copy
         saves.append(Saved(query, dropped_by=core, only_with="mla_up_proj"))
     return tuple(saves)

@@ -1,0 +1,142 @@
+"""Rules of the model section: heads with and without a window, and keys that layers share.
+
+A rule is an `if` and the error that it yields, as in `model.py`.
+"""
+
+from nanotrain.config.rules.settings import Errors, Settings
+from nanotrain.errors import ConfigError
+from nanotrain.quantities import count_of
+
+
+def check_window_heads(c: Settings) -> Errors:
+    """Key/value heads of layers with a window."""
+    num_heads = c.model.num_attention_heads
+    groups = c.model.window_query_groups
+    if groups is None:
+        return
+    if num_heads % groups != 0:
+        yield ConfigError(
+            f"{num_heads} query heads cannot share {groups} key/value heads of layers with a "
+            "window",
+            why="window_query_groups must divide num_attention_heads",
+            fix="set --window-query-groups to a divisor",
+        )
+    if c.optim.qk_clip:
+        yield ConfigError(
+            f"qk_clip with window_query_groups {groups}",
+            why="heads that share a key are clipped alike, and layers have other numbers of them",
+            fix="leave out --qk-clip or --window-query-groups",
+        )
+    if c.has_fp8:
+        yield ConfigError(
+            f"fp8 with window_query_groups {groups}",
+            why="which sizes fp8 can multiply is checked for layers that are alike",
+            fix="leave out --fp8-format or --window-query-groups",
+        )
+
+
+def check_shared_keys(c: Settings) -> Errors:
+    """Keys and values of earlier layers."""
+    num_shared = c.model.num_kv_shared_layers
+    if num_shared == 0:
+        return
+    what = f"num_kv_shared_layers {num_shared}"
+    first = c.model.num_layers - num_shared
+    missing = [layer for layer in c.model.unshared_layers if layer >= first]
+    if first <= 0:
+        yield ConfigError(
+            f"{what} of {count_of(c.model.num_layers, 'layer')}",
+            why="the first layers compute the keys and values that the last ones read",
+            fix=f"set --num-kv-shared-layers to at most {c.model.num_layers - 1}",
+        )
+    elif missing:
+        yield ConfigError(
+            f"{what}, and no layer before layer {first} has the keys of layer {missing[0]}",
+            why="a layer reads keys and values of the last earlier layer of its type: with or "
+            "without a window, with or without rotary positions",
+            fix="set a smaller --num-kv-shared-layers, or another --window-attn-skip-freq or "
+            "--no-rope-freq",
+        )
+    elif "shared_kv" not in c.mixers:
+        yield ConfigError(
+            f"{what}, and none of these layers has attention with keys of its heads",
+            why="layers of multi_latent_attention and of linear_attention_type share no keys",
+            fix="leave --num-kv-shared-layers out",
+        )
+
+
+def check_shared_key_settings(c: Settings) -> Errors:
+    """Settings that do not work with keys and values of earlier layers."""
+    what = f"num_kv_shared_layers {c.model.num_kv_shared_layers}"
+    if c.model.num_kv_shared_layers == 0:
+        return
+    if c.mtp.num_layers:
+        yield ConfigError(
+            f"{what} with mtp_num_layers {c.mtp.num_layers}",
+            why="layers of multi-token prediction are like the last layer, which has no keys of "
+            "its own",
+            fix="leave --num-kv-shared-layers or --mtp-num-layers out",
+        )
+    if c.optim.qk_clip:
+        yield ConfigError(
+            f"{what} with qk_clip",
+            why="the largest logit of a key is that of all layers that read it",
+            fix="leave --num-kv-shared-layers or --qk-clip out",
+        )
+    if c.memory.cpu_offloading:
+        yield ConfigError(
+            f"{what} with cpu_offloading",
+            why="keys and values stay on the device until the last layer that reads them",
+            fix="leave --num-kv-shared-layers or --cpu-offloading out",
+        )
+
+
+def check_heads_of_kinds(c: Settings) -> Errors:
+    """Widths of heads with and without a window, and values that are keys."""
+    model = c.model
+    channels = model.window_kv_channels
+    if channels is not None and model.has_rope and model.window_rotary_dim % 2 != 0:
+        yield ConfigError(
+            f"window_kv_channels {channels}, of which {model.window_rotary_dim} are rotated",
+            why="RoPE rotates pairs of channels, so their number must be even",
+            fix=f"set --window-kv-channels {channels + 1}, or another --rotary-percent",
+        )
+    if c.has_fp8 and channels is not None:
+        yield ConfigError(
+            f"fp8 with window_kv_channels {channels}",
+            why="which sizes fp8 can multiply is checked for layers that are alike",
+            fix="leave out --fp8-format or --window-kv-channels",
+        )
+    if not model.attention_k_eq_v:
+        return
+    if model.value_channels not in (None, model.head_dim):
+        yield ConfigError(
+            f"attention_k_eq_v with value_channels {model.value_channels}",
+            why=f"values that are keys have {model.head_dim} channels",
+            fix="leave out --attention-k-eq-v or --value-channels",
+        )
+    if all(model.window_layers):
+        yield ConfigError(
+            "attention_k_eq_v, and every layer has a window",
+            why="values are keys in layers without a window",
+            fix="leave out --attention-k-eq-v, or set --window-attn-skip-freq",
+        )
+    if c.optim.qk_clip:
+        yield ConfigError(
+            "qk_clip with attention_k_eq_v",
+            why="a key that is scaled down would scale its value too",
+            fix="leave out --qk-clip or --attention-k-eq-v",
+        )
+
+
+def check_layer_scale(c: Settings) -> Errors:
+    """The factor of hidden states after a layer."""
+    model = c.model
+    if not model.layer_scale:
+        return
+    if model.hybrid_layer_pattern is not None or (c.has_experts and c.moe.shortcut):
+        yield ConfigError(
+            "layer_scale with hybrid_layer_pattern or moe_shortcut",
+            why="the factor follows one attention and one MLP",
+            fix="leave --layer-scale out",
+        )

@@ -1,0 +1,66 @@
+"""State that a layer keeps for later layers: pure, without torch.
+
+    SHARED          one row per kind of state: the shapes of its tensors
+    shared_width    elements per token of some state, on one rank
+    message_width   elements per token of a message between two pipeline stages
+
+Which layer keeps and which reads what is in `ModelShape`: `sources`, `kept` and `carried`. Between
+two stages the state that a later stage reads is sent along with the hidden states, as one flat
+tensor (model/shared_state.py).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+
+from nanotrain.spec.layer_sizes import LayerSizes
+from nanotrain.spec.shape import Source
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class SharedState:
+    """A kind of state."""
+
+    # the trailing dims of its tensors [B, S, ...] on one rank, with the sizes of the layer
+    shapes: Callable[[LayerSizes], Shapes]
+
+
+def key_value_shapes(s: LayerSizes) -> Shapes:
+    """Keys and values of the heads of a tp rank, normalized and rotated."""
+    groups = max(1, s.shape.query_groups // s.tp)
+    return (groups, s.shape.head_dim), (groups, s.shape.value_head_dim)
+
+
+SHARED: dict[str, SharedState] = {"key_value": SharedState(key_value_shapes)}
+
+
+def state_shapes(s: LayerSizes, source: Source) -> Shapes:
+    """The trailing dims of the tensors that a layer keeps."""
+    return SHARED[source.kind].shapes(s.at(source.layer))
+
+
+def shared_width(s: LayerSizes, sources: Iterable[Source]) -> int:
+    """Elements per token of the rank of some state."""
+    width = 0
+    for source in sources:
+        for shape in state_shapes(s, source):
+            width += prod(shape)
+    return width
+
+
+def shared_bytes(s: LayerSizes, sources: Iterable[Source]) -> int:
+    """Bytes of a microbatch of some state on the rank."""
+    return s.tokens * shared_width(s, sources) * s.itemsize
+
+
+def message_width(s: LayerSizes, first_layer: int) -> int:
+    """Elements per hidden state of the message to the stage that begins with a layer.
+
+    With sequence parallelism a rank has one hidden state for every tp tokens.
+    """
+    tokens_per_hidden = s.tokens // s.outside
+    sources = s.shape.carried(first_layer)
+    carried = shared_width(s, sources)
+    return s.shape.hidden_size + tokens_per_hidden * carried

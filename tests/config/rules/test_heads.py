@@ -1,0 +1,37 @@
+"""Rules of heads by kind of layer and of shared keys: just allowed, and just refused."""
+
+from typing import Any
+
+import pytest
+
+from tests.config.rules.test_boundaries import messages_of
+
+WINDOWS: dict[str, Any] = {"window_size": 4, "window_attn_skip_freq": "2"}
+KEYS: dict[str, Any] = {"attention_k_eq_v": True}
+# settings, and a part of the message; "" where they are allowed
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"num_kv_shared_layers": 3}, ""),
+    ({"num_kv_shared_layers": 4}, "num_kv_shared_layers 4 of 4 layers"),
+    (WINDOWS | {"num_kv_shared_layers": 2}, ""),
+    (WINDOWS | {"num_kv_shared_layers": 3}, "has the keys of layer 1"),
+    ({"num_kv_shared_layers": 2, "no_rope_freq": "[0,0,0,1]"}, "has the keys of layer 3"),
+    ({"num_kv_shared_layers": 2, "no_rope_freq": "[0,1,0,1]"}, ""),
+    (WINDOWS | {"window_kv_channels": 32}, ""),
+    (WINDOWS | {"window_kv_channels": 33}, "window_kv_channels 33, of which 33 are rotated"),
+    (WINDOWS | {"window_kv_channels": 33, "position_embedding_type": "none"}, ""),
+    (WINDOWS | KEYS, ""),
+    (WINDOWS | KEYS | {"window_attn_skip_freq": "0"}, "every layer has a window"),
+    (KEYS | {"value_channels": 64}, ""),
+    (KEYS | {"value_channels": 32}, "values that are keys have 64 channels"),
+    ({"layer_scale": True}, ""),
+    ({"layer_scale": True, "hybrid_layer_pattern": "*-*-"}, "layer_scale with"),
+]
+
+
+@pytest.mark.parametrize("settings, part", CASES)
+def test_settings_are_allowed_or_refused(settings: dict[str, Any], part: str) -> None:
+    found = messages_of("model", settings)
+    if part:
+        assert len(found) == 1 and part in found[0]
+    else:
+        assert found == []
