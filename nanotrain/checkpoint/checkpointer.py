@@ -22,7 +22,7 @@ import pickle
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -274,6 +274,7 @@ class Checkpointer:
         config: Mapping[str, Any] | None = None,
         padded_rows: Mapping[str, int] | None = None,
         choose: TargetFilter | None = None,
+        unread: Callable[[Manifest], Collection[str]] | None = None,
     ) -> Manifest:
         """Read this rank's tensors from a checkpoint written with any layout. Every rank calls
         this.
@@ -287,6 +288,7 @@ class Checkpointer:
             padded_rows: parameters with one row per token of the padded vocabulary -> number of
                 tokens; their padding may differ (compatibility.py).
             choose: which of the targets to read from the checkpoint of a manifest; None: all.
+            unread: names of tensors of the checkpoint that no rank need load; None: none.
 
         Returns:
             The manifest: step, objects, config.
@@ -307,7 +309,8 @@ class Checkpointer:
         def read() -> list[float]:
             check_compatible(manifest, _dtypes(fitted), config=config)
             read_chunks(path, plan_reads(manifest, fitted), targets=fitted)
-            return loads(manifest, targets)
+            names = {box.name for box in targets}
+            return loads(manifest, names.union(unread(manifest) if unread else ()))
 
         # One collective: ranks that share cores wait several milliseconds in each.
         check_all_loaded(

@@ -24,7 +24,7 @@ read.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,8 @@ def check_compatible(
         )
 
 
-def loads(manifest: Manifest, targets: Iterable[TensorBox]) -> list[float]:
+def loads(manifest: Manifest, names: Collection[str]) -> list[float]:
     """1 for each tensor of the manifest that this rank loads, else 0; ranks take the maximum."""
-    names = {box.name for box in targets}
     return [float(name in names) for name in manifest.tensors]
 
 

@@ -145,5 +145,13 @@ class OptimConfig:
     checkpoints; unset: none
     """
 
+    freeze: list[str] = option([])
+    """patterns of parameters that are not trained, such as 'embedding.*': they have no gradient and
+    no optimizer state
+    """
+
+    train_only: list[str] = option([])
+    """patterns of the only parameters that are trained, such as 'layers.*.attention.indexer.*'"""
+
     clip_grad: float = option(1.0, check=at_least(0))
     """maximum global gradient norm; 0: no clipping"""

@@ -100,6 +100,12 @@ class OpenedCheckpoint:
         """The checkpoint, read as a model with another padding of its vocabulary."""
         return replace(self, config=replace(self.config, model=model_config))
 
+    def stored_name(self, name: str) -> str:
+        """The tensor of a parameter or expert bias; frozen parameters have no moving average."""
+        stored = name if name.startswith("router/") else self.prefix + name
+        is_stored = self.manifest is not None and stored in self.manifest.tensors
+        return stored if is_stored else PREFIX + name
+
     def read_params(self, wanted: Mapping[TensorBox, Tensor]) -> None:
         """Read boxes of parameters and of expert biases ("router/NAME") in place.
 
@@ -118,12 +124,7 @@ class OpenedCheckpoint:
             }
             import_weights(self.path, self.config.model, wanted=named)
             return
-        targets = {}
-        for box, target in wanted.items():
-            stored = box
-            if not box.name.startswith("router/"):
-                stored = replace(box, name=self.prefix + box.name)
-            targets[stored] = target
+        targets = {replace(box, name=self.stored_name(box.name)): wanted[box] for box in wanted}
         for box in targets:
             require_tensor(self.path, self.manifest, name=box.name)
         rows = vocabulary_rows(ModelShape.of(self.config.model))
@@ -480,7 +481,7 @@ def export_checkpoint(
     checkpoint = open_checkpoint(path, ema=ema)
     model_config = checkpoint.config.model
     specs = declare_model(ModelShape.of(model_config))
-    names = [checkpoint.prefix + spec.name for spec in specs]
+    names = [checkpoint.stored_name(spec.name) for spec in specs]
     names += [f"router/{name}" for name in expert_bias_shapes(model_config)]
     stored = read_global_tensors(checkpoint.path, names)
     tensors = ((name.partition("/")[2], tensor) for name, tensor in stored)

@@ -277,6 +277,11 @@ class Linears:
         return tuple(linear.fprop(x) for linear in self.linears)
 
     @property
+    def has_wgrad(self) -> bool:
+        """Whether a parameter is trained."""
+        return any(linear.trained_params for linear in self.linears)
+
+    @property
     def weights(self) -> Sequence[Tensor]:
         """One [O, I] per layer."""
         return [linear.used_weight.detach() for linear in self.linears]
@@ -311,20 +316,30 @@ class LinearsInGraph(Linears):
     Args:
         weights: one [O, I] per layer.
         writes: whether the gradient of each weight is written where it is accumulated.
+        trains: whether each weight has a gradient.
     """
 
     weights: Sequence[Tensor] = ()
+    has_wgrad: bool = True
 
-    def __init__(self, weights: Sequence[Tensor], writes: Sequence[bool]) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], writes: Sequence[bool], *, trains: Sequence[bool]
+    ) -> None:
         super().__init__(())
         self.weights = weights
         self._writes = writes
+        self._trains = trains
+        self.has_wgrad = any(trains)
 
     def wgrad(self, grads: Sequence[Tensor], x: Tensor) -> list[Tensor | None]:
         """One [T, O] per layer, [T, I] -> the gradients; None for one that was written."""
         computed: list[Tensor | None] = []
-        for grad, weight, is_written in zip(grads, self.weights, self._writes, strict=True):
-            if is_written:
+        for grad, weight, is_written, is_trained in zip(
+            grads, self.weights, self._writes, self._trains, strict=True
+        ):
+            if not is_trained:
+                computed.append(None)
+            elif is_written:
                 _write_saved(weight, (grad, x))
                 computed.append(None)
             else:

@@ -36,14 +36,19 @@ class _RouterLogits(torch.autograd.Function):
         return torch.mm(x, weight.to(x.dtype).t(), out_dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gradients of the inputs and of the router weight."""
         x, weight = ctx.saved_tensors
-        grad_x, grad_weight = router_gradients(grads[0], x, weight=weight.to(x.dtype))
-        return grad_x, grad_weight.to(weight.dtype)
+        needs_wgrad = ctx.needs_input_grad[1]
+        grad_x, grad_weight = router_gradients(
+            grads[0], x, weight=weight.to(x.dtype), needs_wgrad=needs_wgrad
+        )
+        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
-def router_gradients(grad: Tensor, x: Tensor, *, weight: Tensor) -> tuple[Tensor, Tensor]:
+def router_gradients(
+    grad: Tensor, x: Tensor, *, weight: Tensor, needs_wgrad: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """The gradients of the inputs [T, H] in their dtype, and of the weight [E, H] in fp32.
 
     In bf16 the products are those of tensor cores: the fp32 gradient is a sum of two bf16 matrices,
@@ -54,12 +59,15 @@ def router_gradients(grad: Tensor, x: Tensor, *, weight: Tensor) -> tuple[Tensor
         grad: [T, E] fp32, the gradient of the logits.
         x: [T, H] in 16 bits.
         weight: [E, H] in the dtype of `x`.
+        needs_wgrad: whether the weight is trained; None instead of its gradient if not.
     """
     if x.dtype is not torch.bfloat16:
-        grad_x = grad @ weight.float()
-        return grad_x.to(x.dtype), grad.t() @ x.float()
+        grad_x = (grad @ weight.float()).to(x.dtype)
+        return grad_x, grad.t() @ x.float() if needs_wgrad else None
     parts = split_in_two(grad)
     grad_x = parts @ torch.cat([weight, weight])
+    if not needs_wgrad:
+        return grad_x, None
     wide = _multiply_wide(parts.t(), x)
     return grad_x, wide.view(2, *weight.shape).sum(0)
 

@@ -32,7 +32,7 @@ class Parameters(dict[str, nn.Parameter]):
         for param in params:
             dtype = TORCH_DTYPES[param.spec.dtype]
             empty = torch.empty(param.box.shape, dtype=dtype, device="meta")
-            declared[param.spec.name] = nn.Parameter(empty)
+            declared[param.spec.name] = nn.Parameter(empty, requires_grad=param.spec.is_trainable)
         return declared
 
     def linear(self, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:

@@ -29,15 +29,20 @@ from nanotrain.comm.collectives import all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.config.config import OptimConfig
 from nanotrain.optim import OPTIMIZERS
+from nanotrain.optim.average import WeightAverage
+from nanotrain.optim.frozen import FrozenState, frozen_states
 from nanotrain.optim.matrix_update import MatrixUpdate, grid_groups
 from nanotrain.optim.offload import HostUpdate
 from nanotrain.optim.rule import ParamRange, UpdateStep
-from nanotrain.optim.state import BucketState, PartState, WeightAverage
+from nanotrain.optim.state import BucketState, PartState
 from nanotrain.optim.stored import StoredTensor
+from nanotrain.optim.trained_sets import TrainedSets
 from nanotrain.parallel.dp.data_parallel import DataParallel
+from nanotrain.parallel.dp.param_buffer import ParamBuffer
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.loss_scale import LossScale
 from nanotrain.spec.boxes import TensorBox
+from nanotrain.spec.trainable import TrainableSet
 from nanotrain.topology.groups import GroupName
 
 # Keeps the clip factor finite for a vanishing norm; Megatron-LM's value.
@@ -66,8 +71,8 @@ class DistributedOptimizer:
     """An update rule applied to this rank's shards.
 
     Args:
-        wrappers: data-parallel wrappers whose buckets are updated: per stage one for dense and one
-            for expert params.
+        wrappers: data-parallel wrappers of this rank, per stage one for dense and one for expert
+            params. The buckets of `DataParallel` are updated; all are loaded and saved.
         config: update rule and hyperparameters.
         precision: dtype of the main params.
         loss_scale: scale of the gradients; updated by every step.
@@ -76,7 +81,7 @@ class DistributedOptimizer:
 
     def __init__(
         self,
-        wrappers: Sequence[DataParallel],
+        wrappers: Sequence[ParamBuffer],
         config: OptimConfig,
         *,
         precision: Precision,
@@ -87,27 +92,32 @@ class DistributedOptimizer:
         self._config = config
         self._world = groups["world"]
         self._rule = OPTIMIZERS[config.optimizer]
-        self._states = _build_states(wrappers, precision=precision, config=config)
+        self._wrappers = wrappers
+        trained = [wrapper for wrapper in wrappers if isinstance(wrapper, DataParallel)]
+        self._states = _build_states(trained, precision=precision, config=config)
+        # the states and the frozen parameters, which are loaded and saved too
+        self._stored: list[BucketState | FrozenState] = [*self._states, *frozen_states(wrappers)]
         self._parts = [part for state in self._states for part in state.parts]
-        self._device = self._states[0].grads.device
+        self._device = wrappers[0].param_buffer.device
         self.average = WeightAverage(self._parts, config.ema_decay)
         self._num_updates = torch.zeros((), device=self._device)
+        self._trained_sets = TrainedSets(((0, TrainableSet.of(config)),))
         self._grads = [state.grads for state in self._states]
         self._norm_grads: list[Tensor] = []
         for state in self._states:
             self._norm_grads.extend(state.grads_for_norm())
-        self._ranges: list[ParamRange] = []  # fp32 views, updated together
-        self._converted: list[PartState] = []  # parts that are updated in chunks
         self._group_parts()
         on_host = [part for part in self._parts if part.host is not None]
         self._host = HostUpdate(on_host, device=self._device) if on_host else None
-        self._matrix_updates = self._build_matrix_updates(wrappers, groups)
+        self._matrix_updates = self._build_matrix_updates(trained, groups)
         self._loading: list[tuple[StoredTensor, Tensor]] = []
         # a tied embedding whose two stages are on this rank, and its copy
         self._replicas: list[tuple[Tensor, Tensor]] = []
 
     def _group_parts(self) -> None:
         """Group the parts that the elementwise rule updates on the device."""
+        self._ranges: list[ParamRange] = []  # fp32 views, updated together
+        self._converted: list[PartState] = []  # parts that are updated in chunks
         for part in self._parts:
             if part.part.is_matrix or part.host is not None:
                 continue
@@ -166,6 +176,8 @@ class DistributedOptimizer:
 
     def _scale_grads(self, factor: Tensor) -> None:
         """Unscale and clip the gradients."""
+        if not self._grads:  # all parameters of this rank are frozen
+            return
         if self._grads[0].dtype is torch.float32:
             # torch's fused kernels can divide by a scale too, but on GPUs only, for 4 of 46 bytes
             # per element.
@@ -209,7 +221,7 @@ class DistributedOptimizer:
         self._loading.clear()
         self._replicas.clear()
         tensors: dict[TensorBox, Tensor] = {}
-        for state in self._states:
+        for state in self._stored:
             for box, view in state.tensors(state.bucket.update_ranges, copies=self._loading):
                 if tensors.setdefault(box, view) is not view:
                     self._replicas.append((tensors[box], view))
@@ -239,13 +251,17 @@ class DistributedOptimizer:
             only: a prefix of names; None for all.
         """
         tensors: dict[TensorBox, Tensor] = {}
-        for state in self._states:
+        for state in self._stored:
             tensors.update(state.tensors(state.ranges_to_save, copies=[], only=only))
         return tensors
 
     def state_dict(self) -> dict[str, object]:
         """The state that is not a tensor, as JSON."""
-        return {"num_updates": self.num_updates, "loss_scale": self.loss_scale.state_dict()}
+        return {
+            "num_updates": self.num_updates,
+            "loss_scale": self.loss_scale.state_dict(),
+            **self._trained_sets.to_json(),
+        }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from a checkpoint whose tensors were read into `state_tensors` before."""
@@ -255,7 +271,17 @@ class DistributedOptimizer:
         assert isinstance(loss_scale, dict), "not written by state_dict"
         self._num_updates = torch.full((), float(num_updates), device=self._device)
         self.loss_scale.load_state_dict(loss_scale)
+        self._load_trained_sets(TrainedSets.from_json(state), num_updates=num_updates)
         self.finish_load()
+
+    def _load_trained_sets(self, saved: TrainedSets, *, num_updates: int) -> None:
+        """Count the updates of every parameter from those that it was trained in."""
+        trainable = TrainableSet.of(self._config)
+        self._trained_sets = saved.then(trainable, num_updates=num_updates)
+        for part in self._parts:
+            names = [entry.name for entry in part.part.ranges]
+            part.first_updates = {name: self._trained_sets.first_update(name) for name in names}
+        self._group_parts()
 
     def finish_load(self) -> None:
         """Store the tensors that were read into `state_tensors`, and update the model params."""
@@ -266,6 +292,8 @@ class DistributedOptimizer:
         self._loading.clear()
         for part in self._parts:
             part.copy_main_to_model_params()
+        for wrapper in self._wrappers:
+            wrapper.mark_loaded()
 
     def _build_matrix_updates(
         self, wrappers: Sequence[DataParallel], groups: Mapping[GroupName, Group]

@@ -19,7 +19,7 @@ def update_adam(ranges: Sequence[ParamRange], step: UpdateStep) -> None:
     config = step.config
     for group in param_groups(ranges, step):
         # torch increments one counter per tensor before it uses it.
-        num_before = (step.number - 1.0).repeat(len(group.ranges))
+        num_before = (step.number - 1.0 - group.first_update).repeat(len(group.ranges))
         adamw(
             group.main_params,
             group.grads,

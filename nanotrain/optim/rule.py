@@ -9,7 +9,6 @@ param_groups   the ranges with equal learning rate and weight decay
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ class ParamRange:
     state: Mapping[str, Tensor]  # [n] fp32 state tensors by name
     weight_decay: bool  # whether weight decay applies
     is_decoupled: bool = False  # whether `--decoupled-lr` applies: embedding and output layer
+    first_update: int = 0  # updates of the run before these elements were trained
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ class ParamGroup:
     grads: list[Tensor]  # gradients of every range
     lr: float
     weight_decay: float
+    first_update: int  # updates of the run before the ranges were trained
 
     def state(self, name: str) -> list[Tensor]:
         """One state tensor of every range."""
@@ -103,21 +104,22 @@ class ParamGroup:
 
 
 def param_groups(ranges: Sequence[ParamRange], step: UpdateStep) -> list[ParamGroup]:
-    """Group ranges by learning rate and weight decay; empty groups are left out."""
-    chosen: dict[tuple[bool, bool], list[ParamRange]] = {}
+    """Group ranges by the number of their updates, weight decay and learning rate."""
+    chosen: dict[tuple[int, bool, bool], list[ParamRange]] = {}
     for part in ranges:
-        chosen.setdefault((part.weight_decay, part.is_decoupled), []).append(part)
+        key = (part.first_update, not part.weight_decay, part.is_decoupled)
+        chosen.setdefault(key, []).append(part)
     groups = []
-    for decays, is_decoupled in product((True, False), (False, True)):
-        parts = chosen.get((decays, is_decoupled))
-        if parts is None:
-            continue
+    for key in sorted(chosen):
+        parts = chosen[key]
+        decays = parts[0].weight_decay
         group = ParamGroup(
             ranges=parts,
             main_params=[part.main_param for part in parts],
             grads=[part.grad for part in parts],
             lr=step.lr_of(parts[0]),
             weight_decay=step.weight_decay if decays else 0.0,
+            first_update=parts[0].first_update,
         )
         groups.append(group)
     return groups

@@ -5,7 +5,6 @@
     state_bytes    bytes of main params, state and average of parts. Pure
     PartState      main params, state and gradients of one part, read and written as fp32 ranges
     BucketState    the parts of one bucket; offsets stay here, tensors are named by `TensorBox`
-    WeightAverage  the moving average of the weights
 
 A part is consecutive elements whose state is stored together. Parts cover the shard, gaps and
 padding included. Without a rule for matrices and without offload a shard is one part.
@@ -22,7 +21,7 @@ converted to fp32, updated and stored again.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
@@ -37,6 +36,7 @@ from nanotrain.optim.stored import SCALE_BLOCK, StoredTensor, stored_bytes
 from nanotrain.parallel.dp.bucket import Bucket
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import FlatRange, clip_ranges
+from nanotrain.parallel.dp.options import ReduceGroups
 from nanotrain.precision.dtypes import Precision
 from nanotrain.spec.boxes import TensorBox
 
@@ -108,6 +108,13 @@ class Replica:
     index: int
     size: int  # number of these ranks
 
+    @classmethod
+    def of(cls, groups: ReduceGroups) -> "Replica":
+        """This rank among those with the same part of a bucket."""
+        if groups.shards_across:
+            return cls(0, 1)
+        return cls(groups.replicate.index, groups.replicate.size)
+
 
 def ranges_to_save(ranges: Iterable[FlatRange], replica: Replica) -> list[FlatRange]:
     """This rank's share of every range to save; ranks with equal shards save nearly equal parts.
@@ -165,6 +172,8 @@ class PartState:
     host: HostBuffers | None = None  # None unless all but `model_params` is in host memory
     ema: StoredTensor | None = None  # [numel] fp32 moving average of `main` with `--ema-decay`
     grad_factor: float | Tensor = 1.0  # unscales and clips gradients that are not fp32
+    # updates of the run before a parameter was trained, by name; 0 for all others
+    first_updates: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_fp32(self) -> bool:
@@ -245,6 +254,7 @@ class PartState:
                     state={name: values[elements] for name, values in state.items()},
                     weight_decay=segment.options.weight_decay,
                     is_decoupled=segment.options.is_decoupled,
+                    first_update=segment.options.first_update,
                 )
             )
         yield ranges
@@ -258,14 +268,19 @@ class PartState:
         inside = clip_ranges(self.part.ranges, start=first, stop=self.part.start + stop)
         segments = []
         begin = 0
-        for options, ranges in groupby(inside, key=_param_options):
+        for options, ranges in groupby(inside, key=self._param_options):
             end = list(ranges)[-1].stop - first
             segments.append(Segment(options, begin, end))
             begin = end
         if not segments:
-            segments.append(Segment(ParamOptions(weight_decay=False, is_decoupled=False), 0, 0))
+            segments.append(Segment(NO_OPTIONS, 0, 0))
         segments[-1] = segments[-1]._replace(stop=stop - start)
         return segments
+
+    def _param_options(self, param_range: FlatRange) -> "ParamOptions":
+        spec = param_range.param.spec
+        first_update = self.first_updates.get(spec.name, 0)
+        return ParamOptions(spec.weight_decay, spec.is_embedding_or_output, first_update)
 
 
 class ParamOptions(NamedTuple):
@@ -273,6 +288,10 @@ class ParamOptions(NamedTuple):
 
     weight_decay: bool
     is_decoupled: bool  # `--decoupled-lr` applies
+    first_update: int  # updates of the run before the parameter was trained
+
+
+NO_OPTIONS = ParamOptions(weight_decay=False, is_decoupled=False, first_update=0)
 
 
 class Segment(NamedTuple):
@@ -281,11 +300,6 @@ class Segment(NamedTuple):
     options: ParamOptions
     start: int
     stop: int
-
-
-def _param_options(param_range: FlatRange) -> ParamOptions:
-    spec = param_range.param.spec
-    return ParamOptions(spec.weight_decay, is_decoupled=spec.is_embedding_or_output)
 
 
 def _element_factors(part: FlatRange, row_factors: Tensor) -> Tensor:
@@ -323,11 +337,7 @@ class BucketState:
         for part in shard_parts:
             names = part.state_names(rule, config)
             parts.append(_build_part(part, bucket, precision=precision, names=names))
-        replica = Replica(0, 1)
-        if not wrapper.groups.shards_across:
-            replicate = wrapper.groups.replicate
-            replica = Replica(replicate.index, replicate.size)
-        return cls(bucket, replica, tuple(parts))
+        return cls(bucket, Replica.of(wrapper.groups), tuple(parts))
 
     @property
     def grads(self) -> Tensor:
@@ -360,7 +370,7 @@ class BucketState:
     def grad_tensors(self, ranges: Sequence[FlatRange]) -> Iterator[tuple[TensorBox, Tensor]]:
         """Reduced gradients of these parameters, as views."""
         for part in ranges:
-            yield from _range_boxes(part.name, part, flat=self.grads, first=0)
+            yield from tensors_of_range(part.name, part, flat=self.grads)
 
     def tensors(
         self,
@@ -388,11 +398,13 @@ class BucketState:
                     flat = stored.read()
                     copies.append((stored, flat))
                 for part in inside:
-                    yield from _range_boxes(f"{prefix}/{part.name}", part, flat=flat, first=start)
+                    yield from tensors_of_range(
+                        f"{prefix}/{part.name}", part, flat=flat, first=start
+                    )
 
 
-def _range_boxes(
-    name: str, part: FlatRange, *, flat: Tensor, first: int
+def tensors_of_range(
+    name: str, part: FlatRange, *, flat: Tensor, first: int = 0
 ) -> Iterator[tuple[TensorBox, Tensor]]:
     """A range as boxes of the global tensor, with views of a tensor from element `first` on."""
     start = part.start - first
@@ -430,47 +442,3 @@ def _build_part(
         host = HostBuffers(grad, host_zeros(part.numel, dtype=model_params.dtype, device=device))
         grad = host_zeros(part.numel, dtype=grad.dtype, device=device)
     return PartState(part, main=main, state=state, grad=grad, model_params=model_params, host=host)
-
-
-class WeightAverage:
-    """`--ema-decay`: a moving average of the main params, saved as "ema/NAME".
-
-        ema = decay * ema + (1 - decay) * main
-
-    after every step that was not skipped; in fp32, and initially equal to the main params.
-
-    Args:
-        parts: parts with their initial main params.
-        decay: factor per step, at least 0 and below 1; None for no average.
-    """
-
-    def __init__(self, parts: Sequence[PartState], decay: float | None) -> None:
-        self._parts = [] if decay is None else list(parts)
-        self._decay = decay or 0.0
-        for part in self._parts:
-            part.ema = StoredTensor.zeros(
-                part.part.numel,
-                torch.float32,
-                device=part.model_params.device,
-                on_host=part.host is not None,
-            )
-        self.restart()
-
-    @torch.no_grad()
-    def update(self, skipped: Tensor) -> None:
-        """Add the main params, unless the step was skipped (a bool scalar on the device)."""
-        weight = torch.where(skipped, 0.0, 1.0 - self._decay).float()
-        for part, ema in self._averages():
-            for start, stop in part.chunks():
-                ema[start:stop].lerp_(part.main.read(start, stop), weight.to(ema.device))
-
-    def restart(self) -> None:
-        """Set the average to the main params, as after loading a checkpoint without an average."""
-        for part, ema in self._averages():
-            for start, stop in part.chunks():
-                ema[start:stop].copy_(part.main.read(start, stop))
-
-    def _averages(self) -> Iterator[tuple[PartState, Tensor]]:
-        for part in self._parts:
-            assert part.ema is not None, "allocated in __init__"
-            yield part, part.ema.values

@@ -35,7 +35,7 @@ from nanotrain.config.rules.check import check_layout, check_model, validate_for
 from nanotrain.config.schedules import batch_schedule, batch_sizes
 from nanotrain.data.batch import Sample
 from nanotrain.data.build import DatasetSplits
-from nanotrain.parallel.dp.data_parallel import DataParallel
+from nanotrain.parallel.dp.param_buffer import ParamBuffer
 from nanotrain.parity.local_ranks import run_local_ranks
 from nanotrain.parity.report import ParityReport, StepDifference, TensorDifference, relative
 from nanotrain.parity.shrink import left_out, on_one_rank, shrink
@@ -212,13 +212,13 @@ def _record_step(run: Run, record: Record, *, samples: RandomDataset) -> None:
     record.reads.append(list(samples.reads))
 
 
-def _weights(module: nn.Module, dp: DataParallel) -> Tensors:
+def _weights(module: nn.Module, dp: ParamBuffer) -> Tensors:
     """Copies of this rank's boxes of the parameters of a stage."""
     named = dict(module.named_parameters())
     return {local.tensor_box: named[name].detach().clone() for name, local in dp.params.items()}
 
 
-def _sharding(dp: DataParallel, context: ParallelContext) -> dict[str, str]:
+def _sharding(dp: ParamBuffer, context: ParallelContext) -> dict[str, str]:
     """By parameter: sharded dims with their axes, and the number of optimizer state shards."""
     texts = {}
     num_shards = dp.groups.shard.size

@@ -1,6 +1,7 @@
 """All-gathers of parameter buckets in a training step.
 
 bucket_gathers   all-gathers of every bucket of a buffer of a stage
+first_backward   the first module of a stage that has a backward
 stage_units      buckets that each module of a stage reads
 step_gathers     all-gathers of the actions of one stage
 """
@@ -19,7 +20,8 @@ def bucket_gathers(plan: Plan, stage: StagePlan, *, layout: BufferLayout) -> lis
     """All-gathers per step of every bucket of one buffer of a stage."""
     options = plan.data_parallel
     if not options.strategy.shard_params:
-        return [1] * len(layout.buckets)
+        num_gathers = 1 if layout.is_trainable else 0
+        return [num_gathers] * len(layout.buckets)
     spec = stage.spec
     units = stage_units(stage, layout)
     has_lookup = spec.has_embedding and len(units[0]) > 0  # the embedding is in this buffer
@@ -36,8 +38,21 @@ def bucket_gathers(plan: Plan, stage: StagePlan, *, layout: BufferLayout) -> lis
         order=GatherOrder.of(filter(None, units), layout, options=options, lookups=lookups),
         groups=groups,
         has_loss=spec.has_head and bool(units[-1]),
+        first_backward=first_backward(plan, stage),
     )
     return [counts[index] for index in range(len(layout.buckets))]
+
+
+def first_backward(plan: Plan, stage: StagePlan) -> int:
+    """The first module of a stage whose output has a gradient: 0, unless all before are frozen."""
+    if stage.spec.index > plan.train_schedule.first_trained_stage:
+        return 0
+    names = module_names(stage)
+    trained = {param.spec.unit for param in stage.params if param.spec.is_trainable}
+    for module, name in enumerate(names):
+        if name in trained:
+            return module
+    return len(names)
 
 
 def stage_units(stage: StagePlan, layout: BufferLayout) -> list[tuple[int, ...]]:
@@ -46,7 +61,7 @@ def stage_units(stage: StagePlan, layout: BufferLayout) -> list[tuple[int, ...]]
     shared = tuple(index for index, bucket in enumerate(buckets) if bucket.is_shared)
     has_tied_head = all(param.spec.name != "head.weight" for param in stage.params)
     units = []
-    for name in _module_names(stage):
+    for name in module_names(stage):
         unit_buckets = tuple(index for index, bucket in enumerate(buckets) if name in bucket.units)
         is_tied_head = name == "head" and has_tied_head
         reads_shared = is_tied_head or name.startswith("mtp.")
@@ -54,7 +69,7 @@ def stage_units(stage: StagePlan, layout: BufferLayout) -> list[tuple[int, ...]]
     return units
 
 
-def _module_names(stage: StagePlan) -> list[str]:
+def module_names(stage: StagePlan) -> list[str]:
     """FSDP units of the modules of a stage, in forward order."""
     names = ["embedding"] if stage.spec.has_embedding else []
     names += [f"layers.{layer}" for layer in stage.spec.layers]
@@ -71,6 +86,7 @@ def step_gathers(
     order: GatherOrder,
     groups: Sequence[range] = (),
     has_loss: bool = False,
+    first_backward: int = 0,
 ) -> Counter[int]:
     """All-gathers by bucket.
 
@@ -81,8 +97,9 @@ def step_gathers(
         order: gather order of the units that are not empty.
         groups: ranges of modules that are recomputed together.
         has_loss: whether the last unit returns a loss.
+        first_backward: index of the first module that has a backward.
     """
-    gathers = StageGathers(order, units, groups=groups)
+    gathers = StageGathers(order, units, groups=groups, first_backward=first_backward)
     for kind in kinds:
         if kind is ActionKind.forward:
             gathers.forward(has_loss=has_loss)
@@ -104,12 +121,19 @@ class StageGathers:
         order: gather order of the units that are not empty.
         units: buckets that each module reads, in forward order.
         groups: ranges of modules that are recomputed together.
+        first_backward: index of the first module that has a backward.
     """
 
     def __init__(
-        self, order: GatherOrder, units: Sequence[tuple[int, ...]], *, groups: Sequence[range]
+        self,
+        order: GatherOrder,
+        units: Sequence[tuple[int, ...]],
+        *,
+        groups: Sequence[range],
+        first_backward: int = 0,
     ) -> None:
         self.order = order
+        self.first_backward = first_backward
         self.counts: Counter[int] = Counter()
         full = [module for module, unit in enumerate(units) if unit]
         self.num_modules = len(units)
@@ -121,13 +145,14 @@ class StageGathers:
 
     def forward(self, *, has_loss: bool) -> None:
         """A forward of all units."""
-        for index in range(len(self.order.units)):
+        for module, index in self.unit_of_module.items():
             self.counts.update(self.order.before_forward(index).started)
-            self.order.after_forward(index, has_backward=True, is_loss=has_loss)
+            has_backward = module >= self.first_backward
+            self.order.after_forward(index, has_backward=has_backward, is_loss=has_loss)
 
     def backward(self) -> None:
         """A backward of all units, with the recomputation of groups."""
-        for module in reversed(range(self.num_modules)):
+        for module in reversed(range(self.first_backward, self.num_modules)):
             if module in self.unit_of_module:
                 index = self.unit_of_module[module]
                 self.counts.update(self.order.before_backward(index).started)

@@ -29,8 +29,9 @@ from nanotrain.parallel.dp.units import traced_units
 from nanotrain.parallel.pp.actions import Action, ActionKind, PipelineShape, Schedule
 from nanotrain.parallel.pp.executor import MAX_SENDS
 from nanotrain.parallel.pp.schedules import build_schedule
+from nanotrain.plan.buffers import with_fp8_products
 from nanotrain.plan.compile import with_compile
-from nanotrain.plan.plan import Plan, plan_run, with_fp8_products
+from nanotrain.plan.plan import Plan, plan_run
 from nanotrain.plan.saved_bytes import SavedBytes, StageBytes
 from nanotrain.precision.dtypes import Precision
 from nanotrain.quantities import describe_bytes
@@ -279,7 +280,7 @@ def _returned_by_graphs(plan: Plan, device: str) -> int:
     options = plan.data_parallel
     itemsize = Precision.of(plan.config.precision).params.itemsize
     num_bytes = 0
-    for buffer in plan.buffers:
+    for buffer in plan.trained_buffers:
         traced = traced_units(
             buffer.layout,
             is_transient=options.strategy.shard_grads,

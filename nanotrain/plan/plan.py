@@ -10,7 +10,6 @@ time for all of them.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 from nanotrain.attention.backends import backend_flags
@@ -27,20 +26,20 @@ from nanotrain.config.schedules import (
 from nanotrain.config.schema import ENTRIES, check_choice, value_of
 from nanotrain.data.sampler import SamplerConfig
 from nanotrain.errors import ErrorCollector
-from nanotrain.kernels.fp8.layer import layers_in_bf16
 from nanotrain.optim import OPTIMIZERS
 from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.optim.muon import SCALAR_RULES
 from nanotrain.optim.rule import UpdateRule
 from nanotrain.optim.state import ShardPart, host_fraction, split_shard, state_bytes
 from nanotrain.parallel.cp import CORE_ATTENTIONS
-from nanotrain.parallel.dp.layout import BufferLayout, plan_layout
-from nanotrain.parallel.dp.options import DataParallelOptions, layout_rules
+from nanotrain.parallel.dp.layout import BufferLayout
+from nanotrain.parallel.dp.options import DataParallelOptions
 from nanotrain.parallel.pp.actions import PipelineShape
 from nanotrain.parallel.pp.schedules import SCHEDULES, build_schedule, forward_only
 from nanotrain.parallel.pp.transfers import RankPlan, plan_rank
+from nanotrain.plan.buffers import BufferPlan, plan_buffers
 from nanotrain.precision.dtypes import Precision
-from nanotrain.precision.fp8 import RECIPES, WEIGHT_DTYPE
+from nanotrain.precision.fp8 import RECIPES
 from nanotrain.spec.counts import layer_weights
 from nanotrain.spec.declaration import Declaration
 from nanotrain.spec.layer_sizes import LayerSizes
@@ -49,22 +48,14 @@ from nanotrain.spec.params import LocalParam, localize
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.shared_state import message_width
 from nanotrain.spec.stages import StageSpec, balanced_lengths, split_layers, stages_of_lengths
+from nanotrain.spec.trainable import (
+    TrainableSet,
+    first_trained_stage,
+    mark_trainable,
+    require_matches,
+)
 from nanotrain.topology.groups import GroupName, GroupSpec
 from nanotrain.topology.topology import Topology
-
-
-@dataclass(frozen=True)
-class BufferPlan:
-    """One flat buffer of a stage: its dense parameters or its expert parameters, of one dtype."""
-
-    shard: GroupSpec  # ranks that share the buckets
-    replicate: GroupSpec  # ranks with the same shard
-    layout: BufferLayout  # buckets and the range of every parameter
-    is_fp8: bool = False  # weights that are gathered in fp8
-
-    def param_size(self, precision: Precision) -> int:
-        """Bytes per parameter element in the all-gather: 1 for fp8 weights."""
-        return WEIGHT_DTYPE.itemsize if self.is_fp8 else precision.params.itemsize
 
 
 @dataclass(frozen=True)
@@ -195,6 +186,11 @@ class Plan:
         """The buffers of all stages of this rank."""
         return tuple(buffer for stage in self.stages for buffer in stage.buffers)
 
+    @property
+    def trained_buffers(self) -> tuple[BufferPlan, ...]:
+        """The buffers with gradients."""
+        return tuple(buffer for buffer in self.buffers if buffer.layout.is_trainable)
+
     def samples_of(self, steps: int, *, batch_size: int | None = None) -> int:
         """Samples of the first `steps` steps.
 
@@ -252,6 +248,8 @@ class Plan:
             units = self._gathered_numel(layout) * param_size
         if buffer.is_fp8:
             params += num_updated * precision.params.itemsize  # written by the optimizer
+        if not layout.is_trainable:
+            return ResidentBytes(params=params, units=units)
         return ResidentBytes(
             params=params,
             units=units,
@@ -305,6 +303,7 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
     topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
     groups = topology.group_specs(rank)
     shape = ModelShape.of(config.model)
+    require_matches(TrainableSet.of(config.optim), shape)
     batch_size = global_batch_size(config.train, groups["dp"].size)
     # Saved with the configuration, so that a resume on other ranks reports that an unset size has
     # changed.
@@ -323,7 +322,6 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
     stages = _plan_stages(config, shape, groups=groups, coords=topology.coords(rank))
     pipeline = PipelineShape.of(config.parallel, sampler.num_microbatches)
     schedule = config.parallel.pipeline_schedule
-    pp_rank = groups["pp"].index
     num_averaged_ranks = 1
     if config.parallel.ddp_average_in_collective:
         num_averaged_ranks = groups["dp_cp"].size
@@ -335,8 +333,10 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         shape=shape,
         stages=tuple(stages),
         sampler=sampler,
-        train_schedule=_rank_plan(schedule, pipeline, rank=pp_rank),
-        valid_schedule=_rank_plan(schedule, pipeline, rank=pp_rank, is_training=False),
+        train_schedule=plan_train_schedule(
+            config, groups, num_microbatches=sampler.num_microbatches
+        ),
+        valid_schedule=_rank_plan(schedule, pipeline, rank=groups["pp"].index, is_training=False),
         num_averaged_ranks=num_averaged_ranks,
     )
 
@@ -368,16 +368,32 @@ def plan_train_schedule(
 ) -> RankPlan:
     """The actions and transfers of this rank in a training step of `num_microbatches`."""
     pipeline = PipelineShape.of(config.parallel, num_microbatches)
-    return _rank_plan(config.parallel.pipeline_schedule, pipeline, rank=groups["pp"].index)
+    shape = ModelShape.of(config.model)
+    first_trained = first_trained_stage(
+        TrainableSet.of(config.optim), shape, stages=stage_specs(config.parallel, shape)
+    )
+    return _rank_plan(
+        config.parallel.pipeline_schedule,
+        pipeline,
+        rank=groups["pp"].index,
+        first_trained_stage=first_trained,
+    )
 
 
 @lru_cache(maxsize=1024)  # thousands of layouts of a search have few pipelines
 def _rank_plan(
-    name: str, pipeline: PipelineShape, *, rank: int, is_training: bool = True
+    name: str,
+    pipeline: PipelineShape,
+    *,
+    rank: int,
+    is_training: bool = True,
+    first_trained_stage: int = 0,
 ) -> RankPlan:
     """The actions and transfers of a rank; in validation the forwards alone."""
     schedule = build_schedule(name, pipeline)
-    return plan_rank(schedule if is_training else forward_only(schedule), rank)
+    if not is_training:
+        return plan_rank(forward_only(schedule), rank)
+    return plan_rank(schedule, rank, first_trained_stage=first_trained_stage)
 
 
 def check_names(config: Config) -> None:
@@ -420,11 +436,12 @@ def _plan_stages(
         config.optim.apply_wd_to_qk_layernorm,
     )
     specs = stage_specs(config.parallel, shape)
+    trainable = TrainableSet.of(config.optim)
     for index in config.parallel.stages_of(coords["pp"]):
         spec = specs[index]
-        declared = declare_stage(declaration, spec)
+        declared = mark_trainable(declare_stage(declaration, spec), trainable)
         params = tuple(localize(param, coords=coords, sizes=sizes) for param in declared)
-        buffers = tuple(_plan_buffers(params, config, groups=groups))
+        buffers = tuple(plan_buffers(params, config, groups=groups))
         yield StagePlan(spec, params, buffers, shape.mtp_layers if spec.has_head else range(0))
 
 
@@ -447,54 +464,3 @@ def stage_specs(parallel: ParallelConfig, shape: ModelShape) -> tuple[StageSpec,
         stages_per_rank=per_rank,
         counted_ends=parallel.counted_ends,
     )
-
-
-def _plan_buffers(
-    params: Sequence[LocalParam], config: Config, *, groups: Mapping[GroupName, GroupSpec]
-) -> Iterator[BufferPlan]:
-    """The buffers of a stage that have parameters: dense, dense in fp8, experts, experts in fp8."""
-    fp8_names = set(fp8_gathered(params, config))
-    is_outer_sharded = config.parallel.outer_dp_sharding_strategy == "optim"
-    for is_expert, is_fp8 in product((False, True), (False, True)):
-        chosen = []
-        for param in params:
-            is_param_fp8 = param.spec.name in fp8_names
-            if param.spec.is_expert == is_expert and is_param_fp8 == is_fp8:
-                chosen.append(param)
-        if not chosen:
-            continue
-        shard = groups["expert_dp_shard" if is_expert else "dp_shard"]
-        replicate = groups["expert_dp_replicate" if is_expert else "dp_replicate"]
-        rules = layout_rules(
-            config.parallel,
-            num_shards=shard.size,
-            num_outer_shards=replicate.size if is_outer_sharded else 1,
-            is_expert=is_expert,
-        )
-        yield BufferPlan(shard, replicate, plan_layout(chosen, rules), is_fp8)
-
-
-def fp8_gathered(params: Sequence[LocalParam], config: Config) -> Iterator[str]:
-    """The names of the weights that are gathered in fp8.
-
-    With one scale per block, replicated key and value projections are left out: a rank multiplies
-    only with the rows of its heads, and its blocks begin at the first of these rows.
-    """
-    fp8 = config.precision.fp8
-    if fp8 is None or not fp8.param_gather:
-        return
-    is_per_tensor = RECIPES[fp8.recipe].is_per_tensor
-    for param in with_fp8_products(params, config):
-        spec = param.spec
-        has_rows_of_ranks = "tp" in spec.grad_sum_axes and not is_per_tensor
-        if spec.unit.startswith("layers.") and not has_rows_of_ranks:
-            yield spec.name
-
-
-def with_fp8_products(params: Sequence[LocalParam], config: Config) -> list[LocalParam]:
-    """The weights of fp8 products."""
-    fp8 = config.precision.fp8
-    if fp8 is None:
-        return []
-    in_bf16 = {f"layers.{layer}" for layer in layers_in_bf16(fp8, config.model.num_layers)}
-    return [param for param in params if param.spec.in_fp8 and param.spec.unit not in in_bf16]

@@ -8,7 +8,9 @@
                     and as many nodes per token as there can be
     matrices        hidden matrices of Muon: shard and replicate groups, tp, etp
 
-The counts equal those of `comm/group.py` in a run; a recomputed forward counts twice. Not included:
+The counts equal those of `comm/group.py` in a run; a recomputed forward counts twice. Below the
+first layer with trained parameters no backward sends anything; that layer counts as a whole. Not
+included:
 tensor parallelism, fp8 amaxes over its groups, router statistics, attention logits of QK-clip and
 control traffic.
 """
@@ -28,8 +30,9 @@ from nanotrain.parallel.ep.fp8_dispatch import row_bytes
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions, reached_nodes
 from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.parallel.pp.transfers import TransferBatch
-from nanotrain.plan.gathers import bucket_gathers
-from nanotrain.plan.plan import BufferPlan, Plan
+from nanotrain.plan.buffers import BufferPlan
+from nanotrain.plan.gathers import bucket_gathers, first_backward, module_names
+from nanotrain.plan.plan import Plan
 from nanotrain.plan.saved_bytes import layer_sizes
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
@@ -76,6 +79,9 @@ def _bucket(
     reduce_scatter = "all_to_all" if plan.data_parallel.by_all_to_all else "reduce_scatter"
     grads = bucket.numel * precision.grads.itemsize
     params = bucket.numel * buffer.param_size(precision)
+    yield (shard.name, "all_gather"), num_gathers * reduced_bytes(params, shard.size)
+    if not buffer.layout.is_trainable:
+        return
 
     inside = reduced_bytes(grads, shard.size)
     if keeps_full:
@@ -83,7 +89,6 @@ def _bucket(
     else:
         num_scatters = plan.num_microbatches if plan.data_parallel.strategy.shard_grads else 1
         yield (shard.name, reduce_scatter), num_scatters * inside
-    yield (shard.name, "all_gather"), num_gathers * reduced_bytes(params, shard.size)
 
     if bucket.num_outer_shards > 1:
         gathered = reduced_bytes(params // shard.size, replicate.size)
@@ -116,7 +121,7 @@ def embedding(plan: Plan) -> Iterator[tuple[Key, int]]:
     if group is None:
         return
     itemsize = Precision.of(plan.config.precision).main_grads.itemsize
-    for buffer in plan.buffers:
+    for buffer in plan.trained_buffers:
         outer_index = buffer.replicate.index % buffer.layout.num_outer_shards
         for bucket in buffer.layout.buckets:
             for part in bucket.update_ranges(buffer.shard.index, outer_index=outer_index):
@@ -149,6 +154,7 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
         return
     is_full = plan.config.memory.recompute_granularity == "full"
     num_again = Counter(recomputed_layers(plan, "core_attn"))
+    with_backward = set(_layers_with_backward(plan))
     for layer in _layers(plan):
         unsent = 0
         if sizes.cp_comm_type == "a2a" and not is_full:
@@ -161,7 +167,9 @@ def attention(plan: Plan) -> Iterator[tuple[Key, int]]:
         for operator in block_operators(sizes, layer):
             is_again = is_full or operator.module == "core_attn"
             for sent in operator.over_cp:
-                num_bytes = sent.forward + sent.backward
+                num_bytes = sent.forward
+                if layer in with_backward:
+                    num_bytes += sent.backward
                 if is_again:
                     num_bytes += num_again[layer] * max(0, sent.forward - unsent)
                 yield ("cp", sent.operation), plan.num_microbatches * num_bytes
@@ -174,8 +182,11 @@ def experts(plan: Plan) -> Iterator[tuple[Key, int]]:
         return
     counts = moe.num_experts * COUNT_BYTES  # known where layers are recomputed
     in_bf16 = layers_in_bf16(plan.config.precision.fp8, plan.config.model.num_layers)
+    with_backward = _layers_with_backward(plan)
+    forward_only = [layer for layer in _layers(plan) if layer not in with_backward]
     passes = [
-        (_layers(plan), TOKEN_TRANSFERS, counts),
+        (with_backward, TOKEN_TRANSFERS, counts),
+        (forward_only, TOKEN_TRANSFERS // 2, counts),
         (recomputed_layers(plan, "moe"), TOKEN_TRANSFERS // 2, 0),
     ]
     for layers, num_transfers, num_counts in passes:
@@ -253,13 +264,15 @@ def _expert_pass(
 def recomputed_layers(plan: Plan, module: str) -> list[int]:
     """The layers of this rank in which a module runs again in the backward."""
     config = plan.config
+    with_backward = _layers_with_backward(plan)
     if config.memory.recompute_granularity != "full":
-        return _layers(plan) if module in config.memory.recomputed_modules else []
+        return with_backward if module in config.memory.recomputed_modules else []
     recomputed = []
     for stage in plan.stages:
         for layers in (stage.spec.layers, *([layer] for layer in stage.mtp_layers)):
             for group in recomputed_groups(config, len(layers)):
-                recomputed += [layers[index] for index in group]
+                if layers[group[-1]] in with_backward:
+                    recomputed += [layers[index] for index in group]
     return recomputed
 
 
@@ -268,14 +281,26 @@ def _layers(plan: Plan) -> list[int]:
     return [layer for stage in plan.stages for layer in (*stage.spec.layers, *stage.mtp_layers)]
 
 
+def _layers_with_backward(plan: Plan) -> list[int]:
+    """The layers of this rank whose output has a gradient."""
+    layers = []
+    for stage in plan.stages:
+        modules = set(module_names(stage)[first_backward(plan, stage) :])
+        layers += [layer for layer in stage.spec.layers if f"layers.{layer}" in modules]
+        for depth, layer in enumerate(stage.mtp_layers):
+            if f"mtp.{depth}" in modules:
+                layers.append(layer)
+    return layers
+
+
 def matrices(plan: Plan) -> Iterator[tuple[Key, int]]:
     """Directions of hidden matrices to their owners, and transformed matrices back."""
     rule = plan.rule.matrix
     if rule is None:
         return
     config = plan.config.optim
-    for name in dict.fromkeys(buffer.shard.name for buffer in plan.buffers):
-        buffers = [buffer for buffer in plan.buffers if buffer.shard.name == name]
+    for name in dict.fromkeys(buffer.shard.name for buffer in plan.trained_buffers):
+        buffers = [buffer for buffer in plan.trained_buffers if buffer.shard.name == name]
         groups = grid_groups(
             buffers[0].shard,
             buffers[0].replicate,

@@ -83,6 +83,7 @@ class ParamSpec:
     # a matrix rule (Muon) updates it and needs all of its elements; False for embeddings and the
     # head
     needs_whole_matrix: bool = False
+    is_trainable: bool = True  # False: frozen, without gradient and optimizer state
 
     @property
     def is_last_stage_replica(self) -> bool:

@@ -46,11 +46,13 @@ from nanotrain.parallel.cp import build_core_attention
 from nanotrain.parallel.cp.split import split_batch
 from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.options import DataParallelOptions, ReduceGroups
+from nanotrain.parallel.dp.param_buffer import ParamBuffer
 from nanotrain.parallel.ep.token_dispatcher import DispatchOptions
 from nanotrain.parallel.pp.executor import Pipeline, RunnableStage
 from nanotrain.parallel.tp.layers import TensorParallel
+from nanotrain.plan.buffers import BufferPlan
 from nanotrain.plan.compile import describe_compile, with_compile
-from nanotrain.plan.plan import BufferPlan, Plan, StagePlan
+from nanotrain.plan.plan import Plan, StagePlan
 from nanotrain.precision.dtypes import Precision
 from nanotrain.precision.fp8 import RECIPES
 from nanotrain.precision.loss_scale import LossScale
@@ -140,7 +142,8 @@ class BuiltStage(RunnableStage):
     """A stage and its storage, as the pipeline executor takes it."""
 
     module: Stage  # its parameters are views of the flat buffers
-    callbacks: tuple[DataParallel, ...] = ()  # dense buffer, then expert buffer where there is one
+    # the wrappers of its buffers: dense, then experts where there are some; trained, then frozen
+    callbacks: tuple[ParamBuffer, ...] = ()
 
 
 def build_stages(plan: Plan, context: ParallelContext) -> dict[int, BuiltStage]:
@@ -182,15 +185,15 @@ def _build_data_parallel(
     options: DataParallelOptions,
     plan: Plan,
     context: ParallelContext,
-) -> DataParallel:
+) -> ParamBuffer:
     """The flat storage of a buffer, of which the module's parameters become views."""
     groups = ReduceGroups(
         context.group(buffer.shard.name),
         context.group(buffer.replicate.name),
         shards_across=buffer.layout.num_outer_shards > 1,
     )
-    build = partial(
-        DataParallel,
+    build: partial[ParamBuffer] = partial(
+        DataParallel if buffer.layout.is_trainable else ParamBuffer,
         module,
         buffer.layout,
         groups=groups,

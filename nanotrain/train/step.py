@@ -20,7 +20,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.comm.stop_point import PassStopped
 from nanotrain.model.context import BatchContext
 from nanotrain.optim.distributed import Update
-from nanotrain.parallel.dp.data_parallel import DataParallel
+from nanotrain.parallel.dp.param_buffer import ParamBuffer
 from nanotrain.parallel.pp.executor import run_schedule
 from nanotrain.train.batches import GlobalBatch, StepSettings
 from nanotrain.train.parts.part import StepParts
@@ -223,7 +223,7 @@ def collect_sums(run: Run, loss_sum: Tensor, *, is_logged: bool) -> Tensor:
     return torch.cat([loss, run.parts.sums(is_logged=is_logged)])
 
 
-def finalize_grads(data_parallel: Sequence[DataParallel], context: ParallelContext) -> None:
+def finalize_grads(data_parallel: Sequence[ParamBuffer], context: ParallelContext) -> None:
     """All-reduce, in place, the reduced gradients that need a sum over further axes.
 
         tp      parameters used on sequence shards or on some heads only: norms under sequence

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.plan.plan import BufferPlan
+from nanotrain.plan.buffers import BufferPlan
 from nanotrain.plan.traffic import sent_bytes
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.hooks.checkpoint import CheckpointHook

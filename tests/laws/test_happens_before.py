@@ -58,6 +58,7 @@ OUTER, BLOCKS = (
 )
 NODES, TURNS = {"moe_hierarchical_dispatch": 1}, {"overlap_moe_expert_parallel_comm": True}
 BF16 = {"params_dtype": "bf16"}
+FROZEN = {"optim": {"freeze": ["embedding.*", "layers.0.*", "*.down.weight"]}}
 
 
 needs_effects = pytest.mark.skipif(not CAN_TRACE, reason="graphs write none with torch 2.10")
@@ -195,6 +196,8 @@ ROWS = [
     ),
     Row(2, "optim", options=OVERLAP, sections={"optim": {"optimizer_cpu_offload": True}}),
     Row(2, "optim", options=OVERLAP, sections={"optim": {"optimizer": "muon"}}),
+    Row(2, "optim_grads_params", options=OVERLAP, sections=FROZEN),
+    Row(4, "optim", {"pp": 2}, OVERLAP | ZB, sections=FROZEN, rank=3),
     Row(2, "optim", options=OVERLAP, between=evaluates),
     Row(
         4,

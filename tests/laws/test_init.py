@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
-from nanotrain.parallel.dp.data_parallel import gathered
+from nanotrain.parallel.dp.param_buffer import gathered
 from tests.harness import SHORT_NAMES, run_ranks
 from tests.laws.worlds import Case, assemble, build_here, train_here
 

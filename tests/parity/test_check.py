@@ -15,7 +15,7 @@ from nanotrain.cli.main import main
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.config import Config
 from nanotrain.config.load import load
-from nanotrain.parallel.dp.data_parallel import gathered
+from nanotrain.parallel.dp.param_buffer import gathered
 from nanotrain.parity import check as parity_module
 from nanotrain.parity.check import RandomDataset, Record, compare, record_steps
 from nanotrain.parity.report import ParityReport

@@ -6,7 +6,8 @@
     bucket.py          a bucket and its reductions
     units.py           all-gather of parameters unit by unit (ZeRO-3)
     fp8_weights.py     weights that are gathered in fp8
-    data_parallel.py   `DataParallel`: the wrapper
+    param_buffer.py    `ParamBuffer`: the wrapper of frozen parameters, the base of the other
+    data_parallel.py   `DataParallel`: the wrapper of trained parameters
 
 Update rules and optimizer state are in `optim/`; groups of ranks are planned in `topology/`.
 """

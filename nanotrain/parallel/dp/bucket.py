@@ -1,6 +1,6 @@
 """A bucket: consecutive parameters of the flat buffers that are reduced and gathered together.
 
-A bucket is composed of a parameter store and a gradient store (`stores.py`) and drives a
+`ParamBucket` has a parameter store (`stores.py`). `Bucket` has a gradient store too, and drives a
 `Reduction`:
 
     add_grad ...            one gradient per parameter and microbatch, or
@@ -63,11 +63,36 @@ class Reduction:
         return work.then(lambda _: shard)
 
 
-class Bucket:
+class ParamBucket:
+    """One bucket of parameters, without gradients.
+
+    Args:
+        layout: the bucket's range and its parameters.
+        params: storage of the parameters.
+        groups: the groups that the bucket is sharded and replicated over.
+    """
+
+    def __init__(self, layout: BucketLayout, *, params: ParamStore, groups: ReduceGroups) -> None:
+        self.layout = layout
+        self.params = params
+        # the param ranges that this rank's optimizer updates or loads, in `params.update`
+        self.update_ranges = layout.update_ranges(
+            groups.shard.index, outer_index=groups.outer.index
+        )
+        self._ranges: dict[str, slice] = {}  # elements of each parameter in the bucket
+        for entry in layout.params:
+            self._ranges[entry.name] = slice(entry.start - layout.start, entry.stop - layout.start)
+
+    def view(self, name: str, full: Tensor) -> Tensor:
+        """The elements of one parameter in a flat tensor of the bucket's size."""
+        return full[self._ranges[name]]
+
+
+class Bucket(ParamBucket):
     """One bucket: its storage, the parameters whose gradients are still missing, and its reduction.
 
     Gradients are not zeroed between steps: the first gradient of a step overwrites the values of
-    the last step.
+    the last step. `update_ranges` are those of `grads.main` too.
 
     Args:
         layout: the bucket's range and its parameters.
@@ -79,18 +104,9 @@ class Bucket:
     def __init__(
         self, layout: BucketLayout, *, params: ParamStore, grads: GradStore, reduction: Reduction
     ) -> None:
-        self.layout = layout
-        self.params = params
+        super().__init__(layout, params=params, groups=reduction.groups)
         self.grads = grads
         self._reduction = reduction
-        groups = reduction.groups
-        # the param ranges that this rank's optimizer updates, in `params.update` and `grads.main`
-        self.update_ranges = layout.update_ranges(
-            groups.shard.index, outer_index=groups.outer.index
-        )
-        self._ranges: dict[str, slice] = {}  # elements of each parameter in the bucket
-        for entry in layout.params:
-            self._ranges[entry.name] = slice(entry.start - layout.start, entry.stop - layout.start)
         self._gaps = _gaps(layout)
         self._written: set[str] = set()
         self._ahead: set[str] = set()  # parameters whose gradient a forward pass has written
@@ -110,10 +126,6 @@ class Bucket:
     def is_ready(self) -> bool:
         """Whether every gradient of the current backward pass was added."""
         return not self._missing
-
-    def view(self, name: str, full: Tensor) -> Tensor:
-        """The elements of one parameter in a flat tensor of the bucket's size."""
-        return full[self._ranges[name]]
 
     def begin_step(self) -> None:
         """Discard the gradients of the last step."""

@@ -25,7 +25,7 @@ from nanotrain.comm.collectives import all_gather_into, all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.kernels.fp8.layer import Fp8Layer, StoredWeight
 from nanotrain.kernels.fp8.quantize import block_amax, quantize
-from nanotrain.parallel.dp.bucket import Bucket
+from nanotrain.parallel.dp.bucket import ParamBucket
 from nanotrain.parallel.dp.options import ReduceGroups
 from nanotrain.precision.fp8 import Block
 from nanotrain.quantities import ceil_div
@@ -48,7 +48,7 @@ class _Weight:
     """One weight and its scales."""
 
     layer: Fp8Layer
-    bucket: Bucket
+    bucket: ParamBucket
     name: str
     shape: tuple[int, int, int]  # [E, R, C] on this rank
     view: Tensor  # [E, R, C] of the bucket's own memory
@@ -160,7 +160,7 @@ class Fp8Weights:
     def __init__(
         self,
         module: nn.Module,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[ParamBucket],
         *,
         groups: ReduceGroups,
         amax_groups: Sequence[Group],
@@ -184,7 +184,7 @@ class Fp8Weights:
         """The weights [E, R, C] in fp8 by parameter name; complete while they are gathered."""
         return {weight.name: weight.stored.values for weight in self._weights}
 
-    def store(self, bucket: Bucket) -> None:
+    def store(self, bucket: ParamBucket) -> None:
         """Point the weights of a bucket to the memory that it is gathered into."""
         for weight in self._weights:
             if weight.bucket is bucket:
@@ -215,7 +215,7 @@ class Fp8Weights:
                 weight.stored, inverse_scales=inverse, amax=amax.amax((1, 2))
             )
 
-    def gather_updates(self, bucket: Bucket) -> Tensor:
+    def gather_updates(self, bucket: ParamBucket) -> Tensor:
         """[numel] the weights of a bucket in params_dtype, collected from all ranks in new memory.
 
         Called while all units are gathered.

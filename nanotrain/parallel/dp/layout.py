@@ -182,6 +182,11 @@ class BufferLayout:
         return self.buckets[-1].stop if self.buckets else 0
 
     @property
+    def is_trainable(self) -> bool:
+        """Whether its parameters have gradients; a buffer holds frozen ones or none."""
+        return all(param.spec.is_trainable for param in self.params)
+
+    @property
     def num_outer_shards(self) -> int:
         """Instances that a shard is sharded over."""
         return self.buckets[0].num_outer_shards if self.buckets else 1

@@ -140,8 +140,10 @@ class _AddExpertBias(torch.autograd.Function):
         return x + torch.cat((bias, no_bias))[experts]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         """The gradients of x and of the bias, summed per expert by a matrix product."""
+        if not ctx.needs_input_grad[1]:
+            return grads[0], None, None, None
         (experts,) = ctx.saved_tensors
         numbers = torch.arange(ctx.num_experts, device=experts.device)
         is_token_of_expert = numbers[:, None] == experts  # [E, P]

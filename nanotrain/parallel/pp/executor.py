@@ -155,7 +155,7 @@ def run_forward(
 class InFlight(NamedTuple):
     """A microbatch between its forward and its backward on a stage."""
 
-    hidden: Tensor | None  # input; None on the first stage
+    hidden: Tensor | None  # input; None on the first stage with parameters that are trained
     output: GradientEdge  # graph of the output, whose values are not needed once they are sent
 
 
@@ -252,11 +252,12 @@ class _Step:
     def forward(self, action: Action) -> None:
         """F: run the stage and keep its graph."""
         hidden = self.inbox.pop(action).wait() if action.stage > 0 else None
-        if hidden is not None and torch.is_grad_enabled():
+        needs_grad = torch.is_grad_enabled() and action.stage > self.plan.first_trained_stage
+        if hidden is not None and needs_grad:
             hidden.requires_grad_()
         output = self.stages[action.stage].module(hidden, self.microbatches[action.microbatch])
         if output.requires_grad:
-            in_flight = InFlight(hidden, get_gradient_edge(output))
+            in_flight = InFlight(hidden if needs_grad else None, get_gradient_edge(output))
             self.in_flight[action.stage, action.microbatch] = in_flight
         if action.stage == self.plan.num_stages - 1:
             self.total += output.detach()

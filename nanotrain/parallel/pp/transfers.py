@@ -20,7 +20,7 @@ due earlier.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from nanotrain.parallel.pp.actions import Action, ActionKind, Pair, Schedule
@@ -56,6 +56,8 @@ class RankPlan:
     last_backwards: frozenset[Action]
     num_stages: int  # stages of the pipeline
     num_microbatches: int  # microbatches of the step
+    # stages before it have no parameter that is trained, and no backward
+    first_trained_stage: int = 0
 
     @property
     def actions(self) -> Iterator[Action]:
@@ -72,8 +74,14 @@ class RankPlan:
         return any(action.kind is ActionKind.backward_weight for action in self.actions)
 
 
-def plan_rank(schedule: Schedule, pp_rank: int) -> RankPlan:
+def plan_rank(schedule: Schedule, pp_rank: int, *, first_trained_stage: int = 0) -> RankPlan:
     """Plan the actions and transfers of one rank.
+
+    Args:
+        schedule: the actions of all ranks.
+        pp_rank: index of the rank in the pipeline.
+        first_trained_stage: stage before which all parameters are frozen: no earlier stage runs a
+            backward or receives a gradient.
 
     Raises:
         ScheduleError: a schedule that is incomplete or deadlocks.
@@ -92,15 +100,46 @@ def plan_rank(schedule: Schedule, pp_rank: int) -> RankPlan:
     consumers = {}
     for action in schedule.actions[pp_rank]:
         consumer = schedule.consumer_of(action)
-        if consumer is not None:
+        if consumer is not None and _runs(consumer, first_trained_stage):
             consumers[action] = consumer
+    steps = _steps(schedule, timeline, pp_rank=pp_rank)
     return RankPlan(
-        steps=tuple(_steps(schedule, timeline, pp_rank=pp_rank)),
+        steps=tuple(_without_frozen_stages(steps, first_trained_stage)),
         consumers=consumers,
         last_backwards=schedule.last_backwards(pp_rank),
         num_stages=schedule.num_stages,
         num_microbatches=schedule.num_microbatches,
+        first_trained_stage=first_trained_stage,
     )
+
+
+def _runs(action: Action, first_trained_stage: int) -> bool:
+    """Whether an action has something to compute: a forward, or a backward of a trained stage."""
+    return action.kind is ActionKind.forward or action.stage >= first_trained_stage
+
+
+def _without_frozen_stages(
+    steps: Iterable[Action | Pair | TransferBatch], first_trained_stage: int
+) -> Iterator[Action | Pair | TransferBatch]:
+    """The steps without backwards of stages before the first trained one, and without their
+    transfers.
+    """
+
+    def running(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
+        return tuple(sent for sent in transfers if _runs(sent.to, first_trained_stage))
+
+    for step in steps:
+        if isinstance(step, TransferBatch):
+            batch = TransferBatch(running(step.sends), running(step.receives))
+            if batch.sends or batch.receives:
+                yield batch
+        elif isinstance(step, Action):
+            if _runs(step, first_trained_stage):
+                yield step
+        elif all(_runs(action, first_trained_stage) for action in step):
+            yield step
+        else:
+            yield step.forward
 
 
 def _steps(

@@ -206,8 +206,9 @@ def _compute_over_ranks_in_graph(
     writes = tuple(layer.writes_in_graph and torch.is_grad_enabled() for layer in layers)
     weights = [layer.used_weight for layer in layers]
     biases = [layer.used_bias for layer in layers]
+    trains = (x.requires_grad, *(layer.weight.requires_grad for layer in layers))
     outputs: tuple[Tensor, ...] = ParallelInGraph.apply(
-        x, tensor_parallel, writes, *weights, *biases
+        x, tensor_parallel, writes, trains, *weights, *biases
     )
     return outputs
 

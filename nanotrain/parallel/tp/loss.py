@@ -221,9 +221,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         used = weight[: shard.num_tokens]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         buffer = _Buffer.of(weight, targets)
         # fp32 also for bf16 weights, as it accumulates over chunks
-        shape = weight.shape if buffer is None else (0, 0)
+        shape = weight.shape if needs_wgrad and buffer is None else (0, 0)
         grad_weight = torch.zeros(shape, dtype=torch.float32, device=weight.device)
         for chunk in _token_chunks(hidden, shard):
             target = shard.locate(targets.labels[chunk])
@@ -247,12 +248,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 grad_logits *= slope
             cast_grad = grad_logits.to(hidden.dtype)
             if buffer is not None:
-                torch.mm(cast_grad, used, out=grad_hidden[chunk])
+                if needs_dgrad:
+                    torch.mm(cast_grad, used, out=grad_hidden[chunk])
                 buffer.add(cast_grad, hidden[chunk])
             else:  # the mask multiplies rows of H elements, not of V
                 scale = mask[:, None].to(hidden.dtype)
-                torch.mul(dgrad(cast_grad, used), scale, out=grad_hidden[chunk])
-                wgrad(cast_grad, hidden[chunk] * scale, add_to=grad_weight[: shard.num_tokens])
+                if needs_dgrad:
+                    torch.mul(dgrad(cast_grad, used), scale, out=grad_hidden[chunk])
+                if needs_wgrad:
+                    wgrad(cast_grad, hidden[chunk] * scale, add_to=grad_weight[: shard.num_tokens])
             del grad_logits, cast_grad  # before the logits of the next chunk
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.param = weight
@@ -268,6 +272,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             return grad_hidden, None, None, None
         scale = grads[0]
         grad_hidden.mul_(scale)
+        if not ctx.needs_input_grad[1]:
+            return grad_hidden, None, None, None
         if _write_grad(grad_weight, scale, param=ctx.param):
             return grad_hidden, None, None, None
         return grad_hidden, grad_weight.mul_(scale), None, None

@@ -104,7 +104,7 @@ def _backward(
     flat_grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
     wgrad = _LinearsWgrad(x, tensor_parallel, products=products, flat_grads=flat_grads)
     queue = tensor_parallel.wgrad_queue
-    if not is_deferring(queue):
+    if products.has_wgrad and not is_deferring(queue):
         wgrad.start()
     reducing = Work[Any].completed(grad_x)
     if needs_dgrad and tensor_parallel.overlap and is_deferring(queue):
@@ -120,9 +120,9 @@ def _backward(
         partial_sum = products.dgrad(flat_grads).view(*grads[0].shape[:-1], x.shape[-1])
         reducing = tensor_parallel.start_leave(partial_sum)
     param_grads: list[Tensor | None] = [None] * len(wgrad.params)
-    if is_deferring(queue):
+    if products.has_wgrad and is_deferring(queue):
         queue.put(wgrad)
-    else:
+    elif products.has_wgrad:
         param_grads = wgrad.compute()
     return reducing.wait(), param_grads
 
@@ -182,12 +182,15 @@ class ParallelInGraph(torch.autograd.Function):
         x: Tensor,
         tensor_parallel: TensorParallel,
         writes: Sequence[bool],
+        trains: Sequence[bool],
         *params: Tensor,
     ) -> tuple[Tensor, ...]:
+        """The products; `trains` is whether x, and then whether each weight, has a gradient."""
         weights = params[: len(writes)]
         biases = params[len(writes) :]
         ctx.tensor_parallel = tensor_parallel
         ctx.writes = writes
+        ctx.trains = trains
         ctx.save_for_backward(x, tensor_parallel.group.handle, *weights)
         if tensor_parallel.overlap:
             outputs = forward_in_graph(
@@ -208,20 +211,27 @@ class ParallelInGraph(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, weights and biases; None for weight gradients that are written."""
         x, handle, *weights = ctx.saved_tensors
-        flags = (ctx.tensor_parallel.sequence_parallel, ctx.tensor_parallel.is_row)
-        grad_x, *computed = backward_in_graph(
+        needs_dgrad, *trains = ctx.trains
+        flags = (ctx.tensor_parallel.sequence_parallel, ctx.tensor_parallel.is_row, needs_dgrad)
+        computed = backward_in_graph(
             [x, handle, *grads],
             weights,
             flags=flags,
+            trains=trains,
             writes=ctx.writes,
             overlap=ctx.tensor_parallel.overlap,
         )
-        param_grads = [None if is_written else computed.pop(0) for is_written in ctx.writes]
-        needs_bias_grad = ctx.needs_input_grad[3 + len(weights) :]
+        gradients = iter(computed)
+        grad_x = next(gradients) if needs_dgrad else None
+        param_grads: list[Tensor | None] = []
+        for is_trained, is_written in zip(trains, ctx.writes, strict=True):
+            is_returned = is_trained and not is_written
+            param_grads.append(next(gradients) if is_returned else None)
+        needs_bias_grad = ctx.needs_input_grad[4 + len(weights) :]
         bias_grads: list[Tensor | None] = []
         for grad, is_needed in zip(grads, needs_bias_grad, strict=True):
             bias_grads.append(grad.flatten(0, -2).sum(0) if is_needed else None)
-        return grad_x, None, None, *param_grads, *bias_grads
+        return grad_x, None, None, None, *param_grads, *bias_grads
 
 
 @torch.library.custom_op("nanotrain::parallel_forward", mutates_args=())
@@ -257,33 +267,44 @@ def backward_in_graph(
     weights: Sequence[Tensor],
     *,
     flags: Sequence[bool],
+    trains: Sequence[bool],
     writes: Sequence[bool],
     overlap: str,
 ) -> list[Tensor]:
-    """`_backward` in a compiled graph: the gradients of x and of the weights that are not written.
+    """`_backward` in a compiled graph: the needed gradients of x and of weights, but for those that
+    are written.
 
     Args:
         inputs: x, as it was saved; the handle of the tp group; the gradients of the outputs.
         weights: weights of the products.
-        flags: `sequence_parallel` and `is_row` of `TensorParallel`.
+        flags: `sequence_parallel` and `is_row` of `TensorParallel`; whether x has a gradient.
+        trains: whether each weight has a gradient.
         writes: whether the gradient of each weight is written where it is accumulated.
         overlap: `overlap` of `TensorParallel`.
     """
     x, handle, *grads = inputs
-    sequence_parallel, is_row = flags
+    sequence_parallel, is_row, needs_dgrad = flags
     group = Group.from_handle(handle)
     tensor_parallel = TensorParallel(group, sequence_parallel, is_row=is_row, overlap=overlap)
-    products = LinearsInGraph(weights, writes)
-    grad_x, param_grads = _backward(x, grads, tensor_parallel=tensor_parallel, products=products)
+    grad_x, param_grads = _backward(
+        x,
+        grads,
+        tensor_parallel=tensor_parallel,
+        products=LinearsInGraph(weights, writes, trains=trains),
+        needs_dgrad=needs_dgrad,
+    )
     return [grad for grad in (grad_x, *param_grads) if grad is not None]
 
 
 @backward_in_graph.register_fake
-def _(inputs: Any, weights: Any, *, flags: Any, writes: Any, overlap: str) -> list[Tensor]:
+def _(
+    inputs: Any, weights: Any, *, flags: Any, trains: Any, writes: Any, overlap: str
+) -> list[Tensor]:
     x = inputs[0]
-    gradients = [x.new_empty(x.shape)]
-    for weight, is_written in zip(weights, writes, strict=True):
-        if not is_written:
+    needs_dgrad = flags[2]
+    gradients = [x.new_empty(x.shape)] if needs_dgrad else []
+    for weight, is_trained, is_written in zip(weights, trains, writes, strict=True):
+        if is_trained and not is_written:
             gradients.append(weight.new_empty(weight.shape))
     return gradients
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from nanotrain.comm.collectives import all_gather_object, all_reduce
 from nanotrain.comm.group import Group
 from nanotrain.errors import CorruptState, TrainingFault
-from nanotrain.parallel.dp.data_parallel import DataParallel, gathered
+from nanotrain.parallel.dp.param_buffer import ParamBuffer, gathered
 from nanotrain.quantities import named_ranks
 from nanotrain.spec.params import LocalParam
 from nanotrain.topology.groups import GroupName
@@ -178,7 +178,7 @@ def _is_due(run: Run, step: int) -> bool:
     return step % run.config.train.check_weight_hash_across_dp_replicas_interval == 0
 
 
-def _compare(run: Run, data_parallel: Sequence[DataParallel], *, when: str) -> None:
+def _compare(run: Run, data_parallel: Sequence[ParamBuffer], *, when: str) -> None:
     """Compare the parameters of wrappers, which are complete."""
     params: dict[str, Tensor] = {}
     for stage in run.stages.values():
@@ -255,7 +255,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def replicated(
-    data_parallel: Sequence[DataParallel], groups: Collection[GroupName]
+    data_parallel: Sequence[ParamBuffer], groups: Collection[GroupName]
 ) -> Iterator[tuple[GroupName, list[str]]]:
     """Groups with replicas of parameters, and the names of these; equal on every rank of a group.
 

@@ -21,6 +21,7 @@ class MovingAverage(StepPart):
 
     def __init__(self, model: BuiltModel) -> None:
         self._average = model.optimizer.average
+        self._is_absent = True  # whether the checkpoint that is read has no average
 
     @staticmethod
     def is_enabled(model: BuiltModel) -> bool:
@@ -35,13 +36,16 @@ class MovingAverage(StepPart):
     ) -> Collection[TensorBox]:
         """The whole average, if only weights are loaded or the checkpoint has none."""
         is_saved = any(name.startswith(PREFIX) for name in manifest.tensors)
-        if is_saved and not weights_alone:
+        self._is_absent = weights_alone or not is_saved
+        if not self._is_absent:
             return ()
         return [box for box in targets if box.name.startswith(PREFIX)]
 
     def restored(self, missing: Collection[TensorBox], *, checkpoint: Path | None) -> None:
-        """Begin at the loaded weights if the average was not read."""
-        if not any(box.name.startswith(PREFIX) for box in missing):
+        """Begin at the loaded weights where the average was not read."""
+        names = {box.name.removeprefix(PREFIX) for box in missing if box.name.startswith(PREFIX)}
+        if not self._is_absent:
+            self._average.restart_params(names)
             return
         if checkpoint is not None:
             log.info(

@@ -9,7 +9,7 @@
     after_update                after the update rule, before the all-gather of parameters
     metrics                     on the host, once the step is read
     wants_repeat, repeating     whether a step that changed nothing is taken again, and how
-    tensors, missing, restored  in checkpoints
+    tensors, missing, unread, restored  in checkpoints
 
 Between `prepare` and `metrics` nothing may wait for the device (law L10).
 """
@@ -30,7 +30,7 @@ from nanotrain.config.config import Config
 from nanotrain.data.batch import Batch, SampleDataset
 from nanotrain.model.transformer import Stage
 from nanotrain.optim.distributed import DistributedOptimizer, Update
-from nanotrain.parallel.dp.data_parallel import DataParallel
+from nanotrain.parallel.dp.param_buffer import ParamBuffer
 from nanotrain.parallel.pp.executor import RunnableStage
 from nanotrain.plan.plan import Plan
 from nanotrain.spec.boxes import TensorBox
@@ -47,8 +47,9 @@ class BuiltModel:
     dataset: SampleDataset  # training samples
     stages: Mapping[int, Stage]  # this rank's part of the model, by global stage index
     runnable: Mapping[int, RunnableStage]  # the same stages as the pipeline executor takes them
-    # flat parameter and gradient storage, and gradient reduction; dense and expert, per stage
-    data_parallel: tuple[DataParallel, ...]
+    # flat parameter and gradient storage, and gradient reduction; dense and expert, per stage;
+    # frozen parameters without gradients
+    data_parallel: tuple[ParamBuffer, ...]
     optimizer: DistributedOptimizer  # main params and moments of this rank's shard
 
     @property
@@ -171,6 +172,10 @@ class StepPart:
         """
         return ()
 
+    def unread(self, manifest: Manifest) -> Collection[str]:
+        """Names of the tensors of a checkpoint that this run has no use for."""
+        return ()
+
     def restored(self, missing: Collection[TensorBox], *, checkpoint: Path | None) -> None:
         """Called once weights and tensors are loaded.
 
@@ -266,6 +271,10 @@ class StepParts:
         for part in self:
             boxes.update(part.missing(targets, manifest, weights_alone=weights_alone))
         return boxes
+
+    def unread(self, manifest: Manifest) -> set[str]:
+        """The tensors of a checkpoint that no part has a use for."""
+        return {name for part in self for name in part.unread(manifest)}
 
     def restored(self, missing: Collection[TensorBox], *, checkpoint: Path | None) -> None:
         """Let all parts initialize the tensors that were not read."""

@@ -33,6 +33,12 @@ class RouterBalance(StepPart):
         for stage in self._stages.values():
             self._routers.update(routers_of(stage))
         self._names = list(router_names(model.plan))
+        # the bias of a router with frozen weights does not move
+        self._frozen: set[str] = set()
+        for planned in model.plan.stages:
+            for param in planned.params:
+                if not param.spec.is_trainable:
+                    self._frozen.add(param.spec.name.removesuffix(".weight"))
         assert self._routers.keys() <= set(self._names), (
             "a router that the other ranks would not sum"
         )
@@ -54,7 +60,7 @@ class RouterBalance(StepPart):
 
     def after_update(self, update: Update, sums: Tensor, *, is_logged: bool) -> Tensor:
         for name, router_sums in zip(self._names, sums.view(-1, self._length), strict=True):
-            if name in self._routers:
+            if name in self._routers and name not in self._frozen:
                 moved = torch.where(update.skipped, 0.0, router_sums[: -len(SCALARS)])
                 update_expert_bias(self._routers[name], moved, rate=self._rate)
         return sums

@@ -19,9 +19,11 @@ from nanotrain.train.parts.qk_clip import MaxAttentionLogit, QKClip
 from nanotrain.train.parts.rank_capacity import RankCapacity
 from nanotrain.train.parts.router_balance import RouterBalance
 from nanotrain.train.parts.stochastic_rounding import StochasticRounding
+from nanotrain.train.parts.trained_params import TrainedParams
 from nanotrain.train.parts.zero_grads import ZeroGrads
 
 PARTS: dict[str, type[StepPart]] = {
+    "trained_params": TrainedParams,
     "mtp_losses": MTPLosses,
     "indexer_loss": IndexerLoss,
     "source_losses": SourceLosses,

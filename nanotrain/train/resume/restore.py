@@ -32,6 +32,7 @@ from nanotrain.errors import NanotrainError
 from nanotrain.inference.checkpoint import OpenedCheckpoint, tokenizer_name
 from nanotrain.log import get_logger
 from nanotrain.optim.distributed import DistributedOptimizer
+from nanotrain.optim.trained_sets import TrainedSets
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.train.parts.part import BuiltModel, StepParts
 from nanotrain.train.parts.router_balance import router_biases
@@ -142,6 +143,7 @@ def _read_checkpoint(
         config=to_dict(config),
         padded_rows=vocabulary_rows(model.plan.shape, params),
         choose=choose,
+        unread=parts.unread,
     )
     state = _load_state(manifest, model.optimizer, path=start, config=config)
     if not config.checkpoint.finetune:
@@ -345,6 +347,7 @@ def parse_train_state(manifest: Manifest) -> TrainState:
 def _parse_optimizer_state(objects: Mapping[str, Any]) -> dict[str, Any]:
     saved = object_of(objects.get("optimizer"), "objects.optimizer")
     whole_number(saved.get("num_updates"), "objects.optimizer.num_updates")
+    TrainedSets.from_json(saved)
     scale = object_of(saved.get("loss_scale"), "objects.optimizer.loss_scale")
     finite_number(scale.get("scale"), "objects.optimizer.loss_scale.scale", low=1e-30)
     for name in ("clean_steps", "overflows_left"):

@@ -11,9 +11,10 @@ from torch import nn
 
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.config.parallel import ParallelConfig
-from nanotrain.parallel.dp.data_parallel import MAX_REDUCTIONS, DataParallel, gathered
+from nanotrain.parallel.dp.data_parallel import MAX_REDUCTIONS, DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions
+from nanotrain.parallel.dp.param_buffer import gathered
 from nanotrain.parallel.dp.stores import TransientGrads
 from nanotrain.parallel.dp.units import unit_modules
 from nanotrain.precision.dtypes import Precision

@@ -14,9 +14,10 @@ from nanotrain.model.context import BatchContext
 from nanotrain.model.transformer import build_stage
 from nanotrain.parallel.dp import bucket as bucket_module
 from nanotrain.parallel.dp import stores
-from nanotrain.parallel.dp.data_parallel import DataParallel, gathered
+from nanotrain.parallel.dp.data_parallel import DataParallel
 from nanotrain.parallel.dp.layout import LayoutRules, plan_layout
 from nanotrain.parallel.dp.options import STRATEGIES, DataParallelOptions
+from nanotrain.parallel.dp.param_buffer import gathered
 from nanotrain.parallel.dp.stores import ShardedParams
 from nanotrain.parallel.dp.units import child_units, given_units, traced_units, unit_modules
 from nanotrain.parallel.pp.executor import run_forward
