@@ -28,6 +28,7 @@ from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.errors import StorageFault
 from nanotrain.spec.boxes import TensorBox
 from nanotrain.storage.remote import Remote, parse
+from nanotrain.system import without_collection
 from tests import s3_server
 from tests.checkpoint.test_many_ranks import shares
 from tests.harness import run_ranks
@@ -229,17 +230,21 @@ def test_the_calls_of_the_training_thread_are_those_of_a_save_on_a_disk(
 
 
 def record(calls: list[str], function: Callable[[], None]) -> None:
-    """Call a function with the names of all calls of this thread recorded."""
+    """Call a function with the names of all calls of this thread recorded.
+
+    Without collections, which call the callbacks of weak references to what they free.
+    """
 
     def note(frame: Any, event: str, argument: Any) -> None:
         if event in ("call", "c_call"):
             calls.append(frame.f_code.co_qualname if event == "call" else argument.__qualname__)
 
-    sys.setprofile(note)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
+    with without_collection():
+        sys.setprofile(note)
+        try:
+            function()
+        finally:
+            sys.setprofile(None)
 
 
 def test_what_arrives_damaged_is_uploaded_again_and_then_refused(

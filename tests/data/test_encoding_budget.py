@@ -55,10 +55,14 @@ def test_the_time_ends_while_the_library_works(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_memory_is_that_of_this_process() -> None:
-    before = encoding_budget.resident_bytes()
-    block = bytearray(1 << 27)
-    block[:: 1 << 12] = b"x" * (1 << 15)  # one byte per page makes the system provide it
-    assert encoding_budget.resident_bytes() - before > 1 << 26
+    def grown() -> int:
+        before = encoding_budget.resident_bytes()
+        block = bytearray(1 << 27)
+        block[:: 1 << 12] = b"x" * (1 << 15)  # one byte per page makes the system provide it
+        return encoding_budget.resident_bytes() - before
+
+    # a system short of memory may take other pages of the process away meanwhile
+    assert any(grown() > 1 << 26 for _ in range(5))
 
 
 def test_tokens_with_added_ones_are_those_of_the_library() -> None:
