@@ -240,3 +240,8 @@ def test_pictures_are_small_and_shown() -> None:
     assert sum(image.stat().st_size for image in images) < 300_000
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert not [image.name for image in images if f"images/{image.name}" not in text]
+
+
+def test_lines_of_the_changelog_fit_on_a_screen() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if len(line) > 160] == []
