@@ -74,9 +74,9 @@ class ParallelConfig:
     """shard activations along the sequence between tensor-parallel layers"""
 
     tp_comm_overlap: bool = option(False)
-    """tensor-parallel layers multiply the tokens of one rank while those of another are sent: in the
-    forward and for the gradients of row-parallel outputs; over symmetric memory inside a node, else
-    by all-to-alls; needs sequence_parallel; not in the head and layers in fp8
+    """tensor-parallel layers multiply tokens of one rank while those of another are sent: in the
+    forward and for the gradients of row-parallel outputs; by symmetric memory inside a node, by
+    all-to-alls elsewhere; needs sequence_parallel; not in the head and layers in fp8
     """
 
     num_virtual_stages_per_pipeline_rank: int = option(1, check=at_least(1))
