@@ -39,8 +39,7 @@ def _module_name(module: str | int, scenario: Scenario) -> str:
 
 def _unit_lines(unit: Unit, name: str, *, scenario: Scenario) -> Iterator[str]:
     """A title and the operators of a module."""
-    recomputed = ", recomputed" if unit.is_recomputed else ""
-    title = f"{name} and those like it, a microbatch{recomputed}"
+    title = f"{name} and those like it, a microbatch{_recomputed_text(unit)}"
     yield f"{title:<50}{'forward':>10}{'backward':>10}  ms"
     for part in unit.parts:
         backward = part.dgrad + part.wgrad
@@ -50,6 +49,15 @@ def _unit_lines(unit: Unit, name: str, *, scenario: Scenario) -> Iterator[str]:
         if waits:
             yield f"    {part.group} collectives: {', '.join(waits)} ms; overlap {part.hides}"
     yield ""
+
+
+def _recomputed_text(unit: Unit) -> str:
+    """What of a module runs again in the backward; empty for nothing."""
+    if not unit.recomputed:
+        return ""
+    if len(unit.recomputed) == len(unit.parts):
+        return ", recomputed"
+    return f", {len(unit.recomputed)} of {len(unit.parts)} recomputed"
 
 
 def _collective_times(part: Part) -> list[str]:

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from math import prod
 from typing import NamedTuple
 
-from nanotrain.memory.block_transforms import recomputed_groups
+from nanotrain.memory.block_transforms import recompute_plan, recomputed_groups
 from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.planner.dispatch_time import GRAPH_LAUNCHES
 from nanotrain.planner.operator_time import OperatorTimes
@@ -64,7 +64,7 @@ class Unit:
 
     parts: Parts
     numel: Numel
-    is_recomputed: bool = False
+    recomputed: Parts  # the parts that run again in the backward
 
 
 def _split_at_dispatch(parts: Parts) -> LayerSides:
@@ -175,12 +175,16 @@ class Stages:
         return tuple(units)
 
     def _recomputed_layers(self, spec: StageSpec) -> set[int]:
-        """Layers of a stage that are recomputed as a whole, by their index in the model."""
+        """Layers of a stage that full recomputation runs again, by their index in the model.
+
+        Of a layer of multi-token prediction, a part.
+        """
         if self.config.memory.recompute_granularity != "full":
             return set()
         groups = recomputed_groups(self.config, len(spec.layers))
         recomputed = {spec.layers[index] for group in groups for index in group}
-        if groups:
+        # Megatron-LM has no recomputation of them with the method `block`
+        if self.scenario.engine.name == "nanotrain" or recompute_plan(self.config)[0] == "uniform":
             recomputed.update(self.sizes.shape.mtp_layers)
         return recomputed
 
@@ -195,18 +199,31 @@ class Stages:
         num_layers = self.sizes.shape.num_layers
         if name == "embedding":
             parts = self.times.parts(embedding_operators(self.sizes))
-            return Unit(parts, self._end_numel({"embedding"}, is_first=True))
+            return Unit(parts, self._end_numel({"embedding"}, is_first=True), recomputed=[])
         if name == "head":
             names = {"final_norm", "head"} if has_embedding else {"final_norm", "head", "embedding"}
             parts = self.times.parts(head_operators(self.sizes))
-            return Unit(parts, self._end_numel(names))
+            return Unit(parts, self._end_numel(names), recomputed=[])
         index = int(name)
         if index < num_layers:
             parts = self.times.parts(block_operators(self.sizes, index))
-            return Unit(parts, self._count(layer(self._declaration, index)), is_recomputed)
-        numel = self._end_numel({f"mtp.{index - num_layers}"})
-        parts = self.times.parts(mtp_operators(self.sizes, index))
-        return Unit(parts, numel, is_recomputed)
+            numel = self._count(layer(self._declaration, index))
+            again = parts
+        else:
+            parts = self.times.parts(mtp_operators(self.sizes, index))
+            numel = self._end_numel({f"mtp.{index - num_layers}"})
+            again = self._recomputed_mtp_parts(index)
+        return Unit(parts, numel, again if is_recomputed else self._selected(parts))
+
+    def _recomputed_mtp_parts(self, index: int) -> Parts:
+        """What full recomputation runs again of a layer of multi-token prediction, never the head.
+
+        The block alone; in Megatron-LM (multi_token_prediction.py) also what is before it.
+        """
+        if self.scenario.engine.name == "nanotrain":
+            return self.times.parts(block_operators(self.sizes, index))
+        num_before_head = -len(head_operators(self.sizes))
+        return self.times.parts(mtp_operators(self.sizes, index)[:num_before_head])
 
     def _end_numel(self, units: set[str], *, is_first: bool = False) -> Numel:
         """Parameters of some units of the first or the last stage, without layers."""
@@ -252,8 +269,7 @@ class Stages:
                 part.run_forward(streams)
         else:
             if kind.has_dgrad:
-                # forwards that recomputation repeats
-                for part in unit.parts if unit.is_recomputed else self._selected(unit.parts):
+                for part in unit.recomputed:
                     part.run_forward(streams)
             for part in reversed(unit.parts):
                 part.run_backward(streams, dgrad=kind.has_dgrad, wgrad=kind.has_wgrad)

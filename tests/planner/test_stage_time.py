@@ -3,11 +3,16 @@
 from dataclasses import replace
 
 import pytest
+from torch.utils.flop_counter import FlopCounterMode
 
+from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.plan.plan import plan_run
 from nanotrain.planner.parts import Streams
 from nanotrain.planner.stage_time import Stages
+from nanotrain.spec.stages import StageSpec
+from tests.harness import run_ranks
+from tests.laws.worlds import Case, build_here, train_steps
 from tests.planner.scenarios import llama
 
 FORWARD, BACKWARD = ActionKind.forward, ActionKind.full_backward
@@ -51,18 +56,44 @@ def test_full_recomputation_adds_a_forward_of_the_layers() -> None:
     assert 0.8 * plain[0, FORWARD].compute < added < plain[0, FORWARD].compute
 
 
-def test_full_recomputation_adds_a_forward_of_layers_of_multi_token_prediction() -> None:
-    added = {}
-    for num_mtp in (None, 1, 2):
-        values = {"num_layers": 4, "mtp_num_layers": num_mtp}
-        plain, full = (
-            times(Stages(llama(8, **values, **more)))[0, BACKWARD].compute
-            for more in ({}, {"recompute_granularity": "full"})
-        )
-        added[num_mtp] = full - plain
-    per_layer = added[None] / 4
-    for num_mtp in (1, 2):
-        assert added[num_mtp] - added[None] >= per_layer * num_mtp
+def recomputed_flops(ctx: ParallelContext, num_mtp: int | None, more: dict[str, object]) -> int:
+    """FLOPs of a step of a run that are added by full recomputation."""
+    totals = []
+    for granularity in ("full", None):
+        memory = {"recompute_granularity": granularity, **(more if granularity else {})}
+        case = Case(overrides={"model": {"mtp_num_layers": num_mtp}, "memory": memory})
+        run = build_here(ctx, case)
+        with FlopCounterMode(display=False) as counter:
+            train_steps(run, 1)
+        totals.append(counter.get_total_flops())
+    return totals[0] - totals[1]
+
+
+def planned_flops(stages: Stages, layers: range) -> list[float]:
+    """FLOPs that run again of layers of a stage with the head, and of two of multi-token prediction
+    behind them.
+    """
+    spec = StageSpec(0, layers.start, layers.stop, has_embedding=False, has_head=True)
+    units = dict(zip(stages.modules(spec), stages.units(spec), strict=True))
+    assert not units["head"].recomputed
+    return [sum(part.flops for part in units[layer].recomputed) for layer in (*layers, 2, 3)]
+
+
+METHODS = [{}, {"recompute_method": "block", "recompute_num_layers": 1}]
+
+
+@pytest.mark.parametrize("more", METHODS, ids=["uniform", "block"])
+def test_multi_token_prediction_runs_its_block_again_as_a_run_does(more: dict[str, object]) -> None:
+    """Not its projection and not the head, also behind no layers of the model."""
+    added = run_ranks(1, recomputed_flops, None, more)[0]
+    per_layer = added if more else added // 2
+    assert run_ranks(1, recomputed_flops, 2, more)[0] - added == 2 * per_layer > 0
+    model = {"num_layers": 2, "mtp_num_layers": 2, "recompute_granularity": "full"}
+    stages = Stages(llama(1, engine="nanotrain", **model, **more))
+    first, second, *further = planned_flops(stages, range(2))
+    assert first > 0 and further == [first, first]
+    assert second == (0 if more else first)
+    assert planned_flops(stages, range(2, 2)) == further
 
 
 def test_selective_recomputation_adds_the_modules() -> None:
