@@ -13,6 +13,7 @@ def modeling_in_fp64(family: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType
     names = {name: getattr(torch, name) for name in dir(torch)} | dict.fromkeys(
         ("float", "float32"), torch.float64
     )
-    monkeypatch.setattr(modeling, "torch", SimpleNamespace(**names))
+    for module in (modeling, importlib.import_module("transformers.modeling_rope_utils")):
+        monkeypatch.setattr(module, "torch", SimpleNamespace(**names))
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     return modeling

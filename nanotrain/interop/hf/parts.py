@@ -11,6 +11,7 @@ from functools import partial
 from nanotrain.config.model import ModelConfig
 from nanotrain.interop.hf.canonical import resolved
 from nanotrain.interop.hf.experts import EXPERT_PARTS
+from nanotrain.interop.hf.gemma4 import GEMMA4_PARTS
 from nanotrain.interop.hf.layer_types import FULL, LAYER_PARTS
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.interop.hf.positions import POSITION_PARTS
@@ -112,6 +113,7 @@ PARTS: dict[str, Part] = {
     "gpt2_activation": Part(_read_activation, _write_activation),
     "bigcode_activation": Part(write=partial(_write_activation, tanh="gelu_pytorch_tanh")),
     **EXPERT_PARTS,
+    **GEMMA4_PARTS,
     **LAYER_PARTS,
     **POSITION_PARTS,
     **WINDOW_PARTS,

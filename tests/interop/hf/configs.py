@@ -80,6 +80,17 @@ FACTORS = {
 LAYERED = ["sliding_attention", "full_attention"]
 GEMMA3 = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
 
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": 5.0,
+    "hidden_size_per_layer_input": 0,
+    "pad_token_id": None,
+}
+
 GPT_OSS = {
     "head_dim": 16,
     "num_local_experts": 6,
@@ -176,6 +187,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss-unscaled": (
         "GptOss",
         LLAMA_SHAPE | SMALL_TOKENS | GPT_OSS | {"rope_parameters": PLAIN_ROPE},
+    ),
+    "gemma4": ("Gemma4", LLAMA_SHAPE | GEMMA4),
+    "gemma4-keys": (
+        "Gemma4",
+        LLAMA_SHAPE
+        | GEMMA4
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": False},
     ),
     "gemma3": ("Gemma3", LLAMA_SHAPE | GEMMA3 | {"layer_types": LAYERED}),
     "gemma3-linear": (
@@ -453,4 +471,6 @@ CONFIG_CLASSES = {
     "Qwen3_5": "Qwen3_5TextConfig",
     "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
 }
+IN_FP64 |= dict.fromkeys((name for name in CONFIGS if name.startswith("gemma4")), "gemma4")
+CONFIG_CLASSES |= {"Gemma4": "Gemma4TextConfig"}
 CONFIG_CLASSES |= {"Llama4": "Llama4TextConfig"}

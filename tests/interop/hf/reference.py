@@ -22,6 +22,9 @@ def reference(name: str, *, seed: int = 0) -> torch.nn.Module:
     architecture = ARCHITECTURES.get(family, f"{family}ForCausalLM")
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(config)
+    for module in model.modules():
+        if "layer_scalar" in module._buffers:  # of Gemma 4, which is a parameter here
+            module.layer_scalar = torch.nn.Parameter(module._buffers.pop("layer_scalar"))
     with torch.no_grad():
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIASES)]
         for parameter in (*model.parameters(), *biases):
@@ -63,6 +66,8 @@ def biases_of(stage: Stage) -> dict[str, torch.Tensor]:
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a checkpoint of the model holds: parameters, and the biases of routers."""
     biases = {
-        name: buffer for name, buffer in model.named_buffers() if name.endswith(EXPERT_BIASES)
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name.endswith((*EXPERT_BIASES, "layer_scalar"))
     }
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | biases
