@@ -28,10 +28,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.effects import with_effects
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.happens_before import OPERATORS
 from tests.host_syncs import HostSyncs
 from tests.thread_world import ThreadGroup
 
@@ -131,15 +133,31 @@ class FakeGraph:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the operators of a capture."""
+    """Records the operators of a capture, also those of compiled functions."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, graph: FakeGraph) -> None:
         super().__init__()
         self.graph = graph
         self._before: dict[int, tuple[StorageWeakRef, Tensor]] = {}  # values to restore
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in OPERATORS:  # what it reads and writes are operators inside of it
+            with self:
+                return OPERATORS[func]._init_fn(*args, **kwargs)
+        # the same in a graph of the compiler: (token, operator, *arguments) -> (token, result)
+        if func is with_effects:
+            return args[0], self.__torch_dispatch__(args[1], types, args[2:], kwargs)
         given = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         written = _written(func, args, kwargs)
         for tensor in written:

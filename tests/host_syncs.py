@@ -57,6 +57,10 @@ class HostSyncs:
 
 
 class _Operators(TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __init__(self, add: Callable[[], None]) -> None:
         super().__init__()
         self._add = add

@@ -3,6 +3,7 @@
     pick_device, describe_unused_gpus, process_group_device, device_name, compute_capability
     cudnn_version, planned_cudnn
     memory_pool, allocating_in
+    GraphPool       CUDA graphs that share memory
     synchronize
     HostTransfer    between the device and pinned host memory, overlapping computation
     same_stream     the current device and stream, for another thread
@@ -178,6 +179,24 @@ def allocating_in(pool: Any, device: torch.device) -> AbstractContextManager[Non
     """Allocate tensors of this thread on the device in a pool."""
     context: AbstractContextManager[None] = torch.cuda.use_mem_pool(pool, device)
     return context
+
+
+class GraphPool:
+    """CUDA graphs that share the memory of their temporaries, as they run one after another."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def capture(self) -> Iterator[Any]:
+        """Record the work of the block, which is not run; yields the graph, with `replay`.
+
+        The host waits for the device once. Other threads, such as NCCL's watchdog, may call CUDA
+        meanwhile.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            yield graph
 
 
 def synchronize(device: torch.device) -> None:

@@ -19,6 +19,8 @@ RecomputeMethod = Literal["uniform", "block"]
 
 # schedules that place stages in a V: rank r has the r-th stage from either end
 V_SCHEDULES = {"zb-v", "dualpipev"}
+# schedules that compute weight gradients after the backward of the input
+DEFERRING_SCHEDULES = {"zb-h1", *V_SCHEDULES}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,11 @@ from typing import Literal
 from nanotrain.config.option import above, at_least, option, url
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
+# transformer_engine, full, full_iteration and moe are values of Megatron-LM that a rule refuses
+CudaGraphImpl = Literal["none", "local", "transformer_engine"]
+CudaGraphScope = Literal[
+    "attn", "mamba", "mlp", "moe_router", "moe_preprocess", "full", "full_iteration", "moe"
+]
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,20 @@ class TrainConfig:
     """compile every transformer block with torch.compile; unset: on GPUs, where nothing that is set
     forbids it
     """
+
+    cuda_graph_impl: CudaGraphImpl = option("none")
+    """local: capture parts of every layer as CUDA graphs, which the host launches at once; none: do
+    not
+    """
+
+    cuda_graph_scope: list[CudaGraphScope] = option([])
+    """parts of layers that are captured: attn, mamba (layers in place of attention), mlp (dense),
+    moe_router and moe_preprocess (router and shared expert); empty: all of these, dense layers as a
+    whole
+    """
+
+    cuda_graph_warmup_steps: int = option(3, check=at_least(1))
+    """passes of a part, forward and backward, that run before it is captured"""
 
     attention_backend: str = option("auto")
     """kernels of the core attention: auto, flash, fused, unfused, local or flex"""

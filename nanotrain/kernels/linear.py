@@ -118,6 +118,8 @@ class GradView:
     mark_ready: Callable[[], None]
     # `start_write` in the forward pass of a step, for a use whose gradient is complete there
     start_write_ahead: Callable[[], WriteTarget | None] = lambda: None
+    # the gradient memory, if it stays at one address
+    memory: Tensor | None = None
     # `start_write` in a compiled graph; None: graphs return the gradient to autograd
     start_write_in_graph: Callable[[], WriteTarget | None] | None = None
 

@@ -18,6 +18,8 @@ from torch import nn
 
 from nanotrain.config.config import Config
 from nanotrain.config.parallel import RecomputeMethod
+from nanotrain.memory.cuda_graphs import capture_parts
+from nanotrain.memory.graph_parts import parts_of
 from nanotrain.memory.offload import offloaded
 from nanotrain.memory.recompute import Recompute
 from nanotrain.memory.recompute_modules import recompute_modules
@@ -85,13 +87,31 @@ def compile_blocks(
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_GRAPHS)
     for block in blocks:
         assert isinstance(block, nn.Module), "transforms that replace blocks come later in the list"
-        block.forward = torch.compile(block.forward)
+        for name in _compiled_functions(block, config):
+            setattr(block, name, torch.compile(getattr(block, name)))
     # Blocks share their code. Where a graph of one kind ends early (experts, a window), it fits
     # other kinds too; if the graph used last comes first, a block may be recomputed by other graphs
     # than it was computed by, which torch.utils.checkpoint refuses
     # (https://github.com/pytorch/pytorch/issues/166926).
     eval_frame: Any = torch._C._dynamo.eval_frame  # torch declares the function from 2.15 on
     eval_frame._set_lru_cache(False)
+    return list(blocks)
+
+
+def _compiled_functions(block: nn.Module, config: Config) -> list[str]:
+    """The functions of a block that are compiled: `forward`, or the links that graphs capture."""
+    if config.train.cuda_graph_impl == "none":
+        return ["forward"]
+    return [part.path for part in parts_of(block, config.train.cuda_graph_scope) if part.is_link]
+
+
+def graph_blocks(
+    blocks: Sequence[BlockFunction], *, config: Config, recompute: Recompute
+) -> list[BlockFunction]:
+    """Capture parts of blocks as CUDA graphs, inside the hooks of the blocks."""
+    modules = [block for block in blocks if isinstance(block, nn.Module)]
+    train = config.train
+    capture_parts(modules, train.cuda_graph_scope, num_eager=train.cuda_graph_warmup_steps)
     return list(blocks)
 
 
@@ -169,6 +189,9 @@ BLOCK_TRANSFORMS: list[BlockTransform] = [
     BlockTransform(
         is_enabled=lambda config: bool(config.train.torch_compile), apply=compile_blocks
     ),
+    BlockTransform(
+        is_enabled=lambda config: config.train.cuda_graph_impl != "none", apply=graph_blocks
+    ),
     BlockTransform(is_enabled=lambda config: config.memory.cpu_offloading, apply=offload_blocks),
     BlockTransform(
         is_enabled=lambda config: config.memory.recompute_granularity == "full",
@@ -176,8 +199,11 @@ BLOCK_TRANSFORMS: list[BlockTransform] = [
     ),
 ]
 
-WITHOUT_OFFLOAD = [
-    transform for transform in BLOCK_TRANSFORMS if transform.apply is not offload_blocks
+# of multi-token prediction
+MTP_TRANSFORMS = [
+    transform
+    for transform in BLOCK_TRANSFORMS
+    if transform.apply not in (graph_blocks, offload_blocks)
 ]
 
 

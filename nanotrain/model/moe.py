@@ -32,6 +32,7 @@ from nanotrain.model.router import Router
 from nanotrain.parallel.ep.dispatchers import build_token_dispatcher
 from nanotrain.parallel.ep.experts import EXPERT_LINEARS, ExpertOptions, Experts
 from nanotrain.parallel.ep.fp8_dispatch import dispatch_encoding
+from nanotrain.parallel.ep.token_dispatcher import Routing
 from nanotrain.parallel.tp.layers import ColumnParallelLinear
 
 _SEQUENCE = 1  # the dim of [B, S, H] that is split over tp
@@ -116,7 +117,7 @@ class MoELayer(nn.Module):
             a function that waits for the summed outputs of the experts, [B, S, H].
         """
         local = split_along(hidden, self._split, dim=_SEQUENCE)
-        routing = self.router(local, context, positions=partial(self._positions, local, context))
+        routing = self.route(local, context)
         tokens = self.fc1_latent_proj(local).flatten(0, 1)
         if self.weights_inputs:
             # top-1 routing: a token is scaled before it is sent to its one expert
@@ -136,6 +137,10 @@ class MoELayer(nn.Module):
             return concat_along(out, self._split, dim=_SEQUENCE)
 
         return finish
+
+    def route(self, local: Tensor, context: LayerContext) -> Routing:
+        """Choose the experts of the local tokens [B, S or S/tp, H]."""
+        return self.router(local, context, positions=partial(self._positions, local, context))
 
     def _positions(self, local: Tensor, context: LayerContext) -> Tensor:
         """[S] or [S/tp] int64, the positions of the local tokens in their sequence."""

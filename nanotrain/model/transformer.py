@@ -91,6 +91,21 @@ class Block(nn.Module):
         x = x + self.attention_post_norm(self.attention(self.attention_norm(x), context))
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x), context))
 
+    def in_halves(self, x: Tensor, context: LayerContext) -> Tensor:
+        """`forward` by two functions, which CUDA graphs capture one by one.
+
+        A compiled block has more graphs with them than without.
+        """
+        return self.feed_forward(self.attend(x, context), context)
+
+    def attend(self, x: Tensor, context: LayerContext) -> Tensor:
+        """x + attention(norm(x)): [B, S or S/tp, H] -> the same shape."""
+        return x + self.attention_post_norm(self.attention(self.attention_norm(x), context))
+
+    def feed_forward(self, x: Tensor, context: LayerContext) -> Tensor:
+        """x + mlp(norm(x)): [B, S or S/tp, H] -> the same shape."""
+        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x), context))
+
 
 class ScaledBlock(Block):
     """A block whose hidden states are multiplied by a learned number (Gemma 4)."""
@@ -104,6 +119,10 @@ class ScaledBlock(Block):
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         return self.layer_scale(super().forward(x, context))
+
+    def in_halves(self, x: Tensor, context: LayerContext) -> Tensor:
+        """`forward` by the halves."""
+        return self.layer_scale(super().in_halves(x, context))
 
 
 class ShortcutBlock(Block):

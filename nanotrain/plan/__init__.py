@@ -5,6 +5,7 @@
     saved_bytes.py  activations and temporaries of a stage
     traffic.py      bytes that a rank sends per step
     gathers.py      all-gathers of parameter buckets per step
+    graph_memory.py memory of CUDA graphs
     compile.py      whether blocks are compiled, and where graphs end
 
 All of them are pure functions of the configuration. Building from a plan is in train/build.py.

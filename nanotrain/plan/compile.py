@@ -51,7 +51,14 @@ def unsupported_flags(config: Config) -> list[str]:
         flags.append("--cpu-offloading")
     if config.train.debug_nan:
         flags.append("--debug-nan")
+    if config.train.cuda_graph_impl != "none" and borrows_gradients(config.parallel):
+        flags.append(f"--cuda-graph-impl {config.train.cuda_graph_impl}")
     return flags
+
+
+def borrows_gradients(parallel: ParallelConfig) -> bool:
+    """Whether gradient buckets borrow their memory, so that it is at another address every time."""
+    return parallel.data_parallel_sharding_strategy == "optim_grads"
 
 
 def graph_breaks(config: Config) -> list[str]:

@@ -31,6 +31,7 @@ from nanotrain.parallel.pp.executor import MAX_SENDS
 from nanotrain.parallel.pp.schedules import build_schedule
 from nanotrain.plan.buffers import with_fp8_products
 from nanotrain.plan.compile import with_compile
+from nanotrain.plan.graph_memory import plan_graphs
 from nanotrain.plan.plan import Plan, plan_run
 from nanotrain.plan.saved_bytes import SavedBytes, StageBytes
 from nanotrain.precision.dtypes import Precision
@@ -311,11 +312,14 @@ class Peak(NamedTuple):
 
 def peak_of(plan: Plan, kept: SavedBytes, *, schedule: Schedule) -> Peak:
     """The peak of a training step, or of a validation."""
-    stages = {stage.spec.index: kept.stage(stage.spec) for stage in plan.stages}
+    actions = list(schedule.freeing_first(plan.groups["pp"].index))
+    graphs = plan_graphs(plan, kept, actions=actions)
     evaluates = plan.config.evaluates and any(stage.spec.has_head for stage in plan.stages)
     evaluation = Peak(0, 0, kept.loss_working(is_training=False) if evaluates else 0)
-    step = peak_of_step(schedule.freeing_first(plan.groups["pp"].index), stages)
-    return max(evaluation, step, key=lambda peak: peak.total)
+    step = peak_of_step(actions, graphs.stages)
+    peak = max(evaluation, step, key=lambda peak: peak.total)
+    activations = peak.activations + graphs.saved
+    return Peak(activations, peak.in_flight, peak.working + graphs.working)
 
 
 def peak_of_step(actions: Iterable[Action], stages: Mapping[int, StageBytes]) -> Peak:

@@ -47,7 +47,7 @@ class StageBytes:
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class BlockBytes:
     """Bytes of the blocks of a stage, or of its layers of multi-token prediction."""
 
     kept: int
@@ -145,8 +145,8 @@ class SavedBytes:
         ends = saved_bytes(embedding_operators(self.sizes)) if spec.has_embedding else 0
         ends += self.head() if spec.has_head else 0
         received = shared_bytes(self.sizes, self.shape.carried(spec.first_layer))
-        blocks = self._blocks(spec.layers)
-        further = self._mtp_layers() if spec.has_head else _Blocks(0, 0, 0)
+        blocks = self.blocks(spec.layers)
+        further = self._mtp_layers() if spec.has_head else BlockBytes(0, 0, 0)
         return StageBytes(
             kept=ends + received + further.kept + blocks.kept,
             recomputed=max(blocks.recomputed, further.recomputed),
@@ -156,7 +156,7 @@ class SavedBytes:
             loss=self.loss_working() if spec.has_head else 0,
         )
 
-    def _blocks(self, layers: Sequence[int]) -> _Blocks:
+    def blocks(self, layers: Sequence[int]) -> BlockBytes:
         """Blocks of a stage that are recomputed, offloaded, or kept but for some modules."""
         complete = [self.block(layer) for layer in layers]
         if self.memory.recompute_granularity == "full":
@@ -170,7 +170,7 @@ class SavedBytes:
             return self._offloaded_blocks(complete)
         return self._selected_blocks(layers, complete)
 
-    def _recomputed_blocks(self, complete: list[int]) -> _Blocks:
+    def _recomputed_blocks(self, complete: list[int]) -> BlockBytes:
         """Groups of blocks of which the input is kept, and blocks that are kept after them."""
         block_input = self.sizes.outside * self.sizes.width
         groups = recomputed_groups(self.config, len(complete))
@@ -179,31 +179,31 @@ class SavedBytes:
         for group in groups:
             group_bytes.append(sum(complete[index] for index in group))
             num_grouped += len(group)
-        return _Blocks(
+        return BlockBytes(
             kept=len(groups) * block_input + sum(complete[num_grouped:]),
             recomputed=max(group_bytes, default=block_input) - block_input,
             complete=sum(complete),
         )
 
-    def _offloaded_blocks(self, complete: list[int]) -> _Blocks:
+    def _offloaded_blocks(self, complete: list[int]) -> BlockBytes:
         """The first blocks are in host memory until their backward, which needs two at once."""
         num_offloaded = min(self.memory.cpu_offloading_num_layers, len(complete))
         pairs = zip(complete[:num_offloaded], [0, *complete], strict=False)
-        return _Blocks(
+        return BlockBytes(
             kept=sum(complete[num_offloaded:]),
             recomputed=max(map(sum, pairs), default=0),
             complete=sum(complete),
         )
 
-    def _selected_blocks(self, layers: Sequence[int], complete: list[int]) -> _Blocks:
+    def _selected_blocks(self, layers: Sequence[int], complete: list[int]) -> BlockBytes:
         """Saved bytes of blocks, without those that recomputed modules drop."""
         selected = [self.block(layer, self.modules) for layer in layers]
         dropped = [a - b for a, b in zip(complete, selected, strict=True)]
-        return _Blocks(
+        return BlockBytes(
             kept=sum(selected), recomputed=max(dropped, default=0), complete=sum(complete)
         )
 
-    def _mtp_layers(self) -> _Blocks:
+    def _mtp_layers(self) -> BlockBytes:
         """Layers of multi-token prediction; full recomputation keeps the input of their block."""
         layers = self.shape.mtp_layers
         complete = [self.block(layer) for layer in layers]
@@ -215,7 +215,7 @@ class SavedBytes:
         else:
             selected = [self.block(layer, self.modules) for layer in layers]
         dropped = [a - b for a, b in zip(complete, selected, strict=True)]
-        return _Blocks(
+        return BlockBytes(
             kept=around + sum(selected),
             recomputed=max(dropped, default=0),
             complete=around + sum(complete),

@@ -34,7 +34,7 @@ from nanotrain.kernels.deferred_wgrad import WgradQueue
 from nanotrain.kernels.fp8.layer import Fp8Options, fp8_options, layers_in_bf16
 from nanotrain.kernels.fp8.products import keep_weights
 from nanotrain.log import get_logger, progress
-from nanotrain.memory.block_transforms import WITHOUT_OFFLOAD, transform_blocks
+from nanotrain.memory.block_transforms import MTP_TRANSFORMS, transform_blocks
 from nanotrain.memory.recompute import Recompute
 from nanotrain.model.context import ModelParallel
 from nanotrain.model.norm_casts import cast_norms
@@ -306,9 +306,9 @@ def _fp8_options(plan: Plan, context: ParallelContext) -> Fp8Options | None:
 
 
 def _transform_blocks(stages: Iterable[Stage], config: Config, *, context: ParallelContext) -> None:
-    """Recomputation, offload and compilation of blocks.
+    """Recomputation, compilation, CUDA graphs and offload of blocks.
 
-    The saved tensors of multi-token prediction stay on the device.
+    Multi-token prediction has neither graphs nor offload.
     """
     resolved = _with_compiler(config, context)
     modules = config.memory.recomputed_modules
@@ -321,7 +321,7 @@ def _transform_blocks(stages: Iterable[Stage], config: Config, *, context: Paral
         transform = partial(transform_blocks, config=resolved, recompute=stage.parallel.recompute)
         stage.layer_functions = transform(stage.layers.values())
         for layer in stage.mtp_layers:
-            layer.block_functions = transform([layer.block], transforms=WITHOUT_OFFLOAD)
+            layer.block_functions = transform([layer.block], transforms=MTP_TRANSFORMS)
 
 
 def _with_compiler(config: Config, context: ParallelContext) -> Config:

@@ -225,12 +225,12 @@ def test_flags_without_effect_are_counted_once():
 
 def test_what_megatron_saves_is_named_where_it_is_not_saved():
     notes = loaded(
-        f"--ddp-num-buckets 2 --manual-gc --enable-cuda-graph --ddp-num-buckets 2 --megatron-defaults {GPT3}"
+        f"--ddp-num-buckets 2 --manual-gc --mlp-chunks-for-training 2 --ddp-num-buckets 2 --megatron-defaults {GPT3}"
     ).notes
     (note,) = [note for note in notes if note.startswith("Megatron-LM saves")]
     assert (
         note.count("--ddp-num-buckets (") == 1
-        and "--enable-cuda-graph (there are no CUDA graphs" in note
+        and "--mlp-chunks-for-training (an MLP computes all tokens" in note
     )
     assert "2 flags tune parts of Megatron-LM that do not exist here" in notes
 

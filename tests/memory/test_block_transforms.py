@@ -14,6 +14,7 @@ from nanotrain.memory.block_transforms import (
     BlockTransform,
     compile_blocks,
     describe_activations,
+    graph_blocks,
     offload_blocks,
     recompute_blocks,
     recompute_parts,
@@ -56,8 +57,14 @@ def config_of(**memory: object) -> Config:
     return config_from_dict({"memory": memory})
 
 
-def test_the_list_is_recompute_compile_offload_recompute_and_all_are_off_by_default():
-    transforms = [recompute_parts, compile_blocks, offload_blocks, recompute_blocks]
+def test_the_transforms_are_in_their_order_and_all_are_off_by_default():
+    transforms = [
+        recompute_parts,
+        compile_blocks,
+        graph_blocks,
+        offload_blocks,
+        recompute_blocks,
+    ]
     assert [transform.apply for transform in BLOCK_TRANSFORMS] == transforms
     block = Block()
     assert transform_blocks([block], Config(), recompute=Recompute()) == [block]
@@ -109,9 +116,10 @@ def test_a_stage_without_blocks_is_left_as_it_is():
 def test_flags_enable_them():
     compiled = with_values(Config(), {"train.torch_compile": True})
     full, selective = (config_of(recompute_granularity=name) for name in ("full", "selective"))
-    configs = compiled, config_of(cpu_offloading=True), full, selective
+    graphed = with_values(Config(), {"train.cuda_graph_impl": "local"})
+    configs = compiled, graphed, config_of(cpu_offloading=True), full, selective
     enabled = [[transform.is_enabled(c) for transform in BLOCK_TRANSFORMS] for c in configs]
-    assert enabled == [[number == row for number in range(4)] for row in (1, 2, 3, 0)]
+    assert enabled == [[number == row for number in range(5)] for row in (1, 2, 3, 4, 0)]
 
 
 def test_an_added_transform_runs_in_its_place_in_the_list():

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from nanotrain.config.rules import (
     experts,
+    graphs,
     heads,
     layout,
     memory,
@@ -117,6 +118,11 @@ LAYOUT: Rules = (
     memory.check_offloading,
     memory.check_fp8_layers,
     memory.check_fp8_sizes,
+    graphs.check_graph_values,
+    graphs.check_graph_parts,
+    graphs.check_graph_layout,
+    graphs.check_graph_programs,
+    graphs.check_graph_attention,
 )
 # start, cpu and cuda: before a run (train/checks.py), on every device, on a CPU, on a GPU
 GROUPS: dict[str, Rules] = {

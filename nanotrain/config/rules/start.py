@@ -38,6 +38,12 @@ def check_cpu(c: Settings) -> Errors:
             fix="leave the flag out, or set --moe-hierarchical-dispatch 1 in its place, which "
             "sends the same rows by all-to-all",
         )
+    if c.train.cuda_graph_impl != "none":
+        yield ConfigError(
+            f"--cuda-graph-impl {c.train.cuda_graph_impl} has no effect",
+            why="the device is a CPU, which runs operators as they come",
+            fix="leave it out",
+        )
     snapshot = c.train.memory_snapshot_path
     if snapshot is not None:
         yield ConfigError(

@@ -56,6 +56,7 @@ UNUSED: tuple[Callable[[Settings], UnusedFields], ...] = (
     unused_layout.unused_axes,
     unused_layout.unused_stages,
     unused_layout.unused_recomputation,
+    unused_run.unused_graph_settings,
     unused_run.unused_final_decay,
     unused_run.unused_schedule,
     unused_run.unused_schedule_steps,

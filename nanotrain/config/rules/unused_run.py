@@ -17,6 +17,18 @@ def unused_final_decay(c: Settings) -> UnusedFields:
         )
 
 
+def unused_graph_settings(c: Settings) -> UnusedFields:
+    """Settings of CUDA graphs without graphs."""
+    if c.train.cuda_graph_impl == "none":
+        yield unused(
+            "cuda_graph_scope",
+            "cuda_graph_warmup_steps",
+            by="cuda_graph_impl",
+            why="it belongs to cuda_graph_impl local",
+            is_harmless=True,
+        )
+
+
 def unused_schedule(c: Settings) -> UnusedFields:
     """Lengths and minima of a schedule that never decays."""
     by = "lr_decay_style"

@@ -274,8 +274,16 @@ class DataParallel(ParamBuffer):
             start_write=start,
             mark_ready=partial(self._take_grad, name, param),
             start_write_ahead=partial(self._start_write_ahead, name),
+            memory=self._grad_memory(param, name),
             start_write_in_graph=partial(start, in_graph=True) if is_traced else None,
         )
+
+    def _grad_memory(self, param: nn.Parameter, name: str) -> Tensor | None:
+        """The elements of a gradient; None where buckets borrow their memory."""
+        if self.options.strategy.shard_grads:
+            return None
+        bucket = self._bucket_of[name]
+        return bucket.view(name, bucket.grads.full()).view(param.shape)
 
     def _build_buckets(self, precision: Precision) -> tuple[Bucket, ...]:
         all_params = self._build_param_stores()
