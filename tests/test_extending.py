@@ -27,7 +27,7 @@ from nanotrain.config.schema import KEYS
 from nanotrain.interop.hf.families import FAMILIES, load_families, model_from_hf
 from nanotrain.model.context import LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.transformer import MIXER_MODULES
+from nanotrain.model.sublayers import MIXER_MODULES
 from nanotrain.optim import OPTIMIZERS
 from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep

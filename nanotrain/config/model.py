@@ -87,6 +87,19 @@ class ModelConfig(ModelFields):
         return self.num_query_groups or self.num_attention_heads
 
     @property
+    def has_norm_weight(self) -> bool:
+        """Whether norms have weights."""
+        if self.normalization == "LayerNorm":
+            return self.layernorm_parameters != "none"
+        return self.normalization == "RMSNorm"
+
+    @property
+    def has_norm_bias(self) -> bool:
+        """Whether norms have biases."""
+        is_layer_norm = self.normalization == "LayerNorm"
+        return is_layer_norm and self.layernorm_parameters == "weight_and_bias"
+
+    @property
     def embedding_scale(self) -> float:
         """The factor on the word embeddings.
 

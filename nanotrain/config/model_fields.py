@@ -17,12 +17,14 @@ from nanotrain.config.layer_kinds import (
     MoEConfig,
     MTPConfig,
     NormPlacement,
+    ResidualType,
     SparseAttentionType,
 )
 from nanotrain.config.option import above, at_least, between, option, section
 
 PositionEmbedding = Literal["learned_absolute", "rope", "yarn", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm", "L2Norm"]
+LayerNormParameters = Literal["weight_and_bias", "weight", "none"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Activation = Literal[
     "gelu", "gelu_tanh", "swiglu", "squared_relu", "quick_geglu", "geglu_tanh", "xielu"
@@ -181,6 +183,9 @@ class ModelFields:
     normalization: Normalization = option("RMSNorm")
     """LayerNorm, RMSNorm or L2Norm (RMSNorm without weights, nanochat)"""
 
+    layernorm_parameters: LayerNormParameters = option("weight_and_bias")
+    """LayerNorm: weight_and_bias, weight (Cohere) or none (OLMo 1)"""
+
     norm_epsilon: float = option(1e-5, check=above(0))
     """added to the variance in every norm"""
 
@@ -190,6 +195,14 @@ class ModelFields:
     norm_placement: NormPlacement = option("pre")
     """norms of a block: pre (before attention and MLP), post (of their outputs, OLMo 2) or sandwich
     (both, Gemma 3)
+    """
+
+    residual_type: ResidualType = option("plain")
+    """plain (attention, then the MLP) or parallel (side by side, of one input: GPT-J, GPT-NeoX)"""
+
+    parallel_shared_norm: bool = option(False)
+    """residual_type parallel: attention and MLP read one norm (GPT-J, Cohere); off: each its own
+    (GPT-NeoX)
     """
 
     activation: Activation = option("swiglu")
@@ -209,6 +222,12 @@ class ModelFields:
 
     add_qkv_bias: bool = option(False)
     """biases on the query, key and value projections only (Qwen2)"""
+
+    add_mlp_bias: bool = option(False)
+    """biases on the projections of dense MLPs and shared experts only (GPT-J)"""
+
+    add_head_bias: bool = option(False)
+    """a bias on the logits (GPT-J, Phi)"""
 
     qk_layernorm: bool = option(False)
     """normalize each query and key head by a norm of the kind of the others (Qwen3)"""

@@ -98,9 +98,8 @@ def _is_local(block: nn.Module, path: str) -> bool:
 
 def _is_traced(block: nn.Module, path: str) -> bool:
     """Whether a compiled block has a function and its linear layers in its graphs."""
-    owner, _, _ = path.rpartition(".")
     functions = [attrgetter(path)(block)]
-    for module in attrgetter(owner)(block).modules():
+    for module in _owner(block, path).modules():
         if hasattr(module, "compute"):
             functions.append(module.compute)
     return all(map(_is_in_graphs, functions))
@@ -113,5 +112,11 @@ def _is_in_graphs(function: TensorFunction) -> bool:
 
 
 def _set(block: nn.Module, path: str, *, function: TensorFunction) -> None:
-    owner, _, name = path.rpartition(".")
-    setattr(attrgetter(owner)(block), name, function)
+    _, _, name = path.rpartition(".")
+    setattr(_owner(block, path), name, function)
+
+
+def _owner(block: nn.Module, path: str) -> Any:
+    """The module of a block that has a function: the block itself where the path is a name."""
+    owner, _, _ = path.rpartition(".")
+    return attrgetter(owner)(block) if owner else block

@@ -61,6 +61,7 @@ CHECKPOINTED = {
 NORMS = (
     Pair("attention_norm.forward", "attention.forward"),
     Pair("mlp_norm.forward", "mlp.forward"),
+    Pair("input_norm.forward", "attend_and_transform"),  # one norm of both
 )
 EXPERT_ACTIVATION = Pair("mlp.experts.activation", "mlp.experts.down.forward", inside="moe")
 # by name: pairs of functions

@@ -70,6 +70,7 @@ class Head(nn.Module):
 
     Args:
         weight: [Vp/tp, H]; None where the word embedding is passed to every call (tied).
+        bias: [Vp/tp]; None where the logits have none.
         vocabulary: V, scaling and softcap of the logits.
         tensor_parallel: shards the vocabulary.
     """
@@ -77,12 +78,14 @@ class Head(nn.Module):
     def __init__(
         self,
         weight: nn.Parameter | None,
+        bias: nn.Parameter | None = None,
         *,
         vocabulary: Vocabulary,
         tensor_parallel: TensorParallel,
     ) -> None:
         super().__init__()
         self.weight = weight
+        self.bias = bias
         self.vocabulary = vocabulary
         self.tensor_parallel = tensor_parallel
         self.reads_shared = weight is None  # FSDP: this unit also reads the word embedding
@@ -113,13 +116,15 @@ class Head(nn.Module):
             targets=targets,
             vocabulary=self.vocabulary,
             group=self.tensor_parallel.group,
+            bias=self.bias,
         )
 
     def logits(self, hidden: Tensor, *, tied: nn.Parameter | None) -> Tensor:
         """[..., H] -> [..., V] without padding, gathered over tp; without sequence parallelism."""
         assert not self.tensor_parallel.sequence_parallel, "a rank has the logits of all tokens"
         size = self.vocabulary.size
-        local = F.linear(self.tensor_parallel.enter(hidden), self._weight(tied)[:size])
+        bias = None if self.bias is None else self.bias[:size]
+        local = F.linear(self.tensor_parallel.enter(hidden), self._weight(tied)[:size], bias)
         capped = self.vocabulary.cap(local)
         gathered = concat_along(capped, self.tensor_parallel.group, dim=local.ndim - 1)
         return gathered[..., :size]

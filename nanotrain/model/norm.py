@@ -24,10 +24,15 @@ from nanotrain.precision.dtypes import as_fp32
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(var + eps) * weight + bias (Ba et al. 2016)."""
+    """(x - mean) / sqrt(var + eps) * weight + bias (Ba et al. 2016); None: without them."""
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter, *, eps: float, is_offset: bool = False
+        self,
+        weight: nn.Parameter | None,
+        bias: nn.Parameter | None,
+        *,
+        eps: float,
+        is_offset: bool = False,
     ) -> None:
         super().__init__()
         self.weight = weight
@@ -37,11 +42,12 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], same dtype."""
-        if self.is_offset:
+        size = x.shape[-1:]
+        if self.is_offset and self.weight is not None:
             weight = as_fp32(self.weight) + 1
-            bias = as_fp32(self.bias)
-            return F.layer_norm(as_fp32(x), weight.shape, weight, bias, self.eps).to(x.dtype)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+            bias = None if self.bias is None else as_fp32(self.bias)
+            return F.layer_norm(as_fp32(x), size, weight, bias, self.eps).to(x.dtype)
+        return F.layer_norm(x, size, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.Module):
@@ -183,15 +189,14 @@ def build_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
         model_config: kind and epsilon.
         params: weight, and the bias of a LayerNorm.
     """
-    eps = model_config.norm_epsilon
-    is_offset = model_config.apply_layernorm_1p
-    if model_config.normalization == "L2Norm":
-        return RMSNorm(None, eps=eps)
-    if not params:
+    if model_config.has_norm_weight and not params:
         return nn.Identity()
+    eps = model_config.norm_epsilon
+    is_offset = model_config.has_norm_weight and model_config.apply_layernorm_1p
+    weight = params.get("weight") if model_config.has_norm_weight else None
     if model_config.normalization == "LayerNorm":
-        return LayerNorm(params["weight"], params["bias"], eps=eps, is_offset=is_offset)
-    return RMSNorm(params["weight"], eps=eps, is_offset=is_offset)
+        return LayerNorm(weight, params.get("bias"), eps=eps, is_offset=is_offset)
+    return RMSNorm(weight, eps=eps, is_offset=is_offset)
 
 
 def build_post_norm(model_config: ModelConfig, params: Parameters, *, half: str) -> nn.Module:

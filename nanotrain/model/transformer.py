@@ -4,15 +4,16 @@
     HalfBlock       one of the two, in models with a hybrid layer pattern
     ScaledBlock     a block, times a learned number
     ShortcutBlock   two blocks; the experts of the first are added at the end of the second
+    BLOCKS          all kinds of blocks by the kind of their residual connections
     Stage           the layers of one pipeline rank; without pipeline parallelism the full model
 
     tokens -> [embedding] -> layers.{first}..{last-1} -> [final_norm -> head] -> loss
               first stage                                 last stage
 
-The other files of the package hold the embedding and the head (ends.py), the token mixers
-(MIXER_MODULES), norms (norm.py), rotary positions (rope.py), MLPs (mlp.py), experts (moe.py) and
-multi-token prediction (mtp.py). Parameters are declared in spec/parameters.py and created on the
-meta device. Their names are global on every stage.
+The other files of the package hold the embedding and the head (ends.py), the mixer and the MLP of
+a block (sublayers.py), norms (norm.py), rotary positions (rope.py), MLPs (mlp.py), experts (moe.py)
+and multi-token prediction (mtp.py). Parameters are declared in spec/parameters.py and created on
+the meta device. Their names are global on every stage.
 
     B batch   S sequence   H hidden   V vocabulary   Vp vocabulary with padding
 """
@@ -25,8 +26,6 @@ from torch import Tensor, nn
 
 from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
-from nanotrain.model.attention import Attention
-from nanotrain.model.attention_mamba import AttentionMamba2
 from nanotrain.model.context import (
     AttentionInputs,
     BatchContext,
@@ -37,20 +36,15 @@ from nanotrain.model.context import (
     MaskPlanner,
     ModelParallel,
 )
-from nanotrain.model.delta_net import GatedDeltaNet, KimiDeltaAttention
-from nanotrain.model.dsa import SparseLatentAttention
 from nanotrain.model.ends import Embedding, Head
-from nanotrain.model.mamba import Mamba2
-from nanotrain.model.mla import MultiLatentAttention
-from nanotrain.model.mlp import build_mlp
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.mtp import MTPLayer
-from nanotrain.model.norm import LearnedScale, build_norm, build_post_norm
+from nanotrain.model.norm import LearnedScale, build_norm
+from nanotrain.model.parallel_block import ParallelBlock
 from nanotrain.model.parameters import Parameters
 from nanotrain.model.rope import PositionTables
-from nanotrain.model.shared_kv import SharedKVAttention
 from nanotrain.model.shared_state import StageMessages, State
-from nanotrain.model.short_conv import ShortConv
+from nanotrain.model.sublayers import Sublayers
 from nanotrain.parallel.tp.loss import (
     Vocabulary,
 )
@@ -61,30 +55,8 @@ from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
-
-    With `norm_placement` the outputs of attention and MLP are normalized too, or only these.
-
-    Args:
-        model_config: configuration of the model.
-        params: attention, mlp, and the declared norms before and after them.
-        parallel: groups of the layers.
-        layer: index in the model.
-    """
-
-    def __init__(
-        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
-    ) -> None:
-        super().__init__()
-        self.attention_norm = build_norm(model_config, params.submodule("attention_norm"))
-        self.attention = build_mixer(
-            model_config, params.submodule("attention"), parallel=parallel, layer=layer
-        )
-        self.attention_post_norm = build_post_norm(model_config, params, half="attention")
-        self.mlp_norm = build_norm(model_config, params.submodule("mlp_norm"))
-        self.mlp = build_mlp(model_config, params.submodule("mlp"), parallel=parallel, layer=layer)
-        self.mlp_post_norm = build_post_norm(model_config, params, half="mlp")
+class Block(Sublayers):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
@@ -155,32 +127,23 @@ class ShortcutBlock(Block):
         return x + self.mlp_post_norm(finish())
 
 
-class HalfBlock(nn.Module):
+class HalfBlock(Sublayers):
     """x + attention(norm(x)), or x + mlp(norm(x)): one half of a `Block`, with the same names."""
-
-    def __init__(
-        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
-    ) -> None:
-        super().__init__()
-        self.is_attention = bool(params.submodule("attention"))
-        if self.is_attention:
-            self.attention_norm = build_norm(model_config, params.submodule("attention_norm"))
-            self.attention = build_mixer(
-                model_config, params.submodule("attention"), parallel=parallel, layer=layer
-            )
-            self.attention_post_norm = build_post_norm(model_config, params, half="attention")
-        else:
-            self.mlp_norm = build_norm(model_config, params.submodule("mlp_norm"))
-            self.mlp = build_mlp(
-                model_config, params.submodule("mlp"), parallel=parallel, layer=layer
-            )
-            self.mlp_post_norm = build_post_norm(model_config, params, half="mlp")
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
-        if self.is_attention:
-            return x + self.attention_post_norm(self.attention(self.attention_norm(x), context))
-        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x), context))
+        if hasattr(self, "attention"):
+            return x + self.attend(x, context)
+        return x + self.transform(x, context)
+
+
+def build_plain_block(
+    model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
+) -> nn.Module:
+    """A block, or a half of one where the layer has one sublayer."""
+    is_half = None in ModelShape.of(model_config).kinds(layer)
+    kind = HalfBlock if is_half else Block
+    return kind(model_config, params, parallel=parallel, layer=layer)
 
 
 class Stage(nn.Module):
@@ -232,7 +195,10 @@ class Stage(nn.Module):
                 shape.vocab_size, model_config.final_logit_softcapping, model_config.logits_scaling
             )
             self.head = Head(
-                declared.get("head.weight"), vocabulary=vocabulary, tensor_parallel=parallel.tp
+                declared.get("head.weight"),
+                declared.get("head.bias"),
+                vocabulary=vocabulary,
+                tensor_parallel=parallel.tp,
             )
         self.mtp = nn.ModuleDict()
         for depth, layer in enumerate(mtp_layers):
@@ -412,44 +378,24 @@ def build_stage(
     return Stage(model_config, spec, params=params, parallel=ModelParallel.single_rank())
 
 
+# by the names in `ModelShape.residual`: __init__(model_config, params, *, parallel, layer),
+# forward(x, context)
+BLOCKS: dict[str, Callable[..., nn.Module]] = {
+    "plain": build_plain_block,
+    "shortcut": ShortcutBlock,
+    "layer_scale": ScaledBlock,
+    "parallel": ParallelBlock,
+}
+
+
 def build_block(
     model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
 ) -> nn.Module:
     """The block of a layer, by its index in the model."""
-    shape = ModelShape.of(model_config)
-    kind: type[nn.Module] = Block
-    if None in shape.kinds(layer):
-        kind = HalfBlock
-    elif len(shape.blocks(layer)) > 1:
-        kind = ShortcutBlock
-    elif shape.layer_scale:
-        kind = ScaledBlock
-    block = kind(model_config, params, parallel=parallel.for_layer(layer), layer=layer)
+    residual = ModelShape.of(model_config).residual(layer)
+    build = BLOCKS[residual]
+    block = build(model_config, params, parallel=parallel.for_layer(layer), layer=layer)
     if model_config.has_dropout:
         # outside of compiled graphs, see `DropoutContext.for_layer`
         block.register_forward_pre_hook(lambda _, args: (args[0], args[1].for_layer(layer)))
     return block
-
-
-# by the kinds of spec/kinds.MIXERS: __init__(model_config, params, *, parallel, layer),
-# forward(hidden, context)
-MIXER_MODULES: dict[str, type[nn.Module]] = {
-    "attention": Attention,
-    "shared_kv": SharedKVAttention,
-    "mla": MultiLatentAttention,
-    "dsa": SparseLatentAttention,
-    "gated_delta_net": GatedDeltaNet,
-    "kda": KimiDeltaAttention,
-    "mamba2": Mamba2,
-    "attention_mamba2": AttentionMamba2,
-    "short_conv": ShortConv,
-}
-
-
-def build_mixer(
-    model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
-) -> nn.Module:
-    """The token mixer of a layer: attention, or a kind in its place."""
-    mixer, _ = ModelShape.of(model_config).kinds(layer)
-    assert mixer is not None, "the layer is an MLP alone"
-    return MIXER_MODULES[mixer](model_config, params, parallel=parallel, layer=layer)

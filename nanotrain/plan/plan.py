@@ -159,8 +159,8 @@ class Plan:
         if self.shape.num_mtp_layers:
             # multi-token prediction reads embedding and head together with its own unit
             for bucket in layout.buckets:
-                if bucket.is_shared:
-                    shared_numel += numel.pop(min(bucket.units))
+                if bucket.is_shared:  # a head may have a weight and a bias
+                    shared_numel += numel.pop(min(bucket.units), 0)
         if not shared_numel and self.shape.is_tied and "head" in numel:
             # the final norm is gathered together with the embedding
             numel["head"] += numel.get("embedding", 0)

@@ -118,16 +118,26 @@ class Declaration:
             is_shared=self.shape.num_mtp_layers > 0,
         )
 
+    def vocab_bias(self) -> ParamSpec:
+        """The bias of the logits: one per token of the padded vocabulary."""
+        bias = self.vector("bias", self.shape.padded_vocab_size)
+        return replace(
+            bias,
+            shards=COLUMN_SHARDS,
+            is_embedding_or_output=True,
+            is_shared=self.shape.num_mtp_layers > 0,
+        )
+
 
 def norm(declare: Declaration, size: int) -> Specs:
-    """LayerNorm (weight and bias), RMSNorm (weight) or L2Norm (nothing).
+    """The weight and the bias of a LayerNorm or RMSNorm, where it has them.
 
     It is applied outside the tensor-parallel region.
     """
-    if declare.shape.normalization == "L2Norm":
+    if not declare.shape.has_norm_weight:
         return ()
     weight = declare.vector("weight", size, value=declare.shape.norm_init)
-    bias = declare.bias(size, exists=declare.shape.normalization == "LayerNorm")
+    bias = declare.bias(size, exists=declare.shape.has_norm_bias)
     return grouped("norms", summed((weight, *bias), declare.sequence_axes))
 
 

@@ -123,7 +123,8 @@ class LayerSizes:
     def casts_norm(self) -> bool:
         """Whether projections that alone read the layer's input normalize it in their casts."""
         has_norm, _ = self.shape.norms_of(self.layer)
-        return bool(self.cast_recipe) and has_norm and self.shape.normalization != "LayerNorm"
+        has_own_norm = has_norm and not self.shape.parallel_shared_norm
+        return bool(self.cast_recipe) and has_own_norm and self.shape.normalization != "LayerNorm"
 
     @property
     def casts_swiglu(self) -> bool:

@@ -5,14 +5,16 @@
     embedding, layer, mtp_layer   the parameters of one layer, named relative to it
 
 Allocation, counting, buffer layouts, checkpoints, initialization and Hugging Face names read these
-declarations. Token mixers and MLPs are in spec/kinds, linear layers in spec/declaration.py.
+declarations. Token mixers and MLPs are in spec/kinds, residual connections in spec/residuals,
+linear layers in spec/declaration.py.
 """
 
 from dataclasses import replace
 from functools import lru_cache
 
-from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, norm, summed
-from nanotrain.spec.kinds import MIXERS, MLPS
+from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, norm
+from nanotrain.spec.kinds.block import sublayers
+from nanotrain.spec.residuals import RESIDUALS
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.stages import StageSpec
 
@@ -58,6 +60,8 @@ def _head_and_mtp(declare: Declaration) -> Specs:
     specs = tuple(replace(spec, unit="head") for spec in final_norm)
     if not shape.is_tied:
         specs += _in_unit("head", grouped("head", [declare.vocab_parallel()]))
+    if shape.has_head_bias:
+        specs += _in_unit("head", grouped("head", [declare.vocab_bias()]))
     for depth, index in enumerate(shape.mtp_layers):
         specs += _in_unit(f"mtp.{depth}", mtp_layer(declare, index))
     return specs
@@ -85,39 +89,8 @@ def layer(declare: Declaration, index: int) -> Specs:
     """A layer, by its index in the model: a mixer, an MLP or both, once or twice."""
     shape = declare.shape
     declare = replace(declare, shape=shape.for_layer(index))
-    first, *second = shape.blocks(index)
-    specs = _block(declare, index, kinds=first)
-    for kinds in second:
-        specs += nest("second", _block(declare, index, kinds=kinds))
-    if shape.layer_scale:
-        scale = summed([declare.vector("weight", 1, value=1.0)], declare.sequence_axes)
-        specs += nest("layer_scale", grouped("norms", scale))
-    return specs
-
-
-def _block(declare: Declaration, index: int, *, kinds: tuple[str | None, str | None]) -> Specs:
-    """A token mixer and an MLP, with their norms."""
-    mixer, mlp = kinds
-    specs: Specs = ()
-    if mixer is not None:
-        inner = grouped("attention", MIXERS[mixer].declare(declare))
-        specs += _with_norms(declare, index, name="attention", inner=inner)
-    if mlp is not None:
-        inner = grouped("mlp", MLPS[mlp].declare(declare))
-        specs += _with_norms(declare, index, name="mlp", inner=inner)
-    return specs
-
-
-def _with_norms(declare: Declaration, index: int, *, name: str, inner: Specs) -> Specs:
-    """A token mixer or an MLP with the norms of its input and of its output."""
-    has_pre, has_post = declare.shape.norms_of(index)
-    specs: Specs = ()
-    if has_pre:
-        specs += nest(f"{name}_norm", norm(declare, declare.shape.hidden_size))
-    specs += nest(name, inner)
-    if has_post:
-        specs += nest(f"{name}_post_norm", norm(declare, declare.shape.hidden_size))
-    return specs
+    residual = RESIDUALS[shape.residual(index)]
+    return residual.declare(declare, sublayers(shape, index), index=index)
 
 
 def mtp_layer(declare: Declaration, index: int) -> Specs:

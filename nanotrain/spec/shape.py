@@ -52,14 +52,19 @@ class ModelShape:
     activation: str  # of MLPs and experts
     has_linear_bias: bool  # biases on every linear layer but the head
     has_qkv_bias: bool  # biases on query, key and value
-    # norms have a weight, a weight and a bias (LayerNorm), or nothing (L2Norm)
+    has_mlp_bias: bool  # biases on the projections of dense MLPs and shared experts
+    has_head_bias: bool  # a bias on the logits
     normalization: Normalization
+    has_norm_weight: bool  # norms have weights
+    has_norm_bias: bool  # and biases, as LayerNorm
     has_qk_norm: bool  # a norm per query and key head, of the kind of the others
     has_wide_qk_norm: bool  # one RMSNorm over all query heads and one over all key heads
     # an RMSNorm without weights per query and key head, in layers with rotary positions
     qk_l2_norm: bool
     norm_placement: NormPlacement  # of the inputs of attention and MLP, of their outputs, or both
     norm_init: float  # initial value of norm weights
+    residual_type: str  # kind of residual connections; spec/residuals
+    parallel_shared_norm: bool  # attention and MLP side by side read one norm
     has_sink: bool  # a learned score per query head that every query attends to
     is_tied: bool  # the head reads the word embedding
     init_std: float  # standard deviation of the initial weights
@@ -124,6 +129,7 @@ class ModelShape:
         if model_config.position_embedding_type == "learned_absolute":
             num_positions = model_config.max_position_embeddings
         has_qkv_bias = model_config.add_bias_linear or model_config.add_qkv_bias
+        has_mlp_bias = model_config.add_bias_linear or model_config.add_mlp_bias
         has_wide_qk_norm = model_config.qk_layernorm and model_config.qk_layernorm_across_heads
         has_qk_norm = model_config.qk_layernorm and not model_config.qk_layernorm_across_heads
         norm_init = 0.0 if model_config.apply_layernorm_1p else 1.0
@@ -137,6 +143,8 @@ class ModelShape:
             has_rotary=model_config.has_rope,
             has_linear_bias=model_config.add_bias_linear,
             has_qkv_bias=has_qkv_bias,
+            has_mlp_bias=has_mlp_bias,
+            has_head_bias=model_config.add_head_bias,
             has_qk_norm=has_qk_norm,
             has_wide_qk_norm=has_wide_qk_norm,
             norm_init=norm_init,
@@ -172,6 +180,12 @@ class ModelShape:
         if has_shortcut:
             return (mixer, mlp), (mixer, "dense")
         return ((mixer, mlp),)
+
+    def residual(self, layer: int) -> str:
+        """The kind of residual connections of a layer, by its index in the model."""
+        if len(self.blocks(layer)) > 1:
+            return "shortcut"
+        return "layer_scale" if self.layer_scale else self.residual_type
 
     def for_layer(self, layer: int) -> Self:
         """The shape with the heads, sinks and norms of heads of a layer, by its index in the

@@ -11,7 +11,15 @@ from nanotrain.model.transformer import build_stage
 from tests.plan.test_saved_bytes import MODELS, SIZES
 from tests.train.saved_tensors import config_of
 
-BLOCKS = ("output gate", "shared", "mla", "kda", "attention beside Mamba-2", "short convolution")
+BLOCKS = (
+    "output gate",
+    "shared",
+    "mla",
+    "kda",
+    "attention beside Mamba-2",
+    "short convolution",
+    "side by side, one norm",
+)
 
 
 def test_every_module_has_functions() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from nanotrain.config.model import ModelConfig
 from nanotrain.model.context import ModelParallel
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.transformer import build_mixer
+from nanotrain.model.sublayers import build_mixer
 from nanotrain.spec.declaration import Declaration
 from nanotrain.spec.kinds import MIXERS
 from nanotrain.spec.shape import ModelShape

@@ -12,9 +12,10 @@ from torch import nn
 from nanotrain.attention.sdpa import SDPAttention
 from nanotrain.config.model import ModelConfig
 from nanotrain.data.batch import Batch
+from nanotrain.model.attention import Attention
 from nanotrain.model.context import AttentionInputs, BatchContext, LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.transformer import Attention, Stage, build_stage
+from nanotrain.model.transformer import Stage, build_stage
 from nanotrain.spec.stages import StageSpec, split_layers
 from tests.model.building import (
     GPT2,

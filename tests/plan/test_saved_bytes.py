@@ -83,6 +83,9 @@ MODELS = {
     "sparse attention": DSA,
     "attention beside Mamba-2": "--linear-attention-type attention_mamba2 --mamba-num-groups 2 --mamba-head-dim 16 "
     "--mamba-state-dim 16 --mamba-multipliers 0.5 1 1 1 2 --mlp-gate-multiplier 1.2",
+    "side by side": f"{GPT2} --residual-type parallel",
+    "side by side, one norm": f"{LLAMA} --residual-type parallel --parallel-shared-norm --add-head-bias "
+    "--normalization LayerNorm --layernorm-parameters weight --add-mlp-bias",
     "half layers": f"--linear-attention-type short_conv --num-layers 3 --hybrid-layer-pattern -*G {LLAMA}",
 }
 # of these every byte is planned; others have fp32 copies of weights, routed tokens or scans
@@ -98,6 +101,8 @@ EXACT = {
     "math",
     "output gate",
     "sparse attention",
+    "side by side",
+    "side by side, one norm",
     "half layers",
 }
 LAYOUTS = {
@@ -124,6 +129,7 @@ RECOMPUTED = [
     ("qwen3", "", f"{SELECTIVE} layernorm mlp core_attn"),
     ("qwen3", "--bf16", f"{SELECTIVE} pointwise"),
     ("output gate", "", f"{SELECTIVE} pointwise"),
+    ("side by side, one norm", "--bf16", f"{SELECTIVE} pointwise"),
     ("shared", "", f"{SELECTIVE} moe_act layernorm"),
     ("shared", "", f"{FULL} --recompute-method block --recompute-num-layers 2"),
     ("llama", "--bf16", f"{SELECTIVE} core_attn"),
@@ -144,6 +150,7 @@ RECOMPUTED = [
     ("shared keys", "--bf16", f"{SELECTIVE} core_attn"),
     ("shortcut", "--bf16", f"{SELECTIVE} core_attn moe_act mlp"),
     ("shortcut", "", FULL),
+    ("side by side", "", f"{SELECTIVE} layernorm mlp core_attn"),
 ]
 
 

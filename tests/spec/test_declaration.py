@@ -6,7 +6,7 @@ from typing import get_args
 
 from nanotrain.config.layer_kinds import LinearAttentionType
 from nanotrain.config.model import ModelConfig
-from nanotrain.model.transformer import MIXER_MODULES
+from nanotrain.model.sublayers import MIXER_MODULES
 from nanotrain.spec.declaration import Declaration
 from nanotrain.spec.kinds import MIXERS
 from nanotrain.spec.params import Shard, Uniform

@@ -178,11 +178,14 @@ def check_values_and_norms(c: Settings) -> Errors:
             why="which sizes fp8 can multiply is checked for values as wide as keys",
             fix="leave out --fp8-format or --value-channels",
         )
-    if model.normalization == "L2Norm" and model.norm_placement != "pre":
+    if not model.has_norm_weight and model.norm_placement != "pre":
+        norms = f"normalization {model.normalization}"
+        if model.normalization == "LayerNorm":
+            norms = f"layernorm_parameters {model.layernorm_parameters}"
         yield ConfigError(
-            f"normalization L2Norm with norm_placement {model.norm_placement}",
+            f"{norms} with norm_placement {model.norm_placement}",
             why="norms without weights are those of the inputs of attention and MLP",
-            fix="set --normalization RMSNorm or --norm-placement pre",
+            fix="choose norms with weights (--normalization RMSNorm) or --norm-placement pre",
         )
     if model.activation == "xielu" and c.has_experts:
         yield ConfigError(

@@ -228,8 +228,15 @@ def unused_heads(c: Settings) -> UnusedFields:
 def unused_query_norms(c: Settings) -> UnusedFields:
     """Weights of norms, norms of queries and keys, and other settings of the scores."""
     by_mla = "multi_latent_attention"
-    if c.model.normalization == "L2Norm" and not c.model.qk_layernorm_across_heads:
-        yield unused("apply_layernorm_1p", by="normalization", why="norms have no weights")
+    if not c.model.has_norm_weight and not c.model.qk_layernorm_across_heads:
+        by = ("normalization", "layernorm_parameters")
+        yield unused("apply_layernorm_1p", by=by, why="norms have no weights")
+    if c.model.normalization != "LayerNorm":
+        yield unused(
+            "layernorm_parameters",
+            by="normalization",
+            why="it belongs to normalization LayerNorm",
+        )
     if not c.model.qk_layernorm:
         yield unused(
             "qk_layernorm_across_heads",
@@ -278,8 +285,17 @@ def unused_position_ids(c: Settings) -> UnusedFields:
     if c.model.add_bias_linear:
         yield unused(
             "add_qkv_bias",
+            "add_mlp_bias",
             by="add_bias_linear",
             why="add_bias_linear already adds these biases",
+        )
+
+
+def unused_residual(c: Settings) -> UnusedFields:
+    """Settings of a kind of residual connections that the model does not have."""
+    if c.model.residual_type != "parallel":
+        yield unused(
+            "parallel_shared_norm", by="residual_type", why="it belongs to residual_type parallel"
         )
 
 

@@ -219,13 +219,13 @@ class BufferLayout:
         for bucket in reversed(self.buckets):
             (unit,) = bucket.units
             if bucket.is_shared:
-                block = f"shared {unit}"
-                start = 0
+                unit = f"shared {unit}"
+                block = unit
             else:
                 next_block = str(len(block_of_unit) % num_blocks)
                 block = block_of_unit.setdefault(unit, next_block)
-                start = filled[unit]
-                filled[unit] += bucket.numel
+            start = filled[unit]
+            filled[unit] += bucket.numel
             ranges.append(BlockRange(block, start))
             numel[block] = max(numel.get(block, 0), start + bucket.numel)
         return GatherBlocks(numel, tuple(reversed(ranges)))

@@ -94,9 +94,15 @@ class Targets:
 
 @eager  # collectives stay out of compiled graphs
 def vocab_parallel_cross_entropy(
-    hidden: Tensor, weight: Tensor, *, targets: Targets, vocabulary: Vocabulary, group: Group
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    targets: Targets,
+    vocabulary: Vocabulary,
+    group: Group,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """The sum over unmasked tokens of -log softmax(hidden @ weight.T)[label].
+    """The sum over unmasked tokens of -log softmax(hidden @ weight.T + bias)[label].
 
     Padding is not part of the softmax.
 
@@ -106,24 +112,32 @@ def vocab_parallel_cross_entropy(
         targets: labels and mask.
         vocabulary: V, scaling and softcap of the logits.
         group: shards the vocabulary.
+        bias: [Vp/tp], the local shard; None for none.
 
     Returns:
         fp32 scalar, the same on every rank of the group.
     """
     shard = _VocabShard.of(weight, vocabulary, group=group)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        loss: Tensor = _VocabParallelCrossEntropy.apply(hidden, weight, targets, shard)
+        loss: Tensor = _VocabParallelCrossEntropy.apply(hidden, weight, bias, targets, shard)
         return loss
-    return _evaluate(hidden, weight, targets=targets, shard=shard)
+    return _evaluate(hidden, weight, bias=bias, targets=targets, shard=shard)
 
 
-def _evaluate(hidden: Tensor, weight: Tensor, *, targets: Targets, shard: "_VocabShard") -> Tensor:
+def _evaluate(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None,
+    targets: Targets,
+    shard: "_VocabShard",
+) -> Tensor:
     """The loss without gradients."""
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for chunk in _token_chunks(hidden, shard, is_training=False):
         target = shard.locate(targets.labels[chunk])
         mask = targets.loss_mask[chunk]
-        log_probs = shard.log_probs(hidden[chunk], weight)
+        log_probs = shard.log_probs(hidden[chunk], weight, bias=bias)
         picked = target.pick(log_probs, mask)
         total -= picked.sum()
         if targets.groups is not None:
@@ -183,16 +197,17 @@ class _VocabShard:
             is_local = torch.zeros_like(is_local)
         return _Target(column.clamp(0, self.num_tokens - 1), is_local.float())
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor:
         """[t, H] -> [t, num_tokens], scaled and soft-capped."""
-        logits = self.vocabulary.cap(F.linear(hidden, weight[: self.num_tokens]))
+        used_bias = None if bias is None else bias[: self.num_tokens]
+        logits = self.vocabulary.cap(F.linear(hidden, weight[: self.num_tokens], used_bias))
         if self.is_padding:
             logits.fill_(torch.finfo(logits.dtype).min / 2)
         return logits
 
-    def log_probs(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def log_probs(self, hidden: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor:
         """[t, H] -> [t, num_tokens] fp32, normalized over the global vocabulary."""
-        return normalize(self.logits(hidden, weight), self.combine)
+        return normalize(self.logits(hidden, weight, bias=bias), self.combine)
 
     def combine(self, local: Tensor) -> Tensor:
         """[t, 1] log-sum-exp over this shard -> over all shards."""
@@ -215,7 +230,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Targets, shard: _VocabShard
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Targets,
+        shard: _VocabShard,
     ) -> Tensor:
         """Sum of the losses of hidden states [T, H]; only one chunk of logits exists at once."""
         used = weight[: shard.num_tokens]
@@ -226,10 +246,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         # fp32 also for bf16 weights, as it accumulates over chunks
         shape = weight.shape if needs_wgrad and buffer is None else (0, 0)
         grad_weight = torch.zeros(shape, dtype=torch.float32, device=weight.device)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for chunk in _token_chunks(hidden, shard):
             target = shard.locate(targets.labels[chunk])
             mask = targets.loss_mask[chunk]
-            logits = shard.logits(hidden[chunk], weight)
+            logits = shard.logits(hidden[chunk], weight, bias=bias)
             slope = shard.slope(logits)
             log_probs, grad_logits = softmax_gradient(
                 logits,
@@ -246,6 +267,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 targets.groups.add(-log_probs, counts, chunk=chunk)
             if slope is not None:
                 grad_logits *= slope
+            if grad_bias is not None:
+                weights = mask if buffer is None else torch.ones_like(mask)
+                grad_bias[: shard.num_tokens] += weights @ grad_logits.float()
             cast_grad = grad_logits.to(hidden.dtype)
             if buffer is not None:
                 if needs_dgrad:
@@ -258,25 +282,32 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 if needs_wgrad:
                     wgrad(cast_grad, hidden[chunk] * scale, add_to=grad_weight[: shard.num_tokens])
             del grad_logits, cast_grad  # before the logits of the next chunk
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.param = weight
         ctx.is_complete = buffer is not None
         return start_all_reduce(total, shard.group).wait()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the forward, times the gradient of the loss."""
         # In place, as these are the largest tensors of a step; autograd refuses a second backward.
-        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         if ctx.is_complete:
-            return grad_hidden, None, None, None
+            return grad_hidden, None, _cast(grad_bias, ctx.param), None, None
         scale = grads[0]
         grad_hidden.mul_(scale)
+        if grad_bias is not None:
+            grad_bias = _cast(grad_bias.mul_(scale), ctx.param)
         if not ctx.needs_input_grad[1]:
-            return grad_hidden, None, None, None
+            return grad_hidden, None, grad_bias, None, None
         if _write_grad(grad_weight, scale, param=ctx.param):
-            return grad_hidden, None, None, None
-        return grad_hidden, grad_weight.mul_(scale), None, None
+            return grad_hidden, None, grad_bias, None, None
+        return grad_hidden, grad_weight.mul_(scale), grad_bias, None, None
+
+
+def _cast(grad: Tensor | None, param: Tensor) -> Tensor | None:
+    """A gradient in the dtype of a parameter."""
+    return None if grad is None else grad.to(param.dtype)
 
 
 @dataclass

@@ -40,7 +40,7 @@ def mlp(declare: Declaration, inner: int) -> Specs:
     """Up and down projections, with a gate or weights where the activation has them."""
     shape = declare.shape
     hidden = shape.hidden_size
-    has_bias = shape.has_linear_bias
+    has_bias = shape.has_mlp_bias
     up = declare.column_linear(inner, hidden, bias=has_bias)
     specs: Specs = ()
     if shape.is_gated:

@@ -1,0 +1,53 @@
+"""Rules between the kind of residual connections and the layers that have them."""
+
+from nanotrain.config.layer_kinds import linear_attention_kind
+from nanotrain.config.rules.settings import Errors, Settings
+from nanotrain.config.schema import typed
+from nanotrain.errors import ConfigError
+
+
+def check_parallel_residual(c: Settings) -> Errors:
+    """Attention and MLP side by side: every layer has both, of one input."""
+    if c.model.residual_type != "parallel":
+        return
+    if c.model.hybrid_layer_pattern is not None:
+        yield ConfigError(
+            f"residual_type parallel with hybrid_layer_pattern "
+            f"{typed(c.model.hybrid_layer_pattern)}",
+            why="every layer of a pattern is attention or an MLP alone",
+            fix="leave --residual-type or --hybrid-layer-pattern out",
+        )
+    if c.moe.shortcut:
+        yield ConfigError(
+            "residual_type parallel with moe_shortcut",
+            why="the experts of a shortcut read the sum of x and attention",
+            fix="leave --residual-type or --moe-shortcut out",
+        )
+
+
+def check_scaled_layers(c: Settings) -> Errors:
+    """The factor of hidden states after a layer."""
+    kind = c.model.residual_type
+    if c.model.layer_scale and kind != "plain":
+        yield ConfigError(
+            f"layer_scale with residual_type {kind}",
+            why="the factor follows an MLP that reads the output of attention",
+            fix="leave --layer-scale or --residual-type out",
+        )
+
+
+def check_shared_norm(c: Settings) -> Errors:
+    """One norm of the inputs of attention and MLP."""
+    model = c.model
+    if model.residual_type != "parallel" or not model.parallel_shared_norm:
+        return
+    placements = [model.norm_placement]
+    kind = linear_attention_kind(model.linear_attention_type)
+    if kind is not None and kind.has_delta_rule and c.linear.norm_placement is not None:
+        placements.append(c.linear.norm_placement)
+    if "post" in placements:
+        yield ConfigError(
+            "parallel_shared_norm with norm_placement post",
+            why="the inputs of attention and MLP have no norm that they could share",
+            fix="leave --parallel-shared-norm out, or set the norms of all layers to pre",
+        )

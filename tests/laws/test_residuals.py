@@ -1,0 +1,93 @@
+"""Laws L1 to L7 for kinds of residual connections, in the layouts of test_layer_kinds.py."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.laws.compare import assert_alike
+from tests.laws.test_layer_kinds import DOCUMENTS, LAYOUTS, WIDER, KindLayout, name_of
+from tests.laws.test_model_features import (
+    EXPERTS,
+    OPTIM,
+    Trained,
+    assert_equal_to_one_rank,
+    train_in_every_way,
+)
+from tests.laws.worlds import Case, train_cases
+
+# two layers each
+MODELS: dict[str, dict[str, Any]] = {
+    "side by side, one norm": EXPERTS
+    | {
+        "residual_type": "parallel",
+        "parallel_shared_norm": True,
+        "normalization": "LayerNorm",
+        "layernorm_parameters": "weight",
+        "add_qkv_bias": True,
+        "add_mlp_bias": True,
+        "add_head_bias": True,
+        "moe_layer_freq": "2",
+        "hidden_dropout": 0.1,
+    },
+    "side by side, two norms": {
+        "residual_type": "parallel",
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+        "add_head_bias": True,
+        "untie_embeddings_and_output_weights": True,
+        "activation": "gelu",
+        "mtp_num_layers": 1,
+    },
+}
+# for pipelines: four layers each
+DEEP = {f"{name}, four layers": fields | {"num_layers": 4} for name, fields in MODELS.items()}
+ALL = MODELS | DEEP
+BATCH = {"global_batch": 4}
+
+
+class ResidualLayout(KindLayout):
+    """A layout that trains models of `ALL` on samples with documents."""
+
+    def case(self, model: str) -> Case:
+        return super(KindLayout, self).case(model).but(model=ALL[model], data=DOCUMENTS)
+
+
+def with_residuals(layout: KindLayout) -> ResidualLayout:
+    """A layout of other kinds with the models of this file."""
+    models = tuple(DEEP if "pp" in layout.sizes else MODELS)
+    fields = {name: getattr(layout, name) for name in vars(layout)}
+    return ResidualLayout(**fields | {"models": models})
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Trained]]:
+    """Checkpoints of one rank and what it computes."""
+    folder = tmp_path_factory.mktemp("one-rank")
+    single = replace(with_residuals(LAYOUTS[0]), num_ranks=1, sizes={}, options={})
+    single = replace(single, recompute="full", num_microbatches=1, models=tuple(ALL))
+    return folder, run_ranks(1, train_in_every_way, single, folder, None, shares=True)[0]
+
+
+@pytest.mark.parametrize("layout", [with_residuals(layout) for layout in LAYOUTS], ids=name_of)
+def test_a_layout_keeps_the_laws_with_every_residual(
+    layout: ResidualLayout, one_rank: tuple[Path, dict[str, Trained]], tmp_path: Path
+) -> None:
+    folder, single = one_rank
+    by_rank = run_ranks(
+        layout.num_ranks, train_in_every_way, layout, tmp_path, folder, **layout.sizes, shares=True
+    )
+    assert_equal_to_one_rank(by_rank, single, layout)
+
+
+@pytest.mark.parametrize("layout", [with_residuals(layout) for layout in WIDER], ids=name_of)
+def test_more_ranks_train_every_residual_as_one_rank_does(
+    layout: ResidualLayout, one_rank: tuple[Path, dict[str, Trained]]
+) -> None:
+    cases = [layout.case(model) for model in MODELS]
+    by_rank = run_ranks(layout.num_ranks, train_cases, cases, **layout.sizes, shares=True)
+    for model, *outcomes in zip(MODELS, *by_rank, strict=True):
+        single = one_rank[1][model].outcome
+        assert_alike(outcomes, [single], row=f"{model} {name_of(layout)}", lr=OPTIM["lr"], **BATCH)
