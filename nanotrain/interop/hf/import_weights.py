@@ -78,7 +78,8 @@ class WeightReader:
         for copies in mtp_copies(model_config, family).values():
             needless.update(copies)
         if "head.weight" not in self._mappings:
-            needless.add("lm_head.weight")  # files often have a tied head as well
+            # files often have a tied head as well
+            needless.update(("lm_head.weight", f"{family.ends['head']}.weight"))
         present = _relevant_shapes(self._files, self._mappings, family=family, needless=needless)
         _check_shapes(folder, tensor_shapes(self._mappings), present=present)
         _check_constants(self._files, constants)

@@ -3,7 +3,7 @@
 A part is a function that reads entries and one that writes them.
 
     PARTS   all parts by the names that families.yaml has for them; others are in positions.py,
-            windows.py, layer_types.py and experts.py
+            windows.py, layer_types.py, experts.py and residuals.py
 """
 
 from functools import partial
@@ -15,6 +15,7 @@ from nanotrain.interop.hf.gemma4 import GEMMA4_PARTS
 from nanotrain.interop.hf.layer_types import FULL, LAYER_PARTS
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.interop.hf.positions import POSITION_PARTS
+from nanotrain.interop.hf.residuals import RESIDUAL_PARTS
 from nanotrain.interop.hf.windows import WINDOW_PARTS
 
 
@@ -116,5 +117,6 @@ PARTS: dict[str, Part] = {
     **GEMMA4_PARTS,
     **LAYER_PARTS,
     **POSITION_PARTS,
+    **RESIDUAL_PARTS,
     **WINDOW_PARTS,
 }

@@ -43,6 +43,8 @@ ROWS_COMPARED = 4096  # rows of embedding and head that are compared
 FLOATS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # names in files and configurations
 SCALE = "_scale_inv"  # ending of the names of block factors
 
+HEADS = ("lm_head.", "embed_out.")  # names of output layers, which have no prefix
+
 
 class BlockSize(NamedTuple):
     """The size of a block of weights with one factor."""
@@ -142,7 +144,7 @@ class WeightFiles:
         for path in _weight_files(folder):
             for stored_name, tensor in _open(path).items():
                 name = stored_name.replace(TEXT_MODEL, "", 1)
-                if not name.startswith((prefix, "lm_head.", "mtp.")):
+                if not name.startswith((prefix, *HEADS, "mtp.")):
                     name = prefix + name
                 if name in stored:
                     _reject_second(name, path)

@@ -70,7 +70,7 @@ def _write_layer_windows(model_config: ModelConfig) -> Values:
     }
 
 
-def _read_rope_in_windows(raw: Raw) -> Values:
+def read_rope_in_windows(raw: Raw) -> Values:
     """EXAONE: in a model with a window, only layers that have it have rotary positions."""
     if raw["sliding_window"] is None:
         return {"no_rope_freq": "0"}
@@ -142,7 +142,7 @@ def _write_llama4(model_config: ModelConfig) -> Values:
 WINDOW_PARTS: dict[str, Part] = {
     "window": Part(_read_window, _write_window),
     "layer_windows": Part(_read_layer_windows, _write_layer_windows),
-    "rope_in_windows": Part(_read_rope_in_windows, _write_rope_in_windows),
+    "rope_in_windows": Part(read_rope_in_windows, _write_rope_in_windows),
     "no_rope_layers": Part(_read_no_rope, _write_no_rope),
     "llama4": Part(_read_llama4, _write_llama4),
 }

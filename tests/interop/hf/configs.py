@@ -4,6 +4,7 @@ from typing import Any
 
 from tests.interop.hf import hybrid_shapes
 from tests.interop.hf.llama_like import LLAMA_LIKE, MODELING
+from tests.interop.hf.side_by_side import SIDE_BY_SIDE, SIDE_BY_SIDE_IN_FP64
 from tests.model.building import VOCAB
 
 LLAMA_SHAPE = {
@@ -443,6 +444,7 @@ CONFIGS |= {
     name: (family, LLAMA_SHAPE | SMALL_TOKENS | fields)
     for name, (family, fields) in LLAMA_LIKE.items()
 }
+CONFIGS |= SIDE_BY_SIDE
 EXPERT_BIASES = ("e_score_correction_bias", "feed_forward.expert_bias")
 # Models that are compared in fp64, and the package of transformers that has them.
 FP64_FAMILIES = (
@@ -466,6 +468,7 @@ IN_FP64 |= dict.fromkeys(("llama4", "llama4-plain", "llama4-by-lists"), "llama4"
 for name in LLAMA_LIKE:
     package = name.partition("-")[0]
     IN_FP64[name] = MODELING.get(package, package)
+IN_FP64 |= SIDE_BY_SIDE_IN_FP64
 CONFIG_CLASSES = {
     "Gemma3": "Gemma3TextConfig",
     "Qwen3_5": "Qwen3_5TextConfig",

@@ -131,6 +131,7 @@ IN_FILES = {
     },
     "sarvam_moe": {"model.embed_tokens": "model.word_embeddings"},
     "nemotron_h": {"model.": "backbone."},
+    "gpt_neox": {"lm_head.": "embed_out."},
 }
 # The class of a model, where its name is not that of its configuration.
 ARCHITECTURES = {

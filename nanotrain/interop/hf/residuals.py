@@ -1,0 +1,126 @@
+"""Entries of config.json about residual connections, and of families with attention beside the MLP,
+as parts (parts.py).
+
+neox_residual       side by side or not, with two norms; biases of MLPs alone
+neox_rope           rotary positions under the names of GPT-NeoX
+gptj_rotary         the number of rotary channels
+falcon              key/value heads, and one norm or two
+stablelm_residual   side by side or not, with one norm
+logit_scale         Cohere: a factor of the logits
+cohere_windows      Cohere 2: rotary positions only in layers with a window
+"""
+
+from nanotrain.config.model import ModelConfig
+from nanotrain.interop.hf.layout import Part, Raw, Values, reject
+from nanotrain.interop.hf.positions import read_rope, write_rope
+from nanotrain.interop.hf.windows import read_rope_in_windows
+
+
+def _read_neox(raw: Raw) -> Values:
+    has_bias = bool(raw["attention_bias"])
+    return {
+        "residual_type": "parallel" if raw["use_parallel_residual"] else "plain",
+        "add_bias_linear": has_bias,
+        "add_mlp_bias": not has_bias,
+    }
+
+
+def _write_neox(model_config: ModelConfig) -> Values:
+    return {
+        "use_parallel_residual": model_config.residual_type == "parallel",
+        "attention_bias": model_config.add_bias_linear,
+    }
+
+
+def _read_neox_rope(raw: Raw) -> Values:
+    named = {"rope_theta": raw["rotary_emb_base"], "partial_rotary_factor": raw["rotary_pct"]}
+    return read_rope(raw | named, has_partial=True)
+
+
+def _write_neox_rope(model_config: ModelConfig) -> Values:
+    """The names of GPT-NeoX, which are the ones that its class reads."""
+    return {
+        "rope_scaling": write_rope(model_config)["rope_scaling"],
+        "rotary_emb_base": model_config.rotary_base,
+        "rotary_pct": model_config.rotary_percent,
+    }
+
+
+def _read_gptj_rotary(raw: Raw) -> Values:
+    rotary_dim = raw["rotary_dim"]
+    if not rotary_dim:
+        reject("rotary_dim", rotary_dim, instead="the number of rotary channels")
+    return {"rotary_percent": rotary_dim * raw["n_head"] / raw["n_embd"]}
+
+
+def _write_gptj_rotary(model_config: ModelConfig) -> Values:
+    return {"rotary_dim": model_config.rotary_dim}
+
+
+def _read_falcon(raw: Raw) -> Values:
+    """Falcon 40B and later (`new_decoder_architecture`), or Falcon 7B."""
+    is_new = bool(raw["new_decoder_architecture"])
+    num_norms = raw["num_ln_in_parallel_attn"]
+    if num_norms is None:
+        num_norms = 2 if is_new else 1
+    if num_norms not in (1, 2) or (num_norms == 2 and not is_new):
+        reject("num_ln_in_parallel_attn", num_norms, instead="1, or 2 in a new decoder,")
+    groups = raw["num_attention_heads"]
+    if is_new:
+        groups = raw.get("num_kv_heads") or groups
+    elif raw["multi_query"]:
+        groups = 1
+    return {"num_query_groups": groups, "parallel_shared_norm": num_norms == 1}
+
+
+def _write_falcon(model_config: ModelConfig) -> Values:
+    """Falcon 7B as it was published, all others as new decoders."""
+    has_one_norm = model_config.parallel_shared_norm
+    groups = model_config.query_groups
+    is_new = groups != 1 or not has_one_norm
+    return {
+        "multi_query": True,
+        "new_decoder_architecture": is_new,
+        "num_kv_heads": groups if is_new else model_config.num_attention_heads,
+        "num_ln_in_parallel_attn": 1 if has_one_norm else 2,
+    }
+
+
+def _read_stablelm(raw: Raw) -> Values:
+    is_parallel = bool(raw["use_parallel_residual"])
+    return {
+        "residual_type": "parallel" if is_parallel else "plain",
+        "parallel_shared_norm": is_parallel,
+    }
+
+
+def _write_stablelm(model_config: ModelConfig) -> Values:
+    return {"use_parallel_residual": model_config.residual_type == "parallel"}
+
+
+def _read_logit_scale(raw: Raw) -> Values:
+    scale = raw["logit_scale"]
+    if not scale:
+        reject("logit_scale", scale, instead="above 0")
+    return {"logits_scaling": 1 / scale}
+
+
+def _write_logit_scale(model_config: ModelConfig) -> Values:
+    return {"logit_scale": 1 / model_config.logits_scaling}
+
+
+def _read_cohere_windows(raw: Raw) -> Values:
+    if raw["sliding_window"] is None:  # then no layer has rotary positions
+        reject("sliding_window", None, instead="a number")
+    return read_rope_in_windows(raw)
+
+
+RESIDUAL_PARTS: dict[str, Part] = {
+    "neox_residual": Part(_read_neox, _write_neox),
+    "neox_rope": Part(_read_neox_rope, _write_neox_rope),
+    "gptj_rotary": Part(_read_gptj_rotary, _write_gptj_rotary),
+    "falcon": Part(_read_falcon, _write_falcon),
+    "stablelm_residual": Part(_read_stablelm, _write_stablelm),
+    "logit_scale": Part(_read_logit_scale, _write_logit_scale),
+    "cohere_windows": Part(_read_cohere_windows),
+}
