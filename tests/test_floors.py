@@ -25,6 +25,7 @@ TRAIN_FLOORS = (
     ("hooks",),
     ("evaluate", "fit"),
     ("open_run", "generate"),
+    ("phases",),
     ("main",),
     ("__main__",),
 )

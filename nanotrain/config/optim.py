@@ -147,11 +147,18 @@ class OptimConfig:
 
     freeze: list[str] = option([])
     """patterns of parameters that are not trained, such as 'embedding.*': they have no gradient and
-    no optimizer state
+    no optimizer state; STAGE=PATTERN applies to one of data_stages
     """
 
     train_only: list[str] = option([])
-    """patterns of the only parameters that are trained, such as 'layers.*.attention.indexer.*'"""
+    """patterns of the only parameters that are trained, such as 'layers.*.attention.indexer.*';
+    STAGE=PATTERN applies to one of data_stages
+    """
 
     clip_grad: float = option(1.0, check=at_least(0))
     """maximum global gradient norm; 0: no clipping"""
+
+
+def has_trained_stages(optim: OptimConfig) -> bool:
+    """Whether stages of the data may train other parameters: patterns begin with STAGE=."""
+    return any("=" in pattern for pattern in (*optim.freeze, *optim.train_only))

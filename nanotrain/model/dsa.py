@@ -13,6 +13,8 @@ model. Every tp rank has a replica of the indexer and computes the same index. T
 loss is a mean over all heads, which tp shards: in training one all-reduce of [B, Q, S] fp32 per
 block of queries.
 
+A layer of which the indexer alone is trained attends to all keys in training (section 2.1.1).
+
 DeepSeek-V3.2 (2025), section 2.1; flags and the loss as in Megatron-LM.
 
     B batch   S sequence   H hidden   I index heads   E width of an index head
@@ -38,6 +40,8 @@ from nanotrain.model.rope import Rotary, apply_rotary
 from nanotrain.model.router_stats import StatefulModule
 from nanotrain.parallel.cp.selected import SelectedAttention
 from nanotrain.parallel.tp.layers import SEQUENCE, ColumnParallelLinear
+
+ALL_KEYS = 2**31  # more keys than there are
 
 
 class Indexer(nn.Module):
@@ -146,12 +150,18 @@ class SparseLatentAttention(MultiLatentAttention):
         self.core_attention = SelectedAttention(parallel.cp)
         self.indexer = Indexer(dsa, params.submodule("indexer"), parallel=parallel)
         self.divergence = IndexerDivergence(dsa, parallel)
+        trained = [name for name, param in params.items() if param.requires_grad]
+        indexer = [name for name in trained if name.startswith("indexer.")]
+        # the dense warm-up of the paper: attention stays dense while only its indexer learns
+        self.is_warming_up = len(indexer) > 0 and indexer == trained
 
     def attend(
         self, hidden: Tensor, compressed_query: Tensor, *, context: LayerContext
     ) -> Callable[..., Tensor]:
-        """The core attention to the keys that the indexer selects."""
+        """The core attention to the keys that the indexer selects; to all keys in its warm-up."""
         index = self.indexer(hidden, compressed_query, rotary=context.full.rotary)
+        if self.is_warming_up and torch.is_grad_enabled():
+            index = replace(index, topk=ALL_KEYS)
         length = index.query.shape[1]
         loss = self.divergence.of(context, length)
         index = replace(index, loss=loss)

@@ -45,6 +45,7 @@ from nanotrain.spec.boxes import TensorBox
 from nanotrain.spec.trainable import TrainableSet
 from nanotrain.topology.groups import GroupName
 
+ALL_PARAMS = TrainableSet()
 # Keeps the clip factor finite for a vanishing norm; Megatron-LM's value.
 EPSILON = 1e-6
 # torch's fp32 norm of a long vector loses digits on a CPU (measured: 3e-3 of 40 M elements), and
@@ -77,6 +78,7 @@ class DistributedOptimizer:
         precision: dtype of the main params.
         loss_scale: scale of the gradients; updated by every step.
         groups: groups of this rank by name; the gradient norm is over `world`.
+        trainable: parameters that are trained, those of the `DataParallel` wrappers.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class DistributedOptimizer:
         precision: Precision,
         loss_scale: LossScale,
         groups: Mapping[GroupName, Group],
+        trainable: TrainableSet = ALL_PARAMS,
     ) -> None:
         self.loss_scale = loss_scale
         self._config = config
@@ -101,7 +104,8 @@ class DistributedOptimizer:
         self._device = wrappers[0].param_buffer.device
         self.average = WeightAverage(self._parts, config.ema_decay)
         self._num_updates = torch.zeros((), device=self._device)
-        self._trained_sets = TrainedSets(((0, TrainableSet.of(config)),))
+        self._trainable = trainable
+        self._trained_sets = TrainedSets(((0, trainable),))
         self._grads = [state.grads for state in self._states]
         self._norm_grads: list[Tensor] = []
         for state in self._states:
@@ -276,8 +280,7 @@ class DistributedOptimizer:
 
     def _load_trained_sets(self, saved: TrainedSets, *, num_updates: int) -> None:
         """Count the updates of every parameter from those that it was trained in."""
-        trainable = TrainableSet.of(self._config)
-        self._trained_sets = saved.then(trainable, num_updates=num_updates)
+        self._trained_sets = saved.then(self._trainable, num_updates=num_updates)
         for part in self._parts:
             names = [entry.name for entry in part.part.ranges]
             part.first_updates = {name: self._trained_sets.first_update(name) for name in names}

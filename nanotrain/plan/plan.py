@@ -52,7 +52,7 @@ from nanotrain.spec.trainable import (
     TrainableSet,
     first_trained_stage,
     mark_trainable,
-    require_matches,
+    trained_set,
 )
 from nanotrain.topology.groups import GroupName, GroupSpec
 from nanotrain.topology.topology import Topology
@@ -116,6 +116,7 @@ class Plan:
     # factor of the loss that the gradient collectives divide by: the ranks of `dp_cp` if they
     # average, else 1
     num_averaged_ranks: int
+    trainable: TrainableSet = TrainableSet()  # parameters that are trained
 
     @property
     def num_microbatches(self) -> int:
@@ -286,13 +287,14 @@ class Plan:
         return num_bytes
 
 
-def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
+def plan_run(config: Config, world_size: int, *, rank: int, stage: str = "") -> Plan:
     """Plan one rank's part of a run.
 
     Args:
         config: a validated configuration with the vocabulary size set.
         world_size: ranks of the run.
         rank: global rank.
+        stage: stage of the data, where stages train other parameters; by default the first.
 
     Raises:
         ConfigError: an unknown schedule, core attention or optimizer, or a batch that does not fit
@@ -303,7 +305,7 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
     topology = Topology.of(config.parallel, world_size, has_experts=config.model.moe is not None)
     groups = topology.group_specs(rank)
     shape = ModelShape.of(config.model)
-    require_matches(TrainableSet.of(config.optim), shape)
+    trainable = trained_set(config, shape, stage=stage)
     batch_size = global_batch_size(config.train, groups["dp"].size)
     # Saved with the configuration, so that a resume on other ranks reports that an unset size has
     # changed.
@@ -319,7 +321,9 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         readers_per_sample=readers.num_ranks,
         unread_length=None if readers.includes_rank else config.data.seq_length,
     )
-    stages = _plan_stages(config, shape, groups=groups, coords=topology.coords(rank))
+    stages = _plan_stages(
+        config, shape, groups=groups, coords=topology.coords(rank), trainable=trainable
+    )
     pipeline = PipelineShape.of(config.parallel, sampler.num_microbatches)
     schedule = config.parallel.pipeline_schedule
     num_averaged_ranks = 1
@@ -334,10 +338,14 @@ def plan_run(config: Config, world_size: int, *, rank: int) -> Plan:
         stages=tuple(stages),
         sampler=sampler,
         train_schedule=plan_train_schedule(
-            config, groups, num_microbatches=sampler.num_microbatches
+            config,
+            groups,
+            num_microbatches=sampler.num_microbatches,
+            trainable=trainable,
         ),
         valid_schedule=_rank_plan(schedule, pipeline, rank=groups["pp"].index, is_training=False),
         num_averaged_ranks=num_averaged_ranks,
+        trainable=trainable,
     )
 
 
@@ -364,13 +372,17 @@ def _readers(
 
 
 def plan_train_schedule(
-    config: Config, groups: Mapping[GroupName, GroupSpec], *, num_microbatches: int
+    config: Config,
+    groups: Mapping[GroupName, GroupSpec],
+    *,
+    num_microbatches: int,
+    trainable: TrainableSet,
 ) -> RankPlan:
     """The actions and transfers of this rank in a training step of `num_microbatches`."""
     pipeline = PipelineShape.of(config.parallel, num_microbatches)
     shape = ModelShape.of(config.model)
     first_trained = first_trained_stage(
-        TrainableSet.of(config.optim), shape, stages=stage_specs(config.parallel, shape)
+        trainable, shape, stages=stage_specs(config.parallel, shape)
     )
     return _rank_plan(
         config.parallel.pipeline_schedule,
@@ -425,6 +437,7 @@ def _plan_stages(
     *,
     groups: Mapping[GroupName, GroupSpec],
     coords: Mapping[str, int],
+    trainable: TrainableSet,
 ) -> Iterator[StagePlan]:
     """The stages of this rank, ascending."""
     sizes = {axis: groups[axis].size for axis in ("tp", "ep", "etp")}
@@ -436,7 +449,6 @@ def _plan_stages(
         config.optim.apply_wd_to_qk_layernorm,
     )
     specs = stage_specs(config.parallel, shape)
-    trainable = TrainableSet.of(config.optim)
     for index in config.parallel.stages_of(coords["pp"]):
         spec = specs[index]
         declared = mark_trainable(declare_stage(declaration, spec), trainable)

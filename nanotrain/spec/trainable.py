@@ -1,11 +1,13 @@
 """The parameters that are trained, chosen by patterns of their names: `--train-only`, `--freeze`.
 
     TrainableSet      the patterns; all other parameters are frozen
+    trained_set       the set of a run, or of a stage of its data
     mark_trainable    parameters with `is_trainable`
     require_matches   check the patterns against the parameters of a model
     first_trained_stage   the pipeline stage at which backwards end
 
 A pattern is that of `fnmatch`: `*` matches any characters, dots too, and `[0-3]` one of a range.
+With STAGE= before it, it applies to that stage of `--data-stages` only.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,7 +17,9 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Self
 
-from nanotrain.config.config import OptimConfig
+from nanotrain.config.config import Config, OptimConfig
+from nanotrain.config.data_stages import read_stages
+from nanotrain.config.suggest import did_you_mean
 from nanotrain.errors import ConfigError, ErrorCollector
 from nanotrain.quantities import count_of
 from nanotrain.spec.declaration import Declaration, Specs
@@ -41,9 +45,17 @@ class TrainableSet:
     train_only: tuple[str, ...] = ()  # the only ones that may be trained; empty: all
 
     @classmethod
-    def of(cls, optim: OptimConfig) -> Self:
-        """The set of a configuration."""
-        return cls(tuple(optim.freeze), tuple(optim.train_only))
+    def of(cls, optim: OptimConfig, *, stage: str = "") -> Self:
+        """The set of a stage of the data; without one the patterns for all stages.
+
+        >>> optim = OptimConfig(freeze=["head.*", "anneal=embedding.*"])
+        >>> TrainableSet.of(optim).freeze, TrainableSet.of(optim, stage="anneal").freeze
+        (('head.*',), ('head.*', 'embedding.*'))
+        """
+        return cls(
+            tuple(_stage_patterns(optim.freeze, stage)),
+            tuple(_stage_patterns(optim.train_only, stage)),
+        )
 
     @property
     def is_everything(self) -> bool:
@@ -55,6 +67,43 @@ class TrainableSet:
         if self.train_only and not _matches_any(name, self.train_only):
             return False
         return not _matches_any(name, self.freeze)
+
+
+def _stage_patterns(entries: Iterable[str], stage: str) -> Iterator[str]:
+    """The patterns that apply to a stage."""
+    for entry in entries:
+        name, has_stage, pattern = entry.rpartition("=")
+        if not has_stage or name == stage:
+            yield pattern
+
+
+def trained_set(config: Config, shape: ModelShape, *, stage: str = "") -> TrainableSet:
+    """The parameters that are trained in a stage of the data, by default the first one.
+
+    Raises:
+        ConfigError: mistakes in the patterns of any stage.
+    """
+    optim = config.optim
+    if not optim.freeze and not optim.train_only:
+        return TrainableSet()
+    stages = [read.name for read in read_stages(config.data.stages)] or [""]
+    _require_stages(optim, stages)
+    for name in stages:
+        require_matches(TrainableSet.of(optim, stage=name), shape)
+    return TrainableSet.of(optim, stage=stage or stages[0])
+
+
+def _require_stages(optim: OptimConfig, stages: Sequence[str]) -> None:
+    """Check that patterns name stages of the data."""
+    for entry in (*optim.freeze, *optim.train_only):
+        name, has_stage, _ = entry.rpartition("=")
+        if has_stage and name not in stages:
+            known = ", ".join(stages)
+            raise ConfigError(
+                f"{entry} is for the data stage {name}, which does not exist",
+                why=f"--data-stages has {known}" if known else "--data-stages is unset",
+                fix=did_you_mean(name, stages, listed_by="--data-stages"),
+            )
 
 
 def _matches_any(name: str, patterns: Iterable[str]) -> bool:

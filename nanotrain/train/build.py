@@ -122,6 +122,7 @@ def _build_model(plan: Plan, inputs: RunInputs, *, context: ParallelContext) -> 
         precision=Precision.of(config.precision),
         loss_scale=LossScale(config.precision, context.device),
         groups=context.groups,
+        trainable=plan.trainable,
     )
     for balance in optimizer.matrix_balances:
         log.info("%s: %s", config.optim.optimizer, balance)

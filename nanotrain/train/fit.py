@@ -42,14 +42,22 @@ from nanotrain.train.step_report import (
 log = get_logger(__name__)
 
 
-def fit(run: Run, hooks: Sequence[Hook]) -> None:
+def fit(
+    run: Run, hooks: Sequence[Hook], *, end: int | None = None, started: float | None = None
+) -> bool:
     """Train until the last step or a reason to stop.
 
     Args:
         run: result of `build_run`.
         hooks: hooks in the order of calls; they are closed in reverse.
+        end: first sample that another run trains on, built from the last checkpoint of this one;
+            None: the run ends with its steps.
+        started: monotonic time from which `exit_duration_in_mins` counts; None: now.
+
+    Returns:
+        Whether that run follows.
     """
-    loop = _Loop(run, [SkippedSteps(), *hooks])
+    loop = _Loop(run, [SkippedSteps(), *hooks], end=end, started=started)
     failed = True
     try:
         with (
@@ -63,14 +71,19 @@ def fit(run: Run, hooks: Sequence[Hook]) -> None:
         loop.call_after_read(loop.unread.take_ready())
         for hook in reversed(hooks):
             hook.close(failed=failed)
+    return loop.is_at_end
 
 
 class _Loop:
     """The steps of `fit` and the state between two of them."""
 
-    def __init__(self, run: Run, hooks: Sequence[Hook]) -> None:
+    def __init__(
+        self, run: Run, hooks: Sequence[Hook], *, end: int | None, started: float | None
+    ) -> None:
         self.run = run
         self.hooks = hooks
+        self.is_at_end = False  # whether the loop ended at sample `end` for no other reason
+        self._end = end
         self.unread = UnreadReports()
         self._failure: NanotrainError | None = None  # error of this rank since the last step
         # before the last step: a signal to all ranks may reach some a step later
@@ -81,7 +94,7 @@ class _Loop:
         self._watch = Stopwatch(run.context.device)  # times this step
         self._seq_length = run.config.data.seq_length  # sequence length of the last step
         self._data_stage: str | None = None  # data stage of the last step
-        self._started = time.monotonic()
+        self._started = time.monotonic() if started is None else started
         self._first_step = run.state.step
         self._has_stepped = False  # whether this start has computed a step
 
@@ -102,7 +115,8 @@ class _Loop:
             raise_on_all(self._failure, run.context.control)
         run.wait_for_params()
         for hook in self._hooks_of(has_steps=self._has_stepped):
-            hook.after_training(run)
+            if hook.runs_at_borders or not self.is_at_end:
+                hook.after_training(run)
 
     def _hooks_of(self, *, has_steps: bool) -> list[Hook]:
         """The hooks to call where this start has steps, or has none."""
@@ -274,10 +288,11 @@ class _Loop:
         step = self.run.state.step
         if step >= train.train_iters:
             return True
-        if not train.exit_interval or step == self._first_step or step % train.exit_interval:
-            return False
-        log.info("stopping after step %d: --exit-interval %d", step, train.exit_interval)
-        return True
+        if train.exit_interval and step != self._first_step and step % train.exit_interval == 0:
+            log.info("stopping after step %d: --exit-interval %d", step, train.exit_interval)
+            return True
+        self.is_at_end = self._end is not None and self.run.state.consumed_samples >= self._end
+        return self.is_at_end
 
     def _wants_stop(self) -> bool:
         if self.run.stop:

@@ -113,9 +113,8 @@ def train(loaded: Loaded) -> None:
         from nanotrain.plan.memory_plan import require_memory
         from nanotrain.plan.plan import plan_run
         from nanotrain.train.checks import Start, run_checks
-        from nanotrain.train.fit import fit
         from nanotrain.train.inputs import open_inputs
-        from nanotrain.train.open_run import open_run
+        from nanotrain.train.phases import largest_memory, train_in_phases
 
     launch = Launch.of(os.environ)
     is_first = launch.rank == 0
@@ -137,8 +136,11 @@ def train(loaded: Loaded) -> None:
                 config, inputs, start=start, explicit=loaded.explicit
             )
             validate_for_world(config, world_size, expected_dp=loaded.data_parallel_size)
-        memory = require_memory(
-            config, world_size, device=start.device.type, available=start.available
+        memory = largest_memory(
+            config,
+            lambda phase_config: require_memory(
+                phase_config, world_size, device=start.device.type, available=start.available
+            ),
         )
         log.info(
             "%s",
@@ -150,8 +152,7 @@ def train(loaded: Loaded) -> None:
             plan.topology, device=config.train.device, timeout_s=timeout_s
         ) as context:
             start_logging(coordinates=context.coords_text, is_first=is_first)
-            with open_run(plan, inputs, context=context, planned=memory) as (run, hooks):
-                fit(run, hooks)
+            train_in_phases(plan, inputs, context=context, planned=memory)
 
 
 @contextmanager

@@ -78,7 +78,10 @@ class StepSchedules:
         """The actions and transfers of this rank in a step of `num_microbatches`."""
         if self._last.num_microbatches != num_microbatches:
             self._last = plan_train_schedule(
-                self._plan.config, self._plan.groups, num_microbatches=num_microbatches
+                self._plan.config,
+                self._plan.groups,
+                num_microbatches=num_microbatches,
+                trainable=self._plan.trainable,
             )
         return self._last
 

@@ -219,3 +219,17 @@ def test_a_resume_with_the_same_set_is_exact_and_frozen_weights_are_saved(
     names = saved_tensors(full)
     assert "model/embedding.word.weight" in names
     assert not any("embedding" in name for name in names if not name.startswith("model/"))
+
+
+def losses_of(ctx: ParallelContext, cases: list[Case]) -> list[list[float]]:
+    return [train_here(ctx, case).losses for case in cases]
+
+
+def test_attention_is_dense_where_only_its_indexer_is_trained() -> None:
+    cases = []
+    for patterns in (INDEXER, {}):
+        case = case_of("dsa", patterns, 1).but(train={"micro_batch_size": GLOBAL_BATCH})
+        cases += [case, case.but(model={"dsa_indexer_topk": SEQ_LENGTH})]
+    ((warm_up, dense, trained, dense_trained),) = run_ranks(1, losses_of, cases, shares=True)
+    assert warm_up == dense == dense_trained
+    assert trained != pytest.approx(dense, rel=1e-4)

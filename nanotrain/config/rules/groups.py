@@ -74,6 +74,7 @@ RUN: Rules = (
     run.check_weight_decay,
     run.check_optimizer_offload,
     run.check_corpora,
+    run.check_trained_stages,
     run.check_tokenizer,
     run.check_initial_weights,
     run.check_rollback,

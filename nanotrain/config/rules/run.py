@@ -3,6 +3,7 @@ sharding.
 """
 
 from nanotrain.config.data_stages import read_named
+from nanotrain.config.optim import has_trained_stages
 from nanotrain.config.rules.settings import Errors, Settings
 from nanotrain.config.schema import typed
 from nanotrain.errors import ConfigError
@@ -277,6 +278,25 @@ def check_corpora(c: Settings) -> Errors:
             "data_stages and train_data_path are both set",
             why="each stage names its own blend",
             fix="leave out --data-stages or the other",
+        )
+
+
+def check_trained_stages(c: Settings) -> Errors:
+    """Stages of the data that train other parameters: the run goes on from a checkpoint."""
+    if not has_trained_stages(c.optim):
+        return
+    flags = "patterns of --freeze or --train-only for one of data_stages"
+    if not c.checkpoint.save:
+        yield ConfigError(
+            f"{flags} with --no-save",
+            why="where another set of parameters begins, the run goes on from a checkpoint",
+            fix="leave out --no-save, or train the stages as runs of their own",
+        )
+    if c.train.rollback_on_spike is not None:
+        yield ConfigError(
+            f"{flags} with rollback_on_spike",
+            why="a rollback could return to a stage that trains other parameters",
+            fix="leave out --rollback-on-spike, or train the stages as runs of their own",
         )
 
 

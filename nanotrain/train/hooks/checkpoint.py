@@ -42,6 +42,8 @@ GIVE_UP_S = 20.0
 class CheckpointHook(Hook):
     """Writes checkpoints."""
 
+    runs_at_borders = True  # the next stage begins with its checkpoint
+
     def __init__(self) -> None:
         self._saved_step: int | None = None  # the last step saved, or being saved in the background
         self._saved_updates: int | None = None  # updates of the weights until the saved step

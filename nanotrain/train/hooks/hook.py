@@ -26,6 +26,9 @@ class Hook:
     """
 
     runs_always = False  # whether it is called where this start computes no step
+    # whether `after_training` is called where a stage of the data ends that trains other parameters
+    # than the next one
+    runs_at_borders = False
 
     def before_training(self, run: Run) -> None:
         """Called once, before the first step; changes no file of the run folder."""

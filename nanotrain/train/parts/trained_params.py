@@ -27,7 +27,7 @@ class TrainedParams(StepPart):
     """The parameters that are trained, compared with those of a checkpoint."""
 
     def __init__(self, model: BuiltModel) -> None:
-        self._now = TrainableSet.of(model.config.optim)
+        self._now = model.plan.trainable
         self._specs = declare_model(model.plan.shape)
         self._before = self._now  # the set of the checkpoint that is read
 
