@@ -31,7 +31,7 @@ from nanotrain.kernels.fp8.quantize import (
     Quantized,
     SwigluInput,
 )
-from nanotrain.kernels.fp8.triton_scales import Target
+from nanotrain.kernels.fp8.triton_scales import build_target
 from nanotrain.kernels.fp8.triton_tiles import TILE, WARPS, How, line_unit, num_lanes, plan_source
 
 try:
@@ -53,6 +53,8 @@ except ImportError:
 
 # Registers per thread of a cast: two programs of 8 warps share the 65,536 of a multiprocessor.
 MAX_REGISTERS = 128
+# Triton 3.6 spills 100 bytes where a program transposes what it has cast.
+JOINS_TENSORS = triton is not None and not triton.__version__.startswith("3.6.")
 
 
 if triton is not None:
@@ -105,6 +107,28 @@ if triton is not None:
             tl.atomic_max(amax + expert, tl.max(tl.max(magnitude, 1), 0), mask=is_read)
 
     @triton.jit
+    def _line_factors(
+        target: tl.tuple,
+        lines: tl.tensor,
+        magnitude: tl.tensor,
+        where: tl.tuple,
+        how: tl.tuple,
+        dim: tl.constexpr,
+    ) -> tl.tensor:
+        """Factors of a tile whose values along `dim` are a line; computed scales are stored."""
+        if how.block_rows > 1:
+            factors = tile_factor(target, tl.max(tl.max(magnitude, 1), 0), where, how)
+        elif how.block == 0:
+            factors = given_factors(target, lines, where, how)
+            if how.block_rows > 0:
+                factors = tl.expand_dims(factors, dim)
+        else:
+            inverse = inverse_scale(tl.max(magnitude, dim), how)
+            store_scales(target, lines, where[3] // how.tile, inverse, where)
+            factors = tl.expand_dims(tl.div_rn(1.0, inverse), dim)
+        return factors
+
+    @triton.jit
     def _cast_rows(
         source: tl.tuple, target: tl.tuple, tile: tl.tensor, amax: tl.tensor, how: tl.tuple
     ) -> None:
@@ -122,18 +146,10 @@ if triton is not None:
         where = expert, first < end, rows < end, start, length, last
         values, magnitude = read_tile(source, rows, columns, end)
         _raise_amax(amax, magnitude, where)
-        if how.block_rows > 1:
-            factors = tile_factor(target, tl.max(tl.max(magnitude, 1), 0), where, how)
-        elif how.block == 0:
-            factors = given_factors(target, rows, where, how)
-            if how.block_rows > 0:
-                factors = factors[:, None]
-        elif how.block == how.tile:
-            inverse = inverse_scale(tl.max(magnitude, 1), how)
-            store_scales(target, rows, start // how.tile, inverse, where)
-            factors = tl.div_rn(1.0, inverse)[:, None]
-        else:
+        if how.block > 0 and how.block < how.tile:
             factors = short_block_factors(target, rows, magnitude, where, how)
+        else:
+            factors = _line_factors(target, rows, magnitude, where, how, 1)
         _store_tile(target, rows, _to_fp8(target, values * factors, how), where, 0)
 
     @triton.jit
@@ -181,18 +197,36 @@ if triton is not None:
             rows = first + tl.arange(0, how.tile)
             values, magnitude = read_tile(source, rows, columns, end)
             _raise_amax(amax, magnitude, where)
-            if how.block_rows > 1:
-                factors = tile_factor(target, tl.max(tl.max(magnitude, 1), 0), where, how)
-            elif how.block == 0:
-                factors = given_factors(target, columns, where, how)
-                if how.block_rows > 0:
-                    factors = factors[None, :]
-            else:
-                inverse = inverse_scale(tl.max(magnitude, 0), how)
-                store_scales(target, columns, padded // how.tile, inverse, where)
-                factors = tl.div_rn(1.0, inverse)[None, :]
-            values_t = tl.trans(_to_fp8(target, values * factors, how))
-            _store_tile(target, columns, values_t, where, 0)
+            factors = _line_factors(target, columns, magnitude, where, how, 0)
+            narrow = _to_fp8(target, values * factors, how)
+            _store_tile(target, columns, tl.trans(narrow), where, 0)
+
+    @triton.jit
+    def _cast_both(
+        source: tl.tuple, target: tl.tuple, target_t: tl.tuple, amax: tl.tensor, how: tl.tuple
+    ) -> None:
+        """Write both forms of a tile: with one given scale, or from amaxes of rows and columns."""
+        expert, first, end, padded = locate(source, tl.program_id(0), how)
+        expert = expert.to(tl.int64)
+        start = tl.program_id(1).to(tl.int64) * how.tile
+        rows = first + tl.arange(0, how.tile)
+        columns = start + tl.arange(0, how.tile)
+        is_read = first < end
+        is_line = is_read & (columns < source.num_columns)
+        width = tl.cdiv(source.num_columns - start, how.unit) * how.unit
+        length = tl.cdiv(end - first, how.unit) * how.unit
+        where = expert, is_read, rows < end, start, width, padded // how.tile
+        where_t = expert, is_read, is_line, padded, length, start // how.tile
+        values, magnitude = read_tile(source, rows, columns, end)
+        _raise_amax(amax, magnitude, where)
+        values = values.to(source.data.dtype.element_ty)  # exact, in half of the registers
+        factors = _line_factors(target, rows, magnitude, where, how, 1)
+        factors_t = _line_factors(target_t, columns, magnitude, where_t, how, 0)
+        narrow = _to_fp8(target, values.to(tl.float32) * factors, how)
+        _store_tile(target, rows, narrow, where, 0)
+        if how.block_rows == 1:
+            narrow = _to_fp8(target_t, values.to(tl.float32) * factors_t, how)
+        _store_tile(target_t, columns, tl.trans(narrow), where_t, 0)
 
     @triton.jit
     def _cast(
@@ -200,11 +234,13 @@ if triton is not None:
     ) -> None:
         """One tile of one form of `fp8_cast`.
 
-        The programs of both forms of a tile are neighbours: the second reads it from the cache. A
-        program for both would need so many registers that a multiprocessor holds only one.
+        Where a program for both forms would spill registers, they have neighbouring programs: the
+        second reads the tile from the cache.
         """
         tile = tl.program_id(0)
-        if how.has_rows and how.has_columns:
+        if how.joins:
+            _cast_both(source, target, target_t, amax, how)
+        elif how.has_rows and how.has_columns:
             if tile % 2 == 0:
                 _cast_rows(source, target, tile // 2, amax, how)
             else:
@@ -226,6 +262,15 @@ class Plan(NamedTuple):
     is_stack: int  # whether experts have equally many rows, and a transposed matrix each
     swizzles: int  # whether scales are in the order of cuBLAS
     measures: int  # whether the amaxes of experts are returned
+
+    def joins(self, x: Tensor, offs: Tensor | None) -> bool:
+        """Whether a program writes both forms of a tile without spilling registers, as compiled."""
+        if not self.has_rows or not self.has_columns:
+            return False
+        if self.block_rows == 0:
+            return JOINS_TENSORS
+        has_blocks_of_lines = self.block_rows == 1 and self.block > 0
+        return not has_blocks_of_lines and offs is None and x.itemsize == 2
 
     @property
     def unit(self) -> int:
@@ -289,13 +334,12 @@ def fp8_cast(
     grid, source = plan_source(x, offs, computed=computed)
     target = None
     target_t = None
-    amax = None
     if how.has_rows:
-        target = _build_target(out.values, out.scales, given=given)
+        target = build_target(out.values, out.scales, given=given)
     if how.has_columns:
-        target_t = _build_target(out.values_t, out.scales_t, given=given_t)
-    if how.measures:
-        amax = out.amax.zero_()
+        target_t = build_target(out.values_t, out.scales_t, given=given_t)
+    amax = out.amax.zero_() if how.measures else None
+    joins = how.joins(x, offs)
     constants = How(
         lanes=num_lanes(source.num_experts),
         unit=how.unit,
@@ -306,9 +350,12 @@ def fp8_cast(
         largest=torch.finfo(dtype).max,
         has_rows=bool(how.has_rows),
         has_columns=bool(how.has_columns),
+        joins=joins,
     ).constants()
     num_tiles, num_columns = grid
-    grid = (num_tiles * (how.has_rows + how.has_columns), num_columns)
+    if not joins:
+        num_tiles *= how.has_rows + how.has_columns
+    grid = (num_tiles, num_columns)
     _cast[grid](source, target, target_t, amax, constants, num_warps=WARPS, maxnreg=MAX_REGISTERS)
     return list(out)
 
@@ -372,52 +419,6 @@ def _empty_scales(x: Tensor, how: Plan, *, shape: tuple[int, int, int]) -> Tenso
     if how.block_rows > 1:
         return x.new_empty((experts, -(-rows // how.block_rows), blocks), dtype=torch.float32)
     return x.new_empty((experts, blocks, rows), dtype=torch.float32).mT
-
-
-def _build_target(values: Tensor, scales: Tensor, *, given: Tensor | None) -> Target:
-    """A target with its strides.
-
-    Offsets are relative to the first expert, so its elements are not part of the stride.
-    """
-    expert_stride = 0
-    if len(values) > 1:
-        expert_stride = values.stride(0) - values.shape[2]
-    scale_expert, scale_row, scale_block = _scale_strides(scales, is_relative=given is None)
-    given_expert, given_row = _given_strides(given)
-    return Target(
-        data=values,
-        scales=scales,
-        given=given,
-        expert_stride=expert_stride,
-        row_stride=values.stride(1),
-        scale_expert_stride=scale_expert,
-        scale_row_stride=scale_row,
-        scale_block_stride=scale_block,
-        given_expert_stride=given_expert,
-        given_row_stride=given_row,
-    )
-
-
-def _scale_strides(scales: Tensor, *, is_relative: bool) -> tuple[int, int, int]:
-    """Strides of an expert, a row and a block; zeros where scales have another layout."""
-    if scales.dim() != 3:
-        return 0, 0, 0
-    expert, row, block = scales.stride()
-    if is_relative:
-        expert -= scales.shape[2] * block
-    if len(scales) == 1:
-        expert = 0
-    return expert, row, block
-
-
-def _given_strides(given: Tensor | None) -> tuple[int, int]:
-    """Strides of an expert and a row; zeros in dims of size 1."""
-    if given is None:
-        return 0, 0
-    experts, rows = given.shape
-    expert_stride = given.stride(0) if experts > 1 else 0
-    row_stride = given.stride(1) if rows > 1 else 0
-    return expert_stride, row_stride
 
 
 def amaxes(

@@ -1,6 +1,6 @@
 """Scales of the fp8 casts' Triton kernels: from amaxes, stored, and as factors of values.
 
-    Target                an fp8 matrix that programs write, with its scales
+    Target                an fp8 matrix that programs write, with its scales; `build_target`
     inverse_scale         the scale of an amax
     given_factors         from given scales or amaxes, of experts or lines
     tile_factor           of a block of a tile's size
@@ -128,3 +128,49 @@ if triton is not None:
         offset = line_offset + start // how.tile * target.scale_block_stride
         tl.store(target.scales + offset, inverse, mask=is_read)
         return tl.div_rn(1.0, inverse)
+
+
+def build_target(values: Tensor, scales: Tensor, *, given: Tensor | None) -> Target:
+    """A target with its strides.
+
+    Offsets are relative to the first expert, so its elements are not part of the stride.
+    """
+    expert_stride = 0
+    if len(values) > 1:
+        expert_stride = values.stride(0) - values.shape[2]
+    scale_expert, scale_row, scale_block = _scale_strides(scales, is_relative=given is None)
+    given_expert, given_row = _given_strides(given)
+    return Target(
+        data=values,
+        scales=scales,
+        given=given,
+        expert_stride=expert_stride,
+        row_stride=values.stride(1),
+        scale_expert_stride=scale_expert,
+        scale_row_stride=scale_row,
+        scale_block_stride=scale_block,
+        given_expert_stride=given_expert,
+        given_row_stride=given_row,
+    )
+
+
+def _scale_strides(scales: Tensor, *, is_relative: bool) -> tuple[int, int, int]:
+    """Strides of an expert, a row and a block; zeros where scales have another layout."""
+    if scales.dim() != 3:
+        return 0, 0, 0
+    expert, row, block = scales.stride()
+    if is_relative:
+        expert -= scales.shape[2] * block
+    if len(scales) == 1:
+        expert = 0
+    return expert, row, block
+
+
+def _given_strides(given: Tensor | None) -> tuple[int, int]:
+    """Strides of an expert and a row; zeros in dims of size 1."""
+    if given is None:
+        return 0, 0
+    experts, rows = given.shape
+    expert_stride = given.stride(0) if experts > 1 else 0
+    row_stride = given.stride(1) if rows > 1 else 0
+    return expert_stride, row_stride

@@ -59,6 +59,7 @@ class How(NamedTuple):
     largest: float = 0.0  # largest number of the dtype
     has_rows: bool = False  # whether the plain form is written
     has_columns: bool = False  # whether the transposed form is written
+    joins: bool = False  # whether a program writes both
 
     def constants(self) -> Self:
         """The constants as arguments of a kernel."""

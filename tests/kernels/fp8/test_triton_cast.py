@@ -92,6 +92,19 @@ def test_values_and_scales_are_those_of_torch(
     assert_same(found[0], expected[0], is_exact=block != (None, None))
 
 
+def test_two_programs_write_what_one_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = draw(130, 200, dtype=torch.bfloat16)
+    for block in ((None, None), (1, None), (128, 128)):
+        forms = []
+        for joins in (False, True):
+            monkeypatch.setattr(triton_cast.Plan, "joins", lambda *_, joins=joins, **__: joins)
+            forms.append(both(x, block)[0])
+        for one, two in zip(*forms, strict=True):
+            assert one is not None and two is not None
+            assert torch.equal(as_bytes(one.values), as_bytes(two.values))
+            assert torch.equal(one.inverse_scales, two.inverse_scales)
+
+
 @pytest.mark.parametrize("block", [(None, None), (1, None), (1, 128), (128, 128)])
 def test_every_value_is_within_the_rounding_of_fp64(block: Block) -> None:
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
