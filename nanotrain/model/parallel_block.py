@@ -34,4 +34,4 @@ class ParallelBlock(Sublayers):
 
     def attend_and_transform(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """The sum of both outputs."""
-        return self.attend(hidden, context) + self.transform(hidden, context)
+        return self.attention_output(hidden, context) + self.mlp_output(hidden, context)

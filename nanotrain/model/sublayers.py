@@ -62,13 +62,13 @@ class Sublayers(nn.Module):
             self.mlp = build_mlp(model_config, mlp, parallel=parallel, layer=layer)
             self.mlp_post_norm = build_post_norm(model_config, params, half="mlp")
 
-    def attend(self, hidden: Tensor, context: LayerContext) -> Tensor:
+    def attention_output(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """The output of the token mixer: [B, S or S/tp, H] -> the same shape."""
         attended = self.attention(self.attention_norm(hidden), context)
         out: Tensor = self.attention_post_norm(attended)
         return out
 
-    def transform(self, hidden: Tensor, context: LayerContext) -> Tensor:
+    def mlp_output(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """The output of the MLP: [B, S or S/tp, H] -> the same shape."""
         transformed = self.mlp(self.mlp_norm(hidden), context)
         out: Tensor = self.mlp_post_norm(transformed)

@@ -133,8 +133,8 @@ class HalfBlock(Sublayers):
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, S or S/tp, H] -> the same shape."""
         if hasattr(self, "attention"):
-            return x + self.attend(x, context)
-        return x + self.transform(x, context)
+            return x + self.attention_output(x, context)
+        return x + self.mlp_output(x, context)
 
 
 def build_plain_block(

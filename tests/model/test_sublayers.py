@@ -24,7 +24,7 @@ def test_a_sublayer_normalizes_its_input_its_output_or_both(placement: str) -> N
     hidden = x if placement == "post" else block.attention_norm(x)
     attended = block.attention(hidden, context)
     expected = attended if placement == "pre" else block.attention_post_norm(attended)
-    torch.testing.assert_close(block.attend(x, context), expected)
+    torch.testing.assert_close(block.attention_output(x, context), expected)
     assert [*dict(block.named_children())] == [
         f"{half}{part}" for half in ("attention", "mlp") for part in ("_norm", "", "_post_norm")
     ]

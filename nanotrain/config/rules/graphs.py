@@ -126,6 +126,12 @@ def check_graph_programs(c: Settings) -> Errors:
             why="scales, and fp8 copies of weights that a step keeps, are chosen on the host",
             fix="leave --fp8-format out",
         )
+    if c.model.residual_type != "plain":
+        yield excluded(
+            f"residual_type {c.model.residual_type}",
+            why="graphs capture attention and MLP with the sums that follow them",
+            fix="set --residual-type plain",
+        )
     if c.memory.cpu_offloading:
         yield excluded(
             "cpu_offloading",

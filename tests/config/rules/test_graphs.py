@@ -39,6 +39,7 @@ def test_planned_attention_leaves_the_other_parts(settings: dict, cure: str) -> 
         {"cpu_offloading": True, "cpu_offloading_num_layers": 1},
         {"fp8_format": "hybrid", "params_dtype": "bf16"},
         {"debug_nan": True},
+        {"residual_type": "parallel"},
         {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_size": 2},
         EXPERTS | {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     ],
