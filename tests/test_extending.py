@@ -27,7 +27,8 @@ from nanotrain.config.schema import KEYS
 from nanotrain.interop.hf.families import FAMILIES, load_families, model_from_hf
 from nanotrain.model.context import LayerContext, ModelParallel
 from nanotrain.model.parameters import Parameters
-from nanotrain.model.sublayers import MIXER_MODULES
+from nanotrain.model.sublayers import MIXER_MODULES, Sublayers
+from nanotrain.model.transformer import RESIDUAL_MODULES, ResidualModules
 from nanotrain.optim import OPTIMIZERS
 from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.optim.rule import ParamRange, UpdateRule, UpdateStep
@@ -43,10 +44,14 @@ from nanotrain.prepare import chunks
 from nanotrain.prepare.chunks import InputChunk, plan_chunks
 from nanotrain.prepare.readers import READERS, DocumentReader
 from nanotrain.spec.counts import flops_per_token
-from nanotrain.spec.declaration import Declaration, LayerKind, Specs, nest
+from nanotrain.spec.declaration import Declaration, LayerKind, Specs, nest, summed
 from nanotrain.spec.kinds import MIXERS
 from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.operators import Gate, Operator, Operators, Saved
+from nanotrain.spec.residuals import RESIDUALS
+from nanotrain.spec.residuals.plain import declare_plain
+from nanotrain.spec.residuals.plain import operators as plain_operators
+from nanotrain.spec.residuals.residual import ResidualKind, Sublayer
 from tests.harness import run_ranks
 from tests.laws.compare import assert_alike
 from tests.laws.worlds import LR, Case, Outcome, train_here
@@ -285,6 +290,63 @@ def test_the_bytes_and_the_time_of_a_kind_follow_from_its_operators(gated_unit: 
     assert predict_step(scenario).total > 0
     attention = flops_per_token(llama(8).shape, 4096)
     assert 0 < flops_per_token(scenario.shape, 4096) < attention
+
+
+class GatedBlock(Sublayers):
+    """x + gate * attention(norm(x)), then x + gate * mlp(norm(x))."""
+
+    def __init__(
+        self, model_config: ModelConfig, params: Parameters, *, parallel: ModelParallel, layer: int
+    ) -> None:
+        super().__init__(model_config, params, parallel=parallel, layer=layer)
+        self.gate = params["gate"]
+
+    def forward(self, x: Tensor, context: LayerContext) -> Tensor:
+        x = x + self.gate * self.attention_output(x, context)
+        return x + self.gate * self.mlp_output(x, context)
+
+
+def declare_gated(declare: Declaration, sublayers: Sequence[Sublayer], *, index: int) -> Specs:
+    gate = declare.vector("gate", declare.shape.hidden_size, value=0.5)
+    gates = summed([replace(gate, group="norms")], declare.sequence_axes)
+    return gates + declare_plain(declare, sublayers, index=index)
+
+
+def gated_operators(s: LayerSizes, sublayers: Sequence[Sublayer]) -> Operators:
+    gate = Gate(
+        name="gate", numel=s.outside * s.shape.hidden_size, saves=(Saved(s.outside * s.width),)
+    )
+    return [*plain_operators(s, sublayers), gate, gate]
+
+
+def add_gated_residual() -> None:
+    """Add the rows of the kind, and its name where the configuration lists those."""
+    entry = KEYS["model.residual_type"]
+    vars(entry)["choices"] = (*entry.choices, "gated")
+    RESIDUALS["gated"] = ResidualKind(declare_gated, gated_operators)
+    RESIDUAL_MODULES["gated"] = ResidualModules(GatedBlock)
+
+
+def train_with_residual(ctx: ParallelContext, case: Case) -> Outcome:
+    add_gated_residual()
+    return train_here(ctx, case)
+
+
+def bytes_with_residual(ctx: ParallelContext, config: Config) -> tuple[int, int]:
+    add_gated_residual()
+    return kept_and_planned(ctx, config)
+
+
+def test_a_residual_connection_is_a_block_and_a_description() -> None:
+    case = CASE.but(model={"residual_type": "gated"})
+    single = run_ranks(1, train_with_residual, case)
+    sharded = case.but(parallel={"tensor_model_parallel_size": 2, "sequence_parallel": True})
+    outcomes = run_ranks(2, train_with_residual, sharded, tp=2)
+    assert_alike(outcomes, single, row="residual", lr=LR)
+    config = config_of("--num-layers 1 --hidden-size 64 --seq-length 128 --micro-batch-size 2")
+    model = replace(config.model, residual_type="gated")  # type: ignore[arg-type]
+    ((counted, planned),) = run_ranks(1, bytes_with_residual, replace(config, model=model))
+    assert planned == pytest.approx(counted, rel=0.03)
 
 
 def test_an_operator_without_a_time_is_not_planned_at_the_peak_of_the_device() -> None:

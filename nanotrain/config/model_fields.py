@@ -198,12 +198,24 @@ class ModelFields:
     """
 
     residual_type: ResidualType = option("plain")
-    """plain (attention, then the MLP) or parallel (side by side, of one input: GPT-J, GPT-NeoX)"""
+    """plain (attention, then the MLP), parallel (side by side, of one input: GPT-J, GPT-NeoX),
+    hyper_connections (several streams with learned weights) or mhc (the same, with a doubly
+    stochastic matrix between streams: DeepSeek-V4)
+    """
 
     parallel_shared_norm: bool = option(False)
     """residual_type parallel: attention and MLP read one norm (GPT-J, Cohere); off: each its own
     (GPT-NeoX)
     """
+
+    residual_streams: int = option(4, check=at_least(2, at_most=64))
+    """residual_type hyper_connections or mhc: streams"""
+
+    mhc_sinkhorn_iterations: int = option(20, check=at_least(1, at_most=1000))
+    """residual_type mhc: divisions of rows and columns by their sums"""
+
+    mhc_epsilon: float = option(1e-6, check=above(0))
+    """residual_type mhc: added to weights and sums"""
 
     activation: Activation = option("swiglu")
     """gelu, gelu_tanh (GPT-2's approximation), swiglu (gated SiLU), squared_relu, quick_geglu

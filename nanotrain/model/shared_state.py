@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanotrain.parallel.tp.layers import TensorParallel
 from nanotrain.spec.layer_sizes import LayerSizes
+from nanotrain.spec.residuals import stream_width
 from nanotrain.spec.shape import ModelShape, Source
 from nanotrain.spec.shared_state import message_width, state_shapes
 from nanotrain.spec.stages import StageSpec
@@ -63,7 +64,7 @@ class StageMessages:
         if not self._received:
             return message, {}
         num_tokens = batch_shape.numel()
-        hidden_size = self._sizes.shape.hidden_size
+        width = stream_width(self._sizes.shape)
         numels = [num_tokens * width for width in self._received_widths()]
         pieces = iter(message.split([message.numel() - sum(numels), *numels]))
         hidden = next(pieces)
@@ -74,7 +75,7 @@ class StageMessages:
                 flat = next(pieces)
                 tensors.append(flat.view(*batch_shape, *shape))
             state[source] = tuple(tensors)
-        return hidden.view(batch_shape[0], -1, hidden_size), state
+        return hidden.view(batch_shape[0], -1, width), state
 
     def _received_widths(self) -> list[int]:
         """Elements per token of the tensors of a received message."""

@@ -3,7 +3,7 @@
     MIXER_MODULES   token mixers by the kinds of spec/kinds.MIXERS
 
 What they read from and write to the residual stream is in transformer.py and in the other kinds of
-blocks of `BLOCKS` there.
+blocks of `RESIDUAL_MODULES` there.
 """
 
 from torch import Tensor, nn

@@ -4,7 +4,7 @@
     HalfBlock       one of the two, in models with a hybrid layer pattern
     ScaledBlock     a block, times a learned number
     ShortcutBlock   two blocks; the experts of the first are added at the end of the second
-    BLOCKS          all kinds of blocks by the kind of their residual connections
+    RESIDUAL_MODULES   all kinds of residual connections: blocks, and both ends of the streams
     Stage           the layers of one pipeline rank; without pipeline parallelism the full model
 
     tokens -> [embedding] -> layers.{first}..{last-1} -> [final_norm -> head] -> loss
@@ -19,7 +19,7 @@ the meta device. Their names are global on every stage.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -37,6 +37,14 @@ from nanotrain.model.context import (
     ModelParallel,
 )
 from nanotrain.model.ends import Embedding, Head
+from nanotrain.model.hyper_connections import (
+    EnterStreams,
+    HyperBlock,
+    HyperConnection,
+    ManifoldConnection,
+    SumStreams,
+    WeighStreams,
+)
 from nanotrain.model.moe import MoELayer
 from nanotrain.model.mtp import MTPLayer
 from nanotrain.model.norm import LearnedScale, build_norm
@@ -146,6 +154,23 @@ def build_plain_block(
     return kind(model_config, params, parallel=parallel, layer=layer)
 
 
+def one_stream(*_: object, **__: object) -> nn.Module:
+    """The identity at both ends of one residual stream."""
+    return nn.Identity()
+
+
+@dataclass(frozen=True)
+class ResidualModules:
+    """The modules of a kind of residual connections."""
+
+    # (model_config, params, *, parallel, layer): forward(x, context)
+    block: Callable[..., nn.Module]
+    # (model_config): embedding [B, S, H] -> streams
+    enter: Callable[..., nn.Module] = one_stream
+    # (model_config, params, *, parallel): streams -> [B, S, H] before the final norm
+    leave: Callable[..., nn.Module] = one_stream
+
+
 class Stage(nn.Module):
     """Consecutive layers of a model; the first stage has the embedding, the last one the head.
 
@@ -177,8 +202,10 @@ class Stage(nn.Module):
         declared = Parameters.on_meta(params)
         mtp_layers = shape.mtp_layers if spec.has_head else range(0)
         self.embedding: Embedding | None = None
+        residual = RESIDUAL_MODULES[model_config.residual_type]
         if embedding := declared.submodule("embedding"):
             self.embedding = Embedding(model_config, embedding, tensor_parallel=parallel.tp)
+        self.enter_streams = residual.enter(model_config)
         self.drop_embedded = HiddenDropout(
             model_config.hidden_dropout, 0, DropoutPlace.embedding, parallel.tp
         )
@@ -190,6 +217,8 @@ class Stage(nn.Module):
         self.final_norm: nn.Module | None = None
         self.head: Head | None = None
         if spec.has_head:
+            end = declared.submodule("leave_streams")
+            self.leave_streams = residual.leave(model_config, end, parallel=parallel)
             self.final_norm = build_norm(model_config, declared.submodule("final_norm"))
             vocabulary = Vocabulary(
                 shape.vocab_size, model_config.final_logit_softcapping, model_config.logits_scaling
@@ -318,7 +347,7 @@ class Stage(nn.Module):
         if self.spec.has_embedding:
             assert self.embedding is not None, "the first stage has the embedding"
             embedded = self.embedding(context.batch.tokens, context.batch.position_ids)
-            hidden = self.drop_embedded(embedded, dropout)
+            hidden = self.enter_streams(self.drop_embedded(embedded, dropout))
         assert hidden is not None, (
             "a stage without the embedding needs the hidden states of the previous stage"
         )
@@ -330,7 +359,7 @@ class Stage(nn.Module):
             hidden = function(hidden, layer_context)
         assert hidden is not None
         if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
+            hidden = self.final_norm(self.leave_streams(hidden))
         return self.messages.pack(hidden, layer_context.state), layer_context
 
     def _layer_context(
@@ -378,13 +407,18 @@ def build_stage(
     return Stage(model_config, spec, params=params, parallel=ModelParallel.single_rank())
 
 
-# by the names in `ModelShape.residual`: __init__(model_config, params, *, parallel, layer),
-# forward(x, context)
-BLOCKS: dict[str, Callable[..., nn.Module]] = {
-    "plain": build_plain_block,
-    "shortcut": ShortcutBlock,
-    "layer_scale": ScaledBlock,
-    "parallel": ParallelBlock,
+# by the names in `ModelShape.residual`
+RESIDUAL_MODULES: dict[str, ResidualModules] = {
+    "plain": ResidualModules(build_plain_block),
+    "shortcut": ResidualModules(ShortcutBlock),
+    "layer_scale": ResidualModules(ScaledBlock),
+    "parallel": ResidualModules(ParallelBlock),
+    "hyper_connections": ResidualModules(
+        partial(HyperBlock, connection=HyperConnection), enter=EnterStreams, leave=SumStreams
+    ),
+    "mhc": ResidualModules(
+        partial(HyperBlock, connection=ManifoldConnection), enter=EnterStreams, leave=WeighStreams
+    ),
 }
 
 
@@ -393,7 +427,7 @@ def build_block(
 ) -> nn.Module:
     """The block of a layer, by its index in the model."""
     residual = ModelShape.of(model_config).residual(layer)
-    build = BLOCKS[residual]
+    build = RESIDUAL_MODULES[residual].block
     block = build(model_config, params, parallel=parallel.for_layer(layer), layer=layer)
     if model_config.has_dropout:
         # outside of compiled graphs, see `DropoutContext.for_layer`

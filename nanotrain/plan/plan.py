@@ -45,6 +45,7 @@ from nanotrain.spec.declaration import Declaration
 from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.parameters import declare_stage
 from nanotrain.spec.params import LocalParam, localize
+from nanotrain.spec.residuals import stream_width
 from nanotrain.spec.shape import ModelShape
 from nanotrain.spec.shared_state import message_width
 from nanotrain.spec.stages import StageSpec, balanced_lengths, split_layers, stages_of_lengths
@@ -207,14 +208,17 @@ class Plan:
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
-        """[B, S, H] of this rank's hidden states between two stages, for unsplit samples."""
+        """[B, S, H] of this rank's hidden states between two stages, for unsplit samples.
+
+        H is the width of all residual streams.
+        """
         return self.hidden_shape_of(self.config.data.seq_length)
 
     def hidden_shape_of(self, seq_length: int) -> tuple[int, int, int]:
         """[B, S, H] between two stages, if samples are split into sequences of `seq_length`."""
         num_sequences = self.config.data.seq_length // seq_length
         batch_size = self.config.train.micro_batch_size * num_sequences
-        return batch_size, seq_length // self.num_sequence_shards, self.shape.hidden_size
+        return batch_size, seq_length // self.num_sequence_shards, stream_width(self.shape)
 
     @property
     def message_widths(self) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from nanotrain.spec.kinds.block import (
 )
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
 from nanotrain.spec.operators import Operator
+from nanotrain.spec.residuals import stream_width
 from nanotrain.spec.shared_state import shared_bytes
 from nanotrain.spec.stages import StageSpec
 
@@ -126,6 +127,7 @@ class SavedBytes:
     def __init__(self, plan: Plan, device: str) -> None:
         self.sizes = layer_sizes(plan, device)
         self.shape = plan.shape
+        self.stream_bytes = stream_width(plan.shape) * self.sizes.itemsize  # of a token
         self.memory = plan.config.memory
         self.config = plan.config
         self.modules = frozenset(self.memory.recomputed_modules)
@@ -172,7 +174,7 @@ class SavedBytes:
 
     def _recomputed_blocks(self, complete: list[int]) -> BlockBytes:
         """Groups of blocks of which the input is kept, and blocks that are kept after them."""
-        block_input = self.sizes.outside * self.sizes.width
+        block_input = self.sizes.outside * self.stream_bytes
         groups = recomputed_groups(self.config, len(complete))
         group_bytes = []
         num_grouped = 0
@@ -211,7 +213,7 @@ class SavedBytes:
         for layer in layers:
             around += saved_bytes(mtp_operators(self.sizes, layer)) - self.block(layer)
         if self.memory.recompute_granularity == "full":
-            selected = [self.sizes.outside * self.sizes.width] * len(complete)
+            selected = [self.sizes.outside * self.stream_bytes] * len(complete)
         else:
             selected = [self.block(layer, self.modules) for layer in layers]
         dropped = [a - b for a, b in zip(complete, selected, strict=True)]

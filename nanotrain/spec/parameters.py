@@ -54,10 +54,12 @@ def _layers(declare: Declaration, stage: StageSpec) -> Specs:
 
 
 def _head_and_mtp(declare: Declaration) -> Specs:
-    """Final norm, head and multi-token prediction; the norm is in the unit of the head."""
+    """Final norm, head and multi-token prediction; what is before the head is in its unit."""
     shape = declare.shape
-    final_norm = nest("final_norm", norm(declare, shape.hidden_size))
-    specs = tuple(replace(spec, unit="head") for spec in final_norm)
+    end = RESIDUALS[shape.residual_type].declare_end(declare)
+    end_specs = nest("leave_streams", end)
+    end_specs += nest("final_norm", norm(declare, shape.hidden_size))
+    specs = tuple(replace(spec, unit="head") for spec in end_specs)
     if not shape.is_tied:
         specs += _in_unit("head", grouped("head", [declare.vocab_parallel()]))
     if shape.has_head_bias:

@@ -65,6 +65,7 @@ class ModelShape:
     norm_init: float  # initial value of norm weights
     residual_type: str  # kind of residual connections; spec/residuals
     parallel_shared_norm: bool  # attention and MLP side by side read one norm
+    residual_streams: int  # streams of kinds with several
     has_sink: bool  # a learned score per query head that every query attends to
     is_tied: bool  # the head reads the word embedding
     init_std: float  # standard deviation of the initial weights

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from nanotrain.spec.layer_sizes import LayerSizes
+from nanotrain.spec.residuals import stream_width
 from nanotrain.spec.shape import Source
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -63,4 +64,4 @@ def message_width(s: LayerSizes, first_layer: int) -> int:
     tokens_per_hidden = s.tokens // s.outside
     sources = s.shape.carried(first_layer)
     carried = shared_width(s, sources)
-    return s.shape.hidden_size + tokens_per_hidden * carried
+    return stream_width(s.shape) + tokens_per_hidden * carried

@@ -32,6 +32,7 @@ from nanotrain.parallel.cp.split import split_batch
 from nanotrain.parallel.pp.executor import RunnableStage, run_forward
 from nanotrain.plan.plan import Plan
 from nanotrain.quantities import round_up
+from nanotrain.spec.residuals import stream_width
 from nanotrain.train.build import build_pipeline
 from nanotrain.train.evaluate import load_stages
 
@@ -92,7 +93,8 @@ class LayoutModel:
         length = max(round_up(longest, self._parts), self._shortest)
         batch = split_batch(self._pad(texts, length), self._context.group("cp"))
         microbatch = BatchContext.of(batch, cp=self._context.group("cp"))
-        shape = (len(texts), length // plan.num_sequence_shards, plan.shape.hidden_size)
+        width = stream_width(plan.shape)
+        shape = (len(texts), length // plan.num_sequence_shards, width)
         self._context.heartbeat.begin("validation")
         run_forward(
             plan.valid_schedule,

@@ -18,7 +18,7 @@ from tests.laws.test_model_features import (
 )
 from tests.laws.worlds import Case, train_cases
 
-# two layers each
+# two layers each, or four that are half ones
 MODELS: dict[str, dict[str, Any]] = {
     "side by side, one norm": EXPERTS
     | {
@@ -41,9 +41,30 @@ MODELS: dict[str, dict[str, Any]] = {
         "activation": "gelu",
         "mtp_num_layers": 1,
     },
+    "streams, doubly stochastic": EXPERTS
+    | {
+        "residual_type": "mhc",
+        "residual_streams": 3,
+        "mhc_sinkhorn_iterations": 4,
+        "moe_layer_freq": "2",
+        "hidden_dropout": 0.1,
+        "norm_placement": "sandwich",
+    },
+    "streams of half layers": EXPERTS
+    | {
+        "num_layers": 4,
+        "hybrid_layer_pattern": "*-*E",
+        "residual_type": "hyper_connections",
+        "residual_streams": 2,
+        "residual_multiplier": 0.8,
+        "untie_embeddings_and_output_weights": True,
+    },
 }
 # for pipelines: four layers each
-DEEP = {f"{name}, four layers": fields | {"num_layers": 4} for name, fields in MODELS.items()}
+DEEP = {
+    name if "num_layers" in fields else f"{name}, four layers": {"num_layers": 4} | fields
+    for name, fields in MODELS.items()
+}
 ALL = MODELS | DEEP
 BATCH = {"global_batch": 4}
 

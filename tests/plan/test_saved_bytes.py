@@ -86,6 +86,8 @@ MODELS = {
     "side by side": f"{GPT2} --residual-type parallel",
     "side by side, one norm": f"{LLAMA} --residual-type parallel --parallel-shared-norm --add-head-bias "
     "--normalization LayerNorm --layernorm-parameters weight --add-mlp-bias",
+    "streams": f"{LLAMA} --residual-type hyper_connections --residual-streams 3 --residual-multiplier 0.5",
+    "mhc": f"{LLAMA} --residual-type mhc --residual-streams 3 --norm-placement sandwich",
     "half layers": f"--linear-attention-type short_conv --num-layers 3 --hybrid-layer-pattern -*G {LLAMA}",
 }
 # of these every byte is planned; others have fp32 copies of weights, routed tokens or scans
@@ -103,6 +105,8 @@ EXACT = {
     "sparse attention",
     "side by side",
     "side by side, one norm",
+    "streams",
+    "mhc",
     "half layers",
 }
 LAYOUTS = {
@@ -151,6 +155,8 @@ RECOMPUTED = [
     ("shortcut", "--bf16", f"{SELECTIVE} core_attn moe_act mlp"),
     ("shortcut", "", FULL),
     ("side by side", "", f"{SELECTIVE} layernorm mlp core_attn"),
+    ("mhc", "--bf16", f"{SELECTIVE} layernorm"),
+    ("streams", "", FULL),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from nanotrain.config.layer_kinds import linear_attention_kind
 from nanotrain.config.rules.settings import Errors, Settings
+from nanotrain.config.rules.unused_model import STREAMS
 from nanotrain.config.schema import typed
 from nanotrain.errors import ConfigError
 
@@ -33,6 +34,25 @@ def check_scaled_layers(c: Settings) -> Errors:
             f"layer_scale with residual_type {kind}",
             why="the factor follows an MLP that reads the output of attention",
             fix="leave --layer-scale or --residual-type out",
+        )
+
+
+def check_streams(c: Settings) -> Errors:
+    """Several residual streams."""
+    kind = c.model.residual_type
+    if kind not in STREAMS:
+        return
+    if c.mtp.num_layers:
+        yield ConfigError(
+            f"residual_type {kind} with mtp_num_layers {c.mtp.num_layers}",
+            why="a layer of multi-token prediction reads one stream of hidden states",
+            fix="leave --mtp-num-layers out, or set --residual-type plain",
+        )
+    if c.moe.shortcut:
+        yield ConfigError(
+            f"residual_type {kind} with moe_shortcut",
+            why="the experts of a shortcut are added to one stream at the end of the layer",
+            fix="leave --residual-type or --moe-shortcut out",
         )
 
 

@@ -12,6 +12,7 @@ from nanotrain.config.rules.unused_fields import UnusedFields, unused
 MLA_ROTATES = "every layer of multi_latent_attention rotates its qk_pos_emb_head_dim channels"
 MLA_HEADS = "with multi_latent_attention qk_head_dim and v_head_dim give the width of the heads"
 NO_WINDOW = "no layer has a window"
+STREAMS = ("hyper_connections", "mhc")  # kinds of residual connections with several streams
 WINDOW_CAUSES = ("window_size", "attention_chunk_size")
 IN_ROPE_OR_YARN = "it belongs to position_embedding_type rope or yarn"
 
@@ -296,6 +297,19 @@ def unused_residual(c: Settings) -> UnusedFields:
     if c.model.residual_type != "parallel":
         yield unused(
             "parallel_shared_norm", by="residual_type", why="it belongs to residual_type parallel"
+        )
+    if c.model.residual_type not in STREAMS:
+        yield unused(
+            "residual_streams",
+            by="residual_type",
+            why="it belongs to residual_type hyper_connections and mhc",
+        )
+    if c.model.residual_type != "mhc":
+        yield unused(
+            "mhc_sinkhorn_iterations",
+            "mhc_epsilon",
+            by="residual_type",
+            why="they belong to residual_type mhc",
         )
 
 

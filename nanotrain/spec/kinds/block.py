@@ -74,7 +74,8 @@ def head_operators(s: LayerSizes) -> Operators:
     )
     norm = norm_operator(s, name="final_norm")
     loss = Loss(name="loss", rows=s.tokens, columns=s.columns)
-    return [norm, product, loss]
+    end = RESIDUALS[s.shape.residual_type].end_operators(s)
+    return [*end, norm, product, loss]
 
 
 def mtp_operators(s: LayerSizes, layer: int) -> Operators:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from nanotrain.spec.declaration import Declaration, LayerKind, Specs, grouped, nest, norm
 from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.operators import NORM_MODULES, Norm, Operators, Product, Residual, Saved
+from nanotrain.spec.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class ResidualKind:
     declare: Callable[..., Specs]
     # operators of a layer, in forward order
     operators: Callable[[LayerSizes, Sequence[Sublayer]], Operators]
+    # residual streams, all of which stages send
+    num_streams: Callable[[ModelShape], int] = lambda shape: 1
+    # parameters and operators of what is between the last layer and the final norm
+    declare_end: Callable[[Declaration], Specs] = lambda declare: ()
+    end_operators: Callable[[LayerSizes], Operators] = lambda s: []
 
 
 def with_norms(declare: Declaration, sublayer: Sublayer, *, index: int) -> Specs:

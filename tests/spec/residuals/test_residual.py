@@ -3,7 +3,7 @@
 import pytest
 
 from nanotrain.config.model import ModelConfig
-from nanotrain.model.transformer import BLOCKS
+from nanotrain.model.transformer import RESIDUAL_MODULES
 from nanotrain.spec.declaration import Declaration
 from nanotrain.spec.kinds.block import block_operators
 from nanotrain.spec.layer_sizes import LayerSizes
@@ -27,7 +27,7 @@ CASES = [
 
 
 def test_every_kind_has_a_description_and_a_module() -> None:
-    assert RESIDUALS.keys() == BLOCKS.keys()
+    assert RESIDUALS.keys() == RESIDUAL_MODULES.keys()
 
 
 @pytest.mark.parametrize(("fields", "norms"), CASES)
