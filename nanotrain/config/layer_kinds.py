@@ -13,7 +13,7 @@ from typing import Literal
 from nanotrain.config.option import above, at_least, option
 
 NormPlacement = Literal["pre", "post", "sandwich"]
-ResidualType = Literal["plain", "parallel", "hyper_connections", "mhc"]
+ResidualType = Literal["plain", "parallel", "gated", "hyper_connections", "mhc"]
 SparseAttentionType = Literal["dsa"]
 LinearAttentionType = Literal["gated_delta_net", "kda", "mamba2", "attention_mamba2", "short_conv"]
 RouterScore = Literal["softmax", "sigmoid"]

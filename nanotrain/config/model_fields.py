@@ -199,14 +199,17 @@ class ModelFields:
 
     residual_type: ResidualType = option("plain")
     """plain (attention, then the MLP), parallel (side by side, of one input: GPT-J, GPT-NeoX),
-    hyper_connections (several streams with learned weights) or mhc (the same, with a doubly
-    stochastic matrix between streams: DeepSeek-V4)
+    gated (a learned weight per channel: Muse Spark), hyper_connections (several streams with
+    learned weights) or mhc (the same, with a doubly stochastic matrix: DeepSeek-V4)
     """
 
     parallel_shared_norm: bool = option(False)
     """residual_type parallel: attention and MLP read one norm (GPT-J, Cohere); off: each its own
     (GPT-NeoX)
     """
+
+    residual_gate_temperature: float = option(0.3, check=above(0))
+    """residual_type gated: divisor of the learned weights"""
 
     residual_streams: int = option(4, check=at_least(2, at_most=64))
     """residual_type hyper_connections or mhc: streams"""

@@ -37,6 +37,7 @@ from nanotrain.model.context import (
     ModelParallel,
 )
 from nanotrain.model.ends import Embedding, Head
+from nanotrain.model.gated_block import GatedBlock
 from nanotrain.model.hyper_connections import (
     EnterStreams,
     HyperBlock,
@@ -413,6 +414,7 @@ RESIDUAL_MODULES: dict[str, ResidualModules] = {
     "shortcut": ResidualModules(ShortcutBlock),
     "layer_scale": ResidualModules(ScaledBlock),
     "parallel": ResidualModules(ParallelBlock),
+    "gated": ResidualModules(GatedBlock),
     "hyper_connections": ResidualModules(
         partial(HyperBlock, connection=HyperConnection), enter=EnterStreams, leave=SumStreams
     ),

@@ -41,6 +41,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "activation": "gelu",
         "mtp_num_layers": 1,
     },
+    "gated": {
+        "residual_type": "gated",
+        "residual_gate_temperature": 0.5,
+        "norm_placement": "sandwich",
+        "mtp_num_layers": 1,
+        "hidden_dropout": 0.1,
+    },
     "streams, doubly stochastic": EXPERTS
     | {
         "residual_type": "mhc",

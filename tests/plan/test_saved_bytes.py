@@ -86,6 +86,7 @@ MODELS = {
     "side by side": f"{GPT2} --residual-type parallel",
     "side by side, one norm": f"{LLAMA} --residual-type parallel --parallel-shared-norm --add-head-bias "
     "--normalization LayerNorm --layernorm-parameters weight --add-mlp-bias",
+    "gated": f"{LLAMA} --residual-type gated --norm-placement sandwich",
     "streams": f"{LLAMA} --residual-type hyper_connections --residual-streams 3 --residual-multiplier 0.5",
     "mhc": f"{LLAMA} --residual-type mhc --residual-streams 3 --norm-placement sandwich",
     "half layers": f"--linear-attention-type short_conv --num-layers 3 --hybrid-layer-pattern -*G {LLAMA}",
@@ -105,6 +106,7 @@ EXACT = {
     "sparse attention",
     "side by side",
     "side by side, one norm",
+    "gated",
     "streams",
     "mhc",
     "half layers",

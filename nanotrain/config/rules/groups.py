@@ -37,7 +37,7 @@ MODEL: Rules = (
     heads.check_shared_keys,
     heads.check_shared_key_settings,
     residuals.check_parallel_residual,
-    residuals.check_scaled_layers,
+    residuals.check_plain_layers,
     residuals.check_streams,
     residuals.check_shared_norm,
     model.check_pattern_length,

@@ -18,17 +18,17 @@ def check_parallel_residual(c: Settings) -> Errors:
             why="every layer of a pattern is attention or an MLP alone",
             fix="leave --residual-type or --hybrid-layer-pattern out",
         )
-    if c.moe.shortcut:
+
+
+def check_plain_layers(c: Settings) -> Errors:
+    """Shortcuts, and factors of hidden states after a layer, are of plain residuals."""
+    kind = c.model.residual_type
+    if c.moe.shortcut and kind != "plain":
         yield ConfigError(
-            "residual_type parallel with moe_shortcut",
+            f"residual_type {kind} with moe_shortcut",
             why="the experts of a shortcut read the sum of x and attention",
             fix="leave --residual-type or --moe-shortcut out",
         )
-
-
-def check_scaled_layers(c: Settings) -> Errors:
-    """The factor of hidden states after a layer."""
-    kind = c.model.residual_type
     if c.model.layer_scale and kind != "plain":
         yield ConfigError(
             f"layer_scale with residual_type {kind}",
@@ -47,12 +47,6 @@ def check_streams(c: Settings) -> Errors:
             f"residual_type {kind} with mtp_num_layers {c.mtp.num_layers}",
             why="a layer of multi-token prediction reads one stream of hidden states",
             fix="leave --mtp-num-layers out, or set --residual-type plain",
-        )
-    if c.moe.shortcut:
-        yield ConfigError(
-            f"residual_type {kind} with moe_shortcut",
-            why="the experts of a shortcut are added to one stream at the end of the layer",
-            fix="leave --residual-type or --moe-shortcut out",
         )
 
 

@@ -298,6 +298,10 @@ def unused_residual(c: Settings) -> UnusedFields:
         yield unused(
             "parallel_shared_norm", by="residual_type", why="it belongs to residual_type parallel"
         )
+    if c.model.residual_type != "gated":
+        yield unused(
+            "residual_gate_temperature", by="residual_type", why="it belongs to residual_type gated"
+        )
     if c.model.residual_type not in STREAMS:
         yield unused(
             "residual_streams",

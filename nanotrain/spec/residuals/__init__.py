@@ -6,7 +6,7 @@
 Their modules are in the table of model/transformer.py. docs/residuals.md shows how to add one.
 """
 
-from nanotrain.spec.residuals import hyper_connections, parallel, plain
+from nanotrain.spec.residuals import gated, hyper_connections, parallel, plain
 from nanotrain.spec.residuals.residual import ResidualKind
 from nanotrain.spec.shape import ModelShape
 
@@ -15,6 +15,7 @@ RESIDUALS: dict[str, ResidualKind] = {
     "shortcut": ResidualKind(plain.declare_shortcut, plain.operators),
     "layer_scale": ResidualKind(plain.declare_scaled, plain.scaled_operators),
     "parallel": ResidualKind(parallel.declare_parallel, parallel.operators),
+    "gated": ResidualKind(gated.declare_gated, gated.operators),
     "hyper_connections": ResidualKind(
         hyper_connections.declare_hyper,
         hyper_connections.hyper_operators,

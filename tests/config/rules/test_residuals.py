@@ -21,6 +21,7 @@ SHORTCUT = "--num-experts 4 --moe-shortcut --moe-shared-expert-intermediate-size
         (f"{SHARED} --norm-placement post", "parallel_shared_norm with norm_placement post"),
         (f"{MHC} --mtp-num-layers 1", "residual_type mhc with mtp_num_layers 1"),
         (f"{MHC} {SHORTCUT}", "residual_type mhc with moe_shortcut"),
+        (f"--residual-type gated {SHORTCUT}", "residual_type gated with moe_shortcut"),
         (f"{MHC} --layer-scale", "layer_scale with residual_type mhc"),
         ("--parallel-shared-norm", "parallel_shared_norm"),
         ("--residual-streams 3", "residual_streams"),
