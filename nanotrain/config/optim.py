@@ -8,6 +8,7 @@ from nanotrain.config.option import above, at_least, between, option
 WSDDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 MuonScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+MuonCoefficientType = Literal["simple", "quintic", "polar_express", "hybrid"]
 MuonTPMode = Literal["distributed", "blockwise"]
 MatmulPrecision = Literal["medium", "highest"]
 
@@ -98,6 +99,12 @@ class OptimConfig:
 
     muon_num_ns_steps: int = option(5, check=at_least(1))
     """muon: steps of the Newton-Schulz iteration"""
+
+    muon_coefficient_type: MuonCoefficientType = option("simple")
+    """muon: coefficients of the Newton-Schulz iteration: simple (the same in every step, as
+    torch.optim.Muon), quintic (five steps, the default of Megatron-LM), polar_express, or hybrid
+    (DeepSeek-V4: the last two steps bring singular values to 1)
+    """
 
     muon_scale_mode: MuonScaleMode = option("spectral")
     """muon: factor of the update by the shape of a matrix: spectral, unit_rms_norm or shape_scaling

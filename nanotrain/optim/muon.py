@@ -3,10 +3,11 @@
 Other parameters are updated by `--muon-scalar-optimizer`.
 
     momentum   m = lerp(m, g, 1 - momentum); with Nesterov the direction is lerp(g, m, momentum)
-    transform  Newton-Schulz iteration: the direction with all singular values moved near 1
+    transform  Newton-Schulz iteration (`newton_schulz.py`): all singular values are moved near 1
     update     w = w * (1 - lr * weight_decay) - lr * scale * transform(direction)
 
-The arithmetic equals torch.optim.Muon, bf16 included: equal inputs give equal bits.
+With simple coefficients the arithmetic equals torch.optim.Muon, bf16 included: equal inputs give
+equal bits.
 
 Source: Jordan et al. 2024, "Muon"; Liu et al. 2025, "Muon is Scalable for LLM Training", section
 2.2, for the scale.
@@ -21,10 +22,8 @@ from torch import Tensor
 from nanotrain.config.config import OptimConfig
 from nanotrain.config.optim import MuonScaleMode
 from nanotrain.optim.elementwise import ADAM, LION
+from nanotrain.optim.newton_schulz import newton_schulz, newton_schulz_flops
 from nanotrain.optim.rule import MatrixRule, ParamRange, Shape, UpdateRule, UpdateStep
-
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic polynomial
-EPSILON = 1e-7  # least norm that a direction is divided by
 
 SCALAR_RULES: dict[str, UpdateRule] = {"adam": ADAM, "lion": LION}
 SCALES: dict[MuonScaleMode, Callable[[int, int], float]] = {
@@ -41,35 +40,6 @@ def update_momentum(part: ParamRange, config: OptimConfig) -> Tensor:
     if config.muon_use_nesterov:
         return part.grad.lerp(buffer, config.muon_momentum)
     return buffer
-
-
-def newton_schulz(direction: Tensor, config: OptimConfig) -> Tensor:
-    """Move the singular values of [rows, columns] near 1, in the dtype of the direction.
-
-    Five steps bring singular values of 1e-2 to 1 times the largest into about [0.7, 1.2].
-    """
-    a, b, c = COEFFICIENTS
-    is_tall = direction.shape[0] > direction.shape[1]
-    x = direction.T if is_tall else direction
-    x = x / x.norm().clamp(min=EPSILON)  # the spectral norm is at most this one
-    for _ in range(config.muon_num_ns_steps):
-        gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
-    return x.T if is_tall else x
-
-
-def newton_schulz_flops(shape: Shape, config: OptimConfig) -> int:
-    """FLOPs of `newton_schulz`: per step two rectangular products and one of the Gram matrix.
-
-    >>> newton_schulz_flops((40, 10), OptimConfig(muon_num_ns_steps=1))
-    18000
-    """
-    small = min(shape)
-    large = max(shape)
-    rectangular = 2 * small * small * large
-    square = 2 * small**3
-    return config.muon_num_ns_steps * (2 * rectangular + square)
 
 
 def scale_of(shape: Shape, config: OptimConfig) -> float:

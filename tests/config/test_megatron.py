@@ -209,6 +209,7 @@ def test_muon_has_the_names_and_the_momentum_of_megatron():
         True,
         "distributed",
     )
+    assert optim.muon_coefficient_type == "quintic"
 
 
 def test_every_command_that_a_cure_names_exists():

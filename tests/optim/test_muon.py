@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from nanotrain.config.config import OptimConfig
-from nanotrain.optim.muon import MUON, newton_schulz, newton_schulz_flops, scale_of
+from nanotrain.optim.muon import MUON, scale_of
+from nanotrain.optim.newton_schulz import newton_schulz, newton_schulz_flops
 from tests.harness import ranks, run_ranks
 from tests.optim.test_distributed import LR, Trainee, grads_of, noise
 from tests.parallel.dp.toys import RESIDENT_STRATEGIES, SHAPES

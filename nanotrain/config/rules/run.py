@@ -241,6 +241,24 @@ def check_weight_decay(c: Settings) -> Errors:
         )
 
 
+def check_newton_schulz(c: Settings) -> Errors:
+    """Steps of coefficients that differ by step."""
+    steps = c.optim.muon_num_ns_steps
+    kind = c.optim.muon_coefficient_type
+    if kind == "quintic" and steps % 5 != 0:
+        yield ConfigError(
+            f"muon_num_ns_steps {steps} with muon_coefficient_type quintic",
+            why="its five steps are optimized together",
+            fix="set --muon-num-ns-steps 5, or --muon-coefficient-type simple",
+        )
+    if kind == "hybrid" and steps < 3:
+        yield ConfigError(
+            f"muon_num_ns_steps {steps} with muon_coefficient_type hybrid",
+            why="its last two steps are others than those before",
+            fix="set --muon-num-ns-steps 10",
+        )
+
+
 def check_optimizer_offload(c: Settings) -> Errors:
     """Optimizer state in host memory."""
     fraction = c.optim.optimizer_offload_fraction

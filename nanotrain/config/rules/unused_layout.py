@@ -142,6 +142,7 @@ def unused_muon(c: Settings) -> UnusedFields:
             "muon_momentum",
             "muon_use_nesterov",
             "muon_num_ns_steps",
+            "muon_coefficient_type",
             "muon_scale_mode",
             "muon_extra_scale_factor",
             "muon_tp_mode",
