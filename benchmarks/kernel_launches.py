@@ -363,10 +363,11 @@ def _scan(rule: str, head_dim: int) -> None:
     decay = torch.zeros(1, tokens, heads, head_dim if rule == "kda" else 1)
     rate = torch.zeros(1, tokens, heads)
     documents = torch.zeros(1, tokens, dtype=torch.int32)
-    inputs = Inputs(vectors, vectors, value, decay, rate, documents)
+    sums = triton_chunk_scan.empty_sums(decay)
+    inputs = Inputs(vectors, vectors, value, sums, rate, documents)
     sizes = triton_chunk_scan.scan_sizes(inputs, corrects=rule != "mamba2")
     state = torch.zeros(1, heads, head_dim, head_dim)
-    prepared = triton_chunk_scan.prepare(inputs, sizes)
+    prepared = triton_chunk_scan.prepare(inputs, sizes, decay=decay)
     dtype = torch.float32 if rule == "mamba2" else torch.bfloat16
     out, final = triton_chunk_scan.walk(inputs, prepared, initial=state, sizes=sizes, dtype=dtype)
     triton_chunk_scan_backward.scan_backward(
@@ -376,7 +377,7 @@ def _scan(rule: str, head_dim: int) -> None:
 
 def _build_scans() -> list[Launch]:
     """Scans in bf16 on Hopper and Blackwell."""
-    kernels = {"_prepare", "_walk", "_walk_back", "_chunk_gradients"}
+    kernels = {"_prepare", "_walk", "_walk_back", "_chunk_gradients", "_sum_back"}
     launches = []
     for rule, head_dim in (
         ("mamba2", 128), ("gated_delta_net", 64), ("gated_delta_net", 128), ("kda", 128)

@@ -4,7 +4,7 @@
     ssd_by_triton          outputs and final state, as `ssd`
 
 Kernels are in kernels/triton_chunk_scan.py and triton_chunk_scan_backward.py: two launches forward
-and five backward (one and four without corrections of values). Only the inputs are kept for the
+and six backward (two and five without corrections of values). Only the inputs are kept for the
 backward.
 
     B batch   S sequence   M chunks   C tokens of a chunk   G heads of queries and keys
@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanotrain.attention.scan_inputs import DeltaInputs
@@ -40,7 +39,7 @@ def ssd_by_triton(inputs: DeltaInputs, initial_state: Tensor | None) -> tuple[Te
 def _scan(
     inputs: DeltaInputs, initial_state: Tensor | None, *, corrects: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Call the kernels with cumulative decays and numbered documents."""
+    """Call the kernels with numbered documents."""
     if initial_state is not None:
         initial_state = initial_state.float().contiguous()
     documents: Tensor | None = None
@@ -50,7 +49,7 @@ def _scan(
     query = inputs.query.contiguous()
     key = inputs.key.contiguous()
     value = inputs.value.contiguous()
-    decay = cumulative_decay(inputs.decay, _kernels().CHUNK_SIZE)
+    decay = inputs.decay.float().contiguous()
     rate = inputs.beta[..., 0]
     rate = rate.float().contiguous()
     tensors = (query, key, value, decay, rate)
@@ -58,30 +57,23 @@ def _scan(
     return out, final
 
 
-def cumulative_decay(decay: Tensor, chunk: int) -> Tensor:
-    """[B, S, N, D] -> [B, M C, N, D] fp32: sums from the start of each chunk of C tokens."""
-    decay = decay.float()
-    padding = -decay.shape[1] % chunk
-    if padding:
-        decay = F.pad(decay, (0, 0, 0, 0, 0, padding))
-    chunks = decay.unflatten(1, (-1, chunk))
-    sums = chunks.cumsum(2)
-    return sums.flatten(1, 2)
-
-
 class _ChunkScan(torch.autograd.Function):
-    """Query, key, value, cumulative decay, rate, initial state -> outputs and final state."""
+    """Query, key, value, decay, rate, initial state -> outputs and final state.
+
+    Cumulative decays are kept in place of those of single tokens.
+    """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         """Two launches; shapes as in triton_scan_tiles.Inputs."""
-        *tensors, initial_state, documents, corrects, dtype = args
+        query, key, value, decay, rate, initial_state, documents, corrects, dtype = args
         kernels = _kernels()
-        inputs = kernels.Inputs(*tensors, documents)
+        sums = kernels.empty_sums(decay)
+        inputs = kernels.Inputs(query, key, value, sums, rate, documents)
         sizes = kernels.scan_sizes(inputs, corrects=corrects)
         ctx.sizes = sizes
         ctx.save_for_backward(*inputs, initial_state)
-        prepared = kernels.prepare(inputs, ctx.sizes)
+        prepared = kernels.prepare(inputs, ctx.sizes, decay=decay)
         out, final = kernels.walk(
             inputs, prepared, initial=initial_state, sizes=ctx.sizes, dtype=dtype
         )

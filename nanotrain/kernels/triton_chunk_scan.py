@@ -34,6 +34,7 @@ try:
         chunk_decays,
         decayed_pairs,
         load_channels,
+        load_decay,
         load_queries,
         load_rates,
         load_state,
@@ -43,6 +44,7 @@ try:
         pairs_below,
         square_offsets,
         store_channels,
+        store_decay,
         store_state,
         store_values,
         unit_lower_inverse,
@@ -100,13 +102,30 @@ if triton is not None:
         return pairs, inverse
 
     @triton.jit
-    def _prepare(data: bundle, out: bundle, length: tensor, sizes: bundle) -> None:
-        """Pairs of queries and keys, and W and U of a delta rule, of one chunk of a head."""
+    def add_decays(
+        single: tensor, total: tensor, tokens: tensor, rows: tensor, inside: tensor, sizes: bundle
+    ) -> None:
+        """Write the cumulative logarithms of a chunk, from those of single tokens."""
+        decay = load_decay(single, tokens, inside, sizes)
+        store_decay(total, tl.cumsum(decay, 0), rows, sizes)
+        # tokens at borders of blocks are read from memory, which other threads have written
+        tl.debug_barrier()
+
+    @triton.jit
+    def _prepare(
+        data: bundle, single_decay: tensor, out: bundle, length: tensor, sizes: bundle
+    ) -> None:
+        """Pairs of queries and keys, and W and U of a delta rule, of one chunk of a head.
+
+        Where decays of single tokens are given, their sums are written first.
+        """
         chunk = tl.program_id(0)
         row = tl.program_id(1)
         num_chunks = tl.num_programs(0)
         inside, vectors, tokens, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
         dtype = data.value.dtype.element_ty
+        if single_decay is not None:
+            add_decays(single_decay, data.decay, tokens, rows, inside, sizes)
         keys = load_vectors(data.key, vectors, inside, sizes)
         queries = load_queries(data, vectors, inside, sizes)
         allowed = allowed_pairs(data.documents, row, chunk, length, sizes)
@@ -224,8 +243,22 @@ def scan_sizes(inputs: Inputs, *, corrects: bool) -> Sizes:
     )
 
 
-def prepare(inputs: Inputs, sizes: Sizes) -> Prepared:
-    """Pairs of all chunks, and W and U of a delta rule."""
+def empty_sums(decay: Tensor) -> Tensor:
+    """Memory of cumulative decays [B, M C, N, D], for those of single tokens [B, S, N, D]."""
+    batch, length, heads, width = decay.shape
+    padded = triton.cdiv(length, CHUNK_SIZE) * CHUNK_SIZE
+    return decay.new_empty(batch, padded, heads, width)
+
+
+def prepare(inputs: Inputs, sizes: Sizes, *, decay: Tensor | None = None) -> Prepared:
+    """Pairs of all chunks, and W and U of a delta rule.
+
+    Args:
+        inputs: inputs of the scan.
+        sizes: constants of the kernels.
+        decay: [B, S, N, D] fp32, logarithms of single tokens, whose sums are written to
+            `inputs.decay`; None where it has them.
+    """
     value = inputs.value
     batch, length, heads, _ = value.shape
     chunk = sizes.chunk
@@ -236,7 +269,7 @@ def prepare(inputs: Inputs, sizes: Sizes) -> Prepared:
         reads = value.new_empty(batch, length, heads, sizes.key_dim)
         prepared = Prepared(pairs, reads, torch.empty_like(value))
     grid = (num_chunks, batch * heads)
-    _prepare[grid](inputs, prepared, length, sizes.constants(), num_warps=WARPS)
+    _prepare[grid](inputs, decay, prepared, length, sizes.constants(), num_warps=WARPS)
     return prepared
 
 

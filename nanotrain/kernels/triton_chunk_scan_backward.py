@@ -3,6 +3,7 @@ r"""Triton kernels of chunked linear attention, backward; the forward is triton_
     walk_back          gradients of the states and of U', the last chunk first
     chunk_gradients    of queries, keys, decays, and of W or of values and their factors
     system_gradients   of keys, values, decays and factors through the WY form of a delta rule
+    sum_back           of the decays of single tokens
 
 The forward's first kernel and its walk run again before them. With dS the gradient of the state
 after a chunk:
@@ -47,6 +48,7 @@ try:
         load_queries,
         load_rates,
         load_state,
+        load_sums,
         load_values,
         load_vectors,
         locate_tokens,
@@ -54,6 +56,7 @@ try:
         pairs_below,
         square_offsets,
         store_channels,
+        store_decay,
         store_state,
         store_values,
         tile_mask,
@@ -70,7 +73,7 @@ class Gradients(NamedTuple):
     query: Tensor  # [B, S, N, K]
     key: Tensor  # [B, S, N, K]
     value: Tensor  # [B, S, N, V]
-    decay: Tensor  # [B, M C, N, D] fp32
+    decay: Tensor  # [B, S, N, D] fp32, of single tokens; with padding [B, M C, N, D]
     rate: Tensor  # [B, S, N] fp32
 
 
@@ -323,6 +326,16 @@ if triton is not None:
         key_grad += load_channels(grads.key, tokens, inside, sizes)
         store_channels(grads.key, key_grad, tokens, inside, sizes)
 
+    @triton.jit
+    def _sum_back(grad: tensor, length: tensor, sizes: bundle) -> None:
+        """Gradients of the decays of single tokens, from those of their sums, in their place."""
+        chunk = tl.program_id(0)
+        row = tl.program_id(1)
+        num_chunks = tl.num_programs(0)
+        _, _, _, rows = locate_tokens(chunk, row, length, num_chunks, sizes)
+        sums = tl.cumsum(load_sums(grad, rows, sizes), 0, reverse=True)
+        store_decay(grad, sums, rows, sizes)
+
 
 def scan_backward(
     inputs: Inputs,
@@ -370,7 +383,8 @@ def scan_backward(
     )
     if sizes.corrects:
         _system_gradients[chunks](inputs, between, grads, length, constants, num_warps=WARPS)
-    return grads, grad_initial
+    _sum_back[chunks](grads.decay, length, constants, num_warps=WARPS)
+    return grads._replace(decay=grads.decay[:, :length]), grad_initial
 
 
 def _empty_gradients(inputs: Inputs, sizes: Sizes) -> Gradients:

@@ -243,17 +243,29 @@ if triton is not None:
         return grad
 
     @triton.jit
-    def load_decay(decay: tensor, rows: tensor, sizes: bundle) -> tensor:
-        """[rows, width] or [rows, 1] fp32: cumulative logarithms, per channel or per head."""
+    def load_decay(decay: tensor, rows: tensor, inside: tensor, sizes: bundle) -> tensor:
+        """[rows, width] or [rows, 1] fp32: logarithms, per channel or per head."""
         if sizes.by_channel:
-            offsets = tile_offsets(rows, 0, sizes.key_dim, sizes.width)
-            exists = rows >= 0
-            mask = tile_mask(exists, 0, sizes.key_dim, sizes.width)
-            tile = tl.load(decay + offsets, mask=mask, other=0.0)
+            tile = load_channels(decay, rows, inside, sizes)
         else:
-            tile = tl.load(decay + rows)
+            tile = tl.load(decay + rows, mask=inside, other=0.0)
             tile = column(tile)
         return tile
+
+    @triton.jit
+    def store_decay(decay: tensor, tile: tensor, rows: tensor, sizes: bundle) -> None:
+        """Write [rows, width] or [rows, 1]."""
+        if sizes.by_channel:
+            exists = rows >= 0
+            store_channels(decay, tile, rows, exists, sizes)
+        else:
+            tl.store(decay + column(rows), tile)
+
+    @triton.jit
+    def load_sums(decay: tensor, rows: tensor, sizes: bundle) -> tensor:
+        """[rows, width] or [rows, 1] fp32: cumulative logarithms of tokens of whole chunks."""
+        exists = rows >= 0
+        return load_decay(decay, rows, exists, sizes)
 
     @triton.jit
     def load_documents(
@@ -288,10 +300,10 @@ if triton is not None:
 
         The last is a column per channel: [width, 1], or [1, 1].
         """
-        decay = load_decay(data.decay, rows, sizes)
+        decay = load_sums(data.decay, rows, sizes)
         last_row = tl.max(rows, 0)
         last_row += tl.arange(0, 1)
-        last = load_decay(data.decay, last_row, sizes)
+        last = load_sums(data.decay, last_row, sizes)
         from_start = tl.exp(decay)
         to_end = tl.exp(last - decay)
         over = tl.trans(last)
@@ -350,7 +362,7 @@ if triton is not None:
         index = tl.arange(0, sizes.chunk)
         distance = half - index % both
         border = rows + distance * sizes.heads
-        since = decay - load_decay(data.decay, border, sizes)
+        since = decay - load_sums(data.decay, border, sizes)
         after = tl.minimum(since, 0.0)
         before = tl.minimum(-since, 0.0)
         return tl.exp(after), tl.exp(before)

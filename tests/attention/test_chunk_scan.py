@@ -1,11 +1,11 @@
-"""Decays as the Triton kernels want them; their values are tested in tests/kernels."""
+"""Sums over heads around the Triton kernels of scans; their values are tested in tests/kernels."""
 
 import torch
 
-from nanotrain.attention.chunk_scan import cumulative_decay
+from nanotrain.attention.chunk_scan import _sum_heads
 
 
-def test_decays_are_sums_from_the_start_of_each_chunk() -> None:
-    decay = torch.arange(1.0, 7.0).view(1, 6, 1, 1)
-    assert cumulative_decay(decay, 4).flatten().tolist() == [1, 3, 6, 10, 5, 11, 11, 11]
-    assert cumulative_decay(decay, 3).flatten().tolist() == [1, 3, 6, 4, 9, 15]
+def test_gradients_of_keys_are_summed_over_the_heads_that_share_them() -> None:
+    grad = torch.arange(1.0, 9.0).view(1, 1, 4, 2)
+    assert _sum_heads(grad, 2).tolist() == [[[[1 + 3, 2 + 4], [5 + 7, 6 + 8]]]]
+    assert _sum_heads(grad, 4) is grad

@@ -64,3 +64,21 @@ def test_states_are_kept_in_the_low_dtype_and_start_at_zero() -> None:
     assert kept.states.shape[2] == -(-LENGTH // CHUNK)
     assert not kept.states[:, :, 0].any() and kept.states[:, :, 1].any()
     assert torch.equal(prepared.pairs, prepared.pairs.tril())
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_net", "kda"])
+def test_decays_are_summed_from_the_start_of_each_chunk(kind: str) -> None:
+    inputs, _ = small_inputs(kind, has_documents=False)
+    low = in_dtype(inputs, torch.float32)
+    sums = triton_chunk_scan.empty_sums(low.decay)
+    given = triton_chunk_scan.Inputs(
+        low.query, low.key, low.value, sums, low.beta[..., 0].contiguous(), None
+    )
+    sizes = triton_chunk_scan.scan_sizes(given, corrects=True)
+    with torch.no_grad():
+        triton_chunk_scan.prepare(given, sizes, decay=low.decay)
+    chunks = low.decay.detach().split(CHUNK, dim=1)
+    expected_sums = torch.cat([chunk.cumsum(1) for chunk in chunks], dim=1)
+    torch.testing.assert_close(sums[:, :LENGTH], expected_sums)
+    last = expected_sums[:, -1:].expand_as(sums[:, LENGTH:])
+    torch.testing.assert_close(sums[:, LENGTH:], last)

@@ -66,6 +66,7 @@ MIN_PROGRAMS = {
     "_walk_back": 1,
     "_chunk_gradients": 1,
     "_system_gradients": 1,
+    "_sum_back": 2,
 }
 
 
