@@ -10,6 +10,7 @@ from math import comb
 
 from nanotrain.parallel.ep.fp8_dispatch import row_bytes
 from nanotrain.planner.collectives import collective_s
+from nanotrain.planner.graph_time import captures_router
 from nanotrain.planner.kernels import matmul_s
 from nanotrain.planner.parts import Part, Parts
 from nanotrain.planner.rank_clock import RankClock
@@ -34,7 +35,8 @@ def router_part(clock: RankClock, router: Router) -> Part:
         forward=part.forward + _router_product_s(clock, router, num_terms=1),
         dgrad=part.dgrad + 2 * _router_product_s(clock, router, num_terms=GRADIENT_TERMS),
     )
-    return _at_host_pace(clock, part, is_graphed=clock.scenario.cuda_graphs)
+    is_graphed = clock.scenario.cuda_graphs or captures_router(clock.scenario.config.train)
+    return _at_host_pace(clock, part, is_graphed=is_graphed)
 
 
 def _router_product_s(clock: RankClock, router: Router, *, num_terms: int) -> float:

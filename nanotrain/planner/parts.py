@@ -37,10 +37,12 @@ class Streams:
             self.products += self.factor * seconds
         self.launches += launches
 
-    def wait(self, group: str, seconds: float, *, overlapped_s: float = 0.0) -> None:
+    def wait(
+        self, group: str, seconds: float, *, overlapped_s: float = 0.0, is_captured: bool = False
+    ) -> None:
         """Wait for a collective that overlaps operators of `overlapped_s` seconds."""
         if seconds > 0:
-            self.collectives += 1
+            self.collectives += 0 if is_captured else 1
             hidden = min(seconds, self.factor * overlapped_s)
             self.exposed[group] += seconds - hidden + self.contention * hidden
 
@@ -76,6 +78,7 @@ class Part:
     hides: str = "none"
     pieces: int = 1  # pieces of tiles
     recomputed_by: tuple[str, ...] = ()  # recompute modules that run it again
+    is_captured: bool = False  # a CUDA graph launches its collectives
 
     @property
     def is_product(self) -> bool:
@@ -85,9 +88,9 @@ class Part:
     def run_forward(self, streams: Streams) -> None:
         """Add the forward pass to the streams."""
         num_launches, _, _ = self.launches
-        streams.wait(self.group, self.before, overlapped_s=self._tiled(self.forward))
+        self._wait(streams, self.before, overlapped_s=self._tiled(self.forward))
         streams.run(self.forward, launches=num_launches, is_product=self.is_product)
-        streams.wait(self.group, self.after, overlapped_s=self._tiled(self.forward))
+        self._wait(streams, self.after, overlapped_s=self._tiled(self.forward))
 
     def run_backward(self, streams: Streams, *, dgrad: bool = True, wgrad: bool = True) -> None:
         """Add the backward pass to the streams, or only dgrad or wgrad."""
@@ -96,12 +99,15 @@ class Part:
         overlaps = self.hides != "none"
         next_product_s = self.wgrad if overlaps and wgrad else 0.0
         if dgrad:
-            streams.wait(self.group, self.first, overlapped_s=tiled)
+            self._wait(streams, self.first, overlapped_s=tiled)
             streams.run(self.dgrad, launches=dgrad_launches, is_product=self.is_product)
-            streams.wait(self.group, self.again, overlapped_s=self.dgrad if overlaps else 0.0)
-            streams.wait(self.group, self.last, overlapped_s=max(tiled, next_product_s))
+            self._wait(streams, self.again, overlapped_s=self.dgrad if overlaps else 0.0)
+            self._wait(streams, self.last, overlapped_s=max(tiled, next_product_s))
         if wgrad:
             streams.run(self.wgrad, launches=wgrad_launches, is_product=self.is_product)
+
+    def _wait(self, streams: Streams, seconds: float, *, overlapped_s: float) -> None:
+        streams.wait(self.group, seconds, overlapped_s=overlapped_s, is_captured=self.is_captured)
 
     def _tiled(self, seconds: float) -> float:
         return seconds * (1 - 1 / self.pieces) if self.hides == "tiles" else 0.0

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from nanotrain.memory.block_transforms import recompute_plan, recomputed_groups
 from nanotrain.parallel.pp.actions import ActionKind
 from nanotrain.planner.dispatch_time import GRAPH_LAUNCHES
+from nanotrain.planner.graph_time import capture_layer
 from nanotrain.planner.operator_time import OperatorTimes
 from nanotrain.planner.parts import Part, Parts, Streams
 from nanotrain.planner.scenario import Scenario
@@ -207,6 +208,7 @@ class Stages:
         index = int(name)
         if index < num_layers:
             parts = self.times.parts(block_operators(self.sizes, index))
+            parts = capture_layer(parts, self.config.train)
             numel = self._count(layer(self._declaration, index))
             again = parts
         else:
