@@ -15,8 +15,10 @@ import torch
 from nanotrain.comm.parallel_context import ParallelContext
 from nanotrain.memory import block_transforms
 from nanotrain.topology.topology import Topology
+from nanotrain.train.step import train_step
 from tests import fake_graphs
 from tests.harness import SHORT_NAMES, run_ranks
+from tests.host_syncs import HostSyncs
 from tests.laws.test_any_topology import save_step
 from tests.laws.test_every_axis import MODELS
 from tests.laws.test_layer_kinds import MODELS as KINDS
@@ -159,15 +161,21 @@ def test_graphs_of_compiled_blocks_change_no_bit() -> None:
         assert_same(plain, graphed, "compiled")
 
 
-def stopped_and_validated(ctx: ParallelContext, folder: Path) -> tuple[Outcome, Outcome]:
-    """Steps without graphs; and with graphs, forwards without gradients in between, and a stop."""
+def stopped_and_validated(ctx: ParallelContext, folder: Path) -> tuple[Outcome, Outcome, list[str]]:
+    """Steps without graphs; and with graphs, forwards without gradients in between, and a stop.
+
+    Also the places at which the host waits in a step that replays.
+    """
     fake_graphs.install()
     case = ROWS["experts"].case
     graphed = case.but(train=GRAPHS)
     run = build_here(ctx, graphed, folder=folder)
     results = []
     for _ in range(3):
-        results += train_steps(run, 1)
+        batch = run.batch_iterator.next()
+        assert batch is not None
+        with HostSyncs() as syncs:
+            results.append(train_step(run, batch))
         tokens = torch.arange(2 * SEQ_LENGTH).view(2, -1)
         with torch.no_grad():
             run.stages[0].logits(tokens)
@@ -175,12 +183,13 @@ def stopped_and_validated(ctx: ParallelContext, folder: Path) -> tuple[Outcome, 
     saved = folder / "checkpoints" / "step-00000003"
     resumed = build_here(ctx, graphed, folder=folder, checkpoint=saved)
     results += train_steps(resumed, 2)
-    return train_here(ctx, case), replace(outcome_of(resumed, results), reads=[])
+    return train_here(ctx, case), outcome_of(resumed, results), syncs.places
 
 
 def test_stopped_and_validated_runs_have_the_same_bits(tmp_path: Path) -> None:
-    for plain, stopped in run_ranks(1, stopped_and_validated, tmp_path):
+    for plain, stopped, waits in run_ranks(1, stopped_and_validated, tmp_path):
         assert_same(plain, stopped, "a stop")
+        assert waits == []
 
 
 def assert_same(plain: Outcome, graphed: Outcome, name: str) -> None:
