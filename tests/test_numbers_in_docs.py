@@ -10,6 +10,7 @@ from nanotrain.optim.lr import LR_DECAYS
 from nanotrain.precision.fp8 import FP8_RECIPES, RECIPES
 from tests.harness import ROOT
 from tests.laws import (
+    test_cuda_graphs,
     test_every_axis,
     test_happens_before,
     test_recompute,
@@ -50,6 +51,8 @@ SENTENCES: tuple[tuple[str, str, Count], ...] = (
     ("tests/laws/README.md", "The suite has # rows", lambda: len(IN_SUITE)),
     ("docs/inference.md", "In # layouts of four ranks", lambda: len(test_task_rows.LAYOUTS)),
     ("docs/inference.md", "with # kinds of layers", lambda: len(test_task_rows.KINDS)),
+    ("docs/gpu.md", "With it # layouts and models train", lambda: len(test_cuda_graphs.ROWS)),
+    ("docs/status.md", "# layouts and models train to", lambda: len(test_cuda_graphs.ROWS)),
     ("docs/gpu.md", "runs one rank of # layouts", lambda: len(test_happens_before.ROWS)),
     ("docs/gpu.md", "trains # layouts of 1 to 4 ranks", lambda: len(test_without_gpu.CASES)),
     ("docs/gpu.md", "holds it in # cases", lambda: len(test_without_gpu.PLANNED)),
