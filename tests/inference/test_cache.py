@@ -72,6 +72,14 @@ MODELS = {
         attn_scale=0.8,
         floor_scale=3,
     ),
+    "side by side, one norm": replace(
+        LLAMA, residual_type="parallel", parallel_shared_norm=True, add_head_bias=True
+    ),
+    "gated residuals": replace(LLAMA, residual_type="gated"),
+    "doubly stochastic streams": replace(LLAMA, residual_type="mhc", residual_streams=3),
+    "streams of half layers": replace(
+        LLAMA, num_layers=4, hybrid_layer_pattern="*-*-", residual_type="hyper_connections"
+    ),
     "learned activation": replace(LLAMA, activation="xielu"),
     "norms without weights": replace(
         QWEN3, normalization="L2Norm", embedding_l2_norm=True, qk_layernorm_after_rope=True
