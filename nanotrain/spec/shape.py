@@ -66,6 +66,7 @@ class ModelShape:
     residual_type: str  # kind of residual connections; spec/residuals
     parallel_shared_norm: bool  # attention and MLP side by side read one norm
     residual_streams: int  # streams of kinds with several
+    mhc_sinkhorn_iterations: int  # of their mixing matrices
     has_sink: bool  # a learned score per query head that every query attends to
     is_tied: bool  # the head reads the word embedding
     init_std: float  # standard deviation of the initial weights

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from nanotrain.spec.declaration import Declaration, Specs, grouped, nest, summed
 from nanotrain.spec.layer_sizes import FP32, LayerSizes
-from nanotrain.spec.operators import Operators, Product, Residual, Saved
+from nanotrain.spec.operators import Norm, Operators, Product, Residual, Saved
 from nanotrain.spec.params import ParamSpec
 from nanotrain.spec.residuals.plain import declare_plain
 from nanotrain.spec.residuals.residual import (
@@ -25,6 +25,7 @@ from nanotrain.spec.residuals.residual import (
 from nanotrain.spec.shape import ModelShape
 
 SCALE_INIT = 0.01  # initial factors of the weights that depend on the token
+NUM_PASSES = 2  # reads of the streams, and as many writes, in fp32, for their weights
 NUM_FP32_COPIES = 4  # of the streams, while a backward computes their weights again
 
 
@@ -81,30 +82,51 @@ def _projection(
 def mhc_operators(s: LayerSizes, sublayers: Sequence[Sublayer]) -> Operators:
     """Sublayers between reading and mixing of the streams."""
     n = s.shape.residual_streams
-    return _operators(s, sublayers, outputs=n * (n + 2), inputs=n * s.shape.hidden_size)
+    project = _project(s, outputs=n * (n + 2), inputs=n * s.shape.hidden_size)
+    iterations = s.shape.mhc_sinkhorn_iterations
+    forward = 16 + 6 * iterations
+    weigh = _weigh(s, forward=forward, backward=30 + 14 * iterations)
+    return _operators(s, sublayers, project=project, weigh=weigh)
 
 
 def hyper_operators(s: LayerSizes, sublayers: Sequence[Sublayer]) -> Operators:
     """The same, with a projection of every stream."""
     n = s.shape.residual_streams
-    return _operators(s, sublayers, outputs=n * (n + 2), inputs=s.shape.hidden_size)
+    project = _project(s, outputs=n * (n + 2), inputs=s.shape.hidden_size)
+    return _operators(s, sublayers, project=project, weigh=_weigh(s, forward=16, backward=35))
 
 
 def _operators(
-    s: LayerSizes, sublayers: Sequence[Sublayer], *, outputs: int, inputs: int
+    s: LayerSizes, sublayers: Sequence[Sublayer], *, project: Product, weigh: Norm
 ) -> Operators:
     operators: Operators = []
     for sublayer in sublayers:
         weights = (f"{sublayer.name}_connection.weight",)
-        operators.append(_project(s, weights, outputs=outputs, inputs=inputs))
-        operators.append(_pass_over_streams(s, "read"))
+        operators += [replace(project, weights=weights), weigh, _pass_over_streams(s, "read")]
         operators += in_residual(s, sublayer.kind.operators(s))[:-1]
         output = Saved(s.outside * s.width)
         operators.append(replace(_pass_over_streams(s, "mix"), saves=(output,)))
     return operators
 
 
-def _project(s: LayerSizes, weights: tuple[str, ...], *, outputs: int, inputs: int) -> Product:
+def _weigh(s: LayerSizes, *, forward: int, backward: int) -> Norm:
+    """The weights of the streams from their projection, by torch's operators in fp32.
+
+    Args:
+        s: sizes of the layer.
+        forward: operators of a forward, each of which is a launch; counted by a dispatch mode.
+        backward: operators of a backward, before which the forward runs again.
+    """
+    streams = s.shape.residual_streams * s.outside * s.shape.hidden_size
+    return Norm(
+        name="stream_weights",
+        numel=NUM_PASSES * streams * FP32 // s.itemsize,
+        launches=forward,
+        backward_launches=forward + backward,
+    )
+
+
+def _project(s: LayerSizes, *, outputs: int, inputs: int, weights: tuple[str, ...] = ()) -> Product:
     """The weights of the streams, which keeps the streams and what it returns."""
     n = s.shape.residual_streams
     streams = Saved(n * s.outside * s.width)
@@ -135,7 +157,8 @@ def _pass_over_streams(s: LayerSizes, name: str) -> Residual:
 def mhc_end_operators(s: LayerSizes) -> Operators:
     """The weighted sum of the last streams."""
     n = s.shape.residual_streams
-    project = _project(s, ("leave_streams.weight",), outputs=n, inputs=n * s.shape.hidden_size)
+    weights = ("leave_streams.weight",)
+    project = _project(s, outputs=n, inputs=n * s.shape.hidden_size, weights=weights)
     streams, _ = project.saves
     returned = Saved(s.outside * n * FP32)
     project = replace(project, name="leave_streams", saves=(streams, returned))

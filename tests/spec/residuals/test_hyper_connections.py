@@ -1,6 +1,10 @@
 """Several residual streams: what a layer declares, computes and keeps, and what stages send."""
 
+from dataclasses import replace
+
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain.config.load import load
 from nanotrain.config.model import ModelConfig
@@ -11,9 +15,22 @@ from nanotrain.spec.counts import flops_per_token, num_parameters
 from nanotrain.spec.kinds.block import block_operators
 from nanotrain.spec.layer_sizes import LayerSizes
 from nanotrain.spec.shape import ModelShape
+from tests.model.building import LLAMA, build, randomize
 
 N, H, TOKENS = 3, 256, 8
 LINE = "--mock-data --vocab-size 300 --num-layers 2 --seq-length 16"
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts operators but for views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        returns = func._schema.returns
+        self.count += not any(each.alias_info is not None for each in returns)
+        return out
 
 
 def shape_of(kind: str) -> ModelShape:
@@ -42,6 +59,24 @@ def test_a_sublayer_keeps_its_streams_its_output_and_their_weights() -> None:
         kept.append(saved_bytes(block_operators(sizes, 0)))
     weights = N * 4 + (N + N * N) * 2
     assert kept[1] - kept[0] == 2 * TOKENS * ((N + 1) * H * 2 + weights)
+
+
+@pytest.mark.parametrize("kind", ["mhc", "hyper_connections"])
+def test_launches_are_the_operators_that_torch_runs(kind: str) -> None:
+    fields = {"residual_type": kind, "residual_streams": N, "mhc_sinkhorn_iterations": 3}
+    stage = randomize(build(replace(LLAMA, num_layers=1, **fields)))
+    connection = stage.layers["0"].attention_connection
+    streams = torch.randn(2, 5, N, 32, requires_grad=True)
+    with OperatorCounter() as forward:
+        weights = connection.weigh(streams)
+    total = sum(weight.sum() for weight in weights)
+    with OperatorCounter() as backward:
+        torch.autograd.grad(total, [streams, *connection.parameters()])
+    sizes = LayerSizes.for_model(ModelShape.of(stage.model_config), seq_length=TOKENS)
+    operators = block_operators(sizes, 0)
+    weigh = next(each for each in operators if each.name == "stream_weights")
+    assert weigh.launches == forward.count
+    assert weigh.backward_launches == forward.count + backward.count
 
 
 def test_stages_send_and_recomputed_layers_keep_all_streams() -> None:
