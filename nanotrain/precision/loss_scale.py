@@ -41,6 +41,11 @@ class LossScale:
         self._scale = torch.tensor(scale, dtype=torch.float64, device=device)
         self._clean_steps = torch.tensor(clean_steps, device=device)
         self._overflows_left = torch.tensor(overflows_left, device=device)
+        self._keep()
+
+    def _keep(self) -> None:
+        """Note the state before a step; updates replace the tensors."""
+        self._earlier = (self._scale, self._clean_steps, self._overflows_left)
 
     @property
     def scale(self) -> float | Tensor:
@@ -57,6 +62,7 @@ class LossScale:
         """
         if not self.is_dynamic:
             return
+        self._keep()
         overflowed = found_inf > 0
         overflows_left = self._overflows_left - overflowed.long()
         clean = torch.where(overflowed, 0, self._clean_steps + 1)
@@ -67,6 +73,10 @@ class LossScale:
         self._scale = torch.where(halves, halved, scale)
         self._clean_steps = torch.where(doubles, 0, clean)
         self._overflows_left = torch.where(doubles, self._config.hysteresis, overflows_left)
+
+    def take_back(self) -> None:
+        """Uncount the last step, which is taken again."""
+        self._scale, self._clean_steps, self._overflows_left = self._earlier
 
     def state_dict(self) -> dict[str, float]:
         """The state that a resumed run needs, as JSON; waits for the device."""

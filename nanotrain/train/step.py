@@ -164,10 +164,23 @@ def train_step_with_repeats(run: Run, batch: GlobalBatch, *, is_logged: bool = T
     output = train_step(run, batch, is_logged=is_logged)
     for part in run.parts:
         if part.may_repeat and part.wants_repeat(output.metrics):
-            run.state.take_back(samples=batch.settings.num_samples, tokens=batch.num_target_tokens)
+            take_back_step(run, batch)
             with part.repeating():
                 output = train_step(run, batch, is_logged=is_logged)
     return output
+
+
+def take_back_step(run: Run, batch: GlobalBatch) -> None:
+    """Return to the state before a skipped step: counters, loss scale and the state of parts."""
+    run.state.take_back(samples=batch.settings.num_samples, tokens=batch.num_target_tokens)
+    run.optimizer.loss_scale.take_back()
+    for part in run.parts:
+        part.take_back()
+    fp8 = run.config.precision.fp8
+    if fp8 is not None and fp8.param_gather:
+        # they were cast with scales of the step
+        run.wait_for_params()
+        run.start_param_gather()
 
 
 def forward_backward(run: Run, batch: GlobalBatch) -> Tensor:

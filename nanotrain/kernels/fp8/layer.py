@@ -133,7 +133,9 @@ class Fp8Layer(nn.Module):
         self.stored: StoredWeight | None = None  # the weight, if it is stored in fp8
         self.kept: Forms | None = None  # the weight, if it was cast in this step
         self.has_history = False  # whether `history` has amaxes of an earlier step
+        self._had_history = False  # the same before the last step
         self.key = LayerKey()  # the layer in the random words of stochastic rounding
+        self._oldest: Tensor | None = None  # [3, E, 1], what the last step shifted out
         history = None
         step_amax = None
         if options.recipe.has_history:
@@ -182,9 +184,19 @@ class Fp8Layer(nn.Module):
         assert self.history is not None, "only delayed scaling has a history"
         assert self.step_amax is not None, "only delayed scaling has a history"
         amax = torch.where(amax.isfinite(), amax, self.history[..., 0])
+        self._oldest = self.history[..., -1:].clone()
         self.history.copy_(torch.cat([amax[..., None], self.history[..., :-1]], dim=-1))
         self.step_amax.zero_()
+        self._had_history = self.has_history
         self.has_history = True
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Remove the amaxes of the last step, which is taken again."""
+        assert self.history is not None, "only delayed scaling has a history"
+        assert self._oldest is not None, "a step has ended"
+        self.history.copy_(torch.cat([self.history[..., 1:], self._oldest], dim=-1))
+        self.has_history = self._had_history
 
     def restored(self) -> None:
         """Note that `history` was read from a checkpoint."""

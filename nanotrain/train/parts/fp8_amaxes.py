@@ -41,6 +41,10 @@ class Fp8Amaxes(StepPart):
             update_amax_histories(stage, self._groups)
         return sums
 
+    def take_back(self) -> None:
+        for layer in self._layers().values():
+            layer.take_back()
+
     def _forget_weights(self) -> None:
         for stage in self._stages.values():
             for module in stage.modules():

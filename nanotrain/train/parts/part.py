@@ -8,7 +8,8 @@
                                 all-reduce of the gradient norm
     after_update                after the update rule, before the all-gather of parameters
     metrics                     on the host, once the step is read
-    wants_repeat, repeating     whether a step that changed nothing is taken again, and how
+    wants_repeat, repeating     whether a step that changed no weight is taken again, and how
+    take_back                   before that: forget the step
     tensors, missing, unread, restored  in checkpoints
 
 Between `prepare` and `metrics` nothing may wait for the device (law L10).
@@ -151,6 +152,9 @@ class StepPart:
             metrics: the metrics of the step.
         """
         return False
+
+    def take_back(self) -> None:
+        """Return to the state before the last step, which changed no weight and is taken again."""
 
     def repeating(self) -> AbstractContextManager[None]:
         """Change what the skipped step lacked, for the time of its repetition."""

@@ -42,6 +42,7 @@ class ZeroGrads(StepPart):
             if spec.in_fp8 and spec.unit not in units:
                 self._numel[spec.name] = TensorBox.full(spec.name, spec.shape).box.numel
         self._steps: Counter[str] = Counter()  # logged steps with zeros only, by weight
+        self._earlier = Counter(self._steps)  # the same before the last step
         self._is_warned = False
 
     @staticmethod
@@ -58,6 +59,7 @@ class ZeroGrads(StepPart):
 
     def metrics(self, numbers: Sequence[float]) -> dict[str, Any]:
         """The weights with many zeros; warns once of weights with nothing else."""
+        self._earlier = Counter(self._steps)
         shares = {}
         for (name, numel), num_zeros in zip(self._numel.items(), numbers, strict=True):
             shares[name] = num_zeros / numel
@@ -65,6 +67,9 @@ class ZeroGrads(StepPart):
         self._warn()
         noted = {name: round(share, 4) for name, share in shares.items() if share >= NOTED}
         return {"zero_grads": noted} if noted else {}
+
+    def take_back(self) -> None:
+        self._steps = self._earlier
 
     def _warn(self) -> None:
         """One line that names the weights, once per run."""

@@ -5,6 +5,7 @@ named.
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from nanotrain.comm.parallel_context import ParallelContext
@@ -86,8 +87,25 @@ def repeat_over_capacity(ctx: ParallelContext, case: Case) -> tuple[Outcome, Out
     return exact, outcome_of(run, steps), sizes
 
 
-def test_a_step_over_the_capacity_is_repeated_to_the_bits_of_exact_sizes() -> None:
-    ranks, sizes, case = case_of("sequences", **{FACTOR: 1.0})
+DELAYED = {
+    "params_dtype": "bf16",
+    "fp8_format": "hybrid",
+    "fp8_amax_history_len": 3,
+    "fp8_amax_compute_algo": "max",
+}
+PRECISIONS = {
+    "fp32": {},
+    "fp16": {"params_dtype": "fp16", "initial_loss_scale": 1024.0, "hysteresis": 1},
+    "fp8 delayed": DELAYED,
+    "fp8 gathers": DELAYED | {"fp8_amax_compute_algo": "most_recent", "fp8_param_gather": True},
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_step_over_the_capacity_is_repeated_to_the_bits_of_exact_sizes(name: str) -> None:
+    """With the loss scale and the amax histories of a step that is taken once."""
+    ranks, sizes, case = case_of("fp8" if "fp8" in name else "sequences", **{FACTOR: 1.0})
+    case = case.but(precision=PRECISIONS[name])
     for exact, repeated, results in run_ranks(
         ranks, repeat_over_capacity, case, **sizes, shares=True
     ):
