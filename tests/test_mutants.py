@@ -107,6 +107,16 @@ def test_the_table_of_results_has_every_package_and_its_survivors(script: Module
     assert caught >= script.GOAL * tried and tried >= 350
 
 
+def test_survivors_of_fresh_batches_are_rows(script: ModuleType) -> None:
+    text = (FOLDER / "README.md").read_text()
+    names = {mutant.name for mutant in script.load(FOLDER)}
+    tables = re.findall(r"^\| \w+ \| \d+ of \d+ \| (.+) \|$", text, re.MULTILINE)
+    sentences = re.findall(r"The survivors were\s(.*?)(?:\.\s|;)", text, re.DOTALL)
+    found = set(re.findall(r"[a-z0-9]+(?:-[a-z0-9]+)+", " ".join([*tables, *sentences])))
+    (number,) = re.findall(r"the (\d+) survivors of the fresh batches", text)
+    assert found - names == set() and len(found) == int(number)
+
+
 def test_bugs_are_written_alike() -> None:
     for file in FOLDER.glob("*.yaml"):
         for row in yaml.safe_load(file.read_text()):

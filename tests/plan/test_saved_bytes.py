@@ -4,6 +4,7 @@ ranks.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from tests.train.saved_tensors import (
     stage_kept_and_planned,
 )
 
-Measure = Callable[[ParallelContext, Config], tuple[int, int]]
+Measure = Callable[[ParallelContext, Config], Any]
 
 TOLERANCE, CP_TOLERANCE = 0.03, 0.1
 SIZES = (
@@ -168,10 +169,8 @@ def configs_of(words_of: Mapping[str, str], layout: str) -> dict[str, Config]:
     return {name: replace(config_of(words), parallel=parallel) for name, words in words_of.items()}
 
 
-def measured(
-    ctx: ParallelContext, measure: Measure, configs: dict[str, Config]
-) -> dict[str, tuple[int, int]]:
-    """Counted and planned bytes by name."""
+def measured(ctx: ParallelContext, measure: Measure, configs: dict[str, Config]) -> dict[str, Any]:
+    """What is measured, such as counted and planned bytes, by name."""
     return {name: measure(ctx, config) for name, config in configs.items()}
 
 
