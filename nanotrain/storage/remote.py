@@ -3,7 +3,7 @@
     is_address, parse      whether a text is SCHEME://..., and the `Remote` of it
     Remote.read            a range of bytes, in one request; short replies are requested again
     Remote.sizes           size and time of every object below a folder, by one listing of bounded
-                           length
+                           length (listing.py)
     Remote.put, .write     a file in parts, or bytes: whole objects, never half of one
     Remote.delete          in batches
 
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from nanotrain.errors import ConfigError, StorageFault
 from nanotrain.storage.faults import cause_of
+from nanotrain.storage.listing import LISTINGS, Folder, Page
 from nanotrain.waiting import Wait
 
 PART_BYTES = 8 * 2**20  # part of an upload or a download
@@ -201,49 +202,36 @@ class Remote:
         sizes = {}
         num_listed = 0
         for page in self._pages():
-            num_listed += max(len(page), SMALLEST_PAGE)
+            num_listed += max(page.num_entries, SMALLEST_PAGE)
             if num_listed > MAX_LISTED:
                 raise StorageFault(
                     f"{self} cannot be listed",
                     why=f"it has more than {MAX_LISTED:,} objects",
                     fix="name a folder in it",
                 )
-            for path, entry in page.items():
+            for path, entry in page.objects.items():
                 name = path.lstrip("/")
                 if name.startswith(prefix):
                     sizes[name.removeprefix(prefix)] = _stat(entry)
         return sizes
 
-    def _pages(self) -> Iterator[dict[str, Any]]:
-        """The objects below this folder by their paths, in the pages of S3 or all at once."""
-        if self.scheme != "s3":
-            yield self._found()
-            return
-        token: dict[str, str] = {}
+    def _pages(self) -> Iterator[Page]:
+        """The pages of the listing of this folder."""
+        inside = self.path.removeprefix(self._bucket).strip("/")
+        prefix = f"{inside}/" if inside else ""
+        folder = Folder(self._bucket, prefix, limit=MAX_LISTED)
+        list_page = LISTINGS[self.scheme]
+
+        def request(token: str | None, wait: Wait) -> Page:
+            return list_page(self._client(), folder, token=token)
+
+        token: str | None = None
         is_last = False
         while not is_last:
-            page = self._retried("listed", partial(self._list_page, token))
-            objects = {}
-            for entry in page.get("Contents", []):
-                objects[f"{self._bucket}/{entry['Key']}"] = {**entry, "size": entry["Size"]}
-            yield objects
-            token = {"ContinuationToken": page.get("NextContinuationToken", "")}
-            is_last = not page.get("IsTruncated")
-
-    def _list_page(self, token: dict[str, str], wait: Wait) -> Any:
-        """A page of a listing of S3."""
-        folder = self.path.removeprefix(self._bucket).strip("/")
-        prefix = f"{folder}/" if folder else ""
-        return self._client().call_s3(
-            "list_objects_v2", Bucket=self._bucket, Prefix=prefix, **token
-        )
-
-    def _found(self) -> dict[str, Any]:
-        """The objects below this folder by their paths."""
-        objects = self._retried("listed", lambda wait: self._client().find(self.path, detail=True))
-        if not objects and "/" in self.path:  # providers answer alike for a bucket that is missing
-            self._retried("listed", lambda wait: self._client().ls(self._bucket, refresh=True))
-        return dict(objects)
+            page: Page = self._retried("listed", partial(request, token))
+            yield page
+            token = page.next_token
+            is_last = token is None
 
     @property
     def _bucket(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -30,6 +31,7 @@ from nanotrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from nanotrain.errors import ConfigError, DataError, EnvironmentFault
 from nanotrain.paths import Address
 from nanotrain.storage import remote as storage
+from nanotrain.storage.listing import LISTINGS, Folder, Page
 from tests.data.conftest import random_documents, write_documents
 
 CHUNK = 256
@@ -71,12 +73,18 @@ class Store:
 READ = MemoryFileSystem.cat_file
 
 
+def list_memory(client: Any, folder: Folder, *, token: str | None) -> Page:
+    objects = client.find(f"{folder.bucket}/{folder.prefix}", detail=True)
+    return Page(objects, len(objects), None)
+
+
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     for module in (checksums, remote):
         monkeypatch.setattr(module, "BLOCK_BYTES", CHUNK)
     monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setitem(storage.SCHEMES, "memory", storage._Provider("fsspec", {}, lambda part: {}))
+    monkeypatch.setitem(LISTINGS, "memory", list_memory)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of the default cache
     store = Store(tmp_path, tmp_path / "cache")
     monkeypatch.setattr(

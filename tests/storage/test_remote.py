@@ -12,12 +12,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from nanotrain.errors import ConfigError, StorageFault
 from nanotrain.storage import remote
 from nanotrain.storage.remote import MissingObject, parse
 from tests import s3_server
+from tests.storage.paged_memory import PagedMemory
 from tests.test_two_hosts import DRILLS
 
 
@@ -227,21 +227,6 @@ def test_a_password_in_the_text_of_a_provider_is_not_shown(monkeypatch: pytest.M
     assert "hidden" not in str(caught.value)
 
 
-def test_a_missing_bucket_is_named_where_a_provider_lists_it_as_empty(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Provider:
-        def find(self, path: str, **options: object) -> dict[str, object]:
-            return {}
-
-        def ls(self, path: str, **options: object) -> list[str]:
-            raise FileNotFoundError(path)
-
-    monkeypatch.setattr(remote.Remote, "_client", lambda self: Provider())
-    with pytest.raises(MissingObject, match="gs://no-such-bucket/run cannot be listed"):
-        parse("gs://no-such-bucket/run").sizes()
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -284,7 +269,7 @@ def test_the_code_of_other_schemes_runs_on_objects_in_memory(
     """A file system of fsspec in the place of the provider's: it is called as theirs are."""
     package = remote.SCHEMES[scheme].package
     monkeypatch.setitem(sys.modules, package, ModuleType(package))
-    memory = type("InMemory", (MemoryFileSystem,), {"store": {}, "pseudo_dirs": [""]})
+    memory = type("InMemory", (PagedMemory,), {"store": {}, "pseudo_dirs": [""]})
     monkeypatch.setattr("fsspec.filesystem", lambda name, **options: memory())
     folder, file = parse(f"{scheme}://bucket/run"), tmp_path / "file"
     memory().mkdir("bucket")
