@@ -31,6 +31,7 @@ from nanotrain.plan.memory_plan import MemoryPlan
 from nanotrain.plan.plan import Plan
 from nanotrain.quantities import count_of, describe_count, named_files
 from nanotrain.spec.counts import num_active_parameters, num_parameters
+from nanotrain.spec.parameters import declare_model
 from nanotrain.storage.remote import is_address
 from nanotrain.topology.groups import GroupName
 from nanotrain.train.build import build_run
@@ -267,6 +268,11 @@ def _describe_model(plan: Plan) -> str:
     experts = f" ({describe_count(active)} active per token)" if active < total else ""
     layers = count_of(shape.num_layers, "layer")
     sizes = f"hidden size {shape.hidden_size:,}, vocabulary {shape.vocab_size:,}"
+    trainable = plan.trainable
+    if not trainable.is_everything:
+        specs = [spec for spec in declare_model(shape) if trainable.includes(spec.name)]
+        trained = sum(spec.numel for spec in specs)
+        sizes += f"; {describe_count(trained)} trained, in {count_of(len(specs), 'tensor')}"
     return f"{describe_count(total)} parameters{experts}, {layers}, {sizes}"
 
 

@@ -159,6 +159,12 @@ def test_a_run_on_one_rank(tmp_path):
     assert lines["run folder"] == str(tmp_path) and lines["watch"] == f"nanotrain watch {tmp_path}"
 
 
+def test_trained_parameters_are_counted_where_others_are_frozen(tmp_path):
+    lines = lines_of(tmp_path, "--train-only", "final_norm.*", "*_norm.weight")
+    # three norms of 32
+    assert lines["model"].endswith("vocabulary 260; 96 trained, in 3 tensors")
+
+
 def test_a_dense_model_has_no_expert_axes(tmp_path):
     lines = lines_of(tmp_path, "--tensor-model-parallel-size", "2", world_size=2)
     assert lines["layout"] == "2 ranks on cpu, tp 2, no_shard"
