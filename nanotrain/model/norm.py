@@ -71,6 +71,18 @@ class RMSNorm(nn.Module):
         return as_fp32(weight) + 1 if self.is_offset else weight
 
 
+class ScaledRMSNorm(RMSNorm):
+    """An RMSNorm times a constant factor (HyperCLOVA X)."""
+
+    def __init__(self, weight: nn.Parameter, *, eps: float, is_offset: bool, factor: float) -> None:
+        super().__init__(weight, eps=eps, is_offset=is_offset)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], same dtype."""
+        return super().forward(x) * self.factor
+
+
 def _rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """RMSNorm by torch's operator, in the wider dtype of the two tensors."""
     wide = x.to(torch.promote_types(x.dtype, weight.dtype))
@@ -200,20 +212,27 @@ def build_norm(model_config: ModelConfig, params: Parameters) -> nn.Module:
 
 
 def build_post_norm(model_config: ModelConfig, params: Parameters, *, half: str) -> nn.Module:
-    """The norm of the outputs of a half of a block, or their factor where none is declared.
+    """The norm of the outputs of a half of a block, their factor, or both.
 
     Args:
         model_config: kind and epsilon; the factors.
         params: parameters of the block.
         half: "attention" or "mlp".
     """
-    declared = params.submodule(f"{half}_post_norm")
-    if declared:
-        return build_norm(model_config, declared)
     factor = model_config.residual_multiplier
     if half == "mlp":
         factor *= model_config.mlp_output_multiplier
-    return build_scale(factor)
+    declared = params.submodule(f"{half}_post_norm")
+    if not declared:
+        return build_scale(factor)
+    if factor == 1.0:
+        return build_norm(model_config, declared)
+    return ScaledRMSNorm(
+        declared["weight"],
+        eps=model_config.norm_epsilon,
+        is_offset=model_config.apply_layernorm_1p,
+        factor=factor,
+    )
 
 
 def build_scale(factor: float) -> nn.Module:

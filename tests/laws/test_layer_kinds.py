@@ -82,6 +82,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
         "add_bias_linear": True,
         "norm_placement": "sandwich",
+        "residual_multiplier": 0.7,
     },
     # layers 2 and 3 read keys of layers 0 and 1, over several stages in pipelines
     "shared keys": EXPERTS

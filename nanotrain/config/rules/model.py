@@ -153,13 +153,14 @@ def check_multipliers(c: Settings) -> Errors:
     residual = c.model.residual_multiplier
     mlp_output = c.model.mlp_output_multiplier
     placement = c.model.norm_placement
-    if residual * mlp_output != 1 and placement != "pre":
+    kind = c.model.normalization
+    if residual * mlp_output != 1 and placement != "pre" and kind != "RMSNorm":
         yield ConfigError(
             f"residual_multiplier {residual} and mlp_output_multiplier {mlp_output} with "
-            f"norm_placement {placement}",
-            why="the norms of the outputs of attention and MLP already give their scale",
+            f"norm_placement {placement} and normalization {kind}",
+            why="of the norms of the outputs of attention and MLP, RMSNorm alone has a factor",
             fix="leave --residual-multiplier and --mlp-output-multiplier out, or set "
-            "--norm-placement pre",
+            "--norm-placement pre or --normalization RMSNorm",
         )
     if len(c.mamba.multipliers) != 5:
         yield ConfigError(

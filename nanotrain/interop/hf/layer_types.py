@@ -3,6 +3,7 @@
 nemotron_h_layers   one letter per layer, which is Mamba-2, attention, an MLP or experts alone
 granite_layers      Mamba-2 in place of attention in some layers; experts in all layers or none
 bamba_layers        the same without experts, by numbers of the layers with attention
+mamba2_layers       Mamba-2 alone in all layers
 falcon_h1_layers    attention and Mamba-2 side by side in all layers, and factors
 lfm2_layers         short convolutions in place of attention in some layers
 linear_layers       the gated delta rule in place of attention in some layers
@@ -42,14 +43,15 @@ def _read_kinds(raw: Raw, default: str, *, known: Sequence[str]) -> list[str]:
     return kinds
 
 
-def _check_length(kinds: Sequence[str], num_layers: int) -> None:
+def check_length(kinds: Sequence[str], num_layers: int) -> None:
+    """Check that a list of kinds has one for every layer."""
     if len(kinds) != num_layers:
         reject("layer_types", f"of {count_of(len(kinds), 'layer')}", instead=f"of {num_layers}")
 
 
 def _mixer_values(mixer: str, kinds: list[str], *, num_layers: int) -> Values:
     """The values for a kind of linear attention in all layers but those with attention."""
-    _check_length(kinds, num_layers)
+    check_length(kinds, num_layers)
     layers = tuple(kind != "attention" for kind in kinds)
     if not any(layers):
         return {"linear_attention_type": None}
@@ -64,7 +66,7 @@ def layers_of_kind(kind: str, kinds: Sequence[str], *, num_layers: int) -> tuple
     unknown = sorted(set(kinds) - {kind, FULL})
     if unknown:
         reject("layer_types", unknown[0], instead=f"{kind} or {FULL}")
-    _check_length(kinds, num_layers)
+    check_length(kinds, num_layers)
     return tuple(other == kind for other in kinds)
 
 
@@ -146,6 +148,23 @@ def _write_bamba(model_config: ModelConfig) -> Values:
     return {"attn_layer_indices": attention, **_write_mamba(shape)}
 
 
+def _read_mamba2(raw: Raw) -> Values:
+    """Mamba-2: all layers, and the lower bound of time steps."""
+    inner = raw["expand"] * raw["hidden_size"]
+    sizes = {"mamba_n_heads": raw["num_heads"], "mamba_d_head": raw["head_dim"]}
+    values = _read_mamba(sizes | {"time_step_limit": raw.get("time_step_limit")}, inner)
+    values["hybrid_layer_pattern"] = "M" * raw["num_hidden_layers"]
+    return values
+
+
+def _write_mamba2(model_config: ModelConfig) -> Values:
+    shape = ModelShape.of(model_config)
+    inner = shape.mamba_heads * shape.mamba.head_dim
+    limit = _write_time_step_limit(shape.mamba.time_step_min)
+    sizes = {"expand": inner // shape.hidden_size, "num_heads": shape.mamba_heads}
+    return sizes | limit
+
+
 def _write_mamba(shape: ModelShape) -> Values:
     """Sizes of Mamba-2, of which a model of attention alone needs some that fit."""
     num_heads, head_dim = 1, shape.hidden_size
@@ -166,7 +185,7 @@ def _read_mamba(raw: Raw, inner: int) -> Values:
     if head_dim == "auto":
         head_dim = inner // num_heads
     if num_heads * head_dim != inner:
-        expected = f"{inner // num_heads}, {inner} / mamba_n_heads,"
+        expected = f"{inner // max(1, num_heads)}, {inner} / mamba_n_heads,"
         reject("mamba_d_head", head_dim, instead=expected)
     low, high = raw.get("time_step_limit") or (0.0, math.inf)
     if high not in (math.inf, {"__float__": "Infinity"}):
@@ -192,11 +211,11 @@ def _read_falcon_h1(raw: Raw) -> Values:
     scale = raw["key_multiplier"] * attention_input**2 * head_dim**-0.5
     values = _read_mamba(raw, inner)
     values["attention_output_multiplier"] = attention_input * raw["attention_out_multiplier"]
-    values["logits_scaling"] = _round(1 / raw["lm_head_multiplier"])
+    values["logits_scaling"] = rounded(1 / raw["lm_head_multiplier"])
     values["mamba.multipliers"] = [mamba_input * factor for factor in mamba_factors]
     values["mlp_gate_multiplier"] = gate
     values["mlp_output_multiplier"] = down
-    values["softmax_scale"] = _round(scale)
+    values["softmax_scale"] = rounded(scale)
     return values
 
 
@@ -206,8 +225,8 @@ def _write_falcon_h1(model_config: ModelConfig) -> Values:
     scale = model_config.softmax_scale
     return {
         "attention_out_multiplier": model_config.attention_output_multiplier,
-        "key_multiplier": 1.0 if scale is None else _round(scale * shape.head_dim**0.5),
-        "lm_head_multiplier": _round(1 / model_config.logits_scaling),
+        "key_multiplier": 1.0 if scale is None else rounded(scale * shape.head_dim**0.5),
+        "lm_head_multiplier": rounded(1 / model_config.logits_scaling),
         "mamba_d_head": shape.mamba.head_dim,
         "mamba_d_ssm": shape.mamba_heads * shape.mamba.head_dim,
         "mamba_n_heads": shape.mamba_heads,
@@ -218,7 +237,7 @@ def _write_falcon_h1(model_config: ModelConfig) -> Values:
     }
 
 
-def _round(value: float) -> float:
+def rounded(value: float) -> float:
     """Round to twelve digits, so that written values read back equal."""
     return float(f"{value:.12g}")
 
@@ -328,6 +347,7 @@ LAYER_PARTS: dict[str, Part] = {
     "nemotron_h_layers": Part(_read_nemotron, _write_nemotron),
     "granite_layers": Part(_read_granite, _write_granite),
     "bamba_layers": Part(_read_bamba, _write_bamba),
+    "mamba2_layers": Part(_read_mamba2, _write_mamba2),
     "falcon_h1_layers": Part(_read_falcon_h1, _write_falcon_h1),
     "lfm2_layers": Part(_read_lfm2, _write_lfm2),
     "linear_layers": Part(_read_linear_layers, _write_linear_layers),

@@ -12,7 +12,7 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.interop.hf.canonical import resolved
 from nanotrain.interop.hf.experts import EXPERT_PARTS
 from nanotrain.interop.hf.gemma4 import GEMMA4_PARTS
-from nanotrain.interop.hf.layer_types import FULL, LAYER_PARTS
+from nanotrain.interop.hf.layer_types import FULL, LAYER_PARTS, rounded
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 from nanotrain.interop.hf.positions import POSITION_PARTS
 from nanotrain.interop.hf.residuals import RESIDUAL_PARTS
@@ -85,6 +85,25 @@ def _write_biases(model_config: ModelConfig) -> Values:
     return {"attention_bias": has_biases, "mlp_bias": has_biases}
 
 
+def _read_hyperclovax(raw: Raw) -> Values:
+    """HyperCLOVA X: norms of outputs, if any, and logits that are multiplied."""
+    return {
+        "logits_scaling": rounded(1 / raw["logits_scaling"]),
+        "norm_placement": "sandwich" if raw["use_post_norm"] else "pre",
+    }
+
+
+def _write_hyperclovax(model_config: ModelConfig) -> Values:
+    scale = model_config.softmax_scale
+    if scale is None:
+        scale = resolved(model_config).head_dim ** -0.5
+    return {
+        "attention_multiplier": scale,
+        "logits_scaling": rounded(1 / model_config.logits_scaling),
+        "use_post_norm": model_config.norm_placement == "sandwich",
+    }
+
+
 # names of the activations in config.json
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -112,6 +131,7 @@ PARTS: dict[str, Part] = {
     "softmax_scale": Part(_read_scale, _write_scale),
     "llama_biases": Part(_read_biases, _write_biases),
     "gpt2_activation": Part(_read_activation, _write_activation),
+    "hyperclovax": Part(_read_hyperclovax, _write_hyperclovax),
     "bigcode_activation": Part(write=partial(_write_activation, tanh="gelu_pytorch_tanh")),
     **EXPERT_PARTS,
     **GEMMA4_PARTS,

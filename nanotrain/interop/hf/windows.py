@@ -5,6 +5,7 @@ layer_windows     a window in some layers
 rope_in_windows   EXAONE: rotary positions only in layers with a window
 no_rope_layers    SmolLM3: no rotary positions in some layers
 llama4            attention within chunks in layers with rotary positions, experts in some
+lara_layers       the gated delta rule, windows with rotary positions, attention without
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from nanotrain.config.model import ModelConfig
 from nanotrain.config.notation import read_layer_pattern, write_pattern
 from nanotrain.interop.hf.canonical import write_layers
 from nanotrain.interop.hf.experts import expert_layers, layers_with_experts
-from nanotrain.interop.hf.layer_types import FULL, layers_of_kind
+from nanotrain.interop.hf.layer_types import FULL, LINEAR, check_length, layers_of_kind
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
 
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
@@ -139,10 +140,39 @@ def _write_llama4(model_config: ModelConfig) -> Values:
     return entries
 
 
+def _read_lara(raw: Raw) -> Values:
+    """Lara: one of three kinds per layer; layers with a window alone have rotary positions."""
+    kinds = raw["layer_types"]
+    unknown = sorted(set(kinds) - {LINEAR, SLIDING, FULL})
+    if unknown:
+        reject("layer_types", unknown[0], instead=f"{LINEAR}, {SLIDING} or {FULL}")
+    check_length(kinds, raw["num_hidden_layers"])
+    for kind in (LINEAR, SLIDING):
+        if kind not in kinds:
+            reject("layer_types", FULL, instead=f"{kind} in some layer")
+    return {
+        "linear_attention_freq": write_pattern(tuple(kind == LINEAR for kind in kinds)),
+        "no_rope_freq": write_pattern(tuple(kind != SLIDING for kind in kinds)),
+        "window_attn_skip_freq": write_pattern(tuple(kind == SLIDING for kind in kinds)),
+        "window_size": raw["sliding_window"] - 1,
+    }
+
+
+def _write_lara(model_config: ModelConfig) -> Values:
+    kinds = []
+    layers = zip(model_config.mixers, model_config.window_layers, strict=True)
+    for mixer, has_window in layers:
+        softmax = SLIDING if has_window else FULL
+        kinds.append(LINEAR if mixer == "gated_delta_net" else softmax)
+    window = model_config.window_size or 0
+    return {"layer_types": kinds, "sliding_window": window + 1}
+
+
 WINDOW_PARTS: dict[str, Part] = {
     "window": Part(_read_window, _write_window),
     "layer_windows": Part(_read_layer_windows, _write_layer_windows),
     "rope_in_windows": Part(read_rope_in_windows, _write_rope_in_windows),
     "no_rope_layers": Part(_read_no_rope, _write_no_rope),
     "llama4": Part(_read_llama4, _write_llama4),
+    "lara_layers": Part(_read_lara, _write_lara),
 }

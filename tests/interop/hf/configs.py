@@ -261,6 +261,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("Lfm2", LLAMA_SHAPE | SMALL_TOKENS | {"full_attn_idxs": [1], "block_multiple_of": 16}),
     "lfm2_moe": ("Lfm2Moe", LLAMA_SHAPE | SMALL_TOKENS | hybrid_shapes.LFM2_MOE),
+    "mamba2": ("Mamba2", SMALL_TOKENS | hybrid_shapes.MAMBA2),
     "qwen3_next": ("Qwen3Next", LLAMA_SHAPE | hybrid_shapes.QWEN3_NEXT | {"mlp_only_layers": [1]}),
     "qwen3_5": ("Qwen3_5", LLAMA_SHAPE | hybrid_shapes.DELTA_NET | {"head_dim": 16}),
     "qwen3_5-tied": (
@@ -451,6 +452,7 @@ FP64_FAMILIES = (
     "nemotron_h",
     "granitemoehybrid",
     "falcon_h1",
+    "mamba2",
     "lfm2",
     "qwen3_next",
     "qwen3_5",

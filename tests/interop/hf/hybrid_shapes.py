@@ -78,6 +78,15 @@ MIMO = {
     "n_group": 4,
     "topk_group": 2,
 }
+MAMBA2 = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 8,
+    "head_dim": 8,
+    "state_size": 6,
+    "n_groups": 2,
+    "vocab_size": VOCAB,
+}
 DELTA_NET = {
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,

@@ -4,7 +4,7 @@ transformers, and what they have besides `LLAMA_SHAPE`. All are compared in fp64
 
 from typing import Any
 
-from tests.interop.hf.hybrid_shapes import GRANITE
+from tests.interop.hf.hybrid_shapes import DELTA_NET, GRANITE
 
 KINDS = ["full_attention", "sliding_attention", "sliding_attention"]
 THREE = {"num_hidden_layers": 3, "sliding_window": 7, "layer_types": KINDS}
@@ -102,6 +102,16 @@ LLAMA_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_value_heads": 1, "n_inner": 80, "max_position_embeddings": 128},
     ),
     "aria_text": ("AriaText", {"moe_num_experts": 4, "moe_topk": 2}),
+    "lara_mini": (
+        "LaraMini",
+        EXPERTS
+        | DELTA_NET
+        | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 7}
+        | {"shared_expert_intermediate_size": 40}
+        | {"layer_types": ["linear_attention", *KINDS[:2], "linear_attention"]},
+    ),
+    "hyperclovax": ("HyperCLOVAX", FACTORS),
+    "hyperclovax-pre": ("HyperCLOVAX", FACTORS | {"use_post_norm": False}),
     "apertus1p5_text": ("Apertus1p5Text", {"rope_parameters": BASES["full_attention"]}),
 }
 # The file of transformers that computes a family, where its name is not the family's.

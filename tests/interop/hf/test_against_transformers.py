@@ -129,6 +129,7 @@ NAMED = {
     "youtu",
     "granitemoeshared",
     "apertus1p5_text",
+    "hyperclovax",
 }
 
 

@@ -32,6 +32,13 @@ def read(name: str, **changes: Any) -> ModelConfig:
         ("nemotron", {"mlp_bias": True}, "mlp_bias"),
         ("jais2", {"hidden_act": "silu"}, "hidden_act"),
         ("youtu", {"rope_interleave": False}, "rope_interleave"),
+        ("youtu", {"pad_token_id": 2}, "pad_token_id: 2"),
+        ("lara_mini", {"layer_types": ["linear_attention"] * 4}, "sliding_attention in some layer"),
+        ("lara_mini", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+        ("lara_mini", {"attention_bias": True}, "attention_bias"),
+        ("mamba2", {"use_bias": True}, "use_bias"),
+        ("mamba2", {"time_step_limit": [0.0, 9.0]}, "time_step_limit"),
+        ("hyperclovax", {"mlp_bias": True}, "mlp_bias"),
         ("granite_swa", {"layer_rope_theta": [1e4, 5e4, 100.0]}, "one base for all layers of a"),
         (
             "granite_swa-bases",
@@ -101,6 +108,15 @@ def test_a_bamba_rotates_half_of_the_channels_whatever_its_entry_says() -> None:
     assert model.rotary_percent == 0.5
     with pytest.raises(HuggingFaceError, match="bamba cannot represent.*partial_rotary_factor"):
         family_of(replace(model, rotary_percent=0.25), name="bamba")
+
+
+def test_a_factor_of_logits_of_hyperclova_multiplies_them() -> None:
+    model = read("hyperclovax", logits_scaling=0.25)
+    assert model.logits_scaling == 4.0
+    unscaled = replace(model, softmax_scale=None, logits_scaling=1.0)
+    written = config_to_hf(unscaled, family="hyperclovax")
+    assert written["logits_scaling"] == 1.0
+    assert written["attention_multiplier"] == model.head_dim**-0.5
 
 
 def test_a_granite_without_a_shared_expert_is_written_with_a_width_of_0() -> None:

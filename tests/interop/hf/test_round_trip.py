@@ -47,9 +47,9 @@ def write_source(name: str, folder: Path, *, dtype: torch.dtype = torch.float32)
     special tokens.
     """
     model = reference(name).to(dtype)
-    for key, buffer in model.named_buffers():
-        if key.endswith("e_score_correction_bias"):  # fp32 in every checkpoint
-            buffer.data = buffer.float()
+    for key, bias in (*model.named_buffers(), *model.named_parameters()):
+        if key.endswith(("e_score_correction_bias", "mlp.expert_bias")):  # always fp32 in files
+            bias.data = bias.float()
     model.save_pretrained(folder, max_shard_size="15KB")
     for file, text in TOKENIZER.items():
         (folder / file).write_bytes(text.encode())
