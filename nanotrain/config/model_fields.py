@@ -349,6 +349,9 @@ class ModelFields:
     (Qwen3-Next)
     """
 
+    attention_output_gate_per_head: bool = option(False)
+    """attention_output_gate: one gate per head instead of one per channel (LFM3)"""
+
     hybrid_layer_pattern: str | None = option(None)
     """one letter per layer, which is then attention or an MLP alone: * attention, + multi-latent
     attention, M Mamba-2, G linear_attention_type, - MLP, E experts; | begins a pipeline stage, /*E

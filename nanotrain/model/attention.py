@@ -66,6 +66,7 @@ class HeadAttention(nn.Module):
         """
         self.head_dim = shape.head_dim
         self.value_head_dim = shape.value_head_dim
+        self.gate_channels = shape.gate_channels
         self.has_window = shape.has_window(layer)
         self.has_rope = shape.has_rope(layer)
         self.kept_sources = shape.kept(layer)
@@ -96,7 +97,7 @@ class HeadAttention(nn.Module):
             query: [B, S, N, D].
             key: [B, S, G, D].
             value: [B, S, G, Dv].
-            gate: [B, S, N, Dv], or None.
+            gate: [B, S, N, Dv] or, one per head, [B, S, N, 1]; None without one.
             context: context of the microbatch.
         """
         mask = self.inputs(context).mask
@@ -139,7 +140,7 @@ class HeadAttention(nn.Module):
         return apply_rotary(norm(heads), rotary)
 
     def apply_gate(self, attended: Tensor, gate: Tensor | None) -> Tensor:
-        """[B, S, N, Dv] times the sigmoid of a gate of this shape and a factor -> [B, S, N Dv]."""
+        """[B, S, N, Dv] times the sigmoid of a gate and a factor -> [B, S, N Dv]."""
         if gate is not None:
             attended = attended * gate.sigmoid()
         if self.factor != 1.0:
@@ -217,12 +218,12 @@ class Attention(HeadAttention):
         return self.attend(query, key=key, value=value, gate=gate, context=context)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Query [B, S, N, D], key [B, S, G, D], value [B, S, G, Dv]; gate [B, S, N, Dv] or None."""
+        """Query [B, S, N, D], key [B, S, G, D], value [B, S, G, Dv]; gate as in `attend`."""
         layers = [self.query, self.key]
         layers += [layer for layer in (self.value, self.gate) if layer is not None]
         query, key, *others = column_parallel(hidden, layers)
         value = key if self.value is None else others.pop(0)
-        gate = split_heads(others[0], self.value_head_dim) if others else None
+        gate = split_heads(others[0], self.gate_channels) if others else None
         query = split_heads(query, self.head_dim)
         key = split_heads(key, self.head_dim)
         value = self.value_norm(split_heads(value, self.value_head_dim))

@@ -79,12 +79,12 @@ class SharedKVAttention(HeadAttention):
         return self.attend(query, key=key, value=value, gate=gate, context=context)
 
     def _project_query(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Query [B, S, N, D]; gate [B, S, N, Dv] or None."""
+        """Query [B, S, N, D]; gate as in `attend`."""
         if self.gate is None:
             (query,) = column_parallel(hidden, (self.query,))
             return split_heads(query, self.head_dim), None
         query, gate = column_parallel(hidden, (self.query, self.gate))
-        return split_heads(query, self.head_dim), split_heads(gate, self.value_head_dim)
+        return split_heads(query, self.head_dim), split_heads(gate, self.gate_channels)
 
     def prepare_query_key(
         self, query: Tensor, *, rotary: Rotary | None, query_scale: Tensor | None

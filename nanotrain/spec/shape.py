@@ -94,6 +94,7 @@ class ModelShape:
     kv_sources: tuple[int | None, ...] = ()
     layer_scale: bool = False  # a learned factor of the hidden states after each layer
     has_output_gate: bool = False  # attention multiplies its output by a sigmoid
+    attention_output_gate_per_head: bool = False  # one for all channels of a head
     rotary_dim: int = 0  # channels of a head with rotary positions
     has_rotary: bool = True  # queries and keys have rotary positions, but in `no_rope_layers`
     embedding_l2_norm: bool = False  # word embeddings are normalized
@@ -208,6 +209,11 @@ class ModelShape:
         if all(getattr(self, name) == value for name, value in own.items()):
             return self
         return replace(self, **own)
+
+    @property
+    def gate_channels(self) -> int:
+        """Channels of a head of the output gate."""
+        return 1 if self.attention_output_gate_per_head else self.value_head_dim
 
     @property
     def has_offset_norms(self) -> bool:

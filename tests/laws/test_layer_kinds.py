@@ -165,6 +165,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_norm_epsilon": 1e-2,
         "linear_norm_placement": "pre",
         "norm_placement": "post",
+        "attention_output_gate": True,
+        "attention_output_gate_per_head": True,
         "hidden_dropout": 0.1,
     },
 }

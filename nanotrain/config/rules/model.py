@@ -179,6 +179,12 @@ def check_values_and_norms(c: Settings) -> Errors:
             why="which sizes fp8 can multiply is checked for values as wide as keys",
             fix="leave out --fp8-format or --value-channels",
         )
+    if c.has_fp8 and model.attention_output_gate and model.attention_output_gate_per_head:
+        yield ConfigError(
+            "fp8 with attention_output_gate_per_head",
+            why="a projection to one number per head is too narrow for products in fp8",
+            fix="leave out --fp8-format or --attention-output-gate-per-head",
+        )
     if not model.has_norm_weight and model.norm_placement != "pre":
         norms = f"normalization {model.normalization}"
         if model.normalization == "LayerNorm":

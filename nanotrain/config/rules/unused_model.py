@@ -224,6 +224,12 @@ def unused_heads(c: Settings) -> UnusedFields:
             by="multi_latent_attention",
             why="the output of multi_latent_attention has no gate",
         )
+    if not c.model.attention_output_gate:
+        yield unused(
+            "attention_output_gate_per_head",
+            by="attention_output_gate",
+            why="the output of attention has no gate",
+        )
 
 
 def unused_query_norms(c: Settings) -> UnusedFields:

@@ -49,7 +49,7 @@ def check_length(kinds: Sequence[str], num_layers: int) -> None:
         reject("layer_types", f"of {count_of(len(kinds), 'layer')}", instead=f"of {num_layers}")
 
 
-def _mixer_values(mixer: str, kinds: list[str], *, num_layers: int) -> Values:
+def mixer_values(mixer: str, kinds: list[str], *, num_layers: int) -> Values:
     """The values for a kind of linear attention in all layers but those with attention."""
     check_length(kinds, num_layers)
     layers = tuple(kind != "attention" for kind in kinds)
@@ -97,7 +97,7 @@ def _read_granite(raw: Raw) -> Values:
     """Granite 4: Mamba-2 or attention per layer, MLP or experts with a shared expert."""
     kinds = _read_kinds(raw, "mamba", known=("mamba", "attention"))
     shared = raw["shared_intermediate_size"]
-    values = _mixer_values("mamba2", kinds, num_layers=raw["num_hidden_layers"])
+    values = mixer_values("mamba2", kinds, num_layers=raw["num_hidden_layers"])
     if raw["position_embedding_type"] != "rope":
         values["position_embedding_type"] = "none"
     if raw["num_local_experts"]:
@@ -134,7 +134,7 @@ def _read_bamba(raw: Raw) -> Values:
     num_layers = raw["num_hidden_layers"]
     attention = raw.get("attn_layer_indices") or ()
     kinds = ["attention" if layer in attention else "mamba" for layer in range(num_layers)]
-    values = _mixer_values("mamba2", kinds, num_layers=num_layers)
+    values = mixer_values("mamba2", kinds, num_layers=num_layers)
     if "mamba" in kinds:
         return values | _read_mamba(raw, raw["mamba_expand"] * raw["hidden_size"])
     pass_over(raw, "mamba_d_head", "mamba_expand", "mamba_n_heads", "time_step_limit")
@@ -255,7 +255,7 @@ def _read_lfm2(raw: Raw) -> Values:
     if raw["block_auto_adjust_ff_dim"]:
         adjusted = int(raw["block_ffn_dim_multiplier"] * int(2 * inner / 3))
         inner = round_up(adjusted, raw["block_multiple_of"])
-    values = _mixer_values("short_conv", kinds, num_layers=num_layers)
+    values = mixer_values("short_conv", kinds, num_layers=num_layers)
     values["ffn_hidden_size"] = inner
     return values
 

@@ -14,6 +14,7 @@ from nanotrain.interop.hf.experts import EXPERT_PARTS
 from nanotrain.interop.hf.gemma4 import GEMMA4_PARTS
 from nanotrain.interop.hf.layer_types import FULL, LAYER_PARTS, rounded
 from nanotrain.interop.hf.layout import Part, Raw, Values, reject
+from nanotrain.interop.hf.lfm3 import LFM3_PARTS
 from nanotrain.interop.hf.positions import POSITION_PARTS
 from nanotrain.interop.hf.residuals import RESIDUAL_PARTS
 from nanotrain.interop.hf.windows import WINDOW_PARTS
@@ -136,6 +137,7 @@ PARTS: dict[str, Part] = {
     **EXPERT_PARTS,
     **GEMMA4_PARTS,
     **LAYER_PARTS,
+    **LFM3_PARTS,
     **POSITION_PARTS,
     **RESIDUAL_PARTS,
     **WINDOW_PARTS,

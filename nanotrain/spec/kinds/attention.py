@@ -50,7 +50,8 @@ def attention(declare: Declaration) -> Specs:
     if not shape.attention_k_eq_v:
         specs += nest("value", value)
     if shape.has_output_gate:
-        specs += nest("gate", declare.column_linear(output_size, hidden, bias=has_bias))
+        gate_size = shape.num_heads * shape.gate_channels
+        specs += nest("gate", declare.column_linear(gate_size, hidden, bias=has_bias))
     specs += head_norms(declare, query_norm=query_size, key_norm=key_size)
     output = declare.row_linear(hidden, output_size, bias=shape.has_linear_bias)
     return specs + nest("output", output)
@@ -143,8 +144,9 @@ def projected_attention(
     shape = s.shape
     output = core.heads * shape.value_head_dim
     rotated = s.tokens * num_rotated_heads * shape.head_dim
+    gate_width = core.heads * shape.gate_channels
     if shape.has_output_gate:
-        widths = widths | {"gate": output}
+        widths = widths | {"gate": gate_width}
     again = query_key_modules(shape)
     column = s.column(widths, saves=(s.projected_input,), casts_norm=s.casts_norm)
     operators: Operators = [column]
@@ -163,9 +165,10 @@ def projected_attention(
     operators.append(core)
     if shape.has_output_gate:
         numel = s.tokens * output
-        # the sigmoid of the gate, and its product with the output
-        gated = Saved(2 * numel * s.itemsize, dropped_by=(POINTWISE,))
-        gate = Saved(numel * s.itemsize, only_with=POINTWISE)
+        gate_numel = s.tokens * gate_width
+        # the sigmoid of the gate, and the output that it multiplies
+        gated = Saved((numel + gate_numel) * s.itemsize, dropped_by=(POINTWISE,))
+        gate = Saved(gate_numel * s.itemsize, only_with=POINTWISE)
         operators.append(
             Gate(name="output_gate", recomputed_by=(POINTWISE,), numel=numel, saves=(gated, gate))
         )

@@ -21,7 +21,8 @@ def declare(declare: Declaration) -> Specs:
         specs += (declare.head_vector("softmax_offset", shape.num_heads, init=init),)
     specs += nest("query", declare.column_linear(query_size, hidden, bias=has_bias))
     if shape.has_output_gate:
-        specs += nest("gate", declare.column_linear(output_size, hidden, bias=has_bias))
+        gate_size = shape.num_heads * shape.gate_channels
+        specs += nest("gate", declare.column_linear(gate_size, hidden, bias=has_bias))
     specs += head_norms(declare, query_norm=query_size)
     output = declare.row_linear(hidden, output_size, bias=shape.has_linear_bias)
     return specs + nest("output", output)

@@ -112,6 +112,16 @@ LLAMA_LIKE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hyperclovax": ("HyperCLOVAX", FACTORS),
     "hyperclovax-pre": ("HyperCLOVAX", FACTORS | {"use_post_norm": False}),
+    "lfm3": (
+        "Lfm3",
+        {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 7, "conv_L_cache": 3}
+        | {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
+    ),
+    "lfm3-plain": (
+        "Lfm3",
+        {"head_dim": 8, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"]}
+        | {"use_sandwich_norm": False, "use_attention_gate": False, "rope_parameters": BASES},
+    ),
     "apertus1p5_text": ("Apertus1p5Text", {"rope_parameters": BASES["full_attention"]}),
 }
 # The file of transformers that computes a family, where its name is not the family's.

@@ -130,6 +130,7 @@ NAMED = {
     "granitemoeshared",
     "apertus1p5_text",
     "hyperclovax",
+    "lfm3",
 }
 
 

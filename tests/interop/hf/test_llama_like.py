@@ -39,6 +39,8 @@ def read(name: str, **changes: Any) -> ModelConfig:
         ("mamba2", {"use_bias": True}, "use_bias"),
         ("mamba2", {"time_step_limit": [0.0, 9.0]}, "time_step_limit"),
         ("hyperclovax", {"mlp_bias": True}, "mlp_bias"),
+        ("lfm3", {"attention_bias": True}, "attention_bias"),
+        ("lfm3", {"conv_bias": True}, "conv_bias"),
         ("granite_swa", {"layer_rope_theta": [1e4, 5e4, 100.0]}, "one base for all layers of a"),
         (
             "granite_swa-bases",
